@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What all tests share: markers for what a test needs of the machine, and the list of what was skipped and why.
 
-A test says what it needs by a marker; where the machine lacks it, the test is skipped with that reason, and every
+A test declares what it needs by a marker; where the machine lacks it, the test is skipped with that reason, and every
 reason is listed with its count at the end of the run. Nothing is skipped without a reason. What `make` itself must
 have provided (the BPF objects) is no reason to skip: its absence is an error.
 """
@@ -21,19 +21,20 @@ import pytest
 from hypothesis import settings
 
 from tests import CACHE, ROOT
-from tests.support import workers
+from tests.support import skips, workers
 
 BTF = Path("/sys/kernel/btf/vmlinux")
 CLONE_NEWNET = 0x40000000
 WORKERS = "pyebpf-proxy-workers"
 DESELECTED = "deselected on the command line: "
 
-# Time limits of single examples say something about the machine, not about the code. No database: reruns are the same.
+# Time limits of single examples depend on the machine, not about the code. No database: reruns are the same.
 settings.register_profile("project", deadline=None, database=None, derandomize=True)
 # What CI also runs, once, with --hypothesis-seed (.ci/run): other examples in every run.
 settings.register_profile("fresh", deadline=None, database=None, derandomize=False, print_blob=True)
 settings.load_profile("fresh" if os.environ.get("PYEBPF_PROXY_FRESH") else "project")
-#: With it, a machine that lacks what root, namespaces or BPF give is an error, and nothing is skipped for it.
+#: With it, a machine that lacks what root, namespaces or BPF give is an error, and nothing is skipped for it. A test
+#: that is skipped for a reason that is not on the list of tests/support/skips.py fails the run.
 STRICT = bool(os.environ.get("PYEBPF_PROXY_STRICT"))
 _PRIVILEGES = ("needs_root", "needs_netns", "needs_bpf")
 
@@ -94,7 +95,7 @@ NEEDS = {
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """With ``-n``: what a controller or a worker does beside (``tests/support/workers.py``)."""
+    """With ``-n``: what a controller or a worker adds (``tests/support/workers.py``)."""
     # Started in the background of a shell, programs ignore SIGINT, and so would those that tests send one to.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -119,13 +120,28 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason=reason))
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """List every reason for which something was skipped, with how many tests it cost."""
+def _skipped(config: pytest.Config) -> Counter[str]:
+    """Every reason for which tests were skipped, and how many."""
     reasons: Counter[str] = Counter()
-    for report in terminalreporter.stats.get("skipped", []):
+    reporter = config.pluginmanager.get_plugin("terminalreporter")
+    for report in reporter.stats.get("skipped", []) if reporter is not None else ():
         longrepr = report.longrepr
         text = longrepr[2] if isinstance(longrepr, tuple) else str(longrepr)
         reasons[text.removeprefix("Skipped: ")] += 1
+    return reasons
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """In CI, an unexpected skip is a failure."""
+    # A worker has no reporter: the process that started it has all reports.
+    if STRICT and skips.unexpected(_skipped(session.config)) and session.exitstatus == pytest.ExitCode.OK:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """List every reason for which something was skipped, with how many tests it cost."""
+    reasons = _skipped(terminalreporter.config)
+    unexpected = skips.unexpected(reasons) if STRICT else []
     for report in terminalreporter.stats.get("deselected", []):
         reasons[DESELECTED + report.nodeid.split("::")[0]] += 1
     controller = terminalreporter.config.pluginmanager.get_plugin(WORKERS)
@@ -136,6 +152,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.line("nothing")
     for reason, count in sorted(reasons.items(), key=lambda entry: (-entry[1], entry[0])):
         terminalreporter.line(f"{count:5d} × {reason}")
+    for reason in unexpected:
+        terminalreporter.line(f"UNEXPECTED, not in tests/support/skips.py: {reason}", red=True)
     without = sum(count for reason, count in reasons.items() if reason in (_not_root(), _no_netns(), _no_bpf()))
     if without:
         terminalreporter.line(

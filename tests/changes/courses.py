@@ -120,7 +120,7 @@ def _zones() -> Iterator[Step]:
     yield Step("the node is in zone a", _with(*hinted, zone="a"))
     yield Step("the node is in zone b", _with(*hinted, zone="b"))
     yield Step("one without a hint", _with(*hinted[:3], FOUR, zone="b"))
-    yield Step("nobody in the zone is ready", _with(hinted[0], hinted[3], zone="b"))
+    yield Step("no endpoint in the zone is ready", _with(hinted[0], hinted[3], zone="b"))
     yield Step("external Local in zone a", _with(*hinted, zone="a", external_local=True))
     yield Step("the label is gone", _with(*hinted))
 

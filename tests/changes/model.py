@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A service as it is at one moment, and who may then answer a connection. Pure.
+"""A service as it is at one moment, and the servers that may then answer a connection. Pure.
 
-Written from spec/service-semantics §§3, 5 and from nothing else: what this says is compared with what the agent does.
+Written from spec/service-semantics §§3, 5 and from nothing else: its result is compared with what the agent does.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from pyebpf_proxy.lab.rules import Destination, SourceClass, decide
 REFUSED = "refused"
 UNREACHABLE = "unreachable"
 SILENT = "timed out"
-#: What an address comes to that belongs to no service: whatever the network makes of it, but no answer.
-NOBODYS = frozenset({REFUSED, UNREACHABLE, SILENT})
+#: The outcomes for an address that belongs to no Service: anything but an answer.
+UNANSWERED = frozenset({REFUSED, UNREACHABLE, SILENT})
 
 
 class Endpoint(NamedTuple):
@@ -98,12 +98,12 @@ def is_served(state: State, target: Target) -> bool:
 def allowed(state: State, target: Target, node: str) -> Allowed:
     """The rule for a new connection that ``node`` handles."""
     if not is_served(state, target):
-        return Allowed(frozenset(), NOBODYS)
+        return Allowed(frozenset(), UNANSWERED)
     cluster, local = _cluster(state.endpoints, state.zone), _local(state.endpoints, node)
     if not _usable(state.endpoints):
-        # In mode iptables nobody refuses what the node itself sends to an address that is elsewhere (§5).
+        # In mode iptables no rule refuses what the node itself sends to an address that is elsewhere (§5).
         elsewhere = target.source == "node" and target.kind in ("LoadBalancer", "ExternalIP")
-        return Allowed(frozenset(), NOBODYS if elsewhere else frozenset({REFUSED}))
+        return Allowed(frozenset(), UNANSWERED if elsewhere else frozenset({REFUSED}))
     decision = decide(
         target.kind, target.source, external_local=state.external_local, internal_local=state.internal_local
     )

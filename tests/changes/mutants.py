@@ -32,12 +32,12 @@ class Mutant(NamedTuple):
     rules: tuple[str, ...]
 
 
-FLIP = "self._services[service] = table << self._layouts.word_shift"
+FLIP = "self._services[service] = config_id << self._layouts.word_shift"
 MUTANTS = {
-    "addresses of before while the new version is in force": Mutant(
+    "addresses of before while the new version is active": Mutant(
         WRITER,
-        "self._delete_frontends([c for c in concerned if c.table_changed], family)",
-        "__import__('threading').Timer(0.02, self._delete_frontends, ([c for c in concerned if c.table_changed],"
+        "self._delete_frontends([c for c in concerned if c.config_changed], family)",
+        "__import__('threading').Timer(0.02, self._delete_frontends, ([c for c in concerned if c.config_changed],"
         " family)).start()",
         "deleted and made again",
         ("wrong", "late", "early"),
@@ -46,17 +46,17 @@ MUTANTS = {
         WRITER, FLIP, f"self._services[service] = 0; __import__('time').sleep(0.01); {FLIP}", "endpoints roll",
         ("refused", "unreachable"),
     ),
-    "the list is filled after it is in force": Mutant(
+    "the list is filled after it is active": Mutant(
         WRITER,
         "self._fill(change.new.first_slot, change.slots)",
         "__import__('threading').Timer(0.02, self._fill, (change.new.first_slot, change.slots)).start()",
         "endpoints roll",
         ("lost", "silent", "wrong", "late", "refused"),
     ),
-    "told to be programmed before it is": Mutant(
+    "reported as programmed too early": Mutant(
         WRITER,
         FLIP,
-        "__import__('threading').Timer(0.2, lambda: self._services.__setitem__(service, table"
+        "__import__('threading').Timer(0.2, lambda: self._services.__setitem__(service, config_id"
         " << self._layouts.word_shift)).start()",
         "endpoints roll",
         ("late", "refused"),
@@ -105,7 +105,7 @@ MUTANTS = {
 
 
 def notices(name: str, mutant: Mutant) -> bool:
-    """Run its course with the broken agent; say what came of it."""
+    """Run its course with the broken agent; return the outcome."""
     with tempfile.TemporaryDirectory() as folder:
         shutil.copytree(ROOT / "pyebpf_proxy", Path(folder) / "pyebpf_proxy")
         path = Path(folder) / "pyebpf_proxy" / mutant.file
@@ -117,7 +117,7 @@ def notices(name: str, mutant: Mutant) -> bool:
         test = "tests/netns/test_changes_under_load.py"
         words = " and ".join(word for word in mutant.course.split() if word != "and")
         command = [sys.executable, "-m", "pytest", "-q", "-x", test, "-k", words]
-        # The agent is a process of its own: it takes the broken package, this test takes the one here.
+        # The agent is a separate process: it takes the broken package, this test takes the one here.
         done = subprocess.run(
             command, cwd=ROOT, env=os.environ | {"PYTHONPATH": folder}, capture_output=True, text=True, check=False
         )

@@ -1,16 +1,18 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
  * Traffic whose every connection is on record: when it began and ended, what
- * came of it, and who answered.
+ * its outcome, and the server that answered.
  *
  *	traffic serve NAME PORT...
- *	traffic load FILE RATE TIMEOUT TARGET...	new connections, RATE a second in all
- *	traffic hold FILE PERIOD COUNT TARGET...	COUNT connections, spread over the targets, that go on
+ *	traffic load FILE RATE TIMEOUT QUESTIONS PAUSE TARGET...	new connections, RATE a second in all
+ *	traffic hold FILE PERIOD COUNT TARGET...	COUNT connections, spread over the targets, that continue
  *
- * A target is ADDRESS,PORT; RATE 0 makes as many as there can be; TIMEOUT and
- * PERIOD are milliseconds.  A server says its name and the port when somebody
- * connects, then sends back what it gets.  `load` takes the name and resets the
- * connection; `hold` sends CHUNK bytes every PERIOD and compares what comes back.
+ * A target is ADDRESS,PORT or ADDRESS,PORT,udp; RATE 0 makes as many as there can
+ * be; TIMEOUT, PAUSE and PERIOD are milliseconds.  A server sends its name and the
+ * port when a client connects, then sends back what it gets; the answer to a datagram
+ * is both at once.  `load` takes the name, asks QUESTIONS more, one every PAUSE, and
+ * resets the connection; `hold` sends CHUNK bytes every PERIOD and compares what comes
+ * back, and of UDP the name, too.
  *
  * `serve` prints a line when it listens.  `load` and `hold` answer each byte on
  * standard input with a line, "made answered" or "open least-rounds"; when it ends
@@ -27,7 +29,7 @@
 
 static void add_target(char *text)
 {
-	char *comma = strchr(text, ',');
+	char *comma = strchr(text, ','), *udp = strstr(text, ",udp");
 	struct target *t = &targets[target_count++];
 	struct sockaddr_in *v4 = (struct sockaddr_in *)&t->to;
 	struct sockaddr_in6 *v6 = (struct sockaddr_in6 *)&t->to;
@@ -36,6 +38,7 @@ static void add_target(char *text)
 	if (!comma || target_count > 64)
 		die(text);
 	*comma = 0;
+	t->udp = udp;
 	if (inet_pton(AF_INET, text, &v4->sin_addr) == 1) {
 		v4->sin_family = AF_INET;
 		v4->sin_port = htons(atoi(comma + 1));
@@ -62,11 +65,13 @@ int main(int count, char **arguments)
 	poller = epoll_create1(0);
 	if (count >= 4 && !strcmp(arguments[1], "serve"))
 		serve(arguments[2], arguments + 3);
-	for (int i = 5; i < count; i++)
+	for (int i = count > 2 && !strcmp(arguments[1], "load") ? 7 : 5; i < count; i++)
 		add_target(arguments[i]);
 	fcntl(STDIN_FILENO, F_SETFL, O_NONBLOCK);
 	if (target_count && !strcmp(arguments[1], "load")) {
 		watch(poller, STDIN_FILENO, EPOLLIN);
+		questions = atoi(arguments[5]);
+		pause_between = atoll(arguments[6]) * MILLISECOND;
 		return put_under_load(arguments[2], atof(arguments[3]), atoll(arguments[4]) * MILLISECOND);
 	}
 	if (target_count && !strcmp(arguments[1], "hold")) {
@@ -74,7 +79,7 @@ int main(int count, char **arguments)
 		period = atoll(arguments[3]) * MILLISECOND;
 		return hold(arguments[2], atoi(arguments[4]));
 	}
-	fprintf(stderr, "usage: traffic serve NAME PORT... | load FILE RATE TIMEOUT TARGET..."
+	fprintf(stderr, "usage: traffic serve NAME PORT... | load FILE RATE TIMEOUT QUESTIONS PAUSE TARGET..."
 			" | hold FILE PERIOD COUNT TARGET...\n");
 	return 2;
 }

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Real connections, every one on record: ``traffic.c`` inside the lab's namespaces."""
+"""Real connections, every one on record: ``traffic.c`` inside the lab's namespaces.
+
+A target is text, ``ADDRESS,PORT``, or ``ADDRESS,PORT,udp``: then a connection is a flow of datagrams.
+"""
 
 from __future__ import annotations
 
@@ -7,20 +10,20 @@ import errno
 import struct
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, cast
 
 from pyebpf_proxy.lab.addresses import cluster_ip, node_address, vip
 from pyebpf_proxy.lab.namespace import Namespace, die_with_parent
 from tests import ROOT
-from tests.changes.checker import ANSWERED, BROKEN, Record, Stall
+from tests.changes.checker import ANSWERED, BROKEN, MOVED, Record, Stall
 from tests.changes.model import REFUSED, SILENT, UNREACHABLE, Target
 
 TOOL = ROOT / "build" / "tests" / "traffic"
-#: Milliseconds until a connection that nobody answers is given up.
+#: Milliseconds until an unanswered connection is given up.
 TIMEOUT = 4000
-#: Seconds to wait for a process to say or do something, on any machine.
+#: Seconds to wait for an output or action of a process, on any machine.
 PATIENCE = 120.0
 _STALL = 0xFFFFFFFF
 _RECORD = struct.Struct("=QQIiI24sI")
@@ -36,6 +39,7 @@ _ENDS = {
     errno.EPIPE: BROKEN,
     errno.EPROTO: BROKEN,
     errno.EBADMSG: BROKEN,
+    errno.ESTALE: MOVED,
 }
 
 
@@ -51,7 +55,7 @@ def address_of(target: Target) -> str:
 
 
 class _Process:
-    """The tool in a namespace; it ends with us in any case."""
+    """The tool in a namespace; it ends with this process in any case."""
 
     def __init__(self, namespace: Namespace, *arguments: str) -> None:
         self._process = subprocess.Popen(
@@ -118,19 +122,34 @@ class _Client(_Process):
 
 
 class NewConnections(_Client):
-    """One new connection after the other, to each target in turn. ``rate`` a second; 0: as many as there can be."""
+    """One new connection after the other, to each target in turn. ``rate`` a second; 0: as many as there can be.
 
-    def __init__(self, namespace: Namespace, file: Path, asked: Sequence[str], rate: float) -> None:
-        super().__init__(namespace, file, "load", [f"{rate:.1f}", str(TIMEOUT)], asked)
+    Each is answered once, and ``questions`` times more, with ``pause`` milliseconds in between.
+    """
+
+    def __init__(
+        self,
+        namespace: Namespace,
+        file: Path,
+        asked: Sequence[str],
+        rate: float,
+        questions: int = 0,
+        pause: int = 0,
+    ) -> None:
+        patience = TIMEOUT + questions * pause
+        super().__init__(namespace, file, "load", [f"{rate:.1f}", *map(str, (patience, questions, pause))], asked)
 
     @property
     def made(self) -> int:
-        """How many are through by now, whatever came of them."""
+        """How many are through by now, with any outcome."""
         return self.status()[0]
 
 
 class LongConnections(_Client):
-    """``count`` connections, that carry data there and back every ``period`` milliseconds."""
+    """``count`` connections, that carry data there and back every ``period`` milliseconds.
+
+    A lost datagram ends its flow after ten seconds.
+    """
 
     def __init__(self, namespace: Namespace, file: Path, asked: Sequence[str], count: int, period: int) -> None:
         self.count = count
@@ -144,3 +163,17 @@ class LongConnections(_Client):
             if time.monotonic() > end:
                 raise TimeoutError(f"long connections stand still: {state[0]} open, the last at round {state[1]}")
             time.sleep(0.02)
+
+
+def plain_rate(folder: Path, sources: Mapping[str, Namespace], target: str) -> float:
+    """What the machine makes of connections to a pod without a Service, a second, from all sources at once."""
+    begun = time.monotonic()
+    loads = [NewConnections(each, folder / f"plain-{name}", [target], 0) for name, each in sources.items()]
+    while (made := sum(load.made for load in loads)) < 1500:
+        time.sleep(0.02)
+    took = time.monotonic() - begun
+    for load in loads:
+        load.stop()
+    for load in loads:
+        load.records()
+    return made / took

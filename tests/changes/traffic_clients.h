@@ -10,21 +10,25 @@
 #include "traffic_records.h"
 
 #define FILES 65536
+#define QUESTION 8			/* bytes of struct connection's */
 
 struct target {
 	struct sockaddr_storage to;
 	socklen_t length;
+	bool udp;
 	uint32_t in_flight;
 };
 
 struct connection {
 	struct record record;
 	bool open;
+	bool udp;
 	uint32_t named;			/* bytes of the name that are there */
-	/* hold */
-	uint64_t due;
-	bool waiting;
-	uint32_t back;
+	uint64_t due;			/* when the next round begins, or this one is given up */
+	bool waiting;			/* for an answer */
+	uint32_t back;			/* bytes of it that are there */
+	uint64_t question;
+	uint32_t left;			/* load: questions that are not asked yet */
 	int next, previous;		/* in the order in which they began */
 };
 
@@ -33,6 +37,7 @@ static struct target targets[64];
 static int target_count, first = -1, last = -1;
 static uint64_t made, answered;
 static bool stopping;
+static uint32_t questions;		/* load: of each connection, after the name */
 
 static void unlink_connection(struct connection *c)
 {
@@ -73,7 +78,7 @@ static void end(int fd, int error, bool load)
 	c->record.port = own_port(fd);
 	unlink_connection(c);
 	if (load) {
-		c->record.count = retransmissions(fd);
+		c->record.count = c->udp ? 0 : retransmissions(fd);
 		made++;
 		answered += !error;
 	}
@@ -83,11 +88,27 @@ static void end(int fd, int error, bool load)
 	close(fd);
 }
 
+/* Send a number that no other question has, of any client; returns an errno. */
+static int ask(int fd)
+{
+	struct connection *c = &connections[fd];
+	static uint64_t asked;
+
+	if (!asked)
+		asked = now();
+	c->question = ++asked;
+	c->waiting = true;
+	c->back = 0;
+	if (send(fd, &c->question, QUESTION, MSG_NOSIGNAL) != QUESTION)
+		return errno;
+	return 0;
+}
+
 static void begin(uint32_t target, bool load)
 {
 	struct linger reset = { .l_onoff = 1, .l_linger = 0 };
 	struct target *t = &targets[target];
-	int fd = socket(t->to.ss_family, SOCK_STREAM | SOCK_NONBLOCK, 0), error = 0;
+	int fd = socket(t->to.ss_family, (t->udp ? SOCK_DGRAM : SOCK_STREAM) | SOCK_NONBLOCK, 0), error = 0;
 	struct connection *c = &connections[fd];
 
 	if (fd < 0 || fd >= FILES)
@@ -96,6 +117,8 @@ static void begin(uint32_t target, bool load)
 	setsockopt(fd, SOL_SOCKET, SO_LINGER, &reset, sizeof(reset));
 	memset(c, 0, sizeof(*c));
 	c->open = true;
+	c->udp = t->udp;
+	c->left = questions;
 	c->record.target = target;
 	c->next = -1;
 	c->previous = last;
@@ -108,10 +131,13 @@ static void begin(uint32_t target, bool load)
 	c->record.begun = now();
 	if (connect(fd, (struct sockaddr *)&t->to, t->length) && errno != EINPROGRESS)
 		error = errno;
+	if (!error) {
+		watch(poller, fd, EPOLLIN | EPOLLET);
+		/* A server of datagrams says its name when it is asked. */
+		error = c->udp ? ask(fd) : 0;
+	}
 	if (error)
 		end(fd, error, load);
-	else
-		watch(poller, fd, EPOLLIN | EPOLLET);
 }
 
 static int error_of(int fd)
@@ -137,6 +163,54 @@ static bool read_name(int fd, bool load)
 	}
 	c->named += n;
 	return c->named == NAME;
+}
+
+/*
+ * True when the answer to the question is there: the name and the number.  A flow
+ * that has moved is answered by another server than before.
+ */
+static bool read_datagram(int fd, bool load)
+{
+	struct connection *c = &connections[fd];
+	char data[NAME + QUESTION + 1];
+	ssize_t n;
+
+	/* What comes late for a socket that had this port before belongs to no question of this one. */
+	do {
+		n = recv(fd, data, sizeof(data), 0);
+	} while (n == NAME + QUESTION && memcmp(data + NAME, &c->question, QUESTION));
+	if (n < 0 && errno == EAGAIN)
+		return false;
+	if (n != NAME + QUESTION) {
+		end(fd, n < 0 ? errno : EBADMSG, load);
+		return false;
+	}
+	if (c->named && memcmp(data, c->record.name, NAME)) {
+		end(fd, ESTALE, load);
+		return false;
+	}
+	memcpy(c->record.name, data, NAME);
+	c->named = NAME;
+	c->waiting = false;
+	return true;
+}
+
+/* The same in a connection, where only the number comes back. */
+static bool read_number(int fd, bool load)
+{
+	struct connection *c = &connections[fd];
+	char data[QUESTION];
+	ssize_t n = recv(fd, data, QUESTION - c->back, 0);
+
+	if (n < 0 && errno == EAGAIN)
+		return false;
+	if (n <= 0 || memcmp(data, (char *)&c->question + c->back, n)) {
+		end(fd, n < 0 ? errno : n ? EBADMSG : EPIPE, load);
+		return false;
+	}
+	c->back += n;
+	c->waiting = c->back < QUESTION;
+	return !c->waiting;
 }
 
 static void answer_command(void (*status)(void))

@@ -1,11 +1,15 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Connections that go on: CHUNK bytes every period, compared with what comes back. */
+/*
+ * Connections that continue: CHUNK bytes every period, compared with what comes back.  Of
+ * UDP a question every period, whose answer must come from the same server each time.
+ */
 #ifndef TESTS_CHANGES_TRAFFIC_HOLD_H
 #define TESTS_CHANGES_TRAFFIC_HOLD_H
 
 #include "traffic_serve.h"
 
 #define ROUND_TIMEOUT (60 * SECOND)	/* as good as never, on any machine */
+#define DATAGRAM_TIMEOUT (10 * SECOND)	/* it is not sent again */
 
 static uint64_t period;
 
@@ -39,6 +43,14 @@ static void next_round(int fd, uint64_t present)
 		end(fd, ETIMEDOUT, false);
 		return;
 	}
+	if (c->udp) {
+		int error = ask(fd);
+
+		c->due = present + DATAGRAM_TIMEOUT;
+		if (error)
+			end(fd, error, false);
+		return;
+	}
 	fill(data, fd, c->record.count);
 	if (send(fd, data, CHUNK, MSG_NOSIGNAL) != CHUNK) {
 		end(fd, errno, false);
@@ -57,6 +69,15 @@ static void hold_event(int fd)
 
 	if (!c->open)
 		return;
+	if (c->udp) {
+		bool first_answer = !c->named;
+
+		if (read_datagram(fd, false)) {
+			c->record.count++;
+			c->due = now() + (first_answer ? period * (fd % 16) / 16 : period);
+		}
+		return;
+	}
 	if (c->named < NAME) {
 		if (read_name(fd, false))
 			c->due = now() + period * (fd % 16) / 16;
@@ -86,6 +107,15 @@ static void hold_event(int fd)
 	c->due = now() + period;
 }
 
+/* Whether the answer to a datagram is still to come: at the end those are waited for, or a lost one would pass. */
+static bool datagrams_wait(void)
+{
+	for (int fd = first; fd >= 0; fd = connections[fd].next)
+		if (connections[fd].udp && connections[fd].waiting)
+			return true;
+	return false;
+}
+
 static int hold(const char *path, int count)
 {
 	struct epoll_event events[EVENTS];
@@ -95,9 +125,9 @@ static int hold(const char *path, int count)
 
 		begin(i % target_count, false);
 		if (last >= 0 && connections[last].record.begun >= present)
-			connections[last].due = present + ROUND_TIMEOUT;
+			connections[last].due = present + (connections[last].udp ? DATAGRAM_TIMEOUT : ROUND_TIMEOUT);
 	}
-	while (!stopping) {
+	while (!stopping || datagrams_wait()) {
 		uint64_t present = now();
 		int n = wait_until(present + 5 * MILLISECOND, events);
 
@@ -109,7 +139,7 @@ static int hold(const char *path, int count)
 		}
 		for (int fd = first, next; fd >= 0; fd = next) {
 			next = connections[fd].next;
-			if (connections[fd].due <= present)
+			if (connections[fd].due <= present && (!stopping || connections[fd].waiting))
 				next_round(fd, present);
 		}
 	}

@@ -1,5 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* New connections, one after the other, at a rate or as many as there can be. */
+/*
+ * New connections, one after the other, at a rate or as many as there can be.  Each
+ * takes the server's name, and asks `questions` more, one every `pause`.
+ */
 #ifndef TESTS_CHANGES_TRAFFIC_LOAD_H
 #define TESTS_CHANGES_TRAFFIC_LOAD_H
 
@@ -7,11 +10,24 @@
 
 #define BURST 32
 #define CLOSED_LOOP 32			/* connections at a time where there is no rate */
-#define IN_FLIGHT 16			/* at most, to one target: where nobody answers, and on a slow machine, they pile up */
+#define IN_FLIGHT 16			/* at most, to one target: where no server answers, and on a slow machine, they pile up */
+#define LASTING_IN_FLIGHT 512		/* the same of those that ask more than once */
+
+static uint64_t pause_between;
 
 static void load_status(void)
 {
 	printf("%lu %lu\n", made, answered);
+}
+
+/* True when what it waits for is there: the name, or the answer to its last question. */
+static bool is_answered(int fd)
+{
+	struct connection *c = &connections[fd];
+
+	if (c->udp)
+		return read_datagram(fd, true);
+	return c->named < NAME ? read_name(fd, true) : read_number(fd, true);
 }
 
 static void load_event(int fd, uint32_t events)
@@ -24,8 +40,29 @@ static void load_event(int fd, uint32_t events)
 		int error = error_of(fd);
 
 		end(fd, error ? error : EPROTO, true);
-	} else if (read_name(fd, true)) {
-		end(fd, 0, true);
+	} else if (is_answered(fd)) {
+		if (!c->left)
+			end(fd, 0, true);
+		else
+			c->due = now() + pause_between;
+	}
+}
+
+/* Questions that are due. */
+static void ask_more(uint64_t present)
+{
+	for (int fd = first, next; fd >= 0; fd = next) {
+		struct connection *c = &connections[fd];
+		int error;
+
+		next = c->next;
+		if (!c->due || c->due > present)
+			continue;
+		c->due = 0;
+		c->left--;
+		error = ask(fd);
+		if (error)
+			end(fd, error, true);
 	}
 }
 
@@ -34,7 +71,7 @@ static void begin_one(uint32_t *turn)
 	for (int tries = 0; tries < target_count; tries++) {
 		uint32_t target = (*turn)++ % target_count;
 
-		if (targets[target].in_flight < IN_FLIGHT) {
+		if (targets[target].in_flight < (questions ? LASTING_IN_FLIGHT : IN_FLIGHT)) {
 			begin(target, true);
 			return;
 		}
@@ -69,6 +106,8 @@ static int put_under_load(const char *path, double rate, uint64_t timeout)
 				begun++;
 			}
 		}
+		if (questions)
+			ask_more(present);
 		n = wait_until(wake, events);
 		for (int i = 0; i < n; i++) {
 			if (events[i].data.fd == STDIN_FILENO)

@@ -20,18 +20,18 @@ struct record {
 	int32_t error;			/* errno; 0: answered, or still there */
 	uint32_t count;			/* load: retransmissions. hold: rounds */
 	char name[NAME];
-	uint32_t port;			/* of our own */
+	uint32_t port;			/* this side's */
 };
 
 static struct record *records;
-static size_t recorded, room;
+static size_t recorded, capacity;
 static int poller;
 
 static void put_on_record(const struct record *r)
 {
-	if (recorded == room) {
-		room = room ? 2 * room : 1 << 16;
-		records = realloc(records, room * sizeof(*records));
+	if (recorded == capacity) {
+		capacity = capacity ? 2 * capacity : 1 << 16;
+		records = realloc(records, capacity * sizeof(*records));
 		if (!records)
 			die("realloc");
 	}
@@ -55,7 +55,7 @@ static int wait_until(uint64_t until, struct epoll_event *events)
 	struct record stall = { .target = STALL_RECORD };
 	int n;
 
-	/* Between two waits there is little to do: if that took long, we were not let run. */
+	/* Between two waits there is little to do: if that took long, this process was not run. */
 	if (busy_since && begun - busy_since > STALL_NS) {
 		stall.begun = busy_since;
 		stall.ended = begun;

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The server: says its name and the port to whoever connects, then sends back what it gets. */
+/* The server: sends its name and the port to each client, then sends back what it gets; of UDP both at once. */
 #ifndef TESTS_CHANGES_TRAFFIC_SERVE_H
 #define TESTS_CHANGES_TRAFFIC_SERVE_H
 
@@ -8,6 +8,35 @@
 #define CHUNK 4096
 
 static uint16_t served[FILES];		/* by listener: its port; 0: a connection */
+
+static uint16_t datagrams[FILES];	/* by UDP socket: its port */
+
+static void serve_datagrams_on(uint16_t port)
+{
+	struct sockaddr_in6 any = { .sin6_family = AF_INET6, .sin6_port = htons(port) };
+	int fd = socket(AF_INET6, SOCK_DGRAM | SOCK_NONBLOCK, 0), room = 16 << 20;
+
+	if (fd < 0 || bind(fd, (struct sockaddr *)&any, sizeof(any)))
+		die("bind");
+	/* A server that gets no turn for a moment must lose nothing. */
+	setsockopt(fd, SOL_SOCKET, SO_RCVBUFFORCE, &room, sizeof(room));
+	datagrams[fd] = port;
+	watch(poller, fd, EPOLLIN);
+}
+
+static void answer_datagrams(int fd, const char *name)
+{
+	char data[NAME + CHUNK] = "";
+	struct sockaddr_storage from;
+	socklen_t length = sizeof(from);
+	ssize_t n;
+
+	snprintf(data, NAME, "%s:%u", name, datagrams[fd]);
+	while ((n = recvfrom(fd, data + NAME, CHUNK, 0, (struct sockaddr *)&from, &length)) >= 0) {
+		sendto(fd, data, NAME + n, 0, (struct sockaddr *)&from, length);
+		length = sizeof(from);
+	}
+}
 
 static void serve_on(uint16_t port)
 {
@@ -53,8 +82,10 @@ static void serve(const char *name, char **ports)
 {
 	struct epoll_event events[EVENTS];
 
-	for (; *ports; ports++)
+	for (; *ports; ports++) {
 		serve_on(atoi(*ports));
+		serve_datagrams_on(atoi(*ports));
+	}
 	printf("listening\n");
 	fflush(stdout);
 	for (;;) {
@@ -65,6 +96,8 @@ static void serve(const char *name, char **ports)
 
 			if (served[fd])
 				greet(fd, name);
+			else if (datagrams[fd])
+				answer_datagrams(fd, name);
 			else
 				send_back(fd);
 		}

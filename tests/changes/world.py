@@ -10,10 +10,21 @@ from typing import NamedTuple
 from pyebpf_proxy.lab.addresses import SERVICE_CIDR, VIP_CIDR, Dual, cluster_ip, vip
 from pyebpf_proxy.lab.cluster import Lab
 from pyebpf_proxy.lab.manifests import Object, Port, endpoint, endpoint_slice, node, service
-from tests.changes.checker import GRACE, REMEMBERED, Entries, Record, Stall, Timeline, Violation, check, check_transfers
+from tests.changes.checker import (
+    GRACE,
+    REMEMBERED,
+    Entries,
+    Record,
+    Stall,
+    Timeline,
+    Violation,
+    check,
+    check_misled,
+    check_transfers,
+)
 from tests.changes.courses import BASE, NODE, PODS, STEADY, TARGETS, Step
 from tests.changes.model import Endpoint, State, allowed
-from tests.changes.traffic import LongConnections, NewConnections, Server, address_of
+from tests.changes.traffic import LongConnections, NewConnections, Server, address_of, plain_rate
 from tests.support.world import TOOLBOX, World
 
 #: New connections a second, on a machine that makes three times as many without any service.
@@ -23,7 +34,7 @@ SHARE = 0.35
 ICMP_RATE = 800
 LONG = 200
 LONG_PERIOD = 200  # milliseconds
-#: Connections of each source in one state: enough to tell who is never chosen.
+#: Connections of each source in one state: enough to see which server is never chosen.
 ENOUGH = 80
 #: On a slow machine fewer will do after so many seconds: three for each target.
 FEW = 30
@@ -33,12 +44,12 @@ SOURCES = ("external", "pod", "node")
 
 
 class Outcome(NamedTuple):
-    """What came of a course."""
+    """The outcome of a course."""
 
     violations: list[Violation]
     connections: int
     seconds: float
-    #: Seconds from the write of a manifest until the agent said that it was programmed, for each change.
+    #: Seconds from the write of a manifest until the agent reported that it was programmed, for each change.
     changes: list[float]
     stalls: list[Stall]
     long: int
@@ -68,7 +79,7 @@ class ChangesWorld(World):
         self._servers: dict[str, Server] = {}
         self._rate = RATE
         self.plain = 0.0
-        #: They go on from one course to the next, as long as no server ends.
+        #: They continue from one course to the next, as long as no server ends.
         self.long: list[LongConnections] = []
         #: Connections that conntrack may remember.
         self.last: list[Record] = []
@@ -82,13 +93,14 @@ class ChangesWorld(World):
             lab.add_pod(pod, lab.node(name), serve=False)
             self._serve(pod)
         lab.add_pod(TOOLBOX, self.node, serve=False)
-        self._refuse_what_is_nobodys()
+        self._refuse_unused_addresses()
         self._allow_icmp()
         lab.write("steady.yaml", _objects("steady", STEADY, lab))
         self._write(BASE)
         self.node.agent.start(own={"fastPath": True} if self._fast else None)
         self.node.agent.wait_synced()
-        self.plain = self._plain_rate()
+        sources = {source: self.namespace(source) for source in SOURCES}
+        self.plain = plain_rate(lab.folder, sources, f"{lab.pods['web-2'].address.v4},{PORTS[0]}")
 
     def close(self) -> None:
         """End the processes, which change from course to course. The rest goes with the lab."""
@@ -99,7 +111,7 @@ class ChangesWorld(World):
     def _serve(self, pod: str) -> None:
         self._servers[pod] = Server(self.lab.pods[pod].namespace, pod, *PORTS)
 
-    def _refuse_what_is_nobodys(self) -> None:
+    def _refuse_unused_addresses(self) -> None:
         """What the node passes on since it belongs to no service is refused by the router, at once."""
         core = self.lab.core
         core.ip(*(f"route add {cidr} via {self.node.address.of(4 + 2 * i)}" for i, cidr in enumerate(SERVICE_CIDR)))
@@ -108,7 +120,7 @@ class ChangesWorld(World):
             for family, cidr, vips in zip(("ip", "ip6"), SERVICE_CIDR, VIP_CIDR, strict=True)
         )
         chain = "chain forward { type filter hook forward priority 0; policy accept;\n" + rules + "}"
-        core.run("nft", "-f", "-", stdin=f"table inet nobodys {{\n{chain}\n}}\n")
+        core.run("nft", "-f", "-", stdin=f"table inet unused {{\n{chain}\n}}\n")
 
     def _allow_icmp(self) -> None:
         """The kernel sends 1000 ICMP errors a second, to all together: more connections are refused here."""
@@ -116,7 +128,7 @@ class ChangesWorld(World):
         try:
             self.node.namespace.sysctl(limits)
         except FileNotFoundError:
-            # Older kernels have one limit for the machine, which is not ours to change.
+            # Older kernels have one limit for the machine, which the suite must not change.
             self._rate = ICMP_RATE
 
     def _write(self, state: State) -> float:
@@ -126,23 +138,6 @@ class ChangesWorld(World):
             for each in self.lab.nodes
         ]
         return self.lab.write("shop.yaml", [*nodes, *_objects("shop", state, self.lab)])
-
-    def _plain_rate(self) -> float:
-        """What the machine makes of connections straight to a pod, a second, from all three sources at once."""
-        target = f"{self.lab.pods['web-2'].address.v4},{PORTS[0]}"
-        begun = time.monotonic()
-        loads = [
-            NewConnections(self.namespace(source), self.lab.folder / f"plain-{source}", [target], 0)
-            for source in SOURCES
-        ]
-        while (made := sum(load.made for load in loads)) < 1500:
-            time.sleep(0.02)
-        took = time.monotonic() - begun
-        for load in loads:
-            load.stop()
-        for load in loads:
-            load.records()
-        return made / took
 
     # ---- a course -----------------------------------------------------------
 
@@ -249,11 +244,12 @@ class _Run:
         remembered = [*self.world.last, *records]
         entries = Entries(remembered)
         violations = check(self.timeline, TARGETS, records, stalls, entries) + self._check_long()
+        violations += check_misled(entries, len(records))
         self.world.last = [record for record in remembered if record.ended > newest - REMEMBERED]
         return Outcome(violations, len(records), seconds, self.changes, stalls, LONG, entries.excused)
 
     def _check_long(self) -> list[Violation]:
-        """What became of the long ones. Where all of them go on, there is nothing to tell, and they go on."""
+        """The outcome of the long ones. If all of them continue, there is nothing to report, and they continue."""
         if all(each.status()[0] == each.count for each in self.long):
             return []
         for each in self.long:
@@ -271,7 +267,7 @@ class _Run:
             self._note(step.name, asked, programmed, step.state)
             self._more()
         if step.ends:
-            # Nobody is sent to it any more: it ends, and only what it has carried ends with it.
+            # No client is sent to it any more: it ends, and only what it has carried ends with it.
             time.sleep(max(0.0, programmed + GRACE - time.monotonic()))
             self.ends.append((step.ends, time.monotonic()))
             self.world._servers[step.ends].kill()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two nodes of one name, each in a network namespace: on one the real kube-proxy, on the other our agent.
+"""Two nodes of one name, each in a network namespace: on one the real kube-proxy, on the other the agent.
 
 Both read the same API server, which each sees at the same address of its own loopback.
 """
@@ -32,7 +32,7 @@ _numbers = itertools.count()
 
 
 class Answer(NamedTuple):
-    """An answer without its Date; status 0 when nobody listens."""
+    """An answer without its Date; status 0 when no server listens."""
 
     status: int
     headers: dict[str, str]
@@ -152,7 +152,7 @@ def _get(host: str, port: int, path: str, accept: str) -> Answer:
 
 
 def _listener_in(path: str, port: int) -> socket.socket:
-    """A socket that listens in another network namespace; threads are in theirs one by one."""
+    """A socket that listens in another network namespace; each thread has its own namespace."""
     made: list[socket.socket] = []
 
     def make() -> None:

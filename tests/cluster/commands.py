@@ -61,11 +61,11 @@ def command(folder: Path, *arguments: str) -> list[str]:
 
 
 def run(folder: Path, *arguments: str, status: int = 0) -> str:
-    """What the command says, then its errors. In this process: importing the library takes a second."""
-    said, errors = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(errors):
+    """The command's output, then its errors. In this process: importing the library takes a second."""
+    output, errors = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
         ended = main(command(folder, *arguments)[3:])
-    text = said.getvalue() + errors.getvalue()
+    text = output.getvalue() + errors.getvalue()
     assert ended == status, text
     return text
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fixtures that several modules use. Each module has an API server of its own, ``server``."""
+"""Fixtures that several modules use. Each module has its own API server, ``server``."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from tests.support.apiserver import ApiServer
 def ask_all(
     mode: str, world: FlowWorld, proxy: KubeProxy, names: list[str]
 ) -> Iterator[tuple[str, list[tuple[Flow, Seen]]]]:
-    """Every scenario of a mode, with what came of its flows. ``names``: if any, what others came to before."""
+    """Every scenario of a mode, with the outcome of its flows. ``names``: only these, others keep theirs."""
     _, before = recordings.read(mode) if names else ("", {})
     for scenario in all_scenarios(mode):
         if names and scenario.name not in names and scenario.name in before:

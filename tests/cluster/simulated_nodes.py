@@ -25,6 +25,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+from tests.cluster import agent_says
 from tests.support.apiserver import ADMIN_TOKEN, ApiError, ApiServer, Object
 
 SYSTEM = "/api/v1/namespaces/kube-system/pods"
@@ -42,8 +43,12 @@ class Faults:
         self.missing: set[tuple[str, str]] = set()
         self.never_ready: set[str] = set()
         self.never_programmed: set[str] = set()
-        #: What errands say when they fail, by a word of their name and the node.
-        self.errands: dict[tuple[str, str], str] = {}
+        #: Their kubelets report nothing more, and end no pod.
+        self.dead: set[str] = set()
+        #: What task pods say when they fail, by a word of their name and the node.
+        self.tasks: dict[tuple[str, str], str] = {}
+        #: Task pods that do not end, by the same.
+        self.hanging: set[tuple[str, str]] = set()
         #: What a row of `cluster test` found, by its text.
         self.rows: dict[str, str] = {}
 
@@ -55,16 +60,16 @@ class SimulatedNodes:
         self.server = server
         self.names = names
         self.faults = Faults()
-        #: Called after each step with the pods, by name.
-        self.observers: list[Callable[[dict[str, Object]], None]] = []
         self.problems: list[str] = []
         self._folder = folder
         self._ended = threading.Event()
         self._since: dict[str, float] = {}
         self._logs: dict[str, str] = {}
         #: What a command in a pod of this node does: its exit status, its output, its errors.
-        self.execute: Callable[[str, list[str]], tuple[int, bytes, bytes]] | None = None
+        self.execute: Callable[[str, list[str]], tuple[int, bytes, bytes]] = agent_says.answer
         self._numbers = 0
+        #: Nodes that have been dead: a test may also set the condition itself.
+        self._lost: set[str] = set()
         self._connections = threading.local()
         self._listener: ThreadingHTTPServer | None = None
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -140,6 +145,7 @@ class SimulatedNodes:
             try:
                 pods = self._pods()
                 nodes = {each["metadata"]["name"]: each for each in self._ask("GET", "/api/v1/nodes")["items"]}
+                self._give_up(nodes)
                 for daemon_set in self._ask("GET", SETS)["items"]:
                     self._control(daemon_set, nodes, pods)
                 for pod in pods.values():
@@ -148,12 +154,24 @@ class SimulatedNodes:
             except (OSError, http.client.HTTPException, ssl.SSLError):
                 continue  # the API server is away, as a test wants it
             except ApiError as error:
-                # Somebody changed or deleted the object in between, or the server is still starting.
+                # The object was changed or deleted in between, or the server is still starting.
                 if error.code not in (401, 403, 404, 409, 429, 500, 503):
                     self.problems.append(str(error))
             except Exception:
                 self.problems.append(traceback.format_exc())
                 return
+
+    def _give_up(self, nodes: dict[str, Object]) -> None:
+        """The node controller's part: the condition of a node whose kubelet has stopped reporting, or is back."""
+        for name, node in nodes.items():
+            ready = next(
+                (each["status"] for each in node["status"].get("conditions", ()) if each["type"] == "Ready"), ""
+            )
+            wanted = "Unknown" if name in self.faults.dead else "True" if ready == "Unknown" else ready
+            if name in self.names and wanted != ready and (wanted == "Unknown" or name in self._lost):
+                self._lost.add(name)
+                condition = {"type": "Ready", "status": wanted}
+                self._ask("PATCH", f"/api/v1/nodes/{name}/status", {"status": {"conditions": [condition]}}, _MERGE)
 
     def _finalize(self) -> None:
         """The namespace controller's part: one that is being deleted goes once it is empty."""
@@ -220,13 +238,15 @@ class SimulatedNodes:
         """One step of the kubelet."""
         metadata, specification = pod["metadata"], pod["spec"]
         name, node = metadata["name"], specification["nodeName"]
+        if node in self.faults.dead:
+            return
         if "deletionTimestamp" in metadata:
             self._logs.pop(name, None)
             self._remove(pod)
             return
         age = time.monotonic() - self._since.setdefault(metadata["uid"], time.monotonic())
         (container,) = specification["containers"]
-        image, kind = container["image"], metadata.get("labels", {}).get("k8s-app", "errand")
+        image, kind = container["image"], metadata.get("labels", {}).get("k8s-app", "task")
         if (image, node) in self.faults.missing and pod["status"]["phase"] == "Pending":
             reason = "ErrImagePull" if age < 0.3 else "ImagePullBackOff"
             waiting = {"reason": reason, "message": f'failed to pull "{image}": not found'}
@@ -239,8 +259,10 @@ class SimulatedNodes:
             self._logs[name] = "".join(f"{json.dumps(row)}\n" for row in rows) + "done\n"
             self._status(pod, "Running", {"running": {}}, True, True)
             return
-        if kind == "errand":
-            wrong = next((text for (what, at), text in self.faults.errands.items() if what in name and at == node), "")
+        if kind == "task" and any(what in name and at == node for what, at in self.faults.hanging):
+            return
+        if kind == "task":
+            wrong = next((text for (what, at), text in self.faults.tasks.items() if what in name and at == node), "")
             self._logs[name] = wrong or "all is well\n"
             # These two wait for a kube-proxy that has programmed the node.
             waits = ("await" in name or "clean" in name) and not any(
@@ -262,11 +284,11 @@ class SimulatedNodes:
             if programmed:
                 self._logs[name] += "2026-01-01T00:00:00.100Z info ready objects=3 service_ports=1 seconds=0.1\n"
             # Another process, kube-proxy, holds the health port.
-            beside = any(
+            kube_proxy_runs = any(
                 each["metadata"].get("labels", {}).get("k8s-app") == "kube-proxy" and each["spec"]["nodeName"] == node
                 for each in pods.values()
             )
-            ready = programmed and not beside and node not in self.faults.never_ready
+            ready = programmed and not kube_proxy_runs and node not in self.faults.never_ready
         self._status(pod, "Running", {"running": {}}, True, ready, programmed)
 
     def _found(self, row: Object) -> Object:
@@ -318,13 +340,12 @@ class SimulatedNodes:
                 self.send_header("Sec-WebSocket-Accept", accepted)
                 self.send_header("Sec-WebSocket-Protocol", self.headers["Sec-WebSocket-Protocol"])
                 self.end_headers()
-                assert nodes.execute is not None, "no test has said what a command does"
-                status, said, errors = nodes.execute(nodes._pods()[pod]["spec"]["nodeName"], command)
+                status, output, errors = nodes.execute(nodes._pods()[pod]["spec"]["nodeName"], command)
                 end: Object = {"status": "Success"}
                 if status:
                     cause = {"reason": "ExitCode", "message": str(status)}
                     end = {"status": "Failure", "reason": "NonZeroExitCode", "details": {"causes": [cause]}}
-                for channel, data in ((1, said), (2, errors), (3, json.dumps(end).encode())):
+                for channel, data in ((1, output), (2, errors), (3, json.dumps(end).encode())):
                     for start in range(0, len(data), 4096):
                         self._frame(0x82, bytes([channel]) + data[start : start + 4096])
                 self._frame(0x88, b"")
@@ -348,7 +369,7 @@ class SimulatedNodes:
 class Recorder:
     """Watches the pods of both DaemonSets, and notes each moment at which a node had no proxy.
 
-    A proxy is a pod that has programmed its node and is not on its way out. Nodes count from their first proxy on.
+    A proxy is a pod that has programmed its node and is not terminating. Nodes count from their first proxy on.
     """
 
     def __init__(self, server: ApiServer) -> None:

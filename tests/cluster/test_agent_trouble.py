@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an API server can do to a node: traffic does not notice, a line says it, and one that it is over.
+"""Failures of the API server: traffic is not affected, a line reports the begin and one the end.
 
 The agent is the pod of deploy/ with the role's rights and no others, behind it a real API server. It waits as it always
-does, but shorter (``quick_agent``); ``OUTAGE_SECONDS`` says how long outages last that have no end of their own.
+does, but shorter (``quick_agent``); ``OUTAGE_SECONDS`` is the length of outages that do not end by themselves.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OutageWorld]:
 
 
 def test_started_before_its_api_server(world: OutageWorld) -> None:
-    """It waits, says so once, and starts by itself."""
+    """It waits, logs that once, and starts by itself."""
     lines = world.first_log.splitlines()
     begun = [line for line in lines if any(words in line for words in BEGINNINGS)]
     assert len(begun) == 1, lines
@@ -96,7 +96,7 @@ def test_spoilt_answers(world: OutageWorld, mode: Mode, words: str, resources: t
 
 
 def test_history_is_compacted(world: OutageWorld) -> None:
-    """All that it has is from before: the new server refuses to go on from there (410)."""
+    """All that it has is from before: the new server refuses to continue from there (410)."""
     name, old = world.appear()
     world.wait(lambda: world.serves(old), "a Service of before")
     # New watches, so that none ends in what follows: the connection of the next one would wait, and be given up.
@@ -115,7 +115,7 @@ def test_history_is_compacted(world: OutageWorld) -> None:
     world.wait(lambda: world.serves(fresh) and world.refuses(old), "what has changed meanwhile")
     world.wait(world.follows, "everything is followed again")
     assert world.lists() > lists
-    assert world.said(" error ", since=begin) == []
+    assert world.logged(" error ", since=begin) == []
     assert world.traffic.failures() == []
 
 
@@ -179,7 +179,7 @@ def test_its_name_cannot_be_resolved(world: OutageWorld) -> None:
 
 
 def test_the_agent_is_killed_while_the_api_server_is_away(world: OutageWorld) -> None:
-    """What the former run has programmed stays, for as long as nobody says what there is now."""
+    """What the former run has programmed stays, until the source reports the current objects."""
     name, old = world.appear()
     world.wait(lambda: world.serves(old), "a Service of before")
     world.traffic.failures()
@@ -187,14 +187,14 @@ def test_the_agent_is_killed_while_the_api_server_is_away(world: OutageWorld) ->
     world.container.kill()
     rounds = world.traffic.rounds
     world.container.start()
-    world.wait(lambda: world.said(*BEGINNINGS), "it says that there is no API server")
-    world.wait(lambda: world.traffic.rounds > rounds + 3 and world.serves(old), "traffic goes on without")
+    world.wait(lambda: world.logged(*BEGINNINGS), "it logs that there is no API server")
+    world.wait(lambda: world.traffic.rounds > rounds + 3 and world.serves(old), "traffic continues without")
     assert not any(world.connected().values())
     world.lose_endpoints(name)
     _, fresh = world.appear()
     world.relay.listen()
     wait_ready(world.node, world.container)
     world.wait(lambda: world.serves(fresh) and world.refuses(old), "what has changed meanwhile")
-    world.wait(lambda: world.said(*ENDS), "it says that it is over")
-    assert len(world.said(*BEGINNINGS)) == len(world.said(*ENDS)) == 1, world.container.log()
+    world.wait(lambda: world.logged(*ENDS), "it logs the end of the outage")
+    assert len(world.logged(*BEGINNINGS)) == len(world.logged(*ENDS)) == 1, world.container.log()
     assert world.traffic.failures() == []

@@ -89,7 +89,7 @@ def test_whom_we_trust(server: ApiServer, folder: Path, how: str) -> None:
 def test_a_name_that_is_not_in_the_certificate(server: ApiServer, folder: Path) -> None:
     path = server.kubeconfig(folder / "kubeconfig", {"tokenFile": "token"})
     config = yaml.safe_load(path.read_text())
-    config["clusters"][0]["cluster"]["tls-server-name"] = "somebody.else"
+    config["clusters"][0]["cluster"]["tls-server-name"] = "other.example"
     path.write_text(yaml.safe_dump(config))
     with Following(find(str(path), ""), TIMING) as source:
         source.until(lambda: source.errors())

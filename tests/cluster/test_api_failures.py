@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an API server can do to the agent: each time what was delivered stays, one line says what is wrong and one that
+"""Failures of the API server: each time what was delivered stays, one line reports the cause and one that
 it is over, numbers show it, and everything is right again without a restart."""
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from tests.support.spoiling_proxy import Mode, Proxy
 __all__ = ["kubeconfig", "server"]
 
 LONG = 60.0
-#: Seconds for which a frozen API server must say nothing.
+#: Seconds for which a frozen API server must not answer.
 FROZEN = 5.0
 
 
 class Numbers(Silent):
-    """Counts what the source tells of itself."""
+    """Counts the metrics that the source reports."""
 
     def __init__(self) -> None:
         self.retries: Counter[str] = Counter()
@@ -89,7 +89,7 @@ def one_line(source: Following, *words: str) -> None:
 
 
 def over(source: Following) -> list[str]:
-    """The lines that say that a failure is over."""
+    """The lines that report the end of a failure."""
     return [line for line in list(source.lines) if line.startswith("info") and "again" in line]
 
 
@@ -118,8 +118,8 @@ def test_spoilt_answers(server: ApiServer, proxy: Proxy, through: Path, mode: Mo
         before = numbers.retries["services"]
         proxy.set(mode)
         server.create(service("api"))
-        told = words if mode == "mute" else "error"
-        source.until(lambda: numbers.retries["services"] >= before + 3 and source.said(told), LONG)
+        logged = words if mode == "mute" else "error"
+        source.until(lambda: numbers.retries["services"] >= before + 3 and source.logged(logged), LONG)
         still_there(source)
         proxy.set("through")
         source.until(lambda: "api" in source.names("Service"), LONG)
@@ -127,10 +127,10 @@ def test_spoilt_answers(server: ApiServer, proxy: Proxy, through: Path, mode: Mo
         still_there(source)
         if mode == "garbage":
             # This concerns one resource at a time.
-            told = Counter(line.partition("'resource': ")[2].split(",")[0] for line in source.said(words))
-            assert set(told.values()) == {1}, source.lines
+            counted = Counter(line.partition("'resource': ")[2].split(",")[0] for line in source.logged(words))
+            assert set(counted.values()) == {1}, source.lines
         elif mode == "mute":
-            # To cut the connections is a failure of its own, which may be seen first.
+            # Cutting the connections is a separate failure, which may be seen first.
             assert words in source.errors()[-1]
             assert len(source.errors()) <= 2
         else:
@@ -139,13 +139,13 @@ def test_spoilt_answers(server: ApiServer, proxy: Proxy, through: Path, mode: Mo
 
 @pytest.mark.usefixtures("objects")
 def test_frozen_for_a_while(server: ApiServer, kubeconfig: Path) -> None:
-    """Nothing was lost meanwhile: the connections go on where they were."""
+    """Nothing was lost meanwhile: the connections continue where they were."""
     source, numbers = following(kubeconfig)
     with source:
         source.until(lambda: source.complete and numbers.all_connected)
         server.freeze()
         try:
-            # It answers at once, in plain text, who speaks no TLS to it, but not while it stands still.
+            # It answers clients without TLS at once, in plain text, but not while it is stopped.
             with socket.create_connection(("127.0.0.1", server.port), timeout=FROZEN) as asking:
                 asking.sendall(b"GET / HTTP/1.0\r\n\r\n")
                 with pytest.raises(TimeoutError):
@@ -168,7 +168,7 @@ def test_frozen_for_long(server: ApiServer, kubeconfig: Path) -> None:
         source.until(lambda: source.complete and numbers.all_connected)
         server.freeze()
         try:
-            source.until(lambda: source.said("no answer within"), LONG)
+            source.until(lambda: source.logged("no answer within"), LONG)
             still_there(source)
         finally:
             server.thaw()
@@ -183,7 +183,7 @@ def test_killed_and_restarted_with_other_objects(server: ApiServer, kubeconfig: 
     with source:
         source.until(lambda: source.complete and numbers.all_connected)
         server.clear()
-        source.until(lambda: source.said("refuses the connection"), LONG)
+        source.until(lambda: source.logged("refuses the connection"), LONG)
         still_there(source)
         server.start()
         server.account(ACCOUNT, RULES)
@@ -195,7 +195,7 @@ def test_killed_and_restarted_with_other_objects(server: ApiServer, kubeconfig: 
         source.until(lambda: not source.names("EndpointSlice") and numbers.all_connected, LONG)
         server.delete(service("other"))
         source.until(lambda: over(source), LONG)
-        assert source.said("refuses the connection: check that the API server runs")
+        assert source.logged("refuses the connection: check that the API server runs")
 
 
 @pytest.mark.usefixtures("objects")
@@ -244,14 +244,14 @@ def test_permission_for_one_resource_is_taken_away(server: ApiServer, proxy: Pro
             source.until(lambda n=before: numbers.retries.total() > n, LONG)  # type: ignore[misc]
             source.until(lambda: numbers.all_connected or numbers.codes["403"], LONG)
         # Not "403": a port number may contain it.
-        source.until(lambda: source.said("is forbidden"), LONG)
+        source.until(lambda: source.logged("is forbidden"), LONG)
         server.create(service("api"))
         source.until(lambda: "api" in source.names("Service"), LONG)
         still_there(source)
         server.account(ACCOUNT, RULES)
         source.until(lambda: numbers.all_connected, LONG)
-        source.until(lambda: source.said(Message.RESOURCE_BACK), LONG)
-        (line,) = source.said("is forbidden")
+        source.until(lambda: source.logged(Message.RESOURCE_BACK), LONG)
+        (line,) = source.logged("is forbidden")
         assert 'grant list and watch on endpointslices (apiGroup "discovery.k8s.io") by RBAC' in line
 
 
@@ -261,7 +261,7 @@ def test_names_cannot_be_resolved(server: ApiServer, proxy: Proxy, kubeconfig: P
     path = server.kubeconfig(kubeconfig.with_name("by-name"), {"tokenFile": "token"}, f"https://{name}:{proxy.port}")
     source, _ = following(path)
     with source:
-        source.until(lambda: source.said("cannot be resolved"), LONG)
+        source.until(lambda: source.logged("cannot be resolved"), LONG)
         (line,) = source.errors()
         assert f"the name {name} cannot be resolved" in line
         assert "check DNS" in line
@@ -277,14 +277,14 @@ def test_unknown_authority_and_wrong_name(server: ApiServer, kubeconfig: Path, t
     kubeconfig.write_text(text.replace(str(server.ca), str(other)))
     source, _ = following(kubeconfig)
     with source:
-        source.until(lambda: source.said("certificate-authority of the kubeconfig must be that of this cluster"))
+        source.until(lambda: source.logged("certificate-authority of the kubeconfig must be that of this cluster"))
         assert len(source.errors()) == 1
     # The server is reached, its certificate's authority is right, and the name in it is another.
     assert text.count("    server: ") == 1
     kubeconfig.write_text(text.replace("    server: ", "    tls-server-name: other.example\n    server: "))
     source, numbers = following(kubeconfig)
     with source:
-        source.until(lambda: source.said("tls-server-name of the kubeconfig names what it is to hold"))
+        source.until(lambda: source.logged("tls-server-name of the kubeconfig names what it is to hold"))
         (line,) = source.errors()
         assert "is not accepted" in line
         assert "other.example" in line

@@ -59,5 +59,5 @@ def test_a_change_arrives_soon(server: ApiServer, kubeconfig: Path) -> None:
             server.patch(slice_of("web"), {"endpoints": [{"addresses": [address]}]})
             source.until(lambda a=address: a in str(source.objects.get(("EndpointSlice", "web-1"))))  # type: ignore[misc]
             times.append(time.monotonic() - begin)
-    # The request itself is in it; what we add is far below.
+    # The request itself is in it; what this program adds is far below.
     assert sorted(times)[10] < 0.25, times

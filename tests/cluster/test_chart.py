@@ -50,8 +50,8 @@ def helm(tmp_path: Path) -> Render:
 def rendered(helm: Render, chart: Path, values: dict[str, Any]) -> list[Object]:
     file = chart.parent / "values.yaml"
     file.write_text(yaml.safe_dump({"image": {"repository": IMAGE}} | values))
-    said = helm("template", "any-name", chart, "--namespace", "kube-system", "--values", file)
-    return [each for each in yaml.safe_load_all(said) if each]
+    output = helm("template", "any-name", chart, "--namespace", "kube-system", "--values", file)
+    return [each for each in yaml.safe_load_all(output) if each]
 
 
 def kustomized(folder: Path, resource: str, components: list[str], tag: str = "") -> list[Object]:
@@ -79,11 +79,19 @@ CASES: dict[str, tuple[dict[str, Any], str, list[str]]] = {
     "cleanup": ({"cleanup": True}, "overlays/kubeadm-back/cleanup", []),
     "conntrack-lookup": (BLANKS | {"conntrackLookup": True}, "base", ["conntrack-lookup"]),
     "ipvs": (BLANKS | {"ipvs": True}, "base", ["ipvs"]),
+    "selinux": (BLANKS | {"selinux": True}, "base", ["selinux"]),
+    "cleanup with selinux": ({"cleanup": True, "selinux": True}, "overlays/kubeadm-back/cleanup", ["selinux"]),
     "prometheus-operator": (BLANKS | {"prometheusOperator": True}, "base", ["prometheus-operator"]),
     "all at once": (
-        {"kubeProxyConfigMap": "kube-proxy", "conntrackLookup": True, "ipvs": True, "prometheusOperator": True},
+        {
+            "kubeProxyConfigMap": "kube-proxy",
+            "conntrackLookup": True,
+            "ipvs": True,
+            "selinux": True,
+            "prometheusOperator": True,
+        },
         "overlays/kubeadm",
-        ["conntrack-lookup", "ipvs", "prometheus-operator"],
+        ["conntrack-lookup", "ipvs", "selinux", "prometheus-operator"],
     ),
 }
 
@@ -91,10 +99,10 @@ CASES: dict[str, tuple[dict[str, Any], str, list[str]]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_helm_renders_what_kustomize_builds(case: str, helm: Render, chart: Path, tmp_path: Path) -> None:
     values, resource, components = CASES[case]
-    ours, theirs = by_name(rendered(helm, chart, values)), by_name(kustomized(tmp_path, resource, components))
-    assert ours.keys() == theirs.keys()
-    for name, item in ours.items():
-        assert item == theirs[name], name
+    made, expected = by_name(rendered(helm, chart, values)), by_name(kustomized(tmp_path, resource, components))
+    assert made.keys() == expected.keys()
+    for name, item in made.items():
+        assert item == expected[name], name
 
 
 def test_every_overlay_and_component_is_a_case() -> None:
@@ -109,8 +117,8 @@ def test_the_tag_and_the_namespace_are_the_callers(helm: Render, chart: Path) ->
     file = chart.parent / "tag.yaml"
     image = {"repository": IMAGE, "tag": "1.2.3", "pullPolicy": "Always"}
     file.write_text(yaml.safe_dump({"image": image, "kubeProxyConfigMap": "kube-proxy", "prometheusOperator": True}))
-    said = helm("template", "any-name", chart, "--namespace", "elsewhere", "--values", file)
-    objects = [each for each in yaml.safe_load_all(said) if each]
+    output = helm("template", "any-name", chart, "--namespace", "elsewhere", "--values", file)
+    objects = [each for each in yaml.safe_load_all(output) if each]
     namespaces = {each["kind"]: each["metadata"].get("namespace") for each in objects}
     assert namespaces == {
         **dict.fromkeys(("ServiceAccount", "DaemonSet", "PodMonitor", "PrometheusRule"), "elsewhere"),
@@ -123,7 +131,7 @@ def test_the_tag_and_the_namespace_are_the_callers(helm: Render, chart: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("values", "said"),
+    ("values", "output"),
     [
         ([], "image.repository: the image in your registry"),
         (["image.repository=a/b"], "clusterCIDR: the pod network"),
@@ -131,10 +139,10 @@ def test_the_tag_and_the_namespace_are_the_callers(helm: Render, chart: Path) ->
         (["image.repository=a/b", "clustercidr=10.0.0.0/8"], "clustercidr"),
     ],
 )
-def test_what_is_missing_or_misspelt_is_named(values: list[str], said: str, helm: Render, chart: Path) -> None:
+def test_what_is_missing_or_misspelt_is_named(values: list[str], output: str, helm: Render, chart: Path) -> None:
     """Nothing is rendered with a default image, or for no cluster."""
     options = [f"--set={each}" for each in values]
-    assert said in helm("template", "any-name", chart, *options, status=1)
+    assert output in helm("template", "any-name", chart, *options, status=1)
 
 
 def test_the_package_has_the_version_of_the_project(helm: Render, chart: Path, tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``--cleanup``: the real kube-proxy's and ours, from the same rules to the same rules.
+"""``--cleanup``: that of the real kube-proxy and of pyebpf-proxy, from the same rules to the same rules.
 
-The rules are those that kube-proxy made itself (tests/netns/kube_proxy), beside rules of others.
+The rules are those that kube-proxy made itself (tests/netns/kube_proxy), among rules of others.
 """
 
 from __future__ import annotations
@@ -35,39 +35,41 @@ def kube_proxy() -> Path:
 
 
 @pytest.fixture
-def rooms() -> Iterator[tuple[Namespace, Namespace]]:
-    """Two namespaces with the same rules: one for kube-proxy, one for us."""
+def namespaces() -> Iterator[tuple[Namespace, Namespace]]:
+    """Two namespaces with the same rules: one for kube-proxy, one for pyebpf-proxy."""
     made = [Namespace(f"pep-clean-{os.getpid()}-{next(_numbers)}") for _ in range(2)]
     try:
-        for room in made:
-            room.create()
+        for namespace in made:
+            namespace.create()
         yield made[0], made[1]
     finally:
-        for room in made:
-            room.remove()
+        for namespace in made:
+            namespace.remove()
 
 
-def test_rules_are_the_same_afterwards(kube_proxy: Path, rooms: tuple[Namespace, Namespace], tmp_path: Path) -> None:
+def test_rules_are_the_same_afterwards(
+    kube_proxy: Path, namespaces: tuple[Namespace, Namespace], tmp_path: Path
+) -> None:
     """iptables-nft is the variant that the program ``iptables`` is here, and the one that kube-proxy cleans up."""
-    for room in rooms:
+    for namespace in namespaces:
         for family in FAMILIES:
-            restore(room, "nft", family, FOREIGN)
-            load_kube_proxy(room, "nft", family)
-            restore(room, "nft", family, FOREIGN_LATER)
-        room.run("nft", "-f", str(DATA / "nftables.nft"))
-        room.run("nft", "add table ip kube-proxy-of-others; add table inet kube-proxy")
-    before = [saved(rooms[0], "nft", family) for family in FAMILIES]
-    assert before == [saved(rooms[1], "nft", family) for family in FAMILIES]
+            restore(namespace, "nft", family, FOREIGN)
+            load_kube_proxy(namespace, "nft", family)
+            restore(namespace, "nft", family, FOREIGN_LATER)
+        namespace.run("nft", "-f", str(DATA / "nftables.nft"))
+        namespace.run("nft", "add table ip kube-proxy-of-others; add table inet kube-proxy")
+    before = [saved(namespaces[0], "nft", family) for family in FAMILIES]
+    assert before == [saved(namespaces[1], "nft", family) for family in FAMILIES]
 
-    theirs = [str(kube_proxy), "--cleanup"]
-    ours = [*command(), "--cleanup", "--directory", str(tmp_path / "state")]
-    for room, program in zip(rooms, (theirs, ours), strict=True):
+    reference = [str(kube_proxy), "--cleanup"]
+    subject = [*command(), "--cleanup", "--directory", str(tmp_path / "state")]
+    for namespace, program in zip(namespaces, (reference, subject), strict=True):
         done = subprocess.run(
-            ["ip", "netns", "exec", room.name, *program], capture_output=True, text=True, check=False, timeout=120
+            ["ip", "netns", "exec", namespace.name, *program], capture_output=True, text=True, check=False, timeout=120
         )
         assert done.returncode == 0, done.stderr
-    after = [saved(rooms[0], "nft", family) for family in FAMILIES]
+    after = [saved(namespaces[0], "nft", family) for family in FAMILIES]
     assert after != before
-    assert [saved(rooms[1], "nft", family) for family in FAMILIES] == after
-    tables = [sorted(room.run("nft", "list", "tables").splitlines()) for room in rooms]
+    assert [saved(namespaces[1], "nft", family) for family in FAMILIES] == after
+    tables = [sorted(namespace.run("nft", "list", "tables").splitlines()) for namespace in namespaces]
     assert tables[0] == tables[1]

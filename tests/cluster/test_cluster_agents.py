@@ -47,7 +47,7 @@ def objects(lab: Lab) -> dict[str, list[Object]]:
 
 @pytest.fixture(scope="module")
 def lab() -> Iterator[Lab]:
-    """Three nodes, each with an agent and a folder of its own: what one knows, another may not."""
+    """Three nodes, each with an agent and its own folder: what one knows, another may not."""
     with Lab(nodes=3) as started:
         for each in started.nodes:
             started.add_pod(f"web-{each.name}", each)
@@ -122,10 +122,10 @@ def test_all_nodes_side_by_side(nodes: SimulatedNodes, lab: Lab, folder: Path) -
     web = found["default/web:http", 4]
     assert web["endpoints"] == sorted(f"{pod.address.v4}:8080" for pod in lab.pods.values())
     assert f"{cluster_ip(11).v4}:80 ClusterIP" in web["frontends"]
-    said = run(folder, "services", "default/web")
-    assert "default/web:http  TCP" in said
-    assert "3 of 3" in said
-    assert "2 service ports on 3 nodes: no node differs" in said
+    output = run(folder, "services", "default/web")
+    assert "default/web:http  TCP" in output
+    assert "3 of 3" in output
+    assert "2 service ports on 3 nodes: no node differs" in output
     # Without a node that was not asked for.
     answer = document(folder, "services", "--nodes", f"kubernetes.io/hostname={names[0]}")
     assert answer["nodes"] == names[:1]
@@ -151,13 +151,13 @@ def test_a_node_that_differs_is_named_with_what_it_lacks(nodes: SimulatedNodes, 
             ("default/dns:dns", 4, second, "does not have it", False),
             ("default/dns:dns", 6, second, "does not have it", False),
         }
-        said = run(folder, "services", status=1)
-        assert f"differs   default/web:http TCP IPv4: {third} lacks the endpoint {gone.v4}:8080" in said
-        assert f"4 service ports on 3 nodes: 2 differ: {second}, {third}" in said
+        output = run(folder, "services", status=1)
+        assert f"differs   default/web:http TCP IPv4: {third} lacks the endpoint {gone.v4}:8080" in output
+        assert f"4 service ports on 3 nodes: 2 differ: {second}, {third}" in output
         # The same question for one Service; a node that does not have it is no node without an answer.
-        said = run(folder, "services", "dns", status=1)
-        assert f"{second} does not have it" in said
-        assert "no answer" not in said
+        output = run(folder, "services", "dns", status=1)
+        assert f"{second} does not have it" in output
+        assert "no answer" not in output
     finally:
         change(lab, third, "web.yaml", items["web.yaml"])
         change(lab, second, "dns.yaml", items["dns.yaml"])
@@ -165,7 +165,7 @@ def test_a_node_that_differs_is_named_with_what_it_lacks(nodes: SimulatedNodes, 
 
 
 def test_topology_hints_are_no_fault(nodes: SimulatedNodes, server: ApiServer, lab: Lab, folder: Path) -> None:
-    """The slices say that nodes use different endpoints."""
+    """The slices make nodes use different endpoints."""
     third = lab.nodes[2].name
     places = [(pod.address, pod.node.name) for pod in list(lab.pods.values())[1:]]
     hinted = slices("web", WEB, [(pod.address, pod.node.name) for pod in lab.pods.values()])
@@ -176,9 +176,9 @@ def test_topology_hints_are_no_fault(nodes: SimulatedNodes, server: ApiServer, l
         for each in hinted:
             server.apply(each)
         change(lab, third, "web.yaml", [service("web", WEB, cluster_ip(11)), *slices("web", WEB, places)])
-        said = run(folder, "services", "web")
-        assert f"expected  default/web:http TCP IPv4: {third} lacks the endpoint" in said
-        assert "no node differs" in said
+        output = run(folder, "services", "web")
+        assert f"expected  default/web:http TCP IPv4: {third} lacks the endpoint" in output
+        assert "no node differs" in output
     finally:
         change(lab, third, "web.yaml", objects(lab)["web.yaml"])
         for item in objects(lab)["web.yaml"]:
@@ -187,27 +187,26 @@ def test_topology_hints_are_no_fault(nodes: SimulatedNodes, server: ApiServer, l
 
 def test_a_node_without_an_answer_is_named(nodes: SimulatedNodes, lab: Lab, folder: Path) -> None:
     real, second = nodes.execute, lab.nodes[1].name
-    assert real is not None
     broken = {
         "another layout": (3, b"", b"Error: maps of another layout\n"),
         "it another version?": (0, b'{"kind": "Services"}', b""),
     }
     for text, answer in broken.items():
         nodes.execute = lambda name, words, answer=answer: answer if name == second else real(name, words)
-        said = run(folder, "services", status=1)
-        assert f"no answer  {second}: " in said
-        assert text in said
-        assert "2 of 2" in said
+        output = run(folder, "services", status=1)
+        assert f"no answer  {second}: " in output
+        assert text in output
+        assert "2 of 2" in output
     nodes.execute = real
 
 
 def test_what_happens_to_a_connection_of_a_pod(nodes: SimulatedNodes, lab: Lab, folder: Path) -> None:
     pod = next(iter(lab.pods.values()))
-    said = run(folder, "explain", pod.name, "web")
-    assert f"pod default/{pod.name} on {pod.node.name}, asked there:" in said
-    assert f" > {cluster_ip(11).v4}:80 TCP, from {pod.device}" in said
-    assert said.count("It goes to one of these endpoints") == 2, "both families"
-    assert "It agrees with the rules." in said
+    output = run(folder, "explain", pod.name, "web")
+    assert f"pod default/{pod.name} on {pod.node.name}, asked there:" in output
+    assert f" > {cluster_ip(11).v4}:80 TCP, from {pod.device}" in output
+    assert output.count("It goes to one of these endpoints") == 2, "both families"
+    assert "It agrees with the rules." in output
     answer = document(folder, "explain", f"default/{pod.name}", "default/web:http")
     assert (answer["kind"], answer["node"]) == ("ClusterExplanation", pod.node.name)
     assert [each["verdict"] for each in answer["explanations"]] == ["served", "served"]
@@ -219,9 +218,9 @@ def test_what_happens_to_a_connection_of_a_pod(nodes: SimulatedNodes, lab: Lab, 
 
 
 @pytest.mark.parametrize(
-    ("arguments", "status", "said"),
+    ("arguments", "status", "output"),
     [
-        (("explain", "nobody", "web"), 2, "there is no pod default/nobody"),
+        (("explain", "absent", "web"), 2, "there is no pod default/absent"),
         (("explain", "POD", "nothing"), 2, "there is no Service default/nothing"),
         (("explain", "POD", "web:9"), 2, "Service default/web has no port 9; it has: http"),
         (("explain", "a/b/c", "web"), 2, "a/b/c is not the name of a pod"),
@@ -230,18 +229,18 @@ def test_what_happens_to_a_connection_of_a_pod(nodes: SimulatedNodes, lab: Lab, 
     ],
 )
 def test_bad_input(
-    arguments: tuple[str, ...], status: int, said: str, nodes: SimulatedNodes, lab: Lab, folder: Path
+    arguments: tuple[str, ...], status: int, output: str, nodes: SimulatedNodes, lab: Lab, folder: Path
 ) -> None:
     words = [next(iter(lab.pods)) if word == "POD" else word for word in arguments]
     (line,) = run(folder, *words, status=status).splitlines()
     assert line.startswith("Error: ")
-    assert said in line
+    assert output in line
 
 
 def test_rights_are_named_before_anything_is_asked(nodes: SimulatedNodes, server: ApiServer, folder: Path) -> None:
     server.account("looker", [{"apiGroups": [""], "resources": ["nodes", "pods"], "verbs": ["list", "get"]}])
     server.kubeconfig(folder / "admin.conf", {"token": server.token("looker")})
-    said = run(folder, "services", status=3)
-    assert "this user may not get daemonsets.apps in kube-system; get, create pods/exec in kube-system" in said
+    output = run(folder, "services", status=3)
+    assert "this user may not get daemonsets.apps in kube-system; get, create pods/exec in kube-system" in output
     server.kubeconfig(folder / "admin.conf", {"token": ADMIN_TOKEN})
     assert Api(str(folder / "admin.conf")).missing_rights([("get", "", "pods/exec", "kube-system")]) == []

@@ -10,13 +10,15 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.cluster.commands import IMAGE, NAMES, daemon_set, now, proxies, run, started, taken
+from pyebpf_proxy.cluster.objects import AGENT, PARKED
+from tests.cluster.commands import IMAGE, NAMES, command, daemon_set, now, proxies, run, started, taken
 from tests.cluster.simulated_nodes import SETS, SYSTEM, SimulatedNodes
 from tests.support.apiserver import ApiError, ApiServer
 
@@ -31,9 +33,9 @@ def test_there_with_a_canary_and_back(cluster: SimulatedNodes, server: ApiServer
     original = daemon_set(server)["spec"]
     before = {each["metadata"]["uid"] for each in server.request("GET", SYSTEM)["items"]}
     assert "3 nodes" in run(tmp_path, "status")
-    said = run(tmp_path, "install", "--image", IMAGE, "--canary", "1")
-    assert "[1/1] n1: taken over, and verified" in said
-    assert "2 nodes left to kube-proxy" in said
+    output = run(tmp_path, "install", "--image", IMAGE, "--canary", "1")
+    assert "[1/1] n1: taken over, and verified" in output
+    assert "2 nodes left to kube-proxy" in output
     assert now(server) == taken("n1")
     assert daemon_set(server, "pyebpf-proxy")["spec"]["template"]["spec"]["containers"][0]["image"] == IMAGE
     assert "1 of 3 nodes" in run(tmp_path, "status")
@@ -64,8 +66,8 @@ def test_after_kubeadm_has_rewritten_the_daemonset(cluster: SimulatedNodes, serv
     down = {"status": {"conditions": [{"type": "Ready", "status": "Unknown"}]}}
     server.request("PATCH", "/api/v1/nodes/n3/status", down, "application/merge-patch+json")
     original = daemon_set(server)
-    said = run(tmp_path, "install", "--image", IMAGE)
-    assert "left out, because their kubelets do not report: n3" in said
+    output = run(tmp_path, "install", "--image", IMAGE)
+    assert "left out, because their kubelets do not report: n3" in output
     assert now(server) == taken("n1", "n2")
     rewritten = daemon_set(server) | {"spec": original["spec"]}
     rewritten["metadata"]["annotations"].pop("pyebpf-proxy/before")
@@ -76,19 +78,21 @@ def test_after_kubeadm_has_rewritten_the_daemonset(cluster: SimulatedNodes, serv
     # One of the agents is not as it should be: kube-proxy must not go there, though the node has its label.
     cluster.faults.never_programmed.add("n2")
     cluster.until(lambda pods: proxies(pods)["n2"] == ["kube-proxy"], "the agent of n2 has not programmed it any more")
-    said = run(tmp_path, "install", "--timeout", "3", status=1)
-    assert "n2: the agent has not programmed the node" in said
+    output = run(tmp_path, "install", "--timeout", "3", status=1)
+    assert "n2: the agent has not programmed the node" in output
     assert now(server) == taken("n1")
     cluster.faults.never_programmed.clear()
     run(tmp_path, "install")
     assert now(server) == taken("n1", "n2")
 
 
-@pytest.mark.parametrize("fault", ["image", "ready", "programmed", "service"])
+@pytest.mark.parametrize("fault", ["image", "kernel", "ready", "programmed", "service"])
 def test_what_fails_is_given_back(cluster: SimulatedNodes, server: ApiServer, tmp_path: Path, fault: str) -> None:
     if fault == "image":
         cluster.faults.missing.add((IMAGE, "n2"))
-        words = f'the agent does not start: the image cannot be pulled: failed to pull "{IMAGE}": not found'
+        words = f'the image cannot be pulled: failed to pull "{IMAGE}": not found'
+    elif fault == "kernel":
+        cluster.faults.tasks["fit", "n2"] = words = "the kernel has no BTF"
     elif fault == "ready":
         cluster.faults.never_ready.add("n2")
         words = "the agent's pod is not ready: not within 3 s"
@@ -96,18 +100,23 @@ def test_what_fails_is_given_back(cluster: SimulatedNodes, server: ApiServer, tm
         cluster.faults.never_programmed.add("n2")
         words = "the agent has not programmed the node: not within 3 s"
     else:
-        cluster.faults.errands["verify", "n2"] = words = "no connection to the Service at 10.96.0.1 port 443: timed out"
-    said = run(tmp_path, "install", "--image", IMAGE, "--timeout", "3", status=1)
-    assert "[1/3] n1: taken over, and verified" in said
-    (error,) = (line for line in said.splitlines() if line.startswith("Error: "))
+        cluster.faults.tasks["verify", "n2"] = words = "no connection to the Service at 10.96.0.1 port 443: timed out"
+    output = run(tmp_path, "install", "--image", IMAGE, "--timeout", "3", status=1)
+    assert "[1/3] n1: taken over, and verified" in output
+    (error,) = (line for line in output.splitlines() if line.startswith("Error: "))
     assert error.startswith("Error: n2: ")
     assert words in error
-    assert error.endswith("; the node was given back to kube-proxy; done before: n1")
+    early = fault in ("image", "kernel")
+    end = "nothing was changed there" if early else "the node was given back to kube-proxy"
+    assert error.endswith(f"; {end}; done before: n1")
     assert now(server) == taken("n1")
-    pods = [each["metadata"]["name"] for each in server.request("GET", SYSTEM)["items"]]
-    assert len(pods) == 3, "errands are removed"
+    if early:
+        # The agent has not even been asked for.
+        assert server.request("GET", "/api/v1/nodes/n2")["metadata"]["labels"].keys().isdisjoint({AGENT, PARKED})
+        assert "n2: the agent starts" not in output
+    cluster.until(lambda pods: len(pods) == 3, "task pods are removed")
     if fault == "image":
-        # Once it is repaired, the same command goes on.
+        # Once it is repaired, the same command continues.
         cluster.faults.missing.clear()
         run(tmp_path, "install")
         assert now(server) == taken(*NAMES)
@@ -120,8 +129,99 @@ def test_a_wrong_image_name_is_corrected_by_another_install(
     cluster.faults.missing |= {(wrong, name) for name in NAMES}
     assert "the image cannot be pulled" in run(tmp_path, "install", "--image", wrong, "--timeout", "3", status=1)
     assert now(server) == taken()
-    run(tmp_path, "install", "--image", IMAGE, "--canary", "1")
+    run(tmp_path, "install", "--image", IMAGE, "--canary", "10%")
     assert now(server) == taken("n1")
+    assert "[1/1] n2: taken over" in run(tmp_path, "install", "--canary", "50%")
+    assert now(server) == taken("n1", "n2")
+
+
+def test_an_unfit_node_is_refused_before_anything_is_changed(
+    cluster: SimulatedNodes, server: ApiServer, tmp_path: Path
+) -> None:
+    old = {"status": {"nodeInfo": {"kernelVersion": "5.10.0-30-amd64"}}}
+    server.request("PATCH", "/api/v1/nodes/n3/status", old, "application/merge-patch+json")
+    said = run(tmp_path, "install", "--image", IMAGE, status=1)
+    assert said.startswith("Error: n3: Linux 5.10.0-30-amd64, ")
+    assert "the kernel is older than 5.14" in said
+    assert said.endswith("nothing was changed; --nodes leaves nodes out\n")
+    with pytest.raises(ApiError, match="not found"):
+        daemon_set(server, "pyebpf-proxy")
+    run(tmp_path, "install", "--image", IMAGE, "--nodes", "kubernetes.io/hostname in (n1, n2)")
+    assert now(server) == taken("n1", "n2")
+
+
+@pytest.mark.parametrize("moment", ["before it is programmed", "after kube-proxy is parked", "before its label"])
+def test_a_node_that_dies_in_the_middle(
+    cluster: SimulatedNodes, server: ApiServer, tmp_path: Path, moment: str
+) -> None:
+    """The command stops and names it. When the node is back, both proxies start there, and install goes on."""
+
+    def labels() -> set[str]:
+        return set(server.request("GET", "/api/v1/nodes/n2")["metadata"]["labels"])
+
+    if moment == "before it is programmed":
+        cluster.faults.never_programmed.add("n2")
+    elif moment == "after kube-proxy is parked":
+        cluster.faults.never_ready.add("n2")
+    else:
+        cluster.faults.hanging.add(("fit", "n2"))
+    process = started(tmp_path, "install", "--image", IMAGE, "--timeout", "60")
+    if moment == "before its label":
+        cluster.until(lambda pods: any("-fit-n2-" in name for name in pods), "the image is tried on n2")
+    else:
+        wanted = AGENT if moment == "before it is programmed" else PARKED
+        cluster.until(lambda pods: wanted in labels(), f"n2 has the label {wanted}")
+    cluster.faults.dead.add("n2")
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 1, said
+    (error,) = (line for line in said.splitlines() if line.startswith("Error: "))
+    assert error.startswith("Error: n2: the node's kubelet does not report any more")
+    assert error.endswith("; done before: n1")
+    assert PARKED not in labels()
+    cluster.faults.never_programmed.clear()
+    cluster.faults.never_ready.clear()
+    cluster.faults.hanging.clear()
+    # Meanwhile the others are not held up.
+    said = run(tmp_path, "install")
+    assert "left out, because their kubelets do not report: n2" in said
+    cluster.faults.dead.clear()
+    kube_proxy_too = ["kube-proxy"] if moment == "before its label" else ["kube-proxy", "pyebpf-proxy"]
+    cluster.until(lambda pods: proxies(pods)["n2"] == kube_proxy_too, "n2 is back, with a proxy")
+    cluster.until(lambda pods: is_up(server, "n2"), "its kubelet reports")
+    run(tmp_path, "install")
+    assert now(server) == taken(*NAMES)
+
+
+def is_up(server: ApiServer, name: str) -> bool:
+    conditions = server.request("GET", f"/api/v1/nodes/{name}")["status"].get("conditions", ())
+    return all(each["status"] == "True" for each in conditions)
+
+
+@pytest.mark.parametrize("answer", ["n", "y"])
+def test_the_question_which_cluster_is_meant(
+    cluster: SimulatedNodes, server: ApiServer, tmp_path: Path, answer: str
+) -> None:
+    """On a terminal, without --yes: the context and the address of the API server, and nothing is done without a y."""
+    words = command(tmp_path, "install", "--image", IMAGE, "--canary", "1")
+    words.remove("--yes")
+    leader, follower = os.openpty()
+    try:
+        with subprocess.Popen(
+            words, stdin=follower, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        ) as process:
+            os.write(leader, f"{answer}\n".encode())
+            said, asked = process.communicate(timeout=60)
+    finally:
+        os.close(leader)
+        os.close(follower)
+    question = f"context tests, {server.url}: install there? [y/N] "
+    if answer == "y":
+        assert (process.returncode, asked) == (0, question), said
+        assert now(server) == taken("n1")
+        return
+    assert (process.returncode, said, asked) == (1, "", f"{question}Error: nothing was done\n")
+    with pytest.raises(ApiError, match="not found"):
+        daemon_set(server, "pyebpf-proxy")
 
 
 def test_the_api_server_goes_away_and_comes_back(cluster: SimulatedNodes, server: ApiServer, tmp_path: Path) -> None:
@@ -130,10 +230,10 @@ def test_the_api_server_goes_away_and_comes_back(cluster: SimulatedNodes, server
     server.kill()
     time.sleep(2)
     server.start()
-    said, _ = process.communicate(timeout=60)
-    assert process.returncode == 0, said
-    assert "the API server does not answer (" in said
-    assert "the API server answers again" in said
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, output
+    assert "the API server does not answer (" in output
+    assert "the API server answers again" in output
     assert now(server) == taken(*NAMES)
 
 
@@ -143,9 +243,9 @@ def test_ctrl_c_and_kill_leave_a_proxy_and_the_next_one_goes_on(
     process = started(tmp_path, "install", "--image", IMAGE)
     cluster.until(lambda pods: "pyebpf-proxy" in proxies(pods).get("n2", ()), "the second node's agent runs")
     os.kill(process.pid, signal.SIGINT)
-    said, _ = process.communicate(timeout=30)
-    assert process.returncode == 130, said
-    assert "n2: stopped here; a proxy serves the node" in said
+    output, _ = process.communicate(timeout=30)
+    assert process.returncode == 130, output
+    assert "n2: stopped here; a proxy serves the node" in output
     assert now(server)["n1"] == ["pyebpf-proxy"]
     # Killed without a word: the Lease is held until it expires, so only a rollback by hand of it shows the way.
     process = started(tmp_path, "install")
@@ -162,9 +262,9 @@ def test_ctrl_c_and_kill_leave_a_proxy_and_the_next_one_goes_on(
 
 def test_two_installs_at_once(cluster: SimulatedNodes, server: ApiServer, tmp_path: Path) -> None:
     both = [started(tmp_path, "install", "--image", IMAGE) for _ in range(2)]
-    said = [process.communicate(timeout=60)[0] for process in both]
-    assert sorted(process.returncode for process in both) == [0, 1], said
-    (refused,) = (text for process, text in zip(both, said, strict=True) if process.returncode)
+    output = [process.communicate(timeout=60)[0] for process in both]
+    assert sorted(process.returncode for process in both) == [0, 1], output
+    (refused,) = (text for process, text in zip(both, output, strict=True) if process.returncode)
     assert "another command" in refused
     assert "taken over" not in refused
     assert now(server) == taken(*NAMES)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -18,6 +19,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from pyebpf_proxy import __version__
+from pyebpf_proxy.see import model
+from tests.cluster import agent_says
 from tests.cluster.commands import CONFIG_MAP, IMAGE, NAMES, NEWER, daemon_set, made, run
 from tests.cluster.simulated_nodes import SETS, SYSTEM, SimulatedNodes
 from tests.support.apiserver import ADMIN_TOKEN, ApiError, ApiServer, Object
@@ -48,30 +52,88 @@ def images(server: ApiServer) -> dict[str, str]:
 def test_upgrade_node_by_node_and_not_where_it_fails(
     installed: SimulatedNodes, server: ApiServer, tmp_path: Path
 ) -> None:
-    said = run(tmp_path, "install", "--image", NEWER, status=1)
-    assert f"{IMAGE} is installed; for another image: pyebpf-proxy cluster upgrade --image {NEWER}" in said
+    output = run(tmp_path, "install", "--image", NEWER, status=1)
+    assert f"{IMAGE} is installed; for another image: pyebpf-proxy cluster upgrade --image {NEWER}" in output
     # What cannot be pulled replaces nothing: the old agent has not even been touched.
     before = {each["metadata"]["uid"] for each in server.request("GET", SYSTEM)["items"]}
     installed.faults.missing.add((NEWER, "n1"))
-    said = run(tmp_path, "upgrade", "--image", NEWER, status=1)
-    assert "n1: the image cannot be pulled" in said
-    assert f"the agent of {IMAGE} stays" in said
-    installed.until(lambda pods: {each["metadata"]["uid"] for each in pods.values()} == before, "the errand is gone")
+    output = run(tmp_path, "upgrade", "--image", NEWER, status=1)
+    assert "n1: the image cannot be pulled" in output
+    assert f"the agent of {IMAGE} stays" in output
+    installed.until(lambda pods: {each["metadata"]["uid"] for each in pods.values()} == before, "the task pod is gone")
     installed.faults.missing.clear()
     # What does not become ready is replaced by what was there before.
-    installed.faults.errands["verify", "n2"] = "no connection to the Service at 10.96.0.1 port 443: timed out"
-    said = run(tmp_path, "upgrade", "--image", NEWER, status=1)
-    assert "[1/2] n1: upgraded, and verified" in said
-    assert f"n2: verify: no connection to the Service at 10.96.0.1 port 443: timed out; the agent of {IMAGE}" in said
+    installed.faults.tasks["verify", "n2"] = "no connection to the Service at 10.96.0.1 port 443: timed out"
+    output = run(tmp_path, "upgrade", "--image", NEWER, status=1)
+    assert "[1/2] n1: upgraded, and verified" in output
+    assert f"n2: verify: no connection to the Service at 10.96.0.1 port 443: timed out; the agent of {IMAGE}" in output
     assert images(server) == {"n1": NEWER, "n2": IMAGE}
-    # Some nodes have an older agent: status says so, install asks for an upgrade.
+    # Some nodes have an older agent: status reports it, install requests an upgrade.
     assert f"1 node with {NEWER}, the DaemonSet has {IMAGE}" in run(tmp_path, "status", status=1)
-    said = run(tmp_path, "install", status=1)
-    assert "an agent of another image runs on n1: first pyebpf-proxy cluster upgrade" in said
-    installed.faults.errands.clear()
+    output = run(tmp_path, "install", status=1)
+    assert "an agent of another image runs on n1: first pyebpf-proxy cluster upgrade" in output
+    installed.faults.tasks.clear()
     assert "[1/1] n2: upgraded, and verified" in run(tmp_path, "upgrade", "--image", NEWER)
     assert images(server) == {"n1": NEWER, "n2": NEWER}
     assert "2 of 2 nodes" in run(tmp_path, "status")
+
+
+# ---- status --------------------------------------------------------------------------------------------------------
+
+
+def test_status_asks_the_agents_and_names_those_that_differ(
+    cluster: SimulatedNodes, server: ApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    run(tmp_path, "install", "--image", IMAGE)
+    said = run(tmp_path, "status")
+    assert "FAST PATH  DROPS  BEHIND" in said
+    assert f"n1    pyebpf-proxy  taken over  0         {__version__}    open       0      0 s" in said
+    other = agent_says.status()
+    other.version, other.kernel, other.features = "0.2.0", "6.12.1-amd64", ["fast path"]
+    other.agent.behind_seconds = 300.0
+    other.drops = [agent_says.drop(7, 2)]
+    other.warnings = [model.Trouble(what="conntrack: 9 of 10 in use", remedy="raise it")]
+    assert other.fast_path is not None
+    other.fast_path.closed4, other.fast_path.why4 = "stack_rules", "nftables table ip mine, chain forward: log"
+
+    def execute(node: str, words: list[str]) -> tuple[int, bytes, bytes]:
+        if node == "n3":
+            return 3, b"", b"Error: maps of another layout\n"
+        return (0, model.encode(other).encode(), b"") if node == "n2" else agent_says.answer(node, words)
+
+    cluster.execute = execute
+    said = run(tmp_path, "status", status=1)
+    row = next(line for line in said.splitlines() if line.startswith("n2 "))
+    assert re.search(r" 0\.2\.0 +IPv4 closed +7, 2 in the last minute +5 min$", row), row
+    for line in (
+        "warning  n3: agent: no answer: maps of another layout",
+        f"warning  version: nodes differ: {__version__} on n1; 0.2.0 on n2",
+        f"good     kernel: nodes differ: {agent_says.KERNEL} on n1; 6.12.1-amd64 on n2",
+        "warning  features: nodes differ: nftables mode, fast path on n1; fast path on n2",
+        "good     n2: fast path: closed for IPv4: stack_rules, nftables table ip mine, chain forward: log",
+        "warning  n2: agent: behind the API server for 5 min",
+        "warning  n2: agent: conntrack: 9 of 10 in use",
+    ):
+        assert line in said.splitlines(), said
+    document = json.loads(run(tmp_path, "status", "-o", "json", status=1))
+    assert {each["image"] for each in document["nodes"]} == {IMAGE}
+    first, second, third = (each["agent"] for each in document["nodes"])
+    assert (first["version"], first["drops"], first["fastPath"], first["behindSeconds"]) == (__version__, 0, "open", 0)
+    assert (second["kernel"], second["drops"], second["dropsLastMinute"]) == ("6.12.1-amd64", 7, 2)
+    assert second["fastPathClosed"].keys() == {"IPv4"}
+    assert second["warnings"] == [{"what": "conntrack: 9 of 10 in use", "remedy": "raise it"}]
+    assert third is None
+    # Who may not run commands in pods still sees the rest.
+    rules = [
+        {"apiGroups": [""], "resources": ["nodes", "pods"], "verbs": ["list"]},
+        {"apiGroups": ["apps"], "resources": ["daemonsets"], "verbs": ["get"]},
+    ]
+    server.account("watcher", rules)
+    server.kubeconfig(tmp_path / "admin.conf", {"token": server.token("watcher")})
+    said = run(tmp_path, "status")
+    assert "the agents were not asked: this user may not get, create pods/exec in kube-system" in said
+    assert "3 of 3 nodes served" in said
 
 
 # ---- check, dry run, bad input -------------------------------------------------------------------------------------
@@ -84,21 +146,21 @@ def test_check_and_dry_run_change_nothing(cluster: SimulatedNodes, server: ApiSe
         return [server.request("GET", path)["items"] for path in paths]
 
     before = everything()
-    cluster.faults.errands["check", "n3"] = "the kernel has no BTF (/sys/kernel/btf/vmlinux, CONFIG_DEBUG_INFO_BTF)"
+    cluster.faults.tasks["check", "n3"] = "the kernel has no BTF (/sys/kernel/btf/vmlinux, CONFIG_DEBUG_INFO_BTF)"
     cluster.faults.missing.add((IMAGE, "n2"))
     document = json.loads(run(tmp_path, "check", "--image", IMAGE, "-o", "json", status=1).partition("\nError")[0])
     bad = {each["where"]: each["text"] for each in document["findings"] if each["state"] != "good"}
     assert bad.keys() == {"n2", "n3"}, document
     assert "the image cannot be pulled" in bad["n2"]
     assert "the kernel has no BTF" in bad["n3"]
-    said = run(tmp_path, "install", "--image", IMAGE, "--dry-run", "--canary", "2")
-    objects = [each for each in yaml.safe_load_all(said) if each]
+    output = run(tmp_path, "install", "--image", IMAGE, "--dry-run", "--canary", "2")
+    objects = [each for each in yaml.safe_load_all(output) if each]
     assert [each.get("kind") for each in objects] == [
         *("ServiceAccount", "ClusterRole", "ClusterRoleBinding", "DaemonSet"),
         None,
     ]
-    assert "# nodes, in this order: n1, n2\n" in said
-    cluster.until(lambda pods: len(pods) == 3, "the errands are gone")
+    assert "# nodes, in this order: n1, n2\n" in output
+    cluster.until(lambda pods: len(pods) == 3, "the task pods are gone")
     assert everything() == before
 
 
@@ -109,22 +171,25 @@ def test_a_node_that_is_refused_is_named_by_check(cluster: SimulatedNodes, serve
     server.request("PATCH", "/api/v1/nodes/n1/status", status, "application/merge-patch+json")
     status = {"status": {"nodeInfo": {"containerRuntimeVersion": "containerd://1.6.8"}}}
     server.request("PATCH", "/api/v1/nodes/n2/status", status, "application/merge-patch+json")
+    status = {"status": {"nodeInfo": {"architecture": "arm64"}}}
+    server.request("PATCH", "/api/v1/nodes/n3/status", status, "application/merge-patch+json")
     namespace = {"metadata": {"labels": {"pod-security.kubernetes.io/enforce": "restricted"}}}
     server.request("PATCH", "/api/v1/namespaces/kube-system", namespace, "application/merge-patch+json")
     try:
-        said = run(tmp_path, "check", status=1)
+        output = run(tmp_path, "check", status=1)
     finally:
         namespace["metadata"]["labels"] = dict.fromkeys(namespace["metadata"]["labels"])
         server.request("PATCH", "/api/v1/namespaces/kube-system", namespace, "application/merge-patch+json")
-    assert "bad      n1: node: Linux 5.10.0-30-amd64" in said
-    assert "warning  n2: node: " in said
-    assert "containerd before 1.6.20 may forbid bpf()" in said
-    assert "bad      admission: the agent's pod is refused: " in said
-    assert "warning  image: not checked" in said
+    assert "bad      n1: node: Linux 5.10.0-30-amd64" in output
+    assert "warning  n2: node: " in output
+    assert "containerd before 1.6.20 may forbid bpf()" in output
+    assert re.search("^warning  n3: node: Linux .*: not tested on this architecture$", output, re.MULTILINE)
+    assert "bad      admission: the agent's pod is refused: " in output
+    assert "warning  image: not checked" in output
 
 
-def only_error(said: str) -> str:
-    (line,) = said.splitlines()
+def only_error(output: str) -> str:
+    (line,) = output.splitlines()
     return line
 
 
@@ -154,15 +219,15 @@ def test_bad_input_is_one_line(cluster: SimulatedNodes, server: ApiServer, tmp_p
     assert gone.startswith(f"Error: no kubeconfig: {tmp_path}/gone.conf does not exist; ")
     server.account("viewer", [{"apiGroups": [""], "resources": ["nodes", "pods"], "verbs": ["list", "get"]}])
     viewer = server.kubeconfig(tmp_path / "viewer.conf", {"token": server.token("viewer")})
-    said = say("install", "--kubeconfig", str(viewer), "--yes", "--image", IMAGE, status=3)
-    assert said.startswith("Error: not allowed: this user may not patch nodes; ")
-    assert "create, delete pods in kube-system; " in said
-    assert "get, create, patch, delete daemonsets.apps in kube-system; " in said
-    stranger = server.kubeconfig(tmp_path / "stranger.conf", {"token": "nobody"})
+    output = say("install", "--kubeconfig", str(viewer), "--yes", "--image", IMAGE, status=3)
+    assert output.startswith("Error: not allowed: this user may not patch nodes; ")
+    assert "create, delete pods in kube-system; " in output
+    assert "get, create, patch, delete daemonsets.apps in kube-system; " in output
+    stranger = server.kubeconfig(tmp_path / "stranger.conf", {"token": "unknown"})
     assert "does not accept the kubeconfig's credentials" in say("status", "--kubeconfig", str(stranger), status=3)
-    nobody = server.kubeconfig(tmp_path / "nobody.conf", {"token": ADMIN_TOKEN}, "https://127.0.0.1:1")
+    unreachable = server.kubeconfig(tmp_path / "unreachable.conf", {"token": ADMIN_TOKEN}, "https://127.0.0.1:1")
     assert "the API server at https://127.0.0.1:1 does not answer: " in say(
-        "status", "--kubeconfig", str(nobody), status=3
+        "status", "--kubeconfig", str(unreachable), status=3
     )
     data = server.request("GET", CONFIG_MAP)["data"]["config.conf"]
     changed = {"data": {"config.conf": data.replace("mode: ''", "mode: ipvs")}}
@@ -177,10 +242,10 @@ def test_bad_input_is_one_line(cluster: SimulatedNodes, server: ApiServer, tmp_p
 def test_without_kube_proxy_nothing_is_done(server: ApiServer, tmp_path: Path) -> None:
     server.kubeconfig(tmp_path / "admin.conf", {"token": ADMIN_TOKEN})
     with SimulatedNodes(server, ["n1"], tmp_path):
-        said = only_error(run(tmp_path, "install", "--image", IMAGE, status=1))
-        assert said.startswith("Error: there is no DaemonSet kube-system/kube-proxy: ")
-        said = only_error(run(tmp_path, "rollback", status=1))
-        assert "the agent stays, it is the only proxy" in said
+        output = only_error(run(tmp_path, "install", "--image", IMAGE, status=1))
+        assert output.startswith("Error: there is no DaemonSet kube-system/kube-proxy: ")
+        output = only_error(run(tmp_path, "rollback", status=1))
+        assert "the agent stays, it is the only proxy" in output
 
 
 # ---- sysdump -------------------------------------------------------------------------------------------------------
@@ -196,8 +261,8 @@ def contents(path: Path) -> dict[str, str]:
 def test_sysdump_has_what_a_report_needs_and_no_secret(
     cluster: SimulatedNodes, server: ApiServer, tmp_path: Path
 ) -> None:
-    server.account("somebody", [])
-    secret, token = "the-password-of-somebody", server.token("somebody")
+    server.account("visitor", [])
+    secret, token = "the-password-of-a-visitor", server.token("visitor")
     server.create({"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "s"}, "stringData": {"key": secret}})
     data = server.request("GET", CONFIG_MAP)["data"]
     user = {"token": token, "password": secret, "client-key-data": secret}
@@ -206,26 +271,42 @@ def test_sysdump_has_what_a_report_needs_and_no_secret(
     server.request("PATCH", CONFIG_MAP, changed, "application/merge-patch+json")
     run(tmp_path, "install", "--image", IMAGE, "--canary", "1")
     target = tmp_path / "dump.tar.gz"
-    said = run(tmp_path, "sysdump", "--file", str(target))
-    assert "look at it before you publish it" in said
+    output = run(tmp_path, "sysdump", "--file", str(target))
+    assert "look at it before you publish it" in output
     assert target.stat().st_mode & 0o777 == 0o600
     files = contents(target)
     assert files["missing.txt"] == ""
     assert [each["metadata"]["name"] for each in yaml.safe_load(files["nodes.yaml"])] == NAMES
     assert "kubernetes" in files["services.yaml"]
     assert "1 of 3 nodes served by pyebpf-proxy" in files["status.txt"]
+    said_by = {name: yaml.safe_load(text) for name, text in files.items() if name.startswith("agents/")}
+    assert said_by.keys() == {f"agents/n1/{what}.yaml" for what in ("status", "drops", "flows")}
+    assert said_by["agents/n1/status.yaml"]["kernel"] == agent_says.KERNEL
+    assert said_by["agents/n1/drops.yaml"]["drops"][0]["count"] == 3
+    flows = said_by["agents/n1/flows.yaml"]
+    assert (flows["flows"], flows["byService"], flows["byPath"]) == (1, {"default/web:http": 1}, {"fast": 1})
     (agent,) = (text for name, text in files.items() if name.startswith("logs/pyebpf-proxy"))
     assert " info ready " in agent
     everything = "\n".join(files.values())
     assert "mode: ''" in files["kube-proxy.config.yaml"]
+    assert agent_says.CLIENT not in everything, "clients are counted, not listed"
     assert secret not in everything
     assert token not in everything
     assert files["kube-proxy.config.yaml"].count("REDACTED") == 3
     assert "exists already" in run(tmp_path, "sysdump", "--file", str(target), status=2)
+    # A node that does not answer, and one that is not asked for its many flows, are named.
+    busy = agent_says.status()
+    busy.conntrack = model.Fill(name="conntrack", used=200_000, capacity=262_144)
+    cluster.execute = lambda node, words: (
+        (0, model.encode(busy).encode(), b"") if "status" in words else (3, b"", b"no")
+    )
+    said = run(tmp_path, "sysdump", "--file", str(tmp_path / "busy.tar.gz"), status=1)
+    assert "missing: agents/n1/flows.yaml: conntrack has more than 20000 entries" in said
+    assert "missing: agents/n1/drops.yaml: no" in said
     server.account("reader", [{"apiGroups": [""], "resources": ["nodes"], "verbs": ["list"]}])
     server.kubeconfig(tmp_path / "admin.conf", {"token": server.token("reader")})
-    said = run(tmp_path, "sysdump", "--file", str(tmp_path / "part.tar.gz"), status=1)
-    assert "missing: services.yaml: services is forbidden" in said
+    output = run(tmp_path, "sysdump", "--file", str(tmp_path / "part.tar.gz"), status=1)
+    assert "missing: services.yaml: services is forbidden" in output
     assert contents(tmp_path / "part.tar.gz")["missing.txt"].count("forbidden") > 5
 
 
@@ -245,6 +326,8 @@ def test_connectivity_is_tested_on_every_node_and_nothing_stays(
                     "ClusterIP, UDP",
                     "ClusterIP, 64 KiB, TCP",
                     "ClusterIP, policy Local, TCP",
+                    "load balancer VIP, TCP",
+                    "load balancer VIP, UDP",
                 ):
                     assert (source, f"{what}, {family}") in asked
             for other in NAMES:
@@ -255,10 +338,10 @@ def test_connectivity_is_tested_on_every_node_and_nothing_stays(
     outside = {row["result"] for row in document["rows"] if row["from"] == "this machine"}
     assert outside == {"not tested"}
     cluster.faults.rows["NodePort of n2, TCP, IPv4"] = "timed out"
-    said = run(tmp_path, "test", "--image", IMAGE, "--nodes", "kubernetes.io/hostname in (n1, n2)", status=1)
-    failed = [line.split("  ")[0] for line in said.splitlines() if "FAILED" in line and "timed out" in line]
+    output = run(tmp_path, "test", "--image", IMAGE, "--nodes", "kubernetes.io/hostname in (n1, n2)", status=1)
+    failed = [line.split("  ")[0] for line in output.splitlines() if "FAILED" in line and "timed out" in line]
     assert failed == ["node n1", "node n2", "pod on n1", "pod on n2"]
-    assert " 4 failed" in said.splitlines()[-1]
+    assert " 4 failed" in output.splitlines()[-1]
     cluster.faults.missing.add((IMAGE, "n3"))
     assert "n3: a pod of the test does not run: the image cannot be pulled" in run(
         tmp_path, "test", "--image", IMAGE, status=1

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The errands of ``pyebpf-proxy cluster`` on a node with the real kube-proxy."""
+"""The task pods of ``pyebpf-proxy cluster`` on a node with the real kube-proxy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from pyebpf_proxy.cluster import peer
-from pyebpf_proxy.lab.addresses import Dual, cluster_ip
+from pyebpf_proxy.lab.addresses import Dual, cluster_ip, vip
 from pyebpf_proxy.lab.cluster import Lab
 from pyebpf_proxy.lab.manifests import Port, node, service, slices
 from pyebpf_proxy.lab.namespace import Namespace
@@ -41,7 +41,7 @@ def test_rules_are_awaited_and_removed(server: ApiServer, tmp_path: Path, mode: 
     places = [cluster_ip(11).v4, "80", cluster_ip(11).v6, "80"]
     with Side("kube-proxy", server, tmp_path) as side:
 
-        def errand(*arguments: str) -> subprocess.CompletedProcess[str]:
+        def task(*arguments: str) -> subprocess.CompletedProcess[str]:
             command = [sys.executable, "-m", "pyebpf_proxy", "cluster", "on-node", *arguments]
             inside = ["ip", "netns", "exec", side.namespace.name, *command]
             return subprocess.run(inside, capture_output=True, text=True, check=False, timeout=100)
@@ -55,21 +55,21 @@ def test_rules_are_awaited_and_removed(server: ApiServer, tmp_path: Path, mode: 
         with pytest.raises(subprocess.TimeoutExpired):
             waiting.wait(3)
         side.start({"mode": mode, "clusterCIDR": "10.244.0.0/16", mode: {"syncPeriod": "30s"}})
-        said, _ = waiting.communicate(timeout=30)
-        assert (waiting.returncode, said) == (0, "all is well\n")
+        output, _ = waiting.communicate(timeout=30)
+        assert (waiting.returncode, output) == (0, "all is well\n")
         side.stop()
-        done = errand("verify")
+        done = task("verify")
         assert done.returncode == 0, done
         assert "removed what kube-proxy left behind: " in done.stdout
         left = side.namespace.run("iptables-save") + side.namespace.run("nft", "list", "tables")
         assert "KUBE-SVC" not in left
         assert "kube-proxy" not in left
-        done = errand("fit")
+        done = task("fit")
         assert (done.returncode, done.stdout) == (0, "all is well\n")
 
 
 def test_services_are_connected_to() -> None:
-    namespace = Namespace(f"errand-{os.getpid()}")
+    namespace = Namespace(f"task-{os.getpid()}")
     namespace.create()
     try:
         namespace.ip("link set lo up")
@@ -101,18 +101,19 @@ def test_services_are_connected_to() -> None:
 
 
 def test_peers_ask_and_answer_through_the_agent() -> None:
-    """Real pods behind a real agent: what `cluster test` asks is reached, and what is not is told."""
+    """Real pods behind a real agent: what `cluster test` requests is reached, and what is not is reported."""
     ports = [Port("tcp", 80, peer.PORT, node_port=30080), Port("udp", 80, peer.PORT, "UDP", node_port=30080)]
     with Lab(nodes=1) as lab:
         (only,) = lab.nodes
         pods = [lab.add_pod(name, only, serve=False) for name in ("one", "two")]
         places = [(pod.address, only.name) for pod in pods]
         lab.write("node.yaml", [node(only.name, only.address, only.pod_cidr)])
-        lab.write("web.yaml", [service("web", ports, cluster_ip(11)), *slices("web", ports, places)])
+        items = [service("web", ports, cluster_ip(11), vip=vip(11)), *slices("web", ports, places)]
+        lab.write("web.yaml", items)
         lab.start_agents()
         rows = [
             {"address": address, "port": port, "protocol": protocol, "size": 1 if protocol == "UDP" else 65536}
-            for target, port in ((cluster_ip(11), 80), (only.address, 30080))
+            for target, port in ((cluster_ip(11), 80), (only.address, 30080), (vip(11), 80))
             for address in target
             for protocol in ("TCP", "UDP")
         ]
@@ -139,8 +140,8 @@ def test_peers_ask_and_answer_through_the_agent() -> None:
                 if index < 2:
                     assert answers[-1]["detail"] == pods[index].name, "hairpin"
             assert running[2].wait(10) == 0
-            nobody = only.namespace.call(peer.ask, rows[0] | {"only": "three"}, 0.0)
-            assert not nobody["ok"]
-            assert nobody["detail"] == "one, two answered, not three"
+            missing = only.namespace.call(peer.ask, rows[0] | {"only": "three"}, 0.0)
+            assert not missing["ok"]
+            assert missing["detail"] == "one, two answered, not three"
             refused = only.namespace.call(peer.ask, rows[0] | {"port": 81}, 0.0)
             assert not refused["ok"]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from pyebpf_proxy import KUBERNETES_VERSION
-from tests.parity import ours, recordings
+from tests.parity import proxy, recordings
 from tests.parity.differences import difference
 from tests.parity.generated import generate
 from tests.support import reference
@@ -43,9 +43,9 @@ def test_recordings_are_what_it_answers(kube_proxy: Path) -> None:
 def test_made_up_cases_are_answered_alike(kube_proxy: Path) -> None:
     print(f"PARITY_SEED={SEED} PARITY_COUNT={COUNT}")
     wrong = []
-    for case, theirs in reference.ask_all(kube_proxy, generate(SEED, COUNT)):
-        answer = ours.ask(case)
-        if difference(case, theirs, answer) is None:
+    for case, expected in reference.ask_all(kube_proxy, generate(SEED, COUNT)):
+        answer = proxy.ask(case)
+        if difference(case, expected, answer) is None:
             file = (case.file or b"").decode(errors="replace")
-            wrong.append(f"{case.name} {case.arguments}\n{file}\n  kube-proxy: {theirs}\n  ours:       {answer}")
+            wrong.append(f"{case.name} {case.arguments}\n{file}\n  kube-proxy: {expected}\n  pyebpf-proxy: {answer}")
     assert not wrong, f"{len(wrong)} of {COUNT}, PARITY_SEED={SEED}:\n" + "\n\n".join(wrong[:5])

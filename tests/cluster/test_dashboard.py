@@ -36,7 +36,7 @@ RANGE, SHORT = "[5m]", "[10s]"
 
 @pytest.fixture(scope="module")
 def lab() -> Iterator[Lab]:
-    """An agent with a Service that answers, one that nobody serves, and an object that is invalid."""
+    """An agent with a Service that answers, one without endpoints, and an object that is invalid."""
     with Lab(nodes=1) as made:
         (only,) = made.nodes
         pod = made.add_pod("web-1", only)

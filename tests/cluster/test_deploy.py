@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""deploy/ against a real API server: every manifest is taken, the page's commands do what they say, rights suffice."""
+"""deploy/ against a real API server: every manifest is taken, the page's commands work, rights suffice."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def kubectl(server: ApiServer, tmp_path: Path) -> Kubectl:
 
 @pytest.fixture(params=["kubeadm", "apply", "server-side"])
 def cluster(request: pytest.FixtureRequest, server: ApiServer, kubectl: Kubectl, tmp_path: Path) -> Iterator[ApiServer]:
-    """The cluster as kubeadm leaves it, as far as kube-proxy is concerned; or as somebody's own apply leaves it."""
+    """The cluster as kubeadm leaves it, as far as kube-proxy is concerned; or as an administrator's apply leaves it."""
     for item in (kubeadm.config_map("https://192.0.2.1:6443"), kubeadm.daemon_set()):
         if request.param == "kubeadm":
             server.create(item)
@@ -78,9 +78,9 @@ def roll_out(server: ApiServer, name: str, desired: int) -> None:
 @pytest.mark.parametrize("folder", manifests.kustomizations(), ids=lambda folder: str(folder.relative_to(DEPLOY)))
 def test_every_manifest_is_taken(cluster: ApiServer, kubectl: Kubectl, folder: Path) -> None:
     """By server-side apply, with every field known to the server."""
-    said = kubectl("apply", "--server-side", "--validate=strict", "-k", folder)
-    assert len(said.splitlines()) == len(manifests.build(folder))
-    assert all(line.endswith("serverside-applied") for line in said.splitlines())
+    output = kubectl("apply", "--server-side", "--validate=strict", "-k", folder)
+    assert len(output.splitlines()) == len(manifests.build(folder))
+    assert all(line.endswith("serverside-applied") for line in output.splitlines())
     again = kubectl("diff", "--server-side", "-k", folder)
     assert again == "", "the server has made something else of it"
     for item in manifests.build(folder):
@@ -108,7 +108,7 @@ def test_the_page_is_followed_there_and_back(cluster: ApiServer, kubectl: Kubect
         if "status" in arguments:
             name = arguments[-2].removeprefix("daemonset/")
             roll_out(cluster, name, 2)
-        said = kubectl(*arguments)
+        output = kubectl(*arguments)
         action = " ".join(
             word
             for word in arguments
@@ -117,7 +117,7 @@ def test_the_page_is_followed_there_and_back(cluster: ApiServer, kubectl: Kubect
         seen.append(action)
         parked = "pyebpf-proxy/parked" in daemon_set(cluster, "kube-proxy")["spec"]["template"]["spec"]["nodeSelector"]
         if "status" in arguments:
-            assert "successfully rolled out" in said
+            assert "successfully rolled out" in output
         elif "--dry-run=server" in arguments:
             assert not parked
         elif action == "apply deploy/overlays/kubeadm":
@@ -130,11 +130,13 @@ def test_the_page_is_followed_there_and_back(cluster: ApiServer, kubectl: Kubect
             assert parked
         elif action == "patch deploy/kube-proxy/unpark.yaml":
             assert not parked
-            assert "livenessProbe" in manifests.container(daemon_set(cluster, "pyebpf-proxy")), "ours goes on meanwhile"
+            assert "livenessProbe" in manifests.container(daemon_set(cluster, "pyebpf-proxy")), (
+                "the agents' is unchanged"
+            )
         elif action == "apply deploy/overlays/kubeadm-back/cleanup":
-            ours = manifests.container(daemon_set(cluster, "pyebpf-proxy"))
-            assert ours.keys().isdisjoint({"livenessProbe", "startupProbe", "args"})
-            assert ours["securityContext"]["capabilities"] == {"add": ["NET_ADMIN", "BPF"], "drop": ["ALL"]}
+            agent = manifests.container(daemon_set(cluster, "pyebpf-proxy"))
+            assert agent.keys().isdisjoint({"livenessProbe", "startupProbe", "args"})
+            assert agent["securityContext"]["capabilities"] == {"add": ["NET_ADMIN", "BPF"], "drop": ["ALL"]}
     assert [action for action in seen if action.startswith(("apply", "delete", "patch")) or "restart" in action] == [
         "apply deploy/overlays/kubeadm",
         "apply deploy/overlays/kubeadm",

@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from pyebpf_proxy.cluster.model import says_programmed
-from pyebpf_proxy.cluster.objects import errand
+from pyebpf_proxy.cluster.objects import task_pod
 from pyebpf_proxy.kube.api.resources import ENDPOINT_SLICES, SERVICE_CIDRS, SERVICES, Resource
 from pyebpf_proxy.kube.api.resources import node as one_node
 from pyebpf_proxy.lab.addresses import POD_CIDR, cluster_ip
@@ -140,8 +140,8 @@ def kube_proxy(server: ApiServer, on: Node, folder: Path) -> Iterator[subprocess
             process.wait()
 
 
-def test_on_the_way_there_the_agent_takes_over_beside_kube_proxy(server: ApiServer, small: Lab, tmp_path: Path) -> None:
-    """What `cluster install` relies on: beside kube-proxy the agent says that it has programmed the node, and is not
+def test_during_the_takeover_the_agent_runs_with_kube_proxy(server: ApiServer, small: Lab, tmp_path: Path) -> None:
+    """For `cluster install`: while kube-proxy runs, the agent reports that it has programmed the node, but is not
     ready; without kube-proxy it is, by itself."""
     (only,) = small.nodes
     with ExitStack() as stack:
@@ -152,7 +152,7 @@ def test_on_the_way_there_the_agent_takes_over_beside_kube_proxy(server: ApiServ
             assert time.monotonic() < end, "kube-proxy does not serve its health page"
             time.sleep(0.1)
         agent.start()
-        agent.wait_for(lambda: says_programmed(agent.log()), "it says that the node is programmed")
+        agent.wait_for(lambda: says_programmed(agent.log()), "it reports that the node is programmed")
         assert only.namespace.call(ask, cluster_ip(11).v4, 80).kind == ANSWERED
         with pytest.raises(AssertionError, match="readinessProbe succeeds"):
             wait_ready(only, agent, 2)
@@ -210,8 +210,8 @@ def test_on_the_way_back_the_real_kube_proxy_carries_on(server: ApiServer, small
         cleaner.kill()
         process.kill()
         process.wait()
-        # `cluster install` removes by a pod what kube-proxy wrote beside the agent: one capability is enough.
-        removing = errand("verify", only.name, "image", ["pyebpf-proxy", "cluster", "on-node", "verify"])["spec"]
+        # `cluster install` removes by a pod what kube-proxy wrote while the agent ran: one capability is enough.
+        removing = task_pod("verify", only.name, "image", ["pyebpf-proxy", "cluster", "on-node", "verify"])["spec"]
         use_folder(removing, clean)
         removing["containers"][0]["command"][0] = str(Path(sys.executable).parent / "pyebpf-proxy")
         container = stack.enter_context(contained(only, removing, environment=path))
@@ -268,7 +268,7 @@ def test_nothing_else_may_be_read(account: Account, path: str) -> None:
 
 
 def test_the_lists_above_are_the_roles_own() -> None:
-    """Who adds a rule to the role adds a request that needs it."""
+    """A new rule of the role needs a request that uses it."""
     rules = manifests.one(manifests.base(), "ClusterRole")["rules"]
     followed = {(each.group, each.name) for each in (SERVICES, ENDPOINT_SLICES, SERVICE_CIDRS, one_node("x"))}
     granted = {(group, name) for rule in rules for group in rule["apiGroups"] for name in rule["resources"]}

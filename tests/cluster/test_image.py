@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The image: deploy/Dockerfile carried out in folders, and what comes of it started as the DaemonSet starts it."""
+"""The image: deploy/Dockerfile carried out in folders, and the result started as the DaemonSet starts it."""
 
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 from collections.abc import Iterator
 from importlib.metadata import distributions
@@ -26,6 +27,7 @@ from tests.support.logs import Log, Message
 pytestmark = pytest.mark.slow
 
 FOLDER = ROOT / "build" / "image"
+LARGEST = 150_000_000
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +46,15 @@ def small(image: Path) -> Iterator[Lab]:
         objects = [service("web", ports, cluster_ip(1), vip=vip(1)), *slices("web", ports, [(pod.address, only.name)])]
         lab.write("all.yaml", [node(only.name, only.address, only.pod_cidr), *objects])
         yield lab
+
+
+def test_it_is_small(image: Path) -> None:
+    """What a node pulls: compressed as in a registry. The base made here has more than Debian's slim image."""
+    folders = ("dev", "proc", "sys", "run", "var/cache/apt", "var/lib/apt/lists")
+    left_out = [f"--exclude='./{name}/*'" for name in folders]
+    command = f"set -o pipefail; tar -C {shlex.quote(str(image))} {' '.join(left_out)} -c . | gzip -c | wc -c"
+    size = int(subprocess.run(["bash", "-c", command], check=True, capture_output=True, text=True).stdout)
+    assert 20_000_000 < size <= LARGEST, f"{size / 1e6:.0f} MB"
 
 
 def test_it_starts_with_what_the_daemon_set_gives_it_and_serves(small: Lab) -> None:
@@ -80,8 +91,8 @@ def test_s12_the_sbom_names_every_package_with_its_version(image: Path) -> None:
     assert {f"pkg:pypi/{each.replace('_', '-')}" for each in modules} == named("python.cdx.json")
 
 
-def test_the_errand_of_the_way_back_cleans_up(small: Lab) -> None:
-    """After the agent: what it left attached goes, and the pod says that it is ready."""
+def test_the_pod_of_the_rollback_cleans_up(small: Lab) -> None:
+    """After the agent: what it left attached goes, and the pod is ready."""
     (only,) = small.nodes
     root, entry_point, environment = image_of(FOLDER)
     cleaning = manifests.build(manifests.DEPLOY / "overlays" / "kubeadm-back" / "cleanup")

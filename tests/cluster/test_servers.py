@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What our servers say beside what kube-proxy's say, over the same changes; differences as in docs/servers.md."""
+"""Answers of the agent's servers compared with kube-proxy's, over the same changes (docs/servers.md)."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ def sides(
     names = ("kube-proxy", "agent")
     for name in names:
         (folder / name).mkdir()
-    with Side(names[0], server, folder / names[0]) as real, Side(names[1], server, folder / names[1]) as ours:
-        for side in (real, ours):
+    with Side(names[0], server, folder / names[0]) as real, Side(names[1], server, folder / names[1]) as proxy:
+        for side in (real, proxy):
             side.start(config)
-        yield [real, ours]
+        yield [real, proxy]
 
 
 def node(**spec: Any) -> Object:
@@ -121,7 +121,7 @@ def value(side: Side, name: str, **labels: str) -> float | None:
     return None
 
 
-def says(wanted: tuple[int, str], answer: Answer) -> bool:
+def matches(wanted: tuple[int, str], answer: Answer) -> bool:
     return (answer.status, answer.headers.get("X-Load-Balancing-Endpoint-Weight")) == wanted
 
 
@@ -151,8 +151,8 @@ def test_health_check_node_ports_and_values_over_the_same_changes(server: ApiSer
         for item in items:
             server.apply(item)
         wanted = (status, str(count))
-        real, ours = both(sides, check, partial(says, wanted), what)
-        assert ours == real, what
+        real, proxy = both(sides, check, partial(matches, wanted), what)
+        assert proxy == real, what
         if what == "elsewhere":
             for policy in ("internal", "external"):
                 for side in sides:
@@ -167,10 +167,10 @@ def test_health_check_node_ports_and_values_over_the_same_changes(server: ApiSer
         "service_changes_pending",
         "endpoint_changes_pending",
     ):
-        real, ours = both(sides, lambda s, n=name: value(s, f"sync_proxy_rules_{n}"), lambda v: v is not None, name)
-        assert ours == real, name
+        real, proxy = both(sides, lambda s, n=name: value(s, f"sync_proxy_rules_{n}"), lambda v: v is not None, name)
+        assert proxy == real, name
     server.delete(service())
-    both(sides, check, lambda a: a.status == 0, "nobody listens any more")
+    both(sides, check, lambda a: a.status == 0, "no server listens any more")
     server.delete(slice_of())
 
 
@@ -209,8 +209,10 @@ def shape(answer: Answer) -> tuple[int, dict[str, str], Any]:
 
 def test_healthz_and_livez(server: ApiServer, sides: list[Side]) -> None:
     def look(path: str, status: int) -> None:
-        real, ours = both(sides, lambda s: s.get(10256, path), lambda a: a.status == status, f"{path} says {status}")
-        assert shape(ours) == shape(real)
+        real, proxy = both(
+            sides, lambda s: s.get(10256, path), lambda a: a.status == status, f"{path} answers {status}"
+        )
+        assert shape(proxy) == shape(real)
 
     for path in ("/healthz", "/livez"):
         look(path, 200)
@@ -220,52 +222,52 @@ def test_healthz_and_livez(server: ApiServer, sides: list[Side]) -> None:
     server.apply(node())
     look("/healthz", 200)
     for path in ("/", "/metrics", "/readyz"):
-        real, ours = (side.get(10256, path) for side in sides)
-        assert ours == real
+        real, proxy = (side.get(10256, path) for side in sides)
+        assert proxy == real
 
 
 def test_pages(sides: list[Side]) -> None:
     for path in ("/proxyMode", "/healthz", "/healthz/ping", "/healthz?verbose", "/", "/nothing", "/debug/flags/v"):
-        real, ours = (side.get(10249, path) for side in sides)
-        assert ours == real, path
-    real, ours = (side.get(10249, "/configz") for side in sides)
-    documents = [json.loads(answer.body) for answer in (real, ours)]
+        real, proxy = (side.get(10249, path) for side in sides)
+        assert proxy == real, path
+    real, proxy = (side.get(10249, "/configz") for side in sides)
+    documents = [json.loads(answer.body) for answer in (real, proxy)]
     for document in documents:
         document["kubeproxy.config.k8s.io"]["clientConnection"].pop("kubeconfig")
     assert json.dumps(documents[1]) == json.dumps(documents[0])  # the order of the fields too
     for accept in ("application/json", "application/yaml", "text/html"):
         for path in ("/flagz", "/statusz"):
-            real, ours = (side.get(10249, path, accept=accept) for side in sides)
-            assert ours == real
+            real, proxy = (side.get(10249, path, accept=accept) for side in sides)
+            assert proxy == real
     accept = "application/json;as=Statusz;v=v1alpha1;g=config.k8s.io"
-    real, ours = (side.get(10249, "/statusz", accept=accept) for side in sides)
+    real, proxy = (side.get(10249, "/statusz", accept=accept) for side in sides)
     own = {"startTime", "uptimeSeconds", "goVersion"}
-    fields = [[(k, "" if k in own else v) for k, v in json.loads(a.body).items()] for a in (real, ours)]
+    fields = [[(k, "" if k in own else v) for k, v in json.loads(a.body).items()] for a in (real, proxy)]
     assert fields[1] == fields[0]
-    assert ours.headers.items() - real.headers.items() <= {("Content-Length", ours.headers["Content-Length"])}
+    assert proxy.headers.items() - real.headers.items() <= {("Content-Length", proxy.headers["Content-Length"])}
 
 
 def test_metrics_have_the_same_names_labels_buckets_and_words(sides: list[Side]) -> None:
     for side in sides:  # so that both have all of them
         side.get(10256, "/healthz")
         side.get(10256, "/livez")
-    real, ours = (metrics(side) for side in sides)
+    real, proxy = (metrics(side) for side in sides)
     names = {name for name in real if name.startswith("kubeproxy_") and not name.startswith(NOT_HERE)}
     if sides[0].get(10249, "/proxyMode").body == "iptables":
         # kube-proxy has it where the kernel has nfacct.
         localhost = "kubeproxy_iptables_localhost_nodeports_accepted_packets"
-        assert ours[localhost].type == "counter"
-        assert ours[localhost].documentation.endswith("Number of packets accepted on nodeports of loopback interface")
-        assert [sample.labels for sample in ours.pop(localhost).samples] == [{}]
-    assert {name for name in ours if name.startswith("kubeproxy_")} == names
+        assert proxy[localhost].type == "counter"
+        assert proxy[localhost].documentation.endswith("Number of packets accepted on nodeports of loopback interface")
+        assert [sample.labels for sample in proxy.pop(localhost).samples] == [{}]
+    assert {name for name in proxy if name.startswith("kubeproxy_")} == names
     for name in sorted(names | {"kubernetes_build_info", "kubernetes_feature_enabled"}):
-        assert (ours[name].type, ours[name].documentation) == (real[name].type, real[name].documentation)
-        assert label_names(ours[name]) == label_names(real[name]), name
-        if ours[name].type == "histogram":
-            assert buckets(ours[name]) == buckets(real[name]), name
+        assert (proxy[name].type, proxy[name].documentation) == (real[name].type, real[name].documentation)
+        assert label_names(proxy[name]) == label_names(real[name]), name
+        if proxy[name].type == "histogram":
+            assert buckets(proxy[name]) == buckets(real[name]), name
     gates = [
         {(s.labels["name"], s.labels["stage"], s.value) for s in side["kubernetes_feature_enabled"].samples}
-        for side in (real, ours)
+        for side in (real, proxy)
     ]
     assert gates[1] == gates[0]
 
@@ -284,8 +286,8 @@ def test_slis(sides: list[Side]) -> None:
         lines = side.get(10249, "/metrics/slis").body.splitlines()
         return [line.rpartition(" ")[0] if line[0] != "#" else line for line in lines]
 
-    real, ours = map(rows, sides)
-    assert ours == real
+    real, proxy = map(rows, sides)
+    assert proxy == real
     kinds = [side.get(10249, "/metrics/slis").headers["Content-Type"] for side in sides]
     assert kinds[1] == kinds[0]
 
@@ -298,7 +300,7 @@ def hold(port: int) -> None:
 
 @contextmanager
 def taken(sides: list[Side], port: int) -> Iterator[None]:
-    """Somebody else has the port on both sides."""
+    """Another process has the port on both sides."""
     tasks = [side.namespace.start(hold, port) for side in sides]
     try:
         for side in sides:
@@ -315,7 +317,7 @@ def events(server: ApiServer, reason: str) -> list[Object]:
 
 
 def words(event: Object) -> tuple[object, ...]:
-    """What an Event says, without who says it when."""
+    """The content of an Event, without its reporter and time."""
     regarding = {key: event["regarding"].get(key) for key in ("kind", "namespace", "name")}
     fields = [event.get(key) for key in ("type", "reason", "action", "note")]
     return (*sorted(regarding.items(), key=str), *fields)
@@ -323,7 +325,7 @@ def words(event: Object) -> tuple[object, ...]:
 
 def test_a_health_check_node_port_that_is_taken_is_an_event(server: ApiServer, sides: list[Side]) -> None:
     reason, port = "FailedToStartServiceHealthcheck", HEALTH_CHECK + 7
-    # The API server keeps what was said in the other mode, where other addresses are listened at.
+    # The API server keeps the Events of the other mode, where other addresses are listened at.
     earlier = {event["metadata"]["uid"] for event in events(server, reason)}
     with taken(sides, port):
         server.apply(service(healthCheckNodePort=port))
@@ -344,7 +346,7 @@ def test_an_address_that_must_be_had_ends_both(server: ApiServer, tmp_path: Path
     server.apply(node())
     port = 12345
     config = {"mode": "nftables", "bindAddressHardFail": True, field: f"127.0.0.1:{port}"}
-    said = []
+    output = []
     for name in ("kube-proxy", "agent"):
         (tmp_path / name).mkdir()
         for item in events(server, reason):
@@ -354,9 +356,9 @@ def test_an_address_that_must_be_had_ends_both(server: ApiServer, tmp_path: Path
             end = time.monotonic() + 3
             while not (found := events(server, reason)) and time.monotonic() < end:
                 time.sleep(0.1)
-        said.append([words(event) for event in found])
+        output.append([words(event) for event in found])
         assert "bind: address already in use" in side.log.read_text()
-    # kube-proxy ends at once, so that its Event is mostly lost; ours waits until it is sent.
-    assert len(said[1]) == 1
-    if said[0]:
-        assert said[1] == said[0]
+    # kube-proxy ends at once, so that its Event is mostly lost; the agent waits until it is sent.
+    assert len(output[1]) == 1
+    if output[0]:
+        assert output[1] == output[0]

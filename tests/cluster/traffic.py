@@ -22,7 +22,7 @@ CHUNK = 64 * 1024
 
 
 class Way(NamedTuple):
-    """Somebody asks, and holds a transfer open, at this address: HTTP at one port, echo at the other."""
+    """A client sends requests, and holds a transfer open, at this address: HTTP at one port, echo at the other."""
 
     address: str
     http: int
@@ -30,7 +30,7 @@ class Way(NamedTuple):
 
 
 class Traffic:
-    """``with Traffic(folder, {…}) as traffic``: by the namespace of who asks, whom it asks."""
+    """``with Traffic(folder, {…}) as traffic``: by the client's namespace, its target."""
 
     def __init__(self, folder: Path, places: Sequence[tuple[Namespace, Sequence[Way]]]) -> None:
         context = multiprocessing.get_context("fork")

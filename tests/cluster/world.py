@@ -35,7 +35,7 @@ from tests.support.relay import Relay
 from tests.support.spoiling_proxy import Proxy
 from tests.support.world import TOOLBOX, World
 
-#: A name that the server's certificate has; the pod's hosts file says where it is.
+#: A name that the server's certificate has; the pod's hosts file has its address.
 NAME = "kubernetes.default.svc"
 HOSTS = f"127.0.0.1 localhost {NAME}\n"
 STEADY = [Port("http", 80, 8080, node_port=30080), Port("echo", 7, 7007, node_port=30007)]
@@ -44,7 +44,7 @@ DAEMON_SET = "/apis/apps/v1/namespaces/kube-system/daemonsets/pyebpf-proxy"
 CONNECTED = re.compile(r'^pyebpf_proxy_api_connected\{resource="(\w+)"\} (\S+)$', re.MULTILINE)
 LAST_EVENT = re.compile(r'^pyebpf_proxy_api_last_event_timestamp_seconds\{resource="(\w+)"\} (\S+)$', re.MULTILINE)
 ACCOUNT = "pyebpf-proxy"
-#: What is said of an outage when it begins, and when it is over.
+#: The messages about the begin of an outage, and about its end.
 BEGINNINGS = (Message.API_SERVER_FAILS, Message.RESOURCE_FAILS)
 ENDS = (Message.API_SERVER_BACK, Message.RESOURCE_BACK)
 LONG = 90.0
@@ -73,11 +73,11 @@ class OutageWorld(World):
         self.container = enter(self._container())
         self.relay.refuse()
         self.container.start()
-        self.wait(lambda: self.said(*BEGINNINGS), "it says that there is no API server")
+        self.wait(lambda: self.logged(*BEGINNINGS), "it logs that there is no API server")
         self.first_connected = self.connected()
         self.relay.listen()
         wait_ready(self.node, self.container)
-        self.wait(lambda: self.said(*ENDS), "it says that it is over")
+        self.wait(lambda: self.logged(*ENDS), "it logs the end of the outage")
         self.first_log = self.container.log()
         self.traffic = enter(Traffic(self._folder, self._places()))
         self.wait(lambda: self.traffic.rounds > 3, "traffic goes")
@@ -131,7 +131,7 @@ class OutageWorld(World):
         specification = pod_of(self.server.request("GET", DAEMON_SET))
         specification["containers"][0]["command"] = [sys.executable, str(Path(__file__).with_name("quick_agent.py"))]
         add_volume(specification, "account", self._account, ACCOUNT_FOLDER)
-        # As the kubelet does; names that are not in the one file are asked for where nobody listens.
+        # As the kubelet does; other names are looked up at an address where no server listens.
         resolver = self._folder / "resolv.conf"
         resolver.write_text("nameserver 127.0.0.1\noptions timeout:1 attempts:1\n")
         self.hosts.write_text(HOSTS)
@@ -173,7 +173,7 @@ class OutageWorld(World):
             for name in ("services", "endpointslices")
         )
 
-    def said(self, *words: str, since: int = 0) -> list[str]:
+    def logged(self, *words: str, since: int = 0) -> list[str]:
         """Lines of the log with any of these words, from a place of it on."""
         return [line for line in self.container.log()[since:].splitlines() if any(word in line for word in words)]
 
@@ -235,10 +235,10 @@ class Outage:
         self._since = time.monotonic()
 
     def _lines(self, *words: str) -> list[str]:
-        return self._world.said(*words, since=self._begin)
+        return self._world.logged(*words, since=self._begin)
 
     def seen(self, words: str) -> None:
-        """Wait until the log says so, and the metric shows what is not followed."""
+        """Wait until the log reports it, and the metric shows what is not followed."""
         world = self._world
         world.wait(lambda: self._lines(words), words)
         lost = set(self._resources) - {""}
@@ -248,16 +248,16 @@ class Outage:
         )
 
     def lasts(self, seconds: float) -> None:
-        """Let it go on until it has gone on for so long, with traffic."""
+        """Let it continue until it has continued for so long, with traffic."""
         self._world.wait(lambda: time.monotonic() - self._since >= seconds, "time goes by")
 
     def check(self) -> None:
         """One line at the beginning, one at the end, nothing else that is wrong, and no packet that noticed."""
         world = self._world
         world.wait(world.follows, "everything is followed again")
-        world.wait(lambda: len(self._lines(*ENDS)) >= len(self._resources), "it says that it is over")
+        world.wait(lambda: len(self._lines(*ENDS)) >= len(self._resources), "it logs the end of the outage")
         rounds = world.traffic.rounds
-        world.wait(lambda: world.traffic.rounds > rounds + 1, "traffic goes on")
+        world.wait(lambda: world.traffic.rounds > rounds + 1, "traffic continues")
         assert world.traffic.failures() == []
         assert world.traffic.rounds > self._rounds + 3
         wrong = self._lines(" error ", " warning ")

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``make test-deb``: the Debian package on a machine of its own, with systemd, in a node's network namespace."""
+"""``make test-deb``: the Debian package on its own machine, with systemd, in a node's network namespace."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Debian with systemd as process 1, in namespaces of its own: what a package does to a machine is seen there."""
+"""A Debian with systemd as process 1, in its own namespaces: they show what a package does to a machine."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def make_root(folder: Path, packages: tuple[Path, Path]) -> Path:
         f"{apt} update && {apt} install --no-install-recommends systemd-sysv iproute2 /root/package.deb"
         " && rm -rf /var/lib/apt/lists/*",
     )
-    # The journal of one boot: what is said is waited for.
+    # The journal of one boot: messages are waited for.
     shutil.rmtree(stage.root / "var/log/journal", ignore_errors=True)
     for name in _MASKED:
         (stage.root / "etc/systemd/system" / f"{name}.service").symlink_to("/dev/null")
@@ -143,14 +143,14 @@ class Machine:
         return done.stdout.strip()
 
     def journal(self) -> str:
-        """What the service has said."""
+        """The log of the service."""
         return self.run("journalctl", "--no-pager", "-q", "-o", "cat", "-u", "pyebpf-proxy")
 
     def wait_for(self, text: str, count: int = 1, deadline: float = 60.0) -> None:
-        """Until the service has said this so often."""
+        """Until the service has logged this so often."""
         end = time.monotonic() + deadline
         while self.journal().count(text) < count:
-            assert time.monotonic() < end, f"not said: {text}\n{self.journal()}"
+            assert time.monotonic() < end, f"not logged: {text}\n{self.journal()}"
             time.sleep(0.2)
 
 

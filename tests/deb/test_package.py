@@ -106,7 +106,7 @@ def state(machine: Machine) -> str:
     return machine.run("systemctl", "is-active", UNIT, status=None)
 
 
-def test_nothing_starts_by_itself_and_nothing_beside_another_proxy(machine: Machine, lab: Lab) -> None:
+def test_nothing_starts_by_itself_or_while_another_proxy_runs(machine: Machine, lab: Lab) -> None:
     assert machine.run("systemctl", "is-enabled", UNIT, status=1) == "disabled"
     assert state(machine) == "inactive"
     (only,) = lab.nodes

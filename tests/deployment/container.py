@@ -3,13 +3,13 @@
 
 A :class:`Container` takes the pod specification of a DaemonSet and runs in a network namespace that is there already
 (``hostNetwork: true``), with a root file system, a process namespace, a cgroup namespace, a mount namespace and a
-capability set of its own::
+separate capability set::
 
     /                    the image, bound; read-only with ``readOnlyRootFilesystem``
     /proc, /sys          new ones; /sys and /proc/sys are read-only, as every runtime makes them
     /sys/fs/cgroup       its own cgroup, as if that were the root
     /dev                 a tmpfs with the usual few devices
-    volumeMounts         bound from the host; ``substitutes`` says what stands for a path of the host in a test
+    volumeMounts         bound from the host; ``substitutes`` maps a path of the host in a test
     system calls         by seccompProfile: those of containerd's default profile (``RuntimeDefault``), or all
     AppArmor             containerd's default profile, where the kernel has AppArmor
 
@@ -56,7 +56,7 @@ SECCOMP_MODE_FILTER = 2
 class Container:
     """The one container of ``pod`` (a PodSpec), to be run in a network namespace.  A context manager: ends it.
 
-    ``folder``: where the root is mounted (in a mount namespace of its own) and the log is written. ``image``: the root
+    ``folder``: where the root is mounted (in its own mount namespace) and the log is written. ``image``: the root
     file system; ``entry_point``, ``environment``: its own. ``substitutes``: what stands for a volume, by name.
     """
 
@@ -90,7 +90,7 @@ class Container:
         """Returns at once."""
         self.folder.mkdir(parents=True, exist_ok=True)
         (self.folder / "root").mkdir(exist_ok=True)
-        # Without one of its own the cgroup namespace would show the whole hierarchy.
+        # Without a separate one the cgroup namespace would show the whole hierarchy.
         self._cgroup = _cgroup2() / f"{self.namespace}-container"
         self._cgroup.mkdir(exist_ok=True)
         namespaces = ["--mount", "--pid", "--fork", "--kill-child", "--cgroup", "--ipc", "--uts"]
@@ -109,7 +109,7 @@ class Container:
             )
 
     def log(self) -> str:
-        """What it has said since its last start."""
+        """Its log since its last start."""
         return (self.folder / "container.log").read_text(errors="replace")
 
     def wait_for(self, condition: Callable[[], object], what: str, deadline: float = 60.0) -> None:
@@ -290,7 +290,7 @@ def _enter(wanted: dict[str, Any]) -> None:
     """In the new namespaces, as the process that becomes the container: never returns."""
     root = Path(wanted["root"])
     _mount("none", "/", None, MS_REC | MS_PRIVATE)
-    # As a runtime does it: what is made for the mounts goes into a layer of its own, the image stays as it is.
+    # As a runtime does it: what is made for the mounts goes into its own layer, the image stays as it is.
     layers = root / "layers"
     _mount("tmpfs", root, "tmpfs", 0)
     for folder in (layers / "upper", layers / "work", root / "root"):

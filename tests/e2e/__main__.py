@@ -17,7 +17,7 @@ def main(arguments: list[str]) -> int:
     """0: done; 1: specs failed; 2: nothing could be done, in one line; 130: interrupted."""
     parser = argparse.ArgumentParser(prog="python -m tests.e2e")
     parser.add_argument("command", choices=("up", "down", "test", "switch", "page"))
-    parser.add_argument("--proxy", choices=cluster.PROXIES, default="ours")
+    parser.add_argument("--proxy", choices=cluster.PROXIES, default="pyebpf-proxy")
     parser.add_argument("--dual", action="store_true", help="both families")
     parser.add_argument("--processes", type=int, default=4, help="specs that run at once")
     parser.add_argument("--focus", default=specs.FOCUS, help="specs to run, as a regular expression")
@@ -36,7 +36,10 @@ def main(arguments: list[str]) -> int:
             page.write()
             return 0
         if options.command == "switch":
-            return switch.run()
+            status = switch.run(options.record)
+            if options.record:
+                page.write()
+            return status
         if options.command == "down":
             with cluster.exclusive():
                 cluster.down()
@@ -50,8 +53,8 @@ def main(arguments: list[str]) -> int:
         print(f"e2e: {problem}", file=sys.stderr)
         return 2
     except subprocess.CalledProcessError as error:
-        said = (error.stderr or b"").decode(errors="replace") if isinstance(error.stderr, bytes) else error.stderr
-        lines = (said or "").strip().splitlines()
+        output = (error.stderr or b"").decode(errors="replace") if isinstance(error.stderr, bytes) else error.stderr
+        lines = (output or "").strip().splitlines()
         print(f"e2e: {' '.join(map(str, error.cmd))[:200]}: {lines[-1] if lines else error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

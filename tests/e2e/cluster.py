@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import fcntl
 import functools
+import json
 import os
 import shutil
 import subprocess
@@ -20,13 +21,24 @@ from typing import Any
 import yaml
 
 from tests.e2e import control_plane, images, pki, programs
-from tests.e2e.layout import CONTROL, KUBE_PROXY_IMAGE, NODES, OUR_IMAGE, PREFIX, REPOSITORY, WORK, Network, node_name
+from tests.e2e.layout import (
+    CONTROL,
+    KUBE_PROXY_IMAGE,
+    NODES,
+    PREFIX,
+    PROXY_IMAGE,
+    REPOSITORY,
+    WORK,
+    Network,
+    node_name,
+)
 from tests.e2e.node import CGROUPS, Node, run
 from tests.e2e.problem import E2EError
 from tests.e2e.processes import State, kill_all, started, wait_for
 from tests.support import kubeadm
 
-PROXIES = ("kube-proxy", "ours")
+#: kube-proxy in its default mode, iptables; in mode nftables; the agent.
+PROXIES = ("kube-proxy", "kube-proxy-nftables", "pyebpf-proxy")
 _HERE = Path(__file__).parent
 
 
@@ -52,8 +64,8 @@ class Cluster:
         command = [*control_plane.kubectl(self.state), *map(str, arguments)]
         done = subprocess.run(command, check=False, capture_output=True, text=True, input=text or None)
         if check and done.returncode:
-            said = (done.stderr.strip() or "no reason given").splitlines()[-1]
-            raise E2EError(f"kubectl {' '.join(map(str, arguments))[:160]}: {said}")
+            output = (done.stderr.strip() or "no reason given").splitlines()[-1]
+            raise E2EError(f"kubectl {' '.join(map(str, arguments))[:160]}: {output}")
         return done.stdout
 
     # ---- up --------------------------------------------------------------------------------------------------------
@@ -109,18 +121,18 @@ class Cluster:
             self.kubectl("label", "--overwrite", "node", node.name, zone, "topology.kubernetes.io/region=region-1")
 
     def _add_proxy(self) -> None:
-        """kube-proxy as kubeadm leaves it. For ours: parked, and the DaemonSet of deploy/overlays/kubeadm."""
+        """kube-proxy as kubeadm leaves it. For pyebpf-proxy: parked, and the DaemonSet of deploy/overlays/kubeadm."""
         for item in self._kube_proxy_objects():
             # create, as kubeadm does
             self.kubectl("create", "-f", "-", text=yaml.safe_dump(item))
-        if self.proxy == "ours":
+        if self.proxy == "pyebpf-proxy":
             park = REPOSITORY / "deploy/kube-proxy/park.yaml"
             self.kubectl("-n", "kube-system", "patch", "daemonset", "kube-proxy", "--patch-file", park)
             with self.overlay("deploy/overlays/kubeadm") as folder:
                 self.kubectl("apply", "-k", folder)
 
     def _kube_proxy_objects(self) -> list[dict[str, Any]]:
-        config_map = kubeadm.config_map(self.network.server)
+        config_map = kubeadm.config_map(self.network.server, "nftables" if self.proxy.endswith("-nftables") else "")
         configuration = yaml.safe_load(config_map["data"]["config.conf"])
         configuration["clusterCIDR"] = self.network.pods
         # conntrack's limits are those of the machine.
@@ -148,7 +160,7 @@ class Cluster:
     @contextmanager
     def overlay(self, base: str) -> Iterator[Path]:
         """A kustomization of one's own that names the image, as docs/migrating-from-kube-proxy.md describes it."""
-        name, _, tag = OUR_IMAGE.rpartition(":")
+        name, _, tag = PROXY_IMAGE.rpartition(":")
         with tempfile.TemporaryDirectory(prefix="overlay.", dir=self.state.folder) as folder:
             kustomization = {
                 "apiVersion": "kustomize.config.k8s.io/v1beta1",
@@ -160,10 +172,24 @@ class Cluster:
             yield Path(folder)
 
     def _wait_until_ready(self) -> None:
-        proxy = "pyebpf-proxy" if self.proxy == "ours" else "kube-proxy"
-        for kind in (f"daemonset/{proxy}", "deployment/coredns"):
+        for kind in (f"daemonset/{self.proxy.removesuffix('-nftables')}", "deployment/coredns"):
             self.kubectl("-n", "kube-system", "rollout", "status", kind, "--timeout=180s")
         self.kubectl("wait", "--for=condition=Ready", "nodes", "--all", "--timeout=60s")
+        if self.proxy == "pyebpf-proxy":
+            self.require_seccomp()
+
+    def agents(self) -> list[dict[str, Any]]:
+        """The agents' pods."""
+        chosen = ("-n", "kube-system", "get", "pods", "-l", "k8s-app=pyebpf-proxy", "-o", "json")
+        return list(json.loads(self.kubectl(*chosen))["items"])
+
+    def require_seccomp(self) -> None:
+        """E2EError unless the runtime's seccomp profile is in force in every agent's pod (2: a filter)."""
+        for pod in self.agents():
+            name = pod["metadata"]["name"]
+            said = self.kubectl("-n", "kube-system", "exec", name, "--", "grep", "^Seccomp:", "/proc/1/status").split()
+            if said != ["Seccomp:", "2"]:
+                raise E2EError(f"{name} runs without a seccomp filter: {' '.join(said)}")
 
 
 def _named(name: str, namespace: str) -> dict[str, str]:
@@ -174,7 +200,7 @@ def _named(name: str, namespace: str) -> dict[str, str]:
 
 
 def refuse_if_used() -> None:
-    """E2EError if there is a cluster that somebody uses. What a killed run left is no such cluster."""
+    """E2EError if there is a cluster in use. The remains of a killed run are not."""
     found = State(WORK).read()
     keeper = found.get("keeper")
     if keeper and keeper[0] != os.getpid() and started(keeper[0]) == keeper[1]:
@@ -184,7 +210,7 @@ def refuse_if_used() -> None:
 
 
 def remove_leftovers() -> None:
-    """As ``down``, and say so if there was something."""
+    """As ``down``, with a message if there was something."""
     if down():
         print("removed what a former run had left", flush=True)
 
@@ -203,7 +229,7 @@ def down() -> bool:
             state.stop(name, 3.0)
 
     def pids() -> list[int]:
-        # Those of pods are in namespaces of their own, but below the PID namespace of a node: they end with it.
+        # Those of pods are in separate namespaces, but below the PID namespace of a node: they end with it.
         inside = [int(pid) for space in spaces for pid in run("ip", "netns", "pids", space, check=False).split()]
         known = [state.runs(name) for name in state.read().get("processes", {})]
         return [pid for pid in {*inside, *known} if pid and started(pid)]

@@ -19,18 +19,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.e2e import programs
-from tests.e2e.layout import KUBE_PROXY_IMAGE, NEXT_IMAGE, OUR_IMAGE, REPOSITORY, STORE
+from tests.e2e.layout import KUBE_PROXY_IMAGE, NEXT_IMAGE, PROXY_IMAGE, REPOSITORY, STORE
 from tests.e2e.problem import E2EError
 
 FOLDER = STORE / "images"
 COREDNS_IMAGE = "registry.k8s.io/coredns/coredns:v1.14.7"
 PAUSE_IMAGE = "registry.k8s.io/pause:3.10.2"
+#: tests/e2e/load.yaml names it.
+LOAD_IMAGE = "docker.io/library/pep-load:1"
 _E2E = "registry.k8s.io/e2e-test-images"
 AGNHOST_IMAGE = f"{_E2E}/agnhost:2.63.0"
 _PATH = "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _HERE = Path(__file__).parent
 _USERS = "root:x:0:0:root:/root:/bin/sh\nnobody:x:65534:65534:nobody:/nonexistent:/bin/false\n"
-#: Of a root: made anew by whoever runs the image, or of no use in one.
+#: Of a root: made anew by the container runtime, or of no use in one.
 _LEFT_OUT = ("./dev/", "./proc/", "./sys/", "./run/", "./var/cache/apt/", "./var/lib/apt/lists/", "./usr/share/doc/",
              "./usr/share/man/", "./usr/share/locale/")  # fmt: skip
 
@@ -64,12 +66,9 @@ def prepare() -> list[Path]:
 
 
 def _images() -> list[Image]:
-    pause = STORE / "pause"
-    source = _HERE / "pause.c"
-    if not pause.exists() or pause.stat().st_mtime < source.stat().st_mtime:
-        subprocess.run(["gcc", "-Os", "-static", "-s", "-Wall", "-Wextra", "-o", pause, source], check=True)
+    pause, load = compiled("pause"), compiled("load")
     tools = _root("tools", _HERE / "tools.Dockerfile", [_HERE / "tools.Dockerfile"])
-    ours = _root("ours", REPOSITORY / "deploy/Dockerfile", _our_sources())
+    proxy = _root("pyebpf-proxy", REPOSITORY / "deploy/Dockerfile", _proxy_sources())
     agnhost, coredns, kube_proxy = (programs.built(name) for name in ("agnhost", "coredns", "kube-proxy"))
     regression = programs.built("regression-issue-74839")
     busybox = programs.UNPACKED / "bin/busybox"
@@ -107,11 +106,13 @@ def _images() -> list[Image]:
             if applet != "busybox":
                 _link(tar, f"bin/{applet}", "/bin/busybox")
 
-    how = json.loads((STORE / "ours/image.json").read_text())
+    how = json.loads((STORE / "pyebpf-proxy/image.json").read_text())
     environment = [f"{name}={value}" for name, value in how["environment"].items()]
     return [
         Image("pause", [PAUSE_IMAGE, "registry.k8s.io/pause:3.10.1", "registry.k8s.io/pause:3.10"],
               lambda tar: _file(tar, pause, "pause"), {"Entrypoint": ["/pause"], "Env": [_PATH]}, [pause]),
+        Image("load", [LOAD_IMAGE], lambda tar: _file(tar, load, "load"), {"Entrypoint": ["/load"], "Env": [_PATH]},
+              [load]),
         Image("agnhost", [AGNHOST_IMAGE, f"{_E2E}/agnhost:2.55", f"{_E2E}/glibc-dns-testing:2.0.0",
                           "registry.k8s.io/build-image/distroless-iptables:v0.9.6"],
               fill_agnhost, {"Entrypoint": ["/agnhost"], "Cmd": ["pause"], "Env": [_PATH]},
@@ -124,16 +125,26 @@ def _images() -> list[Image]:
         Image("regression-issue-74839", [f"{_E2E}/regression-issue-74839:1.4"],
               lambda tar: _file(tar, regression, "regression-issue-74839"),
               {"Entrypoint": ["/regression-issue-74839"], "Env": [_PATH]}, [regression]),
-        Image("pyebpf-proxy", [OUR_IMAGE, NEXT_IMAGE], lambda tar: _tree(tar, ours),
-              {"Entrypoint": how["entry_point"], "Env": environment, "WorkingDir": "/"}, [ours]),
+        Image("pyebpf-proxy", [PROXY_IMAGE, NEXT_IMAGE], lambda tar: _tree(tar, proxy),
+              {"Entrypoint": how["entry_point"], "Env": environment, "WorkingDir": "/"}, [proxy]),
     ]  # fmt: skip
+
+
+def compiled(name: str, folder: Path = STORE) -> Path:
+    """The program of NAME.c, without libraries that an image would need."""
+    program, source = folder / name, _HERE / f"{name}.c"
+    newest = max(each.stat().st_mtime for each in (source, REPOSITORY / "bench/load.h"))
+    if not program.exists() or program.stat().st_mtime < newest:
+        options = ["-Os", "-static", "-s", "-Wall", "-Wextra", "-Werror"]
+        subprocess.run(["gcc", *options, "-o", program, source], check=True)
+    return program
 
 
 # ---- roots ---------------------------------------------------------------------------------------------------------
 
 
-def _our_sources() -> list[Path]:
-    """What the image of deploy/Dockerfile is made of."""
+def _proxy_sources() -> list[Path]:
+    """The files that the image of deploy/Dockerfile is built from."""
     listed = ["pyebpf_proxy", "bpf", "deploy/image", "deploy/Dockerfile", "requirements.lock", "pyproject.toml",
               "tools/debian-packages.txt", "Makefile"]  # fmt: skip
     found: list[Path] = []

@@ -23,7 +23,7 @@ BRIDGE = "nodes0"
 NODES = 3
 
 KUBE_PROXY_IMAGE = f"registry.k8s.io/kube-proxy:{RELEASE}"
-OUR_IMAGE = "docker.io/library/pyebpf-proxy:0.1.0"
+PROXY_IMAGE = "docker.io/library/pyebpf-proxy:0.1.0"
 #: The same under another name, to upgrade to.
 NEXT_IMAGE = "docker.io/library/pyebpf-proxy:next"
 

@@ -2,7 +2,7 @@
 """A small load-balancer controller: ``python -m tests.e2e.load_balancer KUBECONFIG`` in the control plane's namespace.
 
 Each Service of type LoadBalancer gets an address, in ``status.loadBalancer`` and as a route to the nodes that may serve
-it: all, or with externalTrafficPolicy Local those whose health check node port says so. Packets arrive at a node with
+it: all, or with externalTrafficPolicy Local those that are healthy by their node port. Packets arrive at a node with
 the load balancer's address as their destination, as from a load balancer that works at layer 3.
 """
 
@@ -120,7 +120,7 @@ def main(arguments: list[str]) -> int:
         try:
             controller.step()
         except client.ApiException as error:
-            # Another writer was faster, or the object is gone: the next look tells.
+            # Another writer was faster, or the object is gone: the next read shows which.
             print(f"{error.status} {error.reason}", file=sys.stderr, flush=True)
         time.sleep(_PAUSE)
 

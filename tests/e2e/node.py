@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A node: namespaces of its own with containerd and a kubelet in them."""
+"""A node: its own namespaces with containerd and a kubelet in them."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _CPU_SHARES = "400"
 
 
 def run(*command: str | Path, check: bool = True) -> str:
-    """A program's output. E2EError with what it said if it fails."""
+    """A program's output. E2EError with its message if it fails."""
     done = subprocess.run(
         list(map(str, command)), check=False, capture_output=True, text=True, env=os.environ | {"PATH": search_path()}
     )
     if check and done.returncode:
-        said = (done.stderr.strip() or done.stdout.strip() or "no output").splitlines()[-1]
-        raise E2EError(f"{' '.join(map(str, command))[:200]}: {said}")
+        shown = (done.stderr.strip() or done.stdout.strip() or "no output").splitlines()[-1]
+        raise E2EError(f"{' '.join(map(str, command))[:200]}: {shown}")
     return done.stdout
 
 
@@ -88,7 +88,7 @@ class Node:
         )
 
     def stop_program(self, program: str, signal: str = "TERM") -> None:
-        """End containerd or the kubelet; containers go on."""
+        """End containerd or the kubelet; containers continue."""
         pid = (self.folder / f"{program}.pid").read_text().strip()
         self.run("kill", f"-{signal}", pid, check=False)
         wait_for(f"{self.name}: {program} has ended", lambda: not self._exists(pid), 60)
@@ -160,8 +160,8 @@ class Node:
 
     def connect_pods(self, ranges: list[str], others: list[tuple[Node, list[str]]]) -> None:
         """CNI for the pods' ranges, and routes to the other nodes' pods."""
-        for node, theirs in others:
-            for subnet in theirs:
+        for node, subnets in others:
+            for subnet in subnets:
                 run("ip", "-n", self.name, "route", "replace", subnet, "via", node.gateway(subnet))
         for subnet in ranges:
             run("ip", "-n", CONTROL, "route", "replace", subnet, "via", self.gateway(subnet))

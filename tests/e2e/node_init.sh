@@ -1,6 +1,6 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# node_init.sh NAME FOLDER PAUSE   the first process of a node, in network, mount, UTS and PID namespaces of its own.
+# node_init.sh NAME FOLDER PAUSE   the first process of a node, in network, mount, UTS and PID namespaces.
 # What is mounted here is seen here only, and vanishes with the namespace.
 set -eu
 name=$1 folder=$2 pause=$3
@@ -23,7 +23,7 @@ for path in /var/lib/kubelet /var/lib/containerd /var/lib/cni /etc/cni /opt/cni 
     mkdir -p "$path" "$folder/root$path"
     mount --bind "$folder/root$path" "$path"
 done
-# The whole of /run: if somebody removed a mount point below the machine's /run, the mount here would go too.
+# The whole of /run: if a process removed a mount point below the machine's /run, the mount here would go too.
 mount -t tmpfs -o mode=755 tmpfs /run
 mkdir -p /run/netns /run/lock
 # Pins are a node's own.

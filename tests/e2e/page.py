@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping
+from typing import Any
 
-from tests.e2e import results, specs
+from tests.e2e import results, specs, switch
+from tests.e2e.cluster import PROXIES
 from tests.e2e.layout import NODES, RELEASE, REPOSITORY
 from tests.e2e.results import Spec
 
@@ -20,12 +23,13 @@ repository. `PROXY=kube-proxy` does the same with the real kube-proxy.
 
 ```
 make test-e2e                            # pyebpf-proxy
-make test-e2e PROXY=kube-proxy           # the same list with kube-proxy
+make test-e2e PROXY=kube-proxy           # the same list with kube-proxy, in its default mode, iptables
+make test-e2e PROXY=kube-proxy-nftables  # and in mode nftables
 make test-e2e ARGS='--focus EndpointSlice'
 make test-e2e ARGS=--load-balancer       # a load-balancer controller, and the specs that need one
 make test-e2e DUAL=1                     # both families, and the specs that need them
 make test-e2e ARGS=--record              # writes the results that this page shows
-make cluster-up                          # a cluster that stays; PROXY=kube-proxy, DUAL=1
+make cluster-up                          # a cluster that stays; PROXY, DUAL=1
 make cluster-down                        # removes it, and what a killed run has left
 ```
 
@@ -33,11 +37,16 @@ make cluster-down                        # removes it, and what a killed run has
 specs run at once (4 without it), `--here` uses the cluster of `make cluster-up`. `--record` with `--focus` replaces the
 results of these specs only.
 
-In a cluster of `make cluster-up PROXY=kube-proxy`, `.venv/bin/python -m tests.e2e switch` runs `pyebpf-proxy cluster
-install`, `test`, `upgrade` and `rollback` while pods and nodes send requests to Services. In between, agents are
-deleted, kubelets restarted, and containerd killed. It fails if a request fails.
-
 ## Results
+"""
+
+_SWITCH = f"""## The proxy replaced under load
+
+In a cluster of `make cluster-up PROXY=kube-proxy`, `.venv/bin/python -m tests.e2e switch` replaces kube-proxy by
+pyebpf-proxy and back, by the commands of [cluster.md](cluster.md). Meanwhile pods and nodes open {switch.RATE} new
+connections a second to a ClusterIP and to NodePorts (`tests/e2e/load.c`). An image that cannot be pulled must fail, and
+must leave every node as it was. In between, agents are deleted, kubelets restarted, containerd is killed, and a node is
+drained. The command fails if a connection fails. `--record` writes the table below.
 """
 
 _CLUSTER = """## The cluster
@@ -49,7 +58,7 @@ _CLUSTER = """## The cluster
   `deploy/Dockerfile` describes. The agnhost image is upstream's program on Debian.
 * **A node** has its own network, mount, UTS and PID namespace, its own `/run` and bpffs, and a cgroup. The kubelet
   cannot change the machine's kernel settings. Folders such as `/var/lib/kubelet` exist in the node only.
-* **Network.** The nodes are connected by a bridge. Pods have CNI's `ptp` and `portmap`. Each node is a zone of its own.
+* **Network.** The nodes are connected by a bridge. Pods have CNI's `ptp` and `portmap`. Each node is its own zone.
 * **Load balancer.** `tests/e2e/load_balancer.py` writes `status.loadBalancer` and sets a route to the nodes that may
   serve the address. With `externalTrafficPolicy: Local` it asks their health check node ports.
 * **kube-proxy** is installed as kubeadm does it: DaemonSet, ConfigMap, ServiceAccount. For pyebpf-proxy it is parked by
@@ -61,36 +70,71 @@ It needs root, Go 1.26 or newer, 4 GB of memory and 8 GB of disk. The first run 
 on cgroup v1.
 """
 
-_REVIEW = """## What a reviewer must check
-
-* Nothing of this runs in `make test`, except the unit tests of its helpers (`tests/unit/suites/test_e2e_results.py`).
-* A spec is left out only for a reason in the table above. A spec that fails for a known reason is named in `KNOWN`, and
-  the page shows it.
-* What is made on the machine has a name of `tests/e2e/layout.py`, or vanishes with a namespace.
-"""
-
 
 def text() -> str:
     """The page."""
-    found = {path.stem: results.load(path) for path in sorted(results.FOLDER.glob("*.json"))}
+    files = sorted(path for path in results.FOLDER.glob("*.json") if path != results.SWITCH)
+    found = {path.stem: results.load(path) for path in files}
     parts = [_HEAD]
-    single: dict[str, list[Spec]] = {name: found[name][1] for name in ("kube-proxy", "ours") if name in found}
+    single: dict[str, list[Spec]] = {name: found[name][1] for name in PROXIES if name in found}
     parts.append(_table(single))
-    dual = {name: found[f"{name}-dual"][1] for name in ("kube-proxy", "ours") if f"{name}-dual" in found}
+    parts.append(_times({name: found[name][0] for name in single}))
+    dual = {name: found[f"{name}-dual"][1] for name in PROXIES if f"{name}-dual" in found}
     if dual:
         parts.append("Both families (`DUAL=1`), the specs `[Feature:IPv6DualStack]`:\n")
         parts.append(_table(dual))
     parts.append(_not_passed(single | {f"{name}, both families": each for name, each in dual.items()}))
     parts.append(_left_out())
-    return "\n".join([*parts, _CLUSTER, _REVIEW])
+    return "\n".join([*parts, _SWITCH, _switched(), _CLUSTER])
+
+
+def _times(runs: Mapping[str, Mapping[str, Any]]) -> str:
+    """How long the runs took, of those that were recorded with their time."""
+    known = {name: about for name, about in runs.items() if about.get("seconds")}
+    if not known:
+        return "How long these runs took was not recorded.\n"
+    texts = [
+        f"{_title(name)} {about['seconds'] / 60:.0f} minutes ({about['processes']} specs at once)"
+        for name, about in known.items()
+    ]
+    return f"Time of a run, the start of the cluster left out: {', '.join(texts)}.\n"
+
+
+def _switched() -> str:
+    """The steps of the last recorded switch."""
+    found = switch.load_record()
+    if found is None:
+        return "It was not recorded.\n"
+    about, steps = found
+    facts = (
+        f"Recorded with {_title(about['from'])} on {about['nodes']} nodes of Kubernetes {about['release']}. When all"
+        f" agents were deleted at once, their pods were ready {about['agentReadySeconds']:.0f} s after their containers"
+        " had started, at the latest."
+    )
+    lines = [
+        *textwrap.wrap(facts, 120),
+        "",
+        "| step | exit status | seconds | connections | failed |",
+        "|---|---|---|---|---|",
+    ]
+    for step in steps:
+        what = f"`{step.what}`" if step.status is not None else step.what
+        status = "–" if step.status is None else step.status
+        lines.append(f"| {what} | {status} | {step.seconds:.0f} | {step.connections} | {step.failed} |")
+    total = [sum(numbers) for numbers in zip(*((step.connections, step.failed) for step in steps), strict=True)]
+    lines.append(f"| **all** | | | {total[0]} | {total[1]} |")
+    return "\n".join(lines) + "\n"
+
+
+def _title(name: str) -> str:
+    return {"kube-proxy-nftables": "kube-proxy, nftables"}.get(name, name)
 
 
 def _table(runs: Mapping[str, list[Spec]]) -> str:
     """By group: passed of those that ran."""
-    titles = {"ours": "pyebpf-proxy"}
     columns = {name: results.counts(specs) for name, specs in runs.items()}
     groups = sorted({group for column in columns.values() for group in column})
-    lines = ["| specs passed, of those that ran | " + " | ".join(titles.get(name, name) for name in columns) + " |"]
+    lines = ["| specs passed, of those that ran | " + " | ".join(map(_title, columns)) + " |"]
     lines.append("|---" * (len(columns) + 1) + "|")
     for group in groups:
         cells = [_cell(column.get(group)) for column in columns.values()]
@@ -116,7 +160,7 @@ def _not_passed(runs: Mapping[str, list[Spec]]) -> str:
             for spec in found:
                 if spec.state == state:
                     proxies = concerned.setdefault((spec.name, _reason(name, spec)), [])
-                    proxies.append(name.replace("ours", "pyebpf-proxy"))
+                    proxies.append(name)
         if not concerned:
             continue
         lines += [f"{title}:", "", "| spec | with | why |", "|---|---|---|"]

@@ -55,7 +55,7 @@ class State:
             self.change(processes=listed | ({name: process} if process else {}))
 
     def spawn(self, name: str, command: Sequence[str | Path]) -> int:
-        """Start a process in a session of its own; its output goes to logs/NAME.log."""
+        """Start a process in its own session; its output goes to logs/NAME.log."""
         log = self.folder / "logs" / f"{name}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as output:
@@ -72,7 +72,7 @@ class State:
         return process.pid
 
     def runs(self, name: str) -> int:
-        """The pid of a process of ours; 0 if it has ended."""
+        """The pid of a process that the cluster started; 0 if it has ended."""
         pid, since = self.read().get("processes", {}).get(name, [0, ""])
         return int(pid) if pid and since and started(pid) == since else 0
 

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = Path(__file__).parent / "recorded"
+#: What `python -m tests.e2e switch --record` wrote.
+SWITCH = FOLDER / "switch.json"
 STATES = ("passed", "failed", "skipped")
 
 
@@ -71,6 +73,13 @@ def replaced(name: str, specs: list[Spec], folder: Path = FOLDER) -> list[Spec]:
     return sorted(
         [*specs, *(spec for spec in former if spec.name not in names)], key=lambda each: (each.group, each.name)
     )
+
+
+def times(name: str, folder: Path = FOLDER) -> dict[str, Any]:
+    """The time that recorded/NAME.json has, and how many specs ran at once; None where it has none."""
+    path = folder / f"{name}.json"
+    former = load(path)[0] if path.exists() else {}
+    return {field: former.get(field) for field in ("seconds", "processes")}
 
 
 def load(path: Path) -> tuple[dict[str, Any], list[Spec]]:

@@ -26,7 +26,7 @@ LEFT_OUT = {
     "need a CNI with NetworkPolicy": r"Netpol|Feature:NetworkPolicy|NetworkPolicyLegacy",
     "need an Ingress controller": r"Ingress",
     "need SCTP in the kernel": r"SCTP|sctp",
-    "need a world outside": r"Feature:Networking-IPv4|Feature:Networking-IPv6|Feature:Networking-DNS",
+    "need the Internet": r"Feature:Networking-IPv4|Feature:Networking-IPv6|Feature:Networking-DNS",
     "measure performance": r"Feature:PerformanceDNS|Feature:Networking-Performance",
     "need a cloud": r"Provider:GCE|Feature:KubeProxyDaemonSet",
 }
@@ -39,7 +39,7 @@ _ONE_NODE = (
 )
 #: Specs that may fail: regular expressions of their names, with reasons.
 _KNOWN = {r"LoadBalancers .*switch session affinity for LoadBalancer service with Local traffic policy": _ONE_NODE}
-KNOWN: dict[str, dict[str, str]] = {"kube-proxy": _KNOWN, "ours": _KNOWN}
+KNOWN: dict[str, dict[str, str]] = dict.fromkeys(clusters.PROXIES, _KNOWN)
 _LIMIT = 3600
 
 
@@ -88,8 +88,12 @@ def _judge(made: clusters.Cluster, processes: int, focus: str, record: bool) -> 
             print(f"{spec.state}: {spec.name}: {spec.why[:300]}")
     if record:
         about = {"proxy": made.proxy, "dual": made.network.dual, "release": RELEASE, "nodes": NODES}
-        # The outcome of some specs replaces only theirs.
-        all_specs = results.replaced(name, specs) if focus != FOCUS else specs
+        about |= {"seconds": seconds, "processes": processes}
+        all_specs = specs
+        if focus != FOCUS:
+            # The outcome of some specs replaces only theirs, and their time says nothing about all.
+            about |= results.times(name)
+            all_specs = results.replaced(name, specs)
         print(f"written: {results.save(name, all_specs, about)}")
     failed = results.unexpected(specs, KNOWN[made.proxy])
     return 1 if failed else 0

@@ -1,40 +1,66 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The proxy is replaced while requests run: the commands of docs/cluster.md, in the cluster of `make cluster-up`."""
+"""The proxy is replaced under load: the commands of docs/cluster.md, in the cluster of `make cluster-up`."""
 
 from __future__ import annotations
 
+import datetime
+import json
 import os
 import re
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
-from tests.e2e import control_plane
+from tests.e2e import control_plane, results
 from tests.e2e.cluster import Cluster
-from tests.e2e.layout import NEXT_IMAGE, OUR_IMAGE, REPOSITORY
+from tests.e2e.layout import NEXT_IMAGE, NODES, PROXY_IMAGE, RELEASE, REPOSITORY
 from tests.e2e.problem import E2EError
 from tests.e2e.processes import wait_for
 
 _LOAD = Path(__file__).parent / "load.yaml"
 _SPACE = "pep-load"
+RATE = 1000
+#: No registry has it, and no name server knows the registry.
+MISSING_IMAGE = "registry.invalid/pyebpf-proxy:1"
+#: How long connections are watched after a step.
+_AFTER = 5.0
+_AGENTS = ("-n", "kube-system", "-l", "k8s-app=pyebpf-proxy")
+
+
+@dataclass(frozen=True)
+class Step:
+    """What was done, and the connections meanwhile. ``status``: the command's exit status; None: no command."""
+
+    what: str
+    status: int | None
+    seconds: float
+    connections: int
+    failed: int
 
 
 class Load:
-    """Requests from a pod and from the node on each node. ``with Load(cluster) as load``."""
+    """1 000 connections a second from a pod and from the node on each node. ``with Load(cluster) as load``."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
 
     def __enter__(self) -> Load:
-        self._cluster.kubectl("apply", "-f", _LOAD)
+        text = _LOAD.read_text()
+        if self._cluster.proxy.endswith("-nftables"):
+            # In this mode kube-proxy serves no NodePorts on 127.0.0.1.
+            text = text.replace('127.0.0.1, "30080", ', "")
+        self._cluster.kubectl("apply", "-f", "-", text=text)
         for kind in ("deployment/web", "daemonset/pod", "daemonset/node"):
             self._cluster.kubectl("-n", _SPACE, "rollout", "status", kind, "--timeout=120s")
         # Those that began before the endpoints were ready have failed for that.
         self._cluster.kubectl("-n", _SPACE, "delete", "pods", "-l", "app=ask")
         for kind in ("daemonset/pod", "daemonset/node"):
             self._cluster.kubectl("-n", _SPACE, "rollout", "status", kind, "--timeout=120s")
-        wait_for("requests are answered", lambda: self.count()[0] > 100, 60)
+        wait_for("connections succeed", lambda: self.count()[0] > 2 * RATE, 60)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -45,78 +71,170 @@ class Load:
         return self._cluster.kubectl(*chosen, check=False)
 
     def count(self) -> tuple[int, int]:
-        """How many requests, and how many have failed."""
+        """How many connections, and how many have failed."""
         latest: dict[str, tuple[int, int]] = {}
         for pod, asked, failed in re.findall(r"^\[(\S+)\] asked (\d+) failed (\d+)$", self._logs(), re.MULTILINE):
             latest[pod] = (int(asked), int(failed))
         return sum(asked for asked, _ in latest.values()), sum(failed for _, failed in latest.values())
 
     def failures(self) -> list[str]:
-        """A line for each failed request."""
-        return [line for line in self._logs().splitlines() if "curl ends" in line]
+        """A line for each failed connection."""
+        return [line for line in self._logs().splitlines() if re.search(r"\] \d\d:\d\d:\d\d ", line)]
 
 
-def restart(cluster: Cluster, load: Load) -> None:
-    """What nodes go through, while ours serves them: agents end, with and without a word; kubelets, containerd."""
-    agents = ("-n", "kube-system", "delete", "pod", "-l", "k8s-app=pyebpf-proxy")
+class Run:
+    """The steps, and what they showed."""
 
-    def restart_kubelets() -> None:
-        for node in cluster.nodes:
-            node.stop_program("kubelet")
-            node.start_kubelet()
+    def __init__(self, cluster: Cluster, load: Load) -> None:
+        self._cluster = cluster
+        self._load = load
+        self.steps: list[Step] = []
+        self.ready_seconds = 0.0
 
-    def restart_containerd() -> None:
-        for node in cluster.nodes:
-            node.stop_program("containerd", "KILL")
-            node.start_containerd()
+    def command(self, *words: str, statuses: Sequence[int] = (0,), says: str = "") -> None:
+        """A command of docs/cluster.md. E2EError if it ends otherwise than expected, or does not say that."""
+        shown = f"pyebpf-proxy cluster {' '.join(words)}"
+        print(f"\n$ {shown}", flush=True)
+        confirmed = [] if words[0] in ("check", "status") else ["--yes"]
+        said = ""
 
-    for what, action in (
-        ("agents deleted", lambda: cluster.kubectl(*agents)),
-        ("agents deleted by force", lambda: cluster.kubectl(*agents, "--grace-period=0", "--force")),
-        ("kubelets restarted", restart_kubelets),
-        ("containerd killed and started", restart_containerd),
-    ):
-        before = load.count()
-        action()
-        time.sleep(10)
-        ready = ("--for=condition=Ready", "pod", "-l", "k8s-app=pyebpf-proxy", "--timeout=60s")
-        cluster.kubectl("-n", "kube-system", "wait", *ready)
-        asked, failed = (now - then for now, then in zip(load.count(), before, strict=True))
-        print(f"{what}: {asked} requests, {failed} failed", flush=True)
+        def run() -> int:
+            nonlocal said
+            with subprocess.Popen(
+                [*control_plane.INSIDE, REPOSITORY / ".venv/bin/pyebpf-proxy", "cluster", *words, *confirmed],
+                env=os.environ | {"KUBECONFIG": str(self._cluster.kubeconfig)},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            ) as process:
+                assert process.stdout is not None
+                for line in process.stdout:
+                    said += line
+                    print(line, end="", flush=True)
+            return process.returncode
+
+        ended = self._step(shown, run)
+        if ended not in statuses:
+            raise E2EError(f"{shown}: exit status {ended}, not {' or '.join(map(str, statuses))}")
+        if says not in said:
+            raise E2EError(f"{shown}: does not say {says!r}")
+
+    def action(self, what: str, action: Callable[[], object]) -> None:
+        """Something else that happens to the nodes; then the agents are ready again."""
+
+        def run() -> None:
+            action()
+            wait_for("the agents are ready", lambda: is_ready(self._cluster.agents()), 90)
+
+        self._step(what, run)
+
+    def _step(self, what: str, run: Callable[[], int | None]) -> int | None:
+        before, began = self._load.count(), time.monotonic()
+        status = run()
+        seconds = time.monotonic() - began
+        time.sleep(_AFTER)
+        asked, failed = (now - then for now, then in zip(self._load.count(), before, strict=True))
+        self.steps.append(Step(what, status, round(seconds, 1), asked, failed))
+        ended = "" if status is None else f"exit status {status}, "
+        print(f"{what}: {ended}{seconds:.0f} s: {asked} connections, {failed} failed", flush=True)
+        return status
+
+    def restarts(self) -> None:
+        """What nodes go through while the agents serve them."""
+        cluster = self._cluster
+        agents = ("delete", "pod", *_AGENTS)
+
+        def restart_kubelets() -> None:
+            for node in cluster.nodes:
+                node.stop_program("kubelet")
+                node.start_kubelet()
+            time.sleep(10)
+
+        def restart_containerd() -> None:
+            for node in cluster.nodes:
+                node.stop_program("containerd", "KILL")
+                node.start_containerd()
+            time.sleep(10)
+
+        def drain() -> None:
+            name = cluster.nodes[-1].name
+            cluster.kubectl("drain", name, "--ignore-daemonsets", "--delete-emptydir-data", "--timeout=120s")
+            cluster.kubectl("uncordon", name)
+
+        self.action("agents deleted", lambda: cluster.kubectl(*agents))
+        self.ready_seconds = max(map(ready_after, cluster.agents()))
+        print(f"an agent's pod is ready {self.ready_seconds:.0f} s after its container has started at the latest")
+        self.action("agents deleted by force", lambda: cluster.kubectl(*agents, "--grace-period=0", "--force"))
+        self.action("kubelets restarted", restart_kubelets)
+        self.action("containerd killed and started", restart_containerd)
+        self.action("a node drained and uncordoned", drain)
 
 
-def run() -> int:
-    """kube-proxy, ours with restarts, kube-proxy again. 1 if a request failed."""
+def is_ready(agents: Sequence[dict[str, Any]]) -> bool:
+    """Whether each node has an agent that is ready, and stays."""
+    staying = [pod for pod in agents if "deletionTimestamp" not in pod["metadata"]]
+    conditions = [each for pod in staying for each in pod["status"].get("conditions", ()) if each["type"] == "Ready"]
+    return len(staying) == len(agents) == len(conditions) == NODES and all(
+        each["status"] == "True" for each in conditions
+    )
+
+
+def ready_after(pod: dict[str, Any]) -> float:
+    """From the start of a pod's container until the pod was ready, in whole seconds as the API has them."""
+    (container,) = pod["status"]["containerStatuses"]
+    (ready,) = (each for each in pod["status"]["conditions"] if each["type"] == "Ready")
+    started, then = container["state"]["running"]["startedAt"], ready["lastTransitionTime"]
+    return (datetime.datetime.fromisoformat(then) - datetime.datetime.fromisoformat(started)).total_seconds()
+
+
+def run(record: bool) -> int:
+    """There and back by the commands, with faults and restarts. 1 if a connection failed."""
     cluster = Cluster()
-    if cluster.proxy != "kube-proxy":
+    if not cluster.proxy.startswith("kube-proxy"):
         raise E2EError("this needs a cluster with kube-proxy: make cluster-up PROXY=kube-proxy")
     with Load(cluster) as load:
-        for command in (
-            ("install", "--image", OUR_IMAGE),
-            ("test",),
-            ("upgrade", "--image", NEXT_IMAGE),
-            ("rollback",),
-        ):
-            began = time.monotonic()
-            before = load.count()
-            print(f"\n$ pyebpf-proxy cluster {' '.join(command)}", flush=True)
-            done = subprocess.run(
-                [*control_plane.INSIDE, REPOSITORY / ".venv/bin/pyebpf-proxy", "cluster", *command, "--yes"],
-                check=False,
-                env=os.environ | {"KUBECONFIG": str(cluster.kubeconfig)},
-                stdin=subprocess.DEVNULL,
-            )
-            time.sleep(5)
-            seconds = time.monotonic() - began - 5
-            asked, failed = (now - then for now, then in zip(load.count(), before, strict=True))
-            print(f"exit status {done.returncode}, {seconds:.0f} s: {asked} requests, {failed} failed")
-            if done.returncode:
-                print("\n".join(load.failures()), file=sys.stderr)
-                return 1
-            if command[0] == "test":
-                restart(cluster, load)
-        asked, failed = load.count()
-        print(f"\n{asked} requests, {failed} failed")
-        for line in load.failures():
-            print(line, file=sys.stderr)
+        made = Run(cluster, load)
+        try:
+            _steps(made, cluster)
+        finally:
+            asked, failed = load.count()
+            print(f"\n{asked} connections, {failed} failed")
+            for line in load.failures():
+                print(line, file=sys.stderr)
+        if record:
+            print(f"written: {save(made, cluster.proxy)}")
     return 1 if failed else 0
+
+
+def _steps(made: Run, cluster: Cluster) -> None:
+    limit = ("--timeout", "60")
+    made.command("check", "--image", PROXY_IMAGE)
+    # What cannot be pulled changes nothing on any node.
+    pulled = "the image cannot be pulled"
+    made.command("install", "--image", MISSING_IMAGE, *limit, statuses=[1], says=pulled)
+    made.command("install", "--image", PROXY_IMAGE, "--canary", "1", says=f"{NODES - 1} nodes left to kube-proxy")
+    made.command("install")
+    cluster.require_seccomp()
+    # 1: an agent warns, as of packets that it has refused in the last minute.
+    made.command("status", statuses=[0, 1], says=f"{NODES} of {NODES} nodes served by pyebpf-proxy")
+    made.command("test")
+    made.restarts()
+    made.command("upgrade", "--image", MISSING_IMAGE, *limit, statuses=[1], says=pulled)
+    made.command("upgrade", "--image", NEXT_IMAGE)
+    made.command("rollback")
+
+
+def save(made: Run, proxy: str, path: Path = results.SWITCH) -> Path:
+    """recorded/switch.json, for the page."""
+    about = {"release": RELEASE, "nodes": NODES, "rate": RATE, "from": proxy, "agentReadySeconds": made.ready_seconds}
+    path.write_text(json.dumps(about | {"steps": [asdict(step) for step in made.steps]}, indent=1) + "\n")
+    return path
+
+
+def load_record(path: Path = results.SWITCH) -> tuple[dict[str, Any], Sequence[Step]] | None:
+    """What ``save`` wrote; None: nothing was recorded."""
+    if not path.exists():
+        return None
+    about = json.loads(path.read_text())
+    return about, [Step(**each) for each in about.pop("steps")]

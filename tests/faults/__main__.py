@@ -10,30 +10,40 @@ import argparse
 import sys
 import traceback
 
+import msgspec
+
 from bench import api_load
-from bench.measure import machine, say, speed
+from bench.measure import commit, machine, say, speed
 from bench.proxies import OURS
 from tests.faults.contenders import KUBE_PROXY
 from tests.faults.faults import FAULTS
-from tests.faults.ground import Ground
+from tests.faults.ground import CHANGES, Ground
 from tests.faults.measure import Fault, Outcome, problems, run
 from tests.faults.page import Entry, read, write
 from tests.support.apiserver import ApiServer
 from tests.support.damage import CannotBeMadeError
 
+#: What makes an outcome, besides the agent.
+_TOOLS = ("tests/faults/*.py", "tests/changes/*.[chp]*", "tests/support/*.py")
 
-def measured(fault: Fault, name: str, scale: float) -> Outcome | str:
+
+def measured(fault: Fault, name: str, scale: float, changes: int) -> Outcome | str:
     """What came of it; or why it could not be made."""
     try:
         if name == OURS and not fault.api:
             with Ground(own=fault.own, environment=fault.environment()) as ground:
-                return run(ground, fault, scale=scale)
+                return _of_this_commit(run(ground, fault, scale=scale))
         if missing := api_load.missing():
             return f"there is no {missing}"
         with ApiServer() as api, Ground(name, api) as ground:
-            return run(ground, fault, scale=scale)
+            ground.changes = changes
+            return _of_this_commit(run(ground, fault, scale=scale))
     except CannotBeMadeError as error:
         return f"not made here: {error}"
+
+
+def _of_this_commit(found: Outcome) -> Outcome:
+    return msgspec.structs.replace(found, commit=commit(*_TOOLS))
 
 
 def main() -> int:
@@ -42,6 +52,7 @@ def main() -> int:
     parser.add_argument("--page", action="store_true", help="only write the page")
     parser.add_argument("--ours", action="store_true", help="without kube-proxy; its former results stay")
     parser.add_argument("--scale", type=float, default=1.0, help="how many times as long a fault lasts")
+    parser.add_argument("--changes", type=int, default=CHANGES, help="changes a second of api-churn")
     parser.add_argument("--dry", action="store_true", help="print, and write nothing")
     arguments = parser.parse_args()
     unknown = set(arguments.names) - FAULTS.keys()
@@ -55,9 +66,9 @@ def main() -> int:
         ours: Outcome | str
         beside: Outcome | str = fault.not_beside or (former.beside if former else "not measured")
         try:
-            ours = measured(fault, OURS, arguments.scale)
+            ours = measured(fault, OURS, arguments.scale, arguments.changes)
             if not fault.not_beside and not arguments.ours:
-                beside = measured(fault, KUBE_PROXY, arguments.scale)
+                beside = measured(fault, KUBE_PROXY, arguments.scale, arguments.changes)
         except Exception:
             traceback.print_exc()
             say(f"{name}: the measurement failed")
@@ -70,9 +81,10 @@ def main() -> int:
         say(f"{name}: {'; '.join(found) or 'as promised'}")
         bad += bool(found)
         if not arguments.dry:
+            # Another run may have added its own meanwhile.
+            known = read()
             known.faults[name] = Entry(ours=ours, beside=beside)
             known.machine = machine(speed())
-            known.faults = {key: known.faults[key] for key in FAULTS if key in known.faults}
             write(known)
     if arguments.page:
         write(known)

@@ -14,7 +14,7 @@ from bench.proxies import NFTABLES, OURS, Proxy
 from pyebpf_proxy.lab import addresses
 from pyebpf_proxy.lab.cluster import Lab
 from pyebpf_proxy.lab.manifests import Object
-from tests.support.apiserver import ADMIN_TOKEN, ApiServer
+from tests.support.apiserver import ApiServer, replace
 from tests.support.relay import Relay
 
 KUBE_PROXY = "kube-proxy"
@@ -48,12 +48,19 @@ class ByManifests:
 
     name = OURS
 
-    def __init__(self, lab: Lab, own: dict[str, Any] | None = None, environment: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        lab: Lab,
+        own: dict[str, Any] | None = None,
+        environment: Sequence[str] = (),
+        group: Path | None = None,
+    ) -> None:
         self._lab = lab
         self._agent = lab.nodes[0].agent
         self._own = own
-        # Both become the agent: its process ID is theirs. Its mounts are the machine's, unlike with ``ip netns exec``.
-        self._enter = ("nsenter", f"--net={lab.nodes[0].namespace.path}", "env", *environment)
+        # All become the agent: its process ID is theirs. Its mounts are the machine's, unlike with ``ip netns exec``.
+        inside = ("sh", "-c", 'echo $$ >"$0" && exec "$@"', str(group / "cgroup.procs")) if group is not None else ()
+        self._enter = (*inside, "nsenter", f"--net={lab.nodes[0].namespace.path}", "env", *environment)
 
     @property
     def pid(self) -> int:
@@ -96,7 +103,12 @@ class ByApi:
         self._namespace, self._node = node.namespace, node.name
         node.agent.folder.mkdir(exist_ok=True)
         self.relay = stack.enter_context(Relay(node.namespace.path, api.port))
-        self._kubeconfig = api.kubeconfig(lab.folder / "kubeconfig", {"token": ADMIN_TOKEN})
+        #: A certificate and its key, without endings; and the file of the CA that the proxy trusts.
+        self.credentials, self._authority = lab.folder / "proxy", lab.folder / "proxy-ca.crt"
+        api.client_certificate(self.credentials)
+        self.trust()
+        user = {"client-certificate": f"{self.credentials}.crt", "client-key": f"{self.credentials}.key"}
+        self._kubeconfig = api.kubeconfig(lab.folder / "kubeconfig", user, authority=self._authority)
         self._proxy = _Usual(OURS if name == OURS else NFTABLES, node.namespace, node.agent.folder)
         self._before = ""
         stack.callback(self._proxy.stop)
@@ -107,6 +119,10 @@ class ByApi:
 
     def start(self) -> None:
         self._proxy.start(self._kubeconfig, self._node, ",".join(addresses.POD_CIDR), families=2)
+
+    def trust(self) -> None:
+        """Give the proxy the CA of the API server's certificate."""
+        replace(self._authority, self._api.authority.read_text())
 
     def kill(self) -> None:
         self._before += self._proxy.log()  # a start empties it

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packets that nobody wants: made once, sent again and again at a rate, from a namespace of the lab."""
+"""Unwanted packets: made once, sent repeatedly at a rate, from a namespace of the lab."""
 
 from __future__ import annotations
 

@@ -8,7 +8,8 @@ import os
 import socket
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from bench.proxies import OURS
@@ -24,7 +25,7 @@ from tests.support.world import TOOLBOX, World
 #: New connections a second, and long ones, all together.
 RATE, LONG = 1000, 200
 _LONG_PERIOD = 200  # milliseconds
-TARGET_PORT, NODE_PORT, VICTIM_NODE_PORT = 8080, 30081, 30082
+TARGET_PORT, NODE_PORT, VICTIM_NODE_PORT, VICTIM_UDP_NODE_PORT, VICTIM_UDP_PORT = 8080, 30081, 30082, 30083, 53
 SHOP, VICTIM = 11, 12
 #: Numbers of the Services that come while and after something is wrong.
 MEANWHILE, AFTERWARDS = 50, 51
@@ -32,6 +33,8 @@ MEANWHILE, AFTERWARDS = 50, 51
 NOWHERE = "198.18.0.0/15"
 SOURCES = ("external", "pod", "node")
 PATIENCE = 60.0
+#: Changes a second of ``api-churn``.
+CHANGES = 1000
 
 
 class Ground(World):
@@ -43,13 +46,19 @@ class Ground(World):
         api: ApiServer | None = None,
         own: dict[str, Any] | None = None,
         environment: tuple[str, ...] = (),
+        group: Path | None = None,
     ) -> None:
+        """``group``: the cgroup that the agent starts in."""
         super().__init__(Lab(nodes=1, own_bpffs=False))
         self.name = name
         self.api = api
-        self._own, self._environment = own, environment
+        self._own, self._environment, self._group = own, environment, group
         self.news: list[NewConnections] = []
         self.long: list[LongConnections] = []
+        #: Changes a second of ``api-churn``.
+        self.changes = CHANGES
+        #: What a fault has measured of itself, for the page.
+        self.notes: list[str] = []
 
     def build(self) -> None:
         """One node, its proxy, and two Services: one that has the traffic, one that faults change."""
@@ -66,20 +75,32 @@ class Ground(World):
         self.lab.core.ip(f"route add blackhole {NOWHERE}")
         self.proxy: Contender
         if self.api is None:
-            self.proxy = ByManifests(self.lab, self._own, self._environment)
+            self.proxy = ByManifests(self.lab, self._own, self._environment, self._group)
         else:
             self.proxy = ByApi(self.name, self.lab, self.api, self.at_end)
         self.proxy.apply("node", [node("node1", self.node.address, self.node.pod_cidr)])
         self.proxy.apply("shop", self.service("shop", SHOP, "web-1", "web-2", node_port=NODE_PORT))
-        self.proxy.apply("victim", self.service("victim", VICTIM, "victim", node_port=VICTIM_NODE_PORT))
+        self.proxy.apply("victim", self.service("victim", VICTIM, "victim", node_port=VICTIM_NODE_PORT, udp=True))
         self.proxy.start()
 
-    def service(self, name: str, number: int, *pods: str, node_port: int = 0, port: int = 80) -> list[Object]:
-        """A Service with these pods; with a NodePort it has a VIP, too."""
+    def service(
+        self, name: str, number: int, *pods: str, node_port: int = 0, port: int = 80, udp: bool = False
+    ) -> list[Object]:
+        """A Service with these pods; with a NodePort it has a VIP, too. ``udp``: also a port whose pods say nothing."""
         ports = [Port("p", port, TARGET_PORT, "TCP", node_port)]
+        if udp:
+            ports.append(Port("u", VICTIM_UDP_PORT, TARGET_PORT, "UDP", VICTIM_UDP_NODE_PORT))
         more = {"vip": vip(number)} if node_port else {}
         endpoints = [(self.lab.pods[pod].address, "node1") for pod in pods]
         return [service(name, ports, cluster_ip(number), **more), *slices(name, ports, endpoints)]
+
+    def delete(self, file: str, objects: Sequence[Object]) -> None:
+        """Take back what was applied."""
+        if self.api is None:
+            (self.lab.manifests / f"{file}.yaml").unlink(missing_ok=True)
+        else:
+            for each in objects:
+                self.api.delete(each)
 
     # ---- traffic --------------------------------------------------------------
 
@@ -167,6 +188,10 @@ class Ground(World):
         except ValueError:
             return [ran.stderr.strip()]
 
+    def right_endpoints(self, wanted: Mapping[str, str]) -> bool:
+        """Whether a new connection from a pod to each of these addresses (port 80) ends at the pod of that name."""
+        return self.toolbox.namespace.call(_all_answer, dict(wanted))
+
 
 def answers(address: Dual, port: int, seconds: float = 0.5) -> bool:
     """Whether both addresses take a connection and say something."""
@@ -174,6 +199,17 @@ def answers(address: Dual, port: int, seconds: float = 0.5) -> bool:
         try:
             with socket.create_connection((each, port), timeout=seconds) as sock:
                 if not sock.recv(1):
+                    return False
+        except OSError:
+            return False
+    return True
+
+
+def _all_answer(wanted: dict[str, str]) -> bool:
+    for address, name in wanted.items():
+        try:
+            with socket.create_connection((address, 80), timeout=0.5) as sock:
+                if not sock.recv(64).startswith(f"{name}:".encode()):
                     return False
         except OSError:
             return False

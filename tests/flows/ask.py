@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sends flows from inside a namespace, many at once from one thread, and says what came of each."""
+"""Sends flows from inside a namespace, many at once from one thread, and returns the outcome of each."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ _REQUEST = {"tcp": b"GET / HTTP/1.1\r\nHost: flow\r\n\r\n", "udp": b"who "}
 
 
 class Raw(NamedTuple):
-    """One request: who answered, at which address and port, whom it saw; or how it failed.
+    """One request: the server that answered, its address and port, the source it saw; or the failure.
 
-    The first outcome of a flow also says how many requests it took, and how many of them were lost and asked again.
+    The first outcome of a flow also has the number of requests it took, and how many of them were lost and asked again.
     """
 
     pod: str
@@ -54,7 +54,7 @@ class Raw(NamedTuple):
 
 
 def ask_flows(flows: Sequence[Flow], patience: float = PATIENCE) -> list[list[Raw]]:
-    """Every flow, until nothing new comes of it; in the order of ``flows``. Runs in the namespace of the client."""
+    """Every flow, until it has no new outcome; in the order of ``flows``. Runs in the namespace of the client."""
     asker = _Asker(flows, patience)
     try:
         return asker.run()
@@ -68,7 +68,7 @@ def ask(flow: Flow) -> Raw:
 
 
 class _Found:
-    """What has come of a flow so far. Failures take long, and are seldom a matter of chance: a few of them end it."""
+    """The outcome of a flow so far. Failures take long, and are seldom a matter of chance: a few of them end it."""
 
     def __init__(self, flow: Flow) -> None:
         self.flow = flow
@@ -121,7 +121,7 @@ class _Request:
         self.sock.setsockopt(level, option, 1)
 
     def start(self) -> Raw | None:
-        """Connect, and send what can be sent; what came of it where that is known at once."""
+        """Connect, and send what can be sent; the outcome if it is known at once."""
         flow, sock = self.flow, self.sock
         raw = flow.protocol == "sctp"
         if flow.bound:
@@ -145,7 +145,7 @@ class _Request:
         return None
 
     def step(self, events: int) -> Raw | None:
-        """Something happened at the socket; what came of the request, once that is known."""
+        """Something happened at the socket; the outcome of the request, once it is known."""
         if events & select.EPOLLERR:
             reason = self._queued()
             error = self.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)

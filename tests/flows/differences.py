@@ -4,44 +4,61 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from ipaddress import ip_address, ip_network
 
-from tests.flows.flow import DROPPED, Flow, Seen
+from tests.flows.flow import DROPPED, Flow, Ground, Seen
+
+_LOOPBACK = "127.0.0.1"
 
 
-def _served_from_loopback(flow: Flow, theirs: Seen, ours: Seen) -> bool:
+def _served_from_loopback(flow: Flow, ground: Ground, expected: Seen, actual: Seen) -> bool:
     """A node in the range of pods reaches its NodePorts on loopback, where kube-proxy's packets get lost."""
-    lost = theirs.outcomes == (DROPPED,) and flow.source == "node1" and flow.address == "127.0.0.1"
-    # With affinity it is not told whom the endpoint saw. A refusal or a loss of ours is no such difference.
-    served = [outcome.endswith("<- node") or outcome.startswith("an endpoint") for outcome in ours.outcomes]
+    if ground.mode != "iptables" or not flow.local or not _loopback_is_in_the_range_of_pods(ground):
+        return False
+    lost = expected.outcomes == (DROPPED,) and flow.source == "node1" and flow.address == _LOOPBACK
+    # With affinity the source that the endpoint saw is not reported. A refusal or a loss is no such difference.
+    served = [outcome.endswith("<- node") or outcome.startswith("an endpoint") for outcome in actual.outcomes]
     return lost and "NodePort" in flow.what and bool(served) and all(served)
 
 
-def _refused_not_silent(flow: Flow, theirs: Seen, ours: Seen) -> bool:
-    """A datagram of the node to itself, at a NodePort that drops: its sender is told."""
+def _loopback_is_in_the_range_of_pods(ground: Ground) -> bool:
+    """Whether the detector takes 127.0.0.1 for the address of a pod."""
+    if ground.config.get("detectLocalMode", "ClusterCIDR") != "ClusterCIDR":
+        return False
+    networks = [ip_network(text) for text in ground.config.get("clusterCIDR", "").split(",") if text]
+    return any(ip_address(_LOOPBACK) in network for network in networks)
+
+
+def _refused_not_silent(flow: Flow, ground: Ground, expected: Seen, actual: Seen) -> bool:
+    """A datagram of the node to itself, at a NodePort that drops: its sender gets an error."""
     own = flow.source == "node1" and flow.protocol == "udp" and "NodePort" in flow.what
-    return own and theirs.outcomes == (DROPPED,) and ours.outcomes == ("refused",)
+    # On ::1 no NodePort is served, whatever the policy is.
+    unserved = ground.mode == "iptables" and (flow.local or flow.address == "::1")
+    return own and unserved and expected.outcomes == (DROPPED,) and actual.outcomes == ("refused",)
 
 
-def _served_by_itself(flow: Flow, theirs: Seen, ours: Seen) -> bool:
+def _served_by_itself(flow: Flow, ground: Ground, expected: Seen, actual: Seen) -> bool:
     """A pod that is its own endpoint, though its slice places it nowhere, or elsewhere."""
-    served = set(ours.outcomes) - set(theirs.outcomes)
+    if ground.mode != "nftables":
+        return False
+    served = set(actual.outcomes) - set(expected.outcomes)
     itself = all(
         outcome.startswith("an endpoint") or (outcome.startswith(f"{flow.source}:") and outcome.endswith("<- node"))
         for outcome in served
     )
-    return bool(served) and itself and set(theirs.outcomes) - set(ours.outcomes) == {DROPPED}
+    return bool(served) and itself and set(expected.outcomes) - set(actual.outcomes) == {DROPPED}
 
 
 #: Name of the entry → whether it explains the difference.
-DIFFERENCES: dict[str, Callable[[Flow, Seen, Seen], bool]] = {
+DIFFERENCES: dict[str, Callable[[Flow, Ground, Seen, Seen], bool]] = {
     "datagrams to NodePorts of the node itself": _refused_not_silent,
     "NodePorts on loopback of a node in the range of pods": _served_from_loopback,
     "a pod that calls itself and is placed nowhere": _served_by_itself,
 }
 
 
-def difference(flow: Flow, theirs: Seen, ours: Seen) -> str | None:
+def difference(flow: Flow, ground: Ground, expected: Seen, actual: Seen) -> str | None:
     """Empty: none. The name of a listed difference, or None for one that is not listed."""
-    if theirs == ours:
+    if expected == actual:
         return ""
-    return next((name for name, explains in DIFFERENCES.items() if explains(flow, theirs, ours)), None)
+    return next((name for name, explains in DIFFERENCES.items() if explains(flow, ground, expected, actual)), None)

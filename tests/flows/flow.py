@@ -1,17 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One flow in words, and what came of it: the same for every proxy, whatever addresses a run happens to choose."""
+"""One flow in words, and its outcome: the same for every proxy, whatever addresses a run happens to choose."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-#: What an address that nobody translated leads to: a host behind the nodes that answers for every address.
+#: Where an untranslated address leads to: a host behind the nodes that answers for every address.
 UNTOUCHED = "untouched"
 DROPPED = "dropped"
 
 
+class Ground(NamedTuple):
+    """What holds for all flows of a scenario: the mode, and the other top-level fields of the configuration."""
+
+    mode: str
+    config: Mapping[str, Any]
+
+
 class Flow(NamedTuple):
-    """Who asks what. ``source`` is a client of the lab by name; ``what`` says in words what the destination is."""
+    """A client and a destination. ``source`` is a client of the lab by name; ``what`` describes the destination."""
 
     source: str
     what: str
@@ -24,6 +32,8 @@ class Flow(NamedTuple):
     sticky: bool = False
     #: The address that the client's socket is bound to, if any.
     bound: str = ""
+    #: The Service has externalTrafficPolicy Local.
+    local: bool = False
 
     @property
     def key(self) -> tuple[str, str, str]:
@@ -39,9 +49,9 @@ class Flow(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """What came of a flow's requests: every different outcome, in words, sorted.
+    """The outcomes of a flow's requests: each different one, in words, sorted.
 
-    An answer is ``POD:PORT <- SOURCE``: who answered, at which port, and whom it saw: ``client``, when that was the
+    An answer is ``POD:PORT <- SOURCE``: the server, its port, and the source that it saw: ``client``, when that was the
     address the request came from, ``node`` for an address of the node, else the address. Otherwise ``refused (…)`` with
     what refused it, ``dropped``, or ``untouched``.
     """

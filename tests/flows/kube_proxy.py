@@ -50,14 +50,14 @@ class KubeProxy:
         self._relay.__exit__(None, None, None)
 
     def log(self) -> str:
-        """What it has said."""
+        """Its log."""
         path = self._folder / "log"
         return path.read_text(errors="replace") if path.exists() else ""
 
     # ---- objects ----------------------------------------------------------------------------------------------
 
     def write(self, objects: list[Object]) -> None:
-        """Make the API server's objects these, besides the marker."""
+        """Make the API server's objects these and the marker."""
         wanted = {(each["kind"], each["metadata"]["name"]): each for each in objects}
         for key, old in list(self._objects.items()):
             if key not in wanted or (key[0] == "Service" and not _may_change(old, wanted[key])):
@@ -179,6 +179,6 @@ def _difference(old: Object, new: Object) -> Object:
 
 
 def _may_change(old: Object, new: Object) -> bool:
-    """The API server lets nobody change these."""
+    """The API server does not allow changes of these."""
     fixed = ("clusterIPs", "ipFamilies", "ipFamilyPolicy", "type")
     return all(old["spec"].get(name) == new["spec"].get(name) for name in fixed)

@@ -203,13 +203,14 @@ class Svc:
     def flows(self, sources: Sequence[str], count: int, undefined: bool = True) -> Iterator[Flow]:
         """Every address of every port, asked by every source."""
         sticky = self.spec.get("sessionAffinity") == "ClientIP"
+        local = self.spec.get("externalTrafficPolicy") == "Local"
         for port in self.ports:
             protocol = port.protocol.lower()
             for what, address, number in self._targets(port):
                 for source in sources:
                     if address in ("127.0.0.1", "::1") and source != "node1":
                         continue
-                    yield Flow(source, f"{self.name} by {what}", address, number, protocol, count, sticky)
+                    yield Flow(source, f"{self.name} by {what}", address, number, protocol, count, sticky, local=local)
         if undefined:
             for family in FAMILIES:
                 for source in sources:

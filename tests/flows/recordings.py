@@ -11,7 +11,7 @@ from tests.flows.flow import Flow, Seen
 
 FOLDER = Path(__file__).with_name("recordings")
 
-#: What is asked, by whom, how → what came of it.
+#: Request, source, protocols → outcome.
 Answers = dict[tuple[str, str, str], Seen]
 
 
@@ -30,8 +30,10 @@ def write(mode: str, release: str, answers: Mapping[str, Iterable[tuple[Flow, Se
             by_destination.setdefault(what, {}).setdefault(source, {}).setdefault(str(seen), []).append(how)
             count += 1
         for what, sources in by_destination.items():
-            told = {source: {" ".join(hows): text for text, hows in seen.items()} for source, seen in sources.items()}
-            lines.append(json.dumps({"scenario": scenario, "what": what, **told}, ensure_ascii=False))
+            outcomes = {
+                source: {" ".join(hows): text for text, hows in seen.items()} for source, seen in sources.items()
+            }
+            lines.append(json.dumps({"scenario": scenario, "what": what, **outcomes}, ensure_ascii=False))
     FOLDER.mkdir(exist_ok=True)
     path(mode).write_text("\n".join(lines) + "\n")
     return count

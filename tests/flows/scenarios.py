@@ -41,7 +41,7 @@ def _ranges(*networks: str) -> dict[str, Any]:
 
 @dataclass
 class Scenario:
-    """Objects and a configuration. ``config``: top-level fields of the KubeProxyConfiguration, besides the mode."""
+    """Objects and a configuration. ``config``: top-level fields of the KubeProxyConfiguration, except the mode."""
 
     name: str
     services: Sequence[Svc]
@@ -71,7 +71,7 @@ class Scenario:
         return (service for service in self.services if service.name in self.node_has_vips_of)
 
     def node_addresses(self) -> list[str]:
-        """What the node has on its loopback besides."""
+        """The other addresses of the node's loopback."""
         return [service.vip.of(family) for service in self._theirs() for family in service.families]
 
 
@@ -172,30 +172,30 @@ def _addresses() -> list[Svc]:
 
 
 def _source_ranges() -> list[Svc]:
-    """loadBalancerSourceRanges, in both families unless the name says otherwise."""
+    """loadBalancerSourceRanges, in both families unless the name differs."""
     client, pods, node = CLIENT_CIDR, POD_CIDR, NODE_CIDR
-    nobody = ("192.168.77.0/24", "fd00:77::/64")
+    no_client = ("192.168.77.0/24", "fd00:77::/64")
     cases: list[tuple[str, list[End], dict[str, Any]]] = [
         ("only-client", READY, _ranges(*client)),
         ("only-pods", READY, _ranges(*pods)),
         ("only-node", READY, _ranges(*node)),
-        ("nobody", READY, _ranges(*nobody)),
+        ("none", READY, _ranges(*no_client)),
         ("everybody", READY, _ranges("0.0.0.0/0", "::/0")),
         ("ipv4-ranges-only", READY, _ranges(client[0])),
         ("ipv6-ranges-only", READY, _ranges(client[1])),
-        ("many", READY, _ranges("10.0.0.0/9", *nobody, "198.51.100.2/32", "2001:db8:2::2/128")),
+        ("many", READY, _ranges("10.0.0.0/9", *no_client, "198.51.100.2/32", "2001:db8:2::2/128")),
         ("client-and-local", READY, _ranges(*client) | LOCAL),
         ("pods-and-local", READY, _ranges(*pods) | LOCAL),
-        ("nobody-and-local", READY, _ranges(*nobody) | LOCAL),
+        ("none-and-local", READY, _ranges(*no_client) | LOCAL),
         ("only-client-no-endpoints", [], _ranges(*client)),
-        ("nobody-no-endpoints", [], _ranges(*nobody)),
-        ("nobody-elsewhere-local", [End("remote-1")], _ranges(*nobody) | LOCAL),
+        ("none-no-endpoints", [], _ranges(*no_client)),
+        ("none-elsewhere-local", [End("remote-1")], _ranges(*no_client) | LOCAL),
     ]
     return [Svc(f"allow-{name}", 10 + at, [ends], spec=spec) for at, (name, ends, spec) in enumerate(cases)]
 
 
 def _here() -> list[Svc]:
-    """For pods of the other node: between two of them, answers without masquerade would not come through our node."""
+    """For pods of the other node: between two of them, answers without masquerade would not come through this node."""
     here = [End("local-1"), End("local-2")]
     return [
         Svc("here", 10, [here]),
@@ -214,7 +214,7 @@ def _sctp() -> list[Svc]:
         ("nowhere", [], {}),
         ("hairpin", [End("local-1")], {}),
         ("only-client", READY, _ranges(*CLIENT_CIDR)),
-        ("nobody-no-endpoints", [], _ranges("192.168.77.0/24", "fd00:77::/64")),
+        ("none-no-endpoints", [], _ranges("192.168.77.0/24", "fd00:77::/64")),
         ("sticky", READY, dict(STICKY)),
     ]
     return [
@@ -274,7 +274,7 @@ def _strangers() -> list[tuple[str, str]]:
             ("a VIP at a port it does not have", vip(10).of(family)),
             ("an externalIP at a port it does not have", vip(110).of(family)),
             ("a VIP in mode Proxy", vip(12).of(family)),
-            ("the node at a port that nobody has", node_address(1).of(family)),
+            ("the node at an unused port", node_address(1).of(family)),
         ]
     return found
 
@@ -282,11 +282,11 @@ def _strangers() -> list[tuple[str, str]]:
 def _vips_of_the_node() -> list[Svc]:
     """A node that has a VIP may take it as source (§7)."""
     return [
-        Svc("ours-only-node", 10, [READY], spec=_ranges(*NODE_CIDR)),
-        Svc("ours-only-client", 11, [READY], spec=_ranges(*CLIENT_CIDR)),
-        Svc("ours-everybody-local", 12, [READY], spec=_ranges("0.0.0.0/0", "::/0") | LOCAL),
-        Svc("ours-plain", 13, [READY]),
-        Svc("not-ours", 14, [READY], spec=_ranges(*NODE_CIDR)),
+        Svc("own-only-node", 10, [READY], spec=_ranges(*NODE_CIDR)),
+        Svc("own-only-client", 11, [READY], spec=_ranges(*CLIENT_CIDR)),
+        Svc("own-everybody-local", 12, [READY], spec=_ranges("0.0.0.0/0", "::/0") | LOCAL),
+        Svc("own-plain", 13, [READY]),
+        Svc("not-own", 14, [READY], spec=_ranges(*NODE_CIDR)),
     ]
 
 
@@ -338,7 +338,7 @@ def _scenarios() -> list[Scenario]:
     plain = [Port(8000, "TCP", 8080, "web")]
     strange = [Svc("known", 10, [READY], plain), Svc("proxied", 12, [READY], plain, ip_mode="Proxy")]
     found.append(Scenario("addresses without an entry", strange, detector, strangers=_strangers()))
-    names = ("ours-only-node", "ours-only-client", "ours-everybody-local", "ours-plain")
+    names = ("own-only-node", "own-only-client", "own-everybody-local", "own-plain")
     found.append(Scenario("VIPs that the node has", _vips_of_the_node(), detector, node_has_vips_of=names))
     detectors = {"cluster CIDR": detector, "node CIDR": {"detectLocalMode": "NodeCIDR"}, "bridge": bridge}
     detectors["interface prefix"] = prefix

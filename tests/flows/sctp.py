@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """SCTP by hand, over raw sockets, for kernels without SCTP sockets: a client's INIT, a server's INIT ACK or ABORT.
 
-The INIT ACK's cookie is the answer of the lab's servers: who answers, where the INIT arrived, whom it came from. Both
+The INIT ACK's cookie is the answer of the lab's servers: the server, where the INIT arrived, its source. Both
 sides take only packets whose CRC32c is right, so a translation that does not mend it shows as a loss.
 """
 
@@ -67,7 +67,7 @@ def init(port: int) -> tuple[int, bytes]:
 
 
 def is_from(text: bytes, port: int) -> bool:
-    """Whether a packet is one that we sent from ``port``. An ICMP error may quote its first bytes only."""
+    """Whether a packet was sent from here, from ``port``. An ICMP error may quote its first bytes only."""
     return len(text) >= 2 and _HEADER.unpack_from(text.ljust(8, b"\0"))[0] == port
 
 
@@ -123,8 +123,8 @@ class _Server:
         reply = packet(port, source, tag, ABORT)
         if port in self._ports:
             local = socket.inet_ntop(sock.family, own)
-            said = self._identity | {"protocol": "sctp", "local": [local, port], "peer": [peer[0], source]}
-            cookie = json.dumps(said | {"received": len(text)}).encode()
+            output = self._identity | {"protocol": "sctp", "local": [local, port], "peer": [peer[0], source]}
+            cookie = json.dumps(output | {"received": len(text)}).encode()
             body = _INIT.pack(1, 65536, 1, 1, 1) + struct.pack("!HH", _COOKIE, 4 + len(cookie)) + cookie
             reply = packet(port, source, tag, INIT_ACK, body)
         sock.sendmsg([reply], [info], 0, peer)

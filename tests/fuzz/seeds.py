@@ -6,12 +6,25 @@ What a search has found and was mended belongs here, too: ``tests/unit/suites/te
 
 from __future__ import annotations
 
+import base64
 import json
 import struct
+from pathlib import Path
 
+from pyebpf_proxy.datapath.netlink import uapi
 from pyebpf_proxy.lab.addresses import cluster_ip, node_address, pod_address, pod_cidr, vip
 from pyebpf_proxy.lab.manifests import Port, node, service, slices
 from tests import ROOT
+
+#: The kept corpus: for each target a file with an input per line, in base64 (``python -m tests.fuzz --keep``).
+CORPUS = Path(__file__).parent / "corpus"
+
+
+def corpus(name: str) -> list[bytes]:
+    """What former searches of a target kept: inputs that reach code which others do not."""
+    file = CORPUS / f"{name}.base64"
+    return [base64.b64decode(line) for line in file.read_text().splitlines()] if file.exists() else []
+
 
 _PORTS = [Port("p", 80, 8080, "TCP", 30080), Port("d", 53, 5353, "UDP")]
 _SERVICE = service("web", _PORTS, cluster_ip(1), vip=vip(1), sessionAffinity="ClientIP")
@@ -44,6 +57,21 @@ _ACCEPT = _attribute(2, _attribute(2, _attribute(1, b"\0\0\0\1")))
 _EXPRESSION = _attribute(1, _attribute(1, b"immediate\0") + _attribute(2, _attribute(1, b"\0\0\0\0") + _ACCEPT))
 _LEGACY = struct.pack("=32sI5I5III", b"filter", 14, *range(0, 500, 100), *range(0, 500, 100), 4, 500)
 
+_LINK = (
+    uapi.IFINFOMSG.pack(0, 1, 7, 0x11043, 0)
+    + _attribute(uapi.IFLA_IFNAME, b"pod7\0")
+    + (_attribute(uapi.IFLA_ADDRESS, bytes([2, 0, 0, 0, 0, 7])) + _attribute(uapi.IFLA_MTU, b"\xdc\5\0\0"))
+)
+_VETH = _attribute(uapi.IFLA_LINKINFO, _attribute(uapi.IFLA_INFO_KIND, b"veth\0")) + (
+    _attribute(uapi.IFLA_LINK, b"\2\0\0\0") + _attribute(uapi.IFLA_LINK_NETNSID, b"\xff\xff\xff\xff")
+    + _attribute(uapi.IFLA_XDP, _attribute(uapi.IFLA_XDP_ATTACHED, b"\1") + _attribute(4, b"\7\0\0\0"))
+)  # fmt: skip
+_BRIDGE = _attribute(
+    uapi.IFLA_LINKINFO,
+    _attribute(uapi.IFLA_INFO_KIND, b"bridge\0")
+    + _attribute(uapi.IFLA_INFO_DATA, _attribute(uapi.IFLA_BR_VLAN_FILTERING, b"\1")),
+)
+
 SEEDS: dict[str, list[bytes]] = {
     "configuration": [(ROOT / "examples" / "config.yaml").read_bytes()] if (ROOT / "examples" / "config.yaml").exists()
     else [b"apiVersion: kubeproxy.config.k8s.io/v1alpha1\nkind: KubeProxyConfiguration\nmode: nftables\n"],
@@ -56,7 +84,9 @@ SEEDS: dict[str, list[bytes]] = {
     "api_objects": [
         bytes([number]) + json.dumps(each).encode()
         for number, each in ((0, _OBJECTS[0]), (1, _OBJECTS[1]), (2, _OBJECTS[3]))
-    ],
+    ]
+    # Found by the search: a Service that is not served and so not checked, with a number of more than 64 bits.
+    + [b'\0{"metadata": {"name": "a"}, "spec": {"type": "ExternalName", "ports": [{"port": 99999999999999999999}]}}'],
     "nftables": [
         b"\0\2\0\0\0" + _attribute(1, b"x\0") + _attribute(2, b"\0\0\0\0"),
         b"\1\2\0\0\0" + _attribute(1, b"x\0") + _attribute(3, b"d\0") + _attribute(4, _attribute(1, b"\0\0\0\2")),
@@ -66,6 +96,23 @@ SEEDS: dict[str, list[bytes]] = {
     ],
     "iptables_legacy": [b"\0" + _LEGACY + bytes(500)],
     "conntrack": [b"\2\0\0\0" + _tuple(1) + _tuple(2) + _attribute(12, b"\0\0\0\1")],
+    "rtnetlink": [
+        b"\0" + _LINK + _VETH,
+        b"\0" + _LINK + _BRIDGE,
+        b"\1" + uapi.IFADDRMSG.pack(2, 24, 0x80, 0, 2)
+        + _attribute(uapi.IFA_ADDRESS, bytes([192, 0, 2, 1])) + _attribute(uapi.IFA_LOCAL, bytes([192, 0, 2, 1])),
+        b"\1" + uapi.IFADDRMSG.pack(10, 64, 0, 0, 2)
+        + _attribute(uapi.IFA_ADDRESS, b"\x20\x01" + bytes(14)) + _attribute(uapi.IFA_FLAGS, b"\x80\0\0\0"),
+        # An address of a size that no family has.
+        b"\1" + uapi.IFADDRMSG.pack(2, 24, 0, 0, 2) + _attribute(uapi.IFA_LOCAL, bytes(5)),
+        b"\2" + uapi.NDMSG.pack(2, 0, 0, 2, 2, 0, 1)
+        + _attribute(uapi.NDA_DST, bytes([192, 0, 2, 1])) + _attribute(uapi.NDA_LLADDR, bytes([2, 0, 0, 0, 0, 1])),
+        b"\3" + uapi.FIB_RULE_HDR.pack(2, 0, 0, 0, 254, 0, 0, 1, 2) + _attribute(uapi.FRA_PRIORITY, b"\1\0\0\0")
+        + _attribute(uapi.FRA_FWMARK, b"\0\1\0\0") + _attribute(23, bytes(4)),
+        b"\4" + uapi.RTMSG.pack(2, 32, 0, 0, 254, 3, 0, 1, 0) + _attribute(uapi.RTA_OIF, b"\2\0\0\0")
+        + _attribute(uapi.RTA_VIA, b"\n\0" + bytes(16)),
+        b"\5" + _LINK + _VETH,
+    ],
     "btf": [
         struct.pack("=HBBIIIII", 0xEB9F, 1, 0, 24, 0, 40, 40, 12)
         + struct.pack("=III", 1, 4 << 24 | 1, 4)

@@ -18,12 +18,15 @@ from pyebpf_proxy.config import datapath_config, loader
 from pyebpf_proxy.config.loader import ConfigError
 from pyebpf_proxy.datapath.connections import ctnetlink
 from pyebpf_proxy.datapath.loader.btf import Btf
+from pyebpf_proxy.datapath.netlink import uapi
+from pyebpf_proxy.datapath.node import follower, neighbours, peers, policy_routing
 from pyebpf_proxy.datapath.rulesets import kernel, legacy, nft
 from pyebpf_proxy.datapath.rulesets.model import Part, Table
 from pyebpf_proxy.kube.api import kubeconfig as kubeconfig_file
 from pyebpf_proxy.kube.api.inventory import Inventory
 from pyebpf_proxy.kube.catalogue import Catalogue
 from pyebpf_proxy.kube.decode import UnreadableError
+from pyebpf_proxy.see import routes
 from pyebpf_proxy.servers.connection import Connection
 from pyebpf_proxy.servers.http import Pool, Request, Response, Sources
 from pyebpf_proxy.services.model import IPFamily
@@ -80,7 +83,7 @@ def manifests(data: bytes) -> None:
 
 @target
 def api_objects(data: bytes) -> None:
-    """An object of a list or a watch; the first byte says which kind is expected."""
+    """An object of a list or a watch; the first byte selects the expected kind."""
     kinds = ("Service", "EndpointSlice", "Node", "ServiceCIDR")
     inventory = Inventory(cast(Any, kinds[data[0] % len(kinds)]) if data else "Service", _nothing)
     with contextlib.suppress(UnreadableError):
@@ -124,6 +127,26 @@ def iptables_legacy(data: bytes) -> None:
 def conntrack(data: bytes) -> None:
     """A flow of a dump."""
     ctnetlink._flow(IPFamily.IPV4, data)
+
+
+@target
+def rtnetlink(data: bytes) -> None:
+    """A link, an address, a neighbour, an ip rule, a route, the other end of a veth, by the first byte.
+
+    The kernel always sends the header of fixed size; after it anything may come.
+    """
+    size, read = _ROUTING[data[0] % len(_ROUTING) if data else 0]
+    read(data[1:].ljust(size, b"\0"))
+
+
+_ROUTING: tuple[tuple[int, Callable[[bytes], object]], ...] = (
+    (uapi.IFINFOMSG.size, follower._link),
+    (uapi.IFADDRMSG.size, follower._address),
+    (uapi.NDMSG.size, neighbours._read),
+    (uapi.FIB_RULE_HDR.size, policy_routing.parse),
+    (uapi.RTMSG.size, routes.read),
+    (uapi.IFINFOMSG.size, peers._has_native),
+)
 
 
 @target

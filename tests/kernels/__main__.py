@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m tests.kernels [SERIES…]``: boot kernels, run the suites in each, print what came of it.
+"""``python -m tests.kernels [SERIES…]``: boot kernels, run the suites in each, print the results.
 
 ``--fetch``: only get what that takes.
 """
@@ -103,7 +103,7 @@ def _run(series: list[str], scratch: Path) -> int:
         limit = float(os.environ.get("LIMIT") or _LIMIT)
         outcome = guest.run(machine, kernel.image, initrd, folder, limit, words)
         if not outcome.booted and not guest.stopped():
-            # Emulators stumble now and then. What has said a word is never given another try.
+            # Emulators fail now and then. A guest that has printed anything is never tried again.
             print(f"{kernel.release}: {outcome.problem}; once more", flush=True)
             outcome = guest.run(machine, kernel.image, initrd, folder, limit, words)
         initrd.unlink()
@@ -131,7 +131,7 @@ def _run(series: list[str], scratch: Path) -> int:
 
 
 def _keep(folder: Path, place: Path) -> None:
-    """For whoever wants to look: console and results, those of this run whole."""
+    """For inspection: console and results, those of this run whole."""
     place.parent.mkdir(exist_ok=True)
     shutil.rmtree(place, ignore_errors=True)
     with contextlib.suppress(OSError):  # another run has put its own there meanwhile

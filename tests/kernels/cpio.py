@@ -11,7 +11,7 @@ from typing import BinaryIO
 
 
 class Archive:
-    """Writes one archive; :meth:`close` ends it. Owners become root, as in the guest there is nobody else."""
+    """Writes one archive; :meth:`close` ends it. Owners become root, the only user of the guest."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file

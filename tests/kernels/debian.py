@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels and QEMU out of Debian's archive, by an apt root of our own: no source or list of the machine is touched.
+"""Kernels and QEMU out of Debian's archive, by a separate apt root: no source or list of the machine is touched.
 
 Mirrors are those that the machine's own apt is configured for; here are only names of suites. Which package holds a
 series of kernels is found in the archive's index.
@@ -70,7 +70,7 @@ def _hint() -> str:
 
 
 class Apt:
-    """apt with a folder of its own."""
+    """apt with its own folder."""
 
     def __init__(self, root: Path, own_suite_only: bool) -> None:
         self._root = root
@@ -116,7 +116,7 @@ class Apt:
         return max((entry for entry in found if "~rc" not in entry[1]), key=cmp_to_key(_compare), default=None)
 
     def kernel(self, package: str, version: str, target: Path) -> None:
-        """Unpack an image with its modules; newer kernels have them in packages of their own."""
+        """Unpack an image with its modules; newer kernels have them in separate packages."""
         shown = self.run("apt-cache", "show", f"{package}={version}")
         parts = re.findall(r"(linux-(?:base|binary|modules)-\S+-cloud-amd64) \(= \S+\)", shown)
         self.unpack([f"{name}={version}" for name in [package, *parts]], target)

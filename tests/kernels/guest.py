@@ -46,7 +46,7 @@ class Machine:
     def arguments(self, kernel: Path, initrd: Path | None, results: Path, words: str) -> list[str]:
         """The whole command line."""
         # la57: kernels before 6.6 stumble over five levels of page tables that the emulation offers.
-        # erms, fsrm: told that these are fast, a kernel copies byte by byte, each of which is emulated by itself.
+        # erms, fsrm: if these seem fast, a kernel copies byte by byte, each of which is emulated by itself.
         processor = "host" if self.accelerator == "kvm" else "max,la57=off,erms=off,fsrm=off"
         append = f"console=ttyS0 panic=-1 oops=panic quiet loglevel=4 mitigations=off {words}"
         return [
@@ -70,7 +70,7 @@ class Outcome:
 
     @property
     def booted(self) -> bool:
-        """Whether the guest has said its first word, which is its init's."""
+        """Whether the guest has printed its first line, which is its init's."""
         return UP in self.console
 
 
@@ -106,7 +106,7 @@ def _major(binary: str) -> int:
 
 
 def choose_machine(command: tuple[str, ...], kernel: Path, scratch: Path) -> Machine:
-    """KVM where a kernel says its first word under it, else emulation; ``ACCEL`` of the environment overrides."""
+    """KVM if a kernel prints its first line under it, else emulation; ``ACCEL`` of the environment overrides."""
     wanted = os.environ.get("ACCEL", "")
     if wanted not in ("", "kvm", "tcg"):
         raise KernelsError(f"ACCEL={wanted}: kvm or tcg")
@@ -170,14 +170,14 @@ def run(machine: Machine, kernel: Path, initrd: Path | None, folder: Path, limit
 
 
 def stop_all() -> None:
-    """End every guest of this process, also one that is just being started; who waits for one sees it crash."""
+    """End every guest of this process, also one that is just being started; a wait for one sees it crash."""
     _stopped.append(True)
     for process in list(_running):
         process.kill()
 
 
 def stopped() -> bool:
-    """Whether :func:`stop_all` was called: what guests left says nothing then."""
+    """Whether :func:`stop_all` was called: what guests left has no meaning then."""
     return bool(_stopped)
 
 

@@ -20,13 +20,15 @@ from tests import ROOT
 from tests.kernels.cpio import Archive
 from tests.kernels.debian import Apt, codename, mirrors
 from tests.kernels.problem import KernelsError
+from tests.netns import foreign_programs
 
 REPOSITORY = ROOT
 CACHE = tests.CACHE / "kernels"
 #: SideBySide Debian's essential packages.
 PACKAGES = (
-    *("apparmor", "bpftool", "conntrack", "curl", "ethtool", "iperf3", "iproute2", "iptables", "iputils-ping", "jq"),
-    *("kmod", "libbpf1", "libseccomp2", "nftables", "procps", "python3", "python3-nftables", "tcpdump", "util-linux"),
+    *("apparmor", "bpftool", "conntrack", "curl", "ethtool", "iperf3", "iproute2", "ipset", "iptables"),
+    *("iputils-ping", "jq", "kmod", "libbpf1", "libseccomp2", "nftables", "procps", "python3", "python3-nftables"),
+    *("tcpdump", "util-linux"),
 )
 _LEFT_OUT = (
     *("usr/share/doc", "usr/share/man", "usr/share/locale", "usr/share/info", "usr/share/lintian", "usr/share/i18n"),
@@ -114,7 +116,7 @@ def _fetch(series: str, folder: Path, modules: str) -> None:
         debian(own_suite_only).kernel(*found, scratch / "files")
         (place,) = (scratch / "files").glob("**/lib/modules/*")
         release = place.name
-        # Newer packages have the image beside the modules.
+        # Newer packages have the image next to the modules.
         (image,) = [*(scratch / "files").glob(f"**/boot/vmlinuz-{release}"), *place.glob("vmlinuz")]
         subprocess.run(["depmod", "-b", place.parents[2], release], check=True)
         shutil.move(image, scratch / "vmlinuz")
@@ -141,7 +143,8 @@ def _add_modules(archive: Archive, place: Path, release: str) -> None:
 
 
 def project(path: Path, environment: dict[str, str], suites: Iterable[str]) -> None:
-    """This checkout at its own place, its environment, and init with what it is told."""
+    """This checkout at its own place, its environment, and init with its parameters."""
+    foreign_programs.compiled(foreign_programs.BUILT)  # guests have no compiler
     site = next((REPOSITORY / ".venv/lib").glob("python3.*/site-packages"))
     # Compiled here, with what pytest puts into assertions: an emulated processor takes half a minute for it.
     collect = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-p", "no:cacheprovider", *suites]
@@ -163,8 +166,8 @@ def project(path: Path, environment: dict[str, str], suites: Iterable[str]) -> N
         archive.add(REPOSITORY / ".venv/pyvenv.cfg", f"{here}/.venv/pyvenv.cfg")
         target = f"{here}/.venv/{site.relative_to(REPOSITORY / '.venv')}"
         archive.tree(site, target, lambda name: _matches(name, _NO_PYTHON))
-        told = {"PROJECT": here, "PYTHON": f"{here}/.venv/bin/python", **environment}
-        exports = [f"export {name}={shlex.quote(value)}\n" for name, value in told.items()]
+        parameters = {"PROJECT": here, "PYTHON": f"{here}/.venv/bin/python", **environment}
+        exports = [f"export {name}={shlex.quote(value)}\n" for name, value in parameters.items()]
         archive.data("guest.env", "".join(exports).encode())
         archive.add(REPOSITORY / "tests/kernels/init", "init")
 

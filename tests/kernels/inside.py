@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs inside a guest: what the kernel lets us carry, then suite after suite.
+"""What runs inside a guest: what the kernel supports, then suite after suite.
 
 What each one leaves in /results is sent when it has ended: a guest that does not come to its end loses no others.
 """
@@ -19,8 +19,9 @@ from pathlib import Path
 
 import pytest
 
+from pyebpf_proxy.lab.agent import THREE_CAPABILITIES
 from tests.kernels.problem import KernelsError
-from tests.kernels.suites import MODULES, THREE_CAPABILITIES, Suite, chosen
+from tests.kernels.suites import MODULES, Suite, chosen
 
 RESULTS = Path("/results")
 _OUT = Path("/dev/ttyS1")
@@ -48,11 +49,12 @@ def probe() -> dict[str, str]:
 
 
 def send(*names: str) -> None:
-    """Files of the results, as a tar of their own behind those that were sent before."""
+    """Files of the results, as their own tar behind those that were sent before."""
     subprocess.run(["tar", "-C", RESULTS, "-cf", _OUT, *names], check=True)
 
 
-def _session(arguments: list[str]) -> None:
+def _session(arguments: list[str], environment: dict[str, str]) -> None:
+    os.environ.update(environment)
     sys.exit(int(pytest.main(arguments)))
 
 
@@ -69,7 +71,7 @@ def run(suite: Suite) -> None:
     # Assertions in plugins read before are not explained; in tests they are.
     arguments += ["-W", "ignore::pytest.PytestAssertRewriteWarning", *shlex.split(os.environ.get("ARGS", ""))]
     began = time.monotonic()
-    process = _FORK.Process(target=_session, args=(arguments,))
+    process = _FORK.Process(target=_session, args=(arguments, suite.environment))
     process.start()
     process.join(suite.limit)
     status = process.exitcode

@@ -17,7 +17,7 @@ from tests.kernels.suites import REFUSED, SUITES
 
 @dataclass
 class Count:
-    """What came of one suite."""
+    """The outcome of one suite."""
 
     passed: int = 0
     failed: list[str] = field(default_factory=list)
@@ -64,7 +64,7 @@ def _count(path: Path, status: int) -> Count:
     if status not in (0, 1):
         count.failed.append("out of time" if status == -1 else f"pytest: exit status {status}")
     if not path.exists():
-        # Status 1 says that tests failed, 0 that none did: without results neither can be believed.
+        # Status 1 means that tests failed, 0 that none did: without results neither can be believed.
         count.failed += [] if count.failed else [f"no results, though pytest ended with exit status {status}"]
         return count
     for suite in ElementTree.parse(path).getroot().iter("testsuite"):
@@ -96,8 +96,8 @@ def table(rows: list[Row]) -> str:
             lines.append(f"| {row.release} | {path} | {name} | {numbers} |")
             failures += [f"* {row.release} {name}: {test}" for test in count.failed]
             skips += [f"* {row.release} {name}: {number} × {why}" for why, number in count.skipped.items()]
-        said = {what: why for what, why in row.probe.items() if what not in ("release", "path", "refused")}
-        words += [f"* {row.release}: no {what}: {why}" for what, why in said.items()]
+        output = {what: why for what, why in row.probe.items() if what not in ("release", "path", "refused")}
+        words += [f"* {row.release}: no {what}: {why}" for what, why in output.items()]
     for heading, entries in (("What kernels said", words), ("Failed", failures), ("Skipped", skips)):
         if entries:
             lines += ["", f"{heading}:", "", *entries]
@@ -105,7 +105,7 @@ def table(rows: list[Row]) -> str:
 
 
 def left_out() -> str:
-    """What a run does not try for which nobody named suites."""
+    """What a run without named suites leaves out."""
     parts = [suite.name for suite in SUITES if suite.quick]
     none = [suite.name for suite in SUITES if suite.quick is None]
     return f"Parts only: {', '.join(parts)}; not run: {', '.join(none)}. SUITES=all runs everything."

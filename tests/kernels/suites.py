@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from pyebpf_proxy.lab.agent import FEW_RIGHTS
+
 
 @dataclass(frozen=True)
 class Suite:
@@ -12,15 +14,24 @@ class Suite:
 
     name: str
     arguments: tuple[str, ...]
-    #: Which of its tests run where nobody asked for a suite (pytest's -k): "" all of them, None none.
+    #: Which of its tests run if no suite is named (pytest's -k): "" all of them, None none.
     quick: str | None = None
     limit: int = 600
     #: Before any module of netfilter has been loaded.
     first: bool = False
     #: Only where the kernel must be refused, and nothing else there.
     refused: bool = False
+    #: Every agent that a lab starts has the DaemonSet's capabilities and no others.
+    few_rights: bool = False
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Variables that the tests are run with."""
+        return {FEW_RIGHTS: "1"} if self.few_rights else {}
 
 
+#: Seconds for suites of labs with traffic, and of some hundred tests.
+_LONG = 1800
 _CASES = "tests/kernels/cases"
 _UNIT = (
     "datapath/loader/test_btf.py",
@@ -28,24 +39,43 @@ _UNIT = (
     "test_cli_missing.py::test_the_kernel_has_no_btf",
 )
 # test_maps_libbpf.py calls the compiler, which guests have not. Counts: also by the meter of `top`.
-_PACKET = ("connections", "flows", "bridge", "trace", "counts", "young_flows", "kernel_flows", "permits", "sweep")
+_PACKET = (
+    *("connections", "flows", "bridge", "trace", "counts", "kernel_flows", "permits", "promotion", "sweep"),
+    *("tracked_flows", "young_ends", "young_flows", "young_ports", "xdp", "xdp_flows"),
+)
 _PACKET_QUICK = (
     "IPv4 and not xdp and not ports_of_one and not two_cpus and not kernel_flows and not permits"
-    " and not young_flows and not sweep"
+    " and not promotion and not young and not sweep and not tracked"
 )
 _NETNS = ("attach/test_attach_links.py", "attach/test_attach_tc.py", "attach/test_attach_udp.py", "test_agent.py")
+# The fast path of a node with traffic: what netfilter denies, and what may happen to flows that netfilter does not see.
+_POLICY = ("test_lab_network_policy.py", "test_lab_fast_path_beside_others.py")
+_LAB = (
+    *("test_conntrack_create.py", "test_lab_fast_path_handover.py", "test_lab_fast_path_full.py"),
+    *("test_lab_fast_path_trouble.py", "test_lab_foreign_programs.py"),
+)
 SUITES = (
     Suite("start", (f"{_CASES}/test_guest_start.py",), "", first=True),
     Suite("refused", (f"{_CASES}/test_guest_refused.py",), "", refused=True),
     Suite("old", (f"{_CASES}/test_guest_old.py",), "", refused=True),
     Suite("load", (f"{_CASES}/test_guest_load.py",), "refused or plain or everything"),
     Suite("fast", (f"{_CASES}/test_guest_fast.py",), "not restart"),
+    Suite(
+        "policy",
+        tuple(f"tests/netns/{name}" for name in _POLICY),
+        "added_counts_at_once and ipv4 and iptables-legacy",
+        limit=_LONG,
+        few_rights=True,
+    ),
+    Suite("spoofing", ("tests/netns/test_lab_fast_path_spoofing.py",), limit=_LONG, few_rights=True),
+    Suite("lab", tuple(f"tests/netns/{name}" for name in _LAB), limit=_LONG, few_rights=True),
     Suite("unit", tuple(f"tests/unit/{name}" for name in _UNIT), ""),
     # Two of them are about sixty thousand ports and about two processors.
     Suite(
         "packet",
         tuple(f"tests/packet/test_{name}.py" for name in _PACKET),
         _PACKET_QUICK,
+        limit=_LONG,
     ),
     Suite("sctp", (f"{_CASES}/test_guest_sctp.py",), "ipv4 or refused"),
     Suite("underlays", (f"{_CASES}/test_guest_underlays.py",), "vxlan and not pod_keeps"),
@@ -58,7 +88,7 @@ SUITES = (
 
 
 def chosen(names: str) -> tuple[Suite, ...]:
-    """The suites of a run: "all", some by their names, or what runs where nobody said anything."""
+    """The suites of a run: "all", some by their names, or the default."""
     if names == "all":
         return SUITES
     if names:
@@ -74,8 +104,5 @@ def paths(names: str) -> list[str]:
 
 #: Loaded after the first suites, if the kernel has them: tests write settings that come with them.
 MODULES = ("nf_conntrack", "nf_nat", "br_netfilter")
-#: A command behind this one has the capabilities that the DaemonSet gives the agent, and no others.
-_NAMES = "-all,+bpf,+net_admin,+perfmon"
-THREE_CAPABILITIES = ("setpriv", f"--bounding-set={_NAMES}", f"--inh-caps={_NAMES}")
-#: Kernels that must be refused: the agent has to say why, in one line.
+#: Kernels that must be refused: the agent has to log the reason, in one line.
 REFUSED = ("5.10",)

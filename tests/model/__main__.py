@@ -18,6 +18,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=50, help="steps of each (default: 50)")
     parser.add_argument("--seed", type=int, default=None, help="of the first stream; the next has the next number")
     parser.add_argument("--seconds", type=float, default=0.0, help="begin no stream after that time")
+    parser.add_argument("--shrink", type=float, default=600.0, help="seconds for making a finding small")
     parser.add_argument("--only", default="", help="numbers of the steps, as a finding names them: 3,7,12")
     parser.add_argument("--without", default="", help="names of steps that are left out: kill,restart")
     parser.add_argument("--verbose", action="store_true", help="print every step")
@@ -39,16 +40,19 @@ def main() -> int:
                 failed += 1
                 print(f"seed {current}: {error}", flush=True)
                 if not options.only:
-                    finding(model, current, [n for n in only if error.step < 0 or n <= error.step])
+                    finding(model, current, [n for n in only if error.step < 0 or n <= error.step], options.shrink)
             print(f"seed {current}: {done} streams, {failed} failed, {time.monotonic() - begun:.0f} s", flush=True)
     print(f"{done} streams of {len(only)} steps from seed {seed}: {failed} failed; {model.checks} comparisons")
     return 1 if failed else 0
 
 
-def finding(model: Model, seed: int, numbers: list[int]) -> None:
-    """Print the fewest steps that still fail."""
+def finding(model: Model, seed: int, numbers: list[int], seconds: float) -> None:
+    """Print the fewest steps that still fail, as far as that is known after so many seconds."""
+    end = time.monotonic() + seconds
 
     def fails(fewer: object) -> bool:
+        if time.monotonic() > end:
+            return False
         try:
             run(model, seed, fewer)  # type: ignore[arg-type]
         except WrongError:

@@ -145,7 +145,7 @@ def externals(service: Object) -> list[str]:
 
 
 def given(world: World) -> dict[Name, set[Frontend]]:
-    """Whose an address is: the frontends that each service port gets (docs/objects.md)."""
+    """Address conflicts: the frontends that each service port gets (docs/objects.md)."""
     every = drafts(world)
     node_addresses = {
         each["address"] for node in of_kind(world, "Node").values() for each in node["status"]["addresses"]

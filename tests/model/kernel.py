@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the kernel holds, read by system calls of its own, and from bpf/*.h instead of the agent's layouts.
+"""What the kernel holds, read by separate system calls, and from bpf/*.h instead of the agent's layouts.
 
 Nothing here is shared with the agent: neither libbpf, nor BTF, nor its netlink code. Functions that look at a network
 namespace run inside it (``Namespace.call``).
@@ -157,7 +157,7 @@ class Backend(NamedTuple):
 
 
 class Policies(NamedTuple):
-    """What ``service_configs`` says besides the lists."""
+    """The fields of ``service_configs`` other than the lists."""
 
     any_endpoints: bool = False
     internal_local: bool = False
@@ -216,7 +216,7 @@ def _words(maps: Path, name: str, numbers: Iterator[int]) -> list[int]:
 def services(maps: Path, everything: int = 0) -> Services:
     """Read the service maps; Broken if they do not fit together.
 
-    ``everything``: how many words of ``services`` to look at, besides those of known service ports.
+    ``everything``: how many words of ``services`` to look at, in addition to those of known service ports.
     """
     dump = _dumps(maps)
     garbage: Counter[str] = Counter()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A stream: random steps against one agent, after each of which the kernel must be as the model says.
+"""A stream: random steps against one agent, after each of which the kernel must agree with the model.
 
-Every step draws from a generator of its own, seeded by the stream's seed and the step's number. So a step that is left
+Every step draws from its own generator, seeded by the stream's seed and the step's number. So a step that is left
 out does not change what the others draw, which makes shrinking work.
 """
 
@@ -12,6 +12,7 @@ import signal
 import struct
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,7 +28,9 @@ CHANGE, REPAIR, START = 20.0, 40.0, 90.0
 #: How often the agent looks whether others have changed its maps.
 SYNC_PERIOD = "1s"
 MARKER_FILE = "zz.json"
-MARKER = ("marker", "marker", "", "TCP", 4)
+MARKER_ADDRESS = "10.96.255.1"
+#: Longest wait for the marker alone, in seconds: what keeps it away is for the comparison to say.
+WAIT = 5.0
 SIZES = {
     **dict.fromkeys(("frontends4", "frontends6", "services", "serviceNames", "serviceConfigs", "slots"), 2048),
     **dict.fromkeys(("backends4", "backends6", "endpoints4", "endpoints6", "sourceRanges4", "sourceRanges6"), 2048),
@@ -40,7 +43,7 @@ _DAMAGED = (
 
 
 class WrongError(AssertionError):
-    """The kernel is not as the model says: at which step, and how it differs."""
+    """The kernel does not agree with the model: at which step, and how it differs."""
 
     def __init__(self, step: int, what: str, text: str) -> None:
         super().__init__(f"step {step} ({what}): {text}")
@@ -96,6 +99,7 @@ class Model:
         #: A stream has begun, and not ended well.
         self.broken = False
         self._marker = 0
+        self._frontends: Path | None = None
         self._table = ""
 
     # ---- the agent ----------------------------------------------------------------------------------------------
@@ -134,12 +138,14 @@ class Model:
     def reset(self) -> None:
         """An empty node: no objects but the Nodes, the devices of the lab, default settings.
 
-        An agent that has ended a stream well goes on, if it has these settings; otherwise nothing of it stays.
+        An agent that has ended a stream well continues, or is started anew if it has other settings. After a finding
+        nothing of it stays.
         """
         goes_on = self.agent.process is not None and self.settings == Settings() and not self.broken
         if not goes_on and self.agent.process is not None:
             self.agent.kill()
-            self.agent.cleanup()
+            if self.broken:
+                self.agent.cleanup()
         for name in [*self.folder.files]:
             self.folder.remove(name)
         self.settings = Settings()
@@ -164,9 +170,20 @@ class Model:
             "apiVersion": "v1",
             "kind": "Service",
             "metadata": {"namespace": "marker", "name": "marker", "creationTimestamp": "2020-01-01T00:00:00Z"},
-            "spec": {"clusterIP": "10.96.255.1", "ports": [{"port": self._marker}]},
+            "spec": {"clusterIP": MARKER_ADDRESS, "ports": [{"port": self._marker}]},
         }
         self.folder.write(MARKER_FILE, [(marker, True)])
+
+    def _is_marked(self) -> bool:
+        """Whether the object of the file that is read last is in force."""
+        key = kernel.FRONTEND_KEY[4].pack(ip_address(MARKER_ADDRESS).packed, self._marker, 6)
+        try:
+            self._frontends = self._frontends or self.agent.pin("frontends4")
+            with Map(self._frontends) as each:
+                return each.get(key) is not None
+        except (OSError, LabError):
+            self._frontends = None
+            return False
 
     @property
     def pins(self) -> Path:
@@ -176,11 +193,16 @@ class Model:
     # ---- the comparison -----------------------------------------------------------------------------------------
 
     def settle(self, step: int, what: str, seconds: float, thorough: bool = False) -> None:
-        """Wait until the kernel is as the model says. WrongError if it is not in time."""
+        """Wait until the kernel agrees with the model. WrongError if it is not in time."""
         world = World(self.folder.objects(), self.settings)
         wanted = expected.ports(world)
         begun = time.monotonic()
         pause = 0.004
+        # Reading all maps costs a hundred times as much as looking whether the last file was read.
+        while not self._is_marked() and time.monotonic() - begun < min(seconds * self.patience, WAIT):
+            if self.agent.process is None or self.agent.process.poll() is not None:
+                break
+            time.sleep(pause)
         while True:
             if self.agent.process is None or self.agent.process.poll() is not None:
                 status = self.agent.wait_ended()
@@ -409,7 +431,7 @@ class Model:
         return self._ip(f"route {chance.choice(('replace', 'del'))} 198.18.{n}.0/24 via 192.0.2.1")
 
     def _damage_a_map(self, chance: random.Random) -> str:
-        """Somebody writes into a map of the agent, or deletes from it."""
+        """Another process writes into a map of the agent, or deletes from it."""
         names = list(_DAMAGED)
         chance.shuffle(names)
         # Most of them are empty on a node with few Services.
@@ -517,9 +539,9 @@ def _difference(wanted: Any, found: Any) -> str:
         return "; ".join(f"{key}: {found.get(key)}, not {wanted.get(key)}" for key in keys[:4])
     if isinstance(wanted, tuple) and isinstance(found, tuple) and hasattr(wanted, "_fields"):
         return "; ".join(
-            f"{field}: {theirs}, not {ours}"
-            for field, ours, theirs in zip(wanted._fields, wanted, found, strict=True)
-            if ours != theirs
+            f"{field}: {actual}, not {expected}"
+            for field, expected, actual in zip(wanted._fields, wanted, found, strict=True)
+            if expected != actual
         )
     return f"{found}, not {wanted}"
 

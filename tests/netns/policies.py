@@ -12,8 +12,15 @@ from pyebpf_proxy.lab.namespace import Namespace
 KINDS = ("nft", "nft set", "iptables-nft", "iptables-legacy", "ipset", "ipset-legacy")
 
 
+#: Of nftables' chains: before masquerading, and behind it.
+PRIORITIES = {"forward": 10, "postrouting": 10, "postrouting, masqueraded": 150}
+
+
 class Policy:
-    """Rules on a node for one family. ``hook``: forward, or postrouting. ``established``: its flows are accepted."""
+    """Rules on a node for one family. ``established``: its flows are accepted.
+
+    ``hook``: forward, or postrouting; ``postrouting, masqueraded``, for nft only, sees the new source address.
+    """
 
     def __init__(
         self, node: Namespace, kind: str, family: int, established: bool = True, hook: str = "forward"
@@ -34,7 +41,7 @@ class Policy:
             lines = [
                 "table inet denies {",
                 f"set denied {{ type {address} . {address}; }}",
-                f"chain c {{ type filter hook {self._hook} priority 10; policy accept;",
+                f"chain c {{ type filter hook {self._hook.partition(',')[0]} priority {PRIORITIES[self._hook]};",
                 "ct state established,related accept" if established else "",
                 f"{self._ip} saddr . {self._ip} daddr @denied drop",
                 "}",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A client and a server with a router between them that has connection tracking and nothing of ours.
+"""A client and a server with a router between them that has connection tracking and no agent.
 
 The router's firewall lets through what conntrack calls established, both by nft and by iptables; what it calls invalid
 is dropped and counted. New flows pass only between `opened` and `closed`.
@@ -121,7 +121,7 @@ class Router:
         self.router.run("conntrack", "-F")
 
     def create(self, *entries: Entry) -> list[Result]:
-        """Our own code, on the router."""
+        """This package's code, on the router."""
         return self.router.call(create.create_now, entries)
 
     def listed(self, family: int) -> list[str]:

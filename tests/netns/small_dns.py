@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A DNS server: every name has the addresses that it is told; those of names that begin with ``big`` only by TCP."""
+"""A DNS server: every name has the configured addresses; those of names that begin with ``big`` only by TCP."""
 
 from __future__ import annotations
 

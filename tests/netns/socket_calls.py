@@ -43,7 +43,7 @@ def read_http(sock: socket.socket) -> Answer:
 
 def looks_connected(sock: socket.socket, place: Place) -> None:
     peer = sock.getpeername()[:2]
-    assert peer == place, f"getpeername says {peer}"
+    assert peer == place, f"getpeername returns {peer}"
 
 
 def asked(sock: socket.socket, place: Place) -> Answer:
@@ -93,7 +93,7 @@ def tcp_connected(place: Place, own: str) -> list[Answer]:
 
 
 def tcp_bound(place: Place, own: str) -> list[Answer]:
-    """To an address and a port of its own, which the endpoint sees."""
+    """To an address and port of one node, which the endpoint sees."""
     with opened(place, socket.SOCK_STREAM) as sock:
         sock.bind((own, 0))
         name = _text(sock.getsockname())
@@ -177,7 +177,7 @@ def tcp_zero_copy(place: Place, own: str) -> list[Answer]:
             sent += sock.send(request[sent:], MSG_ZEROCOPY)
         answer = read_http(sock)
         assert answer.received == len(request)
-        # The kernel says that it needs the pages no more.
+        # The kernel reports that it does not need the pages any more.
         _, ancillary, _, _ = sock.recvmsg(1, 512, socket.MSG_ERRQUEUE)
         assert ancillary
         return [answer]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Both ends of one TCP connection in a lab, step by step: what a test says next is the next packet."""
+"""Both ends of one TCP connection in a lab, step by step: each call of a test is the next packet."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class End:
         self.namespace.call(_accept, self.name, port)
 
     def connect(self, address: str, port: int, own_port: int) -> None:
-        """OSError, TimeoutError if nobody answers."""
+        """OSError, TimeoutError without an answer."""
         self.namespace.call(_connect, self.name, address, port, own_port)
 
     def resume(self, address: str, port: int, own_port: int) -> None:
@@ -48,7 +48,7 @@ class End:
         self.namespace.call(_resume, self.name, address, port, own_port)
 
     def say(self, data: bytes) -> None:
-        """The kernel has it; nobody waits for it to arrive."""
+        """The kernel has it; this does not wait for it to arrive."""
         self.namespace.call(_say, self.name, data)
 
     def hear(self, size: int) -> bytes:

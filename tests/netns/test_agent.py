@@ -6,10 +6,11 @@ from __future__ import annotations
 import signal
 import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from pyebpf_proxy.lab.agent import command
+from pyebpf_proxy.lab.agent import FEW_RIGHTS, command
 from pyebpf_proxy.lab.client import ANSWERED, ask
 from pyebpf_proxy.lab.cluster import Lab
 from tests.support.lab_services import Kind, write_services
@@ -45,8 +46,26 @@ def test_a_firewall_that_flushes_nftables_is_survived(started: Lab, family: int)
     node = started.nodes[0]
     address = WEB.target("LoadBalancer", node).address.of(family)
     node.namespace.run("nft", "flush", "ruleset")
-    wait_until(lambda: "chain translate" in node.namespace.run("nft", "list", "ruleset"), "our table is back")
+    wait_until(lambda: "chain translate" in node.namespace.run("nft", "list", "ruleset"), "the agent's table is back")
     assert started.client.call(ask, address, 80).kind == ANSWERED
+
+
+@pytest.mark.parametrize("few", [False, True])
+def test_one_variable_takes_rights_from_the_agents_of_a_lab(
+    small: Lab, monkeypatch: pytest.MonkeyPatch, few: bool
+) -> None:
+    """CAP_BPF, CAP_NET_ADMIN and CAP_PERFMON are left."""
+    node = small.nodes[0]
+    monkeypatch.setenv(FEW_RIGHTS, "1" if few else "0")
+    node.agent.start(QUICK)
+    try:
+        node.agent.wait_synced()
+        assert node.agent.process is not None
+        status = Path(f"/proc/{node.agent.process.pid}/status").read_text()
+        assert (f"CapEff:\t{1 << 12 | 1 << 38 | 1 << 39:016x}\n" in status) == few
+        assert small.client.call(ask, WEB.target("LoadBalancer", node).address.v4, 80).kind == ANSWERED
+    finally:
+        node.agent.stop()
 
 
 def test_a_second_agent_on_the_same_folder_goes_away_and_the_first_goes_on(started: Lab) -> None:

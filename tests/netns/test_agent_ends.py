@@ -62,7 +62,7 @@ def test_node_cidr_waits_for_pod_cidrs_and_ends_when_they_change(lab: Lab) -> No
     Log(node.agent).some(Message.POD_CIDRS_CHANGED)
 
 
-def test_a_deleted_node_is_told_and_keeps_its_addresses(lab: Lab) -> None:
+def test_a_deleted_node_is_logged_and_keeps_its_addresses(lab: Lab) -> None:
     node = lab.nodes[0]
     write_nodes(lab)
     node.agent.start({"nodePortAddresses": ["primary"], "detectLocalMode": "NodeCIDR"})
@@ -79,8 +79,8 @@ def test_a_node_with_one_family_and_pods_of_the_other_does_not_start(lab: Lab) -
     node.namespace.sysctl({"net.ipv6.conf.all.disable_ipv6": 1})
     node.agent.start({"clusterCIDR": "fd00:10::/48"})
     assert node.agent.wait_ended() == 1
-    said = f"{Message.CONFIGURATION_INCORRECT}: cluster is IPv4-only but clusterCIDRs contains only IPv6 addresses"
-    Log(node.agent).some(said)
+    output = f"{Message.CONFIGURATION_INCORRECT}: cluster is IPv4-only but clusterCIDRs contains only IPv6 addresses"
+    Log(node.agent).some(output)
     assert not (node.agent.directory / "bpf" / "pyebpf-proxy").exists()
 
 

@@ -3,7 +3,7 @@
 
 ``CHANGES_ROUNDS`` repeats every course, ``CHANGES_SEED`` and ``CHANGES_STEPS`` choose the made-up one,
 ``CHANGES_FAST`` turns the fast path on.
-docs/changes-under-load.md says what is guaranteed, and how this shows it.
+docs/changes-under-load.md describes what is guaranteed, and how this is tested.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conntrack entries that we make for flows which conntrack has never seen carry them: real packets, a real firewall."""
+"""Conntrack entries made for flows that conntrack has never seen: they carry real packets, a real firewall."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Connection:
 
     def made(self, state: TcpState = TcpState.ESTABLISHED) -> None:
         """The entry exists again."""
-        time.sleep(0.1)  # Acknowledgements of what was said last are underway.
+        time.sleep(0.1)  # Acknowledgements of the last data are underway.
         self.router.forgotten()
         (result,) = self.router.create(self.entry._replace(state=state))
         assert result.outcome is Outcome.CREATED
@@ -166,12 +166,12 @@ def test_one_entry_for_each_direction_makes_room(
     """As packets make them that are forged in the names of the frontend and of the endpoint."""
     router.forgotten()
     it = entry(protocol, family, next(_ports), masqueraded)
-    beside = it._replace(client=(it.client[0], next(_ports)), source=None)
+    other = it._replace(client=(it.client[0], next(_ports)), source=None)
     forged = [
         it._replace(client=it.frontend, frontend=it.client, endpoint=it.client, source=None),
         it._replace(client=it.endpoint, frontend=it.seen, endpoint=it.seen, source=None),
     ]
-    outcomes = [result.outcome for result in router.create(beside, *forged, it)]
+    outcomes = [result.outcome for result in router.create(other, *forged, it)]
     assert outcomes == [Outcome.CREATED, Outcome.CREATED, Outcome.CREATED, Outcome.REPLACED]
     lines = router.listed(family)
     assert len(lines) == 2, "nothing else is touched"
@@ -204,7 +204,7 @@ def test_datagrams_that_had_another_endpoint_make_room(router: Router, family: i
     assert f"sport={TARGET}" in line
 
 
-# ---- TCP that goes on ----------------------------------------------------------------------------------------------
+# ---- TCP that continues ----------------------------------------------------------------------------------------------
 
 
 def test_without_the_entry_nothing_passes(connection: Connection) -> None:

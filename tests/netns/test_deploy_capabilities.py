@@ -59,13 +59,13 @@ def test_with_what_the_manifest_gives_it_serves(small: Lab, family: int, protoco
         container.start()
         wait_ready(small.nodes[0], container)
         warnings = Log(container).lines(level="warning")
-        told = (Message.NODE_PORT_ADDRESSES_UNSET, Message.OOM_SCORE_FAILS, Message.ONE_VALUE_FOR_ALL)
-        assert all(any(part in line.text for part in told) for line in warnings), warnings
+        expected = (Message.NODE_PORT_ADDRESSES_UNSET, Message.OOM_SCORE_FAILS, Message.ONE_VALUE_FOR_ALL)
+        assert all(any(part in line.text for part in expected) for line in warnings), warnings
         before = reasons(node)
-        for who in (pod_client(small.pods["asking"]), node_client(node), outside_client(small)):
-            target = WEB.target("NodePort" if who.kind == "external" else "ClusterIP", node)
-            outcome = who.namespace.call(ask, target.address.of(family), target.ports[protocol], protocol)
-            assert outcome.kind == ANSWERED, (who.name, outcome)
+        for origin in (pod_client(small.pods["asking"]), node_client(node), outside_client(small)):
+            target = WEB.target("NodePort" if origin.kind == "external" else "ClusterIP", node)
+            outcome = origin.namespace.call(ask, target.address.of(family), target.ports[protocol], protocol)
+            assert outcome.kind == ANSWERED, (origin.name, outcome)
         # The node's own process needs no packet translated.
         assert served_by(before, reasons(node)) == {"tc": 2, "socket": 1}
 
@@ -99,7 +99,7 @@ def test_the_metrics_that_alerts_and_dashboard_ask_for_are_there(small: Lab) -> 
 
 
 def test_it_ends_by_sigterm_and_another_pod_takes_over(small: Lab) -> None:
-    """It is process 1 of its pod; pins and lock are the node's, so traffic goes on in between and after."""
+    """It is process 1 of its pod; pins and lock are the node's, so traffic continues in between and after."""
     node = small.nodes[0]
     target = WEB.target("LoadBalancer", node)
     for _ in range(2):
@@ -184,7 +184,7 @@ NUMBERS = {"x86_64": (321, 298, 250, 248, 425), "aarch64": (280, 241, 219, 217, 
 
 
 def answers(lab: Lab, specification: manifests.Object) -> dict[str, str]:
-    """What the kernel says to each of those calls in such a container."""
+    """The kernel's answer to each of those calls in such a container."""
     (container,) = specification["containers"]
     container["command"], container["args"] = [sys.executable, "-c", CALLS.replace("NUMBERS", repr(NUMBERS))], []
     with contained(lab.nodes[0], specification) as made:
@@ -247,10 +247,10 @@ def test_t13_the_apparmor_profile_is_in_force_and_the_agent_serves(small: Lab) -
     with contained(small.nodes[0], specification) as made:
         made.start()
         made.wait_ended()
-        said = made.log().splitlines()
-    assert said[0] == f"{apparmor.NAME} (enforce)"
-    assert re.search("mkdir: .*/sys/fs/bpf/mine.*: Permission denied", said[1]), said
-    assert said[2] == "made"
+        output = made.log().splitlines()
+    assert output[0] == f"{apparmor.NAME} (enforce)"
+    assert re.search("mkdir: .*/sys/fs/bpf/mine.*: Permission denied", output[1]), output
+    assert output[2] == "made"
     with contained(small.nodes[0], pod(small)) as agent:
         agent.start()
         wait_ready(small.nodes[0], agent)
@@ -261,14 +261,14 @@ def test_t13_the_apparmor_profile_is_in_force_and_the_agent_serves(small: Lab) -
         assert asking.call(ask, target.address.v4, target.ports["tcp"]).kind == ANSWERED
 
 
-def test_without_the_nodes_bpffs_it_says_so(small: Lab) -> None:
+def test_a_missing_bpffs_of_the_node_is_reported(small: Lab) -> None:
     with contained(small.nodes[0], pod(small, without="pins")) as container:
         container.start()
         assert container.wait_ended() == 1
         Log(container).some(Message.NO_BPFFS, "mount -t bpf bpf /sys/fs/bpf")
 
 
-def test_without_the_nodes_cgroups_it_says_so(small: Lab) -> None:
+def test_missing_cgroups_of_the_node_are_reported(small: Lab) -> None:
     """All it sees then is its own cgroup, as the root of a hierarchy."""
     with contained(small.nodes[0], pod(small, without="cgroup")) as container:
         container.start()
@@ -290,13 +290,13 @@ def test_s11_it_sees_and_writes_only_its_own_part_of_the_nodes_file_systems(smal
     with contained(small.nodes[0], specification) as made:
         made.start()
         made.wait_ended()
-        said = made.log().splitlines()
-    assert said[0] == "pyebpf-proxy"
-    below = {line.removeprefix("/host/proc/sys/net") for line in said if line.startswith("/host/proc/sys/net")}
+        output = made.log().splitlines()
+    assert output[0] == "pyebpf-proxy"
+    below = {line.removeprefix("/host/proc/sys/net") for line in output if line.startswith("/host/proc/sys/net")}
     folders = {"", "/netfilter", "/ipv4", "/ipv4/conf", "/ipv4/conf/all"}
     assert below == {*folders, "/ipv4/conf/all/route_localnet"}
-    assert "written" in said
-    assert sum("ip_forward" in line or "/sys/fs/bpf/mine" in line for line in said) == 2, said
+    assert "written" in output
+    assert sum("ip_forward" in line or "/sys/fs/bpf/mine" in line for line in output) == 2, output
 
 
 def test_the_capabilities_of_its_own_are_all_it_has(small: Lab) -> None:
@@ -308,16 +308,16 @@ def test_the_capabilities_of_its_own_are_all_it_has(small: Lab) -> None:
     with contained(small.nodes[0], specification) as made:
         made.start()
         made.wait_ended()
-        said = made.log()
+        output = made.log()
     bits = sum(1 << {"NET_ADMIN": 12, "PERFMON": 38, "BPF": 39}[name] for name in NEEDED)
     for name in ("CapPrm", "CapEff", "CapBnd"):
-        assert f"{name}:\t{bits:016x}" in said
-    assert said.count("Read-only file system") == 3, said
-    assert "\n1\n" in said
-    assert "\n2\n" not in said, "it sees processes of the machine"
+        assert f"{name}:\t{bits:016x}" in output
+    assert output.count("Read-only file system") == 3, output
+    assert "\n1\n" in output
+    assert "\n2\n" not in output, "it sees processes of the machine"
 
 
-def test_doctor_says_what_it_cannot_see(small: Lab) -> None:
+def test_doctor_reports_what_it_cannot_see(small: Lab) -> None:
     """The container's own /etc/cni and /sys/fs/bpf are not the node's."""
     specification = pod(small)
     (container,) = specification["containers"]

@@ -12,9 +12,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.faults import faults, measure
+from pyebpf_proxy.lab.addresses import cluster_ip
+from tests.faults import measure, of_node, of_process
 from tests.faults.faults import FAULTS
-from tests.faults.ground import MEANWHILE, Ground, wait_until
+from tests.faults.ground import MEANWHILE, SHOP, Ground, answers, wait_until
 from tests.faults.measure import Fault, Outcome
 from tests.support.damage import CannotBeMadeError
 from tests.support.logs import Log, Message
@@ -39,6 +40,9 @@ def put(ground: Ground, name: str) -> Outcome:
     except CannotBeMadeError as error:
         ground.end_traffic()
         pytest.skip(str(error))
+    except BaseException:
+        ground.end_traffic()
+        raise
     for file in ("meanwhile", "afterwards"):
         (ground.lab.manifests / f"{file}.yaml").unlink()
     wait_until(lambda: not ground.serves(MEANWHILE), "it is gone")
@@ -54,9 +58,11 @@ def put(ground: Ground, name: str) -> Outcome:
     [
         ("stopped", "does not respond"),
         ("killed", "the agent is not running"),
-        ("disk-full", ""),
-        ("read-only", ""),
+        ("memory", "the agent is not running"),
+        ("disk-full", "cannot be written to: its file system is full"),
+        ("read-only", "cannot be written to: it is read-only"),
         ("renamed", ""),
+        ("moved", ""),
         ("neighbours", ""),
         ("descriptors", "cannot be read: Too many open files"),
     ],
@@ -66,22 +72,45 @@ def test_no_connection_notices(ground: Ground, name: str, named: str) -> None:
     assert any(named in text for text in (*found.status, *found.log)) or not named, found
 
 
-def test_rules_that_are_flushed_are_back_at_once(ground: Ground) -> None:
-    """By a notification, which is what the line says, and not at the next sync, up to half a minute later."""
+def test_overrun_netlink_sockets_are_counted_and_harm_no_connection(ground: Ground) -> None:
+    """The kernel's count of dropped messages is checked by the fault itself."""
+    found = put(ground, "netlink")
+    assert found.metrics.get("netlink_overruns: route", 0) > 0, found
 
-    def said() -> int:
+
+@pytest.mark.parametrize("name", ["source-ports-udp", "source-ports-ipv6"])
+def test_flows_without_a_source_port_are_counted_and_named(ground: Ground, name: str) -> None:
+    found = put(ground, name)
+    assert found.metrics["conntrack_refusals: insert_failed"] >= 20, found
+    assert any("conntrack refused a new flow whose ports are in use" in text for text in found.status), found
+
+
+def test_rules_that_are_flushed_are_back_at_once(ground: Ground) -> None:
+    """By a notification, as the log line reports, and not at the next sync, up to half a minute later."""
+
+    def logged() -> int:
         return len(Log(ground.proxy.complaints()).lines(Message.TABLE_RESTORED))
 
-    before = said()
-    with faults.rules_flushed(ground):
-        wait_until(lambda: faults.has_rules(ground), "the table is back")
+    before = logged()
+    with of_node.rules_flushed(ground):
+        wait_until(lambda: of_node.has_rules(ground), "the table is back")
     # The line follows the table.
-    wait_until(lambda: said() > before, "the agent logs it")
-    assert said() == before + 1
+    wait_until(lambda: logged() > before, "the agent logs it")
+    assert logged() == before + 1
+
+
+def test_socket_programs_that_are_detached_are_back_within_a_second(ground: Ground) -> None:
+    """The next sync, which repairs everything, can be half a minute away."""
+    log = Log(ground.node.agent).from_now()
+    with of_node.sockets_detached(ground):
+        assert not of_node.has_socket_programs(ground)
+        wait_until(lambda: of_node.has_socket_programs(ground), "the programs are back", 5.0)
+    log.wait(Message.SOCKET_PROGRAMS_ATTACHED_AGAIN)
+    assert ground.node.namespace.call(answers, cluster_ip(SHOP), 80)
 
 
 def test_the_fast_path_opens_again_when_there_are_descriptors_again(ground: Ground) -> None:
-    """No event tells of it: rules that could not be read are read again."""
+    """No event reports it: rules that could not be read are read again."""
 
     def closed() -> bool:
         page = ground.proxy.metrics()
@@ -89,9 +118,9 @@ def test_the_fast_path_opens_again_when_there_are_descriptors_again(ground: Grou
 
     wait_until(lambda: not closed(), "the fast path is open")
     log = Log(ground.node.agent).from_now()
-    with faults.no_descriptors(ground):
-        # Somebody's rule: the rules are read, which fails.
-        ground.node.namespace.run("nft", "add", "table", "inet", "somebodys")
+    with of_process.no_descriptors(ground):
+        # A foreign rule: the rules are read, which fails.
+        ground.node.namespace.run("nft", "add", "table", "inet", "foreign")
         log.wait("iptables-legacy could not be read")
     wait_until(lambda: not closed(), "the fast path is open again")
 

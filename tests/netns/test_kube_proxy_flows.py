@@ -14,10 +14,10 @@ from pyebpf_proxy import KUBERNETES_VERSION
 from tests import ROOT
 from tests.flows import recordings
 from tests.flows.differences import DIFFERENCES
-from tests.flows.flow import Flow
-from tests.flows.ours import WAYS, Ours
+from tests.flows.flow import Flow, Ground
+from tests.flows.pyebpf_proxy import WAYS, PyebpfProxy
 from tests.flows.scenarios import MODES, Scenario, all_scenarios
-from tests.flows.world import FlowWorld, new_world
+from tests.flows.world import LOST_OF, FlowWorld, new_world
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs_bpf]
 
@@ -68,12 +68,13 @@ def test_flows_end_as_with_kube_proxy(
     answers = recorded[mode][scenario.name]
     flows = list(scenario.flows())
     assert {flow.key for flow in flows} == set(answers), "make record has not been run since the scenario was changed"
-    proxy = Ours(world, way)
+    proxy = PyebpfProxy(world, way)
     flows = [flow for flow in flows if is_asked(flow, way)]
     assert flows
     try:
         proxy.start(mode, scenario)
-        wrong = world.compare(flows, [answers[flow.key] for flow in flows], _shown)
+        ground = Ground(mode, scenario.config)
+        wrong = world.compare(flows, ground, [answers[flow.key] for flow in flows], _shown)
     finally:
         proxy.stop()
     assert not wrong, f"{len(wrong)} of {len(flows)} flows:\n" + "\n".join(wrong[:40])
@@ -82,13 +83,12 @@ def test_flows_end_as_with_kube_proxy(
 def test_t2_silence_that_was_asked_again_is_counted(world: FlowWorld, capsys: pytest.CaptureFixture[str]) -> None:
     """A machine that is busy loses an answer now and then; a proxy that loses them would, too."""
     with capsys.disabled():
-        print(f"\n  {world.asked} requests, {world.lost} of them lost and asked again")
-    assert world.asked > 0
-    assert world.lost <= world.asked / 50
+        print(f"\n  {world.silence}")
+    assert not world.silence.too_much(LOST_OF), str(world.silence)
 
 
 def test_every_listed_difference_is_shown_by_a_flow_and_has_its_reason() -> None:
     """Needs the run of all cases before it."""
     assert set(DIFFERENCES) == _shown
-    section = DOCUMENT.read_text().partition("\n## In what becomes of packets\n")[2].partition("\n## ")[0]
+    section = DOCUMENT.read_text().partition("\n## In packet handling\n")[2].partition("\n## ")[0]
     assert re.findall(r"^### (.+)$", section, re.MULTILINE) == list(DIFFERENCES)

@@ -35,7 +35,7 @@ _numbers = itertools.count(1)
 
 
 @pytest.fixture
-def room() -> Iterator[Namespace]:
+def namespace() -> Iterator[Namespace]:
     namespace = Namespace(f"pep-left-{os.getpid()}-{next(_numbers)}")
     namespace.create()
     try:
@@ -50,61 +50,61 @@ def kind(request: pytest.FixtureRequest) -> str:
     return value
 
 
-def test_rules_go_and_those_of_others_stay_as_they_are(room: Namespace, kind: str, family: int) -> None:
-    restore(room, kind, family, FOREIGN)
-    load_kube_proxy(room, kind, family)
-    restore(room, kind, family, FOREIGN_LATER)
-    before = saved(room, kind, family)
+def test_rules_go_and_those_of_others_stay_as_they_are(namespace: Namespace, kind: str, family: int) -> None:
+    restore(namespace, kind, family, FOREIGN)
+    load_kube_proxy(namespace, kind, family)
+    restore(namespace, kind, family, FOREIGN_LATER)
+    before = saved(namespace, kind, family)
     wanted = without_kube_proxy(before)
     assert len(before) > len(wanted) + 100  # or this test sees nothing
     # ip6tables-nft-restore of iptables 1.8.9 takes no counters.
     assert any("[7:420]" in line for line in wanted) or (kind, family) == ("nft", 6)
 
-    report = remove(room)
+    report = remove(namespace)
     assert report.problems == []
     assert [line.split(":")[0] for line in report.removed] == [f"iptables-{kind} IPv{family}"]
-    assert saved(room, kind, family) == wanted
+    assert saved(namespace, kind, family) == wanted
 
-    assert remove(room) == Report()
-    assert saved(room, kind, family) == wanted
+    assert remove(namespace) == Report()
+    assert saved(namespace, kind, family) == wanted
 
 
-def test_both_variants_and_families_at_once(room: Namespace) -> None:
+def test_both_variants_and_families_at_once(namespace: Namespace) -> None:
     pairs = [(kind, family) for kind in ("nft", "legacy") for family in (4, 6)]
     for pair in pairs:
-        load_kube_proxy(room, *pair)
-    assert room.call(leftovers.running) == {"iptables"}
-    report = remove(room, at_start=True)
+        load_kube_proxy(namespace, *pair)
+    assert namespace.call(leftovers.running) == {"iptables"}
+    report = remove(namespace, at_start=True)
     assert report.problems == []
     assert len(report.removed) == 4
     for pair in pairs:
-        assert not [line for line in saved(room, *pair) if "KUBE-" in line and "KUBE-FIREWALL" not in line]
-    assert room.call(leftovers.running) == set()
+        assert not [line for line in saved(namespace, *pair) if "KUBE-" in line and "KUBE-FIREWALL" not in line]
+    assert namespace.call(leftovers.running) == set()
 
 
-def test_the_canary_is_seen_in_either_variant(room: Namespace, kind: str, family: int) -> None:
-    assert room.call(leftovers.running) == set()
-    load_kube_proxy(room, kind, family)
-    assert room.call(leftovers.running) == {"iptables"}
+def test_the_canary_is_seen_in_either_variant(namespace: Namespace, kind: str, family: int) -> None:
+    assert namespace.call(leftovers.running) == set()
+    load_kube_proxy(namespace, kind, family)
+    assert namespace.call(leftovers.running) == {"iptables"}
 
 
-def test_looking_makes_no_table(room: Namespace) -> None:
-    assert remove(room) == Report()
-    assert room.call(leftovers.running) == set()
-    assert room.run("cat", "/proc/net/ip_tables_names", "/proc/net/ip6_tables_names") == ""
-    assert room.run("nft", "list", "ruleset") == ""
+def test_looking_makes_no_table(namespace: Namespace) -> None:
+    assert remove(namespace) == Report()
+    assert namespace.call(leftovers.running) == set()
+    assert namespace.run("cat", "/proc/net/ip_tables_names", "/proc/net/ip6_tables_names") == ""
+    assert namespace.run("nft", "list", "ruleset") == ""
 
 
-def test_a_chain_that_others_use_stays_with_what_it_does(room: Namespace, kind: str, family: int) -> None:
+def test_a_chain_that_others_use_stays_with_what_it_does(namespace: Namespace, kind: str, family: int) -> None:
     """A CNI plugin may send packets to KUBE-MARK-MASQ (portmap's externalSetMarkChain)."""
-    load_kube_proxy(room, kind, family)
-    restore(room, kind, family, "*nat\n:CNI-SETMARK - [0:0]\n-A CNI-SETMARK -j KUBE-MARK-MASQ\nCOMMIT\n")
-    report = remove(room)
+    load_kube_proxy(namespace, kind, family)
+    restore(namespace, kind, family, "*nat\n:CNI-SETMARK - [0:0]\n-A CNI-SETMARK -j KUBE-MARK-MASQ\nCOMMIT\n")
+    report = remove(namespace)
     assert report.problems == [
         f"iptables-{kind} IPv{family}: table nat: chain KUBE-MARK-MASQ stays,"
         " a rule of others uses it: CNI-SETMARK -j KUBE-MARK-MASQ"
     ]
-    left = [line for line in saved(room, kind, family) if "KUBE-" in line and "KUBE-FIREWALL" not in line]
+    left = [line for line in saved(namespace, kind, family) if "KUBE-" in line and "KUBE-FIREWALL" not in line]
     assert left == [
         ":KUBE-MARK-MASQ - [0:0]",
         "[0:0] -A CNI-SETMARK -j KUBE-MARK-MASQ",
@@ -112,17 +112,17 @@ def test_a_chain_that_others_use_stays_with_what_it_does(room: Namespace, kind: 
     ]
 
 
-def test_a_missing_tool_is_told(room: Namespace, kind: str) -> None:
-    load_kube_proxy(room, kind, 4)
-    before = saved(room, kind, 4)
-    report = room.call(_remove_without_tools)
+def test_a_missing_tool_is_reported(namespace: Namespace, kind: str) -> None:
+    load_kube_proxy(namespace, kind, 4)
+    before = saved(namespace, kind, 4)
+    report = namespace.call(_remove_without_tools)
     assert report.removed == []
     if kind == "nft":
         assert report.problems == [f"iptables-nft IPv4: {_missing('iptables-nft-save')}"]
     else:
         # Whether the legacy tables hold rules of kube-proxy cannot be known without the tool.
         assert f"iptables-legacy IPv4: {_missing('iptables-legacy-save')}" in report.problems
-    assert saved(room, kind, 4) == before
+    assert saved(namespace, kind, 4) == before
 
 
 def _missing(name: str) -> str:
@@ -138,11 +138,13 @@ def _remove_without_tools() -> Report:
         os.environ["PATH"], iptables.FOLDERS = path, folders
 
 
-def test_a_missing_right_is_told(room: Namespace, tmp_path: Path) -> None:
-    load_kube_proxy(room, "legacy", 4)
-    load_kube_proxy(room, "nft", 6)
-    room.run("nft", "-f", str(DATA / "nftables.nft"))
-    done = run_cleanup(room, tmp_path / "state", before=["setpriv", "--bounding-set=-net_raw", "--inh-caps=-net_raw"])
+def test_a_missing_right_is_reported(namespace: Namespace, tmp_path: Path) -> None:
+    load_kube_proxy(namespace, "legacy", 4)
+    load_kube_proxy(namespace, "nft", 6)
+    namespace.run("nft", "-f", str(DATA / "nftables.nft"))
+    done = run_cleanup(
+        namespace, tmp_path / "state", before=["setpriv", "--bounding-set=-net_raw", "--inh-caps=-net_raw"]
+    )
     assert done.returncode == 1
     error = next(line for line in done.stderr.splitlines() if " error " in line)
     assert "iptables-legacy IPv4: iptables-legacy-save: " in error
@@ -151,45 +153,45 @@ def test_a_missing_right_is_told(room: Namespace, tmp_path: Path) -> None:
     assert done.stderr.count("removed what kube-proxy left behind") == 3
 
 
-def test_a_table_that_iptables_cannot_read_is_told(room: Namespace) -> None:
-    load_kube_proxy(room, "nft", 4)
-    room.run("nft", "add chain ip nat native; add rule ip nat native ct mark set 5")
-    room.run("nft", "add rule ip nat native ip daddr @nothing drop", check=False)
-    report = remove(room)
-    left = room.run("nft", "list", "table", "ip", "nat")
+def test_a_table_that_iptables_cannot_read_is_reported(namespace: Namespace) -> None:
+    load_kube_proxy(namespace, "nft", 4)
+    namespace.run("nft", "add chain ip nat native; add rule ip nat native ct mark set 5")
+    namespace.run("nft", "add rule ip nat native ip daddr @nothing drop", check=False)
+    report = remove(namespace)
+    left = namespace.run("nft", "list", "table", "ip", "nat")
     # The other tables are clean in either case.
-    assert "KUBE-SERVICES" not in room.run("nft", "list", "table", "ip", "filter")
+    assert "KUBE-SERVICES" not in namespace.run("nft", "list", "table", "ip", "filter")
     assert "chain native" in left
     if "KUBE-SERVICES" in left:
         assert any("table nat holds rules that iptables cannot read" in problem for problem in report.problems)
 
 
 @pytest.mark.parametrize("at_start", [False, True])
-def test_where_forward_drops(room: Namespace, kind: str, at_start: bool) -> None:
-    load_kube_proxy(room, kind, 4)
-    room.run(f"iptables-{kind}", "-P", "FORWARD", "DROP")
-    before = [line for line in saved(room, kind, 4) if "KUBE-FORWARD" in line]
+def test_where_forward_drops(namespace: Namespace, kind: str, at_start: bool) -> None:
+    load_kube_proxy(namespace, kind, 4)
+    namespace.run(f"iptables-{kind}", "-P", "FORWARD", "DROP")
+    before = [line for line in saved(namespace, kind, 4) if "KUBE-FORWARD" in line]
     assert len(before) == 5
     for _ in range(2):
-        report = remove(room, at_start=at_start)
+        report = remove(namespace, at_start=at_start)
         assert report.problems == []
-        left = [line for line in saved(room, kind, 4) if "KUBE-" in line and "KUBE-FIREWALL" not in line]
+        left = [line for line in saved(namespace, kind, 4) if "KUBE-" in line and "KUBE-FIREWALL" not in line]
         assert left == (before if at_start else [])
-        assert ":FORWARD DROP [0:0]" in saved(room, kind, 4)
+        assert ":FORWARD DROP [0:0]" in saved(namespace, kind, 4)
         if at_start:
             assert [text for text in report.warnings if "stays; --cleanup removes it" in text]
-    assert bool(report.warnings) is at_start  # it is told when it goes, and as long as it stays
+    assert bool(report.warnings) is at_start  # it is reported when it goes, and as long as it stays
 
 
-def test_nftables_tables_go_and_others_stay(room: Namespace) -> None:
-    room.run("nft", "add table ip kube-proxy-of-others; add table inet kube-proxy; add table ip6 foreign")
-    others = room.run("nft", "list", "ruleset")
-    room.run("nft", "-f", str(DATA / "nftables.nft"))
-    assert room.call(leftovers.running) == {"nftables"}
-    report = remove(room)
+def test_nftables_tables_go_and_others_stay(namespace: Namespace) -> None:
+    namespace.run("nft", "add table ip kube-proxy-of-others; add table inet kube-proxy; add table ip6 foreign")
+    others = namespace.run("nft", "list", "ruleset")
+    namespace.run("nft", "-f", str(DATA / "nftables.nft"))
+    assert namespace.call(leftovers.running) == {"nftables"}
+    report = remove(namespace)
     assert report == Report(removed=["nftables table ip kube-proxy", "nftables table ip6 kube-proxy"])
-    assert room.run("nft", "list", "ruleset") == others
-    assert remove(room) == Report()
+    assert namespace.run("nft", "list", "ruleset") == others
+    assert remove(namespace) == Report()
 
 
 def _make_sets(names: list[str]) -> None:
@@ -213,31 +215,31 @@ def _no_ipset() -> str:
 
 @pytest.mark.skipif(bool(_no_ipset()), reason=_no_ipset() or "-")
 @pytest.mark.parametrize("at_start", [False, True])
-def test_rules_and_ipsets_of_mode_ipvs(room: Namespace, kind: str, at_start: bool) -> None:
+def test_rules_and_ipsets_of_mode_ipvs(namespace: Namespace, kind: str, at_start: bool) -> None:
     names = ["KUBE-CLUSTER-IP", "KUBE-IPVS-IPS", "KUBE-6-CLUSTER-IP", "KUBE-OTHERS", "foreign"]
-    room.call(_make_sets, names)
-    restore(room, kind, 4, FOREIGN)
-    load_kube_proxy(room, kind, 4, (DATA / "ipvs.rules").read_text())
-    wanted = without_kube_proxy(saved(room, kind, 4))
-    report = remove(room, at_start=at_start)
+    namespace.call(_make_sets, names)
+    restore(namespace, kind, 4, FOREIGN)
+    load_kube_proxy(namespace, kind, 4, (DATA / "ipvs.rules").read_text())
+    wanted = without_kube_proxy(saved(namespace, kind, 4))
+    report = remove(namespace, at_start=at_start)
     assert report.problems == []
-    assert saved(room, kind, 4) == wanted
-    assert room.call(_sets) == ["KUBE-OTHERS", "foreign"]
+    assert saved(namespace, kind, 4) == wanted
+    assert namespace.call(_sets) == ["KUBE-OTHERS", "foreign"]
 
 
 @pytest.mark.skipif(bool(_no_ipset()), reason=_no_ipset() or "-")
-def test_a_start_leaves_ipsets_where_nothing_shows_that_mode_ipvs_was_here(room: Namespace) -> None:
-    room.call(_make_sets, ["KUBE-CLUSTER-IP"])
-    assert remove(room, at_start=True) == Report()
-    assert room.call(_sets) == ["KUBE-CLUSTER-IP"]
-    assert remove(room) == Report(removed=["ipset KUBE-CLUSTER-IP"])
+def test_a_start_leaves_ipsets_where_nothing_shows_that_mode_ipvs_was_here(namespace: Namespace) -> None:
+    namespace.call(_make_sets, ["KUBE-CLUSTER-IP"])
+    assert remove(namespace, at_start=True) == Report()
+    assert namespace.call(_sets) == ["KUBE-CLUSTER-IP"]
+    assert remove(namespace) == Report(removed=["ipset KUBE-CLUSTER-IP"])
 
 
 @pytest.mark.skipif(bool(_no_ipset()), reason=_no_ipset() or "-")
-def test_an_ipset_in_use_is_a_problem_and_the_others_go(room: Namespace) -> None:
-    room.call(_make_sets, ["KUBE-CLUSTER-IP", "KUBE-IPVS-IPS"])
-    room.run("iptables-nft", "-A", "INPUT", "-m", "set", "--match-set", "KUBE-CLUSTER-IP", "dst,dst", "-j", "DROP")
-    report = remove(room)
+def test_an_ipset_in_use_is_a_problem_and_the_others_go(namespace: Namespace) -> None:
+    namespace.call(_make_sets, ["KUBE-CLUSTER-IP", "KUBE-IPVS-IPS"])
+    namespace.run("iptables-nft", "-A", "INPUT", "-m", "set", "--match-set", "KUBE-CLUSTER-IP", "dst,dst", "-j", "DROP")
+    report = remove(namespace)
     assert report.removed == ["ipset KUBE-IPVS-IPS"]
     assert len(report.problems) == 1
     assert report.problems[0].startswith("ipset KUBE-CLUSTER-IP: ")
@@ -251,40 +253,40 @@ def _remove_device(cidrs: tuple[str, ...], kind: str) -> Report:
     return report
 
 
-def test_the_device_of_mode_ipvs(room: Namespace) -> None:
+def test_the_device_of_mode_ipvs(namespace: Namespace) -> None:
     """By a bridge of that name, because not every kernel has dummy devices; its kind is all that differs."""
-    assert room.call(_remove_device, (), "bridge") == Report()
-    room.ip(f"link add {ipvs.DEVICE} type bridge")
-    room.ip(
+    assert namespace.call(_remove_device, (), "bridge") == Report()
+    namespace.ip(f"link add {ipvs.DEVICE} type bridge")
+    namespace.ip(
         f"addr add 10.96.0.1/32 dev {ipvs.DEVICE}",
         f"addr add 10.50.0.1/32 dev {ipvs.DEVICE}",
         f"addr add fd00:10:96::1/128 dev {ipvs.DEVICE}",
     )
-    assert room.call(leftovers.running) == {"ipvs"}
-    report = remove(room)
+    assert namespace.call(leftovers.running) == {"ipvs"}
+    report = remove(namespace)
     assert report.problems == [f"device {ipvs.DEVICE} is of kind bridge, not dummy: it stays"]
 
-    report = room.call(_remove_device, ("10.50.0.0/16",), "bridge")
+    report = namespace.call(_remove_device, ("10.50.0.0/16",), "bridge")
     assert report.problems == []
     assert sorted(report.removed) == [
         f"address 10.96.0.1 on {ipvs.DEVICE}",
         f"address fd00:10:96::1 on {ipvs.DEVICE}",
     ]
-    shown = json.loads(room.run("ip", "-j", "addr", "show", "dev", ipvs.DEVICE))
+    shown = json.loads(namespace.run("ip", "-j", "addr", "show", "dev", ipvs.DEVICE))
     assert [each["local"] for each in shown[0]["addr_info"]] == ["10.50.0.1"]
 
-    assert room.call(_remove_device, (), "bridge").removed == [f"device {ipvs.DEVICE}"]
-    assert room.run("ip", "-o", "link", "show", "dev", ipvs.DEVICE, check=False) == ""
+    assert namespace.call(_remove_device, (), "bridge").removed == [f"device {ipvs.DEVICE}"]
+    assert namespace.run("ip", "-o", "link", "show", "dev", ipvs.DEVICE, check=False) == ""
 
 
-def test_virtual_servers(room: Namespace) -> None:
+def test_virtual_servers(namespace: Namespace) -> None:
     if not ipvs.ipvs_loaded():
         pytest.skip("this kernel has no IPVS loaded (/proc/net/ip_vs): only the decision is tested")
-    room.call(_make_servers, ["10.96.0.1", "10.50.0.1"])
-    report = remove(room, "10.50.0.0/16")
+    namespace.call(_make_servers, ["10.96.0.1", "10.50.0.1"])
+    report = remove(namespace, "10.50.0.0/16")
     assert report.problems == []
     assert report.removed == ["IPVS service 10.96.0.1 port 80 protocol 6"]
-    assert "0A320001:0050" in room.run("cat", "/proc/net/ip_vs")
+    assert "0A320001:0050" in namespace.run("cat", "/proc/net/ip_vs")
 
 
 def _make_servers(addresses: list[str]) -> None:
@@ -296,56 +298,56 @@ def _make_servers(addresses: list[str]) -> None:
 
 
 def run_cleanup(
-    room: Namespace, folder: Path, before: Sequence[str] = (), after: Sequence[str] = ()
+    namespace: Namespace, folder: Path, before: Sequence[str] = (), after: Sequence[str] = ()
 ) -> subprocess.CompletedProcess[str]:
     """The command itself; ``before``: a command that runs it, ``after``: more arguments."""
     return subprocess.run(
-        ["ip", "netns", "exec", room.name, *before, *command(), "--cleanup", "--directory", str(folder), *after],
+        ["ip", "netns", "exec", namespace.name, *before, *command(), "--cleanup", "--directory", str(folder), *after],
         capture_output=True,
         text=True,
         check=False,
     )
 
 
-def test_the_command(room: Namespace, tmp_path: Path) -> None:
-    load_kube_proxy(room, "nft", 4)
-    load_kube_proxy(room, "legacy", 6)
-    room.run("nft", "-f", str(DATA / "nftables.nft"))
-    done = run_cleanup(room, tmp_path / "state")
+def test_the_command(namespace: Namespace, tmp_path: Path) -> None:
+    load_kube_proxy(namespace, "nft", 4)
+    load_kube_proxy(namespace, "legacy", 6)
+    namespace.run("nft", "-f", str(DATA / "nftables.nft"))
+    done = run_cleanup(namespace, tmp_path / "state")
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("removed what kube-proxy left behind") == 4
-    assert room.call(leftovers.running) == set()
-    again = run_cleanup(room, tmp_path / "state")
+    assert namespace.call(leftovers.running) == set()
+    again = run_cleanup(namespace, tmp_path / "state")
     assert (again.returncode, "removed" in again.stderr) == (0, False)
 
 
-def test_the_command_on_the_way_back_to_kube_proxy(room: Namespace, tmp_path: Path) -> None:
-    load_kube_proxy(room, "nft", 4)
-    before = saved(room, "nft", 4)
+def test_the_command_during_the_rollback_to_kube_proxy(namespace: Namespace, tmp_path: Path) -> None:
+    load_kube_proxy(namespace, "nft", 4)
+    before = saved(namespace, "nft", 4)
     setting = "net/ipv4/conf/all/route_localnet"
-    room.run("sysctl", "-qw", f"{setting}=1")
+    namespace.run("sysctl", "-qw", f"{setting}=1")
     (tmp_path / "state").mkdir()
     (tmp_path / "state" / RECORD).write_text(json.dumps({f"proc/sys/{setting}": {"was": "0", "wrote": "1"}}))
-    done = run_cleanup(room, tmp_path / "state", after=["--keep-kube-proxy-rules"])
+    done = run_cleanup(namespace, tmp_path / "state", after=["--keep-kube-proxy-rules"])
     assert done.returncode == 0, done.stderr
     assert re.findall("kube-proxy.*", done.stderr.replace("pyebpf-proxy", "")) == [
         f'kube-proxy what="setting {setting}=1"'
     ]
-    assert room.run("sysctl", "-n", setting).strip() == "1"
+    assert namespace.run("sysctl", "-n", setting).strip() == "1"
     assert not (tmp_path / "state").exists()
-    assert saved(room, "nft", 4) == before
-    assert room.call(leftovers.running) == {"iptables"}
+    assert saved(namespace, "nft", 4) == before
+    assert namespace.call(leftovers.running) == {"iptables"}
 
 
-def test_the_command_when_a_part_fails(room: Namespace, tmp_path: Path) -> None:
+def test_the_command_when_a_part_fails(namespace: Namespace, tmp_path: Path) -> None:
     """One line, exit status 1, and every other part is done."""
-    load_kube_proxy(room, "nft", 4)
-    restore(room, "nft", 4, "*nat\n:CNI-SETMARK - [0:0]\n-A CNI-SETMARK -j KUBE-MARK-MASQ\nCOMMIT\n")
-    room.run("nft", "-f", str(DATA / "nftables.nft"))
-    done = run_cleanup(room, tmp_path / "state")
+    load_kube_proxy(namespace, "nft", 4)
+    restore(namespace, "nft", 4, "*nat\n:CNI-SETMARK - [0:0]\n-A CNI-SETMARK -j KUBE-MARK-MASQ\nCOMMIT\n")
+    namespace.run("nft", "-f", str(DATA / "nftables.nft"))
+    done = run_cleanup(namespace, tmp_path / "state")
     assert done.returncode == 1
     errors = [line for line in done.stderr.splitlines() if " error " in line]
     assert len(errors) == 1
     assert "encountered an error while tearing down rules: iptables-nft IPv4: table nat: chain KUBE-MARK" in errors[0]
-    assert room.call(leftovers.running) == set()
-    assert "KUBE-SERVICES" not in "\n".join(saved(room, "nft", 4))
+    assert namespace.call(leftovers.running) == set()
+    assert "KUBE-SERVICES" not in "\n".join(saved(namespace, "nft", 4))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From kube-proxy to the agent on a node with traffic: connections go on, rules go, a warning if they come back.
+"""From kube-proxy to the agent on a node with traffic: connections continue, rules go, a warning if they come back.
 
 The rules are the recorded ones with the lab's addresses in them: the service ``lb`` of the recording is the lab's.
 """
@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from pyebpf_proxy.datapath.migration import leftovers
-from pyebpf_proxy.lab.addresses import CLIENT_CIDR, vip
+from pyebpf_proxy.lab.addresses import CLIENT, CLIENT_CIDR, vip
 from pyebpf_proxy.lab.client import ANSWERED, ask
 from pyebpf_proxy.lab.cluster import Lab, Node, Pod
 from tests.support.kube_proxy_tools import DATA, load_kube_proxy, recorded, saved
@@ -93,7 +93,7 @@ def test_a_connection_made_through_kube_proxy_goes_on(node_lab: Lab, family: int
         node.agent.start(QUICK)
         node.agent.wait_synced()
         Log(node.agent).wait(Message.KUBE_PROXY_REMOVED)
-        # Not before our programs carry the traffic.
+        # Not before the agent's programs carry the traffic.
         lines = Log(node.agent).lines()
         carried = next(number for number, line in enumerate(lines) if "attached" in line.text)
         assert carried < lines.index(Log(node.agent).lines(Message.KUBE_PROXY_REMOVED)[0])
@@ -101,15 +101,39 @@ def test_a_connection_made_through_kube_proxy_goes_on(node_lab: Lab, family: int
         if mode != "nftables":
             assert not [line for line in saved(node.namespace, kind, family) if "KUBE-S" in line]
         for number in range(5):
-            assert client.call(exchange, f"by us {number}") == f"by us {number}"
+            assert client.call(exchange, f"by pyebpf-proxy {number}") == f"by pyebpf-proxy {number}"
         Log(node.agent).none("kube-proxy", level="warning")
     finally:
         server.stop()
         node.agent.stop()
 
 
+def test_a_masqueraded_flow_keeps_its_source_port(node_lab: Lab, family: int) -> None:
+    """kube-proxy uses all ports, young flows those below 32768."""
+    node, (pod,) = node_lab.nodes[0], LB.endpoints
+    ends = ["-s", CLIENT.of(family), "-d", vip(10).of(family), "--sport", "40000", "--dport", "80"]
+    ends += ["-r", pod.address.of(family), "-q", node.address.of(family)]
+    ends += ["--reply-port-src", str(ECHO_PORT), "--reply-port-dst", "20000"]
+    node.namespace.run("conntrack", "-I", "-p", "tcp", "--state", "ESTABLISHED", "-t", "600", *ends)
+    node.agent.start(QUICK)
+    try:
+        node.agent.wait_synced()
+        log = Log(node.agent)
+        log.wait(Message.MASQUERADED_FLOWS)
+        (line,) = log.lines(Message.MASQUERADED_FLOWS)
+        assert line.text.endswith("flows=1")
+        # After a restart the flow table has it.
+        node.agent.stop()
+        log = log.from_now()
+        node.agent.start(QUICK)
+        node.agent.wait_synced()
+        log.none(Message.MASQUERADED_FLOWS)
+    finally:
+        node.agent.stop()
+
+
 def test_where_forward_drops_connections_go_on_and_new_ones_are_made(node_lab: Lab, family: int) -> None:
-    """As with Docker on the node, and a pod network that brings no rules of its own."""
+    """As with Docker on the node, and a pod network that brings no rules."""
     node, client, pod = node_lab.nodes[0], node_lab.client, LB.endpoints[0]
     server = pod.namespace.start(serve_echo, family)
     load_kube_proxy(node.namespace, "nft", family, in_the_lab(recorded(family), pod))
@@ -121,7 +145,7 @@ def test_where_forward_drops_connections_go_on_and_new_ones_are_made(node_lab: L
         node.agent.start(QUICK)
         node.agent.wait_synced()
         Log(node.agent).wait(Message.KUBE_PROXY_REMOVED)
-        assert client.call(exchange, "by us") == "by us"
+        assert client.call(exchange, "by pyebpf-proxy") == "by pyebpf-proxy"
         client.call(connect, vip(10).of(family), 80)  # which ends the first, so that the server takes this one
         assert client.call(exchange, "a new one") == "a new one"
         Log(node.agent).wait(Message.FORWARD_CHAIN_STAYS)
@@ -130,7 +154,7 @@ def test_where_forward_drops_connections_go_on_and_new_ones_are_made(node_lab: L
         node.agent.stop()
 
 
-def test_a_kube_proxy_that_goes_on_is_told_once(node_lab: Lab) -> None:
+def test_a_running_kube_proxy_is_logged_once(node_lab: Lab) -> None:
     node = node_lab.nodes[0]
     LB.endpoints[0].serve()
     load_kube_proxy(node.namespace, "nft", 4)
@@ -143,7 +167,7 @@ def test_a_kube_proxy_that_goes_on_is_told_once(node_lab: Lab) -> None:
         node.namespace.run("nft", "-f", str(DATA / "nftables.nft"))
         Log(node.agent).wait("mode nftables", Message.KUBE_PROXY_RUNS)
         Log(node.agent).only("mode iptables", Message.KUBE_PROXY_RUNS)
-        # It is told, not fought.
+        # It is reported, not fought.
         assert node.namespace.call(leftovers.running) == {"iptables", "nftables"}
         assert node_lab.client.call(ask, vip(10).v4, 80).kind == ANSWERED
     finally:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Session affinity in tc and at the node's sockets: kept, for whom, how long (spec/service-semantics §4.1).
 
-Of one client only chance tells whether it stays; so several clients ask six services, and all of them are compared.
+One client may stay by chance; so several clients use six services, and all of them are compared.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ KINDS = [Kind(f"sticky-{number}", number, **STICKY) for number in range(60, 66)]
 CLIENTS = {4: [f"198.51.100.{n}" for n in (71, 72, 73)], 6: [f"2001:db8:2::{n}" for n in (71, 72, 73)]}
 AFFINITY = struct.Struct("=QII")
 
-#: Who answers whom: (who asks, its address or nothing, the family, the service) → the pod.
+#: The answers: (client, its address or nothing, the family, the service) → the pod.
 Bound = dict[tuple[str, str | None, int, str], str]
 
 
@@ -60,7 +60,7 @@ def rewrite(lab: Lab, pods: tuple[Pod, ...], affinity: bool = True) -> float:
 
 
 def everybody(lab: Lab) -> list[tuple[str, Namespace, dict[int, list[str | None]], Destination]]:
-    """Who asks, with which addresses, and which address of the services."""
+    """The clients, their addresses, and the kind of address of the services that they use."""
     own: dict[int, list[str | None]] = {4: [None], 6: [None]}
     return [
         ("client", lab.client, {family: [None, *addresses] for family, addresses in CLIENTS.items()}, "LoadBalancer"),
@@ -72,7 +72,7 @@ def everybody(lab: Lab) -> list[tuple[str, Namespace, dict[int, list[str | None]
 def bound(lab: Lab, kinds: list[Destination] | None = None, protocol: str = "tcp") -> Bound:
     """Everybody asks every service; ``kinds``: by which addresses, in turn: it must be the same endpoint for all."""
     found: Bound = {}
-    for who, namespace, addresses, usual in everybody(lab):
+    for origin, namespace, addresses, usual in everybody(lab):
         for family, sources in addresses.items():
             for source in sources:
                 for kind in KINDS:
@@ -80,8 +80,8 @@ def bound(lab: Lab, kinds: list[Destination] | None = None, protocol: str = "tcp
                         target = kind.target(destination, lab.nodes[0])
                         where = target.address.of(family), target.ports[protocol]
                         outcome = namespace.call(ask, *where, protocol, source=source)
-                        assert outcome.answer is not None, (who, family, kind.name, destination, outcome)
-                        key = (who, source, family, kind.name)
+                        assert outcome.answer is not None, (origin, family, kind.name, destination, outcome)
+                        key = (origin, source, family, kind.name)
                         pod = outcome.answer.pod
                         assert found.setdefault(key, pod) == pod, (key, destination)
     return found
@@ -118,7 +118,7 @@ def test_lost_with_the_endpoint_and_only_with_it(sticky: Lab) -> None:
     assert {key: pod for key, pod in after.items() if key not in lost} == {
         key: pod for key, pod in before.items() if key not in lost
     }
-    # Those who came to it could all have come back to it by chance: once in 3^so many times.
+    # All of its clients could have come back to it by chance: once in 3^so many times.
     if len(lost) >= 8:
         assert {after[key] for key in lost} != {all_of_them[0].name}
 
@@ -133,17 +133,17 @@ def test_off_and_on_again_begins_anew(sticky: Lab) -> None:
     assert bound(sticky) == after
 
 
-@pytest.mark.parametrize("who", ["client", "toolbox", "node"])
-def test_time_out_and_refresh(sticky: Lab, who: str, family: int) -> None:
+@pytest.mark.parametrize("origin", ["client", "toolbox", "node"])
+def test_time_out_and_refresh(sticky: Lab, origin: str, family: int) -> None:
     """The newest connection counts: just within the time it is the same, and anew from there; beyond it, anybody."""
-    namespace, usual = next((n, usual) for name, n, _, usual in everybody(sticky) if name == who)
+    namespace, usual = next((n, usual) for name, n, _, usual in everybody(sticky) if name == origin)
     target = KINDS[0].target(usual, sticky.nodes[0])
     where = target.address.of(family), target.ports["tcp"]
     table = Map.open_pinned(Path(sticky.nodes[0].agent.pin("affinities")))
     try:
 
         def asked(seconds_ago: float) -> str:
-            """Who answers, if the newest connection of everybody was so long ago."""
+            """The server that answers, if the newest connection of every client was so long ago."""
             then = time.clock_gettime_ns(time.CLOCK_MONOTONIC) - int(seconds_ago * 1e9)
             for key, value in table.items():
                 _, backend, position = AFFINITY.unpack(value)
@@ -184,6 +184,6 @@ def test_maps_of_another_layout(sticky: Lab) -> None:
     node.agent.wait_synced()
     assert bound(sticky) == before
     assert not former.exists()
-    # Where tcx is to be had, its links' pins are beside those of every layout.
+    # With tcx, the pins of its links are next to those of every layout.
     assert {path.name for path in pins.parent.iterdir()} - {"tcx"} == {pins.name}
     assert sorted(path.name for path in (pins / "links").iterdir()) == sorted(PROGRAMS)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Objects that are wrong, double or very large, on real packets: what docs/objects.md says, and nobody else pays."""
+"""Objects that are wrong, double or very large, on real packets (docs/objects.md); other objects are unaffected."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def everybody(lab: Lab) -> list[Namespace]:
     return [lab.client, lab.pods["toolbox"].namespace, lab.nodes[0].namespace]
 
 
-def said(lab: Lab, *words: str) -> int:
+def logged(lab: Lab, *words: str) -> int:
     """Lines of the agent's log with all of these."""
     return len(Log(lab.nodes[0].agent).lines(*words))
 
@@ -105,8 +105,10 @@ def metric(lab: Lab, name: str) -> float:
     return float(found[1])
 
 
-def answerers(lab: Lab, who: Namespace, address: str, number: int, protocol: str = "tcp", count: int = 12) -> set[str]:
-    outcomes = who.call(ask_many, count, address, number, protocol)
+def answerers(
+    lab: Lab, origin: Namespace, address: str, number: int, protocol: str = "tcp", count: int = 12
+) -> set[str]:
+    outcomes = origin.call(ask_many, count, address, number, protocol)
     return {outcome.answer.pod if outcome.answer else str(outcome) for outcome in outcomes}
 
 
@@ -114,21 +116,21 @@ def answerers(lab: Lab, who: Namespace, address: str, number: int, protocol: str
 def others_untouched(bad: Lab, family: int) -> Iterator[None]:
     """Whatever a test does: the good service is served during and after it, by all its endpoints."""
     yield
-    for who in everybody(bad):
-        found = answerers(bad, who, vip(20).of(family), 80, count=24)
+    for origin in everybody(bad):
+        found = answerers(bad, origin, vip(20).of(family), 80, count=24)
         assert found == {"web-1", "web-2"}
 
 
 def test_endpoints_at_addresses_that_nothing_may_be_sent_to(bad: Lab, family: int) -> None:
-    for who in everybody(bad):
-        assert answerers(bad, who, vip(21).of(family), 80) == {"web-1"}
+    for origin in everybody(bad):
+        assert answerers(bad, origin, vip(21).of(family), 80) == {"web-1"}
         # What a node sends to a VIP without endpoints is left alone in mode iptables.
-        address = vip(22) if who is bad.client else cluster_ip(22)
-        assert who.call(ask, address.of(family), 80).kind == REFUSED
+        address = vip(22) if origin is bad.client else cluster_ip(22)
+        assert origin.call(ask, address.of(family), 80).kind == REFUSED
     for name in ("mixed", "hopeless"):
         for i, address in enumerate(WRONG[family]):
             which = f"EndpointSlice default/{name}-{family}-0: endpoints[{i}].addresses[0]:"
-            assert said(bad, which, json.dumps(address)[1:-1], "left out") == 1
+            assert logged(bad, which, json.dumps(address)[1:-1], "left out") == 1
     assert metric(bad, 'bad_objects{kind="EndpointSlice",outcome="used_in_part"}') == 4
 
 
@@ -139,12 +141,12 @@ def test_a_vip_that_is_the_nodes_own_address(bad: Lab, family: int) -> None:
     since = write(bad, "on-node", *simple(bad, "on-node", 23, [port(80, 30023)], "web-2", vip=address))
     try:
         bad.wait_synced(since)
-        for who in everybody(bad):
-            assert answerers(bad, who, address.of(family), 80) == {"web-2"}
-            assert answerers(bad, who, address.of(family), 81) == {"host-node1"}
-            assert answerers(bad, who, address.of(family), 30023) == {"web-2"}
+        for origin in everybody(bad):
+            assert answerers(bad, origin, address.of(family), 80) == {"web-2"}
+            assert answerers(bad, origin, address.of(family), 81) == {"host-node1"}
+            assert answerers(bad, origin, address.of(family), 30023) == {"web-2"}
         which = "Service default/on-node: status.loadBalancer.ingress:"
-        assert said(bad, which, address.of(family), "is an address of Node node1") >= 1
+        assert logged(bad, which, address.of(family), "is an address of Node node1") >= 1
         assert metric(bad, "service_addresses_of_nodes") == 2
     finally:
         (bad.manifests / "on-node.json").unlink()
@@ -153,7 +155,7 @@ def test_a_vip_that_is_the_nodes_own_address(bad: Lab, family: int) -> None:
 
 
 def test_one_node_port_and_one_address_of_two_services(bad: Lab, family: int) -> None:
-    """The older Service has them; another protocol is another address; who lost is served when the first leaves."""
+    """The older Service has them; another protocol is another address; the other is served when the first leaves."""
     both: dict[str, Any] = {"externalIPs": list(SHARED)}
     old = simple(bad, "older", 25, [port(80, 30024)], "web-1", created="2024-01-01T00:00:00Z", **both)
     new = simple(bad, "newer", 24, [port(80, 30024)], "web-2", created="2024-02-01T00:00:00Z", **both)
@@ -169,18 +171,18 @@ def test_one_node_port_and_one_address_of_two_services(bad: Lab, family: int) ->
     try:
         for name, objects in written.items():
             bad.wait_synced(write(bad, name, *objects))
-        for who in everybody(bad):
+        for origin in everybody(bad):
             for address, number in ((SHARED.of(family), 80), (node, 30024)):
-                assert answerers(bad, who, address, number) == {"web-1"}
-                assert answerers(bad, who, address, number, "udp") == {"web-2"}
+                assert answerers(bad, origin, address, number) == {"web-1"}
+                assert answerers(bad, origin, address, number, "udp") == {"web-2"}
         assert answerers(bad, own, cluster_ip(24).of(family), 80) == {"web-2"}
         assert answerers(bad, own, cluster_ip(20).of(family), 80) == {"web-1", "web-2"}
         # By family: the address, the NodePort; and the thief's two.
         assert metric(bad, "service_port_problems") == before + 8
         lost = "is already used by Service default/older, not served there"
-        assert said(bad, "Service default/newer: spec.externalIPs:", SHARED.of(family), lost) >= 1
-        assert said(bad, "Service default/newer: spec.ports.nodePort: NodePort 30024/TCP", lost) >= 1
-        assert said(bad, "Service default/thief: spec.externalIPs:", cluster_ip(20).of(family), "default/good") >= 1
+        assert logged(bad, "Service default/newer: spec.externalIPs:", SHARED.of(family), lost) >= 1
+        assert logged(bad, "Service default/newer: spec.ports.nodePort: NodePort 30024/TCP", lost) >= 1
+        assert logged(bad, "Service default/thief: spec.externalIPs:", cluster_ip(20).of(family), "default/good") >= 1
         (bad.manifests / "older.json").unlink()
         wait_until(lambda: metric(bad, "service_port_problems") == before + 4, "the older one is gone", 60)
         for address, number in ((SHARED.of(family), 80), (node, 30024)):
@@ -206,16 +208,16 @@ def test_a_tenant_that_was_there_first_takes_nothing(bad: Lab, family: int) -> N
         bad.wait_synced(write(bad, "tenant", *tenant))
         assert answerers(bad, bad.client, vip(36).of(family), 80) == {"web-1"}
         bad.wait_synced(write(bad, "later", *later))
-        for who in everybody(bad):
+        for origin in everybody(bad):
             for address, number in asked:
-                if who is not bad.client or address != cluster_ip(36):
-                    assert answerers(bad, who, address.of(family), number) == {"web-2"}
+                if origin is not bad.client or address != cluster_ip(36):
+                    assert answerers(bad, origin, address.of(family), number) == {"web-2"}
         # By family: the ClusterIP, the VIP, the NodePort on the node's address.
         assert metric(bad, "service_port_problems") == before + 6
         which = "Service tenant/first: spec.externalIPs:"
         refused = "is NodePort 30036/TCP of Service default/later on Node node1: refused, not served there"
-        assert said(bad, which, bad.nodes[0].address.of(family), refused) >= 1
-        assert said(bad, which, f"{cluster_ip(36).of(family)}", "is already used by Service default/later") >= 1
+        assert logged(bad, which, bad.nodes[0].address.of(family), refused) >= 1
+        assert logged(bad, which, f"{cluster_ip(36).of(family)}", "is already used by Service default/later") >= 1
     finally:
         for name in ("later", "tenant"):
             (bad.manifests / f"{name}.json").unlink(missing_ok=True)
@@ -236,7 +238,7 @@ def test_a_service_that_names_65_792_addresses_and_ports_fills_no_map(bad: Lab, 
             assert answerers(bad, own, address, 2255) == {"web-1"}
         assert metric(bad, name) == 1
         assert metric(bad, f'map_entries{{map="frontends{family}"}}') < 5000
-        assert said(bad, "Service default/big: spec.externalIPs: 256", "the first 8 are served") >= 1
+        assert logged(bad, "Service default/big: spec.externalIPs: 256", "the first 8 are served") >= 1
     finally:
         (bad.manifests / "big.json").unlink()
     wait_until(lambda: name not in bad.nodes[0].agent.metrics(), "it is gone", 60)
@@ -260,9 +262,9 @@ def test_ranges_of_the_wrong_family_or_unreadable(bad: Lab, family: int) -> None
         other = bad.client.call(ask, vip(28).of(10 - family), 80, timeout=DROPPED_AFTER)
         assert other.kind == TIMED_OUT
         place = f"status.loadBalancer.ingress[{family // 2 - 2}].ip:"
-        assert said(bad, f"Service default/foreign: {place}", "takes every source: no range of spec") >= 1
+        assert logged(bad, f"Service default/foreign: {place}", "takes every source: no range of spec") >= 1
         for i, text in enumerate(ranges["broken"]):
-            assert said(bad, f"Service default/broken: spec.loadBalancerSourceRanges[{i}]:", text, "left out") >= 1
+            assert logged(bad, f"Service default/broken: spec.loadBalancerSourceRanges[{i}]:", text, "left out") >= 1
         assert metric(bad, 'bad_objects{kind="Service",outcome="used_in_part"}') == 3
     finally:
         for name in ranges:
@@ -278,9 +280,9 @@ def test_an_object_that_goes_bad_keeps_its_last_good_state(bad: Lab, family: int
     write(bad, "turning", *broken)
     try:
         wait_until(lambda: metric(bad, 'bad_objects{kind="Service",outcome="refused"}') == 1, "it was refused", 60)
-        assert said(bad, "Service default/turning: spec.ports[0].port: 70000 is not a port", "good state stays") >= 1
-        for who in everybody(bad):
-            assert answerers(bad, who, vip(31).of(family), 80) == {"web-2"}
+        assert logged(bad, "Service default/turning: spec.ports[0].port: 70000 is not a port", "good state stays") >= 1
+        for origin in everybody(bad):
+            assert answerers(bad, origin, vip(31).of(family), 80) == {"web-2"}
     finally:
         (bad.manifests / "turning.json").unlink()
     wait_until(lambda: metric(bad, 'bad_objects{kind="Service",outcome="refused"}') == 0, "it is gone", 60)
@@ -291,9 +293,9 @@ def test_300_ports_of_one_service(bad: Lab, family: int) -> None:
     bad.wait_synced(write(bad, "ports", *simple(bad, "ports", 32, ports, "web-1", vip=vip(32))))
     try:
         for number in (0, PORTS // 2, PORTS - 1):
-            for who in everybody(bad):
-                assert answerers(bad, who, vip(32).of(family), 1000 + number, count=3) == {"web-1"}
-                assert answerers(bad, who, bad.nodes[0].address.of(family), 31000 + number, count=3) == {"web-1"}
+            for origin in everybody(bad):
+                assert answerers(bad, origin, vip(32).of(family), 1000 + number, count=3) == {"web-1"}
+                assert answerers(bad, origin, bad.nodes[0].address.of(family), 31000 + number, count=3) == {"web-1"}
     finally:
         (bad.manifests / "ports.json").unlink()
     address, port_number = bad.nodes[0].address.of(family), 31000 + PORTS - 1
@@ -329,8 +331,8 @@ def test_5000_endpoints_of_one_service(bad: Lab, family: int) -> None:
     target = vip(33).of(family)
     try:
         bad.wait_synced(write(bad, "many", a_service("many", 33, [port()], vip=vip(33)), *made))
-        for who in everybody(bad):
-            outcomes = who.call(ask_many, 30, target, 80)
+        for origin in everybody(bad):
+            outcomes = origin.call(ask_many, 30, target, 80)
             assert {outcome.kind for outcome in outcomes} == {ANSWERED}
             reached = {outcome.answer.local[0] for outcome in outcomes if outcome.answer}
             assert reached <= set(addresses)

@@ -40,7 +40,7 @@ def bridged(request: pytest.FixtureRequest) -> Iterator[tuple[Lab, int]]:
 
 
 @pytest.mark.parametrize("kind", ["ClusterIP", "LoadBalancer"])
-@pytest.mark.parametrize(("who", "about"), [
+@pytest.mark.parametrize(("origin", "about"), [
     ("toolbox", NEAR),  # client and endpoint are ports of one bridge
     ("toolbox", BOTH),
     ("toolbox", LOCAL),  # the source is kept: the reply wants to be bridged straight back
@@ -51,17 +51,17 @@ def bridged(request: pytest.FixtureRequest) -> Iterator[tuple[Lab, int]]:
     ("node1", BOTH),
 ], ids=lambda value: getattr(value, "name", value))  # fmt: skip
 def test_services_of_pods_on_a_bridge(
-    bridged: tuple[Lab, int], who: str, about: Kind, kind: Any, family: int, protocol: str
+    bridged: tuple[Lab, int], origin: str, about: Kind, kind: Any, family: int, protocol: str
 ) -> None:
     lab, _ = bridged
-    if who == "client":
+    if origin == "client":
         if kind == "ClusterIP":
             kind = "ExternalIP"
         client = outside_client(lab)
-    elif who.startswith("node"):
-        client = node_client(lab.node(who))
+    elif origin.startswith("node"):
+        client = node_client(lab.node(origin))
     else:
-        client = pod_client(lab.pods[who])
+        client = pod_client(lab.pods[origin])
     target = about.target(kind, client.node or lab.nodes[0])
     decision = decide(kind, client.kind, external_local=target.external_local)
     observed = observe(client, target, family, protocol, decision)

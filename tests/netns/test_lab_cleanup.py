@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``--cleanup`` leaves the node as it was, also where others have filters and tables of their own."""
+"""``--cleanup`` leaves the node as it was, also where others have filters and tables."""
 
 from __future__ import annotations
 
@@ -95,13 +95,13 @@ def _sysctls() -> dict[str, str]:
 
 
 def _mounts() -> list[str]:
-    """Mount points of this and of the first process, without those of other labs that may run beside this one."""
+    """Mount points of this and of the first process, without those of other labs that may run at the same time."""
     points = []
     for pid in ("self", "1"):
         with open(f"/proc/{pid}/mountinfo") as file:
             points += [f"{pid} {line.split()[4]} {line.split(' - ')[1].split()[0]}" for line in file]
     mine = f"/pep-{os.getpid()}-"
-    # Named namespaces are mounts too: whoever makes one meanwhile. What other tests mount is in the temporary folder.
+    # Named namespaces are mounts too, and may be made meanwhile. What other tests mount is in the temporary folder.
     others = ("/pep-", " nsfs", f"{tempfile.gettempdir()}/")
     return sorted(point for point in points if mine in point or not any(word in point for word in others))
 
@@ -113,20 +113,20 @@ def cgroup_programs() -> set[int]:
     def tree() -> subprocess.CompletedProcess[str]:
         return subprocess.run(["bpftool", "-j", "cgroup", "tree", root], capture_output=True, text=True, check=False)
 
-    # It stops at a group that goes while it looks: somebody's container.
+    # It stops at a group that goes while it looks: a foreign container.
     shown = wait_until(lambda: done if (done := tree()).returncode == 0 else None, "bpftool can look at every group")
     return {program["id"] for group in json.loads(shown.stdout or "[]") for program in group.get("programs", [])}
 
 
 def our_cgroup_programs(before: set[int], node: Node) -> set[int]:
-    """Those of ``node``: other agents may come and go meanwhile, but only ours has these maps."""
+    """Those of ``node``: other agents may come and go meanwhile, but only this one has these maps."""
     maps = set()
     for name in ("services", "socket_revnat4", "socket_revnat6"):  # every one of the eight uses at least one of these
         shown = node.namespace.run("bpftool", "-j", "map", "show", "pinned", str(node.agent.pin(name)))
         maps.add(json.loads(shown)["id"])
     programs = json.loads(node.namespace.run("bpftool", "-j", "prog", "show"))
-    ours = {program["id"] for program in programs if maps & set(program.get("map_ids", []))}
-    return ours & (cgroup_programs() - before)
+    own = {program["id"] for program in programs if maps & set(program.get("map_ids", []))}
+    return own & (cgroup_programs() - before)
 
 
 @pytest.fixture(params=["alone", "with others"])

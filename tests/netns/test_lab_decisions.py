@@ -69,7 +69,7 @@ class Cluster:
             self.lab.start_agents(config)
             self.config = config
             for node in self.lab.nodes:
-                # A datagram from a port that the kernel draws again would go on as one under the former configuration.
+                # A datagram from a port that the kernel draws again would continue a flow of the former configuration.
                 node.namespace.run("conntrack", "-D", "-p", "udp", check=False)
 
     def client(self, name: str) -> Client:
@@ -91,13 +91,13 @@ def decided(before: dict[str, int], after: dict[str, int]) -> dict[str, int]:
     return {name: count for name, count in moved(before, after).items() if name != "young_ended"}
 
 
-def check(cluster: Cluster, who: str, service: str, kind: str, family: int, protocol: str, at: str = "") -> None:
+def check(cluster: Cluster, origin: str, service: str, kind: str, family: int, protocol: str, at: str = "") -> None:
     """One row: ask, and compare with the table."""
-    client, about = cluster.client(who), cluster.services[service]
+    client, about = cluster.client(origin), cluster.services[service]
     target = about.target(kind, client.node or cluster.first, cluster.lab.node(at) if at else None)  # type: ignore[arg-type]
     source = client.kind
     if at and client.node is not None and client.node.name != at:
-        # A NodePort of another node: that node handles it, and there another node's process is nobody special.
+        # A NodePort of another node: that node handles it, and there another node's process is an ordinary client.
         client = client._replace(node=None, kind="external" if source == "node" else source)
     decision = decide(
         target.kind,
@@ -111,26 +111,26 @@ def check(cluster: Cluster, who: str, service: str, kind: str, family: int, prot
     assert not observed.problem, observed.problem
 
 
-@pytest.mark.parametrize("who", ["toolbox", "client", "node1", "node2"])
+@pytest.mark.parametrize("origin", ["toolbox", "client", "node1", "node2"])
 @pytest.mark.parametrize("kind", ["ClusterIP", "ExternalIP", "LoadBalancer", "NodePort"])
 @pytest.mark.parametrize("service", ["cluster", "local"])
-def test_policy(cluster: Cluster, service: str, kind: str, who: str, family: int, protocol: str) -> None:
+def test_policy(cluster: Cluster, service: str, kind: str, origin: str, family: int, protocol: str) -> None:
     cluster.use(None)
-    check(cluster, who, service, kind, family, protocol)
+    check(cluster, origin, service, kind, family, protocol)
 
 
-@pytest.mark.parametrize(("who", "service"), [
+@pytest.mark.parametrize(("origin", "service"), [
     ("toolbox", "cluster"), ("client", "cluster"), ("node1", "cluster"), ("client", "local"), ("node1", "local"),
 ])  # fmt: skip
-def test_node_port_of_the_other_node(cluster: Cluster, who: str, service: str, family: int, protocol: str) -> None:
+def test_node_port_of_the_other_node(cluster: Cluster, origin: str, service: str, family: int, protocol: str) -> None:
     cluster.use(None)
-    check(cluster, who, service, "NodePort", family, protocol, at="node2")
+    check(cluster, origin, service, "NodePort", family, protocol, at="node2")
 
 
-@pytest.mark.parametrize("who", ["toolbox", "node1", "node2"])
-def test_internal_policy_local_keeps_to_the_node(cluster: Cluster, who: str, family: int, protocol: str) -> None:
+@pytest.mark.parametrize("origin", ["toolbox", "node1", "node2"])
+def test_internal_policy_local_keeps_to_the_node(cluster: Cluster, origin: str, family: int, protocol: str) -> None:
     cluster.use(None)
-    check(cluster, who, "internal", "ClusterIP", family, protocol)
+    check(cluster, origin, "internal", "ClusterIP", family, protocol)
 
 
 @pytest.mark.parametrize("kind", ["ExternalIP", "LoadBalancer", "NodePort"])
@@ -141,21 +141,21 @@ def test_internal_policy_does_not_concern_outside_addresses(
     check(cluster, "client", "internal", kind, family, protocol)
 
 
-@pytest.mark.parametrize(("who", "kind"), [
+@pytest.mark.parametrize(("origin", "kind"), [
     ("toolbox", "ClusterIP"), ("client", "LoadBalancer"), ("client", "ExternalIP"), ("client", "NodePort"),
 ])  # fmt: skip
 def test_policy_local_without_a_local_endpoint_drops(
-    cluster: Cluster, who: str, kind: str, family: int, protocol: str
+    cluster: Cluster, origin: str, kind: str, family: int, protocol: str
 ) -> None:
     cluster.use(None)
     before = reasons(cluster.first)
-    check(cluster, who, "far-local", kind, family, protocol)
+    check(cluster, origin, "far-local", kind, family, protocol)
     counted = moved(before, reasons(cluster.first))
     assert counted.get("drop_no_local_endpoints", 0) >= 1, counted
 
 
 def test_policy_local_without_a_local_endpoint_drops_the_nodes_own_too(cluster: Cluster, family: int) -> None:
-    """A dropped connect cannot hang in a hook: it fails at once or runs into nothing, but nobody may answer."""
+    """A dropped connect cannot hang in a hook: it fails at once or gets no answer."""
     cluster.use(None)
     target = cluster.services["far-local"].target("ClusterIP", cluster.first)
     outcome = cluster.first.namespace.call(ask, target.address.of(family), 80, timeout=DROPPED_AFTER)
@@ -163,7 +163,7 @@ def test_policy_local_without_a_local_endpoint_drops_the_nodes_own_too(cluster: 
 
 
 # Mode iptables refuses nothing that the node itself sends to an externalIP or VIP (docs/parity.md).
-@pytest.mark.parametrize(("service", "kind", "who"), [
+@pytest.mark.parametrize(("service", "kind", "origin"), [
     ("empty", "ClusterIP", "toolbox"), ("empty", "ClusterIP", "client"), ("empty", "ClusterIP", "node1"),
     ("empty", "NodePort", "toolbox"), ("empty", "NodePort", "client"), ("empty", "NodePort", "node1"),
     ("empty", "ExternalIP", "toolbox"), ("empty", "ExternalIP", "client"),
@@ -173,12 +173,12 @@ def test_policy_local_without_a_local_endpoint_drops_the_nodes_own_too(cluster: 
     ("empty-local", "LoadBalancer", "toolbox"), ("empty-local", "LoadBalancer", "client"),
 ])  # fmt: skip
 def test_no_endpoints_is_refused_at_once(
-    cluster: Cluster, service: str, kind: str, who: str, family: int, protocol: str
+    cluster: Cluster, service: str, kind: str, origin: str, family: int, protocol: str
 ) -> None:
     cluster.use(None)
     before = reasons(cluster.first)
-    check(cluster, who, service, kind, family, protocol)
-    name = "reject_no_endpoints_socket" if who == "node1" else "reject_no_endpoints"
+    check(cluster, origin, service, kind, family, protocol)
+    name = "reject_no_endpoints_socket" if origin == "node1" else "reject_no_endpoints"
     counted = moved(before, reasons(cluster.first))
     assert counted.get(name, 0) >= 1, counted
 
@@ -206,19 +206,19 @@ def test_hairpin(cluster: Cluster, kind: str, family: int, protocol: str) -> Non
     check(cluster, "lone", "near", kind, family, protocol)
 
 
-@pytest.mark.parametrize(("who", "service", "kind"), [
+@pytest.mark.parametrize(("origin", "service", "kind"), [
     ("toolbox", "cluster", "ClusterIP"),  # masqueraded now
     ("client", "near", "ClusterIP"),
     ("toolbox", "local", "LoadBalancer"),  # and these are none of masqueradeAll's business
     ("client", "local", "LoadBalancer"),
     ("client", "cluster", "NodePort"),
 ])  # fmt: skip
-def test_masquerade_all(cluster: Cluster, who: str, service: str, kind: str, family: int, protocol: str) -> None:
+def test_masquerade_all(cluster: Cluster, origin: str, service: str, kind: str, family: int, protocol: str) -> None:
     cluster.use(MASQUERADE_ALL)
-    check(cluster, who, service, kind, family, protocol)
+    check(cluster, origin, service, kind, family, protocol)
 
 
-@pytest.mark.parametrize(("who", "service", "kind"), [
+@pytest.mark.parametrize(("origin", "service", "kind"), [
     ("toolbox", "cluster", "ClusterIP"),
     ("client", "near", "ClusterIP"),  # kept, for want of a detector
     ("toolbox", "local", "LoadBalancer"),  # no short circuit: local endpoints only
@@ -227,21 +227,21 @@ def test_masquerade_all(cluster: Cluster, who: str, service: str, kind: str, fam
     ("client", "local", "LoadBalancer"),
     ("lone", "lone", "ClusterIP"),
 ])  # fmt: skip
-def test_without_detector(cluster: Cluster, who: str, service: str, kind: str, family: int, protocol: str) -> None:
+def test_without_detector(cluster: Cluster, origin: str, service: str, kind: str, family: int, protocol: str) -> None:
     cluster.use(NO_DETECTOR)
-    check(cluster, who, service, kind, family, protocol)
+    check(cluster, origin, service, kind, family, protocol)
 
 
-@pytest.mark.parametrize("who", ["toolbox", "client"])
+@pytest.mark.parametrize("origin", ["toolbox", "client"])
 def test_each_new_flow_is_counted_by_the_path_that_it_took(
-    cluster: Cluster, who: str, family: int, protocol: str
+    cluster: Cluster, origin: str, family: int, protocol: str
 ) -> None:
     """To either endpoint the first flow goes through netfilter, which gives the permit for those after it."""
     cluster.use(None)
     target = cluster.services["cluster"].target("LoadBalancer", cluster.first)
     before = reasons(cluster.first)
-    namespace = cluster.client(who).namespace
-    # Ports of their own: one that the kernel draws again belongs to a flow that conntrack knows for minutes.
+    namespace = cluster.client(origin).namespace
+    # Separate ports: one that the kernel draws again belongs to a flow that conntrack knows for minutes.
     asked = (10, target.address.of(family), target.ports[protocol], protocol)
     outcomes = namespace.call(ask_many, *asked, first_port=20000)
     assert all(outcome.answer for outcome in outcomes)
@@ -254,7 +254,7 @@ def test_each_new_flow_is_counted_by_the_path_that_it_took(
 
 
 def _alternate(addresses: list[str], port: int, times: int) -> list[tuple[str, str]]:
-    """One socket asks each address in turn; which one was asked, and who answered."""
+    """One socket sends to each address in turn; which address, and the server that answered."""
     seen = []
     with socket.socket(socket.AF_INET6 if ":" in addresses[0] else socket.AF_INET, socket.SOCK_DGRAM) as sock:
         sock.settimeout(2)
@@ -294,7 +294,7 @@ def test_choice_is_uniform(cluster: Cluster, family: int) -> None:
 
 
 def test_an_address_that_is_no_service_is_left_alone(cluster: Cluster, family: int, protocol: str) -> None:
-    """Another port of a VIP: nothing of ours; it is routed in circles or away, but never answered or refused by us."""
+    """Another port of a VIP: not served; it is routed in circles or away; the programs do not answer or refuse it."""
     cluster.use(None)
     before = reasons(cluster.first)
     target = cluster.services["cluster"].target("LoadBalancer", cluster.first)

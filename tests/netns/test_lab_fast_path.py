@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fast path on real packets: what arrives is right, and goes on being right when the node changes under it."""
+"""The fast path on real packets: what arrives is right, and stays right when the node changes under it."""
 
 from __future__ import annotations
 
+import itertools
+import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +15,7 @@ from pyebpf_proxy.lab.cluster import Lab
 from pyebpf_proxy.lab.namespace import Namespace
 from tests.support.fast_lab import FAR, LIBERAL, NEAR, ON, Ask, FastWorld, made
 from tests.support.lab_tools import wait_until
+from tests.support.new_flows import NewFlows, ask_once, entries, fast_ones, flowing
 from tests.support.see_tools import answer
 from tests.support.talk import PORT, Talk
 
@@ -54,10 +58,82 @@ def test_pods_on_a_bridge(bridged: FastWorld, ask: Ask, address: Dual, family: i
     assert talk.peer == bridged.client.address.of(family)
 
 
-def test_flows_says_what_the_cache_knows(fast_world: FastWorld, far: Talk) -> None:
+def test_flows_shows_the_flow_table(fast_world: FastWorld, far: Talk) -> None:
     port = FAR.v4 + f":{PORT}"
     assert port in {flow["destination"] for flow in answer(fast_world.node, "flows")["flows"] if flow["fastPath"]}
     far.wait()
+
+
+# ---- listeners of conntrack's events ------------------------------------------------------------------------------
+
+
+class Events:
+    """What ``conntrack -E`` prints on a node, from now on."""
+
+    def __init__(self, node: Namespace, family: int, path: Path) -> None:
+        self._path = path
+        # First: the process opens it.
+        path.touch()
+        self.task = node.start(_listen, family, str(path))
+        ports = itertools.count(2000)
+        source, destination = ("198.18.0.1", "198.18.0.2") if family == 4 else ("fd18::1", "fd18::2")
+
+        def listens() -> bool:
+            flow = f"-s {source} -d {destination} -p udp --sport {next(ports)} --dport 9 -t 1"
+            node.run("conntrack", "-I", *flow.split())
+            return bool(path.read_text())
+
+        wait_until(listens, "it listens")
+
+    def of(self, port: int) -> list[str]:
+        """Lines about flows from this port of the client."""
+        lines = self._path.read_text().splitlines()
+        return [line for line in lines if line.partition("sport=")[2].startswith(f"{port} ")]
+
+
+def _listen(family: int, path: str) -> None:
+    os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND), 1)
+    os.execvp("conntrack", ["conntrack", "-E", "-f", f"ipv{family}"])
+
+
+def test_listeners_of_conntracks_events(
+    fast_world: FastWorld, ask: Ask, family: int, protocol: str, tmp_path: Path
+) -> None:
+    """They see flows of the slow path, and promoted ones with their promotion; no others (finding D8)."""
+    asker, address, node = fast_world.client.namespace, NEAR.of(family), fast_world.node.namespace
+    events = Events(node, family, tmp_path / "events")
+    try:
+        fast: list[int] = []
+        slow: list[int] = []
+        own_ports = iter(range(22_000, 22_900))
+
+        def of_both_kinds() -> bool:
+            before, port = fast_world.count("new_flow_fast"), next(own_ports)
+            assert asker.call(ask_once, address, PORT, protocol, 5.0, port)
+            (fast if fast_world.count("new_flow_fast") > before else slow).append(port)
+            return len(fast) >= 3 and bool(slow)
+
+        wait_until(of_both_kinds, "short flows by both ways")
+        flows = NewFlows(asker, address, protocol)
+        with flowing(flows):
+            fast_ones(fast_world, flows)
+            talks = [ask(asker, address, protocol) for _ in range(4)]
+            told = {talk.own_port for talk in talks if events.of(talk.own_port)}
+            found = {e["source_port"] for e in entries(fast_world) if e["young"]}
+        young = [talk.own_port for talk in talks if talk.own_port in found]
+        assert young, "one of them is young"
+        assert not told & set(young), "what is young is not conntrack's"
+        for port in young:
+            wait_until(lambda port=port: events.of(port), "it is promoted")
+            node.run("conntrack", "-D", "-f", f"ipv{family}", "-p", protocol, "--sport", str(port))
+            wait_until(lambda port=port: any("[DESTROY]" in line for line in events.of(port)), "the end of its entry")
+            first = events.of(port)[0]
+            assert "[NEW]" in first
+            assert protocol == "udp" or " ESTABLISHED " in first
+        assert all("[NEW]" in events.of(port)[0] for port in slow)
+        assert not any(map(events.of, fast)), "short flows of the fast path"
+    finally:
+        events.task.stop()
 
 
 # ---- what closes it --------------------------------------------------------------------------------------------------
@@ -113,7 +189,7 @@ def test_the_agent_comes_and_goes(fast_world: FastWorld, far: Talk) -> None:
     """One connection through it all; few starts, since each takes seconds."""
     agent, namespace = fast_world.node.agent, fast_world.node.namespace
 
-    # A young flow would go on by the table.
+    # A young flow would continue by the table.
     wait_until(
         lambda: f"sport={far.own_port} " in namespace.run("conntrack", "-L", "-p", "tcp"), "the kernel has it", 60.0
     )
@@ -128,7 +204,7 @@ def test_the_agent_comes_and_goes(fast_world: FastWorld, far: Talk) -> None:
     wait_until(lambda: fast_world.count("stack_device") > before, "to the kernel, for the device's sake", 60.0)
     far.wait()
     assert value(namespace) == "1"
-    assert "invalid" in namespace.run("nft", "list", "ruleset"), "that it is liberal is our own doing"
+    assert "invalid" in namespace.run("nft", "list", "ruleset"), "the agent made it liberal"
     agent.stop()
 
     agent.start(own=ON)
@@ -149,7 +225,7 @@ def test_the_agent_comes_and_goes(fast_world: FastWorld, far: Talk) -> None:
     agent.start(own=ON)
     agent.wait_synced()
     fast_world.fast(far)
-    # Somebody else's NAT, as every node has it: without any the kernel translates nothing any more.
+    # Other NAT rules, as every node has them: without any the kernel translates nothing any more.
     namespace.run("nft", "-f", "-", stdin=KEEP)
     agent.stop()
     agent.cleanup()

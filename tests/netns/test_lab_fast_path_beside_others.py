@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fast path beside what others put on a node: Docker, flannel, marks, zones."""
+"""The fast path with what others put on a node: Docker, flannel, marks, zones."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_forward_drops_as_docker_leaves_it(fast_world: FastWorld, ask: Ask, fami
 
 
 def test_flannels_masquerade_rules(fast_world: FastWorld, ask: Ask, family: int) -> None:
-    """Pods see each other's addresses; who comes from outside is masqueraded, as flannel says."""
+    """Pods see each other's addresses; external clients are masqueraded, as flannel does (finding D11)."""
     pods, own = POD_CIDR[family == 6], fast_world.node.pod_cidr.of(family)
     multicast = "224.0.0.0/4" if family == 4 else "ff00::/8"
     lines = [
@@ -101,7 +101,7 @@ def test_flannels_masquerade_rules(fast_world: FastWorld, ask: Ask, family: int)
     ids=["all bits", "some bits"],
 )
 def test_marks_that_are_restored(fast_world: FastWorld, ask: Ask, family: int, line: str) -> None:
-    """The masquerade bit is not among those that somebody wipes out."""
+    """The masquerade bit is not among those that others clear (finding D9)."""
     with rules(fast_world.node.namespace, family, "*mangle", line, "COMMIT"):
         for protocol in BOTH:
             for _ in range(3):
@@ -111,7 +111,7 @@ def test_marks_that_are_restored(fast_world: FastWorld, ask: Ask, family: int, l
 
 
 def test_zones_of_conntrack(fast_world: FastWorld, ask: Ask, family: int) -> None:
-    """Flows of this zone go on when they are old enough for conntrack, which has to find them in it."""
+    """Flows of this zone continue when they are old enough for conntrack, which has to find them in it (finding D8)."""
     with rules(fast_world.node.namespace, family, "*raw", "-A PREROUTING -j CT --zone 7", "COMMIT"):
         flows = [NewFlows(fast_world.client.namespace, NEAR.of(family), protocol) for protocol in BOTH]
         with flowing(*flows):

@@ -91,7 +91,7 @@ def moving() -> Iterator[Moving]:
 @pytest.mark.parametrize("forgotten", [False, True], ids=["in the cache", "not in the cache"])
 @pytest.mark.parametrize("by", ["client", "endpoint"])
 def test_the_ports_of_a_connection_that_was_reset(moving: Moving, by: str, forgotten: bool, family: int) -> None:
-    """The next connection from the same port gets an endpoint of its own, whatever conntrack calls the old one."""
+    """The next connection from the same port gets its own endpoint, whatever conntrack calls the old one."""
     client, server, own_port = moving.begin(family)
     moving.fast(client, server)
     if forgotten:
@@ -106,6 +106,27 @@ def test_the_ports_of_a_connection_that_was_reset(moving: Moving, by: str, forgo
     client, server, _ = moving.begin(family, own_port)
     converse(client, server, 10)
     client.reset()
+
+
+def test_the_ports_of_a_connection_that_was_reset_to_an_address_that_is_no_more(moving: Moving, family: int) -> None:
+    """Nothing leads to the old endpoint. conntrack alone would lead there for ten seconds."""
+    client, server, own_port = moving.begin(family)
+    moving.fast(client, server)
+    wait_until(lambda: moving.conntrack(own_port, family), "the kernel has the flow")
+    moving.fast(client, server)
+    client.reset()
+    with pytest.raises(ConnectionResetError):
+        server.hear(1)
+    server.reset()
+    # Within two passes of the agent.
+    wait_until(lambda: " CLOSE " in moving.conntrack(own_port, family)[0], "its entry is closed", deadline=8)
+    moving.world.node.agent.wait_synced(moving.world.lab.write("moving.yaml", []))
+    try:
+        client = End(moving.world.client.namespace)
+        with pytest.raises(OSError):
+            client.connect(ADDRESS.of(family), PORT, own_port)
+    finally:
+        moving.serve_at(moving.at)
 
 
 def entry(moving: Moving, own_port: int, family: int, *more: str) -> None:
@@ -129,7 +150,7 @@ def without_permit(moving: Moving, family: int) -> None:
 
 
 def test_an_entry_that_was_picked_up_midstream(moving: Moving, family: int) -> None:
-    """The kernel made it of a packet that came after the end of a connection: nobody translates it."""
+    """The kernel made it of a packet that came after the end of a connection: it is not translated."""
     own_port = next(_own_ports)
     without_permit(moving, family)
     reply = ["-r", ADDRESS.of(family), "-q", moving.world.client.address.of(family)]

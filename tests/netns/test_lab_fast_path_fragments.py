@@ -34,7 +34,7 @@ def test_answers_in_fragments(large: FastWorld, family: int, address: Dual, size
     """Small questions that begin young flows, each with an answer that no frame takes; then large questions, too."""
 
     def young() -> bool:
-        # A permit learns its way back from answers that are whole.
+        # A permit learns its return path from answers that are whole.
         for _ in range(3):
             assert large.client.namespace.call(ask, address.of(family), 53, "udp").answer is not None
         before = large.count("new_flow_fast")

@@ -13,20 +13,13 @@ from pyebpf_proxy.lab.addresses import cluster_ip
 from pyebpf_proxy.lab.manifests import Port, service, slices
 from pyebpf_proxy.lab.namespace import Namespace
 from tests.support.fast_lab import ON, FastWorld, asking
-from tests.support.lab_tools import wait_until
+from tests.support.lab_tools import NAT_OF_OTHERS, wait_until
 from tests.support.new_flows import BOTH, NewFlows, entries, fast_ones, flowing
 from tests.support.talk import PORT, Talk
 
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
 
 TWO = cluster_ip(23)
-#: Somebody else's NAT, as every node has it: without any the kernel translates nothing any more.
-KEEP = """table ip keep { chain c { type nat hook prerouting priority 0
- ip daddr 203.0.113.250 tcp dport 1 dnat to 203.0.113.251
- }; }
-table ip6 keep { chain c { type nat hook prerouting priority 0
- ip6 daddr 2001:db8:3::250 tcp dport 1 dnat to 2001:db8:3::251
- }; }"""
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +30,7 @@ def two(fast_world: FastWorld) -> FastWorld:
     fast_world.node.agent.wait_synced(
         fast_world.lab.write("two.yaml", [service("two", ports, TWO), *slices("two", ports, endpoints)])
     )
-    fast_world.node.namespace.run("nft", "-f", "-", stdin=KEEP)
+    fast_world.node.namespace.run("nft", "-f", "-", stdin=NAT_OF_OTHERS)
     return fast_world
 
 
@@ -89,7 +82,7 @@ def listed(namespace: Namespace, source: str, family: int) -> list[tuple[int, st
 
 
 def endpoints(world: FastWorld, family: int, talks: list[Talk]) -> dict[int, str]:
-    """Who answers, by the client's port, as far as conntrack knows."""
+    """The endpoint by the client's port, as far as conntrack knows."""
     ports = {talk.own_port for talk in talks}
     found = listed(world.node.namespace, world.client.address.of(family), family)
     return {port: line.split("src=")[2].split()[0] for port, line in found if port in ports}

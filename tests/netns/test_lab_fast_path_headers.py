@@ -62,7 +62,7 @@ class Flow:
         return self.namespace.call(_ask, self.own_port, seconds)
 
     def send(self) -> None:
-        """A question whose answer nobody waits for."""
+        """A request without waiting for the answer."""
         self.namespace.call(_send, self.own_port)
 
     def option(self, level: int, name: int, value: int | bytes) -> None:
@@ -211,7 +211,7 @@ def test_a_question_with_its_last_hop(fast_world: FastWorld, family: int, protoc
         assert seen.frame() is not None, "none about the Service's address"
         assert age != "young" or fast_world.count("stack_hops") > before
         flow.option(*TTL[family], 64)
-        wait_until(flow.ask, "it goes on")
+        wait_until(flow.ask, "it continues")
 
 
 @pytest.mark.parametrize("age", AGES)
@@ -237,7 +237,7 @@ def test_an_answer_with_its_last_hop(fast_world: FastWorld, family: int, protoco
             near.sysctl({DEFAULT_TTL[family]: usual})
         assert seen.frame() is not None, "none about the client"
         assert age != "young" or fast_world.count("stack_hops") > before
-        wait_until(flow.ask, "it goes on")
+        wait_until(flow.ask, "it continues")
 
 
 # ---- options -------------------------------------------------------------------------------------------------

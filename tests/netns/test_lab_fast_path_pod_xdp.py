@@ -97,7 +97,7 @@ def test_it_sees_what_the_fast_path_sends(
     with at_once(talk):
         xdp.on("xdpdrv")
         xdp.wait(REDIRECT_DEVICE)
-    # A young flow goes on as it was learned, until it is the kernel's.
+    # A young flow continues as it was learned, until it is the kernel's.
     wait_until(lambda: _share(xdp, talk) > 0.9, "the program sees every question", 10.0)
     fast_world.fast(talk)
     assert _share(xdp, talk) > 0.9

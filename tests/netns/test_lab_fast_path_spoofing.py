@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packets in somebody else's name, from another pod and from outside: no flow of the fast path is cut or moved."""
+"""Packets with a forged source, from another pod and from outside: no flow of the fast path is cut or moved."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def scene(fast_world: FastWorld) -> Scene:
 
 
 @pytest.fixture(params=["pod", "outside"])
-def who(request: pytest.FixtureRequest) -> str:
+def origin(request: pytest.FixtureRequest) -> str:
     value: str = request.param
     return value
 
@@ -119,9 +119,9 @@ ATTACKS: dict[str, Callable[[int, int], list[tuple[str, int, int]]]] = {
 }
 
 
-def victim(scene: Scene, who: str, family: int) -> tuple[Namespace, str, tuple[str, int]]:
-    """Who has the connection, that one's address, and what it asks."""
-    if who == "pod":
+def victim(scene: Scene, origin: str, family: int) -> tuple[Namespace, str, tuple[str, int]]:
+    """The owner of the connection, its address, and its target."""
+    if origin == "pod":
         client = scene.world.client
         return client.namespace, client.address.of(family), (NAMED.of(family), OWN_PORT)
     return scene.world.lab.client, CLIENT.of(family), (scene.world.node.address.of(family), NODE_PORT)
@@ -129,9 +129,9 @@ def victim(scene: Scene, who: str, family: int) -> tuple[Namespace, str, tuple[s
 
 @pytest.mark.parametrize("what", ATTACKS)
 @pytest.mark.parametrize("age", ["young", "of the kernel's"])
-def test_by_somebody_who_guesses(scene: Scene, family: int, who: str, what: str, age: str) -> None:
-    """And if the connection is silent afterwards, it is there all the same."""
-    namespace, source, target = victim(scene, who, family)
+def test_guessed_packets(scene: Scene, family: int, origin: str, what: str, age: str) -> None:
+    """And if the connection is silent afterwards, it is there all the same (finding D4)."""
+    namespace, source, target = victim(scene, origin, family)
     client, server, own_port = scene.begin(namespace, *target)
     converse(client, server, 3)
     sequence, acknowledged = numbers(client, server, own_port)
@@ -140,7 +140,7 @@ def test_by_somebody_who_guesses(scene: Scene, family: int, who: str, what: str,
         wait_until(lambda: scene.world.count("flow_promoted") > before, "it is promoted")
         converse(client, server, 3)
         sequence, acknowledged = numbers(client, server, own_port)
-    attacker = scene.attacker.namespace if who == "pod" else scene.outside
+    attacker = scene.attacker.namespace if origin == "pod" else scene.outside
     attacker.call(send, family, (source, own_port), target, ATTACKS[what](sequence, acknowledged))
     # And the other way, in the endpoint's name; from outside that cannot come by the endpoint's device.
     endpoint = scene.world.near.address.of(family), OWN_PORT
@@ -165,7 +165,7 @@ def _has_ended(own_port: int) -> bool:
 
 @pytest.mark.parametrize("what", ["RA", "FA", "S"])
 def test_another_pod_that_knows_the_numbers(scene: Scene, family: int, what: str) -> None:
-    """It has another device, so a young flow, which is the flow table's alone, never has a packet of its."""
+    """It has another device, so none of its packets touches a young flow (finding D4)."""
     namespace, source, target = victim(scene, "pod", family)
     client, server, own_port = scene.begin(namespace, *target)
     converse(client, server, 3)
@@ -192,7 +192,7 @@ def places(scene: Scene, own_port: int) -> set[str]:
 
 @pytest.mark.parametrize("protocol", BOTH)
 def test_no_flow_is_moved(scene: Scene, ask: Ask, family: int, protocol: str) -> None:
-    """First packets of its flow, in the client's name: any of them could choose another endpoint."""
+    """First packets of its flow, in the client's name: any of them could choose another endpoint (finding D4)."""
     world = scene.world
     flows = NewFlows(world.client.namespace, TWO.of(family), protocol)
     with flowing(flows):

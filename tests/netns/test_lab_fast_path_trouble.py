@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import socket
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import pytest
 
@@ -15,6 +17,7 @@ from pyebpf_proxy.lab.manifests import Object, Port, service, slices
 from pyebpf_proxy.lab.namespace import LabError
 from tests.support.fast_lab import FAR, Ask, FastWorld, at_once
 from tests.support.lab_tools import Capture, full_conntrack, wait_until
+from tests.support.new_flows import NewFlows, fast_ones, flowing
 from tests.support.talk import PORT, Talk, serve
 
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
@@ -113,6 +116,88 @@ def is_between(frame: bytes, fast_world: FastWorld) -> bool:
     return frame[26:34] == ends
 
 
+class Sources(NamedTuple):
+    """Addresses of the node that its masqueraded flows to the other node may get, and the other node's beside them."""
+
+    first: str
+    second: str
+    other: str
+    length: int
+
+
+SOURCES = {
+    4: Sources("198.18.7.1", "198.18.7.3", "198.18.7.2", 24),
+    6: Sources("fd00:10:244:f7::1", "fd00:10:244:f7::3", "fd00:10:244:f7::2", 64),
+}
+
+
+@contextlib.contextmanager
+def masqueraded_to(fast_world: FastWorld, family: int) -> Iterator[Sources]:
+    """Flows to pods of the other node are masqueraded to ``first``, or to ``second`` if the node has only that one."""
+    sources, nodes = SOURCES[family], fast_world.lab.nodes
+    lan, other = nodes[0].namespace, nodes[1]
+    pods = other.pod_cidr.of(family)
+    other.namespace.ip(address_line("add", sources.other, sources))
+    try:
+        lan.ip(address_line("add", sources.first, sources), f"route replace {pods} via {sources.other}")
+        yield sources
+    finally:
+        for address in (sources.first, sources.second):
+            with contextlib.suppress(LabError):
+                lan.ip(address_line("del", address, sources))
+        lan.ip(f"route replace {pods} via {other.address.of(family)}")
+        other.namespace.ip(address_line("del", sources.other, sources))
+
+
+def address_line(verb: str, address: str, sources: Sources) -> str:
+    return f"addr {verb} {address}/{sources.length} dev eth0" + (" nodad" if ":" in address and verb == "add" else "")
+
+
+def clients_ports(fast_world: FastWorld, family: int, source: str, below: int) -> set[int]:
+    """Of conntrack's entries that are masqueraded to this address, and to a port below this one."""
+    text = fast_world.node.namespace.run("conntrack", "-L", "-f", f"ipv{family}", "--reply-dst", source)
+    found = [[int(number) for number in re.findall(r"[sd]port=(\d+)", line)] for line in text.splitlines()]
+    return {numbers[0] for numbers in found if len(numbers) == 4 and numbers[3] < below}
+
+
+def test_the_source_address_of_masqueraded_flows_leaves_the_node(fast_world: FastWorld, ask: Ask, family: int) -> None:
+    """As with kube-proxy: datagrams get another source address, connections are reset (finding D7)."""
+    asker, address = fast_world.lab.client, fast_world.node.address.of(family)
+    with masqueraded_to(fast_world, family) as sources:
+
+        def begin(count: int) -> list[Talk]:
+            flows = [NewFlows(asker, address, protocol, port=30007) for protocol in ("tcp", "udp")]
+            with flowing(*flows):
+                fast_ones(fast_world, *flows)
+                return [ask(asker, address, protocol, 30007) for protocol in ("tcp", "udp") for _ in range(count)]
+
+        talks = begin(4)
+        assert {talk.peer for talk in talks} == {sources.first}
+
+        def are_promoted() -> bool:
+            # The kernel itself uses other ports.
+            promoted = clients_ports(fast_world, family, sources.first, below=32768)
+            return all({talk.own_port for talk in some} & promoted for some in (talks[:4], talks[4:]))
+
+        wait_until(are_promoted, "flows of both protocols are promoted")
+        talks += begin(2)
+        fast_world.node.namespace.ip(
+            address_line("del", sources.first, sources),
+            address_line("add", sources.second, sources),
+            f"route replace {fast_world.lab.nodes[1].pod_cidr.of(family)} via {sources.other}",
+        )
+        # It would still send to the old address, whose packets netfilter would translate.
+        fast_world.lab.nodes[1].namespace.ip(f"neigh del {sources.first} dev eth0")
+        tcp, udp = [*talks[:4], *talks[8:10]], [*talks[4:8], *talks[10:]]
+        for talk in udp:
+            # The second address, or for a moment between the two another one of the node.
+            wait_until(lambda talk=talk: talk.peer != sources.first, "datagrams have another source address", 20.0)
+            talk.wait()
+        wait_until(lambda: all(talk.over for talk in tcp), "the connections were reset")
+        wait_until(lambda: not clients_ports(fast_world, family, sources.first, below=65536), "no entry is left")
+        assert ask(asker, address, "tcp", 30007).peer != sources.first
+
+
 def moved(pod: Pod) -> list[Object]:
     return [service("moved", BOTH, MOVED), *slices("moved", BOTH, [(pod.address, pod.node.name)])]
 
@@ -185,7 +270,7 @@ def test_a_bond_fails_over(fast_world: FastWorld, far: Talk) -> None:
 
 
 def test_conntracks_table_is_full(fast_world: FastWorld, far: Talk) -> None:
-    """What is established goes on; flows of a pair without a permit are refused until there is room."""
+    """What is established continues; flows of a pair without a permit are refused until there is room."""
     node = fast_world.node.namespace
     hits = fast_world.count("flow_hit")
     asker = fast_world.client.namespace

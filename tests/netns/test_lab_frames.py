@@ -33,7 +33,7 @@ pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs
 NEAR = Kind("near", 10)  # web-1 on node1
 FAR = Kind("far", 11)  # web-2 on node2
 LOCAL = Kind("local", 12, externalTrafficPolicy="Local")  # web-1, sources kept
-CLOSED = Kind("closed", 13)  # web-1, ports where nobody listens
+CLOSED = Kind("closed", 13)  # web-1, closed ports
 CLOSED.ports = [Port("http", 80, 9998, "TCP", 30013), Port("dns", 53, 9999, "UDP", 31013)]
 LATE = Kind("late", 14)  # web-1, a port that one test answers on
 LATE.ports = [Port("late", 53, 5454, "UDP", 31014)]
@@ -110,7 +110,7 @@ def test_port_unreachable_of_an_endpoint_reaches_the_client(frames: Lab, family:
     for namespace, address in askers(frames, CLOSED, family):
         port = {"tcp": 80, "udp": 53}[protocol]
         assert namespace.call(ask, address, port, protocol).kind == REFUSED
-    # Not our own refusal: these services have an endpoint.
+    # Not the programs' refusal: these services have an endpoint.
     assert reasons(frames.nodes[0])["reject_no_endpoints"] == 0
 
 
@@ -243,7 +243,7 @@ def roamer(frames: Lab) -> Iterator[Namespace]:
     for cidrs in (SERVICE_CIDR, VIP_CIDR, POD_CIDR):
         for cidr in cidrs:
             made.ip(f"route add {cidr} dev tun0")
-    wait_until(lambda: node.call(has_program, "tun0"), "our program is on tun0")
+    wait_until(lambda: node.call(has_program, "tun0"), "the agent's program is on tun0")
     yield made
     tunnel.stop()
 
@@ -322,7 +322,7 @@ def test_vlan_device(frames: Lab, family: int) -> None:
         target = LOCAL.target("LoadBalancer", node).address.of(family)
         gateway = ROAMER[family][1].replace("10.9.0", "10.9.7").replace("fd00:9", "fd00:97")
         toolbox.namespace.ip(f"route add {target} via {gateway} dev vlan7")
-        wait_until(lambda: node.namespace.call(has_program, "vlan7"), "our program is on vlan7")
+        wait_until(lambda: node.namespace.call(has_program, "vlan7"), "the agent's program is on vlan7")
         assert toolbox.namespace.call(ask, target, 80).kind == ANSWERED
     finally:
         node.namespace.ip("link del vlan7")

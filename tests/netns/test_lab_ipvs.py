@@ -46,7 +46,7 @@ def agents(lab: Lab, scheduler: str) -> Iterator[None]:
 
 
 def askers(lab: Lab, family: int) -> dict[str, tuple[Namespace, str]]:
-    """Who asks, and which address: through tc from outside and from a pod, through the socket programs on the node."""
+    """The clients and their address: tc serves those outside and in a pod, the socket programs those of the node."""
     vip, cluster_ip = (WEB.target(kind, lab.nodes[0]).address.of(family) for kind in ("LoadBalancer", "ClusterIP"))  # type: ignore[arg-type]
     return {
         "client": (lab.client, vip),
@@ -62,7 +62,7 @@ def pods(namespace: Namespace, address: str, count: int, protocol: str = "tcp", 
 
 
 class Held:
-    """Connections that stay open, in a process of their own, until ``close``."""
+    """Connections that stay open, in their own process, until ``close``."""
 
     def __init__(self, namespace: Namespace, address: str, count: int) -> None:
         context = multiprocessing.get_context("fork")
@@ -84,7 +84,7 @@ def _hold(address: str, count: int, ready: Any, end: Any) -> None:
         each.close()
 
 
-def test_rr_takes_exact_turns_whoever_asks(ipvs: Lab) -> None:
+def test_rr_takes_exact_turns_for_any_client(ipvs: Lab) -> None:
     """All in one: the three ways share the turns of a list, so 3 × 12 connections are 12 for each endpoint."""
     with agents(ipvs, "rr"):
         for family in (4, 6):
@@ -111,10 +111,10 @@ def test_hashes_keep_a_client_over_a_restart(ipvs: Lab) -> None:
     assert len({pod for found in before.values() for pod in found}) > 1
 
 
-@pytest.mark.parametrize("who", ["client", "pod", "node"])
-def test_lc_goes_by_the_connections_that_there_are(ipvs: Lab, who: str) -> None:
+@pytest.mark.parametrize("origin", ["client", "pod", "node"])
+def test_lc_goes_by_the_connections_that_there_are(ipvs: Lab, origin: str) -> None:
     """web-1 holds long connections: new ones go to the other, and after those have closed to both again."""
-    namespace, address = askers(ipvs, 4)[who]
+    namespace, address = askers(ipvs, 4)[origin]
     everybody = WEB.endpoints
     held = None
     with agents(ipvs, "lc"):

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import signal
 import socket
@@ -75,22 +76,31 @@ def _reuse_ports(address: str, port: int, first: int, ports: int, count: int, re
 
 
 @pytest.mark.parametrize("ending", ["fin", "rst"])
-@pytest.mark.parametrize("who", ["toolbox", "client"])
-def test_client_ports_are_used_again_at_once(living: Lab, who: str, ending: str, family: int) -> None:
+@pytest.mark.parametrize("origin", ["toolbox", "client"])
+def test_client_ports_are_used_again_at_once(living: Lab, origin: str, ending: str, family: int) -> None:
     """2000 connections over 50 ports, as fast as they go: none may wait for a second SYN.
 
-    One in a thousand is left to a machine that answers nobody for a second.
+    One in a thousand is left to a machine that stalls for a second.
     """
     node = living.nodes[0]
-    namespace = living.client if who == "client" else living.pods[who].namespace
-    target = WEB.target("LoadBalancer" if who == "client" else "ClusterIP", node)
+    namespace = living.client if origin == "client" else living.pods[origin].namespace
+    target = WEB.target("LoadBalancer" if origin == "client" else "ClusterIP", node)
+    address, reset = target.address.of(family), ending == "rst"
+    first = 20_000 + family * 100 + (1000 if reset else 0)
+    opened, spare = reasons(node)["new_flow_fast"], itertools.count(first + 50)
+
+    def is_open() -> bool:
+        namespace.call(_reuse_ports, address, 80, next(spare), 1, 1, reset)
+        return reasons(node)["new_flow_fast"] > opened
+
+    # A port whose flow took the slow path does so again while conntrack knows the flow: none may begin that way.
+    wait_until(is_open, "new flows take the fast path")
     before = reasons(node)
-    first = 20_000 + family * 100 + (1000 if ending == "rst" else 0)
-    answered, again = namespace.call(_reuse_ports, target.address.of(family), 80, first, 50, 2000, ending == "rst")
+    answered, again = namespace.call(_reuse_ports, address, 80, first, 50, 2000, reset)
     assert (answered, again // 3) == (2000, 0), again
     counted = moved(before, reasons(node))
-    # A SYN opens a flow of its own, although the former connection of its ports is still known. Where that one's end
-    # is in doubt, as after a FIN that came before data, it goes on to the same endpoint: few do.
+    # A SYN opens its own flow, although the former connection of its ports is still known. Where that one's end
+    # is in doubt, as after a FIN that came before data, it continues to the same endpoint: few do.
     assert counted.get("new_flow_fast", 0) + counted.get("new_flow_netfilter", 0) >= 1980, counted
     everything = {name: count - before[name] for name, count in reasons(node).items() if count != before[name]}
     assert counted.get("new_flow_fast", 0) > 1000, everything
@@ -137,7 +147,7 @@ class Traffic:
                     and all(each.least() >= was + rounds for each, was in zip(self.transfers, least, strict=True))
                 )
             ),
-            "transfers and new connections go on",
+            "transfers and new connections continue",
             40,
         )
 
@@ -152,17 +162,6 @@ class Traffic:
         rate = sum(map(len, results)) / took
         # The agents that start and the transfers take their part of a small machine; a slow one makes fewer than 1000.
         assert rate > min(1000, 0.1 * self.plain), f"only {rate:.0f} a second, {self.plain:.0f} without services"
-
-
-def test_kill_9_in_the_middle_of_it_all(living: Lab) -> None:
-    """20 transfers and 1000 new connections a second: the agents are killed, and started again; none fails."""
-    traffic = Traffic(living)
-    for node in living.nodes:
-        node.agent.kill()
-    traffic.more()
-    living.start_agents()
-    traffic.more()
-    traffic.stop()
 
 
 def test_sigterm_leaves_everything_working(living: Lab) -> None:
@@ -239,7 +238,7 @@ def test_start_after_changes_prunes_and_applies(living: Lab, family: int) -> Non
 def test_what_was_renamed_while_the_agent_was_dead_is_served_all_the_time(living: Lab) -> None:
     """A port of one service has another name after the start, and another Service has the addresses of a second one.
 
-    What the former run left has no claim to them: no request fails, before, during and after the start.
+    What the former run left has no claim to them: no request fails, before, during and after the start (finding D17).
     """
     node = living.nodes[0]
     renamed, replaced, successor = Kind("renamed", 13), Kind("replaced", 14), Kind("successor", 14)
@@ -285,21 +284,24 @@ def test_two_services_of_the_same_endpoints_without_an_agent(living: Lab, family
     try:
         wait_until(lambda: all(load.made >= 2000 for load in loads), "young flows")
         node.agent.kill()
-        before = reasons(node)["new_flow_netfilter"]
-        wait_until(lambda: reasons(node)["new_flow_netfilter"] > before + 6000, "flows by netfilter")
+        before = reasons(node)
+        flows = before["new_flow_netfilter"] + 6000
+        wait_until(lambda: reasons(node)["new_flow_netfilter"] > flows, "flows by netfilter")
+        after = reasons(node)
     finally:
         samples = [load.stop() for load in loads]
         (living.manifests / "other.yaml").unlink(missing_ok=True)
         node.agent.start()
         node.agent.wait_synced()
-    assert [failed(some) for some in samples] == [[], []]
+    drops = {name: number for name, number in after.items() if name.startswith("drop_") and number > before[name]}
+    assert [failed(some) for some in samples] == [[], []], drops
 
 
 def test_a_pod_that_comes_later_is_served(living: Lab, family: int) -> None:
     """New interfaces are followed: a pod made while the agent runs reaches services, and not by luck of the order."""
     node = living.nodes[0]
     pod = living.add_pod(f"late-{family}", node, serve=False)
-    wait_until(lambda: node.namespace.call(has_program, pod.device), "our program is on the new pod's device")
+    wait_until(lambda: node.namespace.call(has_program, pod.device), "the agent's program is on the new pod's device")
     target = WEB.target("ClusterIP", node)
     for protocol, port in target.ports.items():
         outcome = pod.namespace.call(ask, target.address.of(family), port, protocol)

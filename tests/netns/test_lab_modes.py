@@ -34,8 +34,12 @@ def lab(mode: str) -> Iterator[Lab]:
         lab.add_pod("toolbox", lab.nodes[0])
         write_nodes(lab)
         write_services(lab, WEB)
-        lab.start_agents({"mode": mode, mode: {"minSyncPeriod": "10ms"}})
+        lab.start_agents(config(mode))
         yield lab
+
+
+def config(mode: str) -> dict[str, object]:
+    return {"mode": mode, mode: {"minSyncPeriod": "10ms"}}
 
 
 def clients(lab: Lab) -> list[Client]:
@@ -49,7 +53,7 @@ def outcome(client: Client, address: Dual, family: int, protocol: str, port: int
 def test_a_port_that_a_cluster_ip_does_not_have(lab: Lab, mode: str, family: int, protocol: str) -> None:
     for client in clients(lab):
         got = outcome(client, cluster_ip(WEB.number), family, protocol)
-        # A datagram that is rejected on its way out is refused to its sender as not permitted, by the kernel.
+        # The kernel refuses a rejected outgoing datagram to its sender with EPERM.
         denied = UNREACHABLE if client.kind == "node" and protocol == "udp" else REFUSED
         if mode == "nftables":
             assert got == denied, client.name
@@ -58,6 +62,28 @@ def test_a_port_that_a_cluster_ip_does_not_have(lab: Lab, mode: str, family: int
             assert got in (TIMED_OUT, UNREACHABLE), client.name
         port = {"tcp": 80, "udp": 53}[protocol]
         assert outcome(client, cluster_ip(WEB.number), family, protocol, port) == ANSWERED
+
+
+def test_a_pod_that_is_made_while_the_agent_is_dead(lab: Lab, mode: str, family: int) -> None:
+    """Its device gets its program from an agent (finding D10). In mode nftables connections wait for it."""
+    node, ports = lab.nodes[0], {"tcp": 80, "udp": 53}
+    address = cluster_ip(WEB.number).of(family)
+    node.agent.kill()
+    try:
+        pod = lab.add_pod(f"late-{family}", node, serve=False)
+        for protocol, port in ports.items():
+            got = pod.namespace.call(ask, address, port, protocol, timeout=0.5).kind
+            # In mode iptables it is routed away as any other packet.
+            assert got in ((TIMED_OUT,) if mode == "nftables" else (TIMED_OUT, UNREACHABLE)), protocol
+            assert outcome(clients(lab)[0], cluster_ip(WEB.number), family, protocol, port) == ANSWERED, "of before"
+        waiting = pod.namespace.start(ask, address, 80, timeout=60.0)
+    finally:
+        node.agent.start(config(mode))
+        node.agent.wait_synced()
+    if mode == "nftables":
+        assert waiting.result().kind == ANSWERED
+    for protocol, port in ports.items():
+        assert outcome(pod_client(pod), cluster_ip(WEB.number), family, protocol, port) == ANSWERED
 
 
 def test_a_service_that_comes_and_goes(lab: Lab, mode: str, family: int) -> None:

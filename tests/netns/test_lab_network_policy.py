@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""NetworkPolicy and the fast path: what FORWARD or POSTROUTING denies does not pass, whoever helps from inside."""
+"""NetworkPolicy and the fast path: what FORWARD or POSTROUTING denies does not pass, even with help from inside."""
 
 from __future__ import annotations
 
@@ -8,24 +8,26 @@ import itertools
 import socket
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import pytest
 from scapy.layers.inet import IP, TCP, UDP
 from scapy.layers.inet6 import IPv6
 
-from pyebpf_proxy.lab.addresses import cluster_ip
+from pyebpf_proxy.lab.addresses import CLIENT, Dual, cluster_ip, vip
 from pyebpf_proxy.lab.cluster import Pod
 from pyebpf_proxy.lab.manifests import Port, service, slices
+from pyebpf_proxy.lab.namespace import Namespace
 from tests.netns.policies import KINDS, policy
-from tests.support.fast_lab import NEAR, Ask, FastWorld, slowness
+from tests.support.fast_lab import FAR, NEAR, Ask, FastWorld, slowness
 from tests.support.lab_tools import wait_until
-from tests.support.new_flows import BOTH, Arrivals, NewFlows, ask_once, entries, fast_ones, flowing
-from tests.support.talk import PORT
+from tests.support.new_flows import BOTH, Arrivals, NewFlows, ask_once, entries, fast_ones, flowing, wait_all_made
+from tests.support.talk import PORT, Talk
 
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
 
 _own_ports = itertools.count(21_000)
-TWO = cluster_ip(20)
+TWO, VIP = cluster_ip(20), vip(24)
 
 
 @pytest.fixture(params=KINDS)
@@ -50,9 +52,9 @@ def forge_answers(family: int, source: str, destination: str, port: int, protoco
 
 
 @contextlib.contextmanager
-def colluding(pod: Pod, client: Pod, family: int, ports: dict[str, int]) -> Iterator[None]:
-    """The endpoint sends to the ports of the client from which it is asked."""
-    ends = pod.address.of(family), client.address.of(family)
+def colluding(pod: Pod, client: str, family: int, ports: dict[str, int]) -> Iterator[None]:
+    """The endpoint sends to the ports of the client from which it is asked; ``client``: the address that it sees."""
+    ends = pod.address.of(family), client
     tasks = [pod.namespace.start(forge_answers, family, *ends, ports[protocol], protocol) for protocol in BOTH]
     try:
         yield
@@ -61,16 +63,69 @@ def colluding(pod: Pod, client: Pod, family: int, ports: dict[str, int]) -> Iter
             task.stop()
 
 
+@dataclass
+class Way:
+    """A client asks an endpoint by an address of its Service. Rules see ``source``, the endpoint sees ``peer``."""
+
+    asker: Namespace
+    address: str
+    port: int
+    endpoint: Pod
+    source: str
+    peer: str
+
+    def flows(self, protocol: str, own_port: int = 0) -> NewFlows:
+        return NewFlows(self.asker, self.address, protocol, self.port, own_port=own_port)
+
+    def talk(self, ask: Ask, protocol: str) -> Talk:
+        return ask(self.asker, self.address, protocol, self.port)
+
+
+def ways(world: FastWorld, family: int) -> dict[str, Way]:
+    """By what the test calls them. All but the first two are masqueraded."""
+    node, near, far, pod = world.node, world.near, world.far, world.client
+
+    def of_pod(address: Dual, endpoint: Pod) -> Way:
+        source = pod.address.of(family)
+        return Way(pod.namespace, address.of(family), PORT, endpoint, source, source)
+
+    def from_outside(address: Dual, port: int, endpoint: Pod) -> Way:
+        peer = node.source_towards(endpoint).of(family)
+        return Way(world.lab.client, address.of(family), port, endpoint, CLIENT.of(family), peer)
+
+    itself = near.address.of(family)
+    return {
+        "same node": of_pod(NEAR, near),
+        "other node": of_pod(FAR, far),
+        # External traffic policy Cluster: an endpoint of the other node.
+        "NodePort": from_outside(node.address, 30007, far),
+        "VIP": from_outside(VIP, PORT, near),
+        "hairpin": Way(near.namespace, NEAR.of(family), PORT, near, itself, node.source_towards(near).of(family)),
+    }
+
+
+@pytest.fixture(scope="module")
+def with_vip(fast_world: FastWorld) -> FastWorld:
+    ports, endpoints = [Port("tcp", PORT, PORT), Port("udp", PORT, PORT, "UDP")], [fast_world.near]
+    objects = [
+        service("vip", ports, cluster_ip(24), vip=VIP),
+        *slices("vip", ports, [(pod.address, pod.node.name) for pod in endpoints]),
+    ]
+    fast_world.node.agent.wait_synced(fast_world.lab.write("vip.yaml", objects))
+    return fast_world
+
+
 # ---- what is denied from the start -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("hook", ["forward", "postrouting"])
 def test_nothing_passes_that_is_denied(fast_world: FastWorld, kind: str, family: int, hook: str) -> None:
-    """Also while the endpoint sends to the client's ports, which nobody denies."""
+    """Also while the endpoint sends to the client's ports, which is allowed (finding D1)."""
     client, near = fast_world.client, fast_world.near
     ends = client.address.of(family), near.address.of(family)
     ports = {protocol: next(_own_ports) for protocol in BOTH}
-    with policy(fast_world.node.namespace, kind, family, hook=hook) as rules, colluding(near, client, family, ports):
+    node = fast_world.node.namespace
+    with policy(node, kind, family, hook=hook) as rules, colluding(near, ends[0], family, ports):
         rules.deny(*ends)
         arrivals = Arrivals(near, ends[0])
         before = fast_world.count("new_flow_netfilter")
@@ -80,11 +135,43 @@ def test_nothing_passes_that_is_denied(fast_world: FastWorld, kind: str, family:
             for own_port in (0, ports[protocol])
         ]
         with flowing(*flows):
-            for each in flows:
-                each.wait_made(12)
+            wait_all_made(flows, 12)
         assert [each.answered for each in flows] == [0] * len(flows), _seen(fast_world, family)
         assert fast_world.count("new_flow_netfilter") > before + 20, "they came to netfilter"
         assert int(arrivals) == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "hook"),
+    [
+        ("nft set", "forward"),
+        ("nft set", "postrouting"),
+        ("nft set", "postrouting, masqueraded"),
+        ("iptables-legacy", "forward"),
+        ("iptables-legacy", "postrouting"),
+    ],
+)
+def test_nothing_passes_that_is_denied_on_any_way(with_vip: FastWorld, family: int, kind: str, hook: str) -> None:
+    """NodePort and VIP with policy Cluster, a pod and itself, an endpoint of another node (finding D1)."""
+    found = [way for name, way in ways(with_vip, family).items() if name != "same node"]
+    arrivals = []
+    for pod in (with_vip.near, with_vip.far):
+        peers = sorted({way.peer for way in found if way.endpoint is pod})
+        arrivals.append(Arrivals(pod, f"{{ {', '.join(peers)} }}"))
+    before = with_vip.count("new_flow_netfilter")
+    with contextlib.ExitStack() as stack:
+        rules = stack.enter_context(policy(with_vip.node.namespace, kind, family, hook=hook))
+        flows: list[NewFlows] = []
+        for way in found:
+            ports = {protocol: next(_own_ports) for protocol in BOTH}
+            rules.deny(way.peer if "masqueraded" in hook else way.source, way.endpoint.address.of(family))
+            stack.enter_context(colluding(way.endpoint, way.peer, family, ports))
+            flows += [way.flows(protocol, own_port) for protocol in BOTH for own_port in (0, ports[protocol])]
+        with flowing(*flows):
+            wait_all_made(flows, 12)
+        assert [each.answered for each in flows] == [0] * len(flows), _seen(with_vip, family)
+        assert with_vip.count("new_flow_netfilter") > before + 100, "they came to netfilter"
+        assert [int(each) for each in arrivals] == [0, 0]
 
 
 def test_another_endpoint_of_the_service_gives_no_permit(fast_world: FastWorld, family: int) -> None:
@@ -100,8 +187,7 @@ def test_another_endpoint_of_the_service_gives_no_permit(fast_world: FastWorld, 
         flows = [NewFlows(client.namespace, TWO.of(family), protocol, patience=0.05) for protocol in BOTH]
         with flowing(*flows):
             fast_ones(fast_world, *flows)
-            for each in flows:
-                each.wait_made(20)
+            wait_all_made(flows, 20)
         assert int(arrivals) == 0
         for each in flows:
             assert each.answered < each.made, "half of them are for the other one"
@@ -111,7 +197,7 @@ def test_another_endpoint_of_the_service_gives_no_permit(fast_world: FastWorld, 
 
 
 def test_a_policy_that_is_added_counts_at_once(fast_world: FastWorld, ask: Ask, kind: str, family: int) -> None:
-    """New flows are denied within a second; what is established goes on, as the rules say, however young."""
+    """New flows are denied within a second; established flows continue, as the rules allow, however young."""
     client, near = fast_world.client, fast_world.near
     with policy(fast_world.node.namespace, kind, family) as rules:
         old = [ask(client.namespace, NEAR.of(family), protocol) for protocol in BOTH]
@@ -127,13 +213,41 @@ def test_a_policy_that_is_added_counts_at_once(fast_world: FastWorld, ask: Ask, 
             wait_until(lambda: fast_world.count("new_flow_fast") > opened + 5, "flows that are young")
             rules.deny(client.address.of(family), near.address.of(family))
             denied = time.monotonic()
-            for each in flows:
-                each.wait_made(12)
+            wait_all_made(flows, 12)
             for each in flows:
                 late = each.last_answered - denied
                 assert late < 1.0 * slowness(), f"a flow that began {late:.2f} s after the rule is answered"
         for talk in (*old, *young):
             talk.wait(100)
+
+
+@pytest.mark.parametrize(("kind", "hook"), [("nft set", "forward"), ("iptables-legacy", "postrouting")])
+def test_a_policy_that_is_added_counts_on_every_way(
+    with_vip: FastWorld, ask: Ask, family: int, kind: str, hook: str
+) -> None:
+    """As the one before: from and to another machine, masqueraded or not, and of a pod to itself."""
+    found = ways(with_vip, family)
+    with policy(with_vip.node.namespace, kind, family, hook=hook) as rules, contextlib.ExitStack() as stack:
+        talks: list[Talk] = []
+        for name, way in found.items():
+            flows = [way.flows(protocol) for protocol in BOTH]
+            with flowing(*flows):
+                # One way at a time: the count does not say whose flows were fast.
+                fast_ones(with_vip, *flows)
+                talks += [way.talk(ask, protocol) for protocol in BOTH]
+            assert {talk.peer for talk in talks[-2:]} == {way.peer}, name
+        flows = [way.flows(protocol) for way in found.values() for protocol in BOTH]
+        stack.enter_context(flowing(*flows))
+        for each in flows:
+            each.wait_answered(10)
+        for way in found.values():
+            rules.deny(way.source, way.endpoint.address.of(family))
+        denied = time.monotonic()
+        wait_all_made(flows, 12)
+        late = [round(each.last_answered - denied, 2) for each in flows]
+        assert max(late) < 1.0 * slowness(), f"seconds after the rules, in the order of the ways: {late}"
+        for talk in talks:
+            talk.wait(50)
 
 
 def _seen(world: FastWorld, family: int) -> str:
@@ -151,29 +265,34 @@ def _known(world: FastWorld, family: int) -> bool:
     )
 
 
-def test_a_policy_without_established_ends_flows(fast_world: FastWorld, ask: Ask, family: int) -> None:
+@pytest.mark.parametrize(
+    ("kind", "name"), [("nft set", "same node"), ("iptables-legacy", "same node"), ("nft set", "NodePort")]
+)
+def test_a_policy_without_established_ends_flows(
+    fast_world: FastWorld, ask: Ask, family: int, kind: str, name: str
+) -> None:
     """As with kube-proxy: the rules see their packets, the kernel's flows within a second, young ones after three."""
-    client, near = fast_world.client, fast_world.near
-    with policy(fast_world.node.namespace, "nft set", family, established=False) as rules:
-        old = [ask(client.namespace, NEAR.of(family), protocol) for protocol in BOTH]
+    way = ways(fast_world, family)[name]
+    with policy(fast_world.node.namespace, kind, family, established=False) as rules:
+        old = [way.talk(ask, protocol) for protocol in BOTH]
         for talk in old:
             fast_world.fast(talk)
-        flows = [NewFlows(client.namespace, NEAR.of(family), protocol) for protocol in BOTH]
+        flows = [way.flows(protocol) for protocol in BOTH]
         with flowing(*flows):
             fast_ones(fast_world, *flows)
-            young = [ask(client.namespace, NEAR.of(family), protocol) for protocol in BOTH]
-            rules.deny(client.address.of(family), near.address.of(family))
-        arrivals = Arrivals(near, client.address.of(family))
+            young = [way.talk(ask, protocol) for protocol in BOTH]
+            rules.deny(way.source, way.endpoint.address.of(family))
+        arrivals = Arrivals(way.endpoint, way.peer)
         for talk in (*old, *young):
-            assert talk.stands(), "it goes on"
+            assert talk.stands(), "it continues"
         # TCP sends again and again.
         seen = int(arrivals)
-        assert not client.namespace.call(ask_once, NEAR.of(family), PORT, "udp")
+        assert not way.asker.call(ask_once, way.address, way.port, "udp")
         wait_until(lambda: fast_world.count("stack_not_confirmed") > 0, "packets that go the slow way")
         assert int(arrivals) == seen
 
 
-# ---- flows that nobody answers -----------------------------------------------------------------------------
+# ---- unanswered flows ---------------------------------------------------------------------------------------
 
 
 def send_datagrams(address: str, own_port: int) -> None:

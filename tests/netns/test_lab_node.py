@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import multiprocessing
 import socket
 from collections.abc import Iterator
@@ -42,7 +43,7 @@ def node_lab() -> Iterator[Lab]:
 
 @pytest.fixture(autouse=True)
 def usual_configuration(node_lab: Lab) -> Iterator[None]:
-    """A test that restarts the agents otherwise says so; the next one finds them as usual."""
+    """For tests that restart the agents with other settings; the next one finds them as usual."""
     yield
     for node in node_lab.nodes:
         if node.agent.process is None:
@@ -64,13 +65,17 @@ def test_tcp_is_connected_straight_to_the_endpoint(node_lab: Lab, family: int) -
         assert outcome.answer.peer == outcome.local
 
 
-def _bound(place: tuple[str, int], source: str, protocol: str) -> tuple[str, tuple[str, int], int]:
-    """From a bound and connected socket: whom the endpoint saw, our own name, and what became of the mark."""
+# conntrack keeps a flow for two minutes. A port that the kernel draws again would be of that flow, with its source.
+_PORTS = itertools.count(20000)
+
+
+def _bound(place: tuple[str, int], source: str, port: int, protocol: str) -> tuple[str, tuple[str, int], int]:
+    """From a bound and connected socket: the source that the endpoint saw, the socket's own name, and the mark."""
     kind = socket.SOCK_STREAM if protocol == "tcp" else socket.SOCK_DGRAM
     with socket.socket(family_of(place[0]), kind) as sock:
         sock.settimeout(10)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_MARK, 0x55)
-        sock.bind((source, 0))
+        sock.bind((source, port))
         sock.connect(place)
         assert sock.getpeername()[:2] == place
         sock.sendall(b"GET / HTTP/1.0\r\n\r\n")
@@ -82,7 +87,7 @@ def _bound(place: tuple[str, int], source: str, protocol: str) -> tuple[str, tup
 
 @pytest.mark.parametrize("place", ["external", "node port", "loopback"])
 def test_a_bound_source_is_masqueraded(node_lab: Lab, family: int, protocol: str, place: str) -> None:
-    """The endpoint sees the address of the way out, as of any other source (§5), whatever the socket is bound to."""
+    """The endpoint sees the address of the egress interface (§5), whatever the socket is bound to."""
     if place == "loopback" and family == 6:
         return  # NodePorts are not served there
     node = node_lab.nodes[0]
@@ -95,8 +100,8 @@ def test_a_bound_source_is_masqueraded(node_lab: Lab, family: int, protocol: str
             node_lab.wait_synced(write_services(node_lab, WEB))
             for source in (node.address, node.gateway, LOOPBACK):
                 if source is LOOPBACK and family == 6:
-                    continue  # ::1 leaves a machine with nobody
-                seen, name, mark = node.namespace.call(_bound, asked, source.of(family), protocol)
+                    continue  # ::1 never leaves the machine
+                seen, name, mark = node.namespace.call(_bound, asked, source.of(family), next(_PORTS), protocol)
                 assert seen == node.source_towards(endpoint).of(family), (source, endpoint.name)
                 assert name[0] == source.of(family)
                 assert mark & ~0x4000 == 0x55
@@ -106,14 +111,14 @@ def test_a_bound_source_is_masqueraded(node_lab: Lab, family: int, protocol: str
 
 
 def _messages(
-    places: list[tuple[str, int]], source: str, named: bool, mark: int
+    places: list[tuple[str, int]], source: str, port: int, named: bool, mark: int
 ) -> tuple[list[tuple[str, int]], list[int]]:
     """Of an unconnected socket, bound or with messages that name their source: whom each asked saw, and the marks."""
     family = family_of(places[0][0])
     with socket.socket(family, socket.SOCK_DGRAM) as sock:
         sock.settimeout(10)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_MARK, mark)
-        sock.bind(("" if named else source, 0))
+        sock.bind(("" if named else source, port))
         info = source_info(source) if named else []
         seen, marks = [], []
         for place in places:
@@ -144,7 +149,7 @@ def test_the_source_of_a_message_is_masqueraded(node_lab: Lab, family: int, plac
             sources = [(node.address, True), (node.gateway, True)] + ([(LOOPBACK, False)] if family == 4 else [])
             for source, leaves in sources:
                 places = [asked, straight, asked, asked, straight] if leaves else [asked, asked]
-                seen, marks = node.namespace.call(_messages, places, source.of(family), named, 0x55)
+                seen, marks = node.namespace.call(_messages, places, source.of(family), next(_PORTS), named, 0x55)
                 for where, (peer, _), mark in zip(places, seen, marks, strict=True):
                     hidden = where == asked
                     expected = node.source_towards(endpoint) if hidden else source
@@ -153,7 +158,7 @@ def test_the_source_of_a_message_is_masqueraded(node_lab: Lab, family: int, plac
                 # One flow each, as for conntrack.
                 assert len({peer for where, peer in zip(places, seen, strict=True) if where == asked}) == 1
                 # A bit that the application has set is its own.
-                _, marks = node.namespace.call(_messages, places[:3], source.of(family), named, 0x4055)
+                _, marks = node.namespace.call(_messages, places[:3], source.of(family), next(_PORTS), named, 0x4055)
                 assert set(marks) == {0x4055}
     finally:
         WEB.endpoints = both
@@ -202,7 +207,7 @@ def test_no_endpoints_is_econnrefused(node_lab: Lab, family: int, protocol: str)
 
 
 def test_only_sockets_of_the_agents_own_namespace(node_lab: Lab, family: int) -> None:
-    """All these processes are in one cgroup. The core has no agent and no route to ClusterIPs: nobody may answer."""
+    """All these processes are in one cgroup. The core has no agent and no route to ClusterIPs: it gets no answer."""
     address = WEB.target("ClusterIP", node_lab.nodes[0]).address.of(family)
     before = [reasons(node) for node in node_lab.nodes]
     outcome = node_lab.core.call(ask, address, 80, timeout=0.5)
@@ -259,7 +264,7 @@ def test_node_port_on_loopback_switched_off(node_lab: Lab, config: dict[str, obj
     for protocol, port in WEB.target("NodePort", node).ports.items():
         assert node.namespace.call(ask, "127.0.0.1", port, protocol).kind == REFUSED
         assert node.namespace.call(ask, node.address.v4, port, protocol).kind == ANSWERED
-    # As kube-proxy's: in mode iptables only, whatever localhostNodePorts says.
+    # As kube-proxy's: in mode iptables only, with any value of localhostNodePorts.
     assert (f"\n{LOOPBACK_METRIC} " in node.agent.metrics()) == ("mode" not in config)
     node.agent.stop()
 
@@ -325,28 +330,28 @@ def test_a_connected_udp_socket_learns_that_its_endpoint_is_gone(node_lab: Lab, 
     """It is ended when others serve: its owner connects anew, as after any error (§10)."""
     node = node_lab.nodes[0]
     both = WEB.endpoints
-    ours, theirs = multiprocessing.Pipe()
-    with ours:
+    channel, other_end = multiprocessing.Pipe()
+    with channel:
         try:
             WEB.endpoints = both[:1]
             node_lab.wait_synced(write_services(node_lab, WEB))
-            task = node.namespace.start(_until_aborted, WEB.target("ClusterIP", node).address.of(family), theirs)
-            theirs.close()
-            assert ours.recv() == "up"
+            task = node.namespace.start(_until_aborted, WEB.target("ClusterIP", node).address.of(family), other_end)
+            other_end.close()
+            assert channel.recv() == "up"
 
-            def says() -> str:
-                ours.send(True)
-                return str(ours.recv())
+            def answer() -> str:
+                channel.send(True)
+                return str(channel.recv())
 
-            assert says() == "web-1"
+            assert answer() == "web-1"
             WEB.endpoints = both
             node_lab.wait_synced(write_services(node_lab, WEB))
-            assert says() == "web-1", "others that serve as well are no reason"
+            assert answer() == "web-1", "others that serve as well are no reason"
             WEB.endpoints = both[1:]
             node_lab.wait_synced(write_services(node_lab, WEB))
             # A read fails with ECONNABORTED; a write finds the socket unconnected.
-            wait_until(lambda: says() == "EDESTADDRREQ", "the socket is ended")
-            ours.send(False)
+            wait_until(lambda: answer() == "EDESTADDRREQ", "the socket is ended")
+            channel.send(False)
             assert task.result() == "done"
         finally:
             WEB.endpoints = both
@@ -354,7 +359,7 @@ def test_a_connected_udp_socket_learns_that_its_endpoint_is_gone(node_lab: Lab, 
 
 
 def test_sockets_survive_the_agent(node_lab: Lab) -> None:
-    """connect goes on while the agent is stopped and started."""
+    """connect continues while the agent is stopped and started."""
     node = node_lab.nodes[0]
     target = WEB.target("ClusterIP", node)
     loads = [Load(node.namespace, target.address.v4, 80), Load(node.namespace, target.address.v6, 53, "udp")]

@@ -100,7 +100,7 @@ def test_defaults_are_kube_proxys_and_zero_leaves_alone(node: Node) -> None:
     assert number(node, NETFILTER + "tcp_timeout_established") == 86400, "an agent that ends leaves everything"
     node.agent.cleanup()
     nothing = {"maxPerCore": 0, "tcpEstablishedTimeout": "0s", "tcpCloseWaitTimeout": "0s"}
-    # The fast path has settings of its own.
+    # The fast path has its own settings.
     node.agent.start({"conntrack": nothing, "iptables": {"localhostNodePorts": False}}, own={"fastPath": False})
     node.agent.wait_synced()
     assert every(node) == before
@@ -152,7 +152,7 @@ def test_mode_ipvs(node: Node) -> None:
 
 
 def test_the_machines_own_limit_is_not_set_from_here(node: Node) -> None:
-    """A network namespace may not change it; the agent says so in one line, and serves."""
+    """A network namespace may not change it; the agent logs that in one line, and serves."""
     before = number(node, NETFILTER + "max")
     hashsize = Path("/sys/module/nf_conntrack/parameters/hashsize").read_text()
     node.agent.log_file.unlink(missing_ok=True)
@@ -181,7 +181,7 @@ def test_restarts_keep_the_first_former_value_and_others_settings_stay(node: Nod
 
 
 def read_only_proc(node: Node, config: dict[str, Any]) -> subprocess.CompletedProcess[str]:
-    """Start an agent whose /proc/sys can only be read, until it ends or has synced once; in namespaces of its own."""
+    """Start an agent whose /proc/sys can only be read, until it ends or has synced once; in its own namespaces."""
     script = 'mount -o bind /proc/sys /proc/sys && mount -o remount,bind,ro /proc/sys && exec "$@"'
     path = node.agent.folder / "config.yaml"
     path.write_text(json.dumps(node.agent.configuration(config)))
@@ -200,16 +200,16 @@ def read_only_proc(node: Node, config: dict[str, Any]) -> subprocess.CompletedPr
     try:
         wait_until(lambda: process.poll() is not None or len(node.agent.synced()) == 2, "it ended or has synced", 60)
         process.terminate()
-        _, said = process.communicate(timeout=30)
+        _, output = process.communicate(timeout=30)
     finally:
         process.kill()
-    return subprocess.CompletedProcess(process.args, process.returncode, "", said)
+    return subprocess.CompletedProcess(process.args, process.returncode, "", output)
 
 
 def test_what_is_so_already_is_not_written(node: Node) -> None:
     """With a /proc/sys that can only be read it starts if nothing differs, and otherwise ends with one clear line."""
     same = {"maxPerCore": 0, "tcpEstablishedTimeout": "100s", "tcpCloseWaitTimeout": "0s"}
-    # The fast path has settings of its own.
+    # The fast path has its own settings.
     node.agent.start({"conntrack": same}, own={"fastPath": False})
     node.agent.wait_synced()
     node.agent.stop()
@@ -255,7 +255,7 @@ def test_oom_score_adj(node: Node) -> None:
         assert node.agent.process is not None
         found = Path(f"/proc/{node.agent.process.pid}/oom_score_adj").read_text().strip()
         if value < int(own) and not effective_capabilities() >> CAP_SYS_RESOURCE & 1:
-            # Not even root may lower it here: said, and nothing else.
+            # Not even root may lower it here: that is logged, and nothing else.
             assert found == own
             Log(node.agent).some(f'{Message.OOM_SCORE_FAILS} value=-999 error="Permission denied"')
         else:

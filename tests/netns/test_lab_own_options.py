@@ -59,7 +59,7 @@ def ended(small: Lab) -> Iterator[None]:
 
 
 def shown(node: Node, name: str) -> int:
-    """The size that bpftool says."""
+    """The size that bpftool shows."""
     found: dict[str, Any] = json.loads(
         node.namespace.run("bpftool", "-j", "map", "show", "pinned", str(node.agent.pin(name)))
     )
@@ -82,7 +82,7 @@ def go_on(transfers: list[Transfers]) -> None:
             any(each.done() for each in transfers)
             or all(each.least() > was + 3 for each, was in zip(transfers, least, strict=True))
         ),
-        "transfers go on",
+        "transfers continue",
     )
     assert not any(each.done() for each in transfers), [each.stop() for each in transfers if each.done()]
 
@@ -161,8 +161,8 @@ def test_without_socket_programs(small: Lab, family: int, protocol: str) -> None
     sender, place = node.address.of(family), format_address_port(ip_address(asked[0]).packed, asked[1])
     found = answer(node, "explain", sender, place, protocol)
     assert found["verdict"] == "served"
-    said = "the socket programs are not attached (socketLB: off): nftables handles what this node sends"
-    assert said in found["steps"]
+    message = "the socket programs are not attached (socketLB: off): nftables handles what this node sends"
+    assert message in found["steps"]
     assert found["program"]["why"].startswith(f"nftables handles {protocol.upper()} packets of this node")
     node_port = WEB.target("NodePort", node)
     # IPv6 has no NodePorts on loopback.
@@ -199,7 +199,7 @@ def test_a_cache_at_the_clusterip_serves_the_node_itself(small: Lab, family: int
 
 @pytest.mark.parametrize("family", [4, 6])
 def test_a_cache_with_notrack_rules_serves_pods(small: Lab, family: int) -> None:
-    """NodeLocal DNSCache: raw rules keep conntrack, and with it every NAT, away from the Service's own address."""
+    """NodeLocal DNSCache: raw rules keep conntrack, and so every NAT, from the Service's own address (finding D5)."""
     node, toolbox = small.nodes[0], small.pods["toolbox"].namespace
     address = WEB.target("ClusterIP", node).address.of(family)
     word = "ip" if family == 4 else "ip6"

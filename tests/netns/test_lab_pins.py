@@ -64,8 +64,8 @@ def test_pins_of_a_bpffs_that_is_unmounted_come_back_at_once(alone: Node, then: 
         wait_until(lambda: ids(alone) == before, "all pins with the objects of before", 10.0)
     assert "the bpffs with the pins was unmounted, it is restored" in alone.agent.log()
     assert alone.namespace.call(has_program, "eth0")
-    told = alone.namespace.run(*command(), "status", "--directory", str(alone.agent.directory), check=False)
-    assert "unmounted" not in told
+    shown = alone.namespace.run(*command(), "status", "--directory", str(alone.agent.directory), check=False)
+    assert "unmounted" not in shown
     # Others see what the agent writes, and the next agent finds it.
     alone.agent.wait_synced(alone.lab.write("more.yaml", [service("more", [Port("web", 80, 8080)], cluster_ip(11))]))
     alone.agent.kill()
@@ -77,7 +77,7 @@ def test_pins_of_a_bpffs_that_is_unmounted_come_back_at_once(alone: Node, then: 
     }
 
 
-def test_without_the_right_to_mount_the_agent_says_so(alone: Node) -> None:
+def test_a_missing_right_to_mount_is_logged(alone: Node) -> None:
     enter = ("ip", "netns", "exec", alone.namespace.name, "setpriv", "--bounding-set=-sys_admin")
     alone.agent.start(enter=enter)
     alone.agent.wait_synced()
@@ -86,7 +86,7 @@ def test_without_the_right_to_mount_the_agent_says_so(alone: Node) -> None:
     try:
         wait_until(lambda: "the pins are gone" in alone.agent.log(), "a line in the log", 10.0)
         status = shlex.join([*command(), "status", "--directory", str(alone.agent.directory)])
-        told = alone.namespace.run("sh", "-c", f"{status} 2>&1", check=False)
-        assert "the pins are gone" in told
+        shown = alone.namespace.run("sh", "-c", f"{status} 2>&1", check=False)
+        assert "the pins are gone" in shown
     finally:
         mount("mount", "-t", "bpf", "bpffs", place)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The lab itself, without any proxy: if this fails, the other results say nothing."""
+"""The lab itself, without any proxy: if this fails, the other results have no meaning."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ def test_everybody_reaches_every_pod_untranslated(pod_network: PodNetwork) -> No
                     assert outcome.answer.peer[0] == node.source_towards(pod).of(family)
 
 
-def test_each_outcome_is_told_from_the_others(lab: Lab, family: int) -> None:
+def test_outcomes_are_distinguished(lab: Lab, family: int) -> None:
     pod = lab.add_pod("a", lab.nodes[0])
     address = pod.address.of(family)
     for protocol in ("tcp", "udp"):
         assert lab.client.call(ask, address, 81, protocol).kind == REFUSED
     assert lab.client.call(ask, address, 81, "udp", connected=False).kind == REFUSED
-    # Nobody has this address: the node asks for it in vain and says so.
+    # An unused address: the node resolves it in vain and reports that.
     lab.core.ip(f"route add unreachable {cluster_ip(9).of(family)}")
     assert lab.client.call(ask, cluster_ip(9).of(family), 81).kind == UNREACHABLE
     lab.nodes[0].namespace.ip(f"route add blackhole {cluster_ip(8).of(family)}")
@@ -108,7 +108,7 @@ with Lab(nodes=1) as lab:
 """
 
 
-@pytest.mark.alone  # whoever runs the demo beside cleans up, too
+@pytest.mark.alone  # a demo that runs at the same time also cleans up
 def test_clean_removes_what_a_killed_run_left_and_nothing_else() -> None:
     killed = subprocess.run([sys.executable, "-c", DIES], stdout=subprocess.PIPE, text=True, check=False)
     assert killed.returncode == -signal.SIGKILL

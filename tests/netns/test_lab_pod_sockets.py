@@ -146,7 +146,7 @@ def test_who_chooses_itself_sees_the_node(pods_lab: Lab, asker: Pod, family: int
     """And no less often than anybody else: tc takes over what was chosen at the socket."""
     target = SELF.target("ClusterIP", pods_lab.nodes[0])
     asked = (60, target.address.of(family), target.ports[protocol], protocol)
-    # Ports of their own: one of UDP that the kernel draws again belongs to a flow that conntrack knows.
+    # Separate ports: one of UDP that the kernel draws again belongs to a flow that conntrack knows.
     act = lambda: asker.namespace.call(ask_many, *asked, first_port=20_000)  # noqa: E731
     counted, outcomes = counted_while(pods_lab, act)
     assert {outcome.kind for outcome in outcomes} == {ANSWERED}
@@ -239,17 +239,17 @@ def test_unconnected_udp_keeps_its_endpoint_however_it_began(pods_lab: Lab, fami
     # Then tc is on its device, and knows it in the other family only.
     known(pods_lab, fresh, 10 - family)
     before = reasons(pods_lab.nodes[0])
-    # The first message of a pod that nobody knows goes by tc, and so does all that this socket has to say.
+    # The first message of an unknown pod goes by tc, and so do all others of this socket.
     for _ in range(6):
-        said = fresh.namespace.call(_talk, *asked)
-        assert len({pod for pod, _ in said}) == 1, said
-        assert {sender for _, sender in said} == {asked}
+        shown = fresh.namespace.call(_talk, *asked)
+        assert len({pod for pod, _ in shown}) == 1, shown
+        assert {sender for _, sender in shown} == {asked}
     counted = served_by(before, reasons(pods_lab.nodes[0]))
     assert counted == {"tc": 1, "socket": 5}
 
 
-def _ask_when_told(place: tuple[str, int], connected: bool, rounds: Connection) -> str:
-    """One socket that asks once for each word from the pipe. Says who answered, and as whom."""
+def _ask_on_command(place: tuple[str, int], connected: bool, rounds: Connection) -> str:
+    """One socket that asks once for each word from the pipe. Reports the server that answered, and its address."""
     with socket.socket(family_of(place[0]), socket.SOCK_DGRAM) as sock:
         sock.settimeout(2)
         if connected:
@@ -273,29 +273,29 @@ def test_a_udp_socket_goes_on_with_another_endpoint(pods_lab: Lab, asker: Pod, f
     """A pod's socket need not be closed: packets to a removed endpoint pass the node (spec/service-semantics §10)."""
     both = WEB.endpoints
     place = WEB.target("ClusterIP", pods_lab.nodes[0]).address.of(family), 53
-    ours, theirs = multiprocessing.Pipe()
-    with ours:
+    channel, other_end = multiprocessing.Pipe()
+    with channel:
         try:
             WEB.endpoints = both[:1]
             pods_lab.wait_synced(write_services(pods_lab, WEB))
             before = reasons(pods_lab.nodes[0])
-            task = asker.namespace.start(_ask_when_told, place, connected, theirs)
-            theirs.close()
-            assert ours.recv() == ("up", place)
+            task = asker.namespace.start(_ask_on_command, place, connected, other_end)
+            other_end.close()
+            assert channel.recv() == ("up", place)
 
-            def says() -> tuple[str, tuple[str, int]]:
-                ours.send(True)
-                found: tuple[str, tuple[str, int]] = ours.recv()
+            def answer() -> tuple[str, tuple[str, int]]:
+                channel.send(True)
+                found: tuple[str, tuple[str, int]] = channel.recv()
                 return found
 
-            assert says() == ("web-1", place)
+            assert answer() == ("web-1", place)
             assert served_by(before, reasons(pods_lab.nodes[0])) == {"socket": 1}
             for name, endpoints in (("web-1", both), ("web-2", both[1:]), ("web-1", both[:1])):
                 WEB.endpoints = endpoints
                 pods_lab.wait_synced(write_services(pods_lab, WEB))
                 # No message is lost: the first one after the change has its answer.
-                assert [says() for _ in range(3)] == [(name, place)] * 3
-            ours.send(False)
+                assert [answer() for _ in range(3)] == [(name, place)] * 3
+            channel.send(False)
             assert task.result() == "done"
         finally:
             WEB.endpoints = both

@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs
 
 WEB = Kind("web", 10)
 OTHERS = tuple(Kind(f"other-{number}", 20 + number) for number in range(6))
-# Pods reach a VIP of policy Local the short way: nobody masquerades, and their source is asked for its ranges.
+# Pods reach a VIP of policy Local the short way: without masquerading, and the ranges apply to their source.
 RANGED = Kind("ranged", 11, externalTrafficPolicy="Local")
 CHURN = 100_000
 IP_TRANSPARENT, IPV6_TRANSPARENT = 19, 75
@@ -76,7 +76,7 @@ def _churn(place: tuple[str, int], count: int) -> int:
 
 
 def _keeps(place: tuple[str, int], others: list[tuple[str, int]], rounds: Connection) -> dict[str, Any]:
-    """Sockets that ask, and read and say what they know when they are told to."""
+    """Sockets that send requests, and read and report on command."""
     family = family_of(place[0])
     with (
         socket.socket(family, socket.SOCK_DGRAM) as connected,
@@ -112,23 +112,23 @@ def _keeps(place: tuple[str, int], others: list[tuple[str, int]], rounds: Connec
 
 
 def test_churn_of_one_pod_leaves_another_pods_sockets_alone(lab: Lab, family: int) -> None:
-    """The map that all sockets would share has room for 32 768 (docs/maps.md)."""
+    """The map that all sockets would share has room for 32 768 (docs/maps.md, finding D16)."""
     node = lab.nodes[0]
     asker, churner = lab.pods["asker"], lab.pods["churner"]
     known(node, asker, family)
     known(node, churner, family)
     place = WEB.target("ClusterIP", node).address.of(family), 53
     others = [(kind.target("ClusterIP", node).address.of(family), 53) for kind in OTHERS[:3]]
-    ours, theirs = multiprocessing.Pipe()
-    with ours:
-        task = asker.namespace.start(_keeps, place, others, theirs)
-        theirs.close()
-        assert ours.recv() == "asked"
+    channel, other_end = multiprocessing.Pipe()
+    with channel:
+        task = asker.namespace.start(_keeps, place, others, other_end)
+        other_end.close()
+        assert channel.recv() == "asked"
         before = reasons(node)
         assert churner.namespace.call(_churn, place, CHURN) == 0
         counted = served_by(before, reasons(node))
         assert counted.get("socket", 0) > CHURN * 0.9, counted
-        ours.send("go on")
+        channel.send("continue")
         stream = others[0][0], 80
         assert task.result() == {"free": place, "peer": place, "connected": place, "stream": stream, "moved": []}
 
@@ -159,7 +159,7 @@ def _talks_to_all(places: list[tuple[str, int]]) -> tuple[list[tuple[str, int]],
 
 
 def _forge(source: str, place: tuple[str, int], count: int) -> None:
-    """First packets of UDP sockets with a source that is not the pod's: nobody answers."""
+    """First packets of UDP sockets with a source that is not the pod's: no answer."""
     ipv6 = ":" in source
     for _ in range(count):
         with socket.socket(family_of(source), socket.SOCK_DGRAM) as sock:
@@ -170,7 +170,7 @@ def _forge(source: str, place: tuple[str, int], count: int) -> None:
 
 
 def test_a_forged_source_is_not_believed(lab: Lab, family: int) -> None:
-    """A pod that nobody knows yet says that it has the address of another: it gets nothing by that for its own."""
+    """A pod that is not known yet sends with the address of another: its own gains nothing (finding D16)."""
     node = lab.nodes[0]
     forger = lab.pods[f"forger-{family}"]
     place = RANGED.target("LoadBalancer", node).address.of(family), 80

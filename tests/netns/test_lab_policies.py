@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Affinity, source ranges, and what becomes of flows when endpoints change (spec/service-semantics §§4, 7, 10)."""
+"""Affinity, source ranges, and flows whose endpoints change (spec/service-semantics §§4, 7, 10)."""
 
 from __future__ import annotations
 
@@ -238,7 +238,7 @@ def test_a_udp_flow_that_sends_nothing_is_forgotten_too(policies: Lab, family: i
 
 
 def _echo(address: str, port: int, rounds: object) -> int:
-    """A connection that lives as long as the other end of the pipe says so; how many echoes came back."""
+    """A connection that the other end of the pipe ends; how many echoes came back."""
     done = 0
     with socket.create_connection((address, port), timeout=10) as sock:
         rounds.send("up")  # type: ignore[attr-defined]
@@ -253,7 +253,7 @@ def _echo(address: str, port: int, rounds: object) -> int:
 
 
 def test_a_tcp_connection_outlives_its_endpoints_and_its_service(policies: Lab, family: int) -> None:
-    """Whatever happens to the service, connections that exist go on (§10)."""
+    """Whatever happens to the service, connections that exist continue (§10)."""
     echo = Kind("echo", 13)
     echo.ports = [Port("echo", 7, 7007, "TCP", 30013)]
     echo.endpoints = (policies.pods["web-2"],)

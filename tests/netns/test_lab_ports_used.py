@@ -39,11 +39,11 @@ def test_masquerading_without_a_free_port_is_counted_and_named(fast: bool) -> No
         lab.write("web.yaml", objects)
         only.agent.start(own={"fastPath": fast})
         only.agent.wait_synced()
-        ours = only.gateway.v4
+        seen = only.gateway.v4
         state = "-t 600 -u SEEN_REPLY,ASSURED --state ESTABLISHED"
         lines = (
             f"-I -p tcp -s 198.18.{port >> 12}.7 -d {vip(10).v4} --sport {port} --dport 80 -r {pod.address.v4}"
-            f" -q {ours} --reply-port-src 8080 --reply-port-dst {port} {state}"
+            f" -q {seen} --reply-port-src 8080 --reply-port-dst {port} {state}"
             for port in range(1, 65536)
         )
         enter(only.namespace, lines)
@@ -54,7 +54,7 @@ def test_masquerading_without_a_free_port_is_counted_and_named(fast: bool) -> No
         for _ in range(5):
             assert lab.client.call(ask, vip(10).v4, 80, timeout=0.3).kind != ANSWERED
         wait_until(lambda: refused(only) >= before + 5, "refusals in the metrics", 20.0)
-        told = " ".join(only.namespace.run(*status, check=False).split())
-        assert "conntrack refused a new flow whose ports are in use" in told
-        only.namespace.run("conntrack", "-D", "-p", "tcp", "-r", pod.address.v4, "-q", ours)
+        shown = " ".join(only.namespace.run(*status, check=False).split())
+        assert "conntrack refused a new flow whose ports are in use" in shown
+        only.namespace.run("conntrack", "-D", "-p", "tcp", "-r", pod.address.v4, "-q", seen)
         assert lab.client.call(ask, vip(10).v4, 80, timeout=5.0).kind == ANSWERED

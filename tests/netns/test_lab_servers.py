@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import http.client
 import json
@@ -17,6 +18,7 @@ import pytest
 
 from pyebpf_proxy.lab import manifests
 from pyebpf_proxy.lab.cluster import Lab, Node
+from tests.support.fast_lab import slowness
 from tests.support.lab_services import Kind, write_nodes, write_services
 from tests.support.lab_tools import wait_until
 from tests.support.logs import Log
@@ -44,7 +46,7 @@ def lab() -> Iterator[Lab]:
 
 
 def fetch(address: str, port: int, path: str) -> tuple[int, dict[str, str], str]:
-    """Status, headers and body; status 0 when nobody answers."""
+    """Status, headers and body; status 0 without an answer."""
     connection = http.client.HTTPConnection(address, port, timeout=5)
     try:
         connection.request("GET", path)
@@ -90,7 +92,7 @@ def test_health_check_node_ports_follow_the_endpoints_and_the_service(lab: Lab, 
     wait_until(lambda: ask(lab, here, family, PORT + 1)[0] == 503, "the other port answers")
     assert ask(lab, here, family)[0] == 0
     (lab.manifests / "web.yaml").unlink()
-    wait_until(lambda: ask(lab, here, family, PORT + 1)[0] == 0, "nobody listens any more")
+    wait_until(lambda: ask(lab, here, family, PORT + 1)[0] == 0, "no server listens any more")
 
 
 def test_healthz_and_livez_from_outside(lab: Lab, family: int) -> None:
@@ -110,7 +112,7 @@ def test_healthz_and_livez_from_outside(lab: Lab, family: int) -> None:
 def test_a_port_that_is_taken_is_served_when_it_is_free(lab: Lab) -> None:
     node = lab.nodes[1]
     (lab.manifests / "web.yaml").unlink(missing_ok=True)
-    wait_until(lambda: ask(lab, node, 4)[0] == 0, "nobody listens")
+    wait_until(lambda: ask(lab, node, 4)[0] == 0, "no server listens")
     taken = node.namespace.start(hold, PORT)
     try:
         wait_until(lambda: f"0.0.0.0:{PORT}" in node.namespace.run("ss", "-ltn"), "another has the port")
@@ -124,20 +126,25 @@ def test_a_port_that_is_taken_is_served_when_it_is_free(lab: Lab) -> None:
     wait_until(lambda: ask(lab, node, 4)[0] == 503, "it is served now")
 
 
-def attack(port: int) -> None:
-    """Do to a port what nobody should, until killed: rest, trickle, flood, send headers without end."""
+def attack(port: int, address: str = "127.0.0.1", source: str = "") -> None:
+    """Abuse a port until killed: rest, trickle, flood, send headers without end.
+
+    ``source``: the address of the attacker.
+    """
     os.nice(19)  # the processor is the agent's, so that only what the server uses is felt
     get = b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n"
     pieces = [get * 2000, b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 100_000, b"GET / HTTP/1.1\r\nA: " + b"x" * (2 << 20)]
-    resting = [socket.create_connection(("127.0.0.1", port)) for _ in range(300)]
+    place, own = (address, port), (source, 0) if source else None
+    resting = [socket.create_connection(place, source_address=own) for _ in range(300)]
     while True:
         for piece in pieces:
+            with contextlib.suppress(OSError):
+                try:
+                    resting[0].sendall(b"x")
+                except OSError:
+                    resting = [*resting[1:], socket.create_connection(place, source_address=own)]
             try:
-                resting[0].sendall(b"x")
-            except OSError:
-                resting = [*resting[1:], socket.create_connection(("127.0.0.1", port))]
-            try:
-                with socket.create_connection(("127.0.0.1", port), timeout=1) as connection:
+                with socket.create_connection(place, timeout=1, source_address=own) as connection:
                     connection.sendall(piece)
                     for _ in range(100):
                         connection.recv(100_000)
@@ -151,36 +158,112 @@ def probes(node: Node) -> float:
     return sum(float(count) for count in re.findall(r"^kubeproxy_proxy_healthz_total.* (\S+)$", text, re.MULTILINE))
 
 
+def latencies(lab: Lab, count: int) -> list[float]:
+    """Seconds from a write to the end of the sync that took it, sorted."""
+    node, found = lab.nodes[0], []
+    for number in range(count):
+        made, *slices = WEB.objects()
+        for each in slices:
+            each["endpoints"][0]["nodeName"] = node.name if number % 2 else "another"
+        before = len(SYNCED.findall(node.agent.log()))
+        written = lab.write("web.yaml", [made, *slices])
+        wait_until(lambda before=before: len(SYNCED.findall(node.agent.log())) > before, "it is synced")
+        done = datetime.datetime.fromisoformat(SYNCED.findall(node.agent.log())[before])
+        found.append(done.timestamp() - written)
+    return sorted(found)
+
+
 @pytest.mark.alone
 def test_hostile_clients_do_not_delay_programming(lab: Lab) -> None:
     """The time from a write to the end of the sync that took it, by the agent's own log, alone and under attack."""
     node = lab.nodes[0]
     write_services(lab, WEB)
     wait_until(lambda: ask(lab, node, 4)[0] == 200, "the service is there")
-
-    def latencies(count: int) -> list[float]:
-        found = []
-        for number in range(count):
-            made, *slices = WEB.objects()
-            for each in slices:
-                each["endpoints"][0]["nodeName"] = node.name if number % 2 else "another"
-            before = len(SYNCED.findall(node.agent.log()))
-            written = lab.write("web.yaml", [made, *slices])
-            wait_until(lambda before=before: len(SYNCED.findall(node.agent.log())) > before, "it is synced")
-            done = datetime.datetime.fromisoformat(SYNCED.findall(node.agent.log())[before])
-            found.append(done.timestamp() - written)
-        return sorted(found)
-
-    alone = latencies(60)
+    alone = latencies(lab, 60)
     attackers = [node.namespace.start(attack, port) for port in (10249, 10256, 10256)]
     try:
         wait_until(lambda: probes(node) > 500, "it has begun")
         before = probes(node)
-        attacked = latencies(60)
-        wait_until(lambda: probes(node) > before, "it goes on")
+        attacked = latencies(lab, 60)
+        wait_until(lambda: probes(node) > before, "it continues")
         assert ask(lab, node, 6, 10256, "/livez")[0] == 200  # others are let in meanwhile
     finally:
         for attacker in attackers:
             attacker.stop()
     assert attacked[30] < alone[30] + 0.05, (alone, attacked)
     assert attacked[-1] < 1.5, (alone, attacked)
+
+
+#: The sources of the flood: addresses of the client outside, besides its own.
+ATTACKERS = [f"198.51.100.{101 + number}" for number in range(8)]
+PROBES = 300
+#: Of the probes of the node itself, in seconds: the 99th of a hundred (issue 15).
+SLOWEST = 0.1
+
+
+def probe(address: str, count: int) -> list[tuple[float, int]]:
+    """Seconds and status of so many probes, as a kubelet makes them, each on a connection of its own."""
+    found = []
+    for _ in range(count):
+        begun = time.monotonic()
+        status, _, _ = fetch(address, 10256, "/healthz")
+        found.append((time.monotonic() - begun, status))
+        time.sleep(0.01)
+    return found
+
+
+def percentile(found: list[tuple[float, int]], share: float) -> float:
+    """Of the times of probes."""
+    return sorted(seconds for seconds, _ in found)[int(len(found) * share)]
+
+
+@pytest.mark.alone
+def test_under_a_flood_from_eight_sources_probes_are_answered_and_changes_programmed(
+    lab: Lab, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Eight hosts outside flood the health port; the node itself probes it, as a kubelet does, and so does a ninth."""
+    node = lab.nodes[0]
+    write_nodes(lab)
+    write_services(lab, WEB)
+    wait_until(lambda: ask(lab, node, 4)[0] == 200, "the service is there")
+    wait_until(lambda: ask(lab, node, 4, 10256, "/healthz")[0] == 200, "the node is healthy")
+    address = node.address.v4
+    lab.client.ip(*(f"addr add {source}/24 dev eth0" for source in ATTACKERS))
+    attackers = []
+    try:
+        alone = latencies(lab, 40)
+        slow = slowness()
+        begun = probes(node)
+        attackers = [lab.client.start(attack, 10256, address, source) for source in ATTACKERS]
+        for source in ATTACKERS:
+            wait_until(lambda source=source: connections(node, source) > 5, f"{source} has begun")
+        wait_until(lambda: probes(node) > begun + 500, "it is a flood")
+        before = probes(node)
+        kubelet = node.namespace.start(probe, address, PROBES)
+        ninth = lab.client.start(probe, address, PROBES // 3)
+        attacked = latencies(lab, 40)
+        own, other = kubelet.result(120), ninth.result(120)
+        flood = probes(node) - before - PROBES - PROBES // 3
+        slow = max(slow, slowness())
+    finally:
+        for attacker in attackers:
+            attacker.stop()
+        lab.client.ip(*(f"addr del {source}/24 dev eth0" for source in ATTACKERS))
+    worst = {"node": percentile(own, 0.99), "a ninth source": percentile(other, 0.99)}
+    with capsys.disabled():
+        worst_ms = ", ".join(f"{name} {seconds * 1000:.1f} ms" for name, seconds in worst.items())
+        print(
+            f"\n  99 of 100 probes within: {worst_ms}; {flood:.0f} requests of the flood meanwhile; machine {slow:.1f}"
+        )
+    assert flood > 500, "the flood went on"
+    assert {status for _, status in own + other} == {200}
+    assert worst["node"] < SLOWEST * slow, worst
+    assert worst["a ninth source"] < SLOWEST * slow, worst
+    assert attacked[len(attacked) // 2] < alone[len(alone) // 2] + 0.05 * slow, (alone, attacked)
+    assert attacked[-1] < 1.5 * slow, (alone, attacked)
+
+
+def connections(node: Node, source: str) -> int:
+    """How many connections of a source the health port has."""
+    ends = (line.split()[3:5] for line in node.namespace.run("ss", "-Htn").splitlines())
+    return sum(here.endswith(":10256") and source in there for here, there in ends)

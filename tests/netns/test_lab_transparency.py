@@ -48,7 +48,7 @@ def lab() -> Iterator[Lab]:
 
 
 class Side:
-    """Who asks: a namespace and its address."""
+    """A client: a namespace and its address."""
 
     def __init__(self, namespace: Namespace, address: str) -> None:
         self.namespace = namespace
@@ -124,7 +124,7 @@ def test_a_listener_on_the_number_of_a_node_port(lab: Lab, side: Side, family: i
     place = node.address.of(family), WEB.target("NodePort", node).ports["tcp"]
     listener = node.namespace.start(_listen, place)
     try:
-        wait_until(lambda: node.namespace.run("ss", "-Hltn", f"sport = :{place[1]}"), "somebody listens")
+        wait_until(lambda: node.namespace.run("ss", "-Hltn", f"sport = :{place[1]}"), "a server listens")
         for _ in range(4):
             outcome = side.namespace.call(ask, *place)
             assert outcome.answer is not None, outcome

@@ -168,9 +168,9 @@ def test_cleanup_takes_it_off(outside: FastWorld) -> None:
 
 @contextlib.contextmanager
 def foreign(world: FastWorld) -> Iterator[int]:
-    """Somebody else's program on eth0, by netlink as `ip link` does it; its id."""
+    """A foreign program on eth0, by netlink as `ip link` does it; its id."""
     node = world.node
-    path = node.agent.directory / "bpf" / "somebody"
+    path = node.agent.directory / "bpf" / "foreign"
     with Object.open(OBJECT) as loaded:
         program = loaded.load().programs["xdp_ethernet"]
         _libbpf.checked(_libbpf.lib().bpf_obj_pin(program.fd, str(path).encode()), "pin")
@@ -182,29 +182,29 @@ def foreign(world: FastWorld) -> Iterator[int]:
         path.unlink()
 
 
-def test_somebody_elses_program_is_never_replaced(outside: FastWorld) -> None:
+def test_a_foreign_program_is_never_replaced(outside: FastWorld) -> None:
     node = outside.node
     restart(outside, {**ON, "xdpDevices": []})
-    with foreign(outside) as theirs:
+    with foreign(outside) as other:
         restart(outside, XDP)
-        assert program_id(node) == theirs
+        assert program_id(node) == other
         Log(node.agent).some(f"{Message.XDP_NOT_ON}eth0: it already has another XDP program, which stays")
         with talking(outside.lab.client, node.address.v4, "tcp", NODE_PORT) as talk:
             talk.wait()
         node.agent.stop()
         node.agent.cleanup()
-        assert program_id(node) == theirs
+        assert program_id(node) == other
         node.agent.start(own=XDP)
         node.agent.wait_synced()
-        assert program_id(node) == theirs
-    wait_until(lambda: program_id(node), "ours, once there is room")
+        assert program_id(node) == other
+    wait_until(lambda: program_id(node), "the agent's program, once the device is free")
 
 
-def test_ours_is_not_replaced_by_somebody_else(outside: FastWorld) -> None:
-    ours = program_id(outside.node)
+def test_the_agents_program_is_not_replaced(outside: FastWorld) -> None:
+    own = program_id(outside.node)
     with contextlib.suppress(Exception), foreign(outside):
         pass
-    assert program_id(outside.node) == ours
+    assert program_id(outside.node) == own
 
 
 # ---- devices ---------------------------------------------------------------------------------------------------

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Neighbours change while XDP sends to them by what the flow cache knows: nothing goes astray, nobody waits."""
+"""Neighbours change while XDP sends to them by what the flow cache knows: no packet is lost or delayed."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_neighbour_has_another_link_address(outside: FastWorld, far: Talk) -> 
     old = other.namespace.run("cat", "/sys/class/net/eth0/address").strip()
 
     def becomes(address: str) -> None:
-        """As a machine that has taken an address over, and tells so."""
+        """As a machine that has taken an address over, and announces it."""
         other.namespace.ip(f"link set dev eth0 address {address}")
         outside.node.namespace.ip(f"neigh replace {other.address.v4} lladdr {address} dev eth0 nud reachable")
 
@@ -62,7 +62,7 @@ def test_a_neighbours_entry_is_gone(outside: FastWorld, far: Talk, how: str) -> 
     counted(outside, "xdp_flow_hit")
 
 
-def test_the_cache_is_told(outside: FastWorld, far: Talk) -> None:
+def test_the_flow_table_is_updated(outside: FastWorld, far: Talk) -> None:
     """At once, and not when the second is over that an entry is good for."""
     node = outside.node
     address = outside.lab.nodes[1].address.v4
@@ -71,8 +71,8 @@ def test_the_cache_is_told(outside: FastWorld, far: Talk) -> None:
     node.namespace.ip(f"neigh replace {address} lladdr {neighbour.split()[0]} dev eth0 nud stale")
     node.namespace.ip("neigh add 192.0.2.77 lladdr 02:00:00:00:0e:07 dev eth0 nud reachable")
     node.namespace.ip("neigh del 192.0.2.77 dev eth0")
-    wait_until(lambda: generation(node) != before, "a link address that nobody has any more is told of")
-    assert generation(node) == before + 1, "what says nothing new is not"
+    wait_until(lambda: generation(node) != before, "an obsolete link address is reported")
+    assert generation(node) == before + 1, "messages without news are ignored"
     counted(outside, "xdp_flow_hit")
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who counts as a local pod: a ClusterIP asked by anybody else is masqueraded (spec/service-semantics §5.1, §6)."""
+"""What is a local pod: traffic of other clients to a ClusterIP is masqueraded (spec/service-semantics §5.1, §6)."""
 
 from __future__ import annotations
 

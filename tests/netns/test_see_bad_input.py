@@ -46,7 +46,7 @@ ANSWERS = {
     "flows": model.Flows,
     "doctor": model.Findings,
 }
-#: They go on until they are ended, or read nothing: their own tests try them.
+#: They continue until they are ended, or read nothing: their own tests try them.
 APART = {"completion", "probe", "top", "trace"}
 
 
@@ -78,7 +78,7 @@ def test_every_command_is_tried_here_or_by_itself() -> None:
 
 
 @pytest.mark.parametrize("name", EVERY)
-def test_the_answer_is_as_its_schema_says(node: Node, name: str) -> None:
+def test_the_answer_matches_its_schema(node: Node, name: str) -> None:
     ran = see(node, *words(name), "-o", "json")
     assert ran.returncode in (0, 1), ran.stderr
     found = msgspec.json.decode(ran.stdout, type=ANSWERS[name], strict=True)
@@ -97,7 +97,7 @@ def test_fits_the_terminal(node: Node, name: str, width: int) -> None:
 
 @pytest.mark.parametrize("name", EVERY)
 def test_a_closed_pipe_ends_it_quietly(node: Node, name: str) -> None:
-    """Nobody reads from the beginning, so there is no race of who is quicker."""
+    """There is no reader from the beginning, so there is no race."""
     reading, writing = os.pipe()
     os.close(reading)
     known = {"PYEBPF_PROXY_DIRECTORY": str(node.agent.directory)}
@@ -112,20 +112,20 @@ def test_a_closed_pipe_ends_it_quietly(node: Node, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", READERS)
-def test_who_may_not_is_told_so(node: Node, name: str) -> None:
-    ran = as_nobody(node, *words(name))
+def test_missing_rights_are_reported(node: Node, name: str) -> None:
+    ran = without_rights(node, *words(name))
     assert (ran.returncode, ran.stdout) == (3, "")
     assert ran.stderr == "Error: not permitted to read the BPF maps: run it as root (sudo)\n"
 
 
 def test_doctor_finds_that_it_may_not(node: Node) -> None:
-    ran = as_nobody(node, "doctor", "-o", "json")
+    ran = without_rights(node, "doctor", "-o", "json")
     assert (ran.returncode, ran.stderr) == (1, "")
     last = json.loads(ran.stdout)["findings"][-1]
     assert (last["what"], last["state"], bool(last["remedy"])) == ("rights", "bad", True)
 
 
-def as_nobody(node: Node, *arguments: str) -> subprocess.CompletedProcess[str]:
+def without_rights(node: Node, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         ["setpriv", "--reuid=65534", "--clear-groups", *command(), *arguments],
         env=os.environ | {"PYEBPF_PROXY_DIRECTORY": str(node.agent.directory)},
@@ -156,7 +156,7 @@ def test_maps_of_another_layout_are_refused(node: Node, other_layout: None, name
 
 
 @pytest.mark.parametrize("name", READERS)
-def test_another_run_folder_is_said_to_be_empty(node: Node, tmp_path: Path, name: str) -> None:
+def test_another_run_folder_is_reported_as_empty(node: Node, tmp_path: Path, name: str) -> None:
     line = error(node, *words(name), "--directory", str(tmp_path / "elsewhere"), status=3)
     assert line.startswith(f"no maps are pinned for the run folder {tmp_path / 'elsewhere'}")
     assert line.endswith("start the agent, or name its run folder with --directory")

@@ -100,7 +100,7 @@ def test_what_closes_the_fast_path_is_named(node: Node) -> None:
         assert texts["fast path, IPv4"].startswith("closed by other rules: ")
         assert "counting" in texts["fast path, IPv4"]
         assert texts["fast path, IPv6"] == "closed: ip rule 99 selects by destination port"
-        assert texts["devices"].startswith("the fast path does not use eth0: behind our program: clsact ")
+        assert texts["devices"].startswith("the fast path does not use eth0: after the agent's program: clsact ")
         assert all(each["remedy"] for each in found)
     finally:
         run("nft", "delete", "table", "ip", "counting")
@@ -113,7 +113,7 @@ def test_what_closes_the_fast_path_is_named(node: Node) -> None:
     assert (whats["fast path, IPv4"], whats["fast path, IPv6"], whats["devices"]) == ("good", "good", "good")
 
 
-def test_the_masquerade_bit_is_used_by_somebody_else(node: Node) -> None:
+def test_the_masquerade_bit_is_used_by_other_rules(node: Node) -> None:
     node.namespace.run("nft", "add table inet firewall")
     node.namespace.run("nft", "add chain inet firewall forward { type filter hook forward priority 0; }")
     node.namespace.run("nft", "add rule inet firewall forward meta mark set 0x8000")

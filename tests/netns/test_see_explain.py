@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``explain`` on nodes of the lab: what it says is what happens, on both paths, and it leaves nothing behind."""
+"""``explain`` on nodes of the lab: its answer is what happens, on both paths, and it leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def _affinities(node: Node) -> str:
     return node.namespace.run("bpftool", "-j", "map", "dump", "pinned", str(node.agent.pin("affinities"))).strip()
 
 
-def test_without_a_fast_path_that_is_said(world: Lab) -> None:
+def test_a_missing_fast_path_is_reported(world: Lab) -> None:
     found = answer(world.nodes[1], "explain", CLIENT.v4, f"{vip(10).v4}:80")
     paths = {(each["path"], each["pathReason"], each["pathWhy"]) for each in found["endpoints"]}
     assert paths == {("netfilter", "", "the fast path is off")}
@@ -111,7 +111,7 @@ def test_without_a_fast_path_that_is_said(world: Lab) -> None:
 
 
 def one_flow(world: Lab, family: int, port: int = 80) -> str:
-    """A flow of toolbox to a Service of one endpoint; the reason that says its path."""
+    """A flow of toolbox to a Service of one endpoint; the reason that shows its path."""
     node = world.nodes[0]
     before = reasons(node)
     assert world.pods["toolbox"].namespace.call(ask, cluster_ip(16).of(family), port).kind == "answered"
@@ -120,14 +120,14 @@ def one_flow(world: Lab, family: int, port: int = 80) -> str:
 
 
 def asked(world: Lab, family: int) -> dict[str, Any]:
-    """What is said of the next one."""
+    """The answer about the next one."""
     source = world.pods["toolbox"].address.of(family)
     (choice,) = answer(world.nodes[0], "explain", source, place(cluster_ip(16).of(family), 80))["endpoints"]
     found: dict[str, Any] = choice
     return found
 
 
-def test_the_path_of_the_next_flow_is_said(world: Lab, family: int) -> None:
+def test_the_path_of_the_next_flow_is_shown(world: Lab, family: int) -> None:
     """Without a permit, with one, with one that is void, with a closed family: each is then tried."""
     assert (asked(world, family)["path"], asked(world, family)["pathReason"]) == ("netfilter", "slow_no_permit")
     assert one_flow(world, family) == "new_flow_netfilter"
@@ -140,22 +140,22 @@ def test_the_path_of_the_next_flow_is_said(world: Lab, family: int) -> None:
     # A permit holds for a second, and to ask may take longer: new flows renew it meanwhile.
     load = Load(world.pods["toolbox"].namespace, cluster_ip(16).of(family), 80, pause=0.05)
     try:
-        said = wait_until(lambda: _fast(world, family), "explain sees a permit", 90.0)
+        output = wait_until(lambda: _fast(world, family), "explain sees a permit", 90.0)
     finally:
         samples = load.stop()
     assert not failed(samples)
-    assert (said["pathReason"], said["pathWhy"].partition(" for ")[0]) == ("", "the permit of this pair is valid")
+    assert (output["pathReason"], output["pathWhy"].partition(" for ")[0]) == ("", "the permit of this pair is valid")
     time.sleep(1.1)
-    said = asked(world, family)
-    assert (said["path"], said["pathReason"]) == ("netfilter", "slow_no_permit")
-    assert said["pathWhy"].startswith("its permit expired ")
+    output = asked(world, family)
+    assert (output["path"], output["pathReason"]) == ("netfilter", "slow_no_permit")
+    assert output["pathWhy"].startswith("its permit expired ")
     run = world.nodes[0].namespace.run
     rule = ("dport", "9", "lookup", "main", "pref", "98")
     run("ip", f"-{family}", "rule", "add", *rule)
     try:
         why = f"the fast path is closed for IPv{family}: ip rule 98 selects by destination port"
-        said = wait_until(lambda: _closed(world, family), "the family is closed")
-        assert (said["pathReason"], said["pathWhy"]) == ("stack_policy_routed", why)
+        output = wait_until(lambda: _closed(world, family), "the family is closed")
+        assert (output["pathReason"], output["pathWhy"]) == ("stack_policy_routed", why)
         assert {one_flow(world, family) for _ in range(4)} == {"new_flow_netfilter"}
     finally:
         run("ip", f"-{family}", "rule", "del", *rule)
@@ -176,8 +176,8 @@ def test_no_agent_no_fast_path(world: Lab) -> None:
     node = world.nodes[0]
     node.agent.kill()
     try:
-        said = wait_until(lambda: _closed(world, 4), "the agent's word has run out", 20.0)
-        assert (said["pathReason"], said["pathWhy"]) == ("stack_no_agent", "no agent follows rules and routes")
+        output = wait_until(lambda: _closed(world, 4), "the agent's word has run out", 20.0)
+        assert (output["pathReason"], output["pathWhy"]) == ("stack_no_agent", "no agent follows rules and routes")
         assert {one_flow(world, 4) for _ in range(4)} == {"new_flow_netfilter"}
     finally:
         node.agent.start()
@@ -191,7 +191,7 @@ def test_a_source_that_is_in_no_range(world: Lab) -> None:
     assert found["program"]["counted"] == ["drop_source_range"]
 
 
-def test_the_wrong_port_is_told_from_the_right_one(world: Lab) -> None:
+def test_the_wrong_port_is_distinguished_from_the_right_one(world: Lab) -> None:
     found = answer(world.nodes[0], "explain", CLIENT.v4, f"{vip(10).v4}:8080")
     assert (found["verdict"], found["program"]["verdict"]) == ("left", "left")
     assert found["steps"] == [
@@ -240,7 +240,7 @@ def test_a_process_of_the_node(world: Lab) -> None:
     assert found["steps"][-1].startswith("the socket connects to the endpoint from the route's source address")
 
 
-def test_sctp_of_the_node_is_nobodys_socket(world: Lab) -> None:
+def test_sctp_of_the_node_is_not_translated_at_its_socket(world: Lab) -> None:
     """No program is asked about it: nftables translates what leaves."""
     found = answer(world.nodes[0], "explain", world.nodes[0].address.v4, f"{vip(15).v4}:36412", "sctp")
     (choice,) = found["endpoints"]

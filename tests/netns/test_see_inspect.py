@@ -24,13 +24,13 @@ pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs
 PAGE = (ROOT / "docs" / "maps.md").read_text()
 HEADERS = "".join(path.read_text() for path in sorted((ROOT / "bpf").glob("*maps.h")))
 # Room for the programs to work in, pinned nowhere, rings of events, or what the kernel does not list: a queue, and
-# storage in sockets. Nobody reads it by hand.
+# storage in sockets. It is not read by hand.
 NOT_SHOWN = {"flow_drafts", "dry_results", "decisions", "promotions", "connected_revnat", "socket_translations"}
 WEB = Kind("web", 10, externalTrafficPolicy="Local")
 
 
 def declared() -> dict[str, dict[str, str]]:
-    """Types of key and value by map, as the headers say."""
+    """Types of key and value by map, from the headers."""
     pattern = r"struct \{\n((?:\t__(?:uint|type)\(.*\n)+)\} (\w+) SEC"
     return {
         name: dict(re.findall(r"__type\((key|value), (.*?)\)", body)) for body, name in re.findall(pattern, HEADERS)
@@ -103,9 +103,9 @@ def test_from_a_vip_to_its_backends() -> None:
             # The cluster list, then the local one.
             assert found == [(here, 1), (there, 0), (here, 1)]
             assert [each["port"] for each in backends] == [8080] * 3
-        told = {name: entry for name, entry, _ in examples(node, pins)}
-        assert {name for name in told if name not in shown()} <= NOT_SHOWN
-        for name, entry in told.items():
+        examples_shown = {name: entry for name, entry, _ in examples(node, pins)}
+        assert {name for name in examples_shown if name not in shown()} <= NOT_SHOWN
+        for name, entry in examples_shown.items():
             if entry is not None and "value" in entry and isinstance(entry["value"], dict):
                 assert list(entry["value"]) == list(shown()[name]["value"]), name
 
@@ -119,7 +119,7 @@ def _text(address: list[int]) -> str:
 
 
 def test_the_commands_of_the_page_are_those_that_are_run() -> None:
-    told = re.findall(r"^# (bpftool map lookup pinned \w+ key [\d ]+\d)", PAGE, re.MULTILINE)
-    maps = [command.split()[4] for command in told]
+    commands = re.findall(r"^# (bpftool map lookup pinned \w+ key [\d ]+\d)", PAGE, re.MULTILINE)
+    maps = [command.split()[4] for command in commands]
     assert maps == ["frontends4", "services", "service_configs", "slots", "backends4", "slots", "backends4"]
-    assert told[0].endswith("key 10 96 0 10 80 0 6 0")
+    assert commands[0].endswith("key 10 96 0 10 80 0 6 0")

@@ -64,7 +64,7 @@ def node(world: Lab) -> Node:
     return world.nodes[0]
 
 
-def test_the_answer_is_what_the_schema_says(node: Node) -> None:
+def test_the_answer_matches_the_schema(node: Node) -> None:
     ran = see(node, "services", "-o", "json")
     found = msgspec.json.decode(ran.stdout, type=model.Services)
     assert [view.name for view in found.services if view.family == 4] == [
@@ -87,7 +87,7 @@ def test_the_answer_is_what_the_schema_says(node: Node) -> None:
     assert (view.affinity_seconds, view.source_ranges) == (10800, ["198.51.100.0/24"])
 
 
-def test_the_table_says_the_same(node: Node) -> None:
+def test_the_table_shows_the_same(node: Node) -> None:
     lines = see(node, "services").stdout.splitlines()
     (nearby,) = (line for line in lines if "default/nearby:http" in line and cluster_ip(11).v4 in line)
     assert nearby.split() == [
@@ -112,7 +112,7 @@ def test_one_service_with_the_endpoints_that_are_left_out(node: Node) -> None:
     assert [each["pod"] for each in found[1]["endpoints"]] == ["default/web-1", "default/web-2", "", ""]
 
 
-def test_a_service_without_endpoints_is_said_to_be_refused(node: Node) -> None:
+def test_a_service_without_endpoints_is_shown_as_refused(node: Node) -> None:
     assert "no endpoints: refused (port unreachable)" in see(node, "services", "default/empty").stdout
 
 
@@ -132,7 +132,7 @@ def test_backends_and_frontends(node: Node) -> None:
     ]
 
 
-def test_diff_says_what_differs_and_nothing_else(node: Node, world: Lab) -> None:
+def test_diff_shows_differences_and_nothing_else(node: Node, world: Lab) -> None:
     ran = see(node, "services", "--diff")
     assert (ran.stdout, ran.returncode) == ("the kernel has the desired state\n", 0)
     key = cluster_ip(10).v4.split(".")
@@ -193,7 +193,7 @@ def test_bad_questions(node: Node, words: tuple[str, ...], status: int, text: st
     assert error(node, *words, status=status) == text
 
 
-def test_another_run_folder_is_said_to_be_empty(node: Node, tmp_path: Path) -> None:
+def test_another_run_folder_is_reported_as_empty(node: Node, tmp_path: Path) -> None:
     line = error(node, "services", status=3, PYEBPF_PROXY_DIRECTORY=str(tmp_path / "elsewhere"))
     assert line.startswith(f"no maps are pinned for the run folder {tmp_path / 'elsewhere'}")
     assert line.endswith("start the agent, or name its run folder with --directory")

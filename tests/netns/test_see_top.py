@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``top`` beside real traffic: rates, shares, drops; without the agent, on a narrow terminal, into a pipe."""
+"""``top`` with real traffic: rates, shares, drops; without the agent, on a narrow terminal, into a pipe."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def however(request: pytest.FixtureRequest, node: Node) -> Iterator[str]:
     node.agent.wait_synced()
 
 
-def test_what_two_services_did_is_told(node: Node, world: Lab, however: str) -> None:
+def test_traffic_of_two_services_is_shown(node: Node, world: Lab, however: str) -> None:
     with watching(node) as seen:
         for _ in range(12):
             answered(world.client.call(ask, vip(10).v4, 80))
@@ -106,7 +106,7 @@ def test_what_two_services_did_is_told(node: Node, world: Lab, however: str) -> 
 
 
 def test_flows_of_this_nodes_own_processes_are_counted(node: Node) -> None:
-    """Their packets go straight to the endpoint: nobody sees whose they are."""
+    """Their packets go straight to the endpoint: their service is unknown."""
     with watching(node, "default/web") as seen:
         for _ in range(3):
             answered(node.namespace.call(ask, cluster_ip(10).v4, 80))
@@ -186,8 +186,8 @@ def test_however_it_ends_nothing_stays(node: Node, number: int, status: int) -> 
         assert programs
         assert all(map(there, programs))
         seen.process.send_signal(number)
-        _, said = seen.process.communicate(timeout=20)
-        assert (seen.process.returncode, said) == (status, "")
+        _, output = seen.process.communicate(timeout=20)
+        assert (seen.process.returncode, output) == (status, "")
         wait_until(lambda: not any(map(there, programs)), "the kernel takes the programs off")
 
 
@@ -222,7 +222,7 @@ def test_without_permission_there_is_one_line(node: Node) -> None:
 
 
 class Terminal:
-    """A ``top`` on a terminal of its own."""
+    """A ``top`` on its own terminal."""
 
     def __init__(self, node: Node, width: int, height: int) -> None:
         self.master, slave = pty.openpty()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``top`` beside an agent with the DaemonSet's capabilities, which may not ask the kernel for names of programs."""
+"""``top`` with an agent that has the DaemonSet's capabilities, which may not read the names of programs."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def node() -> Iterator[Node]:
 
 @pytest.fixture
 def foreign(node: Node, tmp_path: Path) -> Iterator[int]:
-    """Somebody's program that is in the chain of eth0, behind ours."""
+    """A foreign program in the chain of eth0, after the agent's."""
     (tmp_path / "foreign.c").write_text(
         'struct __sk_buff;\n__attribute__((section("tc"), used)) int goes_on(struct __sk_buff *skb) { return -1; }\n'
         'char LICENSE[] __attribute__((section("license"), used)) = "GPL";\n'
@@ -75,8 +75,8 @@ def pins(node: Node) -> Path:
     return tcx_directory(node.agent.directory / "bpf", node.agent.directory)
 
 
-def said(node: Node) -> set[str]:
-    """What is told of meters beside the pins."""
+def logged(node: Node) -> set[str]:
+    """What is known of meters without a pin."""
     return {name for name in os.listdir(pins(node)) if name.startswith("meter-")}
 
 
@@ -112,7 +112,7 @@ def test_the_agent_leaves_the_meters_before_its_programs(node: Node, foreign: in
     assert redirect[device] == 0
     assert any(redirect.values()), "the others are open"
     with watching(node):
-        assert len(said(node)) == 2
+        assert len(logged(node)) == 2
         end = time.monotonic() + 2 * LOOK_SECONDS
         while time.monotonic() < end:
             assert chains(node) == {index: with_meters(names) for index, names in chain.items()}
@@ -122,16 +122,16 @@ def test_the_agent_leaves_the_meters_before_its_programs(node: Node, foreign: in
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_nothing_is_said_of_meters_that_are_gone(node: Node, number: int) -> None:
+def test_nothing_is_shown_of_meters_that_are_gone(node: Node, number: int) -> None:
     """What a killed one leaves is removed by the next."""
     with watching(node) as seen:
-        first = said(node)
+        first = logged(node)
         assert len(first) == 2
         seen.process.send_signal(number)
         seen.process.wait(20)
     wait_until(lambda: not any("meter" in name for names in chains(node).values() for name in names), "they are gone")
     if number == signal.SIGINT:
-        assert said(node) == set()
+        assert logged(node) == set()
     with watching(node):
-        assert len(said(node)) == 2
-        assert said(node).isdisjoint(first)
+        assert len(logged(node)) == 2
+        assert logged(node).isdisjoint(first)

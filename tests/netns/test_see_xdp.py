@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``status`` and ``explain`` say of XDP and of the fast path."""
+"""``status`` and ``explain`` with XDP and the fast path."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_status_names_devices_modes_and_the_cache(node: Node) -> None:
     )
     assert found["fastPath"]["watched"]
     assert (found["fastPath"]["closed4"], found["fastPath"]["closed6"]) == ("", "")
-    assert found["fastPath"]["room"] > 0
+    assert found["fastPath"]["capacity"] > 0
     assert "XDP native on eth0" in see(node, "status").stdout
 
 
@@ -79,7 +79,7 @@ def test_xdp_drops_what_it_may_and_leaves_refusals_to_tc(node: Node) -> None:
 def test_without_its_agent_the_fast_path_rests(node: Node) -> None:
     node.agent.kill()
     try:
-        wait_until(lambda: not answer(node, "status", status=1)["fastPath"]["watched"], "nobody watches")
+        wait_until(lambda: not answer(node, "status", status=1)["fastPath"]["watched"], "no agent watches")
         assert "closed: no agent follows rules and routes (stack_no_agent)" in see(node, "status").stdout
     finally:
         node.agent.start(own={"fastPath": True, "xdpDevices": ["eth0"]})
@@ -91,5 +91,5 @@ def test_xdp_that_is_on_no_device_is_warned_of(node: Node) -> None:
     (pin,) = node.agent.pin("services").parents[1].glob("xdp/*")
     pin.unlink()
     wait_until(lambda: '"xdp":' not in node.namespace.run("ip", "-j", "link", "show", "dev", "eth0"), "XDP is off")
-    told = [each["what"] for each in answer(node, "status", status=1)["warnings"]]
-    assert "XDP is configured, but the program is attached to no device: tc handles all packets" in told
+    shown = [each["what"] for each in answer(node, "status", status=1)["warnings"]]
+    assert "XDP is configured, but the program is attached to no device: tc handles all packets" in shown

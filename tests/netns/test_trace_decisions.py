@@ -79,7 +79,7 @@ def test_each_decision_is_a_line(world: Lab, node: Node) -> None:
     assert times == sorted(times)
 
 
-def test_a_young_flow_is_told_with_its_masquerade(world: Lab, node: Node) -> None:
+def test_a_young_flow_is_reported_with_its_masquerade(world: Lab, node: Node) -> None:
     """Its translation is in the flow table before its line is made."""
     with Trace(node, "web", "tcp") as trace:
 
@@ -98,7 +98,7 @@ NEW, NO_ENDPOINTS, NOT_LOCAL, SOCKET = "new flow", "reject_no_endpoints", "drop_
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "reported"),
     [
         ("web", {SOCKET, NEW}),
         ("empty " + vip(12).v6, {NO_ENDPOINTS}),
@@ -109,15 +109,15 @@ NEW, NO_ENDPOINTS, NOT_LOCAL, SOCKET = "new flow", "reject_no_endpoints", "drop_
         ("endpoint=web-3", set()),
     ],
 )
-def test_filters(world: Lab, node: Node, words: str, told: set[str]) -> None:
+def test_filters(world: Lab, node: Node, words: str, reported: set[str]) -> None:
     with Trace(node, *words.split()) as trace:
         everything(world, node)
     found = [line["reason"] for line in trace.lines]
-    assert {NEW if reason in ("new_flow_fast", "new_flow_netfilter") else reason for reason in found} == told
-    assert len(found) == len(told)
+    assert {NEW if reason in ("new_flow_fast", "new_flow_netfilter") else reason for reason in found} == reported
+    assert len(found) == len(reported)
 
 
-def test_a_service_that_is_made_anew_is_still_told(world: Lab, node: Node) -> None:
+def test_a_service_that_is_made_anew_is_still_reported(world: Lab, node: Node) -> None:
     """It has another number then."""
     later, between = Kind("later", 14), Kind("between", 15)
     later.endpoints = between.endpoints = WEB.endpoints
@@ -135,7 +135,7 @@ def test_a_service_that_is_made_anew_is_still_told(world: Lab, node: Node) -> No
         write_services(world, later)
         seen = len(trace.lines)
         wait_until(
-            lambda: reached(later) and any(line["verdict"] == "served" for line in trace.lines[seen:]), "it is told"
+            lambda: reached(later) and any(line["verdict"] == "served" for line in trace.lines[seen:]), "it is reported"
         )
     assert {line["service"] for line in trace.lines} == {"default/later:http"}
     for service in (later, between):
@@ -188,7 +188,7 @@ def test_a_closed_pipe_ends_it(node: Node) -> None:
         trace.process.wait()
 
 
-def test_what_is_lost_is_said(world: Lab, node: Node) -> None:
+def test_losses_are_reported(world: Lab, node: Node) -> None:
     """Stopped, it reads nothing; its ring has room for some thirty decisions."""
     with Trace(node, "--buffer", "4") as trace:
         inside = _own_process(trace)
@@ -196,10 +196,10 @@ def test_what_is_lost_is_said(world: Lab, node: Node) -> None:
         world.client.call(ask_many, 80, vip(12).v4, 53, "udp")
         os.kill(inside, signal.SIGCONT)
         (lost,) = trace.until(kind="Lost")
-    told = [line for line in trace.lines if line["kind"] == "Decision"]
+    decisions = [line for line in trace.lines if line["kind"] == "Decision"]
     assert lost["what"] == "decisions"
-    assert lost["count"] + len(told) == 80
-    assert told
+    assert lost["count"] + len(decisions) == 80
+    assert decisions
 
 
 def _own_process(trace: Trace) -> int:
@@ -231,8 +231,8 @@ def test_without_an_agent(world: Lab, node: Node) -> None:
             everything(world, node)
         assert len(trace.lines) == 4
         assert {line["endpointName"] for line in trace.lines} == {""}
-        said = error(node, "trace", "endpoint=web-2", status=3)
-        assert said == "only a running agent knows names of pods, and none runs: give the address instead"
+        message = error(node, "trace", "endpoint=web-2", status=3)
+        assert message == "only a running agent knows names of pods, and none runs: give the address instead"
     finally:
         node.agent.start(own=TC_ONLY)
         node.agent.wait_synced()
@@ -254,16 +254,16 @@ def test_only_one_at_a_time(node: Node) -> None:
 
 
 def test_maps_of_an_older_version(node: Node) -> None:
-    """Nobody traces, so nobody looks for this pin."""
+    """No trace runs, so this pin is not used."""
     pin = node.agent.pin("tracing")
     aside = pin.with_name("aside")
     pin.rename(aside)
     try:
-        said = error(node, "trace", status=3)
+        message = error(node, "trace", status=3)
     finally:
         aside.rename(pin)
     old = "the attached programs cannot report decisions: they are of an older version; restart the agent"
-    assert said == f"{old} (there is no map tracing in {pin.parent})"
+    assert message == f"{old} (there is no map tracing in {pin.parent})"
 
 
 def test_without_permission(node: Node) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the kernel says of packets and connections, beside the decisions that they belong to (bcc)."""
+"""The kernel's events of packets and connections, with the decisions that they belong to (bcc)."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ def node(world: Lab) -> Node:
 
 
 @pytest.mark.usefixtures("bcc")
-def test_the_kernel_is_heard_beside_the_decisions(world: Lab, node: Node) -> None:
+def test_kernel_events_are_shown_with_the_decisions(world: Lab, node: Node) -> None:
     with Trace(node, kernel=True) as trace:
-        assert trace.said == ["tracing; press Ctrl-C to stop"]
+        assert trace.messages == ["tracing; press Ctrl-C to stop"]
         assert world.client.call(ask, vip(10).v4, 80).kind == "answered"
         (served,) = trace.until(kind="Decision", verdict="served")
         states = trace.until(count=2, kind="TcpState", client=served["source"], now="ESTABLISHED")
@@ -60,7 +60,7 @@ def test_the_kernel_is_heard_beside_the_decisions(world: Lab, node: Node) -> Non
     ends = {(each["source"], each["destination"]) for each in states}
     assert ends == {(served["source"], served["destination"]), (served["endpoint"], served["masqueradedAs"])}
     for each in states:
-        assert (each["asked"], each["service"]) == (f"{vip(10).v4}:80", "default/web:http")
+        assert (each["frontend"], each["service"]) == (f"{vip(10).v4}:80", "default/web:http")
         assert each["netns"] > 0
     assert {each["before"] for each in states} == {"SYN_SENT", "SYN_RECV"}
     assert (lost["source"], lost["destination"]) == (dropped["source"], dropped["destination"])
@@ -74,7 +74,7 @@ def test_connections_of_the_node_itself(node: Node) -> None:
     with Trace(node, "web", kernel=True) as trace:
         assert node.namespace.call(ask, cluster_ip(10).v6, 80).kind == "answered"
         (state,) = trace.until(kind="TcpState", now="ESTABLISHED", netns=0)
-    assert (state["asked"], state["before"]) == (f"[{cluster_ip(10).v6}]:80", "SYN_SENT")
+    assert (state["frontend"], state["before"]) == (f"[{cluster_ip(10).v6}]:80", "SYN_SENT")
     assert state["destination"] == f"[{WEB.endpoints[0].address.v6}]:8080"
 
 
@@ -84,7 +84,7 @@ def test_a_filter_is_for_the_kernel_too(world: Lab, node: Node) -> None:
         assert world.client.call(ask, vip(10).v4, 80).kind == "answered"
         world.client.call(ask, vip(13).v4, 53, "udp", timeout=0.2)
         trace.until(kind="KernelDrop")
-    # Other labs on this machine have the same addresses, and may be loud: what is lost is theirs.
+    # Other labs on this machine have the same addresses, and much traffic: what is lost belongs to them.
     assert {line["service"] for line in trace.lines if line["kind"] != "Lost"} == {"default/nearby:dns"}
 
 
@@ -99,7 +99,7 @@ def test_its_process_ends_with_it(node: Node) -> None:
 
 
 def test_without_bcc(world: Lab, node: Node, tmp_path: Path) -> None:
-    """Decisions are shown, and what to install is said."""
+    """Decisions are shown, and the package to install is named."""
     bare = tmp_path / "python3"
     bare.write_text(f'#!/bin/sh\nexec {INTERPRETER} -S "$@"\n')
     bare.chmod(0o755)
@@ -109,7 +109,7 @@ def test_without_bcc(world: Lab, node: Node, tmp_path: Path) -> None:
         (nothing, f"{nothing}: No such file or directory; python3-bpfcc needs it: {REMEDY}"),
     ):
         with Trace(node, kernel=True, **{INTERPRETER_VARIABLE: str(interpreter)}) as trace:
-            assert trace.said[0] == f"kernel drops and TCP states are not shown: {why}"
+            assert trace.messages[0] == f"kernel drops and TCP states are not shown: {why}"
             assert world.client.call(ask, vip(10).v4, 80).kind == "answered"
             trace.until(kind="Decision")
         assert {line["kind"] for line in trace.lines} == {"Decision"}

@@ -19,7 +19,7 @@ from pyebpf_proxy.see import model
 
 
 class Watching:
-    """``top -o json`` as it goes on, and the sums of all its intervals."""
+    """``top -o json`` as it continues, and the sums of all its intervals."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self.process = process
@@ -61,7 +61,7 @@ class Watching:
 
 
 def start(node: Node, *words: str, **given: Any) -> subprocess.Popen[str]:
-    """A ``top`` that goes on."""
+    """A ``top`` that continues."""
     known = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
     known["PYEBPF_PROXY_DIRECTORY"] = str(node.agent.directory)
     return subprocess.Popen(

@@ -19,22 +19,22 @@ Line = dict[str, Any]
 
 
 class Trace:
-    """``trace -o json`` with these words, from the moment on that the programs tell. ``kernel``: what it says, too."""
+    """``trace -o json`` with these words, once the programs report. ``kernel``: the kernel's events, too."""
 
     def __init__(self, node: Node, *words: str, output: str = "json", kernel: bool = False, **environment: str) -> None:
         known = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
         known["PYEBPF_PROXY_DIRECTORY"] = str(node.agent.directory)
-        told = ["trace", *words, *(() if kernel else ("--no-kernel",)), "-o", output]
+        arguments = ["trace", *words, *(() if kernel else ("--no-kernel",)), "-o", output]
         self.process = subprocess.Popen(
-            ["ip", "netns", "exec", node.namespace.name, *command(), *told],
+            ["ip", "netns", "exec", node.namespace.name, *command(), *arguments],
             env=known | environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
-        #: What was said before it began: what is missing, and the word that it traces now.
-        self.said: list[str] = []
+        #: The messages before it began: what is missing, and that it traces now.
+        self.messages: list[str] = []
         self.raw: list[str] = []
         self._reader = threading.Thread(target=self._read, daemon=True)
 
@@ -46,11 +46,11 @@ class Trace:
     def __enter__(self) -> Self:
         assert self.process.stderr is not None
         for line in self.process.stderr:
-            self.said.append(line.rstrip("\n"))
+            self.messages.append(line.rstrip("\n"))
             if line.startswith("tracing"):
                 break
         else:
-            raise AssertionError(f"trace ended: {self.said}")
+            raise AssertionError(f"trace ended: {self.messages}")
         self._reader.start()
         return self
 

@@ -38,7 +38,7 @@ SECOND = 1_000_000_000
 _CLOCK_MONOTONIC_COARSE = 6
 SNAT_PORTS = (20000, 20999)
 U64 = (1 << 64) - 1
-# A test run takes no tc_index: this program sets it, and goes on as the one that is tested.
+# A test run takes no tc_index: this program sets it, and continues as the one that is tested.
 _NAMED = """
 struct {
     __uint(type, BPF_MAP_TYPE_PROG_ARRAY);
@@ -119,7 +119,7 @@ def fast_node(world: ProgramNode, **settings: Any) -> ProgramNode:
 
 @dataclass
 class Flow:
-    """A connection of a pod with ``cluster_ip``, whose endpoint is ``remote`` unless told otherwise."""
+    """A connection of a pod with ``cluster_ip``, whose endpoint is ``remote`` by default."""
 
     world: ProgramNode
     protocol: str = "tcp"
@@ -315,7 +315,7 @@ def wipe_reasons(world: ProgramNode) -> None:
 
 
 def records(world: ProgramNode) -> list[dict[str, Any]]:
-    """What ingress has handed over, and nobody has looked at."""
+    """What ingress has handed over, and the observer has not seen."""
     of, layout = world.object.maps["handovers"], world.object.btf.struct("handover")
     found = []
     for slot in range(of.max_entries):

@@ -305,7 +305,7 @@ class Round:
                         raise WrongPacketError("XDP changed a packet and left it to tc")
                     self._check(program, index, frame, *runners[program].run(frame, index))
                     return
-                # What XDP decides is told from what tc does by its verdict alone.
+                # XDP's decision is distinguished from tc's by its verdict alone.
                 names = {XDP_DROP: SHOT, XDP_TX: REDIRECT, XDP_REDIRECT: REDIRECT}
                 if verdict not in names:
                     raise WrongPacketError(f"XDP's verdict is {verdict}")
@@ -335,7 +335,7 @@ class Round:
         p = parse(frame, link, kind)
         if self.loopback_dropped and self._goes_to_loopback(frame, link, kind):
             if verdict != SHOT and (link == 0 or frame[:6] == NODE):
-                raise WrongPacketError("a packet to 127.0.0.0/8 went on")
+                raise WrongPacketError("a packet to 127.0.0.0/8 continued")
             self.counts["loopback"] += 1
             return
         if p is None or (p.deep and verdict != GO_ON and _fragment(frame, kind) in self.fragments):
@@ -358,7 +358,7 @@ class Round:
         )
 
     def _without_ports(self, frame: bytes, device: int, kind: int, verdict: int, data: bytes, priority: int) -> None:
-        """No packet of nobody is touched, but fragments that follow their first one."""
+        """No packet of no service is changed, except fragments that follow their first one."""
         if (verdict, priority) == (GO_ON, 0):
             self.counts["without ports"] += 1
             return
@@ -377,7 +377,7 @@ class Round:
     def _is_live(
         self, p: Parsed, live: Live, device: int, frame: bytes, verdict: int, data: bytes, priority: int
     ) -> bool:
-        """A packet of a flow that is known; False: the flow has ended, and the packet is nobody's or begins another."""
+        """A packet of a flow that is known; False: the flow has ended; the packet has no flow or begins another."""
         if live.device != device or frame[:6] != NODE:
             if verdict == REDIRECT:
                 raise WrongPacketError("a packet that came in elsewhere was sent by its flow")
@@ -442,7 +442,7 @@ class Round:
         if (verdict, priority) in allowed:
             self.counts[decided.kind if decided else "no first packet"] += 1
             return
-        # Nobody is harmed where the programs give up on a packet that the kernel refuses.
+        # It is harmless if the programs give up on a packet that the kernel refuses.
         if p.odd and ((verdict, priority) == (GO_ON, 0) or (self.fast and verdict == SHOT)):
             self._opened_by_half_a_packet(p, device, decided)
             self.counts["odd"] += 1
@@ -460,7 +460,7 @@ class Round:
         )
 
     def _opened(self, p: Parsed, device: int, frame: bytes, data: bytes, decided: Verdict | None) -> None:
-        """A flow that is young from this packet on: it has a permit, and nobody else has its ports."""
+        """A flow that is young from this packet on: it has a permit, and no other flow has its ports."""
         if decided is None or decided.kind != "serve":
             raise WrongPacketError(f"sent, and it opens no flow: {p.ends}")
         if p.fragment or p.options or (p.hops <= 1 and not p.odd) or device != self.world.devices["pods"]:
@@ -490,7 +490,7 @@ class Round:
             if not own and not SNAT_PORTS[0] <= to.source_port <= SNAT_PORTS[1]:
                 raise WrongPacketError(f"source port {to.source_port}")
             return backend, permit, masquerade
-        raise WrongPacketError(f"sent to nobody who may get it: {to}")
+        raise WrongPacketError(f"sent to a wrong receiver: {to}")
 
     def _begin(self, p: Parsed, device: int, to: Ends, backend: int, permit: Permit, masquerade: bool) -> None:
         self._forget(p.ends)
@@ -520,7 +520,7 @@ class Round:
         self._begin(p, device, to, *self._permitted(p, to, decided))
 
     def whole(self) -> None:
-        """No flow is half in the table: a reply's entry without the client's would translate for nobody."""
+        """No flow is half in the table: a reply's entry without the client's would be useless."""
         if not self.fast:
             return
         btf = self.world.object.btf

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random packets with a structure: mostly well-formed and for somebody, often odd in one way, sometimes in all."""
+"""Random packets with a structure: mostly well-formed and for a service, often odd in one way, sometimes in all."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What may become of a packet: computed from its bytes and the Services, sharing nothing with the programs.
+"""The allowed outcomes of a packet: computed from its bytes and the Services, sharing nothing with the programs.
 
-The rules are those of docs/spec/service-semantics; which endpoints and which source a new flow has say the lab's rules.
+The rules are those of docs/spec/service-semantics; the lab's rules determine endpoints and source of a new flow.
 """
 
 from __future__ import annotations

@@ -28,6 +28,11 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
         "NOT_COUNTED : STALE_UDP_REPLACED",
         "NOT_COUNTED : NOT_COUNTED",
     ),
+    "both sides open at once: ended": (
+        "conntrack.h",
+        "(ct->proto.tcp.state == TCP_STATE_TIME_WAIT || ct->proto.tcp.state == TCP_STATE_CLOSE);\n}",
+        "ct->proto.tcp.state >= TCP_STATE_TIME_WAIT;\n}",
+    ),
     "UDP expired without endpoints": ("conntrack.h", "!any_endpoints || has_ended", "has_ended"),
     "hairpin not masqueraded": ("serve.h", "e.masquerade = true;", ";"),
     "later fragments parsed": ("parse.h", "|| (ip->frag_off & bpf_htons(0x1fff))", ""),
@@ -93,10 +98,10 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     "refused where none is served, in both modes": ("frontend.h", "if (settings.nft_mode)\n\t\treturn false;", ""),
     "nothing refused where none is served": (
         "policy.h",
-        "return refuse_unserved(table, reason);",
+        "return refuse_unserved(config, reason);",
         "return VERDICT_PASS;",
     ),
-    "dropped where none is served": ("policy.h", "if (!table->external_local || table->local_count)", "if (false)"),
+    "dropped where none is served": ("policy.h", "if (!config->external_local || config->local_count)", "if (false)"),
     "loopback let in": (
         "tc.bpf.c",
         "return drop_packet(skb, &p, DROP_LOOPBACK_DESTINATION);",
@@ -121,12 +126,12 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     "XDP: partial checksums": ("ctx_xdp.h", "|| lacks_checksum(p, *check)", ""),
     "XDP: UDP without a checksum gets one": ("ctx_xdp.h", "p->protocol == UDP && !*check", "false"),
     "XDP: counted as tc counts": ("ctx_xdp.h", "count(XDP_FLOW_HIT);", "count(FLOW_HIT);"),
-    "trace: everything told": ("trace.h", "!is_wanted(t, &event)", "!is_wanted(t, &event) && !p"),
+    "trace: everything reported": ("trace.h", "!is_wanted(t, &event)", "!is_wanted(t, &event) && !p"),
     "trace: the other family's addresses": ("trace.h", "if (t->family != (ipv6 ? 6 : 4))", "if (false)"),
     "trace: losses not counted": ("trace.h", "__sync_fetch_and_add(&t->lost, 1);", ";"),
-    "trace: goes on for nobody": ("trace.h", "t->process = 0;", ";"),
+    "trace: continues without a reader": ("trace.h", "t->process = 0;", ";"),
     "every bridged packet lifted": ("bridge.h", "!is_translated_reply(skb, p) ||", ""),
-    "closed TCP entry goes on": ("conntrack.h", "return !ended && !replaced;", "return !replaced;"),
+    "closed TCP entry continues": ("conntrack.h", "return !ended && !replaced;", "return !replaced;"),
     "affinity without a list check": (
         "backend.h",
         "return position_in_list(e, p->ipv6, r->last->backend, r->last->position);",
@@ -158,12 +163,13 @@ MUTANTS |= FLOW_MUTANTS
 
 _XDP = ("test_xdp.py", "test_xdp_flows.py")
 _FLOWS = tuple(
-    f"test_{name}.py" for name in ("permits", "kernel_flows", "sweep", "young_ends", "young_flows", "young_ports")
+    f"test_{name}.py"
+    for name in ("permits", "kernel_flows", "recent_flows", "sweep", "young_ends", "young_flows", "young_ports")
 )
 
 
 def modules(name: str) -> tuple[str, ...]:
-    """What only XDP does, and what the flow table does, has modules of its own."""
+    """What only XDP does, and what the flow table does, has its own modules."""
     if name.startswith("XDP: "):
         return _XDP
     return _FLOWS if name.startswith("flows: ") else ("",)

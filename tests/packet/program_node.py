@@ -46,9 +46,9 @@ OBJECT = Path(os.environ.get("PEP_TC_OBJECT") or Path(pyebpf_proxy.__file__).par
 XDP_OBJECT = OBJECT.with_name("xdp.bpf.o")
 GO_ON, SHOT = -1, 2
 XDP_DROP, XDP_PASS, XDP_TX, XDP_REDIRECT = 1, 2, 3, 4
-# Every packet goes through XDP before tc, in all tests: the same must come of it.
+# Every packet goes through XDP before tc, in all tests: the outcome must be the same.
 XDP_EVERYWHERE = bool(os.environ.get("PEP_XDP"))
-# The fast path is open to every packet, in all tests: the same must come of it, unless the test itself says so.
+# The fast path is open to every packet, in all tests: the outcome must be the same, unless the test differs on purpose.
 FAST_EVERYWHERE = os.environ.get("PEP_FAST_PATH") == "1"
 NODE_MAC = "02:00:00:00:00:02"
 MARK = 0x4000
@@ -228,7 +228,7 @@ class ProgramNode:
                 subprocess.run(["umount", folder], check=True)
 
     def xdp_device(self, name: str, **changes: Any) -> None:
-        """What the control plane says of a device that carries XDP, with these changes."""
+        """The control plane's entry for a device with XDP, with these changes."""
         values = {
             "mac": bytes.fromhex(NODE_MAC.replace(":", "")),
             "starts_flow": 1,
@@ -317,7 +317,7 @@ class ProgramNode:
         service: int = 1,
         target_port: int = 8080,
         ranges: list[str] | None = None,
-        **table: int,
+        **config: int,
     ) -> None:
         """One service at every kind of frontend, with these endpoints (names), as the control plane would write it."""
         maps, btf, number = self.object.maps, self.object.btf, PROTOCOLS[protocol]
@@ -339,11 +339,11 @@ class ProgramNode:
         for name in [*sorted(cluster, key=self.packed), *sorted(local or [], key=self.packed)]:
             maps["slots"].update(u32(self._next_slot), u32(self.backend_ids[name, service]) + bytes(4))
             self._next_slot += 1
-        table_id = self._next_id
+        config_id = self._next_id
         self._next_id += 1
-        values = {"any_endpoints": int(bool(cluster or local)), "source_ranges": int(bool(ranges)), **table}
+        values = {"any_endpoints": int(bool(cluster or local)), "source_ranges": int(bool(ranges)), **config}
         maps["service_configs"].update(
-            u32(table_id),
+            u32(config_id),
             btf.struct("service_config").pack(
                 service=service,
                 first_slot=first,
@@ -355,10 +355,10 @@ class ProgramNode:
         for text in ranges or []:
             network = ip_network(text)
             key = btf.struct(f"source_range{self.family}_key").pack(
-                prefix_length=32 + network.prefixlen, table=table_id, address=network.network_address.packed
+                prefix_length=32 + network.prefixlen, config=config_id, address=network.network_address.packed
             )
             maps[f"source_ranges{self.family}"].update(key, b"\1\0\0\0")
-        maps["services"].update(u32(service), u32(table_id) + bytes(4))
+        maps["services"].update(u32(service), u32(config_id) + bytes(4))
         hints = maps["node_port_hints"]
         word = int.from_bytes(hints.lookup(u32(node_port // 64)) or b"", sys.byteorder) | 1 << node_port % 64
         hints.update(u32(node_port // 64), word.to_bytes(8, sys.byteorder))
@@ -429,7 +429,7 @@ class ProgramNode:
         assert ctypes.get_errno() == errno.ENOENT
         return found
 
-    # ---- what came of it --------------------------------------------------------------------------
+    # ---- the outcome ------------------------------------------------------------------------------
 
     def reasons(self) -> Counter[str]:
         found: Counter[str] = Counter()
@@ -440,6 +440,13 @@ class ProgramNode:
             if total and name not in self._unasked:
                 found[name] = total
         return found
+
+    def refused(self, reason: str) -> list[tuple[int, int, int]]:
+        """The latest packet that was refused for this reason, as ``drops`` shows it: its ports, and the device."""
+        number = self.object.btf.enum("drop_reason")[reason]
+        layout = self.object.btf.struct("refused").packer("when", "source_port", "destination_port", "device")
+        values = self.object.maps["last_refused"].lookup_cpus(u32(number)) or []
+        return [tuple(rest) for when, *rest in map(layout.unpack, values) if when]
 
     def flows(self) -> list[Flow]:
         text = subprocess.run(
@@ -468,7 +475,7 @@ def insert_entry(
     *extra: str,
     target: str = "",
 ) -> None:
-    """An entry that somebody else made; with `target`, translated to that endpoint's port 8080."""
+    """A foreign entry; with `target`, translated to that endpoint's port 8080."""
     command = [
         "conntrack",
         "-I",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the service maps say, read straight from their bytes, with the numbers (ids, slots) taken out.
+"""The contents of the service maps, read from their bytes, with the numbers (ids, slots) taken out.
 
 Written without the writer's own code, so that it can judge it: anything that does not fit together is an assertion.
 """
@@ -64,26 +64,26 @@ def text(value: bytes) -> str:
 
 
 def logical(loaded: Loaded, complete: bool = False) -> dict[str, Any]:
-    """Service ports by name. ``complete``: nothing may be in any map that no service port in force needs."""
-    tables = rows(loaded, "service_configs")
+    """Service ports by name. ``complete``: nothing may be in any map that no active service port needs."""
+    configs = rows(loaded, "service_configs")
     names = rows(loaded, "service_names")
     words = loaded.maps["services"].dump()[1]
-    in_force = {number for number in range(SIZES["services"]) if any(words[8 * number : 8 * number + 8])}
-    live = {number: word(loaded, "services", number) for number in sorted(in_force)}
-    used_tables, used_backends, used_slots = set(), set(), set()
+    active = {number for number in range(SIZES["services"]) if any(words[8 * number : 8 * number + 8])}
+    live = {number: word(loaded, "services", number) for number in sorted(active)}
+    used_configs, used_backends, used_slots = set(), set(), set()
     all_backends = {family: rows(loaded, f"backends{family}") for family in (4, 6)}
     all_ranges = {family: rows(loaded, f"source_ranges{family}") for family in (4, 6)}
     result: dict[str, Any] = {}
     by_id: dict[int, dict[str, Any]] = {}
-    for number, table_id in live.items():
-        assert number in names, f"service {number} is in force and has no name"
-        assert table_id in tables, f"service {number} names table {table_id}, which does not exist"
-        table, name = tables[table_id], names[number]
-        assert table["service"] == number
-        used_tables.add(table_id)
+    for number, config_id in live.items():
+        assert number in names, f"service {number} is active and has no name"
+        assert config_id in configs, f"service {number} names configuration {config_id}, which does not exist"
+        config, name = configs[config_id], names[number]
+        assert config["service"] == number
+        used_configs.add(config_id)
         family = name["family"]
         backends = all_backends[family]
-        first, cluster, local = table["first_slot"], table["cluster_count"], table["local_count"]
+        first, cluster, local = config["first_slot"], config["cluster_count"], config["local_count"]
         chosen = []
         for slot in range(first, first + cluster + local):
             assert slot not in used_slots, f"slot {slot} belongs to two service ports"
@@ -97,18 +97,18 @@ def logical(loaded: Loaded, complete: bool = False) -> dict[str, Any]:
             chosen.append(f"{ip_address(backend['address'])}:{backend['port']} {place}")
         full = f"{text(name['namespace_name'])}/{text(name['name'])}:{text(name['port'])}"
         full += f"/{PROTOCOLS[name['protocol']]}/IPv{family}"
-        assert full not in result, f"{full} is in force twice"
+        assert full not in result, f"{full} is active twice"
         ranges = [
-            f"{ip_address(address)}/{length - 32}" for (length, of, address) in all_ranges[family] if of == table_id
+            f"{ip_address(address)}/{length - 32}" for (length, of, address) in all_ranges[family] if of == config_id
         ]
-        flags = [flag for flag in ("any_endpoints", "internal_local", "external_local") if table[flag]]
-        flags += [flag for flag in ("source_ranges", "vip_source_allowed") if table[flag]]
-        assert bool(ranges) == bool(table["source_ranges"])
+        flags = [flag for flag in ("any_endpoints", "internal_local", "external_local") if config[flag]]
+        flags += [flag for flag in ("source_ranges", "vip_source_allowed") if config[flag]]
+        assert bool(ranges) == bool(config["source_ranges"])
         by_id[number] = result[full] = {
             "cluster": chosen[:cluster],
             "local": chosen[cluster:],
             "flags": flags,
-            "affinity": table["affinity_seconds"],
+            "affinity": config["affinity_seconds"],
             "ranges": sorted(ranges),
             "frontends": {},
             "serving": [],
@@ -137,12 +137,12 @@ def logical(loaded: Loaded, complete: bool = False) -> dict[str, Any]:
         entry["serving"].sort()
         entry["frontends"] = dict(sorted(entry["frontends"].items()))
     if complete:
-        assert set(tables) == used_tables
+        assert set(configs) == used_configs
         assert set(names) == set(live)
         every = {(f, number) for f in (4, 6) for number in all_backends[f]}
         assert every == used_backends
         for family in "46":
-            assert {of for _, of, _ in all_ranges[int(family)]} <= used_tables
+            assert {of for _, of, _ in all_ranges[int(family)]} <= used_configs
     return dict(sorted(result.items()))
 
 

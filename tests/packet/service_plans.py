@@ -60,7 +60,7 @@ def slot_backends(loaded: Loaded, writer: Writer, name: ServicePortName) -> list
 
 
 class Watched:
-    """A map that tells what is done to it, one entry at a time, before it happens."""
+    """A map that reports each change of an entry before it happens."""
 
     def __init__(self, real: Any, watcher: Any) -> None:
         self._real = real
@@ -83,7 +83,7 @@ class Watched:
 
 
 class WatchedWriter(Writer):
-    """Also the stores through mmap are told one by one."""
+    """Also the stores through mmap are recorded one by one."""
 
     watcher: Any = staticmethod(lambda name: None)
 
@@ -92,9 +92,9 @@ class WatchedWriter(Writer):
             self.watcher("slots")
             super()._fill(first + i, [backend])
 
-    def _flip(self, service: int, table: int) -> None:
+    def _flip(self, service: int, config_id: int) -> None:
         self.watcher("services")
-        super()._flip(service, table)
+        super()._flip(service, config_id)
 
 
 def watch(loaded: Loaded, watcher: Any) -> Writer:

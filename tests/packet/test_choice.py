@@ -96,7 +96,7 @@ def come(world: ProgramNode, port: int, number: int) -> str:
 
 @pytest.mark.parametrize("scheduler", [0, 1])
 def test_d15_clients_of_one_service_throw_out_none_of_another(world: ProgramNode, scheduler: int) -> None:
-    """Spoofed sources, as many as one cares to send; the map has 128 places."""
+    """Spoofed sources, as many as one cares to send; the map has 128 places (finding D15)."""
     world.load(scheduler=scheduler)
     world.service(ENDPOINTS, affinity_seconds=100)
     world.service(ENDPOINTS, service=2, port=81, node_port=30081, affinity_seconds=100)

@@ -177,7 +177,7 @@ def test_counts_reach_the_backends_of_the_service_that_was_asked(namespace: None
     flow(CLIENT, NODE, POD, 1100, "TIME_WAIT", port=30080)
     flow(CLIENT, "10.96.0.7", POD, 1200, "ESTABLISHED")
     flow(NODE, "10.244.1.5", "10.244.1.5", 1300, "ESTABLISHED", port=8080)
-    flow(CLIENT, "203.0.113.99", POD, 1400, "ESTABLISHED")  # nobody's address
+    flow(CLIENT, "203.0.113.99", POD, 1400, "ESTABLISHED")  # an unused address
     choices, connections = counting.maps["choices"], counting.maps["connections"]
     layout = counting.tc.btf.struct("connections")
     key = {number: number.to_bytes(4, sys.byteorder) for number in (remote, local, others, 9999)}

@@ -2,7 +2,7 @@
 """The decision table (spec/service-semantics §5, §7, §8), row by row: named packets in, verdict and reason out.
 
 Every row runs in both families, through tc alone and through XDP before tc. Whom the packet goes to and whether it is
-masqueraded is read from the tag that our nft table reads.
+masqueraded is read from the tag that the agent's nft table reads.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Row:
     port: int = 80
     cluster: list[str] = field(default_factory=lambda: ["remote"])
     local: list[str] = field(default_factory=list)
-    table: dict[str, int] = field(default_factory=dict)
+    config: dict[str, int] = field(default_factory=dict)
     settings: dict[str, int] = field(default_factory=dict)
     ranges: bool = False
     reason: str = ""
@@ -52,17 +52,21 @@ ROWS = [
         settings={**NO_DETECTOR, "masquerade_all": 1},
     ),
     Row("a pod, masqueradeAll", "pod", "cluster_ip", "remote", True, settings={"masquerade_all": 1}),
-    Row("internal policy Local with a local endpoint", "pod", "cluster_ip", "local", local=LOCAL, table=INTERNAL_LOCAL),
+    Row(
+        "internal policy Local with a local endpoint", "pod", "cluster_ip", "local", local=LOCAL, config=INTERNAL_LOCAL
+    ),
     Row(
         "internal policy Local without one",
         "pod",
         "cluster_ip",
         "drop",
-        table=INTERNAL_LOCAL,
+        config=INTERNAL_LOCAL,
         reason="DROP_NO_LOCAL_ENDPOINTS",
     ),
-    Row("an outsider, internal policy Local", "client", "cluster_ip", "local", True, local=LOCAL, table=INTERNAL_LOCAL),
-    Row("external policy Local does not concern the ClusterIP", "pod", "cluster_ip", "remote", table=EXTERNAL_LOCAL),
+    Row(
+        "an outsider, internal policy Local", "client", "cluster_ip", "local", True, local=LOCAL, config=INTERNAL_LOCAL
+    ),
+    Row("external policy Local does not concern the ClusterIP", "pod", "cluster_ip", "remote", config=EXTERNAL_LOCAL),
     # externalIP, VIP, NodePort with policy Cluster
     Row("an outsider to the externalIP", "client", "external_ip", "remote", True),
     Row("an outsider to the VIP", "client", "vip", "remote", True),
@@ -77,10 +81,10 @@ ROWS = [
         "vip",
         "local",
         local=LOCAL,
-        table=EXTERNAL_LOCAL,
+        config=EXTERNAL_LOCAL,
         settings={"masquerade_all": 1},
     ),
-    Row("internal policy Local does not concern the VIP", "client", "vip", "remote", True, table=INTERNAL_LOCAL),
+    Row("internal policy Local does not concern the VIP", "client", "vip", "remote", True, config=INTERNAL_LOCAL),
     # the same with policy Local
     *(
         row
@@ -93,7 +97,7 @@ ROWS = [
                 "local",
                 port=port,
                 local=LOCAL,
-                table=EXTERNAL_LOCAL,
+                config=EXTERNAL_LOCAL,
             ),
             Row(
                 f"an outsider to {kind}, policy Local, none here",
@@ -101,11 +105,11 @@ ROWS = [
                 kind,
                 "drop",
                 port=port,
-                table=EXTERNAL_LOCAL,
+                config=EXTERNAL_LOCAL,
                 reason="DROP_NO_LOCAL_ENDPOINTS",
             ),
             Row(
-                f"a pod to {kind}, policy Local: short circuit", "pod", kind, "remote", port=port, table=EXTERNAL_LOCAL
+                f"a pod to {kind}, policy Local: short circuit", "pod", kind, "remote", port=port, config=EXTERNAL_LOCAL
             ),
             Row(
                 f"a pod to {kind}, policy Local, no detector: like anyone",
@@ -113,7 +117,7 @@ ROWS = [
                 kind,
                 "drop",
                 port=port,
-                table=EXTERNAL_LOCAL,
+                config=EXTERNAL_LOCAL,
                 settings=NO_DETECTOR,
                 reason="DROP_NO_LOCAL_ENDPOINTS",
             ),
@@ -124,12 +128,12 @@ ROWS = [
                 "remote",
                 True,
                 port=port,
-                table=EXTERNAL_LOCAL,
+                config=EXTERNAL_LOCAL,
             ),
         )
     ),
-    Row("a node address inside the pod range counts as pod", "pod_gateway", "vip", "remote", table=EXTERNAL_LOCAL),
-    # nobody there
+    Row("a node address inside the pod range counts as pod", "pod_gateway", "vip", "remote", config=EXTERNAL_LOCAL),
+    # no endpoints
     *(
         Row(f"no endpoints, {kind}", "client", kind, "reject", port=port, cluster=[], reason="REJECT_NO_ENDPOINTS")
         for kind, port in (("cluster_ip", 80), ("external_ip", 80), ("vip", 80), ("node", NODE_PORT))
@@ -140,7 +144,7 @@ ROWS = [
         "cluster_ip",
         "drop",
         cluster=[],
-        table={**INTERNAL_LOCAL, "any_endpoints": 1},
+        config={**INTERNAL_LOCAL, "any_endpoints": 1},
         reason="DROP_NO_LOCAL_ENDPOINTS",
     ),
     # hairpin
@@ -153,9 +157,9 @@ ROWS = [
         True,
         cluster=LOCAL,
         local=LOCAL,
-        table=EXTERNAL_LOCAL,
+        config=EXTERNAL_LOCAL,
     ),
-    # not ours
+    # no frontend
     Row("the ClusterIP, another port", "pod", "cluster_ip", "untouched", port=81),
     Row("another address", "pod", "elsewhere", "untouched"),
     Row("the NodePort on an address that does not serve it", "client", "unserved_node", "untouched", port=NODE_PORT),
@@ -170,13 +174,13 @@ ROWS = [
             expect if mode == "iptables" else "untouched",
             port=NODE_PORT,
             cluster=cluster,
-            table=table,
+            config=config,
             settings={"nft_mode": int(mode == "nftables")},
             reason=reason if mode == "iptables" else "",
         )
         for mode in ("iptables", "nftables")
         for source in ("client", "pod")
-        for name, cluster, table, expect, reason in (
+        for name, cluster, config, expect, reason in (
             (f"{source}, no endpoints", [], {}, "reject", "REJECT_NO_ENDPOINTS"),
             (f"{source}, none here", REMOTE, EXTERNAL_LOCAL, "drop", "DROP_NO_LOCAL_ENDPOINTS"),
             (f"{source}, internal policy Local, none here", REMOTE, INTERNAL_LOCAL, "untouched", ""),
@@ -189,7 +193,7 @@ ROWS = [
         "untouched",
         port=NODE_PORT,
         local=LOCAL,
-        table=EXTERNAL_LOCAL,
+        config=EXTERNAL_LOCAL,
     ),
     Row(
         "the NodePort's number on a foreign address, no endpoints",
@@ -210,13 +214,13 @@ ROWS = [
         "vip",
         "drop",
         ranges=True,
-        table=EXTERNAL_LOCAL,
+        config=EXTERNAL_LOCAL,
         reason="DROP_SOURCE_RANGE",
     ),
     Row("ranges do not concern the externalIP", "blocked", "external_ip", "remote", True, ranges=True),
     Row("ranges do not concern the ClusterIP", "blocked", "cluster_ip", "remote", True, ranges=True),
     Row("ranges do not concern the NodePort", "blocked", "node", "remote", True, port=NODE_PORT, ranges=True),
-    Row("the VIP itself as source", "vip", "vip", "remote", True, ranges=True, table={"vip_source_allowed": 1}),
+    Row("the VIP itself as source", "vip", "vip", "remote", True, ranges=True, config={"vip_source_allowed": 1}),
     Row(
         "the VIP itself as source, the node outside the ranges",
         "vip",
@@ -231,7 +235,7 @@ ROWS = [
         "vip",
         "drop",
         ranges=True,
-        table={"vip_source_allowed": 1},
+        config={"vip_source_allowed": 1},
         reason="DROP_SOURCE_RANGE",
     ),
     Row(
@@ -263,7 +267,7 @@ def test_row(hooks: ProgramNode, row: Row, protocol: str) -> None:
     if row.settings:
         world.load(**row.settings)
     ranges = [f"{world.address('client')}/32" if world.family == 4 else f"{world.address('client')}/128"]
-    world.service(row.cluster, row.local, protocol=protocol, ranges=ranges if row.ranges else None, **row.table)
+    world.service(row.cluster, row.local, protocol=protocol, ranges=ranges if row.ranges else None, **row.config)
     make = world.tcp if protocol == "tcp" else world.udp
 
     result = world.run("tc_ethernet", make(row.source, row.destination, row.port), device="nic", mark=0x1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernel's conntrack, where it can be looked up: what goes on as it is, what gets an endpoint, what must end."""
+"""The kernel's conntrack, where it can be looked up: what continues as it is, what gets an endpoint, what must end."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
 
 
 def tag(world: ProgramNode, source: str = "pod", protocol: str = "tcp", flags: str = "S") -> int:
-    """What our nft table finds in the priority of a packet to the service's address."""
+    """What the agent's nft table finds in the priority of a packet to the service's address."""
     made = (
         world.udp(source, "cluster_ip", 80) if protocol == "udp" else world.tcp(source, "cluster_ip", 80, flags=flags)
     )
@@ -33,9 +33,13 @@ def test_a_client_that_reuses_the_port_of_an_ended_flow(hooks: ProgramNode, stat
     assert tag(hooks) == chosen(hooks, "local")
 
 
-@pytest.mark.parametrize("state", ["SYN_SENT", "SYN_RECV", "ESTABLISHED", "FIN_WAIT", "CLOSE_WAIT", "LAST_ACK"])
+#: SYN_SENT2, both sides open at once, has a greater number than the states of ended flows.
+LIVING = ["SYN_SENT", "SYN_RECV", "ESTABLISHED", "FIN_WAIT", "CLOSE_WAIT", "LAST_ACK", "SYN_SENT2"]
+
+
+@pytest.mark.parametrize("state", LIVING)
 def test_a_syn_of_a_living_flow_changes_nothing(world: ProgramNode, state: str) -> None:
-    """A retransmission, above all; the endpoint chosen first stays, even if it left the list meanwhile."""
+    """A retransmission, above all; the first endpoint stays, even if it left the list meanwhile (finding D14)."""
     world.service(["local"])
     insert_entry(world, "tcp", "pod", "cluster_ip", 40000, 80, "--state", state, target="remote")
     assert tag(world) == 0
@@ -70,7 +74,7 @@ def test_a_syn_with_ecn_bits_opens_a_flow(hooks: ProgramNode) -> None:
 
 
 def test_a_stuck_untranslated_syn_is_translated(hooks: ProgramNode) -> None:
-    """The client began before we did: its SYN went nowhere, and its retransmission must not follow."""
+    """The client began before the programs: its SYN went nowhere, and its retransmission must not follow."""
     hooks.service(["remote"])
     insert_entry(hooks, "tcp", "pod", "cluster_ip", 40000, 80, "--state", "SYN_SENT")
     assert tag(hooks) == chosen(hooks, "remote")
@@ -110,7 +114,7 @@ def test_udp_that_was_never_translated_gets_an_endpoint(hooks: ProgramNode) -> N
 
 
 def test_without_the_lookup_every_first_packet_gets_an_endpoint(world: ProgramNode) -> None:
-    """netfilter asks its nat rules for the first packet of a flow alone; the tag of a later one is nobody's."""
+    """netfilter asks its nat rules for the first packet of a flow alone; the tag of a later one is not read."""
     world.load(conntrack_lookup=0)
     world.service(["local"])
     insert_entry(world, "tcp", "pod", "cluster_ip", 40000, 80, "--state", "ESTABLISHED", target="remote")

@@ -170,7 +170,7 @@ def test_a_neighbours_new_address_is_followed(fast: ProgramNode) -> None:
     assert (found.retval, found.data) == (REDIRECT, bytes(left))
 
 
-def test_another_way_out_is_followed(fast: ProgramNode) -> None:
+def test_another_egress_interface_is_used(fast: ProgramNode) -> None:
     flow = unconfirmed(fast)
     device(fast, "pods", mtu=1400)
     flow.run()
@@ -253,7 +253,7 @@ def test_what_asks_for_the_kernel_gets_it(fast: ProgramNode, name: str) -> None:
     assert flow.run().retval == REDIRECT, "the next one is sent"
 
 
-def test_a_mark_of_somebodys_is_for_the_kernels_rules(fast: ProgramNode) -> None:
+def test_a_foreign_mark_is_for_the_kernels_rules(fast: ProgramNode) -> None:
     flow = learned(fast)
     assert flow.run(mark=7).retval == GO_ON
     assert fast.reasons() == {"STACK_NOT_PLAIN": 1}

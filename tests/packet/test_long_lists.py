@@ -97,7 +97,7 @@ def test_who_was_bound_to_an_endpoint_that_is_gone_costs_no_walk(many: Loaded, f
     kept = [a == b for a, b in zip(first, second, strict=True)]
     assert 0.35 < sum(kept) / CLIENTS < 0.65
     third, _ = run(many, clients)
-    assert third == second, "who had to move stays where it went"
+    assert third == second, "a client that had to move stays where it went"
     _, new = run(many, frames(family, 10_000))
     assert took < new + 4000, (took, new)
 

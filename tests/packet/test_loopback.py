@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packets that arrive for 127.0.0.0/8 (spec/service-semantics §8): route_localnet would let them in, we do not."""
+"""Packets that arrive for 127.0.0.0/8 (spec/service-semantics §8): route_localnet admits them, the programs do not."""
 
 from __future__ import annotations
 
@@ -90,13 +90,13 @@ def test_a_loopback_source_alone_is_the_kernels_business(world: ProgramNode) -> 
 
 @IPV4
 def test_without_localhost_node_ports_it_is_the_kernels_business(world: ProgramNode) -> None:
-    """It drops such packets itself unless somebody else has set route_localnet; then they are theirs."""
+    """It drops such packets itself unless other software has set route_localnet; then they are not touched."""
     world.service(["remote"])
     frame = LINK / IP(src="192.0.2.1", dst="127.0.0.1") / TCP(dport=PORT, flags="S")
     assert verdict(world, frame) == (GO_ON, {})
 
 
-def test_services_are_served_beside_it(world: ProgramNode) -> None:
+def test_services_are_served_at_the_same_time(world: ProgramNode) -> None:
     world.load(localhost_node_ports=1)
     world.service(["remote"])
     assert verdict(world, world.tcp("client", "node", PORT)) == (GO_ON, {"NEW_FLOW_NETFILTER": 1})

@@ -54,7 +54,7 @@ def test_an_id_that_a_client_remembers_does_not_come_back(loaded: Loaded, writer
     assert slot_backends(loaded, again, web)[0] == old + 101
 
 
-def test_a_plan_that_was_adopted_is_not_kept_beside_an_equal_one(loaded: Loaded, writer: Writer) -> None:
+def test_an_adopted_plan_is_not_kept_twice(loaded: Loaded, writer: Writer) -> None:
     web = name_of("web")
     writer.apply({web: service(web, ("10.96.0.1",), "10.0.0.1:80", "10.0.0.2:80 local")})
     ids = slot_backends(loaded, writer, web)
@@ -174,7 +174,7 @@ def test_whatever_happens_the_end_is_what_was_wanted(
 
 
 @pytest.mark.parametrize("new", [name_of("web")._replace(port="https"), name_of("shop")], ids=["port", "service"])
-def test_what_was_renamed_while_nobody_looked_has_its_address_in_one_step(loaded: Loaded, new: ServicePortName) -> None:
+def test_what_was_renamed_without_an_agent_has_its_address_in_one_step(loaded: Loaded, new: ServicePortName) -> None:
     """The former name has no claim, the address leads somewhere all the time, and everything else stays as it is."""
     old, other = name_of("web"), name_of("other")
     kept = service(other, ("10.96.0.2",), "10.0.0.3:80")
@@ -196,7 +196,7 @@ def test_what_was_renamed_while_nobody_looked_has_its_address_in_one_step(loaded
 
 
 def damage(loaded: Loaded, name: str, change: Callable[[bytes], bytes | None], key: bytes | None = None) -> None:
-    """Change or delete an entry (the first one, unless ``key`` says which)."""
+    """Change or delete an entry (the first one, unless ``key`` is given)."""
     table = loaded.maps[name]
     for found, value in table.items():
         if key in (None, found):
@@ -230,7 +230,7 @@ def damage(loaded: Loaded, name: str, change: Callable[[bytes], bytes | None], k
         ("service_configs", lambda value: value[:8] + b"\xff\xff\x00\x00" + value[12:]),
     ],
 )
-def test_maps_that_somebody_damaged(
+def test_damaged_maps(
     loaded: Loaded, writer: Writer, name: str, change: Callable[[bytes], bytes | None] | None
 ) -> None:
     writer.apply(second_plan())
@@ -244,7 +244,7 @@ def test_maps_that_somebody_damaged(
 
 
 @pytest.mark.parametrize("array", ["services", "slots"])
-def test_arrays_that_somebody_damaged(loaded: Loaded, writer: Writer, array: str) -> None:
+def test_damaged_arrays(loaded: Loaded, writer: Writer, array: str) -> None:
     writer.apply(second_plan())
     expected = logical(loaded, complete=True)
     for index in range(8):
@@ -267,7 +267,7 @@ def test_an_error_in_the_middle_is_mended_by_the_next_call(loaded: Loaded) -> No
         dying = kill_at(loaded, k)
         with pytest.raises(Killed):
             change_everything(dying)
-        # The same writer, and it is not told again what it was to do.
+        # The same writer, without the plan being given again.
         dying.apply({})
         dying.apply({name: None for name in dying.names if name not in second_plan()})
         dying.apply({} if k > 30 else second_plan())

@@ -121,6 +121,7 @@ def counts(loaded: Loaded, writer: Writer) -> dict[ServicePortName, int]:
 
 
 def test_d15_a_service_port_has_a_quarter_of_the_map(loaded: Loaded, busy: Writer) -> None:
+    """So clients of one cannot use up the places of all (finding D15)."""
     most = int.from_bytes(loaded.maps["affinity_counts"].lookup(bytes(4)) or b"", sys.byteorder)
     assert most == SIZES["affinities"] // 4
 

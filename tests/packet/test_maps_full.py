@@ -43,13 +43,13 @@ def test_a_full_backend_map_costs_only_what_does_not_fit(loaded: Loaded, writer:
     served = logical(loaded, complete=True)
     assert served["shop/small:http/TCP/IPv4"]["cluster"] == ["10.1.0.1:80 remote"], "the last good state stays"
     assert served["shop/more:http/TCP/IPv4"]["cluster"] == ["10.1.0.9:80 remote"], "others are served"
-    assert writer.apply({}) == [], "said once"
+    assert writer.apply({}) == [], "reported once"
     assert set(writer.problems) == {small}, "and remembered"
 
     assert writer.apply({big: service(big, ("10.96.0.1",), *many[:10])}) == []
     writer.collect()
     writer.collect()  # what the second attempt replaced
-    assert len(logical(loaded, complete=True)["shop/small:http/TCP/IPv4"]["cluster"]) == 3, "freed room is used"
+    assert len(logical(loaded, complete=True)["shop/small:http/TCP/IPv4"]["cluster"]) == 3, "freed space is used"
     assert writer.problems == {}
 
 
@@ -67,17 +67,17 @@ def test_a_round_may_use_the_room_that_it_makes(loaded: Loaded, writer: Writer) 
 def test_s2_the_last_places_are_for_cluster_ips(loaded: Loaded, writer: Writer) -> None:
     """External addresses of several namespaces fill the map up to an eighth; they use it when others go."""
     size = SIZES["frontends4"]
-    room = size - size // 8
+    capacity = size - size // 8
     greedy, dns = name_of("greedy"), name_of("dns")
     many = tuple(frontend("203.0.113.1", 1 + i, FrontendKind.EXTERNAL_IP) for i in range(size))
     (problem,) = writer.apply({greedy: service(greedy, (), frontends=(frontend("10.96.0.1"), *many))})
-    left_out = size - (room - 1)
-    assert problem.text == f"map frontends4 has no room for {left_out} addresses besides the ClusterIP"
+    left_out = size - (capacity - 1)
+    assert problem.text == f"map frontends4 is full: {left_out} addresses other than the ClusterIP are not served"
     more = tuple(frontend(f"10.96.1.{i}") for i in range(size // 8))
     assert writer.apply({dns: service(dns, (), frontends=more)}) == []
     served = logical(loaded, complete=True)
     assert len(served["shop/dns:http/TCP/IPv4"]["frontends"]) == size // 8
-    assert len(served["shop/greedy:http/TCP/IPv4"]["frontends"]) == room
+    assert len(served["shop/greedy:http/TCP/IPv4"]["frontends"]) == capacity
     assert writer.apply({greedy: service(greedy, (), frontends=(frontend("10.96.0.1"), *many[:10]))}) == []
     assert writer.problems == {}
     assert len(logical(loaded, complete=True)["shop/greedy:http/TCP/IPv4"]["frontends"]) == 11
@@ -119,7 +119,7 @@ def test_every_map_can_be_full(loaded: Loaded, writer: Writer, table: str, plans
         source_ranges=tuple(SourceRange(bytes((10, i >> 8, i & 255, 0)), 24) for i in range(plans.get("ranges", 0))),
     )
     if table == "slots":
-        # Backends are looked at first; make room there so that the slots are what is short.
+        # Backends are looked at first; make space there so that the slots are what is short.
         plan = service(web, (), cluster=many[:500] + many[:500], local=many[:200])
     problems = writer.apply({web: plan, other: service(other, ("10.96.0.2",), "10.0.0.1:80")})
     assert [str(p) for p in problems] == [f"shop/web:http/UDP/IPV4: {text}"]
@@ -130,7 +130,7 @@ def test_every_map_can_be_full(loaded: Loaded, writer: Writer, table: str, plans
     "full", ["backends4", "endpoints4", "service_configs", "source_ranges4", "frontends4", "service_names"]
 )
 def test_a_map_that_the_kernel_calls_full(loaded: Loaded, writer: Writer, full: str) -> None:
-    """Somebody else's entries: the writer learns of them only from the kernel."""
+    """Foreign entries: the writer learns of them only from the kernel."""
     web, dns = name_of("web"), name_of("dns", protocol=Protocol.UDP)
     ranges = (SourceRange(bytes(4), 0), SourceRange(b"\x0a" + bytes(3), 8))
     old = service(web, ("10.96.0.1",), "10.0.0.1:80")
@@ -159,7 +159,7 @@ def test_a_map_that_the_kernel_calls_full(loaded: Loaded, writer: Writer, full: 
         table.delete(key)
     writer.collect()
     if full not in ("frontends4", "service_names"):
-        assert writer.problems == {}, "tried again by itself: taking the half-written changes away made room"
+        assert writer.problems == {}, "tried again by itself: taking the half-written changes away made space"
     writer.apply({web: changed, dns: new})
     assert writer.problems == {}
     writer.collect()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""libbpf in Python: maps, programs, pins, and above all what is said when something is refused."""
+"""libbpf in Python: maps, programs, pins, and above all the messages when something is refused."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_batches(opened: Object) -> None:
     assert table.delete_batch(b"") == 0
 
 
-def test_a_full_map_says_how_far_it_came(opened: Object) -> None:
+def test_a_full_map_reports_the_number_of_written_entries(opened: Object) -> None:
     table = opened.maps["service_configs"]
     with pytest.raises(BpfError) as caught:
         table.update_batch(b"".join(map(u32, range(400))), bytes(400 * table.value_size))
@@ -185,7 +185,7 @@ def test_a_constant_behind_another(tmp_path: Path) -> None:
         Object.open(path, rodata={"second": bytes(8)})
 
 
-def test_what_the_verifier_says(tmp_path: Path) -> None:
+def test_the_verifiers_message_is_reported(tmp_path: Path) -> None:
     source = 'SEC("tc") int wrong(struct __sk_buff *skb) { return *(volatile int *)(long)(skb->len & 4096); }'
     with Object.open(build(tmp_path, "wrong", source)) as o, pytest.raises(BpfError) as caught:
         o.load()
@@ -210,9 +210,9 @@ def test_without_rights(bpf_objects: Path) -> None:
     os.close(writing)
     os.waitpid(child, 0)
     with open(reading) as pipe:
-        said = pipe.read()
+        output = pipe.read()
     needed = "root, or CAP_BPF with CAP_NET_ADMIN, is needed"
-    assert said == f"BpfError load tc.bpf.o: Operation not permitted (EPERM); {needed}"
+    assert output == f"BpfError load tc.bpf.o: Operation not permitted (EPERM); {needed}"
 
 
 def test_no_object_and_no_libbpf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -275,7 +275,7 @@ MAPS = "__u32 zero = 0; bpf_map_lookup_elem(&service_configs, &zero);"
 WRONG = "return *(volatile int *)(long)(skb->len & 4096);"
 
 
-def test_this_kernel_has_everything_or_says_why_not(bpf_objects: Path) -> None:
+def test_this_kernel_has_every_feature_or_a_reason(bpf_objects: Path) -> None:
     loaded = load(Settings(netns_cookie=1, fast_path=True), objects=bpf_objects)
     assert loaded.settings.conntrack_lookup == (loaded.why_no_lookup == "")
     assert loaded.settings.fast_path == (loaded.why_not_fast == "")
@@ -298,8 +298,8 @@ def test_a_kernel_that_refuses_to_look_conntrack_up(tmp_path: Path) -> None:
     build(tmp_path, "sock", SOCKETS)
     loaded = load(Settings(netns_cookie=1, fast_path=True), objects=tmp_path)
     assert (loaded.settings.conntrack_lookup, loaded.settings.fast_path, loaded.why_not_fast) == (False, True, "")
-    said = "the kernel does not accept it: load tc.bpf.o: Permission denied (EACCES): "
-    assert loaded.why_no_lookup.startswith(said)
+    output = "the kernel does not accept it: load tc.bpf.o: Permission denied (EACCES): "
+    assert loaded.why_no_lookup.startswith(output)
     assert loaded.refusals.keys() == {"conntrack lookup"}
     assert loaded.tc.programs["tc_ethernet"].test_run(bytes(60)).retval == -1
     loaded.close()
@@ -311,8 +311,8 @@ def test_a_kernel_that_refuses_the_fast_path(tmp_path: Path) -> None:
     build(tmp_path, "sock", SOCKETS)
     loaded = load(Settings(netns_cookie=1, fast_path=True), objects=tmp_path)
     assert (loaded.settings.conntrack_lookup, loaded.settings.fast_path, loaded.why_no_lookup) == (True, False, "")
-    said = "the kernel does not accept it: load tc_without_lookup.bpf.o: Permission denied (EACCES): "
-    assert loaded.why_not_fast.startswith(said)
+    output = "the kernel does not accept it: load tc_without_lookup.bpf.o: Permission denied (EACCES): "
+    assert loaded.why_not_fast.startswith(output)
     assert loaded.tc.programs.keys() == {"tc_ethernet"}, "nothing looks at the egress then"
     loaded.close()
 

@@ -27,7 +27,7 @@ from tests.packet.service_plans import first_plan, name_of, slot_backends
 pytestmark = pytest.mark.needs_bpf
 
 #: The LRU maps keep places ready for each CPU: small ones would lose entries by themselves.
-ROOM = SIZES | dict.fromkeys(("affinities", "socket_revnat4", "socket_revnat6", "socket_flows"), 1024)
+CAPACITIES = SIZES | dict.fromkeys(("affinities", "socket_revnat4", "socket_revnat6", "socket_flows"), 1024)
 
 
 @pytest.fixture
@@ -61,13 +61,13 @@ def pinned(pins: Path) -> dict[str, tuple[int, int]]:
     return found
 
 
-def beside(pins: Path) -> list[str]:
+def leftovers(pins: Path) -> list[str]:
     return sorted(path.name for path in pins.parent.iterdir() if path != pins)
 
 
 def test_everything_is_there_in_maps_of_other_sizes(bpf_objects: Path, pins: Path) -> None:
     web = name_of("web")
-    loaded = start(pins, ROOM, bpf_objects)
+    loaded = start(pins, CAPACITIES, bpf_objects)
     Writer(loaded).apply(first_plan())
     expected = logical(loaded, complete=True)
     # Of a service that is no more: of one without affinity it would be forgotten.
@@ -81,8 +81,8 @@ def test_everything_is_there_in_maps_of_other_sizes(bpf_objects: Path, pins: Pat
     number, backends = adopted.service_id(web), slot_backends(loaded, adopted, web)
     del adopted
     loaded.close()
-    larger = {name: size * 2 for name, size in ROOM.items()}
-    for sizes in (larger, ROOM, ROOM | {"slots": 512, "service_configs": 4096}):
+    larger = {name: size * 2 for name, size in CAPACITIES.items()}
+    for sizes in (larger, CAPACITIES, CAPACITIES | {"slots": 512, "service_configs": 4096}):
         before = {name: size for name, (_, size) in pinned(pins).items()}
         loaded = start(pins, sizes, bpf_objects)
         changed = {name: (before[name], size) for name, size in sizes.items() if before[name] != size}
@@ -100,13 +100,13 @@ def test_everything_is_there_in_maps_of_other_sizes(bpf_objects: Path, pins: Pat
         assert writer.apply(first_plan()) == []
         assert not writer.has_garbage
         loaded.attached()
-        assert beside(pins) == []
+        assert leftovers(pins) == []
         del writer
         loaded.close()
 
 
 def test_what_does_not_fit_is_named_and_nothing_changes(bpf_objects: Path, pins: Path) -> None:
-    loaded = start(pins, ROOM, bpf_objects)
+    loaded = start(pins, CAPACITIES, bpf_objects)
     for number in range(200):
         loaded.maps["frontends4"].update(bytes((10, 0, 0, number, 80, 0, 6, 0)), bytes(8))
         loaded.maps["socket_revnat4"].update(u32(number) + bytes(12), bytes(8))
@@ -120,22 +120,22 @@ def test_what_does_not_fit_is_named_and_nothing_changes(bpf_objects: Path, pins:
     ):
         words = f"^map {name} cannot get the size {size}: it {what}; configure a larger size"
         with pytest.raises(FatalError, match=words):
-            start(pins, ROOM | {"service_configs": 999, name: size}, bpf_objects)
+            start(pins, CAPACITIES | {"service_configs": 999, name: size}, bpf_objects)
         assert pinned(pins) == before
-        assert beside(pins) == []
+        assert leftovers(pins) == []
 
 
-def test_slots_that_no_table_in_force_names_need_no_place(bpf_objects: Path, pins: Path) -> None:
-    loaded = start(pins, ROOM, bpf_objects)
+def test_slots_of_no_active_service_config_need_no_place(bpf_objects: Path, pins: Path) -> None:
+    loaded = start(pins, CAPACITIES, bpf_objects)
     loaded.maps["slots"].update(u32(900), u32(5) + bytes(4))
     loaded.close()
-    loaded = start(pins, ROOM | {"slots": 512}, bpf_objects)
+    loaded = start(pins, CAPACITIES | {"slots": 512}, bpf_objects)
     assert loaded.resized == {"slots": (1024, 512)}
     loaded.close()
 
 
 def test_clients_that_are_bound_to_nothing_any_more_need_no_place(bpf_objects: Path, pins: Path) -> None:
-    loaded = start(pins, ROOM | {"affinities": 4096}, bpf_objects)
+    loaded = start(pins, CAPACITIES | {"affinities": 4096}, bpf_objects)
     now = time.clock_gettime_ns(time.CLOCK_MONOTONIC)
     row = loaded.tc.btf.struct("service_config").pack(service=1, affinity_seconds=60)
     loaded.maps["service_configs"].update(u32(1), row)
@@ -143,28 +143,28 @@ def test_clients_that_are_bound_to_nothing_any_more_need_no_place(bpf_objects: P
         last_used = now if number < 20 else now - 61_000_000_000
         loaded.maps["affinities"].update(client(number), affinity(loaded.tc.btf, number, last_used))
     loaded.close()
-    loaded = start(pins, ROOM, bpf_objects)
+    loaded = start(pins, CAPACITIES, bpf_objects)
     loaded.attached()
     assert {key for key, _ in loaded.maps["affinities"].items()} == {client(number) for number in range(20)}
     loaded.close()
 
 
 def test_what_the_old_programs_write_until_they_are_replaced(bpf_objects: Path, pins: Path) -> None:
-    loaded = start(pins, ROOM, bpf_objects)
+    loaded = start(pins, CAPACITIES, bpf_objects)
     btf = loaded.tc.btf
     old = Map.open_pinned(pins / "affinities")
     for number in (1, 2, 3):
         old.update(client(number), affinity(btf, number, 100))
     loaded.close()
-    loaded = start(pins, ROOM | {"affinities": 2048}, bpf_objects)
-    assert beside(pins) == ["maps-former"]
+    loaded = start(pins, CAPACITIES | {"affinities": 2048}, bpf_objects)
+    assert leftovers(pins) == ["maps-former"]
     old.update(client(1), affinity(btf, 11, 200))  # an old program, later
     old.update(client(4), affinity(btf, 4, 200))
     loaded.maps["affinities"].update(client(2), affinity(btf, 22, 300))  # a new one
     loaded.attached()
     found = {key: btf.struct("affinity").unpack(value)["backend"] for key, value in loaded.maps["affinities"].items()}
     assert found == {client(1): 11, client(2): 22, client(3): 3, client(4): 4}
-    assert beside(pins) == []
+    assert leftovers(pins) == []
     old.close()
     loaded.close()
 
@@ -218,14 +218,14 @@ def _dies_at(k: int, work: Callable[[], Any]) -> bool:
 
 
 def test_killed_at_any_change_the_next_start_takes_it_up(bpf_objects: Path, bpffs: Path, tmp_path: Path) -> None:
-    smaller = ROOM | {"affinities": 2048, "frontends4": 600, "services": 300}
-    other = ROOM | {"affinities": 1024, "frontends4": 700, "services": 400}
+    smaller = CAPACITIES | {"affinities": 2048, "frontends4": 600, "services": 300}
+    other = CAPACITIES | {"affinities": 1024, "frontends4": 700, "services": 400}
     k = 0
     while True:
         k += 1
         pins = bpffs / f"run{k}" / "maps"
         pins.mkdir(parents=True)
-        maps, resize = _maps_only(pins, ROOM, bpf_objects)
+        maps, resize = _maps_only(pins, CAPACITIES, bpf_objects)
         resize.finish(maps.maps, maps.btf)
         btf = maps.btf
         old = maps.maps["affinities"]
@@ -254,7 +254,7 @@ def test_killed_at_any_change_the_next_start_takes_it_up(bpf_objects: Path, bpff
             assert [key for key, _ in again.maps["frontends4"].items()] == [bytes(8)]
             assert again.maps["services"].lookup(u32(9)) == u32(1) + bytes(4)
             assert {n: again.maps[n].max_entries for n in other if n in again.maps}.items() <= other.items()
-            assert beside(pins) == [], f"killed at change {k}"
+            assert leftovers(pins) == [], f"killed at change {k}"
         again.close()
         maps.close()
         if not died:
@@ -280,7 +280,7 @@ def test_the_sizes_of_the_model_are_those_of_the_header(bpf_objects: Path) -> No
 
 def test_the_memory_that_the_page_names_is_what_the_kernel_takes(bpf_objects: Path) -> None:
     if tuple(map(int, os.uname().release.split(".")[:2])) < (6, 4):
-        pytest.skip("before Linux 6.4 fdinfo has an estimate of its own, not what a map takes")
+        pytest.skip("before Linux 6.4 fdinfo has its own estimate, not what a map takes")
     wrong = {}
     for name in ("tc.bpf.o", "sock.bpf.o"):
         with Object.open(bpf_objects / name, programs=()) as opened:
@@ -289,9 +289,9 @@ def test_the_memory_that_the_page_names_is_what_the_kernel_takes(bpf_objects: Pa
                 if table.name not in Maps.model_fields:
                     continue
                 extra: Any = Maps.model_fields[table.name].json_schema_extra
-                said = Size(*extra["size"]).empty_bytes * table.max_entries
+                output = Size(*extra["size"]).empty_bytes * table.max_entries
                 lines = Path(f"/proc/self/fdinfo/{table.fd}").read_text().splitlines()
                 (taken,) = (int(line.split()[1]) for line in lines if line.startswith("memlock:"))
-                if not 0.85 * taken <= said + 10_000 <= 1.15 * taken + 20_000:
-                    wrong[table.name] = said, taken
+                if not 0.85 * taken <= output + 10_000 <= 1.15 * taken + 20_000:
+                    wrong[table.name] = output, taken
     assert wrong == {}

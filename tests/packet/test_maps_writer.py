@@ -151,7 +151,7 @@ def test_the_old_version_stays_whole_until_it_is_collected(loaded: Loaded, write
     old_id = word(loaded, "services", writer.service_id(web))
     old = rows(loaded, "service_configs")[old_id]
     writer.apply({web: service(web, ("10.96.0.1",), "10.0.0.3:80")})
-    # A program that fetched the old table's number just before the flip goes on with it.
+    # A program that fetched the old table's number just before the flip continues with it.
     assert rows(loaded, "service_configs")[old_id] == old
     backends = rows(loaded, "backends4")
     seen = [backends[word(loaded, "slots", old["first_slot"] + i)]["address"][3] for i in range(2)]
@@ -329,13 +329,14 @@ class Netfilter:
             raise OSError(errno.ENOMEM, "nft: no memory")
         if self.loaded is not None:
             in_use = {word(self.loaded, "slots", i) for i in range(SIZES["slots"])}
-            assert not in_use & set(added), "told before any packet can choose it"
+            assert not in_use & set(added), "reported before any packet can choose it"
         self.elements.update(added)
         for number in removed:
             self.elements.pop(number, None)
 
 
-def test_netfilter_backends_are_told_in_time(loaded: Loaded) -> None:
+def test_netfilter_backends_are_reported_in_time(loaded: Loaded) -> None:
+    """Every backend: a tag that netfilter does not know leaves its packet untranslated (finding D6)."""
     table = Netfilter(loaded)
     writer = Writer(loaded, table)
     web, api = name_of("web"), name_of("api")
@@ -377,7 +378,7 @@ def test_ids_that_other_programs_use_are_not_given_to_new_backends(loaded: Loade
 
 
 def test_whether_vips_may_be_sources(loaded: Loaded, writer: Writer) -> None:
-    """As the plan says it, also when nothing else differs, and also from a table that a former run has written."""
+    """As in the plan, also when nothing else differs, and also from a table that a former run has written."""
     web = name_of("web")
 
     def plan(allowed: bool) -> dict[ServicePortName, ServicePort]:

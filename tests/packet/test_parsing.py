@@ -135,5 +135,5 @@ def test_nonsense_in_the_first_byte(world: ProgramNode, version: int, header_len
         assert is_served(world, bytes(frame))
     else:
         world.run("tc_ethernet", bytes(frame))
-        # 15 words of header: the ports are read further on, and there is nobody at them.
+        # 15 words of header: the ports are read further on, and are unused.
         assert not world.reasons()

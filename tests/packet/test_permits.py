@@ -21,6 +21,7 @@ from tests.packet.fast_node import (
     permits,
     records,
     taken,
+    wipe_reasons,
     write_permits,
     write_record,
 )
@@ -55,7 +56,7 @@ def test_from_the_second_new_flow_on(fast: ProgramNode, protocol: str) -> None:
     assert key["client"][: len(fast.packed("pod"))] == fast.packed("pod")
     assert key["endpoint"][: len(fast.packed("remote"))] == fast.packed("remote")
     assert now() < permit["until"] <= now() + SECOND
-    assert permit["back_until"] == 0, "nobody has seen an answer"
+    assert permit["back_until"] == 0, "no answer was seen"
     assert fast.reasons()["PERMIT_GRANTED"] == 1
 
 
@@ -165,7 +166,7 @@ def test_other_peoples_priorities_stay(fast: ProgramNode) -> None:
     assert found.skb.priority == NEW + 1
 
 
-# ---- the way back -----------------------------------------------------------------------------------
+# ---- the return path --------------------------------------------------------------------------------
 
 
 def test_an_answer_completes_the_permit(fast: ProgramNode) -> None:
@@ -195,7 +196,7 @@ def test_an_answer_that_is_not_translated_completes_nothing(fast: ProgramNode) -
     assert permit["back_until"] == 0
 
 
-# ---- who has none -----------------------------------------------------------------------------------
+# ---- flows without one ------------------------------------------------------------------------------
 
 
 def refused(world: ProgramNode, flow: Flow) -> dict[str, int]:
@@ -274,6 +275,28 @@ def test_a_new_ruleset_voids_permits(fast: ProgramNode) -> None:
     assert refused(fast, flow)["SLOW_NO_PERMIT"] == 1
 
 
+OTHER_HOST = "02:00:00:00:00:77"
+
+
+@pytest.mark.parametrize("protocol", ["tcp", "udp"])
+def test_a_frame_for_another_host_opens_nothing(fast: ProgramNode, protocol: str) -> None:
+    """As a bridge floods them, or a device in promiscuous mode takes them; the kernel drops them (finding D12)."""
+    flow = Flow(fast, protocol)
+    frame = flow.frame(flags="S", size=0)
+    frame.dst = OTHER_HOST
+    for permitted in (False, True):
+        if permitted:
+            flow.permit()
+        found = flow.run(frame=frame)
+        assert found.skb is not None
+        assert (found.retval, found.data, found.skb.priority, found.skb.mark) == (GO_ON, bytes(frame), 0, 0)
+        assert (flow.entries(), records(fast), fast.reasons()) == ([], [], {})
+        assert flow.run(frame=flow.frame(flags="S", size=0)).retval == (REDIRECT if permitted else GO_ON)
+        assert permitted or records(fast), "the same for this node"
+        drop_records(fast)
+        wipe_reasons(fast)
+
+
 def test_an_excluded_device(fast: ProgramNode) -> None:
     flow = Flow(fast)
     device(fast, "nic", redirect=0)
@@ -301,7 +324,7 @@ def test_most_datagrams_of_a_pair_proven_lately_leave_no_record(fast: ProgramNod
     assert refused(fast, flow)["SLOW_NO_PERMIT"] >= 3
 
 
-def test_a_record_says_who_came_in(fast: ProgramNode) -> None:
+def test_a_record_names_the_ingress_device(fast: ProgramNode) -> None:
     flow = Flow(fast)
     flow.run(frame=flow.frame(flags="S"))
     record = taken(fast)

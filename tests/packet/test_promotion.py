@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import errno
 import os
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
@@ -15,11 +17,12 @@ from struct import Struct
 
 import pytest
 
-from pyebpf_proxy.datapath.connections import create, promotion
+from pyebpf_proxy.datapath.connections import create, drain, promotion
 from pyebpf_proxy.datapath.connections.create import ABANDONED_SECONDS, Entry, Outcome
-from pyebpf_proxy.datapath.connections.promotion import Promoter
+from pyebpf_proxy.datapath.connections.promotion import Flow, Promoter
+from pyebpf_proxy.datapath.loader import kernel_objects
 from pyebpf_proxy.datapath.loader.btf import Btf
-from pyebpf_proxy.datapath.loader.libbpf import Map
+from pyebpf_proxy.datapath.loader.libbpf import BpfError, Map
 from pyebpf_proxy.datapath.loader.programs import Loaded, Settings, load
 from pyebpf_proxy.see import flows, young
 from pyebpf_proxy.services.model import Protocol
@@ -34,6 +37,7 @@ CLIENT = {4: "10.244.1.9", 6: "fd00:10:244:1::9"}
 FRONTEND = {4: "10.96.0.10", 6: "fd00:10:96::10"}
 ENDPOINT = {4: "10.244.2.5", 6: "fd00:10:244:2::5"}
 NODE = {4: "10.0.0.1", 6: "fd00:10::1"}
+GATEWAY = {4: "10.244.1.1", 6: "fd00:10:244:1::1"}
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +78,7 @@ class Node:
         client = padded(CLIENT[self.family]), port
         frontend = padded(FRONTEND[self.family]), 80
         endpoint = padded(ENDPOINT[self.family]), options["to"]
-        seen = (padded(NODE[self.family]), 2000) if options["masqueraded"] else client
+        seen = (padded(NODE[self.family]), port + 1000) if options["masqueraded"] else client
         there = self._key(client, frontend, options["protocol"], size)
         back = self._key(endpoint, seen, options["protocol"], size)
         self._write(there, seen, endpoint, age, 0, options["closing"])
@@ -122,6 +126,21 @@ class Node:
         )
         self.loaded.maps["flows"].update(key, value)
 
+    def write(self, key: bytes, **fields: int) -> None:
+        """Fields of the client's direction, and ``young`` of both."""
+        flow = self.loaded.tc.btf.struct("flow")
+        found = self.promoter._flows.read(key) or self.promoter._flows.read(key, young=False)
+        assert found is not None
+        for each in (found.key, found.answer_key):
+            value = flow.unpack(self.loaded.maps["flows"].lookup(each) or b"")
+            changes = fields if each == key else {"young": fields.get("young", value["young"])}
+            self.loaded.maps["flows"].update(each, flow.pack(**{**value, **changes}))
+
+    def read(self, key: bytes, young: bool = True) -> list[Flow]:
+        """The flow with this key, if it is as ``young``."""
+        found = self.promoter._flows.read(key, young)
+        return [] if found is None else [found]
+
     def is_young(self, key: bytes) -> bool:
         value = self.loaded.maps["flows"].lookup(key)
         assert value is not None
@@ -146,6 +165,12 @@ class Node:
     def packer(self, struct: str, *fields: str) -> Struct:
         return self.btf.struct(struct).packer(*fields)
 
+    def expire_in(self, seconds: int) -> None:
+        """The timeout of the entry of the client's port 1000."""
+        ends = ["-s", CLIENT[self.family], "-d", FRONTEND[self.family], "--sport", "1000", "--dport", "80"]
+        command = ["conntrack", "-U", "-p", "tcp", *ends, "-t", str(seconds)]
+        subprocess.run(command, check=True, capture_output=True)
+
     def listed(self) -> list[str]:
         command = ["conntrack", "-L", "-f", f"ipv{self.family}"]
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
@@ -153,7 +178,8 @@ class Node:
 
 @pytest.fixture(params=[4, 6], ids=["IPv4", "IPv6"])
 def node(request: pytest.FixtureRequest, loaded: Loaded, namespace: None) -> Iterator[Node]:
-    node = Node(loaded, request.param, promotion.promoter(loaded.maps, loaded.tc.programs, loaded.tc.btf))
+    ports = range(1024, 32768)
+    node = Node(loaded, request.param, promotion.promoter(loaded.maps, loaded.tc.programs, loaded.tc.btf, ports))
     yield node
     node.drain(False)
     for key, _ in list(loaded.maps["flows"].items()):
@@ -178,6 +204,17 @@ def test_a_flow_that_is_due_becomes_the_kernels(node: Node, masqueraded: bool, p
     assert (statistics.promoted, statistics.young) == (1, 0)
 
 
+def test_time_outs_are_those_of_now(node: Node) -> None:
+    """They may be changed while the agent runs (finding D14)."""
+    setting = Path("/proc/sys/net/netfilter/nf_conntrack_tcp_timeout_established")
+    for port, seconds in ((1000, 7000), (1001, 5000)):
+        setting.write_text(str(seconds))
+        node.young(port)
+        node.promoter.pass_now()
+        (line,) = (each for each in node.listed() if f" sport={port} dport=80 " in each)
+        assert seconds - 100 < int(line.split()[2]) <= seconds
+
+
 @pytest.mark.parametrize("changes", [{"age": 0.5}, {"closing": 1}, {"reply": False}], ids=["new", "closing", "half"])
 def test_what_is_not_due_stays(node: Node, changes: dict[str, object]) -> None:
     node.young(1000, **changes)  # type: ignore[arg-type]
@@ -197,7 +234,7 @@ def test_datagrams_without_an_answer_are_new_to_the_rules(node: Node) -> None:
 
 
 def test_a_connection_without_an_answer_ends(node: Node) -> None:
-    """Whatever its client goes on sending."""
+    """Whatever its client continues sending."""
     key = node.young(1000, answers=0)
     waiting = node.young(1001, age=6.0, answers=0)
     node.promoter.pass_now()
@@ -215,7 +252,7 @@ def test_what_is_half_closed_and_goes_on_becomes_the_kernels(node: Node) -> None
 
 
 def test_what_ended_since_it_was_asked_for_is_passed_over(node: Node) -> None:
-    """The sweep has asked, then the flow went on: the promoter looks for itself."""
+    """The sweep has asked, then the flow continued: the promoter looks for itself."""
     key = node.young(1000, reply=False)
     node.loaded.maps["promotions"]._lib.bpf_map_update_elem(node.loaded.maps["promotions"].fd, promotion_null(), key, 0)
     node.promoter.pass_now()
@@ -299,6 +336,56 @@ def test_an_agent_of_an_earlier_version_promotes_by_the_key(node: Node) -> None:
     assert not node.is_young(key)
 
 
+def test_a_flow_that_leaves_the_table_meanwhile_expires_soon(node: Node) -> None:
+    """Another processor sends its RST as that of a young flow, so conntrack does not see it."""
+    node.young(1000)
+    promote = node.promoter._promote
+
+    def and_over(read: bytes) -> bool:
+        done = promote(read)
+        node.loaded.maps["flows"].delete(read[: node.promoter._flows.key_size])
+        return done
+
+    node.promoter._promote = and_over
+    node.promoter.pass_now()
+    (line,) = node.listed()
+    assert 0 < int(line.split()[2]) <= ABANDONED_SECONDS
+
+
+@pytest.mark.parametrize(
+    ("closing", "seconds", "state"),
+    [(2, 10, "CLOSE"), (2, 30, "ESTABLISHED"), (1, 10, "ESTABLISHED")],
+    ids=["nothing since", "a packet since", "not in sequence"],
+)
+@pytest.mark.parametrize("masqueraded", [False, True], ids=["own source", "masqueraded"])
+def test_the_entry_of_a_flow_that_was_reset(
+    node: Node, masqueraded: bool, closing: int, seconds: int, state: str
+) -> None:
+    """conntrack leaves it ESTABLISHED for the timeout of CLOSE: the next SYN of this port would follow it."""
+    key = node.young(1000, masqueraded=masqueraded)
+    node.promoter.pass_now()
+    node.write(key, closing=closing)
+    node.expire_in(seconds)
+    node.promoter.pass_now()
+    (line,) = node.listed()
+    assert line.split()[3] == state
+    assert seconds - 5 < int(line.split()[2]) <= seconds
+    assert f"src={ENDPOINT[node.family]} " in line
+
+
+def test_the_entry_of_another_flow_is_not_closed(node: Node) -> None:
+    """The port was reused, and netfilter has chosen another endpoint."""
+    key = node.young(1000)
+    node.promoter.pass_now()
+    for each in (key, node.young(1000, to=8081)):
+        node.loaded.maps["flows"].delete(each)
+    node.write(node.young(1000, to=8081), closing=2, young=0)
+    node.expire_in(10)
+    node.promoter.pass_now()
+    (line,) = node.listed()
+    assert line.split()[3] == "ESTABLISHED"
+
+
 def test_a_flow_that_closes_meanwhile_does_not_stay_for_days(node: Node) -> None:
     key = node.young(1000)
     promote = node.promoter._promote
@@ -322,7 +409,7 @@ def test_a_flow_that_closes_meanwhile_does_not_stay_for_days(node: Node) -> None
 @pytest.mark.parametrize("what", ["to another endpoint", "straight to the endpoint", "in the frontend's name"])
 @pytest.mark.parametrize("protocol", [Protocol.TCP, Protocol.UDP], ids=["TCP", "UDP"])
 def test_an_entry_in_the_way_keeps_no_flow_young(node: Node, protocol: Protocol, what: str) -> None:
-    """Whoever could make such an entry could keep a flow where no rule sees it."""
+    """Such an entry could keep a flow where no rule sees it."""
     client, frontend, endpoint = (
         (ip_address(address[node.family]).packed, port)
         for address, port in ((CLIENT, 1000), (FRONTEND, 80), (ENDPOINT, 8080))
@@ -433,7 +520,7 @@ def test_draining_promotes_what_is_new_too(node: Node) -> None:
     assert len(node.listed()) == 3000
 
 
-def test_draining_says_what_is_left(node: Node) -> None:
+def test_draining_reports_what_is_left(node: Node) -> None:
     node.young(1000, answers=0)
     node.drain(True)
     assert asyncio.run(_drained(node, 0.2)) == 1
@@ -444,6 +531,134 @@ def test_draining_promotes_what_is_half_closed(node: Node) -> None:
     node.drain(True)
     assert asyncio.run(_drained(node, 20.0)) == 0
     assert len(node.listed()) == 1
+
+
+# ---- the source address of masqueraded flows ------------------------------------------------------------------
+
+
+@pytest.fixture
+def endpoint(node: Node) -> Iterator[None]:
+    """The endpoint serves both protocols."""
+    table, layout = node.loaded.maps[f"endpoints{node.family}"], node.btf.struct(f"endpoint{node.family}_key")
+    address = ip_address(ENDPOINT[node.family]).packed
+    keys = [layout.pack(service=0, address=address, port=8080, protocol=int(each)) for each in Protocol]
+    for key in keys:
+        table.update(key, bytes(table.value_size))
+    yield
+    for key in keys:
+        table.delete(key)
+
+
+@pytest.mark.usefixtures("endpoint")
+@pytest.mark.parametrize("others", [False, True], ids=["one address", "several addresses"])
+@pytest.mark.parametrize("protocol", [Protocol.TCP, Protocol.UDP], ids=["TCP", "UDP"])
+def test_flows_end_when_their_source_address_leaves_the_node(node: Node, protocol: Protocol, others: bool) -> None:
+    """The kernel drops entries that it has masqueraded itself, but not those that were created for it (finding D7)."""
+    plain = node.young(1000, protocol=protocol)
+    promoted = node.young(1001, protocol=protocol, masqueraded=True)
+    node.promoter.pass_now()
+    young = node.young(1002, protocol=protocol, masqueraded=True, age=0.5)
+    keys = [(each.key, each.answer_key) for key in (plain, promoted) for each in node.read(key, young=False)]
+    keys += [(each.key, each.answer_key) for each in node.read(young)]
+
+    def places(port: int, source: str, source_port: int, endpoint_port: int = 8080) -> Entry:
+        ends = (CLIENT, port), (FRONTEND, 80), (ENDPOINT, endpoint_port)
+        client, frontend, endpoint = ((ip_address(address[node.family]).packed, number) for address, number in ends)
+        return Entry(protocol, client, frontend, endpoint, (ip_address(source).packed, source_port))
+
+    here, elsewhere = NODE[node.family], GATEWAY[node.family]
+    kept = [
+        # The kernel has masqueraded it: it drops the entry by itself. A rule of other software keeps its entries.
+        places(1003, here, 40000),
+        places(1004, elsewhere, 2004),
+        # Not a Service's.
+        places(1005, here, 2005, endpoint_port=9999),
+    ]
+    create.create_now(kept)
+    assert len(node.listed()) == 5
+    gone = {ip_address(here).packed}
+    if others:
+        gone |= {ip_address(address).packed for address in ("192.0.2.1", "192.0.2.2", "2001:db8::1", "2001:db8::2")}
+
+    node.promoter.pass_now(gone)
+    ports = {int(line.split("sport=")[1].split()[0]) for line in node.listed()}
+    assert ports == {1000, 1003, 1004, 1005}
+    there = [[node.loaded.maps["flows"].lookup(key) is not None for key in pair] for pair in keys]
+    assert there == [[True, True], [False, False], [False, False]]
+    assert node.promoter.statistics.sources_gone == 2
+    node.promoter.pass_now(gone)
+    assert node.promoter.statistics.sources_gone == 2
+
+
+@pytest.mark.usefixtures("endpoint")
+def test_the_loop_ends_them_at_once_and_tries_again(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the kernel refuses once does not stay for good (finding D7)."""
+    key = node.young(1000, masqueraded=True, age=0.5)
+    monkeypatch.setattr(promotion, "BUSY_SECONDS", 0.1)
+    monkeypatch.setattr(promotion, "IDLE_SECONDS", 3600.0)
+    real = node.promoter._end_masqueraded
+    tried: list[set[bytes]] = []
+
+    def refused_once(addresses: Collection[bytes]) -> int:
+        tried.append(set(addresses))
+        if len(tried) == 1:
+            raise OSError("not now")
+        return real(addresses)
+
+    node.promoter._end_masqueraded = refused_once
+
+    async def until_ended() -> None:
+        task = asyncio.create_task(node.promoter.run())
+        await asyncio.sleep(0)
+        node.promoter.sources_gone([ip_address(NODE[node.family]).packed])
+        while node.loaded.maps["flows"].lookup(key) is not None:  # noqa: ASYNC110  # The kernel has no event for it.
+            await asyncio.sleep(0.01)
+        task.cancel()
+
+    asyncio.run(asyncio.wait_for(until_ended(), 10.0))
+    assert tried == [{ip_address(NODE[node.family]).packed}] * 2
+
+
+@pytest.mark.parametrize("family", [4, 6], ids=["IPv4", "IPv6"])
+@pytest.mark.parametrize("privileged", [True, False], ids=["with CAP_SYS_ADMIN", "without"])
+def test_pinned_flows_are_drained_without_the_agent_that_opened_them(
+    bpf_objects: Path, bpffs: Path, namespace: None, family: int, privileged: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also those that are not due, as by ``--cleanup`` or by an agent of another version."""
+    if not privileged:
+        _forbid_types(monkeypatch)
+    settings = Settings(netns_cookie=1, fast_path=True)
+    with contextlib.closing(load(settings, bpffs / "maps", objects=bpf_objects)) as former:
+        drain.pin_programs(former.tc.programs, bpffs)
+        node = Node(former, family, promotion.promoter(former.maps, former.tc.programs, former.tc.btf))
+        keys = [node.young(port, age=0.1) for port in range(1000, 1100)]
+        assert drain.drain(bpffs) == 0
+        assert not any(map(node.is_young, keys))
+        assert len(node.listed()) == len(keys)
+
+
+def _forbid_types(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the kernel forbids it a process without CAP_SYS_ADMIN."""
+
+    def refuse(number: int) -> Btf:
+        raise BpfError(f"types {number}", errno.EPERM)
+
+    monkeypatch.setattr(kernel_objects, "types", refuse)
+
+
+def test_flows_whose_layout_is_unknown_are_not_touched(bpffs: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """They have another size, and no types. The log says so; nothing is written into the maps."""
+    for folder, names in (("maps", drain._MAPS), ("programs", drain._PROGRAMS)):
+        (bpffs / folder).mkdir()
+        for name in names:
+            # What stands for a program is never used.
+            made = ["bpftool", "map", "create", bpffs / folder / name, "type", "hash", "name", "other"]
+            subprocess.run([*made, "key", "4", "value", "4", "entries", "1"], check=True)
+    assert drain.drain(bpffs) == 0
+    assert Log(caplog).only(level="warning").text.startswith(Message.FLOWS_NOT_DRAINED)
+    word = Map.open_pinned(bpffs / "maps" / "fast_path")
+    assert list(word.items()) == []
+    word.close()
 
 
 async def _drained(node: Node, seconds: float) -> int:

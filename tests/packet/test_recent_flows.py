@@ -62,7 +62,7 @@ def take_slot_of(world: ProgramNode, flow: Flow) -> None:
     ids=["a pod, at once", "a pod", "another machine, within a round trip", "another machine"],
 )
 def test_an_answered_query_ends(fast: ProgramNode, client: int, seconds: float, ends: bool) -> None:
-    """The client's next datagram, which goes on with the flow, may take a round trip to come."""
+    """The client's next datagram, which continues with the flow, may take a round trip to come."""
     flow = asked(fast, client)
     with undisturbed():
         answer(flow)
@@ -87,6 +87,19 @@ def test_two_queries_and_one_answer_stay(fast: ProgramNode) -> None:
     flow.older(1.5)
     take_slot_of(fast, flow)
     assert flow.entries() == BOTH
+
+
+@pytest.mark.parametrize(("exchanges", "stays"), [(2, False), (4, True)])
+def test_a_stream_may_pause(fast: ProgramNode, exchanges: int, stays: bool) -> None:
+    """Nothing but its entry knows its endpoint until the agent hands it to the kernel."""
+    flow = asked(fast, POD)
+    answer(flow)
+    for _ in range(exchanges - 1):
+        assert flow.run().retval == REDIRECT
+        answer(flow)
+    flow.older(1.5)
+    take_slot_of(fast, flow)
+    assert flow.entries() == (BOTH if stays else [])
 
 
 @pytest.mark.parametrize("closed", [False, True], ids=["open", "closed by both sides"])

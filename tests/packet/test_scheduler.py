@@ -196,7 +196,7 @@ def test_what_was_counted_is_not_counted_again(node: ProgramNode) -> None:
 
 
 def test_a_count_from_before_a_reset_does_no_harm(node: ProgramNode) -> None:
-    """`connections` says more choices than there are: 0 are added, not four billion."""
+    """`connections` has more choices than there are: 0 are added, not four billion."""
     load(node, "lc").service(PODS[:2])
     counted(node, "pod1", 0, choices=1000)
     counted(node, "pod2", 3)
@@ -227,7 +227,7 @@ def test_lblc_stays_until_it_is_overloaded_and_another_is_idle(node: ProgramNode
     assert asks(node) == [third]
     (other,) = {*PODS[:3]} - {first, third}
     assert asks(node) == [other]
-    # Nobody is idle any more: overloaded or not, it stays.
+    # No endpoint is idle any more: overloaded or not, it stays.
     assert set(asks(node, count=5)) == {other}
 
 
@@ -294,9 +294,9 @@ def test_lblcr_tries_with_one_less_after_a_day(node: ProgramNode) -> None:
         raw[8 + 4 * i : 12 + 4 * i] = number.to_bytes(4, sys.byteorder)
     assert layout.size == len(raw)
     now = time.clock_gettime_ns(time.CLOCK_MONOTONIC)
-    for age, left in ((23, everybody), (25, everybody[1:])):
-        # A machine that has not been up for a day has no such past: then the clock's wrapped number is as old.
-        raw[:8] = ((now - age * 3600 * 10**9) % 2**64).to_bytes(8, sys.byteorder)
+    for minutes, left in ((24 * 60 - 1, everybody), (24 * 60 + 1, everybody[1:])):
+        # On a machine that has not been up for a day the number wraps. The sum with a day is right, and a minute ago.
+        raw[:8] = ((now - minutes * 60 * 10**9) % 2**64).to_bytes(8, sys.byteorder)
         sets.update(key, bytes(raw))
         assert asks(node) == ["pod3"]
         assert members(node) == set(left)

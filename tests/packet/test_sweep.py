@@ -93,7 +93,7 @@ def test_what_is_closing_ends_after_a_second(fast: ProgramNode, reply: bool) -> 
     flow = answered(fast)
     flow.write(reply, closing=1)
     assert not is_swept(fast, flow, 0.5)
-    assert not is_swept(fast, flow, 0.7), "half closed it may go on"
+    assert not is_swept(fast, flow, 0.7), "half closed it may continue"
     flow.write(not reply, closing=1)
     assert is_swept(fast, flow, 0)
     assert count_of_young(fast, "pods") == 0
@@ -297,6 +297,65 @@ def test_only_the_flow_that_was_read(fast: ProgramNode) -> None:
     assert (promote(fast, another), end(fast, another)) == (0, 0)
     assert flow.entry()["young"] == 1
     assert promote(fast, flow.key() + started.to_bytes(8, sys.byteorder)) == 1
+
+
+@pytest.mark.parametrize("by", ["client", "endpoint"])
+def test_a_kernel_flow_that_was_reset_is_reported_once(fast: ProgramNode, by: str) -> None:
+    """conntrack has not seen the packets that the table sent, and takes the RST for one that may be forged."""
+    flow = promoted(fast)
+    resets(fast, flow, reply=by == "endpoint")
+    assert sweep(fast)["requested"] == 1
+    assert fast.promotions() == [flow.key()]
+    assert sweep(fast)["requested"] == 0
+    # Packets go on, and it is reset again.
+    for reply in (False, True):
+        flow.through(reply)
+        assert flow.run(reply).retval == REDIRECT
+    assert sweep(fast)["requested"] == 0
+    resets(fast, flow, reply=by == "endpoint")
+    assert sweep(fast)["requested"] == 1
+
+
+@pytest.mark.parametrize("changes", [{"seq": 1}, {"seq": -1}, {"flags": "FA"}], ids=["ahead", "behind", "a FIN"])
+def test_a_kernel_flow_that_may_go_on_is_not_reported(fast: ProgramNode, changes: dict[str, int | str]) -> None:
+    flow = promoted(fast)
+    resets(fast, flow, **changes)
+    entry = flow.entry()
+    assert entry is not None
+    assert entry["closing"]
+    assert sweep(fast)["requested"] == 0
+
+
+def test_a_kernel_flow_whose_endpoint_has_acknowledged_nothing_here_is_not_reported(fast: ProgramNode) -> None:
+    """0 is no sequence number that an attacker would have to guess."""
+    flow = promoted(fast)
+    flow.write(reply=True, acknowledged=0)
+    flow.run(frame=flow.frame(flags="R", seq=0, ack=0, size=0))
+    assert sweep(fast)["requested"] == 0
+
+
+def test_a_young_flow_that_one_side_has_closed_is_not_taken_for_one_that_was_reset(fast: ProgramNode) -> None:
+    flow = answered(fast)
+    assert flow.run(frame=flow.frame(flags="FA", seq=101, ack=501, size=0)).retval == REDIRECT
+    assert promote(fast, flow.key()) == 1
+    assert sweep(fast)["requested"] == 0
+
+
+def promoted(world: ProgramNode) -> Flow:
+    """A kernel flow whose packets the table sends. Both sides have acknowledged 1."""
+    flow = answered(world)
+    assert promote(world, flow.key()) == 1
+    for reply in (False, True):
+        flow.through(reply)
+        assert flow.run(reply).retval == REDIRECT
+    assert sweep(world)["requested"] == 0
+    return flow
+
+
+def resets(world: ProgramNode, flow: Flow, reply: bool = False, seq: int = 0, flags: str = "R") -> None:
+    """A RST with the expected sequence number, plus ``seq``. Netfilter gets it."""
+    frame = flow.frame(reply, flags=flags, seq=(1 + seq) % (1 << 32), ack=0, size=0)
+    assert flow.run(reply, frame).retval == GO_ON
 
 
 def test_a_promoted_flows_syn_is_netfilters(fast: ProgramNode) -> None:

@@ -13,7 +13,7 @@ from pyebpf_proxy.datapath.loader.reasons import reasons
 from pyebpf_proxy.datapath.loader.rings import Rings
 from pyebpf_proxy.trace import events
 from pyebpf_proxy.trace.events import Event
-from pyebpf_proxy.trace.session import Word
+from pyebpf_proxy.trace.session import TraceControl
 from tests.packet.program_node import ProgramNode
 
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
@@ -22,12 +22,12 @@ EVERYTHING: dict[str, Any] = {"reasons": (1 << 64) - 1}
 
 
 class Listener:
-    """A reader with rings of its own."""
+    """A reader with its own rings."""
 
-    def __init__(self, world: ProgramNode, room: int = 1 << 16) -> None:
+    def __init__(self, world: ProgramNode, ring_size: int = 1 << 16) -> None:
         btf = world.object.btf
-        self.word = Word(world.object.maps["tracing"], btf.struct("tracing"))
-        self.rings = Rings(world.object.maps["decisions"], room)
+        self.control = TraceControl(world.object.maps["tracing"], btf.struct("tracing"))
+        self.rings = Rings(world.object.maps["decisions"], ring_size)
         self._layout = btf.struct("decision").packer(*events.FIELDS)
         self._reasons = {number: name for name, number in reasons(btf.enum).items()}
 
@@ -39,13 +39,13 @@ class Listener:
 def listener(hooks: ProgramNode) -> Iterator[Listener]:
     made = Listener(hooks)
     yield made
-    made.word.clear()
+    made.control.clear()
     made.rings.close()
 
 
-def test_a_new_flow_is_told_with_all_that_was_decided(hooks: ProgramNode, listener: Listener) -> None:
+def test_a_new_flow_is_reported_with_the_whole_decision(hooks: ProgramNode, listener: Listener) -> None:
     hooks.service(["remote"])
-    listener.word.ask(EVERYTHING)
+    listener.control.start(EVERYTHING)
     hooks.run("tc_ethernet", hooks.tcp("client", "vip", 80, sport=41000))
     (event,) = listener.heard()
     assert event.source == (hooks.packed("client"), 41000)
@@ -57,9 +57,9 @@ def test_a_new_flow_is_told_with_all_that_was_decided(hooks: ProgramNode, listen
     assert (event.reason, event.hook) == ("new_flow_netfilter", 1)
 
 
-def test_what_is_refused_is_told(hooks: ProgramNode, listener: Listener) -> None:
+def test_refusals_are_reported(hooks: ProgramNode, listener: Listener) -> None:
     hooks.service([], service=1)
-    listener.word.ask(EVERYTHING)
+    listener.control.start(EVERYTHING)
     hooks.run("tc_ethernet", hooks.tcp("client", "vip", 80))
     (event,) = listener.heard()
     assert (event.reason, event.service, event.endpoint, event.masquerade) == ("reject_no_endpoints", 1, None, False)
@@ -67,7 +67,7 @@ def test_what_is_refused_is_told(hooks: ProgramNode, listener: Listener) -> None
 
 def test_packets_of_known_flows_and_of_no_service_are_no_decisions(hooks: ProgramNode, listener: Listener) -> None:
     hooks.service(["remote"])
-    listener.word.ask(EVERYTHING)
+    listener.control.start(EVERYTHING)
     hooks.run("tc_ethernet", hooks.tcp("client", "elsewhere", 80))
     hooks.run("tc_ethernet", hooks.tcp("client", "vip", 80, flags="A"))
     assert listener.heard() == []
@@ -93,10 +93,8 @@ FILTERS: list[tuple[str, dict[str, Any], bool]] = [
 ]
 
 
-@pytest.mark.parametrize(("wanted", "told"), [each[1:] for each in FILTERS], ids=[each[0] for each in FILTERS])
-def test_programs_leave_out_what_was_not_asked_for(
-    hooks: ProgramNode, listener: Listener, wanted: dict[str, Any], told: bool
-) -> None:
+@pytest.mark.parametrize(("wanted", "reported"), [each[1:] for each in FILTERS], ids=[each[0] for each in FILTERS])
+def test_programs_filter_events(hooks: ProgramNode, listener: Listener, wanted: dict[str, Any], reported: bool) -> None:
     hooks.service(["remote"])
     asked = EVERYTHING | wanted
     if "address" in wanted:
@@ -107,16 +105,16 @@ def test_programs_leave_out_what_was_not_asked_for(
     if "reasons" in wanted:
         enum = reasons(hooks.object.btf.enum)
         asked["reasons"] = sum(1 << enum[name.lower()] for name in wanted["reasons"])
-    listener.word.ask(asked)
+    listener.control.start(asked)
     hooks.run("tc_ethernet", hooks.tcp("client", "vip", 80))
-    assert len(listener.heard()) == told
+    assert len(listener.heard()) == reported
 
 
 def test_an_address_of_the_other_family_is_not_the_same_bytes(world: ProgramNode) -> None:
     listener = Listener(world)
     world.service(["remote"])
     packed = ip_address(world.address("client")).packed.ljust(16, b"\0")
-    listener.word.ask(EVERYTHING | {"address": packed, "family": 10 - world.family})
+    listener.control.start(EVERYTHING | {"address": packed, "family": 10 - world.family})
     world.run("tc_ethernet", world.tcp("client", "vip", 80))
     assert listener.heard() == []
     listener.rings.close()
@@ -125,11 +123,11 @@ def test_an_address_of_the_other_family_is_not_the_same_bytes(world: ProgramNode
 def test_what_there_is_no_room_for_is_counted(hooks: ProgramNode) -> None:
     hooks.service([])
     listener = Listener(hooks, 4096)
-    listener.word.ask(EVERYTHING)
-    assert listener.word.lost() == 0
+    listener.control.start(EVERYTHING)
+    assert listener.control.lost() == 0
     for i in range(100):
         hooks.run("tc_ethernet", hooks.tcp("client", "vip", 80, sport=1000 + i))
-    heard, lost = len(listener.heard()), listener.word.lost()
+    heard, lost = len(listener.heard()), listener.control.lost()
     assert heard > 10
     assert lost > 10
     assert heard + lost == 100
@@ -139,16 +137,16 @@ def test_what_there_is_no_room_for_is_counted(hooks: ProgramNode) -> None:
 def test_a_reader_that_died_is_found_out_by_the_next_decision(hooks: ProgramNode) -> None:
     hooks.service([])
     listener = Listener(hooks)
-    listener.word.ask(EVERYTHING)
+    listener.control.start(EVERYTHING)
     listener.rings.close()
-    assert listener.word.asked()
+    assert listener.control.is_active()
     hooks.run("tc_ethernet", hooks.tcp("client", "vip", 80))
-    assert not listener.word.asked()
-    assert listener.word.lost() == 0
+    assert not listener.control.is_active()
+    assert listener.control.lost() == 0
     assert hooks.reasons()["REJECT_NO_ENDPOINTS"] == 1
 
 
-def test_nothing_is_told_unasked(hooks: ProgramNode, listener: Listener) -> None:
+def test_nothing_is_reported_without_a_request(hooks: ProgramNode, listener: Listener) -> None:
     hooks.service(["remote"])
     hooks.run("tc_ethernet", hooks.tcp("client", "vip", 80))
     assert listener.heard() == []

@@ -96,7 +96,7 @@ def tagged(world: ProgramNode) -> Packet:
     return Ether(src=frame.src, dst=frame.dst) / Dot1Q(vlan=7) / below
 
 
-def for_somebody_else(world: ProgramNode) -> Packet:
+def for_another_host(world: ProgramNode) -> Packet:
     frame = world.tcp("client", "vip", 80)
     frame[Ether].dst = "02:00:00:00:00:03"
     return frame
@@ -114,7 +114,7 @@ def first_fragment(world: ProgramNode) -> Packet:
 
 LEFT: dict[str, Callable[[ProgramNode], Packet]] = {
     "a VLAN's": tagged,
-    "somebody else's": for_somebody_else,
+    "another host's": for_another_host,
     "SCTP": lambda world: world.sctp("client", "vip", 80),
     "no service's": lambda world: world.tcp("client", "elsewhere", 80),
     "in the middle of a connection": lambda world: world.tcp("client", "vip", 80, flags="A"),
@@ -166,7 +166,7 @@ def choices(world: ProgramNode) -> list[tuple[bytes, bytes]]:
 
 
 def chosen(world: ProgramNode, sport: int) -> int:
-    """The endpoint that tc hands to our nft table, after XDP has seen the packet."""
+    """The endpoint that tc hands to the agent's nft table, after XDP has seen the packet."""
     result = world.run("tc_ethernet", world.tcp("client", "cluster_ip", 80, sport=sport))
     assert result.skb is not None
     assert result.skb.priority & 0xFF000000 == PRIORITY_MASQUERADE

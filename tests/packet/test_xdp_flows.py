@@ -210,7 +210,7 @@ def test_from_another_device_nothing_is_touched(known: Callable[..., Flow], flag
     assert [flow.entry(False), flow.entry(True)] == before
 
 
-def test_frames_for_somebody_else_are_not_sent(known: Callable[..., Flow]) -> None:
+def test_frames_for_another_host_are_not_sent(known: Callable[..., Flow]) -> None:
     flow = known()
     for at in range(6):
         frame = bytearray(bytes(flow.frame()))

@@ -41,7 +41,7 @@ def test_a_forged_reset_ends_nothing(fast: ProgramNode, reply: bool) -> None:
     entry = flow.entry(reply)
     assert entry is not None
     assert entry["closing"] == 1
-    # Acknowledgements alone say nothing; data says that the connection lives.
+    # Acknowledgements alone prove nothing; data shows that the connection lives.
     flow.run(reply, flow.frame(reply, size=0, seq=501 if reply else 101))
     assert flow.entry(reply)["closing"] == 1  # type: ignore[index]
     flow.run(reply, flow.frame(reply, size=10, seq=501 if reply else 101))
@@ -86,7 +86,7 @@ def test_a_connection_that_both_have_closed_makes_room_for_the_next(fast: Progra
     assert count_of_young(fast, "pods") == 1
 
 
-@pytest.mark.parametrize("closed", ["nobody", "the client", "a forger"])
+@pytest.mark.parametrize("closed", ["no side", "the client", "a forger"])
 def test_a_syn_of_a_living_flow_goes_where_the_first_went(fast: ProgramNode, closed: str) -> None:
     flow = young(fast)
     flow.answer()
@@ -117,7 +117,7 @@ def test_a_datagram_for_an_endpoint_that_is_gone_gets_another(fast: ProgramNode)
     flow = young(fast, "udp")
     fast.service(["local"], protocol="udp", service=2)
     fast.endpoint("remote", 2, present=False)
-    assert flow.run().retval == REDIRECT, "nothing says yet that anything has changed"
+    assert flow.run().retval == REDIRECT, "no packet has shown a change yet"
     fast.say_of_fast_path(generation=2)
     found = flow.run()
     assert found.skb is not None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Young flows: in the table from their first packet on; what they become, who ends them, and what is not sent."""
+"""Young flows: in the table from their first packet on; what they become, what ends them, and what is not sent."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_packets_are_rewritten_whole(fast: ProgramNode, protocol: str, way: str)
         for reply in (True, False):
             found = flow.run(reply, flow.frame(reply, size=size))
             assert found.retval == REDIRECT, fast.reasons()
-            # Checksums are made anew by somebody who knows nothing of sums of differences.
+            # Checksums are computed anew, without sums of differences.
             assert found.data == bytes(flow.expected(reply, size=size))
     assert not fast.flows(), "conntrack has not seen it"
     assert fast.reasons() == {"NEW_FLOW_FAST": 1, "FLOW_HIT": 9}
@@ -115,7 +115,7 @@ def test_without_a_range_masqueraded_flows_are_netfilters(node: ProgramNode) -> 
 
 
 def test_a_flow_to_the_endpoint_itself_has_the_ports(fast: ProgramNode) -> None:
-    """Two frontends, one client port, one endpoint: their answers could not be told apart."""
+    """Two frontends, one client port, one endpoint: their answers could not be distinguished."""
     flow = young(fast)
     fast.service(["remote"], service=3, port=81, node_port=30081)
     other = Flow(fast, port=81)
@@ -127,7 +127,7 @@ def test_a_flow_to_the_endpoint_itself_has_the_ports(fast: ProgramNode) -> None:
     assert flow.entries() == [False, True]
 
 
-# ---- who may not be young ----------------------------------------------------------------------------
+# ---- flows that may not be young------------------------------------------------------------------------
 
 
 def left(world: ProgramNode, flow: Flow, frame: Packet | None = None, **skb: int) -> dict[str, int]:
@@ -146,7 +146,7 @@ def test_the_agent_is_dead(fast: ProgramNode) -> None:
     flow = young(fast)
     fast.say_of_fast_path(alive=-1)
     assert left(fast, Flow(fast, sport=40001)) == {"STACK_NO_AGENT": 1}
-    assert flow.run().retval == REDIRECT, "those that are there go on"
+    assert flow.run().retval == REDIRECT, "those that are there continue"
 
 
 @pytest.mark.parametrize("why", ["STACK_IPSEC", "STACK_POLICY_ROUTED", "STACK_RULES"])
@@ -155,7 +155,7 @@ def test_the_family_is_closed(fast: ProgramNode, why: str) -> None:
     number = fast.object.btf.enum("slow_path_reason")[why]
     fast.say_of_fast_path(**{f"closed{fast.family}": number})
     assert left(fast, Flow(fast, sport=40001)) == {why: 1}
-    assert flow.run().retval == REDIRECT, "nobody else can translate its packets"
+    assert flow.run().retval == REDIRECT, "only this entry can translate its packets"
     fast.say_of_fast_path(**{f"closed{10 - fast.family}": number})
     Flow(fast, sport=40001).open_young()
 
@@ -246,7 +246,7 @@ def test_from_another_device_nothing_is_touched(fast: ProgramNode, reply: bool, 
 
 
 @pytest.mark.parametrize("reply", [False, True], ids=["request", "reply"])
-def test_frames_for_somebody_else_are_not_the_flows(fast: ProgramNode, reply: bool) -> None:
+def test_frames_for_another_host_are_not_the_flows(fast: ProgramNode, reply: bool) -> None:
     flow = young(fast)
     before = [flow.entry(False), flow.entry(True)]
     for at in range(6):
@@ -300,6 +300,8 @@ def test_the_endpoints_packet_waits_for_the_agent(fast: ProgramNode, name: str) 
     assert found.retval == SHOT
     reasons = fast.reasons()
     assert (reasons[reason], reasons["DROP_AWAITING_PROMOTION"]) == (1, 1)
+    ((port, to, _),) = fast.refused("DROP_AWAITING_PROMOTION")
+    assert (port, to) == (flow.endpoint_port, flow.sport)
     assert fast.promotions() == [flow.key()]
 
 
@@ -378,7 +380,7 @@ def test_fragments_follow_the_first(fast: ProgramNode, reply: bool, way: str) ->
 
 @pytest.mark.parametrize("what", ["too big", "last hop"])
 def test_a_first_fragment_that_only_the_kernel_can_handle_is_left_to_it(fast: ProgramNode, what: str) -> None:
-    """It fragments again, or tells the sender why not; the later fragments follow the first to it."""
+    """It fragments again, or reports the reason to the sender; the later fragments follow the first to it."""
     flow = young(fast, "udp")
     whole = flow.frame(size=2000, hops=64 if what == "too big" else 1)
     body = bytes(whole[UDP])

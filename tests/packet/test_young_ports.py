@@ -74,13 +74,15 @@ def test_it_waits_until_the_kernel_knows_the_first(fast: ProgramNode, way: str, 
     flow.run()
     assert flow.run(frame=second(flow, way)).retval == SHOT
     assert fast.reasons()["DROP_AWAITING_PROMOTION"] == 1
+    port = flow.endpoint_port if way == "straight to the endpoint" else 81
+    assert fast.refused("DROP_AWAITING_PROMOTION") == [(flow.sport, port, fast.devices["pods"])]
     assert fast.promotions() == [flow.key()]
     assert flow.entries() == [False, True]
 
 
 @pytest.mark.parametrize("protocol", ["tcp", "udp"])
-def test_from_another_device_it_is_none_of_the_clients(fast: ProgramNode, way: str, protocol: str) -> None:
-    """Who forges it must neither lose the client's packets nor have its flow promoted early."""
+def test_another_device_does_not_belong_to_the_client(fast: ProgramNode, way: str, protocol: str) -> None:
+    """A forged one must neither lose the client's packets nor have its flow promoted early."""
     flow = young(fast, protocol)
     flow.run()
     frame = second(flow, way)
@@ -115,6 +117,24 @@ def test_a_client_that_alone_has_closed_still_waits(fast: ProgramNode, way: str)
     assert fast.promotions() == [flow.key()]
 
 
+def test_a_flow_that_one_side_has_closed_long_ago_keeps_no_port(fast: ProgramNode, way: str) -> None:
+    """Without an agent nothing else would remove it: its last data may have overtaken the FIN of the other side."""
+    flow = young(fast)
+    flow.answer()
+    flow.run(frame=flow.frame(flags="FA", size=0, seq=101, ack=501))
+    flow.older(6)
+    assert flow.run(frame=second(flow, way)).retval == GO_ON
+    assert flow.entries() == []
+    assert fast.promotions() == []
+
+
+def test_a_flow_that_is_only_idle_keeps_its_port(fast: ProgramNode, way: str) -> None:
+    flow = young(fast)
+    flow.answer()
+    flow.older(600)
+    assert flow.run(frame=second(flow, way)).retval == SHOT
+
+
 # ---- netfilter gives the second flow another source port -----------------------------------------------------
 
 
@@ -136,6 +156,7 @@ def test_netfilter_chooses_the_port_of_a_young_flow(fast: ProgramNode, protocol:
     flow.run()
     assert remapped(fast, flow).retval == SHOT
     assert fast.reasons()["DROP_AWAITING_PROMOTION"] == 1
+    assert fast.refused("DROP_AWAITING_PROMOTION") == [(flow.sport, flow.endpoint_port, fast.devices["pods"])]
     assert fast.promotions() == [flow.key()]
     assert flow.entries() == [False, True]
 

@@ -7,7 +7,7 @@ import json
 import re
 from typing import Any, NamedTuple
 
-# What kube-proxy says at every start, or about itself: no answer to the case.
+# What kube-proxy logs at every start, or about itself: no answer to the case.
 NOISE = ("Using iptables proxy", "Wrote configuration", "Error running ProxyServer", "FLAG: ", "Updated")
 
 _KLOG = re.compile(r"^([IWEF])\d{4} \d\d:\d\d:\d\d\.\d+ +\d+ [\w.]+:\d+\] (.*)$", re.DOTALL)
@@ -65,7 +65,7 @@ def of_kube_proxy(status: int, stdout: str, stderr: str, document: str | None, f
             error = reason or message
         elif severity in "WI" and message and not message.startswith(NOISE):
             warnings.append(f"{message}: {reason}" if reason else message)
-    # Help and usage are texts of their own; only that they were shown is compared.
+    # Help and usage differ; only that they were shown is compared.
     output = (
         "usage" if stdout.startswith("The Kubernetes network proxy runs") or (usage and not error) else stdout.strip()
     )
@@ -73,8 +73,8 @@ def of_kube_proxy(status: int, stdout: str, stderr: str, document: str | None, f
         output = ""  # with split streams, the log is there
     clean = [_clean(text, folder) for text in (error, output)]
     # Gates are set twice at a start, and warned about each time. A document that could not be written is left empty.
-    told = tuple(dict.fromkeys(_clean(text, folder) for text in warnings))
-    return Answer(status, clean[0], told, clean[1], document or None)
+    logged = tuple(dict.fromkeys(_clean(text, folder) for text in warnings))
+    return Answer(status, clean[0], logged, clean[1], document or None)
 
 
 def _clean(text: str, folder: str) -> str:
@@ -82,7 +82,7 @@ def _clean(text: str, folder: str) -> str:
 
 
 def _entries(stderr: str) -> list[tuple[str, str, str]]:
-    """Each thing said: severity letter, message, reason."""
+    """Each log line: severity letter, message, reason."""
     found: list[tuple[str, str, str]] = []
     lines = stderr.split("\n")
     while lines:

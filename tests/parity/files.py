@@ -403,7 +403,7 @@ WHOLE: tuple[tuple[str, str | bytes], ...] = (
 
 
 def cases() -> list[Case]:
-    """Every file case, each under a name of its own."""
+    """Every file case, each under its own name."""
     found = []
     for name, template, values in SERIES:
         found += [with_fields(f"{name}: {value}", template % value) for value in values]

@@ -37,7 +37,7 @@ CASES: tuple[Case, ...] = (
     refused("start: health port no number", "--healthz-port=x"),
     refused("start: metrics port beyond 32 bits", "--metrics-port=4294967296"),
     starts(
-        "start: ports beside a file are not looked at", "oomScoreAdj: 5000", "--metrics-port=0", "--healthz-port=99999"
+        "start: ports with a file are not looked at", "oomScoreAdj: 5000", "--metrics-port=0", "--healthz-port=99999"
     ),
     starts("start: ports in a file", "metricsBindAddress: 1.2.3.4:0\nhealthzBindAddress: 1.2.3.4:99999"),
     starts("start: no port in a file", "metricsBindAddress: 1.2.3.4\nhealthzBindAddress: x"),
@@ -126,7 +126,7 @@ CASES: tuple[Case, ...] = (
 )
 
 
-#: A start's first step after the checks: access to the API server. Only what both say in the same words.
+#: A start's first step after the checks: access to the API server. Only messages that both have.
 ACCESS: tuple[Case, ...] = (
     refused("access: a kubeconfig that is not there", "--kubeconfig={dir}/missing"),
     starts("access: a kubeconfig of the file that is not there", "clientConnection: {kubeconfig: /nonexistent/k}"),

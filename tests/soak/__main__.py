@@ -10,6 +10,8 @@ import argparse
 import itertools
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import msgspec
@@ -17,22 +19,25 @@ import msgspec
 from bench.measure import machine, say, speed
 from tests.changes.checker import ANSWERED
 from tests.faults.ground import LONG, Ground
+from tests.faults.of_process import cgroup
 from tests.soak.plot import PICTURE, draw
-from tests.soak.samples import Sample, Soak, problems, sample
-from tests.support.damage import full_conntrack
+from tests.soak.samples import FREE, Sample, Soak, problems, sample
+from tests.support.damage import CannotBeMadeError, full_conntrack
 
 RESULTS = Path(__file__).with_name("results.json")
-#: Entries of conntrack that are left free: the limit is near all the time, and the load just fits.
-ROOM = 15_000
 PERIOD = 15.0
 #: A Service changes its endpoints so often a second; every tenth time it is deleted and made again.
 CHANGES = 2.0
 
 
-def run(minutes: float, rate: int, room: int) -> Soak:
-    """One run on a node of its own."""
+def run(minutes: float, rate: int, free: int) -> Soak:
+    """One run on its own node."""
     samples: list[Sample] = []
-    with Ground() as ground, full_conntrack(ground.node.namespace, room=room, seconds=int(minutes * 60) + 600):
+    with (
+        own_group() as group,
+        Ground(group=group) as ground,
+        full_conntrack(ground.node.namespace, free=free, seconds=int(minutes * 60) + 600),
+    ):
         limit = int(ground.node.namespace.run("sysctl", "-n", "net.netfilter.nf_conntrack_max"))
         ground.begin_traffic(rate)
         start = time.monotonic()
@@ -47,7 +52,7 @@ def run(minutes: float, rate: int, room: int) -> Soak:
                 ground.proxy.apply("churn", ground.service("churn", 60 + turn % 7, *pods))
             if now - looked >= PERIOD:
                 looked = now
-                samples.append(sample(ground, start))
+                samples.append(sample(ground, start, group))
                 say(f"{samples[-1]}")
             time.sleep(max(0.0, start + (turn + 1) / CHANGES - time.monotonic()))
         lost = ground.long_ones_go_on()
@@ -67,17 +72,30 @@ def run(minutes: float, rate: int, room: int) -> Soak:
         how=how,
         lost=max(lost, sum(record.end != ANSWERED for record in long)),
         samples=samples,
+        room=free,
     )
+
+
+@contextmanager
+def own_group() -> Iterator[Path | None]:
+    """A memory cgroup for the agent alone; None: this machine gives none."""
+    with ExitStack() as stack:
+        try:
+            group = stack.enter_context(cgroup("memory", {}, {}))
+        except (OSError, CannotBeMadeError) as error:
+            say(f"the kernel's memory for the agent is not sampled: {error}")
+            group = None
+        yield group
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="tests.soak", description=__doc__)
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--rate", type=int, default=300, help="new connections a second")
-    parser.add_argument("--room", type=int, default=ROOM, help="entries of conntrack that are left free")
+    parser.add_argument("--free", type=int, default=FREE, help="entries of conntrack that are left free")
     parser.add_argument("--dry", action="store_true", help="print, and write nothing")
     arguments = parser.parse_args()
-    found = run(arguments.minutes, arguments.rate, arguments.room)
+    found = run(arguments.minutes, arguments.rate, arguments.free)
     bad = problems(found)
     say(f"{found.tried} connections, {LONG} long ones, {found.changes} changes: {'; '.join(bad) or 'flat'}")
     if not arguments.dry:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real API server beside a real etcd, on loopback: TLS with a CA of the day, RBAC on, tokens of ServiceAccounts.
+"""A real API server with a real etcd, on loopback: TLS with a CA of the day, RBAC on, tokens of ServiceAccounts.
 
-Everything lies in one temporary folder and in two processes that the kernel ends with ours, also when we are killed.
+Everything lies in one temporary folder and in two processes that the kernel ends with this one, also when it is killed.
 """
 
 from __future__ import annotations
@@ -35,6 +35,21 @@ _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None)
 
 Object = dict[str, Any]
+_KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
+#: Of ``openssl ca``, which alone takes an end in seconds.
+_CLIENTS = """[ca]
+default_ca = clients
+[clients]
+database = clients.txt
+new_certs_dir = .
+rand_serial = yes
+default_md = sha256
+unique_subject = no
+policy = any
+[any]
+organizationName = optional
+commonName = supplied
+"""
 
 
 class ApiError(Exception):
@@ -95,7 +110,7 @@ class ApiServer:
             _wait_for("kube-apiserver", self._is_ready, self._server, self.folder / "kube-apiserver.log")
 
     def kill(self) -> None:
-        """End the API server at once; etcd goes on."""
+        """End the API server at once; etcd continues."""
         if self._server is not None:
             _end(self._server, signal.SIGKILL)
             self._server = None
@@ -199,7 +214,7 @@ class ApiServer:
     # ---- accounts ----------------------------------------------------------------------------------------------
 
     def account(self, name: str, rules: list[Object], namespace: str = "kube-system") -> None:
-        """A ServiceAccount that may do what ``rules`` say (again: from now on no more than that).
+        """A ServiceAccount that may do what ``rules`` allow (again: from now on no more than that).
 
         What it may is so when this returns, if it is what is given; what is taken away may be so a moment later.
         """
@@ -211,7 +226,7 @@ class ApiServer:
             "subjects": [{"kind": "ServiceAccount", "name": name, "namespace": namespace}],
         }
         self.apply(binding)
-        # The server learns of its own objects as everybody does: a moment later.
+        # The server learns of its own objects as its clients do: a moment later.
         end = time.monotonic() + START_SECONDS
         while not all(self._may(f"system:serviceaccount:{namespace}:{name}", rule) for rule in rules):
             if time.monotonic() > end:
@@ -219,7 +234,7 @@ class ApiServer:
             time.sleep(0.01)
 
     def _may(self, user: str, rule: Object) -> bool:
-        """Whether the server lets this user do all that the rule says."""
+        """Whether the server lets this user do all that the rule allows."""
         for group, resource, verb in itertools.product(rule["apiGroups"], rule["resources"], rule["verbs"]):
             asked = {"group": group, "resource": resource, "verb": verb}
             review = {"user": user, "resourceAttributes": asked}
@@ -236,9 +251,12 @@ class ApiServer:
         answer = self.request("POST", path, request | {"spec": {"expirationSeconds": seconds}})
         return str(answer["status"]["token"])
 
-    def kubeconfig(self, path: Path, user: Object, server: str = "") -> Path:
-        """Write a kubeconfig for ``user`` (its section) at this server, or at ``server`` before it."""
-        cluster = {"server": server or self.url, "certificate-authority": str(self.ca)}
+    def kubeconfig(self, path: Path, user: Object, server: str = "", authority: Path | None = None) -> Path:
+        """Write a kubeconfig for ``user`` (its section) at this server, or at ``server`` before it.
+
+        ``authority``: the file of the CA, if it is not this server's own.
+        """
+        cluster = {"server": server or self.url, "certificate-authority": str(authority or self.ca)}
         config = {
             "apiVersion": "v1",
             "kind": "Config",
@@ -250,22 +268,70 @@ class ApiServer:
         path.write_text(yaml.safe_dump(config))
         return path
 
+    def client_certificate(self, path: Path, seconds: int = 86400) -> float:
+        """Put a client certificate of an administrator into ``path``.crt and its key into ``path``.key.
+
+        Returns when it expires, ``seconds`` from now; as ``time.time``. The files are replaced, first the key.
+        """
+        (self.folder / "clients.cnf").write_text(_CLIENTS)
+        (self.folder / "clients.txt").write_text("")
+        self._openssl(
+            "req", *_KEY, "-keyout", "client.key", "-out", "client.csr", "-subj", "/O=system:masters/CN=proxy"
+        )
+        now = int(time.time())
+        begin, end = (time.strftime("%Y%m%d%H%M%SZ", time.gmtime(each)) for each in (now - 3600, now + seconds))
+        dates = ("-startdate", begin, "-enddate", end)
+        sign = ("-cert", "first-ca.crt", "-keyfile", "first-ca.key")
+        files = ("-in", "client.csr", "-out", "client.crt")
+        self._openssl("ca", "-config", "clients.cnf", "-batch", "-notext", *sign, *dates, *files)
+        for ending in ("key", "crt"):
+            replace(path.with_name(f"{path.name}.{ending}"), (self.folder / f"client.{ending}").read_text())
+        return float(now + seconds)
+
+    def rotate_authority(self) -> None:
+        """From now on the server has a certificate of a new CA, ``authority``. It is running, and reads it by itself.
+
+        Client certificates of the first CA are accepted as before, and ``ca`` holds both.
+        """
+        self._make_authority("next-ca")
+        self.authority = self.folder / "next-ca.crt"
+        replace(self.ca, self.ca.read_text() + self.authority.read_text())
+        self._make_server("next", "next-ca")
+        before = ssl.get_server_certificate(("127.0.0.1", self.port))
+        for ending in ("key", "crt"):
+            replace(self.folder / f"server.{ending}", (self.folder / f"next.{ending}").read_text())
+        end = time.monotonic() + START_SECONDS
+        while ssl.get_server_certificate(("127.0.0.1", self.port)) == before:
+            if time.monotonic() > end:
+                raise RuntimeError("the API server does not read its new certificate")
+            time.sleep(0.1)
+
     # ---- inside ------------------------------------------------------------------------------------------------
 
-    def _make_files(self) -> None:
-        def openssl(*arguments: str) -> None:
-            subprocess.run(["openssl", *arguments], cwd=self.folder, check=True, capture_output=True)
+    def _openssl(self, *arguments: str) -> None:
+        subprocess.run(["openssl", *arguments], cwd=self.folder, check=True, capture_output=True)
 
-        key = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
-        usage = ("-addext", "keyUsage=critical,keyCertSign,cRLSign")
-        openssl("req", "-x509", *key, "-keyout", "ca.key", "-out", "ca.crt", "-days", "2", "-subj", "/CN=tests", *usage)
-        names = "subjectAltName=IP:127.0.0.1,DNS:localhost,DNS:kubernetes.default.svc"
-        openssl("req", *key, "-keyout", "server.key", "-out", "server.csr", "-subj", "/CN=kube-apiserver")
-        (self.folder / "server.ext").write_text(names)
-        sign = ("-CA", "ca.crt", "-CAkey", "ca.key", "-CAcreateserial", "-days", "2", "-extfile", "server.ext")
-        openssl("x509", "-req", "-in", "server.csr", "-out", "server.crt", *sign)
-        openssl("ecparam", "-genkey", "-name", "prime256v1", "-noout", "-out", "accounts.key")
+    def _make_files(self) -> None:
+        self._make_authority("first-ca")
+        #: The CA of the server's certificate; ``ca`` may hold others, too.
+        self.authority = self.folder / "first-ca.crt"
+        for ending in ("key", "crt"):
+            shutil.copy(self.folder / f"first-ca.{ending}", self.folder / f"ca.{ending}")
+        self._make_server("server", "first-ca")
+        self._openssl("ecparam", "-genkey", "-name", "prime256v1", "-noout", "-out", "accounts.key")
         (self.folder / "tokens.csv").write_text(f"{ADMIN_TOKEN},tests,tests,system:masters\n")
+
+    def _make_authority(self, name: str) -> None:
+        usage = ("-addext", "keyUsage=critical,keyCertSign,cRLSign")
+        files = ("-keyout", f"{name}.key", "-out", f"{name}.crt")
+        self._openssl("req", "-x509", *_KEY, *files, "-days", "2", "-subj", f"/CN=tests-{name}", *usage)
+
+    def _make_server(self, name: str, authority: str) -> None:
+        """A certificate for the server."""
+        self._openssl("req", *_KEY, "-keyout", f"{name}.key", "-out", f"{name}.csr", "-subj", "/CN=kube-apiserver")
+        (self.folder / "server.ext").write_text("subjectAltName=IP:127.0.0.1,DNS:localhost,DNS:kubernetes.default.svc")
+        sign = ("-CA", f"{authority}.crt", "-CAkey", f"{authority}.key", "-CAcreateserial", "-days", "2")
+        self._openssl("x509", "-req", "-in", f"{name}.csr", "-out", f"{name}.crt", *sign, "-extfile", "server.ext")
 
     def _etcd_arguments(self) -> list[str]:
         client, peer = f"http://127.0.0.1:{self._etcd_port}", f"http://127.0.0.1:{self._etcd_peer}"
@@ -327,6 +393,13 @@ class ApiServer:
         self.request("GET", "/api/v1/namespaces/kube-system")
         self.request("GET", "/api/v1/namespaces/default/services/kubernetes")
         return True
+
+
+def replace(path: Path, text: str) -> None:
+    """Write a file anew, so that no reader sees a part of it."""
+    new = path.with_name(f".{path.name}.new")
+    new.write_text(text)
+    new.replace(path)
 
 
 def running() -> Iterator[ApiServer]:

@@ -25,11 +25,11 @@ class CannotBeMadeError(Exception):
 
 @contextmanager
 def full_conntrack(
-    namespace: Namespace, answered: bool = True, room: int = 0, seconds: int = 600
+    namespace: Namespace, answered: bool = True, free: int = 0, seconds: int = 600, protocol: str = "tcp"
 ) -> Iterator[Callable[[], None]]:
-    """As many entries in this namespace's table as there may be, but for ``room``. CannotBeMadeError: too many.
+    """As many entries in this namespace's table as there may be, but for ``free``. CannotBeMadeError: too many.
 
-    Each entry lasts for ``seconds``.
+    Each entry lasts for ``seconds``; ``protocol``: tcp or udp.
 
     Entries of flows that were answered are not given up by the kernel, others are. The limit is the whole machine's,
     and stays as it is: others are not disturbed. What is given fills the room of flows that have ended meanwhile.
@@ -40,12 +40,15 @@ def full_conntrack(
     ports = iter(range(9, 65536))
 
     def fill(entries: int) -> None:
-        state = "-u SEEN_REPLY,ASSURED --state ESTABLISHED" if answered else "--state SYN_SENT"
+        state = "-u SEEN_REPLY,ASSURED" if answered else ""
+        if protocol == "tcp":
+            state += " --state ESTABLISHED" if answered else " --state SYN_SENT"
         flow = f"-d 198.19.0.1 --dport {next(ports)} -t {seconds} {state}"
+        begin = f"-I -p {protocol}"
         # One of them meets the limit.
-        enter(namespace, (f"-I -p tcp -s 198.18.{n >> 16}.1 --sport {n & 0xFFFF} {flow}" for n in range(entries)))
+        enter(namespace, (f"{begin} -s 198.18.{n >> 16}.1 --sport {n & 0xFFFF} {flow}" for n in range(entries)))
 
-    fill(limit - room)
+    fill(limit - free)
     try:
         yield lambda: fill(256)
     finally:
@@ -54,10 +57,11 @@ def full_conntrack(
 
 def enter(namespace: Namespace, lines: Iterable[str]) -> None:
     """Give conntrack's tool these lines; entries that exist, or do not fit, are left out."""
-    namespace.call(_conntrack, "\n".join(lines))
+    namespace.call(enter_here, "\n".join(lines))
 
 
-def _conntrack(lines: str) -> None:
+def enter_here(lines: str) -> None:
+    """The same in this process's network namespace."""
     subprocess.run(["conntrack", "-R", "-"], input=lines, text=True, capture_output=True, check=False)
 
 
@@ -68,7 +72,7 @@ def has_program(device: str) -> bool:
 
 
 def take_program_off(directory: Path, device: str) -> bool:
-    """Detaches the programs of the instance with this directory from one device, as nobody should."""
+    """Detaches the programs of the instance with this directory from one device."""
     for place in filter(holds_pins, bpffs_candidates(directory)):
         attachments = Attachments(directory, tcx_directory(place, directory))
         try:

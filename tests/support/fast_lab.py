@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A lab whose first node has the fast path on: who asks whom there, and by which way packets went."""
+"""A lab whose first node has the fast path on: its clients and servers, and the path that packets took."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class FastWorld(World):
         return reasons(self.node)[name]
 
     def fast(self, talk: Talk) -> None:
-        """The conversation goes on, and by the cache."""
+        """The conversation continues, and by the cache."""
         before = self.count("flow_hit")
         talk.wait()
         wait_until(lambda: self.count("flow_hit") > before + 10, "packets sent by the cache", 60.0)
@@ -96,7 +96,7 @@ def at_once(*talks: Talk) -> Iterator[None]:
 def slowness() -> float:
     """How much longer this machine takes now than one that has nothing else to do: 1.0 at least, SLOWEST at most.
 
-    The median: a moment in which this process was not run says nothing of how long a conversation may stand.
+    The median: a moment in which this process was not run does not count as a pause of the conversation.
     """
     taken = []
     for _ in range(5):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules as the real kube-proxy made them, put into a namespace of a test beside rules of others."""
+"""Rules as the real kube-proxy made them, put into a namespace of a test among rules of others."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def saved(namespace: Namespace, kind: str, family: int) -> list[str]:
 
 
 def without_kube_proxy(lines: list[str]) -> list[str]:
-    """What must be left of saved rules: said more simply than the agent decides it, for these rules."""
+    """What must be left of saved rules: by a simpler rule than the agent's, for these rules."""
     return [
         line for line in lines if "KUBE-" not in line or "foreign" in line or any(name in line for name in KUBELETS)
     ]

@@ -58,8 +58,8 @@ CONFIGURATION = {
 }
 
 
-def config_map(server: str) -> Object:
-    """``kube-system/kube-proxy`` for a control plane at this URL."""
+def config_map(server: str, mode: str = "") -> Object:
+    """``kube-system/kube-proxy`` for a control plane at this URL. ``mode``: "" is kube-proxy's default, iptables."""
     account = "/var/run/secrets/kubernetes.io/serviceaccount"
     kubeconfig = {
         "apiVersion": "v1",
@@ -73,7 +73,10 @@ def config_map(server: str) -> Object:
         "apiVersion": "v1",
         "kind": "ConfigMap",
         "metadata": {"name": "kube-proxy", "namespace": "kube-system", "labels": {"app": "kube-proxy"}},
-        "data": {"kubeconfig.conf": yaml.safe_dump(kubeconfig), "config.conf": yaml.safe_dump(CONFIGURATION)},
+        "data": {
+            "kubeconfig.conf": yaml.safe_dump(kubeconfig),
+            "config.conf": yaml.safe_dump(CONFIGURATION | {"mode": mode}),
+        },
     }
 
 

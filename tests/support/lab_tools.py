@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Helpers of the lab's tests: who asks, what the data plane counted, waiting for a condition."""
+"""Helpers of the lab's tests: clients, what the data plane counted, waiting for a condition."""
 
 from __future__ import annotations
 
@@ -26,6 +26,15 @@ from tests.support import damage as tables
 from tests.support.damage import CannotBeMadeError
 from tests.support.damage import has_program as has_program
 from tests.support.damage import take_program_off as take_program_off
+
+#: For nft: another program's NAT, as every node has it. Without any the kernel translates no packet any more, also none
+#: of the connections that conntrack knows.
+NAT_OF_OTHERS = """table ip keep { chain c { type nat hook prerouting priority 0
+ ip daddr 203.0.113.250 tcp dport 1 dnat to 203.0.113.251
+ }; }
+table ip6 keep { chain c { type nat hook prerouting priority 0
+ ip6 daddr 2001:db8:3::250 tcp dport 1 dnat to 2001:db8:3::251
+ }; }"""
 
 
 @functools.cache
@@ -87,10 +96,12 @@ def learned_just_now(node: Node, seconds: float = 20.0) -> None:
 
 
 @contextmanager
-def full_conntrack(namespace: Namespace, answered: bool = True, room: int = 0) -> Iterator[Callable[[], None]]:
+def full_conntrack(
+    namespace: Namespace, answered: bool = True, free: int = 0, protocol: str = "tcp"
+) -> Iterator[Callable[[], None]]:
     """``tables.full_conntrack``; skips where the machine's limit is too high."""
     try:
-        context = tables.full_conntrack(namespace, answered, room)
+        context = tables.full_conntrack(namespace, answered, free, protocol=protocol)
         top_up = context.__enter__()
     except CannotBeMadeError as error:
         pytest.skip(str(error))

@@ -37,12 +37,15 @@ class Message(StrEnum):
     CONFIGURATION_INCORRECT = "kube-proxy configuration is incorrect"
     CONNTRACK_FULL = "conntrack takes no more flows, they stay in the fast path for a while"
     CONNTRACK_TAKES_AGAIN = "conntrack takes flows again"
+    FAST_PATH_DRAINED = "the fast path is drained"
     FAST_PATH_ON = "flows take the fast path"
     FLOWS_ENDED = "flows that conntrack did not accept were ended"
+    FLOWS_NOT_DRAINED = "flows of another version are not drained"
     FORWARD_CHAIN_STAYS = "stays; --cleanup removes it"
     HEALTH_CHECK_PORT_FAILS = "health check node port cannot be served"
     INTERNAL_ERROR = "internal error, please report it"
     KERNEL_REFUSES = "the kernel does not accept it: "
+    MASQUERADED_FLOWS = "masqueraded flows of another proxy keep their source ports"
     KUBE_PROXY_REMOVED = "removed what kube-proxy left behind"
     KUBE_PROXY_REST = "not everything that kube-proxy left behind could be removed"
     KUBE_PROXY_RUNS = " runs alongside this agent: "
@@ -61,6 +64,7 @@ class Message(StrEnum):
     RESOURCE_BACK = "the resource can be watched again"
     RESOURCE_FAILS = "a resource cannot be watched"
     RUN_ERROR = "Error running ProxyServer"
+    SOCKET_PROGRAMS_ATTACHED_AGAIN = "socket programs were detached, they are attached again"
     SOCKET_PROGRAMS_DETACHED = "the socket programs of a former run are detached"
     TABLE_RESTORED = "another program deleted or flushed the nftables table"
     USED_BY_SERVICE = " is already used by Service "
@@ -148,8 +152,8 @@ class Log:
     def _problem(self, what: str, parts: Sequence[str], level: str) -> str:
         wanted = " and ".join(map(repr, map(str, parts))) or "anything"
         shown = self._all()[self._after :]
-        told = "\n".join(f"    {line}" for line in shown[-_SHOWN:]) or "    nothing"
-        return f"{what} with {wanted}{f' of level {level}' if level else ''}; the newest of {len(shown)} lines:\n{told}"
+        text = "\n".join(f"    {line}" for line in shown[-_SHOWN:]) or "    nothing"
+        return f"{what} with {wanted}{f' of level {level}' if level else ''}; the newest of {len(shown)} lines:\n{text}"
 
 
 def _line(text: str) -> Line:

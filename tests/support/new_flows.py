@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""New flows, one after the other, and what arrived of them where: for tests of who may talk to whom."""
+"""New flows, one after the other, and what arrived of them where: for tests of allowed and denied traffic."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import multiprocessing
 import socket
 import struct
 import time
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from pyebpf_proxy.lab.cluster import Pod
@@ -20,13 +21,16 @@ from tests.support.lab_tools import wait_until
 from tests.support.talk import PORT
 
 BOTH = ("tcp", "udp")
-#: Ports of each, none of which a socket gets by itself: a datagram from one that was used belongs to an older flow.
-_BLOCK = 400
-_blocks = itertools.cycle([*range(8_000, 20_000, _BLOCK), *range(23_000, 32_400, _BLOCK)])
+#: Ports of each, none of which a socket gets by itself: a datagram from one that was used belongs to an older flow,
+#: which rules accept. They last for more than twenty seconds, and are different ones for each client and target.
+_BLOCK = 1900
+_blocks: defaultdict[tuple[str, str, int, str], Iterator[int]] = defaultdict(
+    lambda: itertools.cycle([*range(8_000, 20_000 - _BLOCK, _BLOCK), *range(23_000, 32_500 - _BLOCK, _BLOCK)])
+)
 
 
 class NewFlows:
-    """A question in a flow of its own, again and again, until the test ends; each waits ``patience`` seconds."""
+    """A question in its own flow, again and again, until the test ends; each waits ``patience`` seconds."""
 
     def __init__(
         self,
@@ -39,7 +43,8 @@ class NewFlows:
     ) -> None:
         context = multiprocessing.get_context("fork")
         self._state = context.Array("d", [0.0, 0.0, 0.0])  # made, answered, when the last that was answered began
-        ports = range(own_port, own_port + 1) if own_port else range(first := next(_blocks), first + _BLOCK)
+        blocks = _blocks[namespace.name, address, port, protocol]
+        ports = range(own_port, own_port + 1) if own_port else range(first := next(blocks), first + _BLOCK)
         self._task = namespace.start(_ask_again_and_again, (address, port, protocol, patience), ports, self._state)
 
     @property
@@ -56,8 +61,7 @@ class NewFlows:
         return float(self._state[2])
 
     def wait_made(self, more: int = 10) -> None:
-        before = self.made
-        wait_until(lambda: self.made >= before + more, f"{more} more flows are through")
+        wait_all_made([self], more)
 
     def wait_answered(self, more: int = 3) -> None:
         before = self.answered
@@ -78,7 +82,7 @@ def _ask_again_and_again(target: tuple[str, int, str, float], ports: range, stat
 
 
 def ask_once(address: str, port: int, protocol: str, patience: float = 0.5, own_port: int = 0) -> bool:
-    """Whether a question in a flow of its own is answered. TCP ends with RST: nothing is left behind."""
+    """Whether a question in its own flow is answered. TCP ends with RST: nothing is left behind."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     kind = socket.SOCK_STREAM if protocol == "tcp" else socket.SOCK_DGRAM
     with socket.socket(family, kind) as sock:
@@ -105,6 +109,15 @@ def flowing(*flows: NewFlows) -> Iterator[None]:
     finally:
         for each in flows:
             each.end()
+
+
+def wait_all_made(flows: Sequence[NewFlows], more: int) -> None:
+    """Wait until each of them has made this many more, all at the same time."""
+    before = [each.made for each in flows]
+    wait_until(
+        lambda: all(each.made >= made + more for each, made in zip(flows, before, strict=True)),
+        f"{more} more flows of each are through",
+    )
 
 
 def fast_ones(world: FastWorld, *flows: NewFlows) -> None:

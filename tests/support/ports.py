@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ports of this machine's loopback for servers that do not choose theirs themselves.
+"""Ports of this machine's loopback for servers that do not choose their port themselves.
 
-A port that the kernel has just given and taken back may be given to somebody else before it is listened at: to another
-worker, or to a server that starts beside. These are outside of what the kernel gives, and each process has its own.
+A port that the kernel has just given and taken back may be given to another process before a server listens: to another
+worker, or to a server that starts at the same time. These are outside of what the kernel gives; each process has its
+own.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def _claimed() -> Iterator[int]:
 
 
 def _is_free(port: int) -> bool:
-    """Nobody listens there, in neither family."""
+    """No server listens there, in neither family."""
     with contextlib.ExitStack() as stack:
         for family, host in ((socket.AF_INET, ""), (socket.AF_INET6, "::")):
             try:
@@ -46,5 +47,5 @@ _ports = filter(_is_free, _claimed())
 
 
 def free_port() -> int:
-    """A port that nobody has, nor will have but who calls this."""
+    """A free port, reserved for the caller."""
     return next(_ports)

@@ -25,12 +25,12 @@ def kube_proxy() -> Path:
 
 
 def version(program: Path) -> str:
-    """What it says about itself: ``Kubernetes v1.36.3``."""
+    """Its version: ``Kubernetes v1.36.3``."""
     return subprocess.run([program, "--version"], check=True, capture_output=True, text=True).stdout.strip()
 
 
 def ask(program: Path, case: Case) -> Answer:
-    """Give the case to the real kube-proxy. It gets a network of its own: a start would clean up the machine's."""
+    """Give the case to the real kube-proxy. It gets its own network: a start would clean up the machine's."""
     with tempfile.TemporaryDirectory(prefix="parity-") as folder:
         if case.file is not None:
             (Path(folder) / "config.yaml").write_bytes(case.file)

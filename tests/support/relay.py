@@ -53,7 +53,7 @@ class Relay:
     def refuse(self) -> None:
         """End every connection, and let the kernel refuse new ones, as where no server runs."""
         if self._listener is not None:
-            # Closing alone would not wake the thread that accepts, and the socket would go on listening.
+            # Closing alone would not wake the thread that accepts, and the socket would continue listening.
             self._listener.shutdown(socket.SHUT_RDWR)
             self._listener.close()
             self._listener = None

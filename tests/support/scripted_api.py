@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An API server that does what a test says, to the byte; and a source that follows it, with what it delivered and said.
+"""An API server controlled by a test, to the byte; and a source that follows it, with what it delivered and logged.
 
-It is for the corners of the protocol that the real one shows only by chance. It answers what it is told, and watches
+It is for the corners of the protocol that the real one shows only by chance. It answers what it is given, and watches
 otherwise stay open and silent.
 """
 
@@ -203,7 +203,7 @@ class Following:
         self.client = Client(access, Limiter(-1, 0), observer or Silent(), timing)
         self.batches: list[Batch] = []
         self.lines: list[str] = []
-        #: Seconds that whoever takes a batch is busy with it.
+        #: Seconds that the receiver of a batch is busy with it.
         self.busy = 0.0
         self._source = ApiSource(self.client, node)
         self._loop = asyncio.new_event_loop()
@@ -211,7 +211,7 @@ class Following:
         self._handler = _Lines(self.lines)
 
     def begin(self) -> None:
-        """Read, though nobody takes anything yet."""
+        """Read, though nothing is taken yet."""
         self._source.start()
 
     def __enter__(self) -> Following:
@@ -252,7 +252,7 @@ class Following:
     def names(self, kind: str) -> set[str]:
         return {name for each, name in self.objects if each == kind}
 
-    def said(self, *parts: str) -> list[str]:
+    def logged(self, *parts: str) -> list[str]:
         """Lines of the log with all of these parts."""
         return [str(line) for line in Log(self.lines).lines(*parts)]
 

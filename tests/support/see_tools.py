@@ -19,7 +19,7 @@ def see(
     node: Node, *arguments: str, through: tuple[str, ...] = (), **environment: str
 ) -> subprocess.CompletedProcess[str]:
     """One command on a node, with its run folder by the environment; ``through``: what runs it."""
-    # Who runs the tests may have a COLUMNS, and it would be obeyed.
+    # The environment of the tests may have COLUMNS, which would take effect.
     known = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
     known["PYEBPF_PROXY_DIRECTORY"] = str(node.agent.directory)
     return subprocess.run(
@@ -42,7 +42,7 @@ def answer(node: Node, *arguments: str, status: int = 0) -> dict[str, Any]:
 
 
 def error(node: Node, *arguments: str, status: int, **environment: str) -> str:
-    """The one line that says why there is no answer."""
+    """The one line with the reason why there is no answer."""
     ran = see(node, *arguments, **environment)
     assert (ran.returncode, ran.stdout) == (status, ""), ran.stdout + ran.stderr
     (line,) = ran.stderr.splitlines()

@@ -107,7 +107,7 @@ class Proxy:
                     self._answer(client, data, mode)
 
     def _answer(self, client: ssl.SSLSocket, data: bytes, mode: Mode) -> None:
-        """What the server says, spoilt."""
+        """The server's answer, spoilt."""
         if mode == "through":
             client.sendall(data)
         elif mode == "garbage":

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Long conversations in a lab: a server that says who asks, a client that asks until it is told to end."""
+"""Long conversations in a lab: a server that sends back the client's name, a client that asks until it is stopped."""
 
 from __future__ import annotations
 
@@ -88,13 +88,18 @@ class Talk:
 
     @property
     def peer(self) -> str:
-        """Who the server believes to talk to."""
+        """The client's address, as the server sees it."""
         return bytes(self._peer.value).decode()
 
     @property
     def own_port(self) -> int:
         """The client's; 0 before it is connected."""
         return int(self._own_port.value)
+
+    @property
+    def over(self) -> bool:
+        """Whether its connection was reset, or its process has failed in another way."""
+        return self._task.done()
 
     def wait(self, more: int = 20, deadline: float = 60.0) -> float:
         """Until so many more answers have come: the seconds that the first took. AssertionError if none comes."""

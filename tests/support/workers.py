@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several workers run the tests at once (``pytest -n``, which ``make test`` does): who runs what, and when nobody else.
+"""Several workers run the tests at once (``pytest -n``, which ``make test`` does): which runs what, what runs alone.
 
 Tests wait more than they reckon, so there are more workers than CPUs. What a test needs, its labs and agents, is its
 own. What cannot be, because it judges time or touches what the whole machine has, is marked ``alone``.
@@ -18,35 +18,35 @@ from typing import Any
 
 import pytest
 
-#: What takes long must not begin last.
+#: Long tests must not begin last.
 _FIRST = ("tests/cluster/", "tests/netns/", "tests/packet/")
 
 
-class Room:
-    """Where tests run: many at once, or one alone. Two files that all workers lock."""
+class AloneLock:
+    """A lock between the workers: many tests run at once, or one alone. Two files that all workers lock."""
 
     def __init__(self, folder: Path) -> None:
-        self._door, self._room = (os.open(folder / name, os.O_RDWR | os.O_CREAT) for name in ("door", "room"))
+        self._entry, self._lock = (os.open(folder / name, os.O_RDWR | os.O_CREAT) for name in ("entry", "lock"))
         self._kept = False
 
     @contextlib.contextmanager
-    def entered(self, alone: bool, next_alone: bool) -> Iterator[None]:
-        """Be in the room. ``next_alone``: the next test of this worker is to be alone too; nobody comes between."""
+    def held(self, alone: bool, next_alone: bool) -> Iterator[None]:
+        """Hold the lock. ``next_alone``: the next test of this worker runs alone too, with no test between the two."""
         if not self._kept:
-            # Who waits to be alone holds the door: nobody else comes in meanwhile.
-            fcntl.flock(self._door, fcntl.LOCK_EX)
-            fcntl.flock(self._room, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
-            fcntl.flock(self._door, fcntl.LOCK_UN)
+            # A test that waits to run alone holds the entry: no other test starts meanwhile.
+            fcntl.flock(self._entry, fcntl.LOCK_EX)
+            fcntl.flock(self._lock, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+            fcntl.flock(self._entry, fcntl.LOCK_UN)
         try:
             yield
         finally:
             self._kept = alone and next_alone
             if not self._kept:
-                fcntl.flock(self._room, fcntl.LOCK_UN)
+                fcntl.flock(self._lock, fcntl.LOCK_UN)
 
 
 class Controller:
-    """Plugin of the process that hands out the tests: the room, and what its workers did not run."""
+    """Plugin of the process that hands out the tests: the lock, and the tests that its workers did not run."""
 
     def __init__(self) -> None:
         self._folder = TemporaryDirectory(prefix="pyebpf-proxy-tests-")
@@ -54,16 +54,16 @@ class Controller:
 
     @pytest.hookimpl
     def pytest_configure_node(self, node: Any) -> None:
-        node.workerinput["room"] = self._folder.name
+        node.workerinput["lock"] = self._folder.name
 
     @pytest.hookimpl
     def pytest_testnodedown(self, node: Any) -> None:
-        # Every worker says the same.
+        # Every worker reports the same tests.
         self.deselected |= Counter(getattr(node, "workeroutput", {}).get("deselected", {}))
 
     @pytest.hookimpl
     def pytest_xdist_make_scheduler(self, config: pytest.Config, log: Any) -> Any:
-        # A run without workers does without xdist, too.
+        # A run without workers does not need xdist either.
         from tests.support.scheduler import Modules
 
         return Modules(config, log)
@@ -74,10 +74,10 @@ class Controller:
 
 
 class Worker:
-    """Plugin of a process that is given tests."""
+    """Plugin of a process that runs tests."""
 
     def __init__(self, config: Any) -> None:
-        self._room = Room(Path(config.workerinput["room"]))
+        self._alone = AloneLock(Path(config.workerinput["lock"]))
         self._output: dict[str, Any] = config.workeroutput
         self._output["deselected"] = {}
 
@@ -96,7 +96,7 @@ class Worker:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> Any:
-        with self._room.entered(_is_alone(item), nextitem is not None and _is_alone(nextitem)):
+        with self._alone.held(_is_alone(item), nextitem is not None and _is_alone(nextitem)):
             return (yield)
 
 

@@ -72,7 +72,7 @@ def loop(path: Path) -> None:
     path.symlink_to(path)
 
 
-#: Between us and what is measured: the kernel counts what the process was before it became another program, and
+#: Between the test and the measured process: the kernel counts what the process was before its exec, and
 #: the tests' own may be large.
 MEASURE = """
 import json, resource, subprocess, sys
@@ -102,14 +102,14 @@ print(json.dumps([status, used.ru_maxrss / 1024, used.ru_utime + used.ru_stime])
 def test_one_line_and_little_time_and_memory(tmp_path: Path, make: Callable[[Path], None], expected: str) -> None:
     path = tmp_path / "config.yaml"
     make(path)
-    said = tmp_path / "said"
+    output = tmp_path / "output"
     command = [sys.executable, "-m", "pyebpf_proxy", "--config", str(path), "--write-config-to", str(tmp_path / "out")]
-    with said.open("wb") as errors:
+    with output.open("wb") as errors:
         measured = subprocess.run(
             [sys.executable, "-c", MEASURE, *command], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors
         )
     status, mib, seconds = json.loads(measured.stdout.splitlines()[-1])
-    text = said.read_text()
+    text = output.read_text()
     assert status == 1, text
     assert re.fullmatch(rf"\S+Z error failed complete: [^\n]*{expected}[^\n]*\n", text), text[:1000]
     assert f"file={path}" in text

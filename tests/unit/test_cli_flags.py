@@ -150,10 +150,10 @@ def test_what_is_accepted_but_not_as_meant_is_a_warning(
         (["--manifests", "/etc/passwd"], "the manifests folder /etc/passwd is not a folder"),
     ],
 )
-def test_what_is_missing_is_said_in_one_line(
+def test_what_is_missing_is_reported_in_one_line(
     arguments: list[str], expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # A name that somebody else's folder may have would start an agent on this machine.
+    # A name that another folder may have would start an agent on this machine.
     given = [each.format(dir=tmp_path) for each in arguments]
     assert main([*given, "--directory", str(tmp_path / "run" / "here")]) == 1
     line = capsys.readouterr().err

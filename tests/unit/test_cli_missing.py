@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A machine that lacks something: the real command, one line, status 1, and nothing left behind.
 
-Each run has mount and network namespaces of its own, in which what shall be missing is hidden.
+Each run has its own mount and network namespaces, in which what shall be missing is hidden.
 """
 
 from __future__ import annotations
@@ -88,12 +88,12 @@ def test_the_binding_of_libnftables_is_missing(tmp_path: Path, arguments: str) -
 
 
 def test_the_kernel_has_no_btf(tmp_path: Path) -> None:
-    """Doctor says the same words."""
+    """Doctor prints the same text."""
     result = run(tmp_path, hide="mount -t tmpfs none /sys/kernel/btf", after='"$0" -m pyebpf_proxy doctor -o json')
-    said = error(result)
-    assert re.match(r"the kernel has no BTF \(/sys/kernel/btf/vmlinux does not exist\).*; use a kernel", said)
+    output = error(result)
+    assert re.match(r"the kernel has no BTF \(/sys/kernel/btf/vmlinux does not exist\).*; use a kernel", output)
     findings = json.loads(result.stdout)["findings"]
-    assert f"{findings[1]['text']}; {findings[1]['remedy']}" == said
+    assert f"{findings[1]['text']}; {findings[1]['remedy']}" == output
     assert [each["state"] for each in findings if each["what"] == "BTF"] == ["bad"]
     assert not (tmp_path / "run").exists()
 
@@ -106,7 +106,7 @@ def test_the_objects_were_not_built(tmp_path: Path) -> None:
 
 @pytest.mark.needs_bpf
 @pytest.mark.parametrize(
-    ("name", "was", "said"),
+    ("name", "was", "output"),
     [
         # The same length: everything else of the object stays as it is.
         ("tc.bpf.o", b"masquerade_all", "struct settings differs in masquerade_all, masquerade_xyz"),
@@ -114,7 +114,9 @@ def test_the_objects_were_not_built(tmp_path: Path) -> None:
         ("tc.bpf.o", b"frontend4_key", "no struct frontend4_key"),
     ],
 )
-def test_the_objects_are_of_other_sources(tmp_path: Path, bpf_objects: Path, name: str, was: bytes, said: str) -> None:
+def test_the_objects_are_of_other_sources(
+    tmp_path: Path, bpf_objects: Path, name: str, was: bytes, output: str
+) -> None:
     raw = (bpf_objects / name).read_bytes()
     assert b"\0" + was + b"\0" in raw
     other = tmp_path / name
@@ -124,7 +126,9 @@ def test_the_objects_are_of_other_sources(tmp_path: Path, bpf_objects: Path, nam
         hide=f"mount --bind {other} {PACKAGE}/bpf/{name}; mount -t bpf bpf /sys/fs/bpf",
         after="nft list ruleset; find /sys/fs/bpf -name 'pyebpf*'",
     )
-    assert re.fullmatch(rf".*/{re.escape(name)} was built from other sources \({said}\): run make build", error(result))
+    assert re.fullmatch(
+        rf".*/{re.escape(name)} was built from other sources \({output}\): run make build", error(result)
+    )
     assert result.stdout == ""
     assert not (tmp_path / "run").exists()
 

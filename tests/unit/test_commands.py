@@ -92,7 +92,7 @@ def test_the_help_of_all_names_every_command(capsys: pytest.CaptureFixture[str])
 
 @pytest.mark.parametrize("asked", [["--help"], ["status", "--help"], ["completion", "zsh"], ["--version"]])
 def test_a_reader_that_went_away(asked: list[str]) -> None:
-    """Nobody reads from the beginning, so there is no race of who is quicker."""
+    """There is no reader from the beginning, so there is no race."""
     reading, writing = os.pipe()
     os.close(reading)
     try:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``python -m tests.vagrant``: two machines by vagrant, what course.py tries on them, its table.
 
-Where no libvirtd answers, one of our own runs for that time (vagrant/libvirt.sh), and this program inside it: then
+Where no libvirtd answers, a private one runs for that time (vagrant/libvirt.sh), and this program inside it: then
 whatever ends it, nothing of it is left.
 """
 
@@ -45,7 +45,7 @@ def need() -> None:
 
 
 def choose_driver(kernel: Path | None, scratch: Path) -> tuple[str, str]:
-    """``LAB_DRIVER``, or kvm where a kernel says its first word under it; and why not kvm, or nothing.
+    """``LAB_DRIVER``, or kvm if a kernel prints its first line under it; and why not kvm, or nothing.
 
     VagrantError for a driver that cannot be.
     """
@@ -54,7 +54,7 @@ def choose_driver(kernel: Path | None, scratch: Path) -> tuple[str, str]:
         raise VagrantError(f"LAB_DRIVER={wanted}: kvm or qemu")
     if wanted == "qemu":
         return "qemu", "LAB_DRIVER=qemu"
-    if kernel is None:  # a box of its own: its kernel is inside it
+    if kernel is None:  # its own box: its kernel is inside it
         why = "" if os.access("/dev/kvm", os.R_OK | os.W_OK) else "there is no /dev/kvm that may be used"
     else:
         try:
@@ -76,7 +76,7 @@ def _answers() -> bool:
 
 
 def outside() -> int:
-    """Prepare; then run inside, beside a libvirtd."""
+    """Prepare; then run inside, with a libvirtd."""
     need()
     CACHE.mkdir(parents=True, exist_ok=True)
     if subprocess.run([FOLDER / "prepare.sh"], check=False).returncode:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is tried on the two machines, step by step, and the table of what came of it."""
+"""What is tried on the two machines, step by step, and the table of the results."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Row(NamedTuple):
     """One line of the table; ``problem`` is empty if it is as it must be."""
 
     when: str
-    who: str
+    client: str
     what: str
     family: str
     protocol: str
@@ -45,17 +45,17 @@ class Row(NamedTuple):
 
 def asked(when: str, answer: Sequence[str]) -> Row:
     """A row of ``guest.ask_all``."""
-    _, who, what, family, protocol, answered, seen, problem = answer
-    return Row(when, who, what, family, protocol, answered, seen, problem)
+    _, client, what, family, protocol, answered, seen, problem = answer
+    return Row(when, client, what, family, protocol, answered, seen, problem)
 
 
 def loaded(when: str, answer: Sequence[Any]) -> Row:
     """A row of ``guest.load``: no connection may be lost, and each must have been asked often enough."""
-    _, who, what, family, protocol, requests, lost, longest, error = answer
+    _, client, what, family, protocol, requests, lost, longest, error = answer
     problem = f"{lost} lost, the first: {error}" if lost else ""
     if not problem and requests < 2 * ENOUGH:
-        problem = f"only {requests} requests: says nothing"
-    return Row(when, who, what, family, protocol, f"{requests}, {lost} lost", f"at most {longest:.1f} s", problem)
+        problem = f"only {requests} requests: no result"
+    return Row(when, client, what, family, protocol, f"{requests}, {lost} lost", f"at most {longest:.1f} s", problem)
 
 
 def changed(when: str, name: str, before: dict[str, Any], after: dict[str, Any], version: str, seconds: float) -> Row:

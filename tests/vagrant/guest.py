@@ -69,7 +69,7 @@ class Place:
 
 
 def pairs(place: Place, here: str) -> list[tuple[Client, Target]]:
-    """Who asks what, on this node."""
+    """The clients and targets of this node."""
     there = next(name for name in PODS if name != here)
     entrance = place.nodes[here]
     both = (place.pods["web-1"], place.pods["web-2"])
@@ -96,7 +96,7 @@ def ask_all(here: str) -> None:
 
 
 class Talk(NamedTuple):
-    """A connection that lasts: answers, the longest wait for one in seconds, and what ended it (empty: we did)."""
+    """A connection that lasts: answers, the longest wait for one in seconds, and what ended it (empty: this side)."""
 
     answers: int
     longest: float
@@ -104,7 +104,7 @@ class Talk(NamedTuple):
 
 
 class Stream:
-    """One connection to an echo, held until told to stop, in a process of its own."""
+    """One connection to an echo, held until it is stopped, in its own process."""
 
     def __init__(self, namespace: Namespace, address: str, port: int, pause: float) -> None:
         context = get_context("fork")
@@ -118,7 +118,7 @@ class Stream:
 
     @property
     def ended(self) -> bool:
-        """It is over though nobody told it to: lost."""
+        """It has ended without being stopped: lost."""
         return self._task.done()
 
     def stop(self) -> Talk:
@@ -205,7 +205,7 @@ def load(here: str, pause: float) -> None:
     for line in sys.stdin:
         if line.strip() != "count":
             break
-        # One that was lost is told at the end; it must not hold up the others.
+        # One that was lost is reported at the end; it must not hold up the others.
         going = [each for _, several in running for each in several if not (isinstance(each, Stream) and each.ended)]
         print(json.dumps(min((each.made for each in going), default=sys.maxsize)), flush=True)
     for work, several in running:

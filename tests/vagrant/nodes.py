@@ -22,12 +22,12 @@ from tests.vagrant.problem import VagrantError
 REPOSITORY = ROOT
 FOLDER = REPOSITORY / "vagrant"
 BUILT = REPOSITORY / "build" / "vagrant"
-#: What vagrant and libvirt say, and the machines' consoles.
+#: The output of vagrant and libvirt, and the machines' consoles.
 LOGS = BUILT / "log"
 CONSOLES = Path("/var/log/libvirt/qemu")
 NODES = ("node1", "node2")
 _PYTHON = 'exec sudo env PYTHONDONTWRITEBYTECODE=1 "$(readlink -f /opt/pyebpf-proxy/current)/bin/python"'
-# vagrant's way to show progress, and what it says about each machine's settings.
+# vagrant's way to show progress, and its report of each machine's settings.
 _NOISE = re.compile(r"\x1b|Progress|^==> \w+:  -- |^$")
 
 
@@ -48,7 +48,7 @@ class Vagrant:
         self.log.write_text("")
 
     def run(self, *arguments: str, limit: float) -> str:
-        """What a command says. VagrantError with its last words if it fails or takes more than ``limit`` seconds."""
+        """A command's output. VagrantError with its last line if it fails or takes more than ``limit`` seconds."""
         began = self.log.stat().st_size
         with self.log.open("ab") as output:
             process = subprocess.Popen(
@@ -66,15 +66,15 @@ class Vagrant:
                 status = None
             finally:
                 _end(process)
-        said = self.log.read_bytes()[began:].decode(errors="replace")
+        shown = self.log.read_bytes()[began:].decode(errors="replace")
         if status == 0:
-            return said
-        lines = [line for line in said.replace("\r", "\n").splitlines() if not _NOISE.search(line)]
+            return shown
+        lines = [line for line in shown.replace("\r", "\n").splitlines() if not _NOISE.search(line)]
         why = f"not done after {limit:.0f} s" if status is None else (lines or ["no word"])[-1].strip()
         raise VagrantError(f"vagrant {arguments[0]}: {why} ({self.log})")
 
     def up(self, limit: float) -> None:
-        """Boot both. A machine that does not come up is told with the last words of its console."""
+        """Boot both. A machine that does not come up is reported with the last lines of its console."""
         try:
             self.run("up", "--no-provision", limit=limit)
         except VagrantError as error:
@@ -99,7 +99,7 @@ def _end(process: subprocess.Popen[Any]) -> None:
 
 
 def console_problem(node: str) -> str:
-    """What the console of a machine that cannot be reached has to say; empty where there is none, or it booted."""
+    """The console of a machine that cannot be reached; empty where there is none, or it booted."""
     kept = CONSOLES / f"pyebpf-proxy-{node}.console"
     try:
         text = kept.read_bytes().decode(errors="replace").replace("\r", "")
@@ -125,7 +125,7 @@ class Node:
 
     def __init__(self, name: str, settings: Path) -> None:
         self.name = name
-        # Beside the run's own things, which go with it: whoever ends libvirtd kills ssh, too, and its socket stays.
+        # Outside the run's own folder, which goes with it: the end of libvirtd kills ssh, too, and its socket stays.
         control = settings.with_name(f"{name}.ssh")
         self._ssh = [
             *("ssh", "-F", str(settings), "-o", "ControlMaster=auto", "-o", f"ControlPath={control}"),
@@ -152,11 +152,11 @@ class Node:
         return [json.loads(line) for line in self.run(f"{_PYTHON} /run/lab-guest.py {' '.join(words)}").splitlines()]
 
     def start(self, *words: str) -> Remote:
-        """guest.py, beside us."""
+        """guest.py, in the same folder."""
         return Remote(self.name, [*self._ssh, f"{_PYTHON} /run/lab-guest.py {' '.join(words)}"])
 
     def send(self, folder: Path, target: str) -> None:
-        """Make a folder of the node what one of ours is; only what differs is sent. VagrantError if it cannot be."""
+        """Make a folder of the node equal to a local one; only what differs is sent. VagrantError if it cannot be."""
         command = ["rsync", "-a", "--delete", "--rsync-path=sudo rsync", "-e", shlex.join(self._ssh[:-2])]
         done = subprocess.run(
             [*command, f"{folder}/", f"{self.name}:{target}/"], capture_output=True, text=True, check=False

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turns what ``gates`` (the Go program beside) prints into pyebpf_proxy/config/gate_table.py."""
+"""Turns what ``gates`` (the Go program in this folder) prints into pyebpf_proxy/config/gate_table.py."""
 
 from __future__ import annotations
 

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from pyebpf_proxy.lab.addresses import CLIENT
+from pyebpf_proxy.lab.agent import THREE_CAPABILITIES
 from pyebpf_proxy.lab.client import ANSWERED, ask, ask_many
 from pyebpf_proxy.lab.cluster import Lab, Node
 from pyebpf_proxy.lab.manifests import Port
 from pyebpf_proxy.lab.namespace import Namespace
-from tests.kernels.suites import THREE_CAPABILITIES
 from tests.support.lab_services import Kind, write_nodes, write_services
 from tests.support.lab_tools import moved, reasons, wait_until
 from tests.support.logs import Line, Log, Message
@@ -113,10 +113,10 @@ def test_a_flow_that_lasts_becomes_the_kernels(lab: Lab, family: int, protocol: 
         wait_until(lambda: reasons(first)["flow_promoted"] > before["flow_promoted"], "the kernel has the flow")
         lines = entries(first, client.address.of(family), address, family)
         back = f"src={LONG.endpoints[0].address.of(family)} dst={client.address.of(family)}"
-        ours = [line for line in lines if back in line and "[ASSURED]" in line]
-        assert ours, lines
-        assert protocol == "udp" or any(" ESTABLISHED " in line for line in ours), ours
-        # It goes on, each second confirmed by a packet that netfilter has seen.
+        found = [line for line in lines if back in line and "[ASSURED]" in line]
+        assert found, lines
+        assert protocol == "udp" or any(" ESTABLISHED " in line for line in found), found
+        # It continues, each second confirmed by a packet that netfilter has seen.
         now = reasons(first)
         talk.wait(500)
         wait_until(lambda: reasons(first)["flow_confirmed"] > now["flow_confirmed"], "netfilter is asked again")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every program with every setting that changes what the verifier reads: each must load as one with all of them does.
 
-Verifiers differ: some read a function by itself although nobody calls it, and refuse maps that are not made then.
+Verifiers differ: some verify a function that is never called, and refuse maps that are not made then.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is found out about the helpers of a kernel older than any that carries us: one that lacks some of them."""
+"""What is found out about the helpers of a kernel older than the supported ones: one that lacks some of them."""
 
 from __future__ import annotations
 

@@ -44,11 +44,11 @@ def streams(needs_module: Callable[..., None]) -> Iterator[Lab]:
         yield lab
 
 
-# Bound sockets list no other addresses of theirs to the peer: several paths are nothing that NAT could follow.
+# Bound sockets do not list their other addresses to the peer: several paths are nothing that NAT could follow.
 
 
 def _serve(name: str, address: str) -> None:
-    """Says its name and who asked, association after association."""
+    """Sends its name and the client's, association after association."""
     with socket.socket(family_of(address), socket.SOCK_STREAM, socket.IPPROTO_SCTP) as listener:
         listener.bind((address, PORT))
         listener.listen(64)
@@ -65,7 +65,7 @@ def _listens(pod: Pod) -> bool:
 
 
 def _ask(address: str, port: int, source: str = "") -> tuple[str, str]:
-    """Who answered, and whom it saw."""
+    """The server that answered, and the source that it saw."""
     with socket.socket(family_of(address), socket.SOCK_STREAM, socket.IPPROTO_SCTP) as sock:
         sock.settimeout(10)
         if source:

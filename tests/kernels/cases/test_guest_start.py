@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An agent on a machine that was just switched on: conntrack and NAT are modules, and nobody has loaded them."""
+"""An agent on a machine that was just switched on: conntrack and NAT are modules that are not loaded."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from pyebpf_proxy.lab.agent import command
+from pyebpf_proxy.lab.agent import THREE_CAPABILITIES, command
 from pyebpf_proxy.lab.client import ANSWERED, ask
 from pyebpf_proxy.lab.cluster import Lab
-from tests.kernels.suites import THREE_CAPABILITIES
 from tests.support.lab_services import Kind, write_nodes, write_services
 from tests.support.lab_tools import moved, reasons
 from tests.support.logs import Log, Message
@@ -58,8 +57,8 @@ def test_the_agent_brings_conntrack_with_few_rights(lab: Lab) -> None:
     assert moved(before, reasons(node))["new_flow_netfilter"] == 4
 
 
-def test_top_measures_packets_or_says_that_this_kernel_has_no_place_for_its_meter(lab: Lab) -> None:
-    """Beside the agent of the test before."""
+def test_top_measures_packets_or_reports_that_this_kernel_cannot_attach_its_meter(lab: Lab) -> None:
+    """While the agent of the test before runs."""
     (node,) = lab.nodes
     has_place = b"\0BPF_TCX_INGRESS\0" in Path("/sys/kernel/btf/vmlinux").read_bytes()
     top = ["ip", "netns", "exec", node.namespace.name, *command(), "top"]

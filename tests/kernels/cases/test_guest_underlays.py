@@ -44,12 +44,12 @@ def underlay(request: pytest.FixtureRequest, needs_module: Callable[..., None]) 
         if kind == "wireguard":
             _introduce(first, second)
         for own, other in ((first, second), (second, first)):
-            mine, theirs = _address(own), _address(other)
-            lines = [f"addr add {mine.v4}/24 dev under0", "link set under0 up"]
-            lines += [f"route replace {other.pod_cidr.v4} via {theirs.v4} dev under0 onlink"]
+            local, remote = _address(own), _address(other)
+            lines = [f"addr add {local.v4}/24 dev under0", "link set under0 up"]
+            lines += [f"route replace {other.pod_cidr.v4} via {remote.v4} dev under0 onlink"]
             if kind != "ipip":  # which carries nothing but IPv4
-                lines += [f"addr add {mine.v6}/64 dev under0 nodad"]
-                lines += [f"route replace {other.pod_cidr.v6} via {theirs.v6} dev under0 onlink"]
+                lines += [f"addr add {local.v6}/64 dev under0 nodad"]
+                lines += [f"route replace {other.pod_cidr.v6} via {remote.v6} dev under0 onlink"]
             own.namespace.ip(*lines)
         WEB.endpoints = LOCAL.endpoints = (lab.add_pod("far", second),)
         lab.add_pod("toolbox", first)

@@ -42,7 +42,7 @@ def namespace(shell: Shell) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def programs(bpf_objects: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Object]:
-    """The tc object, loaded, with maps of its own that are pinned nowhere."""
+    """The tc object, loaded, with separate maps that are not pinned."""
     with Object.open(bpf_objects / "tc.bpf.o") as opened:
         yield opened.load()
 

@@ -23,7 +23,7 @@ def af(family: int) -> int:
 
 
 def decide(shell: Shell, statement: str, match: str = "meta mark 0") -> None:
-    """What the program would have decided for packets from the client that match. The mark 8 is somebody else's."""
+    """What the program would have decided for packets from the client that match. The mark 8 is foreign."""
     shell(f"""nft -f - <<'END'
         table inet decision {{
             chain early {{
@@ -32,7 +32,7 @@ def decide(shell: Shell, statement: str, match: str = "meta mark 0") -> None:
             }}
             chain late {{
                 type filter hook postrouting priority 102
-                oifname s0 meta mark & {MARK:#x} != 0 counter comment "ours left"
+                oifname s0 meta mark & {MARK:#x} != 0 counter comment "proxy bit left"
                 oifname s0 meta mark 8 counter comment "others kept"
             }}
         }}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records what the kernel says of rulesets, for tests/unit/datapath/rulesets/test_rulesets.py.
+"""Records the kernel's answers about rulesets, for tests/unit/datapath/rulesets/test_rulesets.py.
 
     .venv/bin/python -m tests.netns.attach.record_rulesets        as root
 

@@ -111,6 +111,24 @@ def test_a_link_to_a_cgroup_that_is_gone_is_made_again(sock: Object, cgroup: Pat
     cgroups.detach(folder)
 
 
+def test_a_link_without_a_cgroup_is_known(sock: Object, cgroup: Path, folder: Path, shell: Shell) -> None:
+    gone = cgroup.with_name(cgroup.name + "-gone")
+    gone.mkdir()
+    attach(sock, gone, folder)
+    assert cgroups.detached(folder) == []
+    gone.rmdir()
+    deadline = time.monotonic() + 30
+    while cgroups.detached(folder) != list(cgroups.PROGRAMS):
+        # The kernel takes the programs off some time after the cgroup.
+        assert time.monotonic() < deadline, cgroups.detached(folder)
+        time.sleep(0.02)
+    attach(sock, cgroup, folder)
+    assert cgroups.detached(folder) == []
+    shell(f"bpftool link detach pinned {folder}/connect6")
+    assert cgroups.detached(folder) == ["connect6"]
+    cgroups.detach(folder)
+
+
 def test_links_to_another_cgroup_are_made_again(sock: Object, cgroup: Path, folder: Path, shell: Shell) -> None:
     other = cgroup.with_name(cgroup.name + "-other")
     other.mkdir()

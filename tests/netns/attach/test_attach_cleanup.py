@@ -81,7 +81,7 @@ def instance(
 
 
 def machine(shell: Shell, instance: Instance) -> dict[str, str]:
-    """Everything that we could leave behind or take away."""
+    """Everything that the agent could leave behind or take away."""
     devices = [name for _, name in socket.if_nameindex()]
     filters = [shell(f"tc filter show dev {d} {hook}") for d in devices for hook in ("ingress", "egress")]
     bpffs = shell(f"find {instance.directory / 'bpf'} -mindepth 1 2>/dev/null | sort || true")
@@ -95,7 +95,7 @@ def machine(shell: Shell, instance: Instance) -> dict[str, str]:
         "sysctls": shell(
             "sysctl -a 2>/dev/null | grep -E '^net' | grep -vE 'nf_conntrack_(count|buckets)|pktgen|random'"
         ),
-        "mounts": shell(f"mount | grep -E 'on (/sys|{instance.directory})'"),  # not those of labs that run beside
+        "mounts": shell(f"mount | grep -E 'on (/sys|{instance.directory})'"),  # not those of other labs
         "bpffs": "\n".join(line for line in bpffs.splitlines() if not line.endswith(".debug")),
     }
 
@@ -114,15 +114,15 @@ def cleaned(shell: Shell, instance: Instance) -> dict[str, str]:
 
 
 def test_everything_is_as_before(instance: Instance, shell: Shell) -> None:
-    # What others had before us: a clsact without filters, one with a filter, a table, a pin folder of their own.
+    # What others had before: a clsact without filters, one with a filter, a table, a pin folder.
     shell(f"""
         tc qdisc add dev v0 clsact
         tc qdisc add dev v1 clsact
         tc filter add dev v1 ingress pref 3 bpf bytecode '1,6 0 0 4294967295' flowid 1:1
         tc filter add dev v1 egress pref 3 bpf bytecode '1,6 0 0 4294967295' flowid 1:1
         tc qdisc add dev v2 ingress
-        nft add table inet somebody
-        mkdir {instance.directory}/bpf/somebody
+        nft add table inet foreign
+        mkdir {instance.directory}/bpf/foreign
     """)
     before = machine(shell, instance)
     instance.start()

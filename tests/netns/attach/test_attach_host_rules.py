@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the node itself sends, by our nft table: its rules come, change and go; who was chosen is kept."""
+"""What the node itself sends, by the agent's nft table: its rules come, change and go; chosen endpoints are kept."""
 
 from __future__ import annotations
 
@@ -195,8 +195,8 @@ def test_it_is_adopted_and_healed(how: str, table: Table, shell: Shell) -> None:
         again = Table()
         again.ensure(Behaviour(MARK))
         if how == "a restart":
-            assert lines(shell) == wanted, "it goes on until the new agent knows its services"
-        # One service fewer than before: what nobody wants any more goes.
+            assert lines(shell) == wanted, "it continues until the new agent knows its services"
+        # One service fewer than before: what is not needed any more goes.
         again.set_host_rules(with_services(NOTHING, RICH))
         assert "host6/" not in shell("nft list ruleset")
         again.set_host_rules(own)

@@ -90,7 +90,7 @@ class Harness:
         return found
 
     def knows(self, devices: dict[str, Entry], addresses: dict[str, bool]) -> bool:
-        """Whether the maps hold exactly this, beside the address of the loopback device."""
+        """Whether the maps hold exactly this, and the address of the loopback device."""
         try:
             return self.devices() == devices and self.node_addresses() == addresses | {"::1": False}
         except OSError:  # a device that is no more
@@ -134,6 +134,41 @@ def test_addresses_come_and_go(harness: Harness, shell: Shell) -> None:
     follow(harness.node, lambda: "10.1.0.1" in harness.node_addresses())
     shell("ip link del v0")
     follow(harness.node, lambda: harness.knows({}, {}))
+
+
+def test_addresses_that_leave_the_node_are_noted(harness: Harness, shell: Shell) -> None:
+    """Flows are masqueraded to them (finding D7). An address that another device has, too, has not left."""
+    fast = NodeConfig(fast_path=True)
+    harness.node.close()
+    node = harness.start(fast)
+    calls: list[int] = []
+    node.on_gone = lambda: calls.append(len(node.gone))
+
+    def gone() -> set[str]:
+        return {str(ipaddress.ip_address(packed)) for packed in harness.node.gone}
+
+    assert gone() == set()
+    shell(f"{NO_LINK_LOCAL}; ip link add v0 type veth peer name v1; ip link set v0 up; ip link set v1 up")
+    shell("ip addr add 10.1.0.1/32 dev v0; ip addr add 10.1.0.1/32 dev v1; ip addr add 10.1.0.2/32 dev v0")
+    shell("ip addr add 10.1.0.3/32 dev v0; ip addr add fd00::1/64 dev v0 nodad; ip addr add fe80::7/64 dev v0 nodad")
+    follow(node, lambda: {"10.1.0.3", "fd00::1", "fe80::7"} <= set(harness.node_addresses()))
+    shell("ip addr del 10.1.0.1/32 dev v0; ip link set v1 mtu 1400")
+    follow(node, lambda: harness.devices()["v1"].mtu == 1400)
+    assert (gone(), calls) == (set(), [])
+    shell("ip addr del 10.1.0.1/32 dev v1")
+    follow(node, lambda: "10.1.0.1" not in harness.node_addresses())
+    assert (gone(), calls) == ({"10.1.0.1"}, [1])
+    # Nothing is masqueraded to an address of a device that is down, though it is still the node's.
+    shell("ip link set v0 down")
+    follow(node, lambda: {"10.1.0.2", "fd00::1"} <= gone())
+    follow(node, lambda: "fe80::7" not in harness.node_addresses())
+    assert gone() == {"10.1.0.1", "10.1.0.2", "10.1.0.3", "fd00::1"}
+    assert {"10.1.0.2", "10.1.0.3"} <= set(harness.node_addresses())
+    # And what leaves while no agent runs.
+    node.close()
+    shell("ip addr del 10.1.0.3/32 dev v0")
+    harness.start(fast)
+    assert gone() == {"10.1.0.3"}
 
 
 def test_a_new_device_gets_its_program(harness: Harness, shell: Shell) -> None:
@@ -237,7 +272,7 @@ def test_another_configuration_is_taken_in(harness: Harness, shell: Shell) -> No
 
 @pytest.mark.parametrize("harness", [False], ids=["clsact"], indirect=True)
 @pytest.mark.parametrize("how", ["tc filter del dev v0 ingress pref 1", "tc qdisc del dev v0 clsact"])
-def test_a_filter_that_somebody_removed_comes_back(how: str, harness: Harness, shell: Shell) -> None:
+def test_a_filter_that_was_removed_comes_back(how: str, harness: Harness, shell: Shell) -> None:
     harness.attach()
     shell("ip link add v0 type veth peer name v1")
     index = socket.if_nametoindex("v0")
@@ -248,7 +283,7 @@ def test_a_filter_that_somebody_removed_comes_back(how: str, harness: Harness, s
     assert any("v0: the agent's tc program is gone" in report for report in harness.reports)
 
 
-def test_a_full_map_is_said_once_and_the_rest_is_served(
+def test_a_full_map_is_logged_once_and_the_rest_is_served(
     namespace: None, tmp_path: Path, bpf_objects: Path, bpffs: Path, shell: Shell
 ) -> None:
     shell("ip link add v0 type veth peer name v1")
@@ -285,7 +320,7 @@ def test_lost_messages_are_made_up_for(
 
 
 def as_ip_shows_it(shell: Shell) -> tuple[dict[str, Entry], dict[str, bool], dict[str, bool]]:
-    """What iproute2 says: the test's devices that packets enter by, the node's addresses, and which are secondary."""
+    """iproute2's answer: the test's devices that packets enter by, the node's addresses, and which are secondary."""
     links = {link["ifname"]: link for link in json.loads(shell("ip -j -d addr show"))}
     entries, addresses, secondary = {}, {}, {}
     for name, link in links.items():

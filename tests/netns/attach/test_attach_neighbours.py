@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which of all that the kernel tells of neighbours makes what is known of their link addresses wrong."""
+"""Which messages of the kernel about neighbours invalidate the known link addresses."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STEPS = {
     "another link address": (f"lladdr {FIRST} nud reachable", f"lladdr {SECOND} nud reachable", True),
     "the same, for ever": (f"lladdr {FIRST} nud reachable", f"lladdr {FIRST} nud permanent", False),
     "stale": (f"lladdr {FIRST} nud reachable", f"lladdr {FIRST} nud stale", False),
-    "nobody answers": (f"lladdr {FIRST} nud reachable", f"lladdr {FIRST} nud failed", True),
+    "no answer": (f"lladdr {FIRST} nud reachable", f"lladdr {FIRST} nud failed", True),
     "taken out": (f"lladdr {FIRST} nud reachable", "", True),
 }
 
@@ -29,15 +29,15 @@ STEPS = {
 @pytest.fixture
 def neighbours(shell: Shell) -> Iterator[Neighbours]:
     shell("ip link add v0 type veth peer name v1; ip link set v1 up; ip link set v0 up")
-    # Before anything else is told of them: there is no neighbour of a device without addresses.
+    # Before anything else is reported of them: there is no neighbour of a device without addresses.
     found = Neighbours()
     yield found
     found.close()
 
 
-def told(neighbours: Neighbours) -> bool:
-    """What is there to be read already: the kernel tells before `ip` ends."""
-    assert select.select([neighbours], [], [], 30.0)[0], "nothing is told"
+def reported(neighbours: Neighbours) -> bool:
+    """What can be read already: the kernel reports before `ip` ends."""
+    assert select.select([neighbours], [], [], 30.0)[0], "nothing is reported"
     return neighbours.read()
 
 
@@ -46,10 +46,10 @@ def test_what_counts(neighbours: Neighbours, shell: Shell, family: int, step: st
     before, after, counts = STEPS[step]
     if before:
         shell(f"ip neigh replace {ADDRESS[family]} {before} dev v0")
-        assert not told(neighbours)
+        assert not reported(neighbours)
     verb = f"replace {ADDRESS[family]} {after}" if after else f"del {ADDRESS[family]}"
     shell(f"ip neigh {verb} dev v0")
-    assert told(neighbours) == counts
+    assert reported(neighbours) == counts
 
 
 def test_those_that_are_there_already_are_known(neighbours: Neighbours, shell: Shell, family: int) -> None:
@@ -57,17 +57,17 @@ def test_those_that_are_there_already_are_known(neighbours: Neighbours, shell: S
     later = Neighbours()
     try:
         shell(f"ip neigh replace {ADDRESS[family]} lladdr {SECOND} dev v0 nud permanent")
-        assert told(later)
+        assert reported(later)
     finally:
         later.close()
 
 
 def test_what_was_lost_counts(neighbours: Neighbours, shell: Shell) -> None:
-    """More is told than the socket has room for, and what counts is behind it."""
+    """More is reported than the socket has room for, and what counts is behind it."""
     shell(f"ip neigh replace 192.0.2.7 lladdr {FIRST} dev v0 nud permanent")
-    assert not told(neighbours)
+    assert not reported(neighbours)
     lines = (f"neigh replace 10.{n >> 8}.{n & 255}.1 lladdr {FIRST} dev v0 nud permanent" for n in range(900))
     shell("ip -batch - <<'END'\n" + "\n".join(lines) + "\nEND")
     shell("ip neigh del 192.0.2.7 dev v0")
-    assert told(neighbours)
+    assert reported(neighbours)
     assert not select.select([neighbours], [], [], 0)[0]

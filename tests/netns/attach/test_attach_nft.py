@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our nftables table: what it does to packets that carry a program's decision, and what it leaves alone.
+"""The agent's nftables table: what it does to packets that carry a program's decision, and what it leaves alone.
 
 In place of the program a chain of the test's own sets the packet's priority and mark, early in prerouting.
 """
@@ -58,7 +58,7 @@ def test_the_masquerade_bit_hides_the_client_and_only_that_bit_is_cleared(
     seen, answered = exchange(router, family, protocol, (router.VIP[family], 80))
     assert seen == router.TOWARDS_SERVER[family]
     assert answered == router.VIP[family]
-    assert counted(shell, "ours left") == 0
+    assert counted(shell, "proxy bit left") == 0
     assert counted(shell, "others kept") > 0
 
 
@@ -130,7 +130,7 @@ def test_an_entry_written_into_conntrack_is_translated_and_its_bit_cleared(
         assert source[:2] == (router.CLIENT[family], 40001)
         server.sendto(b"answer", source)
         assert client.recvfrom(100)[1][:2] == (router.VIP[family], 80)
-    assert counted(shell, "ours left") == 0
+    assert counted(shell, "proxy bit left") == 0
     assert counted(shell, "others kept") > 0
 
 
@@ -207,7 +207,7 @@ def test_ensure_twice_changes_nothing(table: Table, shell: Shell) -> None:
     assert shell("nft list ruleset") == before
 
 
-def test_nothing_is_written_when_nobody_changed_anything(table: Table, shell: Shell) -> None:
+def test_nothing_is_written_without_a_change(table: Table, shell: Shell) -> None:
     def handles() -> str:
         return shell("nft -a list ruleset")
 
@@ -216,10 +216,10 @@ def test_nothing_is_written_when_nobody_changed_anything(table: Table, shell: Sh
     before = handles()
     table.ensure(Behaviour(MARK))
     assert handles() == before
-    shell("nft add table inet somebody")
+    shell("nft add table inet foreign")
     table.ensure(Behaviour(MARK))
     fresh = handles()
-    assert fresh != before, "after anybody's change our rules are written afresh"
+    assert fresh != before, "after any change the rules are written afresh"
     table.ensure(Behaviour(MARK))
     assert handles() == fresh
     generation = table._generation()
@@ -307,7 +307,7 @@ def test_remove_leaves_other_tables(table: Table, shell: Shell) -> None:
     assert not table.remove()
 
 
-def test_without_permission_the_error_says_so() -> None:
+def test_without_permission_the_error_names_it() -> None:
     child = os.fork()
     if child == 0:
         os.setresuid(65534, 65534, 65534)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our nftables table where kube-proxy's modes differ: INVALID packets, addresses without an entry."""
+"""The agent's nftables table where kube-proxy's modes differ: INVALID packets, addresses without an entry."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def refused(router: Router, family: int, destination: str, where: str, patience:
     with closing(sender):
         sender.settimeout(patience)
         sender.connect((destination, 4242))
-        # What is dropped or rejected on the way out is refused to the sender at once, besides.
+        # What is dropped or rejected at output is also refused to the sender at once.
         with suppress(PermissionError):
             sender.send(b"anybody?")
         try:
@@ -38,7 +38,7 @@ def refused(router: Router, family: int, destination: str, where: str, patience:
             return "refused"
         except TimeoutError:
             return "nothing"
-    raise AssertionError("somebody answered")
+    raise AssertionError("there was an answer")
 
 
 CIDRS = [(packed("10.96.0.0"), 16), (packed("fd96::"), 112)]
@@ -64,7 +64,7 @@ def left(shell: Shell, router: Router) -> Callable[[], int]:
 
 
 @pytest.mark.parametrize("where", ["client", ""], ids=["forwarded", "own"])
-def test_a_cluster_ip_rejects_ports_that_nobody_defined_and_other_service_addresses_drop(
+def test_a_cluster_ip_rejects_undefined_ports_and_other_service_addresses_drop(
     where: str, family: int, router: Router, table: Table, left: Callable[[], int]
 ) -> None:
     vip = packed(router.VIP[family])
@@ -107,7 +107,7 @@ def test_an_address_of_the_node_is_never_unknown(router: Router, table: Table, l
 def test_invalid_packets_are_not_forwarded_where_that_is_asked_for(
     drop_invalid: bool, router: Router, table: Table, shell: Shell
 ) -> None:
-    """An answer to an echo request that nobody made is INVALID to conntrack."""
+    """An answer to an echo request that was not sent is INVALID to conntrack."""
     table.ensure(Behaviour(MARK, drop_invalid=drop_invalid))
     reply = struct.pack("!BBHHH", 0, 0, 0xFFFF - 0x0107, 0x0100, 7)
     with router.inside("server"):
@@ -117,7 +117,7 @@ def test_invalid_packets_are_not_forwarded_where_that_is_asked_for(
     with closing(receiver), closing(sender):
         receiver.settimeout(SECONDS)
         sender.sendto(reply, (router.SERVER[4], 0))
-        # Whatever follows the reply: it tells that the reply is not merely late.
+        # What follows the reply shows that the reply is not merely late.
         sender.sendto(struct.pack("!BBHHH", 8, 0, 0xFFFF - 0x0800 - 0x0100 - 8, 0x0100, 8), (router.SERVER[4], 0))
         first = receiver.recv(100)[20]
     assert first == (8 if drop_invalid else 0)

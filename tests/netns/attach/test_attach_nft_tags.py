@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What our nftables table makes of the tag in a packet's priority: masquerade, proof of a new flow, what is left of it.
+"""What the agent's nftables table makes of the tag in a packet's priority: masquerade, proof of a new flow, the rest.
 
 In place of the programs a chain of the test's own sets the priority, early in prerouting.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import socket
 from contextlib import closing
@@ -14,6 +15,8 @@ import pytest
 
 from pyebpf_proxy.datapath.netfilter.nft import Table
 from pyebpf_proxy.datapath.netfilter.nft_rules import Behaviour, port_key
+from pyebpf_proxy.datapath.node import mounts
+from pyebpf_proxy.see import facts
 from tests.netns.attach.datagrams import BACKEND, MARK, SECONDS, af, decide, exchange, packed
 from tests.netns.attach.router import Router, Shell
 
@@ -29,7 +32,7 @@ def watch(shell: Shell) -> None:
         "plain": "meta priority and ffff:fff0 == 0:0",
         "proof": "meta priority ee00:0001",
         "tag": "meta priority and f800:0000 == e800:0000 meta priority != ee00:0001",
-        "theirs": "meta priority 1:5",
+        "foreign": "meta priority 1:5",
     }
     rules = "\n".join(f'oifname s0 {match} counter comment "{name}"' for name, match in names.items())
     shell(f"""nft -f - <<'END'
@@ -61,12 +64,12 @@ def test_the_masquerade_tag_hides_the_client(
     seen, answered = exchange(router, family, protocol, (router.VIP[family], 80))
     assert (seen, answered) == (router.TOWARDS_SERVER[family], router.VIP[family])
     late = shell("nft list chain inet decision late")
-    assert re.search(r'packets 0 bytes 0 comment "ours left"', late), "our bit is taken away again"
+    assert re.search(r'packets 0 bytes 0 comment "proxy bit left"', late), "the proxy's bit is cleared"
     assert not re.search(r'packets 0 bytes 0 comment "others kept"', late)
 
 
 def test_a_mark_that_is_restored_erases_no_masquerade(family: int, router: Router, table: Table, shell: Shell) -> None:
-    """CONNMARK --restore-mark without a mask, in mangle PREROUTING, as some CNIs and QoS scripts have it."""
+    """CONNMARK --restore-mark without a mask, in mangle PREROUTING, as CNIs and QoS scripts have it (finding D9)."""
     ready(table, router, family, Behaviour(MARK))
     decide(shell, MASQUERADED)
     shell("""
@@ -78,9 +81,19 @@ def test_a_mark_that_is_restored_erases_no_masquerade(family: int, router: Route
     assert seen == router.TOWARDS_SERVER[family]
 
 
-def test_masqueraded_ports_are_in_the_range(family: int, router: Router, table: Table, shell: Shell) -> None:
+@pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside kube-proxy"])
+def test_masqueraded_ports_are_in_the_range(
+    beside: bool, family: int, router: Router, table: Table, shell: Shell
+) -> None:
+    """Young flows have the other ports. A kube-proxy that starts later has the same bit, and masquerades to all."""
     ready(table, router, family, Behaviour(MARK, masquerade_ports=(50000, 50009)))
     decide(shell, MASQUERADED)
+    if beside:
+        shell(f"""
+            nft add table inet kube-proxy
+            nft 'add chain inet kube-proxy nat-postrouting {{ type nat hook postrouting priority srcnat ; }}'
+            nft add rule inet kube-proxy nat-postrouting mark and {MARK} == {MARK} masquerade fully-random
+        """)
     with router.inside("server"):
         server = socket.socket(af(family), socket.SOCK_DGRAM)
     with closing(server):
@@ -151,7 +164,7 @@ def test_what_the_node_itself_sends_is_not_proven(family: int, router: Router, t
     assert "proof" not in left(shell)
 
 
-def test_a_priority_of_somebody_else_s_stays(family: int, router: Router, table: Table, shell: Shell) -> None:
+def test_a_foreign_priority_stays(family: int, router: Router, table: Table, shell: Shell) -> None:
     """A CLASSIFY target or the like: nothing is proven then, and the packet keeps what it was given."""
     ready(table, router, family, Behaviour(MARK, prove_new=True))
     decide(shell, TRANSLATED)
@@ -163,8 +176,8 @@ def test_a_priority_of_somebody_else_s_stays(family: int, router: Router, table:
     """)
     exchange(router, family, "udp", (router.VIP[family], 80))
     found = left(shell)
-    assert found["theirs"] >= 1
-    assert found.keys() <= {"theirs", "plain"}, "plain is what the kernel itself sent before the rule was there"
+    assert found["foreign"] >= 1
+    assert found.keys() <= {"foreign", "plain"}, "plain is what the kernel itself sent before the rule was there"
 
 
 @pytest.mark.parametrize("prove", [False, True], ids=["", "prove"])
@@ -212,7 +225,7 @@ def test_the_kernel_itself_resets_the_priority_of_ipv4_alone(router: Router, she
 def test_untracked_packets_to_an_address_of_the_node_are_left_alone(
     tag: str, family: int, router: Router, table: Table, shell: Shell
 ) -> None:
-    """NodeLocal DNSCache: the Service's address is one of this node's, and raw-table rules say NOTRACK."""
+    """NodeLocal DNSCache: the Service's address is one of this node's, and raw-table rules set NOTRACK (finding D5)."""
     ready(table, router, family, Behaviour(MARK, drop_invalid=True, refuse_unknown=True, prove_new=True))
     table.set_addresses("cluster_ips", [(packed(router.VIP[family]), 32 if family == 4 else 128)])
     decide(shell, tag, "meta l4proto udp")
@@ -246,7 +259,7 @@ def test_untracked_packets_to_an_address_of_the_node_are_left_alone(
 def test_a_defined_port_is_not_refused_where_no_program_has_chosen(
     protocol: str, family: int, router: Router, table: Table, shell: Shell
 ) -> None:
-    """A pod that was made a moment ago: the first packet is lost, and the next one is served."""
+    """A pod that was made a moment ago: the first packet is lost, and the next one is served (finding D10)."""
     table.ensure(Behaviour(MARK, refuse_unknown=True))
     vip = packed(router.VIP[family])
     number = {"tcp": 6, "udp": 17}[protocol]
@@ -294,6 +307,18 @@ def test_defined_ports_are_adopted_and_healed(table: Table, shell: Shell) -> Non
     assert "fd00::1" not in after
 
 
+def test_status_reads_the_rules_without_the_elements(table: Table, shell: Shell) -> None:
+    """With 10 000 Services the sets have 20 000 elements, and reading them takes a second."""
+    table.ensure(Behaviour(MARK, refuse_unknown=True))
+    table.set_ports({port_key(packed("10.96.0.1"), 6, 80)})
+    assert "10.96.0.1" in shell("nft list table inet pyebpf-proxy")
+    listed = json.loads(shell("nft -j list table inet pyebpf-proxy"))["nftables"]
+    assert facts.nft_rules(mounts.DEFAULT_DIRECTORY) == sum("rule" in entry for entry in listed) > 0
+    assert "10.96.0.1" not in str(facts.nft("list ruleset inet"))
+    shell("nft flush ruleset")
+    assert facts.nft_rules(mounts.DEFAULT_DIRECTORY) is None
+
+
 # ---- the table of an older version ---------------------------------------------------------------------------------
 
 OLDER = """
@@ -312,7 +337,7 @@ table inet pyebpf-proxy {
         meta nfproto ipv6 meta l4proto { tcp, udp, sctp } dnat ip6 to meta priority map @backends6
     }
     chain masquerading {
-        type nat hook postrouting priority 99
+        type nat hook postrouting priority 100
         meta mark and 0x4000 == 0x4000 masquerade fully-random
     }
     chain gone {
@@ -321,7 +346,7 @@ table inet pyebpf-proxy {
 """
 
 
-def test_a_table_of_an_older_version_becomes_ours_in_one_step(family: int, router: Router, shell: Shell) -> None:
+def test_a_table_of_an_older_version_is_replaced_in_one_step(family: int, router: Router, shell: Shell) -> None:
     """Its elements serve what the programs that are still attached choose; no packet meets half a table."""
     shell(f"nft -f - <<'END'\n{OLDER}\nEND")
     table = Table()
@@ -331,7 +356,7 @@ def test_a_table_of_an_older_version_becomes_ours_in_one_step(family: int, route
     assert table._generation() == before + 1
     assert table.elements.keys() == {1, BACKEND}
     assert "gone" not in shell("nft list chains inet")
-    assert "priority srcnat; policy" in shell("nft list chain inet pyebpf-proxy masquerading")
+    assert "priority srcnat - 1; policy" in shell("nft list chain inet pyebpf-proxy masquerading")
     fresh = shell("nft list table inet pyebpf-proxy")
     assert fresh.count("ee00:1") == 2
     decide(shell, MASQUERADED)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our programs on devices where others have theirs: first at ingress, last at egress, and never in their way."""
+"""The agent's programs on devices with foreign programs: first at ingress, last at egress, and never in their way."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ LIMIT_FROM_POD = """
 
 @pytest.fixture(scope="session")
 def foreign(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Object]:
-    """Programs of somebody else."""
+    """Programs of other software."""
     folder = tmp_path_factory.mktemp("foreign")
     (folder / "foreign.c").write_text(ENDS)
     subprocess.run(
@@ -62,7 +62,7 @@ def foreign(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Object]:
 
 @pytest.fixture
 def pod(namespace: None, shell: Shell) -> Iterator[int]:
-    """The device `pod`, whose other end is in a network namespace of its own."""
+    """The device `pod`, whose other end is in its own network namespace."""
     name = f"pep-{os.getpid()}-pod"
     shell(f"ip netns add {name}; ip link add pod type veth peer name eth0 netns {name}; ip link set pod up")
     yield socket.if_nametoindex("pod")
@@ -70,7 +70,7 @@ def pod(namespace: None, shell: Shell) -> Iterator[int]:
 
 
 class Agent:
-    """A Node with maps of its own."""
+    """A Node with its own maps."""
 
     def __init__(self, directory: Path, bpffs: Path, programs: Object) -> None:
         self.directory = directory
@@ -106,7 +106,7 @@ Put = Callable[[str, int, int], None]
 
 @pytest.fixture
 def put(foreign: Object) -> Iterator[Put]:
-    """Attaches somebody's program to a device, at a hook's head or tail."""
+    """Attaches a foreign program to a device, at a hook's head or tail."""
     links: list[int] = []
 
     def attach(program: str, device: int, where: int, hook: int = tcx.INGRESS) -> None:
@@ -134,15 +134,16 @@ def test_a_pod_s_device_without_others(agent: Agent, pod: int, shell: Shell) -> 
 
 
 @pytest.mark.parametrize("program", ["ends_chain", "goes_on"])
-def test_a_program_that_was_there_is_behind_ours(program: str, agent: Agent, pod: int, put: Put) -> None:
+def test_an_earlier_program_comes_after_the_agents(program: str, agent: Agent, pod: int, put: Put) -> None:
+    """Also one that ends the chain: it would keep every packet from the agent's program (finding D2)."""
     put(program, pod, tcx.BEFORE)
     node = agent.start()
     assert carried("pod") == (["tc_ethernet", program], ["tc_egress"])
-    assert limit(node, pod) == (REDIRECT_NONE, f"behind our program: tcx program {program}")
+    assert limit(node, pod) == (REDIRECT_NONE, f"after the agent's program: tcx program {program}")
     assert agent.written(pod)[0] == REDIRECT_NONE
 
 
-def test_a_program_that_comes_later_is_noticed_and_gets_behind_ours(agent: Agent, pod: int, put: Put) -> None:
+def test_a_later_program_is_noticed_and_comes_after_the_agents(agent: Agent, pod: int, put: Put) -> None:
     node = agent.start()
     before = tcx.chain(pod, tcx.INGRESS)
     put("ends_chain", pod, tcx.BEFORE)
@@ -158,7 +159,7 @@ def test_a_program_that_comes_later_is_noticed_and_gets_behind_ours(agent: Agent
     node.look()
     assert limit(node, pod) == (
         REDIRECT_NONE,
-        "behind our program: tcx program ends_chain, tcx program goes_on",
+        "after the agent's program: tcx program ends_chain, tcx program goes_on",
     )
 
 
@@ -173,7 +174,7 @@ def test_who_keeps_going_to_the_head_is_left_there(agent: Agent, pod: int, forei
     assert len(agent.reports) < 13
 
 
-def test_a_program_at_egress_is_before_ours_and_keeps_packets_in_the_queue(agent: Agent, pod: int, put: Put) -> None:
+def test_an_earlier_program_at_egress_keeps_packets_in_the_queue(agent: Agent, pod: int, put: Put) -> None:
     put("goes_on", pod, tcx.AFTER, tcx.EGRESS)
     node = agent.start()
     assert carried("pod")[1] == ["goes_on", "tc_egress"]
@@ -189,7 +190,7 @@ def test_filters_and_qdiscs_come_and_go(agent: Agent, pod: int, shell: Shell) ->
     follow(node, lambda: limit(node, pod)[0] == REDIRECT_DEVICE)
     assert limit(node, pod)[1] == "behind the fast path: clsact egress filter pref 7 bpf"
     shell(f"tc filter add dev pod ingress pref 1 {OTHERS}")
-    follow(node, lambda: limit(node, pod) == (REDIRECT_NONE, "behind our program: clsact filter pref 1 bpf"))
+    follow(node, lambda: limit(node, pod) == (REDIRECT_NONE, "after the agent's program: clsact filter pref 1 bpf"))
     assert agent.written(pod)[0] == REDIRECT_NONE
     shell("tc qdisc del dev pod clsact")
     follow(node, lambda: limit(node, pod) == (REDIRECT_PEER, ""))
@@ -199,6 +200,7 @@ def test_filters_and_qdiscs_come_and_go(agent: Agent, pod: int, shell: Shell) ->
 
 @pytest.mark.parametrize("first", [True, False], ids=["before", "after"])
 def test_the_bandwidth_plugin_has_its_qdiscs(first: bool, agent: Agent, pod: int, shell: Shell) -> None:
+    """It fails if the agent's qdisc is there before (finding D2)."""
     if first:
         shell(LIMIT_TO_POD + LIMIT_FROM_POD)
     node = agent.start()
@@ -207,7 +209,7 @@ def test_the_bandwidth_plugin_has_its_qdiscs(first: bool, agent: Agent, pod: int
         follow(node, lambda: limit(node, pod) == (REDIRECT_DEVICE, "qdisc tbf"))
         shell(LIMIT_FROM_POD)
     follow(node, lambda: limit(node, pod)[0] == REDIRECT_NONE)
-    assert limit(node, pod)[1].startswith("behind our program: ingress filter pref 49152 u32")
+    assert limit(node, pod)[1].startswith("after the agent's program: ingress filter pref 49152 u32")
     assert carried("pod") == OURS
 
 
@@ -222,7 +224,7 @@ def test_a_device_that_appears_later(agent: Agent, shell: Shell) -> None:
     assert [name for name in os.listdir(agent.folder) if name.startswith(f"{index}-")] == []
 
 
-def test_a_link_that_somebody_took_off_comes_back(agent: Agent, pod: int) -> None:
+def test_a_link_that_was_detached_comes_back(agent: Agent, pod: int) -> None:
     node = agent.start()
     link = tcx.open_pinned(agent.folder / f"{pod}-ingress")
     tcx.detach(link)
@@ -254,7 +256,7 @@ def _link_id(pin: Path) -> int:
 
 
 def test_a_move_that_was_cut_short_by_kill_9(agent: Agent, pod: int, put: Put, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At every step of it: our program is on the device all the time, and the next run puts it in order."""
+    """At every step of it: the agent's program is on the device all the time, and the next run puts it in order."""
     agent.start().close()
     fd = agent.programs.programs["tc_ethernet"].fd
     for step in range(1, 5):
@@ -353,11 +355,11 @@ def test_clean_up_leaves_others_alone(agent: Agent, pod: int, put: Put, shell: S
 # ---- kernels without tcx --------------------------------------------------------------
 
 
-def test_without_tcx_others_filters_are_behind_ours(agent: Agent, pod: int, shell: Shell) -> None:
+def test_without_tcx_foreign_filters_come_after_the_agents(agent: Agent, pod: int, shell: Shell) -> None:
     shell(f"tc qdisc add dev pod clsact; tc filter add dev pod ingress pref 2 {OTHERS}")
     node = agent.start(use_tcx=False)
     assert carried("pod") == OURS
-    assert limit(node, pod) == (REDIRECT_NONE, "behind our program: clsact filter pref 2 bpf")
+    assert limit(node, pod) == (REDIRECT_NONE, "after the agent's program: clsact filter pref 2 bpf")
     shell("tc filter del dev pod ingress pref 2")
     follow(node, lambda: limit(node, pod) == (REDIRECT_PEER, ""))
 
@@ -368,7 +370,7 @@ def test_without_tcx_an_ingress_qdisc_has_no_egress_for_us(agent: Agent, pod: in
     assert carried("pod") == (["tc_ethernet"], [])
     assert limit(node, pod) == (
         REDIRECT_NONE,
-        "our program is not at its egress: its ingress qdisc is another's and has no egress",
+        "the agent's program is not at its egress: its ingress qdisc is another's and has no egress",
     )
 
 
@@ -394,7 +396,7 @@ def test_a_bridge_that_does_something_to_frames_closes_its_ports(agent: Agent, p
     assert limit(node, pod) == (REDIRECT_PEER, "")
 
 
-def test_nothing_of_ours_is_left_after_the_instance_s_clean_up(agent: Agent, pod: int, tmp_path: Path) -> None:
+def test_nothing_is_left_after_the_instances_clean_up(agent: Agent, pod: int, tmp_path: Path) -> None:
     """The same by the command's own way: the pins lie where the agent puts them."""
     directory = tmp_path / "run"
     (directory / "bpf").mkdir(parents=True)

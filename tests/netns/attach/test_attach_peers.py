@@ -38,7 +38,7 @@ FEW = "-all,+bpf,+net_admin,+perfmon"
 ASK = """
 from pyebpf_proxy.datapath.node.follower import Follower
 follower = Follower()
-print({follower.state.links[index].name: said for index, said in follower.state.peers.items()})
+print({follower.state.links[index].name: peer for index, peer in follower.state.peers.items()})
 """
 
 
@@ -117,7 +117,7 @@ def test_a_program_comes_and_goes(start: Callable[[], Node], pod: Pod, programs:
         pod.xdp("xdpdrv")
         follow(node, lambda: limit(node, pod.device) == (REDIRECT_DEVICE, PROGRAM))
         assert written(programs, pod.device) == REDIRECT_DEVICE
-        assert moves, "flows that are known are told of it"
+        assert moves, "known flows take notice"
         pod.xdp("xdpdrv", off=True)
         follow(node, lambda: limit(node, pod.device) == (REDIRECT_PEER, ""))
         assert written(programs, pod.device) == REDIRECT_PEER
@@ -143,7 +143,7 @@ def test_where_no_message_comes_the_next_look_finds_it(start: Callable[[], Node]
         before = limit(node, pod.device)
         pod.xdp("xdpdrv", off)
         node.read()
-        assert limit(node, pod.device) == before, "no message came: this kernel tells, the test shows nothing"
+        assert limit(node, pod.device) == before, "no message came: this kernel reports it, the test shows nothing"
         node.look()
         assert limit(node, pod.device) == wanted
 
@@ -159,7 +159,7 @@ def test_the_capabilities_of_the_daemonset_are_enough(pod: Pod) -> None:
     assert known_with(FEW) == f"{{'pod': '{PROGRAM}'}}"
 
 
-def test_where_it_may_not_be_asked_offload_tells(pod: Pod) -> None:
+def test_offload_decides_where_the_peer_may_not_be_read(pod: Pod) -> None:
     without = FEW.replace(",+net_admin", "")
     assert known_with(without) == "{'pod': ''}"
     pod.xdp("xdpdrv")
@@ -167,7 +167,7 @@ def test_where_it_may_not_be_asked_offload_tells(pod: Pod) -> None:
 
 
 def test_the_other_end_has_gone_elsewhere(pod: Pod, shell: Shell) -> None:
-    """The veth's own message says where it is now."""
+    """The veth's own message has its new place."""
     follower = Follower()
     shell("ip link add host type veth peer name moves; ip link set host up; ip link set moves up")
     index = socket.if_nametoindex("host")
@@ -191,12 +191,12 @@ def test_many_are_asked_in_turns(pod: Pod) -> None:
     veth = follower.state.links[pod.device]
     follower.close()
     many = [veth._replace(ifindex=1000 + number) for number in range(600)]
-    asked = Peers()
-    turns = [asked.ask_some(many) for _ in range(4)]
+    peers = Peers()
+    turns = [peers.read_some(many) for _ in range(4)]
     assert [len(turn) for turn in turns] == [256, 256, 88, 256]
     assert turns[0] | turns[1] | turns[2] == {link.ifindex: PROGRAM for link in many}
     assert turns[3].keys() == turns[0].keys()
-    assert asked.ask([Link(1, "lo", 772)]) == {}
+    assert peers.read([Link(1, "lo", 772)]) == {}
 
 
 def test_refusals_are_among_the_answers(pod: Pod) -> None:

@@ -2,9 +2,9 @@
 """What conntrack makes of a client's port that is used again soon: why ``tests/changes/checker.py`` excuses an answer.
 
 A client that resets its connection may have sent an acknowledgement just before, from another CPU, and the reset may
-overtake it. The endpoint answers the late one with a reset of its own. The kernel forgets the entry of a connection
+overtake it. The endpoint answers the late one with its own reset. The kernel forgets the entry of a connection
 that was reset when the client's next SYN comes, but only if the client's reset was the last packet; here it was not, so
-the SYN goes on unjudged, by the old entry's translation. No program of ours has a part in that, only address
+the SYN continues unjudged, by the old entry's translation. No BPF program has a part in that, only address
 translation by nftables: it is so with every proxy.
 """
 
@@ -95,7 +95,7 @@ def test_a_port_that_is_used_again(overtaken: bool, router: Router, table: Table
         watcher.bind(("eth0", _ETH_P_ALL))
         server.settimeout(SECONDS)
         assert connects(router, server)
-        # The service goes: nobody translates this address any more.
+        # The service goes: this address is not translated any more.
         shell("nft delete table inet decision")
         if overtaken:
             watcher.send(last_acknowledgement(watcher))

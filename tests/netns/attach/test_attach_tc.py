@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our filter on a device: beside others, replaced in place, and gone without a trace."""
+"""The agent's filter on a device: next to others, replaced in place, and gone without a trace."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def everything(shell: Shell) -> str:
     return "\n".join(found)
 
 
-def ours(shell: Shell, name: str = "v0") -> list[dict[str, Any]]:
+def own(shell: Shell, name: str = "v0") -> list[dict[str, Any]]:
     listed = json.loads(shell(f"tc -j filter show dev {name} ingress") or "[]")
     options = [entry["options"] for entry in listed if "options" in entry]
     return [entry for entry in options if entry.get("bpf_name") == NAME]
@@ -60,7 +60,7 @@ def test_the_program_is_at_ingress_in_direct_action_mode(
     filters: Filters, device: int, fds: tuple[int, int], shell: Shell
 ) -> None:
     assert filters.attach(device, "v0", fds[0])
-    (found,) = ours(shell)
+    (found,) = own(shell)
     assert found["handle"] == "0xeb"
     assert found["direct-action"]
     assert found["prog"]["name"] == "tc_ethernet"
@@ -82,7 +82,7 @@ def test_a_second_attach_replaces_the_program_in_place(
 ) -> None:
     filters.attach(device, "v0", fds[0])
     filters.attach(device, "v0", fds[1])
-    (found,) = ours(shell)
+    (found,) = own(shell)
     assert found["prog"]["name"] == "tc_l3"
 
 
@@ -93,7 +93,7 @@ def test_another_run_replaces_the_program_and_still_knows_whose_the_clsact_is(
     filters.attach(device, "v0", fds[0])
     again = Filters(tmp_path)
     again.attach(device, "v0", fds[1])
-    assert len(ours(shell)) == 1
+    assert len(own(shell)) == 1
     again.detach(device, "v0")
     again.close()
     assert everything(shell) == before
@@ -106,12 +106,12 @@ def test_a_qdisc_that_was_there_stays(
     shell(f"tc qdisc add dev v0 {qdisc}")
     before = everything(shell)
     filters.attach(device, "v0", fds[0])
-    assert len(ours(shell)) == 1
+    assert len(own(shell)) == 1
     filters.detach(device, "v0")
     assert everything(shell) == before
 
 
-def test_others_filters_stay_and_run_on_both_sides_of_ours(
+def test_foreign_filters_stay_and_run_before_and_after_the_agents(
     filters: Filters, device: int, fds: tuple[int, int], shell: Shell
 ) -> None:
     shell("tc qdisc add dev v0 clsact")
@@ -120,7 +120,7 @@ def test_others_filters_stay_and_run_on_both_sides_of_ours(
         shell(f"tc filter add dev v0 {hook} pref 60000 {OTHERS}")
     before = everything(shell)
     filters.attach(device, "v0", fds[0])
-    assert len(ours(shell)) == 1
+    assert len(own(shell)) == 1
     filters.detach(device, "v0")
     assert everything(shell) == before
 
@@ -132,7 +132,7 @@ def test_our_clsact_stays_while_others_have_a_filter_on_it(
     filters.attach(device, "v0", fds[0])
     shell(f"tc filter add dev v0 {hook} pref 9 {OTHERS}")
     filters.detach(device, "v0")
-    assert ours(shell) == []
+    assert own(shell) == []
     assert "bytecode" in shell(f"tc filter show dev v0 {hook}")
 
 
@@ -142,15 +142,15 @@ def test_our_clsact_stays_while_others_have_a_filter_on_it(
 def test_a_filter_of_others_at_our_priority_is_not_touched(
     others: str, filters: Filters, device: int, fds: tuple[int, int], shell: Shell
 ) -> None:
-    """Another with our handle, of another kind, or for one protocol: ours cannot be beside it and is the next."""
+    """A foreign filter of the same handle, of another kind, or of one protocol: the agent's has the next priority."""
     shell("tc qdisc add dev v0 clsact")
     shell(f"tc filter add dev v0 ingress pref 1 {others}")
     shell(f"tc filter add dev v0 egress pref 65535 {others}")
     before = everything(shell)
     filters.attach(device, "v0", fds[0])
     filters.attach(device, "v0", fds[1], EGRESS)
-    assert [(each.priority, each.ours) for each in tc.filters(device, INGRESS)][-1] == (2, True)
-    assert next((each.priority, each.ours) for each in tc.filters(device, EGRESS)) == (65534, True)
+    assert [(each.priority, each.own) for each in tc.filters(device, INGRESS)][-1] == (2, True)
+    assert next((each.priority, each.own) for each in tc.filters(device, EGRESS)) == (65534, True)
     assert filters.detach(device, "v0")
     assert everything(shell) == before
 
@@ -161,7 +161,7 @@ def test_ours_is_before_another_program_of_its_priority(
     shell("tc qdisc add dev v0 clsact")
     shell(f"tc filter add dev v0 ingress pref 1 handle 1 {OTHERS}")
     filters.attach(device, "v0", fds[0])
-    assert [(each.priority, each.ours) for each in tc.filters(device, INGRESS)] == [(1, True), (1, False)]
+    assert [(each.priority, each.own) for each in tc.filters(device, INGRESS)] == [(1, True), (1, False)]
 
 
 @pytest.mark.parametrize("others", ["", f"tc filter add dev v0 ingress pref 3 {OTHERS}"])
@@ -174,9 +174,9 @@ def test_a_filter_of_an_earlier_version_gives_way(
     shell(others)
     filters._add(device, "v0", fds[0], INGRESS, 235)
     filters.attach(device, "v0", fds[1])
-    (found,) = ours(shell)
+    (found,) = own(shell)
     assert found["prog"]["name"] == "tc_l3"
-    assert [each.priority for each in tc.filters(device, INGRESS) if each.ours] == [1]
+    assert [each.priority for each in tc.filters(device, INGRESS) if each.own] == [1]
     filters.detach(device, "v0")
     assert others or everything(shell) == before
 

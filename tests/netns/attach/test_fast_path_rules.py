@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The map ``fast_path`` while somebody changes rulesets, neighbours and rules of routing beside us."""
+"""The map ``fast_path`` while other software changes rulesets, neighbours and routing rules."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Node:
         self.reasons = programs.btf.enum("slow_path_reason")
         self.fast = FastPath(self.map, self.layout, self.reasons, **options)
 
-    def word(self) -> dict[str, Any]:
+    def state(self) -> dict[str, Any]:
         value = self.map.lookup(bytes(4))
         assert value is not None
         return self.layout.unpack(value)
@@ -40,8 +40,8 @@ class Node:
     async def until(self, name: str, value: int, other: bool = False) -> float:
         """Seconds until a field has a value, or another one."""
         begin = time.monotonic()
-        while (self.word()[name] == value) is other:
-            assert time.monotonic() - begin < 5, self.word()
+        while (self.state()[name] == value) is other:
+            assert time.monotonic() - begin < 5, self.state()
             await asyncio.sleep(0.005)
         return time.monotonic() - begin
 
@@ -79,9 +79,9 @@ def test_a_rule_closes_the_family_and_opens_it_again(which: str, programs: Objec
 
     async def scene() -> None:
         async with following(programs) as node:
-            assert node.word()[family] == 0
+            assert node.state()[family] == 0
             for command, wanted in ((add, node.reasons["STACK_RULES"]), (remove, 0)) * 2:
-                before = node.word()["permit_generation"]
+                before = node.state()["permit_generation"]
                 shell(command)
                 assert await node.until("permit_generation", before, other=True) < SOON
                 assert await node.until(family, wanted) < SOON
@@ -100,7 +100,7 @@ def test_the_words_are_kept_for_people(programs: Object, shell: Shell) -> None:
         assert again.fast.closed == {4: ClosedReason("STACK_RULES", words)}
         again.fast.close()
         bold = Node(programs, heed_rules=False)
-        assert (bold.fast.closed, bold.fast.warnings, bold.word()["closed4"]) == ({}, {4: words}, 0)
+        assert (bold.fast.closed, bold.fast.warnings, bold.state()["closed4"]) == ({}, {4: words}, 0)
         bold.fast.close()
     finally:
         node.fast.close()
@@ -110,10 +110,10 @@ def test_iptables_legacy_is_looked_at_every_two_seconds(programs: Object, shell:
     async def scene() -> None:
         async with following(programs) as node:
             for command, closes in (("-A", True), ("-D", False)):
-                before = node.word()["permit_generation"]
+                before = node.state()["permit_generation"]
                 shell(f"iptables-legacy {command} FORWARD -j LOG")
                 await node.until("closed4", 0, other=closes)
-                assert node.word()["permit_generation"] != before
+                assert node.state()["permit_generation"] != before
 
     run(scene)
 
@@ -124,11 +124,11 @@ def test_changes_of_our_own_table_void_no_permits(programs: Object, shell: Shell
 
     async def scene() -> None:
         async with following(programs, own_table=table.name) as node:
-            before = node.word()["permit_generation"]
+            before = node.state()["permit_generation"]
             for number in range(1, 20):
                 table.update({number: (bytes([10, 0, 0, number]), 80)})
             await asyncio.sleep(0.3)
-            assert node.word()["permit_generation"] == before
+            assert node.state()["permit_generation"] == before
             shell("nft add table inet mine")
             await node.until("permit_generation", before + 1)
 
@@ -144,7 +144,7 @@ def test_elements_of_others_void_permits_and_are_not_read(
         async with following(programs) as node:
             started: list[int] = []
             monkeypatch.setattr(node.fast._rules, "_start", lambda: started.append(1))
-            before = node.word()["permit_generation"]
+            before = node.state()["permit_generation"]
             shell("nft 'add element inet mine blocked { 192.0.2.1 }'")
             await node.until("permit_generation", before + 1)
             await asyncio.sleep(0.3)
@@ -162,7 +162,7 @@ def test_a_mark_closes_it_when_a_rule_of_routing_comes(programs: Object, shell: 
 
     async def scene() -> None:
         async with following(programs) as node:
-            assert node.word()["closed4"] == 0
+            assert node.state()["closed4"] == 0
             shell("ip rule add fwmark 7 lookup 100")
             await node.until("closed4", node.reasons["STACK_RULES"])
             shell("ip rule del fwmark 7 lookup 100")
@@ -176,7 +176,7 @@ def test_a_device_of_the_same_name_that_is_one_of_ethernet(programs: Object, she
 
     async def scene() -> None:
         async with following(programs) as node:
-            assert node.word()["closed4"] == 0
+            assert node.state()["closed4"] == 0
             shell("ip link del two; ip link add two type veth peer other")
             await node.until("closed4", node.reasons["STACK_RULES"])
             shell("ip link del two; ip tuntap add two mode tun")
@@ -205,11 +205,11 @@ def test_rules_of_routing(rule: str, closes: bool, programs: Object, shell: Shel
 
     async def scene() -> None:
         async with following(programs) as node:
-            before = node.word()["generation"]
+            before = node.state()["generation"]
             shell(f"ip -6 rule add {rule}")
             await node.until("generation", before, other=True)
-            assert node.word()["closed6"] == (node.reasons["STACK_POLICY_ROUTED"] if closes else 0)
-            assert node.word()["closed4"] == 0
+            assert node.state()["closed6"] == (node.reasons["STACK_POLICY_ROUTED"] if closes else 0)
+            assert node.state()["closed4"] == 0
 
     run(scene)
 
@@ -223,10 +223,10 @@ def test_a_neighbour_that_changes_moves_the_generation(programs: Object, shell: 
     async def scene() -> None:
         async with following(programs) as node:
             await asyncio.sleep(0.2)
-            before = node.word()["generation"]
+            before = node.state()["generation"]
             shell(f"ip neigh add {neighbour}:01")
             await asyncio.sleep(0.2)
-            assert node.word()["generation"] == before, "nothing was sent to it yet"
+            assert node.state()["generation"] == before, "nothing was sent to it yet"
             shell(f"ip neigh replace {neighbour}:02")
             await node.until("generation", before + 1)
             shell("ip neigh del 10.1.1.2 dev one")
@@ -237,19 +237,19 @@ def test_a_neighbour_that_changes_moves_the_generation(programs: Object, shell: 
 
 def test_draining_and_the_end(programs: Object) -> None:
     node = Node(programs)
-    first = node.word()
+    first = node.state()
     assert (first["draining"], node.fast.draining) == (0, False)
     assert first["alive_until"] > time.clock_gettime_ns(time.CLOCK_MONOTONIC)
     node.fast.drain()
-    assert node.word() == {**first, "draining": 1, "alive_until": node.word()["alive_until"]}
+    assert node.state() == {**first, "draining": 1, "alive_until": node.state()["alive_until"]}
     node.fast.close()
-    assert node.word()["alive_until"] == 0
+    assert node.state()["alive_until"] == 0
     after = Node(programs)
     try:
-        # What a former agent's permits and entries said counts no more.
-        assert after.word()["generation"] == first["generation"] + 1
-        assert after.word()["permit_generation"] == first["permit_generation"] + 1
-        assert after.word()["draining"] == 0
+        # Permits and entries of a former agent are void.
+        assert after.state()["generation"] == first["generation"] + 1
+        assert after.state()["permit_generation"] == first["permit_generation"] + 1
+        assert after.state()["draining"] == 0
     finally:
         after.fast.close()
 

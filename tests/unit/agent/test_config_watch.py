@@ -57,7 +57,7 @@ def touch(file: Path) -> None:
     os.utime(file)
 
 
-def create_beside(file: Path) -> None:
+def create_another(file: Path) -> None:
     (file.parent / "other.yaml").write_text("x")
 
 
@@ -95,12 +95,12 @@ async def outcome(watch: ConfigWatch, act: Callable[[], None]) -> str:
 @pytest.mark.parametrize("act", [write, append, empty, rename, rename_and_put_another_there])
 def test_a_write_or_rename_ends_the_agent(file: Path, act: Callable[[Path], None]) -> None:
     watch = ConfigWatch(file)
-    said = asyncio.run(outcome(watch, lambda: act(file)))
-    assert said == "content of the proxy server's configuration file was updated"
+    shown = asyncio.run(outcome(watch, lambda: act(file)))
+    assert shown == "content of the proxy server's configuration file was updated"
     watch.close()
 
 
-@pytest.mark.parametrize("act", [chmod, touch, create_beside, remove, rename_over, read])
+@pytest.mark.parametrize("act", [chmod, touch, create_another, remove, rename_over, read])
 def test_everything_else_does_nothing(file: Path, act: Callable[[Path], None]) -> None:
     watch = ConfigWatch(file)
     assert asyncio.run(outcome(watch, lambda: act(file))) == ""

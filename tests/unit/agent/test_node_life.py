@@ -133,7 +133,7 @@ def test_other_pod_cidrs_are_nothing_where_they_are_not_needed() -> None:
     assert end_of(life, play) == ""
 
 
-def test_other_addresses_are_told_once_and_followed(caplog: pytest.LogCaptureFixture) -> None:
+def test_changed_addresses_are_logged_once_and_followed(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "pyebpf_proxy")
     life = NodeLife("here", needs_pod_cidrs=False)
     life.take([node()])
@@ -149,7 +149,7 @@ def test_other_addresses_are_told_once_and_followed(caplog: pytest.LogCaptureFix
     assert line.text.endswith(" node=here now=192.0.2.2 2001:db8::2 at_start=192.0.2.1")
 
 
-def test_a_node_that_is_deleted_keeps_what_it_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_deleted_node_keeps_its_facts(caplog: pytest.LogCaptureFixture) -> None:
     life = NodeLife("here", needs_pod_cidrs=True)
     life.take([node(cidrs=CIDR)])
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The agent's loop: what is programmed, when, and in which order. The rooms around it record what they are asked."""
+"""The agent's loop: what is programmed, when, and in which order. The packages around it are recording fakes."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from pyebpf_proxy.common.errors import DatapathError, FatalError
 from pyebpf_proxy.config import flags
 from pyebpf_proxy.config.complete import complete
 from pyebpf_proxy.config.effective import Effective, effective
-from pyebpf_proxy.kube.events import About
+from pyebpf_proxy.kube.events import ObjectReference
 from pyebpf_proxy.kube.source import Batch, Change
-from pyebpf_proxy.services.losses import Said
+from pyebpf_proxy.services.losses import LossMessage
 from pyebpf_proxy.services.model import IPFamily, Protocol, ServicePort, ServicePortName
 from pyebpf_proxy.services.node_facts import NodeFacts
 from tests.support.logs import Log, Message
@@ -52,11 +52,11 @@ class Names:
 
     def __init__(self) -> None:
         self._ports: dict[ServicePortName, ServicePort] = {}
-        self.said: tuple[list[Said], list[Said]] = ([], [])
+        self.messages: tuple[list[LossMessage], list[LossMessage]] = ([], [])
 
-    def news(self) -> tuple[list[Said], list[Said]]:
-        said, self.said = self.said, ([], [])
-        return said
+    def new_messages(self) -> tuple[list[LossMessage], list[LossMessage]]:
+        messages, self.messages = self.messages, ([], [])
+        return messages
 
     @property
     def names(self) -> Iterable[ServicePortName]:
@@ -223,7 +223,7 @@ def test_changes_inside_the_minimum_period_are_one_sync(agent: RecordedAgent) ->
         deliver(Batch([change("b", gone=True)], complete=True))
         await until(lambda: bool(agent.applied()))
 
-    # Long beside what a busy machine may take from one to the other.
+    # Long compared with what a busy machine may take from one to the other.
     agent.run(play, settings(minimum="400ms", retry="5000ms"))
     assert agent.applied() == [["-b", "c", "d"]]
 
@@ -306,7 +306,7 @@ def test_other_nodes_reach_the_data_plane_before_the_changes_that_came_with_them
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_a_node_whose_addresses_are_not_known_is_said(
+def test_a_node_whose_addresses_are_unknown_is_reported(
     agent: RecordedAgent, known: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     if known:
@@ -329,7 +329,7 @@ def test_removals_wait_until_nothing_happens(agent: RecordedAgent) -> None:
     assert [call for call, _ in agent.datapath.calls] == ["start", "collect"]
 
 
-def test_a_problem_is_told_once(agent: RecordedAgent, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_problem_is_logged_once(agent: RecordedAgent, caplog: pytest.LogCaptureFixture) -> None:
     agent.datapath.problems = ["ns/a: map frontends4 is full"]
 
     async def play(deliver: Callable[[Batch], None]) -> None:
@@ -348,12 +348,12 @@ def test_a_problem_is_told_once(agent: RecordedAgent, caplog: pytest.LogCaptureF
     assert len(Log(caplog).lines("ns/a: map frontends4 is full")) == 2
 
 
-def test_what_the_planner_says_is_logged_and_an_event_where_it_has_a_reason(
+def test_messages_of_the_planner_are_logged_and_cause_an_event_if_they_have_a_reason(
     agent: RecordedAgent, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
-    lost, refused = Said("ns", "a", "a lost 10.0.0.1"), Said("ns", "b", "b may not", "AddressRefused")
-    agent.planner.said = ([lost, refused], [Said("ns", "c", "c is a Node's")])
+    lost, refused = LossMessage("ns", "a", "a lost 10.0.0.1"), LossMessage("ns", "b", "b may not", "AddressRefused")
+    agent.planner.messages = ([lost, refused], [LossMessage("ns", "c", "c is a Node's")])
     agent.planner.lost = 22
 
     async def play(deliver: Callable[[Batch], None]) -> None:
@@ -363,9 +363,9 @@ def test_what_the_planner_says_is_logged_and_an_event_where_it_has_a_reason(
         await until(lambda: len(agent.applied()) == 1)
 
     agent.run(play, settings())
-    told = [tuple(line) for line in Log(caplog).lines() if line.text[1] == " "]
-    assert told == [("error", "a lost 10.0.0.1"), ("error", "b may not"), ("info", "c is a Node's")]
-    about = About("Service", "ns", "b")
+    logged = [tuple(line) for line in Log(caplog).lines() if line.text[1] == " "]
+    assert logged == [("error", "a lost 10.0.0.1"), ("error", "b may not"), ("info", "c is a Node's")]
+    about = ObjectReference("Service", "ns", "b")
     assert agent.events == [(about, "Warning", "AddressRefused", "Serve", "b may not")]
     assert agent.metrics.problems == [22, 22]
 

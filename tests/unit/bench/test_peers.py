@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Contenders beside each other: what is judged, and when a packet counts as dearer than at the base commit."""
+"""Contenders compared: what is judged, and when a packet counts as dearer than at the base commit."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from bench import (
 )
 from bench.__main__ import FIGURES, ROWS
 from bench.contenders import CONTENDERS, LOCAL_NODE_PORT, NODE_PORT, NONE, OURS, WAYS, XDP, objects
-from bench.loads import Asked, Plan, cell, cells, rows, steady
+from bench.loads import Options, Plan, cell, cells, rows, steady
 from bench.measure import TOOLS, Result, Row
 from bench.proxies import IPTABLES, NFTABLES
 from bench.rows import absolute, more, ratio
@@ -47,14 +47,14 @@ def test_a_ratio_is_that_of_the_rounds_not_of_the_medians() -> None:
     # The machine was half as fast in the second round: both were.
     row = ratio("x", "/s", [100, 52, 99], "y", [100, 50, 100], least=1.0)
     assert row.judged.median == 1.0
-    assert row.goal == "≥ 1.0 of it"
+    assert row.goal == "≥ 1.0 ×"
     assert row.met
 
 
 @pytest.mark.parametrize(("value", "met"), [(1.02, True), (1.03, False)])
 def test_an_upper_goal(value: float, met: bool) -> None:
     row = ratio("x", "µs", [value * 10], "y", [10], most=1.02)
-    assert (row.met, row.goal) == (met, "≤ 1.02 of it")
+    assert (row.met, row.goal) == (met, "≤ 1.02 ×")
 
 
 def test_without_a_goal_nothing_is_judged() -> None:
@@ -71,7 +71,7 @@ def test_what_is_absolute_is_judged_at_normal_speed() -> None:
 def test_who_did_not_take_part_has_no_row() -> None:
     samples = {"pod": {NONE: [100.0], OURS: [90.0]}}
     made = list(rows(samples, "load", "/s", [(OURS, NONE), (OURS, NFTABLES), (XDP, NONE)], {(OURS, NONE): 1.0}))
-    assert [(row.what, row.met) for row in made] == [("load, pod: ours", False)]
+    assert [(row.what, row.met) for row in made] == [("load, pod: pyebpf-proxy (defaults)", False)]
 
 
 def test_goals_of_short_connections_go_by_the_way() -> None:
@@ -138,7 +138,7 @@ def test_the_throttle_is_put_back_when_the_bench_is_killed(tmp_path: Path) -> No
 
 @pytest.mark.needs_root
 def test_the_server_of_short_connections_closes_what_its_client_has_ended(bpf_objects: Path) -> None:
-    # It has real-time priority: a connection that it never closes but is woken for takes the whole CPU.
+    """It has real-time priority: a connection that it is woken for and never closes takes the CPU (finding D18)."""
     with socket.create_server(("::1", 0), family=socket.AF_INET6) as free:
         port = free.getsockname()[1]
     command = [str(TOOLS / "connections"), "serve", str(port)]
@@ -162,10 +162,10 @@ def test_rounds_go_on_until_they_are_steady() -> None:
     assert steady(far, cell("pod", 6))
 
 
-def test_the_command_line_says_less_or_more_of_a_plan() -> None:
+def test_the_command_line_changes_a_plan() -> None:
     plan = Plan(5, 9, 1.0, cells(("pod", "cluster")))
-    assert plan.of(Asked()) == plan
-    asked = Asked(rounds=3, seconds=0.2, ways=("cluster",), families=(6,))
+    assert plan.of(Options()) == plan
+    asked = Options(rounds=3, seconds=0.2, ways=("cluster",), families=(6,))
     assert plan.of(asked) == Plan(3, 3, 0.2, (("cluster", 6),))
 
 
@@ -173,7 +173,7 @@ def test_every_row_has_its_figures() -> None:
     assert {figure for figures in ROWS.values() for figure in figures} <= set(FIGURES)
 
 
-def test_many_services_are_judged_beside_one() -> None:
+def test_many_services_are_judged_against_one() -> None:
     both = {"one": [100.0, 50.0], "many": [99.0, 48.0]}
     made = list(services.table({"10000": {OURS: both, NFTABLES: both}}))
     assert [row.met for row in made] == [False, None]  # 0.975: kube-proxy has no goal
@@ -185,7 +185,7 @@ def test_goals_of_udp_are_those_of_tc_and_of_xdp() -> None:
     samples = {kind + end: rates for end in ends for kind in udp.KINDS}
     made = [(row.goal, row.met) for row in udp.table(samples) if row.met is not None]
     tc, xdp = (("2.2", False), ("2.0", True), ("2.0", True)), (("5.0", False), ("4.5", True), ("3.0", True))
-    assert made == [(f"≥ {goal} of it", met) for goal, met in (*tc, *xdp)]
+    assert made == [(f"≥ {goal} ×", met) for goal, met in (*tc, *xdp)]
 
 
 def test_what_a_packet_costs_has_a_goal_if_it_is_of_no_service() -> None:
@@ -235,7 +235,7 @@ def test_the_page_has_all_marks() -> None:
 
 
 @pytest.mark.parametrize(
-    ("base", "ours", "worse"),
+    ("base", "changed", "worse"),
     [
         ([100.0] * 5, [112.0] * 5, True),
         ([100.0] * 5, [109.0] * 5, False),
@@ -246,8 +246,8 @@ def test_the_page_has_all_marks() -> None:
     ],
     ids=["dearer", "not much", "a clock's tick", "only now and then", "in moments of all kinds", "from nothing"],
 )
-def test_a_packet_is_dearer_than_at_the_base(base: list[float], ours: list[float], worse: bool) -> None:
-    assert check.judge("row", base, ours).worse is worse
+def test_a_packet_is_dearer_than_at_the_base(base: list[float], changed: list[float], worse: bool) -> None:
+    assert check.judge("row", base, changed).worse is worse
 
 
 def test_rows_that_only_one_side_has_are_not_compared() -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of the cluster figure: what is judged, against what."""
+"""The table of the cluster figure: what is judged, against what; results in words."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
-from bench import cluster, first
+from bench import cluster, first, report
 from bench.cluster_rows import percentile, rows
 from bench.measure import Result, Row
 from bench.proxies import IPTABLES, NFTABLES, OURS
+from bench.rows import absolute, more, ratio
 
 
 def run_of(kind: str, start: float, change: float, memory: float, late: float = 1.0) -> dict[str, Any]:
@@ -29,13 +30,13 @@ def judged(made: list[Row]) -> dict[str, bool]:
     return {f"{row.what}; {row.goal}": row.met for row in made if row.met is not None}
 
 
-def test_goals_are_judged_beside_kube_proxy() -> None:
+def test_goals_are_judged_against_kube_proxy() -> None:
     runs = [run_of(OURS, 1, 10, 100), run_of(NFTABLES, 4, 1000, 200), run_of(IPTABLES, 4, 1000, 200)]
     assert all(judged(rows(runs, 1.0)).values())
 
 
 @pytest.mark.parametrize(
-    ("ours", "missed"),
+    ("run", "missed"),
     [
         (run_of(OURS, 2, 10, 100), "start of the process"),
         (run_of(OURS, 1, 30, 100), "p99"),
@@ -44,17 +45,17 @@ def test_goals_are_judged_beside_kube_proxy() -> None:
     ],
     ids=["slow start", "slow change", "much memory", "a queue that grows"],
 )
-def test_what_is_missed_is_told(ours: dict[str, Any], missed: str) -> None:
-    runs = [ours, run_of(NFTABLES, 4, 1000, 200), run_of(IPTABLES, 4, 1000, 200)]
+def test_missed_goals_are_reported(run: dict[str, Any], missed: str) -> None:
+    runs = [run, run_of(NFTABLES, 4, 1000, 200), run_of(IPTABLES, 4, 1000, 200)]
     failed = [what for what, met in judged(rows(runs, 1.0)).items() if not met]
     assert failed
     assert all(missed in what for what in failed)
 
 
 def test_a_change_that_never_came_is_missed() -> None:
-    ours = run_of(OURS, 1, 10, 100)
-    ours["many"][5]["in_force"] = None
-    runs = [ours, run_of(NFTABLES, 4, 1000, 200), run_of(IPTABLES, 4, 1000, 200)]
+    run = run_of(OURS, 1, 10, 100)
+    run["many"][5]["in_force"] = None
+    runs = [run, run_of(NFTABLES, 4, 1000, 200), run_of(IPTABLES, 4, 1000, 200)]
     failed = [what for what, met in judged(rows(runs, 1.0)).items() if not met]
     assert len(failed) == 1
     assert "1 of 600 never seen" in failed[0]
@@ -80,7 +81,7 @@ def test_every_variant_is_a_service_of_its_own() -> None:
     assert len({first.frame(variant, i, 7) for i, variant in enumerate(first.VARIANTS)}) == len(first.VARIANTS)
 
 
-def test_the_command_line_says_how_much_is_measured() -> None:
+def test_the_command_line_sets_how_much_is_measured() -> None:
     assert [size.services for size in cluster.planned(False).sizes] == [100, 1_000, 10_000, 30_000]
     plan = cluster.planned(False, (30_000, 100), rest_seconds=300, many_seconds=60)
     assert [(size.services, size.endpoints) for size in plan.sizes] == [(100, 10), (30_000, 3)]
@@ -100,3 +101,15 @@ def test_runs_of_other_sizes_stay_if_they_are_of_the_same_commit(commit: str, le
     found, speeds = cluster.other_runs(kept, cluster.planned(False, (30_000,)), here)
     assert {run["services"] for run in found} == left
     assert len(speeds) == len(left)
+
+
+def test_results_name_their_reference() -> None:
+    row = ratio("load: pyebpf-proxy (defaults)", "/s", [10.3], "no proxy", [10.0], least=1.0)
+    assert report.judged(row) == "1.03 (1.03 – 1.03) × no proxy"
+    assert row.goal == "≥ 1.0 ×"
+    assert report.judged(absolute("maps", "MB", [58.0], 58.0, compared_with="one service", compared=[37.0])) == (
+        "58.0 (58.0 – 58.0) MB (one service: 37.0 MB)"
+    )
+    assert report.judged(more("packet", "ns", [115.0], "an empty program", [100.0], 1.0, 25.0)) == (
+        "15.0 (15.0 – 15.0) ns more than an empty program"
+    )

@@ -13,7 +13,7 @@ from bench.shares import ASKED, OTHERS, PROGRAM, kind, samples, table
     [
         (["tcp_ack", "tcp_rcv_established", "tcp_v4_rcv", "process_backlog", "handle_softirqs"], "TCP"),
         (["fib_table_lookup", "ip_route_input_slow", "ip_rcv", "process_backlog"], "routing and forwarding"),
-        (["jhash", "bpf_prog_417e38b0dbd78af6_send_by_cache", "cls_bpf_classify", "tcf_classify"], "our programs"),
+        (["jhash", "bpf_prog_417e38b0dbd78af6_send_by_cache", "cls_bpf_classify", "tcf_classify"], "the BPF programs"),
         (["cls_bpf_classify", "tcf_classify", "__netif_receive_skb_core.constprop.0"], "the programs' call"),
         (["__siphash", "hash_conntrack_raw", "nf_conntrack_in", "nf_hook_slow", "ip_rcv"], "conntrack"),
         (["nf_conntrack_hash_check_insert", "bpf_ct_insert_entry", "bpf_prog_0123_open_flow"], ASKED),
@@ -51,8 +51,8 @@ def test_samples_are_those_of_the_load_and_of_the_kernels_thread() -> None:
 
 
 def test_a_column_for_each_contender_and_a_sum_without_what_is_none_of_it() -> None:
-    found = {"none": [{"TCP": 10.0, OTHERS: 7.0}], "ours": [{"TCP": 10.0, "our programs": 2.0}] * 3}
+    found = {"none": [{"TCP": 10.0, OTHERS: 7.0}], "ours": [{"TCP": 10.0, "the BPF programs": 2.0}] * 3}
     lines = list(table(found, "kB"))
-    assert lines[0] == "| nanoseconds for one kB | no proxy | ours |"
-    assert lines[2:4] == ["| our programs | – | 2.00 |", "| TCP | 10.0 | 10.0 |"]
+    assert lines[0] == "| nanoseconds for one kB | no proxy | pyebpf-proxy (defaults) |"
+    assert lines[2:4] == ["| the BPF programs | – | 2.00 |", "| TCP | 10.0 | 10.0 |"]
     assert lines[-1] == "| all but that | 10.0 | 12.0 |"

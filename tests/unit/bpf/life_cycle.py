@@ -70,7 +70,7 @@ def with_entry(state: State, side: int, entry: Entry | None) -> State:
 
 
 def changed(state: State, side: int, **fields: Any) -> State:
-    """Fields of an entry written in place; an element that was deleted meanwhile is nobody's any more."""
+    """Fields of an entry written in place; an element that was deleted meanwhile belongs to no flow any more."""
     entry = entry_of(state, side)
     return state if entry is None else with_entry(state, side, entry._replace(**fields))
 
@@ -117,7 +117,7 @@ def delivered(state: State, side: int, kind: str) -> State:
 
 
 def to_netfilter(state: State, side: int, kind: str, tagged: bool) -> State:
-    """Conntrack translates what it knows, and what the tag says (hand_to_netfilter, leave_young: set_choice)."""
+    """Conntrack translates what it knows, and what the tag requests (hand_to_netfilter, leave_young: set_choice)."""
     if state.conntrack:
         return delivered(state, side, kind)
     if side == CLIENT and tagged:
@@ -128,7 +128,7 @@ def to_netfilter(state: State, side: int, kind: str, tagged: bool) -> State:
         return state  # PRIORITY_MIDSTREAM: dropped, no connection begins with it
     # A SYN-ACK that comes after five seconds may: the client has sent another SYN by then, and refuses this one.
     if state.lives and kind != "SYNACK":
-        raise Broken("an endpoint's packet of a live connection goes on untranslated")
+        raise Broken("an endpoint's packet of a live connection continues untranslated")
     return state
 
 
@@ -220,7 +220,7 @@ def send_young(state: State, side: int, kind: str) -> Iterator[Step]:
 
 
 def forget(state: State, thread: tuple[Any, ...]) -> Iterator[Step]:
-    """forget_flow: the other direction first; who removes the client's direction has removed the flow."""
+    """forget_flow: the other direction first; the removal of the client's direction removes the flow."""
     at, side, kind, then = thread[:4]
     if at == "forget":
         gone = entry_of(state, 1 - side)
@@ -252,7 +252,7 @@ def step_agent(state: State, thread: tuple[Any, ...]) -> Iterator[Step]:
         there, reply = state.there, state.reply
         if there is None or not there.young:
             # A reply's entry without the client's is a leftover; the kernel's flow may be forgotten when it is stale.
-            # It has been there for a second (CLOSING_NS), so nobody is about to insert the other one.
+            # It has been there for a second (CLOSING_NS), so no program is about to insert the other one.
             inserting = any(cpu and cpu[0] in ("count", "insert there") for cpu in state.cpus)
             if reply is not None and there is None and reply.young and not inserting:
                 yield state, ("sweep leftover",)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fast path goes by clocks that nobody can set: a jump of the time of day changes nothing."""
+"""The fast path uses clocks that cannot be set: a jump of the time of day changes nothing."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from tests import ROOT
 
-#: CLOCK_MONOTONIC, and CLOCK_BOOTTIME, which goes on while the machine sleeps: nobody can set either.
+#: CLOCK_MONOTONIC, and CLOCK_BOOTTIME, which runs while the machine sleeps: neither can be set.
 NOT_TO_BE_SET = {"bpf_ktime_get_ns", "bpf_ktime_get_coarse_ns", "bpf_ktime_get_boot_ns"}
 
 

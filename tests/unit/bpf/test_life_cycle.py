@@ -35,7 +35,7 @@ def test_a_forged_reset_on_a_flow_that_one_side_has_closed_ends_it() -> None:
         life_cycle.explore(forged_twice=True, without=("draining", "dies", "rule", "ODD"))
 
 
-# Changes of the model, as somebody might change the programs, and what they break.
+# Changes of the model, as a developer might change the programs, and what they break.
 MUTANTS = {
     "promoted before conntrack has it": (
         '(("create",) if found else None)',
@@ -68,7 +68,7 @@ MUTANTS = {
         "entry is not None and state.alive",
         "lost|untranslated|counted",
     ),
-    "an endpoint's packet for the kernel goes on": (
+    "an endpoint's packet for the kernel continues": (
         "yield after, None  # DROP_AWAITING_PROMOTION",
         "yield to_netfilter(after, side, 'DATA', False), None",
         "untranslated",
@@ -124,11 +124,11 @@ ORDER = {
         "now >= known->confirmed_until",
         "rewrite_and_send(",
     ],
-    "tc.bpf.c:leave_young": ["request_promotion(", "DROP_AWAITING_PROMOTION", "set_choice("],
+    "tc.bpf.c:leave_young": ["request_promotion(", "drop_until_promotion(", "set_choice("],
     "sweep.h:sweep_entry": ["kernel_flow_is_stale(", "young_flow_is_over(", "forget_flow(", "is_due_for_kernel("],
     "sweep.h:young_flow_is_over": ["!reply)", "f->closing && reply->closing", "!reply->packets"],
     "sweep.h:promote": ["confirmed_until = 0", "other->young = 0", "f->young = 0", "uncount_young("],
-    "observer.h:confirm": ["is_as_said(", "f->confirmed_until = "],
+    "observer.h:confirm": ["matches_rewrite(", "f->confirmed_until = "],
 }
 
 
@@ -164,5 +164,5 @@ def test_names_of_the_model_are_those_of_the_programs() -> None:
     words = " ".join([*re.findall(r"#.*", text), *re.findall(r"\"\"\".*?\"\"\"", text, re.DOTALL)])
     named = set(re.findall(r"\b[a-z]+(?:_[a-z]+)+\b", words))
     known = " ".join(headers.values())
-    ours = {"life_cycle", "test_life_cycle"}
-    assert {name for name in named - ours if not re.search(rf"\b{name}\b", known)} == set()
+    own = {"life_cycle", "test_life_cycle"}
+    assert {name for name in named - own if not re.search(rf"\b{name}\b", known)} == set()

@@ -32,8 +32,8 @@ def test_the_agent_runs_where_it_is_asked_for_and_pods_are_replaced_by_command_o
     assert specification["containers"][0]["image"] == "registry.example/x:1"
 
 
-def test_an_errand_has_one_capability_and_no_token() -> None:
-    specification = objects.errand("e", "n1", "x:1", ["true"])["spec"]
+def test_a_task_pod_has_one_capability_and_no_token() -> None:
+    specification = objects.task_pod("e", "n1", "x:1", ["true"])["spec"]
     (container,) = specification["containers"]
     assert container["securityContext"]["capabilities"] == {"add": ["NET_ADMIN"], "drop": ["ALL"]}
     assert specification["automountServiceAccountToken"] is False
@@ -43,7 +43,7 @@ def test_an_errand_has_one_capability_and_no_token() -> None:
 
 def test_the_clean_up_may_call_bpf_too() -> None:
     """The runtimes' seccomp profile allows it only with this capability."""
-    (container,) = objects.errand("e", "n1", "x:1", objects.CLEAN_UP)["spec"]["containers"]
+    (container,) = objects.task_pod("e", "n1", "x:1", objects.CLEAN_UP)["spec"]["containers"]
     assert container["securityContext"]["capabilities"] == {"add": ["NET_ADMIN", "BPF"], "drop": ["ALL"]}
 
 
@@ -116,13 +116,21 @@ def test_what_a_pods_status_means() -> None:
         )
 
     assert pod({"waiting": {"reason": "ContainerCreating"}}).hopeless == ""
-    # The kubelet says this first, and tries again at once.
+    # The kubelet reports this first, and tries again at once.
     assert pod({"waiting": {"reason": "ErrImagePull"}}).hopeless == ""
     backing_off = pod({"waiting": {"reason": "ImagePullBackOff", "message": "not found"}})
     assert (backing_off.hopeless, backing_off.ran) == ("the image cannot be pulled: not found", False)
     crashed = pod({"waiting": {"reason": "CrashLoopBackOff"}}, lastState={"terminated": {"message": "CAP_BPF missing"}})
     assert crashed.hopeless == "the container ends again and again: CAP_BPF missing"
     assert crashed.ran
+    # A kubelet's own message for it says only how long it waits; the log's last lines say why.
+    waits = "back-off 20s restarting failed container=pyebpf-proxy pod=pyebpf-proxy-q8zkv_kube-system(0e9f4c6a-5d0f)"
+    log = "2026-11-23T09:00:01.120Z info starting version=0.1.0\nError: the kernel has no BTF\n\n"
+    waiting = {"waiting": {"reason": "CrashLoopBackOff", "message": waits}}
+    crashed = pod(waiting, lastState={"terminated": {"message": log, "exitCode": 1}})
+    assert crashed.hopeless == "the container ends again and again: Error: the kernel has no BTF"
+    silent = pod(waiting, lastState={"terminated": {"exitCode": 1}})
+    assert silent.hopeless == f"the container ends again and again: {waits}"
     assert not pod({"running": {}}, "Running", started=False).started
     assert pod({"running": {}}, "Running", started=True).usable
 
@@ -136,7 +144,7 @@ def test_the_agent_imports_neither_the_commands_nor_their_library() -> None:
     assert ran.stdout == "[]\n"
 
 
-def test_without_the_library_one_line_says_how_to_get_it() -> None:
+def test_without_the_library_one_line_has_the_remedy() -> None:
     program = (
         "import sys; sys.modules['kubernetes'] = None\n"
         "from pyebpf_proxy.cli import main; sys.exit(main(['cluster', 'status']))"
@@ -153,12 +161,12 @@ def test_a_closed_pipe_does_not_stop_the_command_halfway() -> None:
         "output = Output(False)\n"
         "while not output.status: output.say('line')\n"
         "output.say('into the void'); output.end()\n"
-        "print('went on', output.status, file=sys.stderr)"
+        "print('continued', output.status, file=sys.stderr)"
     )
     ran = subprocess.run(
         ["sh", "-c", '"$0" -c "$1" | head -1', sys.executable, code], capture_output=True, text=True, check=True
     )
-    assert (ran.stdout, ran.stderr) == ("line\n", "went on 141\n")
+    assert (ran.stdout, ran.stderr) == ("line\n", "continued 141\n")
 
 
 def test_the_reader_of_the_help_may_close_the_pipe() -> None:

@@ -23,7 +23,7 @@ def logging_as_before() -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    ("verbosity", "rooms", "heard"),
+    ("verbosity", "verbosities", "expected"),
     [
         (0, [], []),
         (1, [], []),
@@ -33,16 +33,18 @@ def logging_as_before() -> Iterator[None]:
         (0, [("data*", 2), ("man?fests", 4)], ["datapath", "manifests"]),
         (4, [("datapath", 0)], ["manifests", ""]),
         (0, [("datapath", 0), ("*", 3)], ["manifests", ""]),
-        (0, [("nobody", 9)], []),
+        (0, [("absent", 9)], []),
     ],
 )
-def test_whose_debug_messages_are_written(
-    verbosity: int, rooms: Sequence[tuple[str, int]], heard: list[str], capsys: pytest.CaptureFixture[str]
+def test_packages_whose_debug_messages_are_written(
+    verbosity: int, verbosities: Sequence[tuple[str, int]], expected: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    log.configure("text", verbosity, rooms)
-    for room in ("datapath", "manifests", ""):
-        log.Logger(room).debug(f"from {room}")
-        log.Logger(room).info(f"news of {room}")
+    log.configure("text", verbosity, verbosities)
+    for package in ("datapath", "manifests", ""):
+        log.Logger(package).debug(f"from {package}")
+        log.Logger(package).info(f"news of {package}")
     lines = capsys.readouterr().err.splitlines()
-    assert [line.split(" from ")[1].strip() if " from " in line else "" for line in lines if " debug " in line] == heard
+    assert [
+        line.split(" from ")[1].strip() if " from " in line else "" for line in lines if " debug " in line
+    ] == expected
     assert sum(" info news of" in line for line in lines) == 3

@@ -53,14 +53,14 @@ def own_log() -> Iterator[None]:
 def test_a_line_of_the_log_is_one_line_of_text(form: str, capsys: pytest.CaptureFixture[str]) -> None:
     log.configure(form)  # type: ignore[arg-type]
     log.Logger("x").error(f"from {EVIL}", error="\x1b]0;owned\x07", name="a b\x9b31m")
-    said = capsys.readouterr().err
-    assert said.endswith("\n")
-    assert not CONTROL.search(said[:-1])
+    shown = capsys.readouterr().err
+    assert shown.endswith("\n")
+    assert not CONTROL.search(shown[:-1])
     if form == "json":
-        entry = json.loads(said)
+        entry = json.loads(shown)
         assert (entry["message"], entry["error"]) == (f"from {EVIL}", "\x1b]0;owned\x07")
     else:
-        assert f"from {SHOWN} error=\\x1b]0;owned\\x07" in said
+        assert f"from {SHOWN} error=\\x1b]0;owned\\x07" in shown
 
 
 @pytest.mark.usefixtures("own_log")
@@ -70,9 +70,9 @@ def test_the_text_of_an_exception_is_lines_of_text(capsys: pytest.CaptureFixture
         raise ValueError("\x1b[2J\r")
     except ValueError:
         log.Logger().internal_error()
-    said = capsys.readouterr().err
-    assert "ValueError: \\x1b[2J\\r" in said
-    assert not CONTROL.search(said.replace("\n", ""))
+    shown = capsys.readouterr().err
+    assert "ValueError: \\x1b[2J\\r" in shown
+    assert not CONTROL.search(shown.replace("\n", ""))
 
 
 def test_tables_and_sentences_show_escapes() -> None:
@@ -99,11 +99,11 @@ def test_an_answer_is_text(form: str, capsys: pytest.CaptureFixture[str]) -> Non
     import argparse
 
     show(argparse.Namespace(output=form), model.Lost(time="t", what=EVIL, count=1), [EVIL], [EVIL])
-    said = capsys.readouterr().out
-    assert "owned" in said
-    assert not CONTROL.search(said.replace("\n", ""))
+    shown = capsys.readouterr().out
+    assert "owned" in shown
+    assert not CONTROL.search(shown.replace("\n", ""))
     if form != "json":
-        assert said == f"{SHOWN}\n"
+        assert shown == f"{SHOWN}\n"
 
 
 def test_the_name_of_a_process_in_trace_is_text() -> None:
@@ -150,7 +150,7 @@ def test_a_pods_name_that_is_none_is_left_out_and_moves_no_other(bad: str) -> No
     assert not CONTROL.search(message)
 
 
-def test_good_names_are_not_told_and_leave_nothing_behind() -> None:
+def test_good_names_are_not_logged_and_leave_nothing_behind() -> None:
     (found,) = decode_document(a_slice("web-1", "a.b-c.d", None))
     assert found.messages == ()
     assert found.object is not None

@@ -33,8 +33,8 @@ def packed(text: str) -> bytes:
 def test_two_agents_cannot_have_one_folder(tmp_path: Path) -> None:
     first = RunDirectory(tmp_path / "run")
     first.acquire()
-    said = rf"another agent \(process {os.getpid()}: .*\) runs on {tmp_path}/run; stop it"
-    with pytest.raises(FatalError, match=said):
+    output = rf"another agent \(process {os.getpid()}: .*\) runs on {tmp_path}/run; stop it"
+    with pytest.raises(FatalError, match=output):
         RunDirectory(tmp_path / "run").acquire()
     first.release()
     second = RunDirectory(tmp_path / "run")
@@ -91,15 +91,15 @@ def test_a_lock_that_a_cleanup_removed_meanwhile_is_no_lock(tmp_path: Path, monk
     late.release()
 
 
-def test_a_folder_that_cannot_be_made_says_so(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_made_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(FatalError, match=r"cannot be used: Not a directory; name another one with --directory"):
         RunDirectory(tmp_path / "file" / "run").acquire()
 
 
 @contextmanager
-def as_nobody(program: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
-    """A program of a local user, in the standard library alone, when it has said a line."""
+def as_other_user(program: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """A program of a local user, in the standard library alone, when it has printed a line."""
     started = subprocess.Popen(
         [sys.executable, "-I", "-c", program, *arguments], stdout=subprocess.PIPE, text=True, user=65534, group=65534
     )
@@ -138,18 +138,18 @@ def test_no_other_user_can_take_the_lock(open_folder: Path) -> None:
     directory.acquire()
     assert modes(directory.path) == (0o700, 0o600)
     directory.release()
-    with as_nobody(HOLD, str(directory.path / "lock")) as user:
+    with as_other_user(HOLD, str(directory.path / "lock")) as user:
         assert user.wait(20) == 0  # Permission denied
     directory.acquire()
     directory.release()
 
 
 @pytest.mark.needs_root
-def test_a_former_release_s_folder_and_lock_are_closed_and_who_held_it_is_not_waited_for(open_folder: Path) -> None:
+def test_a_former_releases_folder_and_lock_are_closed_without_waiting_for_their_holder(open_folder: Path) -> None:
     path = open_folder / "run"
     path.mkdir(mode=0o755)
     (path / "lock").touch(mode=0o644)
-    with as_nobody(HOLD, str(path / "lock")) as user:
+    with as_other_user(HOLD, str(path / "lock")) as user:
         directory = RunDirectory(path)
         directory.acquire()
         assert user.poll() is None  # it has its lock still, and no other has it
@@ -168,7 +168,7 @@ def test_a_former_release_s_agent_keeps_its_lock(
     with (path / "lock").open("w") as former:
         (path / "lock").chmod(0o644)
         fcntl.flock(former, fcntl.LOCK_EX)
-        if listens:  # in a container of its own: nothing is seen of its process
+        if listens:  # in its own container: nothing is seen of its process
             listener = run_directory.listening_socket(path)
             monkeypatch.setattr(run_directory, "lock_holder", lambda lock: None)
         with pytest.raises(FatalError, match="another agent"):
@@ -178,7 +178,7 @@ def test_a_former_release_s_agent_keeps_its_lock(
 
 
 def test_a_folder_with_another_purpose_keeps_its_mode(tmp_path: Path) -> None:
-    (tmp_path / "theirs").touch()
+    (tmp_path / "foreign").touch()
     tmp_path.chmod(0o755)
     directory = RunDirectory(tmp_path)
     directory.acquire()
@@ -187,6 +187,22 @@ def test_a_folder_with_another_purpose_keeps_its_mode(tmp_path: Path) -> None:
 
 
 @pytest.mark.needs_root
+def test_why_the_folder_cannot_be_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run_directory.obstacle(tmp_path) == ""
+    assert run_directory.obstacle(tmp_path / "none") == ""
+    # Block sizes, blocks, free blocks, those for others, inodes, free inodes, those for others, flags, length of names.
+    for fields, why in (
+        ((4096, 4096, 256, 15, 0, 100, 9, 9, 0, 255), "its file system is full"),
+        ((4096, 4096, 256, 16, 0, 100, 9, 9, 0, 255), ""),
+        ((4096, 4096, 256, 99, 99, 100, 0, 0, 0, 255), "its file system has no inode left"),
+        # A file system without blocks or inodes of its own, as some overlays.
+        ((4096, 4096, 0, 0, 0, 0, 0, 0, 0, 255), ""),
+        ((4096, 4096, 256, 99, 99, 100, 9, 9, os.ST_RDONLY, 255), "it is read-only"),
+    ):
+        monkeypatch.setattr(os, "statvfs", lambda path, fields=fields: os.statvfs_result(fields))
+        assert run_directory.obstacle(tmp_path) == why
+
+
 def test_an_agent_in_another_container_is_named_by_its_command_line(tmp_path: Path) -> None:
     """Its number means nothing outside of its PID namespace, nor is it in /proc/locks there."""
     directory = RunDirectory(tmp_path / "run")

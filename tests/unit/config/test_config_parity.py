@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What kube-proxy answered to files and command lines, as recorded, beside what ours answers now."""
+"""What kube-proxy answered to files and command lines, as recorded, compared with what pyebpf-proxy answers now."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from pyebpf_proxy import KUBERNETES_VERSION
 from tests import ROOT
-from tests.parity import ours, recordings
+from tests.parity import proxy, recordings
 from tests.parity.answer import Answer
 from tests.parity.case import Case
 from tests.parity.differences import DIFFERENCES, difference
@@ -19,24 +19,24 @@ RELEASE, RECORDED = recordings.read()
 DOCUMENT = ROOT / "docs" / "differences.md"
 
 
-def shown(case: Case, theirs: Answer, answer: Answer) -> str:
+def shown(case: Case, expected: Answer, answer: Answer) -> str:
     """All that is needed to see why the two differ."""
     file = (case.file or b"").decode(errors="replace")
-    return f"{case.name}: {case.arguments}\n{file}\nkube-proxy: {theirs}\nours:       {answer}"
+    return f"{case.name}: {case.arguments}\n{file}\nkube-proxy: {expected}\npyebpf-proxy: {answer}"
 
 
-@pytest.mark.parametrize(("case", "theirs"), RECORDED, ids=[case.name for case, _ in RECORDED])
-def test_the_answer_is_kube_proxys(case: Case, theirs: Answer) -> None:
-    answer = ours.ask(case)
-    assert difference(case, theirs, answer) is not None, shown(case, theirs, answer)
-    # Whatever differs: who is refused there for a value is refused here for the same ones.
-    assert set(theirs.fields()) <= set(answer.fields()) or answer.status == 0, shown(case, theirs, answer)
+@pytest.mark.parametrize(("case", "expected"), RECORDED, ids=[case.name for case, _ in RECORDED])
+def test_the_answer_is_kube_proxys(case: Case, expected: Answer) -> None:
+    answer = proxy.ask(case)
+    assert difference(case, expected, answer) is not None, shown(case, expected, answer)
+    # Whatever differs: what is refused there for a value is refused here for the same ones.
+    assert set(expected.fields()) <= set(answer.fields()) or answer.status == 0, shown(case, expected, answer)
 
 
-@pytest.mark.parametrize(("case", "theirs"), RECORDED[::60], ids=[case.name for case, _ in RECORDED[::60]])
-def test_the_program_itself_answers_so_too(case: Case, theirs: Answer) -> None:
-    answer = ours.ask(case, apart=True)
-    assert difference(case, theirs, answer) is not None, shown(case, theirs, answer)
+@pytest.mark.parametrize(("case", "expected"), RECORDED[::60], ids=[case.name for case, _ in RECORDED[::60]])
+def test_the_program_itself_answers_so_too(case: Case, expected: Answer) -> None:
+    answer = proxy.ask(case, apart=True)
+    assert difference(case, expected, answer) is not None, shown(case, expected, answer)
 
 
 def test_recordings_are_of_the_release_that_is_followed() -> None:
@@ -57,18 +57,33 @@ def test_every_difference_is_written_down_with_a_reason_and_is_real() -> None:
     text = DOCUMENT.read_text().partition("\n## In the answers\n")[2].partition("\n## ")[0]
     titles = re.findall(r"^### (.+)$", text, re.MULTILINE)
     assert sorted(titles) == sorted(DIFFERENCES)
-    found = {difference(case, theirs, ours.ask(case)) for case, theirs in RECORDED}
+    found = {difference(case, expected, proxy.ask(case)) for case, expected in RECORDED}
     assert found == {"", *DIFFERENCES}
 
 
-def test_a_difference_that_is_not_listed_is_noticed() -> None:
-    case, theirs = next((case, theirs) for case, theirs in RECORDED if theirs.document and theirs.status == 0)
-    assert theirs.document is not None
+def test_t9_a_key_with_a_question_mark_is_no_excuse_for_any_other_answer() -> None:
+    case, expected = next(each for each in RECORDED if each[0].name == "a key with a question mark, in braces")
+    answer = proxy.ask(case)
+    assert difference(case, expected, answer) == "flow indicators"
     for other in (
-        theirs._replace(status=1),
-        theirs._replace(error="failed"),
-        theirs._replace(document=theirs.document.replace("burst: 10", "burst: 11")),
-        theirs._replace(warnings=("something",)),
-        theirs._replace(output="something"),
+        answer._replace(warnings=()),
+        answer._replace(document=None),
+        answer._replace(error="failed"),
+        answer._replace(status=2),
+        Answer(1, "failed complete: failed to decode: yaml: line 3: something else"),
     ):
-        assert difference(case, theirs, other) is None
+        assert difference(case, expected, other) != "flow indicators"
+    assert difference(case, expected._replace(status=0), answer) is None
+
+
+def test_a_difference_that_is_not_listed_is_noticed() -> None:
+    case, expected = next((case, expected) for case, expected in RECORDED if expected.document and expected.status == 0)
+    assert expected.document is not None
+    for other in (
+        expected._replace(status=1),
+        expected._replace(error="failed"),
+        expected._replace(document=expected.document.replace("burst: 10", "burst: 11")),
+        expected._replace(warnings=("something",)),
+        expected._replace(output="something"),
+    ):
+        assert difference(case, expected, other) is None

@@ -36,9 +36,9 @@ def read(text: str) -> DatapathConfiguration:
 def errors(text: str, header: str = HEADER) -> str:
     with pytest.raises(ValueError) as caught:
         datapath_config.decode_text((header + text).encode())
-    said = str(caught.value)
-    assert "\n" not in said
-    return said
+    output = str(caught.value)
+    assert "\n" not in output
+    return output
 
 
 def settings(own: DatapathConfiguration, *arguments: str) -> Effective:
@@ -157,9 +157,9 @@ BAD: list[tuple[str, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("text", "said"), BAD, ids=[case[0][:40] for case in BAD])
-def test_a_bad_field_is_named_by_its_path(text: str, said: str) -> None:
-    assert errors(text) == said
+@pytest.mark.parametrize(("text", "output"), BAD, ids=[case[0][:40] for case in BAD])
+def test_a_bad_field_is_named_by_its_path(text: str, output: str) -> None:
+    assert errors(text) == output
 
 
 @pytest.mark.parametrize("name", [info.alias for info in Maps.model_fields.values()])
@@ -173,23 +173,23 @@ def test_every_map_has_its_bounds(name: str) -> None:
         assert errors(f"maps: {{{name}: {size}}}") == f"maps.{name}: must be from {least} to {most}, not {size}"
 
 
-def test_all_errors_are_told_at_once() -> None:
-    said = errors("lane: fast\nfoo: 1\nmaps: {backends4: 1, bar: 2}\nxdpDevices: [a, 1]\nfastPath: 1\n")
-    assert said.startswith("[")
-    assert said.endswith("]")
+def test_all_errors_are_reported_at_once() -> None:
+    output = errors("lane: fast\nfoo: 1\nmaps: {backends4: 1, bar: 2}\nxdpDevices: [a, 1]\nfastPath: 1\n")
+    assert output.startswith("[")
+    assert output.endswith("]")
     paths = ("lane: ", "foo: ", "maps.backends4: ", "maps.bar: ", "xdpDevices[1]: ", "fastPath: ")
-    assert [path for path in paths if path not in said] == []
-    assert said.count(": must be") == 4
+    assert [path for path in paths if path not in output] == []
+    assert output.count(": must be") == 4
 
 
 def test_many_errors_are_counted() -> None:
-    said = errors("\n".join(f"field{number}: 1" for number in range(150)))
-    assert said.count("unknown field") == 100
-    assert said.endswith(", and 50 more]")
+    output = errors("\n".join(f"field{number}: 1" for number in range(150)))
+    assert output.count("unknown field") == 100
+    assert output.endswith(", and 50 more]")
 
 
 @pytest.mark.parametrize(
-    ("header", "said"),
+    ("header", "output"),
     [
         ("", f"[apiVersion: is missing, must be {API_VERSION}, kind: is missing, must be {KIND}]"),
         (f"kind: {KIND}\n", f"apiVersion: is missing, must be {API_VERSION}"),
@@ -204,8 +204,8 @@ def test_many_errors_are_counted() -> None:
         ("{", "couldn't get version/kind; json parse error: line 1: expecting property name enclosed in double quotes"),
     ],
 )
-def test_another_document(header: str, said: str) -> None:
-    assert errors("", header) == said
+def test_another_document(header: str, output: str) -> None:
+    assert errors("", header) == output
 
 
 def test_json_is_read_with_its_duplicates() -> None:
@@ -262,10 +262,10 @@ def files(folder: Path) -> dict[str, tuple[Path, str]]:
 
 
 def test_bad_files_are_one_line_each(tmp_path: Path) -> None:
-    for what, (path, said) in files(tmp_path).items():
+    for what, (path, output) in files(tmp_path).items():
         with pytest.raises(ConfigError) as caught:
             datapath_config.read(path)
-        assert str(caught.value) == f"datapath configuration: {said}", what
+        assert str(caught.value) == f"datapath configuration: {output}", what
         assert caught.value.file == str(path)
 
 
@@ -276,8 +276,8 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("also", [[], ["--cleanup"], ["--write-config-to"]], ids=str)
-def test_the_command_line_says_which_file(tmp_path: Path, also: list[str]) -> None:
-    """A mistake is told whatever is to be done, and nothing is done."""
+def test_the_command_line_names_the_file(tmp_path: Path, also: list[str]) -> None:
+    """A mistake is reported with every command, and nothing is done."""
     path, written = tmp_path / "own.yaml", tmp_path / "written"
     path.write_text(HEADER + "lane: fast\n")
     also = [*also, str(written)] if also == ["--write-config-to"] else also
@@ -380,9 +380,9 @@ def test_any_value_is_taken_or_named(name: str, value: object) -> None:
     try:
         datapath_config.decode_text(json.dumps(document).encode())
     except ValueError as error:
-        said = str(error)
-        assert "\n" not in said
-        assert re.match(rf"\[?{re.escape(name)}[.:\[]", said), said
+        output = str(error)
+        assert "\n" not in output
+        assert re.match(rf"\[?{re.escape(name)}[.:\[]", output), output
 
 
 def test_the_example_is_good() -> None:

@@ -29,7 +29,7 @@ def test_mode_ipvs_takes_the_scheduler_and_rr_without_one() -> None:
 
 
 @pytest.mark.parametrize("mode", ["iptables", "nftables", ""])
-def test_other_modes_choose_at_random_whatever_the_section_says(mode: str) -> None:
+def test_other_modes_choose_at_random_and_ignore_the_section(mode: str) -> None:
     assert scheduler(f"--proxy-mode={mode}", "--ipvs-scheduler=lc") is None
     assert scheduler(f"--proxy-mode={mode}", "--ipvs-scheduler=nonsense") is None
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is said of a configuration that doesn't fit the Node, and what is fatal (spec/configuration §5.4)."""
+"""Warnings about a configuration that doesn't fit the Node, and what is fatal (spec/configuration §5.4)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from pyebpf_proxy.agent import node_checks
 from pyebpf_proxy.common.errors import FatalError
-from pyebpf_proxy.config.families import Stated, node_port_cidrs, node_ports, wrong_families
+from pyebpf_proxy.config.families import FamilyValues, node_port_cidrs, node_ports, wrong_families
 from pyebpf_proxy.services.model import IPFamily
 from pyebpf_proxy.services.node_facts import NodeFacts
 from tests.support.logs import Log, Message
@@ -56,42 +56,47 @@ def test_the_word_primary(words: tuple[str, ...], node_ips: dict[IPFamily, bytes
 
 
 @pytest.mark.parametrize(
-    ("stated", "node_ips", "pods", "expected"),
+    ("values", "node_ips", "pods", "expected"),
     [
-        (Stated(), V4, [], UNSET),
-        (Stated(node_port_addresses=("primary",)), {}, [], UNSET),
-        (Stated(node_port_addresses=("primary",)), V4, [], ""),
-        (Stated(node_port_addresses=("primary",)), BOTH, ["10.0.0.0/24", "fd00::/64"], ""),
-        (Stated(node_port_addresses=("10.0.0.0/8",)), V4, [], ""),
-        (Stated(node_port_addresses=("10.0.0.0/8",)), V4, ["10.0.0.0/24", "fd00::/64"], DUAL.format("IPv4", "IPv6")),
+        (FamilyValues(), V4, [], UNSET),
+        (FamilyValues(node_port_addresses=("primary",)), {}, [], UNSET),
+        (FamilyValues(node_port_addresses=("primary",)), V4, [], ""),
+        (FamilyValues(node_port_addresses=("primary",)), BOTH, ["10.0.0.0/24", "fd00::/64"], ""),
+        (FamilyValues(node_port_addresses=("10.0.0.0/8",)), V4, [], ""),
         (
-            Stated(node_port_addresses=("10.0.0.0/8",), cluster_cidrs=("fd00::/48", "10.0.0.0/8")),
+            FamilyValues(node_port_addresses=("10.0.0.0/8",)),
+            V4,
+            ["10.0.0.0/24", "fd00::/64"],
+            DUAL.format("IPv4", "IPv6"),
+        ),
+        (
+            FamilyValues(node_port_addresses=("10.0.0.0/8",), cluster_cidrs=("fd00::/48", "10.0.0.0/8")),
             V4,
             [],
             DUAL.format("IPv4", "IPv6"),
         ),
         (
-            Stated(node_port_addresses=("fd00::/8",), exclude_cidrs=("10.0.0.0/8", "fd01::/64")),
+            FamilyValues(node_port_addresses=("fd00::/8",), exclude_cidrs=("10.0.0.0/8", "fd01::/64")),
             SIX_FIRST,
             [],
             DUAL.format("IPv6", "IPv4"),
         ),
         (
-            Stated(node_port_addresses=("primary",), cluster_cidrs=("10.0.0.0/8", "fd00::/48")),
+            FamilyValues(node_port_addresses=("primary",), cluster_cidrs=("10.0.0.0/8", "fd00::/48")),
             V4,
             [],
             DUAL.format("IPv4", "IPv6"),
         ),
-        (Stated(node_port_addresses=("fd00::/8",)), V4, [], OTHER.format("IPv4", "IPv6")),
-        (Stated(node_port_addresses=("10.0.0.0/8",)), V6, [], OTHER.format("IPv6", "IPv4")),
-        (Stated(node_port_addresses=("fd00::/8",)), {}, [], OTHER.format("IPv4", "IPv6")),
-        (Stated(node_port_addresses=("10.0.0.0/8", "fd00::/8")), V4, ["10.0.0.0/24", "fd00::/64"], ""),
+        (FamilyValues(node_port_addresses=("fd00::/8",)), V4, [], OTHER.format("IPv4", "IPv6")),
+        (FamilyValues(node_port_addresses=("10.0.0.0/8",)), V6, [], OTHER.format("IPv6", "IPv4")),
+        (FamilyValues(node_port_addresses=("fd00::/8",)), {}, [], OTHER.format("IPv4", "IPv6")),
+        (FamilyValues(node_port_addresses=("10.0.0.0/8", "fd00::/8")), V4, ["10.0.0.0/24", "fd00::/64"], ""),
     ],
 )
 def test_where_node_ports_are_open(
-    stated: Stated, node_ips: dict[IPFamily, bytes], pods: list[str], expected: str
+    values: FamilyValues, node_ips: dict[IPFamily, bytes], pods: list[str], expected: str
 ) -> None:
-    finding = node_ports(stated, node_ips, [ip_network(text) for text in pods])
+    finding = node_ports(values, node_ips, [ip_network(text) for text in pods])
     assert ", ".join(finding.texts) == expected
     assert not finding.fatal
 
@@ -108,17 +113,17 @@ CLUSTER4, CLUSTER6 = ("10.0.0.0/8",), ("fd00::/48",)
 
 
 @pytest.mark.parametrize(
-    ("stated", "primary", "dual", "pods", "expected", "fatal"),
+    ("values", "primary", "dual", "pods", "expected", "fatal"),
     [
-        (Stated(cluster_cidrs=CLUSTER4), 4, True, [], "", False),
-        (Stated(cluster_cidrs=()), 6, False, [], "", False),
-        (Stated(cluster_cidrs=("",)), 6, False, [], "", False),
-        (Stated(cluster_cidrs=CLUSTER6), 4, True, [], only("IPv4-primary", "clusterCIDRs", "IPv6"), False),
-        (Stated(cluster_cidrs=CLUSTER4), 6, True, [], only("IPv6-primary", "clusterCIDRs", "IPv4"), False),
-        (Stated(cluster_cidrs=CLUSTER6), 4, False, [], only("IPv4-only", "clusterCIDRs", "IPv6"), True),
-        (Stated(cluster_cidrs=CLUSTER6 + CLUSTER4), 4, False, [], "", False),
+        (FamilyValues(cluster_cidrs=CLUSTER4), 4, True, [], "", False),
+        (FamilyValues(cluster_cidrs=()), 6, False, [], "", False),
+        (FamilyValues(cluster_cidrs=("",)), 6, False, [], "", False),
+        (FamilyValues(cluster_cidrs=CLUSTER6), 4, True, [], only("IPv4-primary", "clusterCIDRs", "IPv6"), False),
+        (FamilyValues(cluster_cidrs=CLUSTER4), 6, True, [], only("IPv6-primary", "clusterCIDRs", "IPv4"), False),
+        (FamilyValues(cluster_cidrs=CLUSTER6), 4, False, [], only("IPv4-only", "clusterCIDRs", "IPv6"), True),
+        (FamilyValues(cluster_cidrs=CLUSTER6 + CLUSTER4), 4, False, [], "", False),
         (
-            Stated(cluster_cidrs=CLUSTER6, detect_local_mode="BridgeInterface"),
+            FamilyValues(cluster_cidrs=CLUSTER6, detect_local_mode="BridgeInterface"),
             4,
             False,
             [],
@@ -126,25 +131,39 @@ CLUSTER4, CLUSTER6 = ("10.0.0.0/8",), ("fd00::/48",)
             False,
         ),
         (
-            Stated(detect_local_mode="NodeCIDR"),
+            FamilyValues(detect_local_mode="NodeCIDR"),
             4,
             True,
             ["fd00::/64"],
             only("IPv4-primary", "node.spec.podCIDRs", "IPv6"),
             True,
         ),
-        (Stated(), 6, True, ["10.0.0.0/24"], only("IPv6-primary", "node.spec.podCIDRs", "IPv4"), False),
-        (Stated(detect_local_mode="NodeCIDR"), 4, True, ["10.0.0.0/24", "fd00::/64"], "", False),
-        (Stated(source_vip="fd00::5"), 4, True, [], of("IPv4-primary", "winkernel.sourceVip", "IPv6"), False),
-        (Stated(exclude_cidrs=CLUSTER6), 4, True, [], "", False),
-        (Stated(exclude_cidrs=CLUSTER6), 4, False, [], only("IPv4-only", "ipvs.excludeCIDRs", "IPv6"), False),
-        (Stated(healthz_address="[fd00::1]:1"), 4, True, [], "", False),
-        (Stated(healthz_address="[fd00::1]:1"), 4, False, [], of("IPv4-only", "healthzBindAddress", "IPv6"), False),
-        (Stated(healthz_address="[::]:1"), 4, False, [], "", False),
-        (Stated(healthz_address=""), 4, False, [], "", False),
-        (Stated(metrics_address="127.0.0.1:1"), 6, False, [], of("IPv6-only", "metricsBindAddress", "IPv4"), False),
+        (FamilyValues(), 6, True, ["10.0.0.0/24"], only("IPv6-primary", "node.spec.podCIDRs", "IPv4"), False),
+        (FamilyValues(detect_local_mode="NodeCIDR"), 4, True, ["10.0.0.0/24", "fd00::/64"], "", False),
+        (FamilyValues(source_vip="fd00::5"), 4, True, [], of("IPv4-primary", "winkernel.sourceVip", "IPv6"), False),
+        (FamilyValues(exclude_cidrs=CLUSTER6), 4, True, [], "", False),
+        (FamilyValues(exclude_cidrs=CLUSTER6), 4, False, [], only("IPv4-only", "ipvs.excludeCIDRs", "IPv6"), False),
+        (FamilyValues(healthz_address="[fd00::1]:1"), 4, True, [], "", False),
         (
-            Stated(healthz_address="[::1]:1", metrics_address="[::1]:2"),
+            FamilyValues(healthz_address="[fd00::1]:1"),
+            4,
+            False,
+            [],
+            of("IPv4-only", "healthzBindAddress", "IPv6"),
+            False,
+        ),
+        (FamilyValues(healthz_address="[::]:1"), 4, False, [], "", False),
+        (FamilyValues(healthz_address=""), 4, False, [], "", False),
+        (
+            FamilyValues(metrics_address="127.0.0.1:1"),
+            6,
+            False,
+            [],
+            of("IPv6-only", "metricsBindAddress", "IPv4"),
+            False,
+        ),
+        (
+            FamilyValues(healthz_address="[::1]:1", metrics_address="[::1]:2"),
             4,
             False,
             [],
@@ -154,10 +173,10 @@ CLUSTER4, CLUSTER6 = ("10.0.0.0/8",), ("fd00::/48",)
     ],
 )
 def test_the_other_family_only(
-    stated: Stated, primary: int, dual: bool, pods: list[str], expected: str, fatal: bool
+    values: FamilyValues, primary: int, dual: bool, pods: list[str], expected: str, fatal: bool
 ) -> None:
     cidrs = [ip_network(text) for text in pods]
-    finding = wrong_families(stated, IPFamily(primary), dual_stack=dual, pod_cidrs=cidrs)
+    finding = wrong_families(values, IPFamily(primary), dual_stack=dual, pod_cidrs=cidrs)
     assert (str(finding) if finding.texts else "") == expected
     assert finding.fatal == fatal
 
@@ -178,9 +197,9 @@ def test_the_kernel_decides_whether_there_are_both_families(tmp_path: Path, ipv6
 
 
 def test_a_single_stack_node_with_pods_of_the_other_family_does_not_start(tmp_path: Path) -> None:
-    stated = Stated(cluster_cidrs=CLUSTER6, metrics_address="[::1]:1")
+    values = FamilyValues(cluster_cidrs=CLUSTER6, metrics_address="[::1]:1")
     with pytest.raises(FatalError) as error:
-        node_checks.check(stated, NodeFacts(node_ips=V4), kernel(tmp_path, "off"))
+        node_checks.check(values, NodeFacts(node_ips=V4), kernel(tmp_path, "off"))
     assert str(error.value) == (
         "kube-proxy configuration is incorrect: [cluster is IPv4-only but clusterCIDRs contains only IPv6 addresses,"
         " cluster is IPv4-only but metricsBindAddress is IPv6]"
@@ -189,13 +208,13 @@ def test_a_single_stack_node_with_pods_of_the_other_family_does_not_start(tmp_pa
 
 def test_a_primary_family_that_the_kernel_has_not(tmp_path: Path) -> None:
     with pytest.raises(FatalError, match=r'^no support for primary IP family "IPv6"$'):
-        node_checks.check(Stated(), NodeFacts(node_ips=V6), kernel(tmp_path, "missing"))
+        node_checks.check(FamilyValues(), NodeFacts(node_ips=V6), kernel(tmp_path, "missing"))
 
 
-def test_warnings_are_said_and_end_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_warnings_are_logged_and_end_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     facts = NodeFacts(node_ips=V4, node_cidrs={IPFamily.IPV6: ip_network("fd00::/64")})
-    node_checks.check(Stated(), facts, kernel(tmp_path, "there"))
-    said = [UNSET, "cluster is IPv4-primary but node.spec.podCIDRs contains only IPv6 addresses"]
+    node_checks.check(FamilyValues(), facts, kernel(tmp_path, "there"))
+    output = [UNSET, "cluster is IPv4-primary but node.spec.podCIDRs contains only IPv6 addresses"]
     assert [line.text for line in Log(caplog).lines(level="warning")] == [
-        f"{Message.CONFIGURATION_INCOMPLETE} error={error}" for error in said
+        f"{Message.CONFIGURATION_INCOMPLETE} error={error}" for error in output
     ]

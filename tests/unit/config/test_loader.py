@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A configuration file: decoding, defaults, validation, what the rooms receive (spec/configuration §§1–5)."""
+"""A configuration file: decoding, defaults, validation, what the packages receive (spec/configuration §§1–5)."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ winkernel: {enableDSR: false, forwardHealthCheckVip: false, networkName: "", roo
 
 
 class Loaded(NamedTuple):
-    """What came of a file."""
+    """The outcome of a file."""
 
     config: KubeProxyConfiguration
     warnings: list[str]
@@ -236,7 +236,7 @@ def test_files_that_are_none(tmp_path: Path) -> None:
 
 def test_a_file_that_may_not_be_read(tmp_path: Path) -> None:
     if os.geteuid() == 0:
-        assert load_as_nobody(tmp_path) == "failed complete: open {}: permission denied"
+        assert load_without_rights(tmp_path) == "failed complete: open {}: permission denied"
         return
     path = tmp_path / "closed"
     path.touch(0)
@@ -244,8 +244,8 @@ def test_a_file_that_may_not_be_read(tmp_path: Path) -> None:
         load(path)
 
 
-def load_as_nobody(folder: Path) -> str:
-    """The error of a reader who is not root, in a process of its own."""
+def load_without_rights(folder: Path) -> str:
+    """The error of a reader who is not root, in its own process."""
     path = folder / "closed"
     path.touch(0)
     for parent in (folder, *folder.parents):
@@ -263,5 +263,5 @@ def load_as_nobody(folder: Path) -> str:
             os._exit(0)
     os.waitpid(child, 0)
     os.close(writer)
-    with os.fdopen(reader) as said:
-        return said.read()
+    with os.fdopen(reader) as output:
+        return output.read()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which source ports the programs masquerade with, and which the kernel: nobody gives away another's."""
+"""Which source ports the programs masquerade with, and which the kernel: the ranges do not overlap."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pyebpf_proxy.datapath.netfilter.nft_rules import Behaviour
-from pyebpf_proxy.datapath.settings import beside_fast_path, local_ports, snat_ports
+from pyebpf_proxy.datapath.settings import local_ports, snat_ports, with_fast_path_support
 
 
 def test_the_kernel_s_default_leaves_both_their_half() -> None:
@@ -44,11 +44,11 @@ def test_no_port_is_in_two_parts(bounds: list[int]) -> None:
 
 
 def test_the_table_does_for_the_fast_path_what_it_needs_and_only_then() -> None:
-    made = beside_fast_path(Behaviour(0x4000, drop_invalid=True), True)
+    made = with_fast_path_support(Behaviour(0x4000, drop_invalid=True), True)
     ports = snat_ports(local_ports())
     assert made.prove_new
     assert made.masquerade_ports == (None if ports is None else (ports.netfilter[0], 65535))
-    assert beside_fast_path(made, False) == Behaviour(0x4000, drop_invalid=True)
+    assert with_fast_path_support(made, False) == Behaviour(0x4000, drop_invalid=True)
 
 
 def test_this_machine_has_a_range() -> None:

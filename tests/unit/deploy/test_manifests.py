@@ -54,7 +54,7 @@ def test_it_builds_and_every_object_is_named_once(folder: Path) -> None:
 
 
 def test_every_file_is_used() -> None:
-    """A manifest that no kustomization names is a manifest that nobody applies."""
+    """A manifest that no kustomization names is never applied."""
     loose = []
     for path in DEPLOY.rglob("*.yaml"):
         siblings = path.with_name("kustomization.yaml")
@@ -169,6 +169,10 @@ def test_probes_ask_the_agent_itself_and_no_port(folder: Path) -> None:
     agent = container(one(build(folder), "DaemonSet"))
     probes = {name: agent[name]["exec"]["command"] for name in ("startupProbe", "livenessProbe", "readinessProbe")}
     assert not any("httpGet" in agent[name] for name in probes), "a port can be flooded, or be another's"
+    assert agent["terminationMessagePolicy"] == "FallbackToLogsOnError", "cluster install says why an agent ended"
+    start = agent["startupProbe"]
+    assert start["periodSeconds"] == 1, "a pod is ready within two seconds of its start"
+    assert start["periodSeconds"] * start["failureThreshold"] == 300, "a slow start is not ended"
     # ready is no while a node is being deleted, which is no reason to kill its agent.
     assert probes == {
         "startupProbe": ["pyebpf-proxy", "probe", "live"],
@@ -180,7 +184,7 @@ def test_probes_ask_the_agent_itself_and_no_port(folder: Path) -> None:
 @pytest.mark.parametrize("folder", [DEPLOY / "base", KUBEADM], ids=lambda folder: folder.name)
 def test_the_command_line_names_mounted_files_and_the_node(folder: Path) -> None:
     agent = container(one(build(folder), "DaemonSet"))
-    assert "command" not in agent, "the image says what is run"
+    assert "command" not in agent, "the image determines what is run"
     assert agent["args"] == ["--config=/var/lib/kube-proxy/config.conf", "--hostname-override=$(NODE_NAME)"]
     assert "/var/lib/kube-proxy" in [mount["mountPath"] for mount in agent["volumeMounts"]]
     (variable,) = agent["env"]
@@ -222,7 +226,7 @@ def test_parking_and_unparking_undo_each_other() -> None:
 
 @pytest.mark.parametrize("folder", OURS, ids=lambda folder: folder.name)
 def test_an_overlay_of_ones_own_names_the_image(tmp_path: Path, folder: Path) -> None:
-    """As docs/deploy.md says it, for every folder that runs the image: the way back too."""
+    """As docs/deploy.md shows it, for every folder that runs the image, the rollback included."""
     relative = Path("/".join([".."] * (len(tmp_path.parts) - 1))) / str(folder).lstrip("/")
     name = "registry.example:5000/team/pyebpf-proxy"
     (tmp_path / "kustomization.yaml").write_text(
@@ -233,7 +237,7 @@ def test_an_overlay_of_ones_own_names_the_image(tmp_path: Path, folder: Path) ->
 
 @pytest.mark.parametrize("folder", OURS, ids=lambda folder: folder.name)
 def test_there_is_no_default_image(folder: Path) -> None:
-    """What nobody has named must not be pulled from a public registry: a runtime refuses names with capitals."""
+    """An image that was not chosen must not be pulled from a public registry: a runtime refuses names with capitals."""
     name = container(one(build(folder), "DaemonSet"))["image"].rpartition(":")[0]
     assert name == "REGISTRY/pyebpf-proxy"
     assert name.lower() != name
@@ -274,6 +278,13 @@ def test_the_component_adds_one_capability(tmp_path: Path) -> None:
     assert added == [*manifests.capabilities(one(manifests.base(), "DaemonSet")), "SYS_ADMIN"]
 
 
+def test_the_component_for_selinux_sets_the_type_and_nothing_else(tmp_path: Path) -> None:
+    """container-selinux has this type for containers that administer the node."""
+    plain, typed = (pod(each)["spec"] for each in (manifests.base(), with_component(tmp_path, "selinux")))
+    assert typed["securityContext"].pop("seLinuxOptions") == {"type": "spc_t"}
+    assert typed == plain
+
+
 def test_s12_what_the_image_is_made_of_is_pinned() -> None:
     text = (DEPLOY / "Dockerfile").read_text()
     bases = re.findall(r"^FROM (\S+)", text, re.MULTILINE)
@@ -300,6 +311,28 @@ def test_s12_the_packages_of_the_image_are_those_of_one_day(tmp_path: Path) -> N
     found = [line.partition(": ")[2] for line in sources.read_text().splitlines() if line.startswith("URIs")]
     archive = "http://archive.example"
     assert found == [f"{archive}/debian/20251201T000000Z", f"{archive}/debian-security/20251201T000000Z"]
+
+
+def test_s12_packages_of_no_day_are_an_error(tmp_path: Path) -> None:
+    """The script ends before it asks for packages; with ARCHIVE=mirror it does not."""
+    (tmp_path / "bin").mkdir()
+    for name in ("apt-get", "rm"):
+        (tmp_path / "bin" / name).write_text(f'#!/bin/sh\necho {name} "$@" >>{tmp_path}/called\n')
+        (tmp_path / "bin" / name).chmod(0o755)
+    script = [DEPLOY / "image" / "stage.sh", "packages", "run"]
+    found = {}
+    for archive in ("", "mirror"):
+        environment = {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "ARCHIVE": archive}
+        found[archive] = subprocess.run(
+            script, cwd=DEPLOY.parent, env=environment, capture_output=True, text=True, check=False
+        )
+        assert (tmp_path / "called").exists() == bool(archive)
+    assert found[""].returncode == 1
+    assert found[""].stderr.startswith("the versions of Debian's packages are not pinned: --build-arg ARCHIVE=URL")
+    assert found["mirror"].returncode == 0, found["mirror"].stderr
+    calls = (tmp_path / "called").read_text().splitlines()
+    assert calls[0] == "apt-get -q update"
+    assert calls[1].startswith("apt-get -q -y install --no-install-recommends libbpf1 ")
 
 
 def test_s11_only_mode_ipvs_needs_more_of_the_nodes_settings(tmp_path: Path) -> None:

@@ -58,5 +58,5 @@ def test_pods_of_both_families_are_scraped_as_kube_proxys_job() -> None:
 
 
 def test_the_pod_declares_no_port() -> None:
-    """The scheduler would keep it on the node, and the pod could not start beside a kube-proxy that declares it."""
+    """The scheduler would keep it on the node, and the pod could not start where a kube-proxy runs that declares it."""
     assert "ports" not in manifests.container(manifests.base_daemon_set())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/cnis.md: what it says was run has a test or a recording, of the version that it names."""
+"""docs/cnis.md: every claim has a test or a recording, of the version that it names."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_the_tests_that_it_names_exist() -> None:
 
 
 @pytest.mark.parametrize(
-    ("file", "row"), [("calico", "Calico"), ("flannel", "flannel"), ("kube-router", "kube-router")]
+    ("file", "row"), [("calico", "Calico, iptables"), ("flannel", "flannel"), ("kube-router", "kube-router")]
 )
 def test_the_version_is_that_of_the_recording(file: str, row: str) -> None:
     head = (RULES / f"{file}.iptables").read_text().splitlines()[0]
@@ -41,9 +41,9 @@ def test_the_version_is_that_of_the_recording(file: str, row: str) -> None:
 
 def test_what_the_checks_know_is_on_the_page() -> None:
     """By the first word of what doctor and cluster check call it."""
-    told = {clash.text.split()[0] for clash in cni._SERVE_THEMSELVES.values()}
-    told |= set(cni._BY_KIND) | {text.split()[0] for text, _ in check._CNI.values()}
-    assert {name for name in told if name.lower() not in PAGE.lower()} == set()
+    named = {clash.text.split()[0] for clash in cni._SERVE_THEMSELVES.values()}
+    named |= set(cni._BY_KIND) | {text.split()[0] for text, _ in check._CNI.values()}
+    assert {name for name in named if name.lower() not in PAGE.lower()} == set()
 
 
 def test_a_plugin_is_either_run_or_not() -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pages of docs/ that are made from the models and the flags: still what they say."""
+"""The pages of docs/ that are made from the models and the flags: still up to date."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_the_page_is_what_the_models_say() -> None:
     )
 
 
-def test_the_page_of_our_own_options_is_what_the_model_says() -> None:
+def test_the_page_of_the_datapath_options_matches_the_model() -> None:
     shown = (ROOT / "docs" / "datapath-configuration.md").read_text()
     command = ".venv/bin/python tools/configuration_page.py datapath >docs/datapath-configuration.md"
     assert shown == tool("configuration_page").datapath_page(), f"run {command}"

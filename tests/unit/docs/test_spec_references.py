@@ -21,7 +21,7 @@ NEXT = r"(?:(?:,| and| to|–)\s*§{0,2}" + NUMBER + r"(?!\s*(?:ms|s|%)\b))*"
 REFERENCE = re.compile(
     rf"(?P<rfc>RFC \d+,? )?(?:(?P<page>{'|'.join(PAGES)})(?:\.md)?\s+)?(?P<numbers>{SIGN}{NUMBER}{NEXT})"
 )
-# A name of a page without a number still tells which page the following bare numbers are of.
+# A name of a page without a number still determines which page the following bare numbers are of.
 NAMED = re.compile(rf"\b(?:spec/({'|'.join(PAGES)})|(service-semantics))\b")
 # Where a line ends within a reference, the next one begins with the sign of a comment.
 COMMENT = re.compile(r"\n[ \t]*(?:#:?|\*|//)?[ \t]*")

@@ -35,11 +35,11 @@ class Watcher:
     """A running source, and what it delivered."""
 
     def __init__(self, directory: Path) -> None:
-        self.said: list[str] = []
+        self.messages: list[str] = []
         self.batches: list[Batch] = []
         self.history: list[tuple[str, int | None]] = []
         self.ports: dict[str, int] = {}
-        self.source = ManifestSource(directory, self.said.append, self.said.append)
+        self.source = ManifestSource(directory, self.messages.append, self.messages.append)
         self.reads: list[str] = []
         read = self.source._read
 
@@ -66,7 +66,7 @@ class Watcher:
     async def until(self, condition: Callable[[], object]) -> None:
         end = time.monotonic() + DEADLINE
         while not condition():
-            assert time.monotonic() < end, (self.ports, self.said)
+            assert time.monotonic() < end, (self.ports, self.messages)
             await asyncio.sleep(0.002)
 
     async def shows(self, **ports: int) -> None:

@@ -26,12 +26,12 @@ def service(name: str, port: object = 80, **more: object) -> str:
 
 
 class Folder:
-    """A catalogue, what it said, and what the changes add up to."""
+    """A catalogue, its messages, and the sum of its changes."""
 
     def __init__(self) -> None:
-        self.said: list[str] = []
+        self.messages: list[str] = []
         self.noted: list[str] = []
-        self.catalogue = Catalogue(self.said.append, self.noted.append)
+        self.catalogue = Catalogue(self.messages.append, self.noted.append)
         self.ports: dict[str, int | None] = {}
 
     def write(self, name: str, *texts: str) -> list[Change]:
@@ -68,7 +68,7 @@ def test_only_objects_that_differ_are_delivered(folder: Folder) -> None:
     (change,) = folder.write("a.yaml", service("x", 81))
     assert (change.name, change.object) == ("y", None)
     assert folder.ports == {"x": 81}
-    assert folder.said == []
+    assert folder.messages == []
 
 
 def test_a_file_that_goes_takes_its_objects_along(folder: Folder) -> None:
@@ -83,14 +83,14 @@ def test_an_object_that_goes_bad_keeps_its_last_good_state(folder: Folder) -> No
     folder.write("a.yaml", service("x"), service("y"))
     folder.write("a.yaml", service("x", 70000), service("y", 81))
     assert folder.ports == {"x": 80, "y": 81}
-    assert folder.said == [
+    assert folder.messages == [
         "a.yaml: Service default/x: spec.ports[0].port: 70000 is not a port (1–65535); its last good state stays"
     ]
     folder.write("a.yaml", service("x", 70000), service("y", 81))
-    assert len(folder.said) == 1
+    assert len(folder.messages) == 1
     folder.write("a.yaml", service("x", "http"), service("y", 82), service("z", 0))
     assert folder.ports == {"x": 80, "y": 82}
-    assert folder.said[1:] == [
+    assert folder.messages[1:] == [
         'a.yaml: Service default/x: spec.ports[0].port: "http": expected int, got str; its last good state stays',
         "a.yaml: Service default/z: spec.ports[0].port: 0 is not a port (1–65535)",
     ]
@@ -105,36 +105,36 @@ def test_a_bad_text_takes_nothing_away(folder: Folder) -> None:
     folder.write("a.yaml", service("x"), service("y"))
     folder.write("a.yaml", service("x", 81), "z: [\n")
     assert folder.ports == {"x": 81, "y": 80}
-    assert folder.said == [
+    assert folder.messages == [
         "a.yaml: line 4: bad YAML: did not find expected node content; the objects that were in the file stay"
     ]
     folder.write("a.yaml", service("x", 81))
     assert folder.ports == {"x": 81}
 
 
-def test_an_object_that_cannot_be_told_may_be_any_of_the_file(folder: Folder) -> None:
+def test_an_object_without_a_name_may_be_any_of_the_file(folder: Folder) -> None:
     folder.write("a.yaml", service("x"), service("y"))
     folder.write("a.yaml", service("x", 81), service(""))
     assert folder.ports == {"x": 81, "y": 80}
-    assert folder.said == ["a.yaml: Service in namespace default: metadata.name: missing"]
+    assert folder.messages == ["a.yaml: Service in namespace default: metadata.name: missing"]
 
 
 def test_the_last_file_by_name_counts(folder: Folder) -> None:
     folder.write("b.yaml", service("x", 2))
     assert folder.write("a.yaml", service("x", 1)) == []
-    assert folder.said == ["Service default/x: is in a.yaml, b.yaml; b.yaml counts"]
+    assert folder.messages == ["Service default/x: is in a.yaml, b.yaml; b.yaml counts"]
     folder.write("b.yaml", service("x", 22))
-    assert len(folder.said) == 1
+    assert len(folder.messages) == 1
     folder.write("c.yaml", service("x", 3))
     assert folder.ports == {"x": 3}
     folder.remove("c.yaml")
     assert folder.ports == {"x": 22}
     folder.remove("b.yaml")
     assert folder.ports == {"x": 1}
-    assert len(folder.said) == 3
+    assert len(folder.messages) == 3
     folder.write("a.yaml", service("x", 4), service("x", 5))
     assert folder.ports == {"x": 5}
-    assert folder.said[3:] == ["a.yaml: Service default/x: is in this file more than once, the last one counts"]
+    assert folder.messages[3:] == ["a.yaml: Service default/x: is in this file more than once, the last one counts"]
 
 
 def test_a_file_that_leaves_counts_less_than_any_other(folder: Folder) -> None:
@@ -147,14 +147,14 @@ def test_a_file_that_leaves_counts_less_than_any_other(folder: Folder) -> None:
     assert change.object.spec.ports[0].port == 2
     folder.catalogue.remove("z.yaml")
     assert folder.catalogue.changes() == []
-    assert folder.said == []
+    assert folder.messages == []
 
 
 def test_other_kinds_are_noted_once(folder: Folder) -> None:
     deployment = "apiVersion: apps/v1\nkind: Deployment\nmetadata: {name: x}\n---\n"
     folder.write("a.yaml", deployment, deployment, service("x"))
     folder.write("a.yaml", deployment, service("x", 81))
-    assert folder.said == []
+    assert folder.messages == []
     assert folder.noted == ["a.yaml: objects of kind apps/v1/Deployment are not used"]
     assert folder.ports == {"x": 81}
 

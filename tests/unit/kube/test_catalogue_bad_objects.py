@@ -28,8 +28,8 @@ GOOD, IN_PART, REFUSED = a_slice("a", "10.0.0.1"), a_slice("a", "10.0.0.1", "127
 
 
 def test_a_folder_counts_objects_by_file() -> None:
-    said: list[str] = []
-    folder = Catalogue(said.append, said.append)
+    output: list[str] = []
+    folder = Catalogue(output.append, output.append)
 
     def counts() -> dict[str, tuple[int, int]]:
         return {kind: of for kind, of in folder.bad.items() if any(of)}
@@ -38,7 +38,7 @@ def test_a_folder_counts_objects_by_file() -> None:
     assert folder.bad == dict.fromkeys(("Service", "EndpointSlice", "Node", "ServiceCIDR", "unreadable"), (0, 0))
     folder.read("a.json", IN_PART)
     assert counts() == {"EndpointSlice": (0, 1)}  # an object, whatever is wrong in it
-    assert len(said) == 2
+    assert len(output) == 2
     folder.read("b.json", REFUSED)
     folder.read("b.json", REFUSED)
     assert counts() == {"EndpointSlice": (1, 1)}
@@ -54,8 +54,8 @@ def test_a_folder_counts_objects_by_file() -> None:
 
 
 def test_the_api_servers_objects_are_counted_as_they_change() -> None:
-    said: list[str] = []
-    known = Inventory("EndpointSlice", said.append)
+    output: list[str] = []
+    known = Inventory("EndpointSlice", output.append)
 
     def read(data: bytes) -> tuple[int, int]:
         known.change(known.read(data))
@@ -64,7 +64,7 @@ def test_the_api_servers_objects_are_counted_as_they_change() -> None:
     assert read(GOOD) == (0, 0)
     assert read(IN_PART) == (0, 1)
     assert read(REFUSED) == (1, 0)
-    assert said[-1].endswith("; its last good state stays")
+    assert output[-1].endswith("; its last good state stays")
     assert read(a_slice("b", "127.0.0.1")) == (1, 1)
     known.remove("default", "a")
     assert (known.refused, known.in_part) == (0, 1)

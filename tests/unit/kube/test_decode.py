@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Documents to objects: both syntaxes, lists, and what a bad text is told."""
+"""Documents to objects: both syntaxes, lists, and the messages about bad texts."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ spec: {clusterIP: 10.96.0.1, ports: [{port: 80}]}
         (b"".join(b" " * i + b"a:\n" for i in range(3000)), "line 101: bad YAML: more than 100 levels of nesting"),
     ],
 )
-def test_bad_yaml_is_told_with_its_line(text: bytes, message: str) -> None:
+def test_bad_yaml_is_reported_with_its_line(text: bytes, message: str) -> None:
     with pytest.raises(UnreadableError) as caught:
         list(decode_yaml(text))
     assert message in str(caught.value)
@@ -137,7 +137,7 @@ def test_bad_yaml_is_told_with_its_line(text: bytes, message: str) -> None:
         (b'{"a":' * 100000, "bad JSON: nested too deeply"),
     ],
 )
-def test_bad_json_is_told_with_its_line(text: bytes, message: str) -> None:
+def test_bad_json_is_reported_with_its_line(text: bytes, message: str) -> None:
     with pytest.raises(UnreadableError) as caught:
         list(decode_json(text))
     assert message in str(caught.value)

@@ -31,7 +31,7 @@ def test_first_batch_is_complete(tmp_path: Path) -> None:
         await watcher.shows(s1=1, s2=2, s3=3, s4=4)
         assert [batch.complete for batch in watcher.batches] == [True]
 
-    assert run(tmp_path, scenario).said == []
+    assert run(tmp_path, scenario).messages == []
 
 
 def test_an_empty_folder_is_complete(tmp_path: Path) -> None:
@@ -114,7 +114,7 @@ def test_a_file_is_replaced_without_a_gap(tmp_path: Path, write: Callable[[Path,
         await watcher.settled(tmp_path)
         assert [port for name, port in watcher.history if name == "x"] == [1, 2]
 
-    assert run(tmp_path, scenario).said == []
+    assert run(tmp_path, scenario).messages == []
 
 
 def test_a_file_is_renamed(tmp_path: Path) -> None:
@@ -128,7 +128,7 @@ def test_a_file_is_renamed(tmp_path: Path) -> None:
         (tmp_path / "a.json").rename(tmp_path / "a.off")
         await watcher.shows()
 
-    assert run(tmp_path, scenario).said == []
+    assert run(tmp_path, scenario).messages == []
 
 
 def test_a_quick_rewrite_of_equal_size_is_seen(tmp_path: Path) -> None:
@@ -179,14 +179,14 @@ def test_bad_files_cost_nothing_else(tmp_path: Path) -> None:
 
     watcher = run(tmp_path, scenario)
     assert watcher.ports == {"a": 3, "b": 1}
-    assert sorted(watcher.said) == [
+    assert sorted(watcher.messages) == [
         "b.json: bad JSON: Input data was truncated; the objects that were in the file stay",
         "c.yaml: cannot be read: not a regular file; the objects that were in it stay",
         "f.yaml: cannot be read: Too many levels of symbolic links; the objects that were in it stay",
     ]
 
 
-def test_what_is_no_file_is_said_at_the_start(tmp_path: Path) -> None:
+def test_what_is_no_file_is_reported_at_the_start(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "a.yaml")
     (tmp_path / "b.yaml").write_text(text(b=1))
 
@@ -194,11 +194,11 @@ def test_what_is_no_file_is_said_at_the_start(tmp_path: Path) -> None:
         await watcher.shows(b=1)
         watcher.reads.clear()
         (tmp_path / "..data").symlink_to("..1")
-        await watcher.until(lambda: "a.yaml" in watcher.reads)  # looked at again, and nothing new to say
+        await watcher.until(lambda: "a.yaml" in watcher.reads)  # read again, without a new message
         await watcher.settled(tmp_path)
 
-    said = run(tmp_path, scenario).said
-    assert said == ["a.yaml: cannot be read: not a regular file; the objects that were in it stay"]
+    output = run(tmp_path, scenario).messages
+    assert output == ["a.yaml: cannot be read: not a regular file; the objects that were in it stay"]
 
 
 def test_a_file_that_becomes_unreadable_and_readable_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,21 +220,21 @@ def test_a_file_that_becomes_unreadable_and_readable_again(tmp_path: Path, monke
         other.write_text(text(a=2))
         other.chmod(0)
         other.rename(path)
-        await watcher.until(lambda: watcher.said)
+        await watcher.until(lambda: watcher.messages)
         await watcher.settled(tmp_path)
         assert watcher.ports == {"a": 1}
         path.chmod(0o644)
         await watcher.shows(a=2)
 
-    said = run(tmp_path, scenario).said
-    assert said == ["a.yaml: cannot be read: Permission denied; the objects that were in it stay"]
+    output = run(tmp_path, scenario).messages
+    assert output == ["a.yaml: cannot be read: Permission denied; the objects that were in it stay"]
 
 
 @pytest.mark.parametrize("hidden", ["file", "folder"])
 def test_a_change_that_was_missed_for_lack_of_descriptors_is_read_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hidden: str
 ) -> None:
-    """No event tells that there are some again. The kernel's refusal is made here."""
+    """No event reports that there are some again. The kernel's refusal is made here."""
     path = tmp_path / "a.yaml"
     path.write_text(text(a=1))
     # It leads nowhere yet: only a look at the folder shows when it does.
@@ -268,12 +268,12 @@ def test_a_change_that_was_missed_for_lack_of_descriptors_is_read_later(
             (tmp_path / "..1").mkdir()
             (tmp_path / "..1" / "b.yaml").write_text(text(b=200))
             (tmp_path / "..data").symlink_to("..1")
-        await watcher.until(lambda: watcher.said)
+        await watcher.until(lambda: watcher.messages)
         lacking = False
         await watcher.shows(**({"a": 200} if hidden == "file" else {"a": 1, "b": 200}))
 
-    (said,) = run(tmp_path, scenario).said
-    assert "Too many open files; the objects that were in it stay" in said
+    (output,) = run(tmp_path, scenario).messages
+    assert "Too many open files; the objects that were in it stay" in output
 
 
 def test_a_deletion_waits_a_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

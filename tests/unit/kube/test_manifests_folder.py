@@ -51,7 +51,7 @@ def test_a_config_map_volume(tmp_path: Path) -> None:
         await watcher.shows(a=3, b=3, d=3)
         assert [port for name, port in watcher.history if name == "b"] == [1, 3]
 
-    assert run(tmp_path, scenario).said == []
+    assert run(tmp_path, scenario).messages == []
 
 
 def test_a_swap_reads_only_what_changed(tmp_path: Path) -> None:
@@ -81,7 +81,7 @@ def test_the_folder_goes_and_comes_back(tmp_path: Path) -> None:
     async def scenario(watcher: Watcher) -> None:
         await watcher.shows(a=1, b=1)
         folder.parent.rename(tmp_path / "elsewhere")
-        await watcher.until(lambda: watcher.said)
+        await watcher.until(lambda: watcher.messages)
         assert watcher.ports == {"a": 1, "b": 1}
         folder.mkdir(parents=True)
         (folder / "a.yaml").write_text(text(a=2))
@@ -92,12 +92,12 @@ def test_the_folder_goes_and_comes_back(tmp_path: Path) -> None:
         await watcher.settled(folder)
         assert watcher.ports == {"a": 3}
 
-    said = run(folder, scenario).said
-    assert said == [f"{folder}: the manifests folder is not there; what was in it stays until it is back"]
+    output = run(folder, scenario).messages
+    assert output == [f"{folder}: the manifests folder is not there; what was in it stays until it is back"]
 
 
 def test_the_folder_is_removed_with_everything_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its files go one by one first, but a folder that is not there says nothing about what shall be."""
+    """Its files go one by one first, but a missing folder does not mean that objects were deleted."""
     monkeypatch.setattr(manifests, "DELETION_DELAY", 2.0)
     folder = tmp_path / "manifests"
     folder.mkdir()
@@ -106,7 +106,7 @@ def test_the_folder_is_removed_with_everything_in_it(tmp_path: Path, monkeypatch
     async def scenario(watcher: Watcher) -> None:
         await watcher.shows(a=1)
         shutil.rmtree(folder)
-        await watcher.until(lambda: watcher.said and not watcher.source._leaving)
+        await watcher.until(lambda: watcher.messages and not watcher.source._leaving)
         assert watcher.ports == {"a": 1}
         folder.mkdir()
         await watcher.shows()
@@ -148,7 +148,7 @@ def test_nothing_is_complete_before_the_folder_is_there(tmp_path: Path) -> None:
 
 
 def test_more_events_than_the_kernel_keeps(tmp_path: Path) -> None:
-    """The queue overflows while nobody reads it: everything is looked at, nothing is missed."""
+    """The queue overflows while it is not read: all files are read again, nothing is missed."""
     limit = int(Path("/proc/sys/fs/inotify/max_queued_events").read_text())
     if limit > 50_000:
         pytest.skip(f"fs.inotify.max_queued_events is {limit}: filling that takes too long")
@@ -164,7 +164,7 @@ def test_more_events_than_the_kernel_keeps(tmp_path: Path) -> None:
         (tmp_path / "a.yaml").write_text(text(a=1))
         (tmp_path / "gone.yaml").unlink()
         z_written = (tmp_path / "z.yaml").stat()
-        os.utime(tmp_path / "z.yaml", ns=(0, z_written.st_mtime_ns + 1))  # no event of its own
+        os.utime(tmp_path / "z.yaml", ns=(0, z_written.st_mtime_ns + 1))  # no separate event
         await watcher.shows(a=1, z=1)
         assert "z.yaml" in watcher.reads  # so everything was looked at
 
@@ -182,13 +182,13 @@ def test_a_file_of_a_gigabyte_is_not_read_and_costs_no_other_anything(tmp_path: 
         (tmp_path / "c.yaml").write_text(text(c=1))
         await watcher.shows(a=1, c=1)
 
-    assert run(tmp_path, scenario).said == [
+    assert run(tmp_path, scenario).messages == [
         "b.yaml: cannot be read: larger than 64 MiB; split it into several files; the objects that were in it stay"
     ]
 
 
 def test_no_inotify_to_be_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A node full of watchers: one line that says what to raise."""
+    """A node full of watchers: one line that names the limit to raise."""
 
     def refusing(**_: object) -> INotify:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))

@@ -96,5 +96,5 @@ def test_no_module_changes_where_python_looks_for_modules() -> None:
             target = getattr(node, "func", None) or getattr(node, "target", None)
             if target is not None and ast.unparse(target).startswith("sys.path"):
                 changed.append(name)
-    # atheris is in an environment of its own (make fuzz).
+    # atheris is in its own environment (make fuzz).
     assert changed == ["tests/fuzz/__main__.py"]

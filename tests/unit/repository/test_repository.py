@@ -24,7 +24,7 @@ PACKAGE_HOST = re.compile(
     r"--(extra-)?index-[u]rl|--trusted-[h]ost|proxy\.[g]olang|registry\.[n]pmjs|crates\.[i]o",
     re.IGNORECASE,
 )
-# docs/data-plane.md says which function decides what.
+# docs/data-plane.md names the function that decides each question.
 HEADING = "## The decision table as it is implemented"
 NAMED = re.compile(r"`(\w+)\(\)`")
 DEFINED_IN_C = re.compile(r"^(?:[a-z_]\w*[ \t*]+)+(\w+)\([^;{}]*\)\s*\{", re.MULTILINE)
@@ -54,7 +54,7 @@ def test_no_package_host_is_named() -> None:
             continue
         if found := PACKAGE_HOST.search(text):
             named[relative(path)] = found.group()
-    named.pop("tools/lock.sh", None)  # says --no-emit-…, which keeps them out of the lock
+    named.pop("tools/lock.sh", None)  # contains --no-emit-…, which keeps them out of the lock
     assert named == {}
 
 
@@ -94,8 +94,8 @@ def test_debian_packages_are_listed_once() -> None:
     assert {"clang", "libbpf-dev", "libbpf1", "bpftool", "nftables", "python3-nftables", "python3-venv"} <= set(names)
 
 
-def test_setup_says_in_one_line_what_is_missing(tmp_path: Path) -> None:
-    """Without dpkg: exit status 1 and one line that says what to do."""
+def test_setup_reports_what_is_missing_in_one_line(tmp_path: Path) -> None:
+    """Without dpkg: exit status 1 and one line with the remedy."""
     (tmp_path / "tools").mkdir()
     shutil.copy(ROOT / "tools" / "setup.sh", tmp_path / "tools")
     shutil.copy(ROOT / "tools" / "debian-packages.txt", tmp_path / "tools")
@@ -118,7 +118,7 @@ def test_setup_says_in_one_line_what_is_missing(tmp_path: Path) -> None:
     assert "tools/debian-packages.txt" in ran.stderr
 
 
-def test_build_says_in_one_line_that_clang_is_missing(bpf_objects: Path) -> None:
+def test_build_reports_a_missing_clang_in_one_line(bpf_objects: Path) -> None:
     """`bpf_objects` first, so that vmlinux.h is there and clang is the one thing missing."""
     source = "pyebpf_proxy/bpf/tc.bpf.o"
     ran = subprocess.run(
@@ -224,32 +224,15 @@ def test_every_mutant_changes_something() -> None:
     assert [name for name, each in agent_mutants.MUTANTS.items() if each.there not in texts[each.file]] == []
 
 
-def test_every_row_of_the_packet_page_names_who_decides() -> None:
+def test_every_row_of_the_packet_page_names_the_deciding_function() -> None:
     rows = [line for line in decisions().splitlines() if line.startswith("| ")]
     deciders = [line.rstrip(" |").rpartition(" | ")[2] for line in rows]
     headings = {"decided by", "where it is so"}
     assert len(rows) > 30
-    assert [row for row, who in zip(rows, deciders, strict=True) if not NAMED.search(who) and who not in headings] == [
+    unnamed = [decider for decider in deciders if not NAMED.search(decider) and decider not in headings]
+    assert [row for row, decider in zip(rows, deciders, strict=True) if decider in unnamed] == [
         "| InterfaceNamePrefix | the same with the beginning of the name | the same |"
     ]
-
-
-def anchors(page: Path) -> set[str]:
-    """The names of a page's headings in links."""
-    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
-    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
-
-
-def test_links_of_the_pages_lead_somewhere() -> None:
-    lost = []
-    others = [ROOT / folder / "README.md" for folder in ("examples", "tests", "vagrant")]
-    for page in (*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")), *others):
-        for place, heading in re.findall(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]*))?\)", page.read_text()):
-            target = page.parent / place if place else page
-            if not target.exists() or (heading and heading not in anchors(target)):
-                lost.append(f"{page.name}: {place}#{heading}")
-    assert lost == []
 
 
 #: Pages that programs write.

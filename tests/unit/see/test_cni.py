@@ -47,16 +47,16 @@ def test_what_clashes_is_named_with_its_fix(tmp_path: Path, plugin: dict[str, An
     assert clash.remedy
 
 
-@pytest.mark.parametrize("said", [True, "true", "strict", "partial"])
-def test_cilium_that_serves_services(tmp_path: Path, said: object) -> None:
-    (clash,) = found(tmp_path, {"type": "cilium-cni"}, cilium=said).clashes
+@pytest.mark.parametrize("mode", [True, "true", "strict", "partial"])
+def test_cilium_that_serves_services(tmp_path: Path, mode: object) -> None:
+    (clash,) = found(tmp_path, {"type": "cilium-cni"}, cilium=mode).clashes
     assert clash.bad
     assert "kubeProxyReplacement: false" in clash.remedy
 
 
-@pytest.mark.parametrize("said", [None, False, "false", "disabled"])
-def test_what_does_not_clash(tmp_path: Path, said: object) -> None:
-    read = found(tmp_path, PTP, {"type": "portmap"}, {"type": "cilium-cni"}, {"type": "calico"}, cilium=said)
+@pytest.mark.parametrize("mode", [None, False, "false", "disabled"])
+def test_what_does_not_clash(tmp_path: Path, mode: object) -> None:
+    read = found(tmp_path, PTP, {"type": "portmap"}, {"type": "cilium-cni"}, {"type": "calico"}, cilium=mode)
     assert read.clashes == []
     assert read.plugins == ["ptp", "portmap", "cilium-cni", "calico"]
 
@@ -81,7 +81,7 @@ def test_a_file_that_is_none_is_named(tmp_path: Path, text: str, monkeypatch: py
     assert finding.text.startswith(f"{folder}/10-net.conf cannot be read: ")
 
 
-def test_doctor_says_each_clash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_reports_each_clash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write(tmp_path / "net.d", {"type": "bandwidth"}, {"type": "calico", "linuxDataplane": "BPF"})
     monkeypatch.setattr(cni, "read", lambda mark, read=cni.read: read(mark, (folder,)))
     assert [(each.state, bool(each.remedy)) for each in doctor._cni(MARK)] == [("warning", True), ("bad", True)]

@@ -109,8 +109,8 @@ class Zsh:
     """
 
     def __init__(self, folder: Path, source: bool) -> None:
-        self.said = folder / "said"
-        setup = self.SETUP.replace("@SAID@", str(self.said)).replace("@PORTS@", " ".join(PORTS))
+        self.output = folder / "output"
+        setup = self.SETUP.replace("@SAID@", str(self.output)).replace("@PORTS@", " ".join(PORTS))
         (folder / "_pyebpf-proxy").write_text(script("zsh"))
         begin = f"fpath=({folder} $fpath)" if not source else ""
         end = f"source {folder}/_pyebpf-proxy" if source else ""
@@ -132,10 +132,10 @@ class Zsh:
 
     def ask(self, typed: str) -> set[str]:
         """What a tab offers behind that."""
-        self.said.write_text("")
+        self.output.write_text("")
         os.write(self.terminal, f"\x15pyebpf-proxy {typed}\t".encode())
-        self._until(lambda: self.said.read_text().endswith(".\n"))
-        return {line.rstrip("/") for line in self.said.read_text().splitlines()} - {"", "."}
+        self._until(lambda: self.output.read_text().endswith(".\n"))
+        return {line.rstrip("/") for line in self.output.read_text().splitlines()} - {"", "."}
 
     def close(self) -> None:
         """It ends with its terminal."""

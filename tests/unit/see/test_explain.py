@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""That a program which does not do what the rules say is found out."""
+"""That a program which does not follow the rules is detected."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def answer(verdict: str = "served", reason: str = "", **program: object) -> Expl
         local=True,
         masquerade=True,
         masquerade_as="192.0.2.11",
-        way_out="pod0",
+        egress="pod0",
     )
     return Explanation(
         source="198.51.100.2:49152",
@@ -65,15 +65,15 @@ def test_agreement_is_none() -> None:
         (answer(masquerade=False), "masquerade: masqueraded by the rules, not masqueraded by the program"),
     ],
 )
-def test_what_differs_is_said(view: Explanation, text: str) -> None:
+def test_differences_are_shown(view: Explanation, text: str) -> None:
     assert found(view) == [text]
 
 
-def test_another_reason_is_said() -> None:
+def test_another_reason_is_shown() -> None:
     view = answer("dropped", "drop_source_range")
     view.program = ProgramView(ran=True, verdict="dropped", counted=["drop_conntrack_full"])
-    (said,) = disagreements(view, Decision(verdict="dropped", reason="drop_source_range"), view.program)
-    assert said == "reason: drop_source_range by the rules, the program counted drop_conntrack_full"
-    view.disagreements = [said]
-    assert f"disagreement: {said}" in text(view, Terminal())
+    (output,) = disagreements(view, Decision(verdict="dropped", reason="drop_source_range"), view.program)
+    assert output == "reason: drop_source_range by the rules, the program counted drop_conntrack_full"
+    view.disagreements = [output]
+    assert f"disagreement: {output}" in text(view, Terminal())
     assert not any("It agrees" in line for line in text(view, Terminal()))

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names of pods for a command that goes on: asked for when they are new or old, and never for too long."""
+"""Names of pods for a command that keeps running: looked up when they are new or old, and never for too long."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
 from pyebpf_proxy.see import model
-from pyebpf_proxy.see.pods import MOST, Pods, tell
+from pyebpf_proxy.see.pods import MOST, Pods, fill_pod_names
 
 A, B = bytes([10, 0, 0, 1]), bytes([10, 0, 0, 2])
 
 
 class Agent:
-    """Who is asked, and the time it takes."""
+    """The agent, and the time that a lookup takes."""
 
     def __init__(self, took: float = 0.0) -> None:
         self.now = 100.0
@@ -62,8 +62,8 @@ def test_addresses_of_views() -> None:
 
     agent = Agent()
     views = [view("10.0.0.1:80"), view("10.0.0.2:80"), view("[::1]:80")]
-    tell(views, agent.ask)
+    fill_pod_names(views, agent.ask)
     assert [each.pod for each in views] == ["default/web-1", "", ""]
     assert agent.asked == [{A, B, bytes(15) + b"\1"}]
-    tell([view("10.0.0.1:80")] * (MOST + 1), agent.ask)
+    fill_pod_names([view("10.0.0.1:80")] * (MOST + 1), agent.ask)
     assert len(agent.asked) == 1

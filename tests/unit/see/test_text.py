@@ -56,13 +56,13 @@ def test_what_a_name_names(wanted: str, found: list[ServicePortName]) -> None:
         ("", "no Service is called "),
     ],
 )
-def test_names_that_name_nobody_or_many(wanted: str, text: str) -> None:
+def test_names_of_no_service_or_of_many(wanted: str, text: str) -> None:
     with pytest.raises(QuestionError) as caught:
         matching(wanted, NAMES)
     assert str(caught.value) == text
 
 
-def test_without_services_a_name_names_nobody() -> None:
+def test_without_services_a_name_matches_nothing() -> None:
     with pytest.raises(QuestionError, match="no Service is called web: there are no services"):
         matching("web", [])
 
@@ -111,7 +111,7 @@ def test_a_narrow_table_is_blocks() -> None:
 
 
 def test_sentences_and_fields_fit() -> None:
-    text = "the masquerade bit 0x4000 is set by somebody else: give this one another with masqueradeBit"
+    text = "the masquerade bit 0x4000 is set by other rules: give this one another with masqueradeBit"
     assert all(len(line) <= 40 for line in wrapped(Terminal(40), text, indent="    "))
     assert " ".join(line.strip() for line in wrapped(Terminal(40), text, indent="    ")) == text
     assert fields(Terminal(20), [("a name of many words", "yes")]) == ["  a name of many", "  words", "    yes"]

@@ -13,7 +13,9 @@ from pyebpf_proxy.see.meter import Amount, Place
 from pyebpf_proxy.see.rates import ordered, short, top
 from pyebpf_proxy.see.service_counters import Sample
 from pyebpf_proxy.see.state import Backend, Service
+from pyebpf_proxy.see.text import Terminal
 from pyebpf_proxy.see.top import MOST_PACKETS, one_in
+from pyebpf_proxy.see.top import text as plain_text
 from pyebpf_proxy.see.top_screen import Screen
 from pyebpf_proxy.services.model import IPFamily, Protocol, ServicePortName
 
@@ -100,6 +102,8 @@ def test_the_picture_fits(width: int, height: int) -> None:
     screen = Screen("flows", 3, 1.0)
     made = found()
     made.notes = ["packets and bytes are not measured: " + "a reason that is long " * 5]
+    closed = {"IPv4": "stack_rules, a rule that is long " * 5}
+    made.fast_path = model.TopFastPath(closed=closed, draining=False, young=1, kernel=2, permits=3, new_flows={})
     console = Console(width=width, height=height, file=StringIO(), force_terminal=True)
     lines = console.render_lines(screen.draw(made, width, height), pad=False)
     texts = ["".join(segment.text for segment in line) for line in lines]
@@ -107,7 +111,21 @@ def test_the_picture_fits(width: int, height: int) -> None:
     assert len(texts) <= height or height == 5
     if width >= 40 and height == 12:
         assert any(text.startswith("default/web:http"[: width - 25]) for text in texts)
+    assert [text[:15] for text in texts if text.startswith("fast path")] == ["fast path: clos"]
     assert any("SHARE" in text for text in texts) == (width >= 58)
+
+
+def test_plain_text_has_the_fast_path_below_the_rates() -> None:
+    made = found()
+    assert plain_text(made, "flows", 3, Terminal())[1] == "fast path: off"
+    made.fast_path = model.TopFastPath(
+        closed={}, draining=False, young=12, kernel=3400, permits=20, new_flows={"fast": 40.0, "netfilter": 1.5}
+    )
+    lines = plain_text(made, "flows", 3, Terminal())
+    assert lines[1] == (
+        "fast path: open · young 12 · kernel 3400 · permits 20 · new flows a second: 40 fast, 1.5 netfilter"
+    )
+    assert lines[2].startswith("drops: ")
 
 
 def test_keys() -> None:

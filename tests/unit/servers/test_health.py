@@ -40,7 +40,7 @@ def test_times_are_written_as_go_writes_them(seconds: float, shown: str) -> None
     assert text(seconds) == shown
 
 
-#: What happened when ("q4": queued for IPv4, "u6": IPv6 updated), when it is asked, who keeps up then.
+#: What happened when ("q4": queued for IPv4, "u6": IPv6 updated), when it is asked, the families that keep up then.
 TABLE = [
     ("starting up is healthy", [], 0, {}),
     ("starting up for ever is healthy too", [("q4", 0)], 1000, {}),

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from pyebpf_proxy.kube.events import About
+from pyebpf_proxy.kube.events import ObjectReference
 from pyebpf_proxy.servers.health import Health, Moment
 from pyebpf_proxy.servers.health_checks import HealthCheckPorts, listen_addresses
 from pyebpf_proxy.servers.server import Server
@@ -46,7 +46,7 @@ class HealthCheckNode:
             self.server, self.health, "node", self, lambda: self.addresses, lambda: Moment(self.now, 0)
         )
 
-    def event(self, about: About, type: str, reason: str, action: str, note: str) -> None:  # noqa: A002
+    def event(self, about: ObjectReference, type: str, reason: str, action: str, note: str) -> None:  # noqa: A002
         self.events.append((about, type, reason, action, note))
 
 
@@ -75,7 +75,7 @@ def test_the_answer(checks: HealthCheckNode) -> None:
     assert get(port).body.decode() == BODY % (0, "true")
     checks.ports.sync({S4: HealthCheck(port, 1)})
     until(lambda: get(port).status == 200)
-    # A proxy that doesn't keep up says so here too.
+    # A proxy that doesn't keep up reports that here too.
     checks.health.updated(V6, Moment(0, 0))
     checks.health.queued(V6, Moment(0, 0))
     checks.now = 60
@@ -127,7 +127,7 @@ def test_all_addresses_or_none_and_again_at_the_next_sync(
             f'node node failed to start healthcheck "ns/s" on port {port}:'
             f" listen tcp4 127.0.0.2:{port}: bind: address already in use"
         )
-        about = About("Service", "ns", "s")
+        about = ObjectReference("Service", "ns", "s")
         assert checks.events == [(about, "Warning", "FailedToStartServiceHealthcheck", "Listen", note)]
         checks.ports.sync(wanted)
 

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pyebpf_proxy.servers import connection as connections
-from pyebpf_proxy.servers import server as room
+from pyebpf_proxy.servers import server as server_module
 from pyebpf_proxy.servers.http import Pool, Request, Response
 from pyebpf_proxy.servers.server import BindError, Server, listening_socket
 from tests.support.logs import Log, Message
@@ -34,7 +34,7 @@ def echoing() -> Iterator[tuple[int, Pool]]:
         yield found
 
 
-def test_what_a_request_says_reaches_the_handler(echoing: tuple[int, Pool]) -> None:
+def test_the_contents_of_a_request_reach_the_handler(echoing: tuple[int, Pool]) -> None:
     port, _ = echoing
     answer = get(port, "/a/b?c=d", "PUT", body=b"12345", headers={"X-A": "v"})
     assert answer.body == b"PUT /a/b c=d 5 v"
@@ -70,7 +70,7 @@ def test_a_pipelined_body_does_not_swallow_the_next_request(echoing: tuple[int, 
     assert [text in found for text in (b"PUT /p  3 ", b"PUT /q  2 ", b"GET /  0 ")] == [True] * 3
 
 
-def test_a_client_that_waits_before_it_sends_its_body_is_told_to_go_on(echoing: tuple[int, Pool]) -> None:
+def test_a_client_that_waits_before_it_sends_its_body_gets_100_continue(echoing: tuple[int, Pool]) -> None:
     port, _ = echoing
     head = b"PUT / HTTP/1.1\r\nHost: x\r\nContent-Length: 3\r\nExpect: 100-continue\r\n\r\n"
     with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
@@ -112,7 +112,7 @@ def test_http_1_0_is_answered_and_closed(echoing: tuple[int, Pool]) -> None:
         (b"PUT / HTTP/1.1\r\nHost: x\r\nContent-Length: 70000\r\n\r\n" + b"x" * 70000, 413),
     ],
 )
-def test_what_is_refused_is_said(echoing: tuple[int, Pool], request_: bytes, status: int) -> None:
+def test_refusals_are_answered(echoing: tuple[int, Pool], request_: bytes, status: int) -> None:
     port, pool = echoing
     found = raw(port, request_, half_close=True)
     assert found.startswith(f"HTTP/1.1 {status} ".encode())
@@ -167,7 +167,7 @@ def test_a_handler_that_fails_is_one_answer_with_500(caplog: pytest.LogCaptureFi
 
 def test_requests_that_never_end_are_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "REQUEST_SECONDS", 0.3)
-    monkeypatch.setattr(room, "SWEEP_SECONDS", 0.05)
+    monkeypatch.setattr(server_module, "SWEEP_SECONDS", 0.05)
     with serving(echo) as (port, pool):
         with socket.create_connection(("127.0.0.1", port), timeout=20) as slow:
             slow.sendall(b"GET / HTTP/1.1\r\nA: ")
@@ -184,7 +184,7 @@ def test_requests_that_never_end_are_cut_off(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_who_does_not_read_is_cut_off_and_costs_little(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "WRITE_SECONDS", 0.3)
-    monkeypatch.setattr(room, "SWEEP_SECONDS", 0.05)
+    monkeypatch.setattr(server_module, "SWEEP_SECONDS", 0.05)
     calls = 0
 
     def large(request: Request) -> Response:
@@ -247,7 +247,7 @@ def test_hostile_clients_do_not_hold_up_the_thread_that_programs() -> None:
 
 
 def test_an_address_in_use_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "BIND_RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(server_module, "BIND_RETRY_SECONDS", 0.01)
     errors: list[str] = []
     server = Server()
     server.start()

@@ -92,7 +92,7 @@ def test_a_source_gets_its_share_of_the_processor_and_no_more() -> None:
         assert probe.rest(now) == 0
         now += flood.rest(now)
     assert used / now == pytest.approx(0.25 / bounds.LEAST_SOURCES, rel=0.05)
-    # Who asks for little never waits.
+    # A client with few requests never waits.
     for number in range(1000):
         sources.charge(probe, 0.002, now + number * 0.1)
         assert probe.rest(now + number * 0.1) < 0.02

@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import platform
 import time
 
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as read_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as read_text
 
+from pyebpf_proxy import __version__
 from pyebpf_proxy.kube.objects import (
     Annotations,
     Endpoint,
@@ -44,6 +46,8 @@ VIEW = {
     "closed": {"6": {"reason": "stack_rules", "text": "table ip6 filter, chain FORWARD"}},
     "devices": {"2": {"name": "eth0", "redirect": 1}, "3": {"name": "veth1", "redirect": 0}},
     "promotion": {"failed": {"full": 6}, "young": 11},
+    "netlinkOverruns": {"route": 2, "netfilter": 0},
+    "runFolder": "it is read-only",
 }
 MAPS = {"services": (3, 100)}
 START = 1795239500_000_000_000
@@ -285,6 +289,9 @@ def test_the_fast_path(agent: ObservedAgent) -> None:
     assert page["pyebpf_proxy_promotion_failures_total", "full"] == 6
     closed = "pyebpf_proxy_fast_path_closed"
     assert [labels for labels in page if labels[0] == closed] == [(closed, "IPv6", "stack_rules")]
+    overruns = "pyebpf_proxy_netlink_overruns_total"
+    assert (page[overruns, "route"], page[overruns, "netfilter"]) == (2, 0)
+    assert page["pyebpf_proxy_run_directory_writable",] == 0
     device = "pyebpf_proxy_device"
     assert (page[device, "eth0", "device"], page[device, "veth1", "none"]) == (1, 1)
 
@@ -300,6 +307,20 @@ def test_counters_of_every_kubernetes_program_have_their_names_in_their_headers(
     counters = {name for name, kind in typed.items() if kind == "counter"}
     assert counters == {f"{which}_metrics_total" for which in ("disabled", "hidden", "registered")}
     assert b"# TYPE disabled_metrics counter\n" in text(registry, "application/openmetrics-text")[1]
+
+
+@pytest.mark.parametrize("commit", ["", "0123abc"])
+def test_the_build_is_named(commit: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if commit:
+        monkeypatch.setenv("PYEBPF_PROXY_COMMIT", commit)
+    else:
+        monkeypatch.delenv("PYEBPF_PROXY_COMMIT", raising=False)
+    registry = Registry()
+    add_build(registry, {}, 3)
+    families = {each.name: each for each in read_text(text(registry, "*/*")[1].decode())}
+    (sample,) = families["pyebpf_proxy_build_info"].samples
+    wanted = {"version": __version__, "commit": commit, "python_version": platform.python_version()}
+    assert (sample.labels, sample.value) == (wanted, 1)
 
 
 def test_the_reconciler(agent: ObservedAgent) -> None:

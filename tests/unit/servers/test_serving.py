@@ -17,10 +17,10 @@ from pyebpf_proxy.config import flags
 from pyebpf_proxy.config.complete import complete
 from pyebpf_proxy.config.effective import effective
 from pyebpf_proxy.config.shown import shown
-from pyebpf_proxy.kube.events import About
+from pyebpf_proxy.kube.events import ObjectReference
 from pyebpf_proxy.kube.objects import Node
 from pyebpf_proxy.kube.source import Change
-from pyebpf_proxy.servers import server as room
+from pyebpf_proxy.servers import server as server_module
 from pyebpf_proxy.servers import serving
 from pyebpf_proxy.servers.local import Local
 from pyebpf_proxy.servers.metrics import DatapathNumbers
@@ -32,7 +32,7 @@ from tests.unit.servers.http_client import answers, get, until
 
 
 class Events(list[tuple[object, ...]]):
-    def event(self, about: About, type: str, reason: str, action: str, note: str) -> None:  # noqa: A002
+    def event(self, about: ObjectReference, type: str, reason: str, action: str, note: str) -> None:  # noqa: A002
         self.append((about, type, reason, action, note))
 
 
@@ -44,7 +44,7 @@ def make(events: Events, *arguments: str, local: Local | None = None) -> Servers
     return Servers(settings, shown(config, parsed), planner, DatapathNumbers(), list, events, local=local)
 
 
-def test_both_servers_and_what_the_loop_tells_them() -> None:
+def test_both_servers_show_the_state_of_the_loop() -> None:
     health, metrics = free_port(), free_port()
 
     async def main() -> None:
@@ -124,13 +124,13 @@ def test_hard_failure_ends_the_agent_with_an_event(
         with pytest.raises(FatalError) as caught:
             asyncio.run(main())
         assert str(caught.value) == error
-    assert events == [(About("Node", "", "here"), "Warning", reason, "StartKubeProxy", error)]
+    assert events == [(ObjectReference("Node", "", "here"), "Warning", reason, "StartKubeProxy", error)]
 
 
-def test_soft_failure_is_said_and_tried_again(
+def test_soft_failure_is_logged_and_tried_again(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(room, "BIND_RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(server_module, "BIND_RETRY_SECONDS", 0.01)
     events = Events()
 
     async def main() -> None:
@@ -163,13 +163,13 @@ def probe(folder: Path, what: str) -> tuple[int, str]:
     return ran.returncode, (ran.stdout + ran.stderr).strip()
 
 
-def test_probes_ask_the_agent_and_not_who_holds_its_port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kube-proxy beside us answers 10256: that is no sign that we are ready."""
-    monkeypatch.setattr(room, "BIND_RETRY_SECONDS", 0.05)
+def test_probes_ask_the_agent_and_no_other_holder_of_its_port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A running kube-proxy answers 10256: that does not make the agent ready."""
+    monkeypatch.setattr(server_module, "BIND_RETRY_SECONDS", 0.05)
     silent = f"the agent of {tmp_path} does not answer: [Errno 2] No such file or directory"
     assert probe(tmp_path, "live") == (1, silent)
-    status, said = probe(tmp_path, "alive")
-    assert (status, said.endswith("; see pyebpf-proxy probe --help")) == (2, True), said
+    status, output = probe(tmp_path, "alive")
+    assert (status, output.endswith("; see pyebpf-proxy probe --help")) == (2, True), output
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
 

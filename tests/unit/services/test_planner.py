@@ -125,7 +125,7 @@ def test_a_slice_costs_its_service_only(planner: Planner, monkeypatch: pytest.Mo
     assert len(made) == 51
 
 
-# ---- our node and the others -----------------------------------------------------------------------------------
+# ---- this node and the others -----------------------------------------------------------------------------------
 
 
 def test_our_zone_decides_over_every_service(planner: Planner) -> None:
@@ -139,7 +139,7 @@ def test_our_zone_decides_over_every_service(planner: Planner) -> None:
     assert len(cluster(planner.update([gone(node(NODE))])[name_of("web")])) == 2
 
 
-def test_external_ips_are_served_unless_the_gate_says_no() -> None:
+def test_external_ips_are_served_unless_the_gate_forbids_it() -> None:
     """Policies stay: a Service of type ClusterIP with external IPs may have externalTrafficPolicy
     (spec/service-semantics §1.3)."""
     web = service("web", externalIPs=["203.0.113.1"], externalTrafficPolicy="Local")
@@ -285,7 +285,7 @@ def changes(draw: st.DrawFn) -> Change:
 @settings(max_examples=100)
 @given(st.lists(st.lists(changes(), min_size=1, max_size=4), min_size=1, max_size=8), st.randoms(use_true_random=False))
 def test_it_does_not_matter_how_a_state_was_reached(batches: list[list[Change]], shuffle: random.Random) -> None:
-    """The deltas add up to what a planner says that is shown the last state at once, in any order."""
+    """The deltas add up to the plan of the last state, in any order."""
     planner = Planner(PlanSettings(NODE))
     state: dict[tuple[str, str, str], Change] = {}
     programmed: dict[ServicePortName, ServicePort] = {}

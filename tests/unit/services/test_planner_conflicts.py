@@ -85,7 +85,7 @@ def test_a_service_made_anew_is_younger(planner: Planner) -> None:
     assert frontends(delta[name_of("b")]) == ["10.96.0.2:80"]
 
 
-def test_an_address_that_is_a_nodes_too_is_told_and_served(planner: Planner) -> None:
+def test_an_address_that_is_a_nodes_too_is_logged_and_served(planner: Planner) -> None:
     balancer = {"loadBalancer": {"ingress": [{"ip": "192.0.2.9"}]}}
     planner.update([service("web", ports=[{"port": 80, "nodePort": 30080}], status=balancer)])
     assert planner.overlaps == frozenset()
@@ -241,22 +241,22 @@ def test_what_is_checked_can_be_chosen() -> None:
     }
 
 
-# ---- what is said ---------------------------------------------------------------------------------------------------
+# ---- messages -------------------------------------------------------------------------------------------------------
 
 
-def test_each_is_said_once_and_again_when_it_comes_back(planner: Planner) -> None:
+def test_each_is_logged_once_and_again_when_it_comes_back(planner: Planner) -> None:
     stolen = thief(externalIPs=[NODE_IP])
     planner.update([node(NODE, internal_ip=NODE_IP), service("web", ports=HTTP), stolen])
     for _ in range(2):
-        (refused,), (note,) = planner.news()
+        (refused,), (note,) = planner.new_messages()
         assert (refused.namespace, refused.name, refused.reason) == ("tenant", "thief", REFUSED)
         assert refused.text == "".join(map(str, planner.conflicts))
         assert note.text == "".join(map(str, planner.overlaps))
-        assert planner.news() == ([], [])
+        assert planner.new_messages() == ([], [])
         planner.update([endpoint_slice("web-1", "web", "10.244.0.1")])
-        assert planner.news() == ([], [])
+        assert planner.new_messages() == ([], [])
         planner.update([gone(stolen)])
-        assert planner.news() == ([], [])
+        assert planner.new_messages() == ([], [])
         planner.update([stolen])
 
 
@@ -271,7 +271,7 @@ def test_many_conflicts_are_few_lines_and_cost_nothing_while_others_change(
     planner.update([service("first", externalIPs=addresses, ports=ports, created=OLD)])
     planner.update([service(name, "10.96.0.9", externalIPs=addresses, ports=ports) for name in ("second", "third")])
     assert planner.lost == 2 * 50 * 40 + 50  # and the ClusterIP that both of the later ones name
-    lines, _ = planner.news()
+    lines, _ = planner.new_messages()
     assert len(lines) == 2 * (LINES + 1)
     assert len(made) == 2 * LINES
     assert {line.text for line in lines} >= {
@@ -279,5 +279,5 @@ def test_many_conflicts_are_few_lines_and_cost_nothing_while_others_change(
     }
     made.clear()
     planner.update([service("good", "10.96.0.200"), endpoint_slice("good-1", "good", "10.244.0.1")])
-    assert planner.news() == ([], [])
+    assert planner.new_messages() == ([], [])
     assert made == []

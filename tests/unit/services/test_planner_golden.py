@@ -69,7 +69,7 @@ def plan_of(name: str) -> str:
     lines += [f"! {line}" for line in sorted(map(str, planner.conflicts))]
     lines += [f"? {line}" for line in notes]
     if planner.facts.node_addresses:
-        lines.append(f"our node: {', '.join(map(format_address, planner.facts.node_ips.values()))}")
+        lines.append(f"this node: {', '.join(map(format_address, planner.facts.node_ips.values()))}")
         lines.append(f"nodes:    {', '.join(sorted(map(format_address, planner.facts.node_addresses)))}")
         lines.append(f"pods:     {', '.join(sorted(map(str, planner.facts.pod_cidrs)))}")
     for port_name in sorted(planner.names):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one Service may take: the rest of it is served, it is told, and others lose nothing (docs/objects.md)."""
+"""What one Service may take: the rest of it is served, it is logged, and others lose nothing (docs/objects.md)."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def addresses(count: int, first: str = "203.0.112.0") -> list[str]:
     return [str(ip_address(first) + number) for number in range(count)]
 
 
-def told(planner: Planner) -> list[str]:
-    problems, _ = planner.news()
-    assert {said.reason for said in problems} <= {OVER_LIMIT}
-    return [said.text for said in problems]
+def messages(planner: Planner) -> list[str]:
+    problems, _ = planner.new_messages()
+    assert {output.reason for output in problems} <= {OVER_LIMIT}
+    return [output.text for output in problems]
 
 
 def test_addresses_times_ports_are_bounded_and_cluster_ips_stay(planner: Planner) -> None:
@@ -45,35 +45,35 @@ def test_addresses_times_ports_are_bounded_and_cluster_ips_stay(planner: Planner
     kinds = [frontend.kind for port in delta.values() if port is not None for frontend in port.frontends]
     assert [kinds.count(kind) for kind in FrontendKind] == [256, 7 * 256, 256, 256]
     assert MOST_EXTERNAL // 256 == 8
-    assert told(planner) == [
+    assert messages(planner) == [
         "Service default/big: spec.externalIPs: 257 IPv4 addresses for 256 ports are more than 8:"
         " load balancers' first, then the first 8 are served"
     ]
     assert planner.over.keys() == {("default", "big")}
     planner.update([service("big", ports=ports(256), externalIPs=addresses(7), status=status)])
     assert not planner.over
-    assert told(planner) == []
+    assert messages(planner) == []
     planner.update([big])
-    assert len(told(planner)) == 1
+    assert len(messages(planner)) == 1
 
 
 def test_ports_are_bounded(planner: Planner) -> None:
     delta = planner.update([service("big", ports=ports(MOST_PORTS + 10))])
     assert len(delta) == MOST_PORTS
-    assert told(planner) == [
+    assert messages(planner) == [
         f"Service default/big: spec.ports: {MOST_PORTS + 10} are more than {MOST_PORTS}:"
         f" the first {MOST_PORTS} are served"
     ]
 
 
-def test_source_ranges_are_bounded_and_those_left_out_let_nobody_in(planner: Planner) -> None:
+def test_source_ranges_are_bounded_and_those_left_out_allow_no_client(planner: Planner) -> None:
     ranges = [f"{address}/32" for address in addresses(MOST_RANGES + 5, "10.0.0.0")]
     status = {"loadBalancer": {"ingress": [{"ip": "198.51.100.1"}]}}
     delta = planner.update([service("big", loadBalancerSourceRanges=ranges, status=status)])
     port = delta[name_of("big")]
     assert port is not None
     assert len(port.source_ranges) == MOST_RANGES
-    assert told(planner) == [
+    assert messages(planner) == [
         f"Service default/big: spec.loadBalancerSourceRanges: {MOST_RANGES + 5} IPv4 ranges are more than"
         f" {MOST_RANGES}: sources in the others are not let in"
     ]
@@ -98,7 +98,7 @@ def test_endpoints_times_ports_are_bounded(planner: Planner) -> None:
     )
     sizes = [len(port.cluster) for port in delta.values() if port is not None]
     assert sizes == [*[1000] * 32, endpoints.MOST_ENDPOINTS - 32_000, *[0] * 967]
-    assert told(planner) == [
+    assert messages(planner) == [
         "Service default/big: 1000000 IPv4 endpoints, counted by port, are more than 32768: the first are served"
     ]
     assert cluster(planner.get(name_of("good"))) == ["10.244.9.9:8080"]
@@ -110,12 +110,12 @@ def test_endpoints_of_one_slice_are_bounded(planner: Planner) -> None:
     assert len(cluster(planner.get(name_of("big")))) == endpoints.MOST_IN_SLICE
 
 
-def test_what_is_usual_is_not_told(planner: Planner) -> None:
+def test_usual_objects_cause_no_message(planner: Planner) -> None:
     """5000 endpoints, 300 ports with all kinds of addresses (tests/netns/test_lab_bad_input.py)."""
     status = {"loadBalancer": {"ingress": [{"ip": "198.51.100.1"}]}}
     planner.update([service("wide", ports=ports(300), externalIPs=addresses(3), status=status)])
     planner.update([service("deep", "10.96.0.2"), wide_slice("d", "deep", "10.0.0.0", 5000, [{"name": ""}])])
-    assert told(planner) == []
+    assert messages(planner) == []
     port = planner.get(name_of("wide", "p300"))
     assert frontends(port)[:2] == ["10.96.0.1:300", "198.51.100.1:300"]
     assert len(cluster(planner.get(name_of("deep")))) == 5000

@@ -66,7 +66,7 @@ def planner() -> Planner:
     return found
 
 
-def test_the_planner_knows_who_has_an_address(planner: Planner) -> None:
+def test_the_planner_finds_the_pod_of_an_address(planner: Planner) -> None:
     asked = [bytes((10, 0, 0, last)) for last in range(1, 6)]
     assert planner.pods(asked) == {asked[0]: "shop/web-1", asked[2]: "test/web-3"}
 

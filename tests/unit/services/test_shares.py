@@ -50,9 +50,9 @@ def test_s2_a_namespace_with_many_services_leaves_room_to_others(planner: Planne
     """Each Service is within its own bounds; together they would fill the maps."""
     planner.update([aged(f"s{i:02}", 2000 + i, 4, ip=f"10.96.1.{i}") for i in range(10)])
     assert [len(of(planner, f"s{i:02}")) for i in range(10)] == [4, 4, 4, 0, 0, 0, 0, 0, 0, 0]
-    problems, _ = planner.news()
-    assert {said.reason for said in problems} == {OVER_LIMIT}
-    assert min(said.text for said in problems) == (
+    problems, _ = planner.new_messages()
+    assert {output.reason for output in problems} == {OVER_LIMIT}
+    assert min(output.text for output in problems) == (
         "Service tenant/s03: spec.ports: older Services of namespace tenant have the 14 service ports"
         " that one namespace may have: it is not served"
     )
@@ -150,9 +150,9 @@ def test_s2_endpoints_of_udp_count_twice(planner: Planner) -> None:
 def test_s2_a_slice_that_is_cut_is_named(planner: Planner, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(endpoints, "MOST_IN_SLICE", 3)
     planner.update([aged("web", 2001), slice_of("web", 5, "10.0.0.0")])
-    problems, _ = planner.news()
+    problems, _ = planner.new_messages()
     text = "Service tenant/web: EndpointSlice web-1: 5 endpoints are more than 3: the first are served"
-    assert [(said.text, said.reason) for said in problems] == [(text, OVER_LIMIT)]
+    assert [(output.text, output.reason) for output in problems] == [(text, OVER_LIMIT)]
     planner.update([slice_of("web", 6, "10.0.0.0")])
     assert planner.over["tenant", "web"] == ("EndpointSlice web-1: 6 endpoints are more than 3: the first are served",)
     planner.update([slice_of("web", 3, "10.0.0.0")])

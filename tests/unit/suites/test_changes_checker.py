@@ -15,12 +15,13 @@ from tests.changes.checker import (
     Stall,
     Timeline,
     check,
+    check_misled,
     check_transfers,
 )
 from tests.changes.model import (
-    NOBODYS,
     REFUSED,
     SILENT,
+    UNANSWERED,
     UNREACHABLE,
     Addresses,
     Allowed,
@@ -98,7 +99,7 @@ def test_an_endpoint_that_comes_may_not_answer_before_it_was_asked_for(
 def test_a_port_that_is_used_again_may_meet_the_entry_of_before(
     since: float, port: int, target: int, name: str, rule: list[str]
 ) -> None:
-    """Only the same port to the same address, soon, and only to the one who answered before."""
+    """Only the same port to the same address, soon, and only to the server that answered before."""
     line = timeline(Allowed(frozenset({"one:1", "three:1"})), TWO)
     late = at(1.5)._replace(port=4000)
     before = at(1.5 - since - MS, name, target=target)._replace(port=port)
@@ -107,10 +108,29 @@ def test_a_port_that_is_used_again_may_meet_the_entry_of_before(
     assert entries.excused == (not rule)
 
 
-def test_a_violation_names_the_connections_beside_it_and_the_former_one_of_the_port() -> None:
-    former, beside, late = (at(begun)._replace(port=4000) for begun in (0.5, 1.5 + 3 * MS, 1.5))
+def test_old_entries_lead_few_connections() -> None:
+    """More of them than a machine shows came to the wrong server for another reason, so the course fails."""
+
+    def led(count: int) -> Entries:
+        """As many connections that each meet the entry of one before."""
+        line = timeline(ONE, TWO)
+        before = [at(1.0)._replace(port=4000 + number) for number in range(count)]
+        late = [at(1.5)._replace(port=4000 + number) for number in range(count)]
+        entries = Entries([*before, *late])
+        assert check(line, [VIP, PORT], late, entries=entries) == []
+        assert entries.excused == count
+        return entries
+
+    assert check_misled(led(2), 5000) == []
+    assert [violation.rule for violation in check_misled(led(3), 5000)] == ["misled"]
+    assert check_misled(led(3), 60_000) == []
+    assert [violation.rule for violation in check_misled(led(4), 60_000)] == ["misled"]
+
+
+def test_a_violation_names_simultaneous_connections_and_the_former_one_of_the_port() -> None:
+    former, simultaneous, late = (at(begun)._replace(port=4000) for begun in (0.5, 1.5 + 3 * MS, 1.5))
     line = timeline(ONE, TWO)
-    records = [former, beside._replace(name="two:1", port=4001), late]
+    records = [former, simultaneous._replace(name="two:1", port=4001), late]
     (found,) = check(line, [VIP, PORT], records, entries=Entries([late]))
     assert "certain for 350.0 ms" in found.text
     assert found.text.endswith(f"; at that moment -1000.0 ms {VIP}: answered one:1; +3.0 ms {VIP}: answered two:1")
@@ -155,8 +175,8 @@ def test_what_breaks_off_is_always_wrong() -> None:
     assert judged(timeline(ONE, NONE), at(0.5, end=BROKEN), at(1.5, end=BROKEN)) == ["broken", "broken"]
 
 
-def test_an_address_of_nobody_must_not_answer() -> None:
-    line = timeline(ONE, Allowed(frozenset(), NOBODYS))
+def test_an_unused_address_must_not_answer() -> None:
+    line = timeline(ONE, Allowed(frozenset(), UNANSWERED))
     assert judged(line, at(1.5, end=UNREACHABLE), at(1.5, end=REFUSED), at(1.5, end=SILENT, took=4)) == []
     assert judged(line, at(1.5), at(0.5, end=UNREACHABLE)) == ["late", "unreachable"]
 
@@ -237,7 +257,7 @@ def test_lists_of_endpoints() -> None:
     assert allowed(local._replace(endpoints=(THERE,)), VIP, "node1").ends == {SILENT}
     assert allowed(local._replace(endpoints=(THERE.starting(),)), VIP, "node1").ends == {REFUSED}
     assert allowed(SHOP._replace(endpoints=()), PORT, "node1") == NONE
-    assert allowed(SHOP._replace(endpoints=()), VIP._replace(source="node"), "node1").ends == NOBODYS
+    assert allowed(SHOP._replace(endpoints=()), VIP._replace(source="node"), "node1").ends == UNANSWERED
 
 
 def test_hints() -> None:
@@ -256,5 +276,5 @@ def test_addresses() -> None:
         SHOP._replace(addresses=SHOP.addresses._replace(vip=2)),
         SHOP._replace(addresses=SHOP.addresses._replace(port=81)),
     ):
-        assert allowed(changed, VIP, "node1") == Allowed(frozenset(), NOBODYS)
+        assert allowed(changed, VIP, "node1") == Allowed(frozenset(), UNANSWERED)
     assert allowed(SHOP._replace(target_port=8081), VIP, "node1").names == {"here:8081", "there:8081"}

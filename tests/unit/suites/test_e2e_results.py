@@ -9,9 +9,12 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any, cast
+
+import pytest
 
 from tests import ROOT
-from tests.e2e import page, results, specs
+from tests.e2e import page, results, specs, switch
 from tests.e2e.results import Spec
 
 
@@ -66,10 +69,43 @@ def test_only_failures_without_a_known_reason_count() -> None:
 
 def test_some_specs_replace_their_own_results_only(tmp_path: Path) -> None:
     former = [Spec("a", "one", "failed", 1, "why"), Spec("b", "two", "passed", 2)]
-    (tmp_path / "ours.json").write_text(json.dumps({"specs": [dataclasses.asdict(each) for each in former]}))
+    (tmp_path / "pyebpf-proxy.json").write_text(json.dumps({"specs": [dataclasses.asdict(each) for each in former]}))
     again = Spec("a", "one", "passed", 3)
-    assert results.replaced("ours", [again], tmp_path) == [again, former[1]]
+    assert results.replaced("pyebpf-proxy", [again], tmp_path) == [again, former[1]]
     assert results.replaced("kube-proxy", [again], tmp_path) == [again]
+
+
+def test_the_time_of_some_specs_is_not_that_of_all(tmp_path: Path) -> None:
+    assert results.times("pyebpf-proxy", tmp_path) == {"seconds": None, "processes": None}
+    (tmp_path / "pyebpf-proxy.json").write_text(json.dumps({"seconds": 700, "processes": 4, "specs": []}))
+    assert results.times("pyebpf-proxy", tmp_path) == {"seconds": 700, "processes": 4}
+
+
+def test_the_page_shows_times_and_the_steps_of_a_switch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    known = {"seconds": 690, "processes": 4}
+    assert "pyebpf-proxy 12 minutes (4 specs at once)" in page._times({"pyebpf-proxy": known, "kube-proxy": {}})
+    assert "not recorded" in page._times({"pyebpf-proxy": {"seconds": None}})
+    made = switch.Run(cast(Any, None), cast(Any, None))
+    made.ready_seconds = 2.0
+    made.steps = [switch.Step("pyebpf-proxy cluster test", 0, 12.3, 9000, 0), switch.Step("drained", None, 5, 1000, 1)]
+    path = switch.save(made, "kube-proxy-nftables", tmp_path / "switch.json")
+    about, steps = switch.load_record(path) or ({}, [])
+    assert (about["rate"], list(steps)) == (1000, made.steps)
+    monkeypatch.setattr(switch, "load_record", lambda: (about, steps))
+    shown = page._switched()
+    assert "| `pyebpf-proxy cluster test` | 0 | 12 | 9000 | 0 |" in shown
+    assert "| drained | – | 5 | 1000 | 1 |" in shown
+    assert "| **all** | | | 10000 | 1 |" in shown
+    assert "Recorded with kube-proxy, nftables on 3 nodes" in shown
+    assert "ready 2 s after" in shown.replace("\n", " ")
+
+
+def test_from_the_start_of_a_container_to_a_ready_pod() -> None:
+    status = {
+        "containerStatuses": [{"state": {"running": {"startedAt": "2026-11-23T10:00:01Z"}}}],
+        "conditions": [{"type": "Ready", "lastTransitionTime": "2026-11-23T10:00:03Z"}, {"type": "PodScheduled"}],
+    }
+    assert switch.ready_after({"status": status}) == 2.0
 
 
 def test_filters_leave_out_what_cannot_run_here() -> None:

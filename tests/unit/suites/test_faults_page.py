@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/reliability.md is what its results say; and what is made of records of connections under a fault."""
+"""docs/reliability.md agrees with its results; and the evaluation of records of connections under a fault."""
 
 from __future__ import annotations
+
+import types
 
 import pytest
 
 from tests.changes.checker import ANSWERED, Record
-from tests.faults import faults, floods, measure, page
+from tests.faults import faults, floods, measure, of_process, page
 from tests.faults.measure import Fault, Moments, Outcome
 
 MOMENTS = Moments(start=0.0, asked=10.0, there=11.0, ending=21.0, over=22.0)
@@ -37,7 +39,7 @@ def outcome(**fields: object) -> Outcome:
 
 
 def fault(**fields: object) -> Fault:
-    return Fault("name", "words", faults.stopped, **fields)  # type: ignore[arg-type]
+    return Fault("name", "words", of_process.stopped, **fields)  # type: ignore[arg-type]
 
 
 def test_the_page_is_made_of_the_results() -> None:
@@ -66,33 +68,93 @@ def test_right_again_is_when_the_last_connection_begins_that_fails() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("fields", "output"),
     [
         ({"rate": 89.9}, "others kept 90 % of their rate"),
         ({"lost": 1}, "1 established connections were lost"),
         ({"change_right": 1.1}, "right again after 1.1 s, not 1"),
         ({"healed": 2.0}, "right again after 2.0 s, not 1"),
-        ({"failed": 1}, "refusals are named nowhere"),
+        ({"failed": 1}, "failed connections are named nowhere"),
     ],
 )
-def test_each_broken_promise_is_named(fields: dict[str, object], said: str) -> None:
+def test_each_broken_promise_is_named(fields: dict[str, object], output: str) -> None:
     assert measure.problems(fault(), outcome(), None) == []
-    assert measure.problems(fault(), outcome(**fields), None) == [said]
+    assert measure.problems(fault(), outcome(**fields), None) == [output]
 
 
-def test_what_a_fault_refuses_must_be_named_by_more_than_chance() -> None:
-    refusing = fault(refuses=True)
-    assert measure.problems(refusing, outcome(metrics={"flow_changed": 3}), None) == ["refusals are named nowhere"]
-    for named in ({"status": ["conntrack: full"]}, {"metrics": {"slow_no_port": 1}}, {"log": ["error"]}):
-        assert measure.problems(refusing, outcome(**named), None) == []
+def test_what_a_fault_refuses_is_counted_and_named_by_status() -> None:
+    refusing, counted, named = fault(refuses=True), {"slow_no_port": 1}, ["conntrack: full"]
+    nowhere, nameless = "refusals are not counted", "`status` does not name it"
+    by_chance = {"flow_changed": 3}
+    for fields, said in (
+        ({"metrics": by_chance}, [nowhere, nameless]),
+        ({"metrics": counted}, [nameless]),
+        ({"status": named}, [nowhere]),
+        ({"log": ["error"]}, [nowhere, nameless]),
+        ({"metrics": counted, "status": named}, []),
+    ):
+        assert measure.problems(refusing, outcome(**fields), None) == said
+    assert measure.problems(fault(named=True), outcome(metrics=counted, log=["error"]), None) == [nameless]
+    assert measure.problems(fault(named=True), outcome(status=named), None) == []
+
+
+def test_failed_connections_are_named_somewhere() -> None:
+    for fields in ({"status": ["full"]}, {"metrics": {"slow_no_port": 1}}, {"log": ["error"]}):
+        assert measure.problems(fault(), outcome(failed=1, **fields), None) == []
+
+
+def test_goals_that_the_numbers_alone_do_not_meet_say_why() -> None:
+    whole_node = fault(affects_all=True)
+    assert page._goals(whole_node, outcome(rate=23.0), outcome(rate=3.0)) == (
+        "met: it concerns every new connection, and kube-proxy keeps 3 % of the rate"
+    )
+    assert page._goals(whole_node, outcome(rate=23.0), outcome(rate=30.0)).startswith("**missed**: ")
+    assert page._goals(fault(), outcome(lost=1), outcome(lost=2)) == "met: kube-proxy loses 2"
+    assert page._goals(fault(api=True), outcome(change_right=2.0), None) == "met: 30 s for faults of the API server"
+    assert page._goals(fault(), outcome(), outcome()) == "met"
+
+
+def test_each_row_has_the_commit_that_it_was_measured_at() -> None:
+    old, new = page.Entry(outcome(commit="1" * 12), "reads none"), page.Entry(outcome(commit="2" * 12), "reads none")
+    made = page.page(page.Results(faults={"quota": old, "disk-full": new}))
+    (first,) = (line for line in made.splitlines() if "1" * 12 in line)
+    (second,) = (line for line in made.splitlines() if "2" * 12 in line)
+    assert faults.FAULTS["quota"].words in first
+    assert faults.FAULTS["disk-full"].words in second
+
+
+class Page:
+    """A proxy that has only metrics."""
+
+    def metrics(self) -> str:
+        return """pyebpf_proxy_reasons_total{reason="slow_quota"} 7.0
+pyebpf_proxy_conntrack_refusals_total{reason="insert_failed"} 20.0
+pyebpf_proxy_netlink_overruns_total{protocol="route"} 3.0
+pyebpf_proxy_service_port_problems 176.0
+pyebpf_proxy_service_over_limit{namespace="a",service="b"} 1.0
+pyebpf_proxy_service_over_limit{namespace="a",service="c"} 2.0
+pyebpf_proxy_run_directory_writable 0.0
+"""
+
+
+def test_counters_of_every_kind_are_read() -> None:
+    ground = types.SimpleNamespace(proxy=Page())
+    assert measure.reasons(ground) == {  # type: ignore[arg-type]
+        "slow_quota": 7,
+        "conntrack_refusals: insert_failed": 20,
+        "netlink_overruns: route": 3,
+        "service_port_problems": 176,
+        "service_over_limit": 3,
+        "run_directory_writable is 0": 1,
+    }
 
 
 def test_what_kube_proxy_loses_too_is_no_broken_promise() -> None:
     assert measure.problems(fault(), outcome(lost=2), outcome(lost=2)) == []
     assert measure.problems(fault(api=True), outcome(change_right=29.0), None) == []
-    everybody = fault(spares_nobody=True)
-    assert measure.problems(everybody, outcome(rate=50.0), outcome(rate=40.0)) == []
-    assert measure.problems(everybody, outcome(rate=50.0), outcome(rate=60.0)) != []
+    whole_node = fault(affects_all=True)
+    assert measure.problems(whole_node, outcome(rate=50.0), outcome(rate=40.0)) == []
+    assert measure.problems(whole_node, outcome(rate=50.0), outcome(rate=60.0)) != []
 
 
 def test_forged_packets_are_valid() -> None:

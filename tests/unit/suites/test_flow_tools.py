@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What finds and tells differences of flows: the reducer, made-up objects, SCTP packets made by hand."""
+"""Tools that find and report differences of flows: the reducer, made-up objects, SCTP packets made by hand."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import pytest
 from tests import ROOT
 from tests.flows import sctp
 from tests.flows.differences import difference
-from tests.flows.flow import DROPPED, Flow, Seen
+from tests.flows.flow import DROPPED, Flow, Ground, Seen
 from tests.flows.generated import scenarios
 from tests.flows.objects import End, Port, Svc
 from tests.flows.reduce import as_code, reduce
 from tests.flows.scenarios import MODES, Scenario, all_scenarios
-from tests.flows.world import with_evidence
+from tests.flows.world import Silence, with_evidence
 from tests.kernels import report
 from tests.kernels.guest import Outcome
 from tests.kernels.image import Kernel
@@ -61,15 +61,55 @@ def test_t2_what_was_seen_once_is_not_thrown_away_by_another_look() -> None:
     assert with_evidence(Seen.of(["refused (RST)"]), Seen.of([right])) == Seen.of(["refused (RST)", right])
 
 
+def test_t2_a_busy_machine_may_lose_one_answer_in_fifty() -> None:
+    assert not Silence(1000, 20).too_much(50)
+    assert Silence(1000, 21).too_much(50)
+    assert Silence(0, 0).too_much(50)  # nothing was asked
+    assert not Silence(2000, 60).is_more_than(Silence(1000, 20))
+    assert Silence(2000, 61).is_more_than(Silence(1000, 20))
+
+
 def test_t9_an_excuse_holds_only_for_the_outcomes_that_it_is_about() -> None:
-    flow = Flow("node1", "NodePort:30080 on 127.0.0.1", "127.0.0.1", 30080, "tcp")
-    lost = Seen.of([DROPPED])
-    assert difference(flow, lost, Seen.of(["local-1:8080 <- node"])) == (
-        "NodePorts on loopback of a node in the range of pods"
-    )
-    assert difference(flow, lost, Seen.of(["refused"])) is None
-    assert difference(flow, lost, Seen.of(["local-1:8080 <- node", DROPPED])) is None
-    assert difference(flow._replace(what="VIP:80"), lost, Seen.of(["local-1:8080 <- node"])) is None
+    flow = Flow("node1", "NodePort:30080 on 127.0.0.1", "127.0.0.1", 30080, "tcp", local=True)
+    ground = Ground("iptables", {"clusterCIDR": "0.0.0.0/1,::/0"})
+    lost, served = Seen.of([DROPPED]), Seen.of(["local-1:8080 <- node"])
+    name = "NodePorts on loopback of a node in the range of pods"
+    assert difference(flow, ground, lost, served) == name
+    assert difference(flow, ground._replace(config={"detectLocalMode": "ClusterCIDR", **ground.config}), lost, served)
+    assert difference(flow, ground, lost, Seen.of(["refused"])) is None
+    assert difference(flow, ground, lost, Seen.of(["local-1:8080 <- node", DROPPED])) is None
+    assert difference(flow._replace(what="VIP:80"), ground, lost, served) is None
+
+
+@pytest.mark.parametrize(
+    ("local", "mode", "config"),
+    [
+        (False, "iptables", {"clusterCIDR": "0.0.0.0/1,::/0"}),
+        (True, "nftables", {"clusterCIDR": "0.0.0.0/1,::/0"}),
+        (True, "iptables", {"clusterCIDR": "10.244.0.0/16"}),
+        (True, "iptables", {"clusterCIDR": "192.0.0.0/8,::/0"}),
+        (True, "iptables", {"clusterCIDR": "0.0.0.0/1,::/0", "detectLocalMode": "NodeCIDR"}),
+        (True, "iptables", {}),
+    ],
+)
+def test_t9_a_loss_on_loopback_is_excused_only_as_the_page_limits_it(
+    local: bool, mode: str, config: dict[str, str]
+) -> None:
+    flow = Flow("node1", "NodePort:30080 on 127.0.0.1", "127.0.0.1", 30080, "tcp", local=local)
+    assert difference(flow, Ground(mode, config), Seen.of([DROPPED]), Seen.of(["local-1:8080 <- node"])) is None
+
+
+def test_t9_the_other_excuses_hold_in_their_mode_only() -> None:
+    datagram = Flow("node1", "a by NodePort:53", "192.0.2.10", 30053, "udp", local=True)
+    lost, refused = Seen.of([DROPPED]), Seen.of(["refused"])
+    assert difference(datagram, Ground("iptables", {}), lost, refused) == "datagrams to NodePorts of the node itself"
+    assert difference(datagram, Ground("nftables", {}), lost, refused) is None
+    assert difference(datagram._replace(local=False), Ground("iptables", {}), lost, refused) is None
+    hairpin = Flow("local-1", "a by ClusterIP:80", "10.96.0.10", 80, "tcp")
+    served = Seen.of(["local-1:8080 <- node"])
+    name = "a pod that calls itself and is placed nowhere"
+    assert difference(hairpin, Ground("nftables", {}), lost, served) == name
+    assert difference(hairpin, Ground("iptables", {}), lost, served) is None
 
 
 def test_t11_a_suite_of_a_guest_that_left_no_results_has_failed(tmp_path: Path) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The runner of ``make test-kernels``: what it says when something is missing or goes wrong, and that nothing stays."""
+"""The runner of ``make test-kernels``: its messages when something is missing or fails, and that nothing stays."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from pyebpf_proxy.lab.agent import FEW_RIGHTS
 from tests import ROOT
 from tests.kernels import __main__ as runner
 from tests.kernels import debian, guest, inside, report
@@ -71,7 +72,7 @@ def test_a_guest_that_ends_well_leaves_its_results(tmp_path: Path) -> None:
 
 
 def test_a_guest_that_crashes_leaves_what_had_ended(tmp_path: Path) -> None:
-    """Each suite's results are a tar of their own."""
+    """Each suite's results are their own tar."""
     (tmp_path / "probe.json").write_text('{"path": "fast"}')
     (tmp_path / "start.status").write_text("0")
     script = _SENDS.format(folder=tmp_path, names="probe.json start.status") + "echo Kernel panic"
@@ -99,7 +100,7 @@ def _boot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> int:
     ("script", "boots"),
     [("exit 0", 2), ("echo guest: 6.1 is up", 1), ("echo guest: 6.1 is up; echo Kernel panic", 1)],
 )
-def test_only_what_has_not_said_a_word_is_tried_again(
+def test_only_silent_guests_are_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, boots: int
 ) -> None:
     assert _boot(tmp_path, monkeypatch, script) == 1
@@ -109,7 +110,7 @@ def test_only_what_has_not_said_a_word_is_tried_again(
 def test_what_another_run_left_is_there_until_this_one_has_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Runs at the same time share the place where results are kept; each has one of its own until then."""
+    """Runs at the same time share the place where results are kept; each has its own until then."""
     kept = tmp_path / "results" / "6.1" / "console.log"
     kept.parent.mkdir(parents=True)
     kept.write_text("words of another")
@@ -204,7 +205,7 @@ def test_without_qemu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def test_without_kvm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A /dev/kvm under which no kernel says a word is none: emulation is taken, with the reason."""
+    """A /dev/kvm under which no kernel prints a line is not used: emulation is, with the reason."""
     monkeypatch.delenv("ACCEL", raising=False)
     machine = guest.choose_machine(qemu(tmp_path, "exit 1").command, tmp_path / "vmlinuz", tmp_path)
     assert machine.accelerator == "tcg"
@@ -253,7 +254,7 @@ def test_an_archive_is_what_the_kernel_reads(tmp_path: Path) -> None:
     assert entries["usr/some/link"][2] == b"/away"
 
 
-def test_the_table_counts_and_says_why(tmp_path: Path) -> None:
+def test_the_table_has_counts_and_reasons(tmp_path: Path) -> None:
     (tmp_path / "probe.json").write_text(json.dumps({"release": "x", "path": "slow", "XDP": "no links"}))
     (tmp_path / "start.status").write_text("1")
     (tmp_path / "start.xml").write_text(
@@ -280,7 +281,7 @@ def test_the_table_counts_and_says_why(tmp_path: Path) -> None:
         ("__import__('time').sleep(60)", 1, ["out of time"]),
     ],
 )
-def test_a_suite_is_a_fork_whose_end_is_told(
+def test_a_suite_is_a_fork_whose_end_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, limit: int, failed: list[str]
 ) -> None:
     """What runs in the guest, here: its results are sent, and are read as the runner does."""
@@ -293,6 +294,24 @@ def test_a_suite_is_a_fork_whose_end_is_told(
     (tmp_path / "results" / "probe.json").write_text("{}")
     row = report.read(KERNEL, guest.Outcome("", "", 1), tmp_path / "results")
     assert row.suites["start"].failed == failed
+
+
+@pytest.mark.parametrize("few_rights", [False, True])
+def test_agents_of_a_suite_have_few_rights_where_it_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, few_rights: bool
+) -> None:
+    """By a variable of the process that runs the suite; the next suite's has it not."""
+    wanted = "1" if few_rights else None
+    (tmp_path / "test_suite.py").write_text(
+        f"import os\ndef test_one(): assert os.environ.get({FEW_RIGHTS!r}) == {wanted!r}\n"
+    )
+    monkeypatch.setattr(inside, "RESULTS", tmp_path)
+    monkeypatch.setattr(inside, "_OUT", tmp_path / "sent.tar")
+    monkeypatch.delenv(FEW_RIGHTS, raising=False)
+    arguments = (str(tmp_path / "test_suite.py"), f"--rootdir={tmp_path}")
+    inside.run(Suite("start", arguments, limit=60, few_rights=few_rights))
+    assert (tmp_path / "start.status").read_text() == "0"
+    assert FEW_RIGHTS not in os.environ
 
 
 def test_a_suite_that_ran_out_of_time_has_failed(tmp_path: Path) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The helper that tests ask logs by: what it finds, what it says when it finds nothing, and that its messages exist."""
+"""The helper that tests ask logs by: what it finds, its message when it finds nothing, and that its messages exist."""
 
 from __future__ import annotations
 

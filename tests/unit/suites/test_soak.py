@@ -11,6 +11,7 @@ from tests.soak.samples import SLACK, Sample, Soak, growth, problems
 def samples(**leak: float) -> list[Sample]:
     """An hour, a sample a minute; ``leak``: how much a field gains in each of them."""
     usual = {"rss_kib": 60000, "fds": 130, "map_kib": 80000, "flows": 900, "map_entries": 60}
+    usual |= {"kernel_kib": 60000, "conntrack_kib": 66000}
     return [
         Sample(
             seconds=60.0 * minute,
@@ -39,9 +40,10 @@ def test_a_run_without_a_leak_is_flat() -> None:
 @pytest.mark.parametrize("name", SLACK)
 def test_a_leak_is_named(name: str) -> None:
     leak = {"rss_kib": 200, "fds": 1, "map_kib": 100, "flows": 200, "map_entries": 1}
-    (said,) = problems(soak(samples(**{name: leak[name]})))
+    leak |= {"kernel_kib": 100, "conntrack_kib": 150}
+    (output,) = problems(soak(samples(**{name: leak[name]})))
     first, last = growth(samples(**{name: leak[name]}), name)
-    assert said == f"{name} grew from {first:.0f} to {last:.0f}"
+    assert output == f"{name} grew from {first:.0f} to {last:.0f}"
 
 
 def test_failed_and_lost_connections_are_named() -> None:

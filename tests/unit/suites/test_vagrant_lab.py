@@ -60,7 +60,7 @@ def test_drivers_are_kvm_and_qemu(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_kvm_is_asked_for_by_booting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is no kernel says no word under KVM, whatever the machine: the driver that was asked for cannot be had."""
+    """What is no kernel prints nothing under KVM, on any machine: the requested driver cannot be used."""
     if shutil.which("qemu-system-x86_64") is None:
         pytest.skip("qemu-system-x86 is not installed")
     kernel = tmp_path / "vmlinuz"
@@ -92,7 +92,7 @@ def test_scripts_say_how_they_are_used(script: str) -> None:
     assert line.startswith(f"{script}: usage: ")
 
 
-def test_nothing_can_be_run_beside_a_libvirtd_that_is_not_there(tmp_path: Path) -> None:
+def test_nothing_can_be_run_without_a_libvirtd(tmp_path: Path) -> None:
     line = refused(VAGRANT / "libvirt.sh", "run", "true", LAB_STATE=str(tmp_path))
     assert line == "libvirt.sh: none runs: vagrant/libvirt.sh start"
 
@@ -171,7 +171,7 @@ def test_a_libvirtd_of_our_own_ends_with_its_script(tmp_path: Path, how: signal.
         script.wait()
 
 
-def test_the_console_of_a_machine_that_does_not_boot_is_told() -> None:
+def test_the_console_of_a_machine_that_does_not_boot_is_shown() -> None:
     assert judge_console("node1", "") == "node1: the box does not boot: no word on its console"
     panic = "[ 1.0] Kernel panic - not syncing: VFS\n[ 1.0] Rebooting"
     assert judge_console("node1", panic) == "node1: the box does not boot: [ 1.0] Kernel panic - not syncing: VFS"
@@ -185,10 +185,10 @@ def test_a_row_is_wrong_where_a_connection_is_lost_or_nothing_was_asked() -> Non
 
     assert row(2 * ENOUGH, 0) == ""
     assert row(1000, 1, "reset by peer") == "1 lost, the first: reset by peer"
-    assert row(2 * ENOUGH - 1, 0) == f"only {2 * ENOUGH - 1} requests: says nothing"
+    assert row(2 * ENOUGH - 1, 0) == f"only {2 * ENOUGH - 1} requests: no result"
 
 
-def test_an_agent_that_was_not_replaced_is_told() -> None:
+def test_an_agent_that_was_not_replaced_is_reported() -> None:
     def row(process: str, version: str) -> str:
         before = {"process": "100", "version": "1", "layouts": []}
         after = {"process": process, "version": version, "layouts": ["pyebpf-proxy/v1"]}
@@ -210,7 +210,7 @@ def test_the_table_counts_what_is_wrong() -> None:
 
 def test_the_next_version_differs_in_its_name_and_its_layout(tmp_path: Path) -> None:
     next_tree(tmp_path)
-    told = subprocess.run(
+    printed = subprocess.run(
         [sys.executable, "-P", "-m", "pyebpf_proxy", "--version"],
         env=os.environ | {"PYTHONPATH": str(tmp_path)},
         cwd=tmp_path,
@@ -218,7 +218,7 @@ def test_the_next_version_differs_in_its_name_and_its_layout(tmp_path: Path) -> 
         text=True,
         check=True,
     ).stdout
-    assert told.split()[-1].endswith("+next")
+    assert printed.split()[-1].endswith("+next")
     layout = "from pyebpf_proxy.datapath.loader.layout import LAYOUT_VERSION; print(LAYOUT_VERSION)"
     versions = [
         subprocess.run(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FILTER words of ``trace``: what they mean, for views and for the programs; and what is said of those without one."""
+"""FILTER words of ``trace``: what they mean, for views and for the programs; and messages about unknown ones."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_words(words: str, wanted: dict[str, Any], other: dict[str, Any]) -> Non
     assert not chosen.fits(decision(**other))
 
 
-def test_pods_are_told_from_addresses() -> None:
+def test_pods_are_distinguished_from_addresses() -> None:
     assert Filter(["endpoint=web-1"], KNOWN).names_pods
     for word in ("web", "endpoint=10.244.2.10", "client=fd00::1", "endpoint=10.244.2.10:8080"):
         assert not Filter([word], KNOWN).names_pods
@@ -113,7 +113,7 @@ def test_services_are_renumbered() -> None:
 
 
 @pytest.mark.parametrize(
-    ("word", "said"),
+    ("word", "output"),
     [
         ("servce=web", f"decisions have no field servce: {', '.join(FIELDS)}; did you mean service or device?"),
         ("default/wbe", "no Service is called default/wbe; did you mean default/web?"),
@@ -127,7 +127,7 @@ def test_services_are_renumbered() -> None:
         ("port=", "port= needs a value"),
     ],
 )
-def test_words_that_mean_nothing(word: str, said: str) -> None:
+def test_words_that_mean_nothing(word: str, output: str) -> None:
     with pytest.raises(QuestionError) as raised:
         Filter([word], KNOWN)
-    assert str(raised.value) == said
+    assert str(raised.value) == output

@@ -31,11 +31,11 @@ def test_only_the_last_minute_counts_as_recent(monkeypatch: pytest.MonkeyPatch) 
     assert refusals.view()["lastMinute"]["drop"] == 0
 
 
-def test_status_tells_ports_in_use_from_a_full_table() -> None:
-    told = {"conntrackRefusals": {"lastMinute": {"insert_failed": 3, "drop": 3}}}
-    (warning,) = status._about_conntrack(told)
+def test_status_distinguishes_ports_in_use_from_a_full_table() -> None:
+    agent_state = {"conntrackRefusals": {"lastMinute": {"insert_failed": 3, "drop": 3}}}
+    (warning,) = status._about_conntrack(agent_state)
     assert warning.what.startswith("3 times in the last minute: conntrack refused a new flow whose ports are in use")
-    told = {"conntrackRefusals": {"lastMinute": {"insert_failed": 0, "drop": 5}}}
-    (warning,) = status._about_conntrack(told)
+    agent_state = {"conntrackRefusals": {"lastMinute": {"insert_failed": 0, "drop": 5}}}
+    (warning,) = status._about_conntrack(agent_state)
     assert "its table is full" in warning.what
     assert not list(status._about_conntrack({}))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layouts from the built objects' BTF, compared with what bpftool and the C headers say."""
+"""Layouts from the built objects' BTF, compared with bpftool and the C headers."""
 
 from __future__ import annotations
 

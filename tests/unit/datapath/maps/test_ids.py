@@ -82,7 +82,7 @@ def test_neighbours_are_joined() -> None:
     assert ranges.available == 0
 
 
-def test_ranges_that_were_taken_by_somebody_before() -> None:
+def test_ranges_that_were_taken_before() -> None:
     ranges, fits = Ranges.without(20, [(4, 4), (0, 2), (6, 4), (19, 2), (5, 0), (10, 1)])
     assert fits == [True, True, False, False, True, True]
     assert ranges.available == 20 - 4 - 2 - 1

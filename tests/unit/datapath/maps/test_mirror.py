@@ -14,7 +14,7 @@ import pytest
 
 from pyebpf_proxy.datapath.loader.btf import Btf
 from pyebpf_proxy.datapath.loader.libbpf import Object
-from pyebpf_proxy.datapath.maps.changes import Change, Garbage, NoRoomError
+from pyebpf_proxy.datapath.maps.changes import Change, Garbage, MapFullError
 from pyebpf_proxy.datapath.maps.layouts import Layouts
 from pyebpf_proxy.datapath.maps.mirror import Mirror
 from pyebpf_proxy.datapath.maps.writer import MAPS
@@ -42,8 +42,8 @@ def btf(bpf_objects: Path) -> Btf:
 
 @pytest.fixture
 def mirror(btf: Btf) -> Mirror:
-    room = dict.fromkeys((*MAPS, "services"), 20) | {"slots": 16}
-    return Mirror(Layouts(btf), room)
+    capacity = dict.fromkeys((*MAPS, "services"), 20) | {"slots": 16}
+    return Mirror(Layouts(btf), capacity)
 
 
 def endpoint(text: str, local: bool = False) -> Endpoint:
@@ -107,8 +107,8 @@ def written(btf: Btf, change: Change | None) -> str:
             lines.append(f"{table} {key(table, keys[i * key_size : (i + 1) * key_size])} -> {shown}".rstrip("-> "))
     if change.slots and change.new:
         lines.append(f"slots from {change.new.first_slot}: {' '.join(map(str, change.slots))}")
-    if change.table_changed:
-        lines.append(f"flip to {change.new.table if change.new else 0}")
+    if change.config_changed:
+        lines.append(f"flip to {change.new.config_id if change.new else 0}")
     for raw_key, value in change.frontend_puts:
         lines.append(f"frontend {fields(f'frontend{family}_key', raw_key)} -> {fields('frontend', value)}")
     lines += [f"frontend {fields(f'frontend{family}_key', raw_key)} off" for raw_key in change.frontend_deletes]
@@ -150,7 +150,7 @@ def test_a_new_service_port(btf: Btf, mirror: Mirror) -> None:
         backends4 2 -> address=172.16.0.1 port=8080 protocol=6 service=1
         endpoints4 address=10.0.0.1 port=8080 protocol=6 -> backends=1
         endpoints4 address=172.16.0.1 port=8080 protocol=6 -> backends=1
-        source_ranges4 prefix_length=56 table=1 address=192.0.2.0
+        source_ranges4 prefix_length=56 config=1 address=192.0.2.0
         service_configs 1 -> service=1 cluster_count=2 local_count=1 any_endpoints=1 external_local=1 source_ranges=1
         slots from 0: 1 2 1
         flip to 1
@@ -174,7 +174,7 @@ def test_an_endpoint_replaced(btf: Btf, mirror: Mirror) -> None:
         """
     )
     garbage = commit(mirror, change)
-    assert (garbage.tables, garbage.slots, garbage.services) == ([1], [(0, 2)], [])
+    assert (garbage.configs, garbage.slots, garbage.services) == ([1], [(0, 2)], [])
 
 
 def test_an_endpoint_that_another_service_port_has_too(btf: Btf, mirror: Mirror) -> None:
@@ -228,7 +228,7 @@ def test_removal(btf: Btf, mirror: Mirror) -> None:
         """
     )
     garbage = commit(mirror, change)
-    assert (garbage.tables, garbage.slots, garbage.services) == ([1], [(0, 1)], [1])
+    assert (garbage.configs, garbage.slots, garbage.services) == ([1], [(0, 1)], [1])
     mirror.discount_endpoints(garbage.backends[IPFamily.IPV4], IPFamily.IPV4)
     mirror.freed(garbage)
     assert not any(mirror.used.values())
@@ -253,7 +253,7 @@ def test_no_room_changes_nothing(mirror: Mirror) -> None:
         (plan(OTHER, [f"10.96.1.{i}:80" for i in range(20)], []), r"map frontends4 is full \(1 of 20 .* 20 needed\)"),
         (plan(OTHER, [], [f"10.0.1.{i}:80" for i in range(16)]), r"slots has no free range of 16 .*15 of 16 are free"),
     ):
-        with pytest.raises(NoRoomError, match=text):
+        with pytest.raises(MapFullError, match=text):
             mirror.plan(OTHER, wanted, set())
         assert before == (
             dict(mirror.used),
@@ -281,8 +281,8 @@ def test_the_work_does_not_grow_with_the_table(btf: Btf) -> None:
     """Counted in calls, not in time: a change of one service port among 2 or among 2 000."""
 
     def calls(services: int) -> int:
-        room = dict.fromkeys((*MAPS, "services"), 65536) | {"slots": 65536}
-        mirror = Mirror(Layouts(btf), room)
+        capacity = dict.fromkeys((*MAPS, "services"), 65536) | {"slots": 65536}
+        mirror = Mirror(Layouts(btf), capacity)
         for i in range(services):
             name = ServicePortName("shop", f"s{i}", "", Protocol.TCP, IPFamily.IPV4)
             address = f"10.{i >> 8}.{i & 255}"

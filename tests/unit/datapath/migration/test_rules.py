@@ -9,7 +9,7 @@ import pytest
 
 from pyebpf_proxy.config.addresses import parse_cidr
 from pyebpf_proxy.datapath.migration.ipvs import SETS, VirtualServer, excluded, to_remove
-from pyebpf_proxy.datapath.migration.rules import is_ours_to_remove, plan
+from pyebpf_proxy.datapath.migration.rules import is_kube_proxys, plan
 from tests import ROOT
 
 RECORDED = ROOT / "tests" / "support" / "kube_proxy"
@@ -36,7 +36,7 @@ def test_every_chain_and_jump_of_kube_proxy_goes(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("table", "chain", "ours"),
+    ("table", "chain", "removed"),
     [
         ("nat", "KUBE-SVC-ABC", True),
         ("nat", "KUBE-SEP-ABC", True),
@@ -56,8 +56,8 @@ def test_every_chain_and_jump_of_kube_proxy_goes(name: str) -> None:
         ("filter", "cali-KUBE-SVC-1", False),
     ],
 )
-def test_names(table: str, chain: str, ours: bool) -> None:
-    assert is_ours_to_remove(table, chain) is ours
+def test_names(table: str, chain: str, removed: bool) -> None:
+    assert is_kube_proxys(table, chain) is removed
 
 
 def test_nothing_of_kube_proxy_nothing_to_do() -> None:

@@ -33,7 +33,7 @@ def test_an_address_is_known_as_long_as_one_port_has_it() -> None:
     assert (known.all, known.ports) == ({B}, {one})
 
 
-def test_ports_are_told_apart_by_number_and_protocol() -> None:
+def test_ports_are_distinguished_by_number_and_protocol() -> None:
     known = ClusterAddresses()
     udp = ServicePortName("ns", "svc1", "", Protocol.UDP, IPFamily.IPV4)
     known.apply({name(1): port(1, A)})

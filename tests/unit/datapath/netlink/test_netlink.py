@@ -29,6 +29,7 @@ from pyebpf_proxy.datapath.netlink.messages import (
 )
 from pyebpf_proxy.datapath.netlink.request import RequestSocket
 from pyebpf_proxy.datapath.netlink.rtnetlink import NetlinkError, Rtnetlink
+from pyebpf_proxy.datapath.netlink.subscription import Subscription, overruns
 from tests import ROOT
 
 PACKAGE = ROOT / "pyebpf_proxy"
@@ -72,7 +73,7 @@ NEWER = {"NFTA_SET_COUNT"}
 
 
 def test_numbers_and_sizes_are_those_of_the_kernels_headers(tmp_path: Path) -> None:
-    """The compiler says of each name whether the header that uapi names has it, with this value."""
+    """The compiler checks each name: whether the header that uapi names has it, with this value."""
     gcc = shutil.which("gcc")
     assert gcc, "make setup installs it"
     headers = ["sys/socket.h", "linux/netfilter.h", *re.findall(r"include/uapi/(linux/[\w/]+\.h)", SOURCE)]
@@ -158,3 +159,30 @@ def test_families_of_generic_netlink() -> None:
     assert found.number == uapi.GENL_ID_CTRL
     assert "notify" in found.groups
     assert genetlink.family("no such family") is None
+
+
+class Full:
+    """A socket whose buffer ran over once."""
+
+    def __init__(self) -> None:
+        self.said: list[OSError | bytes] = [OSError(errno.ENOBUFS, "full"), b"message", BlockingIOError()]
+
+    def recv(self, size: int) -> bytes:
+        found = self.said.pop(0)
+        if isinstance(found, OSError):
+            raise found
+        return found
+
+    def close(self) -> None:
+        pass
+
+
+def test_dropped_notifications_are_counted_by_protocol() -> None:
+    before = overruns()
+    with Subscription(uapi.NETLINK_ROUTE, []) as events:
+        events._socket.close()
+        events._socket = Full()  # type: ignore[assignment]
+        assert list(events.received()) == [None, b"message"]
+    assert {name: overruns()[name] - before[name] for name in before if overruns()[name] != before[name]} == {
+        "route": 1
+    }

@@ -225,7 +225,7 @@ def test_everything_is_written_and_put_back(tree: Tree) -> None:
     assert tree.restore() == ([], [])
 
 
-def test_settings_stay_beside_a_kube_proxy(tree: Tree) -> None:
+def test_settings_stay_while_a_kube_proxy_runs(tree: Tree) -> None:
     """It has asked for the same at its start, and does not ask again."""
     tree.apply(ESTABLISHED)
     assert sysctls.hold(node_settings.LIBERAL, tree.directory, tree.root) == ""
@@ -280,7 +280,7 @@ def test_an_agent_that_dies_while_it_writes_has_remembered(tree: Tree, monkeypat
     assert tree.record() == {f"proc/sys/{NETFILTER}tcp_timeout_established": {"was": "432000", "wrote": "900"}}
 
 
-def test_what_somebody_else_has_set_since_stays(tree: Tree) -> None:
+def test_settings_that_others_have_changed_since_stay(tree: Tree) -> None:
     tree.apply(KernelSettings(Conntrack(tcp_established=900, udp=40)))
     tree.put(f"proc/sys/{NETFILTER}udp_timeout", "77")
     restored, problems = tree.restore()

@@ -63,6 +63,25 @@ def state(*links: Link, addresses: tuple[InterfaceAddress, ...] = ()) -> State:
     )
 
 
+def test_addresses_that_flows_may_be_masqueraded_to() -> None:
+    """Those of devices that are up, but not the link-local one that every device has (finding D7)."""
+    down = ETH1._replace(up=False)
+    found = state(
+        ETH0,
+        down,
+        addresses=(
+            on(2, "192.0.2.1/24"),
+            on(2, "2001:db8::1/64"),
+            on(2, "fe80::1/64", scope=SCOPE_LINK),
+            on(2, "169.254.20.10/32"),
+            on(3, "192.0.2.2/24"),
+            on(3, "192.0.2.1/32"),
+            on(9, "192.0.2.9/24"),
+        ),
+    )
+    assert node.source_addresses(found) == {packed("192.0.2.1"), packed("2001:db8::1"), packed("169.254.20.10")}
+
+
 # ---- which devices carry which program ---------------------------------------
 
 
@@ -230,6 +249,7 @@ def redirects(
 
 
 def test_packets_go_straight_into_a_pod_behind_a_veth() -> None:
+    """The plan asks for what the programs can do (finding D14)."""
     assert redirects(ETH0, POD) == {"eth0": (REDIRECT_DEVICE, ""), "veth7": (REDIRECT_PEER, "")}
     assert plan(state(POD), FAST).devices[7].mtu == 1450
 
@@ -250,13 +270,13 @@ def test_a_veth_within_this_network_namespace_goes_by_its_queue() -> None:
         (Others(qdisc="tbf"), REDIRECT_DEVICE, "qdisc tbf"),
         (Others(qdisc="fq_codel"), REDIRECT_DEVICE, "qdisc fq_codel"),
         (Others(egress=("tcx program foo",)), REDIRECT_DEVICE, "behind the fast path: tcx program foo"),
-        (Others(ingress=("tcx program foo",)), REDIRECT_NONE, "behind our program: tcx program foo"),
+        (Others(ingress=("tcx program foo",)), REDIRECT_NONE, "after the agent's program: tcx program foo"),
         (
             Others(ingress=("ingress filter pref 1 u32",), qdisc="tbf"),
             REDIRECT_NONE,
-            "behind our program: ingress filter pref 1 u32",
+            "after the agent's program: ingress filter pref 1 u32",
         ),
-        (Others(unobserved="no egress"), REDIRECT_NONE, "our program is not at its egress: no egress"),
+        (Others(unobserved="no egress"), REDIRECT_NONE, "the agent's program is not at its egress: no egress"),
     ],
 )
 def test_what_others_have_on_a_pod_s_device(others: Others, mode: int, why: str) -> None:
@@ -278,11 +298,11 @@ def test_an_uplink_s_queue_and_egress_are_met_by_the_fast_path(others: Others) -
     assert redirects(ETH0, eth0=others)["eth0"] == (REDIRECT_DEVICE, "")
 
 
-def test_a_program_behind_ours_closes_an_uplink() -> None:
+def test_a_program_after_the_agents_closes_an_uplink() -> None:
     others = Others(ingress=("clsact filter pref 1 bpf policy",))
     assert redirects(ETH0, eth0=others)["eth0"] == (
         REDIRECT_NONE,
-        "behind our program: clsact filter pref 1 bpf policy",
+        "after the agent's program: clsact filter pref 1 bpf policy",
     )
 
 
@@ -296,9 +316,9 @@ def test_a_program_behind_ours_closes_an_uplink() -> None:
     ],
 )
 def test_devices_that_never_carry_the_fast_path(link: Link, why: str) -> None:
-    mode, said = redirects(Link(8, "vrf8", ARPHRD_ETHER, "vrf"), link)[link.name]
+    mode, output = redirects(Link(8, "vrf8", ARPHRD_ETHER, "vrf"), link)[link.name]
     assert mode == REDIRECT_NONE
-    assert said.startswith(why)
+    assert output.startswith(why)
 
 
 def test_packets_go_straight_into_a_pod_behind_a_bridge_s_port() -> None:

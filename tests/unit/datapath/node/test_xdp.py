@@ -36,7 +36,7 @@ def test_where_the_kernel_does_not_tell_the_driver_is_asked() -> None:
     links = {link.ifindex: link for link in (NIC, OLD, POD)}
     found = plan(links, PROGRAMS, None, XdpConfig(("*",)), lambda name: False)
     assert found.attach == {2: "eth0", 3: "eth1"}
-    assert found.entries[2] == Entry(MAC, 1, 1, 0), "sent back, one buffer at a time; redirected to nobody"
+    assert found.entries[2] == Entry(MAC, 1, 1, 0), "sent back, one buffer at a time; not redirected to"
 
 
 def test_named_devices_are_tried_or_refused_with_the_reason() -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the kernel said of rulesets (recorded by tests/netns/attach/record_rulesets.py), and what is made of it."""
+"""The kernel's answers about rulesets (recorded by tests/netns/attach/record_rulesets.py), and what is made of it."""
 
 from __future__ import annotations
 
@@ -218,37 +218,37 @@ def test_a_mark_for_an_inverted_rule() -> None:
 # ---- commits -------------------------------------------------------------------------------------------------------
 
 
-def told(kind: int, family: int = 1, *names: str) -> bytes:
+def reported(kind: int, family: int = 1, *names: str) -> bytes:
     body = bytes([family, 0, 0, 0]) + b"".join(attribute(n, name.encode() + b"\0") for n, name in enumerate(names, 1))
     return struct.pack("=IHHII", 16 + len(body), 10 << 8 | kind, 0, 0, 0) + body + bytes(-len(body) % 4)
 
 
 NEW_RULE, NEW_ELEMENT, NEW_GENERATION = 6, 12, 15
-END = told(NEW_GENERATION)
-OURS = told(NEW_ELEMENT, 1, "ours", "backends4")
-MAPS = frozenset({(1, "mine", "verdicts")})
+END = reported(NEW_GENERATION)
+AGENTS = reported(NEW_ELEMENT, 1, "agent", "backends4")
+MAPS = frozenset({(1, "foreign", "verdicts")})
 
 
 @pytest.mark.parametrize(
     ("data", "expected"),
     [
-        (OURS + OURS + END, (False, False)),
-        (OURS + END + END, (True, True)),  # nothing was told of the second
-        (told(NEW_RULE, 2, "ours", "a") + END, (True, True)),  # of another family
-        (told(NEW_RULE, 1, "mine", "a") + END, (True, True)),
-        (told(NEW_ELEMENT, 1, "mine", "blocked") + END, (True, False)),
-        (told(NEW_ELEMENT, 1, "mine", "verdicts") + END, (True, True)),
-        (OURS + told(NEW_RULE, 1, "mine", "a") + OURS + END, (True, True)),
-        (told(NEW_RULE, 1, "mine", "a"), (False, False)),  # its end is still to come
+        (AGENTS + AGENTS + END, (False, False)),
+        (AGENTS + END + END, (True, True)),  # nothing was reported of the second
+        (reported(NEW_RULE, 2, "agent", "a") + END, (True, True)),  # of another family
+        (reported(NEW_RULE, 1, "foreign", "a") + END, (True, True)),
+        (reported(NEW_ELEMENT, 1, "foreign", "blocked") + END, (True, False)),
+        (reported(NEW_ELEMENT, 1, "foreign", "verdicts") + END, (True, True)),
+        (AGENTS + reported(NEW_RULE, 1, "foreign", "a") + AGENTS + END, (True, True)),
+        (reported(NEW_RULE, 1, "foreign", "a"), (False, False)),  # its end is still to come
     ],
 )
 def test_whose_commit_it_was(data: bytes, expected: tuple[bool, bool]) -> None:
-    assert Commits("ours").take(data, MAPS) == expected
+    assert Commits("agent").take(data, MAPS) == expected
 
 
 def test_a_commit_that_comes_in_pieces() -> None:
-    commits = Commits("ours")
-    assert commits.take(told(NEW_RULE, 1, "mine", "a") + OURS, MAPS) == (False, False)
-    assert commits.take(OURS, MAPS) == (False, False)
-    assert commits.take(END + OURS + END, MAPS) == (True, True)
-    assert commits.take(OURS + END, MAPS) == (False, False)
+    commits = Commits("agent")
+    assert commits.take(reported(NEW_RULE, 1, "foreign", "a") + AGENTS, MAPS) == (False, False)
+    assert commits.take(AGENTS, MAPS) == (False, False)
+    assert commits.take(END + AGENTS + END, MAPS) == (True, True)
+    assert commits.take(AGENTS + END, MAPS) == (False, False)

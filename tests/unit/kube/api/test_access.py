@@ -44,7 +44,7 @@ def user(fields: str) -> str:
 
 #: Each line has the one before twice.
 LAUGHS = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 30))
-#: What kube-proxy v1.36.3 says to each file, found out by asking it.
+#: kube-proxy v1.36.3's message about each file, as tried.
 MISTAKES = {
     "": "invalid configuration: no configuration has been provided, try setting KUBERNETES_MASTER environment variable",
     "foo: [": "error loading config file",
@@ -68,7 +68,7 @@ MISTAKES = {
     user("token: a, username: b"): "more than one authentication method found for u; found [token basicAuth],"
     " only one is allowed",
     user("as-groups: [x]"): "requesting uid, groups or user-extra for u without impersonating a user",
-    # In words of our own, where kube-proxy names Go types.
+    # In other words, where kube-proxy names Go types.
     "clusters: 3": "clusters: expected array, got int",
     "[]": "it is not a mapping, so not a kubeconfig",
     "a: &a [*a]": "yaml: the value of an anchor contains itself",
@@ -87,11 +87,11 @@ def test_a_kubeconfig_with_a_mistake(tmp_path: Path, text: str) -> None:
     path.write_text(text)
     with pytest.raises(FatalError) as error:
         find(str(path), "", {})
-    said = str(error.value)
-    assert MISTAKES[text].replace("FOLDER", str(tmp_path)) in said
-    assert str(path) in said or "tokenFile" in text
-    assert "\n" not in said
-    assert "SECRET" not in said
+    output = str(error.value)
+    assert MISTAKES[text].replace("FOLDER", str(tmp_path)) in output
+    assert str(path) in output or "tokenFile" in text
+    assert "\n" not in output
+    assert "SECRET" not in output
 
 
 @pytest.mark.parametrize("what", ["kubeconfig", "certificate-authority", "tokenFile"])
@@ -150,7 +150,7 @@ def test_everything_of_a_kubeconfig_counts(tmp_path: Path) -> None:
         f"{CONTEXT}clusters: [{{name: other}}, {{name: c, cluster: {{server: 'https://192.0.2.1:6443/prefix/',"
         " tls-server-name: kubernetes, certificate-authority: ca, proxy-url: 'http://proxy:3128',"
         " disable-compression: true}}]\n"
-        "users: [{name: u, user: {client-certificate: crt, client-key: key, tokenFile: token, as: somebody,"
+        "users: [{name: u, user: {client-certificate: crt, client-key: key, tokenFile: token, as: visitor,"
         " as-uid: '7', as-groups: [g, h], as-user-extra: {k: [v]}, token: }}]\n"
     )
     access = find(str(tmp_path / "kubeconfig"), "", {})
@@ -164,7 +164,7 @@ def test_everything_of_a_kubeconfig_counts(tmp_path: Path) -> None:
         ),
         token_file=str(tmp_path / "token"),
         impersonation=(
-            ("Impersonate-User", "somebody"),
+            ("Impersonate-User", "visitor"),
             ("Impersonate-Uid", "7"),
             ("Impersonate-Group", "g"),
             ("Impersonate-Group", "h"),
@@ -292,7 +292,7 @@ def test_a_program_is_not_asked_before_its_answer_expires(tmp_path: Path) -> Non
     assert credentials.headers() == [("Authorization", "Bearer token2")]
 
 
-def test_a_program_is_told_what_it_is_for(tmp_path: Path) -> None:
+def test_a_plugin_receives_its_cluster(tmp_path: Path) -> None:
     note = tmp_path / "note"
     program = f"""
 Path({str(note)!r}).write_text(json.dumps([sys.argv[1:], json.loads(os.environ["KUBERNETES_EXEC_INFO"])]))
@@ -328,7 +328,7 @@ def test_a_program_that_fails_is_named(tmp_path: Path, program: str, words: str)
     assert "\n" not in str(error.value)
 
 
-def test_a_program_that_is_missing_says_how_to_install_it() -> None:
+def test_a_missing_plugin_is_reported_with_its_install_hint() -> None:
     given = ExecPlugin("/nonexistent/plugin", api_version=VERSION, install_hint="get it\nfrom there")
     with pytest.raises(TroubleError, match="cannot be run: No such file or directory; get it from there"):
         Credentials(Access("https://x", exec_plugin=given)).headers()

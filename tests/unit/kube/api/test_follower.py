@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""List and watch: the protocol's corners, against a server that does what the test says."""
+"""List and watch: the protocol's corners, against a server that the test controls."""
 
 from __future__ import annotations
 
@@ -220,7 +220,7 @@ GARBAGE = {
 
 
 @pytest.mark.parametrize("what", GARBAGE)
-def test_garbage_is_told_once_and_costs_nothing(api: ScriptedApi, what: str) -> None:
+def test_garbage_is_logged_once_and_costs_nothing(api: ScriptedApi, what: str) -> None:
     def broken(exchange: Exchange) -> None:
         exchange.begin()
         exchange.event("ADDED", service("b", "10.96.0.2", version="6"))
@@ -239,7 +239,7 @@ def test_garbage_is_told_once_and_costs_nothing(api: ScriptedApi, what: str) -> 
     api.script("services", first, broken, broken, broken, right)
     with following(api) as source:
         source.until(lambda: source.names("Service") == {"a", "b", "c"})
-        source.until(lambda: source.said(Message.RESOURCE_BACK))
+        source.until(lambda: source.logged(Message.RESOURCE_BACK))
         assert len(source.errors()) == 1, source.lines
         assert "services" in source.errors()[0]
         assert sum(change.name == "b" for change in source.changes) == 1
@@ -302,7 +302,7 @@ def test_a_node_is_not_waited_for_for_ever(api: ScriptedApi, there: bool, what: 
     api.has("nodes", *([node(address=None)] if there else []))
     with following(api) as source:
         source.until(lambda: source.complete)
-        assert source.said(f"timed out waiting for the Node to {what}")
+        assert source.logged(f"timed out waiting for the Node to {what}")
 
 
 def test_lists_may_be_compressed(api: ScriptedApi) -> None:

@@ -15,11 +15,11 @@ from pyebpf_proxy.kube.api.client import Client
 from pyebpf_proxy.kube.api.limiter import Limiter
 from pyebpf_proxy.kube.api.observer import Silent
 from pyebpf_proxy.kube.api.recorder import EventRecorder
-from pyebpf_proxy.kube.events import About
+from pyebpf_proxy.kube.events import ObjectReference
 from tests.support.logs import Log
 from tests.support.scripted_api import QUICK, Exchange, ScriptedApi, wait_until
 
-NODE = About("Node", "", "node1")
+NODE = ObjectReference("Node", "", "node1")
 
 
 @pytest.fixture
@@ -71,8 +71,8 @@ def test_an_event_on_a_node_lies_in_the_default_namespace(api: ScriptedApi, even
     }
 
 
-def test_an_event_on_a_service_lies_beside_it(api: ScriptedApi, events: EventRecorder) -> None:
-    about = About("Service", "shop", "web")
+def test_an_event_on_a_service_is_in_its_namespace(api: ScriptedApi, events: EventRecorder) -> None:
+    about = ObjectReference("Service", "shop", "web")
     events.event(about, "Warning", "FailedToStartServiceHealthcheck", "Listen", "é" * 2000)
     wait_until(lambda: posted(api))
     (request,) = posted(api)
@@ -108,7 +108,7 @@ def test_a_server_that_fails_is_tried_again(api: ScriptedApi, events: EventRecor
     wait_until(lambda: len(posted(api)) == 4)
 
 
-def test_refused_events_are_told_once_and_are_no_trouble(
+def test_refused_events_are_logged_once_and_are_no_trouble(
     api: ScriptedApi, events: EventRecorder, caplog: pytest.LogCaptureFixture
 ) -> None:
     refused = [lambda exchange: exchange.status(403, 'events.events.k8s.io is forbidden: User "x" cannot create')] * 3

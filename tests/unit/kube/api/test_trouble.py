@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Troubles are told once: what counts as one outage, and when another look of it is told."""
+"""Troubles are logged once: what counts as one outage, and when another cause of it is logged."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from pyebpf_proxy.kube.api.trouble import STEADY_SECONDS, GoneError, Log, TroubleError, status_trouble
 
 
-class Told:
+class Logged:
     def __init__(self) -> None:
         self.now = 0.0
         self.lines: list[str] = []
@@ -22,39 +22,51 @@ class Told:
 
 
 def test_one_outage_is_one_line_for_all_resources() -> None:
-    told = Told()
+    logged = Logged()
     for _ in range(3):
         for resource in ("services", "nodes"):
-            told.log.failed(resource, TroubleError("refused", shared=True))
-    told.log.well("services")
-    assert told.lines == [": refused"]
-    told.log.well("nodes")
-    told.log.well("nodes")
-    assert told.lines == [": refused", "the API server is reachable again"]
-    told.log.failed("nodes", TroubleError("refused", shared=True))
-    assert told.lines[2:] == [": refused"]
+            logged.log.failed(resource, TroubleError("refused", shared=True))
+    logged.log.well("services")
+    assert logged.lines == [": refused"]
+    logged.log.well("nodes")
+    logged.log.well("nodes")
+    assert logged.lines == [": refused", "the API server is reachable again"]
+    logged.log.failed("nodes", TroubleError("refused", shared=True))
+    assert logged.lines[2:] == [": refused"]
 
 
-def test_what_it_looks_like_now_is_told_when_it_goes_on() -> None:
-    told = Told()
-    told.log.failed("nodes", TroubleError("refused", shared=True))
+def test_troubles_are_listed_until_they_are_over() -> None:
+    logged = Logged()
+    assert logged.log.troubles() == {}
+    logged.log.failed("services", TroubleError("refused", shared=True))
+    logged.log.failed("nodes", TroubleError("forbidden"))
+    assert logged.log.troubles() == {"": "refused", "nodes": "forbidden"}
+    logged.log.well("services")
+    assert logged.log.troubles() == {"nodes": "forbidden"}
+    logged.log.well("nodes")
+    assert logged.log.troubles() == {}
+
+
+def test_a_new_cause_is_logged_while_the_trouble_continues() -> None:
+    logged = Logged()
+    logged.log.failed("nodes", TroubleError("refused", shared=True))
     for text in ("reset", "refused", "reset"):
-        told.now += STEADY_SECONDS
-        told.log.failed("nodes", TroubleError(text, shared=True))
-    assert told.lines == [": refused"]
-    told.now += STEADY_SECONDS
-    told.log.failed("nodes", TroubleError("reset", shared=True))
-    told.log.failed("nodes", TroubleError("reset", shared=True))
-    assert told.lines == [": refused", ": reset"]
+        logged.now += STEADY_SECONDS
+        logged.log.failed("nodes", TroubleError(text, shared=True))
+    assert logged.lines == [": refused"]
+    logged.now += STEADY_SECONDS
+    logged.log.failed("nodes", TroubleError("reset", shared=True))
+    logged.log.failed("nodes", TroubleError("reset", shared=True))
+    assert logged.lines == [": refused", ": reset"]
 
 
-def test_what_concerns_one_resource_is_told_of_it() -> None:
-    told = Told()
+def test_troubles_of_one_resource_are_logged_with_it() -> None:
+    logged = Logged()
     for resource in ("services", "nodes", "services"):
-        told.log.failed(resource, TroubleError("forbidden"))
-    assert told.lines == ["services: forbidden", "nodes: forbidden"]
-    told.log.well("services")
-    assert told.lines[2:] == ["the resource can be watched again"]
+        logged.log.failed(resource, TroubleError("forbidden"))
+    assert logged.lines == ["services: forbidden", "nodes: forbidden"]
+    logged.log.well("services")
+    assert logged.lines[2:] == ["the resource can be watched again"]
 
 
 @pytest.mark.parametrize(

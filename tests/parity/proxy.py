@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our answer to a case: the real command line, in this process or in one of its own."""
+"""The answer of pyebpf-proxy to a case: the real command line, in this process or in a separate one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ENDED = "Error running ProxyServer"
 
 
 def ask(case: Case, *, apart: bool = False) -> Answer:
-    """Give the case to our command line; ``apart``: as a program of its own."""
+    """Give the case to the command line; ``apart``: in a separate process."""
     with tempfile.TemporaryDirectory(prefix="parity-") as folder:
         if case.file is not None:
             (Path(folder) / "config.yaml").write_bytes(case.file)
@@ -58,7 +58,7 @@ def _answer(status: int, output: str, errors: str, document: str | None, folder:
         error = errors.removeprefix("Error: ")
         errors = ""
     for line in errors.splitlines():
-        severity, message = _said(line)
+        severity, message = _parsed(line)
         if severity == "error":
             error = message
         elif severity == "warning":
@@ -71,7 +71,7 @@ def _answer(status: int, output: str, errors: str, document: str | None, folder:
     return Answer(status, clean[0], tuple(warning.replace(folder, "{dir}") for warning in warnings), clean[1], document)
 
 
-def _said(line: str) -> tuple[str, str]:
+def _parsed(line: str) -> tuple[str, str]:
     """Severity and message; for what ended a run, its reason."""
     if line.startswith('{"time": '):
         entry = json.loads(line)

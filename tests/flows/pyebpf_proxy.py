@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our agent on the node of a world, fed by a folder of manifests."""
+"""The agent on the node of a world, fed by a folder of manifests."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.flows.objects import marker, service_cidr
 from tests.flows.scenarios import Scenario
 from tests.flows.world import FlowWorld
 
-#: Ways of ours to the same end: fields of the DatapathConfiguration.
+#: Configurations with the same result: fields of the DatapathConfiguration.
 WAYS: dict[str, dict[str, Any]] = {
     "defaults": {},
     "no fast path": {"fastPath": False},
@@ -19,7 +19,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-class Ours:
+class PyebpfProxy:
     """Same interface as ``KubeProxy``, as far as a scenario needs it. ``way``: one of ``WAYS``."""
 
     def __init__(self, world: FlowWorld, way: str) -> None:

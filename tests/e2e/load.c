@@ -1,0 +1,197 @@
+// SPDX-License-Identifier: Apache-2.0
+/*
+ * New connections at a steady rate, without end, and the server for them.
+ *
+ *	load serve PORT
+ *	load ask RATE ADDRESS PORT [ADDRESS PORT ...]
+ *
+ * A connection: connect, one byte each way, reset.  `ask` prints a line for each one that
+ * fails, and each second how many there were: "asked N failed N".  One that takes longer
+ * than LIMIT has failed.  `serve` continues for a while after SIGTERM, as a server does that
+ * waits until no proxy sends it connections any more.
+ */
+#define _GNU_SOURCE
+#include <signal.h>
+#include <stdbool.h>
+
+#include "../../bench/load.h"
+
+#define LIMIT (3 * SECOND)
+#define LAST_SECONDS 8
+#define EVENTS 256
+#define MOST 8192
+#define TARGETS 8
+
+struct connection {
+	uint64_t began;
+	int target;
+	bool sent;
+};
+
+struct target {
+	struct sockaddr_storage address;
+	socklen_t size;
+	char name[96];
+};
+
+static struct connection connections[MOST]; /* by descriptor; began 0: none */
+static struct target targets[TARGETS];
+static uint64_t asked, failed;
+static volatile sig_atomic_t ending;
+
+static void end(int number)
+{
+	(void)number;
+	ending = 1;
+}
+
+/* ---- the server ----------------------------------------------------------- */
+
+static int serve(uint16_t port)
+{
+	struct epoll_event events[EVENTS];
+	int poll = epoll_create1(0), listener = listen_on(port, SOCK_NONBLOCK);
+	uint64_t last = 0;
+
+	watch(poll, listener, EPOLLIN);
+	while (!last || now() < last) {
+		int n = epoll_wait(poll, events, EVENTS, 100);
+
+		if (ending && !last)
+			last = now() + LAST_SECONDS * SECOND;
+		for (int i = 0; i < n; i++) {
+			int fd = events[i].data.fd;
+
+			if (fd != listener) {
+				answer(fd);
+				continue;
+			}
+			while ((fd = accept4(listener, NULL, NULL, SOCK_NONBLOCK)) >= 0)
+				watch(poll, fd, EPOLLIN);
+		}
+	}
+	return 0;
+}
+
+/* ---- the clients ---------------------------------------------------------- */
+
+static void finish(int fd, const char *why)
+{
+	static const struct linger reset = { .l_onoff = 1 };
+	char at[16];
+	time_t second = time(NULL);
+
+	if (why) {
+		failed++;
+		strftime(at, sizeof(at), "%T", gmtime(&second));
+		printf("%s %s: %s\n", at, targets[connections[fd].target].name, why);
+		fflush(stdout);
+	}
+	connections[fd].began = 0;
+	setsockopt(fd, SOL_SOCKET, SO_LINGER, &reset, sizeof(reset));
+	close(fd);
+}
+
+static void begin(int poll, int target)
+{
+	struct target *to = &targets[target];
+	int fd = socket(to->address.ss_family, SOCK_STREAM | SOCK_NONBLOCK, 0);
+
+	if (fd < 0 || fd >= MOST)
+		die("too many connections at once");
+	asked++;
+	connections[fd] = (struct connection){ .began = now(), .target = target };
+	if (connect(fd, (struct sockaddr *)&to->address, to->size) && errno != EINPROGRESS)
+		finish(fd, strerror(errno));
+	else
+		watch(poll, fd, EPOLLOUT);
+}
+
+static void proceed(int poll, int fd)
+{
+	char byte = 'x';
+	int error = 0;
+	socklen_t size = sizeof(error);
+
+	if (!connections[fd].sent) {
+		if (getsockopt(fd, SOL_SOCKET, SO_ERROR, &error, &size) || error)
+			finish(fd, strerror(error));
+		else if (send(fd, &byte, 1, MSG_NOSIGNAL) != 1)
+			finish(fd, strerror(errno));
+		else {
+			connections[fd].sent = true;
+			control(poll, EPOLL_CTL_MOD, fd, EPOLLIN);
+		}
+		return;
+	}
+	switch (recv(fd, &byte, 1, 0)) {
+	case 1:
+		finish(fd, NULL);
+		break;
+	case 0:
+		finish(fd, "closed without an answer");
+		break;
+	default:
+		if (errno != EAGAIN)
+			finish(fd, strerror(errno));
+	}
+}
+
+static void give_up(uint64_t before)
+{
+	for (int fd = 0; fd < MOST; fd++)
+		if (connections[fd].began && connections[fd].began < before)
+			finish(fd, connections[fd].sent ? "no answer" : "no connection");
+}
+
+static int ask(uint64_t rate, int count)
+{
+	struct epoll_event events[EVENTS];
+	int poll = epoll_create1(0);
+	uint64_t began = now(), reported = began, started = 0;
+
+	while (!ending) {
+		int n = epoll_wait(poll, events, EVENTS, 2);
+		uint64_t time = now();
+
+		for (int i = 0; i < n; i++)
+			proceed(poll, events[i].data.fd);
+		/* What was missed while the machine was busy is not made up for. */
+		if ((time - began) * rate / SECOND > started + rate / 2)
+			started = (time - began) * rate / SECOND;
+		for (; started < (time - began) * rate / SECOND; started++)
+			begin(poll, started % count);
+		if (time - reported >= SECOND) {
+			reported = time;
+			give_up(time - LIMIT);
+			printf("asked %lu failed %lu\n", (unsigned long)asked, (unsigned long)failed);
+			fflush(stdout);
+		}
+	}
+	printf("asked %lu failed %lu\n", (unsigned long)asked, (unsigned long)failed);
+	return 0;
+}
+
+static void parse(struct target *to, const char *text, const char *port)
+{
+	snprintf(to->name, sizeof(to->name), "%s port %s", text, port);
+	to->size = parse_address(text, atoi(port), &to->address);
+}
+
+int main(int argc, char **argv)
+{
+	struct sigaction action = { .sa_handler = end };
+	int count = (argc - 3) / 2;
+
+	sigaction(SIGTERM, &action, NULL);
+	sigaction(SIGINT, &action, NULL);
+	if (argc == 3 && !strcmp(argv[1], "serve"))
+		return serve(atoi(argv[2]));
+	if (argc < 5 || argc % 2 == 0 || count > TARGETS || strcmp(argv[1], "ask")) {
+		fprintf(stderr, "usage: load serve PORT | load ask RATE ADDRESS PORT [ADDRESS PORT ...]\n");
+		return 2;
+	}
+	for (int i = 0; i < count; i++)
+		parse(&targets[i], argv[3 + 2 * i], argv[4 + 2 * i]);
+	return ask(atoi(argv[2]), count);
+}

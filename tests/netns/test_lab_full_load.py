@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The agent is restarted, killed, replaced by one with another map layout, and removed, all under full load.
+
+2000 new connections a second and 200 long ones, TCP and UDP, both families, from a pod, from the node and from outside:
+none is lost, and none is moved to another endpoint. On a slow machine the load is smaller, and each test prints it.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pyebpf_proxy.datapath.loader.layout import LAYOUT_VERSION
+from pyebpf_proxy.lab.addresses import VIP_CIDR, Dual, cluster_ip, vip
+from pyebpf_proxy.lab.cluster import Lab
+from pyebpf_proxy.lab.manifests import Port, node, service, slices
+from tests import ROOT
+from tests.changes.load import LASTING, FullLoad, Outcome, Source, Way
+from tests.changes.traffic import Server, plain_rate
+from tests.support.lab_tools import NAT_OF_OTHERS, reasons, wait_until
+from tests.support.logs import Log, Message
+from tests.support.world import TOOLBOX, World
+
+pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs_bpf, pytest.mark.alone]
+
+PORT, TARGET_PORT, NODE_PORT = 80, 8080, 30031
+#: Numbers of the Services: all endpoints for everybody; only this node's for clients from outside.
+EVERYWHERE, LOCAL = 31, 32
+NEAR, FAR = f"near:{TARGET_PORT}", f"far:{TARGET_PORT}"
+BOTH = frozenset({NEAR, FAR})
+
+
+class LoadWorld(World):
+    """Two endpoints, one on the node of the agent. ``load`` is the full load of this machine."""
+
+    def build(self) -> None:
+        """Pods with their servers, the two Services, and what the machine makes of connections without them."""
+        lab = self.lab
+        for name, where in (("near", self.node), ("far", lab.nodes[1])):
+            pod = lab.add_pod(name, where, serve=False)
+            self.at_end.callback(Server(pod.namespace, name, TARGET_PORT).kill)
+        lab.add_pod(TOOLBOX, self.node, serve=False)
+        endpoints = [(lab.pods[name].address, lab.pods[name].node.name) for name in ("near", "far")]
+        for name, number, node_port, policy in (
+            ("everywhere", EVERYWHERE, NODE_PORT, "Cluster"),
+            ("local", LOCAL, NODE_PORT + 1, "Local"),
+        ):
+            ports = [Port(protocol.lower(), PORT, TARGET_PORT, protocol, node_port) for protocol in ("TCP", "UDP")]
+            checked = {"healthCheckNodePort": NODE_PORT + 2} if policy == "Local" else {}
+            made = service(name, ports, cluster_ip(number), vip=vip(number), externalTrafficPolicy=policy, **checked)
+            lab.write(f"{name}.yaml", [made, *slices(name, ports, endpoints)])
+        lab.write("nodes.yaml", [node(each.name, each.address, each.pod_cidr) for each in lab.nodes])
+        self.node.namespace.run("nft", "-f", "-", stdin=NAT_OF_OTHERS)
+        self._drop_what_comes_back()
+        self.sources = {name: Source(self.namespace(name), self._ways(name)) for name in ("external", "pod", "node")}
+        direct = f"{lab.pods['far'].address.v4},{TARGET_PORT}"
+        self.plain = plain_rate(lab.folder, {name: each.namespace for name, each in self.sources.items()}, direct)
+
+    def _drop_what_comes_back(self) -> None:
+        """Without a proxy the node sends packets for a VIP back to the router, which would send them to it again."""
+        rules = "".join(
+            f"iifname lan0 {word} daddr {cidr} drop\n" for word, cidr in zip(("ip", "ip6"), VIP_CIDR, strict=True)
+        )
+        chain = "chain c { type filter hook forward priority 0; policy accept;\n" + rules + "}"
+        self.lab.core.run("nft", "-f", "-", stdin=f"table inet once {{\n{chain}\n}}\n")
+
+    def _ways(self, source: str) -> list[Way]:
+        def ways(address: Dual, port: int, names: frozenset[str]) -> list[Way]:
+            return [Way(each, port, names) for each in address]
+
+        if source != "external":
+            return ways(cluster_ip(EVERYWHERE), PORT, BOTH)
+        return [
+            *ways(vip(EVERYWHERE), PORT, BOTH),
+            *ways(self.node.address, NODE_PORT, BOTH),
+            *ways(vip(LOCAL), PORT, frozenset({NEAR})),
+        ]
+
+    def load(self) -> FullLoad:
+        """To enter: then it runs, and new flows take the fast path."""
+        return FullLoad(self.lab.folder, self.sources, self.plain)
+
+    def count(self, name: str) -> int:
+        return reasons(self.node)[name]
+
+    def start(self) -> None:
+        """Start the agent, and wait until it serves."""
+        self.node.agent.start()
+        self.node.agent.wait_synced()
+
+    def gets_fast(self, load: FullLoad) -> None:
+        """The load goes on, and most of its connections are young flows."""
+        before = self.count("new_flow_fast")
+        load.goes_on(2.0)
+        wait_until(lambda: self.count("new_flow_fast") > before + load.wanted / 2, "new flows take the fast path")
+
+
+@pytest.fixture
+def world() -> Iterator[LoadWorld]:
+    """A lab of the test's own: what conntrack remembers of other loads would be met again. Its agent runs."""
+    with Lab() as lab, LoadWorld(lab) as made:
+        made.start()
+        yield made
+
+
+def report(outcome: Outcome, capsys: pytest.CaptureFixture[str], until: float = float("inf")) -> None:
+    """Print how much load it was; fail if a connection was lost, moved, or had to send a packet again."""
+    with capsys.disabled():
+        print(f"\n  {outcome.size(until)}")
+    outcome.report(until)
+
+
+def test_a_restart(world: LoadWorld, capsys: pytest.CaptureFixture[str]) -> None:
+    agent = world.node.agent
+    with world.load() as load:
+        world.gets_fast(load)
+        assert agent.stop() == 0
+        load.goes_on()
+        world.start()
+        world.gets_fast(load)
+        report(load.end(), capsys)
+
+
+def test_kill_9(world: LoadWorld, capsys: pytest.CaptureFixture[str]) -> None:
+    """The agent stays away for so long that the fast path turns itself off, and comes back."""
+    with world.load() as load:
+        world.gets_fast(load)
+        world.node.agent.kill()
+        before = world.count("stack_no_agent")
+        wait_until(lambda: world.count("stack_no_agent") > before + 100, "new flows take the slow path")
+        load.goes_on()
+        world.start()
+        world.gets_fast(load)
+        report(load.end(), capsys)
+
+
+def former_version(folder: Path, other_flows: bool) -> Path:
+    """A version of the agent with map layout 1, to be imported from the folder that is returned.
+
+    ``other_flows``: the entries of the flow table differ, too.
+    """
+    for name in ("pyebpf_proxy", "bpf"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    layout = folder / "pyebpf_proxy" / "datapath" / "loader" / "layout.py"
+    layout.write_text(layout.read_text().replace(f"LAYOUT_VERSION = {LAYOUT_VERSION}", "LAYOUT_VERSION = 1"))
+    if other_flows:
+        header = folder / "bpf" / "flow_maps.h"
+        text, count = re.subn(r"(?<=\nstruct flow \{\n)", "\t__u64 former;\n", header.read_text())
+        assert count == 1
+        header.write_text(text)
+        shutil.copy(ROOT / "Makefile", folder)
+        (folder / "build").mkdir()
+        (folder / "build" / "vmlinux").symlink_to(ROOT / "build" / "vmlinux")
+        subprocess.run(["make", "-s", "-C", folder, "-W", "bpf/flow_maps.h", "objects"], check=True)
+    return folder
+
+
+@pytest.mark.parametrize("other_flows", [False, True], ids=["same-entries", "other-entries"])
+def test_an_upgrade_to_another_layout(
+    world: LoadWorld, other_flows: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The young flows of the former version are handed to the kernel, before its programs are replaced."""
+    agent = world.node.agent
+    agent.stop()
+    agent.cleanup()
+    tree = former_version(tmp_path / "former", other_flows)
+    agent.start(enter=("ip", "netns", "exec", world.node.namespace.name, "env", f"PYTHONPATH={tree}"))
+    agent.wait_synced()
+    former = agent.pin("flows").parents[1]
+    assert former.name == "v1"
+    log = Log(agent).from_now()
+    with world.load() as load:
+        world.gets_fast(load)
+        assert agent.stop() == 0
+        world.start()
+        world.gets_fast(load)
+        outcome = load.end()
+    report(outcome, capsys)
+    assert not former.exists()
+    drained = re.search(r"promoted=(\d+) left=(\d+)", log.only(Message.FAST_PATH_DRAINED).text)
+    assert drained is not None
+    # Half of the lasting ones of a second, at least. Those of the node itself are not young.
+    assert int(drained[1]) > LASTING * outcome.wanted / 2
+    assert int(drained[2]) <= int(drained[1]) / 10
+
+
+def test_uninstall(world: LoadWorld, capsys: pytest.CaptureFixture[str]) -> None:
+    """Stop and ``--cleanup``: then there is no Service, but what was served once is served to its end.
+
+    kube-proxy's own ``--cleanup`` removes its rules and leaves conntrack alone, so connections go on with it, too.
+    """
+    agent = world.node.agent
+    with world.load() as load:
+        world.gets_fast(load)
+        assert agent.stop() == 0
+        asked = time.monotonic()
+        agent.cleanup()
+        over = time.monotonic()
+        # Connections are given up after four seconds.
+        load.goes_on(0.05)
+        outcome = load.end()
+    report(outcome, capsys, until=asked)
+    later = [flow.record for flow in outcome.new if flow.record.begun > over]
+    # A datagram from a port that was used before belongs to the former flow, which conntrack still has.
+    answered = [record for record in later if record.name]
+    assert len(answered) < len(later) / 4, "there is a proxy"
+    # They were young when the programs went.
+    assert [flow for flow in outcome.new if flow.record.begun < asked and flow.record.ended > over]

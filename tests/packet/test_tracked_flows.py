@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Flows that conntrack had before the programs were attached: the agent enters those that are masqueraded."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+
+import pytest
+
+from pyebpf_proxy.datapath.connections import masqueraded
+from tests.packet.fast_node import (
+    CONFIRM,
+    REDIRECT,
+    WAYS,
+    Flow,
+    fast_node,
+    one_cpu,
+    sweep,
+    wipe_reasons,
+)
+from tests.packet.program_node import GO_ON, ProgramNode
+
+pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
+LOW, HIGH = 30000, 30001
+PORTS = range(LOW, HIGH + 1)
+MASQUERADED = ("masqueraded", "a NodePort, endpoint here", "hairpin")
+
+
+@pytest.fixture
+def fast(node: ProgramNode) -> Iterator[ProgramNode]:
+    with one_cpu():
+        world = fast_node(node, snat_port_min=LOW, snat_port_max=HIGH)
+        for protocol in ("tcp", "udp"):
+            world.endpoint("remote", 0, protocol=protocol)
+        yield world
+
+
+def insert(flow: Flow, state: str = "ESTABLISHED") -> None:
+    """As another proxy has left it in conntrack."""
+    address = flow.world.address
+    sender = flow.masquerade or flow.client
+    ends = ["-s", address(flow.client), "-d", address(flow.frontend)]
+    ends += ["--sport", str(flow.sport), "--dport", str(flow.port)]
+    ends += ["-r", address(flow.endpoint), "-q", address(sender)]
+    ends += ["--reply-port-src", str(flow.endpoint_port), "--reply-port-dst", str(flow.snat_port or flow.sport)]
+    more = ["--state", state] if flow.protocol == "tcp" else []
+    subprocess.run(["conntrack", "-I", "-p", flow.protocol, *ends, "-t", "60", *more], check=True, capture_output=True)
+
+
+def enter(world: ProgramNode, most: int = 100) -> tuple[int, bool]:
+    subject = world.object
+    program = subject.programs["enter_flow"]
+    addresses = {world.packed(name) for name in ("node", "pod_gateway")}
+    return masqueraded.enter(
+        addresses,
+        PORTS,
+        masqueraded.endpoint_test(subject.maps, subject.btf),
+        subject.btf,
+        lambda flow: program.test_run(bytes(14) + flow).retval != 0,
+        most,
+    )
+
+
+@pytest.fixture(autouse=True)
+def empty(fast: ProgramNode) -> Iterator[None]:
+    yield
+    subprocess.run(["conntrack", "-F"], check=True, capture_output=True)
+
+
+def tracked(world: ProgramNode, way: str, protocol: str = "tcp", **ends: object) -> Flow:
+    """One that has the first port of the young flows."""
+    return Flow(world, protocol, **{**WAYS[way], "snat_port": LOW, **ends})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("protocol", ["tcp", "udp"])
+@pytest.mark.parametrize("way", MASQUERADED)
+def test_no_young_flow_takes_its_source_port(fast: ProgramNode, way: str, protocol: str) -> None:
+    flow = tracked(fast, way, protocol)
+    insert(flow)
+    assert enter(fast) == (1, True)
+    assert enter(fast) == (1, True), "once more changes nothing"
+    assert flow.entries() == [False, True]
+    another = Flow(fast, protocol, **{**WAYS[way], "sport": flow.sport + 1})
+    another.permit()
+    ports = set()
+    for sport in range(flow.sport + 10, flow.sport + 14):
+        another.sport = sport
+        frame = another.frame(flags="S", size=0, seq=100, ack=0)
+        found = another.run(frame=frame)
+        if found.retval == REDIRECT:
+            ports.add(int.from_bytes(found.data[another._at : another._at + 2], "big"))
+    assert ports == {HIGH}, "the only one that is free"
+
+
+@pytest.mark.parametrize("protocol", ["tcp", "udp"])
+@pytest.mark.parametrize("way", MASQUERADED)
+def test_it_takes_the_fast_path_once_netfilter_has_shown_how(fast: ProgramNode, way: str, protocol: str) -> None:
+    flow = tracked(fast, way, protocol)
+    insert(flow)
+    enter(fast)
+    for reply in (False, True):
+        kind = flow.through(reply)["kind"]
+        # Each datagram of a client may be the first one of its flow.
+        assert kind == CONFIRM or (protocol == "udp" and not reply)
+        assert flow.run(reply).retval == REDIRECT, fast.reasons()
+    assert flow.run().data == bytes(flow.expected())
+    # Only from the device that it came from.
+    wipe_reasons(fast)
+    assert flow.run(by="nic" if flow.entrance == "pods" else "pods").retval == GO_ON
+    assert fast.reasons()["STACK_OTHER_DEVICE"] == 1
+
+
+def test_what_is_no_open_masqueraded_flow_to_an_endpoint_is_left_out(fast: ProgramNode) -> None:
+    for number, (changes, state) in enumerate(
+        [
+            ({}, "TIME_WAIT"),
+            ({"snat_port": HIGH}, "CLOSE"),
+            ({"snat_port": HIGH + 1}, "ESTABLISHED"),
+            ({"endpoint_port": 8081}, "ESTABLISHED"),
+            ({"masquerade": "", "snat_port": 0}, "ESTABLISHED"),
+        ]
+    ):
+        flow = tracked(fast, "masqueraded", **{"sport": 41000 + number, **changes})
+        insert(flow, state)
+    assert enter(fast) == (0, True)
+
+
+def test_tcp_comes_first_if_there_are_too_many(fast: ProgramNode) -> None:
+    flows = [tracked(fast, "masqueraded", protocol) for protocol in ("udp", "tcp")]
+    for flow in flows:
+        insert(flow)
+    assert enter(fast, most=1) == (1, False)
+    assert [bool(flow.entries()) for flow in flows] == [False, True]
+
+
+def test_a_flow_that_is_translated_differently_leaves_the_table(fast: ProgramNode) -> None:
+    """Its entry was out of date: netfilter decides."""
+    flow = tracked(fast, "masqueraded")
+    insert(flow)
+    enter(fast)
+    flow.snat_port = HIGH
+    flow.through()
+    assert fast.reasons()["FLOW_CHANGED"] == 1
+    flow.snat_port = LOW
+    assert flow.entries() == []
+
+
+def test_the_sweep_keeps_it_as_any_kernel_flow(fast: ProgramNode) -> None:
+    flow = tracked(fast, "masqueraded")
+    insert(flow)
+    enter(fast)
+    assert sweep(fast)["requested"] == 0
+    assert flow.entries() == [False, True]

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Entries of the flow table may be given to another flow while a program reads them: readers compare (finding D13)."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests import ROOT
+
+FUNCTION = re.compile(
+    r"^(?:static |__noinline |__always_inline )[^;{}=]*?\b(\w+)\([^;{}]*\)\n\{\n(.*?)^\}", re.M | re.S
+)
+LOOKUP = "bpf_map_lookup_elem(&flows, "
+COMPARED = "is_another_flows("
+#: Rows of bpf/README.md: functions, and when they compare.
+ROW = re.compile(r"^\| ((?:`\w+`(?:, )?)+) \| (before|after|not) \| .* \|$", re.M)
+
+
+def functions() -> dict[str, str]:
+    """The body of every function of the programs, without comments."""
+    found: dict[str, str] = {}
+    for path in sorted((ROOT / "bpf").glob("*.[ch]")):
+        text = re.sub(r"/\*.*?\*/", "", path.read_text(), flags=re.S)
+        found |= dict(FUNCTION.findall(text))
+    return found
+
+
+BODIES = functions()
+
+
+def rows() -> dict[str, str]:
+    """When a function compares, by its name, as bpf/README.md says it."""
+    section = (
+        (ROOT / "bpf" / "README.md").read_text().partition("## Reads of the flow table\n")[2].partition("\n## ")[0]
+    )
+    return {name: when for names, when in ROW.findall(section) for name in re.findall(r"\w+", names)}
+
+
+def test_every_reader_is_listed() -> None:
+    """Finding D13. Those who send by an entry get it from a reader that has compared."""
+    readers = {name for name, body in BODIES.items() if LOOKUP in body}
+    assert {"send_by_table", "other_direction", "sweep_entry"} <= readers
+    senders = {name for name, body in BODIES.items() if re.search(r"\b(send|rewrite)\(", body)}
+    # flow_fragments has copies.
+    senders -= {"send_later_fragment"}
+    assert set(rows()) == readers | senders
+
+
+@pytest.mark.parametrize("name", [name for name, when in rows().items() if when == "before"])
+def test_it_compares_before_it_reads(name: str) -> None:
+    """Finding D13: all but flags that are looked at on the way."""
+    body = BODIES[name]
+    looked_up = body.index(LOOKUP)
+    compared = body.index(COMPARED, looked_up)
+    between = body[looked_up:compared]
+    found = re.search(r"(\w+) = $", body[:looked_up])
+    assert found is not None
+    used = re.findall(rf"\b{found[1]}->(\w+)", between)
+    assert set(used) <= {"young", "reply", "rewrite"}, "what it reads before"
+    # The condition ends the function.
+    assert ";" not in between.partition(";")[2].rstrip(), between
+
+
+@pytest.mark.parametrize("name", [name for name, when in rows().items() if when == "after"])
+def test_it_compares_after_it_has_read(name: str) -> None:
+    """Finding D13: between the comparison and the sending or writing nothing is read of the rewrite."""
+    body = BODIES[name]
+    compared = body.rindex(COMPARED)
+    rest = body[compared:].partition("\n")[2]
+    assert "rewrite(" not in rest
+    assert "a->" not in rest.replace("&a", "")
+    if "send(" in body:
+        assert body.index("send(") < compared, "the verdict is thrown away if it was another's"
+        assert "return DROPPED;" in rest
+
+
+def test_loads_keep_their_order() -> None:
+    """Finding D13: on arm64, too, where a barrier of the compiler alone is none of the processor."""
+    lines = [line.strip() for line in BODIES["is_another_flows"].splitlines() if line.strip()]
+    before, *_, after = (number for number, line in enumerate(lines) if line == "read_barrier();")
+    (comparison,) = (
+        number for number, line in enumerate(lines) if "tag_again != tag" in line and "->tag != tag" in line
+    )
+    assert before < comparison < after
+    assert "__sync_lock_test_and_set" in BODIES["read_barrier"]
+    # A change of the link is another flow's entry until it is complete.
+    words = re.findall(r"tag(?:_again)? = (?:0|tag);|read_barrier\(\);|a->out = ", BODIES["change_link"])
+    words = [word for word in words if word != "tag = a->tag;"]
+    assert words == [
+        "tag_again = 0;",
+        "tag = 0;",
+        "read_barrier();",
+        "a->out = ",
+        "read_barrier();",
+        "tag = tag;",
+        "tag_again = tag;",
+    ]

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``cluster check``: what it says of versions and architectures that nothing was tested on."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+
+from pyebpf_proxy.cluster import check
+from pyebpf_proxy.cluster.api import Api
+
+
+class Server:
+    """An API server that knows its version."""
+
+    url = "https://192.0.2.1:6443"
+
+    def __init__(self, version: str) -> None:
+        major, minor, _ = version.removeprefix("v").split(".", 2)
+        self.version = {"gitVersion": version, "major": major, "minor": f"{minor}+"}
+
+    def request(self, method: str, path: str) -> dict[str, str]:
+        assert (method, path) == ("GET", "/version")
+        return self.version
+
+
+@pytest.mark.parametrize(
+    ("version", "state"),
+    [
+        ("v1.32.9", "warning"),
+        ("v1.33.0", "good"),
+        ("v1.36.3-eks-1", "good"),
+        ("v1.37.0", "warning"),
+        ("v2.0.0", "warning"),
+    ],
+)
+def test_versions_of_kubernetes(version: str, state: str) -> None:
+    (finding,) = check._server(cast(Api, Server(version)))
+    assert finding.state == state
+    assert (": not tested; this release is made for 1.33 to 1.36" in finding.text) == (state == "warning")
+
+
+@pytest.mark.parametrize(
+    ("changed", "state", "said"),
+    [
+        ({}, "good", "containerd://1.7.24"),
+        ({"architecture": "arm64"}, "warning", "not tested on this architecture"),
+        ({"architecture": "s390x"}, "bad", "no image for this architecture"),
+        ({"kernelVersion": "5.15.0-1"}, "warning", "kernels from 6.1 are tested"),
+        ({"kernelVersion": "5.10.0-30-amd64"}, "bad", "older than 5.14"),
+    ],
+)
+def test_nodes(changed: dict[str, str], state: str, said: str) -> None:
+    info: dict[str, Any] = {"kernelVersion": "6.1.0-44-amd64", "containerRuntimeVersion": "containerd://1.7.24"}
+    info |= {"architecture": "amd64", "kubeletVersion": "v1.36.3"} | changed
+    (finding,) = check._node("n1", {"status": {"nodeInfo": info}})
+    assert (finding.state, finding.where) == (state, "n1")
+    assert said in finding.text

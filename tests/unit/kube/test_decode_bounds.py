@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Objects with a million entries: bounded before Python objects are made of them, and others are served (issue 15)."""
+
+from __future__ import annotations
+
+import json
+import time
+import tracemalloc
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from pyebpf_proxy.kube import decode
+from pyebpf_proxy.kube.api.inventory import Inventory
+from pyebpf_proxy.kube.catalogue import Catalogue
+from pyebpf_proxy.kube.decode import Decoded, UnreadableError, decode_json, decode_object, decode_yaml
+from pyebpf_proxy.kube.objects import Service
+from pyebpf_proxy.kube.source import Kind
+from pyebpf_proxy.kube.validation import MOST_ENTRIES
+from tests.support.fast_lab import slowness
+
+MILLION = 1_000_000
+SERVICE = b"""{"apiVersion": "v1", "kind": "Service", "metadata": {"name": "big", "namespace": "tenant"},
+ "spec": {"clusterIP": "10.96.0.9", "ports": [{"port": 80}], "loadBalancerSourceRanges": [%s]},
+ "status": {"loadBalancer": {"ingress": [{"ip": "203.0.113.1"}]}}}"""
+SLICE = b"""{"apiVersion": "discovery.k8s.io/v1", "kind": "EndpointSlice", "addressType": "IPv4",
+ "metadata": {"name": "big", "namespace": "tenant", "labels": {"kubernetes.io/service-name": "big"}},
+ "ports": [{"name": "", "port": 80}], "endpoints": [%s]}"""
+GOOD = b"""{"apiVersion": "v1", "kind": "Service", "metadata": {"name": "good", "namespace": "default"},
+ "spec": {"clusterIP": "10.96.0.2", "ports": [{"port": 80}]}}"""
+RANGE, ENDPOINT = b'"10.1.2.3/32"', b'{"addresses": ["10.244.1.2"]}'
+MIB = 1 << 20
+
+
+def many(shape: bytes, entry: bytes, count: int) -> bytes:
+    """An object with so many entries."""
+    return shape % (entry + (b"," + entry) * (count - 1))
+
+
+MILLIONS: list[tuple[Kind, bytes]] = [
+    ("Service", many(SERVICE, RANGE, MILLION)),
+    ("EndpointSlice", many(SLICE, ENDPOINT, MILLION)),
+]
+
+
+def cost(call: Callable[[], object]) -> tuple[float, int]:
+    """Seconds on a machine that is not busy, and the most bytes of Python objects at one time."""
+    slow = slowness()
+    begun = time.monotonic()
+    call()
+    took = time.monotonic() - begun
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        call()
+        return took / max(slow, slowness()), tracemalloc.get_traced_memory()[1] - before
+    finally:
+        tracemalloc.stop()
+
+
+def is_refused(decoded: Decoded, kind: Kind) -> bool:
+    text = f"{kind} tenant/big: one object has more than 200000 values"
+    return (str(decoded.key), decoded.object, decoded.messages) == (f"{kind} tenant/big", None, (text,))
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize(("kind", "data"), MILLIONS, ids=["source ranges", "endpoints"])
+def test_a_million_entries_make_no_objects(kind: Kind, data: bytes) -> None:
+    """As the API server sends it, as a file, and within a list, of which the rest is used."""
+    assert is_refused(decode_object(kind, data), kind)
+    seconds, size = cost(lambda: decode_object(kind, data))
+    assert (seconds < 0.5, size < MIB) == (True, True), (seconds, size)
+
+    (decoded,) = decode_json(data)
+    assert is_refused(decoded, kind)
+    seconds, size = cost(lambda: list(decode_json(data)))
+    assert (seconds < 0.5, size < MIB) == (True, True), (seconds, size)
+
+    listed = b'{"apiVersion": "v1", "kind": "List", "items": [%s, %s, %s]}' % (GOOD, data, GOOD)
+    first, decoded, last = decode_json(listed)
+    assert is_refused(decoded, kind)
+    assert first == last
+    assert isinstance(first.object, Service)
+    seconds, size = cost(lambda: list(decode_json(listed)))
+    assert (seconds < 0.5, size < MIB) == (True, True), (seconds, size)
+
+
+@pytest.mark.parametrize(("kind", "data"), MILLIONS, ids=["source ranges", "endpoints"])
+def test_what_was_good_before_stays(kind: Kind, data: bytes) -> None:
+    lines: list[str] = []
+    inventory = Inventory(kind, lines.append)
+    small = many(SERVICE if kind == "Service" else SLICE, RANGE if kind == "Service" else ENDPOINT, 2)
+    assert len(inventory.change(inventory.read(small))) == 1
+    assert inventory.change(inventory.read(data)) == []
+    assert inventory.refused == 1
+    assert len(lines) == 1
+    assert lines[0].endswith("one object has more than 200000 values; its last good state stays")
+
+    catalogue = Catalogue(lines.append, lines.append)
+    catalogue.read("a.json", small)
+    assert len(catalogue.changes()) == 1
+    catalogue.read("a.json", data)
+    assert catalogue.changes() == []
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize(
+    ("kind", "shape", "entry"),
+    [("Service", SERVICE, RANGE), ("Service", SERVICE, b'"?"'), ("EndpointSlice", SLICE, ENDPOINT)],
+    ids=["source ranges", "bad source ranges", "endpoints"],
+)
+def test_the_largest_object_that_is_read_is_bounded_too(kind: Kind, shape: bytes, entry: bytes) -> None:
+    data = many(shape, entry, decode.MOST_VALUES - 20)
+    assert decode.MOST_VALUES - 20 < data.count(b",") <= decode.MOST_VALUES
+    decoded = decode_object(kind, data)
+    assert decoded.object is not None
+    assert len(decoded.messages) <= decode.MOST_MESSAGES + 1
+    seconds, size = cost(lambda: decode_object(kind, data))
+    assert seconds < 3, seconds
+    assert size < 96 * MIB, size
+
+
+def test_a_large_object_with_few_values_is_read() -> None:
+    """An annotation is not decoded; it may hold whatever its owner likes."""
+    data = GOOD.replace(b'"name": "good"', b'"name": "good", "annotations": {"a": "%s"}' % (b"x," * 100_000))
+    decoded = decode_object("Service", data)
+    assert decoded.object is not None
+    assert not decoded.messages
+
+
+def test_a_number_of_more_than_64_bits_is_refused_in_every_service() -> None:
+    """Also in one that is not served and so not checked: it could be decoded, and not encoded again."""
+    lines: list[str] = []
+    inventory = Inventory("Service", lines.append)
+    data = b'{"metadata": {"name": "a"}, "spec": {"type": "ExternalName", "ports": [{"port": 99999999999999999999}]}}'
+    assert inventory.change(inventory.read(data)) == []
+    assert lines == ["Service default/a: spec.ports[0].port: 99999999999999999999: expected int <= 9223372036854775807"]
+
+
+def test_each_family_keeps_some_of_its_source_ranges() -> None:
+    """A family without a range would be open to every source."""
+    ranges = b",".join([RANGE] * (MOST_ENTRIES + 5) + [b'"2001:db8::/64"'])
+    decoded = decode_object("Service", SERVICE % ranges)
+    assert isinstance(decoded.object, Service)
+    kept = decoded.object.spec.load_balancer_source_ranges
+    assert kept is not None
+    assert (len(kept), kept[0], kept[-1]) == (MOST_ENTRIES + 1, "10.1.2.3/32", "2001:db8::/64")
+    number = MOST_ENTRIES + 6
+    assert decoded.messages == (
+        f"Service tenant/big: spec.loadBalancerSourceRanges: {number} are more than {MOST_ENTRIES}:"
+        " the others are left out",
+    )
+
+
+def test_many_errors_of_one_object_are_a_hundred_lines_and_a_number() -> None:
+    decoded = decode_object("Service", many(SERVICE, b'"?"', 1000))
+    assert len(decoded.messages) == 101
+    # The 1000 entries, and that the address is open to every source.
+    assert decoded.messages[-1] == "Service tenant/big: 901 more"
+
+
+YAML = """apiVersion: v1
+kind: Service
+metadata: {name: big, namespace: tenant}
+spec:
+  clusterIP: 10.96.0.9
+  ports: [{port: 80}]
+  loadBalancerSourceRanges:
+"""
+
+
+@pytest.mark.alone
+def test_a_million_entries_in_yaml_are_not_read_to_the_end() -> None:
+    text = (YAML + "  - 10.1.2.3/32\n" * MILLION).encode()
+
+    def read() -> None:
+        with pytest.raises(UnreadableError, match=r"^line \d+: one object has more than 200000 values$"):
+            list(decode_yaml(text))
+
+    seconds, size = cost(read)
+    assert seconds < 8, seconds
+    assert size < 300 * MIB, size
+
+
+def objects_in_yaml(count: int, entries: int) -> Iterator[str]:
+    """A List of so many Services, each with so many ranges."""
+    yield "apiVersion: v1\nkind: List\nitems:\n"
+    for number in range(count):
+        yield f"- apiVersion: v1\n  kind: Service\n  metadata: {{name: s{number}}}\n"
+        yield f"  spec: {{clusterIP: 10.96.1.{number}, ports: [{{port: 80}}], loadBalancerSourceRanges: ["
+        yield ", ".join(["10.1.2.3/32"] * entries) + "]}\n"
+
+
+def test_the_limit_in_yaml_is_of_each_object_of_a_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode, "MOST_VALUES", 1000)
+    decoded = list(decode_yaml("".join(objects_in_yaml(5, 900)).encode()))
+    assert [each.object is not None for each in decoded] == [True] * 5
+    documents = json.dumps({"apiVersion": "v1", "kind": "ConfigMap", "data": dict.fromkeys(map(str, range(400)), "x")})
+    assert [each.ignored for each in decode_yaml(f"{documents}\n---\n{documents}".encode())] == ["v1/ConfigMap"] * 2
+    for text in ("".join(objects_in_yaml(5, 1001)), YAML + "  - 10.1.2.3/32\n" * 1001):
+        with pytest.raises(UnreadableError):
+            list(decode_yaml(text.encode()))

@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Findings of reviews: each that was mended is named by the tests that would notice its return."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+from tests import ROOT
+
+#: Of the data plane. A docstring names one as ``finding D7``.
+DATA_PLANE = {f"D{number}" for number in range(1, 19)}
+NAME = re.compile(r"\bfinding (D\d+)\b", re.IGNORECASE)
+
+
+def named(path: Path) -> dict[str, set[str]]:
+    """The findings in docstrings of the tests of this file, by test."""
+    tree = ast.parse(path.read_text())
+    tests = [each for each in ast.walk(tree) if isinstance(each, ast.FunctionDef) and each.name.startswith("test_")]
+    return {test.name: set(NAME.findall(ast.get_docstring(test) or "")) for test in tests}
+
+
+def test_every_finding_is_named_by_a_test() -> None:
+    found: dict[str, list[str]] = {}
+    for path in sorted((ROOT / "tests").rglob("test_*.py")):
+        for test, findings in named(path).items():
+            for finding in findings:
+                found.setdefault(finding, []).append(test)
+    assert DATA_PLANE - set(found) == set(), "no test shows that they are mended"
+    assert set(found) - DATA_PLANE == set(), "nothing is known of them"
+
+
+def test_a_finding_is_read_from_docstrings_alone(tmp_path: Path) -> None:
+    source = tmp_path / "test_it.py"
+    source.write_text(
+        "# finding D1\ndef test_a():\n    '''As Finding D2, (finding D17).'''\n"
+        "def helper():\n    '''finding D3'''\ndef test_b():\n    assert 'finding D4'\n"
+    )
+    assert named(source) == {"test_a": {"D2", "D17"}, "test_b": set()}

@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Warnings of ``status`` that need no node."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pyebpf_proxy.see import status
+
+
+def test_a_failing_api_server_is_named_with_the_reason() -> None:
+    (shared, own) = status._about_source({"": "it refuses the connection", "nodes": "403: forbidden"})
+    assert shared.what == "the API server fails: it refuses the connection"
+    assert own.what == "nodes cannot be watched: 403: forbidden"
+    assert shared.remedy
+    assert not list(status._about_source({}))
+
+
+def test_a_run_folder_without_room_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(status, "obstacle", lambda directory: "it is read-only")
+    (warning,) = status._about_run_folder(Path("/run/x"))
+    assert warning.what == "the run folder /run/x cannot be written to: it is read-only"
+    monkeypatch.setattr(status, "obstacle", lambda directory: "")
+    assert not list(status._about_run_folder(Path("/run/x")))
+
+
+def test_a_missing_optional_feature_is_no_warning() -> None:
+    """A stock kernel gives the lookup functions of conntrack to CAP_SYS_ADMIN only, not to the DaemonSet."""
+    (warning,) = status._about_refusals({"conntrack lookup": "it needs CAP_SYS_ADMIN", "XDP": "too old"})
+    assert warning.what == "XDP is not available: too old"

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""tests/e2e/load.c: its rate, and that it names what fails."""
+
+from __future__ import annotations
+
+import re
+import signal
+import socket
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.e2e import images
+
+
+@pytest.fixture(scope="module")
+def load(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return images.compiled("load", tmp_path_factory.mktemp("load"))
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+def listens(port: int) -> bool:
+    with socket.socket() as sock:
+        return sock.connect_ex(("127.0.0.1", port)) == 0
+
+
+def lines(load: Path, *arguments: str, until: int) -> list[str]:
+    """What it prints in so many seconds of its own count, and at its end."""
+    process = subprocess.Popen([load, "ask", *arguments], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    said: list[str] = []
+    while sum(line.startswith("asked") for line in said) < until:
+        said.append(process.stdout.readline().strip())
+        assert said[-1], "it has ended"
+    process.send_signal(signal.SIGTERM)
+    said += process.stdout.read().splitlines()
+    assert process.wait(10) == 0
+    return said
+
+
+def test_connections_at_a_rate(load: Path) -> None:
+    port = str(free_port())
+    with subprocess.Popen([load, "serve", port]) as server:
+        try:
+            end = time.monotonic() + 10
+            while not listens(int(port)):
+                assert time.monotonic() < end
+                time.sleep(0.02)
+            said = lines(load, "200", "127.0.0.1", port, "::1", port, until=3)
+        finally:
+            server.kill()
+    counts = [tuple(map(int, re.findall(r"\d+", line))) for line in said]
+    assert [failed for _, failed in counts] == [0] * len(counts), said
+    # A busy machine may make it slower, never faster.
+    assert 100 <= counts[2][0] <= 3 * 200 + 200
+    assert counts == sorted(counts)
+
+
+def test_what_fails_is_named_and_counted(load: Path) -> None:
+    port = str(free_port())
+    said = lines(load, "20", "127.0.0.1", port, until=2)
+    failures = [line for line in said if not line.startswith("asked")]
+    assert re.fullmatch(rf"\d\d:\d\d:\d\d 127\.0\.0\.1 port {port}: Connection refused", failures[0])
+    asked, failed = map(int, re.findall(r"\d+", said[-1]))
+    assert 0 < failed == len(failures) <= asked
