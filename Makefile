@@ -14,7 +14,9 @@ export DEBIAN_FRONTEND := noninteractive
 
 PYTHON := .venv/bin/python
 # Namespaces and BPF need root. Without root and sudo the tests still run, and list what they skipped.
-SUDO := $(if $(filter 0,$(shell id -u)),,$(if $(shell command -v sudo),sudo env PATH="$(PATH)" PYEBPF_PROXY_STRICT="$(PYEBPF_PROXY_STRICT)" PYTHONDONTWRITEBYTECODE=1 PYTEST_ADDOPTS="-p no:cacheprovider"))
+# sudo keeps no variables: those that choose what a test makes up are passed on.
+SEEDS = FLOW_SEED FLOW_SEEDS FLOW_STEPS FLOW_WAY FLOW_REDUCE PARITY_SEED FUZZ_SEED CHANGES_SEED CHANGES_STEPS CHANGES_ROUNDS CHANGES_FAST
+SUDO := $(if $(filter 0,$(shell id -u)),,$(if $(shell command -v sudo),sudo env PATH="$(PATH)" $(foreach name,PYEBPF_PROXY_STRICT PYEBPF_PROXY_FRESH $(SEEDS),$(if $($(name)),$(name)="$($(name))")) PYTHONDONTWRITEBYTECODE=1 PYTEST_ADDOPTS="-p no:cacheprovider"))
 
 # Tests wait more than they compute. A run of a few tests is faster, and easier to follow, without workers.
 WORKERS = $(shell n=$$((2 * $$(nproc))); echo $$((n < 8 ? n : 8)))
@@ -137,6 +139,7 @@ test: setup ## run all unit, packet and netns tests; skipped tests are listed at
 	@$(SUDO) $(PYTHON) -m pytest $(PARALLEL) $(ARGS)
 
 test-faults: setup ## make faults and floods under load, beside kube-proxy if it is built; writes docs/reliability.md; ARGS='syn-flood quota'
+	@tools/setup.sh packages tests/faults/debian-packages.txt
 	@$(SUDO) $(PYTHON) -m tests.faults $(ARGS)
 
 test-model: setup ## random streams of events, kills and damage against a slow model of the agent; ARGS='--streams 1000 --seed 7' (tests/README.md)
@@ -183,16 +186,16 @@ define e2e-programs
 endef
 E2E = $(SUDO) env $(foreach name,PYEBPF_PROXY_CACHE E2E_WORK,$(if $($(name)),$(name)="$($(name))")) nice -n 5 $(PYTHON) -m tests.e2e
 
-cluster-up: setup ## a real Kubernetes cluster on this machine: PROXY=ours or kube-proxy, DUAL=1: both families (docs/kubernetes-e2e.md)
+cluster-up: setup ## a real Kubernetes cluster on this machine: PROXY=pyebpf-proxy, kube-proxy or kube-proxy-nftables, DUAL=1: both families (docs/kubernetes-e2e.md)
 	$(call e2e-programs)
-	@$(E2E) up --proxy $(or $(PROXY),ours) $(if $(DUAL),--dual)
+	@$(E2E) up --proxy $(or $(PROXY),pyebpf-proxy) $(if $(DUAL),--dual)
 
 cluster-down: setup ## remove what make cluster-up, or a killed make test-e2e, has left
 	@$(E2E) down
 
-test-e2e: setup ## run Kubernetes' own e2e tests of Services in such a cluster: PROXY=ours or kube-proxy, ARGS="--record" writes the table
+test-e2e: setup ## run Kubernetes' own e2e tests of Services in such a cluster: PROXY as for cluster-up, ARGS="--record" writes the table
 	$(call e2e-programs,ginkgo e2e.test)
-	@$(E2E) test --proxy $(or $(PROXY),ours) $(if $(DUAL),--dual) $(ARGS)
+	@$(E2E) test --proxy $(or $(PROXY),pyebpf-proxy) $(if $(DUAL),--dual) $(ARGS)
 
 parity: setup ## compare 300 random object sets with the real kube-proxy, different in every run (docs/parity.md)
 	@tools/setup.sh packages tests/cluster/debian-packages.txt
@@ -205,12 +208,13 @@ record: setup ## run all cases and flows with the real kube-proxy again, and rec
 	@$(SUDO) $(PYTHON) -m tests.cluster.record
 	@$(SUDO) $(PYTHON) -m tests.cluster.record_flows
 
-lint: setup ## ruff, mypy --strict, C warnings as errors, shellcheck if installed
+lint: setup ## ruff, mypy --strict, import layers, links of the pages, C warnings as errors, shellcheck if installed
 	@# The C side was compiled by setup, with -Wall -Wextra -Werror.
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m mypy --strict
 	.venv/bin/lint-imports --no-cache
+	$(PYTHON) -m pytest -q -p no:cacheprovider tests/unit/docs/test_links.py
 	@if command -v shellcheck >/dev/null; then \
 		set -x; shellcheck .ci/run vagrant/build-box $$(git ls-files '*.sh' 2>/dev/null || echo tools/*.sh); \
 	else echo "shellcheck is not installed: shell scripts were not checked"; fi

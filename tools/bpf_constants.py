@@ -16,6 +16,7 @@ ENUMS = {
     "settings.h": ("detector", "scheduler"),
     "node_maps.h": ("redirect_mode",),
     "flow_maps.h": ("xdp_frames",),
+    "flow_send.h": ("closing",),
 }
 MACROS = {
     "ctx_skb.h": (

@@ -52,6 +52,15 @@ _LISTS = {
 }
 
 
+#: Where a component sets a field of the pod: after these lines, in every DaemonSet.
+_FIELDS = {
+    "/spec/template/spec/securityContext/seLinuxOptions": (
+        "      securityContext:\n        seccompProfile:\n          type: RuntimeDefault\n",
+        8,
+    )
+}
+
+
 class ChartError(Exception):
     """Something in deploy/ that this cannot express; one line."""
 
@@ -107,7 +116,10 @@ def daemon_set() -> str:
     for name, value in (("conntrack-lookup", "conntrackLookup"), ("ipvs", "ipvs")):
         for operation in component(name):
             text = added(text, operation, value)
-    return f"{{{{- if .Values.cleanup }}}}\n{cleanup()}{{{{- else }}}}\n{text}{{{{- end }}}}\n"
+    cleaning = cleanup()
+    for operation in component("selinux"):
+        text, cleaning = (set_field(each, operation, "selinux") for each in (text, cleaning))
+    return f"{{{{- if .Values.cleanup }}}}\n{cleaning}{{{{- else }}}}\n{text}{{{{- end }}}}\n"
 
 
 def component(name: str) -> list[dict[str, Any]]:
@@ -136,8 +148,19 @@ def added(text: str, operation: dict[str, Any], value: str) -> str:
     return "".join(lines)
 
 
+def set_field(text: str, operation: dict[str, Any], value: str) -> str:
+    """The DaemonSet with one more field of the pod, if that value is set."""
+    path = operation["path"]
+    if operation["op"] != "add" or path not in _FIELDS:
+        raise ChartError(f"{operation['op']} at {path} is not known here")
+    before, indent = _FIELDS[path]
+    field = yaml.safe_dump({path.rpartition("/")[2]: operation["value"]}, sort_keys=False)
+    block = f"{{{{- if .Values.{value} }}}}\n{textwrap.indent(field, ' ' * indent)}{{{{- end }}}}\n"
+    return replaced(text, before, before + block)
+
+
 def cleanup() -> str:
-    """The DaemonSet of the way back, as kustomize builds it."""
+    """The DaemonSet of the rollback, as kustomize builds it."""
     folder = DEPLOY / "overlays" / "kubeadm-back" / "cleanup"
     command = ["kubectl", "kustomize", str(folder)]
     built = subprocess.run(command, check=True, capture_output=True, text=True).stdout
@@ -150,7 +173,7 @@ def cleanup() -> str:
 
 
 def prometheus_operator() -> str:
-    """PodMonitor and PrometheusRule. Rules have braces of their own, so their file is inserted as it is."""
+    """PodMonitor and PrometheusRule. Rules contain braces, so their file is inserted as it is."""
     folder = DEPLOY / "components" / "prometheus-operator"
     monitor, rule = ((folder / f"{name}.yaml").read_text() for name in ("podmonitor", "prometheusrule"))
     rule = rule[: rule.index("spec:\n")] + 'spec:\n{{ .Files.Get "rules.yaml" | indent 2 }}'
@@ -160,7 +183,7 @@ def prometheus_operator() -> str:
 
 
 def write(folder: Path) -> None:
-    """The chart, in a folder of its own."""
+    """The chart, in its own folder."""
     target = folder / NAME
     shutil.rmtree(target, ignore_errors=True)
     (target / "templates").mkdir(parents=True)

@@ -33,8 +33,8 @@ kube-proxy's wording. Intended differences are listed in [differences.md](differ
 * With `--config`, flags that set fields are ignored, except the logging flags and `--hostname-override`.
 * Unknown and duplicate fields cause a warning. A wrong type, an invalid value or an unknown feature gate is an error:
   the agent exits.
-* Zero means the default wherever kube-proxy cannot distinguish it from an absent field. The tables say where zero is a
-  value of its own.
+* Zero means the default wherever kube-proxy cannot distinguish it from an absent field. The tables state where zero is
+  a separate value.
 * `pyebpf-proxy --write-config-to FILE` writes the effective configuration.
 * syncPeriod, minSyncPeriod and masqueradeAll are taken from the section of the `mode` (mode ipvs: masqueradeAll from
   `iptables`).
@@ -131,21 +131,12 @@ Known differences:
 
 * Rules of the node, or of a network policy, that match a *Service's* address or conntrack's translation see packets to
   the endpoint instead; so does `conntrack -L`.
-* A pod that has a Service's address on an interface of its own is not detected, and its connections to that address
+* A pod that has a Service's address on its own interface is not detected, and its connections to that address
   are translated.
 * Unconnected UDP sockets that use a Service at the moment `all` is switched on may change their endpoint once.
 
 If the kernel does not let socket programs inspect network namespaces, the agent logs this at the start and treats `all`
 as `node`.
-
-## What a reviewer must check
-
-* `Maps` has every map of bpf/maps.h except counters and hints, whose sizes follow from their content, and `rr_cursor`,
-  which is as large as `slots`. The defaults are those of the header (a test compares).
-* No package reads the document directly: its values are passed on in `Effective` (config/effective.py).
-* Every map that the programs write to is in `WRITTEN_BY_PROGRAMS` of resize.py; otherwise its newest entries are lost
-  when its size changes.
-* In resize.py, at no moment is a pin missing, or an old map that a program still writes to without a pin.
 """
 
 

@@ -37,7 +37,7 @@ _FILES = {
     "/sys/fs/bpf/pyebpf-proxy": "Pinned maps, programs and links. They outlive the agent.",
 }
 
-#: Commands with commands of their own: what they are, and their parser.
+#: Commands with subcommands: what they are, and their parser.
 GROUPS_OF_COMMANDS = {
     "cluster": ("all nodes of a cluster, from an administrator's machine", cluster_parser),
     "lab": ("a test cluster of network namespaces on this machine", lab_parser),

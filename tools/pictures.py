@@ -15,7 +15,7 @@ from pathlib import Path
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 SOURCES = DOCS / "pictures"
-#: Colours of the sources, and what each becomes on a dark page: those of docs/data-plane.svg.
+#: Colours of the sources, and what each becomes on a dark page, as GitHub has it.
 DARK = {
     "#ffffff": "#0d1117",
     "#f6f8fa": "#151b23",
@@ -32,7 +32,7 @@ DARK = {
 
 
 def stamp(source: Path) -> str:
-    """The comment in a picture that says which text it was made from."""
+    """The comment in a picture that names the text that it was made from."""
     return f"<!-- make pictures: docs/pictures/{source.name} {hashlib.sha256(source.read_bytes()).hexdigest()[:16]} -->"
 
 

@@ -35,7 +35,7 @@ inside() {
     done
     cp -a /etc/libvirt/. "$folder/etc/libvirt/"
     cp -a /var/lib/libvirt/. "$folder/var/lib/libvirt/"
-    # Domains and networks of the machine's own libvirt are none of ours.
+    # The lab must not start the domains and networks of the machine's own libvirt.
     rm -rf "$folder"/etc/libvirt/qemu/*.xml "$folder"/etc/libvirt/qemu/networks "$folder"/etc/libvirt/qemu/autostart
     printf '\nnamespaces = []\ncgroup_controllers = []\nsecurity_driver = "none"\n' >>"$folder/etc/libvirt/qemu.conf"
     for name in /etc/libvirt /var/lib/libvirt /var/cache/libvirt /var/log/libvirt; do
@@ -71,7 +71,7 @@ inside() {
     exit "$status"
 }
 
-# Held by who is the first process, and by nobody else: a pid alone may be another's by now.
+# Only the first process holds the lock. A pid alone may belong to another process by now.
 running() {
     [ -e "$folder/lock" ] && ! flock -n "$folder/lock" true
 }
