@@ -147,7 +147,7 @@ def with_fast_path_support(behaviour: Behaviour, enabled: bool) -> Behaviour:
     """Support for the fast path in the nft table: it marks first packets and avoids the fast path's source ports."""
     ports = snat_ports(local_ports()) if enabled else None
     kernels = None if ports is None else (ports.netfilter.start, ports.netfilter.stop - 1)
-    return behaviour._replace(prove_new=enabled, masquerade_ports=kernels)
+    return behaviour._replace(prove_new=enabled, conntrack_ports=kernels)
 
 
 def local_ports() -> tuple[int, int]:

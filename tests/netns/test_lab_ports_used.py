@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All source ports for masquerading to an endpoint are in use: conntrack refuses new flows, and that is named."""
+"""Source ports to an endpoint that conntrack has in use already."""
 
 from __future__ import annotations
 
@@ -24,6 +24,54 @@ METRIC = re.compile(r'^pyebpf_proxy_conntrack_refusals_total\{reason="insert_fai
 def refused(of: Node) -> float:
     found = METRIC.search(of.agent.metrics())
     return float(found[1]) if found else -1.0
+
+
+#: Young flows have the ports below (docs/fast-path.md).
+FIRST_OF_CONNTRACK = 32768
+#: Above the ports that the kernel gives to sockets.
+TAKEN, FREE = range(61000, 61200), range(62000, 62050)
+
+
+@pytest.mark.parametrize("protocol", ["tcp", "udp"])
+def test_a_port_that_conntrack_changes_is_none_of_a_young_flow(protocol: str, family: int) -> None:
+    """A masqueraded flow has the port of one of the node's own sockets, to the same endpoint.
+
+    conntrack gives the second flow another source port.  It knows no young flows: one that has this port would get the
+    replies.
+    """
+    with Lab(nodes=1) as lab:
+        (only,) = lab.nodes
+        pod = lab.add_pod("web-1", only)
+        lab.write("nodes.yaml", [node(only.name, only.address, only.pod_cidr)])
+        ports = [Port("tcp", 80, 8080), Port("udp", 80, 5353, "UDP")]
+        endpoints = slices("web", ports, [(pod.address, only.name)])
+        lab.write("web.yaml", [service("web", ports, cluster_ip(10), vip=vip(10)), *endpoints])
+        only.agent.start()
+        only.agent.wait_synced()
+        first = only.namespace.call(ask, cluster_ip(10).of(family), 80, protocol)
+        assert first.answer is not None, first
+        seen, client = first.answer.peer[0], "198.18.0.7" if family == 4 else "2001:2::7"
+        target = 8080 if protocol == "tcp" else 5353
+        state = "-u SEEN_REPLY,ASSURED" + (" --state ESTABLISHED" if protocol == "tcp" else "")
+        enter(
+            only.namespace,
+            (
+                f"-I -p {protocol} -s {client} -d {vip(10).of(family)} --sport {port} --dport 80 -t 600"
+                f" -r {pod.address.of(family)} -q {seen} --reply-port-src {target} --reply-port-dst {port} {state}"
+                for port in TAKEN
+            ),
+        )
+        used = []
+        for port in TAKEN:
+            outcome = only.namespace.call(ask, cluster_ip(10).of(family), 80, protocol, source_port=port)
+            assert outcome.answer is not None, outcome
+            used.append(outcome.answer.peer[1])
+        assert not set(used) & set(TAKEN)
+        assert min(used) >= FIRST_OF_CONNTRACK, sorted(used)
+        for port in set(FREE) - set(used):
+            outcome = only.namespace.call(ask, cluster_ip(10).of(family), 80, protocol, source_port=port)
+            assert outcome.answer is not None, outcome
+            assert outcome.answer.peer[1] == port
 
 
 @pytest.mark.parametrize("fast", [True, False])

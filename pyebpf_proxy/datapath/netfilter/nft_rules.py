@@ -22,6 +22,8 @@ prove_new          postrouting, nat, 98         priority 0xEE000001 for the firs
 masquerading       postrouting, nat, 99         masquerades packets with the bit (spec/service-semantics §5.1), before
                                                 a kube-proxy (100) that has the same bit: young flows have the ports
                                                 that are left out here
+source_ports       postrouting, nat, 200        packets of the node itself, after all other NAT: if conntrack must
+                                                change the source port, the new one is none of the young flows'
 clear_mark         postrouting, filter, 101     clears that one bit, and a tag that is still there: the kernel resets
                                                 the priority only when it forwards IPv4
 drop_invalid       forward, filter, 0           iptables mode: drops what conntrack considers INVALID, unless
@@ -83,8 +85,8 @@ class Behaviour(NamedTuple):
     mark_datagrams: bool = False
     #: Mark first packets of flows; then a program at the devices' egress must reset the priority.
     prove_new: bool = False
-    #: First and last source port for masquerading; None: the kernel chooses.
-    masquerade_ports: tuple[int, int] | None = None
+    #: First and last source port that conntrack may choose, which no young flow has; None: the kernel chooses.
+    conntrack_ports: tuple[int, int] | None = None
 
 
 class Target(NamedTuple):
@@ -116,6 +118,8 @@ def chains(behaviour: Behaviour) -> dict[str, Chain]:
     }
     if behaviour.prove_new:
         found["prove_new"] = ("nat", "postrouting", 98)
+    if behaviour.conntrack_ports is not None:
+        found["source_ports"] = ("nat", "postrouting", 200)
     if behaviour.drop_invalid:
         found["drop_invalid"] = ("filter", "forward", 0)
     if behaviour.mark_datagrams:
@@ -143,9 +147,14 @@ def rules(behaviour: Behaviour) -> list[tuple[str, str]]:
         ("translate", f"meta nfproto ipv4 {_TRANSPORTS} dnat ip to meta priority map @backends4"),
         ("translate", f"meta nfproto ipv6 {_TRANSPORTS} dnat ip6 to meta priority map @backends6"),
     ]
-    if behaviour.masquerade_ports is not None:
-        low, high = behaviour.masquerade_ports
-        found.append(("masquerading", f"{marked} {_TRANSPORTS} masquerade to :{low}-{high} fully-random"))
+    if behaviour.conntrack_ports is not None:
+        low, high = behaviour.conntrack_ports
+        ports = f"{low}-{high}"
+        found.append(("masquerading", f"{marked} {_TRANSPORTS} masquerade to :{ports} fully-random"))
+        # The source port stays, unless conntrack has a flow with the same reply. Then it would choose one of all ports,
+        # also that of a young flow to the same endpoint, which would get the replies. A port outside of the range would
+        # be changed in any case: these packets are left out.
+        found.append(("source_ports", f"iif 0 {_TRANSPORTS} th sport {ports} snat to :{ports}"))
     found += [
         ("masquerading", f"{marked} masquerade fully-random"),
         ("clear_mark", f"{marked} meta mark set meta mark and {~mark & 0xFFFFFFFF:#x}"),

@@ -86,7 +86,7 @@ def test_masqueraded_ports_are_in_the_range(
     beside: bool, family: int, router: Router, table: Table, shell: Shell
 ) -> None:
     """Young flows have the other ports. A kube-proxy that starts later has the same bit, and masquerades to all."""
-    ready(table, router, family, Behaviour(MARK, masquerade_ports=(50000, 50009)))
+    ready(table, router, family, Behaviour(MARK, conntrack_ports=(50000, 50009)))
     decide(shell, MASQUERADED)
     if beside:
         shell(f"""
@@ -351,7 +351,7 @@ def test_a_table_of_an_older_version_is_replaced_in_one_step(family: int, router
     shell(f"nft -f - <<'END'\n{OLDER}\nEND")
     table = Table()
     before = table._generation()
-    table.ensure(Behaviour(MARK, prove_new=True, masquerade_ports=(32768, 65535)))
+    table.ensure(Behaviour(MARK, prove_new=True, conntrack_ports=(32768, 65535)))
     assert before is not None
     assert table._generation() == before + 1
     assert table.elements.keys() == {1, BACKEND}

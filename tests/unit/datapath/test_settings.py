@@ -47,7 +47,7 @@ def test_the_table_does_for_the_fast_path_what_it_needs_and_only_then() -> None:
     made = with_fast_path_support(Behaviour(0x4000, drop_invalid=True), True)
     ports = snat_ports(local_ports())
     assert made.prove_new
-    assert made.masquerade_ports == (None if ports is None else (ports.netfilter[0], 65535))
+    assert made.conntrack_ports == (None if ports is None else (ports.netfilter[0], 65535))
     assert with_fast_path_support(made, False) == Behaviour(0x4000, drop_invalid=True)
 
 
