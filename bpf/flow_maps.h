@@ -117,7 +117,7 @@ struct {
 /*
  * The young flows that this CPU opened last, as a ring.  A new flow takes the slot of an old one.  If the old flow's
  * datagrams have all been answered, or both its sides have closed, it is removed from the table.  So short flows do not
- * fill the table, however many there are.
+ * fill the table, however many there are.  The last two bytes of an entry, zero in a key, are recent_stamp().
  */
 struct {
 	__uint(type, BPF_MAP_TYPE_PERCPU_ARRAY);

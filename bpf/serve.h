@@ -110,7 +110,7 @@ static __always_inline int open_flow(struct context *ctx, struct packet *p, cons
 		slow = open_young(ctx, p, &e, &b);
 		/* Also when there is no space: the flow whose slot it takes is removed if it is finished. */
 		if (!slow || slow == SLOW_QUOTA || slow == SLOW_TABLE_FULL)
-			note_recent((const struct flow_key *)p);
+			note_recent((const struct flow_key *)p, !slow);
 		if (!slow)
 			return send_first(ctx, p, &e, &b);
 		count_left(slow);

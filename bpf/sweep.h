@@ -21,6 +21,7 @@ struct sweep {
 	__u64 udp_idle;		/* a young UDP flow ends when it was idle for this long */
 	__u32 draining;
 	__u32 pressed;		/* half of the table is in use */
+	__u32 crowded;		/* half of it by young flows, whose endpoints nothing else knows */
 };
 
 /* Nanoseconds since `then`; 0 if that is later than the begin of the sweep: flows continue, and begin, while it runs. */
@@ -47,7 +48,7 @@ static __always_inline bool young_flow_is_over(const struct flow_key *key, const
 	if (!reply)
 		return true;
 	if (key->protocol == UDP)
-		return idle > s->udp_idle || (s->pressed && may_make_room(f, reply, UDP, s->now));
+		return idle > s->udp_idle || (s->crowded && may_make_room(f, reply, UDP, s->now));
 	/* A half-closed connection may continue, and one packet may have been forged: the kernel has to end those. */
 	if (f->closing && reply->closing && idle > CLOSING_NS)
 		return true;
@@ -162,8 +163,9 @@ static __always_inline int sweep(void)
 	s.now = bpf_ktime_get_coarse_ns();
 	s.draining = state->draining;
 	s.pressed = result->entries > settings.flow_quota * 2;
-	/* As long as conntrack would keep it; shorter when the table fills up. */
-	s.udp_idle = (s.pressed ? 2 : result->entries > settings.flow_quota ? 10 : 30) * NANOSECONDS;
+	s.crowded = result->young > settings.flow_quota;
+	/* As long as conntrack would keep it; shorter when young flows fill the table.  The kernel's leave it first. */
+	s.udp_idle = (s.crowded ? 2 : result->young > settings.flow_quota / 2 ? 10 : 30) * NANOSECONDS;
 	bpf_for_each_map_elem(&flows, sweep_entry, &s, 0);
 	*result = s.found;
 	return 0;

@@ -244,24 +244,41 @@ static __noinline int is_taken_by_young(const struct packet *p, const union addr
 	return 1;
 }
 
-/* Puts a young flow into its slot among the recent ones. */
-static __noinline int note_recent(const struct flow_key *key)
+/* Tells a flow from an earlier one with the same key. */
+static __always_inline __u16 recent_stamp(__u64 started)
+{
+	return started >> 20;
+}
+
+/*
+ * Puts the young flow of the draft into the next slot among the recent ones.  `opened` false: there was no space for
+ * the flow, and only the flow that had the slot is considered.
+ */
+static __noinline int note_recent(const struct flow_key *key, bool opened)
 {
 	__u64 now = bpf_ktime_get_coarse_ns();
 	__u32 zero = 0, turn, *next = bpf_map_lookup_elem(&recent_next, &zero);
+	struct flow_draft *d = flow_draft();
 	struct flow_key *place, former, answer;
 	struct flow *f, *reply;
+	__u16 stamp;
 
-	if (!key || !next)
+	if (!key || !next || !d)
 		return 0;
 	turn = (*next)++ % RECENT_FLOWS;
 	place = bpf_map_lookup_elem(&recent_flows, &turn);
 	if (!place)
 		return 0;
 	former = *place;
+	__builtin_memcpy(&stamp, former.zero, sizeof(stamp));
+	__builtin_memset(former.zero, 0, sizeof(former.zero));
 	*place = *key;
+	if (opened)
+		*(__u16 *)place->zero = recent_stamp(d->there.started);
 	f = bpf_map_lookup_elem(&flows, &former);
-	if (!f || !f->young || f->reply || is_another_flows(&f->rewrite, tag_of(&former)))
+	/* A client port that is used again has the same key: the flow is in another slot. */
+	if (!f || !f->young || f->reply || is_another_flows(&f->rewrite, tag_of(&former)) ||
+	    recent_stamp(f->started) != stamp)
 		return 0;
 	answer_key(&f->rewrite, former.protocol, former.ipv6, &answer);
 	reply = bpf_map_lookup_elem(&flows, &answer);

@@ -273,14 +273,15 @@ def test_what_was_renamed_while_the_agent_was_dead_is_served_all_the_time(living
 def test_two_services_of_the_same_endpoints_without_an_agent(living: Lab, family: int) -> None:
     """Without an agent all new flows take the slow path, where the kernel changes source ports that it has in use.
 
-    It does not know the young flows of before, whose ports it may choose: no request fails by that.
+    It does not know the young flows of before, whose ports it may choose: no request fails by that.  A SYN that would
+    get the port of a flow that is alive is dropped, and the next one, a second later, finds that it has ended.
     """
     node, toolbox = living.nodes[0], living.pods["toolbox"].namespace
     other = Kind("other", 15)
     other.endpoints = WEB.endpoints
     living.wait_synced(write_services(living, other))
     addresses = [kind.target("ClusterIP", node).address.of(family) for kind in (WEB, other)]
-    loads = [Load(toolbox, address, 80, timeout=0.9) for address in addresses]
+    loads = [Load(toolbox, address, 80, timeout=3.5) for address in addresses]
     try:
         wait_until(lambda: all(load.made >= 2000 for load in loads), "young flows")
         node.agent.kill()
@@ -295,6 +296,8 @@ def test_two_services_of_the_same_endpoints_without_an_agent(living: Lab, family
         node.agent.wait_synced()
     drops = {name: number for name, number in after.items() if name.startswith("drop_") and number > before[name]}
     assert [failed(some) for some in samples] == [[], []], drops
+    late = [sample for some in samples for sample in some if sample.took > 0.9]
+    assert len(late) <= drops.get("drop_awaiting_promotion", 0), late
 
 
 def test_a_pod_that_comes_later_is_served(living: Lab, family: int) -> None:

@@ -15,6 +15,7 @@ from tests.packet.fast_node import (
     device,
     fast_node,
     one_cpu,
+    sweep,
     undisturbed,
     wipe_reasons,
     young,
@@ -46,12 +47,26 @@ def answer(flow: Flow) -> None:
     wipe_reasons(flow.world)
 
 
-def take_slot_of(world: ProgramNode, flow: Flow) -> None:
-    """A new flow of the pair, in the slot of this flow, which was opened last."""
-    slots = world.object.maps["recent_next"]
-    values = [int.from_bytes(value, "little") for value in slots.lookup_cpus(NEXT_SLOT) or []]
-    slots.update(NEXT_SLOT, b"".join(max(value - 1, 0).to_bytes(4, "little").ljust(8, b"\0") for value in values))
-    later = Flow(world, flow.protocol, sport=43000)
+def turn_back(world: ProgramNode, flows: int = 1) -> set[bytes]:
+    """The next flow takes the slot of an earlier one, the last by default. Which slots these are, of any processor."""
+    turns = world.object.maps["recent_next"]
+    values = [max(int.from_bytes(value, "little") - flows, 0) for value in turns.lookup_cpus(NEXT_SLOT) or []]
+    turns.update(NEXT_SLOT, b"".join(value.to_bytes(4, "little").ljust(8, b"\0") for value in values))
+    return {value.to_bytes(4, "little") for value in values}
+
+
+def take_slot_of(world: ProgramNode, flow: Flow, sport: int = 43000, flows: int = 1) -> None:
+    """A new flow of the pair, in the slot of this flow, ``flows`` before the next one: it was opened last."""
+    slots = turn_back(world, flows)
+    entry = flow.entry()
+    assert entry is not None
+    # The flow may have been made older: its slot knows when it began.
+    stamp = (int(entry["started"]) >> 20 & 0xFFFF).to_bytes(2, "little")
+    recent = world.object.maps["recent_flows"]
+    for slot in slots:
+        values = recent.lookup_cpus(slot) or []
+        recent.update(slot, b"".join(value[:-2] + stamp if any(value) else value for value in values))
+    later = Flow(world, flow.protocol, sport=sport)
     later.open_young()
     assert later.entries() == BOTH
 
@@ -112,3 +127,20 @@ def test_a_connection_ends_if_both_sides_have_closed_it(fast: ProgramNode, close
     flow.older(0.1)
     take_slot_of(fast, flow)
     assert flow.entries() == ([] if closed else BOTH)
+
+
+def test_the_slot_of_an_earlier_flow_from_the_same_port_ends_no_other(fast: ProgramNode) -> None:
+    """The client has used its port again.  The new flow has the key of the earlier one, and a slot of its own."""
+    earlier = asked(fast, POD)
+    earlier.older(31)
+    sweep(fast)
+    assert earlier.entries() == []
+    again = Flow(fast, "udp")
+    again.open_young()
+    answer(again)
+    again.older(0.1)
+    turn_back(fast, 2)
+    Flow(fast, again.protocol, sport=43000).open_young()
+    assert again.entries() == BOTH
+    take_slot_of(fast, again, 43001, 0)
+    assert again.entries() == []
