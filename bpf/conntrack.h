@@ -185,15 +185,15 @@ static __always_inline enum counter must_go(const struct nf_conn___pep *ct, cons
 	return endpoint_serves(ct, service, p->ipv6) ? NOT_COUNTED : STALE_UDP_REPLACED;
 }
 
-/* 1: the kernel has this flow and continues it unchanged. */
-static __noinline int flow_exists(struct __sk_buff *skb, const struct packet *p, __u32 service, bool any_endpoints)
+/* 1: the kernel has this flow and continues it unchanged.  Global, as judge_syn(). */
+__noinline int flow_exists(struct __sk_buff *skb, const struct packet *p, __u32 service, bool any_endpoints)
 {
 	struct nf_conn___pep *ct;
 	enum counter replaced;
 	__u8 direction;
 	int ended;
 
-	if (!p)
+	if (!settings.conntrack_lookup || !p)
 		return 0;
 	ct = find_flow(skb, p, &direction);
 	if (!ct)

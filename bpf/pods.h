@@ -32,8 +32,9 @@ static __noinline int is_excluded(const struct packet *p)
  * Whether replies to this packet go back through the device that it came from.  A pod may use any source address
  * (IP_TRANSPARENT, or an address that it configures itself), so the source is trusted only if the node's route leads
  * there.  A bridge may have many pods: the node's neighbour entry must then also have this packet's MAC address.
+ * Global, as judge_syn().
  */
-static __noinline int is_found_here(struct __sk_buff *skb, const struct packet *p)
+__noinline int is_found_here(struct __sk_buff *skb, const struct packet *p)
 {
 	__u32 port = skb->ifindex;
 	struct node_device *d = bpf_map_lookup_elem(&devices, &port);
@@ -43,6 +44,8 @@ static __noinline int is_found_here(struct __sk_buff *skb, const struct packet *
 	long found;
 	int i;
 
+	if (!settings.pod_sockets || !p)
+		return 0;
 	way.ifindex = device;
 	if (p->ipv6) {
 		way.family = AF_INET6;

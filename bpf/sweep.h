@@ -98,17 +98,21 @@ static __always_inline bool request_close(const struct flow_key *key, struct flo
 	return true;
 }
 
-static long sweep_entry(void *map __attribute__((unused)), const struct flow_key *entry_key, struct flow *f,
-			struct sweep *s)
+/* A global function, so that the verifier checks it once, and not for each number of entries that came before. */
+__noinline int sweep_flow(const struct flow_key *entry_key, struct flow *f, struct sweep *s)
 {
-	struct flow_key key = *entry_key;
-	struct flow_rewrite a = f->rewrite;
-	__u32 tag = tag_of(&key);
-	struct flow_key other_key;
+	struct flow_key key, other_key;
+	struct flow_rewrite a;
 	struct flow *other;
 	__u64 idle;
+	__u32 tag;
 	bool over;
 
+	if (!settings.fast_path || !entry_key || !f || !s)
+		return 0;
+	key = *entry_key;
+	a = f->rewrite;
+	tag = tag_of(&key);
 	s->found.entries++;
 	/* The element may have been given to another flow between the two copies. */
 	if (a.tag != tag || a.tag_again != tag)
@@ -148,6 +152,15 @@ static long sweep_entry(void *map __attribute__((unused)), const struct flow_key
 	/* The agent retries with each sweep what failed before: the conntrack table may have been full. */
 	f->promote = NO_REQUEST;
 	s->found.requested += request_promotion(&key, &a, f);
+	return 0;
+}
+
+static long sweep_entry(void *map __attribute__((unused)), const struct flow_key *entry_key, struct flow *f,
+			struct sweep *s)
+{
+	struct flow_key key = *entry_key;
+
+	sweep_flow(&key, f, s);
 	return 0;
 }
 

@@ -61,8 +61,9 @@ static __noinline int is_wanted(const struct tracing *t, const struct decision *
 	return has_address(t, event) && has_port(t, event) && has_service(t, event);
 }
 
-static __noinline int emit_event(struct context *ctx, const struct packet *p, const struct endpoint_selection *e,
-				 const struct backend *b, __u32 reason)
+/* Global, as judge_syn(): nearly every verdict calls it. */
+__noinline int emit_event(struct context *ctx, const struct packet *p, const struct endpoint_selection *e,
+			  const struct backend *b, __u32 reason)
 {
 	struct decision event = { .when = bpf_ktime_get_boot_ns(), .reason = reason, .hook = HOOK };
 	struct tracing *t;

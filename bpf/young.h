@@ -252,9 +252,9 @@ static __always_inline __u16 recent_stamp(__u64 started)
 
 /*
  * Puts the young flow of the draft into the next slot among the recent ones.  `opened` false: there was no space for
- * the flow, and only the flow that had the slot is considered.
+ * the flow, and only the flow that had the slot is considered.  Global, as judge_syn().
  */
-static __noinline int note_recent(const struct flow_key *key, bool opened)
+__noinline int note_recent(const struct flow_key *key, bool opened)
 {
 	__u64 now = bpf_ktime_get_coarse_ns();
 	__u32 zero = 0, turn, *next = bpf_map_lookup_elem(&recent_next, &zero);
@@ -263,7 +263,7 @@ static __noinline int note_recent(const struct flow_key *key, bool opened)
 	struct flow *f, *reply;
 	__u16 stamp;
 
-	if (!key || !next || !d)
+	if (!settings.fast_path || !key || !next || !d)
 		return 0;
 	turn = (*next)++ % RECENT_FLOWS;
 	place = bpf_map_lookup_elem(&recent_flows, &turn);
@@ -326,9 +326,12 @@ __noinline int is_proven(const struct packet *p, enum slow_path_reason reason)
 	return now + PERMIT_NS / 2 < d->permit.until && !takes_stranger(now);
 }
 
-/* Opens the flow in the table, if its pair has a permit.  NOT_SLOW: rewrite by `d->there.rewrite`. */
-static __noinline int open_young(struct context *ctx, const struct packet *p, const struct endpoint_selection *e,
-				 const struct backend *b)
+/*
+ * Opens the flow in the table, if its pair has a permit.  NOT_SLOW: rewrite by `d->there.rewrite`.  Global, as
+ * judge_syn().
+ */
+__noinline int open_young(struct context *ctx, const struct packet *p, const struct endpoint_selection *e,
+			  const struct backend *b)
 {
 	struct fast_path *state = fast_path_state();
 	struct flow_draft *d = flow_draft();
@@ -338,7 +341,7 @@ static __noinline int open_young(struct context *ctx, const struct packet *p, co
 	__u32 device;
 	__u64 now;
 
-	if (!p || !e || !b || !state || !d)
+	if (!settings.fast_path || !p || !e || !b || !state || !d)
 		return SLOW_NO_PERMIT;
 	d->permit.until = 0;
 	now = bpf_ktime_get_coarse_ns();

@@ -41,7 +41,7 @@ def rows() -> dict[str, str]:
 def test_every_reader_is_listed() -> None:
     """Finding D13. Those who send by an entry get it from a reader that has compared."""
     readers = {name for name, body in BODIES.items() if LOOKUP in body}
-    assert {"send_by_table", "other_direction", "sweep_entry"} <= readers
+    assert {"send_by_table", "other_direction", "sweep_flow"} <= readers
     senders = {name for name, body in BODIES.items() if re.search(r"\b(send|rewrite)\(", body)}
     # flow_fragments has copies.
     senders -= {"send_later_fragment"}

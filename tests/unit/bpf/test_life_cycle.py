@@ -125,7 +125,7 @@ ORDER = {
         "rewrite_and_send(",
     ],
     "tc.bpf.c:leave_young": ["request_promotion(", "drop_until_promotion(", "set_choice("],
-    "sweep.h:sweep_entry": ["kernel_flow_is_stale(", "young_flow_is_over(", "forget_flow(", "is_due_for_kernel("],
+    "sweep.h:sweep_flow": ["kernel_flow_is_stale(", "young_flow_is_over(", "forget_flow(", "is_due_for_kernel("],
     "sweep.h:young_flow_is_over": ["!reply)", "f->closing && reply->closing", "!reply->packets"],
     "sweep.h:promote": ["confirmed_until = 0", "other->young = 0", "f->young = 0", "uncount_young("],
     "observer.h:confirm": ["matches_rewrite(", "f->confirmed_until = "],
