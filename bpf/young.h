@@ -256,14 +256,19 @@ static __always_inline __u16 recent_stamp(__u64 started)
  */
 __noinline int note_recent(const struct flow_key *key, bool opened)
 {
-	__u64 now = bpf_ktime_get_coarse_ns();
-	__u32 zero = 0, turn, *next = bpf_map_lookup_elem(&recent_next, &zero);
-	struct flow_draft *d = flow_draft();
 	struct flow_key *place, former, answer;
+	__u32 zero = 0, turn, *next;
 	struct flow *f, *reply;
+	struct flow_draft *d;
 	__u16 stamp;
+	__u64 now;
 
-	if (!settings.fast_path || !key || !next || !d)
+	if (!settings.fast_path || !key)
+		return 0;
+	next = bpf_map_lookup_elem(&recent_next, &zero);
+	d = flow_draft();
+	now = bpf_ktime_get_coarse_ns();
+	if (!next || !d)
 		return 0;
 	turn = (*next)++ % RECENT_FLOWS;
 	place = bpf_map_lookup_elem(&recent_flows, &turn);
@@ -333,15 +338,19 @@ __noinline int is_proven(const struct packet *p, enum slow_path_reason reason)
 __noinline int open_young(struct context *ctx, const struct packet *p, const struct endpoint_selection *e,
 			  const struct backend *b)
 {
-	struct fast_path *state = fast_path_state();
-	struct flow_draft *d = flow_draft();
 	struct flow_rewrite *there, *reply;
-	struct permit *permit;
 	enum slow_path_reason reason;
+	struct fast_path *state;
+	struct permit *permit;
+	struct flow_draft *d;
 	__u32 device;
 	__u64 now;
 
-	if (!settings.fast_path || !p || !e || !b || !state || !d)
+	if (!settings.fast_path || !p || !e || !b)
+		return SLOW_NO_PERMIT;
+	state = fast_path_state();
+	d = flow_draft();
+	if (!state || !d)
 		return SLOW_NO_PERMIT;
 	d->permit.until = 0;
 	now = bpf_ktime_get_coarse_ns();

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Global functions of the BPF programs: those that are not static.
+
+A kernel before Linux 6.8 verifies them even if nothing calls them.  A map that the settings leave out must not be
+referred to before the setting is read.
+"""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from pyebpf_proxy.datapath.loader.abilities import STORAGE_MAPS
+from pyebpf_proxy.datapath.loader.programs import unused_maps
+from tests import ROOT
+
+FUNCTION = re.compile(
+    r"^((?:static |__noinline |__always_inline )[^;{}=]*?)\b(\w+)\([^;{}]*\)\n\{\n(.*?)^\}", re.M | re.S
+)
+#: The maps that are left out without a setting. Those of sockets have one function each that refers to them, and asks.
+MAPS = {
+    "fast_path": unused_maps(0, True, False, True) - unused_maps(0, True, True, True),
+    "pod_sockets": unused_maps(0, False, True, True) - unused_maps(0, True, True, True) - set(STORAGE_MAPS),
+}
+
+
+def functions() -> tuple[dict[str, str], dict[str, str]]:
+    """Bodies without comments, by name: of static functions, and of global ones."""
+    static: dict[str, str] = {}
+    others: dict[str, str] = {}
+    for path in sorted((ROOT / "bpf").glob("*.h")):
+        text = re.sub(r"/\*.*?\*/", "", path.read_text(), flags=re.S)
+        for head, name, body in FUNCTION.findall(text):
+            (static if head.startswith("static ") else others)[name] = body
+    return static, others
+
+
+STATIC, GLOBAL = functions()
+
+
+def first_use(body: str, maps: set[str], users: set[str]) -> int:
+    """Where one of these maps, or a function that refers to one, is named first; -1: nowhere."""
+    found = re.search(rf"&(?:{'|'.join(sorted(maps))})\b|\b(?:{'|'.join(sorted(users)) or '$'})\(", body)
+    return found.start() if found else -1
+
+
+def users_of(maps: set[str]) -> set[str]:
+    """Static functions that refer to one of these maps, also through others."""
+    users: set[str] = set()
+    while True:
+        more = {name for name, body in STATIC.items() if name not in users and first_use(body, maps, users) >= 0}
+        if not more:
+            return users
+        users |= more
+
+
+USES = [
+    (name, setting, at)
+    for setting, maps in MAPS.items()
+    for name, body in GLOBAL.items()
+    if (at := first_use(body, maps, users_of(maps))) >= 0
+]
+
+
+def test_there_are_such_functions() -> None:
+    assert {("open_young", "fast_path"), ("translate_for_pod", "pod_sockets")} <= {each[:2] for each in USES}
+
+
+@pytest.mark.parametrize(("name", "setting", "at"), USES, ids=[f"{name}, {setting}" for name, setting, _ in USES])
+def test_the_setting_is_read_before_the_map(name: str, setting: str, at: int) -> None:
+    assert re.search(rf"if \(!settings\.{setting}\b", GLOBAL[name][:at])
