@@ -57,7 +57,8 @@ class Attachments:
             earlier = self._filters.qdisc(ifindex) and self._filters.replace(ifindex, device, program_fd)
             self._links.attach(ifindex, tcx.INGRESS, program_fd)
             if earlier or self._filters.is_recorded(ifindex):
-                self._filters.detach(ifindex, device)
+                # A clsact of the proxy stays until the clean-up: its removal would lose packets.
+                self._filters.remove(ifindex, device)
         except OSError as error:
             if error.errno in tc.GONE:
                 self.forget(ifindex)

@@ -6,7 +6,8 @@ last one. Everything else on the device is left alone: an existing clsact or ing
 filters run before or after the proxy's (its programs return TC_ACT_UNSPEC to continue). An ingress qdisc has no egress.
 
 A clsact created by the proxy is recorded as an empty file ``<directory>/clsact/<ifindex>-<name>``, written before the
-qdisc is created. The qdisc is removed if it is recorded and neither of its hooks has a filter left.
+qdisc is created. The qdisc is removed if it is recorded and neither of its hooks has a filter left, but only when the
+device is left for good: the kernel stops the device's queues while a clsact comes or goes, and drops what is sent then.
 """
 
 from __future__ import annotations
@@ -75,17 +76,22 @@ class Filters:
     def detach(self, ifindex: int, device: str) -> bool:
         """Removes the proxy's filters, and its clsact if it is unused. False if there was nothing."""
         try:
-            found = False
-            for hook in _HOOKS:
-                for priority in self._own(ifindex, hook):
-                    self._remove(ifindex, device, hook, priority)
-                    found = True
+            found = self.remove(ifindex, device)
             return self._release_qdisc(ifindex, device) or found
         except NetlinkError as error:
             if error.errno not in (*GONE, errno.ENOENT):
                 raise
             self.forget(ifindex)
             return False
+
+    def remove(self, ifindex: int, device: str) -> bool:
+        """Removes the proxy's filters; a clsact stays, and its record. False if there were none. NetlinkError."""
+        found = False
+        for hook in _HOOKS:
+            for priority in self._own(ifindex, hook):
+                self._remove(ifindex, device, hook, priority)
+                found = True
+        return found
 
     def is_attached(self, ifindex: int, hook: int = INGRESS) -> bool:
         return bool(self._own(ifindex, hook))

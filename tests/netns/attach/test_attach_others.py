@@ -19,6 +19,7 @@ from pyebpf_proxy.datapath.loader import tcx
 from pyebpf_proxy.datapath.loader._libbpf import lib
 from pyebpf_proxy.datapath.loader.libbpf import Object, Program
 from pyebpf_proxy.datapath.node import tc
+from pyebpf_proxy.datapath.node.attachments import Attachments
 from pyebpf_proxy.datapath.node.links import MAPS, Node
 from pyebpf_proxy.datapath.node.mounts import tcx_directory
 from pyebpf_proxy.datapath.node.plan import REDIRECT_DEVICE, REDIRECT_NONE, REDIRECT_PEER, NodeConfig
@@ -327,7 +328,16 @@ def test_an_earlier_version_s_filter_goes_and_no_packet_is_without_the_program(
     assert ["tc_ethernet", "tc_ethernet"] in seen
     assert all(each and len(set(each)) == 1 for each in seen), "two programs that decide differently, or none"
     assert carried("pod") == OURS
-    assert ("clsact" in shell("tc qdisc show dev pod")) == bool(others)
+    # While a clsact comes or goes the kernel drops what is sent: it stays, and another start leaves it alone.
+    assert "clsact" in shell("tc qdisc show dev pod")
+    assert not [each for each in tc.filters(pod, tc.INGRESS) if each.own]
+    agent.node.close()
+    agent.start()
+    assert "clsact" in shell("tc qdisc show dev pod")
+    attachments = Attachments(agent.directory, agent.folder)
+    assert attachments.detach(pod, "pod")
+    attachments.close()
+    assert ("clsact" in shell("tc qdisc show dev pod")) == bool(others), "the clean-up removes it"
 
 
 def _and_look(real: Callable[..., object], seen: list[list[str]]) -> Callable[..., object]:
