@@ -21,7 +21,7 @@ struct sweep {
 	__u64 udp_idle;		/* a young UDP flow ends when it was idle for this long */
 	__u32 draining;
 	__u32 pressed;		/* half of the table is in use */
-	__u32 crowded;		/* half of it by young flows, whose endpoints nothing else knows */
+	__u32 crowded;		/* three eighths of it by young flows, whose endpoints nothing else knows */
 };
 
 /* Nanoseconds since `then`; 0 if that is later than the begin of the sweep: flows continue, and begin, while it runs. */
@@ -176,7 +176,8 @@ static __always_inline int sweep(void)
 	s.now = bpf_ktime_get_coarse_ns();
 	s.draining = state->draining;
 	s.pressed = result->entries > settings.flow_quota * 2;
-	s.crowded = result->young > settings.flow_quota;
+	/* Less than one device may have, which is half of the table. */
+	s.crowded = result->young > settings.flow_quota / 4 * 3;
 	/* As long as conntrack would keep it; shorter when young flows fill the table.  The kernel's leave it first. */
 	s.udp_idle = (s.crowded ? 2 : result->young > settings.flow_quota / 2 ? 10 : 30) * NANOSECONDS;
 	bpf_for_each_map_elem(&flows, sweep_entry, &s, 0);

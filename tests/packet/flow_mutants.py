@@ -185,7 +185,7 @@ FLOW_MUTANTS: dict[str, tuple[str, str, str]] = {
     ),
     "flows: UDP ended for the kernel's flows": (
         "sweep.h",
-        "s.crowded = result->young > settings.flow_quota;",
+        "s.crowded = result->young > settings.flow_quota / 4 * 3;",
         "s.crowded = s.pressed;",
     ),
     "flows: the slot of an earlier flow with the key": ("young.h", "recent_stamp(f->started) != stamp)", "false)"),

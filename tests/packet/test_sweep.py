@@ -140,7 +140,7 @@ def test_a_syn_without_an_answer(fast: ProgramNode) -> None:
 @pytest.mark.parametrize(
     ("redirect", "early", "late"), [(2, 0, 0.06), (1, 0.5, 0.51)], ids=["a pod", "another machine"]
 )
-def test_answered_datagrams_end_early_if_young_flows_have_half_of_the_table(
+def test_answered_datagrams_end_early_if_one_device_has_used_its_quota(
     fast: ProgramNode, redirect: int, early: float, late: float
 ) -> None:
     """From another machine, the flow's next datagram may take a round trip to come."""
@@ -148,11 +148,13 @@ def test_answered_datagrams_end_early_if_young_flows_have_half_of_the_table(
     flow = young(fast, "udp")
     with undisturbed():
         assert flow.run(reply=True).retval == REDIRECT
-        assert not is_swept(fast, flow, early, QUOTA + 1)
-    assert is_swept(fast, flow, late, QUOTA + 1)
+        assert not is_swept(fast, flow, early, QUOTA)
+    assert is_swept(fast, flow, late, QUOTA)
 
 
-@pytest.mark.parametrize(("flows", "seconds"), [(QUOTA // 2, 30), (QUOTA // 2 + 1, 10), (QUOTA + 1, 2)])
+@pytest.mark.parametrize(
+    ("flows", "seconds"), [(QUOTA // 2, 30), (QUOTA // 2 + 1, 10), (QUOTA // 4 * 3, 10), (QUOTA // 4 * 3 + 1, 2)]
+)
 def test_idle_datagrams_end_the_sooner_the_more_young_flows_there_are(
     fast: ProgramNode, flows: int, seconds: int
 ) -> None:
