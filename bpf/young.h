@@ -176,16 +176,19 @@ static __always_inline bool is_stream(const struct flow *f, const struct flow *r
 /*
  * A complete flow whose entries other flows may have.  A UDP client on another machine sees the reply, and can send
  * the flow's next datagram, only after a round trip: the second flight of QUIC or DTLS must reach the same endpoint.
- * A stream may pause for longer: it keeps its endpoint until the agent hands it to the kernel, or ends it.
+ * A stream may pause for longer: it keeps its endpoint until the agent hands it to the kernel, or ends it.  So may an
+ * old flow that was used again lately: the client has taken its port for another exchange.
  */
 static __always_inline bool may_make_room(const struct flow *f, const struct flow *reply, enum protocol protocol,
 					  __u64 now)
 {
 	bool distant = protocol == UDP && reply->rewrite.out.redirect != REDIRECT_PEER;
+	__u64 last = newest(f, reply);
+	bool again = protocol == UDP && last - f->started > now - last;
 
 	if (protocol == UDP && is_stream(f, reply))
 		return false;
-	return is_complete(f, reply, protocol, now) && !(distant && now <= newest(f, reply) + ROUND_TRIP_NS);
+	return is_complete(f, reply, protocol, now) && !((distant || again) && now <= last + ROUND_TRIP_NS);
 }
 
 /* The replies' entry of a young flow between this client port and that endpoint; NULL if there is none. */

@@ -144,3 +144,18 @@ def test_the_slot_of_an_earlier_flow_from_the_same_port_ends_no_other(fast: Prog
     assert again.entries() == BOTH
     take_slot_of(fast, again, 43001, 0)
     assert again.entries() == []
+
+
+@pytest.mark.parametrize(("seconds", "ends"), [(0.1, False), (1.1, True)])
+def test_an_old_flow_that_was_used_again_stays_for_a_round_trip(fast: ProgramNode, seconds: float, ends: bool) -> None:
+    """The client has taken its port for another exchange. The next datagram must reach the same endpoint."""
+    flow = asked(fast, POD)
+    flow.older(5)
+    with undisturbed():
+        answer(flow)
+        assert flow.run().retval == REDIRECT
+        answer(flow)
+        assert flow.run(reply=True).retval == REDIRECT
+        flow.older(seconds)
+        take_slot_of(fast, flow)
+    assert flow.entries() == ([] if ends else BOTH)
