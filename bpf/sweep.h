@@ -158,6 +158,7 @@ __noinline int sweep_flow(const struct flow_key *entry_key, struct flow *f, stru
 static long sweep_entry(void *map __attribute__((unused)), const struct flow_key *entry_key, struct flow *f,
 			struct sweep *s)
 {
+	/* The verifier does not accept the key of an element as an argument of a global function. */
 	struct flow_key key = *entry_key;
 
 	sweep_flow(&key, f, s);

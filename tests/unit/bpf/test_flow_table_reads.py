@@ -8,26 +8,16 @@ import re
 import pytest
 
 from tests import ROOT
+from tests.unit.bpf.sources import functions
 
-FUNCTION = re.compile(
-    r"^(?:static |__noinline |__always_inline )[^;{}=]*?\b(\w+)\([^;{}]*\)\n\{\n(.*?)^\}", re.M | re.S
-)
 LOOKUP = "bpf_map_lookup_elem(&flows, "
 COMPARED = "is_another_flows("
 #: Rows of bpf/README.md: functions, and when they compare.
 ROW = re.compile(r"^\| ((?:`\w+`(?:, )?)+) \| (before|after|not) \| .* \|$", re.M)
 
 
-def functions() -> dict[str, str]:
-    """The body of every function of the programs, without comments."""
-    found: dict[str, str] = {}
-    for path in sorted((ROOT / "bpf").glob("*.[ch]")):
-        text = re.sub(r"/\*.*?\*/", "", path.read_text(), flags=re.S)
-        found |= dict(FUNCTION.findall(text))
-    return found
-
-
-BODIES = functions()
+#: The body of every function of the programs, by its name.
+BODIES = {each.name: each.body for each in functions()}
 
 
 def rows() -> dict[str, str]:

@@ -13,30 +13,16 @@ import pytest
 
 from pyebpf_proxy.datapath.loader.abilities import STORAGE_MAPS
 from pyebpf_proxy.datapath.loader.programs import unused_maps
-from tests import ROOT
+from tests.unit.bpf.sources import functions
 
-FUNCTION = re.compile(
-    r"^((?:static |__noinline |__always_inline )[^;{}=]*?)\b(\w+)\([^;{}]*\)\n\{\n(.*?)^\}", re.M | re.S
-)
 #: The maps that are left out without a setting. Those of sockets have one function each that refers to them, and asks.
 MAPS = {
     "fast_path": unused_maps(0, True, False, True) - unused_maps(0, True, True, True),
     "pod_sockets": unused_maps(0, False, True, True) - unused_maps(0, True, True, True) - set(STORAGE_MAPS),
 }
-
-
-def functions() -> tuple[dict[str, str], dict[str, str]]:
-    """Bodies without comments, by name: of static functions, and of global ones."""
-    static: dict[str, str] = {}
-    others: dict[str, str] = {}
-    for path in sorted((ROOT / "bpf").glob("*.h")):
-        text = re.sub(r"/\*.*?\*/", "", path.read_text(), flags=re.S)
-        for head, name, body in FUNCTION.findall(text):
-            (static if head.startswith("static ") else others)[name] = body
-    return static, others
-
-
-STATIC, GLOBAL = functions()
+#: Their bodies by name: of static functions, and of global ones.
+STATIC = {each.name: each.body for each in functions() if each.static}
+GLOBAL = {each.name: each.body for each in functions() if not each.static}
 
 
 def first_use(body: str, maps: set[str], users: set[str]) -> int:

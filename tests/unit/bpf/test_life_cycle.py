@@ -12,6 +12,7 @@ import pytest
 
 from tests import ROOT
 from tests.unit.bpf import life_cycle
+from tests.unit.bpf.sources import functions
 
 MODEL = Path(life_cycle.__file__)
 #: What is left out, for a search of some seconds, and how many states there are at least. life_cycle.py, started by
@@ -135,14 +136,11 @@ ORDER = {
 @pytest.mark.parametrize("function", ORDER)
 def test_the_programs_access_the_table_in_the_order_of_the_model(function: str) -> None:
     file, _, name = function.partition(":")
-    text = (ROOT / "bpf" / file).read_text()
-    found = re.search(
-        rf"^(?:static|__noinline)[^\n;]*\b{name}\([^;{{]*\)\n{{\n(.*?)^}}$", text, re.MULTILINE | re.DOTALL
-    )
+    found = next((each.body for each in functions() if (each.file, each.name) == (file, name)), None)
     assert found is not None, f"{function} is not there: does the model still fit?"
     at = 0
     for access in ORDER[function]:
-        assert (at := found[1].find(access, at)) >= 0, f"{function}: {access!r} is not where the model has it"
+        assert (at := found.find(access, at)) >= 0, f"{function}: {access!r} is not where the model has it"
 
 
 def test_the_agent_asks_conntrack_before_it_promotes() -> None:
