@@ -4,21 +4,28 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
 from pyebpf_proxy.lab.addresses import cluster_ip, vip
 from pyebpf_proxy.lab.agent import command
 from pyebpf_proxy.lab.client import ANSWERED, ask
-from pyebpf_proxy.lab.cluster import Lab, Node
+from pyebpf_proxy.lab.cluster import Lab, Node, Pod
 from pyebpf_proxy.lab.manifests import Port, node, service, slices
 from tests.support.damage import enter
 from tests.support.lab_tools import wait_until
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs_bpf]
 
-PORTS = [Port("web", 80, 8080)]
+PORTS = [Port("web", 80, 8080), Port("dns", 80, 5353, "UDP")]
 METRIC = re.compile(r'^pyebpf_proxy_conntrack_refusals_total\{reason="insert_failed"\} (\S+)$', re.MULTILINE)
+#: Young flows have the ports below (docs/fast-path.md).
+FIRST_OF_CONNTRACK = 32768
+#: Above the ports that the kernel gives to sockets.
+TAKEN, FREE = range(61000, 61200), range(62000, 62050)
 
 
 def refused(of: Node) -> float:
@@ -26,10 +33,18 @@ def refused(of: Node) -> float:
     return float(found[1]) if found else -1.0
 
 
-#: Young flows have the ports below (docs/fast-path.md).
-FIRST_OF_CONNTRACK = 32768
-#: Above the ports that the kernel gives to sockets.
-TAKEN, FREE = range(61000, 61200), range(62000, 62050)
+@contextmanager
+def served(own: dict[str, Any] | None = None) -> Iterator[tuple[Lab, Node, Pod]]:
+    """A node whose agent serves one Service with one endpoint, which is there."""
+    with Lab(nodes=1) as lab:
+        (only,) = lab.nodes
+        pod = lab.add_pod("web-1", only)
+        lab.write("nodes.yaml", [node(only.name, only.address, only.pod_cidr)])
+        endpoints = slices("web", PORTS, [(pod.address, only.name)])
+        lab.write("web.yaml", [service("web", PORTS, cluster_ip(10), vip=vip(10)), *endpoints])
+        only.agent.start(own=own)
+        only.agent.wait_synced()
+        yield lab, only, pod
 
 
 @pytest.mark.parametrize("protocol", ["tcp", "udp"])
@@ -39,15 +54,7 @@ def test_a_port_that_conntrack_changes_is_none_of_a_young_flow(protocol: str, fa
     conntrack gives the second flow another source port.  It knows no young flows: one that has this port would get the
     replies.
     """
-    with Lab(nodes=1) as lab:
-        (only,) = lab.nodes
-        pod = lab.add_pod("web-1", only)
-        lab.write("nodes.yaml", [node(only.name, only.address, only.pod_cidr)])
-        ports = [Port("tcp", 80, 8080), Port("udp", 80, 5353, "UDP")]
-        endpoints = slices("web", ports, [(pod.address, only.name)])
-        lab.write("web.yaml", [service("web", ports, cluster_ip(10), vip=vip(10)), *endpoints])
-        only.agent.start()
-        only.agent.wait_synced()
+    with served() as (_, only, pod):
         first = only.namespace.call(ask, cluster_ip(10).of(family), 80, protocol)
         assert first.answer is not None, first
         seen, client = first.answer.peer[0], "198.18.0.7" if family == 4 else "2001:2::7"
@@ -76,17 +83,7 @@ def test_a_port_that_conntrack_changes_is_none_of_a_young_flow(protocol: str, fa
 
 @pytest.mark.parametrize("fast", [True, False])
 def test_masquerading_without_a_free_port_is_counted_and_named(fast: bool) -> None:
-    with Lab(nodes=1) as lab:
-        (only,) = lab.nodes
-        pod = lab.add_pod("web-1", only)
-        lab.write("nodes.yaml", [node(only.name, only.address, only.pod_cidr)])
-        objects = [
-            service("web", PORTS, cluster_ip(10), vip=vip(10)),
-            *slices("web", PORTS, [(pod.address, only.name)]),
-        ]
-        lab.write("web.yaml", objects)
-        only.agent.start(own={"fastPath": fast})
-        only.agent.wait_synced()
+    with served({"fastPath": fast}) as (lab, only, pod):
         seen = only.gateway.v4
         state = "-t 600 -u SEEN_REPLY,ASSURED --state ESTABLISHED"
         lines = (
