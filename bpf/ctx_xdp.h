@@ -62,13 +62,14 @@ static __always_inline bool is_plain(struct context *ctx __attribute__((unused))
 
 /* ---- handing over a choice ----------------------------------------------------------- */
 
-/* The affinity is written and the turn is taken: tc must not choose again. */
+/* A scheduler has taken its turn: tc must not choose again.  At random, tc may: session affinity gives the same. */
 static __always_inline void hand_to_netfilter(struct context *ctx __attribute__((unused)), const struct packet *p,
 					      const struct endpoint_selection *e, const struct backend *b)
 {
 	struct xdp_choice choice = { .service = e->service, .backend = b->id };
 
-	bpf_map_update_elem(&xdp_choices, p, &choice, BPF_ANY);
+	if (settings.scheduler != AT_RANDOM)
+		bpf_map_update_elem(&xdp_choices, p, &choice, BPF_ANY);
 }
 
 /* Nothing was consumed: tc comes to the same decision. */

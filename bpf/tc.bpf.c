@@ -48,7 +48,7 @@ static __always_inline int leave_young(struct __sk_buff *skb, const struct packe
 	return LEFT;
 }
 
-/* True, and `b` filled, if XDP chose this packet's endpoint and left the rest to tc. */
+/* True, and `b` filled, if a scheduler chose this packet's endpoint in XDP, which left the rest to tc. */
 static __noinline int take_over_from_xdp(const struct packet *p, const struct endpoint_selection *e, struct backend *b)
 {
 	struct xdp_choice *found, choice;
@@ -68,7 +68,8 @@ static __noinline int take_over_from_xdp(const struct packet *p, const struct en
 static __always_inline bool chosen_before(struct __sk_buff *skb, const struct packet *p, const struct endpoint_selection *e,
 					  struct backend *b)
 {
-	return (settings.pod_sockets && take_over(skb, p, e, b)) || (settings.xdp && take_over_from_xdp(p, e, b));
+	return (settings.pod_sockets && take_over(skb, p, e, b)) ||
+	       (settings.xdp && settings.scheduler != AT_RANDOM && take_over_from_xdp(p, e, b));
 }
 
 static __always_inline void note_handover(struct __sk_buff *skb, const struct packet *p, const struct endpoint_selection *e,

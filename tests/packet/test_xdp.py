@@ -30,6 +30,14 @@ def before(node: ProgramNode) -> ProgramNode:
     return node
 
 
+@pytest.fixture
+def scheduled(before: ProgramNode) -> ProgramNode:
+    """The same with a scheduler, round robin: tc must not choose again, so XDP hands over what it has chosen."""
+    before.settings = {"xdp": 1, "scheduler": 1}
+    before.load()
+    return before
+
+
 # ---- new flows -------------------------------------------------------------------------------------------------
 
 
@@ -77,16 +85,16 @@ def with_options(world: ProgramNode) -> Packet:
     return frame / IPv6ExtHdrDestOpt() / below
 
 
-def test_headers_may_have_options(before: ProgramNode) -> None:
-    before.service(["remote"])
-    assert before.run_xdp(with_options(before)).retval == XDP_PASS
-    assert len(choices(before)) == 1
+def test_headers_may_have_options(scheduled: ProgramNode) -> None:
+    scheduled.service(["remote"])
+    assert scheduled.run_xdp(with_options(scheduled)).retval == XDP_PASS
+    assert len(choices(scheduled)) == 1
 
 
-def test_a_first_fragment_opens_its_flow_as_in_tc(before: ProgramNode) -> None:
-    before.service(["remote"], protocol="udp")
-    assert before.run_xdp(first_fragment(before)).retval == XDP_PASS
-    assert len(choices(before)) == 1
+def test_a_first_fragment_opens_its_flow_as_in_tc(scheduled: ProgramNode) -> None:
+    scheduled.service(["remote"], protocol="udp")
+    assert scheduled.run_xdp(first_fragment(scheduled)).retval == XDP_PASS
+    assert len(choices(scheduled)) == 1
 
 
 def tagged(world: ProgramNode) -> Packet:
@@ -122,31 +130,31 @@ LEFT: dict[str, Callable[[ProgramNode], Packet]] = {
 
 
 @pytest.mark.parametrize("name", LEFT)
-def test_what_is_not_for_xdp_goes_up_untouched(before: ProgramNode, name: str) -> None:
+def test_what_is_not_for_xdp_goes_up_untouched(scheduled: ProgramNode, name: str) -> None:
     for number, protocol in enumerate(("tcp", "udp", "sctp")):
-        before.service(["remote"], protocol=protocol, service=1 + number)
-    frame = LEFT[name](before)
-    found = before.run_xdp(frame)
+        scheduled.service(["remote"], protocol=protocol, service=1 + number)
+    frame = LEFT[name](scheduled)
+    found = scheduled.run_xdp(frame)
     assert (found.retval, found.data) == (XDP_PASS, bytes(frame))
-    assert not choices(before)
-    assert not before.reasons()
+    assert not choices(scheduled)
+    assert not scheduled.reasons()
 
 
-def test_where_no_flows_may_be_opened_they_are_left_to_tc(before: ProgramNode) -> None:
-    before.service(["remote"])
-    before.xdp_device("nic", starts_flow=0)
-    assert before.run_xdp(before.tcp("client", "vip", 80)).retval == XDP_PASS
-    assert not choices(before)
+def test_where_no_flows_may_be_opened_they_are_left_to_tc(scheduled: ProgramNode) -> None:
+    scheduled.service(["remote"])
+    scheduled.xdp_device("nic", starts_flow=0)
+    assert scheduled.run_xdp(scheduled.tcp("client", "vip", 80)).retval == XDP_PASS
+    assert not choices(scheduled)
 
 
-def test_headers_that_are_not_in_the_first_buffer_go_up(before: ProgramNode) -> None:
+def test_headers_that_are_not_in_the_first_buffer_go_up(scheduled: ProgramNode) -> None:
     """A frame that ends in the middle of its headers is nothing to read beyond."""
-    before.service(["remote"])
-    frame = bytes(before.tcp("client", "vip", 80))
-    for length in range(14, 14 + (20 if before.family == 4 else 40) + 14):
-        assert before.xdp is not None
-        assert before.xdp.run_frame(frame[:length], before.devices["nic"]).retval == XDP_PASS
-    assert not choices(before)
+    scheduled.service(["remote"])
+    frame = bytes(scheduled.tcp("client", "vip", 80))
+    for length in range(14, 14 + (20 if scheduled.family == 4 else 40) + 14):
+        assert scheduled.xdp is not None
+        assert scheduled.xdp.run_frame(frame[:length], scheduled.devices["nic"]).retval == XDP_PASS
+    assert not choices(scheduled)
 
 
 def test_a_refusal_is_tcs_and_counted_once(before: ProgramNode) -> None:
@@ -173,33 +181,39 @@ def chosen(world: ProgramNode, sport: int) -> int:
     return result.skb.priority & 0xFFFFFF
 
 
-def test_the_endpoint_that_xdp_chose_is_the_one_that_tc_carries_out(before: ProgramNode) -> None:
-    """Not another one: half of the choices would differ."""
-    before.service(["outside", "nowhere"])
-    tc = before.object.programs["tc_ethernet"]
+def test_the_endpoint_that_xdp_chose_is_the_one_that_tc_carries_out(scheduled: ProgramNode) -> None:
+    """Not another one: the next turn is another endpoint's."""
+    scheduled.service(["outside", "nowhere"])
+    tc = scheduled.object.programs["tc_ethernet"]
     for sport in range(41000, 41016):
-        frame = before.tcp("client", "cluster_ip", 80, sport=sport)
-        assert before.run_xdp(frame).retval == XDP_PASS
-        ((_, choice),) = choices(before)
-        result = tc.test_run(bytes(frame), SkBuff(ifindex=before.devices["nic"]))
+        frame = scheduled.tcp("client", "cluster_ip", 80, sport=sport)
+        assert scheduled.run_xdp(frame).retval == XDP_PASS
+        ((_, choice),) = choices(scheduled)
+        result = tc.test_run(bytes(frame), SkBuff(ifindex=scheduled.devices["nic"]))
         assert result.skb is not None
         assert result.skb.priority == PRIORITY_MASQUERADE | int.from_bytes(choice[4:8], "little")
-        assert not choices(before), "taken over once"
-    assert before.reasons() == {"NEW_FLOW_NETFILTER": 16}
+        assert not choices(scheduled), "taken over once"
+    assert scheduled.reasons() == {"NEW_FLOW_NETFILTER": 16}
 
 
-def test_round_robin_takes_one_turn_for_a_flow_that_both_see(node: ProgramNode) -> None:
-    node.settings = {"xdp": 1, "scheduler": 1}
-    node.load()
-    node.service(["nowhere", "outside", "remote"])
+def test_round_robin_takes_one_turn_for_a_flow_that_both_see(scheduled: ProgramNode) -> None:
+    scheduled.service(["nowhere", "outside", "remote"])
     seen: Counter[str] = Counter()
-    names = {number: name for (name, _), number in node.backend_ids.items()}
-    node.forget_flows()
+    names = {number: name for (name, _), number in scheduled.backend_ids.items()}
+    scheduled.forget_flows()
     for sport in range(41000, 41030):
-        result = node.run("tc_ethernet", node.tcp("client", "cluster_ip", 80, sport=sport))
+        result = scheduled.run("tc_ethernet", scheduled.tcp("client", "cluster_ip", 80, sport=sport))
         assert result.skb is not None
         seen[names[result.skb.priority & 0xFFFFFF]] += 1
     assert seen == {"nowhere": 10, "outside": 10, "remote": 10}
+
+
+def test_without_a_scheduler_tc_chooses_by_itself(before: ProgramNode) -> None:
+    """A choice at random is not handed over, which would cost more than another one."""
+    before.service(["outside", "nowhere"])
+    assert "xdp_choices" not in before.object.maps
+    seen = {chosen(before, sport) for sport in range(41000, 41032)}
+    assert len(seen) == 2
 
 
 def test_affinity_is_that_of_the_first_choice(before: ProgramNode) -> None:
@@ -207,12 +221,12 @@ def test_affinity_is_that_of_the_first_choice(before: ProgramNode) -> None:
     assert len({chosen(before, sport) for sport in range(41000, 41020)}) == 1
 
 
-def test_a_choice_of_another_time_is_not_believed(before: ProgramNode) -> None:
+def test_a_choice_of_another_time_is_not_believed(scheduled: ProgramNode) -> None:
     """Between the two programs the service may have got another list."""
-    before.service(["outside"])
-    frame = before.tcp("client", "cluster_ip", 80)
-    assert before.run_xdp(frame).retval == XDP_PASS
-    before.service(["nowhere"])
-    result = before.object.programs["tc_ethernet"].test_run(bytes(frame), SkBuff(ifindex=before.devices["nic"]))
+    scheduled.service(["outside"])
+    frame = scheduled.tcp("client", "cluster_ip", 80)
+    assert scheduled.run_xdp(frame).retval == XDP_PASS
+    scheduled.service(["nowhere"])
+    result = scheduled.object.programs["tc_ethernet"].test_run(bytes(frame), SkBuff(ifindex=scheduled.devices["nic"]))
     assert result.skb is not None
-    assert result.skb.priority == PRIORITY_MASQUERADE | before.backend_ids["nowhere", 1]
+    assert result.skb.priority == PRIORITY_MASQUERADE | scheduled.backend_ids["nowhere", 1]

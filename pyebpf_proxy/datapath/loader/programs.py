@@ -93,6 +93,7 @@ _SCHEDULER_MAPS = {
     "choices": _COUNTING,
     "localities": {LOCALITY},
     "locality_sets": {LOCALITY_WITH_REPLICATION},
+    "xdp_choices": set(SCHEDULERS.values()),
 }
 # Maps that are created only if pods' sockets are translated.
 _POD_MAPS = {"pod_sources", "deferred_sockets", "excluded_pods", *STORAGE_MAPS}
