@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import time
 from collections.abc import Iterator
 
@@ -55,11 +56,11 @@ def young_and_old(world: FastWorld, family: int) -> Iterator[list[Talk]]:
         stack.enter_context(flowing(*flows))
         for each in flows:
             fast_ones(world, each)
-        fresh = [ask(namespace, address, protocol) for protocol in BOTH for _ in range(6)]
-        for each in flows:
-            each.end()
+        fresh = begun_at_once(world, stack, family)
         found = {e["source_port"] for e in entries(world) if e["young"]}
         assert len(found & {talk.own_port for talk in fresh}) >= 6, "most of them are young"
+        for each in flows:
+            each.end()
         before = endpoints(world, family, [*talks, *fresh])
         yield [*talks, *fresh]
         for talk in (*talks, *fresh):
@@ -68,6 +69,21 @@ def young_and_old(world: FastWorld, family: int) -> Iterator[list[Talk]]:
         assert {port: after[port] for port in before if port in after} == {
             port: before[port] for port in before if port in after
         }
+
+
+def begun_at_once(world: FastWorld, stack: contextlib.ExitStack, family: int) -> list[Talk]:
+    """Twelve conversations: they must still be young when all have begun, so their processes exist before."""
+    gate = multiprocessing.get_context("fork").Event()
+    talks = []
+    for protocol in BOTH:
+        for _ in range(6):
+            talk = Talk(world.client.namespace, TWO.of(family), protocol, gate=gate)
+            stack.callback(talk.end)
+            talks.append(talk)
+    gate.set()
+    for talk in talks:
+        talk.wait(1)
+    return talks
 
 
 def assured(world: FastWorld, family: int) -> set[int]:

@@ -63,14 +63,19 @@ def _answer(data: bytes, peer: str) -> bytes:
 
 
 class Talk:
-    """A client in ``namespace``: one connection (or UDP socket), one question at a time, until :meth:`end`."""
+    """A client in ``namespace``: one connection (or UDP socket), one question at a time, until :meth:`end`.
 
-    def __init__(self, namespace: Namespace, address: str, protocol: str, port: int = PORT, size: int = 100) -> None:
+    ``gate``, a multiprocessing.Event: its process waits for it before it connects.
+    """
+
+    def __init__(
+        self, namespace: Namespace, address: str, protocol: str, port: int = PORT, size: int = 100, gate: Any = None
+    ) -> None:
         context = multiprocessing.get_context("fork")
         self._state = context.Array("d", [0.0, 0.0, 0.0])  # answers, when the last one came, longest pause before one
         self._peer = context.Array("c", 64)
         self._own_port = context.RawValue("i", 0)
-        shared = self._state, self._peer, self._own_port
+        shared = self._state, self._peer, self._own_port, gate
         self._task = namespace.start(_talk, address, port, protocol, size, *shared)
 
     @property
@@ -126,7 +131,11 @@ class Talk:
         self._task.stop()
 
 
-def _talk(address: str, port: int, protocol: str, size: int, state: Any, peer: Any, own_port: Any) -> None:
+def _talk(
+    address: str, port: int, protocol: str, size: int, state: Any, peer: Any, own_port: Any, gate: Any
+) -> None:
+    if gate is not None:
+        gate.wait()
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     kind = socket.SOCK_STREAM if protocol == "tcp" else socket.SOCK_DGRAM
     with socket.socket(family, kind) as sock:
