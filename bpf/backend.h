@@ -122,7 +122,8 @@ __noinline int choose_at_random(const struct packet *p, const struct endpoint_se
 		position -= 1;
 	else
 		position = random_position(e);
-	if (!load_backend(take_slot(e->first_slot + position), p->ipv6, b))
+	b->slot = e->first_slot + position;
+	if (!load_backend(take_slot(b->slot), p->ipv6, b))
 		return 0;
 	if (e->affinity_seconds)
 		remember_affinity(&r, b, position);

@@ -62,7 +62,10 @@ static __always_inline bool is_plain(struct context *ctx __attribute__((unused))
 
 /* ---- handing over a choice ----------------------------------------------------------- */
 
-/* A scheduler has taken its turn: tc must not choose again.  At random, tc may: session affinity gives the same. */
+/*
+ * A scheduler has taken its turn: tc must not choose again.  At random it may, which costs less than to hand the choice
+ * over; session affinity gives the same endpoint.
+ */
 static __always_inline void hand_to_netfilter(struct context *ctx __attribute__((unused)), const struct packet *p,
 					      const struct endpoint_selection *e, const struct backend *b)
 {
@@ -70,6 +73,8 @@ static __always_inline void hand_to_netfilter(struct context *ctx __attribute__(
 
 	if (settings.scheduler != AT_RANDOM)
 		bpf_map_update_elem(&xdp_choices, p, &choice, BPF_ANY);
+	else
+		give_back_slot(b->slot);
 }
 
 /* Nothing was consumed: tc comes to the same decision. */

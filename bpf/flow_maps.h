@@ -84,7 +84,8 @@ struct flow {
 	__u8 closing;		/* RST or FIN seen, and nothing since */
 	__u8 promote;		/* enum agent_request: what the agent was asked to do */
 	__u8 bulk;		/* XDP leaves this direction to tc */
-	__u8 zero[3];
+	__u8 first_counted;	/* `packets` includes the first one: XDP left it to tc */
+	__u8 zero[2];
 };
 
 struct {
@@ -126,7 +127,7 @@ struct {
 	__type(value, struct flow_key);
 } recent_flows SEC(".maps");
 
-/* 0: the next turn. 1: the current second, and how many flows without a permit were entered in it (young.h). */
+/* 0: the next slot and, above it, the turn of the source ports. 1: the current second, and how many flows without a permit were entered in it (young.h). */
 struct {
 	__uint(type, BPF_MAP_TYPE_PERCPU_ARRAY);
 	__uint(max_entries, 2);

@@ -299,6 +299,9 @@ static __noinline int send_kernels(struct context *ctx, const struct packet *p, 
 		return NOT_SENT;
 	a = &known->rewrite;
 	now = bpf_ktime_get_coarse_ns();
+	/* Also if netfilter forwards it: conntrack then keeps the flow, and so must the table. */
+	if (known->last_seen != now)
+		known->last_seen = now;
 	reason = fast_path_closed(state, p->ipv6, now);
 	if (!reason && is_syn_fin_rst(p)) {
 		/* The kernel must see the end of the flow; later packets are confirmed again. */

@@ -123,22 +123,29 @@ static __always_inline void uncount_young(__u32 device)
 		__sync_fetch_and_add(open, 1);
 }
 
-/* Removes both directions of a flow, given one key and its rewrite. 1: the flow was there. */
+/*
+ * Removes both directions of a flow, given one key and its rewrite.  1: the flow was there.  The rewrite may be that of
+ * an element: if another flow has got it meanwhile, this flow is gone, and the other direction's key is not its own.
+ */
 static __noinline int forget_flow(const struct flow_key *key, const struct flow_rewrite *a, bool reply, bool young)
 {
 	long failed, failed_other;
 	struct flow_key other;
+	__u32 device;
 
 	if (!key || !a)
 		return 0;
 	answer_key(a, key->protocol, key->ipv6, &other);
+	device = reply ? a->out.device : a->device_in;
+	if (is_another_flows(a, tag_of(key)))
+		return 0;
 	failed_other = bpf_map_delete_elem(&flows, &other);
 	failed = bpf_map_delete_elem(&flows, key);
 	/* The caller that removed the client's direction has removed the flow. */
 	if (reply ? failed_other : failed)
 		return 0;
 	if (young)
-		uncount_young(reply ? a->out.device : a->device_in);
+		uncount_young(device);
 	return 1;
 }
 

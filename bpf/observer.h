@@ -275,19 +275,20 @@ static __noinline int enter_opened(struct __sk_buff *skb, const struct packet *p
 static __always_inline int observe_open(struct __sk_buff *skb, const struct packet *p, const struct handover *h,
 					bool is_new, __u64 now)
 {
-	bool same_source, known_pair;
+	bool keeps_address, same_source, known_pair;
 
 	if (confirm(skb, p, h, now) || !is_new)
 		return TC_ACT_UNSPEC;
 	if (!same_bytes16(h->endpoint, &p->destination) || h->endpoint_port != p->destination_port)
 		return TC_ACT_UNSPEC;
-	same_source = same_bytes16(h->key.source, &p->source) && h->key.source_port == p->source_port;
+	keeps_address = same_bytes16(h->key.source, &p->source);
+	same_source = keeps_address && h->key.source_port == p->source_port;
 	/*
 	 * Netfilter changed the source: a rule of another program, or the kernel, which knows another flow with this
 	 * port.  It does not know young flows: replies to the new port might be a young flow's.
 	 */
 	if (!h->masquerade && !same_source) {
-		if (!is_taken_by_young(p, &p->destination, p->destination_port, h->device))
+		if (!is_taken_by_young(p, &p->destination, p->destination_port, keeps_address ? h->device : 0))
 			return TC_ACT_UNSPEC;
 		drop_until_promotion(p, h->device, h->service);
 		return TC_ACT_SHOT;

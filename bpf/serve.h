@@ -44,13 +44,18 @@ static __always_inline int send_first(struct context *ctx, const struct packet *
 				      const struct backend *b)
 {
 	struct flow_draft *d = flow_draft();
+	struct flow *f;
 
 	if (!d)
 		return DROPPED;
 	decided(ctx, p, e, b, NEW_FLOW_FAST);
-	/* The entries exist: the next program that sees the packet sends it by them. */
-	if (why_not_here(ctx, p, &d->there.rewrite))
+	/* The entries exist: the next program that sees the packet sends it by them, and counts it. */
+	if (why_not_here(ctx, p, &d->there.rewrite)) {
+		f = bpf_map_lookup_elem(&flows, &d->key);
+		if (f)
+			f->first_counted = 1;
 		return LEFT;
+	}
 	return rewrite_and_send(ctx, p, &d->there.rewrite);
 }
 

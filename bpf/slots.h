@@ -9,6 +9,7 @@
 struct backend {
 	union address address;
 	__u32 id;
+	__u32 slot;		/* where it was taken from at random */
 	__u16 port;
 };
 
@@ -29,6 +30,15 @@ static __always_inline __u32 take_slot(__u32 index)
 	if (!settings.dry_run)
 		__sync_fetch_and_add(&slot->chosen, 1);
 	return slot->backend;
+}
+
+/* The flow does not use the endpoint that was taken from there. */
+static __always_inline void give_back_slot(__u32 index)
+{
+	struct slot *slot = bpf_map_lookup_elem(&slots, &index);
+
+	if (slot)
+		__sync_fetch_and_add(&slot->chosen, -1);
 }
 
 static __always_inline bool load_backend(__u32 id, bool ipv6, struct backend *b)

@@ -14,6 +14,7 @@
 #define KERNEL_TCP_NS (3600 * NANOSECONDS)
 #define KERNEL_CLOSED_NS (10 * NANOSECONDS)	/* TCP: after the last packet, if a FIN or RST was seen */
 #define KERNEL_PRESSED_NS (10 * NANOSECONDS)
+#define MASQUERADED_NS (24 * KERNEL_TCP_NS)	/* kube-proxy's timeout of established connections in conntrack */
 
 struct sweep {
 	struct sweep_result found;
@@ -30,15 +31,48 @@ static __always_inline __u64 since(const struct sweep *s, __u64 then)
 	return s->now > then ? s->now - then : 0;
 }
 
-static __always_inline bool kernel_flow_is_stale(const struct flow_key *key, const struct flow *f,
-						 const struct flow *other, __u64 idle, bool pressed)
+/*
+ * Masqueraded to a port from which young flows get theirs.  While conntrack has the flow, only its entries keep a young
+ * flow from the port; the endpoint would answer the young flow's client for both.
+ */
+static __always_inline bool holds_snat_port(const struct flow_key *key, const struct flow_rewrite *a, bool reply)
 {
-	if (pressed)
-		return idle > (f->packets ? KERNEL_PRESSED_NS : UNUSED_NS);
-	if (key->protocol == UDP)
-		return idle > KERNEL_UDP_NS;
+	const __u8 *client = reply ? a->destination : key->source, *snat = reply ? key->destination : a->source;
+	__u16 client_port = reply ? a->destination_port : key->source_port;
+	__u16 port = reply ? key->destination_port : a->source_port;
+	const __u64 *x = (const void *)client, *y = (const void *)snat;
+
+	return port >= settings.snat_port_min && port <= settings.snat_port_max &&
+	       ((x[0] ^ y[0]) | (x[1] ^ y[1]) | (client_port ^ port));
+}
+
+/* A reply was seen: to leave netfilter, or it was sent from the table. */
+static __always_inline bool is_answered(const struct flow *f, const struct flow *other)
+{
+	const struct flow *reply = f->reply ? f : other;
+
+	return reply && (reply->packets || reply->confirmed_until);
+}
+
+/*
+ * What conntrack still has must stay if it cannot be looked up: the next datagram would open a flow to any endpoint, and
+ * a young flow could take the source port.
+ */
+static __always_inline bool kernel_flow_is_stale(const struct flow_key *key, const struct flow_rewrite *a,
+						 const struct flow *f, const struct flow *other, __u64 idle, bool pressed)
+{
+	bool udp = key->protocol == UDP, reserves = holds_snat_port(key, a, f->reply);
+
 	/* An entry without its opposite direction is a leftover. */
-	return idle > (!other || f->closing || other->closing ? KERNEL_CLOSED_NS : KERNEL_TCP_NS);
+	if (!other)
+		return idle > (pressed ? UNUSED_NS : KERNEL_CLOSED_NS);
+	if (pressed && !reserves && !(udp && !settings.conntrack_lookup && is_answered(f, other)))
+		return idle > (f->packets ? KERNEL_PRESSED_NS : UNUSED_NS);
+	if (udp)
+		return idle > KERNEL_UDP_NS;
+	if (f->closing || other->closing)
+		return idle > KERNEL_CLOSED_NS;
+	return idle > (reserves && !pressed ? MASQUERADED_NS : KERNEL_TCP_NS);
 }
 
 /* `f`: the client's direction of a young flow. True: it is over. */
@@ -123,7 +157,7 @@ __noinline int sweep_flow(const struct flow_key *entry_key, struct flow *f, stru
 	if (!f->young) {
 		if (is_another_flows(&f->rewrite, tag))
 			return 0;
-		if (kernel_flow_is_stale(&key, f, other, idle, s->pressed) && !bpf_map_delete_elem(&flows, &key))
+		if (kernel_flow_is_stale(&key, &a, f, other, idle, s->pressed) && !bpf_map_delete_elem(&flows, &key))
 			count(FLOW_FORGOTTEN);
 		else if (!f->reply && flow_was_reset(&key, f, other))
 			s->found.requested += request_close(&key, f);

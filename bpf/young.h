@@ -112,7 +112,7 @@ static __always_inline __u16 next_snat_port(void)
 {
 	__u32 range = settings.snat_port_max - settings.snat_port_min + 1;
 	__u32 zero = 0, *next = bpf_map_lookup_elem(&recent_next, &zero);
-	__u32 turn = next ? (*next)++ : bpf_get_prandom_u32();
+	__u32 turn = next ? (*next += RECENT_FLOWS) / RECENT_FLOWS : bpf_get_prandom_u32();
 
 	return settings.snat_port_min + (turn + (bpf_get_smp_processor_id() & 1) * (range / 2)) % range;
 }
@@ -163,8 +163,8 @@ static __always_inline bool is_complete(const struct flow *f, const struct flow 
 		return false;
 	if (protocol == TCP)
 		return f->closing == CLOSING_IN_SEQUENCE && reply->closing == CLOSING_IN_SEQUENCE;
-	/* The first datagram is not counted: it was sent before the entry could be found. */
-	return reply->packets > f->packets;
+	/* The first datagram is not counted if it was sent before the entry could be found. */
+	return reply->packets + f->first_counted > f->packets;
 }
 
 /* UDP: more than two requests and their replies. */
@@ -221,6 +221,7 @@ static __always_inline bool is_half_closed(const struct flow *f, const struct fl
 /*
  * For a flow to this endpoint that netfilter is to forward with its ports unchanged.  1: a young flow, through a
  * Service of the endpoint, has the same client and endpoint ports: netfilter does not know it and must get it first.
+ * `device`: where the packet came in; 0: any, because its source address is no longer the client's.
  */
 static __noinline int is_taken_by_young(const struct packet *p, const union address *endpoint, __u16 port, __u32 device)
 {
@@ -234,7 +235,7 @@ static __noinline int is_taken_by_young(const struct packet *p, const union addr
 		return 0;
 	client = other_direction(&f->rewrite, p);
 	/* From another device the packet is forged, or not of this client: it changes nothing here. */
-	if (client && client->rewrite.device_in != device)
+	if (client && device && client->rewrite.device_in != device)
 		return 0;
 	if (!client || (f->closing && client->closing) || is_half_closed(f, client) ||
 	    (p->protocol == UDP && is_complete(client, f, UDP, bpf_ktime_get_coarse_ns()))) {
@@ -273,7 +274,8 @@ __noinline int note_recent(const struct flow_key *key, bool opened)
 	now = bpf_ktime_get_coarse_ns();
 	if (!next || !d)
 		return 0;
-	turn = (*next)++ % RECENT_FLOWS;
+	turn = *next % RECENT_FLOWS;
+	*next += (turn + 1) % RECENT_FLOWS - turn;
 	place = bpf_map_lookup_elem(&recent_flows, &turn);
 	if (!place)
 		return 0;

@@ -225,15 +225,29 @@ class Flow:
 
     def permit(self) -> None:
         """Two flows of the pair have crossed netfilter, both ways."""
-        first = Flow(**{**self.__dict__, "sport": self.sport + 1000})
-        port = self.snat_port and self.snat_port + 1
-        second = Flow(**{**self.__dict__, "sport": self.sport + 1001, "snat_port": port})
-        drop_records(self.world)
-        for each in (first, second):
-            each.open_slowly()
-            each.through(reply=True, flags="SA", size=0)
+        for number in range(10):
+            sport, port = self.sport + 1000 + 2 * number, self.snat_port and self.snat_port + number
+            first = Flow(**{**self.__dict__, "sport": sport, "snat_port": port})
+            second = Flow(**{**self.__dict__, "sport": sport + 1, "snat_port": port and port + 1})
+            drop_records(self.world)
+            for each in (first, second):
+                each.open_slowly()
+                each.through(reply=True, flags="SA", size=0)
+            # A machine that stands still for 20 ms makes the record too old.
+            if self._is_permitted():
+                break
         write_permits(self.world, until=now() + 3600 * SECOND, back_until=now() + 3600 * SECOND)
         wipe_reasons(self.world)
+
+    def _is_permitted(self) -> bool:
+        ends = [self.world.packed(name).ljust(16, b"\0") for name in (self.client, self.endpoint)]
+        ways = self.world.devices[self.entrance], PROTOCOLS[self.protocol], self.endpoint_port, bool(self.masquerade)
+        return any(
+            permit["back_until"]
+            for key, permit in permits(self.world)
+            if [bytes(key["client"]), bytes(key["endpoint"])] == ends
+            and (key["device"], key["protocol"], key["port"], bool(key["masquerade"])) == ways
+        )
 
     def open_young(self) -> RunResult:
         """The first packet of a flow that is young from then on; what it was rewritten to is looked up."""
@@ -436,3 +450,33 @@ def close(flow: Flow) -> None:
     flow.answer()
     for reply, flags, seq, ack in ((False, "FA", 101, 501), (True, "FA", 501, 102), (False, "A", 102, 502)):
         assert flow.run(reply, flow.frame(reply, flags=flags, size=0, seq=seq, ack=ack)).retval == REDIRECT
+
+
+# ---- the ring of recent flows (bpf/young.h) -----------------------------------------------------------
+
+_NEXT_SLOT = (0).to_bytes(4, "little")
+
+
+def turn_back(world: ProgramNode, flows: int = 1) -> set[bytes]:
+    """The next flow takes the slot of an earlier one, the last by default. Which slots these are, of any processor."""
+    turns = world.object.maps["recent_next"]
+    values = [max(int.from_bytes(value, "little") - flows, 0) for value in turns.lookup_cpus(_NEXT_SLOT) or []]
+    turns.update(_NEXT_SLOT, b"".join(value.to_bytes(4, "little").ljust(8, b"\0") for value in values))
+    slots = world.object.maps["recent_flows"].max_entries
+    return {(value % slots).to_bytes(4, "little") for value in values}
+
+
+def take_slot_of(world: ProgramNode, flow: Flow, sport: int = 43000, flows: int = 1) -> None:
+    """A new flow of the pair, in the slot of this flow, ``flows`` before the next one: it was opened last."""
+    slots = turn_back(world, flows)
+    entry = flow.entry()
+    assert entry is not None
+    # The flow may have been made older: its slot knows when it began.
+    stamp = (int(entry["started"]) >> 20 & 0xFFFF).to_bytes(2, "little")
+    recent = world.object.maps["recent_flows"]
+    for slot in slots:
+        values = recent.lookup_cpus(slot) or []
+        recent.update(slot, b"".join(value[:-2] + stamp if any(value) else value for value in values))
+    later = Flow(world, flow.protocol, sport=sport)
+    later.open_young()
+    assert later.entries() == [False, True]

@@ -16,6 +16,8 @@ from tests.packet.fast_node import (
     fast_node,
     one_cpu,
     sweep,
+    take_slot_of,
+    turn_back,
     undisturbed,
     wipe_reasons,
     young,
@@ -28,7 +30,6 @@ pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
 OTHER_MACHINE, POD = 1, 2
 #: Directions with an entry: the client's and that of the replies.
 BOTH = [False, True]
-NEXT_SLOT = (0).to_bytes(4, "little")
 
 
 @pytest.fixture
@@ -45,30 +46,6 @@ def asked(world: ProgramNode, client: int) -> Flow:
 def answer(flow: Flow) -> None:
     assert flow.run(reply=True).retval == REDIRECT
     wipe_reasons(flow.world)
-
-
-def turn_back(world: ProgramNode, flows: int = 1) -> set[bytes]:
-    """The next flow takes the slot of an earlier one, the last by default. Which slots these are, of any processor."""
-    turns = world.object.maps["recent_next"]
-    values = [max(int.from_bytes(value, "little") - flows, 0) for value in turns.lookup_cpus(NEXT_SLOT) or []]
-    turns.update(NEXT_SLOT, b"".join(value.to_bytes(4, "little").ljust(8, b"\0") for value in values))
-    return {value.to_bytes(4, "little") for value in values}
-
-
-def take_slot_of(world: ProgramNode, flow: Flow, sport: int = 43000, flows: int = 1) -> None:
-    """A new flow of the pair, in the slot of this flow, ``flows`` before the next one: it was opened last."""
-    slots = turn_back(world, flows)
-    entry = flow.entry()
-    assert entry is not None
-    # The flow may have been made older: its slot knows when it began.
-    stamp = (int(entry["started"]) >> 20 & 0xFFFF).to_bytes(2, "little")
-    recent = world.object.maps["recent_flows"]
-    for slot in slots:
-        values = recent.lookup_cpus(slot) or []
-        recent.update(slot, b"".join(value[:-2] + stamp if any(value) else value for value in values))
-    later = Flow(world, flow.protocol, sport=sport)
-    later.open_young()
-    assert later.entries() == BOTH
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import pytest
 from tests.packet.fast_node import (
     CONFIRM,
     REDIRECT,
+    SNAT_PORTS,
     WAYS,
     Flow,
     count_of_young,
@@ -268,6 +269,57 @@ def test_in_a_full_table_idle_flows_of_the_kernels_are_forgotten_soon(fast: Prog
         flow.run(reply)
     assert not is_swept(fast, flow, 9, 2 * QUOTA + 1)
     assert is_swept(fast, flow, 2, 2 * QUOTA + 1)
+
+
+@pytest.mark.parametrize("protocol", ["tcp", "udp"])
+def test_a_flow_of_the_kernels_whose_packets_netfilter_forwards_is_not_idle(fast: ProgramNode, protocol: str) -> None:
+    """One packet in two seconds, say: each of them is confirmed, and none is sent from the table."""
+    flow = learned(fast, protocol)
+    flow.older(60)
+    for reply in (False, True):
+        flow.write(reply, confirmed_until=0)
+        assert flow.through(reply)["kind"] == CONFIRM or (protocol == "udp" and not reply)
+    assert not is_swept(fast, flow, 1, 0, 2 * QUOTA * 2 + 1)
+
+
+def test_a_flow_of_the_kernels_is_not_idle_while_its_family_is_closed(fast: ProgramNode) -> None:
+    flow = learned(fast, "udp")
+    flow.older(60)
+    fast.say_of_fast_path(closed4=1, closed6=1)
+    for reply in (False, True):
+        assert flow.run(reply).retval == GO_ON
+    assert not is_swept(fast, flow, 1, 0, 2 * QUOTA * 2 + 1)
+
+
+@pytest.mark.parametrize("lookup", [0, 1], ids=["no lookup", "lookup"])
+def test_in_a_full_table_answered_datagrams_stay_if_conntrack_cannot_be_asked(node: ProgramNode, lookup: int) -> None:
+    """It has the flow for longer. The next datagram would open another one, to any endpoint."""
+    with one_cpu():
+        world = fast_node(node, flow_quota=QUOTA, conntrack_lookup=lookup)
+        flow = learned(world, "udp")
+        for reply in (False, True):
+            flow.run(reply)
+        assert is_swept(world, flow, 60, 0, 2 * QUOTA * 2 + 1) == bool(lookup)
+        connection = learned(world)
+        assert is_swept(world, connection, 11, 0, 2 * QUOTA * 2 + 1)
+        unanswered = Flow(world, "udp", sport=41000)
+        unanswered.through(new=True)
+        assert is_swept(world, unanswered, 3, 0, 2 * QUOTA * 2 + 1)
+
+
+@pytest.mark.parametrize("protocol", ["tcp", "udp"])
+@pytest.mark.parametrize("way", ["masqueraded", "a NodePort, endpoint here", "hairpin"])
+def test_in_a_full_table_a_source_port_stays_taken(fast: ProgramNode, way: str, protocol: str) -> None:
+    """Conntrack has the flow. The endpoint would take a young flow with this port for the same connection."""
+    low, _ = SNAT_PORTS
+    flow = learned(fast, protocol, **{**WAYS[way], "snat_port": low + 7})
+    assert not is_swept(fast, flow, 60, 0, 2 * QUOTA * 2 + 1)
+    other = learned(fast, protocol, **{**WAYS[way], "snat_port": 50000, "sport": 41000})
+    assert is_swept(fast, other, 11, 0, 2 * QUOTA * 2 + 1)
+    if protocol == "tcp":
+        flow.run(frame=flow.frame(flags="FA"))
+        assert not is_swept(fast, flow, 9)
+        assert is_swept(fast, flow, 2)
 
 
 # ---- promotion --------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from tests.packet.fast_node import (
     now,
     one_cpu,
     records,
+    take_slot_of,
     wipe_reasons,
     young,
 )
@@ -127,6 +128,22 @@ def test_a_young_flow_that_xdp_cannot_send_is_sent_by_tc(fast: ProgramNode) -> N
     by_tc = flow.run(frame=frame)
     assert (by_tc.retval, by_tc.data) == (REDIRECT, bytes(flow.expected(flags="S", size=0, seq=100, ack=0)))
     assert fast.reasons() == {"NEW_FLOW_FAST": 1, "XDP_LEFT_DEVICE": 1, "FLOW_HIT": 1}
+
+
+@pytest.mark.parametrize("answers", [0, 1])
+def test_a_query_that_xdp_left_to_tc_ends_like_any_other(fast: ProgramNode, answers: int) -> None:
+    """tc finds the entry already and counts the query, so one answer completes it all the same."""
+    fast.xdp_device("nic", takes=0)
+    device(fast, "pods", redirect=2)  # a pod
+    flow = Flow(fast, "udp")
+    flow.permit()
+    assert through(flow).retval == XDP_PASS
+    assert flow.run().retval == REDIRECT
+    for _ in range(answers):
+        assert flow.run(reply=True).retval == REDIRECT
+    flow.older(0.1)
+    take_slot_of(fast, flow)
+    assert flow.entries() == ([] if answers else [False, True])
 
 
 def test_streams_are_left_to_tc(known: Callable[..., Flow]) -> None:

@@ -14,6 +14,7 @@ from tests.packet.fast_node import (
     FAR,
     NODE_MAC,
     REDIRECT,
+    WAYS,
     Flow,
     close,
     count_of_young,
@@ -168,3 +169,28 @@ def test_netfilter_chooses_the_port_of_a_young_flow_that_has_ended(fast: Program
     assert flow.entries() == [], "replies would go to the first"
     assert fast.reasons()["CLOSING_FLOW_REPLACED"] == 1
     assert fast.promotions() == []
+
+
+def test_netfilter_hides_a_client_behind_the_address_and_port_of_a_masqueraded_young_flow(fast: ProgramNode) -> None:
+    """By a rule of the CNI plugin. The client's device is not that of the young flow: the packet is not forged."""
+    flow = young(fast, **WAYS["masqueraded"])
+    flow.answer()
+    other = Flow(fast, sport=flow.sport + 7)
+    drop_records(fast)
+    assert other.run(frame=options(other, flags="S", size=0, seq=7000)).retval == GO_ON, fast.reasons()
+    ports = flow.snat_port, flow.endpoint_port
+    left = flow.packet("node", flow.endpoint, *ports, NODE_MAC, FAR, flags="S", size=0, seq=7000, hops=63)
+    assert other.leave(left, taken(fast)["number"], new=True).retval == SHOT
+    assert fast.promotions() == [flow.key()]
+
+
+def test_source_ports_are_taken_one_after_the_other(fast: ProgramNode) -> None:
+    """One that the endpoint may still have in TIME_WAIT is used again as late as possible."""
+    flow = Flow(fast, **WAYS["masqueraded"])
+    flow.permit()
+    ports = []
+    for sport in range(43000, 43008):
+        flow.sport = sport
+        flow.open_young()
+        ports.append(flow.snat_port)
+    assert ports == list(range(ports[0], ports[0] + 8))

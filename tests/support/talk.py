@@ -131,9 +131,7 @@ class Talk:
         self._task.stop()
 
 
-def _talk(
-    address: str, port: int, protocol: str, size: int, state: Any, peer: Any, own_port: Any, gate: Any
-) -> None:
+def _talk(address: str, port: int, protocol: str, size: int, state: Any, peer: Any, own_port: Any, gate: Any) -> None:
     if gate is not None:
         gate.wait()
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
