@@ -168,7 +168,7 @@ test-cluster: setup ## run tests against the real Kubernetes programs; builds th
 	@tests/cluster/tools.sh || echo "make test-cluster: promtool and prometheus cannot be fetched" >&2
 	@$(SUDO) $(PYTHON) -m pytest tests/cluster $(PARALLEL) $(ARGS)
 
-test-kernels: setup ## run test suites under stock Debian kernels in QEMU: KERNELS="6.1 6.12", other series, or newest (docs/kernels.md)
+test-kernels: setup ## run test suites under stock Debian kernels in QEMU: KERNELS="6.1 6.12", other series, or newest (tests/kernels/README.md)
 	@tools/setup.sh packages tests/kernels/debian-packages.txt
 	@$(SUDO) env $(foreach name,PYEBPF_PROXY_CACHE SUITES ACCEL QEMU LIMIT JOBS,$(if $($(name)),$(name)="$($(name))")) \
 		ARGS="$(ARGS)" $(PYTHON) -m tests.kernels $(KERNELS)

@@ -46,7 +46,7 @@ def codename() -> str:
         text = ""
     found = re.search(r"^VERSION_CODENAME=(\w+)$", text, re.MULTILINE)
     if found is None or "ID=debian" not in text.splitlines() or shutil.which("apt-get") is None:
-        raise KernelsError("this machine is not Debian: no mirror to take kernels from (docs/kernels.md)")
+        raise KernelsError("this machine is not Debian: no mirror to take kernels from (tests/kernels/README.md)")
     return found.group(1)
 
 

@@ -81,7 +81,7 @@ def _count(path: Path, status: int) -> Count:
 
 
 def table(rows: list[Row]) -> str:
-    """In Markdown, as it stands in docs/kernels.md; below it what failed, and why what was skipped."""
+    """In Markdown, as it stands in tests/kernels/README.md; below it what failed, and why what was skipped."""
     lines = ["", "| kernel | path | suite | passed | failed | skipped | s |", "|---|---|---|---|---|---|---|"]
     failures: list[str] = []
     skips: list[str] = []
