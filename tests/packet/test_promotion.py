@@ -127,13 +127,14 @@ class Node:
         self.loaded.maps["flows"].update(key, value)
 
     def write(self, key: bytes, **fields: int) -> None:
-        """Fields of the client's direction, and ``young`` of both."""
+        """Fields of the client's direction, and ``young`` and ``packets`` of both."""
         flow = self.loaded.tc.btf.struct("flow")
         found = self.promoter._flows.read(key) or self.promoter._flows.read(key, young=False)
         assert found is not None
         for each in (found.key, found.answer_key):
             value = flow.unpack(self.loaded.maps["flows"].lookup(each) or b"")
-            changes = fields if each == key else {"young": fields.get("young", value["young"])}
+            both = {name: fields.get(name, value[name]) for name in ("young", "packets")}
+            changes = fields if each == key else both
             self.loaded.maps["flows"].update(each, flow.pack(**{**value, **changes}))
 
     def read(self, key: bytes, young: bool = True) -> list[Flow]:
@@ -373,6 +374,35 @@ def test_the_entry_of_a_flow_that_was_reset(
     assert f"src={ENDPOINT[node.family]} " in line
 
 
+def test_the_entry_of_a_flow_that_was_reset_and_whose_replies_took_the_slow_path(
+    node: Node, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The flow table has sent none of them, but conntrack has seen them."""
+    key = node.young(1000)
+    node.promoter.pass_now()
+    node.write(key, closing=2, packets=0)
+    node.expire_in(10)
+    with caplog.at_level("INFO"):
+        node.promoter.pass_now()
+    (line,) = node.listed()
+    assert line.split()[3] == "CLOSE"
+    assert Log(caplog).lines() == []
+
+
+def test_an_entry_that_conntrack_does_not_close_is_logged_once(
+    node: Node, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(create, "reset", lambda *_: [errno.EBUSY])
+    with caplog.at_level("INFO"):
+        for port in (1000, 1001):
+            key = node.young(port)
+            node.promoter.pass_now()
+            node.write(key, closing=2)
+            node.promoter.pass_now()
+    log = Log(caplog)
+    assert "busy" in log.only(Message.ENTRY_STAYS_OPEN, level="info").text
+
+
 def test_the_entry_of_another_flow_is_not_closed(node: Node) -> None:
     """The port was reused, and netfilter has chosen another endpoint."""
     key = node.young(1000)
@@ -440,6 +470,19 @@ def test_what_the_kernel_has_already_is_the_kernels(node: Node) -> None:
     assert not node.is_young(key)
     assert len(node.listed()) == 1
     assert node.promoter.statistics.promoted == 1
+
+
+@pytest.mark.parametrize("protocol", [Protocol.TCP, Protocol.UDP], ids=["TCP", "UDP"])
+def test_what_the_kernel_has_already_and_has_seen_answered(node: Node, protocol: Protocol) -> None:
+    """The flow began again in the flow table, which has sent no reply since."""
+    key = node.young(1000, protocol=protocol)
+    flow = node.promoter._flows.read(key)
+    assert flow is not None
+    create.create_now([flow.entry])
+    (result,) = create.create_now([flow.entry._replace(answered=False)])
+    assert result.outcome is Outcome.KNOWN
+    (line,) = node.listed()
+    assert "[ASSURED]" in line
 
 
 @pytest.mark.parametrize("node", [4], indirect=True, ids=["IPv4"])

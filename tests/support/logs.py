@@ -37,6 +37,7 @@ class Message(StrEnum):
     CONFIGURATION_INCORRECT = "kube-proxy configuration is incorrect"
     CONNTRACK_FULL = "conntrack takes no more flows, they stay in the fast path for a while"
     CONNTRACK_TAKES_AGAIN = "conntrack takes flows again"
+    ENTRY_STAYS_OPEN = "conntrack does not close the entry of a connection that was reset"
     FAST_PATH_DRAINED = "the fast path is drained"
     FAST_PATH_ON = "flows take the fast path"
     FLOWS_ENDED = "flows that conntrack did not accept were ended"
