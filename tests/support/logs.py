@@ -42,6 +42,7 @@ class Message(StrEnum):
     FAST_PATH_ON = "flows take the fast path"
     FLOWS_ENDED = "flows that conntrack did not accept were ended"
     FLOWS_NOT_DRAINED = "flows of another version are not drained"
+    FLOWS_TAKEN_OVER = "flows of the former flow table are taken over"
     FORWARD_CHAIN_STAYS = "stays; --cleanup removes it"
     HEALTH_CHECK_PORT_FAILS = "health check node port cannot be served"
     INTERNAL_ERROR = "internal error, please report it"
