@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import multiprocessing
 import time
 from collections.abc import Iterator
@@ -104,6 +105,13 @@ def endpoints(world: FastWorld, family: int, talks: list[Talk]) -> dict[int, str
     return {port: line.split("src=")[2].split()[0] for port, line in found if port in ports}
 
 
+def young_counts(world: FastWorld) -> dict[int, int]:
+    """Young flows by the ifindex of the device that opened them."""
+    pin = str(world.node.agent.pin("young_counts"))
+    rows = json.loads(world.node.namespace.run("bpftool", "-j", "map", "dump", "pinned", pin))
+    return {row["formatted"]["key"]: row["formatted"]["value"] for row in rows if "formatted" in row}
+
+
 def nothing_young(world: FastWorld) -> bool:
     return not any(e["young"] for e in entries(world))
 
@@ -164,3 +172,24 @@ def test_the_agent_is_killed_and_comes_back(node: FastWorld, family: int) -> Non
                 each.wait_answered(20)
         # One may be under way.
         assert [each.made - each.answered <= 1 for each in flows] == [True, True]
+
+
+def test_the_counts_of_devices_that_are_gone_are_deleted(node: FastWorld) -> None:
+    """Each pod has a new ifindex: the map would fill up, and later devices would have no quota."""
+    pod = node.lab.add_pod("gone", node.node, serve=False)
+    index = int(json.loads(node.node.namespace.run("ip", "-j", "link", "show", pod.device))[0]["ifindex"])
+    flows = [NewFlows(pod.namespace, TWO.v4, protocol) for protocol in BOTH]
+    with flowing(*flows):
+        fast_ones(node, *flows)
+        wait_until(lambda: young_counts(node).get(index, 0) > 0, "the device's young flows are counted")
+    node.node.namespace.ip(f"link del {pod.device}")
+    wait_until(lambda: index not in young_counts(node), "the count is deleted", 15.0)
+    # And those that go while no agent runs.
+    node.node.agent.stop()
+    pin = str(node.node.agent.pin("young_counts"))
+    words = ["key", *map(str, (7001).to_bytes(4, "little")), "value", "9", "0", "0", "0"]
+    node.node.namespace.run("bpftool", "map", "update", "pinned", pin, *words)
+    assert 7001 in young_counts(node)
+    node.node.agent.start(own=ON)
+    node.node.agent.wait_synced()
+    wait_until(lambda: 7001 not in young_counts(node), "the count is deleted")

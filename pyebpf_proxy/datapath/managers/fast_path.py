@@ -8,7 +8,7 @@ from functools import partial
 
 from pyebpf_proxy.common.log import Logger
 from pyebpf_proxy.config.effective import Effective
-from pyebpf_proxy.datapath.connections import masqueraded
+from pyebpf_proxy.datapath.connections import masqueraded, young_counts
 from pyebpf_proxy.datapath.connections.promotion import Promoter, promoter, run_for_flow
 from pyebpf_proxy.datapath.managers.devices import NodeMaps, XdpPrograms
 from pyebpf_proxy.datapath.managers.manager import Delta, Manager
@@ -61,6 +61,9 @@ class FastPathManager(Manager):
         self._node_maps.node.on_devices = fast_path.devices_moved
         self._udp_flows.on_change = fast_path.moved
         self._node_maps.node.on_gone = self._sources_gone
+        self._node_maps.node.on_devices_gone = partial(young_counts.delete_gone, loaded.maps["young_counts"])
+        # After the subscription: what goes from now on is reported.
+        young_counts.keep_only(loaded.maps["young_counts"], self._node_maps.node.indexes)
         self._opened.callback(fast_path.close)
         fast_path.follow(asyncio.get_running_loop())
         self.promoter = promoter(loaded.maps, loaded.tc.programs, btf, ports)
