@@ -9,7 +9,7 @@ import errno
 import os
 import subprocess
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
@@ -24,6 +24,7 @@ from pyebpf_proxy.datapath.loader import kernel_objects
 from pyebpf_proxy.datapath.loader.btf import Btf
 from pyebpf_proxy.datapath.loader.libbpf import BpfError, Map
 from pyebpf_proxy.datapath.loader.programs import Loaded, Settings, load
+from pyebpf_proxy.datapath.maps import former_flows
 from pyebpf_proxy.see import flows, young
 from pyebpf_proxy.services.model import Protocol
 from tests.packet.fast_node import tag_of
@@ -678,6 +679,66 @@ def test_pinned_flows_are_drained_without_the_agent_that_opened_them(
         assert drain.drain(bpffs) == 0
         assert not any(map(node.is_young, keys))
         assert len(node.listed()) == len(keys)
+
+
+def test_draining_for_a_flow_table_of_another_size(bpf_objects: Path, bpffs: Path, namespace: None) -> None:
+    """Young flows become the kernel's, which are taken over; no device's quota is reduced by what is no more.
+
+    The start is killed before the new programs are attached. The next one does the rest.
+    """
+    settings = Settings(netns_cookie=1, fast_path=True)
+
+    def start(entries: int) -> Loaded:
+        return load(settings, bpffs / "maps", {"flows": entries}, objects=bpf_objects)
+
+    def counts(loaded: Loaded) -> dict[bytes, bytes]:
+        return dict(loaded.maps["young_counts"].items())
+
+    def in_table(loaded: Loaded, keys: Iterable[bytes]) -> list[int]:
+        """Whether each flow is young, of those that are there."""
+        values = [value for key in keys if (value := loaded.maps["flows"].lookup(key))]
+        return [int(loaded.tc.btf.struct("flow").unpack(value)["young"]) for value in values]  # type: ignore[call-overload]
+
+    with contextlib.closing(start(4096)) as former:
+        drain.pin_programs(former.tc.programs, bpffs)
+        node = Node(former, 4, promotion.promoter(former.maps, former.tc.programs, former.tc.btf))
+        keys = [node.young(port, age=0.1) for port in range(1000, 1100)]
+        waiting = node.young(1100, age=0.1, answers=0)
+        former.maps["young_counts"].update((7).to_bytes(4, "little"), (101).to_bytes(4, "little"))
+        with contextlib.closing(start(8192)) as killed:
+            assert killed.resized == {"flows": (4096, 8192)}
+            former_flows.drain_resized(bpffs, killed.maps, killed.tc.btf)
+            assert len(node.listed()) == len(keys)
+            assert in_table(killed, keys) == [0] * len(keys)
+            assert in_table(killed, [waiting]) == []
+            assert counts(killed) == {}
+        # The old programs still run, and this flow is answered now.
+        node.young(1100, age=0.1)
+        with contextlib.closing(start(16384)) as loaded:
+            assert loaded.resized == {"flows": (8192, 16384)}
+            former_flows.drain_resized(bpffs, loaded.maps, loaded.tc.btf)
+            assert len(node.listed()) == len(keys) + 1
+            assert in_table(loaded, [*keys, waiting]) == [0] * (len(keys) + 1)
+            assert counts(loaded) == {}
+            state = loaded.tc.btf.struct("fast_path").unpack(loaded.maps["fast_path"].lookup(bytes(4)) or b"")
+            assert state["draining"] == 1, "until the new programs are attached"
+            loaded.attached()
+            assert not (bpffs / "maps-former").exists()
+
+
+def test_a_cleanup_drains_the_flow_table_that_the_attached_programs_use(
+    bpf_objects: Path, bpffs: Path, namespace: None
+) -> None:
+    """Also if a start was killed that was about to give it another size."""
+    settings = Settings(netns_cookie=1, fast_path=True)
+    with contextlib.closing(load(settings, bpffs / "maps", {"flows": 4096}, objects=bpf_objects)) as former:
+        drain.pin_programs(former.tc.programs, bpffs)
+        node = Node(former, 4, promotion.promoter(former.maps, former.tc.programs, former.tc.btf))
+        key = node.young(1000, age=0.1)
+        load(settings, bpffs / "maps", {"flows": 8192}, objects=bpf_objects).close()
+        assert drain.drain(bpffs) == 0
+        assert not node.is_young(key)
+        assert len(node.listed()) == 1
 
 
 def _forbid_types(monkeypatch: pytest.MonkeyPatch) -> None:

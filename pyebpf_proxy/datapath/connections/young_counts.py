@@ -22,7 +22,6 @@ def delete_gone(counts: Map, gone: Collection[int]) -> None:
 
 
 def keep_only(counts: Map, present: Container[int]) -> None:
-    """No other devices than these (ifindexes) exist: others went while no agent ran. BpfError."""
-    delete_gone(
-        counts, [i for i in (int.from_bytes(key, sys.byteorder) for key, _ in counts.items()) if i not in present]
-    )
+    """Only these devices (ifindexes) exist, or have young flows: others went while no agent ran. BpfError."""
+    known = [int.from_bytes(key, sys.byteorder) for key, _ in counts.items()]
+    delete_gone(counts, [index for index in known if index not in present])
