@@ -90,6 +90,10 @@ size. Nothing has changed then. Expired entries of `affinities` do not count. Se
 not moved: an array must be large enough for the highest one in use. `--cleanup` always resolves this, but session
 affinity and socket state are lost.
 
+The flow table (`fastPathEntries`) is [drained](fast-path-flows.md#drain) instead: before the new programs are attached,
+young flows are handed to conntrack, and its flows are copied to the new table. If that is too small, the others only
+take the slow path until they are entered again. Nothing is an error.
+
 If the agent is killed at any point of the change, the next start continues from there
 ([resize.py](../pyebpf_proxy/datapath/maps/resize.py) explains how).
 

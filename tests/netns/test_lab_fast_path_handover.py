@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import contextlib
+import ipaddress
+import json
 import multiprocessing
 import time
 from collections.abc import Iterator
@@ -104,6 +106,13 @@ def endpoints(world: FastWorld, family: int, talks: list[Talk]) -> dict[int, str
     return {port: line.split("src=")[2].split()[0] for port, line in found if port in ports}
 
 
+def young_counts(world: FastWorld) -> dict[int, int]:
+    """Young flows by the ifindex of the device that opened them."""
+    pin = str(world.node.agent.pin("young_counts"))
+    rows = json.loads(world.node.namespace.run("bpftool", "-j", "map", "dump", "pinned", pin))
+    return {row["formatted"]["key"]: row["formatted"]["value"] for row in rows if "formatted" in row}
+
+
 def nothing_young(world: FastWorld) -> bool:
     return not any(e["young"] for e in entries(world))
 
@@ -138,6 +147,70 @@ def test_a_restart(node: FastWorld, family: int) -> None:
         wait_until(lambda: assured(node, family) >= {talk.own_port for talk in talks}, "all are promoted")
 
 
+def by_the_table(world: FastWorld, family: int) -> dict[int, str]:
+    """The endpoint of each young flow by the client's port."""
+    found = {}
+    for each in entries(world):
+        if each["young"] and not each["reply"] and each["destination_port"] == PORT:
+            packed = bytes(json.loads(each["endpoint"]))
+            found[each["source_port"]] = str(ipaddress.ip_address(packed[: 4 if family == 4 else 16]))
+    return found
+
+
+@pytest.mark.parametrize("size", [8192, 2048], ids=["larger", "smaller"])
+def test_a_restart_with_another_size_of_the_flow_table(node: FastWorld, family: int, size: int) -> None:
+    """All flows are handed to conntrack before the new table is used, and no device loses a part of its quota."""
+    with young_and_old(node, family) as talks:
+        where = by_the_table(node, family)
+        node.node.agent.stop()
+        node.node.agent.start(own={"fastPathEntries": size})
+        node.node.agent.wait_synced()
+        for talk in talks:
+            talk.wait(100)
+        ports = {talk.own_port for talk in talks}
+        wait_until(lambda: assured(node, family) >= ports, "conntrack has all of them", 20.0)
+        now = endpoints(node, family, talks)
+        young = where.keys() & ports
+        assert len(young) >= 6
+        assert {port: now[port] for port in young} == {port: where[port] for port in young}
+        wait_until(lambda: nothing_young(node), "no flow is young", 20.0)
+        wait_until(lambda: not any(young_counts(node).values()), "no young flow is counted", 5.0)
+        namespace = node.client.namespace
+        flows = [NewFlows(namespace, TWO.of(family), protocol) for protocol in BOTH]
+        with flowing(*flows):
+            fast_ones(node, *flows)
+    node.node.agent.stop()
+
+
+def test_masqueraded_flows_keep_their_source_ports_in_a_flow_table_of_another_size(
+    node: FastWorld, family: int
+) -> None:
+    """Those of the fast path go on. No young flow may take the port of one that only conntrack knows."""
+    own, far, asker = node.node.address.of(family), node.far.address.of(family), node.lab.client
+    port, client = 20000 + family, "198.18.9.7" if family == 4 else "2001:2::9:7"
+    ends = ["-s", client, "-d", own, "--sport", "40000", "--dport", "30007", "-r", far, "-q", own]
+    ends += ["--reply-port-src", str(PORT), "--reply-port-dst", str(port), "-u", "SEEN_REPLY,ASSURED"]
+
+    def has_it() -> bool:
+        return any(e["reply"] and e["destination_port"] == port for e in entries(node))
+
+    with asking() as ask:
+        flows = [NewFlows(asker, own, protocol, port=30007) for protocol in BOTH]
+        with flowing(*flows):
+            fast_ones(node, *flows)
+            talks = [ask(asker, own, protocol, 30007) for protocol in BOTH for _ in range(4)]
+        node.node.agent.stop()
+        node.node.namespace.run("conntrack", "-I", "-p", "tcp", "--state", "ESTABLISHED", "-t", "600", *ends)
+        assert not has_it()
+        node.node.agent.start(own={"fastPathEntries": 8192})
+        node.node.agent.wait_synced()
+        for talk in talks:
+            talk.wait(100)
+        wait_until(has_it, "the flow table has the flow", 20.0)
+    node.node.agent.stop()
+    node.node.namespace.run("conntrack", "-D", "-p", "tcp", "-s", client)
+
+
 def test_the_agent_is_killed_and_comes_back(node: FastWorld, family: int) -> None:
     """New flows take the slow path after five seconds; those that are young stay so until there is an agent again."""
     with young_and_old(node, family) as talks:
@@ -164,3 +237,24 @@ def test_the_agent_is_killed_and_comes_back(node: FastWorld, family: int) -> Non
                 each.wait_answered(20)
         # One may be under way.
         assert [each.made - each.answered <= 1 for each in flows] == [True, True]
+
+
+def test_the_counts_of_devices_that_are_gone_are_deleted(node: FastWorld) -> None:
+    """Each pod has a new ifindex: the map would fill up, and later devices would have no quota."""
+    pod = node.lab.add_pod("gone", node.node, serve=False)
+    index = int(json.loads(node.node.namespace.run("ip", "-j", "link", "show", pod.device))[0]["ifindex"])
+    flows = [NewFlows(pod.namespace, TWO.v4, protocol) for protocol in BOTH]
+    with flowing(*flows):
+        fast_ones(node, *flows)
+        wait_until(lambda: young_counts(node).get(index, 0) > 0, "the device's young flows are counted")
+    node.node.namespace.ip(f"link del {pod.device}")
+    wait_until(lambda: index not in young_counts(node), "the count is deleted", 15.0)
+    # And those that go while no agent runs.
+    node.node.agent.stop()
+    pin = str(node.node.agent.pin("young_counts"))
+    words = ["key", *map(str, (7001).to_bytes(4, "little")), "value", "9", "0", "0", "0"]
+    node.node.namespace.run("bpftool", "map", "update", "pinned", pin, *words)
+    assert 7001 in young_counts(node)
+    node.node.agent.start(own=ON)
+    node.node.agent.wait_synced()
+    wait_until(lambda: 7001 not in young_counts(node), "the count is deleted")

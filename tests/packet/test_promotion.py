@@ -9,7 +9,7 @@ import errno
 import os
 import subprocess
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
@@ -24,6 +24,7 @@ from pyebpf_proxy.datapath.loader import kernel_objects
 from pyebpf_proxy.datapath.loader.btf import Btf
 from pyebpf_proxy.datapath.loader.libbpf import BpfError, Map
 from pyebpf_proxy.datapath.loader.programs import Loaded, Settings, load
+from pyebpf_proxy.datapath.maps import former_flows
 from pyebpf_proxy.see import flows, young
 from pyebpf_proxy.services.model import Protocol
 from tests.packet.fast_node import tag_of
@@ -127,13 +128,14 @@ class Node:
         self.loaded.maps["flows"].update(key, value)
 
     def write(self, key: bytes, **fields: int) -> None:
-        """Fields of the client's direction, and ``young`` of both."""
+        """Fields of the client's direction, and ``young`` and ``packets`` of both."""
         flow = self.loaded.tc.btf.struct("flow")
         found = self.promoter._flows.read(key) or self.promoter._flows.read(key, young=False)
         assert found is not None
         for each in (found.key, found.answer_key):
             value = flow.unpack(self.loaded.maps["flows"].lookup(each) or b"")
-            changes = fields if each == key else {"young": fields.get("young", value["young"])}
+            both = {name: fields.get(name, value[name]) for name in ("young", "packets")}
+            changes = fields if each == key else both
             self.loaded.maps["flows"].update(each, flow.pack(**{**value, **changes}))
 
     def read(self, key: bytes, young: bool = True) -> list[Flow]:
@@ -373,6 +375,35 @@ def test_the_entry_of_a_flow_that_was_reset(
     assert f"src={ENDPOINT[node.family]} " in line
 
 
+def test_the_entry_of_a_flow_that_was_reset_and_whose_replies_took_the_slow_path(
+    node: Node, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The flow table has sent none of them, but conntrack has seen them."""
+    key = node.young(1000)
+    node.promoter.pass_now()
+    node.write(key, closing=2, packets=0)
+    node.expire_in(10)
+    with caplog.at_level("INFO"):
+        node.promoter.pass_now()
+    (line,) = node.listed()
+    assert line.split()[3] == "CLOSE"
+    assert Log(caplog).lines() == []
+
+
+def test_an_entry_that_conntrack_does_not_close_is_logged_once(
+    node: Node, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(create, "reset", lambda *_: [errno.EBUSY])
+    with caplog.at_level("INFO"):
+        for port in (1000, 1001):
+            key = node.young(port)
+            node.promoter.pass_now()
+            node.write(key, closing=2)
+            node.promoter.pass_now()
+    log = Log(caplog)
+    assert "busy" in log.only(Message.ENTRY_STAYS_OPEN, level="info").text
+
+
 def test_the_entry_of_another_flow_is_not_closed(node: Node) -> None:
     """The port was reused, and netfilter has chosen another endpoint."""
     key = node.young(1000)
@@ -440,6 +471,19 @@ def test_what_the_kernel_has_already_is_the_kernels(node: Node) -> None:
     assert not node.is_young(key)
     assert len(node.listed()) == 1
     assert node.promoter.statistics.promoted == 1
+
+
+@pytest.mark.parametrize("protocol", [Protocol.TCP, Protocol.UDP], ids=["TCP", "UDP"])
+def test_what_the_kernel_has_already_and_has_seen_answered(node: Node, protocol: Protocol) -> None:
+    """The flow began again in the flow table, which has sent no reply since."""
+    key = node.young(1000, protocol=protocol)
+    flow = node.promoter._flows.read(key)
+    assert flow is not None
+    create.create_now([flow.entry])
+    (result,) = create.create_now([flow.entry._replace(answered=False)])
+    assert result.outcome is Outcome.KNOWN
+    (line,) = node.listed()
+    assert "[ASSURED]" in line
 
 
 @pytest.mark.parametrize("node", [4], indirect=True, ids=["IPv4"])
@@ -635,6 +679,66 @@ def test_pinned_flows_are_drained_without_the_agent_that_opened_them(
         assert drain.drain(bpffs) == 0
         assert not any(map(node.is_young, keys))
         assert len(node.listed()) == len(keys)
+
+
+def test_draining_for_a_flow_table_of_another_size(bpf_objects: Path, bpffs: Path, namespace: None) -> None:
+    """Young flows become the kernel's, which are taken over; no device's quota is reduced by what is no more.
+
+    The start is killed before the new programs are attached. The next one does the rest.
+    """
+    settings = Settings(netns_cookie=1, fast_path=True)
+
+    def start(entries: int) -> Loaded:
+        return load(settings, bpffs / "maps", {"flows": entries}, objects=bpf_objects)
+
+    def counts(loaded: Loaded) -> dict[bytes, bytes]:
+        return dict(loaded.maps["young_counts"].items())
+
+    def in_table(loaded: Loaded, keys: Iterable[bytes]) -> list[int]:
+        """Whether each flow is young, of those that are there."""
+        values = [value for key in keys if (value := loaded.maps["flows"].lookup(key))]
+        return [int(loaded.tc.btf.struct("flow").unpack(value)["young"]) for value in values]  # type: ignore[call-overload]
+
+    with contextlib.closing(start(4096)) as former:
+        drain.pin_programs(former.tc.programs, bpffs)
+        node = Node(former, 4, promotion.promoter(former.maps, former.tc.programs, former.tc.btf))
+        keys = [node.young(port, age=0.1) for port in range(1000, 1100)]
+        waiting = node.young(1100, age=0.1, answers=0)
+        former.maps["young_counts"].update((7).to_bytes(4, "little"), (101).to_bytes(4, "little"))
+        with contextlib.closing(start(8192)) as killed:
+            assert killed.resized == {"flows": (4096, 8192)}
+            former_flows.drain_resized(bpffs, killed.maps, killed.tc.btf)
+            assert len(node.listed()) == len(keys)
+            assert in_table(killed, keys) == [0] * len(keys)
+            assert in_table(killed, [waiting]) == []
+            assert counts(killed) == {}
+        # The old programs still run, and this flow is answered now.
+        node.young(1100, age=0.1)
+        with contextlib.closing(start(16384)) as loaded:
+            assert loaded.resized == {"flows": (8192, 16384)}
+            former_flows.drain_resized(bpffs, loaded.maps, loaded.tc.btf)
+            assert len(node.listed()) == len(keys) + 1
+            assert in_table(loaded, [*keys, waiting]) == [0] * (len(keys) + 1)
+            assert counts(loaded) == {}
+            state = loaded.tc.btf.struct("fast_path").unpack(loaded.maps["fast_path"].lookup(bytes(4)) or b"")
+            assert state["draining"] == 1, "until the new programs are attached"
+            loaded.attached()
+            assert not (bpffs / "maps-former").exists()
+
+
+def test_a_cleanup_drains_the_flow_table_that_the_attached_programs_use(
+    bpf_objects: Path, bpffs: Path, namespace: None
+) -> None:
+    """Also if a start was killed that was about to give it another size."""
+    settings = Settings(netns_cookie=1, fast_path=True)
+    with contextlib.closing(load(settings, bpffs / "maps", {"flows": 4096}, objects=bpf_objects)) as former:
+        drain.pin_programs(former.tc.programs, bpffs)
+        node = Node(former, 4, promotion.promoter(former.maps, former.tc.programs, former.tc.btf))
+        key = node.young(1000, age=0.1)
+        load(settings, bpffs / "maps", {"flows": 8192}, objects=bpf_objects).close()
+        assert drain.drain(bpffs) == 0
+        assert not node.is_young(key)
+        assert len(node.listed()) == 1
 
 
 def _forbid_types(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -137,11 +137,14 @@ def close(netlink: RequestSocket, entries: Sequence[Entry], seconds: Mapping[tup
     netlink.request_many(uapi.IPCTNL_MSG_CT_NEW, 0, [_key(e) + _state(e, seconds[e.protocol, e.state]) for e in ending])
 
 
-def reset(netlink: RequestSocket, entries: Sequence[Entry], seconds: Mapping[tuple[Protocol, TcpState], int]) -> None:
+def reset(
+    netlink: RequestSocket, entries: Sequence[Entry], seconds: Mapping[tuple[Protocol, TcpState], int]
+) -> list[int]:
     """These connections of the kernel were reset: a SYN with the same ports opens a new one. OSError.
 
     conntrack keeps such an entry ESTABLISHED, with the timeout of CLOSE, because it does not know all sequence numbers
-    (nf_conntrack_tcp_packet()). An entry with a longer timeout has seen a packet since, and stays.
+    (nf_conntrack_tcp_packet()). An entry with a longer timeout has seen a packet since, and stays. Returns the errno of
+    each entry that the kernel did not close.
     """
     closed = seconds[Protocol.TCP, TcpState.CLOSE]
     over = []
@@ -150,8 +153,12 @@ def reset(netlink: RequestSocket, entries: Sequence[Entry], seconds: Mapping[tup
         if known is None or known.tcp_state != TcpState.ESTABLISHED or known.seconds > closed:
             continue
         if known.reply and known.reply.ends == (entry.endpoint, entry.seen):
-            over.append(_key(entry) + _state(entry._replace(state=TcpState.CLOSE), known.seconds))
-    netlink.request_many(uapi.IPCTNL_MSG_CT_NEW, 0, over)
+            # Both ends were ESTABLISHED, also if the replies took the slow path and `entry` knows of none. The kernel
+            # does not let SEEN_REPLY and ASSURED be cleared (EBUSY).
+            closed_entry = entry._replace(state=TcpState.CLOSE, answered=True)
+            over.append(_key(entry) + _state(closed_entry, known.seconds))
+    numbers = netlink.request_many(uapi.IPCTNL_MSG_CT_NEW, 0, over)
+    return [number for number in numbers if number not in (0, errno.ENOENT)]
 
 
 def abandon(netlink: RequestSocket, entries: Sequence[Entry]) -> None:
@@ -231,6 +238,10 @@ def _replace_conflicting(netlink: RequestSocket, entry: Entry, body: bytes, seco
         if alive and (known.original.ends, known.reply.ends) == (original, reply):
             # Its sequence numbers are out of date.
             number = netlink.request(uapi.IPCTNL_MSG_CT_NEW, _key(entry) + _state(entry, seconds))
+            if number == errno.EBUSY:
+                # conntrack has seen a reply that the flow table did not send.
+                answered = entry._replace(answered=True)
+                number = netlink.request(uapi.IPCTNL_MSG_CT_NEW, _key(entry) + _state(answered, seconds))
             return _result(number, Outcome.KNOWN)
         # Identified by its id, so that no other entry is deleted.
         number = netlink.request(uapi.IPCTNL_MSG_CT_DELETE, header(entry) + known.key)

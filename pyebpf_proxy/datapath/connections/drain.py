@@ -2,7 +2,7 @@
 """Draining the fast path: every young flow is handed to the kernel, so that nothing is lost when the programs go.
 
 Needs only the pins and no running agent: ``--cleanup``, an agent whose fast path is off, and an agent with another
-layout drain the flows of a former run.
+layout, or with another size of the flow table, drain the flows of a former run.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from pyebpf_proxy.datapath.loader._libbpf import lib
 from pyebpf_proxy.datapath.loader.btf import Btf, StaleObjectError
 from pyebpf_proxy.datapath.loader.libbpf import BpfError, Map, Object, Program
 from pyebpf_proxy.datapath.loader.programs import OBJECTS
+from pyebpf_proxy.datapath.maps.resize import former_pins
 
 #: Folder of pinned programs, next to that of the maps.
 PROGRAMS = "programs"
@@ -65,11 +66,14 @@ def drain(pins: Path, seconds: float = DRAIN_SECONDS) -> int:
     ``pins``: the folder of one layout version. Returns how many young flows are left after ``seconds`` at most: those
     without a reply, and those that conntrack had no space for. 0 also if there is nothing to drain. OSError, BpfError.
     """
-    paths = [*(pins / "maps" / name for name in _MAPS), *(pins / PROGRAMS / name for name in _PROGRAMS)]
+    places = {name: pins / "maps" / name for name in _MAPS}
+    # While its size changes, the programs of the former run still use the flow table that has been replaced.
+    places["flows"] = [*former_pins(pins / "maps", "flows"), places["flows"]][0]
+    paths = [*places.values(), *(pins / PROGRAMS / name for name in _PROGRAMS)]
     if not all(path.exists() for path in paths):
         return 0
     with ExitStack() as stack:
-        maps = {name: Map.open_pinned(pins / "maps" / name) for name in _MAPS}
+        maps = {name: Map.open_pinned(path) for name, path in places.items()}
         for each in maps.values():
             stack.callback(each.close)
         programs = {name: _Pinned(pins / PROGRAMS / name) for name in _PROGRAMS}

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import sys
 import time
 from collections import Counter
@@ -207,6 +208,7 @@ class Promoter:
         self._more = False
         self._full = False
         self._said = ""
+        self._said_open = ""
         self._one_pass = asyncio.Lock()
 
     async def run(self) -> None:
@@ -304,7 +306,10 @@ class Promoter:
             # A flow may end during this pass. Its entry would otherwise stay for days.
             create.abandon(netlink, over)
             create.close(netlink, closing, seconds)
-            create.reset(netlink, reset, seconds)
+            still_open = create.reset(netlink, reset, seconds)
+        if still_open and (why := os.strerror(still_open[-1])) != self._said_open:
+            self._said_open = why
+            _log.info("conntrack does not close the entry of a connection that was reset", error=why)
         self._note(failed, len(due))
         self.statistics.last_seconds = time.monotonic() - begin
 

@@ -8,7 +8,7 @@ from functools import partial
 
 from pyebpf_proxy.common.log import Logger
 from pyebpf_proxy.config.effective import Effective
-from pyebpf_proxy.datapath.connections import masqueraded
+from pyebpf_proxy.datapath.connections import masqueraded, young_counts
 from pyebpf_proxy.datapath.connections.promotion import Promoter, promoter, run_for_flow
 from pyebpf_proxy.datapath.managers.devices import NodeMaps, XdpPrograms
 from pyebpf_proxy.datapath.managers.manager import Delta, Manager
@@ -61,18 +61,22 @@ class FastPathManager(Manager):
         self._node_maps.node.on_devices = fast_path.devices_moved
         self._udp_flows.on_change = fast_path.moved
         self._node_maps.node.on_gone = self._sources_gone
+        self._node_maps.node.on_devices_gone = partial(young_counts.delete_gone, loaded.maps["young_counts"])
+        # After the subscription: what goes from now on is reported.
+        young_counts.keep_only(loaded.maps["young_counts"], self._node_maps.node.indexes)
         self._opened.callback(fast_path.close)
         fast_path.follow(asyncio.get_running_loop())
         self.promoter = promoter(loaded.maps, loaded.tc.programs, btf, ports)
         self._sources_gone()
         self._opened.callback(asyncio.create_task(self.promoter.run(), name="promoter").cancel)
-        # Otherwise a former run has done it, and since then no other proxy has masqueraded a new flow.
+        # Otherwise a former run has done it, for the same flow table, and since then no other proxy has masqueraded a
+        # new flow.
         if fast_path.draining:
             self._opened.callback(asyncio.create_task(self._enter(fast_path, ports), name="masqueraded flows").cancel)
         _log.info("flows take the fast path", entries=loaded.maps["flows"].max_entries)
 
     async def _enter(self, fast_path: FastPath, ports: range) -> None:
-        """Flows that another proxy has masqueraded keep their source ports: before any new flow takes one."""
+        """Flows that conntrack has masqueraded keep their source ports: before any new flow takes one."""
         loaded = self._programs.loaded
         addresses = {address.packed for address in self._node_maps.node.addresses}
         try:
@@ -86,12 +90,12 @@ class FastPathManager(Manager):
                 loaded.settings.flow_quota // 2,
             )
         except OSError as error:
-            _log.error("masqueraded flows of another proxy are not known: new ones may break them", error=str(error))
+            _log.error("masqueraded flows in conntrack are not known: new ones may break them", error=str(error))
         else:
             if not complete:
-                _log.warning("another proxy has masqueraded too many flows: new ones may break some", known=entered)
+                _log.warning("conntrack has too many masqueraded flows: new ones may break some", known=entered)
             elif entered:
-                _log.info("masqueraded flows of another proxy keep their source ports", flows=entered)
+                _log.info("masqueraded flows in conntrack keep their source ports", flows=entered)
         fast_path.admit()
 
     def _sources_gone(self) -> None:

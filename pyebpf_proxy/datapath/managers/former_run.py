@@ -12,6 +12,7 @@ from pyebpf_proxy.datapath.managers.manager import Delta, Manager
 from pyebpf_proxy.datapath.managers.programs import Programs
 from pyebpf_proxy.datapath.managers.service_maps import ServiceMaps
 from pyebpf_proxy.datapath.managers.sockets import SocketPrograms
+from pyebpf_proxy.datapath.maps.former_flows import drain_resized
 from pyebpf_proxy.datapath.maps.other_layouts import OtherLayouts
 from pyebpf_proxy.services.node_facts import NodeFacts
 
@@ -19,7 +20,10 @@ _log = Logger("datapath")
 
 
 class TakeOver(Manager):
-    """Takes over session affinity and flows from maps of other layouts. ``start`` sets ``others``."""
+    """Takes over session affinity and flows from maps of other layouts, and flows from a table of another size.
+
+    ``start`` sets ``others``.
+    """
 
     others: OtherLayouts
 
@@ -30,9 +34,11 @@ class TakeOver(Manager):
         self._service_maps = service_maps
 
     def start(self, facts: NodeFacts, wanted: Delta) -> None:
-        self.others = OtherLayouts(self._bpffs.pins, self._programs.loaded, self._service_maps.writer)
+        pins, loaded = self._bpffs.pins, self._programs.loaded
+        self.others = OtherLayouts(pins, loaded, self._service_maps.writer)
         self.others.take_over()
         self.others.drain()
+        drain_resized(pins, loaded.maps, loaded.tc.btf)
 
 
 class Retirement(Manager):

@@ -2,22 +2,22 @@
 """Maps of another layout, from an agent of another version: what connections need is taken over, then they are removed.
 
 That is session affinity and the kernel's flows of the fast path, whose source ports no young flow may take. Everything
-else is written anew from the objects. Service ports and endpoints have other ids in the new maps, so the entry of each
-client is translated. Maps whose keys or values have another size cannot be used.
+else is written anew from the objects. Service ports and endpoints have other ids in the new maps, so the affinity of
+each client is translated, and flows get none (maps/former_flows.py). Maps whose keys or values have another size cannot
+be used.
 """
 
 from __future__ import annotations
 
 import re
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from pathlib import Path
 
-from pyebpf_proxy.common.log import Logger
-from pyebpf_proxy.datapath.connections.drain import drain, types_of
+from pyebpf_proxy.datapath.connections.drain import drain
 from pyebpf_proxy.datapath.connections.flows import Route
-from pyebpf_proxy.datapath.loader.btf import StaleObjectError
 from pyebpf_proxy.datapath.loader.libbpf import Map
 from pyebpf_proxy.datapath.loader.programs import Loaded
+from pyebpf_proxy.datapath.maps.former_flows import take_over_flows
 from pyebpf_proxy.datapath.maps.layouts import Layouts
 from pyebpf_proxy.datapath.maps.resize import merge
 from pyebpf_proxy.datapath.maps.writer import Writer
@@ -25,11 +25,6 @@ from pyebpf_proxy.datapath.node import cgroups
 from pyebpf_proxy.services.model import IPFamily, ServicePortName
 
 _READ = ("affinities", "service_names", "backends4", "backends6")
-#: Structs that a flow consists of. Only its own fields may differ.
-_PARTS_OF_FLOW = ("flow_key", "flow_rewrite", "link")
-#: Fields that are about the former run only.
-_CONFIRMATION = ("generation", "confirmed_until")
-_log = Logger("datapath")
 
 
 class OtherLayouts:
@@ -48,7 +43,8 @@ class OtherLayouts:
         for folder in self.folders:
             drain(folder)
             if "flows" in self._maps:
-                self._take_over_flows(folder / "maps")
+                pins = folder / "maps"
+                take_over_flows(pins / "flows", pins / "fast_path", self._maps["flows"], self._btf)
 
     def take_over(self) -> int:
         """Take over the session affinity there; returns how many. Can be repeated: the newest connection counts."""
@@ -78,30 +74,6 @@ class OtherLayouts:
             rows = self._translated(old)
             merge(rows, present["affinities"], with_time=True)
             return len(rows)
-
-    def _take_over_flows(self, pins: Path) -> None:
-        """The kernel's flows, to be confirmed anew. Call after the drain: then there are no others."""
-        if not all((pins / name).exists() for name in ("flows", "fast_path")):
-            return
-        with closing(Map.open_pinned(pins / "flows")) as flows, closing(Map.open_pinned(pins / "fast_path")) as word:
-            try:
-                former = types_of(flows, word)
-                if any(former.struct(name).fields != self._btf.struct(name).fields for name in _PARTS_OF_FLOW):
-                    return
-                old_layout, new_layout = former.struct("flow"), self._btf.struct("flow")
-            except (StaleObjectError, ValueError):
-                return  # the drain has logged it
-            names = [name for name in new_layout.fields if name in old_layout.fields and name not in _CONFIRMATION]
-            if not {"rewrite", "young"} <= set(names):
-                return
-            rows = []
-            for key, value in flows.items():
-                fields = old_layout.unpack(value)
-                if not fields["young"]:
-                    rows.append((key, new_layout.pack(**{name: fields[name] for name in names})))
-            merge(rows, self._maps["flows"], with_time=False)
-        if rows:
-            _log.info("flows of another version are taken over", entries=len(rows))
 
     def _translated(self, old: dict[str, Map]) -> list[tuple[bytes, bytes]]:
         layouts = self._layouts

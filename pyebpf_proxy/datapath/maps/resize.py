@@ -10,6 +10,9 @@ Meanwhile there are two more folders next to the folder of the pins (``maps``):
 3. The old programs continue with the old maps, and write to them (affinity, sockets), until the new programs are
    attached. Then the entries written meanwhile are copied, and ``maps-former`` is removed. After a kill before that,
    the next start does it.
+
+The flow table is not copied here. Just before the new programs are attached, the old one in ``maps-former`` is drained
+and its flows are taken over (maps/former_flows.py). Whatever starts next does so again as long as it is there.
 """
 
 from __future__ import annotations
@@ -41,13 +44,25 @@ _WITH_TIME = ("affinities", "socket_flows", "localities", "locality_sets", "pod_
 _MAY_BE_CUT = ("counters", "last_refused", "recent_refusals", "rr_cursor", "affinity_counts")
 
 
+def former_pins(pins: Path, name: str) -> list[Path]:
+    """Where the maps are pinned that the map ``name`` in ``pins`` has replaced. The first is the attached programs'."""
+    folder = _former(pins)
+    found = list(folder.glob(f"{name}-*")) if folder.is_dir() else []
+    numbers = {path: path.name.removeprefix(f"{name}-") for path in found}
+    return sorted((path for path in found if numbers[path].isdecimal()), key=lambda path: int(numbers[path]))
+
+
+def _former(pins: Path) -> Path:
+    return pins.with_name(f"{pins.name}-former")
+
+
 class Resize:
     """The change of sizes of the maps pinned in ``pins``."""
 
     def __init__(self, pins: Path) -> None:
         self.pins = pins
         self.made = pins.with_name(f"{pins.name}-resized")
-        self.former = pins.with_name(f"{pins.name}-former")
+        self.former = _former(pins)
 
     def begin(self) -> None:
         """Prepare for new maps; leftovers of an interrupted start are discarded."""
@@ -105,7 +120,7 @@ class Resize:
 
 def _copy(old: Map, new: Map, all_old: Mapping[str, Map], btf: Btf) -> None:
     if old.name == "flows":
-        return  # The flow table fills itself.
+        return  # Later, after its young flows were handed to conntrack: maps/former_flows.py.
     keys, values = old.dump()
     rows = _rows(old, keys, values)
     if old.type in (_ARRAY, _PERCPU_ARRAY):

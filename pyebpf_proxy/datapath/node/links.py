@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import struct
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -125,6 +125,8 @@ class Node:
         self.on_gone: Callable[[], None] = lambda: None
         #: Called when the entry of a device in the map has changed; not for a new entry, which changes no known one.
         self.on_devices: Callable[[], None] = lambda: None
+        #: Called with the ifindexes of devices that are gone, of which no other device has one yet.
+        self.on_devices_gone: Callable[[Set[int]], None] = lambda indexes: None
         self._written: dict[str, Contents] = {name: dict(maps[name].items()) for name in MAPS}
         self._programs: Mapping[str, int] = {}
         self._attached: dict[int, str] = {}
@@ -158,6 +160,11 @@ class Node:
     def addresses(self) -> list[Address]:
         """Every address of a device."""
         return [address for _, address, _ in self._follower.state.addresses]
+
+    @property
+    def indexes(self) -> Set[int]:
+        """The ifindex of every device, as reported by netlink so far."""
+        return self._follower.state.links.keys()
 
     @property
     def uses_tcx(self) -> bool:
@@ -219,6 +226,8 @@ class Node:
             self._attached.pop(index, None)
             self._reattached.pop(index, None)
             self._attachments.forget(index)
+        if gone := events.gone - self.indexes:
+            self.on_devices_gone(gone)
         for index in events.filters & self._attached.keys():
             self._check(index)
         seen = bool(events.filters) and self._see_others()

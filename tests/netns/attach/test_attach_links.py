@@ -171,6 +171,18 @@ def test_addresses_that_leave_the_node_are_noted(harness: Harness, shell: Shell)
     assert gone() == {"10.1.0.3"}
 
 
+def test_devices_that_are_gone_are_named_by_their_number(harness: Harness, shell: Shell) -> None:
+    """Not if another one has got the number by then: what is known by it is that one's, too."""
+    gone: list[int] = []
+    harness.node.on_devices_gone = lambda indexes: gone.extend(sorted(indexes))
+    shell("ip link add v0 index 7000 type veth peer name v1 index 7001; ip link add v2 index 7002 type bridge")
+    follow(harness.node, lambda: {7000, 7001, 7002} <= harness.node.indexes)
+    shell("ip link del v0; ip link add v3 index 7000 type bridge; ip link del v2")
+    follow(harness.node, lambda: 7002 not in harness.node.indexes)
+    assert gone == [7001, 7002]
+    assert 7000 in harness.node.indexes
+
+
 def test_a_new_device_gets_its_program(harness: Harness, shell: Shell) -> None:
     harness.attach()
     shell("ip link add v0 type veth peer name v1")
