@@ -75,7 +75,7 @@ fit.
 
 DATAPATH_FOOT = """
 Empty maps of the default sizes take about 54 MB, or about {total} MB with `fastPath: false`, not counting the maps of
-single schedulers. The largest maps are preallocated: `flows`, `backends4`, `endpoints4` (for a fast first sync), and
+single schedulers. These maps are preallocated: `backends4`, `endpoints4` (for a fast first sync), and
 the LRU maps that the programs write to (the kernel always preallocates those).
 
 ### When a size changes
