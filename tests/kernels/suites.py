@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from pyebpf_proxy.lab.agent import FEW_RIGHTS
+from tests.support.talk import PACE
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class Suite:
     @property
     def environment(self) -> dict[str, str]:
         """Variables that the tests are run with."""
-        return {FEW_RIGHTS: "1"} if self.few_rights else {}
+        return {FEW_RIGHTS: "1", PACE: "0.05"} if self.few_rights else {}
 
 
 #: Seconds for suites of labs with traffic, and of some hundred tests.

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import os
 import selectors
 import socket
 import time
@@ -15,6 +16,9 @@ from pyebpf_proxy.lab.namespace import Namespace, Task
 
 PORT = 7007
 _SIZE = 8
+#: Environment variable: seconds between an answer and the next question. An emulated processor, which many
+#: conversations at full speed keep busy, has hardly any time left for what a test does meanwhile.
+PACE = "PEP_TALK_PACE"
 
 
 def serve(pod: Pod) -> Task[None]:
@@ -132,6 +136,7 @@ class Talk:
 
 
 def _talk(address: str, port: int, protocol: str, size: int, state: Any, peer: Any, own_port: Any, gate: Any) -> None:
+    pace = float(os.environ.get(PACE, "0.001"))
     if gate is not None:
         gate.wait()
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -157,7 +162,7 @@ def _talk(address: str, port: int, protocol: str, size: int, state: Any, peer: A
             now = time.monotonic()
             state[2] = max(state[2], now - (state[1] or now))
             state[1] = now
-            time.sleep(0.001)
+            time.sleep(pace)
 
 
 def _ask(sock: socket.socket, data: bytes, protocol: str) -> bytes | None:
