@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from . import overview
-from .measure import NORMAL_SECONDS, ROOT, Result, Row, Summary
+from .measure import ROOT, Result, Row, Summary
 from .plots import significant
 
 PAGE = ROOT / "docs" / "performance.md"
@@ -51,7 +51,6 @@ def goals(results: Sequence[Result]) -> str:
 def section(result: Result) -> str:
     """One figure: its table, its picture, place and time of the measurement."""
     m = result.machine
-    speed = m["speed_seconds"]["median"] if m["speed_seconds"] else None
     header = ("what", "measured", "compared with", "result", "at normal speed", "goal", "")
     lines = [
         f"### {result.title}",
@@ -63,13 +62,8 @@ def section(result: Result) -> str:
         f"![{result.title}](../bench/results/{result.figure}.svg)",
         "",
         f"{m['date']}, commit {m['commit']}, {m['kernel']}, {m['processor']}, {m['cpus']} CPUs"
-        f"{' (virtual)' if m['virtual'] else ''}, load {m['load_average'][0]} at the end; "
-        + (
-            "the speed measure is missing: nothing is scaled."
-            if speed is None
-            else f"the speed measure took {significant(speed)} s,"
-            f" {significant(speed / NORMAL_SECONDS, 2)} times normal."
-        )
+        f"{' (virtual)' if m['virtual'] else ''}."
+        + ("" if m["speed_seconds"] else " The speed measure is missing: nothing is scaled.")
         + (" **A quick run.**" if result.quick else "")
         + (f" **{result.note}**" if result.note else ""),
         "",

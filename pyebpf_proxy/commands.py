@@ -229,7 +229,7 @@ COMMANDS = {
         _doctor,
     ),
     "trace": Command(
-        "live decisions, one a line: source, service, endpoint, path, masquerade, reason",
+        "show decisions live, one per line: source, service, endpoint, path, masquerade, reason",
         "pyebpf-proxy trace default/web            # until Ctrl-C\n"
         "  pyebpf-proxy trace drop,reject             # drops and refusals; with --count 1 only the next one\n"
         "  pyebpf-proxy trace client=198.51.100.2 port=80 --duration 30s -o json",

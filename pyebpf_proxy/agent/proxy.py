@@ -146,7 +146,7 @@ class Proxy:
             done, _ = await asyncio.wait({source, follow, mend, stop, *guards}, return_when=asyncio.FIRST_COMPLETED)
             for task in done - {stop}:
                 task.result()
-                raise FatalError(f"internal error: {task} ended by itself")
+                raise FatalError(f"internal error: {task} ended unexpectedly")
         finally:
             tasks = [task for task in (source, follow, mend, stop, *guards, self._collecting) if task is not None]
             for task in tasks:
@@ -299,7 +299,7 @@ class Proxy:
                     _log.error("changes by other programs could not be reverted", error=str(error))
                     continue
                 if overwritten and not self._failed:
-                    _log.error("others have written into the service maps, they are compared with all Services again")
+                    _log.error("another program has changed the service maps; comparing them with all Services")
                     self._failed = True
                     self._schedule.request(time.monotonic())
                     self._wake.set()

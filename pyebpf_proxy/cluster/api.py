@@ -168,7 +168,7 @@ class Api:
         try:
             return json.loads(data)
         except ValueError:
-            raise RefusedError(0, "NoAnswer", "an answer that is cut off") from None
+            raise RefusedError(0, "NoAnswer", "the answer was truncated") from None
 
     def get(self, kind: Kind, name: str, namespace: str = "") -> Object | None:
         """One object; None if it does not exist."""

@@ -142,7 +142,7 @@ def _cni(api: Api) -> Iterator[Finding]:
     for name, text, remedy in clashes:
         yield Finding("CNI", "bad", f"DaemonSet {name}: {text}", remedy)
     if not clashes:
-        text = ", ".join(known) or "no DaemonSet that is known here"
+        text = ", ".join(known) or "no known CNI DaemonSet"
         yield Finding("CNI", "good", f"{text}; pyebpf-proxy doctor on a node reads its configuration")
 
 
@@ -172,7 +172,8 @@ def _node(name: str, node: Object) -> Iterator[Finding]:
     if number < _OLDEST_KERNEL:
         yield Finding("node", "bad", f"{text}: the kernel is older than 5.14", "docs/kernels.md", name)
     elif info.get("architecture") not in _ARCHITECTURES:
-        yield Finding("node", "bad", f"{text}: no image for this architecture", "build one there", name)
+        remedy = "build an image on that architecture"
+        yield Finding("node", "bad", f"{text}: no image for this architecture", remedy, name)
     elif number < _TESTED_KERNEL:
         yield Finding("node", "warning", f"{text}: kernels from 6.1 are tested", "docs/kernels.md", name)
     elif info.get("architecture") != _TESTED_ARCHITECTURE:
@@ -201,7 +202,7 @@ def _image(api: Api, found: View, image: str, seconds: float) -> Iterator[Findin
         try:
             task_pod.run(api, "check", node, image, ["pyebpf-proxy", "cluster", "on-node", "fit"], seconds)
         except ClusterError as error:
-            remedy = "make it pullable there, or name another one" if "pull" in str(error) else ""
+            remedy = "make the image available to the node, or name another one" if "pull" in str(error) else ""
             return Finding(IMAGE, "bad", str(error), remedy, node)
         return Finding(IMAGE, "good", f"{image} runs, and the kernel has BTF", "", node)
 

@@ -20,15 +20,15 @@ if TYPE_CHECKING:
     from pyebpf_proxy.cluster.output import Output
 
 COMMANDS = {
-    "check": "whether this cluster is fit; nothing is changed",
-    "status": "what runs on each node, what its agent says, differences; exit status 1 if something is wrong",
-    "services": "the service ports of all nodes side by side; exit status 1 if nodes differ",
-    "explain": "what happens to a connection of a pod to a Service, by its node's agent; then where nodes differ",
+    "check": "check whether this cluster meets the requirements; changes nothing",
+    "status": "show what runs on each node, what its agent reports, and where nodes differ; exit status 1: a problem",
+    "services": "compare the service ports of all nodes; exit status 1 if nodes differ",
+    "explain": "explain a connection of a pod to a Service: the answer of its node's agent, then where nodes differ",
     "install": "take nodes over from kube-proxy, one after the other, each verified; goes on where it was stopped",
     "upgrade": "replace the agents by those of another image, one after the other, each verified",
     "rollback": "give nodes back to kube-proxy; after the last one, remove all objects",
-    "test": "connectivity: pods and nodes ask Services of the test's own, on every node; cleans up after itself",
-    "sysdump": "one archive for a bug report: objects, logs and what each agent says, without secrets",
+    "test": "test connectivity from pods and nodes to test Services, on every node; cleans up after itself",
+    "sysdump": "write an archive for a bug report: objects, logs and each agent's report, without secrets",
 }
 _CHANGING = frozenset({"install", "upgrade", "rollback", "test"})
 _STATUSES = "exit status: 0 done, no problem found; 1 a problem; 2 wrong usage; 3 no answer; 130 Ctrl-C"
@@ -159,7 +159,7 @@ def _ask(context: str, url: str, options: argparse.Namespace) -> None:
         raise ClusterError(f"context {context}, {url}: not confirmed, since stdin is no terminal; add --yes", QUESTION)
     print(f"context {context}, {url}: {options.command} there? [y/N] ", end="", file=sys.stderr, flush=True)
     if sys.stdin.readline().strip().lower() not in ("y", "yes"):
-        raise ClusterError("nothing was done", NOT_RIGHT)
+        raise ClusterError("not confirmed: nothing was changed", NOT_RIGHT)
 
 
 def _check(api: Api, output: Output, options: argparse.Namespace) -> int:

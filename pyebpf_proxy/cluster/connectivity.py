@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``cluster test``: pods and nodes ask Services of the test's own, through every kind of address. Cleans up."""
+"""``cluster test``: pods and nodes connect to test Services, through every kind of address. Cleans up."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def run(api: Api, output: Output, found: View, image: str, seconds: float) -> bo
         for node in found.nodes:
             for host in (False, True):
                 api.create(PODS, _pod(found, node, host, image, services))
-        output.say(f"{2 * len(found.nodes)} pods ask, on {len(found.nodes)} nodes, with {image}")
+        output.say(f"{2 * len(found.nodes)} pods test connectivity, on {len(found.nodes)} nodes, with {image}")
         rows = list(_results(api, output, 2 * len(found.nodes), seconds))
         rows += _from_outside(found, services["web"])
     finally:
@@ -153,7 +153,7 @@ def _addresses(node: Object) -> list[str]:
 
 
 def _results(api: Api, output: Output, pods: int, seconds: float) -> Iterator[Row]:
-    """The rows of each pod, as soon as all have asked."""
+    """The rows of each pod, as soon as all have finished."""
     logs: dict[str, str] = {}
 
     def ended(step: Callable[[], None]) -> bool:
@@ -169,8 +169,8 @@ def _results(api: Api, output: Output, pods: int, seconds: float) -> Iterator[Ro
                 raise ClusterError(f"{pod.node}: a pod of the test does not run: {pod.hopeless}")
         return len(logs) == len(api.objects(PODS, NAMESPACE))
 
-    with output.progress("pods have asked", pods) as step:
-        wait_until(lambda: ended(step), "not all pods have asked", seconds)
+    with output.progress("pods done", pods) as step:
+        wait_until(lambda: ended(step), "not all pods have finished", seconds)
     for _, log in sorted(logs.items()):
         for line in log.splitlines():
             if line.startswith("{"):

@@ -48,7 +48,7 @@ def run(api: Api, output: Output, found: View, pod_name: str, service_name: str,
     port = _port(service, port_name)
     agent = found.agents.get(node)
     if agent is None or not agent.usable:
-        proxy = found.proxy(node) if node in found.nodes else "none that was asked"
+        proxy = found.proxy(node) if node in found.nodes else "unknown, the node is not selected"
         raise ClusterError(f"no agent runs on {node}, the node of the pod; its proxy: {proxy}", NO_ANSWER)
     explanations = []
     for question in _questions(service, port, sources):
@@ -66,7 +66,7 @@ def run(api: Api, output: Output, found: View, pod_name: str, service_name: str,
         problems=compared.problems,
     )
     output.document |= msgspec.to_builtins(answer)
-    output.say(f"pod {namespace}/{pod_name} on {node}, asked there:")
+    output.say(f"pod {namespace}/{pod_name}, answer of the agent on {node}:")
     for explanation in explanations:
         output.say("")
         for line in explain_text.text(explanation, output.terminal):

@@ -130,7 +130,7 @@ class Command:
         try:
             if not takeover.has(self._api, node, AGENT):
                 takeover.try_image(self._api, node, image, self._seconds)
-                say("the image runs there, and the kernel is fit")
+                say("the image runs on the node, and the kernel meets the requirements")
         except (ClusterError, RefusedError) as error:
             raise ClusterError(f"{node}: {error}; nothing was changed there{done}") from None
         try:
@@ -229,7 +229,7 @@ class Command:
         except (ClusterError, RefusedError) as error:
             raise ClusterError(f"{node}: {error}; the agent of {old.image} stays") from None
         self._set_image(image)
-        say("the image is there; the agent is replaced")
+        say("the image is available; replacing the agent")
         try:
             takeover.replace(api, node, old, self._seconds, say)
             takeover.verify(api, node, image, task_pod.targets(api), self._seconds)

@@ -19,8 +19,8 @@ _HOPELESS = {
     "ImagePullBackOff": "the image cannot be pulled",
     "InvalidImageName": "the name of the image is invalid",
     "ErrImageNeverPull": "the image is not on the node, and imagePullPolicy is Never",
-    "CreateContainerConfigError": "the container cannot be made",
-    "CreateContainerError": "the container cannot be made",
+    "CreateContainerConfigError": "the container cannot be created",
+    "CreateContainerError": "the container cannot be created",
     "RunContainerError": "the container cannot be started",
     "CrashLoopBackOff": "the container ends again and again",
 }

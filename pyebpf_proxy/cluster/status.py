@@ -29,7 +29,7 @@ def show(found: View, asked: Asked, output: Output) -> list[Finding]:
         pod = found.agents.get(each["node"])
         each |= {"image": pod.image if pod else "", "agent": agents.document(asked.answers.get(each["node"]))}
     if asked.why:
-        output.say(f"the agents were not asked: {asked.why}")
+        output.say(f"the agents could not be queried: {asked.why}")
     findings = [*problems(found, wanted), *agents.findings(asked)]
     output.findings(findings)
     done = sum(map(found.is_done, found.nodes))
@@ -49,7 +49,7 @@ def state(found: View, node: str) -> str:
         return pod.hopeless
     if pod is None:
         return "agent is missing"
-    return "agent not ready" if parked else "agent beside kube-proxy"
+    return "agent not ready" if parked else "agent alongside kube-proxy"
 
 
 def problems(found: View, wanted: str) -> list[Finding]:
@@ -59,7 +59,7 @@ def problems(found: View, wanted: str) -> list[Finding]:
         pod = found.agents.get(node)
         usable = [each for each in (pod, found.kube_proxies.get(node)) if each is not None and each.usable]
         if not usable:
-            text = "no proxy runs; what the last one attached carries the traffic"
+            text = "no proxy runs; the programs or rules of the last one carry the traffic"
             remedy = f"kubectl -n {NAMESPACE} describe pods -l '{PROXIES}' --field-selector spec.nodeName={node}"
             wrong.append(Finding("proxy", "bad", text, remedy, node))
         elif found.has(node, PARKED) and not found.is_done(node):

@@ -168,7 +168,7 @@ def _more(api: Api, found: View, asked: agents.Asked, seconds: float) -> Iterato
         if answer.conntrack is not None and answer.conntrack.used > _MOST_FLOWS
     ]
     for node in busy:
-        text = f"conntrack has more than {_MOST_FLOWS} entries, so that the node was not asked"
+        text = f"conntrack has more than {_MOST_FLOWS} entries: flows were not collected"
         yield f"agents/{node}/flows.yaml", partial(_fail, ClusterError(text))
     kinds: tuple[tuple[str, type[model.Answer], list[str]], ...] = (
         ("drops", model.Drops, []),

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """One node from kube-proxy to the agent, and back. At each moment one of the two has programmed the node.
 
-To the agent: the agent starts beside kube-proxy; once it has programmed the node, kube-proxy is parked; then the agent
-holds the health port and is ready. Back: kube-proxy starts beside the agent, and the clean-up waits until it has
-programmed the node. Every step can be repeated, so a command that was killed is continued by the next one.
+To the agent: the agent starts alongside kube-proxy; once it has programmed the node, kube-proxy is parked; then the
+agent holds the health port and is ready. Back: kube-proxy starts alongside the agent, and the clean-up waits until it
+has programmed the node. Every step can be repeated, so a command that was killed is continued by the next one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _AGENTS, _KUBE_PROXIES = f"k8s-app={NAME}", f"k8s-app={KUBE_PROXY}"
 def take(api: Api, node: str, image: str, targets: list[str], seconds: float, say: Say) -> None:
     """Give the node to the agent. ClusterError: kube-proxy still serves it, or the caller must give it back."""
     label(api, node, AGENT, True)
-    say("the agent starts beside kube-proxy")
+    say("the agent starts alongside kube-proxy")
     wait_programmed(api, node, seconds)
     say("the agent has programmed the node; kube-proxy is parked")
     label(api, node, PARKED, True)

@@ -223,8 +223,8 @@ class DatapathConfiguration(_Section):
         str | None,
         AfterValidator(lambda text: text if text is None else _path(text)),
         Field(
-            description="Services, EndpointSlices and Nodes are read from the files of this directory instead of the"
-            " API server. The flag --manifests overrides it."
+            description="Services, EndpointSlices, Nodes and ServiceCIDRs are read from the files of this directory"
+            " instead of the API server. The flag --manifests overrides it."
         ),
     ] = None
     socket_lb: Annotated[
@@ -233,16 +233,16 @@ class DatapathConfiguration(_Section):
         Field(
             alias="socketLB",
             description="node: programs on the root cgroup translate the node's own connections to Services at"
-            " connect and sendmsg. all: also connections of pods that need no masquerading. off: no programs on the"
-            " cgroup (those of a previous run are detached); the nft table serves the node's own connections, as it"
-            " always does for SCTP.",
+            " connect and sendmsg. all: the same, and also connections of pods that need no masquerading. off: no"
+            " programs on the cgroup (those of a previous run are detached); the nft table serves the node's own"
+            " connections, as it always does for SCTP.",
         ),
     ] = "node"
     socket_lb_exclude: Annotated[
         _Networks,
         Field(
             alias="socketLBExclude",
-            description="With socketLB: all, CIDRs of pods whose connections the tc programs translate nevertheless,"
+            description="With socketLB: all, CIDRs of pods whose connections the tc programs translate even so,"
             " such as pods of a service mesh that needs to see the Service address.",
         ),
     ] = []
@@ -287,15 +287,15 @@ class DatapathConfiguration(_Section):
         Field(
             description="Interfaces on which packets from outside arrive. An XDP program handles packets there before"
             " the kernel allocates an skb (xdp.md). `*` in the list means every physical interface whose driver"
-            " supports XDP; auto instead of a list means the same. With fastPath it forwards packets; without, it"
-            " opens flows and drops packets."
+            " supports XDP; auto instead of a list means the same. XDP needs the fast path: without it, the"
+            " program is not attached."
         ),
     ] = []
     xdp_mode: Annotated[
         Literal["native", "generic"],
         Field(
             description="native: XDP in the interface's driver, none if the driver does not support it. generic: on"
-            " any interface; slower than tc alone, for trials."
+            " any interface; slower than tc alone, for tests."
         ),
     ] = "native"
     pod_network: Annotated[

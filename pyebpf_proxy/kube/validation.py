@@ -116,7 +116,7 @@ def _check_choices(service: Service) -> Iterator[Finding]:
         yield Finding(f"spec.sessionAffinity: {quote(spec.session_affinity)} is not None or ClientIP", True)
     local = spec.type == "LoadBalancer" and spec.external_traffic_policy == "Local"
     if local and not spec.health_check_node_port and spec.cluster_ip not in (None, "", "None"):
-        what = "missing, and nothing here allocates one: load balancers cannot ask where endpoints are"
+        what = "missing, and a folder of manifests allocates none: load balancers cannot check for endpoints"
         yield Finding(f"spec.healthCheckNodePort: {what}", False)
     config = spec.session_affinity_config
     if config is not None and config.client_ip is not None:
@@ -128,7 +128,8 @@ def _check_choices(service: Service) -> Iterator[Finding]:
 def _check_cluster_ips(service: Service) -> Iterator[Finding]:
     spec = service.spec
     if not spec.cluster_ip and not spec.cluster_ips:
-        yield Finding("spec.clusterIP: missing, and nothing here allocates one: the service is not served", False)
+        what = "missing, and a folder of manifests allocates none: the service is not served"
+        yield Finding(f"spec.clusterIP: {what}", False)
         return
     texts = [("spec.clusterIP", spec.cluster_ip)]
     texts += [(f"spec.clusterIPs[{i}]", text) for i, text in enumerate(spec.cluster_ips or ())]
@@ -204,7 +205,7 @@ def _check_open_to_everyone(service: Service) -> Iterator[Finding]:
         if packed is None or ingress.ip_mode not in (None, "", "VIP") or family_of(packed) in guarded:
             continue
         what = f"no range of spec.loadBalancerSourceRanges is IPv{family_of(packed).value}"
-        yield Finding(f"status.loadBalancer.ingress[{i}].ip: {quote(ingress.ip)} takes every source: {what}", False)
+        yield Finding(f"status.loadBalancer.ingress[{i}].ip: {quote(ingress.ip)} accepts every source: {what}", False)
 
 
 def _check_entry(path: str, text: str) -> Iterator[Finding]:

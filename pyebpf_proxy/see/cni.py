@@ -117,7 +117,8 @@ def _bandwidth(plugin: Plugin) -> Iterator[Clash]:
         False,
         "bandwidth: packets of pods with the annotation kubernetes.io/egress-bandwidth go to an ifb device before the"
         " tc program sees them, and may not reach Services",
-        "use socketLB: all, which translates at the sockets of these pods; or limit their bandwidth by other means",
+        "use socketLB: all, which translates connections at the sockets of these pods; or limit their bandwidth by"
+        " other means",
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import resource
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +62,7 @@ def examine(directory: Path) -> Found:
     yield from _fast_path(directory)
     yield from _conntrack()
     yield from _sysctls()
+    yield from _bridges(directory)
     yield from _others(directory)
     yield from _limits()
 
@@ -170,10 +171,37 @@ def _sysctls() -> Found:
             f"strict on {', '.join(strict[:5])}: packets on asymmetric routes are dropped",
             "sysctl -w net.ipv4.conf.all.rp_filter=2 (and for each device), if routes are asymmetric here",
         )
-    if (_PROC / "net/bridge").is_dir() and kernel_number(_PROC / "net/bridge/bridge-nf-call-iptables") == 0:
-        yield _good(
-            "bridge-nf-call-iptables", "0: the tc programs redirect replies between its pods to it (docs/data-plane.md)"
+
+
+def _bridges(directory: Path) -> Found:
+    """A reply between two ports of a bridge: translated by netfilter at the port, or found in conntrack by tc."""
+    name = "bridge-nf-call-iptables"
+    if kernel_number(_PROC / "net/bridge" / name) != 0:
+        return
+    if _looks_up_conntrack(directory):
+        yield _good(name, "0: the tc programs redirect replies between two ports to the bridge (docs/data-plane.md)")
+    else:
+        yield _warn(
+            name,
+            "0, and the programs cannot look flows up in conntrack: replies between two ports of a bridge are not"
+            " translated",
+            f"sysctl -w net.bridge.{name}=1",
         )
+
+
+def _looks_up_conntrack(directory: Path) -> bool:
+    """Whether the attached programs do, or else those that an agent with the rights of this process would load."""
+    from pyebpf_proxy.datapath.loader.libbpf import BpfError
+    from pyebpf_proxy.see import loading
+
+    attached = _settings(directory)
+    if attached is not None:
+        return bool(attached["conntrack_lookup"])
+    try:
+        loading.attempt("tc", loading.LOOKUP)
+    except (BpfError, FatalError):
+        return False
+    return True
 
 
 def _others(directory: Path) -> Found:
@@ -240,16 +268,21 @@ def _mark_users(directory: Path, mark: int) -> Found:
 
 
 def _masquerade_mark(directory: Path) -> int:
+    settings = _settings(directory)
+    return int(settings["masquerade_mark"]) if settings is not None else _MARK
+
+
+def _settings(directory: Path) -> Mapping[str, Any] | None:
+    """Those of the attached programs; None: not installed yet, or they cannot be read."""
     from pyebpf_proxy.see import programs
     from pyebpf_proxy.see.answers import SeeError
     from pyebpf_proxy.see.maps import Pinned
 
     try:
         with Pinned(directory) as maps:
-            settings = programs.read(maps).settings
+            return programs.read(maps).settings
     except SeeError:
-        return _MARK  # not installed yet: the default
-    return int(settings["masquerade_mark"]) if settings is not None else _MARK
+        return None
 
 
 def _sets_bit(expression: Any, mark: int) -> bool:

@@ -9,6 +9,7 @@ from pyebpf_proxy.datapath.loader.libbpf import Object
 from pyebpf_proxy.datapath.loader.programs import object_file, unused_maps
 
 _BASE = {"conntrack_lookup": 0, "masquerade_mark": 0x4000}
+LOOKUP = {**_BASE, "conntrack_lookup": 1}
 #: Entries of each map. Their sizes are not tested.
 _ENTRIES = 64
 
@@ -24,7 +25,7 @@ ATTEMPTS = (
     (
         "conntrack lookup",
         "the programs can look flows up in conntrack",
-        {**_BASE, "conntrack_lookup": 1},
+        LOOKUP,
         "tc",
         "services work without it: netfilter finds existing flows itself",
     ),

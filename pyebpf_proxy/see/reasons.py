@@ -27,7 +27,7 @@ MEANINGS = {
     "drop_source_range_socket": Meaning("this node is not in the Service's loadBalancerSourceRanges", _RANGE),
     "drop_loopback_destination": Meaning(
         "from outside to 127.0.0.0/8: the node's loopback is not reachable from outside",
-        "find the sender: it is broken or hostile",
+        "find the sender: it is misconfigured or hostile",
     ),
     "drop_rewrite_failed": Meaning("the fast path could not rewrite a packet", _REPORT),
     "drop_awaiting_promotion": Meaning(

@@ -114,7 +114,7 @@ def _about_source(troubles: Mapping[str, str]) -> Iterator[model.Trouble]:
     for resource, why in troubles.items():
         yield model.Trouble(
             what=f"{resource} cannot be watched: {why}" if resource else f"the API server fails: {why}",
-            remedy="programmed Services stay and changes are not applied: see the agent's log for the beginning",
+            remedy="programmed Services stay and changes are not applied; the agent's log says when it began",
         )
 
 

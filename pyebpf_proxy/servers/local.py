@@ -16,7 +16,7 @@ from pyebpf_proxy.servers.health import JSON_HEADERS
 from pyebpf_proxy.servers.http import Handler, Request, Response
 from pyebpf_proxy.services.addresses import format_address, parse_address
 
-_BAD = Response(400, (("Content-Type", "text/plain; charset=utf-8"),), b"addresses, one a line\n")
+_BAD = Response(400, (("Content-Type", "text/plain; charset=utf-8"),), b"expected addresses, one per line\n")
 
 
 class Local(NamedTuple):

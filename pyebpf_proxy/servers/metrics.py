@@ -269,8 +269,8 @@ def _read_fast_path(last: Callable[[], Mapping[str, int]], view: Callable[[], Ma
     yield Read(
         CounterMetricFamily,
         "pyebpf_proxy_fast_path_events_total",
-        "The flow table: permits for young flows, young flows that ended or were promoted to the kernel, entries of the"
-        " kernel's flows that were learned, confirmed, changed, removed",
+        "Events of the flow table: permits granted; young flows ended or promoted; the kernel's flows learned,"
+        " confirmed, changed, forgotten",
         ("event",),
         events,
     )

@@ -184,7 +184,7 @@ def over_limits(service: objects.Service, *, external_ips: bool = True) -> tuple
         ranges = sum(1 for _ in _ranges_of(spec, family, None))
         if ranges > MOST_RANGES:
             what = f"{ranges} IPv{family.value} ranges are more than {MOST_RANGES}"
-            found.append(f"spec.loadBalancerSourceRanges: {what}: sources in the others are not let in")
+            found.append(f"spec.loadBalancerSourceRanges: {what}: sources in the others are not accepted")
     return tuple(found)
 
 

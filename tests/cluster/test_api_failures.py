@@ -102,7 +102,7 @@ def objects(server: ApiServer, kubeconfig: Path) -> None:
 SPOILT: list[tuple[Mode, str]] = [
     ("slow", "too slowly: less than 32 KiB in 3 s"),
     ("mute", "no answer within 3 s"),
-    ("garbage", "cannot be read"),
+    ("garbage", "cannot be parsed"),
     ("truncated", "ended before its end"),
     ("refuse", "127.0.0.1"),
 ]

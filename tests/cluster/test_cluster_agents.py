@@ -203,7 +203,7 @@ def test_a_node_without_an_answer_is_named(nodes: SimulatedNodes, lab: Lab, fold
 def test_what_happens_to_a_connection_of_a_pod(nodes: SimulatedNodes, lab: Lab, folder: Path) -> None:
     pod = next(iter(lab.pods.values()))
     output = run(folder, "explain", pod.name, "web")
-    assert f"pod default/{pod.name} on {pod.node.name}, asked there:" in output
+    assert f"pod default/{pod.name}, answer of the agent on {pod.node.name}:" in output
     assert f" > {cluster_ip(11).v4}:80 TCP, from {pod.device}" in output
     assert output.count("It goes to one of these endpoints") == 2, "both families"
     assert "It agrees with the rules." in output

@@ -219,7 +219,7 @@ def test_the_question_which_cluster_is_meant(
         assert (process.returncode, asked) == (0, question), said
         assert now(server) == taken("n1")
         return
-    assert (process.returncode, said, asked) == (1, "", f"{question}Error: nothing was done\n")
+    assert (process.returncode, said, asked) == (1, "", f"{question}Error: not confirmed: nothing was changed\n")
     with pytest.raises(ApiError, match="not found"):
         daemon_set(server, "pyebpf-proxy")
 

@@ -132,7 +132,7 @@ def test_status_asks_the_agents_and_names_those_that_differ(
     server.account("watcher", rules)
     server.kubeconfig(tmp_path / "admin.conf", {"token": server.token("watcher")})
     said = run(tmp_path, "status")
-    assert "the agents were not asked: this user may not get, create pods/exec in kube-system" in said
+    assert "the agents could not be queried: this user may not get, create pods/exec in kube-system" in said
     assert "3 of 3 nodes served" in said
 
 

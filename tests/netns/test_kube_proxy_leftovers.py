@@ -102,7 +102,7 @@ def test_a_chain_that_others_use_stays_with_what_it_does(namespace: Namespace, k
     report = remove(namespace)
     assert report.problems == [
         f"iptables-{kind} IPv{family}: table nat: chain KUBE-MARK-MASQ stays,"
-        " a rule of others uses it: CNI-SETMARK -j KUBE-MARK-MASQ"
+        " because a rule of another program uses it: CNI-SETMARK -j KUBE-MARK-MASQ"
     ]
     left = [line for line in saved(namespace, kind, family) if "KUBE-" in line and "KUBE-FIREWALL" not in line]
     assert left == [

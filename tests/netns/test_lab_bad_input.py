@@ -262,7 +262,7 @@ def test_ranges_of_the_wrong_family_or_unreadable(bad: Lab, family: int) -> None
         other = bad.client.call(ask, vip(28).of(10 - family), 80, timeout=DROPPED_AFTER)
         assert other.kind == TIMED_OUT
         place = f"status.loadBalancer.ingress[{family // 2 - 2}].ip:"
-        assert logged(bad, f"Service default/foreign: {place}", "takes every source: no range of spec") >= 1
+        assert logged(bad, f"Service default/foreign: {place}", "accepts every source: no range of spec") >= 1
         for i, text in enumerate(ranges["broken"]):
             assert logged(bad, f"Service default/broken: spec.loadBalancerSourceRanges[{i}]:", text, "left out") >= 1
         assert metric(bad, 'bad_objects{kind="Service",outcome="used_in_part"}') == 3

@@ -262,7 +262,7 @@ def test_a_pin_of_another_kind_is_named(bpf_objects: Path, bpffs: Path) -> None:
     with pytest.raises(BpfError) as caught:
         load(Settings(netns_cookie=1), pin_dir=pins, sizes=SIZES, objects=bpf_objects)
     assert (
-        f"pinned map service_configs ({pins}/service_configs) is not the one needed: type 2 instead of 1, value_size 8"
+        f"pinned map service_configs ({pins}/service_configs) does not match: type 2 instead of 1, value_size 8"
         in str(caught.value)
     )
     assert sorted(bpffs.rglob("*")) == before

@@ -86,7 +86,7 @@ def drain(pins: Path, seconds: float = DRAIN_SECONDS) -> int:
             drains = word.pack(**{**fields, "draining": 1})
             found = promoter(maps, programs, btf)
         except (StaleObjectError, ValueError) as error:
-            _log.warning("flows of another version are not drained", pins=pins, error=str(error))
+            _log.warning("flows of another version could not be drained", pins=pins, error=str(error))
             return 0
         maps["fast_path"].update(_ZERO, drains)
         end = time.monotonic() + seconds

@@ -326,13 +326,13 @@ class Promoter:
         self.statistics.last_error = str(failed[-1][1]) if failed else ""
         if full and not self._full:
             _log.warning(
-                "conntrack takes no more flows, they stay in the fast path for a while",
+                "conntrack accepts no more flows; they stay on the fast path for now",
                 flows=len(full),
                 of=tried,
                 seconds=UNPROMOTED_SECONDS,
             )
         if bool(full) != self._full and not full:
-            _log.info("conntrack takes flows again")
+            _log.info("conntrack accepts flows again")
         self._full = bool(full)
         refused = next((str(result) for _, result in failed if result.outcome is Outcome.REFUSED), "")
         if refused and refused != self._said:

@@ -337,7 +337,7 @@ class Object:
         ]
         if differences:
             raise BpfError(
-                f"pinned map {name} ({path}) is not the one needed: {', '.join(differences)}; "
+                f"pinned map {name} ({path}) does not match: {', '.join(differences)}; "
                 "run pyebpf-proxy --cleanup first",
                 errors.EEXIST,
             )

@@ -290,7 +290,7 @@ def _load_xdp(
     if not settings.xdp:
         return None, ""
     if not settings.fast_path:
-        return None, "there is no fast path, and XDP has no other task"
+        return None, "XDP needs the fast path, which is not available"
     xdp = _open(objects / "xdp.bpf.o", settings, pin_dir, sizes, reuse=tc.maps if pin_dir is None else None)
     try:
         return xdp.load(), ""

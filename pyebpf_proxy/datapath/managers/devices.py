@@ -43,7 +43,7 @@ class NodeMaps(Manager):
 
     def refresh(self) -> None:
         for name in self.node.read_back():
-            _log.error("others have written into a map, it is repaired", map=name)
+            _log.error("another program has changed a map; repairing it", map=name)
 
 
 class TcPrograms(Manager):

@@ -90,10 +90,10 @@ class FastPathManager(Manager):
                 loaded.settings.flow_quota // 2,
             )
         except OSError as error:
-            _log.error("masqueraded flows in conntrack are not known: new ones may break them", error=str(error))
+            _log.error("masqueraded flows in conntrack could not be read; new flows may break them", error=str(error))
         else:
             if not complete:
-                _log.warning("conntrack has too many masqueraded flows: new ones may break some", known=entered)
+                _log.warning("conntrack has more masqueraded flows than fit; new flows may break some", known=entered)
             elif entered:
                 _log.info("masqueraded flows in conntrack keep their source ports", flows=entered)
         fast_path.admit()

@@ -27,11 +27,11 @@ LOCK_PATIENCE = 10
 #: Folders of the tools if PATH does not include them.
 FOLDERS = "/usr/sbin:/sbin:/usr/local/sbin:/usr/bin:/bin"
 FORWARD_GONE = (
-    "the built-in chain FORWARD drops by default, and kube-proxy's KUBE-FORWARD, which accepted services' packets"
-    " there, is gone: add your own rule that accepts them"
+    "the built-in chain FORWARD drops by default, and kube-proxy's KUBE-FORWARD, which accepted packets of"
+    " Services, was removed: add a rule that accepts them"
 )
 FORWARD_KEPT = (
-    "the built-in chain FORWARD drops by default, so kube-proxy's KUBE-FORWARD, which accepts services' packets there,"
+    "the built-in chain FORWARD drops by default, so kube-proxy's KUBE-FORWARD, which accepts packets of Services,"
     " stays; --cleanup removes it"
 )
 

@@ -142,7 +142,8 @@ def _plan_table(table: _Table, result: Plan, keep_forward: bool) -> str:
         else:
             needed.setdefault(target, rule)
     for chain, rule in needed.items():
-        result.kept.append(f"table {table.name}: chain {chain} stays, a rule of others uses it: {rule}")
+        why = "because a rule of another program uses it"
+        result.kept.append(f"table {table.name}: chain {chain} stays, {why}: {rule}")
     gone = sorted(doomed - _reached(table, needed, doomed))
     result.chains += len(gone)
     result.jumps += len(jumps)

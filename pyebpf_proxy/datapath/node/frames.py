@@ -32,7 +32,7 @@ class Frames:
         node.on_change = self._changed
         node.changed()
         if not self._xdp.attached:
-            _log.warning("XDP is on no device", devices=",".join(config.devices))
+            _log.warning("the XDP program is attached to no device", devices=",".join(config.devices))
 
     def follow(self, loop: asyncio.AbstractEventLoop) -> None:
         """Follow the devices' features from now on, until ``close``."""
@@ -77,7 +77,7 @@ def attach_frames(loaded: Loaded, node: Node, config: XdpConfig, folder: Path) -
     if loaded.xdp is not None:
         return Frames(loaded, node, config, folder)
     if loaded.why_not_xdp:
-        _log.warning("there is no XDP", why=loaded.why_not_xdp)
+        _log.warning("XDP is not available", why=loaded.why_not_xdp)
     if taken := release(folder):
         _log.info("detached the XDP program of a former run", devices=taken)
     return None

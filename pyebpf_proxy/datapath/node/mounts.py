@@ -175,7 +175,7 @@ def open_cgroup2() -> Cgroup2:
         warning = (
             ""
             if _is_root_cgroup(candidate)
-            else f"{candidate} is not the root of the cgroups: this node's own processes outside it are not served;"
+            else f"{candidate} is not the root cgroup: processes of the node outside it are not served;"
             " in a pod: mount the node's /sys/fs/cgroup there"
         )
         descriptor = os.open(candidate, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

@@ -26,8 +26,8 @@ _NATIVE = frozenset({uapi.XDP_ATTACHED_DRV, uapi.XDP_ATTACHED_MULTI})
 _SIOCETHTOOL, _ETHTOOL_GTSO = 0x8946, 0x1E
 _IFREQ = struct.Struct("@16sP16x")
 
-PROGRAM = "an XDP program is at its other end"
-MAY_BE = "an XDP program may be at its other end: it could not be checked ({}), and segmentation offload is off"
+PROGRAM = "an XDP program is at the peer of the veth"
+MAY_BE = "an XDP program may be at the peer of the veth: it could not be checked ({}), and segmentation offload is off"
 # A periodic check queries at most this many; the others follow in the next checks.
 _MOST_AT_ONCE = 256
 

@@ -59,7 +59,7 @@ class KeptPins:
         self._marker = marker.relative_to(point)
         self._stack = ExitStack()
         self._held = -1
-        self._why_not_held = "it was another one by the time that the agent could hold it"
+        self._why_not_held = "another file system was mounted there before the agent could hold it"
         self.why_not = ""
         self._hold(self._views[0])
 

@@ -217,7 +217,7 @@ def redirect_of(link: Link, state: State, config: NodeConfig) -> tuple[int, str]
     if link.kind != "veth":
         return REDIRECT_DEVICE, ""
     if link.peer_netns is None:
-        return REDIRECT_DEVICE, "its other end is in this network namespace"
+        return REDIRECT_DEVICE, "the peer of the veth is in this network namespace"
     if others.egress:
         return REDIRECT_DEVICE, f"behind the fast path: {', '.join(others.egress)}"
     if others.qdisc not in ("", "noqueue"):

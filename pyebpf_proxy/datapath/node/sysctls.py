@@ -176,7 +176,7 @@ def restore(directory: Path, root: Path = _ROOT, holder: str | None = None) -> t
                 _put(place, change.was, change.wrote, at_least=False)
                 restored.append(f"setting {name}={change.wrote}, restored to {change.was}")
             else:
-                _log.info("node setting was changed by others since, it stays", setting=name)
+                _log.info("another program has changed the setting; it is left as it is", setting=name)
         except FileNotFoundError:
             pass  # Its module was unloaded, and the value with it.
         except OSError as error:
@@ -255,7 +255,7 @@ def _put(path: Path, value: str, now: str, at_least: bool) -> str:
         os.close(descriptor)
     taken = _read(path)
     if not _is(taken, int(value), at_least):
-        raise OSError(errno.EINVAL, f"the kernel does not take it, it is {taken}")
+        raise OSError(errno.EINVAL, f"the kernel did not accept it: the value is {taken}")
     return taken
 
 
@@ -280,7 +280,7 @@ def _refused(setting: Setting, error: OSError, root: Path, warn_node: WarnNode |
             warn_node(READ_ONLY_SYS, READ_ONLY_SYS_NOTE)
     elif setting.machine_wide and _not_for_this_namespace(_place(root, setting.path), error):
         _log.warning(
-            "one value for the whole machine, it cannot be set from this network namespace and stays",
+            "the setting applies to the whole machine and cannot be changed from this network namespace",
             setting=setting.name,
             value=setting.value,
             field=setting.field,

@@ -178,7 +178,8 @@ class Filters:
                 taken.add(each.info >> 16)
         free = next((priority for priority in _PRIORITIES[hook] if priority not in taken), 0)
         if not free:
-            raise NetlinkError(errno.EEXIST, f"tc filter on {device}: others use every priority of the {_HOOKS[hook]}")
+            what = f"other programs use every priority of the {_HOOKS[hook]}"
+            raise NetlinkError(errno.EEXIST, f"tc filter on {device}: {what}")
         return free
 
     def _add(self, ifindex: int, device: str, program_fd: int, hook: int, priority: int) -> None:

@@ -264,9 +264,10 @@ class Follower:
                     self._client.observer.received(self._resource.name, len(lines), time.time())
         host = self._client.access.host
         if keys is not None:
-            raise TroubleError(f"{host} ended a list before its end", shared=True)
+            raise TroubleError(f"{host} closed the connection before the list was complete", shared=True)
         if total == 0 and time.monotonic() - begin < min(1.0, seconds / 2):
-            raise TroubleError(f"{host} ends every watch at once: check proxies between it and this node", shared=True)
+            what = f"{host} closes every watch immediately: check proxies between it and this node"
+            raise TroubleError(what, shared=True)
 
     def _lines(self, answer: Answer, end: float, *, listing: bool) -> Iterator[list[bytes]]:
         """The complete lines of a stream, in groups as they arrive. Sets the timeouts for the next data."""
@@ -378,5 +379,5 @@ class Follower:
     def _garbage(self, error: Exception) -> TroubleError:
         text = " ".join(str(error).split())[:200]
         return TroubleError(
-            f"what came as {self._resource.name} cannot be read ({text}); the rest is not used", shared=False
+            f"the answer for {self._resource.name} cannot be parsed ({text}); the rest is ignored", shared=False
         )

@@ -75,7 +75,7 @@ def test_source_ranges_are_bounded_and_those_left_out_allow_no_client(planner: P
     assert len(port.source_ranges) == MOST_RANGES
     assert messages(planner) == [
         f"Service default/big: spec.loadBalancerSourceRanges: {MOST_RANGES + 5} IPv4 ranges are more than"
-        f" {MOST_RANGES}: sources in the others are not let in"
+        f" {MOST_RANGES}: sources in the others are not accepted"
     ]
 
 

@@ -89,7 +89,8 @@ def test_a_chain_that_a_rule_of_others_names_stays_with_all_that_it_leads_to(rul
         '-D PREROUTING -m comment --comment "kubernetes service portals" -j KUBE-SERVICES\n'
         "-X KUBE-SVC-B\nCOMMIT\n"
     )
-    assert planned.kept == [f"table nat: chain KUBE-SERVICES stays, a rule of others uses it: {rule[3:]}"]
+    why = "because a rule of another program uses it"
+    assert planned.kept == [f"table nat: chain KUBE-SERVICES stays, {why}: {rule[3:]}"]
 
 
 def test_words_in_comments_are_no_jumps() -> None:

@@ -260,7 +260,7 @@ def test_nothing_is_sent_where_the_fast_path_is_off() -> None:
 
 def test_a_veth_within_this_network_namespace_goes_by_its_queue() -> None:
     mode, why = redirects(POD._replace(peer_netns=None))["veth7"]
-    assert (mode, why) == (REDIRECT_DEVICE, "its other end is in this network namespace")
+    assert (mode, why) == (REDIRECT_DEVICE, "the peer of the veth is in this network namespace")
 
 
 @pytest.mark.parametrize(
@@ -286,11 +286,11 @@ def test_what_others_have_on_a_pod_s_device(others: Others, mode: int, why: str)
 def test_a_program_at_the_other_end_gets_its_packets_by_the_queue() -> None:
     other = POD._replace(ifindex=9, name="veth9")
     found = state(POD, other)
-    found.peers = {POD.ifindex: "an XDP program is at its other end", other.ifindex: ""}
+    found.peers = {POD.ifindex: "an XDP program is at the peer of the veth", other.ifindex: ""}
     wanted = plan(found, FAST)
     assert wanted.devices[POD.ifindex].redirect == REDIRECT_DEVICE
     assert wanted.devices[other.ifindex].redirect == REDIRECT_PEER
-    assert wanted.limits == {POD.ifindex: "an XDP program is at its other end"}
+    assert wanted.limits == {POD.ifindex: "an XDP program is at the peer of the veth"}
 
 
 @pytest.mark.parametrize("others", [Others(qdisc="mq"), Others(qdisc="htb"), Others(egress=("tcx program foo",))])

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``doctor``: replies between two ports of a bridge that netfilter does not see there."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from pyebpf_proxy.datapath.loader.libbpf import BpfError
+from pyebpf_proxy.see import doctor, loading, model
+
+NAME = "bridge-nf-call-iptables"
+
+
+def found(monkeypatch: pytest.MonkeyPatch, folder: Path, value: str) -> list[model.Finding]:
+    (folder / "net/bridge").mkdir(parents=True)
+    (folder / "net/bridge" / NAME).write_text(f"{value}\n")
+    monkeypatch.setattr(doctor, "_PROC", folder)
+    return list(doctor._bridges(folder))
+
+
+def refuse(monkeypatch: pytest.MonkeyPatch, refused: bool) -> None:
+    def attempt(program: str, settings: Mapping[str, int]) -> None:
+        assert settings["conntrack_lookup"]
+        if refused:
+            raise BpfError(f"load {program}", errno.EINVAL, "bpf_skb_ct_lookup")
+
+    monkeypatch.setattr(loading, "attempt", attempt)
+
+
+@pytest.mark.parametrize("attached", [True, False])
+@pytest.mark.parametrize("lookup", [True, False])
+def test_they_need_the_lookup(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, attached: bool, lookup: bool) -> None:
+    """The attached programs count. Another process may load what the agent may not."""
+    refuse(monkeypatch, lookup if attached else not lookup)
+    monkeypatch.setattr(doctor, "_settings", lambda directory: {"conntrack_lookup": lookup} if attached else None)
+    (finding,) = found(monkeypatch, tmp_path, "0")
+    assert (finding.what, finding.state) == (NAME, "good" if lookup else "warning")
+    assert finding.remedy == ("" if lookup else "sysctl -w net.bridge.bridge-nf-call-iptables=1")
+    assert ("are not translated" in finding.text) is not lookup
+
+
+def test_netfilter_translates_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    refuse(monkeypatch, True)
+    monkeypatch.setattr(doctor, "_settings", lambda directory: None)
+    assert found(monkeypatch, tmp_path, "1") == []
+
+
+def test_without_the_module_there_is_no_such_setting(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(doctor, "_PROC", tmp_path)
+    assert list(doctor._bridges(tmp_path)) == []
