@@ -127,7 +127,10 @@ struct {
 	__type(value, struct flow_key);
 } recent_flows SEC(".maps");
 
-/* 0: the next slot and, above it, the turn of the source ports. 1: the current second, and how many flows without a permit were entered in it (young.h). */
+/*
+ * 0: the next slot and, above it, the turn of the source ports.  1: the current second, and how many flows without a
+ * permit were entered in it (young.h).
+ */
 struct {
 	__uint(type, BPF_MAP_TYPE_PERCPU_ARRAY);
 	__uint(max_entries, 2);

@@ -22,7 +22,7 @@ struct {
 	__type(value, struct xdp_device);
 } xdp_devices SEC(".maps");
 
-/* An endpoint that a scheduler chose in XDP for a new flow on the slow path: tc, which gets the packet next, uses it. */
+/* An endpoint that a scheduler chose in XDP for a new flow on the slow path: tc gets the packet next, and uses it. */
 struct xdp_choice {
 	__u32 service;
 	__u32 backend;
