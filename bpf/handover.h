@@ -10,7 +10,7 @@
 #include "ctx_skb.h"
 #include "flow_table.h"
 
-#define HANDOVER_NS 20000000ULL		/* a packet that waits longer, e.g. for neighbour resolution, proves nothing */
+#define HANDOVER_NS 20000000LL		/* a packet that waits longer, e.g. for neighbour resolution, proves nothing */
 
 static __always_inline struct handover *handover_slot(__u32 number)
 {

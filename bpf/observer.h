@@ -413,7 +413,7 @@ static __always_inline int observe(struct __sk_buff *skb)
 	h->number = 0;
 	now = bpf_ktime_get_coarse_ns();
 	known = parse_packet(skb, ETH_HLEN, &p) && !p.fragment;
-	if (!known || now - h->when > HANDOVER_NS || h->ip_device != skb->ingress_ifindex ||
+	if (!known || (__s64)(now - h->when) > HANDOVER_NS || h->ip_device != skb->ingress_ifindex ||
 	    p.protocol != h->key.protocol || p.ipv6 != h->key.ipv6)
 		return TC_ACT_UNSPEC;
 	switch (h->kind) {

@@ -89,7 +89,7 @@ def one_cpu() -> Iterator[None]:
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """A record is good for 20 ms, which a busy machine may need to come back to this process."""
+    """No other process on this CPU while milliseconds count."""
     before = os.sched_getscheduler(0), os.sched_getparam(0)
     os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(50))
     try:
@@ -204,9 +204,9 @@ class Flow:
             priority=NEW if new else priority,
             cb=(HANDOVER_MARK | record, 0, 0, 0, 0),
         )
-        with undisturbed():
-            write_record(world, record, when=now() - age)
-            return programs.programs["named"].test_run(bytes(frame), skb)
+        # A record is good for 20 ms, which a busy machine may need to come back to this process: it is from the future.
+        write_record(world, record, when=now() - age if age else now() + SECOND)
+        return programs.programs["named"].test_run(bytes(frame), skb)
 
     def through(self, reply: bool = False, new: bool = False, **more: Any) -> dict[str, Any]:
         """In, handed to netfilter, translated as it should be, and out; the record ({}: there was none)."""
@@ -225,29 +225,15 @@ class Flow:
 
     def permit(self) -> None:
         """Two flows of the pair have crossed netfilter, both ways."""
-        for number in range(10):
-            sport, port = self.sport + 1000 + 2 * number, self.snat_port and self.snat_port + number
-            first = Flow(**{**self.__dict__, "sport": sport, "snat_port": port})
-            second = Flow(**{**self.__dict__, "sport": sport + 1, "snat_port": port and port + 1})
-            drop_records(self.world)
-            for each in (first, second):
-                each.open_slowly()
-                each.through(reply=True, flags="SA", size=0)
-            # A machine that stands still for 20 ms makes the record too old.
-            if self._is_permitted():
-                break
+        first = Flow(**{**self.__dict__, "sport": self.sport + 1000})
+        port = self.snat_port and self.snat_port + 1
+        second = Flow(**{**self.__dict__, "sport": self.sport + 1001, "snat_port": port})
+        drop_records(self.world)
+        for each in (first, second):
+            each.open_slowly()
+            each.through(reply=True, flags="SA", size=0)
         write_permits(self.world, until=now() + 3600 * SECOND, back_until=now() + 3600 * SECOND)
         wipe_reasons(self.world)
-
-    def _is_permitted(self) -> bool:
-        ends = [self.world.packed(name).ljust(16, b"\0") for name in (self.client, self.endpoint)]
-        ways = self.world.devices[self.entrance], PROTOCOLS[self.protocol], self.endpoint_port, bool(self.masquerade)
-        return any(
-            permit["back_until"]
-            for key, permit in permits(self.world)
-            if [bytes(key["client"]), bytes(key["endpoint"])] == ends
-            and (key["device"], key["protocol"], key["port"], bool(key["masquerade"])) == ways
-        )
 
     def open_young(self) -> RunResult:
         """The first packet of a flow that is young from then on; what it was rewritten to is looked up."""

@@ -41,7 +41,7 @@ FLOW_MUTANTS: dict[str, tuple[str, str, str]] = {
     "flows: pressed datagrams": ("sweep.h", "!(udp && !settings.conntrack_lookup && is_answered(f, other))", "true"),
     "flows: source ports and slots share a turn": ("young.h", "(*next += RECENT_FLOWS)", "(*next += 2 * RECENT_FLOWS)"),
     "flows: the first packet is counted twice": ("young.h", " + f->first_counted", ""),
-    "flows: old records": ("observer.h", "now - h->when > HANDOVER_NS || ", ""),
+    "flows: old records": ("observer.h", "(__s64)(now - h->when) > HANDOVER_NS || ", ""),
     "flows: records of another device": ("observer.h", " || h->ip_device != skb->ingress_ifindex", ""),
     "flows: records of another number": ("observer.h", "if (!h || h->number != number)", "if (!h)"),
     "flows: records used twice": ("observer.h", "\th->number = 0;\n", ""),
