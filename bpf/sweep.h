@@ -10,7 +10,6 @@
 #define UNANSWERED_NS (5 * NANOSECONDS)		/* TCP: an unanswered SYN is retransmitted by then */
 #define ENDING_NS (4 * NANOSECONDS)		/* a closing flow that still has traffic */
 #define UNUSED_NS (2 * NANOSECONDS)
-#define KERNEL_UDP_NS (180 * NANOSECONDS)	/* longer than conntrack's timeout */
 #define KERNEL_TCP_NS (3600 * NANOSECONDS)
 #define KERNEL_CLOSED_NS (10 * NANOSECONDS)	/* TCP: after the last packet, if a FIN or RST was seen */
 #define KERNEL_PRESSED_NS (10 * NANOSECONDS)
@@ -69,7 +68,7 @@ static __always_inline bool kernel_flow_is_stale(const struct flow_key *key, con
 	if (pressed && !reserves && !(udp && !settings.conntrack_lookup && is_answered(f, other)))
 		return idle > (f->packets ? KERNEL_PRESSED_NS : UNUSED_NS);
 	if (udp)
-		return idle > KERNEL_UDP_NS;
+		return idle > settings.udp_stream_seconds * NANOSECONDS;
 	if (f->closing || other->closing)
 		return idle > KERNEL_CLOSED_NS;
 	return idle > (reserves && !pressed ? MASQUERADED_NS : KERNEL_TCP_NS);

@@ -12,6 +12,7 @@ import gc
 import signal
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Protocol
 
 from pyebpf_proxy.agent.node_life import NodeLife
@@ -29,6 +30,8 @@ from pyebpf_proxy.services.node_facts import NodeFacts
 
 #: Removals that need a grace period wait until nothing has changed for this time.
 IDLE_SECONDS = 0.2
+#: After a failed removal: the first pause, which doubles up to the last one. A change ends a pause.
+COLLECT_AGAIN_SECONDS, COLLECT_AGAIN_MAX_SECONDS = 1.0, 30.0
 
 Delta = Mapping[ServicePortName, ServicePort | None]
 
@@ -131,6 +134,8 @@ class Proxy:
         self._stop = asyncio.Event()
         self._logged: frozenset[str] = frozenset()
         self._collecting: asyncio.Task[None] | None = None
+        #: Set by a sync: there is more to remove.
+        self._changed = asyncio.Event()
 
     async def run(self) -> None:
         """Follow the source until a signal."""
@@ -213,6 +218,7 @@ class Proxy:
         if self._once:
             self._stop.set()
             return
+        self._changed.set()
         if self._collecting is None:
             self._collecting = asyncio.create_task(self._collect(), name="collect")
 
@@ -305,11 +311,19 @@ class Proxy:
                     self._wake.set()
 
     async def _collect(self) -> None:
+        pause = COLLECT_AGAIN_SECONDS
         try:
-            await asyncio.sleep(IDLE_SECONDS)
-            await self._datapath.collect()
-        except DatapathError as error:
-            _log.error("old entries could not be removed, will retry after the next change", error=str(error))
+            while self._changed.is_set():
+                await asyncio.sleep(IDLE_SECONDS)
+                self._changed.clear()
+                try:
+                    await self._datapath.collect()
+                except DatapathError as error:
+                    _log.error("old entries could not be removed, will retry", error=str(error))
+                    with suppress(TimeoutError):
+                        await asyncio.wait_for(self._changed.wait(), pause)
+                    self._changed.set()
+                    pause = min(2 * pause, COLLECT_AGAIN_MAX_SECONDS)
         finally:
             self._collecting = None
 

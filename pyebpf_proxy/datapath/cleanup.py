@@ -10,15 +10,16 @@ fail. Only what belongs to the instance is removed:
 * the table by its name; other tables, and the conntrack entries of live flows, stay;
 * pins in the instance's folder only; the bpffs is unmounted only if the proxy mounted it and it is empty (``mounts``);
 * node settings are restored first, while the programs still protect what they open, and only those that still have the
-  value that the proxy wrote (``sysctls``); the settings of the fast path are restored last, when it is gone; if
-  kube-proxy runs, only the latter: it has set the others, and sets them only once;
+  value that the proxy wrote (``sysctls``); the settings that the fast path needs are restored last, when it is gone,
+  even if the configuration asks for them, too; if kube-proxy runs, only those of the fast path: kube-proxy has set the
+  others, and sets them only once;
 * of the run directory only files named by their owners, and the directory itself if it is then empty.
 """
 
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from pyebpf_proxy.common.log import Logger
@@ -34,8 +35,8 @@ from pyebpf_proxy.datapath.node.mounts import (
     table_name,
     tcx_directory,
 )
-from pyebpf_proxy.datapath.node.node_settings import LIBERAL
-from pyebpf_proxy.datapath.node.sysctls import held, leave, restore
+from pyebpf_proxy.datapath.node.node_settings import ANY_RESET, LIBERAL, Setting
+from pyebpf_proxy.datapath.node.sysctls import changed, leave, restore
 from pyebpf_proxy.datapath.report import Report
 
 _log = Logger("cleanup")
@@ -54,14 +55,14 @@ def cleanup(directory: Path, own_files: Iterable[str] = (), keep_settings: bool 
         except OSError as error:
             report.problems.append(str(error))
     else:
-        _settings(directory, "", report)
+        _settings(directory, "", report, keep=(LIBERAL, ANY_RESET))
     for step in (_flows, _programs, _table, _pins):
         try:
             report.removed += step(directory)
         except OSError as error:
             report.problems.append(str(error))
     # The fast path is gone; conntrack, strict again, must continue to translate the connections that used it.
-    if held(LIBERAL, directory):
+    if changed(LIBERAL, directory):
         try:
             make_liberal()
         except OSError as error:
@@ -71,9 +72,9 @@ def cleanup(directory: Path, own_files: Iterable[str] = (), keep_settings: bool 
     return report
 
 
-def _settings(directory: Path, holder: str | None, report: Report) -> None:
+def _settings(directory: Path, holder: str | None, report: Report, keep: Collection[Setting] = ()) -> None:
     try:
-        restored, problems = restore(directory, holder=holder)
+        restored, problems = restore(directory, holder=holder, keep=keep)
         report.removed += restored
         report.problems += [problem for problem in problems if problem not in report.problems]
     except OSError as error:

@@ -27,6 +27,7 @@ from pyebpf_proxy.services.node_facts import NodeFacts
 # Share of the memory (1/512); bytes of an entry with the kernel's overhead; bounds.
 _FLOW_SHARE, _FLOW_BYTES = 512, 256
 _FLOWS_LEAST, _FLOWS_MOST = 4096, 1 << 17
+_UDP_STREAM = Path("/proc/sys/net/netfilter/nf_conntrack_udp_timeout_stream")
 _BE_LIBERAL = Path("/proc/sys/net/netfilter/nf_conntrack_tcp_be_liberal")
 # Of this network namespace; also used for IPv6.
 _LOCAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
@@ -58,6 +59,7 @@ def settings(effective: Effective, facts: NodeFacts) -> Settings:
         snat_port_max=ports.fast.stop - 1 if ports is not None else 0,
         # Two entries per flow, and half of them for one device.
         flow_quota=flow_entries(effective) // 4,
+        udp_stream_seconds=udp_stream_seconds(),
         weak_memory=platform.machine() not in _STRONG_MEMORY,
         pod_cidr4=cidr4,
         pod_mask4=mask4,
@@ -157,6 +159,14 @@ def local_ports() -> tuple[int, int]:
     except (OSError, ValueError):
         return 32768, 60999
     return first, last
+
+
+def udp_stream_seconds() -> int:
+    """Seconds after which conntrack has certainly forgotten an idle UDP flow: its timeout and a margin, at least 180."""
+    try:
+        return max(180, int(_UDP_STREAM.read_text()) + 60)
+    except (OSError, ValueError):
+        return 180
 
 
 def conntrack_is_liberal() -> bool:

@@ -178,6 +178,16 @@ def test_ipsec_closes_it(fast_world: FastWorld, far: Talk) -> None:
     fast_world.fast(far)
 
 
+def test_a_setting_that_another_program_changes_is_set_again(fast_world: FastWorld, far: Talk) -> None:
+    """A strict conntrack takes the packets of the fast path's connections for invalid."""
+    fast_world.fast(far)
+    namespace = fast_world.node.namespace
+    namespace.run("sysctl", "-w", f"{LIBERAL}=0")
+    wait_until(lambda: value(namespace) == "1", "conntrack is liberal again", 60.0)
+    far.wait(100)
+    fast_world.fast(far)
+
+
 # ---- the agent ------------------------------------------------------------------------------------------------
 
 
@@ -227,6 +237,15 @@ def test_the_agent_comes_and_goes(fast_world: FastWorld, far: Talk) -> None:
     fast_world.fast(far)
     # Other NAT rules, as every node has them: without any the kernel translates nothing any more.
     namespace.run("nft", "-f", "-", stdin=KEEP)
+    agent.stop()
+    agent.cleanup()
+    assert value(namespace) == "0"
+    far.wait(100)
+
+    # The configuration asks for one of the fast path's settings: conntrack becomes strict after the fast path has gone.
+    agent.start({"conntrack": {"tcpBeLiberal": True}}, own=ON)
+    agent.wait_synced()
+    fast_world.fast(far)
     agent.stop()
     agent.cleanup()
     assert value(namespace) == "0"

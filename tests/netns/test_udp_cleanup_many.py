@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from collections.abc import Iterator
 
 import pytest
 
-from pyebpf_proxy.datapath.connections import ctnetlink
+from pyebpf_proxy.datapath.connections import ctnetlink, sock_diag, udp_cleanup
 from pyebpf_proxy.datapath.connections.create import Entry, create_now
 from pyebpf_proxy.datapath.connections.udp_cleanup import Cleaned, UdpCleanup
 from pyebpf_proxy.lab.namespace import Namespace
@@ -56,9 +57,38 @@ def _course(family: IPFamily, stale_each: int) -> tuple[set[int], list[Cleaned],
     cleanup = UdpCleanup(lambda cookie, place: None)
     cleanup._services = _Services(frontend, serving)  # type: ignore[assignment]
     begin = time.monotonic()
-    done = cleanup.clean_now()
+    done = cleanup.clean_now().cleaned
     seconds = time.monotonic() - begin
     return stale, done, seconds, {_client_port(flow) for flow in ctnetlink.udp_flows(family)}
+
+
+def _refused_sockets(number: int) -> tuple[udp_cleanup.Outcome, str, int]:
+    """A clean-up on a kernel that refuses to list sockets: its outcome, and how many flows are left."""
+
+    def refuse() -> Iterator[sock_diag.Socket]:
+        raise OSError(number, os.strerror(number))
+
+    client, frontend, gone, serving = ADDRESSES[IPFamily.IPV4]
+    create_now([Entry(Protocol.UDP, (client, 1024), (frontend, 53), (gone, 5353))])
+    cleanup = UdpCleanup(lambda cookie, place: None)
+    cleanup._services = _Services(frontend, serving)  # type: ignore[assignment]
+    listed, sock_diag.connected_udp = sock_diag.connected_udp, refuse
+    try:
+        outcome = cleanup.clean_now()
+    finally:
+        sock_diag.connected_udp = listed
+    return outcome, cleanup.sockets_stay, len(list(ctnetlink.udp_flows(IPFamily.IPV4)))
+
+
+@pytest.mark.parametrize(
+    ("number", "is_repeated"), [(errno.EMFILE, True), (errno.ENOENT, False), (errno.EOPNOTSUPP, False)]
+)
+def test_flows_end_even_if_sockets_cannot(namespace: Namespace, number: int, is_repeated: bool) -> None:
+    outcome, stay, left = namespace.call(_refused_sockets, number)
+    assert left == 0
+    assert [cleaned.flows for cleaned in outcome.cleaned] == [1, 0]
+    assert bool(outcome.refused) is is_repeated
+    assert bool(stay) is not is_repeated
 
 
 def _client_port(flow: ctnetlink.Flow) -> int:

@@ -232,6 +232,18 @@ def test_idle_flows_of_the_kernels_are_forgotten(fast: ProgramNode, protocol: st
     assert fast.reasons()["FLOW_FORGOTTEN"] == 2
 
 
+@pytest.mark.parametrize("seconds", [180, 600])
+def test_udp_flows_of_the_kernels_stay_as_long_as_conntrack_has_them(node: ProgramNode, seconds: int) -> None:
+    """``conntrack.udpStreamTimeout`` may be longer than its default."""
+    if time.monotonic() < seconds + 60:
+        pytest.skip(f"this machine has been up for less than {seconds} s, which a flow cannot have been idle for")
+    with one_cpu():
+        world = fast_node(node, flow_quota=QUOTA, udp_stream_seconds=seconds)
+        flow = learned(world, "udp")
+        assert not is_swept(world, flow, seconds - 1)
+        assert is_swept(world, flow, 2)
+
+
 @pytest.mark.parametrize("flags", ["FA", "R"])
 @pytest.mark.parametrize("reply", [False, True], ids=["the client", "the endpoint"])
 def test_flows_of_the_kernels_that_were_closed_are_forgotten_soon(fast: ProgramNode, reply: bool, flags: str) -> None:

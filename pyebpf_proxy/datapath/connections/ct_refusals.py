@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
+from contextlib import suppress
 from typing import Any
 
 from pyebpf_proxy.datapath.netlink.messages import attributes
@@ -61,19 +62,23 @@ class ConntrackRefusals:
     async def run(self) -> None:
         """Sample until cancelled. A kernel without these statistics has none to show."""
         while True:
-            try:
+            # A read that fails, for example for want of file descriptors, is repeated.
+            with suppress(OSError):
                 self.sample()
-            except OSError:
-                return
             await asyncio.sleep(SAMPLE_SECONDS)
 
-    def view(self) -> dict[str, Any]:
-        """``total``: since the network namespace was made; ``lastMinute``: of these, the recent ones."""
+    def view(self, now: float | None = None) -> dict[str, Any]:
+        """``total``: since the network namespace was made; ``lastMinute``: of these, the recent ones.
+
+        Nothing is called recent if the last minute has no sample.
+        """
         samples = list(self._samples)
         if not samples:
             return {}
         try:
-            now = read()
+            total = read()
         except OSError:
-            now = samples[-1][1]
-        return {"total": now, "lastMinute": {name: now[name] - samples[0][1][name] for name in now}}
+            total = samples[-1][1]
+        oldest = (time.monotonic() if now is None else now) - _RECENT_SECONDS - 2 * SAMPLE_SECONDS
+        before = next((counters for taken, counters in samples if taken >= oldest), total)
+        return {"total": total, "lastMinute": {name: total[name] - before[name] for name in total}}

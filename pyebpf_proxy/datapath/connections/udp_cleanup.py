@@ -9,6 +9,7 @@ sending to the old address: it is ended, so that its owner connects again.
 from __future__ import annotations
 
 import asyncio
+import errno
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -33,37 +34,64 @@ class Cleaned(NamedTuple):
     sockets: int
 
 
+class Outcome(NamedTuple):
+    """What one clean-up did, and what the kernel refused, as text: that is to be tried again."""
+
+    cleaned: list[Cleaned]
+    refused: list[str]
+
+
+#: The kernel is built without these functions (CONFIG_INET_UDP_DIAG, CONFIG_INET_DIAG_DESTROY): no retry helps.
+_NOT_BUILT = (errno.ENOENT, errno.EOPNOTSUPP)
+
+
 class UdpCleanup:
     """Follows the plan in the event loop's thread, cleans up in another thread."""
 
     def __init__(self, peers: Peers) -> None:
         self._peers = peers
+        #: Why stale sockets of the node cannot be ended on this kernel, or "".
+        self.sockets_stay = ""
         self._services = UdpServices()
         # The index changes in the loop's thread while a clean-up reads it in another.
         self._lock = threading.Lock()
 
-    def apply(self, delta: Mapping[ServicePortName, ServicePort | None]) -> bool:
-        """Apply the plan's changes. True if a UDP service port has other serving endpoints than before."""
-        with self._lock:
-            return self._services.apply(delta)
+    def apply(self, delta: Mapping[ServicePortName, ServicePort | None], complete: bool = False) -> bool:
+        """Apply the plan's changes. True if a UDP service port has other serving endpoints than before.
 
-    async def clean(self) -> list[Cleaned]:
-        """End every stale flow and socket. OSError if the kernel refuses; those already ended stay ended."""
+        ``complete``: there are no other service ports.
+        """
+        with self._lock:
+            return self._services.apply(delta, complete)
+
+    async def clean(self) -> Outcome:
+        """End every stale flow and socket. If the kernel refuses one of them, the others are ended all the same."""
         return await asyncio.to_thread(self.clean_now)
 
-    def clean_now(self) -> list[Cleaned]:
+    def clean_now(self) -> Outcome:
         """The same, in the caller's thread."""
+        outcome = Outcome([], [])
         with self._lock:
             if not self._services:
-                return []
-        sockets = self._end_sockets()
-        done = []
+                return outcome
+        sockets = dict.fromkeys(IPFamily, 0)
+        try:
+            self._end_sockets(sockets)
+            self.sockets_stay = ""
+        except OSError as error:
+            if error.errno in _NOT_BUILT:
+                self.sockets_stay = f"this kernel ends no UDP sockets of removed endpoints: {error.strerror}"
+            else:
+                outcome.refused.append(str(error))
         for family in IPFamily:
-            begin = time.monotonic()
-            stale = list(filter(self._is_stale, ctnetlink.udp_flows(family)))
-            flows = ctnetlink.delete(stale) if stale else 0
-            done.append(Cleaned(family, time.monotonic() - begin, flows, sockets[family]))
-        return done
+            begin, flows = time.monotonic(), 0
+            try:
+                stale = list(filter(self._is_stale, ctnetlink.udp_flows(family)))
+                flows = ctnetlink.delete(stale) if stale else 0
+            except OSError as error:
+                outcome.refused.append(f"conntrack, {family.name}: {error}")
+            outcome.cleaned.append(Cleaned(family, time.monotonic() - begin, flows, sockets[family]))
+        return outcome
 
     def _is_stale(self, flow: ctnetlink.Flow) -> bool:
         with self._lock:
@@ -71,8 +99,9 @@ class UdpCleanup:
                 flow.family, (flow.destination, flow.destination_port), (flow.replier, flow.replier_port)
             )
 
-    def _end_sockets(self) -> dict[IPFamily, int]:
-        ended = dict.fromkeys(IPFamily, 0)
+    def _end_sockets(self, ended: dict[IPFamily, int]) -> None:
+        """Adds to ``ended``. OSError, after all of them were tried."""
+        refused: OSError | None = None
         for found in list(sock_diag.connected_udp()):
             endpoint = found.peer, found.peer_port
             wanted = self._peers(found.cookie, endpoint)
@@ -81,9 +110,12 @@ class UdpCleanup:
             family = IPFamily.IPV4 if len(found.peer) == 4 else IPFamily.IPV6
             with self._lock:
                 stale = self._services.is_stale(family, wanted, endpoint)
-            if stale and sock_diag.destroy(found):
-                ended[family] += 1
-        return ended
+            try:
+                ended[family] += stale and sock_diag.destroy(found)
+            except OSError as error:
+                refused = error
+        if refused is not None:
+            raise refused
 
 
 def peers_in(maps: Mapping[str, Map], btf: Btf) -> Peers:

@@ -22,10 +22,12 @@ class UdpServices:
     def __bool__(self) -> bool:
         return bool(self._ports)
 
-    def apply(self, delta: Mapping[ServicePortName, ServicePort | None]) -> bool:
-        """Apply changes. True if a UDP service port has other serving endpoints than before."""
+    def apply(self, delta: Mapping[ServicePortName, ServicePort | None], complete: bool = False) -> bool:
+        """Apply changes; ``complete``: there are no other ports. True if a port has other serving endpoints than before."""
         touched = False
         new: list[ServicePort] = []
+        if complete:
+            delta = {**{name: None for name in self._ports if name not in delta}, **delta}
         for name, plan in delta.items():
             if name.protocol is not Protocol.UDP:
                 continue

@@ -21,19 +21,25 @@ class ClusterSets(Manager):
         self._addresses = ClusterAddresses()
 
     def start(self, facts: NodeFacts, wanted: Delta) -> None:
-        table = self._nft.table
         self._addresses.apply(wanted)
-        table.set_ports(self._addresses.ports)
-        table.set_addresses("cluster_ips", map(_prefix, self._addresses.all))
+        self._write_all()
         self.node_changed(facts)
 
     def apply(self, delta: Delta, complete: bool) -> None:
         if not self._nft_mode:
             return
-        moved = self._addresses.apply(delta)
+        moved = self._addresses.apply(delta, complete)
+        if complete:
+            # The table may lack what an earlier change could not write.
+            self._write_all()
+            return
         # First: ports of defined services must not be refused.
         self._nft.table.change_ports(moved.ports_added, moved.ports_removed)
         self._nft.table.change_addresses("cluster_ips", map(_prefix, moved.added), map(_prefix, moved.removed))
+
+    def _write_all(self) -> None:
+        self._nft.table.set_ports(self._addresses.ports)
+        self._nft.table.set_addresses("cluster_ips", map(_prefix, self._addresses.all))
 
     def node_changed(self, facts: NodeFacts) -> None:
         cidrs = {(network.network_address.packed, network.prefixlen) for network in facts.service_cidrs}

@@ -3,16 +3,22 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Collection
+
 from pyebpf_proxy.common.log import Logger
 from pyebpf_proxy.config.effective import Effective
 from pyebpf_proxy.datapath.connections.liberal import make_liberal
 from pyebpf_proxy.datapath.loader.programs import fast_path_is_built
 from pyebpf_proxy.datapath.managers.manager import Delta, Manager
 from pyebpf_proxy.datapath.node import sysctls
-from pyebpf_proxy.datapath.node.node_settings import ANY_RESET, LIBERAL
+from pyebpf_proxy.datapath.node.node_settings import ANY_RESET, LIBERAL, Setting
 from pyebpf_proxy.services.node_facts import NodeFacts
 
 _log = Logger("datapath")
+
+#: How often the settings that established connections depend on are read again.
+_CHECK_SECONDS = 1.0
 
 
 class KernelSettings(Manager):
@@ -35,22 +41,57 @@ class FastPathSettings(Manager):
         self._effective = effective
         #: Why the settings could not be made, so that there is no fast path; or "".
         self.refused = ""
+        #: Why a setting that another program has changed could not be made again, by setting.
+        self._lost: dict[str, str] = {}
 
     def start(self, facts: NodeFacts, wanted: Delta) -> None:
         if self._effective.fast_path and fast_path_is_built():
             directory = self._effective.directory
             self.refused = sysctls.hold(LIBERAL, directory) or sysctls.hold(ANY_RESET, directory)
+            if not self.refused:
+                task = asyncio.create_task(self._watch(), name="conntrack settings of the fast path")
+                self._opened.callback(task.cancel)
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(_CHECK_SECONDS)
+            self.refresh()
+
+    def refresh(self) -> None:
+        """Make a setting again that another program has changed: without it, connections of the fast path end."""
+        if self._effective.fast_path and fast_path_is_built() and not self.refused:
+            for setting in (LIBERAL, ANY_RESET):
+                self._ensure(setting)
+
+    def _ensure(self, setting: Setting) -> None:
+        try:
+            if sysctls.is_set(setting):
+                self._lost.pop(setting.name, None)
+                return
+            refused = sysctls.hold(setting, self._effective.directory)
+        except OSError as error:
+            refused = f"{setting.name} cannot be read: {error.strerror or error}"
+        if not refused:
+            _log.warning("another program changed a setting that the fast path needs; it is set again", setting=setting.name)
+            self._lost.pop(setting.name, None)
+        elif self._lost.get(setting.name) != refused:
+            _log.error("established connections of the fast path may end", error=refused)
+            self._lost[setting.name] = refused
+
+    @property
+    def problems(self) -> Collection[str]:
+        return list(self._lost.values())
 
     def restore(self) -> None:
         """The fast path is off now: if it was on before, its connections continue when conntrack is strict again."""
         effective = self._effective
         if not sysctls.held(LIBERAL, effective.directory) and not sysctls.held(ANY_RESET, effective.directory):
             return
-        if effective.kernel.conntrack.tcp_be_liberal:
-            return
+        keep = (LIBERAL,) if effective.kernel.conntrack.tcp_be_liberal else ()
         try:
-            _log.info("the fast path is off", connections=make_liberal())
-            _, problems = sysctls.restore(effective.directory, holder=LIBERAL.field)
+            if not keep:
+                _log.info("the fast path is off", connections=make_liberal())
+            _, problems = sysctls.restore(effective.directory, holder=LIBERAL.field, keep=keep)
         except OSError as error:
             problems = [str(error)]
         for problem in problems:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from pyebpf_proxy.common.log import Logger
 from pyebpf_proxy.datapath.connections.udp_cleanup import Cleaned, UdpCleanup, peers_in
@@ -32,15 +32,23 @@ class UdpFlows(Manager):
         self._touched = self._udp.apply(wanted)
 
     def apply(self, delta: Delta, complete: bool) -> None:
-        if self._udp.apply(delta):
+        if self._udp.apply(delta, complete):
             self._touched = True
             self.on_change()
 
     async def collect(self) -> None:
         while self._touched:
             self._touched = False
-            for cleaned in await self._udp.clean():
+            outcome = await self._udp.clean()
+            for cleaned in outcome.cleaned:
                 self._report(cleaned)
+            if outcome.refused:
+                self._touched = True
+                raise OSError(f"stale UDP flows: {'; '.join(outcome.refused)}")
+
+    @property
+    def problems(self) -> Collection[str]:
+        return [self._udp.sockets_stay] if self._udp.sockets_stay else []
 
     def _report(self, cleaned: Cleaned) -> None:
         self._on_cleaned(cleaned)

@@ -38,8 +38,10 @@ class ClusterAddresses:
         """The keys of their defined ports."""
         return set(self._port_users)
 
-    def apply(self, delta: Mapping[ServicePortName, ServicePort | None]) -> Moved:
-        """Apply changes; returns which addresses and ports they add and remove."""
+    def apply(self, delta: Mapping[ServicePortName, ServicePort | None], complete: bool = False) -> Moved:
+        """Apply changes; returns which addresses and ports they add and remove. ``complete``: there are no others."""
+        if complete:
+            delta = {**{name: None for name in self._of if name not in delta}, **delta}
         before, ports_before = Counter[bytes](), Counter[bytes]()
         after, ports_after = Counter[bytes](), Counter[bytes]()
         for name, plan in delta.items():

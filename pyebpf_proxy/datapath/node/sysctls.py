@@ -11,7 +11,7 @@ from __future__ import annotations
 import errno
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -159,15 +159,28 @@ def held(setting: Setting, directory: Path) -> bool:
     return change is not None and change.holder == setting.field
 
 
-def restore(directory: Path, root: Path = _ROOT, holder: str | None = None) -> tuple[list[str], list[str]]:
+def changed(setting: Setting, directory: Path) -> bool:
+    """Whether the proxy has changed the setting, for a feature or because the configuration asks for it."""
+    return setting.path in Record(directory).changes
+
+
+def is_set(setting: Setting, root: Path = _ROOT) -> bool:
+    """Whether the kernel has the wanted value. OSError if it cannot be read."""
+    return _is(_read(_place(root, setting.path)), setting.value, setting.at_least)
+
+
+def restore(
+    directory: Path, root: Path = _ROOT, holder: str | None = None, keep: Collection[Setting] = ()
+) -> tuple[list[str], list[str]]:
     """Restore settings that still have the value that the proxy wrote. Returns restored ones and failures as lines.
 
-    ``holder``: only settings of this holder; "": only those without one.
+    ``holder``: only settings of this holder; "": only those without one. ``keep``: except these.
     """
+    kept = {setting.path for setting in keep}
     record = Record(directory)
     restored, problems = [], []
     for path, change in reversed(list(record.changes.items())):
-        if holder is not None and change.holder != holder:
+        if path in kept or (holder is not None and change.holder != holder):
             continue
         name = path.removeprefix("proc/sys/")
         try:

@@ -12,6 +12,7 @@ from contextlib import nullcontext
 
 import pytest
 
+from pyebpf_proxy.agent import proxy
 from pyebpf_proxy.agent.proxy import Delta, Proxy
 from pyebpf_proxy.common.errors import DatapathError, FatalError
 from pyebpf_proxy.config import flags
@@ -83,7 +84,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, list[str]]] = []
-        self.failures = 0
+        self.failures = self.failing_collects = 0
         self.fail_start = False
         self.overwritten = False
         self.problems: list[str] = []
@@ -113,6 +114,9 @@ class Recorder:
 
     async def collect(self) -> None:
         self.calls.append(("collect", []))
+        if self.failing_collects:
+            self.failing_collects -= 1
+            raise DatapathError("refused")
 
 
 class Counter:
@@ -327,6 +331,30 @@ def test_removals_wait_until_nothing_happens(agent: RecordedAgent) -> None:
 
     agent.run(play, settings())
     assert [call for call, _ in agent.datapath.calls] == ["start", "collect"]
+
+
+def test_removals_that_failed_are_repeated_without_a_change(
+    agent: RecordedAgent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(proxy, "COLLECT_AGAIN_SECONDS", 0.01)
+    agent.datapath.failing_collects = 2
+
+    async def play(deliver: Callable[[Batch], None]) -> None:
+        deliver(Batch([], complete=True))
+        await until(lambda: agent.datapath.calls.count(("collect", [])) == 3)
+
+    agent.run(play, settings())
+    assert [call for call, _ in agent.datapath.calls] == ["start", "collect", "collect", "collect"]
+
+
+def test_a_change_during_a_removal_is_followed_by_another_one(agent: RecordedAgent) -> None:
+    async def play(deliver: Callable[[Batch], None]) -> None:
+        deliver(Batch([], complete=True))
+        await until(lambda: ("collect", []) in agent.datapath.calls)
+        deliver(Batch([change("a")], complete=True))
+        await until(lambda: agent.datapath.calls.count(("collect", [])) == 2)
+
+    agent.run(play, settings())
 
 
 def test_a_problem_is_logged_once(agent: RecordedAgent, caplog: pytest.LogCaptureFixture) -> None:

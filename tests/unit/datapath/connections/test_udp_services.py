@@ -56,6 +56,13 @@ def test_flows_to_what_is_no_service_port_are_left_alone(destination: tuple[byte
     assert not known(dns(POD_A)).is_stale(IPFamily.IPV4, destination, POD_B)
 
 
+def test_a_complete_change_removes_all_others() -> None:
+    services = known(dns(POD_A), dns(POD_A, number=1))
+    assert services.apply({dns(POD_A).name: dns(POD_A)}, complete=True)
+    assert services.is_stale(IPFamily.IPV4, (VIP, 53), POD_B)
+    assert not services.is_stale(IPFamily.IPV4, (VIP, 54), POD_B)
+
+
 def test_without_a_serving_endpoint_flows_stay() -> None:
     assert not known(dns()).is_stale(IPFamily.IPV4, (VIP, 53), POD_B)
 

@@ -55,6 +55,13 @@ def test_what_has_no_cluster_ip_changes_nothing() -> None:
     assert known.apply({name(1): port(1, None), name(9): None}) == NOTHING
 
 
+def test_a_complete_change_removes_all_others() -> None:
+    known = ClusterAddresses()
+    known.apply({name(1): port(1, A), name(2): port(2, B)})
+    gone = port_key(A, Protocol.TCP, 80)
+    assert known.apply({name(2): port(2, B)}, complete=True) == (set(), {A}, set(), {gone})
+
+
 @given(st.lists(st.dictionaries(st.integers(0, 4), st.sampled_from([None, b"", A, B]), max_size=4)))
 def test_it_agrees_with_counting_anew(steps: list[dict[int, bytes | None]]) -> None:
     known = ClusterAddresses()

@@ -238,6 +238,18 @@ def test_settings_stay_while_a_kube_proxy_runs(tree: Tree) -> None:
     assert sysctls.leave(tree.directory) == []
 
 
+def test_the_settings_of_the_fast_path_are_restored_last(tree: Tree) -> None:
+    """Also if the configuration asks for one of them: strict conntrack would end connections that still use the path."""
+    tree.apply(EVERYTHING)
+    assert sysctls.hold(node_settings.LIBERAL, tree.directory, tree.root) == ""
+    assert sysctls.changed(node_settings.LIBERAL, tree.directory)
+    sysctls.restore(tree.directory, tree.root, holder="", keep=(node_settings.LIBERAL,))
+    assert (tree.netfilter("tcp_be_liberal"), tree.netfilter("udp_timeout")) == ("1", "30")
+    tree.restore()
+    assert tree.netfilter("tcp_be_liberal") == "0"
+    assert not sysctls.changed(node_settings.LIBERAL, tree.directory)
+
+
 def test_what_is_so_already_is_not_written(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
     tree.apply(EVERYTHING)
     sysctls.adjust_oom_score(-999, tree.root)
