@@ -31,7 +31,7 @@ class ClusterSets(Manager):
         if not self._nft_mode:
             return
         moved = self._addresses.apply(delta)
-        # First: ports of defined services must not be refused.
+        # The ports come first: ports of defined services must not be refused.
         self._nft.table.change_ports(moved.ports_added, moved.ports_removed)
         self._nft.table.change_addresses("cluster_ips", map(_prefix, moved.added), map(_prefix, moved.removed))
 
