@@ -39,8 +39,8 @@ static __noinline int find_own_frontend(const struct packet *p, struct frontend 
 }
 
 /* An unconnected UDP socket keeps its endpoint as long as it keeps sending and the endpoint serves. */
-static __noinline int last_endpoint(struct bpf_sock_addr *ctx, const struct socket_flow_key *key, const struct endpoint_selection *e,
-				    bool ipv6, struct backend *b)
+static __noinline int last_endpoint(struct bpf_sock_addr *ctx, const struct socket_flow_key *key,
+				    const struct endpoint_selection *e, bool ipv6, struct backend *b)
 {
 	struct affinity last = {};
 
@@ -106,8 +106,8 @@ static __always_inline bool find_backend(struct bpf_sock_addr *ctx, const struct
  * Records the endpoint of a socket that is translated here.  `own`: the socket is of a process of the node.  True: the
  * socket did not use this endpoint before.
  */
-static __always_inline bool record_choice(struct bpf_sock_addr *ctx, const struct packet *p, const struct socket_flow_key *key,
-					  bool datagram, bool own, const struct backend *b)
+static __always_inline bool record_choice(struct bpf_sock_addr *ctx, const struct packet *p,
+					  const struct socket_flow_key *key, bool datagram, bool own, const struct backend *b)
 {
 	struct affinity last = {};
 	bool first = true;
