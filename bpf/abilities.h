@@ -24,7 +24,7 @@ const volatile struct abilities abilities SEC(".rodata") = {
 /* Without bpf_loop the verifier follows each iteration of a loop, so scans are no longer than this. */
 #define SHORT_SCAN 64
 
-/* Seconds are enough here: the coarse clock has the resolution of a tick and costs a tenth. */
+/* The callers need seconds only. The coarse clock has the resolution of a tick, and costs a tenth. */
 static __always_inline __u64 coarse_now(void)
 {
 	return abilities.coarse_clock ? bpf_ktime_get_coarse_ns() : bpf_ktime_get_ns();

@@ -22,7 +22,7 @@ struct remembered {
 	struct affinity *last;
 };
 
-/* Position + 1 of the endpoint that session affinity selects; 0: any. */
+/* Position + 1 of the client's endpoint; 0: session affinity has none for it. */
 static __always_inline __u32 affinity_position(const struct packet *p, const struct endpoint_selection *e,
 					       struct remembered *r)
 {
@@ -30,7 +30,7 @@ static __always_inline __u32 affinity_position(const struct packet *p, const str
 	affinity_client(p, &r->key);
 	r->next.last_used = coarse_now();
 	r->last = bpf_map_lookup_elem(&affinities, &r->key);
-	/* Added, not subtracted: another CPU may have served the client meanwhile, so last_used may be newer. */
+	/* Add to last_used, do not subtract: if another CPU has just served the client, it may be later than now. */
 	if (r->last && r->next.last_used < r->last->last_used + e->affinity_seconds * NANOSECONDS)
 		return position_in_list(e, p->ipv6, r->last->backend, r->last->position);
 	return 0;
@@ -52,7 +52,10 @@ static __always_inline bool has_room_for_client(__u32 *service)
 static __always_inline void remember_affinity(struct remembered *r, const struct backend *b, __u32 position)
 {
 	if (r->last && r->last->backend == b->id) {
-		/* In place. If the entry is evicted meanwhile, it belongs to a new client with the same time. */
+		/*
+		 * Updated in place.  If the element has just been evicted and given to a new client, this changes
+		 * little: the time is about the same, and `position` is checked before use.
+		 */
 		r->last->last_used = r->next.last_used;
 		r->last->position = position;
 		return;
@@ -84,8 +87,8 @@ static __noinline int remember_scheduled(const struct packet *p, const struct en
 }
 
 /*
- * A global function, so that the verifier checks it once, for any packet, and not again for every path to it:
- * that was nine tenths of its work on the socket programs with a scheduler.
+ * A global function, so that the verifier checks it once for any packet, and not again on every path to it.  That was
+ * nine tenths of its work on the socket programs with a scheduler.
  */
 __noinline int choose_by_scheduler(const struct packet *p, const struct endpoint_selection *e, struct backend *b)
 {
@@ -131,9 +134,8 @@ __noinline int choose_at_random(const struct packet *p, const struct endpoint_se
 }
 
 /*
- * Fills `b`; false only if the list changes so fast that the chosen backend
- * is gone already.  The verdict was SERVE, so the list is not empty.
- * Without a scheduler, the check of the setting is the only cost of the schedulers.
+ * Fills `b`.  Called after the verdict SERVE, so the list is not empty.  False: the list has just changed, and the
+ * chosen backend is already gone.  Without a scheduler, this check is all that the schedulers cost.
  */
 static __always_inline int choose_backend(const struct packet *p, const struct endpoint_selection *e, struct backend *b)
 {

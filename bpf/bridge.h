@@ -1,8 +1,7 @@
 /* SPDX-License-Identifier: (GPL-2.0-only OR BSD-2-Clause) */
 /*
- * A reply between two ports of one bridge is switched and would not reach the IP
- * layer, which has to translate it back.  The program gives it the bridge's MAC
- * address, so that the bridge passes it up.
+ * A reply between two ports of one bridge is switched, and would not reach the IP layer, which has to undo the DNAT.
+ * The program gives the frame the bridge's MAC address, so that the bridge passes it up to the IP layer.
  */
 #ifndef PEP_BRIDGE_H
 #define PEP_BRIDGE_H
@@ -57,7 +56,7 @@ static __always_inline bool is_for_bridge(struct __sk_buff *skb, const struct no
 	return true;
 }
 
-/* 1: the frame was given the bridge's address. */
+/* 1: the frame has the bridge's MAC address now. */
 static __noinline int redirect_reply_to_bridge(struct __sk_buff *skb, const struct packet *p)
 {
 	struct node_device *port;
@@ -76,7 +75,10 @@ static __noinline int redirect_reply_to_bridge(struct __sk_buff *skb, const stru
 	return 1;
 }
 
-/* A packet without ports: if its first fragment was redirected, it follows it to be reassembled. */
+/*
+ * For a later fragment, which has no ports.  If the first fragment was redirected, this one must follow it to be
+ * reassembled.
+ */
 static __noinline int redirect_fragment_to_bridge(struct __sk_buff *skb)
 {
 	struct node_device *port;

@@ -48,7 +48,7 @@ const volatile struct reason_names {
 	enum counter counter;
 } reason_names SEC(".rodata") = {};
 
-/* One of the three enums of reason.h. */
+/* `counter`: a value of one of the three enums in reason.h. */
 static __always_inline void count(__u32 counter)
 {
 	__u64 *value = bpf_map_lookup_elem(&counters, &counter);

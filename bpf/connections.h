@@ -9,9 +9,9 @@
 
 #include "slots.h"
 
-#define SCAN_LIMIT 1024			/* of a longer list, only this many endpoints are compared, from a random start */
+#define SCAN_LIMIT 1024			/* endpoints of a list that are compared, from a random start */
 #define INACTIVE_PER_ACTIVE 256		/* the weights of IPVS */
-#define OVERLOADED_ACTIVE 1		/* overloaded: more active connections, while another endpoint has none */
+#define OVERLOADED_ACTIVE 1		/* an endpoint with more is overloaded, if another one has none */
 #define SET_SETTLED_SECONDS (24 * 60 * 60)
 
 struct load {
@@ -44,7 +44,7 @@ static __always_inline void load_of(__u32 id, struct load *l)
 		l->active = counted->active;
 		l->inactive = counted->inactive;
 	}
-	/* Negative only between two writes of the control plane. */
+	/* `since` is negative only while the control plane writes new counts. */
 	if (since > 0)
 		l->active += since;
 }
@@ -52,7 +52,7 @@ static __always_inline void load_of(__u32 id, struct load *l)
 static __always_inline __u64 overhead(enum scheduler scheduler, const struct load *l)
 {
 	if (scheduler == SHORTEST_DELAY)
-		return l->active;	/* the order is the same as of active + 1 */
+		return l->active;	/* active + 1 would give the same order */
 	return (__u64)l->active * INACTIVE_PER_ACTIVE + l->inactive;
 }
 
@@ -122,7 +122,7 @@ static long compare_load(__u32 i, struct scan *s)
 		compare_member(s, id, position, &l, here);
 		return 0;
 	}
-	return !here;	/* none can have less */
+	return !here;	/* no endpoint can have less */
 }
 
 static __always_inline void scan_list(struct scan *s, enum scheduler scheduler, const struct endpoint_selection *e)
@@ -198,8 +198,8 @@ static __noinline __u32 next_locality(const struct packet *p, const struct endpo
 }
 
 /*
- * lblc: an address keeps its endpoint, unless that one is overloaded.  Two functions, so that the
- * search and the scan of the list do not add up on the stack.
+ * lblc: an address keeps its endpoint unless that one is overloaded.  Split into two functions, so that the stack
+ * frames of the search and of the scan do not add up.
  */
 static __always_inline __u32 least_loaded_with_locality(const struct packet *p, const struct endpoint_selection *e)
 {
@@ -219,8 +219,8 @@ static __noinline int begin_set(const struct affinity_key *key, __u32 id)
 }
 
 /*
- * lblcr: the same with a set of endpoints for each address, which grows when all of
- * it is overloaded.  Sets are changed in place; two CPUs at once may lose a change.
+ * lblcr: as lblc, but with a set of endpoints for each address.  A set grows when all of its endpoints are overloaded.
+ * Sets are changed in place: if two CPUs change one at the same time, a change may be lost.
  */
 static __noinline __u32 least_loaded_of_set(const struct packet *p, const struct endpoint_selection *e)
 {
@@ -240,14 +240,14 @@ static __noinline __u32 least_loaded_of_set(const struct packet *p, const struct
 	}
 	now = bpf_ktime_get_ns();
 	if (s.present & (s.present - 1) && now > set->changed + SET_SETTLED_SECONDS * NANOSECONDS) {
-		/* No endpoint was added for a long time: try with one less. */
+		/* The set has not changed for a long time: remove its endpoint with the most load. */
 		set->backends[s.worst_member % SET_SIZE] = 0;
 		set->changed = now;
 	}
 	if (s.present && !(s.member_active > OVERLOADED_ACTIVE && s.idle))
 		return s.member_position;
 	for (i = 0; i < SET_SIZE; i++) {
-		/* Free, or its endpoint is gone. */
+		/* This place is free, or its endpoint has left the list. */
 		if (!(s.present & 1U << i)) {
 			set->backends[i] = id;
 			set->changed = now;

@@ -1,8 +1,7 @@
 /* SPDX-License-Identifier: (GPL-2.0-only OR BSD-2-Clause) */
 /*
- * Lookups in the kernel's conntrack, where its kfuncs are available: they save a
- * decision for existing flows and repair stale UDP flows at once.  Nothing here is
- * required.
+ * Lookups in conntrack, on kernels that have its kfuncs.  With them, an existing flow needs no new decision, and a UDP
+ * flow whose endpoint is gone recovers with its next packet.  The data plane also works without them.
  */
 #ifndef PEP_CONNTRACK_H
 #define PEP_CONNTRACK_H
@@ -164,10 +163,10 @@ static __always_inline bool has_ended(const struct nf_conn___pep *ct, const stru
 }
 
 /*
- * Whether this entry must be removed for a new one.  NOT_COUNTED: no, the flow is alive.
- *  - UDP: if the endpoint is gone, this packet gets another one;
- *  - a flow from before the service had endpoints, or one that the kernel picked up midstream, was never translated.
- *    If the other side has answered, the connection is real.
+ * Why this entry must be removed, so that the packet gets a new one.  NOT_COUNTED: the entry stays.
+ *  - UDP: the endpoint is gone, and this packet gets another one.
+ *  - Any protocol: the flow was never translated.  It began before the service had endpoints, or the kernel picked it
+ *    up midstream.  A TCP connection whose other side has answered is real, and stays.
  * The kernel itself replaces TCP connections that have ended.
  */
 static __always_inline enum counter must_go(const struct nf_conn___pep *ct, const struct packet *p,
@@ -185,7 +184,7 @@ static __always_inline enum counter must_go(const struct nf_conn___pep *ct, cons
 	return endpoint_serves(ct, service, p->ipv6) ? NOT_COUNTED : STALE_UDP_REPLACED;
 }
 
-/* 1: the kernel has this flow and continues it unchanged.  Global, as judge_syn(). */
+/* 1: conntrack has this flow, which continues unchanged. Global for the same reason as judge_syn(). */
 __noinline int flow_exists(struct __sk_buff *skb, const struct packet *p, __u32 service, bool any_endpoints)
 {
 	struct nf_conn___pep *ct;
@@ -198,10 +197,10 @@ __noinline int flow_exists(struct __sk_buff *skb, const struct packet *p, __u32 
 	ct = find_flow(skb, p, &direction);
 	if (!ct)
 		return 0;
-	/* The kernel drops the entry of a closed connection at its next SYN and asks for a translation again. */
+	/* At its next SYN the kernel drops the entry of a closed connection, and asks for a translation again. */
 	ended = has_ended(ct, p);
 	replaced = direction == DIRECTION_ORIGINAL ? must_go(ct, p, service, any_endpoints) : NOT_COUNTED;
-		/* The next lookup that finds an expired entry removes it. */
+	/* The next lookup removes an expired entry. */
 	if (replaced && !settings.dry_run)
 		bpf_ct_change_timeout(ct, 0);
 	bpf_ct_release(ct);

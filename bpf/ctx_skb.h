@@ -1,8 +1,5 @@
 /* SPDX-License-Identifier: (GPL-2.0-only OR BSD-2-Clause) */
-/*
- * The packet as a tc program has it: how the shared headers read it, and the
- * only functions that change it.  ctx_xdp.h has the same names for XDP.
- */
+/* Access to the packet in a tc program. ctx_xdp.h defines the same names for XDP. */
 #ifndef PEP_CONTEXT_H
 #define PEP_CONTEXT_H
 
@@ -15,14 +12,14 @@
 
 #define TC_ACT_UNSPEC (-1)
 #define TC_ACT_SHOT 2
-#define LEFT TC_ACT_UNSPEC	/* continue: filters of other programs and the kernel are next */
+#define LEFT TC_ACT_UNSPEC	/* continue with the filters of other programs, then with the kernel */
 #define DROPPED TC_ACT_SHOT
 #define VLAN_ID_MASK 0x0fff
 /* skb->priority: read by the proxy's nft table; the kernel resets it when it forwards. */
 #define PRIORITY_BACKEND 0xEB000000
 #define PRIORITY_MASQUERADE 0xED000000	/* a backend, and masquerade */
 #define PRIORITY_REJECT 0xEC000001
-#define PRIORITY_MIDSTREAM 0xEC000002	/* no connection may begin with this packet */
+#define PRIORITY_MIDSTREAM 0xEC000002	/* conntrack must not create a connection from this packet */
 #define BACKEND_ID_MASK 0x00FFFFFF
 
 /* ---- reading --------------------------------------------------------------------- */
@@ -78,8 +75,8 @@ static __always_inline __u32 segment_size(struct context *ctx)
 #define PACKET_OTHERHOST 3
 
 /*
- * No VLAN tag and no mark: a mark was set for the kernel's rules to see it.  And a frame for one host: the kernel
- * forwards no other, whatever the IP address.
+ * True if the packet has no VLAN tag and no mark, and its frame is unicast.  A mark was set for the kernel's rules.
+ * The kernel forwards no broadcast or multicast frame, whatever its IP address.
  */
 static __always_inline bool is_plain(struct context *ctx)
 {
@@ -97,7 +94,7 @@ static __always_inline bool is_for(struct context *ctx, const __u8 *mac)
 
 /* ---- handing over a choice ----------------------------------------------------------- */
 
-/* The proxy's nft table looks the choice up. */
+/* The proxy's nft table reads the choice. */
 static __always_inline void set_choice(struct context *ctx, __u32 backend, bool masquerade)
 {
 	ctx->priority = (masquerade ? PRIORITY_MASQUERADE : PRIORITY_BACKEND) | (backend & BACKEND_ID_MASK);
@@ -119,7 +116,7 @@ static __always_inline void reject(struct context *ctx, const struct packet *p, 
 
 /* ---- the fast path ----------------------------------------------------------------- */
 
-/* Why a packet of a known flow is not sent from here, apart from reasons in the flow and the packet. */
+/* Why this hook cannot send a packet of a known flow, whatever the flow and the packet. Always possible in tc. */
 static __always_inline enum slow_path_reason why_not_here(struct context *ctx __attribute__((unused)),
 							  const struct packet *p __attribute__((unused)),
 							  const struct flow_rewrite *a __attribute__((unused)))
@@ -134,7 +131,7 @@ static __always_inline bool is_bulk(struct context *ctx __attribute__((unused)),
 	return false;
 }
 
-/* A packet of a known flow that the kernel forwards. */
+/* Counts a packet that is left to the kernel. */
 static __always_inline void count_left(enum slow_path_reason reason)
 {
 	count(reason);
@@ -150,7 +147,7 @@ static __always_inline long store_bytes(struct context *ctx, __u32 offset, const
 	return bpf_skb_store_bytes(ctx, offset, from, length, 0);
 }
 
-/* CHECKSUM_COMPLETE: the checksum of the whole packet must follow every change of the packet. */
+/* With CHECKSUM_COMPLETE, the skb has the checksum of the whole packet: each change of the packet must update it. */
 static __always_inline void update_whole_sum(struct context *ctx, __u32 change)
 {
 	bpf_csum_update(ctx, change);
@@ -160,7 +157,7 @@ static __always_inline void update_whole_sum(struct context *ctx, __u32 change)
 static __always_inline long update_transport_check(struct context *ctx, const struct packet *p,
 						   const struct flow_rewrite *a, __u32 offset)
 {
-	/* 0 means that there is no checksum. */
+	/* UDP: 0 means that there is no checksum. */
 	__u64 mangled = p->protocol == UDP ? BPF_F_MARK_MANGLED_0 : 0;
 	long failed;
 

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: (GPL-2.0-only OR BSD-2-Clause) */
-/* A socket call as a cgroup program has it. */
+/* Access to a socket call in a cgroup program. */
 #ifndef PEP_CONTEXT_H
 #define PEP_CONTEXT_H
 

@@ -1,8 +1,7 @@
 /* SPDX-License-Identifier: (GPL-2.0-only OR BSD-2-Clause) */
 /*
- * The packet as an XDP program has it; ctx_skb.h has the same names for tc.  What
- * cannot be done here goes up unchanged, and tc counts it.  XDP counts what it did
- * itself, and why it left a packet that tc can send.
+ * Access to the packet in an XDP program.  ctx_skb.h defines the same names for tc.  XDP leaves to tc, unchanged, what
+ * it cannot do, and tc counts it.  XDP counts what it did itself, and why it left a packet that tc can send.
  */
 #ifndef PEP_CONTEXT_H
 #define PEP_CONTEXT_H
@@ -63,8 +62,8 @@ static __always_inline bool is_plain(struct context *ctx __attribute__((unused))
 /* ---- handing over a choice ----------------------------------------------------------- */
 
 /*
- * A scheduler has taken its turn: tc must not choose again.  At random it may, which costs less than to hand the choice
- * over; session affinity gives the same endpoint.
+ * tc gets the packet next.  A scheduler has advanced its state, so tc must use this choice.  A random choice is not
+ * passed on: it costs less to choose again, and session affinity gives the same endpoint.
  */
 static __always_inline void hand_to_netfilter(struct context *ctx __attribute__((unused)), const struct packet *p,
 					      const struct endpoint_selection *e, const struct backend *b)
@@ -77,7 +76,7 @@ static __always_inline void hand_to_netfilter(struct context *ctx __attribute__(
 		give_back_slot(b->slot);
 }
 
-/* Nothing was consumed: tc comes to the same decision. */
+/* Left to tc, which makes the same decision. */
 static __always_inline void reject(struct context *ctx __attribute__((unused)),
 				   const struct packet *p __attribute__((unused)),
 				   const struct endpoint_selection *e __attribute__((unused)))
@@ -87,9 +86,9 @@ static __always_inline void reject(struct context *ctx __attribute__((unused)),
 /* ---- the fast path ----------------------------------------------------------------- */
 
 /*
- * True if the transport checksum covers the pseudo header only: a sender on this machine left the rest to a device that
- * will not do it.  An skb marks this, a frame does not.  One in 65536 correct checksums looks the same; tc then sends
- * the packet.
+ * True if the transport checksum covers the pseudo header only: a sender on this machine left the rest to a device,
+ * which a redirected frame does not pass.  An skb has a flag for this, a frame does not.  One in 65536 correct
+ * checksums looks the same; tc then sends the packet.
  */
 static __always_inline bool lacks_checksum(const struct packet *p, __u16 check)
 {
@@ -116,12 +115,12 @@ static __always_inline bool fits(struct context *ctx, enum xdp_frames frames)
 	return frames == ONE_BUFFER && bpf_xdp_get_buff_len(ctx) == (__u64)(ctx->data_end - ctx->data);
 }
 
-/* The action that sends this frame through that device; XDP_PASS: none. */
+/* The action that sends this frame through that device; XDP_PASS: there is none. */
 static __always_inline enum xdp_action sending_action(struct context *ctx, __u32 device)
 {
 	struct xdp_device *out;
 
-	/* Generic XDP makes the frame a packet before it leaves, so any device will do. */
+	/* Generic XDP sends an skb, so any device will do. */
 	if (settings.xdp_generic)
 		return device == ctx->ingress_ifindex ? XDP_TX : XDP_REDIRECT;
 	out = bpf_map_lookup_elem(&xdp_devices, &device);
@@ -129,7 +128,7 @@ static __always_inline enum xdp_action sending_action(struct context *ctx, __u32
 		return XDP_PASS;
 	if (device == ctx->ingress_ifindex && fits(ctx, out->returns))
 		return XDP_TX;
-	/* A veth does not transmit back, but takes redirected frames. */
+	/* A veth cannot return a frame, but accepts redirected ones. */
 	return fits(ctx, out->takes) ? XDP_REDIRECT : XDP_PASS;
 }
 
@@ -142,9 +141,9 @@ static __always_inline bool is_for(struct context *ctx, const __u8 *mac)
 }
 
 /*
- * A TCP segment with more payload than this makes its direction a bulk stream.  In tc the kernel has merged such
- * segments (generic receive offload) and handles many at the cost of one.  The direction stays with tc: a packet sent
- * from here would overtake segments that are still being merged.
+ * A TCP segment with more payload than this makes its direction a bulk stream, which is left to tc.  There the kernel
+ * has merged such segments (generic receive offload), and handles many at the cost of one.  The direction stays with
+ * tc: a packet sent here would overtake segments that are still being merged.
  */
 #define BULK_BYTES 512
 
@@ -213,7 +212,7 @@ static __always_inline long update_transport_check(struct context *ctx, const st
 
 	if (!check)
 		return -1;
-	/* 0 means that there is no checksum. */
+	/* UDP: 0 means that there is no checksum. */
 	if (p->protocol == UDP && !*check)
 		return 0;
 	changed = ~fold(add(add((__u16)~*check, a->address_sum), a->port_sum));

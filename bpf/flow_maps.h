@@ -1,15 +1,14 @@
 /* SPDX-License-Identifier: (GPL-2.0-only OR BSD-2-Clause) */
 /*
- * The fast path: the flow table, permits for young flows, and the records that
- * the ingress programs hand over to the observer on egress.  docs/fast-path.md
- * explains the idea.  The rules of maps.h apply here, too.
+ * The fast path: the flow table, permits for young flows, and the hand-over records of the ingress programs for the
+ * observer at egress.  docs/fast-path.md explains the idea.  The rules of maps.h apply here, too.
  */
 #ifndef PEP_FLOW_MAPS_H
 #define PEP_FLOW_MAPS_H
 
 #include "maps.h"
 
-/* A packet as it comes in: each direction of a flow has its own key. */
+/* Addresses and ports of a packet as it comes in. Each direction of a flow has its own key. */
 struct flow_key {
 	__u8 source[16];	/* IPv4 in the first four bytes */
 	__u8 destination[16];
@@ -38,9 +37,8 @@ struct link {
 };
 
 /*
- * How a packet is rewritten.  Written before the entry can be found.  A reader only
- * has to make sure that the element has not been given to another flow: `tag` and
- * `tag_again` must both be that of the key.
+ * How a packet is rewritten.  All fields are written before the entry can be found.  The kernel may give the element to
+ * another flow at any time, so a reader checks that `tag` and `tag_again` are both the tag of its key.
  */
 struct flow_rewrite {
 	__u32 tag;
@@ -59,32 +57,32 @@ struct flow_rewrite {
 
 enum agent_request {
 	NO_REQUEST = 0,
-	PROMOTION = 1,		/* hand the young flow to the kernel */
+	PROMOTION = 1,		/* promote the young flow */
 	CLOSE = 2,		/* close the conntrack entry of a kernel flow that was reset */
 };
 
 /*
  * One direction of a flow.
- * Young: conntrack does not have the flow; only this entry can translate its packets.
- * Not young: the kernel's flow.  While it is confirmed its packets are sent from
- * here; a packet that is not sent goes through netfilter, which does the same.
+ * A young flow is not in conntrack: only its entries can translate its packets.
+ * Any other flow is a kernel's flow.  While it is confirmed, its packets are sent by this entry.  A packet that is not
+ * sent goes through netfilter, which translates it in the same way.
  */
 struct flow {
 	struct flow_rewrite rewrite;
 	__u32 generation;	/* of fast_path when the flow was confirmed or created */
 	__u64 started;		/* bpf_ktime_get_coarse_ns(), as the next two */
 	__u64 last_seen;
-	__u64 confirmed_until;	/* the kernel's flow: a packet was seen to leave netfilter as `rewrite` has it */
-	__u32 packets;		/* sent from here */
+	__u64 confirmed_until;	/* kernel's flow: for 1 s after a packet has left netfilter as in `rewrite` */
+	__u32 packets;		/* sent by this entry */
 	__u32 acknowledged;	/* TCP: the sequence number that this side expects next */
 	__u32 service;
 	__u32 backend;		/* 0: not known */
 	__u8 young;
 	__u8 reply;		/* the direction from the endpoint to the client */
-	__u8 closing;		/* RST or FIN seen, and nothing since */
-	__u8 promote;		/* enum agent_request: what the agent was asked to do */
+	__u8 closing;		/* enum closing: RST or FIN seen; 0 again if the flow continues */
+	__u8 promote;		/* enum agent_request: what the agent has been asked to do */
 	__u8 bulk;		/* XDP leaves this direction to tc */
-	__u8 first_counted;	/* `packets` includes the first one: XDP left it to tc */
+	__u8 first_counted;	/* `packets` includes the first packet, which XDP left to tc */
 	__u8 zero[2];
 };
 
@@ -116,9 +114,10 @@ struct {
 #define RECENT_FLOWS 4096
 
 /*
- * The young flows that this CPU opened last, as a ring.  A new flow takes the slot of an old one.  If the old flow's
- * datagrams have all been answered, or both its sides have closed, it is removed from the table.  So short flows do not
- * fill the table, however many there are.  The last two bytes of an entry, zero in a key, are recent_stamp().
+ * A ring of the young flows that this CPU opened last.  A new flow takes the slot of an old one.  If all datagrams of
+ * the old flow have been answered, or both its sides have closed, the old flow is removed from the table.  So short
+ * flows do not fill the table, however many there are.  The last two bytes of an entry, which are zero in a key, are
+ * recent_stamp().
  */
 struct {
 	__uint(type, BPF_MAP_TYPE_PERCPU_ARRAY);
@@ -128,8 +127,8 @@ struct {
 } recent_flows SEC(".maps");
 
 /*
- * 0: the next slot and, above it, the turn of the source ports.  1: the current second, and how many flows without a
- * permit were entered in it (young.h).
+ * [0]: the next slot of recent_flows; the upper bits count the source ports that were allocated.  [1]: the current
+ * second, and how many flows without a permit were entered in it (young.h).
  */
 struct {
 	__uint(type, BPF_MAP_TYPE_PERCPU_ARRAY);
@@ -138,7 +137,7 @@ struct {
 	__type(value, __u32);
 } recent_next SEC(".maps");
 
-/* Keys (from the client to the frontend) of flows for which the agent has something to do: enum agent_request. */
+/* Keys (client to frontend) of flows for which the agent has something to do: enum agent_request. */
 struct {
 	__uint(type, BPF_MAP_TYPE_QUEUE);
 	__uint(max_entries, 8192);
@@ -160,7 +159,7 @@ struct permit_key {
 };
 
 struct permit {
-	__u64 until;		/* bpf_ktime_get_coarse_ns(); a NEW flow of the pair crossed netfilter within the second before */
+	__u64 until;		/* bpf_ktime_get_coarse_ns(): 1 s after a new flow of the pair has passed netfilter */
 	__u64 back_until;	/* the same for the link back to the client */
 	__u32 generation;	/* permit_generation of fast_path */
 	__u32 device_back;	/* where replies come in */
@@ -181,8 +180,9 @@ struct {
 #define SIGHTING_BITS 14
 
 /*
- * Pairs and flows that were seen once, by a hash: the tag in the upper half, below it
- * a time in seconds and a count.  Spoofed sources, and flows that end at once, get no further than this.
+ * Counts the packets of pairs and flows, by a hash: the tag in the upper half, a time in seconds and a count in the
+ * lower half.  A spoofed source, or a flow that ends at once, is counted here but gets no permit and no entry in
+ * `flows`.
  */
 struct {
 	__uint(type, BPF_MAP_TYPE_ARRAY);
@@ -251,11 +251,11 @@ struct {
 /* One entry, written by the agent. */
 struct fast_path {
 	__u64 alive_until;	/* CLOCK_MONOTONIC, ns: until then the agent follows rules, routes and devices */
-	__u32 generation;	/* changes with routes, devices, neighbours and UDP endpoints: kernel flows are confirmed again */
+	__u32 generation;	/* changes with routes, devices, neighbours, UDP endpoints: voids confirmations */
 	__u32 permit_generation;	/* changes with the rulesets: older permits are void */
 	enum slow_path_reason closed4;	/* NOT_SLOW: IPv4 may take the fast path */
 	enum slow_path_reason closed6;
-	__u32 draining;		/* no new young flows; existing ones go to the kernel */
+	__u32 draining;		/* no new young flows; existing ones are promoted */
 	__u32 zero;
 };
 

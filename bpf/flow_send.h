@@ -1,7 +1,5 @@
 /* SPDX-License-Identifier: (GPL-2.0-only OR BSD-2-Clause) */
-/*
- * A packet of a flow that the table knows: whether it is sent from here, and how.
- */
+/* Packets of flows in the flow table: whether and how the programs send them. */
 #ifndef PEP_FLOW_SEND_H
 #define PEP_FLOW_SEND_H
 
@@ -10,12 +8,12 @@
 #include "flow_table.h"
 #include "slots.h"
 
-/* No verdict: the packet takes the path that it would take without the table. */
+/* Not a verdict: the packet takes the path that it would take without the table. */
 #define NOT_SENT (-2)
 #define NOT_KNOWN (-3)		/* the same, and the table does not have its flow */
 #define NOT_CONFIRMED (-4)	/* the same, and the observer must see it leave */
 
-/* Defined by each main program: a packet of a young flow that cannot be sent from here. */
+/* Defined by each main program: handles a packet of a young flow that cannot be sent. */
 static __always_inline int leave_young(struct context *ctx, const struct packet *p, const struct flow_rewrite *a,
 				       struct flow *f, enum slow_path_reason reason);
 
@@ -99,13 +97,13 @@ static __always_inline bool is_new_connection(const struct packet *p)
 	return p->protocol == TCP && p->starts_flow;
 }
 
-/* The flow ends with this packet or begins again. */
+/* The packet ends the flow, or begins a new one. */
 static __always_inline bool is_syn_fin_rst(const struct packet *p)
 {
 	return p->protocol == TCP && p->tcp_flags & (TCP_SYN | TCP_FIN | TCP_RST);
 }
 
-/* NOT_SLOW: this packet of a known flow does not need the kernel. */
+/* Why the kernel must handle this packet of a known flow; NOT_SLOW: it need not. */
 static __always_inline enum slow_path_reason why_kernel(const struct packet *p, const struct flow_rewrite *a,
 							__u32 segment)
 {
@@ -135,8 +133,8 @@ static __always_inline int rewrite_and_send(struct context *ctx, const struct pa
 {
 	int verdict;
 
-		/* Must not continue half rewritten, or rewritten by an entry that changed meanwhile. */
-	if (rewrite(ctx, p, a, ETH_HLEN) || (verdict = send(ctx, a), is_another_flows(a, tag_of(p)))) {
+	/* A packet must not continue half rewritten, or rewritten by an entry that has changed meanwhile. */
+	if (rewrite(ctx, p, a, ETH_HLEN) || (verdict = send(ctx, a), was_reused(a, tag_of(p)))) {
 		count(DROP_REWRITE_FAILED);
 		return DROPPED;
 	}
@@ -144,7 +142,7 @@ static __always_inline int rewrite_and_send(struct context *ctx, const struct pa
 	return verdict;
 }
 
-/* Asks the agent to hand this young flow to the kernel. */
+/* Asks the agent to promote this young flow. */
 static __noinline __attribute__((unused)) int request_promotion(const struct flow_key *key, const struct flow_rewrite *a, struct flow *f)
 {
 	struct flow_key client;
@@ -152,7 +150,7 @@ static __noinline __attribute__((unused)) int request_promotion(const struct flo
 	if (!key || !a || !f || f->promote)
 		return 0;
 	if (f->reply)
-		answer_key(a, key->protocol, key->ipv6, &client);
+		reply_key_of(a, key->protocol, key->ipv6, &client);
 	else
 		client = *key;
 	if (bpf_map_push_elem(&promotions, &client, 0))
@@ -161,17 +159,17 @@ static __noinline __attribute__((unused)) int request_promotion(const struct flo
 	return 1;
 }
 
-/* A guessed sequence number is within it once in a thousand times. */
+/* A guessed sequence number is in this window once in a thousand times. */
 #define GUESS_WINDOW (4U << 20)
 
 enum closing {
 	CLOSING = 1,		/* a FIN or RST was seen; it may have been forged */
-	CLOSING_IN_SEQUENCE = 2,	/* its sequence number was the expected one; of a kernel flow: a RST */
+	CLOSING_IN_SEQUENCE = 2,	/* its sequence number was the expected one; for a kernel's flow: a RST */
 };
 
 /*
- * What a RST or a FIN means for a young flow.  1: the flow is over.  Only the sequence number that the other side
- * expects next ends a connection at once (RFC 5961); an attacker who forges packets does not know it.
+ * Handles a RST or FIN of a young flow.  Not 0: the flow has ended.  Only the sequence number that the other side
+ * expects next ends a connection at once (RFC 5961).  An attacker who forges packets does not know it.
  */
 static __noinline int end_young(const struct packet *p, const struct flow_rewrite *a, struct flow *f)
 {
@@ -185,7 +183,7 @@ static __noinline int end_young(const struct packet *p, const struct flow_rewrit
 		return 0;
 	ahead = p->sequence - other->acknowledged;
 	if (ahead) {
-		/* Data before it may still be on its way. The other side ignores a number outside the window. */
+		/* Earlier data may still be on its way. Outside the window the other side ignores the packet, too. */
 		if (ahead < GUESS_WINDOW && !f->closing)
 			f->closing = CLOSING;
 		return 0;
@@ -212,20 +210,21 @@ __noinline int may_keep_endpoint(const struct packet *p, const struct flow_rewri
 	config = active_config(f.service, &config_id);
 	if (!config || decide(p, &f, config, config_id, a->device_in, &e, &reason) != VERDICT_SERVE)
 		return 0;
-		/* Not `backends`, which keeps a backend for some time after it has left.  Searching the list is too deep. */
+	/* Not in `backends`, where a backend stays for some time after it has left. Searching the list is too deep. */
 	__builtin_memcpy(&endpoint, a->destination, 16);
 	return is_endpoint(&endpoint, a->destination_port, TCP, p->ipv6, f.service);
 }
 
 enum syn {
-	SYN_REPEATED = 0,	/* the flow's own, or one that changes nothing */
+	SYN_REPEATED = 0,	/* the flow's own SYN, or one that changes nothing */
 	SYN_OF_ANOTHER = 1,	/* another connection begins */
 	SYN_AFTER_END = 2,	/* the flow may have ended: treat it like a new connection */
 };
 
 /*
  * What a SYN for a flow in the table means.  A global function, so that the verifier checks it once.  Older verifiers
- * check it even if it is not called, and without the fast path there is no flow table.
+ * check a global function even if nothing calls it.  Without the fast path there is no flow table, so the function must
+ * return before it uses the table.
  */
 __noinline int judge_syn(const struct packet *p, const struct flow_rewrite *a, const struct flow *f)
 {
@@ -238,7 +237,7 @@ __noinline int judge_syn(const struct packet *p, const struct flow_rewrite *a, c
 	if (!other || (f->closing == CLOSING_IN_SEQUENCE && other->closing == CLOSING_IN_SEQUENCE))
 		return SYN_OF_ANOTHER;
 	__builtin_memcpy(&endpoint, a->destination, 16);
-	/* An endpoint may send one, too: both sides may open a connection at once. */
+	/* For the client's SYN only: both sides may open a connection at once, so an endpoint may send one, too. */
 	if (!f->reply && !is_endpoint(&endpoint, a->destination_port, TCP, p->ipv6, 0))
 		return SYN_OF_ANOTHER;
 	/* A SYN does not end a flow that is alive. */
@@ -254,8 +253,8 @@ static __always_inline bool begins_anew(const struct packet *p, const struct flo
 }
 
 /*
- * A packet of a young flow.  The kernel does not know the flow: what cannot be sent
- * from here has to wait until the agent has handed the flow to the kernel.
+ * A packet of a young flow.  conntrack does not know the flow, so a packet that cannot be sent has to wait until the
+ * agent has promoted the flow.
  */
 static __noinline int send_young(struct context *ctx, const struct packet *p, struct flow *known)
 {
@@ -277,7 +276,7 @@ static __noinline int send_young(struct context *ctx, const struct packet *p, st
 	if (p->protocol == TCP && p->tcp_flags & (TCP_RST | TCP_FIN))
 		over = end_young(p, a, known);
 	else if (known->closing && p->length > p->headers)
-		/* Data: the flow continues. */
+		/* A packet with data: the flow continues. */
 		known->closing = 0;
 	note_sent(known, p, now);
 	verdict = rewrite_and_send(ctx, p, a);
@@ -286,7 +285,7 @@ static __noinline int send_young(struct context *ctx, const struct packet *p, st
 	return verdict;
 }
 
-/* A packet of a flow that the kernel knows, too. */
+/* A packet of a kernel's flow. */
 static __noinline int send_kernels(struct context *ctx, const struct packet *p, struct flow *known)
 {
 	struct fast_path *state = fast_path_state();
@@ -299,7 +298,7 @@ static __noinline int send_kernels(struct context *ctx, const struct packet *p, 
 		return NOT_SENT;
 	a = &known->rewrite;
 	now = bpf_ktime_get_coarse_ns();
-	/* Also if netfilter forwards it: conntrack then keeps the flow, and so must the table. */
+	/* Also if netfilter forwards the packet: conntrack then keeps the flow, and so must the table. */
 	if (known->last_seen != now)
 		known->last_seen = now;
 	reason = fast_path_closed(state, p->ipv6, now);
@@ -351,7 +350,7 @@ static __noinline int has_lost_endpoint(const struct packet *p, const struct flo
 	return !is_endpoint(&endpoint, a->destination_port, UDP, p->ipv6, f->service);
 }
 
-/* Sends the packet by the table, if it has the flow; `device` is the exact one; the packet has an Ethernet header. */
+/* Sends the packet if its flow is in the table. `device`: of a bridge, the port. The packet has an Ethernet header. */
 static __noinline int send_by_table(struct context *ctx, const struct packet *p, __u32 device)
 {
 	const struct flow_rewrite *a;
@@ -361,10 +360,10 @@ static __noinline int send_by_table(struct context *ctx, const struct packet *p,
 	if (!p)
 		return NOT_KNOWN;
 	known = bpf_map_lookup_elem(&flows, p);
-	if (!known || is_another_flows(&known->rewrite, tag_of(p)))
+	if (!known || was_reused(&known->rewrite, tag_of(p)))
 		return NOT_KNOWN;
 	a = &known->rewrite;
-	/* No device: enter_tracked() did not know it, and the flow is not confirmed. */
+	/* device_in is 0 in an entry of enter_tracked(), until the flow is confirmed. */
 	if (a->device_in && a->device_in != device) {
 		count_left(STACK_OTHER_DEVICE);
 		return NOT_SENT;

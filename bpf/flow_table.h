@@ -19,7 +19,7 @@ static __always_inline __u32 tag_of(const void *key)
 	return (__u32)(t >> 32) | 1;
 }
 
-/* One side of a flow in the table is a frontend, the other an endpoint. */
+/* A packet of a flow in the table goes to a frontend, or comes from an endpoint. */
 static __always_inline bool may_be_known(const struct packet *p)
 {
 	return is_hinted(&p->destination, p->destination_port, p->ipv6) ||
@@ -77,7 +77,7 @@ static __always_inline void read_barrier(void)
  * The element may be given to another flow at any time.  Called before and after an entry is used: if both calls
  * return false, the entry was this flow's all the time.
  */
-static __always_inline bool is_another_flows(const struct flow_rewrite *a, __u32 tag)
+static __always_inline bool was_reused(const struct flow_rewrite *a, __u32 tag)
 {
 	bool another;
 
@@ -88,8 +88,8 @@ static __always_inline bool is_another_flows(const struct flow_rewrite *a, __u32
 }
 
 /* The key of the replies to packets that were rewritten by `a`. */
-static __always_inline void answer_key(const struct flow_rewrite *a, enum protocol protocol, bool ipv6,
-				       struct flow_key *key)
+static __always_inline void reply_key_of(const struct flow_rewrite *a, enum protocol protocol, bool ipv6,
+					 struct flow_key *key)
 {
 	__builtin_memset(key, 0, sizeof(*key));
 	__builtin_memcpy(key->source, a->destination, 16);
@@ -112,8 +112,8 @@ static __always_inline void count_young(__u32 device)
 }
 
 /*
- * A promotion and the end of a flow may both lower its count, so it can be too low, but never below zero: as a huge
- * number it would keep the device out of the fast path for good.
+ * If a flow ends while it is promoted, the count of its device may be lowered twice, so it can be too low.  It must not
+ * go below zero: the huge number would keep the device off the fast path for good.
  */
 static __always_inline void uncount_young(__u32 device)
 {
@@ -124,8 +124,9 @@ static __always_inline void uncount_young(__u32 device)
 }
 
 /*
- * Removes both directions of a flow, given one key and its rewrite.  1: the flow was there.  The rewrite may be that of
- * an element: if another flow has got it meanwhile, this flow is gone, and the other direction's key is not its own.
+ * Removes both directions of a flow, given one key and its rewrite.  1: the flow was there.  The rewrite may be part of
+ * an element.  If that now belongs to another flow, this flow is already gone, and the other direction's key, which is
+ * computed from the rewrite, is not its own.
  */
 static __noinline int forget_flow(const struct flow_key *key, const struct flow_rewrite *a, bool reply, bool young)
 {
@@ -135,13 +136,13 @@ static __noinline int forget_flow(const struct flow_key *key, const struct flow_
 
 	if (!key || !a)
 		return 0;
-	answer_key(a, key->protocol, key->ipv6, &other);
+	reply_key_of(a, key->protocol, key->ipv6, &other);
 	device = reply ? a->out.device : a->device_in;
-	if (is_another_flows(a, tag_of(key)))
+	if (was_reused(a, tag_of(key)))
 		return 0;
 	failed_other = bpf_map_delete_elem(&flows, &other);
 	failed = bpf_map_delete_elem(&flows, key);
-	/* The caller that removed the client's direction has removed the flow. */
+	/* Several callers may remove a flow at once. The one that removed the client's direction counts. */
 	if (reply ? failed_other : failed)
 		return 0;
 	if (young)
@@ -154,7 +155,7 @@ static __always_inline struct flow *other_direction(const struct flow_rewrite *a
 {
 	struct flow_key key;
 
-	answer_key(a, p->protocol, p->ipv6, &key);
+	reply_key_of(a, p->protocol, p->ipv6, &key);
 	return bpf_map_lookup_elem(&flows, &key);
 }
 

@@ -78,8 +78,8 @@ static __noinline int rewrite_addresses(struct __sk_buff *skb, const struct flow
 }
 
 /*
- * Sends the first fragment of a young flow's datagram; the later ones follow it.  Not one that only the kernel can
- * handle: it fragments again, or reports that it may not, or that the packet has made its last hop.
+ * Sends the first fragment of a young flow's datagram; the later ones follow it.  It leaves to the kernel a fragment
+ * that must be fragmented again, or that the kernel must answer with an ICMP error.
  */
 static __noinline int send_first_fragment(struct __sk_buff *skb, const struct packet *p, const struct flow_rewrite *a)
 {
@@ -94,8 +94,8 @@ static __noinline int send_first_fragment(struct __sk_buff *skb, const struct pa
 	ports[1] = bpf_htons(a->destination_port);
 	if (update_transport_check(skb, p, a, p->transport + UDP_CHECK) ||
 	    bpf_skb_store_bytes(skb, p->transport, ports, sizeof(ports), 0) || rewrite_addresses(skb, a, p->ipv6) ||
-	    (verdict = send(skb, a), is_another_flows(a, tag_of(p)))) {
-		/* As in rewrite_and_send(); the later fragments must not follow it either. */
+	    (verdict = send(skb, a), was_reused(a, tag_of(p)))) {
+		/* As in rewrite_and_send(); later fragments must not be sent either. */
 		bpf_map_delete_elem(&flow_fragments, &key);
 		count(DROP_REWRITE_FAILED);
 		return DROPPED;
@@ -104,7 +104,7 @@ static __noinline int send_first_fragment(struct __sk_buff *skb, const struct pa
 	return verdict;
 }
 
-/* A packet without ports: if a young flow sent its first fragment, it takes the same path. */
+/* For a later fragment, which has no ports. If a young flow sent the first fragment, this one takes the same path. */
 static __noinline int send_later_fragment(struct __sk_buff *skb)
 {
 	struct fragments key = {};

@@ -11,8 +11,8 @@ static __always_inline bool is_loopback6(const union address *address)
 }
 
 /*
- * The node's own address.  Byte by byte: a memcpy would cast the volatile away,
- * and the compiler would then use the zeros of the object file.
+ * The node's own address.  Copied byte by byte: a memcpy would cast the volatile away, and the compiler would then use
+ * the zeros of the object file.
  */
 static __always_inline void own_address(union address *to, bool ipv6)
 {
@@ -59,9 +59,9 @@ static __always_inline struct frontend *exact_frontend(const union address *addr
 }
 
 /*
- * An address of this node that serves no NodePorts (service-semantics 8); ::1 serves
- * none, not even to the node itself.  In iptables mode REJECT and DROP apply there
- * all the same (policy.h); in nftables mode the packet belongs to no service.
+ * For an address where the NodePort is not served (service-semantics 8).  True: its Service may refuse or drop the
+ * packet (policy.h).  This holds in iptables mode, at addresses of this node and at ::1, which never serves NodePorts.
+ * In nftables mode the packet belongs to no service.
  */
 static __always_inline bool is_unserved_node_port(const union address *address, bool ipv6)
 {
@@ -97,7 +97,7 @@ static __always_inline bool find_frontend(const struct packet *p, struct fronten
 
 	if (is_hinted(&p->destination, p->destination_port, p->ipv6))
 		found = exact_frontend(&p->destination, p->destination_port, p->protocol, p->ipv6);
-	/* NodePorts are entered at the unspecified address, which no packet may name instead of the node's. */
+	/* NodePorts are stored with the unspecified address. A packet to that address must not match them here. */
 	if (!found || found->kind == NODE_PORT)
 		return find_node_port(p, f);
 	*f = *found;

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: (GPL-2.0-only OR BSD-2-Clause) */
 /*
- * A packet that goes through netfilter and that the observer on egress compares
- * with what came in.  The kernel takes a packet from ingress to egress on one CPU,
- * so the record is in that CPU's memory; skb->tc_index names it.
+ * Hand-over records: how a packet came in, for the observer at egress to compare with how it leaves netfilter.  The
+ * kernel takes a packet from ingress to egress on one CPU, so the record is in that CPU's memory.  skb->tc_index names
+ * it.
  */
 #ifndef PEP_HANDOVER_H
 #define PEP_HANDOVER_H
@@ -10,7 +10,7 @@
 #include "ctx_skb.h"
 #include "flow_table.h"
 
-#define HANDOVER_NS 20000000LL		/* a packet that waits longer, e.g. for neighbour resolution, proves nothing */
+#define HANDOVER_NS 20000000LL		/* a packet that took longer, e.g. for neighbour resolution, proves nothing */
 
 static __always_inline struct handover *handover_slot(__u32 number)
 {
@@ -42,7 +42,7 @@ static __always_inline struct handover *hand_over(struct __sk_buff *skb, const s
 	return h;
 }
 
-/* A backend was chosen; netfilter does the DNAT. */
+/* A backend was chosen, and netfilter will do the DNAT. */
 static __noinline int hand_over_open(struct __sk_buff *skb, const struct packet *p, const struct endpoint_selection *e,
 				     const struct backend *b, __u32 ip_device)
 {
@@ -69,8 +69,8 @@ static __noinline int hand_over_confirm(struct __sk_buff *skb, const struct pack
 }
 
 /*
- * An endpoint's packet that the table does not know.  The reply to a first packet completes a permit's return path.
- * A flow that continues is entered into the table.  A flow of no service is checked again once a second.
+ * An endpoint's packet whose flow is not in the table.  The reply to a first packet completes the permit with the
+ * return path.  A flow that continues is entered into the table.  A flow of no service is checked again once a second.
  */
 static __noinline int hand_over_reply(struct __sk_buff *skb, const struct packet *p, __u32 ip_device)
 {
@@ -91,7 +91,7 @@ static __noinline int hand_over_reply(struct __sk_buff *skb, const struct packet
 		if (count >= 3 && SIGHTING_SECONDS(*seen) == seconds)
 			return 0;
 		*seen = flow_packet_count(tag, seconds, count < 3 ? count + 1 : 3);
-		/* A TCP connection may end after this packet. */
+		/* A TCP connection may end after its first reply, so it is entered with a later one. */
 		if (p->protocol == TCP && !count)
 			return 0;
 	}

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: (GPL-2.0-only OR BSD-2-Clause) */
-/* Checked first for most packets: can they be for a service at all?  Hints have false positives, no false negatives. */
+/* The first check of a packet: can it belong to a service at all? False positives are possible, false negatives not. */
 #ifndef PEP_HINTS_H
 #define PEP_HINTS_H
 

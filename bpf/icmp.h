@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: (GPL-2.0-only OR BSD-2-Clause) */
 /*
- * ICMP errors about young flows.  Only conntrack can translate them for the sender.  The flow is handed to the
- * kernel at once, so that the next error finds its conntrack entry.
+ * ICMP errors about young flows.  Only conntrack can translate them for the sender.  The first error has the flow
+ * promoted at once, so that the next one finds its conntrack entry.
  */
 #ifndef PEP_ICMP_H
 #define PEP_ICMP_H
@@ -31,7 +31,7 @@ static __always_inline bool read_ports(struct __sk_buff *skb, __u32 offset, stru
 	return true;
 }
 
-static __always_inline bool answer_to_error4(struct __sk_buff *skb, struct flow_key *key)
+static __always_inline bool reply_key_of_error4(struct __sk_buff *skb, struct flow_key *key)
 {
 	__u32 offset = ETH_HLEN + sizeof(struct iphdr);
 	struct iphdr outer, inner;
@@ -49,7 +49,7 @@ static __always_inline bool answer_to_error4(struct __sk_buff *skb, struct flow_
 	return read_ports(skb, offset + ICMP_HEADER + sizeof(inner), key);
 }
 
-static __always_inline bool answer_to_error6(struct __sk_buff *skb, struct flow_key *key)
+static __always_inline bool reply_key_of_error6(struct __sk_buff *skb, struct flow_key *key)
 {
 	__u32 offset = ETH_HLEN + sizeof(struct ipv6hdr);
 	struct ipv6hdr header;
@@ -68,7 +68,7 @@ static __always_inline bool answer_to_error6(struct __sk_buff *skb, struct flow_
 	return read_ports(skb, offset + ICMP_HEADER + sizeof(header), key);
 }
 
-/* For a packet that is not TCP, UDP or SCTP, or is a later fragment. */
+/* Called for packets other than TCP, UDP and SCTP, and for later fragments. */
 static __noinline int promote_by_error(struct __sk_buff *skb)
 {
 	struct flow_key key = {};
@@ -76,9 +76,9 @@ static __noinline int promote_by_error(struct __sk_buff *skb)
 	bool found;
 
 	if (skb->protocol == bpf_htons(ETH_P_IP))
-		found = answer_to_error4(skb, &key);
+		found = reply_key_of_error4(skb, &key);
 	else
-		found = skb->protocol == bpf_htons(ETH_P_IPV6) && answer_to_error6(skb, &key);
+		found = skb->protocol == bpf_htons(ETH_P_IPV6) && reply_key_of_error6(skb, &key);
 	if (!found)
 		return 0;
 	f = bpf_map_lookup_elem(&flows, &key);

@@ -3,7 +3,7 @@
  * Packets and bytes of services and their endpoints, for `pyebpf-proxy top`.  Not part of the data plane: it runs
  * before the proxy's tc programs on the same devices, only while `top` runs, and changes nothing.  See docs/top.md.
  */
-/* Only the lookup functions of the headers are used here. */
+/* This program uses only the lookup functions of the headers. */
 #pragma clang diagnostic ignored "-Wunused-function"
 
 #include "ctx_skb.h"
@@ -62,8 +62,8 @@ static __always_inline void measure(struct __sk_buff *skb, const struct packet *
 	}
 }
 
-/* The same as of_flow, from the flow table, which has flows that conntrack does not have. */
-static __noinline int of_flow_table(struct packet *p, struct meter_key *key)
+/* As key_from_conntrack(), but from the flow table, which has flows that conntrack does not have. */
+static __noinline int key_from_flow_table(struct packet *p, struct meter_key *key)
 {
 	struct flow *f;
 
@@ -84,8 +84,8 @@ static __noinline int of_flow_table(struct packet *p, struct meter_key *key)
 	return 1;
 }
 
-/* True if the flow was translated: the frontend goes into `p`, the endpoint into `key`. */
-static __noinline int of_flow(struct __sk_buff *skb, struct packet *p, struct meter_key *key)
+/* True if the flow was translated. Fills `p` with the frontend and `key` with the endpoint. */
+static __noinline int key_from_conntrack(struct __sk_buff *skb, struct packet *p, struct meter_key *key)
 {
 	struct nf_conn___pep *ct;
 	__u8 direction;
@@ -145,9 +145,9 @@ static __always_inline int account(struct __sk_buff *skb, __u32 link)
 	if (!found && !comes_from_endpoint(&p))
 		return LEFT;
 	measure(skb, &p, link, &m);
-	if (settings.fast_path && p.protocol != SCTP && of_flow_table(&p, &key))
+	if (settings.fast_path && p.protocol != SCTP && key_from_flow_table(&p, &key))
 		found = find_frontend(&p, &f);
-	else if (settings.conntrack_lookup && p.protocol != SCTP && of_flow(skb, &p, &key))
+	else if (settings.conntrack_lookup && p.protocol != SCTP && key_from_conntrack(skb, &p, &key))
 		found = find_frontend(&p, &f);
 	if (!found)
 		return LEFT;

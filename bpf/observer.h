@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: (GPL-2.0-only OR BSD-2-Clause) */
 /*
- * The observer, on egress: compares a packet that leaves netfilter with the record
- * of how it came in.  Everything in the fast path is based on this: which pairs may
- * communicate, how a flow is translated, and by which device its packets leave.
+ * The observer, at egress: compares a packet that leaves netfilter with the record of how it came in.  The fast path
+ * learns three things only here: which pairs may communicate, how a flow is translated, and by which device its packets
+ * leave.
  */
 #ifndef PEP_OBSERVER_H
 #define PEP_OBSERVER_H
@@ -13,7 +13,7 @@
 
 #define PERMIT_BACK_NS (3 * NANOSECONDS)
 
-/* Set by the proxy's nft table for a packet that begins a connection in conntrack. */
+/* Set by the proxy's nft table for the first packet of a connection in conntrack. */
 #define PRIORITY_NEW 0xEE000001
 
 /* The kernel's priority for a packet with this TOS (ip_tos2prio). */
@@ -43,7 +43,7 @@ static __always_inline bool take_proof_of_new(struct __sk_buff *skb)
 	return true;
 }
 
-/* Reads how this packet leaves. Packets from a closed device must also pass the other programs there. */
+/* Reads how this packet leaves. If it came in by a closed device, the other programs there must see its packets. */
 static __always_inline bool read_link(struct __sk_buff *skb, const struct handover *h, struct link *l)
 {
 	__u32 ifindex = skb->ifindex, device_in = h->device;
@@ -68,7 +68,7 @@ static __always_inline bool is_same_link(const struct link *a, const struct link
 	return !((x[0] ^ y[0]) | (x[1] ^ y[1]) | (x[2] ^ y[2]) | (x[3] ^ y[3]) | (x[4] ^ y[4]));
 }
 
-/* The packet was rewritten as the entry has it. */
+/* True if the packet was rewritten as in the entry. */
 static __always_inline bool matches_rewrite(const struct packet *p, const struct flow_rewrite *a)
 {
 	const __u64 *source = (const void *)a->source, *destination = (const void *)a->destination;
@@ -87,7 +87,7 @@ static __always_inline bool same_bytes16(const __u8 *a, const void *b)
 
 /* ---- a kernel flow that must be confirmed ----------------------------------------------- */
 
-/* Changes the link of an entry. A concurrent reader sees it as the entry of another flow. */
+/* Changes the link of an entry. Meanwhile the entry looks to readers like that of another flow. */
 static __always_inline void change_link(struct flow_rewrite *a, const struct link *l)
 {
 	__u32 tag = a->tag;
@@ -101,7 +101,7 @@ static __always_inline void change_link(struct flow_rewrite *a, const struct lin
 	*(volatile __u32 *)&a->tag_again = tag;
 }
 
-/* 1: the table has the flow, and its rewrite is right. A flow that netfilter translates differently is removed. */
+/* 1: the table has the flow, and its rewrite is right. Removes a flow that netfilter translates differently. */
 static __noinline int confirm(struct __sk_buff *skb, const struct packet *p, const struct handover *h, __u64 now)
 {
 	struct fast_path *state = fast_path_state();
@@ -113,10 +113,10 @@ static __noinline int confirm(struct __sk_buff *skb, const struct packet *p, con
 		return 0;
 	key = h->key;
 	f = bpf_map_lookup_elem(&flows, &key);
-	if (!f || f->young || is_another_flows(&f->rewrite, tag_of(&key)))
+	if (!f || f->young || was_reused(&f->rewrite, tag_of(&key)))
 		return 0;
 	if (!f->rewrite.device_in) {
-		/* enter_tracked() did not know it. */
+		/* An entry of enter_tracked(): its devices were not known. */
 		__builtin_memcpy(f->rewrite.mac_in, h->mac_to, 6);
 		f->rewrite.device_in = h->device;
 	}
@@ -134,7 +134,9 @@ static __noinline int confirm(struct __sk_buff *skb, const struct packet *p, con
 	if (!l.redirect)
 		count(STACK_DEVICE);
 	f->confirmed_until = l.redirect ? now + CONFIRMED_NS : 0;
-	/* A packet after the end: a new connection with these ports, or the other direction ends later. */
+	/*
+	 * After a RST or FIN: this packet is of a new connection with these ports, or the other direction ends later.
+	 */
 	f->closing = 0;
 	count(FLOW_CONFIRMED);
 	return 1;
@@ -142,7 +144,7 @@ static __noinline int confirm(struct __sk_buff *skb, const struct packet *p, con
 
 /* ---- entering a kernel flow ----------------------------------------------------------------- */
 
-/* The draft's key, translation and links are set; neither direction is in the table yet. */
+/* The draft has the key, the translation and the links. Neither direction is in the table yet. */
 static __always_inline void enter_kernel_flow(struct flow_draft *d, __u64 now, bool reply_confirmed)
 {
 	struct fast_path *state = fast_path_state();
@@ -165,8 +167,8 @@ static __always_inline void enter_kernel_flow(struct flow_draft *d, __u64 now, b
 }
 
 /*
- * A masqueraded flow that conntrack had before the programs were attached: no young flow may take its source port.
- * Its key, and its packets' addresses and ports after the translation.
+ * A masqueraded flow that conntrack had before the programs were attached.  No young flow may take its source port.
+ * `key` is that of the client's packets; the other fields are their addresses and ports after the translation.
  */
 struct tracked_flow {
 	struct flow_key key;
@@ -196,22 +198,22 @@ static __always_inline int enter_tracked(const struct tracked_flow *t)
 
 /* ---- the first packet of a flow ------------------------------------------------------------- */
 
-/* The pair was seen within the last second: a spoofed source comes only once. */
-static __always_inline bool was_seen_lately(const struct permit_key *key, __u64 now)
+/* True if the pair was seen within the last second. A spoofed source is seen only once. */
+static __always_inline bool was_seen_recently(const struct permit_key *key, __u64 now)
 {
 	__u32 seconds = now / NANOSECONDS & 0xffffff;
 	__u64 *seen;
-	bool lately;
+	bool recently;
 	__u32 tag;
 
-	/* Two kinds of keys share one map of hashes; the other kind begins with an address. */
+	/* The map also has tags of flow keys. Those of permit keys are hashed again, so that the two differ. */
 	tag = tag_of(key) * 0x85ebca6bU | 1;
 	seen = flow_packet_count_of(tag);
 	if (!seen)
 		return true;
-	lately = *seen >> 32 == tag && seconds - SIGHTING_SECONDS(*seen) <= 1;
+	recently = *seen >> 32 == tag && seconds - SIGHTING_SECONDS(*seen) <= 1;
 	*seen = flow_packet_count(tag, seconds, 1);
-	return lately;
+	return recently;
 }
 
 static __noinline int grant_permit(struct __sk_buff *skb, const struct packet *p, const struct handover *h, __u64 now)
@@ -228,7 +230,7 @@ static __noinline int grant_permit(struct __sk_buff *skb, const struct packet *p
 	permit_key_of(&d->permit_key, h->device, &client, &endpoint, h->endpoint_port, p->protocol, p->ipv6,
 		      h->masquerade);
 	known = bpf_map_lookup_elem(&permits, &d->permit_key);
-	if (!known && !was_seen_lately(&d->permit_key, now))
+	if (!known && !was_seen_recently(&d->permit_key, now))
 		return 0;
 	__builtin_memset(&d->permit, 0, sizeof(d->permit));
 	if (known)
@@ -244,7 +246,7 @@ static __noinline int grant_permit(struct __sk_buff *skb, const struct packet *p
 	return 1;
 }
 
-/* A flow may continue without a reply, and must keep its endpoint. */
+/* Enters the flow of a first packet. It may continue without a reply, and must keep its endpoint. */
 static __noinline int enter_opened(struct __sk_buff *skb, const struct packet *p, const struct handover *h, __u64 now)
 {
 	struct flow_draft *d = flow_draft();
@@ -262,7 +264,7 @@ static __noinline int enter_opened(struct __sk_buff *skb, const struct packet *p
 	d->there.rewrite.destination_port = p->destination_port;
 	if (!read_link(skb, h, &d->there.rewrite.out))
 		return 0;
-	/* Assumptions, until a reply was seen to leave. */
+	/* Assumed, until a reply has been observed. */
 	d->reply.rewrite.device_in = d->there.rewrite.out.device;
 	__builtin_memcpy(d->reply.rewrite.mac_in, d->there.rewrite.out.mac_from, 6);
 	d->reply.rewrite.out.device = h->device;
@@ -284,8 +286,9 @@ static __always_inline int observe_open(struct __sk_buff *skb, const struct pack
 	keeps_address = same_bytes16(h->key.source, &p->source);
 	same_source = keeps_address && h->key.source_port == p->source_port;
 	/*
-	 * Netfilter changed the source: a rule of another program, or the kernel, which knows another flow with this
-	 * port.  It does not know young flows: replies to the new port might be a young flow's.
+	 * Netfilter changed the source of a flow that is not masqueraded: by a rule of another program, or because
+	 * conntrack has another flow with this port.  conntrack does not know young flows, so a young flow may already
+	 * use the new port: then the replies of both look the same.
 	 */
 	if (!h->masquerade && !same_source) {
 		if (!is_taken_by_young(p, &p->destination, p->destination_port, keeps_address ? h->device : 0))
@@ -294,8 +297,8 @@ static __always_inline int observe_open(struct __sk_buff *skb, const struct pack
 		return TC_ACT_SHOT;
 	}
 	known_pair = grant_permit(skb, p, h, now);
-	/* Also so that no young flow takes the same ports, through another Service of the endpoint. */
-	if (known_pair || (p->protocol == UDP && takes_stranger(now)))
+	/* The entry also keeps a young flow, to another Service of the endpoint, from taking the same ports. */
+	if (known_pair || (p->protocol == UDP && may_enter_without_permit(now)))
 		enter_opened(skb, p, h, now);
 	return TC_ACT_UNSPEC;
 }
@@ -320,7 +323,7 @@ static __noinline int complete_permit(struct __sk_buff *skb, const struct packet
 	if (!permit)
 		return 0;
 	if (permit->device_back != h->device || !is_same_link(&permit->back, &l) || permit->back_until < now) {
-		/* Keeps readers away while the fields are written. */
+		/* Readers ignore the return path while its fields are written. */
 		permit->back_until = 0;
 		permit->device_back = h->device;
 		permit->back = l;
@@ -342,7 +345,7 @@ static __noinline int enter_by_reply(struct __sk_buff *skb, const struct packet 
 	__builtin_memset(&d->there, 0, sizeof(d->there));
 	__builtin_memset(&d->reply, 0, sizeof(d->reply));
 	__builtin_memset(&d->key, 0, sizeof(d->key));
-	/* The client's packets: the reverse direction. */
+	/* The key of the client's packets: the reverse direction. */
 	__builtin_memcpy(d->key.source, &p->destination, 16);
 	__builtin_memcpy(d->key.destination, &p->source, 16);
 	d->key.source_port = p->destination_port;
@@ -359,7 +362,7 @@ static __noinline int enter_by_reply(struct __sk_buff *skb, const struct packet 
 	__builtin_memcpy(d->reply.rewrite.mac_in, h->mac_to, 6);
 	d->there.rewrite.device_in = d->reply.rewrite.out.device;
 	__builtin_memcpy(d->there.rewrite.mac_in, d->reply.rewrite.out.mac_from, 6);
-	/* The link of the client's packets is learned when one is confirmed. */
+	/* The link of the client's packets is learned from the first one that is confirmed. */
 	d->there.rewrite.out.device = h->device;
 	__builtin_memcpy(&client_packet, &d->key, sizeof(d->key));
 	if (find_frontend(&client_packet, &f))
@@ -368,7 +371,7 @@ static __noinline int enter_by_reply(struct __sk_buff *skb, const struct packet 
 	return 0;
 }
 
-/* False: not a flow of a service, because its source is unchanged. */
+/* False: the source is unchanged, so this is not a reply from a service. */
 static __always_inline bool learn_return_path(struct __sk_buff *skb, const struct packet *p, const struct handover *h,
 					   __u64 now)
 {
@@ -401,7 +404,7 @@ static __always_inline int observe(struct __sk_buff *skb)
 	__u32 number;
 	__u64 now;
 
-	/* Flows without a record have the priority, too. */
+	/* Comes first, because packets without a record have this priority, too. */
 	is_new = take_proof_of_new(skb);
 	if ((skb->tc_index & ~HANDOVER_NUMBER) != HANDOVER_MARK)
 		return TC_ACT_UNSPEC;
@@ -423,7 +426,9 @@ static __always_inline int observe(struct __sk_buff *skb)
 		observe_reply(skb, &p, h, now);
 		break;
 	case HANDOVER_CONFIRM:
-		/* The first reply may find an entry already, and a permit may be waiting for it. */
+		/*
+		 * The flow of a first reply may already be in the table, while the permit still lacks the return path.
+		 */
 		if (confirm(skb, &p, h, now))
 			learn_return_path(skb, &p, h, now);
 		break;

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: (GPL-2.0-only OR BSD-2-Clause) */
-/* A packet as all decisions see it: parsed once (parse.h) into one descriptor. */
+/* The packet descriptor: parsed once (parse.h), used by all decisions. */
 #ifndef PEP_PACKET_H
 #define PEP_PACKET_H
 

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: (GPL-2.0-only OR BSD-2-Clause) */
-/* From a packet's bytes to its descriptor; later code does not read the bytes. */
+/* Parses a packet into its descriptor. Later code does not read the bytes. */
 #ifndef PEP_PARSE_H
 #define PEP_PARSE_H
 
@@ -9,7 +9,7 @@
 #define SCTP_INIT 1
 #define IPV6_EXTENSIONS_MAX 6
 
-/* Enough of any transport header: ports, TCP's numbers and flags, or SCTP's first chunk type. */
+/* The part of a transport header that is read: ports, TCP's numbers and flags, or SCTP's first chunk type. */
 struct transport {
 	__be16 source_port;
 	__be16 destination_port;
@@ -81,7 +81,7 @@ static __always_inline bool parse_ipv4(struct context *ctx, __u32 offset, struct
 	return parse_transport(ctx, offset + header, p);
 }
 
-/* Walks extension headers; rare, so by helper. False: the packet has no transport header. */
+/* Skips extension headers. They are rare, so a helper reads them. False: the packet has no transport header. */
 static __noinline int skip_extensions(struct context *ctx, __u32 *offset, __u8 *next)
 {
 	__u8 header[8];

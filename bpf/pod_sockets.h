@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: (GPL-2.0-only OR BSD-2-Clause) */
-/* Checks before a pod's socket is translated; pods.h has the part that tc learns for it. */
+/* Checks before a pod's socket is translated. pods.h has what tc learns for them. */
 #ifndef PEP_POD_SOCKETS_H
 #define PEP_POD_SOCKETS_H
 
@@ -8,7 +8,7 @@
 /* After this time one socket is left to tc again, so that a changed address is noticed. */
 #define POD_SOURCE_SECONDS 60
 
-/* For a socket: its first packet gives tc its namespace and the chosen backend. */
+/* Leaves a socket to tc, which learns the namespace and the chosen backend with the socket's first packet. */
 static __noinline int defer_to_tc(__u64 cookie, __u64 netns, __u32 service, __u32 backend)
 {
 	struct deferred_socket left = { .netns = netns, .service = service, .backend = backend };
@@ -20,7 +20,7 @@ static __noinline int defer_to_tc(__u64 cookie, __u64 netns, __u32 service, __u3
 enum pod_state {
 	POD_UNKNOWN,
 	POD_STALE,	/* learned too long ago */
-	POD_LEFT,	/* must not be translated here */
+	POD_LEFT,	/* left to tc */
 	POD_SERVED,
 };
 
@@ -31,7 +31,7 @@ static __always_inline bool is_same(const union address *a, const __u8 *address)
 	return a->words[0] == b[0] && a->words[1] == b[1] && a->words[2] == b[2] && a->words[3] == b[3];
 }
 
-/* For a socket: what its packets will look like to tc. Fills `p->source` if the socket is unbound. */
+/* What this socket's packets will look like to tc. Fills `device`, and `p->source` if the socket is unbound. */
 static __noinline int pod_state(__u64 netns, struct packet *p, __u32 *device)
 {
 	struct pod_key key = { .netns = netns, .family = family_of(p->ipv6) };
@@ -55,7 +55,8 @@ static __noinline int pod_state(__u64 netns, struct packet *p, __u32 *device)
 /* ---- whether anything in a network namespace must see the packet as the application sent it ---- */
 
 #define LOCAL_OUT 3		/* NF_INET_LOCAL_OUT */
-#define SECURITY_PRIORITY (-225)	/* NF_IP_PRI_SELINUX_FIRST: hooks of security modules; every namespace has them; they change nothing */
+/* NF_IP_PRI_SELINUX_FIRST: hooks of security modules. Every namespace has them, and they change nothing. */
+#define SECURITY_PRIORITY (-225)
 #define DEVICES_MAX 16
 #define DEVICE_UP 1
 #define DEVICE_LOOPBACK 8
@@ -70,7 +71,7 @@ static __noinline int has_rules(struct nf_hook_entries *hooks)
 		return 0;
 	if (count > 1)
 		return 1;
-	/* After the entries there is a list of what each was registered with. */
+	/* The entries are followed by pointers to the struct nf_hook_ops with which each was registered. */
 	bpf_probe_read_kernel(&only, sizeof(only),
 			      (void *)hooks + bpf_core_field_offset(struct nf_hook_entries, hooks) +
 				      count * bpf_core_type_size(struct nf_hook_entry));
@@ -80,10 +81,10 @@ static __noinline int has_rules(struct nf_hook_entries *hooks)
 struct walk {
 	struct list_head *next;
 	struct list_head *end;
-	__u32 ways;
+	__u32 devices_up;
 };
 
-static long look_at_device(__u32 i __attribute__((unused)), struct walk *w)
+static long count_device_up(__u32 i __attribute__((unused)), struct walk *w)
 {
 	struct list_head *here = w->next;
 	struct net_device *d = (void *)here - bpf_core_field_offset(struct net_device, dev_list);
@@ -93,12 +94,12 @@ static long look_at_device(__u32 i __attribute__((unused)), struct walk *w)
 		return 1;
 	flags = BPF_CORE_READ(d, flags);
 	if ((flags & (DEVICE_UP | DEVICE_LOOPBACK)) == DEVICE_UP)
-		w->ways++;
+		w->devices_up++;
 	w->next = BPF_CORE_READ(here, next);
 	return 0;
 }
 
-/* Whether the namespace has only one device up: with several, another destination may have another source. */
+/* Whether only one device of the namespace is up. With several, the source may depend on the destination. */
 static __noinline int has_one_network(struct net *net)
 {
 	struct walk w = {
@@ -108,12 +109,12 @@ static __noinline int has_one_network(struct net *net)
 	int i;
 
 	if (abilities.loop)
-		bpf_loop(DEVICES_MAX, look_at_device, &w, 0);
+		bpf_loop(DEVICES_MAX, count_device_up, &w, 0);
 	else
 		for (i = 0; i < DEVICES_MAX; i++)
-			if (look_at_device(i, &w))
+			if (count_device_up(i, &w))
 				break;
-	return w.next == w.end && w.ways == 1;
+	return w.next == w.end && w.devices_up == 1;
 }
 
 /* Whether a packet leaves the calling process' network namespace unchanged, by its only device. */

@@ -1,14 +1,11 @@
 /* SPDX-License-Identifier: (GPL-2.0-only OR BSD-2-Clause) */
 /*
- * Which pods' sockets are translated when they connect (socketLB: all), and what
- * their packets would look like to tc.
+ * Which pods' sockets are translated when they connect (socketLB: all), and what their packets look like to tc.
  *
- * An unbound socket has no source address and no device yet, and the rules need
- * both.  So the first socket of a network namespace that connects to a service is
- * left to tc.  tc finds the namespace by the socket that the packet still belongs
- * to, and learns what its packets look like.  Only namespaces whose packets come
- * straight into this node are learned: after one more hop through an IP layer a
- * packet belongs to no socket.
+ * An unbound socket has no source address and no device yet, and the rules need both.  So the first socket of a network
+ * namespace that connects to a service is left to tc.  tc finds the namespace by the socket, to which the packet still
+ * belongs, and learns what its packets look like.  tc learns only namespaces whose packets come straight into this
+ * node: after one more hop through an IP layer a packet belongs to no socket.
  */
 #ifndef PEP_PODS_H
 #define PEP_PODS_H
@@ -32,32 +29,32 @@ static __noinline int is_excluded(const struct packet *p)
  * Whether replies to this packet go back through the device that it came from.  A pod may use any source address
  * (IP_TRANSPARENT, or an address that it configures itself), so the source is trusted only if the node's route leads
  * there.  A bridge may have many pods: the node's neighbour entry must then also have this packet's MAC address.
- * Global, as judge_syn().
+ * Global for the same reason as judge_syn().
  */
 __noinline int is_found_here(struct __sk_buff *skb, const struct packet *p)
 {
 	__u32 port = skb->ifindex;
 	struct node_device *d = bpf_map_lookup_elem(&devices, &port);
 	__u32 device = d && d->bridge ? d->bridge : port;
-	struct bpf_fib_lookup way = {};
+	struct bpf_fib_lookup route = {};
 	struct ethhdr *link;
 	long found;
 	int i;
 
 	if (!settings.pod_sockets || !p)
 		return 0;
-	way.ifindex = device;
+	route.ifindex = device;
 	if (p->ipv6) {
-		way.family = AF_INET6;
-		__builtin_memcpy(way.ipv6_dst, &p->source, 16);
-		__builtin_memcpy(way.ipv6_src, &p->destination, 16);
+		route.family = AF_INET6;
+		__builtin_memcpy(route.ipv6_dst, &p->source, 16);
+		__builtin_memcpy(route.ipv6_src, &p->destination, 16);
 	} else {
-		way.family = AF_INET;
-		way.ipv4_dst = p->source.v4;
-		way.ipv4_src = p->destination.v4;
+		route.family = AF_INET;
+		route.ipv4_dst = p->source.v4;
+		route.ipv4_src = p->destination.v4;
 	}
-	found = bpf_fib_lookup(skb, &way, sizeof(way), 0);
-	if ((found != BPF_FIB_LKUP_RET_SUCCESS && found != BPF_FIB_LKUP_RET_NO_NEIGH) || way.ifindex != device)
+	found = bpf_fib_lookup(skb, &route, sizeof(route), 0);
+	if ((found != BPF_FIB_LKUP_RET_SUCCESS && found != BPF_FIB_LKUP_RET_NO_NEIGH) || route.ifindex != device)
 		return 0;
 	if (device == port)
 		return 1;
@@ -65,7 +62,7 @@ __noinline int is_found_here(struct __sk_buff *skb, const struct packet *p)
 	if (!link || found != BPF_FIB_LKUP_RET_SUCCESS)
 		return 0;
 	for (i = 0; i < 6; i++)
-		if (link->h_source[i] != way.dmac[i])
+		if (link->h_source[i] != route.dmac[i])
 			return 0;
 	return 1;
 }
@@ -143,9 +140,9 @@ static __noinline int serves(__u32 service, const struct packet *p)
 }
 
 /*
- * tc: a datagram of a pod whose endpoint no longer serves its service, or that tc has moved to another endpoint.  It is
- * served as if its socket had not been translated; the application does not notice.  (A process of the node has to
- * connect again: its packets do not pass here.)
+ * tc: true for a datagram of a pod's translated socket, if its endpoint no longer serves the service, or if tc has
+ * moved the socket to another endpoint.  The datagram is served as if the socket had not been translated, and the
+ * application does not notice.  (A process of the node has to connect again: its packets do not pass here.)
  */
 static __noinline int is_stale(struct __sk_buff *skb, struct packet *p, struct frontend *f, struct place *original)
 {

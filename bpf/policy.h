@@ -10,7 +10,7 @@
 
 enum verdict {
 	VERDICT_SERVE,
-	VERDICT_PASS,	/* not for the proxy after all: as if there were no such frontend */
+	VERDICT_PASS,	/* handled as if there were no such frontend */
 	VERDICT_REJECT,
 	VERDICT_DROP,
 };
@@ -100,10 +100,9 @@ static __always_inline void select_local(const struct service_config *config, st
 }
 
 /*
- * kube-proxy's iptables mode refuses in the filter table, which checks less than
- * its nat table: NodePorts are refused at every address of the node.  Packets that
- * the node itself sends to an externalIP or VIP elsewhere are not refused, because
- * no rule checks them on output.
+ * In iptables mode kube-proxy refuses packets in the filter table.  Its rules there match more than those of its nat
+ * table: they refuse NodePorts at every address of the node.  No rule there checks what the node itself sends to an
+ * externalIP or VIP elsewhere, so these packets are not refused.
  */
 static __always_inline enum verdict refuse_unserved(const struct service_config *config, enum drop_reason *reason)
 {
@@ -124,7 +123,7 @@ static __always_inline bool leaves_unfiltered(const struct packet *p, const stru
 	return !is_node_address(&p->destination, p->ipv6);
 }
 
-/* The row of a ClusterIP. True: only endpoints of this node are used. */
+/* The row of a ClusterIP. True: only endpoints of this node may be used. */
 static __always_inline bool select_for_cluster_ip(const struct packet *p, const struct service_config *config, bool pod,
 					       struct endpoint_selection *e)
 {
@@ -167,7 +166,7 @@ static __always_inline enum verdict decide(const struct packet *p, const struct 
 
 	if (f->kind == UNSERVED_NODE_PORT)
 		return refuse_unserved(config, reason);
-		/* The modes differ in which check comes first (service-semantics 7, 14). */
+	/* The modes differ in which check comes first (service-semantics 7, 14). */
 	if (settings.nft_mode && !source_allowed(p, f, config, config_id)) {
 		*reason = DROP_SOURCE_RANGE;
 		return VERDICT_DROP;

@@ -1,8 +1,7 @@
 /* SPDX-License-Identifier: (GPL-2.0-only OR BSD-2-Clause) */
 /*
- * The schedulers of mode ipvs: from a list of endpoints to a position in it.
- * Every endpoint has weight 1, as in kube-proxy, so wrr is rr, wlc is lc and
- * nq is sed.  docs/ipvs-mode.md lists the differences to IPVS.
+ * The schedulers of mode ipvs: each chooses a position in a list of endpoints.  Every endpoint has weight 1, as in
+ * kube-proxy, so wrr is rr, wlc is lc and nq is sed.  docs/ipvs-mode.md lists the differences to IPVS.
  */
 #ifndef PEP_SCHEDULER_H
 #define PEP_SCHEDULER_H
@@ -85,7 +84,7 @@ static __always_inline __u32 highest_ranked(const struct packet *p, const struct
 		bpf_loop(e->count, compare_rank, &c, 0);
 		return c.position;
 	}
-	/* A long list is sampled: always the same few for the same client, from all over the list. */
+	/* A long list is sampled: the same client always gets the same few endpoints, from all over the list. */
 	for (i = 0; i < SHORT_SCAN && i < c.count; i++)
 		compare_rank(c.count <= SHORT_SCAN ? i : mixed(c.client + i) % c.count, &c);
 	return c.position;

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: (GPL-2.0-only OR BSD-2-Clause) */
-/* A packet that may open a flow to a service: from the frontend to a verdict. */
+/* Serves a packet that may open a flow to a service: from the frontend to a verdict. */
 #ifndef PEP_SERVE_H
 #define PEP_SERVE_H
 
@@ -8,7 +8,7 @@
 
 /* Defined by each main program. ---------------------------------------------------------- */
 
-/* A packet whose endpoint is left to netfilter. */
+/* Called for a packet that netfilter will translate. */
 static __always_inline void note_handover(struct context *ctx, const struct packet *p, const struct endpoint_selection *e,
 					  const struct backend *b);
 /* True, and `b` filled, if the endpoint of this packet was chosen earlier: by XDP or at a socket. */
@@ -49,7 +49,7 @@ static __always_inline int send_first(struct context *ctx, const struct packet *
 	if (!d)
 		return DROPPED;
 	decided(ctx, p, e, b, NEW_FLOW_FAST);
-	/* The entries exist: the next program that sees the packet sends it by them, and counts it. */
+	/* The entries exist. The next program that sees the packet sends it by these entries, and counts it. */
 	if (why_not_here(ctx, p, &d->there.rewrite)) {
 		f = bpf_map_lookup_elem(&flows, &d->key);
 		if (f)
@@ -73,9 +73,9 @@ static __always_inline int record_dry_run(const struct endpoint_selection *e, co
 }
 
 /*
- * There is no flow yet.  `original`, if not NULL: the socket was translated to an endpoint that is gone, and this is
- * the frontend that it used.  `known`: the flow table has it as a flow of the kernel.  `fast`: it may become a young
- * flow.
+ * Decides about a packet that may open a flow.  `original`, if not NULL: the socket was translated to an endpoint that
+ * is gone, and this is the frontend that it used.  `known`: the flow table has it as a kernel's flow.  `fast`: it may
+ * become a young flow.
  */
 static __always_inline int open_flow(struct context *ctx, struct packet *p, const struct frontend *f,
 				     const struct service_config *config, __u32 config_id, struct place *original,
@@ -113,7 +113,9 @@ static __always_inline int open_flow(struct context *ctx, struct packet *p, cons
 		return record_dry_run(&e, &b);
 	if (fast) {
 		slow = open_young(ctx, p, &e, &b);
-		/* Also when there is no space: the flow whose slot it takes is removed if it is finished. */
+		/*
+		 * Also when there is no space: the flow in the next slot of recent_flows is removed if it is complete.
+		 */
 		if (!slow || slow == SLOW_QUOTA || slow == SLOW_TABLE_FULL)
 			note_recent((const struct flow_key *)p, !slow);
 		if (!slow)

@@ -1,8 +1,7 @@
 /* SPDX-License-Identifier: (GPL-2.0-only OR BSD-2-Clause) */
 /*
- * Settings that the control plane makes once, before the programs are loaded.  A
- * constant of .rodata: the verifier removes what is switched off, so a kernel
- * that lacks a kfunc never sees the call.
+ * Settings, which the control plane writes once, before the programs are loaded.  They are constants of .rodata: the
+ * verifier removes what is switched off, so on a kernel that lacks a kfunc it never sees the call.
  */
 #ifndef PEP_SETTINGS_H
 #define PEP_SETTINGS_H
@@ -48,7 +47,7 @@ struct settings {
 	__u8 localhost_node_ports;	/* NodePorts on 127.0.0.0/8 for the node's own sockets */
 	enum scheduler scheduler;
 	__u8 pod_sockets;		/* sockets of pods are translated too */
-	__u8 fast_path;		/* flows are kept in `flows` and sent from there */
+	__u8 fast_path;		/* the flow table is used */
 	__u8 mark_datagrams;	/* the proxy's nft table reads the marks of sockets */
 	__u8 xdp;		/* an XDP program is on some device */
 	__u8 xdp_generic;	/* that program is generic XDP, not in the driver */

@@ -9,7 +9,7 @@
 struct backend {
 	union address address;
 	__u32 id;
-	__u32 slot;		/* where it was taken from at random */
+	__u32 slot;		/* the slot that choose_at_random() took */
 	__u16 port;
 };
 
@@ -20,7 +20,7 @@ static __always_inline __u32 slot_at(__u32 index)
 	return slot ? slot->backend : 0;
 }
 
-/* The endpoint of a new flow. Its cache line is already loaded, so counting costs next to nothing. */
+/* The backend of a new flow. Counts the choice: the cache line is already loaded, so this costs next to nothing. */
 static __always_inline __u32 take_slot(__u32 index)
 {
 	struct slot *slot = bpf_map_lookup_elem(&slots, &index);
@@ -32,7 +32,7 @@ static __always_inline __u32 take_slot(__u32 index)
 	return slot->backend;
 }
 
-/* The flow does not use the endpoint that was taken from there. */
+/* Undoes the count of take_slot(): the flow does not use this backend. */
 static __always_inline void give_back_slot(__u32 index)
 {
 	struct slot *slot = bpf_map_lookup_elem(&slots, &index);
@@ -133,7 +133,7 @@ __noinline int search_list(const struct endpoint_selection *e, bool ipv6, __u32 
 		/* Only while the list is being rewritten, when no packet is sent to this backend any more. */
 		if (!load_rank(id, ipv6, &here))
 			return 0;
-		/* All bits set, or none. */
+		/* A mask instead of a branch: all bits set, or none. */
 		after = -(__u32)comes_before(here, wanted);
 		barrier_var(after);
 		low = (low & ~after) | ((middle + 1) & after);

@@ -1,8 +1,7 @@
 /* SPDX-License-Identifier: (GPL-2.0-only OR BSD-2-Clause) */
 /*
- * The node's own processes, and pods: services are translated when a socket
- * connects or sends, so its packets need no translation.
- * translate.h decides what to translate to.
+ * Socket LB for processes of the node and for pods: services are translated when a socket connects or sends, so its
+ * packets need no translation.  translate.h decides about the endpoint.
  */
 #include "ctx_sock.h"
 #include "translate.h"
@@ -10,7 +9,7 @@
 #define SOL_SOCKET_ 1
 #define SO_MARK_ 36
 
-/* As CONTEXT_POINTER of common.h: if it were read twice, the compiler would keep its address. */
+/* As CONTEXT_POINTER of common.h: if the field were read twice, the compiler would keep its address. */
 static __always_inline __u32 protocol_of(struct bpf_sock_addr *ctx)
 {
 	__u32 protocol;
@@ -36,7 +35,7 @@ static __always_inline bool is_mapped(const union address *a)
 	return !a->words[0] && !a->words[1] && a->words[2] == bpf_htonl(0xffff);
 }
 
-/* The address of the call, an IPv4 one as such.  True: it is an IPv4 address in an IPv6 socket. */
+/* Reads the address of the call; a mapped one as IPv4. True: it is an IPv4 address in an IPv6 socket. */
 static __always_inline bool read_address6(struct bpf_sock_addr *ctx, union address *a)
 {
 	bool mapped;
@@ -65,7 +64,7 @@ static __always_inline void write_address6(struct bpf_sock_addr *ctx, const unio
 	}
 }
 
-/* The address that the socket is bound to, or that the message is sent from; else none. */
+/* Reads the address that the socket is bound to, or that the message is sent from; else none. */
 static __always_inline void bound_source4(struct bpf_sock_addr *ctx, bool datagram, struct packet *p)
 {
 	if (datagram && ctx->msg_src_ip4)
@@ -109,7 +108,7 @@ static __always_inline long translate_for(struct bpf_sock_addr *ctx, struct pack
  * The proxy's nft table masquerades packets with this bit, those of the node's own processes included.  For a
  * connected socket the bit is read with the first packet of a flow; conntrack translates all others.
  */
-static __noinline int ask_for_masquerade(struct bpf_sock_addr *ctx)
+static __noinline int set_masquerade_mark(struct bpf_sock_addr *ctx)
 {
 	struct bpf_sock *sk = ctx->sk;
 	__u32 mark;
@@ -155,7 +154,7 @@ static __always_inline void request_masquerade(struct bpf_sock_addr *ctx, bool d
 	if (datagram)
 		mark_for_message(ctx, verdict == ALLOW_MASQUERADED);
 	else if (verdict == ALLOW_MASQUERADED)
-		ask_for_masquerade(ctx);
+		set_masquerade_mark(ctx);
 }
 
 static __always_inline int outgoing4(struct bpf_sock_addr *ctx, bool datagram)

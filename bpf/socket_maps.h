@@ -17,7 +17,7 @@ struct connected_revnat_value {
 	struct bpf_spin_lock lock;
 	__u16 port;
 	__u16 original_port;
-	__u8 address[16];	/* the backend the socket translations to; IPv4 in the first four bytes */
+	__u8 address[16];	/* the backend that the socket is translated to; IPv4 in the first four bytes */
 	__u8 original[16];	/* the destination as the application sees it */
 	__u8 ipv6;
 	__u8 moved;		/* tc has chosen another endpoint for the socket since (pods.h) */
@@ -64,7 +64,7 @@ struct {
 
 struct socket_revnat4_key {
 	__u64 cookie;
-	__u8 address[4];	/* the backend the socket translations to */
+	__u8 address[4];	/* the backend that the socket is translated to */
 	__u16 port;
 	enum protocol protocol;
 	__u8 zero;
@@ -108,8 +108,8 @@ struct {
 } socket_revnat6 SEC(".maps");
 
 /*
- * Which backend an unconnected UDP socket uses for a service, as conntrack would remember it.  Service 0: the proxy set
- * the masquerade bit of the socket (sock.bpf.c).
+ * Which backend an unconnected UDP socket uses for a service, as conntrack would remember it.  Service 0: the proxy has
+ * set the masquerade bit of the socket (sock.bpf.c).
  */
 struct socket_flow_key {
 	__u64 cookie;
@@ -142,7 +142,7 @@ struct pod_source {
 	__u64 learned;		/* bpf_ktime_get_ns() */
 	__u8 address[16];	/* IPv4 in the first four bytes */
 	__u32 device;		/* the device they come in by */
-	__u32 served;		/* a pod by the detector, and not excluded */
+	__u32 served;		/* a pod according to the local detector, and not excluded */
 };
 
 struct {

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: (GPL-2.0-only OR BSD-2-Clause) */
-/* State that the socket programs record for a socket (socket_storage.h), and lookups of an unconnected one. */
-#ifndef PEP_SOCKET_TALKS_H
-#define PEP_SOCKET_TALKS_H
+/* State that the socket programs record for a socket (socket_storage.h), and lookups for an unconnected one. */
+#ifndef PEP_SOCKET_TRANSLATIONS_H
+#define PEP_SOCKET_TRANSLATIONS_H
 
 #include "socket_storage.h"
 
@@ -10,7 +10,7 @@
  * function as the key of a map.
  */
 
-#define LEFT_FLOW_SECONDS 180		/* longer than conntrack's timeout of a UDP flow with replies */
+#define DEFERRED_FLOW_SECONDS 180		/* longer than conntrack's timeout of a UDP flow with replies */
 
 /* ---- maps that all sockets share ----------------------------------------------- */
 
@@ -54,7 +54,7 @@ static __noinline int share_translation(const struct socket_flow_key *key, __u32
 	struct affinity value = { .last_used = bpf_ktime_get_ns(), .backend = backend };
 	struct affinity *last = bpf_map_lookup_elem(&socket_flows, &own);
 
-	/* In place, which is cheaper. */
+	/* Updated in place, which is cheaper. */
 	if (last && last->backend == backend) {
 		last->last_used = value.last_used;
 		return 0;
@@ -151,7 +151,7 @@ static __noinline int move_out(__u64 cookie, struct socket_translations *all, __
 	bpf_spin_lock(&all->lock);
 	was = all->translations[at % SOCKET_PEERS];
 	bpf_spin_unlock(&all->lock);
-	if (!was.last_used || bpf_ktime_get_ns() - was.last_used > LEFT_FLOW_SECONDS * NANOSECONDS)
+	if (!was.last_used || bpf_ktime_get_ns() - was.last_used > DEFERRED_FLOW_SECONDS * NANOSECONDS)
 		return 0;
 	if (was.kind) {
 		key.service = was.service;
@@ -192,7 +192,7 @@ static __noinline int place_for(struct socket_translations *all, const struct so
 	return again ? at : at + SOCKET_PEERS;
 }
 
-/* Records that the socket uses this backend for that service from now on; b->id 0: tc serves it. */
+/* Records that the socket uses this backend for that service from now on; b->id 0: tc chooses the backend. */
 __noinline int note_translation(struct bpf_sock_addr *ctx, const struct socket_flow_key *key, const struct packet *p,
 			 const struct backend *b)
 {

@@ -5,7 +5,7 @@
 
 #include "young.h"
 
-#define YOUNG_NS (2 * NANOSECONDS)		/* flows that live longer go to the kernel */
+#define YOUNG_NS (2 * NANOSECONDS)		/* flows that live longer are promoted */
 #define CLOSING_NS NANOSECONDS
 #define UNANSWERED_NS (5 * NANOSECONDS)		/* TCP: an unanswered SYN is retransmitted by then */
 #define ENDING_NS (4 * NANOSECONDS)		/* a closing flow that still has traffic */
@@ -21,18 +21,19 @@ struct sweep {
 	__u64 udp_idle;		/* a young UDP flow ends when it was idle for this long */
 	__u32 draining;
 	__u32 pressed;		/* half of the table is in use */
-	__u32 crowded;		/* three eighths of it by young flows, whose endpoints nothing else knows */
+	__u32 crowded;		/* young flows use three eighths of it; nothing else knows their endpoints */
 };
 
-/* Nanoseconds since `then`; 0 if that is later than the begin of the sweep: flows continue, and begin, while it runs. */
+/* Nanoseconds from `then` to the start of the sweep; 0 if `then` is later: flows start and continue during a sweep. */
 static __always_inline __u64 since(const struct sweep *s, __u64 then)
 {
 	return s->now > then ? s->now - then : 0;
 }
 
 /*
- * Masqueraded to a port from which young flows get theirs.  While conntrack has the flow, only its entries keep a young
- * flow from the port; the endpoint would answer the young flow's client for both.
+ * True if the flow is masqueraded to a port of the range for young flows.  While conntrack has the flow, only its
+ * entries in the table keep a young flow from taking the port.  Otherwise the replies of both would go to the
+ * young flow's client.
  */
 static __always_inline bool holds_snat_port(const struct flow_key *key, const struct flow_rewrite *a, bool reply)
 {
@@ -45,7 +46,7 @@ static __always_inline bool holds_snat_port(const struct flow_key *key, const st
 	       ((x[0] ^ y[0]) | (x[1] ^ y[1]) | (client_port ^ port));
 }
 
-/* A reply was seen: to leave netfilter, or it was sent from the table. */
+/* True if a reply was sent by the table, or was seen to leave netfilter. */
 static __always_inline bool is_answered(const struct flow *f, const struct flow *other)
 {
 	const struct flow *reply = f->reply ? f : other;
@@ -54,8 +55,9 @@ static __always_inline bool is_answered(const struct flow *f, const struct flow 
 }
 
 /*
- * What conntrack still has must stay if it cannot be looked up: the next datagram would open a flow to any endpoint, and
- * a young flow could take the source port.
+ * Two kinds of flows must stay while conntrack may have them.  Without the conntrack lookup, an answered UDP flow: its
+ * next datagram would open a flow to any endpoint.  And a flow that holds a source port: a young flow could take the
+ * port.
  */
 static __always_inline bool kernel_flow_is_stale(const struct flow_key *key, const struct flow_rewrite *a,
 						 const struct flow *f, const struct flow *other, __u64 idle, bool pressed)
@@ -82,19 +84,25 @@ static __always_inline bool young_flow_is_over(const struct flow_key *key, const
 		return true;
 	if (key->protocol == UDP)
 		return idle > s->udp_idle || (s->crowded && may_make_room(f, reply, UDP, s->now));
-	/* A half-closed connection may continue, and one packet may have been forged: the kernel has to end those. */
+	/*
+	 * Not if only one side has closed: such a connection may continue, or the packet may have been forged.  It is
+	 * promoted, and the kernel has to end it.
+	 */
 	if (f->closing && reply->closing && idle > CLOSING_NS)
 		return true;
-	/* Even if the client keeps sending: no rule of netfilter, however new, would see its packets. */
+	/*
+	 * An unanswered flow ends even if the client keeps sending: no rule of netfilter, however new, would see its
+	 * packets.
+	 */
 	return !reply->packets && (idle > UNANSWERED_NS || since(s, f->started) > UNANSWERED_NS);
 }
 
 /*
- * A flow that continues, which would be in conntrack by now.  Its ends cannot keep it young longer by what they send or
- * do not send, even if both cooperate: only the kernel's flows pass netfilter again.
+ * True for a flow that continues, which would be in conntrack by now.  Client and endpoint cannot keep it young longer
+ * by what they send or do not send, even if both cooperate: only packets of kernel's flows pass netfilter again.
  */
-static __always_inline bool is_due_for_kernel(const struct flow_key *key, const struct flow *f,
-					      const struct flow *reply, __u64 idle, const struct sweep *s)
+static __always_inline bool is_due_for_promotion(const struct flow_key *key, const struct flow *f,
+						 const struct flow *reply, __u64 idle, const struct sweep *s)
 {
 	__u64 age = since(s, f->started);
 
@@ -112,8 +120,8 @@ static __always_inline bool is_due_for_kernel(const struct flow_key *key, const 
 }
 
 /*
- * A RST ends both directions.  conntrack knows the sequence numbers of the packets that it has seen only, so it takes the
- * RST for one that may be forged and keeps the entry ESTABLISHED for ten seconds.  A new connection with the same ports
+ * A RST ends both directions.  conntrack knows only the sequence numbers of packets that it has seen, so it treats the
+ * RST as one that may be forged, and keeps the entry ESTABLISHED for ten seconds.  A new connection with the same ports
  * would follow that entry to the old endpoint.  The flow table has seen the numbers of all packets.
  */
 static __always_inline bool flow_was_reset(const struct flow_key *key, const struct flow *f, const struct flow *other)
@@ -122,7 +130,7 @@ static __always_inline bool flow_was_reset(const struct flow_key *key, const str
 	       (f->closing == CLOSING_IN_SEQUENCE || other->closing == CLOSING_IN_SEQUENCE);
 }
 
-/* `f`: the client's direction of a kernel flow. Each end of the flow is reported once. */
+/* `f`: the client's direction of a kernel's flow. Each end of the flow is reported once. */
 static __always_inline bool request_close(const struct flow_key *key, struct flow *f)
 {
 	if (f->promote == CLOSE || bpf_map_push_elem(&promotions, key, 0))
@@ -150,11 +158,11 @@ __noinline int sweep_flow(const struct flow_key *entry_key, struct flow *f, stru
 	/* The element may have been given to another flow between the two copies. */
 	if (a.tag != tag || a.tag_again != tag)
 		return 0;
-	answer_key(&a, key.protocol, key.ipv6, &other_key);
+	reply_key_of(&a, key.protocol, key.ipv6, &other_key);
 	other = bpf_map_lookup_elem(&flows, &other_key);
 	idle = since(s, newest(f, other));
 	if (!f->young) {
-		if (is_another_flows(&f->rewrite, tag))
+		if (was_reused(&f->rewrite, tag))
 			return 0;
 		if (kernel_flow_is_stale(&key, &a, f, other, idle, s->pressed) && !bpf_map_delete_elem(&flows, &key))
 			count(FLOW_FORGOTTEN);
@@ -166,23 +174,23 @@ __noinline int sweep_flow(const struct flow_key *entry_key, struct flow *f, stru
 	}
 	if (f->reply) {
 		/* The other direction decides about the flow; without it this entry is a leftover. */
-		if (!other && idle > CLOSING_NS && !is_another_flows(&f->rewrite, tag))
+		if (!other && idle > CLOSING_NS && !was_reused(&f->rewrite, tag))
 			bpf_map_delete_elem(&flows, &key);
 		return 0;
 	}
 	s->found.young++;
 	over = young_flow_is_over(&key, f, other, idle, s);
-	/* What was read may have been that of another flow, which continues. */
-	if (is_another_flows(&f->rewrite, tag) || (other && is_another_flows(&other->rewrite, tag_of(&other_key))))
+	/* The fields that were read may be those of another flow, which continues. */
+	if (was_reused(&f->rewrite, tag) || (other && was_reused(&other->rewrite, tag_of(&other_key))))
 		return 0;
 	if (over) {
 		s->found.ended += forget_flow(&key, &a, false, true);
 		count(YOUNG_ENDED);
 		return 0;
 	}
-	if (!other || !is_due_for_kernel(&key, f, other, idle, s))
+	if (!other || !is_due_for_promotion(&key, f, other, idle, s))
 		return 0;
-	/* The agent retries with each sweep what failed before: the conntrack table may have been full. */
+	/* What has failed before is requested again with each sweep: the conntrack table may have been full. */
 	f->promote = NO_REQUEST;
 	s->found.requested += request_promotion(&key, &a, f);
 	return 0;
@@ -212,7 +220,10 @@ static __always_inline int sweep(void)
 	s.pressed = result->entries > settings.flow_quota * 2;
 	/* Less than one device may have, which is half of the table. */
 	s.crowded = result->young > settings.flow_quota / 4 * 3;
-	/* As long as conntrack would keep it; shorter when young flows fill the table.  The kernel's leave it first. */
+	/*
+	 * As long as conntrack would keep the flow, or shorter when young flows fill the table.  Kernel's flows are
+	 * removed first.
+	 */
 	s.udp_idle = (s.crowded ? 2 : result->young > settings.flow_quota / 2 ? 10 : 30) * NANOSECONDS;
 	bpf_for_each_map_elem(&flows, sweep_entry, &s, 0);
 	*result = s.found;
@@ -248,13 +259,13 @@ static __always_inline int promote(const struct flow_read *read)
 
 	if (!f)
 		return 0;
-	answer_key(&f->rewrite, key->protocol, key->ipv6, &other_key);
+	reply_key_of(&f->rewrite, key->protocol, key->ipv6, &other_key);
 	other = bpf_map_lookup_elem(&flows, &other_key);
-	if (!other || is_another_flows(&f->rewrite, tag_of(key)) ||
-	    is_another_flows(&other->rewrite, tag_of(&other_key)))
+	if (!other || was_reused(&f->rewrite, tag_of(key)) ||
+	    was_reused(&other->rewrite, tag_of(&other_key)))
 		return 0;
 	f->confirmed_until = other->confirmed_until = 0;
-	/* Of a young flow this may be a FIN. */
+	/* CLOSING_IN_SEQUENCE of a young flow may be a FIN; of a kernel's flow it is a RST. */
 	f->closing = f->closing ? CLOSING : 0;
 	other->closing = other->closing ? CLOSING : 0;
 	other->young = 0;
@@ -264,7 +275,7 @@ static __always_inline int promote(const struct flow_read *read)
 	return 1;
 }
 
-/* Conntrack cannot take this young flow: from now on netfilter handles its packets. */
+/* conntrack cannot take this young flow over. From now on netfilter handles its packets. */
 static __always_inline int end(const struct flow_read *read)
 {
 	struct flow *f = same_young_flow(read);

@@ -78,7 +78,7 @@ static __always_inline void note_handover(struct __sk_buff *skb, const struct pa
 	hand_over_open(skb, p, e, b, ip_device(skb));
 }
 
-/* `known`: the flow table has this flow as one of the kernel's. */
+/* `known`: the flow table has this flow as a kernel's flow. */
 static __always_inline int serve(struct __sk_buff *skb, struct packet *p, const struct frontend *f,
 				 struct place *original, bool known, bool fast)
 {
@@ -89,7 +89,7 @@ static __always_inline int serve(struct __sk_buff *skb, struct packet *p, const 
 	config = active_config(f->service, &config_id);
 	if (!config)
 		return TC_ACT_UNSPEC;
-		/* SCTP entries cannot be looked up from here; an INIT opens an SCTP flow. */
+	/* The kfunc cannot look up SCTP. An SCTP flow is opened by an INIT only. */
 	if (settings.conntrack_lookup && p->protocol != SCTP) {
 		if (flow_exists(skb, p, f->service, config->any_endpoints)) {
 			if (known)
@@ -138,7 +138,7 @@ static __always_inline bool is_syn_ack(const struct packet *p)
 	return p->protocol == TCP && (p->tcp_flags & (TCP_SYN | TCP_ACK)) == (TCP_SYN | TCP_ACK);
 }
 
-/* A reply from an endpoint, or a packet of no service: what is done with it before the kernel gets it. */
+/* A reply from an endpoint, or a packet of no service: the last steps before the kernel gets it. */
 static __always_inline int leave(struct __sk_buff *skb, const struct packet *p, bool bridge_port, bool fast,
 				 int verdict)
 {
@@ -170,17 +170,17 @@ static __always_inline bool is_decided(const struct __sk_buff *skb)
 }
 
 /*
- * TCP for a frontend, not a SYN, of a connection that the table does not know.  The kernel may have the connection.
- * If not, it would pick it up untranslated, and the next SYN from the same port would match that entry.  An ACK
- * that arrives after the reset of a young flow is an example.
+ * A TCP packet for a frontend, without SYN, of a connection that the table does not know.  conntrack may have the
+ * connection.  If not, it would pick it up untranslated, and the next SYN from the same port would match that entry.
+ * An example is an ACK that arrives after the reset of a young flow.
  */
 static __always_inline bool is_midstream(const struct packet *p)
 {
 	return p->protocol == TCP && !p->starts_flow && is_hinted(&p->destination, p->destination_port, p->ipv6);
 }
 
-/* For a packet without hints, which most packets of a node are: only NodePorts and moved UDP sockets remain possible. */
-static __always_inline bool is_of_no_service(const struct packet *p)
+/* For a packet without hints, as most packets: only a NodePort, or a moved UDP socket of a pod, is possible. */
+static __always_inline bool cannot_be_for_service(const struct packet *p)
 {
 	return !(p->starts_flow && may_be_node_port(p->destination_port)) &&
 	       !(settings.pod_sockets && p->protocol == UDP);
@@ -226,7 +226,7 @@ static __always_inline int ingress(struct __sk_buff *skb, __u32 link, bool bridg
 			if (verdict != NOT_SENT && verdict != NOT_KNOWN && verdict != NOT_CONFIRMED)
 				return verdict;
 			midstream = verdict == NOT_KNOWN && is_midstream(&p);
-		} else if (is_of_no_service(&p)) {
+		} else if (cannot_be_for_service(&p)) {
 			return TC_ACT_UNSPEC;
 		}
 	}
@@ -273,7 +273,7 @@ int tc_egress(struct __sk_buff *skb)
 	return observe(skb);
 }
 
-/* The agent alone runs sweep_flows, promote_flow, end_flow and enter_flow. */
+/* Only the agent runs sweep_flows, promote_flow, end_flow and enter_flow. */
 SEC("tc")
 int sweep_flows(struct __sk_buff *skb __attribute__((unused)))
 {

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: (GPL-2.0-only OR BSD-2-Clause) */
 /*
- * Every decision about a flow ends here: it is counted, and reported to `pyebpf-proxy trace`.
- * Without a tracing process that costs reading one word.
+ * Counts every decision about a flow, and reports it to `pyebpf-proxy trace`.  Without a tracing process, the report
+ * costs reading one word.
  */
 #ifndef PEP_TRACE_H
 #define PEP_TRACE_H
@@ -61,7 +61,7 @@ static __noinline int is_wanted(const struct tracing *t, const struct decision *
 	return has_address(t, event) && has_port(t, event) && has_service(t, event);
 }
 
-/* Global, as judge_syn(): nearly every verdict calls it. */
+/* Global for the same reason as judge_syn(): nearly every verdict calls it. */
 __noinline int emit_event(struct context *ctx, const struct packet *p, const struct endpoint_selection *e,
 			  const struct backend *b, __u32 reason)
 {
@@ -98,7 +98,7 @@ __noinline int emit_event(struct context *ctx, const struct packet *p, const str
 	}
 	failed = bpf_perf_event_output(ctx, &decisions, BPF_F_CURRENT_CPU, &event, sizeof(event));
 	if (failed == -ENOENT_)
-		t->process = 0;	/* its rings are gone */
+		t->process = 0;	/* the reader and its rings are gone */
 	else if (failed)
 		__sync_fetch_and_add(&t->lost, 1);
 	return 0;

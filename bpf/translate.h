@@ -1,9 +1,8 @@
 /* SPDX-License-Identifier: (GPL-2.0-only OR BSD-2-Clause) */
 /*
- * From the destination of a socket to an endpoint.  A process of the node gets
- * every verdict here, because no program of the proxy sees its packets.  A pod
- * gets here what needs no masquerade.  The rest is left to tc, which sees the
- * pod's packets and handles them as it does without these programs.
+ * Translates the destination of a socket to an endpoint.  For a process of the node, every verdict is made here,
+ * because no program of the proxy sees its packets.  For a pod, only what needs no masquerading is translated here.
+ * The rest is left to tc, which sees the pod's packets and handles them as it does without these programs.
  */
 #ifndef PEP_TRANSLATE_H
 #define PEP_TRANSLATE_H
@@ -40,8 +39,8 @@ static __noinline int find_own_frontend(const struct packet *p, struct frontend 
 }
 
 /* An unconnected UDP socket keeps its endpoint as long as it keeps sending and the endpoint serves. */
-static __noinline int recall(struct bpf_sock_addr *ctx, const struct socket_flow_key *key, const struct endpoint_selection *e,
-			     bool ipv6, struct backend *b)
+static __noinline int last_endpoint(struct bpf_sock_addr *ctx, const struct socket_flow_key *key,
+				    const struct endpoint_selection *e, bool ipv6, struct backend *b)
 {
 	struct affinity last = {};
 
@@ -94,18 +93,21 @@ static __always_inline void likely_source(struct packet *p)
 		own_address(&p->source, p->ipv6);
 }
 
-/* False: the list changed so fast that it is empty now. */
+/* False: the list has just changed, and is empty now. */
 static __always_inline bool find_backend(struct bpf_sock_addr *ctx, const struct packet *p, const struct endpoint_selection *e,
 					 const struct socket_flow_key *key, bool datagram, struct backend *b)
 {
-	if (datagram && recall(ctx, key, e, p->ipv6, b))
+	if (datagram && last_endpoint(ctx, key, e, p->ipv6, b))
 		return true;
 	return choose_backend(p, e, b);
 }
 
-/* Records a choice that takes effect here; `own`: of a process of the node. True: the first time. */
-static __always_inline bool settle(struct bpf_sock_addr *ctx, const struct packet *p, const struct socket_flow_key *key,
-			     bool datagram, bool own, const struct backend *b)
+/*
+ * Records the endpoint of a socket that is translated here.  `own`: the socket is of a process of the node.  True: the
+ * socket did not use this endpoint before.
+ */
+static __always_inline bool record_choice(struct bpf_sock_addr *ctx, const struct packet *p,
+					  const struct socket_flow_key *key, bool datagram, bool own, const struct backend *b)
 {
 	struct affinity last = {};
 	bool first = true;
@@ -167,7 +169,7 @@ __noinline long translate(struct bpf_sock_addr *ctx, struct packet *p, bool data
 	e.masquerade = e.masquerade && bound;
 	if (!find_backend(ctx, p, &e, &key, datagram, b))
 		return refuse(ctx, p, &e, REJECT_NO_ENDPOINTS);
-	if (settle(ctx, p, &key, datagram, true, b)) {
+	if (record_choice(ctx, p, &key, datagram, true, b)) {
 		decided(ctx, p, &e, b, NEW_FLOW_SOCKET);
 		if (f.kind == NODE_PORT && !p->ipv6 && is_loopback4(p->destination.v4))
 			count(LOCALHOST_NODE_PORT);
@@ -191,15 +193,15 @@ static __noinline int earlier_translation(struct bpf_sock_addr *ctx, const struc
 		return SOCKET_FLOW_NEW;
 	if (last.backend)
 		return SOCKET_FLOW_TRANSLATED;
-	if (bpf_ktime_get_ns() - last.last_used > LEFT_FLOW_SECONDS * NANOSECONDS)
+	if (bpf_ktime_get_ns() - last.last_used > DEFERRED_FLOW_SECONDS * NANOSECONDS)
 		return SOCKET_FLOW_NEW;
 	note_translation(ctx, key, p, &none);
 	return SOCKET_FLOW_DEFERRED;
 }
 
 /* tc serves this socket, with the backend `b` if one was chosen. */
-static __always_inline int leave(struct bpf_sock_addr *ctx, const struct socket_flow_key *key, __u64 netns,
-			    const struct packet *p, bool datagram, struct backend *b)
+static __always_inline int leave_to_tc(struct bpf_sock_addr *ctx, const struct socket_flow_key *key, __u64 netns,
+				       const struct packet *p, bool datagram, struct backend *b)
 {
 	defer_to_tc(key->cookie, netns, key->service, b->id);
 	b->id = 0;
@@ -208,7 +210,7 @@ static __always_inline int leave(struct bpf_sock_addr *ctx, const struct socket_
 	return ALLOW;
 }
 
-/* A pod. The same decisions as in tc; what tc does better, or has to refuse, is left to it. Never REFUSE. */
+/* A pod. Makes the decisions of tc, and leaves to tc what tc does better or has to refuse. Never returns REFUSE. */
 __noinline long translate_for_pod(struct bpf_sock_addr *ctx, struct packet *p, bool datagram, struct backend *b)
 {
 	struct socket_flow_key key = { .cookie = bpf_get_socket_cookie(ctx) };
@@ -236,12 +238,12 @@ __noinline long translate_for_pod(struct bpf_sock_addr *ctx, struct packet *p, b
 	case POD_SERVED:
 		break;
 	case POD_STALE:
-			/* It must keep its endpoint. */
+		/* The socket must keep its endpoint. */
 		if (earlier == SOCKET_FLOW_TRANSLATED)
 			break;
 		fallthrough;
 	default:
-		return leave(ctx, &key, netns, p, datagram, b);
+		return leave_to_tc(ctx, &key, netns, p, datagram, b);
 	}
 	if (!leaves_unchanged(netns, p->ipv6))
 		return ALLOW;
@@ -254,8 +256,8 @@ __noinline long translate_for_pod(struct bpf_sock_addr *ctx, struct packet *p, b
 	}
 	/* Hairpin: the endpoint is the socket's own pod, which must not see its own address. */
 	if (same_address(&b->address, &p->source, p->ipv6))
-		return leave(ctx, &key, netns, p, datagram, b);
-	if (settle(ctx, p, &key, datagram, false, b))
+		return leave_to_tc(ctx, &key, netns, p, datagram, b);
+	if (record_choice(ctx, p, &key, datagram, false, b))
 		decided(ctx, p, &e, b, NEW_FLOW_SOCKET);
 	return ALLOW;
 }

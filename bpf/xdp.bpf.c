@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: (GPL-2.0-only OR BSD-2-Clause) */
 /*
- * XDP: the same decisions as in tc, before the kernel has made a packet of the frame.  docs/xdp.md lists what is done
- * here.  Everything else goes up to the tc program of the same device, unchanged and with nothing consumed.
+ * XDP: the same decisions as in tc, before the kernel has made an skb of the frame.  docs/xdp.md lists what is done
+ * here.  Everything else goes to the tc program of the same device, unchanged, and no state is used up.
  */
 #include "ctx_xdp.h"
 #include "parse.h"
@@ -15,7 +15,7 @@ static __always_inline bool chosen_before(struct xdp_md *ctx __attribute__((unus
 	return false;
 }
 
-/* tc hands the packet over: XDP has no memory that egress could read. */
+/* tc writes the hand-over record: XDP has no memory that the egress program could read. */
 static __always_inline void note_handover(struct xdp_md *ctx __attribute__((unused)),
 					  const struct packet *p __attribute__((unused)),
 					  const struct endpoint_selection *e __attribute__((unused)),
@@ -32,7 +32,7 @@ static __always_inline int leave_young(struct xdp_md *ctx __attribute__((unused)
 	return XDP_PASS;
 }
 
-/* The device, if the frame is addressed to this node; NULL for a frame that is only seen. */
+/* The device, if the frame is addressed to this node; NULL for other frames that the device sees. */
 static __always_inline struct xdp_device *device_of_node(struct xdp_md *ctx)
 {
 	__u32 ifindex = ctx->ingress_ifindex;
@@ -65,7 +65,7 @@ static __always_inline int ingress(struct xdp_md *ctx)
 	/* First, because this is most of the traffic. */
 	if (settings.fast_path && may_be_known(&p)) {
 		verdict = send_by_table(ctx, &p, ctx->ingress_ifindex);
-		/* Packets that the table does not send go through netfilter; the observer sees them leave. */
+		/* What the table does not send goes through netfilter, and the observer sees it leave. */
 		if (verdict != NOT_KNOWN)
 			return verdict < 0 ? XDP_PASS : verdict;
 	}

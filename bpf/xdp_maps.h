@@ -9,8 +9,8 @@
 struct xdp_device {
 	__u8 mac[6];		/* frames for this address are for this node */
 	__u8 starts_flow;		/* new flows may be opened here */
-	enum xdp_frames returns;	/* by XDP_TX: frames that came in here */
-	enum xdp_frames takes;	/* by XDP_REDIRECT */
+	enum xdp_frames returns;	/* which frames that came in here may be sent back (XDP_TX) */
+	enum xdp_frames takes;	/* which frames the device accepts by XDP_REDIRECT */
 	__u8 zero[3];
 };
 

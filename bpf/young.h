@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: (GPL-2.0-only OR BSD-2-Clause) */
-/* A flow that is in the flow table from its first packet on, because its pair has a permit. */
+/* Young flows: in the flow table from their first packet on, because their pair has a permit. */
 #ifndef PEP_YOUNG_H
 #define PEP_YOUNG_H
 
@@ -49,13 +49,14 @@ static __always_inline void stamp(struct flow *f, const struct flow_key *key, __
 }
 
 /*
- * Completes the draft: `key` and the translation in `there` are set.  The entry of the replies follows from them.
+ * Completes the draft, in which `key` and the translation in `there` are set.  The entry of the replies follows from
+ * them.
  */
 static __always_inline void complete_draft(struct flow_draft *d, __u32 generation, __u64 now)
 {
 	struct flow_rewrite *there = &d->there.rewrite, *reply = &d->reply.rewrite;
 
-	answer_key(there, d->key.protocol, d->key.ipv6, &d->reply_key);
+	reply_key_of(there, d->key.protocol, d->key.ipv6, &d->reply_key);
 	__builtin_memcpy(reply->source, d->key.destination, 16);
 	__builtin_memcpy(reply->destination, d->key.source, 16);
 	reply->source_port = d->key.destination_port;
@@ -117,7 +118,7 @@ static __always_inline __u16 next_snat_port(void)
 	return settings.snat_port_min + (turn + (bpf_get_smp_processor_id() & 1) * (range / 2)) % range;
 }
 
-/* Inserts both entries, that of the replies first, so that a packet never finds only half of a flow. */
+/* Inserts both entries. That of the replies comes first, so that a packet never finds only half of a flow. */
 static __always_inline enum slow_path_reason insert_young(struct flow_draft *d, bool masquerade)
 {
 	bool other_port = masquerade;
@@ -134,14 +135,16 @@ static __always_inline enum slow_path_reason insert_young(struct flow_draft *d, 
 			break;
 		if (!bpf_map_lookup_elem(&flows, &d->reply_key))
 			return SLOW_TABLE_FULL;
-		/* The client uses the port with another Service of this endpoint: take another one, as netfilter does. */
+		/*
+		 * The client uses this port with another Service of the endpoint: take another port, as netfilter does.
+		 */
 		if (!settings.snat_port_min)
 			return SLOW_NO_PORT;
 		other_port = true;
 	}
 	if (i == SNAT_PORT_TRIES)
 		return SLOW_NO_PORT;
-	/* First, because the removal of the flow lowers the count. */
+	/* Counted before it can be found, because the removal of the flow lowers the count. */
 	count_young(d->there.rewrite.device_in);
 	if (!bpf_map_update_elem(&flows, &d->key, &d->there, BPF_NOEXIST))
 		return NOT_SLOW;
@@ -155,7 +158,7 @@ static __always_inline __u64 newest(const struct flow *f, const struct flow *oth
 	return other && other->last_seen > f->last_seen ? other->last_seen : f->last_seen;
 }
 
-/* All datagrams are answered, or both sides have closed, and nothing came since. */
+/* True if all datagrams are answered, or both sides have closed, and nothing came since. */
 static __always_inline bool is_complete(const struct flow *f, const struct flow *reply, enum protocol protocol,
 					__u64 now)
 {
@@ -174,10 +177,10 @@ static __always_inline bool is_stream(const struct flow *f, const struct flow *r
 }
 
 /*
- * A complete flow whose entries other flows may have.  A UDP client on another machine sees the reply, and can send
- * the flow's next datagram, only after a round trip: the second flight of QUIC or DTLS must reach the same endpoint.
- * A stream may pause for longer: it keeps its endpoint until the agent hands it to the kernel, or ends it.  So may an
- * old flow that was used again lately: the client has taken its port for another exchange.
+ * True for a complete flow that may be removed to make room.  A UDP client on another machine sees the reply, and can
+ * send the flow's next datagram, only after a round trip: the second flight of QUIC or DTLS must reach the same
+ * endpoint.  A stream may pause for longer.  It keeps its endpoint until the agent promotes or ends it.  An old flow
+ * that was used again recently stays for a round trip, too: the client uses its port for another exchange.
  */
 static __always_inline bool may_make_room(const struct flow *f, const struct flow *reply, enum protocol protocol,
 					  __u64 now)
@@ -191,27 +194,27 @@ static __always_inline bool may_make_room(const struct flow *f, const struct flo
 	return is_complete(f, reply, protocol, now) && !((distant || again) && now <= last + ROUND_TRIP_NS);
 }
 
-/* The replies' entry of a young flow between this client port and that endpoint; NULL if there is none. */
-static __always_inline struct flow *young_answers(const struct packet *p, const union address *endpoint, __u16 port,
-						  struct flow_key *answer)
+/* The reply entry of a young flow between this client port and that endpoint; NULL if there is none. */
+static __always_inline struct flow *young_reply_entry(const struct packet *p, const union address *endpoint, __u16 port,
+						      struct flow_key *reply_key)
 {
 	struct flow *f;
 
-	__builtin_memcpy(answer->source, endpoint, 16);
-	__builtin_memcpy(answer->destination, &p->source, 16);
-	answer->source_port = port;
-	answer->destination_port = p->source_port;
-	answer->protocol = p->protocol;
-	answer->ipv6 = p->ipv6;
-	f = bpf_map_lookup_elem(&flows, answer);
-	return f && f->young && f->reply && !is_another_flows(&f->rewrite, tag_of(answer)) ? f : NULL;
+	__builtin_memcpy(reply_key->source, endpoint, 16);
+	__builtin_memcpy(reply_key->destination, &p->source, 16);
+	reply_key->source_port = port;
+	reply_key->destination_port = p->source_port;
+	reply_key->protocol = p->protocol;
+	reply_key->ipv6 = p->ipv6;
+	f = bpf_map_lookup_elem(&flows, reply_key);
+	return f && f->young && f->reply && !was_reused(&f->rewrite, tag_of(reply_key)) ? f : NULL;
 }
 
 #define HALF_CLOSED_NS (5 * NANOSECONDS)
 
 /*
  * One side has closed, and nothing came since.  The FIN of the other side may have been overtaken by its data.  The
- * agent hands such a flow to the kernel after a second; without an agent it would keep its port for good.
+ * agent promotes such a flow after a second.  Without an agent it would keep its port for good.
  */
 static __always_inline bool is_half_closed(const struct flow *f, const struct flow *other)
 {
@@ -219,48 +222,48 @@ static __always_inline bool is_half_closed(const struct flow *f, const struct fl
 }
 
 /*
- * For a flow to this endpoint that netfilter is to forward with its ports unchanged.  1: a young flow, through a
- * Service of the endpoint, has the same client and endpoint ports: netfilter does not know it and must get it first.
- * `device`: where the packet came in; 0: any, because its source address is no longer the client's.
+ * Checks a flow to this endpoint that netfilter will forward with its ports unchanged.  1: a young flow, to a Service
+ * of the endpoint, has the same client and endpoint ports.  Netfilter does not know that flow, so it must be promoted
+ * first.  `device`: where the packet came in; 0: any, because its source address is no longer the client's.
  */
 static __noinline int is_taken_by_young(const struct packet *p, const union address *endpoint, __u16 port, __u32 device)
 {
-	struct flow_key answer = {};
+	struct flow_key reply_key = {};
 	struct flow *f, *client;
 
 	if (!p || !endpoint)
 		return 0;
-	f = young_answers(p, endpoint, port, &answer);
+	f = young_reply_entry(p, endpoint, port, &reply_key);
 	if (!f)
 		return 0;
 	client = other_direction(&f->rewrite, p);
-	/* From another device the packet is forged, or not of this client: it changes nothing here. */
+	/* A packet from another device is forged, or not of this client: it changes nothing here. */
 	if (client && device && client->rewrite.device_in != device)
 		return 0;
 	if (!client || (f->closing && client->closing) || is_half_closed(f, client) ||
 	    (p->protocol == UDP && is_complete(client, f, UDP, bpf_ktime_get_coarse_ns()))) {
-		/* It is over, except for retransmissions.  Without an agent nothing else removes it. */
-		if (forget_flow(&answer, &f->rewrite, true, true))
+		/* The young flow is over, except for retransmissions. Without an agent nothing else removes it. */
+		if (forget_flow(&reply_key, &f->rewrite, true, true))
 			count(CLOSING_FLOW_REPLACED);
 		return 0;
 	}
-	request_promotion(&answer, &f->rewrite, f);
+	request_promotion(&reply_key, &f->rewrite, f);
 	return 1;
 }
 
-/* Tells a flow from an earlier one with the same key. */
+/* Distinguishes a flow from an earlier one with the same key. */
 static __always_inline __u16 recent_stamp(__u64 started)
 {
 	return started >> 20;
 }
 
 /*
- * Puts the young flow of the draft into the next slot among the recent ones.  `opened` false: there was no space for
- * the flow, and only the flow that had the slot is considered.  Global, as judge_syn().
+ * Puts the young flow of the draft into the next slot of recent_flows, and removes the flow that had the slot, if it is
+ * complete.  `opened` false: there was no space for the new flow.  Global for the same reason as judge_syn().
  */
 __noinline int note_recent(const struct flow_key *key, bool opened)
 {
-	struct flow_key *place, former, answer;
+	struct flow_key *place, former, reply_key;
 	__u32 zero = 0, turn, *next;
 	struct flow *f, *reply;
 	struct flow_draft *d;
@@ -286,21 +289,21 @@ __noinline int note_recent(const struct flow_key *key, bool opened)
 	if (opened)
 		*(__u16 *)place->zero = recent_stamp(d->there.started);
 	f = bpf_map_lookup_elem(&flows, &former);
-	/* A client port that is used again has the same key: the flow is in another slot. */
-	if (!f || !f->young || f->reply || is_another_flows(&f->rewrite, tag_of(&former)) ||
+	/* If the client has used the port again, its newer flow has the same key, but another slot. */
+	if (!f || !f->young || f->reply || was_reused(&f->rewrite, tag_of(&former)) ||
 	    recent_stamp(f->started) != stamp)
 		return 0;
-	answer_key(&f->rewrite, former.protocol, former.ipv6, &answer);
-	reply = bpf_map_lookup_elem(&flows, &answer);
+	reply_key_of(&f->rewrite, former.protocol, former.ipv6, &reply_key);
+	reply = bpf_map_lookup_elem(&flows, &reply_key);
 	if (reply && may_make_room(f, reply, former.protocol, now) && forget_flow(&former, &f->rewrite, false, true))
 		count(YOUNG_ENDED);
 	return 0;
 }
 
-#define STRANGERS_A_SECOND 1024
+#define UNPERMITTED_PER_SECOND 1024
 
-/* A pair without a permit may have a forged source, so only so many of their flows are entered per second. */
-static __always_inline bool takes_stranger(__u64 now)
+/* The source of a pair without a permit may be forged, so each CPU enters only so many of their flows per second. */
+static __always_inline bool may_enter_without_permit(__u64 now)
 {
 	__u32 one = 1, second = (now / NANOSECONDS & 0xfffff) << 12;
 	__u32 *entered = bpf_map_lookup_elem(&recent_next, &one);
@@ -309,15 +312,16 @@ static __always_inline bool takes_stranger(__u64 now)
 		return false;
 	if ((*entered & ~0xfffU) != second)
 		*entered = second;
-	if ((*entered & 0xfff) >= STRANGERS_A_SECOND)
+	if ((*entered & 0xfff) >= UNPERMITTED_PER_SECOND)
 		return false;
 	*entered += 1;
 	return true;
 }
 
 /*
- * After open_young() has left this packet to netfilter, for `reason`.  1: a datagram whose pair was proven lately, so
- * the observer would learn nothing.  In a flood without replies that is most packets.  Global, as judge_syn().
+ * Called after open_young() has left this packet to netfilter, for `reason`.  1: a datagram whose pair was proven
+ * recently, so the observer would learn nothing.  In a flood without replies that is most packets.  Global for the same
+ * reason as judge_syn().
  */
 __noinline int is_proven(const struct packet *p, enum slow_path_reason reason)
 {
@@ -332,13 +336,13 @@ __noinline int is_proven(const struct packet *p, enum slow_path_reason reason)
 	now = bpf_ktime_get_coarse_ns();
 	if (!state || !d || d->permit.generation != *(volatile __u32 *)&state->permit_generation)
 		return 0;
-	/* Some are compared all the same: a flow that continues without a reply is entered. */
-	return now + PERMIT_NS / 2 < d->permit.until && !takes_stranger(now);
+	/* Some packets go to the observer all the same, so that a flow that continues without a reply is entered. */
+	return now + PERMIT_NS / 2 < d->permit.until && !may_enter_without_permit(now);
 }
 
 /*
- * Opens the flow in the table, if its pair has a permit.  NOT_SLOW: rewrite by `d->there.rewrite`.  Global, as
- * judge_syn().
+ * Opens the flow in the table, if its pair has a permit.  NOT_SLOW: rewrite the packet by `d->there.rewrite`.  Global
+ * for the same reason as judge_syn().
  */
 __noinline int open_young(struct context *ctx, const struct packet *p, const struct endpoint_selection *e,
 			  const struct backend *b)
@@ -369,7 +373,7 @@ __noinline int open_young(struct context *ctx, const struct packet *p, const str
 	permit = bpf_map_lookup_elem(&permits, &d->permit_key);
 	if (!permit)
 		return SLOW_NO_PERMIT;
-	/* A copy: the element may be given to another pair meanwhile, and its key would not show that. */
+	/* A copy: the element may be given to another pair meanwhile, and the key would not show that. */
 	d->permit = *permit;
 	if (now >= d->permit.until || now >= d->permit.back_until ||
 	    d->permit.generation != *(volatile __u32 *)&state->permit_generation)
@@ -406,14 +410,14 @@ __noinline int open_young(struct context *ctx, const struct packet *p, const str
 	reason = insert_young(d, e->masquerade);
 	if (reason)
 		return reason;
-	/* From now on the table is looked up for packets to this address. */
+	/* From now on, packets to this address are looked up in the table. */
 	set_hint(&p->destination, p->destination_port, p->ipv6);
 	return NOT_SLOW;
 }
 
 /*
- * A packet that must wait until a young flow is in conntrack.  `p` is never NULL.  Not inlined, because several places
- * need it and none is on the path of a packet that is served.  Global, as judge_syn().
+ * Drops a packet that must wait until a young flow is in conntrack.  `p` is never NULL.  Not inlined, because several
+ * places need it, and none is on the path of a packet that is served.  Global for the same reason as judge_syn().
  */
 __noinline int drop_until_promotion(const struct packet *p, __u32 device, __u32 service)
 {

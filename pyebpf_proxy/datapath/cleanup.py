@@ -4,7 +4,7 @@
 Works without the agent and without loading programs, also when half of it is missing. Each step is tried even if others
 fail. Only what belongs to the instance is removed:
 
-* first, flows of the fast path that conntrack does not know are handed to it;
+* first, young flows, which conntrack does not know, are promoted;
 * tcx links by their pins, filters by name and handle, on every device of this network namespace; a clsact qdisc if it
   is recorded as the proxy's and empty (``attachments``);
 * the table by its name; other tables, and the conntrack entries of live flows, stay;
@@ -61,7 +61,8 @@ def cleanup(directory: Path, own_files: Iterable[str] = (), keep_settings: bool 
             report.removed += step(directory)
         except OSError as error:
             report.problems.append(str(error))
-    # The fast path is gone; conntrack, strict again, must continue to translate the connections that used it.
+    # The fast path is gone, and conntrack becomes strict again: it must continue to translate the connections of the
+    # fast path.
     if changed(LIBERAL, directory):
         try:
             make_liberal()
@@ -82,7 +83,7 @@ def _settings(directory: Path, holder: str | None, report: Report, keep: Collect
 
 
 def _flows(directory: Path) -> list[str]:
-    """Before the programs are removed: flows that only they know are handed to conntrack."""
+    """Promotes the flows that only the programs know. Must be called before the programs are removed."""
     for place in bpffs_candidates(directory):
         if holds_pins(place):
             for pins in sorted(pin_directory(place, directory, 0).parent.glob("v*")):

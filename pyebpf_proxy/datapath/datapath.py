@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The interface of the data plane: a list of managers, started in order. Closed, they leave what serves packets."""
+"""The interface of the data plane: a list of managers, started in order. ``close`` leaves what serves packets."""
 
 from __future__ import annotations
 
@@ -63,45 +63,45 @@ class Datapath:
         self._pins = Pins(bpffs)
         self._conntrack = ConntrackStatistics()
         sockets_off = effective.socket_lb == "off"
-        #: Needs more rights than the rest, which ``--init-only`` leaves to a later start.
+        #: These managers need more rights than the rest. ``--init-only`` starts only these.
         self._preparation: list[Manager] = [
             bpffs,
-            # Before the programs: the table loads conntrack and NAT, whose functions they call.
+            # Before the programs: the table makes the kernel load conntrack and NAT, whose functions the programs call.
             nft,
-            # After conntrack is loaded, and before its timeouts are read for the programs.
+            # After conntrack is loaded, and before the timeouts of conntrack are read for the programs.
             KernelSettings(effective, warn_node),
         ]
         self._managers: list[Manager] = [
             *self._preparation,
-            # Before the programs: without these settings they are loaded without a fast path.
+            # Before the programs: without these settings the programs are loaded without a fast path.
             settings,
             programs,
-            # First all maps and sets, so that programs find everything once they are attached.
+            # All maps and sets come before the programs are attached, so that the programs find everything.
             service_maps,
             udp_flows,
             ClusterSets(effective, nft),
             node_maps,
-            # If nothing is translated at sockets: before the socket programs of a former run are detached.
+            # Without socket programs: these rules must exist before the socket programs of a former run are detached.
             *([host_packets] if sockets_off else []),
-            # The last step before the programs of a former run are replaced: they change affinity and flows until then.
+            # Just before the programs of a former run are replaced: until then they change affinity and flows.
             take_over,
             sockets,
             TcPrograms(bpffs, programs, node_maps),
-            # After tc, which handles what XDP leaves.
+            # After tc, which handles what XDP leaves to it.
             xdp,
-            # After the last program was replaced.
+            # After the last program has been replaced.
             Retirement(bpffs, programs, service_maps, node_maps, sockets, settings, take_over),
-            # If sockets are translated: the rules of a former run that did not do so are needed until here.
+            # With socket programs: a former run without them has rules that are needed until here.
             *([] if sockets_off else [host_packets]),
-            # After the table was filled, which would wake it.
+            # After the table is filled: each of those commits would trigger a check.
             NftWatch(nft),
             ConnectionCounts(programs, service_maps),
-            # After the devices: flows of the fast path go from one attached program to the other.
+            # After the devices: the fast path needs the programs on both devices of a flow.
             self._fast_path,
-            # After the last object was pinned.
+            # After the last object has been pinned.
             self._pins,
             self._conntrack,
-            # Last: until everything works, kube-proxy's rules carry the traffic.
+            # Last: until everything works, the rules of kube-proxy carry the traffic.
             KubeProxy(effective),
         ]
         self._stack = ExitStack()
@@ -164,7 +164,7 @@ class Datapath:
                 manager.node_changed(facts)
 
     def refresh(self) -> bool:
-        """Repair what others changed, which costs little if they did not. Devices are followed.
+        """Repair what others changed, which costs little if they did not. Changes of devices are followed by netlink.
 
         True: others have written into the service maps, and :meth:`apply` must be called with everything.
         """

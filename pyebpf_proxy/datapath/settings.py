@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the configuration and the Nodes to the settings of the programs before they are loaded."""
+"""Derives the settings of the programs from the configuration and the Nodes, before the programs are loaded."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _BE_LIBERAL = Path("/proc/sys/net/netfilter/nf_conntrack_tcp_be_liberal")
 # Of this network namespace; also used for IPv6.
 _LOCAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _STRONG_MEMORY = ("x86_64", "i386", "i586", "i686", "s390x", "s390")
-# Neither uses source ports below 1024. A part smaller than _FEWEST would soon be used up.
+# Neither the programs nor the nft table use source ports below 1024. Fewer than _FEWEST would soon be used up.
 _FIRST_PORT, _KERNELS_FIRST, _LAST_PORT, _FEWEST = 1024, 32768, 65535, 4096
 
 
@@ -57,7 +57,7 @@ def settings(effective: Effective, facts: NodeFacts) -> Settings:
         fast_path=bool(effective.fast_path),
         snat_port_min=ports.fast.start if ports is not None else 0,
         snat_port_max=ports.fast.stop - 1 if ports is not None else 0,
-        # Two entries per flow, and half of them for one device.
+        # A flow has two entries, and one device may use half of the table.
         flow_quota=flow_entries(effective) // 4,
         udp_stream_seconds=udp_stream_seconds(),
         weak_memory=platform.machine() not in _STRONG_MEMORY,

@@ -6,7 +6,7 @@ from __future__ import annotations
 FLOW_MUTANTS: dict[str, tuple[str, str, str]] = {
     "flows: permit from the first sighting": (
         "observer.h",
-        "if (!known && !was_seen_lately(&d->permit_key, now))",
+        "if (!known && !was_seen_recently(&d->permit_key, now))",
         "if (false)",
     ),
     "flows: flow_packet_counts for ever": ("observer.h", " && seconds - SIGHTING_SECONDS(*seen) <= 1", ""),

@@ -324,7 +324,7 @@ def test_a_port_that_is_reused_while_conntrack_is_full_waits_anew(node: Node) ->
     node.promoter._waiting = {former: time.monotonic() - promotion.UNPROMOTED_SECONDS}
     node.loaded.maps["flows"].delete(key)
     node.young(1000, age=0.5)
-    node.promoter._end_what_waits([former])
+    node.promoter._end_refused([former])
     assert node.is_young(key)
     assert node.promoter.statistics.ended == 0
 

@@ -64,7 +64,8 @@ class Connections:
 
     async def count(self) -> None:
         """One count. Raises OSError."""
-        # First the choices: a flow chosen meanwhile may be counted twice until the next count, but is never lost.
+        # The choices are read first: a flow that is chosen meanwhile may be counted twice until the next count, but is
+        # never lost.
         choices = {key: int.from_bytes(value, sys.byteorder) for key, value in self._choices.items()}
         own = {key for of in self._own for key, _ in of.items()}
         self._write(choices, await asyncio.to_thread(flows.count, own))
@@ -88,6 +89,6 @@ class Connections:
         self._written.update(changed)
         for key in gone:
             self._written.pop(key, None)
-        # In this order: a count without its choices is too low, choices without a count are just the choices.
+        # The order matters: a count without its choices is too low, choices without a count are used alone.
         self._connections.delete_batch(b"".join(gone))
         self._choices.delete_batch(b"".join(gone))

@@ -20,7 +20,7 @@ from pyebpf_proxy.datapath.netlink.messages import attribute
 from pyebpf_proxy.datapath.netlink.request import RequestSocket
 from pyebpf_proxy.services.model import Protocol
 
-#: By the size of the address; without a maximum it is the minimum.
+#: By the size of the address. Without a maximum the kernel takes the minimum for it.
 _MIN_IP = {4: uapi.CTA_NAT_V4_MINIP, 16: uapi.CTA_NAT_V6_MINIP}
 #: Timeout of an entry whose flow ended while the entry was created.
 ABANDONED_SECONDS = 10
@@ -107,7 +107,7 @@ def _sysctl(name: str) -> int:
 def create(
     netlink: RequestSocket, entries: Sequence[Entry], seconds: Mapping[tuple[Protocol, TcpState], int]
 ) -> list[Result]:
-    """Make the kernel track these flows: the result for each, in order.
+    """Create conntrack entries for these flows. Returns the result for each, in order.
 
     ``netlink``: of NETLINK_NETFILTER, in the flows' network namespace. ``seconds``: from :func:`time_outs`.
     OSError if the kernel does not answer at all.
@@ -132,7 +132,7 @@ def _is_of_one_family(entry: Entry) -> bool:
 
 
 def close(netlink: RequestSocket, entries: Sequence[Entry], seconds: Mapping[tuple[Protocol, TcpState], int]) -> None:
-    """These TCP connections began to close while their entries were created: shorten their timeout of days. OSError."""
+    """Shorten the timeout of TCP connections that began to close while their entries were created. OSError."""
     ending = [entry._replace(state=TcpState.FIN_WAIT) for entry in entries if entry.protocol is Protocol.TCP]
     netlink.request_many(uapi.IPCTNL_MSG_CT_NEW, 0, [_key(e) + _state(e, seconds[e.protocol, e.state]) for e in ending])
 
@@ -140,10 +140,10 @@ def close(netlink: RequestSocket, entries: Sequence[Entry], seconds: Mapping[tup
 def reset(
     netlink: RequestSocket, entries: Sequence[Entry], seconds: Mapping[tuple[Protocol, TcpState], int]
 ) -> list[int]:
-    """These connections of the kernel were reset: a SYN with the same ports opens a new one. OSError.
+    """Close the entries of kernel's flows that were reset, so that a SYN with the same ports opens a new one. OSError.
 
     conntrack keeps such an entry ESTABLISHED, with the timeout of CLOSE, because it does not know all sequence numbers
-    (nf_conntrack_tcp_packet()). An entry with a longer timeout has seen a packet since, and stays. Returns the errno of
+    (nf_conntrack_tcp_packet()). An entry with a longer timeout has had a packet since, and stays. Returns the errno of
     each entry that the kernel did not close.
     """
     closed = seconds[Protocol.TCP, TcpState.CLOSE]
@@ -220,11 +220,11 @@ def _state(entry: Entry, seconds: int) -> bytes:
 
 
 def _replace_conflicting(netlink: RequestSocket, entry: Entry, body: bytes, seconds: int) -> Result:
-    """After EEXIST: an existing entry may have one of the two tuples, in either direction.
+    """After EEXIST: replace an existing entry that has one of the two tuples, in either direction.
 
-    The programs send every packet with one of these tuples by the flow that is to be entered, so an entry of another
-    flow serves no packet: a client has reused the port, or another device forged the entry. If it stayed, the rules of
-    netfilter would never see the flow.
+    The programs already send every packet with one of these tuples as one of this flow, so an entry of another flow
+    serves no packet: a client has reused the port, or packets from another device were forged. If it stayed, the
+    rules of netfilter would never see the flow.
     """
     original, reply = (entry.client, entry.frontend), (entry.endpoint, entry.seen)
     for source, destination in (original, reply):
@@ -236,14 +236,14 @@ def _replace_conflicting(netlink: RequestSocket, entry: Entry, body: bytes, seco
             continue
         alive = entry.protocol is not Protocol.TCP or known.tcp_state in _ALIVE
         if alive and (known.original.ends, known.reply.ends) == (original, reply):
-            # Its sequence numbers are out of date.
+            # It is this flow's own entry, with sequence numbers that are out of date.
             number = netlink.request(uapi.IPCTNL_MSG_CT_NEW, _key(entry) + _state(entry, seconds))
             if number == errno.EBUSY:
                 # conntrack has seen a reply that the flow table did not send.
                 answered = entry._replace(answered=True)
                 number = netlink.request(uapi.IPCTNL_MSG_CT_NEW, _key(entry) + _state(answered, seconds))
             return _result(number, Outcome.KNOWN)
-        # Identified by its id, so that no other entry is deleted.
+        # The key includes the entry's id, so that no other entry is deleted.
         number = netlink.request(uapi.IPCTNL_MSG_CT_DELETE, header(entry) + known.key)
         if number not in (0, errno.ENOENT):
             return Result(Outcome.REFUSED, number)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""New flows that conntrack itself refused: its statistics per CPU, and what of them is recent.
+"""New flows that conntrack itself refused: its per-CPU counters, and the increase in the last minute.
 
 The kernel drops the first packet of such a flow and counts nothing else: no rule and no program sees it.
 """
@@ -53,14 +53,14 @@ class ConntrackRefusals:
         self._samples: deque[tuple[float, dict[str, int]]] = deque()
 
     def sample(self, now: float | None = None) -> None:
-        """Read the counters; those of more than a minute ago are forgotten. OSError."""
+        """Read the counters; drop samples that are older than a minute. OSError."""
         moment = time.monotonic() if now is None else now
         self._samples.append((moment, read()))
         while len(self._samples) > 2 and self._samples[1][0] <= moment - _RECENT_SECONDS:
             self._samples.popleft()
 
     async def run(self) -> None:
-        """Sample until cancelled. A kernel without these statistics has none to show."""
+        """Sample until cancelled. Does nothing on a kernel without these statistics."""
         while True:
             # A read that fails, for example for want of file descriptors, is repeated.
             with suppress(OSError):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernel's table of UDP flows: list it, delete entries of it (ctnetlink).
+"""Lists and deletes conntrack entries (ctnetlink), mainly of UDP flows.
 
 Only the few attributes that are needed are read, and the kernel leaves out other protocols and families.
 """
@@ -59,8 +59,8 @@ class Flow(NamedTuple):
     destination_port: int
     replier: bytes
     replier_port: int
-    #: The reply tuple, zone and id as the kernel wrote them, which identify the entry. Not the original tuple: the
-    #: flow's next entry, to another endpoint, has it too. Not the id alone: the kernel may reuse it.
+    #: The reply tuple, zone and id as the kernel wrote them, which identify the entry. The original tuple is
+    #: not enough: the flow's next entry, to another endpoint, has it too. Nor is the id alone: the kernel may reuse it.
     key: bytes
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draining the fast path: every young flow is handed to the kernel, so that nothing is lost when the programs go.
+"""Drains the fast path: promotes every young flow, so that no connection is lost when the programs are removed.
 
 Needs only the pins and no running agent: ``--cleanup``, an agent whose fast path is off, and an agent with another
 layout, or with another size of the flow table, drain the flows of a former run.
@@ -27,17 +27,17 @@ from pyebpf_proxy.datapath.maps.resize import former_pins
 PROGRAMS = "programs"
 _PROGRAMS = ("sweep_flows", "promote_flow")
 _MAPS = ("flows", "fast_path", "promotions", "sweep_results")
-#: Unanswered flows have nothing to lose, so draining waits no longer than this.
+#: Draining waits no longer than this for flows without a reply: such a flow loses nothing if it is not promoted.
 DRAIN_SECONDS = 3.0
 _ZERO = bytes(4)
 _log = Logger("datapath")
 
 
 class _Pinned(Program):
-    """A program by its pin."""
+    """A pinned program, opened by its pin."""
 
     def __init__(self, path: Path) -> None:
-        # Not from an object: it has only the descriptor and the name.
+        # It belongs to no object: there are only a descriptor and a name.
         self.name = path.name
         self._lib = lib()
         self._fd = tcx.open_pinned(path)
@@ -61,7 +61,7 @@ def pin_programs(programs: Mapping[str, Program], pins: Path) -> None:
 
 
 def drain(pins: Path, seconds: float = DRAIN_SECONDS) -> int:
-    """Stop new young flows; hand those of the pinned flow table to conntrack.
+    """Stop new young flows; promote those of the pinned flow table.
 
     ``pins``: the folder of one layout version. Returns how many young flows are left after ``seconds`` at most: those
     without a reply, and those that conntrack had no space for. 0 also if there is nothing to drain. OSError, BpfError.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernel's connection table, counted: how many flows each endpoint has by original destination.
+"""Counts the conntrack entries: how many flows each endpoint has, by original destination.
 
-One ctnetlink dump of a table that may hold a million flows. The tuples are where the kernel has always put them; an
-entry that looks different is read attribute by attribute.
+One ctnetlink dump of a table that may hold a million flows. The tuples are read at the offsets where the kernel has
+always put them. An entry that looks different is read attribute by attribute.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 
 The kernel deletes the entries that it has masqueraded itself when the address or its device goes. It does not do so
 with entries that were created by ctnetlink, which do not name the device: those of promoted flows. A client that keeps
-sending would keep such an entry, and with it a source address to which no reply comes.
+sending would keep such an entry alive, with a source address that receives no replies.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Connections of the fast path: conntrack has lost track of their sequence numbers and must tolerate that.
+"""Makes conntrack tolerate sequence numbers that it does not expect, for connections that used the fast path.
 
-``nf_conntrack_tcp_be_liberal`` makes it tolerant for all. Before the setting is restored, these connections are made
-liberal one by one. Otherwise conntrack would treat all their further packets as invalid and not translate them.
+conntrack has not seen all their packets, so it cannot check their sequence numbers. ``nf_conntrack_tcp_be_liberal``
+makes it tolerant for all connections. Before the setting is restored, these connections are made liberal one by one.
+Otherwise conntrack would treat all their further packets as invalid and not translate them.
 """
 
 from __future__ import annotations

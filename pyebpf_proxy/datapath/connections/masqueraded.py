@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conntrack entries of masqueraded flows to endpoints, and the flow table's knowledge of them.
+"""Conntrack entries of masqueraded flows to endpoints: finds them, and enters them into the flow table.
 
 Young flows have source ports of their own, which the agent's masquerade rule does not use. Another proxy uses all
-ports: kube-proxy masquerades with ``--random-fully``. Its flows go on after the agent has replaced it, so no young flow
-may take one of their ports.
+ports: kube-proxy masquerades with ``--random-fully``. Its flows continue after the agent has replaced it, so no young
+flow may take one of their ports.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pyebpf_proxy.datapath.netlink.messages import attribute, word
 from pyebpf_proxy.datapath.netlink.request import RequestSocket
 from pyebpf_proxy.services.model import IPFamily, Protocol
 
-#: From protocol and replying place of an entry: whether that is an endpoint of a Service.
+#: Whether the source of an entry's replies (protocol; address and port) is an endpoint of a Service.
 IsEndpoint = Callable[[int, Place], bool]
 
 # include/linux/netfilter/nf_conntrack_common.h

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Promotion: young flows, which only the BPF programs know, are handed to the kernel (bpf/sweep.h, docs/fast-path.md).
+"""Promotion: creates conntrack entries for young flows, which only the BPF programs know (bpf/sweep.h).
 
 A sweep, which is a program, selects the flows that are due. Each gets a conntrack entry with the programs' translation.
-From then on it is the kernel's flow, and the programs confirm it with netfilter once a second. The sweep also selects
-kernel flows that were reset: conntrack cannot know that their RST was the last packet, and their entries are closed.
+From then on it is a kernel's flow, and the programs confirm it through netfilter once a second (docs/fast-path.md). The
+sweep also selects kernel's flows that were reset. conntrack cannot know that their RST was the last packet, so the
+agent closes their entries.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ BUSY_SECONDS, IDLE_SECONDS = 0.5, 1.0
 SOON_SECONDS = 0.05
 #: The most flows of one pass.
 AT_ONCE = 4096
-#: A flow that conntrack does not accept for this long is ended: otherwise no new rule would ever see it.
+#: A flow that conntrack does not accept for this long is ended. Otherwise no new netfilter rule would ever see it.
 UNPROMOTED_SECONDS = 30.0
 _ETHERNET_HEADER = bytes(14)
 _FRAME = bytes(60)
@@ -59,7 +60,7 @@ class Requests(Protocol):
 
 
 def run_for_flow(program: Program, data: bytes) -> bool:
-    """Run one of the programs for the agent with the description of a flow: whether it did what it is for. BpfError."""
+    """Run one of the agent's programs with the description of a flow. Returns whether it did its task. BpfError."""
     return program.test_run(_ETHERNET_HEADER + data).retval != 0
 
 
@@ -76,9 +77,9 @@ class Flow(NamedTuple):
     #: Keys of the client's direction and of the other one.
     key: bytes
     answer_key: bytes
-    #: When it began (bpf_ktime_get_coarse_ns).
+    #: When the flow began (bpf_ktime_get_coarse_ns).
     started: int
-    #: The last packet of a kernel flow was a RST with the expected sequence number.
+    #: For a kernel's flow: its last packet was a RST with the expected sequence number.
     reset: bool = False
 
     @property
@@ -175,7 +176,7 @@ class Statistics:
 
 
 class Promoter:
-    """Hands young flows to the kernel, in the network namespace of the calling thread.
+    """Promotes young flows, in the network namespace of the calling thread.
 
     ``sweep`` runs the program and returns how many young flows it found; ``promote`` and ``end`` run the programs of
     that name with a flow (``Flow.read``) and return whether it was still there. ``end_masqueraded`` ends
@@ -227,7 +228,7 @@ class Promoter:
                 await asyncio.wait_for(self._wake.wait(), SOON_SECONDS if self._more else busy)
 
     def sources_gone(self, addresses: Collection[bytes]) -> None:
-        """These (packed) addresses have left the node: end the flows that are masqueraded to them, without delay.
+        """End the flows that are masqueraded to these (packed) addresses, which have left the node, without delay.
 
         Call it in the loop's thread. The next packet of such a flow is treated as that of a new one.
         """
@@ -253,7 +254,7 @@ class Promoter:
         end = time.monotonic() + seconds
         while True:
             await self.pass_once()
-            # The number is from before this pass's promotions: only the next sweep shows what is left.
+            # This sweep counted before the promotions of this pass. Only the next sweep shows how many are left.
             if not self.statistics.young or time.monotonic() >= end:
                 return await asyncio.to_thread(self._sweep) if self.statistics.young else 0
             await asyncio.sleep(SOON_SECONDS)
@@ -266,7 +267,7 @@ class Promoter:
         keys = list(dict.fromkeys([*(read[: self._flows.key_size] for read in self._waiting), *requests]))
         if keys:
             self._hand_over(keys)
-        # Last: this pass may have promoted some of them.
+        # After the promotions, which may include some of these flows.
         if gone:
             self._end_sources(gone)
 
@@ -303,7 +304,7 @@ class Promoter:
                         closing.append(flow.entry)
                 elif result.outcome is not Outcome.KNOWN:
                     over.append(flow.entry)
-            # A flow may end during this pass. Its entry would otherwise stay for days.
+            # A flow may end during this pass. Without this its entry would stay for days.
             create.abandon(netlink, over)
             create.close(netlink, closing, seconds)
             still_open = create.reset(netlink, reset, seconds)
@@ -321,7 +322,7 @@ class Promoter:
 
     def _note(self, failed: list[tuple[Flow, Result]], tried: int) -> None:
         full = [flow for flow, result in failed if result.outcome is Outcome.FULL]
-        self._end_what_waits([flow.read for flow, _ in failed])
+        self._end_refused([flow.read for flow, _ in failed])
         self.statistics.failed.update(result.outcome for _, result in failed)
         self.statistics.last_error = str(failed[-1][1]) if failed else ""
         if full and not self._full:
@@ -339,8 +340,8 @@ class Promoter:
             _log.error("conntrack refuses a flow", error=refused)
         self._said = refused or self._said
 
-    def _end_what_waits(self, flows: Iterable[bytes]) -> None:
-        """``flows``: those that this pass could not promote, as ``Flow.read``."""
+    def _end_refused(self, flows: Iterable[bytes]) -> None:
+        """End flows that conntrack has refused for too long. ``flows``: those that failed now, as ``Flow.read``."""
         now = self._clock()
         self._waiting = {flow: self._waiting.get(flow, now) for flow in flows}
         over = [flow for flow, since in self._waiting.items() if now - since >= UNPROMOTED_SECONDS]

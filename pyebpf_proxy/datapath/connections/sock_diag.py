@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Connected UDP sockets of this network namespace: list them, end them (sock_diag)."""
+"""Connected UDP sockets of this network namespace: lists and destroys them (sock_diag)."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""UDP flows and sockets whose endpoint no longer serves are ended (spec/service-semantics §10).
+"""Ends UDP flows and sockets whose endpoint no longer serves (spec/service-semantics §10).
 
-A flow that sends is repaired by its next packet: the programs see that its endpoint is gone. This module does the rest,
-as kube-proxy does: idle flows are removed too. A connected socket of the node was translated at connect and would keep
-sending to the old address: it is ended, so that its owner connects again.
+The next packet of an active flow repairs it: the programs see that its endpoint is gone. This module does the rest, as
+kube-proxy does. Idle flows are removed too. A connected socket of the node was translated at connect and would keep
+sending to the old address. So it is destroyed, and its owner connects again.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ class UdpServices:
                 self._ports[name] = plan
                 new.append(plan)
             touched |= (old.serving if old else ()) != (plan.serving if plan else ())
-        # After all old ports are removed: an address may have moved from one to another.
+        # After all old ports are removed, because an address may have moved from one to another.
         for plan in new:
             self._learn(plan)
         return touched

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the helpers of this kernel can do: ``struct abilities`` of bpf/abilities.h, probed, not derived from a version.
+"""Probes what the helpers of this kernel can do: ``struct abilities`` of bpf/abilities.h.
 
 The programs have an alternative for each; the verifier sees only the branch that is taken.
 """

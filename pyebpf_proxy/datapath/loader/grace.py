@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wait until no running BPF program can still use what was just unlinked."""
+"""Waits until no running BPF program can still use what was just removed."""
 
 from __future__ import annotations
 

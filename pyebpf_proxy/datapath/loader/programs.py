@@ -158,7 +158,7 @@ class Loaded:
         return {what: why for what, why in named.items() if why}
 
     def attached(self) -> None:
-        """Called when no program of a former run is attached any more: copies its last entries into the new maps."""
+        """Called when no program of a former run is attached any more: copies the last entries of its maps."""
         if self._resize is not None:
             self._resize.finish(self.maps, self.tc.btf)
 
@@ -199,7 +199,7 @@ def load(
             xdp, why_not_xdp = _load_xdp(settings, pin_dir, sizes, tc, objects)
             loaded = Loaded(tc, sock, settings, why_no_lookup, resize, why_not_pods, why_not_fast, xdp, why_not_xdp)
             if pin_dir is not None:
-                # Of a former run with another scheduler; that run's programs still hold their maps.
+                # Pins of a former run with another scheduler. The programs of that run still hold their maps.
                 for name in _unused(settings):
                     (pin_dir / name).unlink(missing_ok=True)
             return loaded
@@ -271,7 +271,7 @@ def fast_path_is_built(path: Path = OBJECTS / "tc.bpf.o") -> bool:
 def _load_sock(
     settings: Settings, pin_dir: Path | None, sizes: Mapping[str, int] | None, tc: Object, objects: Path
 ) -> tuple[Object, str]:
-    """The socket programs; without pods, and why, if the kernel does not let them read a pod's network namespace."""
+    """Load the socket programs; without pods, and why, if the kernel does not let them read a pod's namespace."""
     why = ""
     for attempt in [settings, replace(settings, pod_sockets=False)]:
         sock = _open(objects / "sock.bpf.o", attempt, pin_dir, sizes, reuse=tc.maps if pin_dir is None else None)

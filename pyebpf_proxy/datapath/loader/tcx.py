@@ -86,9 +86,9 @@ def open_pinned(path: Path) -> int:
 
 @contextmanager
 def stand_in(program_fd: int, table_pin: Path) -> Iterator[int]:
-    """The descriptor of a small program that runs the given one by a tail call. BpfError.
+    """Yields the descriptor of a small program that runs the given one by a tail call. BpfError.
 
-    A chain accepts each program only once. With this one a program can be in two places while it is moved.
+    A chain accepts each program only once. The small program allows a second attachment while a program is moved.
     It works as long as ``table_pin`` exists, which the caller removes.
     """
     library = _libbpf.lib()

@@ -17,7 +17,7 @@ _log = Logger("datapath")
 class Bpffs(Manager):
     """Finds or mounts a bpffs. ``start`` sets ``path``, ``pins`` and ``tcx``."""
 
-    #: Where it is mounted.
+    #: Where the bpffs is mounted.
     path: Path
     #: The folder of this layout version: maps, programs and links.
     pins: Path

@@ -33,7 +33,7 @@ class ClusterSets(Manager):
             # The table may lack what an earlier change could not write.
             self._write_all()
             return
-        # First: ports of defined services must not be refused.
+        # The ports come first: ports of defined services must not be refused.
         self._nft.table.change_ports(moved.ports_added, moved.ports_removed)
         self._nft.table.change_addresses("cluster_ips", map(_prefix, moved.added), map(_prefix, moved.removed))
 

@@ -14,7 +14,7 @@ from pyebpf_proxy.services.node_facts import NodeFacts
 
 
 class ConnectionCounts(Manager):
-    """Counts about every second, if the scheduler uses the numbers."""
+    """Counts connections about every second, if the scheduler uses the numbers."""
 
     def __init__(self, programs: Programs, service_maps: ServiceMaps) -> None:
         super().__init__()

@@ -12,7 +12,7 @@ from pyebpf_proxy.services.node_facts import NodeFacts
 
 
 class ConntrackStatistics(Manager):
-    """Follows its counters."""
+    """Follows the counters of conntrack."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -83,7 +83,7 @@ class XdpPrograms(Manager):
             self.frames.follow(asyncio.get_running_loop())
 
     def refresh(self) -> None:
-        """Retry where another program was in the way."""
+        """Retry on devices that had another XDP program."""
         if self.frames is not None:
             self.frames.look()
 

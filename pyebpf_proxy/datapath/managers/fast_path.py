@@ -22,7 +22,7 @@ _log = Logger("datapath")
 
 
 class FastPathManager(Manager):
-    """Opens the fast path, if the programs have one; without the agent it turns itself off."""
+    """Opens the fast path, if the programs have one. Without an agent the fast path turns itself off."""
 
     def __init__(
         self,
@@ -55,28 +55,28 @@ class FastPathManager(Manager):
         layout = btf.struct("fast_path")
         fast_path = FastPath(state_map, layout, reasons, self._nft.table.name, self._heed_rules, holds=bool(ports))
         self.fast_path = fast_path
-        # What a flow has learned depends on devices and endpoints.
+        # Flows and permits depend on devices and endpoints.
         if self._xdp.frames is not None:
             self._xdp.frames.on_written = fast_path.devices_moved
         self._node_maps.node.on_devices = fast_path.devices_moved
         self._udp_flows.on_change = fast_path.moved
         self._node_maps.node.on_gone = self._sources_gone
         self._node_maps.node.on_devices_gone = partial(young_counts.delete_gone, loaded.maps["young_counts"])
-        # After the subscription: what goes from now on is reported.
+        # After the subscription: it reports each device that goes from now on.
         young_counts.keep_only(loaded.maps["young_counts"], self._node_maps.node.indexes)
         self._opened.callback(fast_path.close)
         fast_path.follow(asyncio.get_running_loop())
         self.promoter = promoter(loaded.maps, loaded.tc.programs, btf, ports)
         self._sources_gone()
         self._opened.callback(asyncio.create_task(self.promoter.run(), name="promoter").cancel)
-        # Otherwise a former run has done it, for the same flow table, and since then no other proxy has masqueraded a
-        # new flow.
+        # Not draining: a former run has entered these flows into the same flow table, and since then no other proxy has
+        # masqueraded a new flow.
         if fast_path.draining:
             self._opened.callback(asyncio.create_task(self._enter(fast_path, ports), name="masqueraded flows").cancel)
         _log.info("flows take the fast path", entries=loaded.maps["flows"].max_entries)
 
     async def _enter(self, fast_path: FastPath, ports: range) -> None:
-        """Flows that conntrack has masqueraded keep their source ports: before any new flow takes one."""
+        """Enter flows that conntrack has masqueraded: no new flow may take their source ports. Then admit new flows."""
         loaded = self._programs.loaded
         addresses = {address.packed for address in self._node_maps.node.addresses}
         try:
@@ -99,10 +99,10 @@ class FastPathManager(Manager):
         fast_path.admit()
 
     def _sources_gone(self) -> None:
-        """Addresses have left the node: no flow may be masqueraded to them any more."""
+        """Addresses have left the node: end the flows that are masqueraded to them."""
         node = self._node_maps.node
         gone, node.gone = node.gone, set()
         if gone and self.fast_path is not None and self.promoter is not None:
-            # First: permits name the source address of masqueraded flows.
+            # Permits are voided first: they contain the source address for masqueraded flows.
             self.fast_path.rules_moved()
             self.promoter.sources_gone(gone)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the maps, programs and settings of a former run still hold: taken over, then removed."""
+"""Takes over what maps, programs and settings of a former run still hold, then removes it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class TakeOver(Manager):
 
 
 class Retirement(Manager):
-    """Removes what only a former run used, now that no program of it is attached to a device."""
+    """Removes what only a former run used. Starts when no program of that run is attached to a device any more."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class Retirement(Manager):
     def start(self, facts: NodeFacts, wanted: Delta) -> None:
         loaded, devices = self._programs.loaded, self._node_maps.node.attached
         self._sockets.detach_former()
-        # Entries that programs of a former run wrote into maps that were resized meanwhile.
+        # Copies the entries that programs of a former run have written into maps that were resized meanwhile.
         loaded.attached()
         if not loaded.settings.fast_path:
             self._fast_path_settings.restore()

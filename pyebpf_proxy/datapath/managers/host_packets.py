@@ -15,7 +15,7 @@ from pyebpf_proxy.services.node_facts import NodeFacts
 
 
 class HostPackets(Manager):
-    """Serves protocols that no socket program serves. If the kernel lacks an expression, all else is served."""
+    """Rules for protocols that no socket program serves. If the kernel lacks an expression, everything else works."""
 
     def __init__(self, effective: Effective, nft: NftTable) -> None:
         super().__init__()

@@ -83,7 +83,7 @@ class FastPathSettings(Manager):
         return list(self._lost.values())
 
     def restore(self) -> None:
-        """The fast path is off now: if it was on before, its connections continue when conntrack is strict again."""
+        """If the fast path is off now: restore the settings, so that connections that used it continue."""
         effective = self._effective
         if not sysctls.held(LIBERAL, effective.directory) and not sysctls.held(ANY_RESET, effective.directory):
             return

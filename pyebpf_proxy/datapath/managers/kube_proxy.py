@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a kube-proxy has left behind on this node, or still does."""
+"""A kube-proxy that was on this node, or still runs on it: its leftovers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pyebpf_proxy.services.node_facts import NodeFacts
 
 
 class KubeProxy(Manager):
-    """Removes its rules, and warns if they come back."""
+    """Removes the rules of kube-proxy, and warns if they come back."""
 
     def __init__(self, effective: Effective) -> None:
         super().__init__()

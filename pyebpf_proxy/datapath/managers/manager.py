@@ -41,7 +41,7 @@ class Manager:
 
     @property
     def problems(self) -> Collection[str]:
-        """What is not as wanted, as text."""
+        """What differs from the wanted state, as text."""
         return ()
 
     def close(self) -> None:

@@ -44,7 +44,7 @@ class NftTable(Manager):
 
     @property
     def mark_datagrams(self) -> bool:
-        """Whether the table knows datagrams of translated sockets by a mark."""
+        """Whether the table recognises datagrams of translated sockets by a mark."""
         return self._behaviour.mark_datagrams
 
     def support_fast_path(self, enabled: bool) -> None:
@@ -53,7 +53,7 @@ class NftTable(Manager):
         self.table.ensure(self._behaviour)
 
     def refresh(self) -> None:
-        """Costs little if no other program has changed the table."""
+        """Repair the table. Costs little if no other program has changed it."""
         self.table.ensure(self._behaviour)
 
     def restore(self) -> None:
@@ -70,7 +70,7 @@ class NftTable(Manager):
 
 
 class NftWatch(Manager):
-    """Has the table restored as soon as a commit, perhaps of the proxy itself, has named it."""
+    """Checks the table after each commit that names it, also one of the proxy itself, and restores it."""
 
     def __init__(self, nft: NftTable) -> None:
         super().__init__()

@@ -12,7 +12,7 @@ from pyebpf_proxy.services.node_facts import NodeFacts
 
 
 class Pins(Manager):
-    """Restores them."""
+    """Restores the pins."""
 
     def __init__(self, bpffs: Bpffs) -> None:
         super().__init__()

@@ -47,7 +47,7 @@ class Programs(Manager):
             mark_datagrams=self._nft.mark_datagrams,
         )
         if not wanted_settings.fast_path:
-            # A former run may have had a fast path. The new programs will not use its flows.
+            # The new programs do not use the flows of a former run that had a fast path.
             drain(pins)
         self.loaded = loaded = load(wanted_settings, pins / "maps", map_sizes(effective))
         if why := refused or loaded.why_not_fast:
@@ -59,7 +59,7 @@ class Programs(Manager):
             _log.info("a map was resized", map=name, old=old, new=new)
         numbers = reasons(loaded.tc.btf.enum)
         self._counters = {name: struct.pack("=I", n) for name, n in numbers.items()}, loaded.maps["counters"]
-        # The kernel may have refused the fast path.
+        # The kernel may have refused the programs of the fast path.
         self._nft.support_fast_path(loaded.settings.fast_path)
         if loaded.why_not_pods:
             _log.warning("pods' sockets are not translated, tc serves their packets", why=loaded.why_not_pods)

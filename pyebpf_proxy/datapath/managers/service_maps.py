@@ -29,12 +29,12 @@ class ServiceMaps(Manager):
         self.writer = Writer(self._programs.loaded, table.update, max(table.elements, default=0))
         # In one step: no entry of a former run may keep an address that belongs to another service by now.
         self.writer.apply(wanted, complete=True)
-        # Also ids that the writer has adopted. Other old elements go in remove_old_backends.
+        # This includes ids that the writer has adopted. remove_old_backends() removes the other old elements.
         self._backends = self.writer.netfilter_backends
         table.update(self._backends)
 
     def remove_old_backends(self) -> None:
-        """No program uses them any more: the new ones are attached everywhere."""
+        """Remove backends of a former run. No program uses them any more: the new ones are attached everywhere."""
         self._nft.table.replace(self._backends)
         self._backends = {}
 

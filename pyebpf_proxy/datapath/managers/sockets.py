@@ -22,9 +22,9 @@ _log = Logger("datapath")
 
 
 class SocketPrograms(Manager):
-    """Attaches them, and again if others detach them.
+    """Attaches the socket programs, and attaches them again if others detach them.
 
-    With ``socketLB: off`` detaches those of a former run when ``detach_former`` is called.
+    With ``socketLB: off``, ``detach_former`` detaches those of a former run.
     """
 
     def __init__(self, effective: Effective, bpffs: Bpffs, programs: Programs) -> None:
@@ -79,6 +79,6 @@ class SocketPrograms(Manager):
         self.cgroup = cgroup.found
 
     def detach_former(self) -> None:
-        """Everything that serves the sockets instead is in place."""
+        """Detach the socket programs of a former run: everything that replaces them is in place now."""
         if self._off and cgroups.detach(self._bpffs.pins / "links"):
             _log.info("the socket programs of a former run are detached")

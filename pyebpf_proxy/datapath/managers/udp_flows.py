@@ -15,7 +15,7 @@ _log = Logger("datapath")
 
 
 class UdpFlows(Manager):
-    """Ends them after changes of UDP services. ``on_cleaned`` is called after every clean-up."""
+    """Ends such flows and sockets after changes of UDP services. ``on_cleaned`` is called after every clean-up."""
 
     def __init__(self, programs: Programs, on_cleaned: Callable[[Cleaned], None]) -> None:
         super().__init__()
@@ -23,7 +23,7 @@ class UdpFlows(Manager):
         self._on_cleaned = on_cleaned
         #: Called when serving endpoints of UDP services have changed.
         self.on_change: Callable[[], None] = lambda: None
-        #: They have changed since the last clean-up.
+        #: Serving endpoints have changed since the last clean-up.
         self._touched = False
 
     def start(self, facts: NodeFacts, wanted: Delta) -> None:

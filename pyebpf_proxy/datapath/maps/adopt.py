@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads the pinned maps back: served entries stay as they are, leftovers of an interrupted write are found.
+"""Reads the pinned maps back: entries in use stay as they are, leftovers of an interrupted write are found.
 
 Nothing inconsistent is trusted. The chain is service_names → services → configurations → slots → backends; entries
 that the chain does not reach are garbage. A service port whose chain is broken is marked, and written anew when the
@@ -143,7 +143,7 @@ class _Adoption:
                 record.dirty = True
                 record.length = 0
         self.garbage.slots = [r for r, fit in zip(other, fits[len(live) :], strict=True) if fit]
-        # Named and active, but its configuration is gone: nothing can be served.
+        # It has a name and is active, but its configuration is gone: nothing can be served.
         self.garbage.services += [number for number in names if number not in self.records]
 
     def _source_ranges(self) -> None:
@@ -159,7 +159,7 @@ class _Adoption:
                     self.ranges.setdefault(config, []).append(SourceRange(address, length - 32))  # type: ignore[arg-type]
                 else:
                     self.garbage.source_ranges[family].append(raw)
-        # Ranges are written before their configuration: those of one that was never written must not get into another.
+        # Ranges are written before their configuration. If that was never written, another one must not get its ranges.
         self.mirror.config_ids = Ids(CONFIG_IDS, self.config_ids, newest + 1)
 
     def _backends(self) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The programs' session affinity entries: ends those of ports without affinity, and limits each port to its share.
+"""Session affinity: removes the entries of service ports without it, and limits each service port to its share.
 
 Switching session affinity off removes its entries (spec/service-semantics §13). The entries are stored under the id of
 the service port, which stays the same. So they are deleted once no program can be writing them any more, and in any

@@ -21,10 +21,10 @@ from pyebpf_proxy.datapath.maps.resize import former_pins
 
 #: Structs that a flow consists of. Only its own fields may differ.
 _PARTS_OF_FLOW = ("flow_key", "flow_rewrite", "link")
-#: Fields that are about the former run only.
+#: Fields that only make sense in the former run.
 _CONFIRMATION = ("generation", "confirmed_until")
-#: In the maps of another layout these ids are others'. With 0, not known, the endpoint of a datagram is not looked up
-#: among those of the wrong service.
+#: In the maps of another layout these ids belong to other services and backends. They are set to 0, which means not
+#: known: then the endpoint of a datagram is not looked up among those of the wrong service.
 _IDS = ("service", "backend")
 _BPF_NOEXIST = 1
 _log = Logger("datapath")
@@ -43,7 +43,8 @@ def drain_resized(pins: Path, maps: Mapping[str, Map], btf: Btf) -> None:
     drain(pins)
     for table in former:
         take_over_flows(table, pins / "maps" / "fast_path", maps["flows"], btf, same_ids=True)
-    # The new table has no young flow. What the old programs still end lowers no count that is not there.
+    # The new table has no young flow, so the counts start at zero. Flows that the old programs still end do not lower
+    # counts that do not exist.
     young_counts.keep_only(maps["young_counts"], ())
 
 
@@ -63,7 +64,7 @@ def take_over_flows(table: Path, state: Path, flows: Map, btf: Btf, same_ids: bo
                 return
             old_layout, new_layout = former.struct("flow"), btf.struct("flow")
         except (StaleObjectError, ValueError):
-            return  # the drain has logged it
+            return  # drain() has logged it
         dropped = _CONFIRMATION if same_ids else _CONFIRMATION + _IDS
         names = [name for name in new_layout.fields if name in old_layout.fields and name not in dropped]
         if not {"rewrite", "young"} <= set(names):
@@ -80,7 +81,7 @@ def take_over_flows(table: Path, state: Path, flows: Map, btf: Btf, same_ids: bo
         try:
             flows.update(key, value, _BPF_NOEXIST)
         except BpfError as error:
-            # A program was faster, or the table is full.
+            # A program has entered the flow already, or the table is full.
             if error.errno not in (errno.EEXIST, errno.E2BIG):
                 raise
     if missing:

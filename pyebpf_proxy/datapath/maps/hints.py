@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bitmaps that save most packets a map lookup: may a port be a NodePort, may an address and port be a service's?
+"""Bitmaps that save most packets a map lookup: a port may be a NodePort, an address and port may belong to a service.
 
-A bit is set before its entry is written: a bit too many costs a lookup, a missing one would break the service.
+A bit is set before its entry is written. A bit that is set needlessly costs a lookup; a missing one breaks a service.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Hints:
         self._addresses.add(endpoints)
 
     def add(self, name: str, keys: bytes) -> None:
-        """These concatenated keys are about to be written to the map with that name."""
+        """Set the bits of these concatenated keys; must be called before they are written to the map with that name."""
         if name in self._sizes:
             size = self._sizes[name]
             self._node_ports.add(keys[at : at + size] for at in range(0, len(keys), size))
@@ -56,7 +56,7 @@ class NodePortHints:
             self._fields[layout.size] = layout.packer("address", "port")
 
     def rebuild(self, keys: Iterable[bytes]) -> None:
-        """Exactly these frontends exist."""
+        """Set the bits of these frontends, and clear all others."""
         words = [0] * len(self._words)
         for port in self._ports(keys):
             words[port // 64] |= 1 << port % 64
@@ -65,7 +65,7 @@ class NodePortHints:
                 self._words[index] = word
 
     def add(self, keys: Iterable[bytes]) -> None:
-        """These frontends are about to be written."""
+        """Set the bits of these frontends; must be called before they are written."""
         for port in self._ports(keys):
             self._words[port // 64] |= 1 << port % 64
 

@@ -20,7 +20,7 @@ class Ids:
         self._limit = limit
         pages: dict[int, int] = {}
         highest = start - 1
-        # After a restart there are a hundred thousand, so there is no function call for each.
+        # After a restart there may be a hundred thousand, so this loop calls no function for each.
         for number in used:
             page = number // _PAGE
             pages[page] = pages.get(page, 0) | 1 << number % _PAGE
@@ -33,7 +33,7 @@ class Ids:
         self._wrapped = False
 
     def __contains__(self, number: int) -> bool:
-        """Whether it is in use."""
+        """Whether the id is in use."""
         page, bit = divmod(number, _PAGE)
         return bool(self._pages.get(page, 0) >> bit & 1)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a wanted service port to the entries that must be written. No kernel access.
+"""Plans the entries that must be written for a wanted service port. No kernel access.
 
 The writer (``writer.py``) carries a :class:`Change` out in this order: first ``puts`` and the slots, then the flip of
 ``services[id]``, then frontends; entries without references are deleted after a grace period.
@@ -79,7 +79,7 @@ class Mirror(State):
                 f" ({self.slot_ranges.available} of {self.capacity['slots']} are free)"
             )
 
-        # Nothing below fails.
+        # Nothing below this line can fail.
         new = Record(old.id if old is not None else self.service_ids.take(1)[0], wanted)
         change = Change(name, old, new)
         change.conflicts = conflicts
@@ -198,7 +198,7 @@ class Mirror(State):
         before = len(counts)
         ones = dict.fromkeys(fresh_keys, 1)
         if len(ones) == len(fresh_keys) and counts.keys().isdisjoint(ones):
-            # None was in use. That is the case at a start, except for endpoints of several services.
+            # None of the addresses was in use. This is so at a start, except for endpoints of several services.
             counts.update(ones)
             packed_counts = self.pack_count(1) * len(ones)
         else:

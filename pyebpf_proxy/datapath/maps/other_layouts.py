@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Maps of another layout, from an agent of another version: what connections need is taken over, then they are removed.
+"""Maps of another layout, from an agent of another version: takes over what connections need, then removes the maps.
 
-That is session affinity and the kernel's flows of the fast path, whose source ports no young flow may take. Everything
-else is written anew from the objects. Service ports and endpoints have other ids in the new maps, so the affinity of
-each client is translated, and flows get none (maps/former_flows.py). Maps whose keys or values have another size cannot
-be used.
+Session affinity and the kernel's flows of the fast path are taken over: no young flow may take their source ports.
+Everything else is written anew from the objects. Service ports and endpoints have other ids in the new maps. So the
+affinity of each client is translated, and flows get no ids (maps/former_flows.py). Maps whose keys or values have
+another size cannot be used.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class OtherLayouts:
         self._writer = writer
 
     def drain(self) -> None:
-        """Hand flows that only the other layouts' programs know to conntrack, before those programs are replaced."""
+        """Promote flows that only the programs of other layouts know, before those programs are replaced."""
         for folder in self.folders:
             drain(folder)
             if "flows" in self._maps:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether the maps still hold what the agent has written: others with the rights may have written there, too."""
+"""Checks that the maps still hold what the agent has written: other privileged programs may have written there, too."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class ReadBack:
         if seen == self._known or (now < self._read_after and not damaged):
             return False
         different = damaged or self._compare(mirror, leaving)
-        # While entries leave, unknown ones are not noticed: look again.
+        # While entries are being removed, unknown ones are not noticed: look again later.
         self._known = None if different or leaving else seen
         end = time.monotonic()
         is_long = end - now > _LONG
@@ -67,7 +67,7 @@ class ReadBack:
             for part in self._maps[name].dump():
                 digest.update(part)
         digest.update(self._services)
-        # Not the second half of each word, in which the programs count.
+        # Without the second half of each word, where the programs count.
         digest.update(self._slots.cast("B").cast("I")[::2].tobytes())
         return digest.digest()
 

@@ -40,7 +40,7 @@ WRITTEN_BY_PROGRAMS = (
 )
 #: Values of these maps begin with the time of their last use.
 _WITH_TIME = ("affinities", "socket_flows", "localities", "locality_sets", "pod_sources")
-#: Arrays that may be truncated: counters, and turns of lists that no longer exist.
+#: Arrays that may be truncated: counters, and round-robin positions of lists that no longer exist.
 _MAY_BE_CUT = ("counters", "last_refused", "recent_refusals", "rr_cursor", "affinity_counts")
 
 
@@ -87,7 +87,7 @@ class Resize:
         for name in sizes:
             self._swap(name)
         self.abandon()
-        # For a start that was killed between its swaps and its end.
+        # A former start was killed after it had replaced pins and before it ended.
         self._bring_over(maps, btf)
         return sizes
 
@@ -114,13 +114,13 @@ class Resize:
                 if name in WRITTEN_BY_PROGRAMS and name in maps:
                     rows = list(old.items())
                     if name == "affinities":
-                        rows = _bound(rows, maps[name], maps, btf)
+                        rows = _fitting_affinities(rows, maps[name], maps, btf)
                     merge(rows, maps[name], name in _WITH_TIME)
 
 
 def _copy(old: Map, new: Map, all_old: Mapping[str, Map], btf: Btf) -> None:
     if old.name == "flows":
-        return  # Later, after its young flows were handed to conntrack: maps/former_flows.py.
+        return  # Done later, after its young flows are promoted: maps/former_flows.py.
     keys, values = old.dump()
     rows = _rows(old, keys, values)
     if old.type in (_ARRAY, _PERCPU_ARRAY):
@@ -129,7 +129,7 @@ def _copy(old: Map, new: Map, all_old: Mapping[str, Map], btf: Btf) -> None:
             raise _does_not_fit(old, new, f"uses {used} of its {old.max_entries} places")
         rows = rows[: new.max_entries]
     elif old.name == "affinities":
-        rows = _bound(rows, new, all_old, btf)
+        rows = _fitting_affinities(rows, new, all_old, btf)
     if len(rows) > new.max_entries:
         raise _does_not_fit(old, new, f"has {len(rows)} entries")
     new.update_batch(b"".join([key for key, _ in rows]), b"".join([value for _, value in rows]))
@@ -156,7 +156,7 @@ def _used(opened: Map, rows: list[tuple[bytes, bytes]], maps: Mapping[str, Map],
     """How many entries of an array are needed, from its beginning."""
     if opened.name != "slots":
         return max((i + 1 for i, (_, value) in enumerate(rows) if any(value)), default=0)
-    # Freed words are not cleared: only those that an active configuration names are in use.
+    # Freed slots are not cleared: only those that an active configuration names are in use.
     layouts = Layouts(btf)
     active = maps["services"].dump()[1]
     words = [active[i : i + 4] for i in range(0, len(active), 8)]
@@ -168,8 +168,10 @@ def _used(opened: Map, rows: list[tuple[bytes, bytes]], maps: Mapping[str, Map],
     return max(ends)
 
 
-def _bound(rows: list[tuple[bytes, bytes]], new: Map, maps: Mapping[str, Map], btf: Btf) -> list[tuple[bytes, bytes]]:
-    """All clients or, if they do not fit, those whose affinity has not expired."""
+def _fitting_affinities(
+    rows: list[tuple[bytes, bytes]], new: Map, maps: Mapping[str, Map], btf: Btf
+) -> list[tuple[bytes, bytes]]:
+    """The affinity entries of all clients or, if they do not fit, those that have not expired."""
     if len(rows) <= new.max_entries:
         return rows
     layouts = Layouts(btf)
@@ -194,7 +196,7 @@ def merge(rows: list[tuple[bytes, bytes]], new: Map, with_time: bool) -> None:
             try:
                 new.update(key, value, _BPF_NOEXIST)
             except BpfError as error:
-                # A program was faster, or the map is full.
+                # A program has written the entry already, or the map is full.
                 if error.errno not in (errno.EEXIST, errno.E2BIG):
                     raise
         elif with_time and _time(value) > _time(found):

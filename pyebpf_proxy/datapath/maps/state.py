@@ -49,7 +49,7 @@ class State:
     # ---- after the maps were written -----------------------------------------------------------------------
 
     def commit(self, change: Change, garbage: Garbage) -> None:
-        """The change is in the maps. Entries that it replaced go to ``garbage``."""
+        """Record that the change is in the maps. Entries that it replaced go to ``garbage``."""
         name, old, new = change.name, change.old, change.new
         family = name.family
         if new is not None:
@@ -69,7 +69,7 @@ class State:
             garbage.affinities.append(old.id)
 
     def revert(self, change: Change, garbage: Garbage) -> None:
-        """The change was not written, or only in part. Entries that may exist of it go to ``garbage``."""
+        """Record that the change was not written, or only in part. What may exist of it goes to ``garbage``."""
         name, new = change.name, change.new
         if new is None:
             return
@@ -99,7 +99,7 @@ class State:
         return result
 
     def frontends_missing(self, change: Change, keys: list[bytes]) -> None:
-        """These frontends of an applied change could not be written."""
+        """Record that these frontends of an applied change could not be written."""
         new, name = change.new, change.name
         if new is None:
             return

@@ -101,8 +101,8 @@ class Writer:
         self._broken = False
 
     @contextmanager
-    def _whole(self, todo: Mapping[ServicePortName, ServicePort | None]) -> Iterator[None]:
-        """An interrupted change leaves an unreliable mirror, and pending work."""
+    def _changing(self, todo: Mapping[ServicePortName, ServicePort | None]) -> Iterator[None]:
+        """Around a change. If it is interrupted, ``todo`` is pending and the next change adopts the maps again."""
         self._version += 1
         if self._broken:
             self._adopt()
@@ -163,12 +163,12 @@ class Writer:
         ``complete``: there are no others. Those are removed in the same round, so that they keep no address.
         """
         before = dict(self.problems)
-        with self._whole(delta), without_cycle_search():
+        with self._changing(delta), without_cycle_search():
             if self._mirror.records:
                 known = (*self._mirror.records, *self._pending) if complete else ()
                 self._apply({**delta, **dict.fromkeys(name for name in known if name not in delta)})
             else:
-                # The maps are empty, so no service port can take over another's addresses: in parts, to save memory.
+                # In parts, to save memory. The maps are empty, so no service port can take over another's addresses.
                 names = list(delta)
                 for start in range(0, max(1, len(names)), PART):
                     self._apply({name: delta[name] for name in names[start : start + PART]})
@@ -181,7 +181,7 @@ class Writer:
         self._freed = False
         failed = self._round(todo)
         if failed and (self._garbage or self._freed):
-            # Entries that this round has replaced may free the capacity that it lacked.
+            # Entries that this round has replaced may free the capacity that a service port lacked.
             self._free_garbage()
             self._freed = False
             self._round({name: todo[name] for name in failed})
@@ -206,14 +206,14 @@ class Writer:
         Blocks for some 10 ms, longer for much garbage: call it soon after a change, not during it.
         """
         if self._garbage:
-            with self._whole({}):
+            with self._changing({}):
                 self._free_garbage()
         self._use_freed_room()
 
     async def collect_async(self) -> None:
         """:meth:`collect`, but other calls may be made (from the same thread) during the grace period.
 
-        What these leave behind is collected too.
+        Garbage of those calls is collected too.
         """
         while garbage := self._garbage:
             mirror = self._mirror
@@ -226,8 +226,8 @@ class Writer:
                 raise
             finally:
                 self._dying = Garbage()
-            with self._whole({}):
-                # If the maps were adopted again meanwhile, that has found this garbage again.
+            with self._changing({}):
+                # If the maps were adopted again meanwhile, this garbage was found again.
                 if mirror is self._mirror:
                     self._free(garbage)
         self._use_freed_room()
@@ -244,7 +244,7 @@ class Writer:
         for name in _BEFORE_FLIP:
             self._put(name, changes)
             if name.startswith("backends"):
-                self._tell_netfilter(changes, 4 if name.endswith("4") else 6)
+                self._add_netfilter_backends(changes, 4 if name.endswith("4") else 6)
         for change in changes:
             if change.slots and change.failed is None and change.new is not None:
                 self._fill(change.new.first_slot, change.slots)
@@ -385,8 +385,8 @@ class Writer:
                 self._maps[f"frontends{family.value}"].delete(key)
                 self._mirror.frontend_deleted(key, family)
 
-    def _tell_netfilter(self, changes: list[Change], family: int) -> None:
-        """Backends are added to the nft table before a packet can choose them."""
+    def _add_netfilter_backends(self, changes: list[Change], family: int) -> None:
+        """Add backends to the nft table, before the programs can choose them for a packet."""
         concerned = [c for c in changes if c.targets and c.failed is None and c.name.family.value == family]
         if self._on_backends is None or not concerned:
             return

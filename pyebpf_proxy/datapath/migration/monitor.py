@@ -30,7 +30,7 @@ class KubeProxyMonitor:
         self._logged: set[str] = set()
 
     def replaced(self) -> None:
-        """The proxy's programs are attached and complete: remove kube-proxy's leftovers. Errors are only logged."""
+        """Remove kube-proxy's leftovers: the proxy's programs are attached and complete. Errors are only logged."""
         self._task = asyncio.get_running_loop().create_task(self._remove(), name="leftovers")
 
     def look(self) -> None:
@@ -70,7 +70,7 @@ class KubeProxyMonitor:
                 f"a kube-proxy in mode {mode} runs alongside this agent: its rules are back after they were removed;"
                 " stop it, then start this agent again to remove them"
             )
-        # A kube-proxy that was stopped and cleaned up, and comes back, is reported again.
+        # A mode whose rules are gone, and come back later, is reported again.
         self._logged = modes
 
 

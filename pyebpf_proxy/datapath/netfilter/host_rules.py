@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules of the proxy's nft table for what the node itself sends to Services. Pure; ``nft.Table`` puts them in place.
+"""Rules of the proxy's nft table for packets that the node itself sends to Services. Pure; ``nft.Table`` writes them.
 
 Connections of the node's own processes are translated by programs at their sockets. The kernel does not run these for
 SCTP, and ``socketLB: off`` has none; after the output hook it is too late for address translation. So nftables decides
@@ -61,7 +61,7 @@ class HostTraffic(NamedTuple):
     #: Networks whose addresses serve NodePorts; a family without an entry: all of the node's addresses.
     node_ports: Mapping[IPFamily, Sequence[Network]] = {}
     localhost_node_ports: bool = False
-    #: The protocols that nothing else serves.
+    #: The protocols that no socket program serves.
     protocols: frozenset[Protocol] = frozenset({Protocol.SCTP})
 
 
@@ -236,7 +236,7 @@ def _lookups(traffic: HostTraffic) -> Iterator[str]:
 
 
 def _unserved() -> Iterator[str]:
-    """A packet to an own address that serves NodePorts is translated or refused by this time."""
+    """Rules for NodePorts at own addresses that serve none. At others the packet is already translated or refused."""
     for family in IPFamily:
         new = f"meta nfproto ipv{family.value} ct state new ct status & dnat == 0"
         yield f"iif lo {new} meta l4proto . th dport vmap @host_unserved{family.value}"
@@ -357,8 +357,8 @@ def _choice(
     """§4: the remembered endpoint, else a random one."""
     ip = _IP[plan.name.family]
     if len(listed) > 1 and not plan.affinity_seconds and not any(endpoint.local for endpoint in listed):
-        # In a large cluster this is almost every list, and a chain for each endpoint takes minutes. Only an endpoint on
-        # this node can have one of its addresses, and hairpin.
+        # No endpoint is on this node, so none has an address of the node, and none needs hairpin. In a large cluster
+        # this is almost every list, and a chain for each endpoint would take minutes.
         texts = [(ipaddress.ip_address(endpoint.address), endpoint.port) for endpoint in listed]
         numbered = ", ".join(f"{number} : {address} . {port}" for number, (address, port) in enumerate(texts))
         protocol = _protocol(plan.name.protocol)

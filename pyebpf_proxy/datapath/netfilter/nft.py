@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The proxy's nftables table in the kernel: created, repaired, adopted after a restart. Content: ``nft_rules``."""
+"""Creates the proxy's nftables table, repairs it, and adopts it after a restart. ``nft_rules`` has its contents."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class Table:
 
         Chains of another shape (of another version or mode of the proxy) are replaced in the same transaction; elements
         are kept. Also repairs a table that was flushed meanwhile. Costs next to nothing if no nftables rule has changed
-        since the proxy's own last change. The result: whether the table, or a part of it, was missing. Raises NftError.
+        since the proxy's own last change. Returns whether the table, or a part of it, was missing. Raises NftError.
         """
         if behaviour == self._behaviour and self._known is not None and self._generation() == self._known:
             # A commit of others may have been counted as the proxy's own, if its own changed nothing at that moment.
@@ -134,7 +134,7 @@ class Table:
         except NftError:
             if self._behaviour is None:
                 raise
-            # The table was changed by others (for example flushed by a firewall's reload): create it again completely.
+            # Others have changed the table (a firewall's reload may flush it): create it again completely.
             after = {id_: target for id_, target in present.items() if id_ not in gone} | changed
             self._remake(after)
             self._elements = after
@@ -343,7 +343,7 @@ class Table:
                 self._counted(lambda: self._channel.change(self.name, steps))
 
     def _counted(self, transaction: Callable[[], object]) -> None:
-        """One transaction. A change by others between the last check and this one must still be noticed."""
+        """Make one transaction, so that a change by others between the last check and this one is still noticed."""
         before = self._generation()
         undisturbed = before is not None and self._known == before
         self._known = None

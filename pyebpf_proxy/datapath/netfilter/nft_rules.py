@@ -2,8 +2,8 @@
 """Contents of the proxy's nftables table as text: chains, rules, maps, sets. Pure; ``nft.Table`` writes them.
 
 A program hands a decision over in the packet itself, in ``skb->priority``: 0xEB000000 | backend id; 0xED000000 |
-backend id, which means the same and masquerade; 0xEC000001, reject; or 0xEC000002, no connection begins with this
-packet. The table carries it out:
+backend id, which means the same and masquerade; 0xEC000001, reject; or 0xEC000002, midstream: not the first
+packet of a connection. The table carries it out:
 
 =================  ===========================  ==========================================================
 chain              hook                         what it does
@@ -141,7 +141,7 @@ def rules(behaviour: Behaviour) -> list[tuple[str, str]]:
     found = [
         ("reject_forwarded", f"{reject} fib daddr type != local {_PORT_UNREACHABLE}"),
         ("reject_local", f"{reject} {_PORT_UNREACHABLE}"),
-        # A NAT chain sees only new connections: conntrack would pick this one up midstream.
+        # A nat chain sees only new connections, so conntrack would pick this one up midstream.
         ("translate", f"meta priority {_class(PRIORITY_MIDSTREAM)} reject with tcp reset"),
         ("translate", f"{masquerades} meta mark set meta mark or {mark:#x} {one_tag}"),
         ("translate", f"meta nfproto ipv4 {_TRANSPORTS} dnat ip to meta priority map @backends4"),
@@ -169,7 +169,7 @@ def rules(behaviour: Behaviour) -> list[tuple[str, str]]:
     if behaviour.drop_invalid:
         found.append(("drop_invalid", "ct state invalid counter drop"))
     if behaviour.mark_datagrams:
-        # The mark of a message is older than its socket's: it may have the bit of the message before.
+        # The mark of a message is older than the mark of its socket: it may have the bit of the previous message.
         bare = f"socket mark and {mark:#x} == 0"
         found += [
             ("node_datagrams", f"meta l4proto udp socket mark and {mark:#x} != 0 meta mark set meta mark or {mark:#x}"),

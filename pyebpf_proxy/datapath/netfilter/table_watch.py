@@ -59,7 +59,7 @@ class TableWatch:
         return any(datagram is None or self._mark in datagram for datagram in received)
 
     def _check(self) -> None:
-        """At once, but no sooner than INTERVAL after the last time."""
+        """Check at once, but no sooner than INTERVAL after the last check."""
         assert self._loop is not None
         if self._timer is not None:
             self._again = True

@@ -4,7 +4,7 @@
 With tcx (Linux 6.6) the proxy's program is the first at ingress and the last at egress, and no qdisc is created, so CNI
 plugins can add their own. Without tcx, clsact filters are used (``tc``). If filters of an earlier version exist, their
 program is replaced first, then the new link is attached, then they are removed: every packet passes the program, and
-never two that decide differently.
+never passes two that decide differently.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Attachments:
         return [index for index, _ in self._filters.recorded()]
 
     def forget(self, ifindex: int) -> None:
-        """The device is gone."""
+        """Drop what is recorded about a device that is gone."""
         self._unobserved.pop(ifindex, None)
         self._links.forget(ifindex)
         self._filters.forget(ifindex)

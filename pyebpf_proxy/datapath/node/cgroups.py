@@ -46,7 +46,7 @@ def _attach(program: Program, cgroup_fd: int, hierarchy: int, pin: Path) -> None
                 link.update(program)
                 return
         except BpfError:
-            pass  # its cgroup was removed, or the program has another type: create a new link
+            pass  # the cgroup of the link was removed, or the program has another type: create a new link
         finally:
             link.close()
     link = program.attach_cgroup(cgroup_fd)

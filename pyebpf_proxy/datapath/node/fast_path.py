@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Follows what the fast path cannot see: changes of routes, devices, neighbours, rulesets, ip rules and IPsec.
+"""Follows changes that the fast path does not see: routes, devices, neighbours, rulesets, ip rules and IPsec.
 
-The map ``fast_path`` has two numbers. ``generation`` changes with routes, devices, neighbours and endpoints: then the
-programs send a packet of each flow through netfilter before they continue. ``permit_generation`` changes with every
-ruleset: new flows need new permits. A family is closed while the node has something that every packet must pass:
-IPsec, ip rules that select by more than addresses, devices and marks, and rules that count, log or rewrite.
+The map ``fast_path`` has two counters. ``generation`` changes with routes, devices, neighbours and endpoints: then the
+programs send a packet of each kernel's flow through netfilter before they send others. ``permit_generation`` changes
+with every ruleset: new flows need new permits. A family is closed while the node has something that every packet must
+pass: IPsec, ip rules that select by more than addresses, devices and marks, and rules that count, log or rewrite.
 The state is valid only while the agent lives: it extends the validity every second, to 5 s from then.
 """
 
@@ -115,7 +115,7 @@ class FastPath:
         self._reasons = reasons
         self._heed_rules = heed_rules
         before = layout.unpack(found) if (found := state_map.lookup(bytes(4))) else {}
-        # Entries and permits of a former run are pinned: they must not count any more.
+        # Entries and permits of a former run are pinned: their confirmations and permits must become void.
         self._generation, self._permit_generation = (
             int(before.get(name, 0)) + 1 & 0xFFFFFFFF for name in ("generation", "permit_generation")
         )
@@ -143,7 +143,7 @@ class FastPath:
             self._neighbours = Neighbours()
             undo.callback(self._neighbours.close)
             self._look()
-            # Subscribes before it reads, and reads before anything is open.
+            # Subscribes before it reads the state, and reads it before any family is open.
             self._rules = Watch(own_table, self.rules_moved, self._take_rules)
             undo.callback(self._rules.close)
             self._write()
@@ -162,17 +162,17 @@ class FastPath:
         self._beat()
 
     def moved(self) -> None:
-        """Something that flows depend on has changed: endpoints of UDP services, or the devices map."""
+        """Void confirmations: endpoints of UDP services, or the devices map, have changed."""
         self._generation = self._generation + 1 & 0xFFFFFFFF
         self._write()
 
     def devices_moved(self) -> None:
-        """The path of packets through a device has changed: flows and permits must not use what was learned before."""
+        """Void confirmations and permits: the path of packets through a device has changed."""
         self._generation = self._generation + 1 & 0xFFFFFFFF
         self.rules_moved()
 
     def rules_moved(self) -> None:
-        """Rules of other software have changed: existing permits are void."""
+        """Void all permits: rules of other software have changed."""
         self._permit_generation = self._permit_generation + 1 & 0xFFFFFFFF
         self._write()
 
@@ -302,7 +302,7 @@ class FastPath:
 
 
 def _is_slow(link: bytes, known: frozenset[str]) -> bool:
-    """Whether a device is not an Ethernet device, or has the name of one that was not."""
+    """Whether a device is not an Ethernet device, or has the name of a former one that was not."""
     name, ethernet = device(link)
     return not ethernet or name in known
 

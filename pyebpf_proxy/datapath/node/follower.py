@@ -93,7 +93,7 @@ class Follower:
         return seen
 
     def look_at_peers(self) -> bool:
-        """Whether the other ends of veths have changed: without a change of features there was no message."""
+        """Check the other ends of veths: the kernel reports only changes of features. True: one has changed."""
         return self._take_peers(self._peers.read_some(self.state.links.values()))
 
     def _take_peers(self, found: dict[int, str]) -> bool:

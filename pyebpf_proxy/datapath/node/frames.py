@@ -25,7 +25,7 @@ class Frames:
             raise ValueError("the XDP program is not loaded")
         program, layout = loaded.xdp.programs["xdp_ethernet"], loaded.xdp.btf.struct("xdp_device")
         self._xdp = Xdp(program, loaded.maps["xdp_devices"], layout, config, folder, _log.warning)
-        #: Called when the map's entry of a device has changed: entries of the flow table depend on it.
+        #: Called when the entry of a device in the map has changed: entries of the flow table depend on it.
         self.on_written: Callable[[], None] = lambda: None
         self._features = Features()
         self._node = node
@@ -41,7 +41,7 @@ class Frames:
             loop.add_reader(self._features.fileno(), self._read)
 
     def look(self) -> None:
-        """Retry where another program was in the way: the removal of a program is not always reported."""
+        """Retry on devices that had another XDP program: the kernel does not always report its removal."""
         self._node.changed()
 
     def attached(self) -> Mapping[str, Mode]:

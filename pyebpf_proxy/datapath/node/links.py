@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""This node in the data plane: programs on its devices, its addresses in maps, both kept up to date by netlink."""
+"""Keeps programs on the devices and the node's addresses in maps up to date, by netlink."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from pyebpf_proxy.datapath.node.plan import (
     source_addresses,
 )
 
-# A program that is removed by others this often within a minute is left alone until the device changes.
+# If others remove a program this often within a minute, it is not attached again until the device changes.
 REATTACH_LIMIT = 10
 REATTACH_SECONDS = 60.0
 # Netlink does not report tcx programs and bridge rules, and not always the other end of a veth: these are checked at
@@ -235,7 +235,7 @@ class Node:
             self._replan()
 
     def look(self) -> None:
-        """Finds what netlink does not report: other tcx programs, bridge rules, XDP at the other end of a veth.
+        """Checks what netlink does not report: other tcx programs, bridge rules, XDP at the other end of a veth.
 
         Takes a few microseconds per device.
         """
@@ -247,7 +247,7 @@ class Node:
             return
         for index in changed:
             if index in self._attached and self._check(index):
-                # Not as it was found: the next look looks at it again.
+                # The program is not what was found: the next look checks again.
                 self._chains.pop(index, None)
         if self._see_others() or peers:
             self._replan()
@@ -382,7 +382,7 @@ class Node:
             self._report_once(str(error))
 
     def _check(self, index: int) -> bool:
-        """After a change by others: if the program was removed or displaced, attach it again. Whether it was."""
+        """After a change by others: if the program was removed or displaced, attach it again, and return True."""
         name = self._attached[index]
         try:
             wrong = self._attachments.standing(index, self._is_observed(name))

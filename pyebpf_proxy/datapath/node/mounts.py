@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bpffs for pins and the cgroup2 for socket programs: found, or mounted if they are missing.
+"""Finds the bpffs for pins and the cgroup2 for socket programs, or mounts them if they are missing.
 
 A process started by ``ip netns exec`` has its own mount namespace, whose /sys has neither of the two and which ends
 with the process. Pins must outlive the agent, so the host's mounts are used there, through the /proc/PID/root of a

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Neighbours' link addresses, which the fast path uses without a lookup for each packet: whether one has changed.
+"""Follows changes of neighbours' link addresses, which the fast path uses without a lookup for each packet.
 
 The kernel reports every state change of a neighbour (a busy one goes stale and is probed once a minute). A change here
 means that a known link address was replaced or is no longer valid.
@@ -36,7 +36,7 @@ class Neighbours:
         return self._events.fileno()
 
     def read(self) -> bool:
-        """Process new messages: whether packets may still be sent to a wrong address. OSError."""
+        """Process new messages. True: a link address that flows may use has changed. OSError."""
         moved = False
         for data in self._events.received():
             if data is None:  # Messages were lost.
@@ -49,7 +49,7 @@ class Neighbours:
         return moved
 
     def note(self, message: bytes, gone: bool = False) -> bool:
-        """One neighbour message: whether its link address was known, and is now another one or none."""
+        """Record a neighbour message. True: the link address was known, and now there is another one or none."""
         found = _read(message)
         if found is None:
             return False

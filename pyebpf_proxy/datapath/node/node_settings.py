@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the configuration to the kernel's settings, one by one (spec/service-semantics §12). Pure.
+"""Derives the settings of the kernel from the configuration (spec/service-semantics §12). Pure.
 
 IPVS's timeouts are mapped to those of conntrack, which keeps the flows here: ``tcpTimeout`` to that of established
 connections, ``tcpFinTimeout`` to that of FIN_WAIT (the only state that IPVS uses it for), ``udpTimeout`` to both of

@@ -45,18 +45,18 @@ class Peers:
         if not with_peer:
             return {}
         with RequestSocket(uapi.NETLINK_ROUTE) as netlink:
-            answers = netlink.get_many(uapi.RTM_GETLINK, [_question(each) for each in with_peer])
+            answers = netlink.get_many(uapi.RTM_GETLINK, [_link_request(each) for each in with_peer])
         return {link.ifindex: self._features_of(link, answer) for link, answer in zip(with_peer, answers, strict=True)}
 
     def read_some(self, links: Iterable[Link]) -> dict[int, str]:
-        """A part of many devices, as many as one check may cost; others the next time. OSError."""
+        """As :meth:`read`, but for a limited number of devices; the next calls query the others. OSError."""
         with_peer = [link for link in links if link.peer_netns is not None]
         begin = self._begin if self._begin < len(with_peer) else 0
         self._begin = begin + _MOST_AT_ONCE
         return self.read(with_peer[begin : self._begin])
 
     def forget(self, ifindex: int) -> None:
-        """The device is gone."""
+        """Drop what is recorded about a device that is gone."""
         self._answers.pop(ifindex, None)
 
     def _features_of(self, link: Link, answer: bytes | int) -> str:
@@ -72,7 +72,7 @@ class Peers:
         return known[1]
 
 
-def _question(link: Link) -> bytes:
+def _link_request(link: Link) -> bytes:
     """IFLA_TARGET_NETNSID: the device with this ifindex in the network namespace that has this id here."""
     return (
         uapi.IFINFOMSG.pack(0, 0, link.lower, 0, 0)

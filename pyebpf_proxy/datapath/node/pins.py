@@ -122,7 +122,7 @@ class KeptPins:
             self._why_not_held = f"the agent may not hold it: {error.strerror or error}"
             return
         if not (Path(f"/proc/self/fd/{held}") / self._marker).is_dir():
-            # Others were faster: another file system is there by now.
+            # Another program was faster: another file system is mounted there by now.
             os.close(held)
             return
         if self._held >= 0:
@@ -132,7 +132,7 @@ class KeptPins:
     def _restore(self, gone: list[_View]) -> None:
         for view in gone if self._held >= 0 else ():
             if not mounts.is_bpffs(view.point) and self._move_there(view):
-                # It is not detached any more, and would keep others from unmounting it.
+                # The mount is no longer detached, and would keep others from unmounting it.
                 self._hold(view, self._held)
                 continue
             if not mounts.is_bpffs(view.point):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""This node in the data plane: pure, from links, addresses and configuration to wanted map contents.
+"""Plans the contents of the node's maps from links, addresses and configuration. Pure.
 
 ``links.Follower`` keeps a :class:`State` up to date from netlink, :func:`plan` derives the wanted contents,
 ``links.Node`` writes the differences.
@@ -24,7 +24,7 @@ ARPHRD_ETHER = 1
 ARPHRD_LOOPBACK = 772
 # Devices that carry bare IP packets: rawip, ppp, tunnel, tunnel6, sit, ipgre, ip6gre, none (tun, wireguard, xfrm).
 ARPHRD_LAYER3 = frozenset({519, 512, 768, 769, 776, 778, 823, 65534})
-# Packets do not enter the node here, or they enter it at another device, through a program there.
+# Packets do not enter the node through these, or they pass a program at another device.
 NOT_ENTRANCES = frozenset({"bridge", "vrf", "ifb", "nlmon", "vsockmon", "can", "vcan", "vxcan", "dummy"})
 # Masters that leave the packet with its port at tc ingress; others (bond, team, openvswitch) take it over.
 PORT_MASTERS = frozenset({"bridge", "vrf"})
@@ -165,7 +165,7 @@ def plan(state: State, config: NodeConfig) -> Wanted:
         elif program is None:
             unsupported.append(link.name)
         elif link.kind == "bridge" and (redirect := redirect_of(link, state, config)[0]):
-            # Not an entrance, but packets leave by it, and its ports' packets come in by it.
+            # A bridge is not an entrance, but packets leave by it, and packets of its ports come in by it.
             wanted.devices[link.ifindex] = Device(redirect=redirect, mtu=link.mtu)
     wanted.unsupported = tuple(sorted(unsupported))
     wanted.node_addresses = _node_addresses(state.addresses.values(), config)
@@ -265,7 +265,7 @@ def _node_addresses(addresses: Iterable[InterfaceAddress], config: NodeConfig) -
     for entry in addresses:
         address = entry.address
         if address.version == 4 and address.is_loopback:
-            continue  # known to the programs without a map
+            continue  # the programs know 127.0.0.0/8 without a map
         if address.version == 6 and entry.flags & IFA_F_DADFAILED:
             continue  # the address is used by another host
         networks = accepts[address.version]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ip rules: which of them distinguish packets of the same two hosts, and which use marks."""
+"""Reads ip rules: which of them distinguish packets between the same two hosts, and which use marks."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernel's settings: written only where they differ, read back, recorded, and restored by ``--cleanup``.
+"""Settings of the kernel: writes those that differ, reads them back, records them, and restores them on ``--cleanup``.
 
 The original value of a setting is recorded in ``<directory>/node-settings.json`` before it is changed. The first
 original value is kept over restarts and other configurations. Clean-up restores a setting only if it still has the
@@ -191,7 +191,7 @@ def restore(
             else:
                 _log.info("another program has changed the setting; it is left as it is", setting=name)
         except FileNotFoundError:
-            pass  # Its module was unloaded, and the value with it.
+            pass  # The module was unloaded, and the value is gone with it.
         except OSError as error:
             problems.append(f"{name} cannot be set back to {change.was}: {_reason(error)}")
             continue
@@ -234,7 +234,7 @@ def _ensure(setting: Setting, record: Record, root: Path) -> None:
         elif known is not None:
             record.note(setting.path, known.was, known.wrote)
         else:
-            record.forget(setting.path)  # It did not change, so it need not be restored.
+            record.forget(setting.path)  # The value did not change, so it need not be restored.
         raise
     if taken != value:
         record.note(setting.path, now, taken)  # rounded by the kernel

@@ -120,7 +120,7 @@ class Filters:
         return bool(self._record(ifindex))
 
     def forget(self, ifindex: int) -> None:
-        """Drops the record: the device is gone, and its qdisc with it. An ifindex may be reused."""
+        """Drops the record of a device that is gone: its qdisc is gone, too, and its ifindex may be reused."""
         for entry in self._record(ifindex):
             entry.unlink(missing_ok=True)
 

@@ -83,7 +83,7 @@ class Links:
         return True
 
     def forget(self, ifindex: int) -> None:
-        """The device is gone, and the links with it."""
+        """Removes what is left of a device that is gone."""
         for hook in HOOKS:
             self.programs.pop((ifindex, hook), None)
             for pin in (self._pin(ifindex, hook), self._moved(ifindex, hook), self._table(ifindex, hook)):
@@ -126,7 +126,7 @@ class Links:
         return self._folder / f"{ifindex}-{HOOKS[hook]}-table"
 
     def _finish_move(self, ifindex: int, hook: int) -> None:
-        """An agent was killed while it moved a link: the attached one of the two stays."""
+        """Completes a move after the agent was killed: of the two links, keeps the one that is attached."""
         moved, pin = self._moved(ifindex, hook), self._pin(ifindex, hook)
         if not moved.exists():
             return

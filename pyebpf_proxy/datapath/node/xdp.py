@@ -195,7 +195,7 @@ class Xdp:
             index, mode = _of(pin)
             if index not in wanted.attach or mode != self._config.mode:
                 # The device is gone, or must not have the program any more, or not in this mode.
-                _take_off(pin)
+                _detach_link(pin)
         for index in [index for index in self.attached if index not in wanted.attach]:
             del self.attached[index]
         for name, why in wanted.refused.items():
@@ -262,12 +262,12 @@ def release(folder: Path) -> int:
     """Detach the program from every device; returns how many there were."""
     pins = _pins(folder)
     for pin in pins:
-        _take_off(pin)
+        _detach_link(pin)
     return len(pins)
 
 
-def _take_off(pin: Path) -> None:
-    """Detaches at once: removing only the pin detaches with a delay, and the device would stay occupied."""
+def _detach_link(pin: Path) -> None:
+    """Detaches the link at once. Removing only the pin would detach it later, and the device would stay occupied."""
     try:
         link = BpfLink.open_pinned(pin)
         try:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finds the rules that must see or change every packet of a family: they close the fast path. Pure.
 
-The fast path learns from packets that crossed every chain. A rule that only accepts, drops or translates by fields of a
-packet needs no more than that: what it drops is never learned. Rules that count packets, log them, redirect them,
+The fast path learns from packets that crossed every chain. This is enough for a rule that only accepts, drops or
+translates by fields of a packet: what it drops is never learned. Rules that count packets, log them, redirect them,
 inspect their contents or rewrite them must see each of them.
 
 These do not close it:

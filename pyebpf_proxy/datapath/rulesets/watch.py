@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Follows the rulesets of this network namespace: reports every change at once, and reads the rules again soon after.
+"""Follows the rulesets of this network namespace: reports each change at once, and reads the rules again soon after.
 
 nftables (and so iptables-nft) notifies about each commit. iptables-legacy does not: it is checked every two seconds.
 Contents of ipsets are not checked: no rule closes the fast path because of them, and permits last one second anyway.
@@ -126,7 +126,7 @@ class Watch:
         self._look()
 
     def again(self) -> None:
-        """Something that the verdict depends on has changed: read again soon."""
+        """Read again soon: something that the verdict depends on has changed."""
         self._wanted = True
         if self._loop is None or self._reading or "read" in self._timers:
             return

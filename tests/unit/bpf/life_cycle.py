@@ -263,7 +263,7 @@ def step_agent(state: State, thread: tuple[Any, ...]) -> Iterator[Step]:
                 yield state, ("forget", CLIENT, "", "")
             yield state, None
         else:
-            yield state._replace(promotions=True), None  # is_due_for_kernel
+            yield state._replace(promotions=True), None  # is_due_for_promotion
             yield state, None
     elif at == "sweep leftover":
         yield (state._replace(reply=None) if state.there is None else state), None

@@ -11,7 +11,7 @@ from tests import ROOT
 from tests.unit.bpf.sources import functions
 
 LOOKUP = "bpf_map_lookup_elem(&flows, "
-COMPARED = "is_another_flows("
+COMPARED = "was_reused("
 #: Rows of bpf/README.md: functions, and when they compare.
 ROW = re.compile(r"^\| ((?:`\w+`(?:, )?)+) \| (before|after|not) \| .* \|$", re.M)
 
@@ -68,7 +68,7 @@ def test_it_compares_after_it_has_read(name: str) -> None:
 
 def test_loads_keep_their_order() -> None:
     """Finding D13: on arm64, too, where a barrier of the compiler alone is none of the processor."""
-    lines = [line.strip() for line in BODIES["is_another_flows"].splitlines() if line.strip()]
+    lines = [line.strip() for line in BODIES["was_reused"].splitlines() if line.strip()]
     before, *_, after = (number for number, line in enumerate(lines) if line == "read_barrier();")
     (comparison,) = (
         number for number, line in enumerate(lines) if "tag_again != tag" in line and "->tag != tag" in line

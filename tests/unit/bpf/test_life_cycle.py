@@ -102,7 +102,7 @@ ORDER = {
         "uncount_young(",
         "bpf_map_delete_elem(&flows, &d->reply_key)",
     ],
-    "young.h:is_taken_by_young": ["young_answers(", "other_direction(", "request_promotion("],
+    "young.h:is_taken_by_young": ["young_reply_entry(", "other_direction(", "request_promotion("],
     "flow_table.h:forget_flow": [
         "bpf_map_delete_elem(&flows, &other)",
         "bpf_map_delete_elem(&flows, key)",
@@ -126,7 +126,7 @@ ORDER = {
         "rewrite_and_send(",
     ],
     "tc.bpf.c:leave_young": ["request_promotion(", "drop_until_promotion(", "set_choice("],
-    "sweep.h:sweep_flow": ["kernel_flow_is_stale(", "young_flow_is_over(", "forget_flow(", "is_due_for_kernel("],
+    "sweep.h:sweep_flow": ["kernel_flow_is_stale(", "young_flow_is_over(", "forget_flow(", "is_due_for_promotion("],
     "sweep.h:young_flow_is_over": ["!reply)", "f->closing && reply->closing", "!reply->packets"],
     "sweep.h:promote": ["confirmed_until = 0", "other->young = 0", "f->young = 0", "uncount_young("],
     "observer.h:confirm": ["matches_rewrite(", "f->confirmed_until = "],
