@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _print(text: str) -> int:
-    """Print on stdout. The reader may have closed the pipe."""
+    """Print on stdout, unless the reader has closed the pipe. The result is the exit status."""
     try:
         print(text, flush=True)
     except BrokenPipeError:
@@ -72,7 +72,7 @@ def _print(text: str) -> int:
 
 
 def _meant(arguments: Sequence[str]) -> str:
-    """For an unknown command: similar ones."""
+    """A hint with the commands whose names are similar to the unknown one; empty if there are none."""
     from pyebpf_proxy.see import COMMANDS
     from pyebpf_proxy.see.answers import near
 
@@ -238,7 +238,7 @@ def _agent(settings: Effective, config: KubeProxyConfiguration, flags: Flags) ->
 
 
 def _check_imports() -> None:
-    """FatalError if the data plane cannot be imported: the binding of libnftables is a package of the distribution."""
+    """FatalError if the data plane cannot be imported: libnftables' binding is a package of the distribution, not of pip."""
     from pyebpf_proxy.datapath.preflight import libnftables
 
     libnftables()

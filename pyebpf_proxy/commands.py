@@ -19,7 +19,7 @@ DIRECTORY = "PYEBPF_PROXY_DIRECTORY"
 
 
 class Command:
-    """One command: its help, its arguments, the function that answers (imported on use)."""
+    """One command: its help, its arguments, and the function that runs it (imported on use)."""
 
     def __init__(
         self,
@@ -279,7 +279,7 @@ def command_parser(name: str) -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command that the first word names. The result is the exit status (docs/commands.md)."""
+    """Run the command that the first argument names. The result is the exit status (docs/commands.md)."""
     name, *rest = arguments
     try:
         try:

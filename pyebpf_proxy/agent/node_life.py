@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Start and end of the agent depending on its own Node object (spec/configuration §5.3).
+"""When the agent starts and ends, as far as this depends on its own Node object (spec/configuration §5.3).
 
-As kube-proxy v1.36's NodeManager: in detectLocalMode NodeCIDR nothing starts before the Node has podCIDRs, and changed
-podCIDRs end the agent. Changed addresses and a deleted Node are only logged.
+It behaves as the NodeManager of kube-proxy v1.36: in detectLocalMode NodeCIDR, nothing starts before the Node has
+podCIDRs, and a change of the podCIDRs ends the agent. Changed addresses and a deleted Node are only logged.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _log = Logger("node")
 
 
 class NodeLife:
-    """Follows one Node. ``take`` takes changes, ``listed`` marks the end of the first listing, ``guard`` waits."""
+    """Follows one Node. ``take`` receives changes, ``listed`` marks the end of the first list, ``guard`` waits."""
 
     def __init__(self, name: str, *, needs_pod_cidrs: bool, seconds: float = POD_CIDRS_SECONDS) -> None:
         """``seconds``: how long ``guard`` waits for podCIDRs if they are needed."""
@@ -46,7 +46,7 @@ class NodeLife:
         return self._ready.is_set()
 
     def take(self, changes: Iterable[Change]) -> list[Change]:
-        """The changes to pass on: all but the deletion of this agent's Node."""
+        """Receive changes. The result: those to pass on, which are all but the deletion of this agent's Node."""
         seen = []
         for change in changes:
             if change.kind != "Node" or change.name != self._name:
@@ -58,7 +58,7 @@ class NodeLife:
                 seen.append(change)
                 self._view = None
             else:
-                # As in kube-proxy, its last state remains valid: the deletion does not change NodePorts.
+                # As in kube-proxy, the Node's last state remains valid: the deletion does not change NodePorts.
                 _log.warning("Node is being deleted", node=self._name)
         if self._listed.is_set():
             self._see()

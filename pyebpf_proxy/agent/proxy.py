@@ -40,10 +40,10 @@ class Planner(Protocol):
 
     @property
     def lost(self) -> int:
-        """The number of addresses that are not handled as their Services specify."""
+        """How many addresses are not served as their Services specify."""
 
     def new_messages(self) -> tuple[list[LossMessage], list[LossMessage]]:
-        """New problems of these addresses, and new notes on surprising cases; each is returned once."""
+        """New problems of these addresses, then new notes on surprising cases; each is returned once."""
 
     @property
     def names(self) -> Iterable[ServicePortName]:
@@ -52,7 +52,7 @@ class Planner(Protocol):
     def get(self, name: ServicePortName) -> ServicePort | None: ...
 
     def oldest_first(self) -> Iterable[ServicePortName]:
-        """Every service port that exists now, in the order of their claims to map entries."""
+        """Every service port that exists now; the first ones have priority if the maps are too small."""
 
     def update(self, changes: Iterable[Change]) -> Delta: ...
 
@@ -61,16 +61,16 @@ class Datapath(Protocol):
     """The part of ``datapath.Datapath`` that this module uses."""
 
     def start(self, facts: NodeFacts, wanted: Delta) -> Collection[str]:
-        """Load, adopt existing state, write ``wanted``, remove everything else, attach; the result: problems."""
+        """Load, adopt existing state, write ``wanted``, remove everything else, attach. The result: problems."""
 
     def apply(self, delta: Delta, complete: bool = False) -> Collection[str]:
-        """Write the difference, or everything if ``complete``; the result: what could not be written."""
+        """Write the difference, or everything if ``complete``. The result: what could not be written."""
 
     def node_changed(self, facts: NodeFacts) -> None:
         """The Nodes have changed."""
 
     def refresh(self) -> bool:
-        """Restore what other programs may have changed. The result: everything must be applied again."""
+        """Restore what other programs may have changed. True: everything must be applied again."""
 
     async def collect(self) -> None:
         """Wait for the grace period, then remove entries that no program reads any more."""
@@ -120,7 +120,7 @@ class Proxy:
         self._mend_seconds = effective.sync_period
         self._schedule = Schedule(effective.min_sync_period, effective.sync_period)
         self._changes: list[Change] = []
-        #: The plan made while the source still lists, and its number of objects.
+        #: The plan of the objects that the source delivers before the first sync, and their number.
         self._planned: dict[ServicePortName, ServicePort | None] = {}
         self._planned_objects = 0
         self._failed = False
@@ -169,7 +169,7 @@ class Proxy:
             self._wake.set()
 
     def _plan_ahead(self) -> None:
-        """Plan while the source still lists: the plan of an object takes less memory than the object."""
+        """Plan before everything is listed: the plan of an object takes less memory than the object."""
         changes, self._changes = self._changes, []
         with without_cycle_search():
             self._planned.update(self._planner.update(changes))
@@ -187,7 +187,7 @@ class Proxy:
                 self._wake.clear()
                 continue
             self._sync()
-            # Let signals and events in, even if syncs follow each other without a pause.
+            # Yield to signals and events, even if syncs follow each other without a pause.
             await asyncio.sleep(0)
 
     def _sync(self) -> None:
@@ -227,7 +227,7 @@ class Proxy:
         if full:
             self._datapath.refresh()
         if full or self._failed:
-            # It is unknown what a failed sync has written: compare everything again.
+            # What a failed sync has written is unknown: compare everything again.
             delta = {name: self._planner.get(name) for name in self._planner.names}
         problems = self._datapath.apply(delta, full or self._failed)
         if delta:
@@ -238,13 +238,13 @@ class Proxy:
         """The first sync: write everything, then attach."""
         with without_cycle_search():
             problems = self._start()
-            # Most objects that exist now stay: keep the collector from scanning 100 000 endpoints repeatedly.
+            # Most objects that exist now stay. Without this, each garbage collection scans them all again.
             gc.freeze()
         memory.give_back()
         return problems
 
     def _start(self) -> Collection[str]:
-        # The oldest first: they get the entries if the maps are too small for all.
+        # The oldest come first: if the maps are too small for all, these get the entries.
         planned = ((name, self._planned.get(name)) for name in self._planner.oldest_first())
         wanted = {name: port for name, port in planned if port is not None}
         self._planned.clear()
@@ -278,7 +278,7 @@ class Proxy:
         self._logged = frozenset(problems)
 
     def _log_problems(self) -> None:
-        """Log the planner's new problems and notes of Services."""
+        """Log the planner's new problems and notes about Services."""
         problems, notes = self._planner.new_messages()
         for message in problems:
             _log.error(message.text)
@@ -289,7 +289,7 @@ class Proxy:
             _log.info(message.text)
 
     async def _mend(self) -> None:
-        """Check table and maps as often as kube-proxy does its rules: a firewall reload may remove the table."""
+        """Check the nftables table and the maps every syncPeriod: a firewall reload may have removed the table."""
         while True:
             await asyncio.sleep(self._mend_seconds)
             if self._running:
