@@ -238,7 +238,7 @@ def _agent(settings: Effective, config: KubeProxyConfiguration, flags: Flags) ->
 
 
 def _check_imports() -> None:
-    """FatalError if the data plane cannot be imported: libnftables' binding is a package of the distribution, not of pip."""
+    """FatalError if the data plane cannot be imported: only the distribution packages libnftables' binding."""
     from pyebpf_proxy.datapath.preflight import libnftables
 
     libnftables()

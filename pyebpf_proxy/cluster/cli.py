@@ -152,7 +152,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _ask(context: str, url: str, options: argparse.Namespace) -> None:
-    """ClusterError if this is not the cluster that was meant."""
+    """Ask the user to confirm the cluster. ClusterError if it is not the intended one."""
     if options.yes:
         return
     if not sys.stdin.isatty():
