@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lines of ``ip`` that connect a pod to its node by a veth, for the lab and for nodes that are machines."""
+"""Lines for ``ip -batch`` that connect a pod to its node by a veth, for the lab and for nodes that are machines."""
 
 from __future__ import annotations
 
