@@ -243,13 +243,13 @@ class Lab:
                 f"addr add {address.v4}/24 dev eth0",
                 f"addr add {address.v6}/64 dev eth0 nodad",
             ]
-            inside += links.by_way_of(gateway)
+            inside += links.default_routes(gateway)
         else:
             node.namespace.ip(*links.veth(namespace.name, device))
             node.namespace.sysctl({f"net.ipv4.conf.{device}.proxy_arp": 1})
             host = [f"addr add fe80::1/64 dev {device} nodad", *links.pod_routes(device, address)]
             via = Dual("169.254.1.1", "fe80::1")
-            inside = ["link set eth0 up", *links.alone(address, via), *links.by_way_of(via)]
+            inside = ["link set eth0 up", *links.host_addresses(address, via), *links.default_routes(via)]
         node.namespace.ip(*host)
         namespace.ip(*inside)
         pod = Pod(name, node, namespace, address, device)

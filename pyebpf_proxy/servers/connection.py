@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One HTTP connection: bytes in, requests to the handler, answers out. h11 implements HTTP; the limits are here."""
+"""One HTTP connection. It parses requests, sends answers and enforces limits. h11 implements HTTP."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import h11
 from pyebpf_proxy.common.log import Logger
 from pyebpf_proxy.servers.http import Handler, Pool, Request, Response, Source, Sources, http_date
 
-#: As Go's net/http.
+#: The same limit as in Go's net/http.
 MAX_HEADER_BYTES = (1 << 20) + 4096
-#: Size of a small request; larger ones are refused while many bytes are buffered.
+#: While many bytes are buffered, requests larger than this are refused.
 SMALL_BYTES = 16 << 10
 #: No client needs more header lines; parsing many would be expensive.
 MAX_HEADER_LINES = 500
@@ -24,9 +24,9 @@ MAX_BODY_BYTES = 64 << 10
 REQUEST_SECONDS = 10.0
 IDLE_SECONDS = 120.0
 WRITE_SECONDS = 30.0
-#: Time for the peer to read why it was refused.
+#: How long the connection of a refused peer stays open, so that it can read the answer.
 LINGER_SECONDS = 0.5
-#: Pipelined requests answered before other connections are served.
+#: How many pipelined requests are answered before other connections are served.
 TURN = 8
 WRITE_BUFFER = 256 << 10
 
@@ -95,7 +95,7 @@ class Connection(asyncio.Protocol):
         self._turn()
 
     def eof_received(self) -> bool:
-        # A peer that has finished sending may still read: complete requests are answered, then the connection closes.
+        # A peer that has finished sending may still read. Answer complete requests, then close the connection.
         self._ended = True
         if self._refused:
             return False
@@ -143,7 +143,7 @@ class Connection(asyncio.Protocol):
         )
 
     def _rest(self) -> bool:
-        """Whether its source has used up its share; then it waits, and nothing is read or answered meanwhile."""
+        """Whether the source has used up its share. Then the connection waits, and reads and answers nothing."""
         if not self._resting and (seconds := self.source.rest(self._loop.time())) > 0:
             self._resting = True
             self._transport.pause_reading()
@@ -166,7 +166,7 @@ class Connection(asyncio.Protocol):
         if self._refused or not self._writing or self._transport.is_closing():
             return
         if self._rest():
-            # Data that was read before the pause counts as well.
+            # Data that was read before the pause also counts.
             self._keep_all()
             if self._too_much():
                 self._refuse(431)
@@ -179,7 +179,7 @@ class Connection(asyncio.Protocol):
             self._loop.call_soon(self._turn)
 
     def _some(self) -> bool:
-        """Answer a few requests; returns whether there may be more."""
+        """Answer a few requests. True if there may be more."""
         for _ in range(TURN):
             if self._refused or not self._writing or self._transport.is_closing():
                 return False
@@ -270,7 +270,7 @@ class Connection(asyncio.Protocol):
         parser, request = self._parser, self._request
         assert parser is not None
         assert request is not None
-        # The parser's data of the next request was taken over.
+        # The buffer has the parser's data of the next request.
         self._request = self._parser = None
         self._deadline = self._loop.time() + IDLE_SECONDS
         self._pool.touch(self)
@@ -301,7 +301,7 @@ class Connection(asyncio.Protocol):
         self._body = b""
         self._keep(0)
         self._write((head + text).encode())
-        # The peer closes, or this side a little later: closing a socket with unread data would discard the answer.
+        # Let the peer close the connection, or close it later: closing a socket with unread data discards the answer.
         self._refused = True
         self._deadline = self._loop.time() + LINGER_SECONDS
         if self._transport.can_write_eof() and not self._transport.is_closing():
@@ -313,6 +313,6 @@ class Connection(asyncio.Protocol):
 
 
 def _origin(target: str) -> str:
-    """Path and query of a request's target; a client that uses this server as its proxy sends the whole URL."""
+    """Path and query of a request's target, which is a whole URL if the client uses this server as a proxy."""
     _, scheme, rest = target.partition("://")
     return target if target.startswith("/") or not scheme else "/" + rest.partition("/")[2]

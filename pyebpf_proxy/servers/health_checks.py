@@ -26,9 +26,9 @@ _log = Logger("servers")
 
 
 def listen_addresses(configured: Iterable[str], node_ips: Iterable[bytes], local: Iterable[Address]) -> Addresses:
-    """The listening addresses: ``configured`` are nodePortAddresses, ``local`` those of this node's interfaces.
+    """The listening addresses. ``configured``: nodePortAddresses; ``local``: the addresses of this node's interfaces.
 
-    For a family with nothing or everything configured, this is the unspecified address.
+    A family for which nothing or everything is configured has the unspecified address.
     """
     texts = list(configured)
     if texts == ["primary"]:
@@ -73,7 +73,7 @@ class HealthCheckPorts:
         self._said: dict[HealthCheckName, str] = {}
 
     def sync(self, wanted: Mapping[HealthCheckName, HealthCheck]) -> None:
-        """After a sync: the wanted listeners. Listeners that failed to open are retried. Returns at once."""
+        """Set the wanted listeners after a sync, and retry those that failed to open. Returns at once."""
         if wanted is self._last and not self._failing:
             return
         self._last = wanted
