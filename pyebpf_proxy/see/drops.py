@@ -16,14 +16,14 @@ from pyebpf_proxy.see.text import Cell, Terminal, ago, table, terminal, wrapped
 from pyebpf_proxy.services.addresses import format_address_port
 from pyebpf_proxy.services.model import Protocol
 
-#: Seconds: later drops are reported as current.
+#: Drops within the last so many seconds are reported as current.
 RECENT = 60.0
 #: Counting periods per minute.
 _PERIODS = 60 // REFUSED_PERIOD
 
 
 def read(maps: Pinned) -> list[model.Drop]:
-    """Every reason with drops or refusals, the latest first. SeeError."""
+    """Every reason with drops or refusals, the latest first. Raises SeeError."""
     from pyebpf_proxy.see.programs import device_name
 
     counts = maps.counts()
@@ -69,7 +69,7 @@ def _newest(maps: Pinned) -> Iterator[tuple[int, tuple[int, bytes, bytes, int, i
 
 
 def _lately(maps: Pinned) -> dict[int, int] | None:
-    """Counts of the last minute by reason; None: the maps are of an agent that does not count them."""
+    """Counts of the last minute by reason; None if the maps belong to an agent that does not count them."""
     if "recent_refusals" not in maps.names:
         return None
     opened = maps.map("recent_refusals")
@@ -126,7 +126,7 @@ def text(drops: Sequence[model.Drop], terminal: Terminal) -> list[str]:
 
 
 def sender(drop: model.Drop) -> str:
-    """The source of the latest packet, as text. A socket has no port yet when it connects."""
+    """The source of the latest packet, as text. When a socket connects, it has no port yet."""
     return drop.source.removesuffix(":0")
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads for ``flows``, in addition to conntrack: names of pods, addresses of the node, the flow table."""
+"""The command ``flows``. Besides conntrack, it reads names of pods, addresses of the node and the flow table."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def own_addresses(maps: Pinned) -> frozenset[bytes]:
 
 
 def _cache(maps: Pinned) -> Callable[[Flow], bool | None]:
-    """Whether the flow table has a flow; None if there is no table. Valid while the maps are open."""
+    """A function: whether the flow table has a flow, None without a table. It works while the maps are open."""
     if "flows" not in maps.names:
         return lambda flow: None
     key = maps.packer("flow_key", "source", "destination", "source_port", "destination_port", "protocol", "ipv6")
