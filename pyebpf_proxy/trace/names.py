@@ -77,7 +77,7 @@ class Lookup:
         return self._devices[ifindex]
 
     def _masqueraded_as(self, event: Event) -> str:
-        """The masquerade address, from the flow table or conntrack, which has an entry once the packet has been sent."""
+        """The masquerade address, from the flow table or conntrack, which has an entry once the packet was sent."""
         if event.reason == "new_flow_fast":
             return self._young_masqueraded_as(event)
         try:
