@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         flags = parse(arguments)
     except UsageError as error:
-        print(f"Error: {error}{_meant(arguments)}", file=sys.stderr)
+        print(f"Error: {error}{_similar_commands(arguments)}", file=sys.stderr)
         return 1
     if flags.help:
         from pyebpf_proxy import commands
@@ -71,7 +71,7 @@ def _print(text: str) -> int:
     return 0
 
 
-def _meant(arguments: Sequence[str]) -> str:
+def _similar_commands(arguments: Sequence[str]) -> str:
     """A hint with the commands whose names are similar to the unknown one; empty if there are none."""
     from pyebpf_proxy.see import COMMANDS
     from pyebpf_proxy.see.answers import near

@@ -6,7 +6,8 @@ tools/chart.py FOLDER   writes FOLDER/pyebpf-proxy
 
 The manifests of deploy/base become templates. A value replaces each change that an overlay or a component makes. A
 change in deploy/ that cannot be expressed in this way is an error. tests/cluster/test_chart.py compares what Helm
-renders with what kustomize builds. """
+renders with what kustomize builds.
+"""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ class Proxy:
         self._once = once
         self._events = events
         self._node_name = effective.node_name
-        self._mend_seconds = effective.sync_period
+        self._refresh_seconds = effective.sync_period
         self._schedule = Schedule(effective.min_sync_period, effective.sync_period)
         self._changes: list[Change] = []
         #: The plan of the objects that the source delivers before the first sync, and their number.
@@ -139,16 +139,16 @@ class Proxy:
             loop.add_signal_handler(number, self._signalled, number)
         source = asyncio.create_task(self._source.run(self.deliver), name="source")
         follow = asyncio.create_task(self._follow(), name="sync")
-        mend = asyncio.create_task(self._mend(), name="mend")
+        refresh = asyncio.create_task(self._refresh_periodically(), name="refresh")
         stop = asyncio.create_task(self._stop.wait(), name="stop")
         guards = [asyncio.ensure_future(guard()) for guard in self._guards]
         try:
-            done, _ = await asyncio.wait({source, follow, mend, stop, *guards}, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait({source, follow, refresh, stop, *guards}, return_when=asyncio.FIRST_COMPLETED)
             for task in done - {stop}:
                 task.result()
                 raise FatalError(f"internal error: {task} ended unexpectedly")
         finally:
-            tasks = [task for task in (source, follow, mend, stop, *guards, self._collecting) if task is not None]
+            tasks = [task for task in (source, follow, refresh, stop, *guards, self._collecting) if task is not None]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -204,8 +204,8 @@ class Proxy:
             ok = False
             _log.error("sync failed, will retry", error=str(error))
         else:
-            self._tell(problems)
-            self._log_problems()
+            self._log_datapath_problems(problems)
+            self._log_planner_messages()
         self._failed = not ok
         end = time.monotonic()
         self._metrics.synced(end - begin, ok, full, len(problems) + self._planner.lost)
@@ -270,14 +270,14 @@ class Proxy:
         )
         return problems
 
-    def _tell(self, problems: Collection[str]) -> None:
+    def _log_datapath_problems(self, problems: Collection[str]) -> None:
         """Log each problem once, and again if it recurs after it was resolved."""
         for problem in problems:
             if problem not in self._logged:
                 _log.error(problem)
         self._logged = frozenset(problems)
 
-    def _log_problems(self) -> None:
+    def _log_planner_messages(self) -> None:
         """Log the planner's new problems and notes about Services."""
         problems, notes = self._planner.new_messages()
         for message in problems:
@@ -288,10 +288,10 @@ class Proxy:
         for message in notes:
             _log.info(message.text)
 
-    async def _mend(self) -> None:
+    async def _refresh_periodically(self) -> None:
         """Check the nftables table and the maps every syncPeriod: a firewall reload may have removed the table."""
         while True:
-            await asyncio.sleep(self._mend_seconds)
+            await asyncio.sleep(self._refresh_seconds)
             if self._running:
                 try:
                     overwritten = self._datapath.refresh()

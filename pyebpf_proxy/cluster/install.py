@@ -51,7 +51,7 @@ class Command:
             todo = self._todo(found, canary)
             done = sum(map(found.is_done, found.nodes))
             say(f"{counted(len(todo), 'node')} to take over, {done} done: {', '.join(todo) or 'nothing to do'}")
-            self._tell_down(found)
+            self._say_left_out(found)
             with self._output.progress("nodes taken over", len(todo)) as step:
                 for node, tell in self._each(lease, todo, step):
                     self._take(node, image, tell)
@@ -66,7 +66,7 @@ class Command:
             return todo
         return todo[: max(0, canary.of(len(found.nodes)) - sum(map(found.is_done, found.nodes)))]
 
-    def _tell_down(self, found: View) -> None:
+    def _say_left_out(self, found: View) -> None:
         if down := [node for node in found.nodes if not found.is_up(node)]:
             self._output.say(f"left out, because their kubelets do not report: {', '.join(down)}")
 
@@ -171,7 +171,7 @@ class Command:
         todo = [node for node in found.nodes if self._is_managed(found, node) and found.is_up(node)]
         last = not [node for node in every.nodes if self._is_managed(every, node) and node not in todo]
         say(f"{counted(len(todo), 'node')} to give back: {', '.join(todo) or 'nothing to do'}")
-        self._tell_down(found)
+        self._say_left_out(found)
         with Lease(api, "rollback") as lease:
             task_pod.remove_all(api)
             if last:

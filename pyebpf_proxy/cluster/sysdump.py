@@ -41,7 +41,7 @@ from pyebpf_proxy.see import model
 from pyebpf_proxy.see.answers import QUESTION
 from pyebpf_proxy.see.text import Terminal
 
-BLOT = "REDACTED"
+REDACTED = "REDACTED"
 #: Only this much of each log, from its beginning.
 _LOG_BYTES = 4 << 20
 #: A node with more conntrack entries is not asked for its flows: the answer is large and costs CPU time there.
@@ -231,14 +231,14 @@ _Blocks.add_representer(str, _block)
 def _text(content: Any) -> str:
     """The content as YAML, or unchanged if it is text; without credentials."""
     if isinstance(content, str):
-        return _blotted(content)
+        return _redacted(content)
     return yaml.dump(_trimmed(content), Dumper=_Blocks, sort_keys=False)
 
 
-def _blotted(text: str) -> str:
+def _redacted(text: str) -> str:
     """A text without the credentials that their form, or a name in the same line, reveals."""
-    text = _PRIVATE_KEY.sub(BLOT, _TOKEN.sub(BLOT, text))
-    return _LINE.sub(rf"\1 {BLOT}", _URL_USER.sub(BLOT, text))
+    text = _PRIVATE_KEY.sub(REDACTED, _TOKEN.sub(REDACTED, text))
+    return _LINE.sub(rf"\1 {REDACTED}", _URL_USER.sub(REDACTED, text))
 
 
 def _trimmed(content: Any) -> Any:
@@ -269,18 +269,18 @@ def _document(text: str) -> str:
 
 def _without_credentials(value: Any) -> Any:
     if isinstance(value, str):
-        return _blotted(value)
+        return _redacted(value)
     if isinstance(value, list):
         return [_without_credentials(each) for each in value]
     if not isinstance(value, dict):
         return value
     clean = {
-        name: BLOT if type(each) in (str, int) and _NAME.fullmatch(str(name)) else _without_credentials(each)
+        name: REDACTED if type(each) in (str, int) and _NAME.fullmatch(str(name)) else _without_credentials(each)
         for name, each in value.items()
     }
     # A variable of a container, or of an exec plugin in a kubeconfig.
     if isinstance(clean.get("value"), str) and _NAME.fullmatch(str(clean.get("name", ""))):
-        clean["value"] = BLOT
+        clean["value"] = REDACTED
     return clean
 
 

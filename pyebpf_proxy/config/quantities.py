@@ -37,7 +37,7 @@ def parse(text: str) -> Quantity:
     if not whole and not point and not suffix:
         return ZERO
     digits = whole or "0"
-    cached = _as_it_stands(text, digits, fraction, exponent, kind)
+    cached = _if_unchanged(text, digits, fraction, exponent, kind)
     value = Fraction(int(digits + fraction)) / 10 ** len(fraction) * Fraction(base) ** exponent
     if cached is None:
         scaled = value * 10**9
@@ -59,7 +59,7 @@ def _suffix(suffix: str) -> tuple[int, int, str]:
     raise ValueError("unable to parse quantity's suffix")
 
 
-def _as_it_stands(text: str, digits: str, fraction: str, exponent: int, kind: str) -> str | None:
+def _if_unchanged(text: str, digits: str, fraction: str, exponent: int, kind: str) -> str | None:
     """The text if kube-proxy keeps it unchanged; "" if kube-proxy writes it differently; None: use the full parser."""
     if kind == "binary":
         if fraction or 15 - len(digits) - int(exponent * 3 / 10) - 1 < 0 or int(digits) << exponent > _MAX:

@@ -103,7 +103,7 @@ def _find(packet: Packet, world: World, state: State, found: Decision) -> tuple[
             return None
     if entry is None:
         found.say(f"{_destination(packet)} is not a frontend of any service: the packet is not changed")
-        found.say(_instead(packet, world, state))
+        found.say(_frontends_at_address(packet, world, state))
         found.steps = [step for step in found.steps if step]
         return None
     service = state.services.get(entry[0])
@@ -113,7 +113,7 @@ def _find(packet: Packet, world: World, state: State, found: Decision) -> tuple[
     return service, entry[1], served
 
 
-def _instead(packet: Packet, world: World, state: State) -> str:
+def _frontends_at_address(packet: Packet, world: World, state: State) -> str:
     """Frontends at the same address, for a hint: the usual mistakes are a wrong port or protocol."""
     there = [
         f"{port}/{Protocol(protocol).name} ({name_text(state.services[number].name)})"

@@ -28,7 +28,7 @@ def read(maps: Pinned) -> list[model.Drop]:
 
     counts = maps.counts()
     newest = {} if "last_refused" not in maps.names else dict(_newest(maps))
-    lately = _lately(maps)
+    lately = _counts_of_last_minute(maps)
     found = []
     for reason, count in counts.items():
         if not count or not is_refusal(reason):
@@ -68,7 +68,7 @@ def _newest(maps: Pinned) -> Iterator[tuple[int, tuple[int, bytes, bytes, int, i
             yield number, last
 
 
-def _lately(maps: Pinned) -> dict[int, int] | None:
+def _counts_of_last_minute(maps: Pinned) -> dict[int, int] | None:
     """Counts of the last minute by reason; None if the maps belong to an agent that does not count them."""
     if "recent_refusals" not in maps.names:
         return None

@@ -27,7 +27,7 @@ def flows(arguments: argparse.Namespace) -> list[model.FlowView]:
         names = Names(known, own)
         every = [*young.flows(maps), *made.dump()]
         served = [flow for flow in every if flow.status & IPS_DST_NAT or names.service(flow)]
-        pods = _pods(arguments)(_strangers(served, own))
+        pods = _pods(arguments)(_other_addresses(served, own))
         services = {f"{service.name.namespace}/{service.name.name}" for service in known.services.values()}
         fits = made.parse_filter(arguments.filter, services, pods.values())
         names, cached, now = Names(known, own, pods), _cache(maps), time.time()
@@ -47,7 +47,7 @@ def _pods(arguments: argparse.Namespace) -> Callable[[Collection[bytes]], Mappin
     return pod_name_lookup(arguments.directory, read_wanted(arguments.directory, flags))
 
 
-def _strangers(flows: Iterable[Flow], own: frozenset[bytes]) -> set[bytes]:
+def _other_addresses(flows: Iterable[Flow], own: frozenset[bytes]) -> set[bytes]:
     return {address for flow in flows for address in (flow.client[0], flow.endpoint[0])} - own
 
 

@@ -142,15 +142,15 @@ class Connection(asyncio.Protocol):
             self._kept > SMALL_BYTES and self._pool.kept > self._pool.kept_bytes
         )
 
-    def _rest(self) -> bool:
+    def _must_wait(self) -> bool:
         """Whether the source has used up its share. Then the connection waits, and reads and answers nothing."""
         if not self._resting and (seconds := self.source.rest(self._loop.time())) > 0:
             self._resting = True
             self._transport.pause_reading()
-            self._loop.call_later(seconds, self._rested)
+            self._loop.call_later(seconds, self._wait_ended)
         return self._resting
 
-    def _rested(self) -> None:
+    def _wait_ended(self) -> None:
         self._resting = False
         if self._transport.is_closing():
             return
@@ -165,25 +165,25 @@ class Connection(asyncio.Protocol):
         self._scheduled = False
         if self._refused or not self._writing or self._transport.is_closing():
             return
-        if self._rest():
+        if self._must_wait():
             # Data that was read before the pause also counts.
             self._keep_all()
             if self._too_much():
                 self._refuse(431)
             return
         before = time.thread_time()
-        more = self._some()
+        more = self._answer_some()
         self._sources.charge(self.source, time.thread_time() - before, self._loop.time())
         if more and not self._scheduled:
             self._scheduled = True
             self._loop.call_soon(self._turn)
 
-    def _some(self) -> bool:
+    def _answer_some(self) -> bool:
         """Answer a few requests. True if there may be more."""
         for _ in range(TURN):
             if self._refused or not self._writing or self._transport.is_closing():
                 return False
-            if not self._step():
+            if not self._process_one():
                 if not self._refused:
                     self._keep_all()
                     if self._request is not None and self._too_much():
@@ -194,7 +194,7 @@ class Connection(asyncio.Protocol):
             self._keep(len(self._buffer))
         return True
 
-    def _step(self) -> bool:
+    def _process_one(self) -> bool:
         """Process one request; False if none is complete."""
         try:
             if self._request is None and not self._head():

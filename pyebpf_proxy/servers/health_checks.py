@@ -96,7 +96,7 @@ class HealthCheckPorts:
                     self._open[name] = check.port, self._listen(name, check.port, addresses[name.family])
                     self._said.pop(name, None)
                 except BindError as error:
-                    self._tell(name, check.port, str(error))
+                    self._log_error(name, check.port, str(error))
         self._failing = len(self._open) < len(wanted)
 
     def _listen(self, name: HealthCheckName, port: int, addresses: tuple[str, ...]) -> list[Open]:
@@ -117,7 +117,7 @@ class HealthCheckPorts:
         for one in opened:
             self._server.close(one)
 
-    def _tell(self, name: HealthCheckName, port: int, error: str) -> None:
+    def _log_error(self, name: HealthCheckName, port: int, error: str) -> None:
         """Log each error once, until it is resolved."""
         if self._said.get(name) == error:
             return

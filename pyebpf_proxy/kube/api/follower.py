@@ -168,7 +168,7 @@ class Follower:
                 page = self._page(answer)
                 for data in page.items or ():
                     self._take(data, changes, keys)
-                    self._pass_on(changes)
+                    self._deliver_part(changes)
                 version, token = page.metadata.resource_version, page.metadata.continue_
                 if not token:
                     break
@@ -204,7 +204,7 @@ class Follower:
             keys.append(read.key)
         changes += self._inventory.change(read)
 
-    def _pass_on(self, changes: list[Change]) -> None:
+    def _deliver_part(self, changes: list[Change]) -> None:
         """Deliver a part of the first list. Later lists are delivered as a whole, so that they are one update."""
         if len(changes) >= PART and not self._was_listed:
             self._deliver(self._resource, changes[:], False)
@@ -252,7 +252,7 @@ class Follower:
                         keys = None
                     elif event.type in ("ADDED", "MODIFIED"):
                         self._take(event.object, changes, keys)
-                        self._pass_on(changes)
+                        self._deliver_part(changes)
                 total += len(lines)
                 if keys is None:
                     if changes:

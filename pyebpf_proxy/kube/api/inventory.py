@@ -54,11 +54,11 @@ class Inventory:
         if key is None:
             if messages not in self._nameless and len(self._nameless) < 1000:
                 self._nameless.add(messages)
-                self._tell(messages, kept=False)
+                self._report_all(messages, kept=False)
             return Read(None, None)
         short = (key.namespace, key.name)
         if messages != self._logged.get(short, ()):
-            self._tell(messages, kept=value is None and short in self._hashes)
+            self._report_all(messages, kept=value is None and short in self._hashes)
         if messages:
             self._logged[short] = messages
         else:
@@ -97,7 +97,7 @@ class Inventory:
             changes += self.remove(namespace, name)
         return changes
 
-    def _tell(self, messages: tuple[str, ...], *, kept: bool) -> None:
+    def _report_all(self, messages: tuple[str, ...], *, kept: bool) -> None:
         for message in messages:
             self._report(message + ("; its last good state stays" if kept else ""))
 
