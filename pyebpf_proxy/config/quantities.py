@@ -41,7 +41,7 @@ def parse(text: str) -> Quantity:
     value = Fraction(int(digits + fraction)) / 10 ** len(fraction) * Fraction(base) ** exponent
     if cached is None:
         scaled = value * 10**9
-        value = Fraction(-(-scaled.numerator // scaled.denominator), 10**9)  # rounded up, so that a small value does not become zero
+        value = Fraction(-(-scaled.numerator // scaled.denominator), 10**9)  # rounded up: never to zero
         if kind == "binary":
             value = min(value, Fraction(_MAX))
     if sign == "-":
