@@ -147,7 +147,7 @@ def _trace(arguments: argparse.Namespace) -> int:
 def _probe_arguments(parser: argparse.ArgumentParser) -> None:
     from pyebpf_proxy.probe import PAGES
 
-    text = "live: the agent answers; ready: it has programmed the node; kube-proxy: wait until a kube-proxy has"
+    text = "live: the agent answers; ready: it has programmed the node; kube-proxy: wait until kube-proxy has"
     parser.add_argument("what", choices=(*PAGES, "kube-proxy"), help=text)
 
 
@@ -243,7 +243,7 @@ COMMANDS = {
         _probe_arguments,
     ),
     "completion": Command(
-        "print a shell completion script; it completes names of services, too",
+        "print a shell completion script; it also completes names of services",
         "source <(pyebpf-proxy completion bash)\n"
         "  source <(pyebpf-proxy completion zsh)    # after compinit\n"
         "  pyebpf-proxy completion fish | source",
