@@ -164,7 +164,7 @@ sbom: image-root ## list what the image contains, as CycloneDX: build/image/debi
 test-cluster: setup ## run tests against the real Kubernetes programs; builds them first (Go 1.26) if they are not cached
 	@tools/setup.sh packages tests/cluster/debian-packages.txt
 	@tests/cluster/build.sh kube-proxy kube-apiserver
-	@# These tools are optional: tests that need one of them are skipped if it is missing.
+	@# Continue without these tools: the tests that need one of them report that it is missing.
 	@tests/cluster/build.sh helm || echo "make test-cluster: helm cannot be built" >&2
 	@tests/cluster/tools.sh || echo "make test-cluster: promtool and prometheus cannot be fetched" >&2
 	@$(SUDO) $(PYTHON) -m pytest tests/cluster $(PARALLEL) $(ARGS)
