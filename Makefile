@@ -8,19 +8,20 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 MAKEFLAGS += --no-builtin-rules
 
-# bpftool and friends live in sbin, which a plain user's PATH lacks on Debian.
+# bpftool and other tools are in sbin, which a normal user's PATH lacks on Debian.
 export PATH := $(PATH):/usr/local/sbin:/usr/sbin:/sbin
 export DEBIAN_FRONTEND := noninteractive
 
 PYTHON := .venv/bin/python
-# Namespaces and BPF need root. Without root and sudo the tests still run, and list what they skipped.
-# sudo keeps no variables: those that choose what a test makes up are passed on.
+# Namespaces and BPF need root. Without root and sudo, the tests still run, and list what they have skipped.
+# sudo keeps no variables: those that control random tests are passed explicitly.
 SEEDS = FLOW_SEED FLOW_SEEDS FLOW_STEPS FLOW_WAY FLOW_REDUCE PARITY_SEED FUZZ_SEED CHANGES_SEED CHANGES_STEPS CHANGES_ROUNDS CHANGES_FAST
 SUDO := $(if $(filter 0,$(shell id -u)),,$(if $(shell command -v sudo),sudo env PATH="$(PATH)" $(foreach name,PYEBPF_PROXY_STRICT PYEBPF_PROXY_FRESH $(SEEDS),$(if $($(name)),$(name)="$($(name))")) PYTHONDONTWRITEBYTECODE=1 PYTEST_ADDOPTS="-p no:cacheprovider"))
 
-# Tests wait more than they compute. A run of a few tests is faster, and easier to follow, without workers.
+# Tests wait more than they compute, so there are more workers than CPUs. A run of a few tests (ARGS) is faster, and its
+# output easier to read, without workers.
 WORKERS = $(shell n=$$((2 * $$(nproc))); echo $$((n < 8 ? n : 8)))
-# An API server and kube-proxy need CPU time.
+# Fewer workers: these tests also run an API server and kube-proxy, which need CPU time.
 test-cluster: WORKERS = $(shell n=$$(nproc); echo $$((n < 4 ? n : 4)))
 PARALLEL = $(if $(ARGS),,-n $(WORKERS))
 
@@ -80,7 +81,7 @@ pyebpf_proxy/bpf/%.bpf.o: bpf/%.bpf.c $(VMLINUX) Makefile
 	@[ -r /usr/include/bpf/bpf_helpers.h ] || { echo "bpf/bpf_helpers.h is missing: run make setup, or apt-get install libbpf-dev" >&2; exit 1; }
 	@mkdir -p $(@D) build/bpf
 	@echo "  CLANG  $@"
-	@# Built aside and renamed: a concurrent load sees the old or the new object. strip -g removes DWARF, keeps BTF.
+	@# Build under another name and rename: a concurrent load sees the old or the new object. strip -g keeps BTF.
 	@temporary=build/bpf/$*.$$$$.o; trap 'rm -f "$$temporary" "$${temporary%.o}.d"' EXIT; \
 		$(CLANG) $(BPF_CFLAGS) -MMD -MP -MT $@ -MF "$${temporary%.o}.d" -c $< -o "$$temporary"; \
 		$(LLVM_STRIP) -g "$$temporary"; \
@@ -108,7 +109,7 @@ build/tests/%: tests/changes/%.c Makefile
 	$(compile)
 
 wheel: setup ## build a wheel with the BPF objects, in dist/
-	@# setuptools keeps files of earlier builds; the wheel must have the current ones.
+	@# Remove files of earlier builds: setuptools would put them into the wheel.
 	@rm -rf build/lib build/bdist.* *.egg-info
 	@$(PYTHON) -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation --no-index --wheel-dir dist .
 	@rm -rf build/lib build/bdist.* *.egg-info
@@ -117,11 +118,11 @@ wheel: setup ## build a wheel with the BPF objects, in dist/
 deb: wheel man ## build a Debian package of the agent with its libraries, a systemd unit, man pages and completion, in dist/ (docs/deploy.md)
 	@deploy/deb/build.sh
 
-test-deb: deb ## install, start, upgrade, remove and purge that package on a machine of its own (root, debootstrap, a Debian mirror)
+test-deb: deb ## install, start, upgrade, remove and purge that package on a separate machine (root, debootstrap, a Debian mirror)
 	@tools/setup.sh packages tests/deb/debian-packages.txt
 	@$(SUDO) $(PYTHON) -m pytest tests/deb $(ARGS)
 
-chart: setup ## make the Helm chart from deploy/, in build/chart, and package it in dist/ with Helm itself (Go)
+chart: setup ## build the Helm chart from deploy/, in build/chart, and package it in dist/ with Helm (needs Go)
 	@tests/cluster/build.sh helm
 	@$(PYTHON) tools/chart.py build/chart
 	@$${PYEBPF_PROXY_CACHE:-/var/cache/pyebpf-proxy}/go/helm package --destination dist build/chart/pyebpf-proxy
@@ -129,7 +130,7 @@ chart: setup ## make the Helm chart from deploy/, in build/chart, and package it
 demo: setup ## run a two-node cluster in network namespaces, send real requests, print a table of the results
 	@$(SUDO) .venv/bin/pyebpf-proxy lab demo
 
-inspect: setup ## the demo cluster, its maps read with bpftool only: from a VIP to its backends (docs/maps.md)
+inspect: setup ## show the maps of the demo cluster with bpftool only: from a VIP to its backends (docs/maps.md)
 	@$(SUDO) .venv/bin/pyebpf-proxy lab inspect
 
 screenshots: setup ## regenerate docs/top.svg and docs/explain.svg from the real commands in a lab with traffic
@@ -138,22 +139,22 @@ screenshots: setup ## regenerate docs/top.svg and docs/explain.svg from the real
 test: setup ## run all unit, packet and netns tests; skipped tests are listed at the end, with reasons
 	@$(SUDO) $(PYTHON) -m pytest $(PARALLEL) $(ARGS)
 
-test-faults: setup ## make faults and floods under load, beside kube-proxy if it is built; writes docs/reliability.md; ARGS='syn-flood quota'
+test-faults: setup ## cause faults and floods under load, and compare with kube-proxy if it is built; writes docs/reliability.md; ARGS='syn-flood quota'
 	@tools/setup.sh packages tests/faults/debian-packages.txt
 	@$(SUDO) $(PYTHON) -m tests.faults $(ARGS)
 
-test-model: setup ## random streams of events, kills and damage against a slow model of the agent; ARGS='--streams 1000 --seed 7' (tests/README.md)
+test-model: setup ## compare the agent with a slow model under random events, kills and damage; ARGS='--streams 1000 --seed 7' (tests/README.md)
 	@$(SUDO) $(PYTHON) -m tests.model $(ARGS)
 
-soak: setup ## load and churn near conntrack's limit for an hour, a picture of what grows; writes docs/reliability.md; ARGS='--minutes 5'
+soak: setup ## run load and churn near conntrack's limit for an hour, and plot what grows; writes docs/reliability.md; ARGS='--minutes 5'
 	@$(SUDO) $(PYTHON) -m tests.soak $(ARGS)
 	@$(PYTHON) -m tests.faults --page
 
-fuzz: setup ## search the parsers for inputs that they do not survive, guided by coverage; ARGS='--seconds 300 manifests' (tests/README.md)
+fuzz: setup ## search for inputs that crash the parsers, guided by coverage; ARGS='--seconds 300 manifests' (tests/README.md)
 	@tools/setup.sh fuzz
 	@$(PYTHON) -m tests.fuzz $(ARGS)
 
-image-root: ## build the image of deploy/Dockerfile as the directory build/image/root, without pulling images (root, debootstrap)
+image-root: ## build the image of deploy/Dockerfile in the directory build/image/root, without pulling images (root, debootstrap)
 	@$(SUDO) python3 deploy/image/root.py build/image
 
 sbom: image-root ## list what the image contains, as CycloneDX: build/image/debian.cdx.json and python.cdx.json
@@ -163,7 +164,7 @@ sbom: image-root ## list what the image contains, as CycloneDX: build/image/debi
 test-cluster: setup ## run tests against the real Kubernetes programs; builds them first (Go 1.26) if they are not cached
 	@tools/setup.sh packages tests/cluster/debian-packages.txt
 	@tests/cluster/build.sh kube-proxy kube-apiserver
-	@# The tests that need these say so if they are missing.
+	@# Continue without these tools: the tests that need one of them report that it is missing.
 	@tests/cluster/build.sh helm || echo "make test-cluster: helm cannot be built" >&2
 	@tests/cluster/tools.sh || echo "make test-cluster: promtool and prometheus cannot be fetched" >&2
 	@$(SUDO) $(PYTHON) -m pytest tests/cluster $(PARALLEL) $(ARGS)
@@ -178,7 +179,7 @@ lab-test: setup ## test two Vagrant machines: requests, restart and upgrade unde
 	@$(SUDO) env $(foreach name,PYEBPF_PROXY_CACHE LAB_DRIVER LAB_BOX LAB_KERNEL LAB_BOOT_TIMEOUT,$(if $($(name)),$(name)="$($(name))")) \
 		nice -n 10 $(PYTHON) -m tests.vagrant
 
-# What make test-e2e and make cluster-up build and fetch; the programs take 20 to 40 minutes the first time.
+# The programs that make test-e2e and make cluster-up need; building them takes 20 to 40 minutes the first time.
 define e2e-programs
 	@tools/setup.sh packages tests/cluster/debian-packages.txt
 	@tests/cluster/build.sh kube-proxy kube-apiserver kubelet kubectl kube-controller-manager kube-scheduler coredns agnhost \
@@ -186,7 +187,7 @@ define e2e-programs
 endef
 E2E = $(SUDO) env $(foreach name,PYEBPF_PROXY_CACHE E2E_WORK,$(if $($(name)),$(name)="$($(name))")) nice -n 5 $(PYTHON) -m tests.e2e
 
-cluster-up: setup ## a real Kubernetes cluster on this machine: PROXY=pyebpf-proxy, kube-proxy or kube-proxy-nftables, DUAL=1: both families (docs/kubernetes-e2e.md)
+cluster-up: setup ## start a real Kubernetes cluster on this machine: PROXY=pyebpf-proxy, kube-proxy or kube-proxy-nftables, DUAL=1: both families (docs/kubernetes-e2e.md)
 	$(call e2e-programs)
 	@$(E2E) up --proxy $(or $(PROXY),pyebpf-proxy) $(if $(DUAL),--dual)
 
@@ -209,7 +210,7 @@ record: setup ## run all cases and flows with the real kube-proxy again, and rec
 	@$(SUDO) $(PYTHON) -m tests.cluster.record_flows
 
 lint: setup ## ruff, mypy --strict, import layers, links of the pages, C warnings as errors, shellcheck if installed
-	@# The C side was compiled by setup, with -Wall -Wextra -Werror.
+	@# setup has compiled the C code with -Wall -Wextra -Werror.
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m mypy --strict
@@ -219,14 +220,14 @@ lint: setup ## ruff, mypy --strict, import layers, links of the pages, C warning
 		set -x; shellcheck .ci/run vagrant/build-box $$(git ls-files '*.sh' 2>/dev/null || echo tools/*.sh); \
 	else echo "shellcheck is not installed: shell scripts were not checked"; fi
 
-docs: ## the documentation as a site, build/site/html, with every link checked
+docs: ## build the documentation as a site in build/site/html, and check every link
 	@tools/setup.sh docs
 	@rm -rf build/site && mkdir -p build/site/pages
 	@git ls-files | xargs -d '\n' cp --parents -t build/site/pages
 	@NO_MKDOCS_2_WARNING=1 build/docs-venv/bin/mkdocs build --quiet --strict
 	@echo build/site/html/README.html
 
-man: setup ## the manual pages, build/man, from the commands' own help texts, checked by mandoc
+man: setup ## build the manual pages in build/man from the commands' help texts, and check them with mandoc
 	@tools/setup.sh packages docs/debian-packages.txt
 	@rm -rf build/man
 	@SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct 2>/dev/null || date +%s) $(PYTHON) tools/man_pages.py build/man
@@ -237,7 +238,7 @@ pictures: setup ## regenerate the pictures in docs/ that have a source in docs/p
 	@tools/setup.sh packages docs/debian-packages.txt
 	@$(PYTHON) tools/pictures.py
 
-bench: setup ## run the benchmarks, each with its comparison; results and plots in bench/results/; QUICK=1: shorter
+bench: setup ## run the benchmarks, each with a comparison; results and plots in bench/results/; QUICK=1: shorter
 	@$(SUDO) $(PYTHON) -m bench $(if $(QUICK),--quick) $(ARGS)
 
 profile: setup ## profile the control plane with clusters of several shapes; results in bench/profiles/; QUICK=1: shorter
@@ -250,7 +251,7 @@ clean: ## remove build results and caches of tools
 	@rm -rf build dist pyebpf_proxy/bpf *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	@find . -path ./.venv -prune -o -path ./.git -prune -o -name __pycache__ -type d -exec rm -rf {} +
 
-distclean: clean ## clean, and remove .venv too
+distclean: clean ## clean, and also remove .venv
 	@rm -rf .venv
 
 -include $(wildcard build/bpf/*.d build/bench/*.d build/tests/*.d)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m bench``: measure, keep the results, draw them, put them into docs/performance.md."""
+"""``python -m bench``: measures, saves and draws the results, and writes them into docs/performance.md."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Figure = Callable[[Options], Result]
 
 
 def _plain(run: Callable[[bool], Result]) -> Figure:
-    """A figure without options for loads."""
+    """A figure that ignores the options for loads."""
     return lambda asked: run(asked.quick)
 
 
@@ -74,9 +74,9 @@ ROWS = {
     "services": ("services",),
     "memory": ("memory",),
 }
-#: They share their grounds (contenders.py), which are kept from one figure to the next.
+#: These figures share their grounds (contenders.py), which are kept from one figure to the next.
 BESIDE = {"connect", "exchange", "stream", "latency", "dns", "services"}
-#: Takes longer than all others: only if named.
+#: This figure takes longer than all others: it is measured only if named.
 APART = {"cluster"}
 RESULTS = ROOT / "bench" / "results"
 QUICK_RESULTS = ROOT / "build" / "bench" / "results"
@@ -155,7 +155,7 @@ def _all(quick: bool) -> list[str]:
 
 
 def _rows(text: str) -> list[str]:
-    """The figures of these rows."""
+    """The figures that measure these rows."""
     return [figure for row in _of(ROWS)(text) for figure in ROWS[row]]
 
 
@@ -179,7 +179,7 @@ def _sizes(text: str) -> tuple[int, ...]:
 
 
 def _cluster(plan: cluster.Plan, folder: Path) -> Figure:
-    """Measure the figure cluster with its options; saved after each size, together with saved results of others."""
+    """Measure the figure cluster with its options. It is saved after each size, with earlier results of other sizes."""
     path = folder / "cluster.json"
 
     def run(asked: Options) -> Result:
@@ -190,7 +190,7 @@ def _cluster(plan: cluster.Plan, folder: Path) -> Figure:
 
 
 def _measure(names: Sequence[str], asked: Options, folder: Path, figures: Mapping[str, Figure]) -> None:
-    """Measure one figure after the other; each is saved when it is complete."""
+    """Measure one figure after the other, and save each when it is complete."""
     try:
         for name in names:
             if name not in BESIDE:
@@ -219,7 +219,7 @@ def _drawn(result: Result, folder: Path, new: bool) -> bool:
 
 
 def _return_to_owner(folder: Path) -> None:
-    """Under sudo: give the files to the user who ran it."""
+    """Under sudo, make the user who ran it the owner of the files."""
     owner = os.environ.get("SUDO_UID")
     if owner:
         for path in (folder, *folder.iterdir(), PAGE):

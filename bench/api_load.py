@@ -24,15 +24,15 @@ from tests.support.reference import kube_proxy
 from . import workload
 from .measure import say
 
-#: The API server's address as seen from the nodes.
+#: The address of the API server that the nodes use.
 ADDRESS = "192.0.2.1"
 TEAMS = 50
 CONNECTIONS = 8
-#: Seconds after which an idle connection is replaced: the API server closes one after a few minutes.
+#: Seconds after which an idle connection is replaced: the API server closes it after a few minutes.
 IDLE_SECONDS = 30.0
 ARGUMENTS = (
     "--bind-address=0.0.0.0",
-    # Those of the workload and of the contenders; the first is the Service ``kubernetes``.
+    # ServiceCIDRs of the workload and of the contenders; the first has the Service ``kubernetes``.
     "--service-cluster-ip-range=172.16.0.0/12,fd00:10:96::/112",
 )
 
@@ -58,7 +58,7 @@ def missing() -> str:
 
 
 class Connection:
-    """A persistent connection of an administrator, for one thread."""
+    """A persistent connection with an administrator's rights, for one thread."""
 
     def __init__(self, server: ApiServer) -> None:
         context = ssl.create_default_context(cafile=str(server.ca))
@@ -66,7 +66,7 @@ class Connection:
         self._used = time.monotonic()
 
     def write(self, method: str, path: str, body: Any, content: str = "application/json") -> None:
-        """One request; RuntimeError if it is rejected (except "already exists")."""
+        """Send one request; RuntimeError if it is rejected, except for "already exists"."""
         headers = {"Authorization": f"Bearer {ADMIN_TOKEN}", "Content-Type": content}
         if time.monotonic() - self._used > IDLE_SECONDS:
             self._connection.close()  # the request reopens it
@@ -82,7 +82,7 @@ class Connection:
 
 
 class Connections:
-    """One connection per thread."""
+    """One connection for each thread."""
 
     def __init__(self, server: ApiServer) -> None:
         self._server = server
@@ -108,7 +108,7 @@ def slice_path(number: int) -> str:
 
 
 def entries(item: workload.Object, allocated: bool = True) -> Iterator[tuple[str, workload.Object]]:
-    """An object as stored in etcd, with its key. ``allocated``: a Service also has the record of its address."""
+    """The entries of an object in etcd, with their keys. ``allocated``: a Service also has a record of its address."""
     metadata = item["metadata"]
     whole = {"uid": str(uuid.uuid5(uuid.NAMESPACE_OID, metadata["name"])), "creationTimestamp": "2026-01-01T00:00:00Z"}
     place = f"{metadata.get('namespace', '')}/{metadata['name']}".lstrip("/")
@@ -138,14 +138,14 @@ def _objects(services: int, endpoints: int) -> Iterator[workload.Object]:
 
 @contextmanager
 def loaded(services: int, endpoints: int = workload.ENDPOINTS) -> Iterator[ApiServer]:
-    """An API server with the workload. It is written once, directly into etcd, whose data are then cached."""
+    """An API server with the workload, which is written directly into etcd once; then etcd's data are cached."""
     items = list(_objects(services, endpoints))
     text = json.dumps([ARGUMENTS, items])
     kept = CACHE / "bench" / f"etcd-{services}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
     if not kept.exists():
         with ApiServer(ARGUMENTS) as server:
             say(f"writing {len(items)} objects into etcd, once: its data are kept in {kept.parent}")
-            # Via the API server this takes an hour on a busy machine: 3 ms or more of CPU time for each object.
+            # Through the API server, this takes an hour on a busy machine: 3 ms or more of CPU time for each object.
             server.put(dict(entry for item in items for entry in entries(item)))
             _keep(server, kept)
     server = ApiServer(ARGUMENTS)
@@ -164,5 +164,5 @@ def _keep(server: ApiServer, kept: Path) -> None:
 
 
 def _copy(source: Path, target: Path) -> None:
-    # etcd's files have holes.
+    # etcd's files are sparse.
     subprocess.run(["cp", "-a", "--sparse=always", source, target], check=True)

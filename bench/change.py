@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Figure 2: one EndpointSlice file changes, with agents that hold clusters of three sizes.
 
-The agents are real processes, each with a directory with one file per object, each in its own lab. They take
-turns, so that other load of the machine affects all sizes equally.
+The agents are real processes, each in its own lab, with a directory that has one file for each object. They take turns,
+so that other load of the machine affects all sizes equally.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from .measure import Result, Row, machine, say, slowness, speed, summary
 from .rows import absolute, ratio
 
 SIZES = (100, 1_000, 10_000)
-#: One more service in every cluster, for changes of a large slice.
+#: Every cluster has one more service, for changes of a large slice.
 LARGE = 65_000
 LARGE_ENDPOINTS = 1_000
 GOAL_MS = 10.0
-#: The agent removes old versions after 0.2 s without changes; that is part of the work of a change.
+#: The agent removes old versions after 0.2 s without changes; this is a part of the work of a change.
 SETTLE_SECONDS = 0.35
 DEADLINE_SECONDS = 10.0
 
 
 class Change(NamedTuple):
-    """One change: milliseconds from just before the rename until the map was flipped, and the agent's CPU time."""
+    """One change: milliseconds from just before the rename until the flip, and the agent's CPU time."""
 
     latency_ms: float
     cpu_ms: float
@@ -54,7 +54,7 @@ class Cluster:
         self._turn = 0
 
     def start(self) -> float:
-        """Write the directory, start the agent, wait until everything is programmed: seconds from its start."""
+        """Write the directory, start the agent, and wait until it has programmed everything. The result: seconds."""
         folder = self._lab.manifests
         for name, document in workload.everything(self.services):
             (folder / name).write_text(json.dumps(document))
@@ -75,15 +75,15 @@ class Cluster:
         return took
 
     def _slice(self, number: int, endpoints: int) -> workload.Object:
-        """The service's slice, with a different first endpoint in every turn."""
+        """The service's slice; its first endpoint is different in every turn."""
         document = workload.endpoint_slice(number, number * workload.ENDPOINTS, endpoints)
         document["endpoints"][0]["addresses"] = [workload.pod_ip(1_200_000 + self._turn)]
         return document
 
     def change(self, large: bool) -> Change:
-        """Replace one slice by a rename, as an editor would, and wait for the flip."""
+        """Replace one slice by a rename, as editors do, and wait for the flip."""
         self._turn += 1
-        # Spread over the table: successive changes are not near each other.
+        # Spread changes over the table, so that successive ones are not near each other.
         number = LARGE if large else self._turn * 7919 % self.services
         document = self._slice(number, LARGE_ENDPOINTS if large else workload.ENDPOINTS)
         path = self._lab.manifests / workload.slice_file(number)
@@ -94,7 +94,7 @@ class Cluster:
         cpu = self._cpu_ns()
         begin = time.monotonic_ns()
         os.rename(temporary, path)
-        # Not a busy loop: the agent may need this CPU. The kernel wakes this process about 60 µs late.
+        # No busy loop, because the agent may need this CPU. The kernel wakes this process about 60 µs late.
         while self._words[service] == before:
             time.sleep(0.00005)
             if time.monotonic_ns() - begin > DEADLINE_SECONDS * 1e9:
@@ -104,7 +104,7 @@ class Cluster:
         return Change(latency / 1e6, (self._cpu_ns() - cpu) / 1e6)
 
     def _cpu_ns(self) -> int:
-        """CPU time of all threads of the agent, by the scheduler's count in nanoseconds."""
+        """CPU time of all threads of the agent in nanoseconds, as the scheduler counts it."""
         process = self._agent.process
         assert process is not None
         tasks = Path(f"/proc/{process.pid}/task")
@@ -140,7 +140,7 @@ def run(quick: bool) -> Result:
         for kind, times in (("small", rounds), ("large", large_rounds)):
             for cluster in clusters:
                 latency[kind][cluster.services], cpu[kind][cluster.services] = [], []
-                cluster.change(kind == "large")  # the first one warms up
+                cluster.change(kind == "large")  # a warm-up
             for _ in range(times):
                 for cluster in clusters:
                     change = cluster.change(kind == "large")
@@ -191,7 +191,7 @@ def _rows(latency: dict[str, dict[int, list[float]]], cpu: dict[str, dict[int, l
                 cpu[kind][largest],
                 f"{smallest} services",
                 cpu[kind][smallest],
-                # The table is 100 times larger: work that grew with it would be far outside, cache effects are not.
+                # The table is 100 times larger: work that grows with it would exceed this by far; cache effects do not.
                 most=2.0 if judged else None,
                 judged_unit="times",
                 goal="does not grow with the table" if judged else "",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``make bench-check``: does a packet cost more than at the base commit? Both are built, and measured in turns.
+"""``make bench-check``: does a packet cost more than at the base commit? Both commits are built and measured in turns.
 
 BASE is the base commit; the default is the merge base with ``main``, or the previous commit. Exit status 1 if a row of
 ``bench/packet.py`` is worse.
@@ -22,16 +22,16 @@ from typing import NamedTuple
 from .measure import ROOT, say
 from .plots import significant
 
-#: A row is worse if it takes this many times the base's nanoseconds, and this many more nanoseconds.
+#: A row is worse if it takes this many times as long as the base, and this many nanoseconds more.
 WORSE = 1.10
 WORSE_NS = 2.0
-#: Number of times that both are loaded again: the memory layout of program and maps changes results by up to a fifth.
+#: How often both are loaded again: the memory layout of program and maps changes results by up to a fifth.
 LOADS = 5
 FOLDER = ROOT / "build" / "bench" / "base"
 
 
 class Verdict(NamedTuple):
-    """A row's medians, the median of the rounds' ratios, and whether that is worse."""
+    """A row's medians, the median of the rounds' ratios, and whether the row is worse."""
 
     what: str
     base_ns: float
@@ -41,10 +41,10 @@ class Verdict(NamedTuple):
 
 
 def judge(what: str, base: Sequence[float], changed: Sequence[float]) -> Verdict:
-    """Compare the rounds of both.
+    """Compare the rounds of both commits.
 
-    A row is worse if it takes WORSE times as long in the median of the rounds, WORSE_NS more, and longer in three of
-    four rounds: a run is rounded to nanoseconds, and the machine has disturbances.
+    A row is worse if, in the median of the rounds, it takes WORSE times as long and WORSE_NS more, and if it takes
+    longer in three of four rounds: results are rounded to nanoseconds, and other work disturbs the machine.
     """
     pairs = list(zip(base, changed, strict=True))
     ratio = statistics.median(b / max(a, 1.0) for a, b in pairs)
@@ -55,7 +55,7 @@ def judge(what: str, base: Sequence[float], changed: Sequence[float]) -> Verdict
 
 
 def compare(base: Sequence[Mapping[str, float]], changed: Sequence[Mapping[str, float]]) -> list[Verdict]:
-    """A verdict for each row that both have."""
+    """A verdict for each row that both commits have."""
     rows = [what for what in changed[0] if what in base[0]]
     return [judge(what, [each[what] for each in base], [each[what] for each in changed]) for what in rows]
 
@@ -132,7 +132,7 @@ def main() -> int:
         with ExitStack() as stack:
             sides = [Side(tree, stack) for tree in trees]
             for side in sides:
-                side.round()  # the first one warms up
+                side.round()  # a warm-up
             for number in range(math.ceil(arguments.rounds / LOADS)):
                 for place in (0, 1) if number % 2 else (1, 0):
                     found[place].append(sides[place].round())

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Figure 5: start, one change, many changes, memory, idle; with a real API server, compared with the real kube-proxy.
 
-Only one process runs at a time (with the API server): they take turns, each on a new node, round by round.
+Besides the API server, only one process runs at a time: the proxies take turns, each on a new node, round by round.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _PATCH = "application/json-patch+json"
 
 
 class Size(NamedTuple):
-    """A cluster: services, the endpoints of each, how many rounds, and the changes of a round, by kind."""
+    """A cluster: its services, the endpoints of each, the number of rounds, and of changes in a round, by kind."""
 
     services: int
     endpoints: int
@@ -41,7 +41,7 @@ class Size(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """The extent of the measurement. Idle and many changes: once, at the size with the goals."""
+    """The extent of the measurement. Idle and many changes are measured once, at the size that has the goals."""
 
     sizes: tuple[Size, ...]
     rate_seconds: int
@@ -54,7 +54,7 @@ FULL = Plan(
         Size(100, 10, 5, _CHANGES),
         Size(1_000, 10, 5, _CHANGES),
         Size(JUDGED, 10, 5, _CHANGES),
-        # kube-proxy nftables takes one or two minutes to start here, and half a minute for a change.
+        # kube-proxy in mode nftables takes one or two minutes to start here, and half a minute for a change.
         Size(30_000, 3, 3, {OURS: 100, NFTABLES: 1, IPTABLES: 2}),
     ),
     20,
@@ -66,7 +66,7 @@ QUICK = Plan((Size(1_000, 10, 1, {OURS: 20, NFTABLES: 10, IPTABLES: 5}),), 10, {
 def planned(
     quick: bool, sizes: Sequence[int] = (), rest_seconds: int | None = None, many_seconds: int | None = None
 ) -> Plan:
-    """The plan with the options: only these sizes, durations of idle and of many changes.
+    """The plan with the options: only these sizes, and these durations of idle and of many changes.
 
     Raises ValueError for an unknown size.
     """
@@ -94,7 +94,7 @@ class Bench:
         self._lock = threading.Lock()
 
     def next_change(self, watch: Flips) -> tuple[str, str]:
-        """Announce a new change of a service far from the last one: the slice's path, the address."""
+        """Choose a service far from the last one, and announce its change. The result: the slice's path and address."""
         with self._lock:
             self._turn += 1
             turn = self._turn
@@ -104,12 +104,12 @@ class Bench:
         return slice_path(number), address
 
     def write(self, path: str, address: str) -> None:
-        """Write it to the API server; returns after the answer."""
+        """Write the change to the API server, and wait for the answer."""
         body = [{"op": "replace", "path": "/endpoints/0/addresses/0", "value": address}]
         self._connections.mine().write("PATCH", path, body, _PATCH)
 
     def one_by_one(self, watch: Flips, times: int) -> list[dict[str, float]]:
-        """Milliseconds until a change is in force: since it was sent, since the API server answered."""
+        """Milliseconds until a change has taken effect, since it was sent and since the API server answered."""
         found = []
         for turn in range(times + 1):
             path, address = self.next_change(watch)
@@ -117,13 +117,13 @@ class Bench:
             self.write(path, address)
             answered = time.time()
             seen = watch.wait(address, CHANGE_SECONDS)
-            if turn:  # the first one warms up
+            if turn:  # the first is a warm-up
                 found.append({"since_sent_ms": (seen - sent) * 1e3, "since_answer_ms": (seen - answered) * 1e3})
             time.sleep(SETTLE_SECONDS)
         return found
 
     def many(self, watch: Flips, seconds: int) -> list[dict[str, float | None]]:
-        """PER_SECOND changes per second, independent of their completion: the time each was sent, and its duration."""
+        """Send PER_SECOND changes per second, whether or not they complete. The result: send time, duration of each."""
         begin = time.time() + 0.1
         found: list[dict[str, float | None]] = []
         addresses: dict[float | None, str] = {}
@@ -153,12 +153,12 @@ class Bench:
 def run(
     quick: bool, plan: Plan | None = None, kept: Result | None = None, keep: Callable[[Result], object] = bool
 ) -> Result:
-    """The figure. ``keep`` receives the result so far after each size.
+    """Measure the figure. ``keep`` receives the result so far after each size.
 
     ``kept``: an earlier result; its runs of other sizes are kept if they have the same commit and machine.
     """
     plan = plan or planned(quick)
-    # As in an installed package; a checkout may be without bytecode.
+    # Compile the modules, as in an installed package; a checkout may not have bytecode.
     compileall.compile_dir(ROOT / "pyebpf_proxy", quiet=1)
     speeds = speed()
     runs, others = other_runs(kept, plan, machine(speeds))
@@ -184,7 +184,7 @@ def run(
 
 
 def other_runs(kept: Result | None, plan: Plan, here: dict[str, Any]) -> tuple[list[dict[str, Any]], list[float]]:
-    """Runs of sizes that are not measured now, with the machine speed measured at their time."""
+    """Earlier runs of sizes that are not measured now, and the machine speeds at their time."""
     if kept is None:
         return [], []
     measured = {size.services for size in plan.sizes}
@@ -209,7 +209,7 @@ def _result(quick: bool, runs: list[dict[str, Any]], speeds: list[float]) -> Res
 
 
 def _measure(bench: Bench, node: Node, plan: Plan, size: Size, last: bool) -> dict[str, Any]:
-    """One process from its start. Measurements that are done once come in the last round."""
+    """Measure one process from its start. Measurements that are done only once are in the last round."""
     found: dict[str, Any] = {"kind": node.kind, "services": node.services, "start_seconds": node.start_seconds}
     found["load_average"] = round(os.getloadavg()[0], 2)
     watch = flips(node)
@@ -222,7 +222,7 @@ def _measure(bench: Bench, node: Node, plan: Plan, size: Size, last: bool) -> di
             time.sleep(seconds)
             found["idle_percent"] = 100 * (node.proxy.cpu_seconds() - before) / (time.monotonic() - begin)
             found["idle_seconds"] = seconds
-            # Each to another service: of two changes of one service, the first may never be seen.
+            # Each change is to another service: of two changes of one service, the first may never be seen.
             if node.kind != IPTABLES and node.services >= plan.rate_seconds * PER_SECOND:
                 before = node.proxy.cpu_seconds()
                 found["many"] = bench.many(watch, plan.rate_seconds)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A node for one process, the agent or kube-proxy: a network namespace with a veth pair to the API server's.
+"""A node for one process, the agent or kube-proxy: a network namespace with a veth to the API server's namespace.
 
 Each process gets a new node, so that it finds no rules or maps of another process.
 """
@@ -46,7 +46,7 @@ def in_namespace(name: str) -> Iterator[None]:
 
 
 class Node:
-    """``with Node(OURS, server) as node``: it runs and has programmed everything, after ``start_seconds``."""
+    """``with Node(OURS, server) as node``: the proxy runs; after ``start_seconds``, it has programmed everything."""
 
     def __init__(self, kind: str, server: ApiServer, services: int) -> None:
         self.kind = kind
@@ -69,7 +69,7 @@ class Node:
                     f"link set {self._link} up",
                 ]
             )
-            # Removed explicitly: the kernel removes links of an unnamed namespace only after a delay.
+            # Remove the link explicitly: the kernel removes links of an unnamed namespace only after a delay.
             stack.callback(batch, [f"link del {self._link}"])
             self.namespace.ip(
                 f"address add {NODE_ADDRESS}/24 dev eth0", "link set eth0 up", f"route add default via {ADDRESS}"
@@ -92,7 +92,7 @@ class Node:
             self.folder / "kubeconfig", {"token": ADMIN_TOKEN}, f"https://{ADDRESS}:{self._server.port}"
         )
         text = yaml.safe_load(kubeconfig.read_text())
-        # The certificate is for the API server's other address.
+        # The certificate is for another address of the API server.
         text["clusters"][0]["cluster"]["tls-server-name"] = "localhost"
         kubeconfig.write_text(yaml.safe_dump(text))
         return kubeconfig

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of the cluster figure: from samples to rows with goals."""
+"""The table of the cluster figure: computes rows with goals from samples."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from .rows import absolute, ratio
 
 Run = dict[str, Any]
 CHANGE_MS, MEMORY_MIB, IDLE_PERCENT = 20.0, 150.0, 0.5
-#: Ratio of the last to the first seconds of many changes above which the queue is growing.
+#: If the last seconds of many changes take this many times as long as the first ones, the queue is growing.
 GROWTH = 1.5
-#: The size of the goals; if it is missing, the largest.
+#: The size that has the goals; if it was not measured, the largest has them.
 JUDGED = 10_000
 
 
 def judged(sizes: Sequence[int]) -> int:
-    """The size of the goals."""
+    """The size that has the goals."""
     return JUDGED if JUDGED in sizes else max(sizes)
 
 
 def rounds_in_words(runs: Sequence[Run]) -> str:
-    """The number of measured rounds of pyebpf-proxy, for each size."""
+    """How many rounds of pyebpf-proxy were measured for each size, in words."""
     counted = Counter(run["services"] for run in runs if run["kind"] == OURS)
     words = [f"{rounds} with {services}" for services, rounds in sorted(counted.items())]
     return f"rounds: {', '.join(words)} services"
@@ -40,7 +40,7 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 def rows(runs: Sequence[Run], slow: float) -> list[Row]:
-    """``slow``: how many times slower than normal the machine was."""
+    """The rows of the table. ``slow``: how many times slower than normal the machine was."""
     made = []
     sizes = sorted({run["services"] for run in runs}, reverse=True)
     for size in sizes:
@@ -85,7 +85,7 @@ def _changes(of: dict[str, list[Run]], size: int, slow: float, judged: bool) -> 
 
 
 def _flat(runs: Sequence[Run], few: int, many: int) -> Row:
-    """One change among many services compared with one among few: it must not grow for pyebpf-proxy."""
+    """One change among many services, compared with one among few: for pyebpf-proxy, the time must not grow."""
     of = {
         size: [
             statistics.median(each["since_sent_ms"] for each in run["changes"])

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Figure: duration of the inspection commands on a node with 10 000 services.
 
-Whole commands, as started by a shell, in the node's network namespace with its agent: wall-clock time and CPU time.
-For comparison ``--version``, which reads nothing: the start of the interpreter.
+Each command is run as from a shell, in the network namespace of a node with an agent. Wall-clock time and CPU time are
+measured. ``--version``, which reads nothing, shows the time that the start of the interpreter takes.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def _node() -> Iterator[Node]:
 def once(node: Node, arguments: tuple[str, ...], cache: str) -> tuple[float, float]:
     """Wall-clock and CPU seconds of one command; its output is discarded."""
     known = {"PYEBPF_PROXY_DIRECTORY": str(node.agent.directory), "PYTHONPYCACHEPREFIX": cache}
-    # Modules of an installed package are compiled; settings of a checkout's interpreter must not count.
+    # Modules of an installed package are compiled; settings of a checkout's interpreter must not change the result.
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"} | known
     run = ["ip", "netns", "exec", node.namespace.name, *command(), *arguments]
     before, begin = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
@@ -69,7 +69,7 @@ def run(quick: bool) -> Result:
         for number in range(rounds + 1):
             for arguments in COMMANDS:
                 took, used = once(node, arguments, cache)
-                if number:  # the first one compiles
+                if number:  # the first run compiles the modules
                     clock[" ".join(arguments)].append(took)
                     cpu[" ".join(arguments)].append(used)
     speeds += speed()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Figure: connect, one byte each way, reset; maximum rate, with one service loaded.
+"""Figure: short connections at the maximum rate, with one service: connect, one byte each way, reset.
 
-The contenders take turns, from pod to pod of one node and from an external client, whose address is preserved (policy
-Local) or masqueraded (policy Cluster).
+The contenders take turns. Connections are from pod to pod of one node, and from an external client, whose address is
+preserved (policy Local) or masqueraded (policy Cluster).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from .contenders import IPTABLES, NFTABLES, NONE, OURS, SLOW, SOCKET, TRACKED, U
 from .loads import Options, Plan, Samples, alternate, cells, connect, latest, rows
 from .measure import Result, Row, machine
 
-#: Goals as parts of no proxy, by way.
+#: Goals by way, as fractions of the rate without a proxy.
 GOALS = {"pod": 1.0, "client": 1.0, "cluster": 0.95}
 PAIRS = [
     (OURS, NONE),
@@ -47,12 +47,12 @@ def run(asked: Options) -> Result:
 
 
 def takes_part(ground: Ground, way: str) -> bool:
-    """Leave out what cannot differ: no translated sockets outside, no XDP interface between two pods of a node."""
+    """Whether the contender can differ: external clients have no translated sockets, pods of a node no XDP device."""
     return ground.contender.name != (XDP if way == "pod" else SOCKET)
 
 
 def table(samples: Samples) -> Iterator[Row]:
-    """Its rows, without contenders that did not take part."""
+    """The rows, without contenders that did not take part."""
     for way, words in WAYS.items():
         of = {key: each for key, each in samples.items() if key.startswith(words)}
         yield from rows(of, "connect-request-reset", "/s", PAIRS, {(OURS, NONE): GOALS[way]})

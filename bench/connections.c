@@ -102,7 +102,7 @@ static void end(int fd, bool good)
 		load.slowest = took;
 }
 
-/* True: this connection is over. */
+/* Returns true if the connection has ended. */
 static bool go_on(int fd, uint32_t events)
 {
 	char byte = 'x';

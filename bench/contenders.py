@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The contenders: no proxy, kube-proxy in its modes, pyebpf-proxy with its defaults. Each on its own node.
+"""The contenders, each on its own node: no proxy, kube-proxy in its modes, pyebpf-proxy with its defaults.
 
-All nodes are equal and exist at the same time, each in its own lab with the same addresses: a client pod, a server
-pod, an external client. So the loads of the contenders follow each other within seconds, and nothing starts in between.
-They share the machine: its CPUs, the kernel's static branches, the root cgroup with each agent's socket programs.
+All nodes are alike and exist at the same time, each in its own lab with the same addresses: a client pod, a server pod,
+an external client. So the loads of the contenders follow each other within seconds, and nothing starts in between. They
+share the machine: its CPUs, the kernel's static branches, the root cgroup with each agent's socket programs.
 
-pyebpf-proxy reads a directory of manifests, kube-proxy the same objects from a real API server.
+pyebpf-proxy reads a directory of manifests; kube-proxy reads the same objects from a real API server.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ from .proxies import Proxy
 
 #: Number of endpoints of each of the many services.
 ENDPOINTS = 3
-#: Prefix of files with many services, and the number of objects in each.
+#: The prefix of files with many services, and the number of objects in each of these files.
 OTHERS, OBJECTS_A_FILE = "others-", 500
 CONNECT, EXCHANGE, STREAM, UDP, DNS = 8080, 8081, 8082, 8083, 8053
-#: Ports of the pod's and of ClusterIPs, and the node's for them: of the Service with policy Cluster, and with Local.
+#: Ports of the pod and of ClusterIPs, and their NodePorts: of the Service with policy Cluster, and of that with Local.
 NODE_PORT = {port: port + 24000 for port in (CONNECT, EXCHANGE, STREAM)}
-#: Outside the NodePorts of workload.py with 30 000 Services.
+#: These are outside the NodePorts of workload.py with 30 000 Services.
 LOCAL_NODE_PORT = {port: port + 24100 for port in (CONNECT, EXCHANGE, STREAM, UDP, DNS)}
 ADDRESS = Dual("172.31.0.10", "fd00:10:96::110")
 UDP_ADDRESS = Dual("172.31.0.11", "fd00:10:96::111")
@@ -66,9 +66,10 @@ class CannotTakePartError(Exception):
 
 
 class Contender(NamedTuple):
-    """``proxy``: "ours", a mode of kube-proxy, or "". ``own``: DatapathConfiguration. ``rules``: an nftables table.
+    """What runs on a node. ``proxy``: "ours" (pyebpf-proxy), a mode of kube-proxy, or "".
 
-    ``past``: loads address the pod itself instead of the Service.
+    ``own``: fields of the DatapathConfiguration. ``rules``: an nftables table. ``past``: loads are sent to the pod's
+    own address instead of the Service.
     """
 
     name: str
@@ -81,9 +82,9 @@ class Contender(NamedTuple):
 
 _TRACKING = "table inet bench { chain c { type filter hook prerouting priority 0; ct state invalid counter; }; }"
 NONE, OURS, XDP, SLOW, SOCKET, TRACKED = "none", "ours", "xdp", "slow", "socket", "tracked"
-#: Not contenders, but the limits of the machine.
+#: These are no contenders, but show the limits of the machine.
 FORWARD, LIMIT = LIMITS = ("forward", "limit")
-#: Only for packets of no service.
+#: These are only for packets that belong to no service.
 PAST, EMPTY = "past", "empty"
 CONTENDERS = {
     each.name: each
@@ -128,7 +129,7 @@ def objects(server: Dual) -> list[manifests.Object]:
 
 
 class Ground:
-    """One contender on its node, ready for loads."""
+    """One contender with its node, ready for loads."""
 
     def __init__(self, contender: Contender, stack: ExitStack) -> None:
         self.contender = contender
@@ -158,10 +159,10 @@ class Ground:
             self.node.namespace.run("nft", "-f", "-", stdin=one.rules)
         elif one.proxy == "ours":
             agent = self.node.agent
-            # With many services, the node is one of their nodes.
+            # With many services, the node is one of the workload's nodes.
             has_others = (agent.manifests / f"{OTHERS}000.json").exists()
             manifests.write(agent.manifests / "bench.yaml", objects(self.server.address)[: -1 if has_others else None])
-            # As in its container: the node's network, and the host's /sys (``ip netns exec`` mounts a new one).
+            # As in a container: the node's network, and the host's /sys; ``ip netns exec`` would mount a new one.
             enter = ("nsenter", f"--net=/run/netns/{self.node.namespace.name}", "setpriv")
             few = (f"--bounding-set={_CAPABILITIES}", f"--inh-caps={_CAPABILITIES}")
             agent.start(own=one.own, enter=(*enter, *few))
@@ -195,7 +196,7 @@ class Ground:
 
 
 def pinned(command: Sequence[str]) -> list[str]:
-    """The command on the last CPU, which the servers use too.
+    """The command, run on the last CPU, which the servers also use.
 
     A wake-up on another CPU costs several times as much as a proxy, so the placement must not be left to chance.
     """
@@ -204,7 +205,7 @@ def pinned(command: Sequence[str]) -> list[str]:
 
 @contextmanager
 def serving(namespace: Namespace, command: Sequence[str]) -> Iterator[None]:
-    """A server in the namespace, which reports when it listens."""
+    """Run a server in the namespace, and wait until it reports that it listens."""
     command = ["ip", "netns", "exec", namespace.name, *command]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -212,7 +213,7 @@ def serving(namespace: Namespace, command: Sequence[str]) -> Iterator[None]:
             while "listening" not in (line := process.stdout.readline()):
                 if not line:
                     raise RuntimeError(f"{' '.join(command)} does not listen")
-            # iperf3 prints some lines for each test. Unread, they would stop it when the pipe is full.
+            # iperf3 prints some lines for each test. They must be read: a full pipe would stop it.
             threading.Thread(target=deque, args=(process.stdout, 0), daemon=True).start()
             yield
         finally:
@@ -222,7 +223,7 @@ def serving(namespace: Namespace, command: Sequence[str]) -> Iterator[None]:
 class Field:
     """The grounds of this run; each is created on first use and kept until ``close``.
 
-    ``services``: number of additional services on every node, with ENDPOINTS endpoints each.
+    ``services``: the number of additional services on every node, with ENDPOINTS endpoints each.
     """
 
     def __init__(self, services: int = 0) -> None:
@@ -271,7 +272,7 @@ class Field:
             ground.start(self._api, stack)
             if self._services:
                 say(f"{contender.words}: {self._services} services programmed in {time.monotonic() - began:.0f} s")
-            # Its own resources end before those it shares with others.
+            # A ground's own resources must end before those that it shares with others.
             self._stack.push(stack.pop_all())
         return ground
 
@@ -293,6 +294,6 @@ def field() -> Field:
 
 
 def turns(rounds: int, grounds: Sequence[Ground]) -> Iterator[tuple[int, list[Ground]]]:
-    """The number of each round, and its order: the first contender is last in the next round."""
+    """The number of each round, and its order: in the next round, the first contender is last."""
     for number in range(rounds):
         yield number, list(grounds)[:: -1 if number % 2 else 1]

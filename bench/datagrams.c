@@ -54,14 +54,14 @@ static int serve(uint16_t port)
 static struct {
 	struct sockaddr_storage to, from;
 	socklen_t length;
-	uint64_t begun[FILES];		/* by descriptor; 0: none */
+	uint64_t begun[FILES];		/* start of the query, by descriptor; 0: none */
 	uint16_t port;
 	bool counting;
 	uint64_t answered, failed;
 	int poller;
 } load;
 
-/* A socket with an unused port. */
+/* Returns a socket with an unused port. */
 static int open_socket(void)
 {
 	int fd = socket(load.to.ss_family, SOCK_DGRAM | SOCK_NONBLOCK, 0);
@@ -136,7 +136,7 @@ static int put_under_load(char **arguments)
 
 	load.length = parse_address(arguments[0], atoi(arguments[1]), &load.to);
 	load.from.ss_family = load.to.ss_family;
-	/* Random, so that a run does not begin with the ports of the previous one. */
+	/* A random first port, so that a run does not begin with the ports of the previous one. */
 	load.port = FIRST_PORT + now() / 1000 % (65536 - FIRST_PORT);
 	load.poller = epoll_create1(0);
 	for (int i = atoi(arguments[2]); i > 0; i--)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Figure: a datagram and its reply, from a new port each time, as in DNS lookups; maximum rate."""
+"""Figure: a datagram and its reply, each time from a new port, as in DNS lookups, at the maximum rate."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def run(asked: Options) -> Result:
 
 
 def table(samples: Samples) -> Iterator[Row]:
-    """Its rows; the goal is for pods, which send most queries."""
+    """The rows; the goal is for pods, which send most queries."""
     for key, of in samples.items():
         goals = {(OURS, NONE): GOAL} if key.startswith("pod") else {}
         yield from rows({key: of}, "a datagram and its answer", "/s", PAIRS, goals)

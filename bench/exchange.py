@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Figure: request-response on one persistent connection: one byte each way, maximum rate.
+"""Figure: request-response on one persistent connection, one byte each way, at the maximum rate.
 
-Each contender keeps one connection for all rounds. The first round, in which it is new, does not count.
+Each contender keeps one connection for all rounds. The first round, in which the connection is new, is not used.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from .contenders import NONE, OURS, USUAL, WAYS, Ground, field
 from .loads import Conversation, Options, Plan, Samples, alternate, cell, cells, latest, rows
 from .measure import Result, Row, machine
 
-#: Goals as parts of no proxy, by way.
+#: Goals by way, as fractions of the rate without a proxy.
 GOALS = {"pod": 1.06, "client": 1.0, "cluster": 1.0}
 PLAN = Plan(rounds=11, most=25, seconds=1.0, cells=cells(tuple(WAYS)))
 QUICK = Plan(rounds=7, most=7, seconds=0.5, cells=cells(("pod", "cluster"), (4,)))
@@ -56,7 +56,7 @@ def run(asked: Options) -> Result:
 
 
 def table(samples: Samples) -> Iterator[Row]:
-    """Its rows, without contenders that did not take part."""
+    """The rows, without contenders that did not take part."""
     for way in WAYS:
         of = {key: each for key, each in samples.items() if key in (cell(way, 4), cell(way, 6))}
         yield from rows(of, "request-response, one connection", "/s", PAIRS, {(OURS, NONE): GOALS[way]})

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Real maps, not pinned, filled as by the agent."""
+"""Real maps without pins, filled as the agent fills them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from . import workload
 
 
 class Filled(NamedTuple):
-    """Maps with a cluster in them, and the seconds of planning and of writing."""
+    """Maps that contain a cluster, and the seconds for planning and for writing."""
 
     loaded: Loaded
     writer: Writer
@@ -47,7 +47,7 @@ def load_programs(fast_path: bool = False, pod_sockets: bool = False, xdp: bool 
 
 
 def fill(changes: Sequence[Change], fast: bool = False, xdp: bool = False) -> Filled:
-    """Parsed objects → plan → maps; the programs are loaded before the clock starts."""
+    """Plan parsed objects and write the maps. The programs are loaded before the time is measured."""
     loaded = load_programs(fast_path=fast, xdp=xdp)
     planner = Planner(PlanSettings(node_name="node1"))
     writer = Writer(loaded)

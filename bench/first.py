@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Figure 4: the first packet of a flow, by the features of its service, compared with the plainest service.
 
-``bpf_prog_test_run`` of ``tc_ethernet`` with one packet at a time, each of a new flow: decision, choice, and the choice
-written into the packet's priority for netfilter. The variants take turns, packet by packet, so that other load of the
-machine affects all of them equally. The time of an empty program, mostly reading the clock, is subtracted.
+``bpf_prog_test_run`` runs ``tc_ethernet`` with one packet at a time, each of a new flow. The program decides, chooses
+an endpoint, and writes the choice into the packet's priority for netfilter. The variants take turns, packet by packet,
+so that other load of the machine affects all of them equally. The time of an empty program, mostly reading the clock,
+is subtracted.
 """
 
 from __future__ import annotations
@@ -27,24 +28,24 @@ from .filled import Filled, fill
 from .measure import TOOLS, Result, Row, machine, say, speed, summary, undisturbed
 from .rows import ratio
 
-#: Services in the maps in addition to those under test.
+#: How many services are in the maps in addition to those under test.
 SERVICES = 1_000
 RANGES = 100
 GOAL = 1.5
-#: New flows of each variant in a round.
+#: How many new flows of each variant are in a round.
 FLOWS = 300
 
 NODE, GATEWAY, POD, OUTSIDER = "192.0.2.11", "192.0.2.1", "10.32.64.9", "198.51.100.7"
-#: Of both devices of the node: frames to another address are not for it.
+#: The link address of both devices of the node; the programs ignore frames to another address.
 MAC = "02:00:00:00:00:02"
-#: The tag in a packet's priority for a chosen backend; the second one: also to be masqueraded.
+#: Tags in a packet's priority: a backend was chosen; a backend was chosen, and the packet is to be masqueraded.
 CHOSEN = (0xEB, 0xED)
 PLAIN = "plain, to the ClusterIP"
 EMPTY = "an empty program"
 
 
 class Variant(NamedTuple):
-    """``spec``: fields of the Service except its addresses. ``kind``: the address that is used."""
+    """A kind of Service. ``spec``: its fields except addresses. ``kind``: the kind of address to which packets go."""
 
     what: str
     kind: str
@@ -103,7 +104,7 @@ def changes() -> list[Change]:
 
 
 def frame(variant: Variant, number: int, flow: int) -> bytes:
-    """A SYN; each ``flow`` is another flow."""
+    """The SYN of a flow; another number ``flow`` is another flow."""
     source = int(ipaddress.ip_address(variant.source))
     if variant.many_clients:
         source = int(ipaddress.ip_address("10.33.0.0")) + flow
@@ -116,7 +117,7 @@ def frame(variant: Variant, number: int, flow: int) -> bytes:
 
 @contextmanager
 def node() -> Iterator[dict[str, int]]:
-    """Move this process to a namespace with the node's interfaces; returns their indexes."""
+    """Move this process to a namespace with the node's interfaces. The result: their indexes."""
     home = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
     made = Namespace(f"bench-first-{os.getpid()}")
     made.create()
@@ -148,7 +149,7 @@ def _u32(number: int) -> bytes:
 
 
 def _describe(filled: Filled) -> None:
-    """The agent's map entries about the node."""
+    """Write the agent's map entries about the node."""
     filled.loaded.maps["node_addresses4"].update(socket.inet_aton(NODE), _u32(1))
 
 
@@ -201,7 +202,7 @@ def rows(samples: dict[str, list[float]]) -> list[Row]:
 
 
 def _round(filled: Filled, empty: Program, devices: dict[str, int], number: int) -> dict[str, float]:
-    """The median of each variant's flows, in nanoseconds. The order changes, so that no variant is always first."""
+    """The median for each variant's flows, in nanoseconds. The order changes, so that no variant is always first."""
     program = filled.loaded.tc.programs["tc_ethernet"]
     contexts = {POD: SkBuff(ifindex=devices["pods"]), OUTSIDER: SkBuff(ifindex=devices["nic"])}
     taken: dict[str, list[float]] = {what: [] for what in (EMPTY, *(variant.what for variant in VARIANTS))}

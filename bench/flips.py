@@ -2,9 +2,9 @@
 """Detects when a change of an endpoint has reached the kernel, from outside the process that writes it.
 
 * pyebpf-proxy: the service's entry in the pinned map ``services`` has changed (polled every 0.1 ms);
-* nftables: the kernel's notification, on commit, of the new endpoint in a service's map;
-* iptables: the timestamp of kube-proxy's metric, taken after iptables-restore has ended. Reading 100 000 rules would
-  cost more than the change.
+* nftables: at the commit, the kernel reports the new endpoint in a service's map;
+* iptables: the timestamp of kube-proxy's metric, which is set after iptables-restore has ended. Reading 100 000 rules
+  would cost more than the change.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ from .cluster_node import Node
 from .proxies import IPTABLES, OURS
 
 _RECEIVE_BYTES = 256 * 1024 * 1024
-#: An element of the map that a service's dnat rule chooses from: address and port 8080, padded.
+#: An element of the map from which a service's dnat rule chooses: address and port 8080, padded.
 _ENDPOINT = re.compile(rb"\x0c\x00\x01\x00(.{4})\x1f\x90\x00\x00", re.DOTALL)
 
 
 class Flips(Protocol):
-    """Detects announced changes in its own thread."""
+    """Detects announced changes, in a thread."""
 
     def expect(self, number: int, address: str) -> None:
         """Announce the new, unique address of the service's first endpoint."""
 
     def seen(self, address: str) -> float | None:
-        """Unix time at which it was in force."""
+        """Unix time at which the change took effect; None if it has not."""
 
     def wait(self, address: str, seconds: float) -> float:
-        """The same, after waiting for it; RuntimeError if it does not happen."""
+        """Wait until the change takes effect. The result: its Unix time; RuntimeError if it does not in time."""
 
     def close(self) -> None: ...
 
@@ -98,7 +98,7 @@ class _Flips(ABC):
 
     @abstractmethod
     def _before(self, number: int) -> float:
-        """The values that ``_run`` compares with."""
+        """The value before the change, with which ``_run`` compares."""
 
     @abstractmethod
     def _run(self) -> None: ...
@@ -136,7 +136,7 @@ class Words(_Flips):
 
 
 class Chains(_Flips):
-    """nftables, by the kernel's notifications."""
+    """nftables, through the kernel's notifications."""
 
     def __init__(self, node: Node) -> None:
         made: list[socket.socket] = []
@@ -171,7 +171,7 @@ class Chains(_Flips):
 
 
 class Stamps(_Flips):
-    """iptables: only one change at a time, because a sync does not report its content."""
+    """iptables. Only one change at a time, because the metric does not show what a sync has written."""
 
     def _before(self, number: int) -> float:
         return time.time()

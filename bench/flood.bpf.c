@@ -24,7 +24,7 @@ struct {
 	__type(value, struct flood);
 } flood_settings SEC(".maps");
 
-/* Only one CPU generates frames and counts here. */
+/* No per-CPU map: only one CPU generates frames and counts here. */
 struct {
 	__uint(type, BPF_MAP_TYPE_ARRAY);
 	__uint(max_entries, 1);
@@ -39,7 +39,7 @@ struct {
 	__type(value, __u64);
 } received SEC(".maps");
 
-/* One frame in this number is sent back; 0: none. */
+/* One frame of this many is sent back; 0: none. */
 struct {
 	__uint(type, BPF_MAP_TYPE_ARRAY);
 	__uint(max_entries, 1);
@@ -53,7 +53,7 @@ static __always_inline __u16 fold(__u32 sum)
 	return (sum & 0xffff) + (sum >> 16);
 }
 
-/* Writes the whole header each time: the kernel recycles pages with their old content. */
+/* Writes the whole header of each frame: the kernel recycles pages with their old content. */
 SEC("xdp")
 int generate(struct xdp_md *ctx)
 {
@@ -69,7 +69,7 @@ int generate(struct xdp_md *ctx)
 		if (!m->frames)
 			m->first = m->last;
 	}
-	/* New flows must differ from the repeated ones and from earlier runs, which may still be in tables. */
+	/* New flows must differ from the repeated ones, and from those of earlier runs, which may still be in tables. */
 	flow = s->flows ? m->frames % s->flows : s->begin + m->frames;
 	m->frames++;
 	source = bpf_htonl(s->source + flow / FLOOD_PORTS);
@@ -127,7 +127,7 @@ int pass_on(struct xdp_md *ctx)
 	return bpf_redirect(s->device, 0);
 }
 
-/* Counts the frame.  True: send it back; its headers are already swapped. */
+/* Counts the frame.  Returns true if it is to be sent back; then source and destination are already swapped. */
 static __always_inline bool ends_here(struct frame *f)
 {
 	__u32 zero = 0, *one_of, address;
@@ -151,7 +151,7 @@ static __always_inline bool ends_here(struct frame *f)
 	return true;
 }
 
-/* The receiver: in a pod without XDP, as usual. */
+/* The receiver in a pod without XDP, which is the usual case. */
 SEC("tc")
 int sink(struct __sk_buff *skb)
 {
@@ -162,7 +162,7 @@ int sink(struct __sk_buff *skb)
 	return ends_here(f) ? bpf_redirect(skb->ifindex, 0) : TC_ACT_SHOT;
 }
 
-/* The same before an sk_buff is allocated. */
+/* The receiver that runs before an sk_buff is allocated. */
 SEC("xdp")
 int sink_xdp(struct xdp_md *ctx)
 {
@@ -170,7 +170,7 @@ int sink_xdp(struct xdp_md *ctx)
 
 	if (!f)
 		return XDP_PASS;
-	/* Not XDP_TX: that wakes the other end of a veth only if it has an XDP program, too. */
+	/* Not XDP_TX: it wakes the other end of a veth only if that also has an XDP program. */
 	return ends_here(f) ? bpf_redirect(ctx->ingress_ifindex, 0) : XDP_DROP;
 }
 

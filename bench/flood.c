@@ -8,16 +8,16 @@
  *	flood pass_on OBJECT DEVICE OUT TO_MAC
  *	flood nothing OBJECT DEVICE...
  *
- * `make`: an XDP program generates live frames (BPF_F_TEST_XDP_LIVE_FRAMES) that leave by DEVICE as if forwarded there.
- * They belong to FLOWS flows in turn, each with its own source address and port; 0: each frame is of a new flow.  On the
- * same CPU the kernel processes each batch completely before the next one is generated.
- * Prints one line of JSON; `made` in it is 0 if another task used the CPU all the time.
+ * `make`: an XDP program generates live frames (BPF_F_TEST_XDP_LIVE_FRAMES) that leave through DEVICE, as if forwarded.
+ * They belong to FLOWS flows in turn, each with its own source address and port; 0: each frame is of a new flow.  On
+ * the same CPU, the kernel processes each batch completely before the next one is generated.
+ * Prints one line of JSON; its `made` is 0 if another task used the CPU all the time.
  *
  * `sink`: counts the UDP frames that reach DEVICE in a tc program, and drops them there; `sink_xdp` does so in an XDP
  * program.  Prints a line when it is attached; then, for every line on standard input, the number of frames so far.
- * The line is a number N: from then on one frame in N is sent back; 0: none.  Ends when its standard input is closed.
+ * The line is a number N: from then on, one frame of N is sent back; 0: none.  Ends when its standard input is closed.
  *
- * `pass_on`: forwards the UDP frames that reach DEVICE by OUT, to TO_MAC. Prints a line when it is attached.
+ * `pass_on`: sends the UDP frames that reach DEVICE through OUT to TO_MAC.  Prints a line when it is attached.
  *
  * `nothing`: a tc program that does nothing, on ingress and egress of each DEVICE (tcx, Linux 6.6). Prints a line when
  * all are attached.
@@ -52,7 +52,7 @@ static int map_of(const char *name)
 	return fd;
 }
 
-/* Loads only the program of that name. */
+/* Loads only the program with this name. */
 static int load_program(const char *path, const char *name)
 {
 	struct bpf_program *each;
@@ -129,7 +129,7 @@ static int make(char **arguments)
 	seconds = atof(arguments[8]);
 	timer.it_value.tv_sec = seconds;
 	timer.it_value.tv_usec = (seconds - timer.it_value.tv_sec) * 1e6;
-	/* A single run, ended by the signal: starting one takes the kernel milliseconds. */
+	/* One run, which the signal ends: the start of a run takes the kernel milliseconds. */
 	if (sigaction(SIGALRM, &ending, NULL) || setitimer(ITIMER_REAL, &timer, NULL))
 		die("timer");
 	if (bpf_prog_test_run_opts(program, &options) && errno != EINTR)
@@ -166,7 +166,7 @@ static void attach_xdp(unsigned int device, int program)
 		die("attach");
 }
 
-/* Attached as long as this process lives. */
+/* The program stays attached as long as this process lives. */
 static void attach_tcx(unsigned int device, int program, int type)
 {
 	if (bpf_link_create(program, device, type, NULL) < 0)

@@ -1,30 +1,30 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What flood.c tells its programs. */
+/* Shared by flood.c and its programs. */
 #ifndef BENCH_FLOOD_H
 #define BENCH_FLOOD_H
 
 struct flood {
-	__u32 device;			/* where frames leave */
-	__u32 flows;			/* that take turns; 0: every frame is of another one */
-	__u32 begin;			/* the number of the first of those others: another one in each run */
-	__u32 source;			/* the first address, in host order; others follow */
+	__u32 device;			/* through which frames leave */
+	__u32 flows;			/* number of flows that take turns; 0: every frame is of a new flow */
+	__u32 begin;			/* number of the first of these new flows, different in each run */
+	__u32 source;			/* the first source address, in host order; others follow */
 	__u32 destination;		/* in network order */
 	__u16 port;			/* in network order */
 	__u8 to[6];
 	__u8 from[6];
-	__u16 sum;			/* of the IPv4 header without the source */
+	__u16 sum;			/* checksum of the IPv4 header without the source */
 };
 
 struct flood_made {
 	__u64 frames;
-	__u64 first, last;		/* CLOCK_MONOTONIC, nanoseconds; the last of FLOOD_CLOCK frames */
+	__u64 first, last;		/* times, CLOCK_MONOTONIC, nanoseconds; last: set for one of FLOOD_CLOCK frames */
 };
 
 #define FLOOD_CLOCK 256
-#define FLOOD_PAYLOAD 18		/* with 4 bytes of checksum that no virtual device has, 64 on the wire */
+#define FLOOD_PAYLOAD 18		/* 64 bytes on the wire, with 4 bytes of checksum, which virtual devices lack */
 #define FLOOD_FIRST_PORT 10000
-#define FLOOD_PORTS 0x4000		/* of each source address; more than flows that take turns */
+#define FLOOD_PORTS 0x4000		/* for each source address; more than the flows that take turns */
 
-#define FLOOD_SOURCES 100000		/* of 198.18.0.0/15, where new flows may begin */
+#define FLOOD_SOURCES 100000		/* addresses in 198.18.0.0/15 from which new flows may come */
 
 #endif

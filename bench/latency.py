@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Figure: latency of a request of one byte, at 70 % of the maximum rate without any proxy.
 
-CONNECTIONS persistent connections with requests at a fixed rate (``paced``): latency counts from the time a request was
-due. The rate is the same for all: 70 % of the maximum without a proxy, the median of five measurements before.
+``paced`` sends requests at a fixed rate over CONNECTIONS persistent connections; latency counts from the time at which
+a request was due. The rate is the same for all contenders: 70 % of the maximum without a proxy, which is the median of
+five measurements at the beginning.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ CONNECTIONS = 16
 LOAD = 0.7
 GOAL = 1.0
 PERCENTILES = {"p50_us": "p50", "p99_us": "p99", "p999_us": "p99.9"}
-#: The last percentile depends on few requests, and has no goal.
+#: The last percentile has no goal, because it depends on few requests.
 JUDGED = ("p50_us", "p99_us")
 PLAN = Plan(rounds=11, most=11, seconds=4.0, cells=cells(("pod", "cluster"), (4,)))
 QUICK = PLAN._replace(rounds=7, most=7, seconds=0.6)
@@ -54,12 +55,12 @@ def run(asked: Options) -> Result:
 
 
 def _most(way: str, seconds: float) -> float:
-    """The maximum without a proxy, requests per second."""
+    """The maximum rate without a proxy, in requests per second."""
     return paced(field().grounds([NONE])[0], way, 4, CONNECTIONS, 0, seconds)["per_second"]
 
 
 def table(samples: dict[str, Samples]) -> Iterator[Row]:
-    """Its rows; goals are upper limits, compared with no proxy."""
+    """The rows. Goals are upper limits, compared with no proxy."""
     for name, words in PERCENTILES.items():
         goals = {(OURS, NONE): GOAL} if name in JUDGED else {}
         yield from rows(samples[name], f"latency, {words}", "µs", PAIRS, goals, most=True)

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What the load programs have in common: how they end, the clock, their priority, addresses. */
+/* Shared by the load programs: their end, the clock, priority, addresses. */
 #ifndef BENCH_LOAD_H
 #define BENCH_LOAD_H
 
@@ -33,7 +33,7 @@ static inline uint64_t now(void)
 	return (uint64_t)t.tv_sec * SECOND + t.tv_nsec;
 }
 
-/* Scheduled before everything else, so that other work on the machine does not blur a comparison. */
+/* Real-time priority, so that other work on the machine does not distort a comparison. */
 static inline void come_first(void)
 {
 	struct sched_param first = { .sched_priority = 1 };
@@ -67,22 +67,22 @@ static inline int listen_on(uint16_t port, int flags)
 	return fd;
 }
 
-/* A server's part of a short connection: a byte comes and goes back, then the client resets. */
+/* The server's part of a short connection: it returns one byte, then the client resets the connection. */
 static inline void answer(int fd)
 {
 	char byte;
 	ssize_t n = recv(fd, &byte, 1, 0);
 
-	/* The answer is sent at once; the next event is the client's reset. */
+	/* The byte is returned. The next event is the client's reset. */
 	if (n == 1 && send(fd, &byte, 1, MSG_NOSIGNAL) == 1)
 		return;
-	/* errno is meaningful only after an error: at the end of the stream it is what accept4() left there. */
+	/* errno is valid only after an error: at the end of the stream, it is still that of accept4(). */
 	if (n < 0 && errno == EAGAIN)
 		return;
 	close(fd);
 }
 
-/* The length of the address. */
+/* Returns the length of the address. */
 static inline socklen_t parse_address(const char *text, uint16_t port, struct sockaddr_storage *to)
 {
 	struct sockaddr_in *v4 = (struct sockaddr_in *)to;

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loads on a ground, each by a real program with real-time priority; and the rows that compare contenders."""
+"""Loads on a ground, each from a real program with real-time priority, and the rows that compare contenders."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from .contenders import (
 from .measure import TOOLS, Row, say, speed, summary
 from .rows import ratio
 
-#: For at most this long the fast path sends packets of a flow that conntrack has forgotten (docs/fast-path.md, Limits).
+#: So long, at most, the fast path sends packets of a flow that conntrack has forgotten (docs/fast-path.md, Limits).
 CONFIRMED_SECONDS = 1.1
 IN_FLIGHT = 64
-#: Microseconds of each second that real-time tasks may use of a CPU; -1: all of it.
+#: Real-time tasks may use a CPU for this many microseconds of each second; -1: always.
 THROTTLE = Path("/proc/sys/kernel/sched_rt_runtime_us")
 #: The kernel's default.
 THROTTLED = "950000"
@@ -43,7 +43,7 @@ STEADY = 0.03
 
 
 class Options(NamedTuple):
-    """The command line's options for loads; empty or None: as in the figure."""
+    """The command line's options for loads. If one is empty or None, the figure's own value is used."""
 
     quick: bool = False
     rounds: int | None = None
@@ -55,7 +55,10 @@ class Options(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """``rounds`` at least, ``most`` where they are not steady, each load ``seconds`` long; cells: way and family."""
+    """At least ``rounds``; at most ``most``, until the results are steady. Each load takes ``seconds``.
+
+    ``cells``: way and family.
+    """
 
     rounds: int
     most: int
@@ -79,7 +82,7 @@ def cells(ways: Sequence[str], families: Sequence[int] = (4, 6)) -> tuple[tuple[
 
 
 def connect(ground: Ground, way: str, family: int, seconds: float) -> float:
-    """Connect, one byte each way, reset, IN_FLIGHT at a time: connections per second. Raises RuntimeError."""
+    """Connections per second: connect, one byte each way, reset, IN_FLIGHT at a time. Raises RuntimeError."""
     command = [str(TOOLS / "connections"), "load", *ground.target(CONNECT, way, family), str(IN_FLIGHT)]
     outcome = _ask(ground, way, [*command, str(seconds / 4), str(seconds)])
     if outcome["failed"]:
@@ -88,13 +91,13 @@ def connect(ground: Ground, way: str, family: int, seconds: float) -> float:
 
 
 def exchange(ground: Ground, way: str, family: int, seconds: float) -> float:
-    """One byte each way on one connection, at the maximum rate: exchanges per second."""
+    """Exchanges per second: one byte each way on one connection, at the maximum rate."""
     command = [str(TOOLS / "pingpong"), "load", *ground.target(EXCHANGE, way, family)]
     return float(_ask(ground, way, command, stdin=f"{seconds}\n")["per_second"])
 
 
 class Conversation:
-    """One connection for many rounds: its flow is old, as that of most packets is."""
+    """One connection for many rounds: its flow is old, as most packets' flows are."""
 
     def __init__(self, ground: Ground, way: str, family: int, stack: ExitStack) -> None:
         load = [str(TOOLS / "pingpong"), "load", *ground.target(EXCHANGE, way, family)]
@@ -120,13 +123,13 @@ class Conversation:
 
 
 def query(ground: Ground, way: str, family: int, seconds: float) -> float:
-    """A datagram from a new port and its reply, IN_FLIGHT at a time: queries per second. RuntimeError if one fails."""
+    """Queries per second: a datagram from a new port and its reply, IN_FLIGHT at a time. RuntimeError if one fails."""
     time.sleep(max(0.0, ground.flushed + CONFIRMED_SECONDS - time.monotonic()))
     command = [str(TOOLS / "datagrams"), "load", *ground.target(DNS, way, family), str(IN_FLIGHT)]
     try:
         outcome = _ask(ground, way, [*command, str(seconds / 4), str(seconds)])
     finally:
-        # Flows of this load must not fill tables, and a port that is used again must be as new as the first time.
+        # Flows of this load must not fill tables, and a port that is used again must have no old flow.
         ground.forget_flows()
     if outcome["failed"]:
         raise RuntimeError(f"{ground.contender.words}: {outcome['failed']} queries without an answer: {outcome}")
@@ -134,13 +137,13 @@ def query(ground: Ground, way: str, family: int, seconds: float) -> float:
 
 
 def stream(ground: Ground, way: str, family: int, seconds: float) -> tuple[float, float]:
-    """One TCP stream: Gbit/s, and CPU nanoseconds a byte.
+    """Gbit/s of one TCP stream, and CPU nanoseconds per byte.
 
     The CPU time is that of both ends, which includes most of the kernel's work, and of the kernel's softirq threads.
     """
     address, port = ground.target(STREAM, way, family)
     before = _softirq_threads()
-    # iperf3 takes whole seconds only.
+    # iperf3 accepts only whole seconds.
     length = ["-t", str(round(seconds))] if seconds >= 1 else ["-n", f"{round(seconds * 2000)}M"]
     end = _ask(ground, way, [*BEFORE_OTHERS, "iperf3", "-c", address, "-p", port, *length, "-J"])["end"]
     threads = _softirq_threads() - before
@@ -161,7 +164,7 @@ _watch: list[str] = []
 
 @contextmanager
 def watched(command: Sequence[str]) -> Iterator[None]:
-    """Loads are started through this command (perf record), which prints nothing."""
+    """Start loads through this command (perf record), which must print nothing."""
     _watch.extend(command)
     try:
         yield
@@ -173,14 +176,14 @@ def watched(command: Sequence[str]) -> Iterator[None]:
 def unthrottled() -> Iterator[None]:
     """Allow real-time tasks to use a CPU completely.
 
-    Otherwise all of them pause for 50 ms of each second, and it is a matter of chance which load is affected.
-    A separate process restores the setting when this one requests it or dies, even by SIGKILL.
+    Otherwise all of them pause for 50 ms of each second, and chance decides which load is affected. A separate process
+    restores the setting when this one requests it or dies, even by SIGKILL.
     """
     before = THROTTLE.read_text().strip()
-    if before == "-1":  # another bench's load runs, or left it so: it must not become the value to put back
+    if before == "-1":  # another benchmark has set this: it must not become the value to restore
         before = THROTTLED
     command = ["sh", "-c", 'cat >/dev/null; echo "$1" >"$2"', "sh", before, str(THROTTLE)]
-    # In its own session: a signal to this process's group is not for it.
+    # A session of its own: signals to this process group must not end it.
     with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True) as keeper:
         THROTTLE.write_text("-1")
         try:
@@ -197,9 +200,9 @@ def alternate(
     take: Callable[[Ground, str, int], Mapping[str, float]],
     tell: Callable[[int, dict[str, Samples]], str],
 ) -> tuple[dict[str, Samples], list[float]]:
-    """Run ``take`` on each ground in turns, in each cell: samples by measure, and the speed of the machine.
+    """Run ``take`` in turns on each ground, for each cell. The result: samples by measure, and machine speeds.
 
-    A ground without samples does not take part in that way. ``tell``: a line for each round.
+    A ground for which ``take`` returns no samples does not take part. ``tell`` returns a line for each round.
     """
     speeds = speed(1)
     samples: dict[str, Samples] = {}

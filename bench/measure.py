@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shared by all figures: samples and their spread, the machine, the format of results."""
+"""What all figures share: samples and their spread, the machine, the format of results."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import msgspec
 ROOT = Path(__file__).resolve().parent.parent
 TOOLS = ROOT / "build" / "bench"
 
-#: The speed of this machine running Python; goals are for a machine that takes NORMAL_SECONDS.
+#: The time that this command takes is the speed of the machine; goals are for one that takes NORMAL_SECONDS.
 SPEED_COMMAND = "import time;t=time.time();x=0;[x:=x+i for i in range(3000000)];print(time.time()-t)"
 NORMAL_SECONDS = 0.2
 
@@ -45,8 +45,8 @@ def summary(samples: Sequence[float]) -> Summary:
 class Row(msgspec.Struct, kw_only=True):
     """One line of the table in docs/performance.md.
 
-    ``judged`` is the value for the goal, on this machine; ``at_normal_speed`` the same on a machine of NORMAL_SECONDS
-    (equal to ``judged`` for ratios). Rows without a goal are for comparison.
+    ``judged`` is the value on this machine that is compared with the goal; ``at_normal_speed`` is the value for a
+    machine of NORMAL_SECONDS, for ratios the same. Rows without a goal are for comparison.
     """
 
     what: str
@@ -62,9 +62,9 @@ class Row(msgspec.Struct, kw_only=True):
 
 
 class Result(msgspec.Struct, kw_only=True):
-    """A figure: ``samples`` holds all measurements, for other evaluations and the plot.
+    """A figure. ``samples`` has all measurements, for the plot and for other evaluations.
 
-    ``note``: a remark about this run, e.g. that it was aborted.
+    ``note``: a remark about this run, for example that it was aborted.
     """
 
     figure: str
@@ -78,7 +78,7 @@ class Result(msgspec.Struct, kw_only=True):
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Use one CPU without preemption (also for children): for measurements of a few seconds on one CPU."""
+    """Use one CPU without preemption, also for child processes: for measurements of a few seconds."""
     cpus = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {max(cpus)})
     os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
@@ -102,7 +102,7 @@ def slowness(speeds: Sequence[float]) -> float:
 
 
 def machine(speeds: Sequence[float]) -> dict[str, Any]:
-    """Where and when this was measured."""
+    """The machine and the time of the measurement."""
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": commit(),
@@ -119,8 +119,8 @@ def machine(speeds: Sequence[float]) -> dict[str, Any]:
 
 
 def commit(*more: str) -> str:
-    """The commit of the sources, with "+changes" if they differ from it. ``more``: other paths that count."""
-    # Under sudo the checkout belongs to another user.
+    """The commit of the sources, with "+changes" if they differ from it. ``more``: other paths to compare."""
+    # With sudo, the checkout belongs to another user.
     git = ["git", "-c", "safe.directory=*", "-C", str(ROOT)]
 
     def ask(*what: str) -> str:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Figure: kernel memory of all maps, with one service and with 10 000 services, 100 000 endpoints.
 
-Measured with a real agent with its defaults: every map of its process, as reported by the map (``memlock``, as shown by
-bpftool).
+A real agent with its defaults is measured: for every map of its process, the memory that the kernel reports
+(``memlock`` of bpftool).
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from .rows import absolute
 SERVICES = 10_000
 GOAL_MB = 64.0
 MB = 1e6
-#: By field of the DatapathConfiguration; the first one has the goal.
+#: The measured configurations, by field of the DatapathConfiguration; the first has the goal.
 CONFIGURATIONS: Mapping[str, Mapping[str, object]] = {"defaults": {}, "socketLB: all": {"socketLB": "all"}}
 
 
 def map_memory(maps: Mapping[str, Map]) -> dict[str, int]:
-    """The kernel memory of each map, in bytes, as reported by the map."""
+    """The kernel memory of each map, in bytes, as the kernel reports it."""
     return {name: _fields(Path(f"/proc/self/fdinfo/{each.fd}").read_text())["memlock"] for name, each in maps.items()}
 
 
@@ -37,7 +37,7 @@ def held_memory(pid: int) -> dict[int, int]:
     """The same for all open maps of a process, by map id."""
     found = {}
     for path in Path(f"/proc/{pid}/fdinfo").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # closed in the meantime, so not a map
+        with contextlib.suppress(FileNotFoundError):  # closed in the meantime
             fields = _fields(path.read_text())
             if "map_id" in fields:
                 found[fields["map_id"]] = fields["memlock"]
@@ -50,7 +50,7 @@ def _fields(text: str) -> dict[str, int]:
 
 
 def once(services: int, own: Mapping[str, object]) -> dict[int, int]:
-    """A node with that many services; the memory of its maps, by map id."""
+    """Start a node with that many services. The result: the memory of its maps, by map id."""
     with Lab(nodes=1) as lab:
         for name, document in workload.everything(services):
             (lab.manifests / name).write_text(json.dumps(document))
@@ -65,7 +65,7 @@ def once(services: int, own: Mapping[str, object]) -> dict[int, int]:
 
 
 def run(asked: Options) -> Result:
-    """Measure it, once: it is the same each time."""
+    """Measure it once: the result is the same each time."""
     rows = []
     samples: dict[str, dict[str, list[int]]] = {}
     for name, own in CONFIGURATIONS.items():

@@ -23,7 +23,7 @@ _MILLION = 1e6
 
 
 class Wanted(NamedTuple):
-    """A line: its label, and the place of its samples. ``scale``: samples per unit."""
+    """A line: its label, and where its samples are. ``scale``: samples per unit."""
 
     what: str
     unit: str
@@ -33,7 +33,7 @@ class Wanted(NamedTuple):
 
 
 class Line(NamedTuple):
-    """By contender: the median, and the ratio to no proxy in the same round (in the last line: to one service)."""
+    """By contender, the median, and the ratio to no proxy in the same round (in the last line: to one service)."""
 
     what: str
     unit: str
@@ -56,7 +56,7 @@ LINES = (
 
 
 def overview(results: Iterable[Result]) -> list[Line]:
-    """The ten lines; those that were not measured have no values."""
+    """The ten lines. Those that were not measured have no values."""
     known = {result.figure: result for result in results}
     return [_line(wanted, known.get(wanted.figure)) for wanted in LINES]
 
@@ -68,7 +68,7 @@ def _line(wanted: Wanted, result: Result | None) -> Line:
     many: dict[str, Sequence[float]] = {}
     one: dict[str, Sequence[float]] = {}
     for name in COLUMNS:
-        if name in found and isinstance(found[name], dict):  # among many services, each compared with itself
+        if name in found and isinstance(found[name], dict):  # with many services, each is compared with itself
             many[name], one[name] = found[name]["many"], found[name]["one"]
         elif name in found and NONE in found:
             many[name], one[name] = found[name], found[NONE]
@@ -78,7 +78,7 @@ def _line(wanted: Wanted, result: Result | None) -> Line:
 
 
 def table(found: Sequence[Line]) -> list[str]:
-    """Markdown: a line for each measurement, a column for each contender."""
+    """A Markdown table: a line for each measurement, a column for each contender."""
     names = [CONTENDERS[name].words for name in COLUMNS]
     names[-1] = f"**{names[-1]}**"
     lines = ["| | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]

@@ -6,7 +6,7 @@
  *	paced ADDRESS PORT CONNECTIONS RATE WARM_UP_SECONDS SECONDS
  *
  * Latency counts from when a request was due, not from when it was sent: a request that
- * waits for a slow reply is slow, too.  RATE 0: each connection sends again as soon as it
+ * waits for a slow reply is also slow.  RATE 0: each connection sends again as soon as it
  * has a reply, to find the maximum rate.  Prints one line of JSON.
  */
 #define _GNU_SOURCE
@@ -25,9 +25,9 @@ static struct {
 	socklen_t to_length;
 	int poller;
 	int idle[CONNECTIONS], idle_count;
-	uint64_t due[CONNECTIONS + 64];		/* by descriptor: of the request in flight */
+	uint64_t due[CONNECTIONS + 64];		/* by descriptor: when the request in flight was due */
 	double interval;			/* nanoseconds between two requests; 0: not paced */
-	uint32_t *took;				/* nanoseconds */
+	uint32_t *took;				/* latencies in nanoseconds */
 	size_t answered, capacity;
 	bool counting;
 } load;
@@ -104,7 +104,7 @@ static int by_size(const void *a, const void *b)
 	return x < y ? -1 : x > y;
 }
 
-/* The smallest value that so many per mille do not exceed, in microseconds. */
+/* The smallest latency that this many per mille do not exceed, in microseconds. */
 static double permille(unsigned int share)
 {
 	size_t place = (load.answered * share + 999) / 1000;

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Figure: nanoseconds per packet, by ``bpf_prog_test_run``: of no service, both sides; the first of a flow, slow path.
+"""Figure: nanoseconds per packet, by ``bpf_prog_test_run``.
 
-The programs take turns with an empty program; the difference counts. A program that does not change the packet runs
-REPEAT times in a row. The first packet of a flow runs once, and so does the empty program.
-``python -m bench.packet`` answers each line of its standard input with a round, as JSON: for ``make bench-check``.
-The cost of flows on the fast path is in the figures with real packets: a test run has no hand-over record.
+The packets belong to no service, in both directions, or are the first of a flow on the slow path. The programs take
+turns with an empty program, and the difference is the result. A program that does not change the packet runs REPEAT
+times in a row. The first packet of a flow runs once, and so does the empty program. The cost of the fast path is in the
+figures with real packets: a test run has no hand-over record. ``python -m bench.packet`` answers each line of its
+standard input with a round, as JSON; ``make bench-check`` uses this.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from .rows import absolute
 
 SERVICES = 10_000
 REPEAT = 200_000
-#: Single packets of each kind in a round.
+#: How many single packets of each kind are in a round.
 SINGLE = 200
 GOAL_NS = 25
 IN, OUT, NO_SERVICE_XDP = "no service, as it comes in", "no service, as it leaves", "no service, XDP"
@@ -34,15 +35,15 @@ NO_SERVICE = "no service, both"
 JUDGED = (NO_SERVICE, NO_SERVICE_XDP)
 FIRST, FIRST_XDP = "the first packet of a flow", "the first packet of a flow, XDP"
 KINDS = (IN, OUT, NO_SERVICE, NO_SERVICE_XDP, FIRST, FIRST_XDP)
-#: A flow that is new to one variant must be unknown to the other.
+#: A flow that is new to one variant must also be unknown to the other.
 FIRST_PORTS = {FIRST: 1024, FIRST_XDP: 42000}
 FAMILIES = (4, 6)
-#: Protocol and flags of what is of no service.
+#: Protocol and flags of packets that belong to no service.
 OTHERS = (("TCP data", "TCP", "A"), ("TCP SYN", "TCP", "S"), ("UDP", "UDP", ""))
 
 
 class Runs(NamedTuple):
-    """A program, or the empty one of its hook, on packets that come in from the pods."""
+    """A program, or the empty program of its hook, that runs on packets from the pods."""
 
     program: Program
     device: int
@@ -54,7 +55,7 @@ class Runs(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """The measurement of a kind of packets: what is subtracted, and the expected verdict for each packet."""
+    """A kind of packets: which program's time is subtracted, and the expected verdict for each packet."""
 
     real: Runs
     empty: Runs
@@ -62,7 +63,7 @@ class Kind(NamedTuple):
 
 
 class Costs:
-    """Programs, maps and flows, ready to be measured. In the namespace of ``packet_world.node``."""
+    """Programs, maps and flows, ready to be measured in the namespace of ``packet_world.node``."""
 
     def __init__(self, devices: dict[str, int], empty: Object) -> None:
         self._devices = devices
@@ -80,7 +81,7 @@ class Costs:
         programs = tc.loaded.tc.programs
         frames = xdp.loaded.xdp.programs["xdp_ethernet"]
         self._same = {IN: kind(programs["tc_ethernet"], "pods", GO_ON), NO_SERVICE_XDP: kind(frames, "pods", XDP_PASS)}
-        # Commits before the observing fast path lack this.
+        # Commits before the fast path had an observer lack this.
         if "tc_egress" in programs:
             self._same[OUT] = kind(programs["tc_egress"], "nic", GO_ON)
         self._once = {
@@ -91,13 +92,13 @@ class Costs:
         self._fresh = 0
 
     def round(self, repeat: int = REPEAT, single: int = SINGLE) -> dict[str, float]:
-        """Nanoseconds by row, without those of an empty program."""
+        """Nanoseconds by row; those of an empty program are subtracted."""
         subprocess.run(["conntrack", "-F"], check=True, capture_output=True)
         with undisturbed():
             return {**self._repeated(repeat), **self._singly(single)}
 
     def _repeated(self, repeat: int) -> dict[str, float]:
-        """Packets that pass unchanged, many times in a row, minus the neighbouring runs of the empty program."""
+        """Packets that pass unchanged, many times in a row, minus the adjacent runs of the empty program."""
         found: dict[str, float] = {}
         for words, protocol, flags in OTHERS:
             for family in FAMILIES:
@@ -118,7 +119,7 @@ class Costs:
         return (sum(took[kind.real]) - sum(took[kind.empty])) / 2
 
     def _singly(self, single: int) -> dict[str, float]:
-        """Single packets, all kinds in turns; the median of each, minus that of the empty program."""
+        """Single packets, all kinds in turns: the median of each kind, minus that of the empty program."""
         taken: dict[str, list[int]] = {}
         nothing: dict[str, list[int]] = {}
         order = [(name, flow) for name in self._once for flow in self._known]
@@ -166,7 +167,7 @@ def run(quick: bool) -> Result:
 
 
 def table(samples: Mapping[str, Sequence[float]], slow: float) -> list[Row]:
-    """A row for each kind, protocol and family; the goal is for packets of no service."""
+    """A row for each kind, protocol and family. Only packets that belong to no service have a goal."""
     return [
         absolute(
             what,
@@ -181,7 +182,7 @@ def table(samples: Mapping[str, Sequence[float]], slow: float) -> list[Row]:
 
 
 def answer() -> None:
-    """A round for each line of standard input."""
+    """Answer each line of standard input with a round."""
     with node("check") as devices, Object.open(TOOLS / "empty.bpf.o") as reference:
         costs = Costs(devices, reference.load())
         print("ready", flush=True)

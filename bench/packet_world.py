@@ -38,13 +38,13 @@ ELSEWHERE = Dual("198.51.100.7", "2001:db8:2::7")
 FAR = "02:00:00:00:0f:01"
 PORTS = {"TCP": (80, 8080), "UDP": (53, 8053)}
 _TO_DEVICE = 1
-#: Held until the process ends.
+#: Kept open until the process ends.
 _LINKS: list[Link] = []
 
 
 @contextmanager
 def node(name: str) -> Iterator[dict[str, int]]:
-    """Move this process to a namespace with the node's interfaces ``pods`` and ``nic``; returns their indexes."""
+    """Move this process to a namespace with the node's interfaces ``pods`` and ``nic``. The result: their indexes."""
     home = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
     made = Namespace(f"bench-{name}-{os.getpid()}")
     made.create()
@@ -67,7 +67,7 @@ def node(name: str) -> Iterator[dict[str, int]]:
 
 
 def filled(services: int, fast: bool, devices: dict[str, int], xdp: bool = False) -> Filled:
-    """Programs with that many services in their maps, the one under test, and the agent's entries about the node."""
+    """Programs whose maps have that many services, the one under test, and the agent's entries about the node."""
     ports = [manifests.Port(protocol.lower(), *PORTS[protocol], protocol) for protocol in PORTS]
     objects = [manifests.service("asked", ports, CLUSTER_IP), *manifests.slices("asked", ports, [(ENDPOINT, None)])]
     changes = [*workload.parsed(services), *(change for each in objects for change in workload.read(each))]
@@ -93,7 +93,7 @@ def filled(services: int, fast: bool, devices: dict[str, int], xdp: bool = False
 
 
 def _attach(xdp: Object, devices: dict[str, int]) -> None:
-    """Attach a program: a test run accepts only an interface with one. It stays as long as the interface."""
+    """Attach a program: a test run accepts only an interface with one. It stays attached as long as the interface."""
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run(["mount", "-t", "bpf", "bpf", folder], check=True)
         try:
@@ -105,7 +105,7 @@ def _attach(xdp: Object, devices: dict[str, int]) -> None:
 
 
 class Flow(NamedTuple):
-    """A flow of the pod with the service, or with an address that is no service."""
+    """A flow of the pod to the service, or to an address that belongs to no service."""
 
     protocol: str
     family: int
@@ -113,7 +113,7 @@ class Flow(NamedTuple):
     served: bool = True
 
     def frame(self, devices: dict[str, int], flags: str = "A", reply: bool = False, size: int = 100) -> bytes:
-        """A frame as it arrives from the pod; from the endpoint for a ``reply``."""
+        """A frame as it arrives from the pod, or with ``reply`` from the endpoint."""
         port, target = PORTS[self.protocol] if self.served else (4433, 4433)
         to = CLUSTER_IP if self.served else ELSEWHERE
         ends, ports = ((ENDPOINT, POD), (target, self.sport)) if reply else ((POD, to), (self.sport, port))
@@ -125,7 +125,7 @@ class Flow(NamedTuple):
         return bytes(Ether(src=FAR, dst=here) / layer / transport / Raw(b"x" * (0 if "S" in flags else size)))
 
     def track(self) -> None:
-        """The established conntrack entry of the flow."""
+        """Create the flow's conntrack entry, in state established."""
         port, target = PORTS[self.protocol]
         endpoint = ENDPOINT.v4 if self.family == 4 else f"[{ENDPOINT.v6}]"
         words = ["-I", "-p", self.protocol.lower(), "-s", POD.of(self.family), "-d", CLUSTER_IP.of(self.family)]
@@ -137,7 +137,7 @@ class Flow(NamedTuple):
 
 @functools.cache
 def mac(device: str) -> str:
-    """The interface's link address, in this process's namespace; read once."""
+    """The link address of an interface in this process's namespace; it is read once."""
     text = subprocess.run(["ip", "-o", "link", "show", device], capture_output=True, text=True, check=True).stdout
     words = text.split()
     return words[words.index("link/ether") + 1]

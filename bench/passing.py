@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Figure: additional cost of a packet of no service, with real packets: pyebpf-proxy compared with empty programs.
+"""Figure: the additional cost of packets that belong to no service. pyebpf-proxy is compared with empty programs.
 
-Both nodes have the same nftables rules, hence the same conntrack: those of the agent. One has its programs on its
-devices; the other, on ingress and egress of the same devices, programs that do nothing. One flow of UDP to the pod's
-own address, made and taken on one CPU as in ``udp``; the nanoseconds of a packet are the inverse of the rate.
+Both nodes have the agent's nftables rules, and therefore use conntrack in the same way. One node has the agent's
+programs; the other has programs that do nothing, on ingress and egress of the same devices. The load is one UDP flow to
+the pod's own address, generated and received on one CPU as in ``udp``. The time for a packet is the inverse of the
+rate.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def run(asked: Options) -> Result:
     try:
         with ExitStack() as stack:
             nodes = grounds.grounds((PAST, EMPTY))
-            _alike(nodes[0], nodes[1], stack)
+            _prepare_empty(nodes[0], nodes[1], stack)
             ways = [Way(ground, stack, PORT) for ground in nodes]
             establish(ways, FLOWS)
             of = {way.ground.contender.name: way for way in ways}
@@ -56,8 +57,8 @@ def run(asked: Options) -> Result:
     )
 
 
-def _alike(real: Ground, empty: Ground, stack: ExitStack) -> None:
-    """Give the other node the same rules, and empty programs instead of the agent's. CannotTakePartError."""
+def _prepare_empty(real: Ground, empty: Ground, stack: ExitStack) -> None:
+    """Give the node ``empty`` the same rules, and empty programs. CannotTakePartError if these cannot be attached."""
     empty.node.namespace.run("nft", "-f", "-", stdin=real.node.namespace.run("nft", "-s", "list", "ruleset"))
     devices = ["eth0", *(pod.device for pod in empty.node.pods)]
     command = [str(TOOLS / "flood"), "nothing", str(TOOLS / "empty.bpf.o"), *devices]
@@ -68,6 +69,6 @@ def _alike(real: Ground, empty: Ground, stack: ExitStack) -> None:
 
 
 def table(real: Sequence[float], empty: Sequence[float], slow: float) -> Iterator[Row]:
-    """Nanoseconds of a packet, and the difference to empty programs; the goal is at normal speed."""
+    """Nanoseconds for a packet, and the difference to empty programs; the goal is for a machine of normal speed."""
     what = "a UDP datagram of no service, from outside to a pod, with the programs that it passes"
     yield more(what, "ns", real, "empty programs in their place", empty, slow, GOAL_NS)

@@ -5,10 +5,10 @@
  *	pingpong serve PORT
  *	pingpong load ADDRESS PORT
  *
- * Runs with real-time priority, as `connections`.  `serve` prints a line when it listens
+ * Runs with real-time priority, like `connections`.  `serve` prints a line when it listens
  * and ends when its standard input is closed; it has a process for each connection.
  * `load` connects.  For each line on its standard input, a number of seconds, it prints
- * one line of JSON.  So one connection is used for many rounds, like real ones: the
+ * one line of JSON.  So one connection serves many rounds: like most real flows, the
  * measured flow is some seconds old.
  */
 #define _GNU_SOURCE

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Figure: planning of parsed objects, everything at once and one changed slice, compared with 100 services.
+"""Figure: planning of parsed objects, all at once and one changed slice, compared with 100 services.
 
-Only the planner: no file, no kernel. What follows in the maps is in the figures ``write`` and ``change``.
+Only the planner is measured, without files and kernel. The figures ``write`` and ``change`` have the writing of maps.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ GOAL_ALL_SECONDS = 1.0
 
 
 def once(services: int, changes: int) -> dict[str, Any]:
-    """Plan everything in this process, as fresh as an agent that was just started; then change one slice after another.
+    """Plan everything in a new process, as an agent does at its start; then change one slice after another.
 
-    CPU time of this thread. The collector is treated as the agent treats it.
+    CPU time of this thread is measured. The garbage collector has the agent's settings.
     """
     everything = workload.parsed(services)
     planner = Planner(PlanSettings(node_name="node1"))
@@ -79,7 +79,7 @@ def run(quick: bool) -> Result:
             runs[size].append(json.loads(done.stdout))
         after = speed(1)
         speeds += before + after
-        # Each round is related to the machine's speed just before and after it, because of other load.
+        # Each round is compared with the machine's speed just before and after it, because of other load.
         slow.append((before[0] + after[0]) / 2 / NORMAL_SECONDS)
         latest = runs[SIZES[-1]][-1]
         say(

@@ -17,7 +17,7 @@ from .measure import Result, Summary, summary
 from .proxies import NFTABLES
 
 BLUE, GREY, ORANGE = "#2a6f97", "#9aa5b1", "#d98324"
-#: Hatching for contenders of the same colour.
+#: Hatching distinguishes contenders of the same colour.
 STYLES = {"iptables": ":", "slow": "--", "socket": ":", "xdp": "-."}
 
 
@@ -41,7 +41,7 @@ def whiskers(axes: Axes, x: Sequence[float], summaries: Sequence[Summary], **sty
 
 
 def bars(axes: Axes, of: Mapping[str, Sequence[float]], goal: float | None = None, label: bool = True) -> None:
-    """Medians, with every sample; the dashed line is the goal, as a part of no proxy."""
+    """Medians and every sample. The dashed line is the goal, as a fraction of the rate without a proxy."""
     names = [name for name in (*CONTENDERS, *of) if name in of]
     names = list(dict.fromkeys(names))
     middle = [statistics.median(of[name]) for name in names]
@@ -68,7 +68,7 @@ def _grid(figure: Figure, columns: Sequence[tuple[Samples, str, float]]) -> None
 
 
 def draw_rates(result: Result, figure: Figure, goals: Mapping[str, float], unit: str) -> None:
-    """One panel for each way and family; ``goals``: parts of no proxy, by the way."""
+    """One panel for each way and family. ``goals``: by way, as fractions of the rate without a proxy."""
     samples = {key: of for key, of in result.samples.items() if isinstance(of, dict)}
     rows = (len(samples) + 1) // 2
     figure.set_size_inches(10, 0.8 + 1.7 * rows)

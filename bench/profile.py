@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """CPU time of the control plane by phases, in clusters of several shapes: ``make profile``.
 
-Each shape in a fresh process: a cold start (decode, plan, apply), changes one after another, 100 changes a second. CPU
-time of the one thread; what each phase touches is counted. Results: ``bench/profiles``, a text for people and JSON.
+A new process measures each shape: a cold start (decode, plan, apply), changes one after another, 100 changes a second.
+It measures the CPU time of its only thread, and counts what each phase touches. Results are in ``bench/profiles``, as
+text and as JSON.
 """
 
 from __future__ import annotations
@@ -39,13 +40,13 @@ from .filled import load_programs
 from .measure import ROOT, machine, say, speed, undisturbed
 
 PROFILES = ROOT / "bench" / "profiles"
-#: Number of objects of a first list that are planned at a time (kube/api/follower.py).
+#: How many objects of the first list are planned at once (kube/api/follower.py).
 PART = 500
 PER_SECOND = 100
 
 
 class Shape(NamedTuple):
-    """Numbers of services, endpoints per service, slices per service."""
+    """The number of services, of endpoints per service, and of slices per service."""
 
     services: int
     endpoints: int
@@ -61,7 +62,7 @@ class Shape(NamedTuple):
         return f"{self.services} services × {self.endpoints} endpoints{slices}"
 
 
-#: The first one is the reference: a change must not cost more in a larger cluster.
+#: The first is the reference: a change must not cost more in a larger cluster.
 SHAPES = (
     Shape(100, 10),
     Shape(10_000, 10),
@@ -72,14 +73,14 @@ SHAPES = (
 
 
 class Text(NamedTuple):
-    """An object as the API server sends it."""
+    """An object, as the API server sends it."""
 
     kind: Kind
     json: bytes
 
 
 def endpoint_slice(shape: Shape, number: int, which: int, other: int | None = None) -> Text:
-    """A slice of a service; ``other``: its first endpoint is that pod instead."""
+    """A slice of a service. ``other``: the number of another pod for its first endpoint."""
     each = shape.endpoints // shape.slices
     document = workload.endpoint_slice(number, number * shape.endpoints + which * each, each)
     document["metadata"]["name"] += f"-{which}"
@@ -106,7 +107,7 @@ def changes(shape: Shape, first: int, count: int) -> list[Text]:
 
 
 class Phases:
-    """The agent's work by phase: CPU seconds, and numbers of affected items."""
+    """The agent's work by phase: CPU seconds, and the number of affected items."""
 
     def __init__(self) -> None:
         self._inventories: dict[Kind, Inventory] = {
@@ -120,7 +121,7 @@ class Phases:
         self._count_writes()
 
     def run(self, texts: list[Text], part: int = PART) -> None:
-        """Decode, plan and apply, as one sync."""
+        """Decode, plan and apply in one sync."""
         delta: dict[ServicePortName, ServicePort | None] = {}
         for start in range(0, len(texts), part):
             with self._phase("decode"):
@@ -142,7 +143,7 @@ class Phases:
         self._loaded.close()
 
     def collect(self) -> None:
-        """Delete old versions. The grace period is waiting time, not CPU time."""
+        """Delete old versions. The grace period does not count: it is waiting time, not CPU time."""
         with self._phase("collect"):
             self.writer.collect()
 
@@ -186,7 +187,7 @@ def _refuse(text: str) -> None:
 
 
 def once(shape: Shape, count: int, rate_seconds: float, freeze: bool = True, profiled: bool = False) -> dict[str, Any]:
-    """One cluster in this process. ``freeze``: the garbage collector as in the agent, else Python's default."""
+    """Measure one cluster in this process. ``freeze``: use the agent's settings of the garbage collector."""
     texts = everything(shape)
     phases = Phases()
     found: dict[str, Any] = {}
@@ -225,7 +226,7 @@ def once(shape: Shape, count: int, rate_seconds: float, freeze: bool = True, pro
 
 
 def _at_rate(phases: Phases, shape: Shape, first: int, seconds: float) -> dict[str, Any]:
-    """Changes at a fixed rate; a sync processes all pending ones. Latency counts from when a change was due."""
+    """Changes at a fixed rate. A sync processes all pending ones. Latency counts from when a change was due."""
     waiting = changes(shape, first, int(seconds * PER_SECOND))
     late: list[float] = []
     cpu, begin, done, syncs = time.thread_time(), time.monotonic() + 0.01, 0, 0
@@ -292,7 +293,7 @@ def _resident() -> float:
 
 
 def run(quick: bool) -> list[str]:
-    """Profile every shape; returns the text report."""
+    """Profile every shape. The result: the report as text."""
     count, seconds = (100, 2.0) if quick else (500, 10.0)
     folder = ROOT / "build" / "bench" / "profiles" if quick else PROFILES
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process of a proxy on a node with the real API server: pyebpf-proxy, or kube-proxy in one of its modes."""
+"""Runs a proxy on a node with the real API server: pyebpf-proxy, or kube-proxy in one of its modes."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from tests.support.reference import kube_proxy
 
 OURS, NFTABLES, IPTABLES = "ours", "nftables", "iptables"
 WORDS = {OURS: "pyebpf-proxy", NFTABLES: "kube-proxy, nftables", IPTABLES: "kube-proxy, iptables"}
-#: Until everything is programmed; kube-proxy takes minutes for tens of thousands of services.
+#: Time limit until everything is programmed; kube-proxy takes minutes for tens of thousands of services.
 START_SECONDS = 900.0
 _TOOLS = ("iptables", "iptables-save", "iptables-restore", "ip6tables", "ip6tables-save", "ip6tables-restore")
 
 
 class Proxy:
-    """One process in a node's namespace. ``folder`` is its own directory; pyebpf-proxy's state is in ``state``."""
+    """A proxy's process in a node's namespace. ``folder`` is its directory; pyebpf-proxy's state is in ``state``."""
 
     def __init__(self, kind: str, namespace: Namespace, folder: Path) -> None:
         self.kind = kind
@@ -34,12 +34,15 @@ class Proxy:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self, kubeconfig: Path, node: str, cluster_cidr: str, families: int = 1) -> float:
-        """Start it and wait until all is programmed: seconds, by its metric's timestamps for that many families."""
+        """Start the process and wait until all is programmed.
+
+        The result: the seconds that this took, by the timestamps in the metrics of ``families`` IP families.
+        """
         path = self._folder / "config.yaml"
         path.write_text(yaml.safe_dump(self._configuration(kubeconfig, node, cluster_cidr)))
         state = str(self._folder / "state")
         program = [*command(), "--directory", state] if self.kind == OURS else [str(kube_proxy())]
-        self._namespace.call(_scrape)  # the worker that asks is there before the clock starts
+        self._namespace.call(_scrape)  # start the worker that scrapes before the time is measured
         begin = time.time()
         with open(self._folder / "log", "wb") as log:
             self._process = subprocess.Popen(
@@ -61,7 +64,7 @@ class Proxy:
         return last[0] - begin
 
     def stop(self) -> None:
-        """Kill it; the programmed state stays."""
+        """Kill the process; the programmed state stays."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
@@ -73,16 +76,16 @@ class Proxy:
         return self._process.pid
 
     def log(self) -> str:
-        """Its log."""
+        """The log of the process."""
         return (self._folder / "log").read_text(errors="replace")
 
     def synced(self) -> dict[str, float]:
-        """Unix time of the last sync of each family, by the process's own metric; only families with a sync."""
+        """Unix time of the last sync by family, from the process's metrics. Families without a sync are left out."""
         text = self._namespace.call(_scrape)
         return {family: float(stamp) for family, stamp in SYNCED.findall(text) if float(stamp)} if text else {}
 
     def wait(self, condition: Callable[[], Any], what: str, pause: float, seconds: float) -> None:
-        """Wait for the condition; RuntimeError with the end of the log if it never holds."""
+        """Wait for the condition; RuntimeError with the end of the log if it is not met in time."""
         end = time.monotonic() + seconds
         while not condition():
             if self._process is None or self._process.poll() is not None or time.monotonic() > end:
@@ -90,7 +93,7 @@ class Proxy:
             time.sleep(pause)
 
     def check(self, services: int) -> None:
-        """Check independently of its metric that kube-proxy has programmed that many IPv4 services."""
+        """Check that kube-proxy has programmed this many IPv4 services, without its metrics."""
         if self.kind == NFTABLES:
             found = self._namespace.run("nft", "list", "map", "ip", "kube-proxy", "service-ips").count(": goto ")
         else:
@@ -100,11 +103,11 @@ class Proxy:
             raise RuntimeError(f"{WORDS[self.kind]} reports {found} of {services} services")
 
     def memory_mib(self) -> float:
-        """Its current resident memory, MiB."""
+        """The current resident memory of the process, in MiB."""
         return resident_mib(self.pid)
 
     def cpu_seconds(self) -> float:
-        """CPU time used so far by its threads and the child processes that it waited for."""
+        """CPU time used so far by the threads of the process, and by child processes that have ended."""
         tasks = 0
         for task in Path(f"/proc/{self.pid}/task").iterdir():
             with contextlib.suppress(FileNotFoundError):
@@ -113,7 +116,7 @@ class Proxy:
         return tasks / 1e9 + (int(fields[13]) + int(fields[14])) / os.sysconf("SC_CLK_TCK")
 
     def _configuration(self, kubeconfig: Path, node: str, cluster_cidr: str) -> dict[str, Any]:
-        # The same for all: no deliberate delays, and no periodic work during a measurement.
+        # All proxies have the same settings: no deliberate delays, and no periodic work during a measurement.
         timing = {"minSyncPeriod": "1ms", "syncPeriod": "1h"}
         mode = IPTABLES if self.kind == IPTABLES else NFTABLES
         return {
@@ -130,7 +133,7 @@ class Proxy:
 
 
 def resident_mib(pid: int) -> float:
-    """A process's current resident memory, MiB."""
+    """The current resident memory of a process, in MiB."""
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith("VmRSS:"):
             return int(line.split()[1]) / 1024
@@ -138,7 +141,7 @@ def resident_mib(pid: int) -> float:
 
 
 def _legacy_tools(folder: Path) -> Path:
-    """iptables-legacy, which writes a table at once and is faster with many rules."""
+    """A folder with iptables-legacy as iptables: it writes a table at once, and is faster with many rules."""
     tools = folder / "tools"
     if not tools.exists():
         tools.mkdir()

@@ -13,13 +13,13 @@ from .plots import significant
 PAGE = ROOT / "docs" / "performance.md"
 _NOTE = "made by `make bench` from bench/results: do not edit -->"
 _END = "<!-- end of what `make bench` made -->"
-#: Units of ratios, with the reference.
+#: Units of ratios; they name the reference.
 _RATIOS = {"×": "× {}", "times": "times the value with {}"}
 OVERVIEW, GOALS, FIGURES = "overview", "goals", "figures"
 
 
 def write_page(results: Iterable[Result]) -> None:
-    """Put the results between the marks of the page: the overview, the goals, each figure."""
+    """Write the overview, the goals and each figure between the marks of the page."""
     kept = list(results)
     text = PAGE.read_text()
     text = between(text, OVERVIEW, overview.section(kept))
@@ -100,7 +100,7 @@ def spread(s: Summary) -> str:
 
 
 def lines(results: Iterable[Result]) -> Iterable[str]:
-    """The same for a terminal: one line per goal."""
+    """The goals for a terminal, one on each line."""
     for result in results:
         for row in result.rows:
             if row.met is not None:

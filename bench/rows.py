@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From samples to rows of the table: the judged value, its goal, and whether it was met."""
+"""Computes rows of the table from samples: the judged value, its goal, and whether it was met."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def ratio(
 ) -> Row:
     """Compare pyebpf-proxy with something else, round by round: the ratio of the two samples of each round.
 
-    ``least``, ``most``: limits of the median of the ratios. ``goal``: the text for them.
+    ``least``, ``most``: limits of the median of the ratios. ``goal``: the limits as text.
     """
     # The last round of an aborted run may be incomplete.
     ratios = summary([a / b for a, b in zip(measured, compared, strict=False)])
@@ -48,7 +48,7 @@ def more(
     slow: float,
     most: float | None,
 ) -> Row:
-    """The additional cost of pyebpf-proxy, round by round; ``most`` is for a machine of normal speed."""
+    """The additional cost of pyebpf-proxy, round by round; ``most`` is the limit on a machine of normal speed."""
     found = summary([a - b for a, b in zip(measured, compared, strict=True)])
     row = absolute(
         what,
@@ -75,7 +75,7 @@ def absolute(
     compared: Sequence[float] = (),
     judged_unit: str = "",
 ) -> Row:
-    """A value that has its own goal, not a ratio. ``normal``: its median on a machine of normal speed."""
+    """A value, not a ratio, with a goal of its own. ``normal``: its median on a machine of normal speed."""
     found: Summary = summary(values)
     return Row(
         what=what,

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Figure: short connections to one service while thousands of others are loaded, compared with one service only.
 
-Of each contender two nodes are there at once, one with one service and one with all of them, and take turns. kube-proxy
-has them from a real API server.
+Each contender has two nodes at the same time, one with one service and one with all of them, which take turns.
+kube-proxy reads the services from a real API server.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from .measure import Result, Row, machine, say, speed
 from .rows import ratio
 
 SIZES = (10_000, 30_000)
-#: A quick run leaves out kube-proxy, which takes minutes to read so many.
+#: A quick run leaves out kube-proxy, which takes minutes to program so many services.
 NAMES = (OURS, NFTABLES, IPTABLES)
 GOAL = 0.98
-#: By size, as text, then by contender: rates with one service, and with that many.
+#: By size (as text), then by contender: rates with one service, and rates with that many.
 Found = dict[str, dict[str, dict[str, list[float]]]]
 
 

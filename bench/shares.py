@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Breakdown of a load's CPU time, contenders in turns: ``python -m bench.shares exchange client none fast``.
+"""Breakdown of a load's CPU time; contenders take turns: ``python -m bench.shares exchange client none fast``.
 
 ``perf`` samples the CPU that does all the work, by its clock, with call chains. Each sample belongs to the nearest
-caller in CALLERS. The results are nanoseconds per exchange, connection, request or kilobyte: the share of the samples,
-times the duration of one. Medians of the rounds.
+caller in CALLERS. The results are nanoseconds per exchange, connection, request or kilobyte: the share of the samples
+times the duration of one of these. They are medians of the rounds.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .loads import connect, exchange, paced, stream, watched
 from .plots import significant
 
 FREQUENCY = 1999
-#: Kernel functions, and the kind that their time counts as, including callees that are not listed themselves.
+#: Kernel functions, and the kind to which their time belongs. Callees that are not listed themselves are included.
 CALLERS = {
     "conntrack": r"nf_conntrack_\w+|nf_confirm|nf_ct_\w+|__nf_conntrack\w*|nf_hook_entries_\w+",
     "NAT": r"nf_nat_\w+|__nf_nat\w*",
@@ -42,7 +42,7 @@ CALLERS = {
     "system calls": r"do_syscall_64|entry_SYSCALL_\w+|syscall_\w+",
 }
 _CALLERS = [(words, re.compile(f"(?:{names})$")) for words, names in CALLERS.items()]
-#: Functions whose calls into conntrack count separately.
+#: Calls of these functions into conntrack are counted separately.
 ASKED, _ASK = "conntrack, called by the BPF programs", re.compile(r"bpf_(skb|xdp)_ct_\w+|bpf_ct_\w+")
 INTERRUPT = "asm_sysvec_apic_timer_interrupt"
 PROGRAM = "the load programs themselves"
@@ -50,9 +50,9 @@ OTHERS = "idle, and what is none of it"
 
 
 def kind(chain: Sequence[str]) -> str:
-    """The kind of a sample; ``chain``: functions, the innermost first.
+    """The kind of a sample. ``chain``: its functions, the innermost first.
 
-    The timer's interrupt, which takes the samples too, is counted as what it came upon.
+    The timer interrupt, which also takes the samples, belongs to the kind of the code that it interrupted.
     """
     before = max((number for number, function in enumerate(chain) if function == INTERRUPT), default=-1)
     chain = chain[before + 1 :]
@@ -66,7 +66,7 @@ def kind(chain: Sequence[str]) -> str:
 
 
 def samples(lines: Iterable[str], programs: Sequence[str]) -> Counter[str]:
-    """Samples by kind, those of these programs and of ksoftirqd; ``lines``: ``perf script -F comm,ip,sym``."""
+    """Samples of these programs and of ksoftirqd, by kind. ``lines``: the output of ``perf script -F comm,ip,sym``."""
     found: Counter[str] = Counter()
     program, chain = "", list[str]()
     for line in (*lines, ""):
@@ -85,7 +85,7 @@ _rates: dict[str, float] = {}
 
 
 def _at_rate(ground: Ground, way: str, family: int, seconds: float) -> float:
-    """LOAD times the maximum without a proxy, as in the figure latency."""
+    """Requests at LOAD times the maximum rate without a proxy, as in the figure latency."""
     if way not in _rates:
         no_proxy = field().grounds(["none"])[0]
         _rates[way] = LOAD * paced(no_proxy, way, family, CONNECTIONS, 0, seconds)["per_second"]
@@ -93,12 +93,12 @@ def _at_rate(ground: Ground, way: str, family: int, seconds: float) -> float:
 
 
 def _kilobytes(ground: Ground, way: str, family: int, seconds: float) -> float:
-    """Of one stream in a second."""
+    """Kilobytes per second of one stream."""
     return stream(ground, way, family, seconds)[0] * 1e9 / 8 / 1024
 
 
 Take = Callable[[Ground, str, int, float], float]
-#: A load, which returns its rate per second; its programs; the name of its unit.
+#: For each load: the function that runs it and returns its rate per second, its programs, the name of its unit.
 LOADS: dict[str, tuple[Take, tuple[str, ...], str]] = {
     "exchange": (exchange, ("pingpong",), "exchange"),
     "connect": (connect, ("connections",), "connection"),
@@ -121,7 +121,7 @@ def profile(ground: Ground, load: str, way: str, family: int, seconds: float, fo
 
 
 def table(found: Mapping[str, Sequence[Mapping[str, float]]], unit: str) -> Iterator[str]:
-    """Markdown: a line for each kind, a column for each contender, medians of the rounds."""
+    """A Markdown table with medians of the rounds: a line for each kind, a column for each contender."""
     names = list(found)
     yield f"| nanoseconds for one {unit} | " + " | ".join(CONTENDERS[name].words for name in names) + " |"
     yield "|" + "---|" * (len(names) + 1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Figure: one TCP stream (iperf3), and its CPU time per byte: of both ends, and of the kernel's softirq threads.
+"""Figure: one TCP stream (iperf3): its throughput and CPU time per byte, of both ends and of the softirq threads.
 
 Each load is a new connection. If it lasts longer than two seconds, it begins as a young flow and is then promoted.
 """
@@ -46,6 +46,6 @@ def run(asked: Options) -> Result:
 
 
 def table(samples: dict[str, Samples]) -> Iterator[Row]:
-    """Its rows: throughput, then CPU time per byte, whose goal is an upper limit."""
+    """The rows: throughput, then CPU time per byte, whose goal is an upper limit."""
     for what, (words, unit) in WORDS.items():
         yield from rows(samples[what], words, unit, PAIRS, {(OURS, NONE): GOAL}, most=what == CPU)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The cost of ``top`` for packets, by ``bpf_prog_test_run``: ``python -m bench.top``. docs/top.md has the numbers.
 
-The count of a new flow: a first packet on the slow path, which leaves nothing behind, with the count and without
-(``dry_run`` leaves out nothing else there), in turns; and once more while another CPU counts in the same slot. The
-meter: packets of no service, and of a tracked flow, both ways.
+Counting new flows: the first packet of a flow on the slow path, in turns with and without the count (``dry_run``, which
+leaves out nothing else for this packet), and again while another CPU counts in the same slot. The meter: packets that
+belong to no service, and packets of a tracked flow in both directions.
 """
 
 from __future__ import annotations

@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Figure: UDP of 64 bytes from outside to a NodePort, through one CPU: one flow, many, every packet a new one.
+"""Figure: UDP of 64 bytes from outside to a NodePort, through one CPU: one flow, many flows, each packet a new flow.
 
-``flood`` generates a batch of frames and hands them to the node's interface. Before the next batch, the same CPU
+``flood`` generates a batch of frames and passes them to the node's interface. Before the next batch, the same CPU
 processes them in its softirq up to the pod, where a program counts and drops them. So a rate includes the cost of
-generating frames, the same for all. Nothing passes between CPUs: on a virtual machine that costs 20 to 300 ns per
-packet, depending on the host's placement of CPUs, which was more than the measured differences. Established flows have
-had traffic both ways for more than two seconds, so that conntrack sets ASSURED, and later get a reply to one packet in
-256.
+generating frames, which is the same for all. No frame passes between CPUs: on a virtual machine this costs 20 to 300 ns
+per packet, depending on where the host places CPUs, which was more than the measured differences. Established flows
+have had traffic in both directions for more than two seconds, so that conntrack sets ASSURED; later, one packet in 256
+gets a reply.
 
 The receiver is a tc program: pods have no XDP program, and one in the pod prevents bpf_redirect_peer(). XDP on the
-node's interface saves the sk_buff. To show this, the receiver must be an XDP program, also for kube-proxy as the
-comparison.
+node's interface avoids the allocation of an sk_buff. To show this, the receiver must be an XDP program, also for
+kube-proxy in the comparison.
 
-Limits for comparison: the same frames to the pod's own address with no proxy; redirected there by an XDP program
-without lookups; dropped by XDP on arrival.
+Limits for comparison: the same frames to the pod's own address without a proxy, redirected there by an XDP program
+without lookups, and dropped by XDP on arrival.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ from .loads import Options, Samples, rows
 from .measure import TOOLS, Result, Row, machine, say, speed
 
 KINDS = {"1 flow": 1, "10 000 flows": 10_000, "every packet a new flow": 0}
-#: Labels of the kinds where frames end in an XDP program.
+#: Labels of the kinds whose receiver is an XDP program.
 BY_XDP = ", to an XDP program in the pod"
-#: Goals compared with kube-proxy nftables, by kind: with tc alone, and with XDP.
+#: Goals by kind, compared with kube-proxy in mode nftables: with tc only, and with XDP.
 GOALS = {kind: {OURS: tc} for kind, tc in zip(KINDS, (2.2, 2.0, 2.0), strict=True)}
 GOALS |= {kind + BY_XDP: {XDP: xdp} for kind, xdp in zip(KINDS, (5.0, 4.5, 3.0), strict=True)}
 PAIRS = [(OURS, NFTABLES), (XDP, NFTABLES), (IPTABLES, NFTABLES), (OURS, NONE), (XDP, NONE), (NFTABLES, NONE)]
@@ -57,16 +57,16 @@ PAIRS += [(XDP, FORWARD), (FORWARD, NFTABLES), (XDP, LIMIT), (NONE, LIMIT)]
 SOURCES = "198.18.0.0"
 WARM_UP_SECONDS = 0.5
 ASSURED_SECONDS = 2.2
-#: Limit of new flows: conntrack must not be full.
+#: New flows are sent only for this long: conntrack must not become full.
 NEW_SECONDS = 0.2
 ECHO = 256
 TRIES = 3
 
 
 class Way:
-    """From outside through the node of one contender, ready to be flooded.
+    """The path from outside through the node of one contender, ready to be flooded.
 
-    ``port``: of the pod, for contenders whose loads go to the pod itself. ``end``: the program where frames end.
+    ``port``: the pod's port, for contenders whose loads go to the pod itself. ``end``: the receiving program.
     """
 
     def __init__(self, ground: Ground, stack: ExitStack, port: int = UDP, end: str = "sink") -> None:
@@ -74,7 +74,7 @@ class Way:
         self._port = port
         node = ground.node
         for device in ("eth0", ground.server.device):
-            # Frames that an XDP program redirects to a veth need NAPI polling at its other end.
+            # If an XDP program redirects frames to a veth, its other end must have NAPI, which GRO enables.
             node.namespace.run("ethtool", "-K", device, "gro", "on")
         ground.lab.core.ip(f"route replace blackhole {SOURCES}/15")
         self._to = _mac(node.namespace)
@@ -86,7 +86,7 @@ class Way:
         self._sink = self._begin(where, end)
 
     def _begin(self, where: Namespace, program: str, *arguments: str) -> subprocess.Popen[str]:
-        """A program of the flood on eth0, attached when this returns."""
+        """Attach a program of ``flood`` to eth0, and wait until it is attached."""
         command = ["ip", "netns", "exec", where.name, str(TOOLS / "flood"), program, str(TOOLS / "flood.bpf.o"), "eth0"]
         made = subprocess.Popen([*command, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self._programs.append(made)
@@ -95,7 +95,7 @@ class Way:
         return made
 
     def flood(self, flows: int, seconds: float, echo: int) -> float:
-        """Packets per second that reach the end."""
+        """Packets per second that reach the receiver."""
         past = self.ground.contender.past
         to = self.ground.server.address if past else self.ground.node.address
         port = self._port if past else LOCAL_NODE_PORT[UDP]
@@ -115,11 +115,11 @@ class Way:
             made = json.loads(self.ground.lab.core.run(*command))
             if made["made"] and (count := self._count(0) - before):
                 return float(count / made["seconds"])
-            # Another task with real-time priority used the CPU all the time.
+            # Retry: another task with real-time priority has used the CPU all the time.
         raise RuntimeError(f"{self.ground.contender.words}: no packet reached the end: {made}")
 
     def check_assured(self, flows: int) -> None:
-        """RuntimeError unless nearly all flows are assured in conntrack, if the proxy leaves all flows to it."""
+        """For proxies whose flows are all in conntrack: RuntimeError unless nearly all are assured."""
         if self.ground.contender.name not in (IPTABLES, NFTABLES):
             return
         found = self.ground.node.namespace.run("conntrack", "-L", "-p", "udp").count("[ASSURED]")
@@ -155,9 +155,9 @@ def _mac(namespace: Namespace) -> str:
 
 
 def run(asked: Options) -> Result:
-    """Measure it; the limits only in a complete run."""
+    """Measure it. Only a complete run measures the limits."""
     rounds, seconds = asked.rounds or (5 if asked.quick else 11), asked.seconds or (0.3 if asked.quick else 0.6)
-    # By program and by suffix of the kind: the contenders that take part.
+    # The contenders that take part, by receiver and by suffix of the kind.
     parts = {
         ("sink", ""): [*USUAL, *(name for name in asked.also if name != XDP)],
         ("sink_xdp", BY_XDP): [NONE, NFTABLES, XDP, *(() if asked.quick else LIMITS)],
@@ -193,11 +193,11 @@ def run(asked: Options) -> Result:
 
 
 def establish(ways: Sequence[Way], flows: int) -> None:
-    """Traffic both ways, twice: conntrack sets ASSURED for a flow that continues after ASSURED_SECONDS."""
+    """Send traffic in both directions twice: conntrack sets ASSURED for flows that continue after ASSURED_SECONDS."""
     for pause in (ASSURED_SECONDS, 0):
         for way in ways:
             way.flood(flows, WARM_UP_SECONDS, 1)
-        # This cannot be polled: conntrack checks the time only when the next packet arrives.
+        # Polling does not help: conntrack checks the time only when the next packet arrives.
         time.sleep(pause)
     for way in ways:
         way.check_assured(flows)
@@ -217,7 +217,7 @@ def _once(way: Way, flows: int, seconds: float) -> float:
 
 
 def table(samples: Samples, pairs: Sequence[tuple[str, str]] = tuple(PAIRS)) -> Iterator[Row]:
-    """Compare contenders; goals are relative to kube-proxy nftables."""
+    """Compare contenders. Goals are relative to kube-proxy in mode nftables."""
     for kind, of in samples.items():
         goals = {(name, NFTABLES): goal for name, goal in GOALS.get(kind, {}).items()}
         yield from rows({kind: of}, "UDP, 64 bytes", "packets/s", pairs, goals)

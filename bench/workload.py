@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Kubernetes objects of a large cluster: Services, one EndpointSlice each, Nodes. The same in every run.
+"""The Kubernetes objects of a large cluster, the same in every run: Services with one EndpointSlice each, and Nodes.
 
-Every tenth service is UDP, every twentieth a NodePort service. Endpoints are spread over NODES nodes;
-the agent's is node1.
+Every tenth service is UDP, every twentieth has a NodePort. Endpoints are spread over NODES nodes. The agent runs on
+node1.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def cluster_ip(number: int) -> str:
 
 
 def pod_ip(number: int) -> str:
-    """Any of two million different pods."""
+    """The address of one of two million pods."""
     return str(ipaddress.ip_address(_PODS + 1 + number))
 
 
@@ -100,7 +100,7 @@ def endpoint_slice(number: int, first_pod: int | None = None, endpoints: int = E
 
 
 def node(number: int) -> Object:
-    """Nodes 1 … NODES, each with a /18 of the pod network."""
+    """One of the Nodes 1 … NODES, each with a /18 of the pod network."""
     cidr = f"{ipaddress.ip_address(_PODS + number * 16384)}/18"
     return {
         "apiVersion": "v1",
@@ -136,5 +136,5 @@ def read(document: Object) -> Iterator[Change]:
 
 
 def parsed(services: int) -> list[Change]:
-    """The same cluster as a source delivers it."""
+    """All objects of a cluster, as a source delivers them."""
     return [change for _, document in everything(services) for change in read(document)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Figure 1: a whole cluster from parsed objects into maps, compared with the same entries written one by one."""
+"""Figure 1: writing a whole cluster from parsed objects into maps, compared with writing the entries one by one."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _WRITES = ("update", "update_batch", "delete", "delete_batch")
 
 
 def once() -> dict[str, float]:
-    """One fill in this process, as fresh as an agent that was just started."""
+    """Fill the maps once in a new process, as an agent does at its start."""
     changes = workload.parsed(SERVICES)
     clock = _Clock()
     for name in _WRITES:
@@ -38,7 +38,7 @@ def once() -> dict[str, float]:
     if entries["slots"] < SERVICES * workload.ENDPOINTS:
         raise RuntimeError(f"only {entries['slots']} slots were written")
 
-    # The same entries, one call each, into maps that are empty as well.
+    # Write the same entries into other empty maps, with one call for each.
     other = load_programs()
     clock.seconds = 0.0
     for name, source in filled.loaded.maps.items():
@@ -59,7 +59,7 @@ def once() -> dict[str, float]:
 
 
 class _Clock:
-    """Time spent in calls, including about a microsecond of Python for each system call."""
+    """Measures the time of calls; it includes about a microsecond of Python for each system call."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -87,7 +87,7 @@ def run(quick: bool) -> Result:
         runs.append(json.loads(done.stdout))
         say(f"write {number + 1}: {runs[-1]['total']:.2f} s, of it {runs[-1]['map_writes']:.3f} s in map writes")
     speeds += speed(1)
-    # Each run is related to the machine's speed just before and after it, because of other load.
+    # Each run is compared with the machine's speed just before and after it, because of other load.
     local = [(before + after) / 2 / NORMAL_SECONDS for before, after in itertools.pairwise(speeds)]
 
     def column(name: str) -> list[float]:

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The cost of XDP for TCP streams from outside: ``python -m bench.xdp_streams``. docs/xdp.md has the numbers.
 
-Several nodes in turns. Without a proxy: unchanged; with segmentation before the node, as on a wire, and GRO; with an
-XDP program that passes everything, without and with GRO on that interface. pyebpf-proxy without XDP, with XDP, and with
-XDP and GRO. In addition to throughput and CPU time per byte: the size of frames where they reach the node and the pod.
+Several nodes take turns. Nodes without a proxy: unchanged; with segmentation before the node, as on a wire, and GRO;
+with an XDP program that passes everything, without and with GRO on that interface. Nodes with pyebpf-proxy: without
+XDP, with XDP, and with XDP and GRO. The results are throughput, CPU time per byte, and the size of frames that reach
+the node and the pod.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from .plots import significant
 
 
 class Setting(NamedTuple):
-    """A node: its contender, and changes of its interface. ``segments``: the peer sends frames of MTU size."""
+    """A node's contender, and changes of its interface. ``segments``: the peer sends frames of MTU size."""
 
     words: str
     like: str
@@ -62,7 +63,7 @@ def prepare(ground: Ground, setting: Setting) -> None:
 
 
 def _sent(ground: Ground) -> tuple[int, int, int, int]:
-    """Bytes and frames received by the node's interface from its peer, and by the pod's."""
+    """Bytes and frames received by the node's interface, then by the pod's interface."""
     found: list[int] = []
     for namespace, device in ((ground.lab.core, ground.node.name), (ground.node.namespace, ground.server.device)):
         sent = json.loads(namespace.run("ip", "-j", "-s", "link", "show", device))[0]["stats64"]["tx"]
@@ -71,7 +72,7 @@ def _sent(ground: Ground) -> tuple[int, int, int, int]:
 
 
 def take(ground: Ground, way: str, family: int, seconds: float) -> Sample:
-    """One stream."""
+    """Measure one stream."""
     before = _sent(ground)
     rate, cpu = stream(ground, way, family, seconds)
     bytes_, frames, pod_bytes, pod_frames = (b - a for a, b in zip(before, _sent(ground), strict=True))

@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         flags = parse(arguments)
     except UsageError as error:
-        print(f"Error: {error}{_meant(arguments)}", file=sys.stderr)
+        print(f"Error: {error}{_similar_commands(arguments)}", file=sys.stderr)
         return 1
     if flags.help:
         from pyebpf_proxy import commands
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _print(text: str) -> int:
-    """Print on stdout. The reader may have closed the pipe."""
+    """Print on stdout, unless the reader has closed the pipe. The result is the exit status."""
     try:
         print(text, flush=True)
     except BrokenPipeError:
@@ -71,8 +71,8 @@ def _print(text: str) -> int:
     return 0
 
 
-def _meant(arguments: Sequence[str]) -> str:
-    """For an unknown command: similar ones."""
+def _similar_commands(arguments: Sequence[str]) -> str:
+    """A hint with the commands whose names are similar to the unknown one; empty if there are none."""
     from pyebpf_proxy.see import COMMANDS
     from pyebpf_proxy.see.answers import near
 
@@ -238,7 +238,7 @@ def _agent(settings: Effective, config: KubeProxyConfiguration, flags: Flags) ->
 
 
 def _check_imports() -> None:
-    """FatalError if the data plane cannot be imported: the binding of libnftables is a package of the distribution."""
+    """FatalError if the data plane cannot be imported: only the distribution packages libnftables' binding."""
     from pyebpf_proxy.datapath.preflight import libnftables
 
     libnftables()

@@ -19,7 +19,7 @@ DIRECTORY = "PYEBPF_PROXY_DIRECTORY"
 
 
 class Command:
-    """One command: its help, its arguments, the function that answers (imported on use)."""
+    """One command: its help, its arguments, and the function that runs it (imported on use)."""
 
     def __init__(
         self,
@@ -147,7 +147,7 @@ def _trace(arguments: argparse.Namespace) -> int:
 def _probe_arguments(parser: argparse.ArgumentParser) -> None:
     from pyebpf_proxy.probe import PAGES
 
-    text = "live: the agent answers; ready: it has programmed the node; kube-proxy: wait until a kube-proxy has"
+    text = "live: the agent answers; ready: it has programmed the node; kube-proxy: wait until kube-proxy has"
     parser.add_argument("what", choices=(*PAGES, "kube-proxy"), help=text)
 
 
@@ -243,7 +243,7 @@ COMMANDS = {
         _probe_arguments,
     ),
     "completion": Command(
-        "print a shell completion script; it completes names of services, too",
+        "print a shell completion script; it also completes names of services",
         "source <(pyebpf-proxy completion bash)\n"
         "  source <(pyebpf-proxy completion zsh)    # after compinit\n"
         "  pyebpf-proxy completion fish | source",
@@ -279,7 +279,7 @@ def command_parser(name: str) -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command that the first word names. The result is the exit status (docs/commands.md)."""
+    """Run the command that the first argument names. The result is the exit status (docs/commands.md)."""
     name, *rest = arguments
     try:
         try:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``pyebpf-proxy probe live|ready``: the kubelet's probes, answered by the agent's socket in the run directory.
 
-The agent's ports can be flooded, or taken by another process that answers instead; the socket cannot.
+A probe does not use the agent's ports. They can be flooded, or another process can bind them and answer instead.
 A probe is a new process every few seconds, so it imports little: the entry point calls :func:`probe` before it reads
 the table of commands (``commands.py``), which handles all other arguments.
 """
@@ -18,7 +18,7 @@ _MOST_BYTES = 64 << 10
 
 
 def probe(what: str, folder: str = "") -> int:
-    """Ask the agent; ``what``: a key of PAGES. 0: yes; 1: no, or the agent does not answer (stderr has the reason)."""
+    """Ask the agent; ``what`` is a key of PAGES. The result: 0 for yes, else 1, and the reason is on stderr."""
     folder = folder or os.environ.get("PYEBPF_PROXY_DIRECTORY") or "/run/pyebpf-proxy"
     try:
         status, body = _ask(folder, PAGES[what])

@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 
 BPF = Path(__file__).resolve().parents[1] / "bpf"
-#: The macros are in no BTF; the enums are needed before an object is opened.
+#: BTF does not contain macros, and these enums are needed before an object is opened.
 ENUMS = {
     "service_maps.h": ("frontend_kind",),
     "settings.h": ("detector", "scheduler"),
@@ -47,7 +47,7 @@ def enum(source: str, name: str) -> dict[str, str]:
 
 
 def macro(source: str, name: str) -> str:
-    """The number of a macro, as it is written."""
+    """The number of a macro, as it is written in the header."""
     found = re.search(rf"(?m)^#define {name} (0x[0-9A-F]+|\d+)\b", source)
     if found is None:
         raise SystemExit(f"bpf/ has no number {name}")

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Makes the Helm chart from deploy/: `make chart` calls it. Needs kubectl.
+"""Builds the Helm chart from deploy/; `make chart` calls it. Needs kubectl.
 
 tools/chart.py FOLDER   writes FOLDER/pyebpf-proxy
 
-The manifests of deploy/base become templates: where an overlay or a component changes them, a value does. A change of
-deploy/ that cannot be expressed here is an error, and tests/cluster/test_chart.py compares what Helm renders with what
-kustomize builds.
+The manifests of deploy/base become templates. A value replaces each change that an overlay or a component makes. A
+change in deploy/ that cannot be expressed in this way is an error. tests/cluster/test_chart.py compares what Helm
+renders with what kustomize builds.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ _LABELS = """  labels:
     app.kubernetes.io/version: {{ .Chart.AppVersion }}
 """
 _NAMESPACE = "  namespace: {{ .Release.Namespace }}\n"
-#: Where a component's patch adds to: the last line of that list in deploy/base/daemonset.yaml, and its indentation.
+#: Lists to which a component's patch adds, by path: the key in deploy/base/daemonset.yaml, and the items' indentation.
 _LISTS = {
     "/spec/template/spec/containers/0/volumeMounts/-": ("volumeMounts", 12),
     "/spec/template/spec/volumes/-": ("volumes", 8),
 }
 
 
-#: Where a component sets a field of the pod: after these lines, in every DaemonSet.
+#: Fields of the pod that a component sets, by path: they are inserted after these lines, with this indentation.
 _FIELDS = {
     "/spec/template/spec/securityContext/seLinuxOptions": (
         "      securityContext:\n        seccompProfile:\n          type: RuntimeDefault\n",
@@ -62,18 +62,18 @@ _FIELDS = {
 
 
 class ChartError(Exception):
-    """Something in deploy/ that this cannot express; one line."""
+    """Something in deploy/ that this tool cannot express. The text is one line."""
 
 
 def replaced(text: str, old: str, new: str) -> str:
-    """The text with its one ``old`` replaced."""
+    """The text with ``old``, which must occur exactly once, replaced."""
     if text.count(old) != 1:
         raise ChartError(f"{old!r} is there {text.count(old)} times, not once")
     return text.replace(old, new)
 
 
 def base(name: str, namespaced: bool = True) -> str:
-    """A manifest of the base with the namespace and the labels that the kustomization gives."""
+    """A manifest of the base, with the namespace and the labels that the kustomization adds."""
     text = (DEPLOY / "base" / f"{name}.yaml").read_text()
     return _described(text, namespaced)
 
@@ -84,14 +84,14 @@ def _described(text: str, namespaced: bool) -> str:
 
 
 def rbac() -> str:
-    """The role and its binding, to the account of the release's namespace."""
+    """The role, and its binding to the ServiceAccount in the release's namespace."""
     documents = (DEPLOY / "base" / "rbac.yaml").read_text().split("---\n")
     text = "---\n".join(_described(document, namespaced=False) for document in documents)
     return replaced(text, "    namespace: kube-system\n", "    namespace: {{ .Release.Namespace }}\n")
 
 
 def config_map() -> str:
-    """The base's ConfigMap, its blanks filled in from values."""
+    """The base's ConfigMap, with values instead of its placeholders."""
     text = base("configmap")
     text = replaced(text, "<10.244.0.0/16>", '{{ required "clusterCIDR: the pod network" .Values.clusterCIDR }}')
     endpoint = 'required "controlPlaneEndpoint: HOST:PORT of the API server" .Values.controlPlaneEndpoint'
@@ -100,7 +100,7 @@ def config_map() -> str:
 
 
 def daemon_set() -> str:
-    """The agent's, with what overlays and components change as values; or the one that cleans up."""
+    """The DaemonSet of the agent, with values for the changes of overlays and components; or the one that cleans up."""
     text = base("daemonset")
     text = replaced(text, f"image: {IMAGE}\n", f"image: {_IMAGE}\n")
     text = replaced(text, "imagePullPolicy: IfNotPresent", "imagePullPolicy: {{ .Values.image.pullPolicy }}")
@@ -123,7 +123,7 @@ def daemon_set() -> str:
 
 
 def component(name: str) -> list[dict[str, Any]]:
-    """The operations of a component's one patch."""
+    """The operations in the only patch of a component."""
     found = yaml.safe_load((DEPLOY / "components" / name / "kustomization.yaml").read_text())
     (patch,) = found["patches"]
     if found.keys() != {"apiVersion", "kind", "patches"} or patch["target"] != {"kind": "DaemonSet", "name": NAME}:
@@ -132,7 +132,7 @@ def component(name: str) -> list[dict[str, Any]]:
 
 
 def added(text: str, operation: dict[str, Any], value: str) -> str:
-    """The DaemonSet with one more entry of a list, if that value is set."""
+    """The DaemonSet with one more item in a list, if this value is set."""
     path, entry = operation["path"], operation["value"]
     if path == "/spec/template/spec/containers/0/securityContext/capabilities/add/-":
         return re.sub(r"( +add: \[[^]]*)\]", rf"\1{{{{ if .Values.{value} }}}}, {entry}{{{{ end }}}}]", text, count=1)
@@ -149,7 +149,7 @@ def added(text: str, operation: dict[str, Any], value: str) -> str:
 
 
 def set_field(text: str, operation: dict[str, Any], value: str) -> str:
-    """The DaemonSet with one more field of the pod, if that value is set."""
+    """The DaemonSet with one more field of the pod, if this value is set."""
     path = operation["path"]
     if operation["op"] != "add" or path not in _FIELDS:
         raise ChartError(f"{operation['op']} at {path} is not known here")
@@ -160,7 +160,7 @@ def set_field(text: str, operation: dict[str, Any], value: str) -> str:
 
 
 def cleanup() -> str:
-    """The DaemonSet of the rollback, as kustomize builds it."""
+    """The DaemonSet that cleans up, as kustomize builds it."""
     folder = DEPLOY / "overlays" / "kubeadm-back" / "cleanup"
     command = ["kubectl", "kustomize", str(folder)]
     built = subprocess.run(command, check=True, capture_output=True, text=True).stdout
@@ -173,7 +173,7 @@ def cleanup() -> str:
 
 
 def prometheus_operator() -> str:
-    """PodMonitor and PrometheusRule. Rules contain braces, so their file is inserted as it is."""
+    """PodMonitor and PrometheusRule. Rules contain braces, so their file is inserted without templating."""
     folder = DEPLOY / "components" / "prometheus-operator"
     monitor, rule = ((folder / f"{name}.yaml").read_text() for name in ("podmonitor", "prometheusrule"))
     rule = rule[: rule.index("spec:\n")] + 'spec:\n{{ .Files.Get "rules.yaml" | indent 2 }}'
@@ -183,7 +183,7 @@ def prometheus_operator() -> str:
 
 
 def write(folder: Path) -> None:
-    """The chart, in its own folder."""
+    """Write the chart into a folder of its own."""
     target = folder / NAME
     shutil.rmtree(target, ignore_errors=True)
     (target / "templates").mkdir(parents=True)
@@ -204,7 +204,7 @@ def write(folder: Path) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """The command line."""
+    """Build the chart. The result is the exit status."""
     if len(arguments) != 1 or arguments[0].startswith("-"):
         print(f"usage: {sys.argv[0]} FOLDER", file=sys.stderr)
         return 2

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Renders the objects of `pyebpf-proxy cluster` from deploy/: run it after a change there. Needs kubectl.
+"""Renders the objects of `pyebpf-proxy cluster` from deploy/. Run it after a change there. Needs kubectl.
 
 tools/cluster_objects.py           writes pyebpf_proxy/cluster/*.yaml
 tools/cluster_objects.py --check   exit status 1 if they differ from deploy/
@@ -19,13 +19,13 @@ HEAD = "# deploy/{folder}, rendered by tools/cluster_objects.py. Do not edit by 
 
 
 def rendered(folder: str) -> str:
-    """The file for a kustomization of deploy/."""
+    """The content of the file for a kustomization of deploy/."""
     command = ["kubectl", "kustomize", str(ROOT / "deploy" / folder)]
     return HEAD.format(folder=folder) + subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
 def main(arguments: list[str]) -> int:
-    """The command line."""
+    """Write or check the files. The result is the exit status."""
     wrong = 0
     for name, folder in SOURCES.items():
         text = rendered(folder)

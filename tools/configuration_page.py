@@ -211,7 +211,7 @@ def page() -> str:
 
 def _defaults() -> KubeProxyConfiguration:
     config = complete(parse([]), lambda text, file: None)
-    # Sections of other modes are shown with the defaults that they have in their mode.
+    # The sections of other modes are shown with the defaults that apply in their mode.
     filled = with_defaults(KubeProxyConfiguration())
     return config.model_copy(update={name: getattr(filled, name) for name in ("ipvs", "nftables")})
 

@@ -7,11 +7,11 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
-# A venv without Debian's packages, so that locally installed packages are not missing from the lock.
+# A venv without Debian's packages: otherwise, packages that are installed locally would be missing from the lock.
 /usr/bin/python3 -m venv "$scratch/venv"
 "$scratch/venv/bin/pip" install --quiet pip-tools
 
-# lock FILE USER ARGUMENT...: the locked versions for USER into FILE; arguments as pip-compile takes them.
+# lock FILE USER ARGUMENT...: writes the locked versions for USER into FILE; the arguments are those of pip-compile.
 lock() {
     "$scratch/venv/bin/pip-compile" --quiet --generate-hashes --allow-unsafe --strip-extras --upgrade \
         --no-emit-index-url --no-emit-find-links --no-annotate --no-header --output-file "$scratch/lock" "${@:3}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``make man``: the manual pages, from the arguments and help texts of the commands.
+"""``make man``: writes the manual pages from the arguments and help texts of the commands.
 
 .venv/bin/python tools/man_pages.py FOLDER
 """
@@ -37,7 +37,7 @@ _FILES = {
     "/sys/fs/bpf/pyebpf-proxy": "Pinned maps, programs and links. They outlive the agent.",
 }
 
-#: Commands with subcommands: what they are, and their parser.
+#: Commands with subcommands: their description, and their parser.
 GROUPS_OF_COMMANDS = {
     "cluster": ("all nodes of a cluster, from an administrator's machine", cluster_parser),
     "lab": ("a test cluster of network namespaces on this machine", lab_parser),
@@ -64,12 +64,12 @@ def _with_commands(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         if isinstance(action, argparse._SubParsersAction):
             parser._positionals.title = "commands"
             for command in action.choices.values():
-                command.description = None  # the same as its help
+                command.description = None  # it is the same as the help
     return parser
 
 
 def _agent() -> str:
-    """The page of the agent. Its flags are no argparse definition, because kube-proxy's parsing rules are not."""
+    """The page of the agent. Its flags are not in argparse, which does not support kube-proxy's parsing rules."""
     parser = argparse.ArgumentParser(prog=NAME, description=_DESCRIPTION, add_help=False)
     for title, flags in GROUPS.items():
         group = parser.add_argument_group(f"{title} flags")
@@ -78,7 +78,7 @@ def _agent() -> str:
             default = f" (default {flag.default})" if flag.default not in ("", "0s", "false") else ""
             text = (flag.help + default).replace("%", "%%")
             if flag.name == "help":
-                # The library leaves out every --help; this one is a flag of kube-proxy.
+                # The library omits every --help. Here, it is a flag of kube-proxy.
                 names[-1] += "\u200b"
             if flag.type:
                 group.add_argument(*names, metavar=flag.type, help=text)
@@ -99,12 +99,12 @@ def _page(parser: argparse.ArgumentParser, summary: str, sections: Mapping[str, 
     page.date = _date()
     for heading, content in {**sections, "SEE ALSO": _also(name)}.items():
         page.add_section(heading, "=", content)
-    # Macros separate paragraphs; an empty line before them is a second separation.
+    # Macros separate paragraphs: an empty line before them would separate them twice.
     return re.sub(r"\n+(?=\n\.)", "", str(page))
 
 
 def _date() -> str:
-    """The day of SOURCE_DATE_EPOCH, else today, in a form without hyphens: the library escapes them."""
+    """The day of SOURCE_DATE_EPOCH, else today, in a format without hyphens, which the library would escape."""
     day = time.gmtime(int(os.environ.get("SOURCE_DATE_EPOCH") or time.time()))
     return time.strftime("%B ", day) + f"{day.tm_mday}, {day.tm_year}"
 
@@ -125,7 +125,7 @@ def _escaped(text: str) -> str:
 def main(arguments: list[str]) -> int:
     """Write all pages into the folder."""
     (folder,) = map(Path, arguments)
-    os.environ["COLUMNS"] = "80"  # argparse fills lines before they become roff, for whatever terminal this is
+    os.environ["COLUMNS"] = "80"  # argparse wraps lines at the terminal's width before they become roff
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in pages().items():
         (folder / name).write_text(text)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``make pictures``: docs/NAME.svg from docs/pictures/NAME.dot, by Graphviz, for light and dark pages.
+"""``make pictures``: draws docs/NAME.svg from docs/pictures/NAME.dot with Graphviz, for light and dark pages.
 
 .venv/bin/python tools/pictures.py [NAME …]
 """
@@ -15,7 +15,7 @@ from pathlib import Path
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 SOURCES = DOCS / "pictures"
-#: Colours of the sources, and what each becomes on a dark page, as GitHub has it.
+#: Colours of the sources, and the colour that replaces each on a dark page, as on GitHub.
 DARK = {
     "#ffffff": "#0d1117",
     "#f6f8fa": "#151b23",
@@ -32,12 +32,12 @@ DARK = {
 
 
 def stamp(source: Path) -> str:
-    """The comment in a picture that names the text that it was made from."""
+    """The comment in a picture that identifies the text from which it was drawn."""
     return f"<!-- make pictures: docs/pictures/{source.name} {hashlib.sha256(source.read_bytes()).hexdigest()[:16]} -->"
 
 
 def style() -> str:
-    """The rules for a dark page: they replace the colours that Graphviz has written as attributes."""
+    """CSS rules for a dark page: they override the colours that Graphviz writes as attributes."""
     rules = "".join(
         f'[fill="{light}"]{{fill:{dark}}}[stroke="{light}"]{{stroke:{dark}}}' for light, dark in DARK.items()
     )
@@ -48,7 +48,7 @@ def picture(source: Path) -> str:
     """The SVG of a source."""
     made = subprocess.run(["dot", "-Tsvg", source], check=True, capture_output=True, text=True).stdout
     made = made[made.index("<svg") :]
-    # Comments have the version of Graphviz; titles are tooltips with the names of the source.
+    # Remove comments, which contain the version of Graphviz, and titles, which are tooltips with names of the source.
     made = re.sub(r"<!--.*?-->\n?|<title>.*?</title>\n?", "", made, flags=re.DOTALL)
     title = re.search(r'^digraph "(.*)"', source.read_text(), re.MULTILINE)
     assert title is not None

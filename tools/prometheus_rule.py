@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Writes the PrometheusRule of deploy/ from the rule file: run it after a change of deploy/prometheus.
+"""Writes the PrometheusRule of deploy/ from the rule file. Run it after a change of deploy/prometheus.
 
 tools/prometheus_rule.py           writes deploy/components/prometheus-operator/prometheusrule.yaml
 tools/prometheus_rule.py --check   exit status 1 if it differs
@@ -33,7 +33,7 @@ def text() -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """The command line."""
+    """Write or check the file. The result is the exit status."""
     if arguments != ["--check"]:
         TARGET.write_text(text())
     elif TARGET.read_text() != text():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``make screenshots``: docs/top.svg and docs/explain.svg, from the real commands in a lab with traffic."""
+"""``make screenshots``: draws docs/top.svg and docs/explain.svg from the real commands in a lab with traffic."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from pyebpf_proxy.lab.cluster import Node
 from pyebpf_proxy.lab.example import EXAMPLES, open_example, populate
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
-#: The console's SVG format without web fonts: the pictures load nothing.
+#: The console's SVG format without web fonts, so that the pictures load nothing.
 FORMAT = re.sub(r"<!-- .*? -->|@font-face \{\{.*?\}\}", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)
 SECONDS = 6.0
 WIDTH, HEIGHT = 100, 22
@@ -41,7 +41,7 @@ TARGETS = [
 
 
 def on_terminal(node: Node, words: list[str], width: int, height: int, seconds: float) -> str:
-    """The output of a command on a terminal of that size, until it ends or the time is over."""
+    """The output of a command on a terminal of this size, until it ends or the time is over."""
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", height, width, 0, 0))
     known = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "NO_COLOR")}
@@ -93,7 +93,7 @@ def requests(targets: list[tuple[str, int, str]]) -> None:
 
 
 def main() -> int:
-    """Start the lab, send requests, take the pictures."""
+    """Start the lab, send requests, draw the pictures."""
     with open_example(EXAMPLES) as lab:
         populate(lab)
         node = lab.nodes[0]

@@ -1,6 +1,7 @@
 #!/bin/bash
 # SPDX-License-Identifier: Apache-2.0
-# The parts of `make setup`, `make docs` and `make sbom` that fetch something; each returns quickly if everything is installed.
+# The parts of `make setup`, `make docs`, `make sbom` and `make fuzz` that fetch something. Each returns quickly if
+# everything is installed.
 #   tools/setup.sh packages [LIST]   Debian packages named in tools/debian-packages.txt, or LIST; only those missing
 #   tools/setup.sh venv       .venv from Debian's python3, with the versions of requirements.lock
 #   tools/setup.sh docs       build/docs-venv, with the versions of docs/requirements.lock
@@ -14,7 +15,7 @@ python=/usr/bin/python3
 say() { printf 'setup: %s\n' "$*"; }
 fail() { printf 'setup: %s\n' "$*" >&2; exit 1; }
 
-# A single failure of a mirror is the most frequent failure, and cheap to retry.
+# Retry once: the most frequent failure is a single failed request to a mirror.
 twice() {
     "$@" && return 0
     say "failed, retrying once: $*"
@@ -35,7 +36,7 @@ packages() {
     wanted=$(sed -e 's/#.*//' -e '/^[[:space:]]*$/d' "$list")
     command -v dpkg-query >/dev/null ||
         fail "this is not Debian (no dpkg): install what $list names in your system's way, then run make build"
-    # shellcheck disable=SC2086  # one word per package is meant
+    # shellcheck disable=SC2086  # one word for each package is intended
     missing=$(comm -23 <(sort -u <<<"$wanted") \
         <(dpkg-query -W -f '${db:Status-Status} ${Package}\n' $wanted 2>/dev/null | sed -n 's/^installed //p' | sort -u))
     [ -n "$missing" ] || return 0
@@ -49,7 +50,7 @@ packages() {
     twice apt install --no-install-recommends $missing || fail "apt-get could not install: $missing"
 }
 
-# install FOLDER LOCK: the versions of LOCK into the virtual environment in FOLDER.
+# install FOLDER LOCK: installs the versions of LOCK into the virtual environment in FOLDER.
 install() {
     say "installing the versions of $2 into $1"
     twice "$1/bin/python" -m pip install --quiet --no-input --disable-pip-version-check --no-warn-script-location \
@@ -59,7 +60,7 @@ install() {
 venv() {
     local stamp=.venv/setup-stamp wanted
     [ -x "$python" ] || fail "$python is missing: apt-get install python3"
-    # Everything the environment depends on; also its location, because a venv cannot be moved.
+    # Everything on which the environment depends, including its location, because a venv cannot be moved.
     wanted=$({ pwd; "$python" -V; sha256sum requirements.lock; grep -v '^#' pyproject.toml | sed '/^\[tool\.\(mypy\|ruff\|pytest\)/,$d'; } | sha256sum)
     if [ -x .venv/bin/pyebpf-proxy ] && [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; then
         return 0
@@ -73,7 +74,7 @@ venv() {
         "$python" -m venv --clear --system-site-packages .venv
     fi
     install .venv requirements.lock
-    # An editable install by a plain .pth file: type checkers support it, and nothing needs to be built.
+    # An editable install with a plain .pth file: type checkers support it, and nothing needs to be built.
     .venv/bin/python -m pip install --quiet --no-input --disable-pip-version-check --no-deps --no-build-isolation \
         --no-index --config-settings editable_mode=compat --editable . ||
         fail "the package itself could not be installed into .venv"
@@ -81,7 +82,7 @@ venv() {
     printf '%s\n' "$wanted" >"$stamp"
 }
 
-# extra NAME LOCK: build/NAME-venv with the versions of LOCK.
+# extra NAME LOCK: creates build/NAME-venv with the versions of LOCK.
 extra() {
     local folder=build/$1-venv wanted
     wanted=$({ pwd; "$python" -V; sha256sum "$2"; } | sha256sum)

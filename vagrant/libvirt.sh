@@ -1,12 +1,12 @@
 #!/bin/bash
 # SPDX-License-Identifier: Apache-2.0
-# A libvirtd of our own, for machines where none runs (no systemd), in namespaces of its own: its networks, devices,
-# mounts and processes, machines included, are the kernel's to remove when the namespaces end.
-#   vagrant/libvirt.sh with CMD…   start it, run CMD beside it, end it with CMD, or with this script, however that ends
+# Runs a separate libvirtd in its own namespaces, on machines where none runs (without systemd). When the namespaces
+# end, the kernel removes its networks, devices, mounts and processes, including the virtual machines.
+#   vagrant/libvirt.sh with CMD…   start it, run CMD in its namespaces, and end it with CMD, or if this script is killed
 #   vagrant/libvirt.sh start       start it in the background
-#   vagrant/libvirt.sh run CMD…    run CMD beside the one in the background
-#   vagrant/libvirt.sh stop        end that one, its machines too; their disks go
-# LAB_DRIVER=qemu hides /dev/kvm: libvirt would try it, and one that does not work costs minutes.
+#   vagrant/libvirt.sh run CMD…    run CMD in the namespaces of the one in the background
+#   vagrant/libvirt.sh stop        end that one and its machines, and delete their disks
+# LAB_DRIVER=qemu hides /dev/kvm: libvirt would try to use it, and a KVM that does not work costs minutes.
 set -euo pipefail
 
 here=$(cd "$(dirname "$0")" && pwd)
@@ -25,11 +25,11 @@ programs() {
     [ -c /dev/net/tun ] || fail "/dev/net/tun is missing: machines need it for their networks"
 }
 
-# The first process of the namespaces: when it ends, all do.
+# The first process of the namespaces. When it ends, all their processes end.
 inside() {
     local name
     mount --make-rprivate /
-    mount -t sysfs sysfs /sys # this network's devices; no cgroups, so that libvirt makes none
+    mount -t sysfs sysfs /sys # shows the devices of this network namespace, and no cgroups, so libvirt creates none
     for name in /etc/libvirt /var/lib/libvirt /var/cache/libvirt /var/log/libvirt; do
         mkdir -p "$folder$name" "$name"
     done
@@ -58,7 +58,7 @@ inside() {
     done
     touch "$folder/ready"
     cd "$here"
-    # The first process of a namespace hears no signal that it has not asked for; the command is to hear them.
+    # The first process of a PID namespace receives only signals for which it has a handler: pass SIGTERM to CMD.
     "$@" &
     local command=$!
     trap 'kill -TERM "$command" 2>/dev/null' TERM
@@ -71,7 +71,7 @@ inside() {
     exit "$status"
 }
 
-# Only the first process holds the lock. A pid alone may belong to another process by now.
+# The lock shows whether it runs. A PID alone does not: it may belong to another process by now.
 running() {
     [ -e "$folder/lock" ] && ! flock -n "$folder/lock" true
 }
@@ -82,10 +82,10 @@ enter() {
     exec 8>"$folder/lock"
     flock -n 8 || fail "one runs already in $folder: vagrant/libvirt.sh stop"
     rm -f "$folder/ready"
-    # Whoever kills this script kills unshare, and unshare what is inside.
+    # If this script is killed, the kernel kills unshare, and with it all processes inside.
     setpriv --pdeathsig KILL -- unshare --mount --net --pid --fork --kill-child --mount-proc "$0" --inside "$@" <&0 &
     local child=$! status=0
-    # What a shell starts in the background does not hear Ctrl-C.
+    # Background processes of a shell ignore Ctrl-C, so send them SIGTERM.
     trap 'pkill -TERM -P "$child"' INT TERM HUP
     echo "$child" >"$folder/pid"
     while :; do

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The lab's pods on one node of vagrant's: a service of systemd that ends with its pods.
+"""The lab's pods on one Vagrant node, as a systemd service. When the service ends, its pods end.
 
-Which pods, and every address, is as in ``pyebpf-proxy lab`` (docs/lab.md): examples/manifests fit both.
+Pods and addresses are those of ``pyebpf-proxy lab`` (docs/lab.md), so examples/manifests fit both.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _SYSCTLS = {"net.ipv6.conf.default.accept_dad": 0, "net.ipv4.icmp_ratelimit": 0,
 
 
 def private_device(address: str) -> str:
-    """The device that has the node's address. LookupError if none has."""
+    """The device with the node's address. LookupError if there is none."""
     shown = subprocess.run(["ip", "-j", "-4", "addr", "show"], check=True, capture_output=True, text=True).stdout
     for link in json.loads(shown):
         if any(entry["local"] == address for entry in link["addr_info"]):
@@ -31,7 +31,7 @@ def private_device(address: str) -> str:
 
 
 def main() -> None:
-    """Make the pods, say so to systemd, wait for the end, take them away."""
+    """Start the pods, notify systemd, wait for a signal, remove the pods."""
     node = socket.gethostname()
     if node not in PODS:
         raise SystemExit(f"{node}: the lab has {', '.join(PODS)}")

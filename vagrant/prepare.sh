@@ -1,10 +1,10 @@
 #!/bin/bash
 # SPDX-License-Identifier: Apache-2.0
-# What nodes are made of: build/vagrant/node, a folder to copy to a node and run provision.sh in, and, for
-# vagrant's nodes, the box and the kernel. Quick when all is there.
-#   vagrant/prepare.sh            all of it
-#   vagrant/prepare.sh node       the folder only
-#   vagrant/prepare.sh site WHEEL FOLDER   what its folder site/ is, of another wheel
+# Builds what nodes need: build/vagrant/node, which is copied to a node, where provision.sh runs in it; and for
+# Vagrant's nodes, the box and the kernel. Returns quickly if everything exists.
+#   vagrant/prepare.sh            builds all
+#   vagrant/prepare.sh node       builds only the folder
+#   vagrant/prepare.sh site WHEEL FOLDER   builds FOLDER like the folder site/, from another wheel
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -13,11 +13,11 @@ stage=build/vagrant/node
 fail() { printf 'prepare.sh: %s\n' "$*" >&2; exit 2; }
 
 python=.venv/bin/python
-needed=build/vagrant/needed # what the agent needs: installed, and kept for the next time
+needed=build/vagrant/needed # the agent's dependencies, installed, and kept for the next run
 
 pip() { "$python" -m pip --quiet --no-input --disable-pip-version-check "$@"; }
 
-# Which of requirements.lock that is, pip is asked; $1: a wheel of the agent.
+# Installs the agent's dependencies. pip selects them from requirements.lock; $1: a wheel of the agent.
 dependencies() {
     local mark
     mark=$({ sha256sum <requirements.lock; sed -n '/^dependencies/,/^]/p' pyproject.toml; "$python" -V; } | sha256sum)
@@ -36,7 +36,7 @@ dependencies() {
     mv "$scratch/needed" "$needed"
 }
 
-# The agent of a wheel, with all that it needs, compiled: a node has but to copy it. $1: wheel; $2: folder
+# Installs the agent of a wheel with all dependencies, compiled, so that a node only copies it. $1: wheel; $2: folder
 site() {
     rm -rf "$2"
     cp -a "$needed/site" "$2"
@@ -59,7 +59,7 @@ node() {
 }
 
 mkdir -p build/vagrant
-exec 8>build/.vagrant-lock # vagrant asks once for each node
+exec 8>build/.vagrant-lock # Vagrant runs this script once for each node
 flock 8
 case "${1:-}" in
 "") node ;;

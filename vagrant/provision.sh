@@ -1,16 +1,16 @@
 #!/bin/bash
 # SPDX-License-Identifier: Apache-2.0
-# Turns a Debian host into a node: the agent that lies beside this script as a systemd service. Run again, it
-# upgrades: the new version is installed beside the old one, and takes over by a restart. Needs root.
-#   provision.sh         /etc/pyebpf-proxy/config.yaml and /etc/default/pyebpf-proxy are made once, then yours
-#   provision.sh --lab   the same for a node of the lab: configuration, manifests and pods of the lab
+# Turns a Debian host into a node: installs the agent that is next to this script as a systemd service. If run again,
+# it upgrades: it installs the new version next to the old one, and restarts the agent. Needs root.
+#   provision.sh         writes /etc/pyebpf-proxy/config.yaml and /etc/default/pyebpf-proxy only if they are missing
+#   provision.sh --lab   the same for a node of the lab: also writes configuration, manifests and pods of the lab
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 
 base=/opt/pyebpf-proxy
 etc=/etc/pyebpf-proxy
-kept=2 # versions: the one that runs, and the one before it
-deadline=600 # seconds until the agent has written everything; an emulated node takes its time
+kept=2 # versions to keep: the running one and the previous one
+deadline=600 # seconds until the agent has written everything; emulated nodes are slow
 
 say() { printf 'provision.sh: %s\n' "$*"; }
 fail() { printf 'provision.sh: %s\n' "$*" >&2; exit 1; }
@@ -18,7 +18,7 @@ fail() { printf 'provision.sh: %s\n' "$*" >&2; exit 1; }
 packages() {
     local wanted missing
     wanted=$(sed -e 's/#.*//' -e '/^[[:space:]]*$/d' "$here/node-packages.txt")
-    # shellcheck disable=SC2086  # one word per package is meant
+    # shellcheck disable=SC2086  # one word for each package is intended
     missing=$(comm -23 <(sort -u <<<"$wanted") \
         <(dpkg-query -W -f '${db:Status-Status} ${Package}\n' $wanted 2>/dev/null | sed -n 's/^installed //p' | sort -u))
     [ -n "$missing" ] || return 0
@@ -29,7 +29,7 @@ packages() {
         fail "apt-get: $(tail -n 1 /var/log/provision-apt.log)"
 }
 
-# Into a folder of its own, by what is in it: it is there whole, or it is not.
+# Installs into a folder that is named by the hash of its contents. The file "complete" marks a complete installation.
 install_release() {
     local mark release python
     mark=$(cat "$here/site/mark")
@@ -42,7 +42,7 @@ install_release() {
         rm -rf "$release"
         # Debian's packages stay visible: libnftables' binding exists only there.
         "$python" -m venv --system-site-packages --without-pip "$release"
-        # With times: compiled files go by them.
+        # Keep modification times: compiled files are valid only with them.
         cp -a "$here/site/." "$release/lib/$python/site-packages/"
         chown -R root:root "$release"
         printf '#!/bin/sh\nexec %s/bin/python -P -m pyebpf_proxy "$@"\n' "$release" >"$release/bin/pyebpf-proxy"
@@ -56,7 +56,7 @@ install_release() {
         changed=yes
     fi
     touch "$release"
-    # The lab's pods run from the version that they were started with.
+    # Keep versions that still run: the lab's pods use the version with which they were started.
     local old
     find "$base/releases" -mindepth 1 -maxdepth 1 -type d -printf '%T@ %p\n' | sort -rn | cut -d ' ' -f 2 |
         tail -n +$((kept + 1)) | while read -r old; do
@@ -64,7 +64,7 @@ install_release() {
     done
 }
 
-# $1: file beside this script; $2: its place.
+# place FILE TARGET: installs FILE as TARGET if they differ.
 place() {
     cmp -s "$1" "$2" && return 0
     install -D -m 644 "$1" "$2"
@@ -77,7 +77,7 @@ configure() {
         printf 'OPTIONS=--manifests %s/manifests\n' "$etc" >"$here/options"
         place "$here/options" /etc/default/pyebpf-proxy
         mkdir -p "$etc/manifests"
-        # Those that are no longer there go; the agent follows without a restart.
+        # Manifests that are gone are deleted. The agent applies changes without a restart.
         rsync -a --delete "$here/manifests/" "$etc/manifests/"
     elif ! [ -e "$etc/config.yaml" ]; then
         install -D -m 644 "$here/config.yaml" "$etc/config.yaml"
@@ -86,7 +86,7 @@ configure() {
             "$etc/config.yaml" "# clientConnection.kubeconfig." "$etc" >/etc/default/pyebpf-proxy
         say "$etc/config.yaml has clusterCIDR $(sed -n 's/^clusterCIDR: //p' "$etc/config.yaml"): set yours"
     fi
-    # A node passes on what its pods send; kube-proxy leaves this to others, too.
+    # The node must forward packets of its pods. Like kube-proxy, the agent does not set this.
     printf 'net.ipv4.ip_forward = 1\nnet.ipv6.conf.all.forwarding = 1\n' >"$here/sysctl"
     if ! cmp -s "$here/sysctl" /etc/sysctl.d/90-pyebpf-proxy.conf; then
         install -m 644 "$here/sysctl" /etc/sysctl.d/90-pyebpf-proxy.conf
@@ -96,7 +96,7 @@ configure() {
     ln -sfn "$base/current/bin/pyebpf-proxy" /usr/local/bin/pyebpf-proxy
 }
 
-# Pods are started once: an upgrade of the agent must not touch them.
+# Starts the pods, unless they run: an upgrade of the agent must not restart them.
 pods() {
     systemctl -q is-active lab-pods && return 0
     cat >/etc/systemd/system/lab-pods.service <<UNIT
@@ -116,18 +116,18 @@ UNIT
     systemctl -q enable --now lab-pods || fail "the pods do not start: $(journalctl -q -u lab-pods -n 1 -o cat)"
 }
 
-# The families that have been written since $1, a line each. Nothing is started before the agent listens: on an emulated
-# node whoever asks takes the time of the agent that is waited for.
+# Prints a line for each family that has been written since $1. Before the agent listens, no program is started: on an
+# emulated node, it would slow down the agent.
 written() {
     (exec 3<>/dev/tcp/127.0.0.1/10249) 2>/dev/null || return 0
     curl -sf --noproxy '*' http://127.0.0.1:10249/metrics |
         awk -v since="$1" '/^kubeproxy_sync_proxy_rules_last_timestamp_seconds/ && $2 >= since'
 }
 
-# Of the agent, not of systemd; $1: what is in the line.
+# Prints the agent's last log line that contains $1; lines of systemd are ignored.
 last_words() { journalctl -q -u pyebpf-proxy -o cat _COMM=python _COMM=pyebpf-proxy -n 50 | grep -e "$1" | tail -n 1; }
 
-# Until everything has been written by the agent that was started at $1 (seconds since 1970).
+# Waits until the agent that was started at $1 (seconds since 1970) has written everything.
 wait_synced() {
     local end=$((SECONDS + deadline)) looked=$SECONDS lines
     until mapfile -t lines < <(written "$1") && [ "${#lines[@]}" -ge 2 ]; do

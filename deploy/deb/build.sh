@@ -16,11 +16,12 @@ library=$root/usr/lib/$name
 
 rm -rf "$work/root"
 mkdir -p "$library" "$root/DEBIAN"
-# The time of the last commit, so that a package that is built again has the same bytes.
+# All times are that of the last commit, so that another build of the package has the same bytes.
 SOURCE_DATE_EPOCH=$(git log -1 --format=%ct 2>/dev/null || date +%s)
 export SOURCE_DATE_EPOCH
 
-# The agent and its dependencies, by the hashes of the lock. pip selects what the agent needs: the lock holds more.
+# Install the agent and its dependencies, by the hashes of the lock. The lock has more packages: pip selects those that
+# the agent needs.
 pip=("$python" -m pip --quiet --no-input --disable-pip-version-check)
 sed -n 's/^\([^ #]*==[^ ]*\).*/\1/p' requirements.lock >"$work/constraints"
 "${pip[@]}" install --dry-run --ignore-installed --report "$work/report.json" --constraint "$work/constraints" "$wheel"
@@ -28,10 +29,10 @@ sed -n 's/^\([^ #]*==[^ ]*\).*/\1/p' requirements.lock >"$work/constraints"
 "${pip[@]}" install --target "$library" --no-deps --require-hashes -r "$work/run.lock"
 "${pip[@]}" install --target "$library" --no-deps --no-index "$wheel"
 rm -rf "${library:?}/bin"
-# What pip notes of this installation, the path of the build among it.
+# Remove pip's records of this installation, which contain the path of the build.
 find "$library" -path '*.dist-info/*' \( -name RECORD -o -name direct_url.json \) -delete
 find "$library" -name __pycache__ -type d -prune -exec rm -rf {} +
-# Compiled files that are valid whatever times the unpacked files have.
+# Compile modules so that they stay valid whatever modification times the unpacked files have.
 "$python" -m compileall -q -s "$root" --invalidation-mode unchecked-hash "$library"
 
 install -D -m 755 "$here/launcher.py" "$root/usr/sbin/$name"
@@ -56,7 +57,7 @@ complete bash "usr/share/bash-completion/completions/$name"
 complete zsh "usr/share/zsh/vendor-completions/_$name"
 complete fish "usr/share/fish/vendor_completions.d/$name.fish"
 
-# Compiled modules fit one version of Python.
+# Compiled modules require the same version of Python.
 now=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 next=$("$python" -c 'import sys; print("%d.%d" % (sys.version_info[0], sys.version_info[1] + 1))')
 chmod -R u=rwX,go=rX "$root"

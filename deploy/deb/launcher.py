@@ -1,6 +1,6 @@
 #!/usr/bin/python3 -I
 # SPDX-License-Identifier: Apache-2.0
-"""The command of the Debian package. ``-I``: no variable of the caller adds modules to a program that root runs."""
+"""The command of the Debian package. With ``-I``, variables of the caller cannot add modules to a program of root."""
 
 import sys
 

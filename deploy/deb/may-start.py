@@ -1,10 +1,10 @@
 #!/usr/bin/python3 -I
 # SPDX-License-Identifier: Apache-2.0
-"""Whether the service of the Debian package may start: status 1, with the reason, where another proxy serves the node.
+"""Whether the service of the Debian package may start: status 1, with the reason, if another proxy serves the node.
 
-Two proxies on one node write rules against each other. A kube-proxy is a process of this network namespace, in a
-container or not; k3s has it inside its own process, and then its health page answers. So does that of an agent that a
-DaemonSet runs. This program runs with all rights: the namespaces of a privileged container are not for everyone to see.
+Two proxies on one node would overwrite each other's rules. kube-proxy is a process in this network namespace, in a
+container or not. k3s runs it inside its own process: there, its health server answers. So does the health server of an
+agent that a DaemonSet runs. This program needs all capabilities, to see the namespaces of privileged containers.
 """
 
 import os
@@ -18,7 +18,7 @@ from pyebpf_proxy.common.kube_proxy_health import DEFAULT, VARIABLE
 
 
 def processes() -> list[str]:
-    """Processes of kube-proxy in this network namespace."""
+    """PIDs of kube-proxy in this network namespace."""
     own = os.readlink("/proc/self/ns/net")
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
@@ -26,12 +26,12 @@ def processes() -> list[str]:
             if (folder / "comm").read_text() == "kube-proxy\n" and os.readlink(folder / "ns" / "net") == own:
                 found.append(folder.name)
         except OSError:
-            pass  # It has ended.
+            pass  # the process has ended
     return found
 
 
 def answers(address: str) -> bool:
-    """Whether anything listens there: an agent that started beside it could not have the port."""
+    """Whether a program listens there. Then an agent could not bind the port."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), 2).close()
@@ -41,7 +41,7 @@ def answers(address: str) -> bool:
 
 
 def main() -> int:
-    """The command line."""
+    """Run the checks. The result is the exit status."""
     if found := processes():
         print(f"not started: kube-proxy runs on this node (process {found[0]}); end it first")
         return 1

@@ -9,7 +9,7 @@ fi
 case "$1" in
 configure | abort-upgrade | abort-remove | abort-deconfigure)
     if [ -e "$running" ]; then
-        # The old agent ran until its files were replaced (prerm). What it had attached has carried the traffic since.
+        # The old agent ran until its files were replaced (prerm). Since then, its attached programs serve traffic.
         rm -f "$running"
         deb-systemd-invoke start pyebpf-proxy.service || true
     elif [ "$1" = configure ] && [ -z "$2" ]; then

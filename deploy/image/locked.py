@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prints those entries of a lock file that are asked for, hashes included.
+"""Prints selected entries of a lock file, with their hashes.
 
-    locked.py LOCK NAME…               these
-    locked.py LOCK --report FILE       what pip's installation report names, but for the project itself
+    locked.py LOCK NAME…               the entries with these names
+    locked.py LOCK --report FILE       the entries that pip's installation report names, except for the project itself
 
-Needs nothing but Python: it runs before anything is installed.
+It needs only Python, because it runs before anything is installed.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ ENTRY = re.compile(r"^([A-Za-z0-9._-]+)==\S+(?: \\\n +--hash=\S+)+\n", re.MULTIL
 
 
 def normal(name: str) -> str:
-    """A project's name as indexes compare it."""
+    """A project's name in the form in which indexes compare names."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def reported(report: str) -> list[str]:
-    """Names in an installation report; what was given as a file has no entry in the lock."""
+    """Names in an installation report. Packages installed from a file are left out: they are not in the lock."""
     installs = json.loads(report)["install"]
     return [install["metadata"]["name"] for install in installs if not install["is_direct"]]
 
 
 def select(lock: str, names: list[str]) -> str:
-    """The entries of these names. KeyError names one that is not locked."""
+    """The entries with these names. A KeyError names one that is not locked."""
     entries = {normal(found.group(1)): found.group(0) for found in ENTRY.finditer(lock)}
     return "".join(entries[normal(name)] for name in sorted(names, key=normal))
 
 
 def main(arguments: list[str]) -> int:
-    """The command line; status 1 with one line if something is not locked."""
+    """Run the command. Status 1, with one line, if a package is not locked."""
     lock, *names = arguments
     if names[:1] == ["--report"]:
         names = reported(Path(names[1]).read_text())

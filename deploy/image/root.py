@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Carries out deploy/Dockerfile in folders: what a container builder does, on a machine that can pull no image.
+"""Executes deploy/Dockerfile in folders, like a container builder, on a machine that cannot pull images.
 
-    root.py FOLDER      makes FOLDER/root, the file system of the last stage, and FOLDER/image.json, how to run it
+    root.py FOLDER      creates FOLDER/root, the file system of the last stage, and FOLDER/image.json, how to run it
 
-A base image ``debian:SUITE-slim`` is made by debootstrap from the mirror that this machine's apt is configured for, and
-kept in the cache folder. ``RUN`` is run by chroot in namespaces of its own, with this machine's settings of apt and
-pip mounted, read-only, for that time: nothing of it gets into the result. Needs root and debootstrap.
+debootstrap creates a base image ``debian:SUITE-slim`` from the mirror that this machine's apt uses, and it is kept in
+the cache folder. ``RUN`` uses chroot in separate namespaces. Meanwhile, this machine's settings of apt and pip are
+mounted read-only; they are not in the result. Needs root and debootstrap.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CACHE = Path(os.environ.get("PYEBPF_PROXY_CACHE", "/var/cache/pyebpf-proxy"))
-#: This machine's own, visible (and read-only) while something is run.
+#: Files of this machine that are visible, read-only, during a RUN.
 BORROWED = ("/etc/resolv.conf", "/etc/hosts", "/etc/apt", "/etc/pip.conf")
 CERTIFICATES = "/etc/ssl/certs/ca-certificates.crt"
-#: Here the packages are those of this machine's mirror.
+#: The packages are those of this machine's mirror.
 ARGUMENTS = {"ARCHIVE": "mirror"}
 PASSED_ON = re.compile(r"(?i)^(pip_(?!find_links|cert).*|.*_proxy)$")
 
-# $1: the root; the rest: what is borrowed. Then the working folder and the command.
+# Arguments: the root, the BORROWED files, --, the working folder, the command.
 RUN = """
 root=$1; shift
 mkdir -p "$root/proc" "$root/sys" "$root/dev" "$root/run"
@@ -53,29 +53,29 @@ exec chroot "$root" /bin/sh -c 'cd "$1" && eval "$2"' sh "$@"
 
 
 class RecipeError(Exception):
-    """An instruction that cannot be carried out; one line."""
+    """An instruction that cannot be executed. The text is one line."""
 
 
 @dataclass
 class Stage:
-    """One image in the making."""
+    """One stage of the image while it is built."""
 
     root: Path
     directory: str = "/"
     environment: dict[str, str] = field(default_factory=dict)
-    #: Visible to RUN, and not in the image.
+    #: Variables that RUN sees, but that are not in the image.
     arguments: dict[str, str] = field(default_factory=dict)
     entry_point: list[str] = field(default_factory=list)
 
 
 def instructions(text: str) -> list[tuple[str, str]]:
-    """(instruction, rest) in order, comments left out, continued lines joined."""
+    """Instructions in order, as (instruction, rest), without comments, and with continued lines joined."""
     joined = re.sub(r"\\\n", " ", re.sub(r"^#.*\n", "", text, flags=re.MULTILINE))
     return [(line.split(None, 1)[0].upper(), line.split(None, 1)[1]) for line in joined.splitlines() if line.strip()]
 
 
 def build(recipe: Path, folder: Path) -> Stage:
-    """Carry everything out; the last stage. RecipeError or CalledProcessError for the first thing that fails."""
+    """Execute all instructions. The result: the last stage. RecipeError or CalledProcessError if one fails."""
     stages: dict[str, Stage] = {}
     stage: Stage | None = None
     ignored = (REPOSITORY / ".dockerignore").read_text().split()
@@ -117,7 +117,7 @@ def build(recipe: Path, folder: Path) -> Stage:
 
 
 def base(image: str) -> Path:
-    """The root of ``debian:SUITE-slim``, whatever its digest; made if it is not in the cache."""
+    """The root of ``debian:SUITE-slim``, whatever its digest. It is created if it is not in the cache."""
     found = re.fullmatch(r"debian:([a-z]+)-slim(@sha256:[0-9a-f]{64})?", image)
     if not found:
         raise RecipeError(f"FROM {image}: only debian:SUITE-slim can be made here")
@@ -139,12 +139,12 @@ def base(image: str) -> Path:
 
 
 def inside(stage: Stage, path: str) -> Path:
-    """Where a path of the image is on this machine."""
+    """The path on this machine of a path in the image."""
     return stage.root / os.path.join(stage.directory, path).lstrip("/")
 
 
 def copy(stage: Stage, words: list[str], stages: dict[str, Stage], ignored: list[str]) -> None:
-    """``COPY [--from=STAGE] SOURCE… TARGET``; a folder is copied as what is in it."""
+    """``COPY [--from=STAGE] SOURCE… TARGET``; of a folder, the contents are copied."""
     origin, patterns = REPOSITORY, ignored
     if words[0].startswith("--from="):
         origin, patterns = stages[words.pop(0).removeprefix("--from=")].root, []
@@ -172,7 +172,7 @@ def _ignore(origin: Path, patterns: list[str]):  # type: ignore[no-untyped-def]
 
 
 def run(stage: Stage, command: str) -> None:
-    """``RUN``: in namespaces of its own, the root changed."""
+    """``RUN``, with chroot in separate namespaces."""
     borrowed, made = [], []
     for path in filter(os.path.exists, BORROWED):
         place = stage.root / path.lstrip("/")

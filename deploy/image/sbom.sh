@@ -1,6 +1,6 @@
 #!/bin/bash
 # SPDX-License-Identifier: Apache-2.0
-# What is in the image that root.py has made in a folder, as CycloneDX; `make sbom` calls it.
+# Lists the contents of the image that root.py has created in a folder, as CycloneDX; `make sbom` calls it.
 #   deploy/image/sbom.sh FOLDER   writes FOLDER/debian.cdx.json and FOLDER/python.cdx.json from FOLDER/root
 set -euo pipefail
 folder=$1

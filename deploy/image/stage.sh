@@ -1,14 +1,14 @@
 #!/bin/bash
 # SPDX-License-Identifier: Apache-2.0
 # The steps of the two stages of deploy/Dockerfile; run in the folder of the sources.
-#   deploy/image/stage.sh packages build|run   Debian packages: to build, or those of the agent alone
-#   deploy/image/stage.sh build                BPF objects for any kernel, and the agent in /opt/pyebpf-proxy
+#   deploy/image/stage.sh packages build|run   installs the Debian packages to build, or only those of the agent
+#   deploy/image/stage.sh build                builds BPF objects for any kernel, and the agent in /opt/pyebpf-proxy
 set -euo pipefail
 
 list=tools/debian-packages.txt
 target=/opt/pyebpf-proxy
 
-# packages PREFIX...: of the wanted sections of the list. Each of them must be there.
+# packages PREFIX...: installs the packages of these sections of the list, all of which must exist.
 packages() {
     local section found wanted=
     for section in "$@"; do
@@ -25,11 +25,11 @@ packages() {
     elif [ "$ARCHIVE" != mirror ]; then
         sed -i "s#^URIs: .*/\\(debian\\(-security\\)\\?\\)/\\?\$#URIs: $ARCHIVE/\\1/$SNAPSHOT#" \
             /etc/apt/sources.list.d/debian.sources
-        # Its indexes are of that day and have expired; their signatures are still checked.
+        # The archive's indexes are of that day and have expired. Their signatures are still checked.
         options=(-o Acquire::Check-Valid-Until=false)
     fi
     apt-get -q "${options[@]}" update
-    # shellcheck disable=SC2086  # one word per package is meant
+    # shellcheck disable=SC2086  # one word for each package is intended
     apt-get -q -y "${options[@]}" install --no-install-recommends $wanted
     rm -rf /var/lib/apt/lists/* /var/cache/apt/archives/*.deb
 }
@@ -45,7 +45,7 @@ build() {
     # Debian's packages stay visible: libnftables' binding exists only there.
     python3 -m venv --system-site-packages --without-pip "$target"
     pip+=(--python "$target/bin/python")
-    # The lock also holds packages of the tests. pip selects what the agent needs; it is installed by hash.
+    # The lock also has packages of the tests. pip selects those that the agent needs; they are installed by hash.
     sed -n 's/^\([^ #]*==[^ ]*\).*/\1/p' requirements.lock >"$builder/constraints"
     "${pip[@]}" install --dry-run --ignore-installed --report "$builder/report.json" \
         --constraint "$builder/constraints" "$builder"/pyebpf_proxy-*.whl

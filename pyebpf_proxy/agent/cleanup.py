@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``--cleanup``: removes everything of this instance, and rules that kube-proxy left behind.
+"""``--cleanup``: removes everything that this instance has set up, and the rules that kube-proxy left behind.
 
-It needs only rights, no API server and no BPF programs.
+It needs capabilities, but neither an API server nor the BPF objects.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _log = Logger("cleanup")
 def run(path: Path, exclude_cidrs: Sequence[Network] = (), keep_kube_proxy: bool = False) -> None:
     """Clean up the instance of this run folder, then kube-proxy's leftovers (spec/configuration §6).
 
-    ``exclude_cidrs``: IPVS services in them are kept. ``keep_kube_proxy``: kube-proxy's rules, and the settings that it
-    has asked for, are kept, since it runs again. FatalError if an agent runs on the folder, or if something could not
-    be removed; the other parts are still cleaned up.
+    ``exclude_cidrs``: IPVS services in these ranges are kept. ``keep_kube_proxy``: kube-proxy runs again, so its rules
+    and the node settings that it requires are kept. FatalError if an agent uses the folder, or if something could not
+    be removed; everything else is still removed.
     """
     preflight.check_rights(["CAP_NET_ADMIN"])
     directory = RunDirectory(path)

@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
 
 class ClusterConnection(NamedTuple):
-    """Hides from its users whether objects come from a manifests folder or an API server."""
+    """The same interface for a manifests folder and an API server."""
 
     source: Source
     #: The recorder of Events, if there is an API server.
     events: Recorder | None = None
     #: Metrics of the connection.
     metrics: Sequence[MetricFamily] = ()
-    #: Why objects do not arrive at present, by resource; "" stands for all. Safe in any thread.
+    #: By resource, why its objects do not arrive at present; the key "" means all resources. Safe in any thread.
     troubles: Callable[[], Mapping[str, str]] = dict

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ends the agent when one of its configuration files is written or renamed (spec/configuration §6).
 
-Like kube-proxy's (fsnotify), the watch is on the file that the path leads to. Editors and ConfigMap volumes replace the
-file, which removes the watched one: this does not end the agent, and the new file is not watched.
+As in kube-proxy (fsnotify), the file to which the path resolves is watched. Editors and ConfigMap volumes replace the
+file. This removes the watched file, which does not end the agent, and the new file is not watched.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _EVENTS = flags.MODIFY | flags.MOVE_SELF
 
 
 class ConfigWatch:
-    """Watches from its construction on; ``wait`` also reports earlier events."""
+    """The watch begins with the constructor; ``wait`` also reports events from before its call."""
 
     def __init__(self, path: Path | None, own: Path | None = None) -> None:
         """``path``: kube-proxy's file; ``own``: that of ``--datapath-config``. ConfigError if the watch fails."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks before the first sync that configuration, Node and kernel are consistent (spec/configuration §5.3, §5.4)."""
+"""Checks before the first sync: are configuration, Node and kernel consistent? (spec/configuration §5.3, §5.4)"""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _log = Logger("config")
 
 
 def check(values: FamilyValues, facts: NodeFacts, proc: Path = Path("/proc")) -> None:
-    """Warn about inconsistencies; FatalError where kube-proxy does not start either."""
+    """Warn about inconsistencies. FatalError for those with which kube-proxy does not start either."""
     primary = families.primary_family(facts.node_ips)
     pod_cidrs = list(facts.node_cidrs.values())
     _warn(families.node_ports(values, facts.node_ips, pod_cidrs))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Start and end of the agent depending on its own Node object (spec/configuration §5.3).
+"""When the agent starts and ends, as far as this depends on its own Node object (spec/configuration §5.3).
 
-As kube-proxy v1.36's NodeManager: in detectLocalMode NodeCIDR nothing starts before the Node has podCIDRs, and changed
-podCIDRs end the agent. Changed addresses and a deleted Node are only logged.
+It behaves as the NodeManager of kube-proxy v1.36: in detectLocalMode NodeCIDR, nothing starts before the Node has
+podCIDRs, and a change of the podCIDRs ends the agent. Changed addresses and a deleted Node are only logged.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _log = Logger("node")
 
 
 class NodeLife:
-    """Follows one Node. ``take`` takes changes, ``listed`` marks the end of the first listing, ``guard`` waits."""
+    """Follows one Node. ``take`` receives changes, ``listed`` marks the end of the first list, ``guard`` waits."""
 
     def __init__(self, name: str, *, needs_pod_cidrs: bool, seconds: float = POD_CIDRS_SECONDS) -> None:
         """``seconds``: how long ``guard`` waits for podCIDRs if they are needed."""
@@ -37,8 +37,8 @@ class NodeLife:
         self._first: NodeView | None = None
         self._listed = asyncio.Event()
         self._ready = asyncio.Event()
-        self._over = asyncio.Event()
-        self._why = ""
+        self._ended = asyncio.Event()
+        self._end_reason = ""
 
     @property
     def ready(self) -> bool:
@@ -46,7 +46,7 @@ class NodeLife:
         return self._ready.is_set()
 
     def take(self, changes: Iterable[Change]) -> list[Change]:
-        """The changes to pass on: all but the deletion of this agent's Node."""
+        """Receive changes. The result: those to pass on, which are all but the deletion of this agent's Node."""
         seen = []
         for change in changes:
             if change.kind != "Node" or change.name != self._name:
@@ -58,16 +58,16 @@ class NodeLife:
                 seen.append(change)
                 self._view = None
             else:
-                # As in kube-proxy, its last state remains valid: the deletion does not change NodePorts.
+                # As in kube-proxy, the Node's last state remains valid: the deletion does not change NodePorts.
                 _log.warning("Node is being deleted", node=self._name)
         if self._listed.is_set():
-            self._see()
+            self._update_ready()
         return seen
 
     def listed(self) -> None:
         """Everything that exists has been delivered."""
         self._listed.set()
-        self._see()
+        self._update_ready()
 
     async def guard(self) -> None:
         """Wait until cancelled. FatalError if the podCIDRs are not assigned in time, or change later."""
@@ -84,10 +84,10 @@ class NodeLife:
                     else f'PodCIDR allocation on node "{self._name}"'
                 )
                 raise FatalError(f"timeout waiting for {what}") from None
-        await self._over.wait()
-        raise FatalError(self._why)
+        await self._ended.wait()
+        raise FatalError(self._end_reason)
 
-    def _see(self) -> None:
+    def _update_ready(self) -> None:
         has = self._view is not None and bool(self._view.pod_cidrs)
         if self._first is None and (has or not self._needs_pod_cidrs):
             self._first = self._view or NO_NODE
@@ -100,8 +100,8 @@ class NodeLife:
             return
         if self._needs_pod_cidrs and view.pod_cidrs != first.pod_cidrs:
             now, then = (" ".join(map(str, cidrs)) or "none" for cidrs in (view.pod_cidrs, first.pod_cidrs))
-            self._why = f'PodCIDRs changed for the node "{self._name}": now {now}, at the start {then}'
-            self._over.set()
+            self._end_reason = f'PodCIDRs changed for the node "{self._name}": now {now}, at the start {then}'
+            self._ended.set()
         is_same = before is not None and list(before.ips.values()) == list(view.ips.values())
         if not is_same and list(view.ips.values()) != list(first.ips.values()):
             now, then = (" ".join(map(format_address, ips.values())) or "none" for ips in (view.ips, first.ips))

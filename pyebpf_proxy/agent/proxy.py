@@ -43,10 +43,10 @@ class Planner(Protocol):
 
     @property
     def lost(self) -> int:
-        """The number of addresses that are not handled as their Services specify."""
+        """How many addresses are not served as their Services specify."""
 
     def new_messages(self) -> tuple[list[LossMessage], list[LossMessage]]:
-        """New problems of these addresses, and new notes on surprising cases; each is returned once."""
+        """New problems of these addresses, then new notes on surprising cases; each is returned once."""
 
     @property
     def names(self) -> Iterable[ServicePortName]:
@@ -55,7 +55,7 @@ class Planner(Protocol):
     def get(self, name: ServicePortName) -> ServicePort | None: ...
 
     def oldest_first(self) -> Iterable[ServicePortName]:
-        """Every service port that exists now, in the order of their claims to map entries."""
+        """Every service port that exists now; the first ones have priority if the maps are too small."""
 
     def update(self, changes: Iterable[Change]) -> Delta: ...
 
@@ -64,16 +64,16 @@ class Datapath(Protocol):
     """The part of ``datapath.Datapath`` that this module uses."""
 
     def start(self, facts: NodeFacts, wanted: Delta) -> Collection[str]:
-        """Load, adopt existing state, write ``wanted``, remove everything else, attach; the result: problems."""
+        """Load, adopt existing state, write ``wanted``, remove everything else, attach. The result: problems."""
 
     def apply(self, delta: Delta, complete: bool = False) -> Collection[str]:
-        """Write the difference, or everything if ``complete``; the result: what could not be written."""
+        """Write the difference, or everything if ``complete``. The result: what could not be written."""
 
     def node_changed(self, facts: NodeFacts) -> None:
         """The Nodes have changed."""
 
     def refresh(self) -> bool:
-        """Restore what other programs may have changed. The result: everything must be applied again."""
+        """Restore what other programs may have changed. True: everything must be applied again."""
 
     async def collect(self) -> None:
         """Wait for the grace period, then remove entries that no program reads any more."""
@@ -120,10 +120,10 @@ class Proxy:
         self._once = once
         self._events = events
         self._node_name = effective.node_name
-        self._mend_seconds = effective.sync_period
+        self._refresh_seconds = effective.sync_period
         self._schedule = Schedule(effective.min_sync_period, effective.sync_period)
         self._changes: list[Change] = []
-        #: The plan made while the source still lists, and its number of objects.
+        #: The plan of the objects that the source delivers before the first sync, and their number.
         self._planned: dict[ServicePortName, ServicePort | None] = {}
         self._planned_objects = 0
         self._failed = False
@@ -144,16 +144,16 @@ class Proxy:
             loop.add_signal_handler(number, self._signalled, number)
         source = asyncio.create_task(self._source.run(self.deliver), name="source")
         follow = asyncio.create_task(self._follow(), name="sync")
-        mend = asyncio.create_task(self._mend(), name="mend")
+        refresh = asyncio.create_task(self._refresh_periodically(), name="refresh")
         stop = asyncio.create_task(self._stop.wait(), name="stop")
         guards = [asyncio.ensure_future(guard()) for guard in self._guards]
         try:
-            done, _ = await asyncio.wait({source, follow, mend, stop, *guards}, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait({source, follow, refresh, stop, *guards}, return_when=asyncio.FIRST_COMPLETED)
             for task in done - {stop}:
                 task.result()
                 raise FatalError(f"internal error: {task} ended unexpectedly")
         finally:
-            tasks = [task for task in (source, follow, mend, stop, *guards, self._collecting) if task is not None]
+            tasks = [task for task in (source, follow, refresh, stop, *guards, self._collecting) if task is not None]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -174,7 +174,7 @@ class Proxy:
             self._wake.set()
 
     def _plan_ahead(self) -> None:
-        """Plan while the source still lists: the plan of an object takes less memory than the object."""
+        """Plan before everything is listed: the plan of an object takes less memory than the object."""
         changes, self._changes = self._changes, []
         with without_cycle_search():
             self._planned.update(self._planner.update(changes))
@@ -192,7 +192,7 @@ class Proxy:
                 self._wake.clear()
                 continue
             self._sync()
-            # Let signals and events in, even if syncs follow each other without a pause.
+            # Yield to signals and events, even if syncs follow each other without a pause.
             await asyncio.sleep(0)
 
     def _sync(self) -> None:
@@ -209,8 +209,8 @@ class Proxy:
             ok = False
             _log.error("sync failed, will retry", error=str(error))
         else:
-            self._tell(problems)
-            self._log_problems()
+            self._log_datapath_problems(problems)
+            self._log_planner_messages()
         self._failed = not ok
         end = time.monotonic()
         self._metrics.synced(end - begin, ok, full, len(problems) + self._planner.lost)
@@ -233,7 +233,7 @@ class Proxy:
         if full:
             self._datapath.refresh()
         if full or self._failed:
-            # It is unknown what a failed sync has written: compare everything again.
+            # What a failed sync has written is unknown: compare everything again.
             delta = {name: self._planner.get(name) for name in self._planner.names}
         problems = self._datapath.apply(delta, full or self._failed)
         if delta:
@@ -244,13 +244,13 @@ class Proxy:
         """The first sync: write everything, then attach."""
         with without_cycle_search():
             problems = self._start()
-            # Most objects that exist now stay: keep the collector from scanning 100 000 endpoints repeatedly.
+            # Most objects that exist now stay. Without this, each garbage collection scans them all again.
             gc.freeze()
         memory.give_back()
         return problems
 
     def _start(self) -> Collection[str]:
-        # The oldest first: they get the entries if the maps are too small for all.
+        # The oldest come first: if the maps are too small for all, these get the entries.
         planned = ((name, self._planned.get(name)) for name in self._planner.oldest_first())
         wanted = {name: port for name, port in planned if port is not None}
         self._planned.clear()
@@ -276,15 +276,15 @@ class Proxy:
         )
         return problems
 
-    def _tell(self, problems: Collection[str]) -> None:
+    def _log_datapath_problems(self, problems: Collection[str]) -> None:
         """Log each problem once, and again if it recurs after it was resolved."""
         for problem in problems:
             if problem not in self._logged:
                 _log.error(problem)
         self._logged = frozenset(problems)
 
-    def _log_problems(self) -> None:
-        """Log the planner's new problems and notes of Services."""
+    def _log_planner_messages(self) -> None:
+        """Log the planner's new problems and notes about Services."""
         problems, notes = self._planner.new_messages()
         for message in problems:
             _log.error(message.text)
@@ -294,10 +294,10 @@ class Proxy:
         for message in notes:
             _log.info(message.text)
 
-    async def _mend(self) -> None:
-        """Check table and maps as often as kube-proxy does its rules: a firewall reload may remove the table."""
+    async def _refresh_periodically(self) -> None:
+        """Check the nftables table and the maps every syncPeriod: a firewall reload may have removed the table."""
         while True:
-            await asyncio.sleep(self._mend_seconds)
+            await asyncio.sleep(self._refresh_seconds)
             if self._running:
                 try:
                     overwritten = self._datapath.refresh()

@@ -37,8 +37,8 @@ _log = Logger("agent")
 def run(settings: Effective, cluster: ClusterConnection, shown: Shown, watch: ConfigWatch | None = None) -> None:
     """Run the agent until SIGTERM or SIGINT; FatalError or DatapathError if it cannot start or continue.
 
-    ``shown``: the configuration that the servers show.
-    ``watch``: of the configuration files; a change ends the agent with a FatalError. Programs stay attached.
+    ``shown``: the configuration that the servers show. ``watch``: watches the configuration files; a change ends the
+    agent with a FatalError, and the programs stay attached.
     """
     preflight.check()
     directory = RunDirectory(settings.directory)
@@ -67,7 +67,7 @@ def run(settings: Effective, cluster: ClusterConnection, shown: Shown, watch: Co
 
 
 def prepare(settings: Effective, source: Source) -> None:
-    """``--init-only``: the steps of a start that need more rights than a later start will have; errors as in ``run``.
+    """``--init-only``: the steps of a start that need more capabilities than later starts have; errors as in ``run``.
 
     As at a start, it reads the objects once, waits for podCIDRs and logs configuration problems.
     """

@@ -12,7 +12,7 @@ FULL_SYNC_SECONDS = 3600.0
 
 
 class Schedule:
-    """All times in seconds of one monotonic clock."""
+    """All times are seconds of one monotonic clock."""
 
     def __init__(self, minimum: float, retry: float, full: float = FULL_SYNC_SECONDS) -> None:
         self._minimum = minimum
@@ -23,23 +23,23 @@ class Schedule:
         self._next: float | None = None
 
     def request(self, now: float) -> None:
-        """Something changed: run a sync as soon as permitted."""
+        """Request a sync as soon as permitted, because something has changed."""
         self._wanted = True
         earliest = now if self._last_end is None else max(now, self._last_end + self._minimum)
         self._next = earliest if self._next is None else min(self._next, earliest)
 
     def delay(self, now: float) -> float | None:
-        """Seconds until the next sync; 0: now; None: none is scheduled."""
+        """Seconds until the next sync; 0 means now, None that no sync is scheduled."""
         return None if self._next is None else max(0.0, self._next - now)
 
     def started(self) -> bool:
-        """A sync starts with all requested changes; True if there were any (False: a full sync)."""
+        """A sync starts, with all requested changes. True if there were any; False: it is a full sync."""
         wanted, self._wanted = self._wanted, False
         self._next = None
         return wanted
 
     def finished(self, now: float, ok: bool) -> None:
-        """The sync ended. A change requested meanwhile waits for the gap."""
+        """The sync has ended. A change that was requested meanwhile waits until ``minimum`` has passed."""
         self._last_end = now
         if self._wanted:
             self._next = now + self._minimum

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests to the API server, by the kubernetes library: objects are plain dictionaries.
+"""Requests to the API server, through the kubernetes library. Objects are plain dictionaries.
 
-A request is repeated while the server does not answer: each one here may be made twice. One that is refused for lack of
-rights ends the command.
+A request is repeated while the server does not answer, so every request here may safely be made twice. A request that
+the server refuses for lack of rights ends the command.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pyebpf_proxy.see.answers import NO_ANSWER
 
 Object = dict[str, Any]
 
-#: For how long a server that has answered before may be away.
+#: How long, in seconds, a server that has answered before may be unreachable.
 PATIENCE = 300.0
 _REQUEST_SECONDS = 30
 _PAUSE = 1.0
@@ -27,12 +27,12 @@ _PAUSE = 1.0
 _LATER = frozenset({0, 429, 500, 502, 503, 504})
 JSON, MERGE, APPLY = "application/json", "application/merge-patch+json", "application/apply-patch+yaml"
 MANAGER = "pyebpf-proxy-cluster"
-#: The protocol of commands in pods: output, errors and the exit status in channels.
+#: The WebSocket protocol for commands in pods: output, errors and exit status have one channel each.
 _CHANNELS = "v4.channel.k8s.io"
 
 
 class Kind(NamedTuple):
-    """A resource: API group and version (``apps/v1``), its name, and whether it is in namespaces."""
+    """A resource: its API group and version (``apps/v1``), its name, and whether it is namespaced."""
 
     version: str
     name: str
@@ -77,7 +77,7 @@ class RefusedError(Exception):
 
 
 class Api:
-    """One cluster, as the chosen context of the kubeconfig names it."""
+    """The cluster of one context of the kubeconfig."""
 
     def __init__(self, kubeconfig: str = "", context: str = "", say: Callable[[str], None] = lambda text: None) -> None:
         import yaml
@@ -116,9 +116,10 @@ class Api:
         text: bool = False,
         later: frozenset[int] = _LATER,
     ) -> Any:
-        """The answer, decoded. ``text``: as it is. RefusedError; ClusterError if the server does not answer in time.
+        """The decoded answer, or the plain text if ``text``.
 
-        ``later``: statuses after which the request is repeated.
+        RefusedError if the server refuses; ClusterError if it does not answer in time. ``later``: statuses after which
+        the request is repeated.
         """
         end = time.monotonic() + PATIENCE
         while True:
@@ -195,7 +196,7 @@ class Api:
         return dict(self.request("PATCH", path, item, APPLY, query))
 
     def create(self, kind: Kind, item: Object, dry_run: bool = False) -> Object:
-        """A new object. That it exists already is no error: a former attempt may have made it."""
+        """Create an object. If it exists already, return it: an earlier attempt may have created it."""
         query = {"fieldManager": MANAGER, "fieldValidation": "Strict"} | ({"dryRun": "All"} if dry_run else {})
         metadata = item["metadata"]
         try:
@@ -206,13 +207,13 @@ class Api:
             raise
 
     def patch(self, kind: Kind, name: str, change: Object, namespace: str = "", part: str = "") -> Object:
-        """A merge patch. ``part``: of that subresource, such as ``status``."""
+        """Apply a merge patch. ``part``: the subresource to patch, such as ``status``."""
         query = {"fieldManager": MANAGER}
         path = f"{kind.path(namespace, name)}/{part}".rstrip("/")
         return dict(self.request("PATCH", path, change, MERGE, query))
 
     def delete(self, kind: Kind, name: str, namespace: str = "", uid: str = "") -> bool:
-        """False: it did not exist. ``uid``: only that object, not another one of its name."""
+        """Delete an object; False if it did not exist. With ``uid``, another object of the same name is kept."""
         body = {"preconditions": {"uid": uid}} if uid else None
         try:
             self.request("DELETE", kind.path(namespace, name), body)
@@ -223,7 +224,7 @@ class Api:
         return True
 
     def log(self, pod: str, namespace: str, most_bytes: int = 1 << 20, previous: bool = False) -> str:
-        """The beginning of a pod's log; "" while it has none, or while its kubelet does not give it."""
+        """The beginning of a pod's log; "" if the pod has none, or if its kubelet does not return it."""
         query = {"limitBytes": str(most_bytes)} | ({"previous": "true"} if previous else {})
         path = f"{PODS.path(namespace, pod)}/log"
         try:
@@ -236,7 +237,7 @@ class Api:
     # ---- commands in pods ----------------------------------------------------------------------------------------
 
     def execute(self, pod: str, namespace: str, command: Sequence[str], seconds: float) -> tuple[int, str, str]:
-        """Run a command in a pod's only container: its exit status, what it printed, its errors. RefusedError."""
+        """Run a command in a pod's only container. The result: exit status, stdout, stderr. Raises RefusedError."""
         from kubernetes.stream import ws_client
         from websocket import WebSocketBadStatusException, WebSocketException
 
@@ -244,7 +245,7 @@ class Api:
         path = f"{PODS.path(namespace, pod)}/exec"
         _, url, headers, *_ = self._client.param_serialize("GET", path, auth_settings=["BearerToken"])
         query = [*(("command", word) for word in command), ("stdout", "true"), ("stderr", "true")]
-        # v4: every API server has it, and passes it to the kubelet as it is.
+        # Every API server supports v4, and passes it to the kubelet unchanged.
         wanted = {name.lower(): value for name, value in headers.items()} | {"sec-websocket-protocol": _CHANNELS}
         try:
             place = stream.get_websocket_url(url, query)
@@ -264,7 +265,7 @@ class Api:
     # ---- rights --------------------------------------------------------------------------------------------------
 
     def missing_rights(self, wanted: Iterable[tuple[str, str, str, str]]) -> list[str]:
-        """What this user may not do: of (verb, API group, resource, namespace), in words, one text per resource."""
+        """Those of ``wanted`` (verb, API group, resource, namespace) that this user lacks: one text per resource."""
         missing: dict[str, list[str]] = {}
         for verb, group, resource, namespace in wanted:
             name, _, part = resource.partition("/")
@@ -282,7 +283,7 @@ class Api:
 
 
 def _unusable(kubeconfig: str, error: Exception) -> str:
-    """Why there is no kubeconfig."""
+    """Why the kubeconfig cannot be used."""
     import yaml
 
     name = kubeconfig or os.environ.get("KUBECONFIG", "~/.kube/config")
@@ -301,7 +302,7 @@ def _unusable(kubeconfig: str, error: Exception) -> str:
 
 
 def _exit_status(ended: Object) -> int:
-    """Of a command, as the status object at its end has it. RefusedError if it was not run."""
+    """The exit status of a command, from the status object at its end. RefusedError if the command did not run."""
     if ended.get("status") == "Success":
         return 0
     for cause in (ended.get("details") or {}).get("causes") or ():
@@ -320,7 +321,7 @@ def _refused(status: int, body: bytes) -> RefusedError:
 
 
 def _shortened(error: Exception) -> str:
-    """The innermost reason: urllib3 wraps it several times."""
+    """The innermost error as text: urllib3 wraps it several times."""
     reason = getattr(error, "reason", None)
     if isinstance(reason, Exception):
         return _shortened(reason)

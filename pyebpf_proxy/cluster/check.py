@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``cluster check``: whether a cluster is fit. Nothing is changed; pods of a moment try the image on each node."""
+"""``cluster check``: can pyebpf-proxy run in a cluster? It changes nothing; short-lived pods try the image on nodes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pyebpf_proxy.cluster.objects import NAMESPACE
 from pyebpf_proxy.cluster.output import Finding
 from pyebpf_proxy.see.answers import NO_ANSWER, QUESTION
 
-#: What ``install`` and ``rollback`` do: verb, group, resource, namespace.
+#: The rights that ``install`` and ``rollback`` need: verb, group, resource, namespace.
 RIGHTS = (
     *(("list", "", "nodes", ""), ("get", "", "nodes", ""), ("patch", "", "nodes", "")),
     *((verb, "", "pods", NAMESPACE) for verb in ("list", "get", "create", "delete")),
@@ -31,31 +31,31 @@ RIGHTS = (
     ),
 )
 READ = (("list", "", "nodes", ""), ("list", "", "pods", NAMESPACE), ("get", "apps", "daemonsets", NAMESPACE))
-#: Of the API server: this release is made for these.
+#: The oldest and newest version of the API server that this release supports.
 _VERSIONS = (1, 33), (1, 36)
 _OLDEST_KERNEL, _TESTED_KERNEL = (5, 14), (6, 1)
 _ARCHITECTURES = frozenset({"amd64", "arm64"})
 _TESTED_ARCHITECTURE = "amd64"
 _AT_ONCE = 8
-#: DaemonSets of CNIs that serve Services themselves, always or by a setting.
+#: DaemonSets of CNI plugins that serve Services themselves, always or if so configured: the problem, the remedy.
 _CNI = {
     "antrea-agent": ("AntreaProxy implements ClusterIPs for pods", "set antreaProxy.enable: false"),
     "ovnkube-node": ("OVN-Kubernetes implements Services itself", "do not install pyebpf-proxy"),
     "kube-router": ("kube-router may implement Services itself", "start it with --run-service-proxy=false"),
 }
 
-#: Findings about the image: one of each node.
+#: The name of the findings about the image, one for each node.
 IMAGE = "image"
 
 
 def rights(api: Api, wanted: Iterable[tuple[str, str, str, str]]) -> None:
-    """ClusterError names what this user may not do."""
+    """ClusterError if this user lacks a right; it names all that are missing."""
     if missing := api.missing_rights(wanted):
         raise ClusterError(f"not allowed: this user may not {'; '.join(missing)}", NO_ANSWER)
 
 
 def blocking(api: Api, found: View) -> None:
-    """ClusterError for what makes an installation pointless."""
+    """ClusterError if something in the cluster rules out an installation."""
     if not found.nodes:
         raise ClusterError("no node matches --nodes; kubectl get nodes --show-labels lists the labels", QUESTION)
     if found.kube_proxy_set is None:
@@ -73,7 +73,7 @@ def blocking(api: Api, found: View) -> None:
 
 
 def fit_nodes(found: View, nodes: Iterable[str]) -> None:
-    """ClusterError names the nodes on which the agent cannot run, as far as their objects tell."""
+    """ClusterError names the nodes on which the agent cannot run, as far as their Node objects show this."""
     unfit = [
         f"{each.where}: {each.text} ({each.remedy})"
         for name in nodes
@@ -85,7 +85,7 @@ def fit_nodes(found: View, nodes: Iterable[str]) -> None:
 
 
 def examine(api: Api, found: View, image: str, seconds: float) -> Iterator[Finding]:
-    """Every finding; those of the nodes last. ``image``: "" to leave it out."""
+    """Every finding; those about nodes come last. ``image``: "" to skip the check of the image."""
     yield from _server(api)
     try:
         blocking(api, found)
@@ -147,11 +147,11 @@ def _cni(api: Api) -> Iterator[Finding]:
 
 
 def _admission(api: Api, image: str, node: str) -> Iterator[Finding]:
-    """The pod, as the API server takes it or not: quotas, Pod Security, webhooks, policies."""
+    """Whether the API server admits the agent's pod: quotas, Pod Security, webhooks, policies."""
     template = objects.agent(image)[-1]["spec"]["template"]
     specification = template["spec"] | {"nodeName": node}
     specification.pop("nodeSelector")
-    specification.pop("serviceAccountName")  # made by the installation
+    specification.pop("serviceAccountName")  # the installation creates it
     metadata = {"name": "pyebpf-proxy-check", "namespace": NAMESPACE, "labels": template["metadata"]["labels"]}
     try:
         api.create(PODS, {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": specification}, dry_run=True)
@@ -196,7 +196,7 @@ def _old_runtime(runtime: str) -> str:
 
 
 def _image(api: Api, found: View, image: str, seconds: float) -> Iterator[Finding]:
-    """The image on each node: pulled, and run for a moment."""
+    """Pull and run the image on each node."""
 
     def one(node: str) -> Finding:
         try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``cluster test``: pods and nodes connect to test Services, through every kind of address. Cleans up."""
+"""``cluster test``: pods and nodes connect to test Services through every kind of address. Then all are removed."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from pyebpf_proxy.see.answers import QUESTION
 NAMESPACE = "pyebpf-proxy-test"
 _LABEL = {"app": "pyebpf-proxy-test"}
 _SERVICES = ("web", "local", "balanced")
-#: Of the ranges for documentation: no network routes them, so that only a proxy on the way can answer.
+#: Addresses of the documentation ranges: no network routes them, so an answer proves that a proxy translated them.
 _VIPS = {4: "203.0.113.253", 6: "2001:db8:7a:7a::253"}
-#: No load balancer's controller knows this class, so that none makes a load balancer for the test.
+#: No load balancer controller knows this class, so none creates a load balancer for the test.
 _CLASS = "pyebpf-proxy/test"
 RIGHTS = (
     *((verb, "", "namespaces", "") for verb in ("get", "create", "delete")),
@@ -38,7 +38,7 @@ Row = dict[str, Any]
 
 
 def run(api: Api, output: Output, found: View, image: str, seconds: float) -> bool:
-    """Test from every node of the view; True: everything was reached."""
+    """Test from every node of the view. True if no connection failed."""
     check.rights(api, RIGHTS)
     image = image or (installed_image(found) if found.agent_set is not None else "")
     if not image:
@@ -81,7 +81,7 @@ def _service(name: str) -> Object:
 
 
 def _balance(api: Api, service: Object) -> Object:
-    """Give the Service its VIPs, as a load balancer's controller does."""
+    """Assign VIPs to the Service, as a load balancer controller does."""
     families = {ipaddress.ip_address(address).version for address in _cluster_ips(service)}
     vips = [{"ip": _VIPS[family]} for family in sorted(families)]
     change = {"status": {"loadBalancer": {"ingress": vips}}}
@@ -113,7 +113,7 @@ def _pod(found: View, node: str, host: bool, image: str, services: dict[str, Obj
 
 
 def _plan(found: View, node: str, host: bool, services: dict[str, Object]) -> Iterator[Row]:
-    """What is asked from a node, or from a pod on it."""
+    """The connections to try from a node, or from a pod on it."""
 
     def row(to: str, address: str, port: int, protocol: str = "TCP", **more: Any) -> Row:
         family = f"IPv{ipaddress.ip_address(address).version}"
@@ -131,7 +131,7 @@ def _plan(found: View, node: str, host: bool, services: dict[str, Object]) -> It
     for address in _cluster_ips(services["local"]):
         yield row("ClusterIP, policy Local", address, 80, only=node, always=True)
     for vip in services["balanced"]["status"]["loadBalancer"]["ingress"]:
-        # A node without a default route refuses the address before any proxy sees it.
+        # On a node without a default route, connect() fails before any proxy sees the address.
         yield row("load balancer VIP", vip["ip"], 80, unreachable=host)
         yield row("load balancer VIP", vip["ip"], 80, "UDP", unreachable=host)
     ports = {each["protocol"]: each["nodePort"] for each in services["web"]["spec"]["ports"]}
@@ -153,7 +153,7 @@ def _addresses(node: Object) -> list[str]:
 
 
 def _results(api: Api, output: Output, pods: int, seconds: float) -> Iterator[Row]:
-    """The rows of each pod, as soon as all have finished."""
+    """Wait until all pods have finished. The result: the rows of each pod."""
     logs: dict[str, str] = {}
 
     def ended(step: Callable[[], None]) -> bool:
@@ -178,7 +178,7 @@ def _results(api: Api, output: Output, pods: int, seconds: float) -> Iterator[Ro
 
 
 def _from_outside(found: View, service: Object) -> Iterator[Row]:
-    """From this machine to the NodePorts, as far as it reaches the nodes: what it does not reach is no failure."""
+    """Connections from this machine to the NodePorts. A node that this machine cannot reach is no failure."""
     port = next(each["nodePort"] for each in service["spec"]["ports"] if each["protocol"] == "TCP")
     for node, item in found.nodes.items():
         listed = item["status"].get("addresses") or ()
@@ -192,7 +192,7 @@ def _from_outside(found: View, service: Object) -> Iterator[Row]:
 
 
 def _remove(api: Api, seconds: float) -> None:
-    """Everything in the namespace that the test makes."""
+    """Remove everything that the test creates, and its namespace."""
     for name in _SERVICES:
         api.delete(SERVICES, name, NAMESPACE)
     for item in api.objects(PODS, NAMESPACE):

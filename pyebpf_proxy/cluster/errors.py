@@ -7,7 +7,7 @@ from pyebpf_proxy.see.answers import NOT_RIGHT
 
 
 class ClusterError(Exception):
-    """The problem, and the remedy if there is one. ``status``: the exit status."""
+    """The text has the problem, and the remedy if there is one. ``status``: the exit status."""
 
     def __init__(self, text: str, status: int = NOT_RIGHT) -> None:
         super().__init__(text)
@@ -15,4 +15,4 @@ class ClusterError(Exception):
 
 
 class NodeLostError(ClusterError):
-    """A node's kubelet has stopped reporting: nothing that is asked of the node will happen."""
+    """A node's kubelet has stopped reporting: waiting for a pod on this node is pointless."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``cluster install``, ``rollback`` and ``upgrade``: node by node, each verified before the next."""
+"""``cluster install``, ``rollback`` and ``upgrade``: one node after the other. Each is verified before the next."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pyebpf_proxy.see.answers import QUESTION
 
 
 class Command:
-    """One run of one command: where, what it may do, and what it has done."""
+    """One run of a command, and the nodes on which it has finished."""
 
     def __init__(self, api: Api, output: Output, selector: str, seconds: float) -> None:
         self._api = api
@@ -33,7 +33,7 @@ class Command:
     # ---- install -------------------------------------------------------------------------------------------------
 
     def install(self, image: str, canary: Canary | None, dry_run: bool) -> None:
-        """Take nodes over. ClusterError: the node that failed has kube-proxy again, the nodes before it are done."""
+        """Take nodes over. After a ClusterError, the failed node has kube-proxy again; the nodes before it are done."""
         api, say = self._api, self._output.say
         check.rights(api, check.RIGHTS)
         found = view(api, self._selector)
@@ -51,7 +51,7 @@ class Command:
             todo = self._todo(found, canary)
             done = sum(map(found.is_done, found.nodes))
             say(f"{counted(len(todo), 'node')} to take over, {done} done: {', '.join(todo) or 'nothing to do'}")
-            self._tell_down(found)
+            self._say_left_out(found)
             with self._output.progress("nodes taken over", len(todo)) as step:
                 for node, tell in self._each(lease, todo, step):
                     self._take(node, image, tell)
@@ -66,13 +66,13 @@ class Command:
             return todo
         return todo[: max(0, canary.of(len(found.nodes)) - sum(map(found.is_done, found.nodes)))]
 
-    def _tell_down(self, found: View) -> None:
+    def _say_left_out(self, found: View) -> None:
         if down := [node for node in found.nodes if not found.is_up(node)]:
             self._output.say(f"left out, because their kubelets do not report: {', '.join(down)}")
 
     def _image(self, found: View, image: str) -> str:
         present = installed_image(found)
-        # An image that no node runs may have a wrong name: another one replaces it.
+        # If no node runs the installed image, its name may be wrong: another image may replace it.
         if present and image and image != present and found.agents:
             raise ClusterError(
                 f"{present} is installed; for another image: pyebpf-proxy cluster upgrade --image {image}"
@@ -88,7 +88,7 @@ class Command:
         return image
 
     def _dry_run(self, found: View, image: str, todo: list[str]) -> None:
-        """The objects, which the API server has validated, and the nodes."""
+        """Let the API server validate the objects, and print them and the nodes."""
         assert found.kube_proxy_set is not None
         items = objects.agent(image)
         for item in items:
@@ -103,10 +103,11 @@ class Command:
         self._output.say(f"# each gets the labels {AGENT}=true and, once its agent has programmed it, {PARKED}=true")
 
     def _prepare(self, found: View, image: str) -> None:
-        """Objects, and kube-proxy's DaemonSet: no pod starts or ends by it."""
+        """Apply the objects and change kube-proxy's DaemonSet. This starts and ends no pod."""
         assert found.kube_proxy_set is not None
         if not objects.is_prepared(found.kube_proxy_set):
-            # Labels of before, as after an upgrade by kubeadm: kube-proxy is parked again where the agent is looked at.
+            # Labels of an earlier takeover: for example, kubeadm has upgraded kube-proxy since. Each node gets its
+            # label again once its agent has programmed it.
             for node, item in view(self._api).nodes.items():
                 if PARKED in (item["metadata"].get("labels") or {}):
                     takeover.label(self._api, node, PARKED, False)
@@ -118,7 +119,7 @@ class Command:
                 raise ClusterError(f"{item['kind']} {item['metadata']['name']} is refused: {refused}") from None
 
     def _each(self, lease: Lease, todo: list[str], step: Callable[[], None]) -> Iterator[tuple[str, Say]]:
-        """One node after the other, with what says its lines. ClusterError if another command has taken over."""
+        """Each node, and the function that prints its lines. ClusterError if another command has taken over."""
         for number, node in enumerate(todo, 1):
             lease.check()
             yield node, _prefixed(self._output.say, f"[{number}/{len(todo)}] {node}: ")
@@ -160,21 +161,21 @@ class Command:
     # ---- rollback ------------------------------------------------------------------------------------------------
 
     def rollback(self) -> None:
-        """Give nodes back to kube-proxy; after the last one, remove all objects."""
+        """Give nodes back to kube-proxy. After the last one, remove all objects."""
         api, say = self._api, self._output.say
         check.rights(api, check.RIGHTS)
         found, every = view(api, self._selector), view(api)
         if found.kube_proxy_set is None:
             raise ClusterError(f"there is no DaemonSet {NAMESPACE}/{KUBE_PROXY}: the agent stays, it is the only proxy")
         image = installed_image(every)
-        todo = [node for node in found.nodes if self._is_ours(found, node) and found.is_up(node)]
-        last = not [node for node in every.nodes if self._is_ours(every, node) and node not in todo]
+        todo = [node for node in found.nodes if self._is_managed(found, node) and found.is_up(node)]
+        last = not [node for node in every.nodes if self._is_managed(every, node) and node not in todo]
         say(f"{counted(len(todo), 'node')} to give back: {', '.join(todo) or 'nothing to do'}")
-        self._tell_down(found)
+        self._say_left_out(found)
         with Lease(api, "rollback") as lease:
             task_pod.remove_all(api)
             if last:
-                # kube-proxy starts beside the agents, with the very template that it had: no pod is replaced later.
+                # kube-proxy starts alongside the agents, from its original template: so no pod is replaced later.
                 takeover.patch_kube_proxy(api, objects.unprepare, self._seconds)
             with self._output.progress("nodes given back", len(todo)) as step:
                 for node, tell in self._each(lease, todo, step):
@@ -194,13 +195,13 @@ class Command:
             raise ClusterError(f"{node}: {error}; repeat the command to go on") from None
 
     @staticmethod
-    def _is_ours(found: View, node: str) -> bool:
+    def _is_managed(found: View, node: str) -> bool:
         return found.has(node, AGENT) or found.has(node, PARKED) or node in found.agents
 
     # ---- upgrade -------------------------------------------------------------------------------------------------
 
     def upgrade(self, image: str) -> None:
-        """Replace the agents by those of another image. ClusterError: the node that failed has the former image."""
+        """Replace the agents by those of an image. After a ClusterError, the failed node has the previous image."""
         api, say = self._api, self._output.say
         check.rights(api, check.RIGHTS)
         found = view(api, self._selector)
@@ -223,7 +224,7 @@ class Command:
 
     def _upgrade(self, node: str, found: View, image: str, say: Say) -> None:
         api, old = self._api, found.agents[node]
-        # The old agent runs until the image is on the node and has run there.
+        # The old agent keeps running until the new image has been pulled and has run on the node.
         try:
             takeover.try_image(api, node, image, self._seconds)
         except (ClusterError, RefusedError) as error:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One command at a time changes a cluster: a Lease, renewed in a thread."""
+"""The Lease that lets only one command at a time change a cluster. A thread renews it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _FORMAT = "%Y-%m-%dT%H:%M:%S.%fZ"
 
 
 class Lease:
-    """``with Lease(api, "install")``; ClusterError if another command holds it."""
+    """``with Lease(api, "install")`` takes the Lease; ClusterError if another command holds it."""
 
     def __init__(self, api: Api, what: str) -> None:
         self._api = api
@@ -83,7 +83,7 @@ class Lease:
                     return
                 self._api.patch(LEASES, NAME, {"spec": self._spec()}, NAMESPACE)
             except (RefusedError, ClusterError):
-                continue  # the main thread meets the same problem, and reports it
+                continue  # the main thread has the same problem, and reports it
 
 
 def _remaining(lease: Object) -> float:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs where: nodes, the pods of both proxies, and what a pod's status means."""
+"""Nodes, the pods of both proxies on them, and what a pod's status means."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pyebpf_proxy.cluster.api import CONFIG_MAPS, DAEMON_SETS, NODES, PODS, Api,
 from pyebpf_proxy.cluster.errors import ClusterError, NodeLostError
 from pyebpf_proxy.cluster.objects import AGENT, KUBE_PROXY, NAME, NAMESPACE, PARKED
 
-#: Reasons of a waiting container that do not go away by themselves.
+#: Reasons of a waiting container that do not resolve themselves.
 _HOPELESS = {
     "ImagePullBackOff": "the image cannot be pulled",
     "InvalidImageName": "the name of the image is invalid",
@@ -29,7 +29,7 @@ _PROGRAMMED = re.compile(r'^\S+ info ready |"message": ?"ready"', re.MULTILINE)
 
 
 class Pod(NamedTuple):
-    """A pod of one container, as far as it matters here."""
+    """The fields of a pod with one container that these commands use."""
 
     name: str
     uid: str
@@ -41,23 +41,23 @@ class Pod(NamedTuple):
     ready: bool
     deleted: bool
     restarts: int
-    #: Why the container cannot start; "" if it can, or if it may be early.
+    #: Why the container cannot start; "" if it can, or if it is too early to know.
     hopeless: str
     #: Whether the container has ever run.
     ran: bool
-    #: What a container that has ended wrote.
+    #: The termination message of a container that has ended.
     message: str
-    #: When the container started, as the API writes times; "" if it does not run.
+    #: When the container started, in the format of the API; "" if it does not run.
     since: str
 
     @property
     def usable(self) -> bool:
-        """It runs and is not terminating."""
+        """Whether the pod runs and is not terminating."""
         return self.started and not self.deleted
 
 
 def pod_of(item: Object) -> Pod:
-    """A pod's object in short."""
+    """The Pod that a pod object describes."""
     status = item.get("status", {})
     container: Mapping[str, Any] = next(iter(status.get("containerStatuses") or ()), {})
     state, last = container.get("state") or {}, container.get("lastState") or {}
@@ -65,7 +65,7 @@ def pod_of(item: Object) -> Pod:
     reason = waiting.get("reason", "")
     hopeless = ""
     if reason in _HOPELESS:
-        # For a container that ends again and again, the kubelet's own message says only how long it waits.
+        # If a container ends repeatedly, the kubelet's message has only the waiting time, not the reason.
         said = [waiting.get("message"), ended.get("message")]
         why = next(filter(None, reversed(said) if reason == "CrashLoopBackOff" else said), "") or reason
         hopeless = f"{_HOPELESS[reason]}: {_one_line(why)}"
@@ -95,7 +95,7 @@ def _one_line(text: str) -> str:
 
 
 class View(NamedTuple):
-    """The cluster at one moment. Pods by node; of several on a node, the one that stays."""
+    """The cluster at one moment. Of several pods of a proxy on a node, it has the one that is not being deleted."""
 
     nodes: dict[str, Object]
     agents: dict[str, Pod]
@@ -104,27 +104,27 @@ class View(NamedTuple):
     kube_proxy_set: Object | None
 
     def has(self, node: str, label: str) -> bool:
-        """Whether the node has one of our labels."""
+        """Whether the node has this label of pyebpf-proxy, with the value "true"."""
         return has_label(self.nodes[node], label)
 
     def is_up(self, node: str) -> bool:
-        """Whether the node's kubelet reports: without it no pod starts or ends."""
+        """Whether the node's kubelet reports. Without it, no pod starts or ends."""
         conditions = self.nodes[node]["status"].get("conditions") or ()
         return all(each["status"] == "True" for each in conditions if each["type"] == "Ready")
 
     def proxy(self, node: str) -> str:
-        """Which proxy runs there."""
+        """The names of the proxies that run on the node, or "none"."""
         names = [name for name, pods in ((KUBE_PROXY, self.kube_proxies), (NAME, self.agents)) if node in pods]
         return " and ".join(names) or "none"
 
     def is_done(self, node: str) -> bool:
-        """Taken over: the agent alone, and ready."""
+        """Whether the node is taken over: the agent is ready, and kube-proxy does not run."""
         pod = self.agents.get(node)
         return self.has(node, PARKED) and pod is not None and pod.ready and node not in self.kube_proxies
 
 
 def require_kubelet(api: Api, node: str) -> Object:
-    """The node's object. NodeLostError if there is none, or if the node's controller has given its kubelet up."""
+    """The node's object. NodeLostError if there is none, or if the kubelet has stopped reporting."""
     found = api.get(NODES, node)
     if found is None:
         raise NodeLostError("the node does not exist any more")
@@ -135,12 +135,12 @@ def require_kubelet(api: Api, node: str) -> Object:
 
 
 def has_label(node: Object, label: str) -> bool:
-    """Whether a node's object has one of our labels."""
+    """Whether a node's object has this label of pyebpf-proxy, with the value "true"."""
     return (node["metadata"].get("labels") or {}).get(label) == "true"
 
 
 def view(api: Api, selector: str = "") -> View:
-    """Linux nodes that match the selector."""
+    """A View of the Linux nodes that match the selector."""
     nodes = api.objects(NODES, labels=selector)
     linux = [
         each for each in nodes if (each["status"].get("nodeInfo") or {}).get("operatingSystem", "linux") == "linux"
@@ -155,14 +155,14 @@ def view(api: Api, selector: str = "") -> View:
 
 
 def pods(api: Api, labels: str, node: str = "") -> dict[str, Pod]:
-    """Pods by node."""
+    """Pods that match the labels, by node."""
     found = [pod_of(each) for each in api.objects(PODS, NAMESPACE, labels, f"spec.nodeName={node}" if node else "")]
-    # A pod that is being deleted counts only where there is no other.
+    # A pod that is being deleted counts only if the node has no other.
     return {pod.node: pod for pod in sorted(found, key=lambda pod: not pod.deleted) if pod.node}
 
 
 def is_programmed(api: Api, pod: Pod) -> bool:
-    """Whether this agent has programmed its node since its start."""
+    """Whether this agent has programmed its node since it started."""
     return says_programmed(api.log(pod.name, NAMESPACE))
 
 
@@ -172,7 +172,7 @@ def says_programmed(log: str) -> bool:
 
 
 def kube_proxy_configuration(api: Api) -> dict[str, Any]:
-    """What kubeadm's ConfigMap has, on which the agent runs. ClusterError where it is not as expected."""
+    """The configuration in kubeadm's ConfigMap, which the agent uses. ClusterError if it is not as expected."""
     config_map = api.get(CONFIG_MAPS, KUBE_PROXY, NAMESPACE)
     where = f"ConfigMap {NAMESPACE}/{KUBE_PROXY}"
     if config_map is None:
@@ -191,7 +191,7 @@ def kube_proxy_configuration(api: Api) -> dict[str, Any]:
 
 
 def installed_image(found: View) -> str:
-    """The agent's image; "" if it is not installed. ClusterError: it was installed in another way."""
+    """The agent's image; "" if it is not installed. ClusterError if it was installed in another way."""
     if found.agent_set is None:
         return ""
     selector = found.agent_set["spec"]["template"]["spec"].get("nodeSelector") or {}

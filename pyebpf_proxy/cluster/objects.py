@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The objects that are applied: those of ``deploy/``, rendered into this folder by ``tools/cluster_objects.py``."""
+"""The objects to apply. ``tools/cluster_objects.py`` renders those of ``deploy/`` into this folder."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ PROXIES = f"k8s-app in ({KUBE_PROXY},{NAME})"
 AGENT = "pyebpf-proxy/agent"
 #: kube-proxy does not run on nodes with this label.
 PARKED = "pyebpf-proxy/parked"
-#: On kube-proxy's DaemonSet: what was changed, as it was before.
+#: Annotation of kube-proxy's DaemonSet: the original values of the fields that were changed.
 BEFORE = "pyebpf-proxy/before"
-#: On task pods.
+#: Label of task pods.
 TASK = "pyebpf-proxy/task"
-_READ = {AGENT: "true"}
+_ONLY_LABELLED = {AGENT: "true"}
 
 
 def _load(name: str) -> list[Object]:
@@ -34,12 +34,12 @@ def _load(name: str) -> list[Object]:
 
 
 def agent(image: str) -> list[Object]:
-    """deploy/overlays/kubeadm with this image, on nodes with the label; pods are replaced only by these commands."""
+    """deploy/overlays/kubeadm with this image, for labelled nodes only. Only these commands replace pods (OnDelete)."""
     items = _load("agent.yaml")
     daemon_set = items[-1]
     specification = daemon_set["spec"]["template"]["spec"]
     specification["containers"][0]["image"] = image
-    specification["nodeSelector"] = {**specification["nodeSelector"], **_READ}
+    specification["nodeSelector"] = {**specification["nodeSelector"], **_ONLY_LABELLED}
     daemon_set["spec"]["updateStrategy"] = {"type": "OnDelete"}
     return items
 
@@ -50,7 +50,7 @@ def template_image(daemon_set: Object) -> str:
 
 
 def task_pod(name: str, node: str, image: str, command: list[str], environment: dict[str, str] | None = None) -> Object:
-    """A pod that does one thing on one node and ends: the clean-up's of deploy/, with another command."""
+    """A pod that does one thing on one node and ends: the clean-up pod of deploy/ with another command."""
     daemon_set = _load("cleanup.yaml")[-1]
     specification = copy.deepcopy(daemon_set["spec"]["template"]["spec"])
     (container,) = specification["containers"]
@@ -60,7 +60,7 @@ def task_pod(name: str, node: str, image: str, command: list[str], environment: 
     if command != CLEAN_UP:
         container["securityContext"]["capabilities"]["add"].remove("BPF")  # only the clean-up opens maps
     container["env"] += [{"name": key, "value": value} for key, value in (environment or {}).items()]
-    # nodeName, not a selector: it starts also where the scheduler would not put it.
+    # nodeName instead of a selector: the pod also starts on nodes that the scheduler would avoid.
     specification |= {"nodeName": node, "restartPolicy": "Never"}
     specification.pop("serviceAccountName", None)
     specification["automountServiceAccountToken"] = False
@@ -81,18 +81,18 @@ _UNLESS_PARKED = {"key": PARKED, "operator": "DoesNotExist"}
 
 
 def is_prepared(kube_proxy: Object) -> bool:
-    """Whether the DaemonSet spares parked nodes. An upgrade by kubeadm may have undone it."""
+    """Whether the DaemonSet excludes parked nodes. An upgrade by kubeadm may have reverted this."""
     terms = _terms(kube_proxy["spec"]["template"]["spec"].get("affinity"))
     return bool(terms) and all(_UNLESS_PARKED in term.get("matchExpressions", []) for term in terms)
 
 
 def prepare(kube_proxy: Object) -> Object:
-    """The merge patch with which kube-proxy spares parked nodes. No pod is replaced by it: OnDelete."""
+    """The merge patch that excludes parked nodes from kube-proxy's DaemonSet. With OnDelete, it replaces no pod."""
     specification = kube_proxy["spec"]["template"]["spec"]
     affinity = copy.deepcopy(specification.get("affinity") or {})
     terms = _terms(affinity) or [{}]
     for term in terms:
-        # Terms are alternatives, the expressions of a term are not.
+        # A node needs to match only one term, but all expressions of it: so each term gets the expression.
         if _UNLESS_PARKED not in term.setdefault("matchExpressions", []):
             term["matchExpressions"].append(_UNLESS_PARKED)
     required = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": terms}}
@@ -111,15 +111,15 @@ def prepare(kube_proxy: Object) -> Object:
 
 
 def unprepare(kube_proxy: Object) -> Object | None:
-    """The merge patch that gives kube-proxy's DaemonSet its affinity back; None: it was not changed."""
+    """The merge patch that restores the affinity of kube-proxy's DaemonSet; None if it was not changed."""
     before = _before(kube_proxy)
     if before is None:
         return None
-    return {"spec": {"template": {"spec": {"affinity": _exactly(before["affinity"])}}}}
+    return {"spec": {"template": {"spec": {"affinity": _replacement(before["affinity"])}}}}
 
 
 def restore_strategy(kube_proxy: Object) -> Object | None:
-    """The merge patch for the rest of what was changed."""
+    """The merge patch that restores the update strategy and removes the annotation; None if nothing was changed."""
     before = _before(kube_proxy)
     if before is None:
         return None
@@ -131,8 +131,8 @@ def _before(kube_proxy: Object) -> dict[str, Any] | None:
     return json.loads(text) if text else None
 
 
-def _exactly(affinity: Object | None) -> Object | None:
-    """For a merge patch: the other fields of nodeAffinity go."""
+def _replacement(affinity: Object | None) -> Object | None:
+    """The affinity for a merge patch, with None for the field that the patch must remove."""
     if affinity is None:
         return None
     node = affinity.get("nodeAffinity")

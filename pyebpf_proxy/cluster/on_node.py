@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What task pods run, inside a pod on the node: needs nothing of the kubernetes library.
+"""The commands that task pods run on a node. They do not use the kubernetes library.
 
-``pyebpf-proxy cluster on-node fit`` checks what only the node itself shows. ``verify [ADDRESS PORT …]`` removes rules
-that kube-proxy wrote while both ran, then connects to Services. ``kube-proxy [ADDRESS PORT …]`` waits until kube-proxy
-has rules for these Services. ``peer``: a pod of ``cluster test``.
+``pyebpf-proxy cluster on-node fit`` checks requirements that only the node itself can show. ``verify [ADDRESS PORT …]``
+removes rules that kube-proxy wrote while both proxies ran, then connects to these Services. ``kube-proxy [ADDRESS PORT
+…]`` waits until kube-proxy has rules for these Services. ``peer`` is a pod of ``cluster test``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _LISTS = (
 
 
 def fit() -> list[str]:
-    """Problems of this node."""
+    """Requirements that this node does not meet."""
     problems = []
     if not Path("/sys/kernel/btf/vmlinux").exists():
         problems.append("the kernel has no BTF (/sys/kernel/btf/vmlinux, CONFIG_DEBUG_INFO_BTF)")
@@ -37,7 +37,7 @@ def fit() -> list[str]:
 
 
 def remove_rules() -> list[str]:
-    """Remove what kube-proxy wrote after the agent's start; what could not be removed."""
+    """Remove rules that kube-proxy wrote after the agent's start. The result: what could not be removed."""
     from pyebpf_proxy.datapath.migration import leftovers
 
     report = leftovers.remove((), at_start=True)
@@ -47,7 +47,7 @@ def remove_rules() -> list[str]:
 
 
 def connect(places: list[tuple[str, int]]) -> list[str]:
-    """Services that this node cannot connect to."""
+    """Connect to Services. The result: those to which this node cannot connect."""
     problems = []
     for place in places:
         where = f"the Service at {place[0]} port {place[1]}"
@@ -59,7 +59,7 @@ def connect(places: list[tuple[str, int]]) -> list[str]:
 
 
 def _why_not_connected(place: tuple[str, int]) -> str:
-    """The last of several attempts; "" if one succeeded."""
+    """The error of the last of several attempts; "" if one succeeded."""
     end = time.monotonic() + _PATIENCE
     while True:
         try:
@@ -72,7 +72,7 @@ def _why_not_connected(place: tuple[str, int]) -> str:
 
 
 def await_rules(places: list[tuple[str, int]], patience: float = _RULES_PATIENCE) -> list[str]:
-    """Services for which kube-proxy has written no rule. It writes those of a family in one transaction."""
+    """Wait for rules. The result: Services without one. kube-proxy writes all rules of a family in one transaction."""
     end = time.monotonic() + patience
     while True:
         rules = _rules()
@@ -85,17 +85,17 @@ def await_rules(places: list[tuple[str, int]], patience: float = _RULES_PATIENCE
 
 
 def _rules() -> str:
-    """The rules of every kube-proxy that may run here."""
+    """kube-proxy's rules, whatever its mode and variant of iptables."""
     found = ""
     for command in _LISTS:
         if shutil.which(command[0]):
             found += subprocess.run(command, capture_output=True, text=True, check=False).stdout
-    # Each line of iptables names its chain; other programs' chains may name the addresses, too.
+    # Keep only chains of kube-proxy: chains of other programs may contain the same addresses.
     return "\n".join(line for line in found.splitlines() if not line.startswith("-A") or line.startswith("-A KUBE-"))
 
 
 def main(arguments: list[str]) -> int:
-    """The command line; status 1 with the problems on the last line."""
+    """Run one command. Status 1: there are problems, which the last line lists."""
     what, *rest = arguments
     if what == "peer":
         from pyebpf_proxy.cluster import peer

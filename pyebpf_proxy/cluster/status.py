@@ -16,8 +16,8 @@ KEYS = ["node", "proxy", "state", "restarts", "version", "fastPath", "drops", "b
 
 
 def show(found: View, asked: Asked, output: Output) -> list[Finding]:
-    """The table, and what an administrator has to look at."""
-    # ClusterError before the table: the labels of nodes mean nothing for a DaemonSet that was made by hand.
+    """Print the table. The result: what an administrator should look at."""
+    # This raises ClusterError for a DaemonSet that was created by hand: the labels of nodes do not apply to it.
     wanted = model.installed_image(found)
     rows = []
     for node in found.nodes:
@@ -39,7 +39,7 @@ def show(found: View, asked: Asked, output: Output) -> list[Finding]:
 
 
 def state(found: View, node: str) -> str:
-    """In a few words: where the node stands between the two proxies."""
+    """Which of the two proxies serves the node, or how far its takeover is, in a few words."""
     pod, agent, parked = found.agents.get(node), found.has(node, AGENT), found.has(node, PARKED)
     if not agent and not parked:
         return "kube-proxy" if pod is None else "agent ends"
@@ -53,7 +53,7 @@ def state(found: View, node: str) -> str:
 
 
 def problems(found: View, wanted: str) -> list[Finding]:
-    """What an administrator has to look at. ``wanted``: the DaemonSet's image, or ""."""
+    """What an administrator should look at. ``wanted``: the DaemonSet's image, or ""."""
     wrong = []
     for node in found.nodes:
         pod = found.agents.get(node)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``cluster sysdump``: one archive for a bug report. Secrets are not read, and credentials are blotted out."""
+"""``cluster sysdump``: one archive for a bug report. It reads no Secrets, and redacts credentials in other objects."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ from pyebpf_proxy.see import model
 from pyebpf_proxy.see.answers import QUESTION
 from pyebpf_proxy.see.text import Terminal
 
-BLOT = "REDACTED"
-#: Of each log, the beginning.
+REDACTED = "REDACTED"
+#: Only this much of each log, from its beginning.
 _LOG_BYTES = 4 << 20
-#: A node with more entries in conntrack is not asked for its flows: it would cost its processor, and the answer is big.
+#: A node with more conntrack entries is not asked for its flows: the answer is large and costs CPU time there.
 _MOST_FLOWS = 20_000
-#: Services in the summary of flows.
+#: How many Services the summary of flows lists, at most.
 _MOST_SERVICES = 50
-#: Names of fields and variables that hold credentials. "token-file" and "secretName" do not.
+#: Names of fields and variables that hold credentials. "token-file" and "secretName" do not match.
 _SENSITIVE = (
     r"[\w.-]*(?:token|password|passwd|credentials?|secret|access[-_]?key|api[-_]?key|private[-_]?key|"
     r"client-key-data|client-certificate-data)"
@@ -56,7 +56,7 @@ _SENSITIVE = (
 _NAME = re.compile(_SENSITIVE, re.IGNORECASE)
 #: A line of YAML or JSON with such a name.
 _LINE = re.compile(rf"^(\s*-?\s*\"?{_SENSITIVE}\"?:)[ \t]+\S.*$", re.MULTILINE | re.IGNORECASE)
-#: Wherever they stand: a signed token, a private key, the user of a URL.
+#: Recognised anywhere in a text: a signed token, a private key, user and password of a URL.
 _TOKEN = re.compile(r"\beyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*")
 _PRIVATE_KEY = re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?-----END [A-Z ]*PRIVATE KEY-----", re.DOTALL)
 _URL_USER = re.compile(r"(?<=://)[^/\s\"'@]+:[^/\s\"'@]*(?=@)")
@@ -67,14 +67,14 @@ Part = tuple[str, Callable[[], Any]]
 def write(api: Api, output: Output, path: str, nodes: str, seconds: float) -> list[str]:
     """Write the archive. The result: parts that are missing from it, each with the reason.
 
-    ``nodes``: the selector of those whose agents are asked.
+    ``nodes``: selects the nodes whose agents are asked.
     """
     stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
     folder = f"pyebpf-proxy-sysdump-{stamp}"
     target = Path(path or f"{folder}.tar.gz")
     missing: list[str] = []
     try:
-        # "x": an archive that is there already is not replaced.
+        # "x": do not replace an existing archive.
         with tarfile.open(target, "x:gz") as archive:
             target.chmod(0o600)
             with output.progress("parts of the archive", None) as step:
@@ -143,7 +143,7 @@ def _same(content: Any) -> Any:
 
 
 def _asked(api: Api, nodes: str, seconds: float) -> Iterator[Part]:
-    """What ``cluster status`` prints, and what each agent says of itself."""
+    """The output of ``cluster status``, and the status of each agent."""
     try:
         found = view(api, nodes)
         asked = agents.ask_all(api, found, seconds)
@@ -161,7 +161,7 @@ def _asked(api: Api, nodes: str, seconds: float) -> Iterator[Part]:
 
 
 def _more(api: Api, found: View, asked: agents.Asked, seconds: float) -> Iterator[Part]:
-    """Of the nodes that answer: drops, and flows in short."""
+    """Drops and a summary of flows, of the nodes that have answered."""
     busy = [
         node
         for node, answer in asked.answers.items()
@@ -191,7 +191,7 @@ def _more(api: Api, found: View, asked: agents.Asked, seconds: float) -> Iterato
 
 
 def summary(flows: Sequence[model.FlowView]) -> dict[str, Any]:
-    """How many flows there are of each kind; addresses of clients stay on the node."""
+    """How many flows of each kind there are. Addresses of clients are not collected."""
     services = Counter(each.service for each in flows).most_common(_MOST_SERVICES)
     return {
         "flows": len(flows),
@@ -212,13 +212,13 @@ def _status(found: View, asked: agents.Asked) -> str:
 
     try:
         status.show(found, asked, Collected(as_json=False, terminal=Terminal()))
-    except ClusterError as error:  # the agent was not installed by these commands
+    except ClusterError as error:  # these commands have not installed the agent
         lines.append(str(error))
     return "\n".join(lines) + "\n"
 
 
 class _Blocks(yaml.SafeDumper):
-    """Texts of several lines as blocks."""
+    """Writes texts with several lines as blocks."""
 
 
 def _block(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
@@ -229,20 +229,20 @@ _Blocks.add_representer(str, _block)
 
 
 def _text(content: Any) -> str:
-    """As YAML, but for text; without credentials."""
+    """The content as YAML, or unchanged if it is text; without credentials."""
     if isinstance(content, str):
-        return _blotted(content)
+        return _redacted(content)
     return yaml.dump(_trimmed(content), Dumper=_Blocks, sort_keys=False)
 
 
-def _blotted(text: str) -> str:
-    """A text without the credentials that can be recognised by their form, or by their name in the same line."""
-    text = _PRIVATE_KEY.sub(BLOT, _TOKEN.sub(BLOT, text))
-    return _LINE.sub(rf"\1 {BLOT}", _URL_USER.sub(BLOT, text))
+def _redacted(text: str) -> str:
+    """A text without the credentials that their form, or a name in the same line, reveals."""
+    text = _PRIVATE_KEY.sub(REDACTED, _TOKEN.sub(REDACTED, text))
+    return _LINE.sub(rf"\1 {REDACTED}", _URL_USER.sub(REDACTED, text))
 
 
 def _trimmed(content: Any) -> Any:
-    """Without copies of the object in its own metadata, and without credentials."""
+    """The content without credentials, and without the copies of an object in its own metadata."""
     if isinstance(content, list):
         return [_trimmed(each) for each in content]
     item: Object = copy.deepcopy(content)
@@ -256,7 +256,7 @@ def _trimmed(content: Any) -> Any:
 
 
 def _document(text: str) -> str:
-    """A text of a ConfigMap. A document that holds credentials, such as a kubeconfig, is written anew without them."""
+    """A text of a ConfigMap. A document with credentials, such as a kubeconfig, is written again without them."""
     try:
         documents = list(yaml.safe_load_all(text))
     except yaml.YAMLError:
@@ -269,18 +269,18 @@ def _document(text: str) -> str:
 
 def _without_credentials(value: Any) -> Any:
     if isinstance(value, str):
-        return _blotted(value)
+        return _redacted(value)
     if isinstance(value, list):
         return [_without_credentials(each) for each in value]
     if not isinstance(value, dict):
         return value
     clean = {
-        name: BLOT if type(each) in (str, int) and _NAME.fullmatch(str(name)) else _without_credentials(each)
+        name: REDACTED if type(each) in (str, int) and _NAME.fullmatch(str(name)) else _without_credentials(each)
         for name, each in value.items()
     }
-    # A variable of a container, or of the command of a kubeconfig.
+    # A variable of a container, or of an exec plugin in a kubeconfig.
     if isinstance(clean.get("value"), str) and _NAME.fullmatch(str(clean.get("name", ""))):
-        clean["value"] = BLOT
+        clean["value"] = REDACTED
     return clean
 
 

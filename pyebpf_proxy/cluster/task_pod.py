@@ -14,12 +14,12 @@ from pyebpf_proxy.cluster.model import pod_of, require_kubelet
 from pyebpf_proxy.cluster.objects import NAMESPACE
 
 POLL_SECONDS = 0.3
-#: How often a wait looks whether the node's kubelet still reports.
+#: How often a wait checks whether the node's kubelet still reports.
 _LOOK_SECONDS = 3.0
 
 
 def name_of(what: str, node: str) -> str:
-    """A pod's name: 63 characters, whatever the node is called."""
+    """The name of a task pod: at most 63 characters, whatever the node's name."""
     short = hashlib.sha256(node.encode()).hexdigest()[:8]
     return f"pyebpf-proxy-{what}-{node.replace('.', '-')[:30].strip('-')}-{short}"
 
@@ -27,9 +27,9 @@ def name_of(what: str, node: str) -> str:
 def wait_until(
     condition: Callable[[], bool], what: str, seconds: float, look: Callable[[], object] | None = None
 ) -> None:
-    """ClusterError, "what" in the words of the user, if the condition does not come true in time.
+    """Wait for the condition. ClusterError if it is not met in time; ``what`` describes the problem to the user.
 
-    ``look``: called every few seconds, to raise an error if it never will.
+    ``look`` is called every few seconds, and raises an error if the condition can never be met.
     """
     now = time.monotonic()
     end, next_look = now + seconds, now + _LOOK_SECONDS
@@ -44,7 +44,7 @@ def wait_until(
 
 
 def wait_on_node(api: Api, node: str, condition: Callable[[], bool], what: str, seconds: float) -> None:
-    """As ``wait_until``, for something that the node's kubelet does. NodeLostError if the kubelet stops reporting."""
+    """Like ``wait_until``, for something that the node's kubelet does. NodeLostError if the kubelet stops reporting."""
     wait_until(condition, what, seconds, lambda: require_kubelet(api, node))
 
 
@@ -57,10 +57,10 @@ def run(
     seconds: float,
     environment: dict[str, str] | None = None,
 ) -> str:
-    """Run a command on a node and remove its pod. The result is its output; ClusterError if it fails."""
+    """Run a command in a pod on a node, then remove the pod. The result is the output; ClusterError if it fails."""
     pod = objects.task_pod(name_of(what, node), node, image, command, environment)
     name = pod["metadata"]["name"]
-    remove(api, name, node, seconds)  # of a command that was killed
+    remove(api, name, node, seconds)  # a command that was killed may have left one
     made = api.create(PODS, pod)
     try:
         found = pod_of(made)
@@ -91,13 +91,14 @@ def remove(api: Api, name: str, node: str, seconds: float) -> None:
 
 
 def remove_all(api: Api) -> None:
-    """Task pods that a killed command left."""
+    """Delete task pods that a killed command has left."""
     for each in api.objects(PODS, NAMESPACE, f"{objects.TASK}=true"):
         api.delete(PODS, each["metadata"]["name"], NAMESPACE)
 
 
 def targets(api: Api) -> list[str]:
-    """Services that every cluster has, for a test of connectivity: those with endpoints. ``ADDRESS PORT`` over TCP."""
+    """TCP Services that almost every cluster has, as ``ADDRESS PORT``, for a connection test. Those without endpoints
+    are left out."""
     found = []
     for namespace, name in (("default", "kubernetes"), ("kube-system", "kube-dns")):
         service = api.get(SERVICES, name, namespace)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Command lines of commands: an error is one line, and an exit status."""
+"""Parsing of command lines: an error is one line and an exit status."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from pyebpf_proxy.common.printable import printable
 
 
 class Parser(argparse.ArgumentParser):
-    """Instead of the usage, one line names the error and the command that shows the help."""
+    """An error prints one line, with the problem and the command that shows the help, instead of the usage."""
 
     def error(self, message: str) -> NoReturn:
-        raise SystemExit(fail(f"{message}; see {self.prog} --help", 2))  # the status that argparse has
+        raise SystemExit(fail(f"{message}; see {self.prog} --help", 2))  # argparse's own status
 
 
 def fail(text: str, status: int) -> int:

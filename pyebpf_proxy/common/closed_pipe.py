@@ -9,6 +9,6 @@ import sys
 
 
 def closed_pipe() -> int:
-    """The exit status. Stdout is redirected, since Python would report an error when it closes it."""
+    """The exit status for a closed pipe. Stdout is redirected: otherwise Python reports an error when it closes it."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 128 + signal.SIGPIPE

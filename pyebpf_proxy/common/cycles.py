@@ -10,9 +10,9 @@ from contextlib import contextmanager
 
 @contextmanager
 def without_cycle_search() -> Iterator[None]:
-    """For the creation of many lasting objects: the search for cycles would double its cost.
+    """Disable the collector while many long-lived objects are created: its searches would double the cost.
 
-    For one thread only. The collector is enabled again at the end, unless it was disabled before.
+    Only one thread may use this. At the end the collector is enabled again, unless it was disabled before.
     """
     if not gc.isenabled():
         yield

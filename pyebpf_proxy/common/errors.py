@@ -9,4 +9,4 @@ class FatalError(Exception):
 
 
 class DatapathError(Exception):
-    """The kernel rejected an operation. At start it is fatal, later the sync is repeated."""
+    """The kernel rejected an operation. At the start this is fatal; later, the sync is repeated."""

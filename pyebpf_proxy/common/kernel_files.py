@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def kernel_number(path: Path) -> int | None:
-    """The number in a file of /proc or /sys; None: it cannot be read."""
+    """The number in a file of /proc or /sys; None if it cannot be read."""
     try:
         return int(path.read_text().split()[0])
     except (OSError, ValueError, IndexError):

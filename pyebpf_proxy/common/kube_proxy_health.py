@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Waits until the kube-proxy of this node has programmed it, by the page that it serves for load balancers.
+"""Waits until kube-proxy has programmed this node, according to its health server.
 
-A kube-proxy runs long before its rules are complete, and its pod has no readiness probe.
+The state of its pod does not show this: kube-proxy runs long before its rules are complete, and has no readiness probe.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from collections.abc import Callable
 #: Host and port of kube-proxy's health server; empty: do not wait.
 VARIABLE = "KUBE_PROXY_HEALTH"
 DEFAULT = "127.0.0.1:10256"
-#: Of a kube-proxy with one family, or of an old one that does not name the families: how long its page must be good.
+#: How long the answer must be good if it does not name both families: kube-proxy has one family, or is an old version.
 SETTLED_SECONDS = 10.0
 _PERIOD = 0.5
 _BOTH = {"IPv4", "IPv6"}
 
 
 def wait(address: str | None = None, sleep: Callable[[float], None] = time.sleep) -> int:
-    """Return 0 when kube-proxy has programmed the node. Waits as long as that takes."""
+    """Return 0 when kube-proxy has programmed the node, however long that takes; 2 for an invalid address."""
     address = os.environ.get(VARIABLE, DEFAULT) if address is None else address
     if not address:
         print("not waiting for kube-proxy")
@@ -49,7 +49,7 @@ def wait(address: str | None = None, sleep: Callable[[float], None] = time.sleep
 
 
 def programmed(host: str, port: int) -> tuple[set[str] | None, str]:
-    """The families that kube-proxy has programmed, empty if it names none; None: it has not, and why."""
+    """The families that kube-proxy has programmed (empty if it names none), or None, and the reason."""
     connection = http.client.HTTPConnection(host, port, timeout=5)
     try:
         connection.request("GET", "/livez")
@@ -60,7 +60,7 @@ def programmed(host: str, port: int) -> tuple[set[str] | None, str]:
         if "healthy" in body or "currentTime" not in body:
             families = set(body.get("status") or ())
             return (families, "only one family so far") if families else (None, "it has not programmed the node yet")
-        # An older one names no family, and answers 200 also before its first sync.
+        # An older kube-proxy names no family, and answers 200 even before its first sync.
         return (set(), "it answers") if answer.status == 200 else (None, f"status {answer.status}")
     except (OSError, http.client.HTTPException, ValueError, AttributeError) as error:
         return None, f"no answer ({error})"

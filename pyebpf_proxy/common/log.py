@@ -30,7 +30,7 @@ _LEVELS = {
 
 
 class Logger:
-    """Messages of one package. Fields are keyword arguments; a field whose value is None is omitted."""
+    """Logs messages of one package. Keyword arguments become fields; a field whose value is None is omitted."""
 
     def __init__(self, name: str = "") -> None:
         self._logger = logging.getLogger(f"pyebpf_proxy.{name}" if name else "pyebpf_proxy")
@@ -65,9 +65,9 @@ def configure(
     verbosity: int = 0,
     verbosities: Sequence[tuple[str, int]] = (),
 ) -> None:
-    """Send every log line to standard error in ``format``; those of libraries from level warning on.
+    """Write every log line to standard error in ``format``; messages of libraries only from level warning on.
 
-    ``verbosities``: of packages, by patterns of their names; the first match applies.
+    ``verbosities``: patterns of package names, each with its verbosity; the first match applies.
     """
     handler = logging.StreamHandler()
     handler.addFilter(_Verbosity(verbosity, verbosities))
@@ -81,7 +81,7 @@ def configure(
 
 
 def set_verbosity(verbosity: int) -> None:
-    """Change the verbosity; patterns keep theirs. Safe in any thread."""
+    """Change the verbosity, except for packages that match a pattern. Safe in any thread."""
     for handler in logging.getLogger().handlers:
         for each in handler.filters:
             if isinstance(each, _Verbosity):

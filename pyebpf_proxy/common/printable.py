@@ -19,7 +19,7 @@ def printable(text: str) -> str:
 
 
 def printable_json(text: str) -> str:
-    """JSON with escapes for unsafe characters that JSON permits. Its value, lines and indentation stay the same."""
+    """The same JSON, with escapes for unsafe characters that JSON permits. Lines and indentation are unchanged."""
     return _UNSAFE.sub(lambda found: found[0] if found[0] in "\n\r\t" else f"\\u{ord(found[0]):04x}", text)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The run folder of one instance: the lock against a second agent, and the socket for queries of commands."""
+"""The run folder of one instance: the lock, which prevents a second agent, and the socket that commands query."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from pyebpf_proxy.common.printable import printable
 #: Only root may use it.
 SOCKET = "agent.sock"
 LOCK = "lock"
-#: Only root may open the lock: every process that can open it can hold it, since flock needs no write permission.
+#: Only root may open the lock: flock needs no write permission, so every process that can open it can also take it.
 _FOLDER_MODE, _LOCK_MODE, _OTHERS = 0o700, 0o600, 0o077
-#: The agent's files. A folder with other files has another purpose, too, and keeps its mode.
-_OURS = frozenset((LOCK, SOCKET, "bpf", "clsact", "node-settings.json"))
+#: The agent's files. A folder that contains other files keeps its mode: it also has another purpose.
+_AGENT_FILES = frozenset((LOCK, SOCKET, "bpf", "clsact", "node-settings.json"))
 _PROC = Path("/proc")
 _COMMAND_CHARACTERS = 160
 #: Bytes that must be free: all files of the agent together are smaller.
@@ -27,7 +27,7 @@ _LEAST_FREE = 1 << 16
 
 
 class RunDirectory:
-    """Holds the lock from ``acquire`` to ``release``; the kernel drops it when the process dies."""
+    """Holds the lock from ``acquire`` to ``release``; the kernel releases it when the process dies."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -68,17 +68,17 @@ class RunDirectory:
         for path in reversed(missing):
             path.mkdir(mode=_FOLDER_MODE if path == self.path else 0o755)
             self._made.append(path)
-        if {entry.name for entry in os.scandir(self.path)} <= _OURS:
-            _keep_others_out(self.path, _FOLDER_MODE)
+        if {entry.name for entry in os.scandir(self.path)} <= _AGENT_FILES:
+            _restrict_to_owner(self.path, _FOLDER_MODE)
 
     def _take(self) -> int | None:
         descriptor = os.open(self._lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, _LOCK_MODE)
         try:
-            was_open = _keep_others_out(descriptor, _LOCK_MODE)
+            was_open = _restrict_to_owner(descriptor, _LOCK_MODE)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                # Every user could open, and so hold, the lock of former releases.
+                # Earlier releases created a lock that every user could open, and therefore hold.
                 if not was_open or self._held_by_an_agent():
                     raise FatalError(
                         f"another agent{_holder(self._lock, descriptor)} runs on {self.path};"
@@ -87,7 +87,7 @@ class RunDirectory:
                 if self._is_still(descriptor):
                     self._lock.unlink()
             else:
-                # A clean-up may have removed the file between open and lock: then this lock is void.
+                # If a clean-up has removed the file between open() and flock(), this lock is void.
                 if self._is_still(descriptor):
                     os.truncate(descriptor, 0)
                     os.write(descriptor, _note())
@@ -105,13 +105,13 @@ class RunDirectory:
             return False
 
     def _held_by_an_agent(self) -> bool:
-        """Whether root holds the lock according to /proc, or an agent answers on the socket, which only root makes."""
+        """Whether /proc shows that root holds the lock, or an agent answers on the socket, which only root creates."""
         pid = lock_holder(self._lock)
         try:
             if pid is not None and (_PROC / str(pid)).stat().st_uid == os.geteuid():
                 return True
         except OSError:
-            pass  # It has ended; the descriptor's present holder is unknown.
+            pass  # The process has ended; the descriptor may have another holder.
         try:
             connected(self.path, 1.0).close()
         except OSError:
@@ -128,14 +128,14 @@ class RunDirectory:
 
 
 def obstacle(directory: Path) -> str:
-    """Why the agent cannot write to its run folder; empty: it can, or there is none."""
+    """Why the agent cannot write to its run folder; empty if it can, or if there is no folder."""
     try:
         found = os.statvfs(directory)
     except OSError:
         return ""
     if found.f_flag & os.ST_RDONLY:
         return "it is read-only"
-    # Root may use the blocks that are reserved.
+    # Count reserved blocks as free: root may use them.
     if found.f_blocks and found.f_bfree * found.f_frsize < _LEAST_FREE:
         return "its file system is full"
     if found.f_files and not found.f_ffree:
@@ -144,20 +144,20 @@ def obstacle(directory: Path) -> str:
 
 
 def lock_holder(lock: Path) -> int | None:
-    """The PID that holds this lock; None: no process, or none of this PID namespace."""
+    """The PID that holds this lock; None if there is none, or if it is in another PID namespace."""
     try:
         status = lock.stat()
         held = [line.split() for line in (_PROC / "locks").read_text().splitlines()]
     except OSError:
         return None
     wanted = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
-    # The line of a waiting process has "->" in the second field.
+    # A process that only waits for the lock has "->" in the second field.
     pid = next((line[4] for line in held if line[1:2] == ["FLOCK"] and line[5] == wanted), None)
     return int(pid) if pid is not None and int(pid) > 0 else None
 
 
-def _keep_others_out(path: Path | int, mode: int) -> bool:
-    """Remove the permissions of other users, unless another user owns it. The result: whether there were any."""
+def _restrict_to_owner(path: Path | int, mode: int) -> bool:
+    """Remove the permissions of other users, if this user owns it. True: other users had permissions."""
     status = os.stat(path)
     if not status.st_mode & _OTHERS:
         return False
@@ -183,7 +183,7 @@ def _pid_namespace() -> str:
 
 
 def _note() -> bytes:
-    """The lock's holder, for readers whose /proc does not show it: PID, PID namespace, command line."""
+    """The contents of the lock file: PID, PID namespace and command line of the holder, which /proc may not show."""
     return f"{os.getpid()} {_pid_namespace() or '-'} {_command('self')}\n".encode(errors="replace")
 
 
@@ -204,7 +204,7 @@ def _holder(lock: Path, descriptor: int) -> str:
 
 @contextlib.contextmanager
 def _short(directory: Path) -> Iterator[str]:
-    """A path of the socket that fits into a socket address, even if the folder's path does not."""
+    """A path of the socket that is short enough for a socket address, even if the folder's path is not."""
     descriptor = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         yield f"/proc/self/fd/{descriptor}/{SOCKET}"
@@ -213,11 +213,11 @@ def _short(directory: Path) -> Iterator[str]:
 
 
 def listening_socket(directory: Path) -> socket.socket:
-    """A listening socket in the run folder; it replaces that of a killed agent. OSError."""
+    """A listening socket in the run folder, in place of that of a killed agent. Raises OSError."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         listener.setblocking(False)
-        # bind() creates the file with the mode of the socket.
+        # bind() creates the file with the mode of the socket's descriptor.
         os.fchmod(listener.fileno(), 0o600)
         remove_socket(directory)
         with _short(directory) as path:
@@ -236,7 +236,7 @@ def remove_socket(directory: Path) -> None:
 
 
 def connected(directory: Path, timeout: float) -> socket.socket:
-    """A connection to the agent of a run folder. OSError."""
+    """A connection to the agent of a run folder. Raises OSError."""
     asking = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         asking.settimeout(timeout)

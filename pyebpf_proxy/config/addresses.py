@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""IP addresses, CIDRs and address:port texts, read as Go's "sloppy" parsers read them: leading zeros are decimal."""
+"""IP addresses, CIDRs and address:port texts, parsed like Go's "sloppy" parsers: leading zeros are decimal."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def parse_cidr(text: str) -> Network | None:
 
 
 def split_host_port(text: str) -> tuple[str, str] | None:
-    """``host:port`` or ``[host]:port`` in two parts, as Go's net.SplitHostPort; None if it is neither."""
+    """Split ``host:port`` or ``[host]:port`` like Go's net.SplitHostPort; None if it is neither."""
     try:
         return split(text)
     except ValueError:
@@ -41,7 +41,7 @@ def split_host_port(text: str) -> tuple[str, str] | None:
 
 
 def split(text: str) -> tuple[str, str]:
-    """As ``split_host_port``, but ValueError with Go's message if it is neither."""
+    """Like ``split_host_port``, but ValueError with Go's message if it is neither."""
     last = text.rfind(":")
     if last < 0:
         raise ValueError(f"address {text}: missing port in address")

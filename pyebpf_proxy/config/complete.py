@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Flags and file to one completed, checked configuration, in kube-proxy's order (spec/configuration §4.1, §5)."""
+"""Combines flags and file into one checked configuration, in kube-proxy's order (spec/configuration §4.1, §5)."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def complete(flags: Flags, warn: Callable[[str, str | None], None]) -> KubeProxy
 
 
 def _from_flags(flags: Flags) -> KubeProxyConfiguration:
-    """Defaults, overridden by the flags. An explicit zero of a flag is kept, unlike one of a file."""
+    """Defaults, overridden by the flags. An explicit zero in a flag is kept; in a file it would become the default."""
     # kube-proxy computes its defaults for mode "": periods and masqueradeAll are those of iptables.
     config = with_effective_values(with_defaults(KubeProxyConfiguration()))
     changes: dict[str, Any] = {}

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``--datapath-config``: the DatapathConfiguration, decoded strictly. Every error is reported with its path.
 
-The readers and size limits are those of kube-proxy's file. Unknown and duplicate fields are errors: no older tool
-writes this file, so an unknown field is a mistake.
+The parsers and size limits are those of kube-proxy's file. Unlike there, unknown and duplicate fields are errors: only
+pyebpf-proxy uses this file, so an unknown field is a mistake.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pyebpf_proxy.config.loader import ConfigError
 from pyebpf_proxy.config.validation import in_one_line
 from pyebpf_proxy.config.yaml_text import Number
 
-#: Old names of renamed fields; they mean the same.
+#: Old names of renamed fields, which are still accepted.
 RENAMED = {
     "maps.tables": "serviceConfigs",
     "maps.liftedFragments": "bridgedFragments",
@@ -51,7 +51,7 @@ def decode_text(text: bytes) -> DatapathConfiguration:
     errors = list(duplicates)
     values = _plain(DatapathConfiguration, [] if fields is None else pairs(fields), "", errors)
     if wrong := _identity(values):
-        # Do not report each field of a document of another kind.
+        # If the document is of another kind, do not report each of its fields.
         raise ValueError(in_one_line(wrong))
     try:
         config = DatapathConfiguration.model_validate(values, by_alias=True, by_name=False)
@@ -85,7 +85,7 @@ class _Fraction(float):
 
 
 def _plain(model: type[BaseModel], fields: list[tuple[str, Any]], path: str, errors: list[str]) -> dict[str, Any]:
-    """Fields as Python values, without those that are null. Unknown and duplicate fields go to ``errors``."""
+    """Fields as Python values, without those that are null. Unknown and duplicate fields are added to ``errors``."""
     known = {info.alias or name: info for name, info in model.model_fields.items()}
     values: dict[str, Any] = {}
     seen = set()

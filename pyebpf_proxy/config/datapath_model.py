@@ -24,9 +24,9 @@ _DEVICE = re.compile(r"[^\s/:]{1,15}")
 
 
 class Size(NamedTuple):
-    """The bounds of a map's size and its memory: bytes for each entry of the size, and for each entry in use.
+    """The bounds of a map's size, and its memory: bytes for each possible entry, and more bytes for each entry in use.
 
-    The numbers follow from the hash maps, arrays and tries of 64-bit kernels; ``bpftool map`` shows the exact sum.
+    The numbers follow from the hash maps, arrays and tries of 64-bit kernels. ``bpftool map`` shows the exact memory.
     """
 
     least: int

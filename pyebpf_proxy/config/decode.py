@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plain values to a typed configuration: the rules and messages of Go's strict decoder (spec/configuration §1.1).
+"""Decodes plain values into a typed configuration, with the rules and messages of Go's strict decoder.
 
-Every value is checked against the models. Unknown and duplicate fields are collected as strict errors, wrong types as
-errors. The first error is the one that kube-proxy reports: a bad value that has its own reader (duration, quantity)
-ends kube-proxy's pass at once, other wrong types are only collected.
+See spec/configuration §1.1. Every value is checked against the models. Unknown and duplicate fields are collected as
+strict errors, wrong types as errors. The first error is the one that kube-proxy reports: kube-proxy stops at once at a
+bad value of a type with its own parser (duration, quantity); other wrong types are only collected.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MAX_STRICT_ERRORS = 100
 
 
 class Decoded(NamedTuple):
-    """The result: the fields that were given, fatal errors, and errors of strict decoding only."""
+    """The result: the fields of the file, fatal errors, and errors that only strict decoding reports."""
 
     config: KubeProxyConfiguration
     errors: list[str]
@@ -88,7 +88,7 @@ class _Walk:
             try:
                 read = _READERS[kind](value, context)
             except ValueError as error:
-                # kube-proxy does not name the field.
+                # kube-proxy's message does not name the field.
                 named = context in str(error)
                 self.fatal.append(str(error) if named else f"{error} ({shown})")
             else:
@@ -178,7 +178,7 @@ class _Walk:
         self.errors.append(f"json: cannot unmarshal {what} into {context} of type {go_type}")
 
     def built(self, model: type[BaseModel], given: dict[str, Any]) -> Any:
-        """The model of what was given."""
+        """An instance of the model with the fields in ``given``."""
         values: dict[str, Any] = {}
         for name, value in given.items():
             kind = bare(model.model_fields[name].annotation)
@@ -305,7 +305,7 @@ def _quantity(value: object, context: str) -> str:
 
 
 def _compact(value: object) -> str:
-    """A value as kube-proxy's JSON: keys in order, numbers unchanged."""
+    """A value as JSON, as in kube-proxy's messages: keys sorted, numbers unchanged."""
     import json
 
     def text(value: object) -> str:

@@ -21,10 +21,10 @@ _SectionT = TypeVar("_SectionT", bound=Section)
 
 
 def with_defaults(config: KubeProxyConfiguration) -> KubeProxyConfiguration:
-    """``config`` with every default filled in, as if read from a file."""
+    """``config`` with every default filled in, by the rules for a file."""
     bind_address = config.bind_address or "0.0.0.0"
     ip = addresses.parse_ip(bind_address)
-    # Everything that is not an IPv4 address gets the IPv6 defaults, even text that is not an address.
+    # Any text that is not an IPv4 address gets the IPv6 defaults, even if it is no address at all.
     any_address, loopback = ("0.0.0.0", "127.0.0.1") if ip is not None and ip.version == 4 else ("::", "::1")
     return _fill(
         config,
@@ -92,9 +92,10 @@ def with_platform_defaults(config: KubeProxyConfiguration) -> KubeProxyConfigura
 
 
 def with_effective_values(config: KubeProxyConfiguration) -> KubeProxyConfiguration:
-    """Zero the values that kube-proxy keeps only once, except in the section of the mode (spec/configuration §3).
+    """Keep some values only in the section of the active mode, and set the others to zero (spec/configuration §3).
 
-    These are ``syncPeriod`` and ``minSyncPeriod``, and ``masqueradeAll``, which mode ipvs takes from ``iptables``.
+    These are ``syncPeriod``, ``minSyncPeriod`` and ``masqueradeAll``; mode ipvs uses ``masqueradeAll`` of ``iptables``.
+    kube-proxy stores each of them only once.
     """
     zero = {"sync_period": 0, "min_sync_period": 0}
     mode = config.mode if config.mode in ("ipvs", "nftables") else "iptables"

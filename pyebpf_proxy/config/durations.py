@@ -66,7 +66,7 @@ def _fraction(digits: str, unit: int) -> int:
     for digit in digits:
         grown = value * 10 + int(digit)
         if value > (_LIMIT - 1) // 10 or grown > _LIMIT:
-            break  # further digits do not count
+            break  # further digits have no effect
         value, scale = grown, scale * 10
     return int(float(value) * (float(unit) / scale))
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The settings that the other packages receive: configuration and flags, reduced to the values in use."""
+"""The settings that the other packages receive: the values in effect, from configuration and flags."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Effective:
     masquerade_all: bool
     #: Feature gate AllowServiceExternalIPs: without it external IPs of Services are not served.
     external_ips: bool
-    #: Which external IPs are refused nevertheless (``externalIPs`` of the DatapathConfiguration).
+    #: Which external IPs are not served although the gate allows them (``externalIPs`` of the DatapathConfiguration).
     external_ip_check: Literal["checked", "strict", "unchecked"]
     #: First CIDR of each family of ``clusterCIDR``: sources that count as pods in mode ClusterCIDR.
     pod_cidrs: dict[IPFamily, Network]
@@ -57,7 +57,7 @@ class Effective:
     interface_name_prefix: str
     #: CIDRs, or only ``primary``; empty: every local address (spec/service-semantics §8).
     node_port_addresses: tuple[str, ...]
-    #: Whether it is in effect: requested, and a loopback address is among those that serve NodePorts.
+    #: Whether NodePorts are served on 127.0.0.0/8: this is requested, and a loopback address may serve NodePorts.
     localhost_node_ports: bool
     kernel: KernelSettings
     #: Seconds.
@@ -73,13 +73,13 @@ class Effective:
     enable_profiling: bool
     #: Values that must fit the IP families of the Node.
     family_values: FamilyValues
-    #: The clean-up after kube-proxy keeps IPVS virtual servers in these ranges.
+    #: The removal of kube-proxy's leftovers keeps IPVS virtual servers in these ranges.
     ipvs_exclude_cidrs: tuple[Network, ...]
     directory: Path
     #: A directory of objects that replaces the API server.
     manifests: Path | None
     api: ApiServer
-    #: Which connections are translated at the socket: the node's own, also those of pods, or none.
+    #: Which connections are translated at the socket: those of the node, also those of pods, or none.
     socket_lb: SocketLB
     #: Ranges of pods whose connections are never translated at the socket.
     socket_lb_exclude: tuple[Network, ...]
@@ -91,7 +91,7 @@ class Effective:
     fast_path_excluded_devices: tuple[str, ...]
     #: Entries of the flow table; None: derived from the machine's memory.
     fast_path_entries: int | None
-    #: Names, and ``*`` for every physical device with XDP in its driver; empty: no XDP.
+    #: Device names; ``*`` means every physical device whose driver supports XDP. Empty: no XDP.
     xdp_devices: tuple[str, ...]
     xdp_mode: Literal["native", "generic"]
 
@@ -184,7 +184,7 @@ def effective(config: KubeProxyConfiguration, flags: Flags, own: DatapathConfigu
 
 
 def cluster_cidrs(text: str) -> dict[IPFamily, Network]:
-    """The first network of each family of a ``clusterCIDR``."""
+    """The first network of each family in a ``clusterCIDR``."""
     found: dict[IPFamily, Network] = {}
     for part in text.split(","):
         network = addresses.parse_cidr(part)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Configuration that does not fit the Node: wrong IP families, NodePorts on all addresses (spec/configuration §5.4).
 
-Pure. The messages are those of kube-proxy v1.36.
+The functions are pure. The messages are those of kube-proxy v1.36.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class FamilyValues:
 
 
 class Finding(NamedTuple):
-    """Messages that are logged together; ``fatal``: the agent does not start."""
+    """Messages that are logged together. ``fatal``: the agent does not start."""
 
     texts: list[str]
     fatal: bool = False
@@ -44,7 +44,7 @@ class Finding(NamedTuple):
 
 
 def primary_family(node_ips: Mapping[IPFamily, bytes]) -> IPFamily:
-    """The family of the first of the Node's addresses; IPv4 where none is known."""
+    """The family of the Node's first address; IPv4 if no address is known."""
     return next(iter(node_ips), IPFamily.IPV4)
 
 
@@ -97,7 +97,10 @@ def node_ports(values: FamilyValues, node_ips: Mapping[IPFamily, bytes], pod_cid
 def wrong_families(
     values: FamilyValues, primary: IPFamily, *, dual_stack: bool, pod_cidrs: Collection[Network]
 ) -> Finding:
-    """Values of the other family only. ``dual_stack``: the kernel has both families; ``pod_cidrs``: of this Node."""
+    """Findings about values that only have the wrong IP family.
+
+    ``dual_stack``: the kernel has both families. ``pod_cidrs``: those of this Node.
+    """
     wrong = _other(primary)
     cluster = f"cluster is {_name(primary)}-{'primary' if dual_stack else 'only'} but"
     only = f"contains only {_name(wrong)} addresses"

@@ -14,7 +14,7 @@ DEFAULT_DIRECTORY = "/run/pyebpf-proxy"
 
 
 class Flag(NamedTuple):
-    """One flag: its name, the type that ``--help`` prints, its default as shown, help text, how its value is read."""
+    """One flag: its name, type and default as ``--help`` shows them, its help text, and the parser of its value."""
 
     name: str
     type: str

@@ -13,7 +13,7 @@ _SUFFIX = re.compile(r"(?:-[0-9A-Za-z.-]+)?(?:\+[0-9A-Za-z.-]+)?")
 
 
 def int32(text: str) -> int:
-    """Any notation of Go: 10, 0x10, 0o17, 1_000."""
+    """A number in any notation of Go: 10, 0x10, 0o17, 1_000."""
     return gotext.parse_int(text, 32)
 
 
@@ -53,7 +53,7 @@ def ip_port(text: str) -> str | None:
 
 
 def strings(text: str) -> list[str]:
-    """Comma-separated values, with the quoting of CSV; only the first line counts."""
+    """Comma-separated values, with CSV quoting; only the first line is used."""
     if not text:
         return []
     values: list[str] = []
@@ -121,7 +121,7 @@ def quantity(text: str) -> str:
 
 
 def port_range(text: str) -> str:
-    """A range of ports, as the flag of older releases took it."""
+    """A range of ports, in the syntax that the flag had in older releases."""
     from pyebpf_proxy.config import port_ranges
 
     try:

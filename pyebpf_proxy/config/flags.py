@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line, read by the rules of kube-proxy's own parser (spec/configuration §4, §4.4).
+"""Parses the command line by the rules of kube-proxy's own parser (spec/configuration §4, §4.4).
 
 ``--flag=value`` or ``--flag value``; a boolean takes its value only with ``=``; ``_`` is accepted for ``-``. argparse
 does not support these rules, and its import would slow down ``--version``.
@@ -25,7 +25,7 @@ class UsageError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Flags:
-    """The values that were given, by flag, and the warnings about them."""
+    """The values on the command line, by flag, and the warnings about them."""
 
     values: dict[str, Any] = field(default_factory=dict)
     given: frozenset[str] = frozenset()
@@ -38,17 +38,17 @@ class Flags:
 
     @property
     def write_config_to(self) -> str:
-        """Where the effective configuration is to be written, or ""."""
+        """The file to which the effective configuration is to be written, or ""."""
         return str(self.values.get("write-config-to", ""))
 
     @property
     def hostname_override(self) -> str:
-        """The Node's name as given, or ""."""
+        """The Node's name as on the command line, or ""."""
         return str(self.values.get("hostname-override", ""))
 
     @property
     def kubeconfig(self) -> str:
-        """Access to the API server, or ""; counts only without a configuration file."""
+        """The kubeconfig file, or ""; it is used only without a configuration file."""
         return str(self.values.get("kubeconfig", ""))
 
     @property
@@ -58,17 +58,17 @@ class Flags:
 
     @property
     def cleanup(self) -> bool:
-        """Only clean up and exit."""
+        """Whether to clean up and exit."""
         return bool(self.values.get("cleanup", False))
 
     @property
     def init_only(self) -> bool:
-        """Only do the privileged set-up and exit."""
+        """Whether to do only the privileged set-up and exit."""
         return bool(self.values.get("init-only", False))
 
     @property
     def help(self) -> bool:
-        """Print the help and exit."""
+        """Whether to print the help and exit."""
         return bool(self.values.get("help", False))
 
     @property
@@ -92,7 +92,7 @@ class Flags:
         return str(self.values.get("directory", DEFAULT_DIRECTORY))
 
     def fields(self) -> Iterator[tuple[str, Any]]:
-        """Fields of the configuration that were given, as attributes of the model, with their values."""
+        """Fields of the configuration that flags set: attribute path of the model, and value."""
         for flag in FLAGS:
             if flag.field and self.values.get(flag.name) is not None:
                 yield flag.field, self.values[flag.name]
@@ -140,7 +140,7 @@ class _Parser:
         self._set(flag, value, name)
 
     def _short(self, letters: str, rest: list[str]) -> str:
-        """Read the first of ``letters``; returns those that are left."""
+        """Parse the first of ``letters``. The result: the remaining letters."""
         flag = _BY_SHORT.get(letters[0])
         if flag is None:
             raise UsageError(f"unknown shorthand flag: '{letters[0]}' in -{letters}")
@@ -181,7 +181,7 @@ class _Parser:
 
 
 def parse(arguments: Sequence[str]) -> Flags:
-    """The values of ``arguments``; UsageError with kube-proxy's message if they cannot be parsed."""
+    """Parse ``arguments``; UsageError with kube-proxy's message if this fails."""
     parser = _Parser()
     parser.parse(arguments)
     flags = Flags(parser.values, frozenset(parser.given), tuple(parser.warnings))
@@ -194,7 +194,7 @@ def parse(arguments: Sequence[str]) -> Flags:
 
 
 def usage(commands: Mapping[str, str]) -> str:
-    """The text of ``--help``. ``commands``: summary by command."""
+    """The text of ``--help``. ``commands``: the summary of each command, by name."""
     import textwrap
 
     lines = [

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Feature gates: which there are, which may be set, and what is on in the end (spec/configuration §5.2)."""
+"""Feature gates: which ones exist, which may be set, and which are enabled (spec/configuration §5.2)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _ALL = {"AllAlpha": "ALPHA", "AllBeta": "BETA"}
 
 
 class Gate(NamedTuple):
-    """A feature gate of the release that is followed."""
+    """A feature gate of the reference release of kube-proxy."""
 
     stage: str
     default: bool
@@ -23,19 +23,19 @@ KNOWN: dict[str, Gate] = {name: Gate(*key) for key, names in GATES.items() for n
 
 
 class Gates(NamedTuple):
-    """The gates that were set, with the errors and warnings about them."""
+    """The gates that the user has set, with the errors and warnings about them."""
 
     enabled: dict[str, bool]
     errors: list[str]
     warnings: list[str]
 
     def on(self, name: str) -> bool:
-        """Whether the feature is on."""
+        """Whether the feature is enabled."""
         return self.enabled.get(name, KNOWN[name].default)
 
 
 def apply(wanted: Mapping[str, bool]) -> Gates:
-    """Apply ``wanted`` to the defaults. An unknown gate is an error at once, as in kube-proxy."""
+    """Apply ``wanted`` to the defaults. As in kube-proxy, the checks end at an unknown gate."""
     enabled: dict[str, bool] = {}
     errors: list[str] = []
     warnings: list[str] = []

@@ -27,7 +27,7 @@ _FLOAT = re.compile(rf"[-+]?(?:{_DIGITS}(?:\.(?:{_DIGITS})?)?|\.{_DIGITS})(?:[eE
 _HEX_FLOAT = re.compile(r"[-+]?0[xX](?:[0-9a-fA-F_]+(?:\.[0-9a-fA-F_]*)?|\.[0-9a-fA-F_]+)[pP][-+]?[0-9]+")
 _NO_NUMBER = re.compile(r"[-+]?(?:inf|infinity)|nan", re.IGNORECASE)
 _BASES = {"0x": 16, "0o": 8, "0b": 2}
-_MAX_FLOAT32 = 3.4028235677973366e38  # from here on a value rounds to infinity
+_MAX_FLOAT32 = 3.4028235677973366e38  # from this value on, a number rounds to infinity
 
 
 def quote(text: str) -> str:
@@ -56,7 +56,7 @@ def parse_bool(text: str) -> bool:
 
 
 def parse_int(text: str, bits: int, base: int = 0) -> int:
-    """strconv.ParseInt; base 0 takes ``0x``, ``0o``, ``0b``, a leading zero and underscores between digits."""
+    """strconv.ParseInt; base 0 accepts ``0x``, ``0o``, ``0b``, a leading zero, and underscores between digits."""
     value = _integer(text, base)
     if value is None:
         raise ValueError(f"strconv.ParseInt: parsing {quote(text)}: invalid syntax")
@@ -100,7 +100,7 @@ def _integer(text: str, base: int) -> int | None:
 
 
 def is_float(text: str) -> bool:
-    """Whether strconv.ParseFloat takes ``text`` as a decimal number."""
+    """Whether strconv.ParseFloat accepts ``text`` as a decimal number."""
     return _FLOAT.fullmatch(text) is not None
 
 
@@ -131,7 +131,7 @@ def float_text(value: float, bits: int = 64) -> str:
     sign, digits, _ = shortest.as_tuple()
     mantissa = "".join(map(str, digits)).rstrip("0")
     point = "." + mantissa[1:] if len(mantissa) > 1 else ""
-    # JSON's exponents have no leading zero below, and Go keeps two digits above.
+    # Go's JSON encoder removes the leading zero of negative exponents; positive ones always have two digits.
     return f"{'-' if sign else ''}{mantissa[0]}{point}e{'-' if exponent < 0 else '+'}{abs(exponent)}"
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""JSON text to plain values: a file that begins with ``{`` is JSON to kube-proxy, never YAML."""
+"""Parses JSON into plain values: kube-proxy reads a file that begins with ``{`` as JSON, never as YAML."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pyebpf_proxy.config.yaml_text import Number
 
 
 class Pairs(list[tuple[str, object]]):
-    """An object with its keys in their order, duplicates included."""
+    """An object with its keys in the order of the file, duplicates included."""
 
 
 def is_json(content: bytes) -> bool:
@@ -18,7 +18,7 @@ def is_json(content: bytes) -> bool:
 
 
 def load(content: bytes) -> object:
-    """Read the file; ValueError in one line when it is not JSON."""
+    """Parse the file; ValueError in one line if it is not JSON."""
     try:
         # Go replaces invalid UTF-8, also halves of surrogate pairs; see ``decode``.
         text = content.decode("utf-8", "replace")

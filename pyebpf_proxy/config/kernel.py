@@ -84,7 +84,7 @@ def localhost_node_ports(config: KubeProxyConfiguration) -> bool:
         return False
     names = config.node_port_addresses or []
     if names == ["primary"]:
-        return False  # The Node's own address is not a loopback address.
+        return False  # The Node's address is not a loopback address.
     networks = [network for network in map(addresses.parse_cidr, names) if network is not None and network.version == 4]
     assert _LOOPBACK is not None
     return not networks or any(network.overlaps(_LOOPBACK) for network in networks)

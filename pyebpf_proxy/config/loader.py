@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A configuration file to typed values, not yet completed (spec/configuration §1).
+"""Reads a configuration file into typed values, without defaults (spec/configuration §1).
 
-Strict first, then lenient: unknown and duplicate fields are a warning, every other error is fatal.
+Decoding is strict first, then lenient: unknown and duplicate fields cause a warning; every other error is fatal.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from pyebpf_proxy.config.decode import decode, is_object, kind_of, pairs
 from pyebpf_proxy.config.model import API_VERSION, KIND, KubeProxyConfiguration
 from pyebpf_proxy.config.validation import in_one_line
 
-#: Nothing larger fits in a ConfigMap.
+#: A ConfigMap cannot contain a larger file.
 MAX_FILE_SIZE = 1 << 20
 
 
 class ConfigError(Exception):
-    """The configuration cannot be used; the message is one line, kube-proxy's where it has one.
+    """The configuration cannot be used. The message is one line; if kube-proxy has a message for it, it is the same.
 
-    ``file``: the file concerned, if it is not that of ``--config``.
+    ``file``: the file with the error, if it is not that of ``--config``.
     """
 
     def __init__(self, text: str, file: str = "") -> None:
@@ -48,7 +48,7 @@ def read(path: Path) -> Read:
 
 
 def decode_text(text: bytes) -> Read:
-    """The document without defaults, and the warning of the lenient second pass."""
+    """The document without defaults, and the warning if only lenient decoding accepts it."""
     try:
         fields, duplicates = parsed(text)
     except ValueError as error:
@@ -68,7 +68,10 @@ def _fail(text: str) -> NoReturn:
 
 
 def parsed(text: bytes) -> tuple[object, list[str]]:
-    """YAML or JSON as plain values, and messages about duplicate keys (JSON keeps them in ``Pairs``); ValueError."""
+    """YAML or JSON as plain values, and messages about duplicate keys (JSON keeps them in ``Pairs``).
+
+    Raises ValueError.
+    """
     if json_text.is_json(text):
         try:
             return json_text.load(text), []
@@ -79,14 +82,14 @@ def parsed(text: bytes) -> tuple[object, list[str]]:
 
 
 def _without_kind(fields: object) -> object:
-    """The fields of the document without version and kind, which are checked."""
+    """Check the document's version and kind. The result: its other fields."""
     if fields is not None and not is_object(fields):
         what = "json: cannot unmarshal " + kind_of(fields)
         _fail(f"couldn't get version/kind; json parse error: {what}: the file holds no fields")
     found = {"apiversion": "", "kind": ""}
     entries = [] if fields is None else pairs(fields)
     for key, value in entries:
-        # Only here names are case-insensitive, as in Go's encoding/json.
+        # These two names are case-insensitive, as in Go's encoding/json; all others are not.
         if key.lower() in found and value is not None:
             if not isinstance(value, str) or isinstance(value, yaml_text.Number):
                 name = "kind" if key.lower() == "kind" else "apiVersion"
@@ -111,7 +114,7 @@ def _without_kind(fields: object) -> object:
 def content(path: Path) -> bytes:
     """The content of a file, in bounded time and memory; ValueError with Go's message if it cannot be read."""
     try:
-        # Not blocking: a FIFO must not hang the start.
+        # Non-blocking: a FIFO must not block the start.
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         raise ValueError(f"open {path}: {_reason(error)}") from None
@@ -133,5 +136,5 @@ def content(path: Path) -> bytes:
 
 
 def _reason(error: OSError) -> str:
-    """The reason as Go words it."""
+    """The reason in Go's words."""
     return (error.strerror or str(error)).lower()

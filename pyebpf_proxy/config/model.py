@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The document ``kubeproxy.config.k8s.io/v1alpha1 KubeProxyConfiguration``, field by field (spec/configuration §2).
 
-A field that is absent from the file has Go's zero value here (``None`` for pointer fields). ``defaults`` replaces
-zeroes by defaults, as kube-proxy does (§1.3). ``decode`` reads files by these types. The descriptions explain a field's
+A field that is absent from the file has Go's zero value (``None`` for pointer fields). ``defaults`` replaces zero
+values by defaults, as kube-proxy does (§1.3). ``decode`` reads files by these types. The descriptions explain a field's
 effect in pyebpf-proxy; docs/configuration.md is generated from them.
 """
 
@@ -20,7 +20,7 @@ KIND = "KubeProxyConfiguration"
 
 
 class Reader(enum.Enum):
-    """Kinds of values that need their own reader."""
+    """Kinds of values that need their own parser."""
 
     DURATION = "duration"  # nanoseconds
     POINTER_DURATION = "*duration"
@@ -29,14 +29,14 @@ class Reader(enum.Enum):
 
 
 class GoType(NamedTuple):
-    """Go's name of a field's type where it is not the usual one, and the embedded struct that holds the field."""
+    """Go's type of a field, if it is not the usual one, and the embedded Go struct that contains the field."""
 
     name: str
     embedded: str = ""
 
 
 class FlushFrequency(NamedTuple):
-    """The only duration that may be a bare number in a file. It is written back in the form that was given."""
+    """The only duration that may be a plain number in a file. It is written in the form in which it was read."""
 
     nanoseconds: int
     as_text: bool = True
@@ -81,7 +81,7 @@ class ClientConnection(Section):
 
 
 class IPTables(Section):
-    """Section ``iptables`` (§2.3); in force in modes "" and iptables."""
+    """Section ``iptables`` (§2.3); in effect in modes "" and iptables."""
 
     go_name = "KubeProxyIPTablesConfiguration"
     masquerade_bit: Annotated[
@@ -131,7 +131,7 @@ class IPVS(Section):
 
 
 class NFTables(Section):
-    """Section ``nftables`` (§2.5); in force in mode nftables."""
+    """Section ``nftables`` (§2.5); in effect in mode nftables."""
 
     go_name = "KubeProxyNFTablesConfiguration"
     masquerade_bit: Annotated[int | None, _doc("Bit of the packet mark that requests masquerading.")] = None

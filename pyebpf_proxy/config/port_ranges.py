@@ -11,14 +11,14 @@ _LAST = 65535
 
 
 class PortRange(NamedTuple):
-    """Ports from ``first`` to ``last``; 0 to 0: any."""
+    """Ports from ``first`` to ``last``; 0 to 0 means any port."""
 
     first: int
     last: int
 
 
 def parse(text: str) -> PortRange:
-    """Parse a range; ValueError if it is malformed. A range that is too long ends with the last port."""
+    """Parse a range; ValueError if it is malformed. ``base+offset`` beyond 65535 ends at the last port."""
     if not text.strip():
         return PortRange(0, 0)
     match = _FORM.fullmatch(text.strip())

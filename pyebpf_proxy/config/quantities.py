@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kubernetes quantities (``1500m``, ``1.5Gi``, ``3e6``): read, and put in canonical form (spec/configuration §2.9)."""
+"""Parses and formats Kubernetes quantities: ``1500m``, ``1.5Gi``, ``3e6`` (spec/configuration §2.9)."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def parse(text: str) -> Quantity:
     if not whole and not point and not suffix:
         return ZERO
     digits = whole or "0"
-    cached = _as_it_stands(text, digits, fraction, exponent, kind)
+    cached = _if_unchanged(text, digits, fraction, exponent, kind)
     value = Fraction(int(digits + fraction)) / 10 ** len(fraction) * Fraction(base) ** exponent
     if cached is None:
         scaled = value * 10**9
@@ -59,8 +59,8 @@ def _suffix(suffix: str) -> tuple[int, int, str]:
     raise ValueError("unable to parse quantity's suffix")
 
 
-def _as_it_stands(text: str, digits: str, fraction: str, exponent: int, kind: str) -> str | None:
-    """The text itself if kube-proxy keeps it; "" if kube-proxy writes another text; None: needs the full parser."""
+def _if_unchanged(text: str, digits: str, fraction: str, exponent: int, kind: str) -> str | None:
+    """The text if kube-proxy keeps it unchanged; "" if kube-proxy writes it differently; None: use the full parser."""
     if kind == "binary":
         if fraction or 15 - len(digits) - int(exponent * 3 / 10) - 1 < 0 or int(digits) << exponent > _MAX:
             return None
@@ -88,5 +88,5 @@ def _canonical(value: Fraction, kind: str) -> str:
         number, exponent = number // 1000, exponent + 3
     if kind == "exponent":
         return f"{number}e{exponent}" if exponent else str(number)
-    # There is no suffix beyond E: kube-proxy writes the number without a suffix.
+    # No suffix is larger than E: kube-proxy writes larger numbers without a suffix.
     return f"{number}{_DECIMAL_SUFFIX.get(exponent, '')}"

@@ -20,7 +20,7 @@ _COMPLETED = frozenset(("mode", "detect_local_mode"))
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """``configz``: JSON text. ``flags``: value by flag. ``gates``: stage and whether it is on, by gate."""
+    """``configz`` is JSON text. ``flags``: value by flag. ``gates``: stage, and whether it is enabled, by gate."""
 
     mode: str = "iptables"
     configz: str = "{}"
@@ -28,7 +28,7 @@ class Shown:
     gates: dict[str, tuple[str, bool]] = field(default_factory=dict)
 
     def on(self, gate: str) -> bool:
-        """Whether a feature is on."""
+        """Whether a feature is enabled."""
         return self.gates.get(gate, ("", False))[1]
 
 

@@ -22,7 +22,7 @@ _POSITIVE = "must be greater than 0"
 
 
 def validate(config: KubeProxyConfiguration, cluster_cidrs: Sequence[str] | None = None) -> list[str]:
-    """Every error of ``config``, each ``path: kind: value: message``; empty if it is valid.
+    """Every error of ``config``, as ``path: kind: value: message``; empty if it is valid.
 
     ``cluster_cidrs`` overrides the split ``clusterCIDR``: a flag may give a list with one empty string.
     """
@@ -34,7 +34,7 @@ def validate(config: KubeProxyConfiguration, cluster_cidrs: Sequence[str] | None
 
 
 def in_one_line(errors: list[str]) -> str:
-    """Several errors as kube-proxy prints them."""
+    """Errors on one line, as kube-proxy prints them."""
     return errors[0] if len(errors) == 1 else f"[{', '.join(errors)}]"
 
 

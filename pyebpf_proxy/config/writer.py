@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The effective configuration as kube-proxy writes it: every field, sorted, canonical (spec/configuration §6, §7)."""
+"""Writes the effective configuration as kube-proxy does: every field, sorted, canonical (spec/configuration §6, §7)."""
 
 from __future__ import annotations
 

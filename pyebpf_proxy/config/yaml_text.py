@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""YAML text to plain values, as kube-proxy's Go library turns it into JSON (spec/configuration §1).
+"""Parses YAML into plain values, as kube-proxy's Go library converts it to JSON (spec/configuration §1).
 
-PyYAML's C parser delivers the events. They are interpreted here because Go's rules differ: scalars (``010``, ``1:20``,
-``y``), duplicate keys, merge keys, and a limit on the expansion of aliases. Nothing recurses, so that depth needs no
-stack. Numbers are returned as their JSON texts.
+PyYAML's C parser delivers events. They are interpreted here because Go has other rules for scalars (``010``, ``1:20``,
+``y``), duplicate keys and merge keys, and limits the expansion of aliases. Nothing is recursive, so deep nesting cannot
+overflow the stack. Numbers are returned as their JSON texts.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import yaml
 
 from pyebpf_proxy.config import gotext
 
-# More than any configuration has, but still read within a second.
+# More than any configuration needs, but still parsed within a second.
 MAX_EVENTS = 200_000
 # The C parser's time grows with the square of the depth.
 MAX_DEPTH = 1_000
@@ -50,7 +50,7 @@ class NonFinite(Number):
 
 
 class Document(NamedTuple):
-    """The first document of a text, and messages about its duplicate keys as kube-proxy words them."""
+    """The first document of a text, and kube-proxy's messages about its duplicate keys."""
 
     value: object
     duplicates: list[str]
@@ -83,7 +83,7 @@ _MERGE = object()
 
 
 def load(text: bytes) -> Document:
-    """Read the first document of ``text``; ValueError with kube-proxy's message if it is not YAML."""
+    """Parse the first document of ``text``; ValueError with kube-proxy's message if it is not YAML."""
     reader = _Reader()
     try:
         loader = yaml.CLoader(text)
@@ -114,7 +114,7 @@ class _Reader:
         self.duplicates: list[str] = []
         self._anchors: dict[str, _Anchor | _Open] = {}
         self._open: list[_Open] = []
-        # Go's counters against alias bombs: values decoded, and how many of them through aliases.
+        # The counters of Go's limit against alias bombs: values decoded, and how many of them through aliases.
         self._decoded = 1
         self._aliased = 0
 
@@ -124,7 +124,7 @@ class _Reader:
         for _ in range(MAX_EVENTS):
             event = loader.get_event()
             if event is None or isinstance(event, (yaml.DocumentEndEvent, yaml.StreamEndEvent)):
-                # Only the first document counts; the rest is not read.
+                # Only the first document is used; the rest is not parsed.
                 if wrong is not None:
                     raise wrong
                 return
@@ -138,7 +138,7 @@ class _Reader:
                 try:
                     self._event(event)
                 except ValueError as error:
-                    # Go parses the whole document first: a syntax error further down is reported first.
+                    # Go parses the whole document before it decodes it: so a later syntax error is reported instead.
                     wrong = error
         raise ValueError("yaml: the configuration holds too many values")
 
@@ -165,7 +165,7 @@ class _Reader:
 
     def _end(self) -> None:
         done = self._open.pop()
-        # Unless a nested node reuses the anchor's name.
+        # A nested node may have reused the anchor's name.
         if done.anchor is not None and self._anchors[done.anchor] is done:
             self._anchors[done.anchor] = _Anchor(done.value, done.count, done.duplicates, done.lines)
         self._add(done.value, done.count, done.lines, done.duplicates, done.line)
@@ -297,7 +297,7 @@ def _number(text: str) -> Number | None:
             return Number(value)
     except ValueError:
         pass
-    # A scalar that begins with a point goes directly to Go's parser, which accepts underscores.
+    # Go passes a scalar that begins with a point directly to its number parser, which accepts underscores.
     if gotext.is_float(text) if text[0] == "." else _FLOAT.fullmatch(text):
         value = float(text.replace("_", ""))
         # A number that is too large for a float remains a string.
@@ -306,7 +306,7 @@ def _number(text: str) -> Number | None:
 
 
 def _key(value: object) -> Any:
-    """The identity of a key: Go's maps distinguish 1, "1" and true."""
+    """A value by which keys are compared: like Go's maps, it distinguishes 1, "1" and true."""
     if isinstance(value, NonFinite):
         return "float", {"+Inf": ".inf", "-Inf": "-.inf", "NaN": ".nan"}[value]
     if isinstance(value, Number):

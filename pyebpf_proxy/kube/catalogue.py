@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which object is in which file, and which duplicate wins. No I/O: texts go in, changes come out."""
+"""Records which file contains which object, and decides between duplicates. It receives texts and does no I/O."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class _File(NamedTuple):
 class Catalogue:
     """The objects of a directory of files, by file.
 
-    An object that becomes invalid keeps its last good state. Of duplicates, the one in the last file by name counts.
+    An object that becomes invalid keeps its last valid state. Of duplicates, the one in the last file by name is used.
 
     :param report: called with one line for each problem that the user should fix.
     :param note: called with one line for everything that is ignored on purpose.
@@ -38,7 +38,7 @@ class Catalogue:
         self._duplicates: dict[ObjectKey, tuple[str, ...]] = {}
         self._ignored: set[tuple[str, str]] = set()
         self._touched: set[ObjectKey] = set()
-        #: By file, then by kind: refused objects, and objects that are used in part.
+        #: By file, then by kind: the numbers of objects that are refused, and that are used in part.
         self._bad: dict[str, dict[str, list[int]]] = {}
 
     def __len__(self) -> int:
@@ -46,12 +46,12 @@ class Catalogue:
 
     @property
     def files(self) -> Iterable[str]:
-        """Names of the files that have been read (whatever their content)."""
+        """Names of the files that have been read, whatever their content."""
         return self._files.keys()
 
     @property
     def bad(self) -> dict[str, tuple[int, int]]:
-        """Numbers of objects refused and used in part, by kind. Kind UNREADABLE: the kind is unknown."""
+        """By kind, how many objects are refused, and how many are used in part. UNREADABLE: the kind is not known."""
         found = dict.fromkeys((*decode.KINDS, UNREADABLE), (0, 0))
         for of in self._bad.values():
             for kind, (refused, in_part) in of.items():
@@ -59,7 +59,7 @@ class Catalogue:
         return found
 
     def read(self, name: str, data: bytes) -> None:
-        """Update a file's text. An unchanged text costs one hash."""
+        """Update a file's text. An unchanged text is only hashed."""
         digest = hashlib.blake2b(data, digest_size=16).digest()
         before = self._files.get(name)
         if before is not None and before.digest == digest:
@@ -67,7 +67,7 @@ class Catalogue:
         old = before.objects if before is not None else {}
         objects, complete = self._decode(name, data, old)
         if not complete:
-            # A part of the file could not be identified: it may be any object that is missing now.
+            # Keep all old objects: the part that could not be identified may be any of them.
             objects = {**old, **objects}
         for key in old.keys() - objects.keys():
             self._release(key, name)
@@ -89,7 +89,7 @@ class Catalogue:
     def changes(self, leaving: Iterable[str] = ()) -> list[Change]:
         """The difference from the previous call.
 
-        :param leaving: files that are gone, but perhaps only for a moment: they have no precedence over other files.
+        :param leaving: files that are missing, perhaps only for a moment. All other files have precedence over them.
         """
         touched, self._touched = self._touched, set()
         changes = []
@@ -108,7 +108,7 @@ class Catalogue:
         return changes
 
     def _decode(self, name: str, data: bytes, old: dict[ObjectKey, Object]) -> tuple[dict[ObjectKey, Object], bool]:
-        """The file's objects, bad ones in their old state; and whether all objects in it could be identified."""
+        """The file's objects, invalid ones in their old state, and whether every object could be identified."""
         objects: dict[ObjectKey, Object] = {}
         complete = True
         bad: dict[str, list[int]] = {}
@@ -139,7 +139,7 @@ class Catalogue:
         return objects, complete
 
     def _documents(self, name: str, data: bytes) -> Iterator[Decoded | None]:
-        """Every document; None for the rest of an unreadable text."""
+        """Every object of the text; None for the rest if it cannot be parsed."""
         try:
             yield from decode.decode_json(data) if name.endswith(".json") else decode.decode_yaml(data)
         except decode.UnreadableError as error:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Documents (YAML or JSON) to valid objects, one by one. An invalid object gives a message, never an exception.
+"""Decodes YAML or JSON documents into valid objects, one by one. An invalid object causes a message, not an exception.
 
-JSON is decoded directly into the structs. YAML is decoded by libyaml via plain values, which is about ten times slower:
-prefer JSON for large directories.
+JSON is decoded directly into the structs. libyaml decodes YAML into plain values first, which is about ten times
+slower: prefer JSON for large directories.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class ObjectKey(NamedTuple):
 
 
 class Decoded(NamedTuple):
-    """One document's outcome.
+    """The result for one object.
 
-    ``key`` is None for a document without identity: then ``messages`` describes the error, or ``ignored`` names a kind
-    that is not used. ``object`` is None for a refused object; ``messages`` gives the reason.
+    ``key`` is None if the object cannot be identified: then ``messages`` describes the error, or ``ignored`` names a
+    kind that is not used. ``object`` is None if the object is refused; ``messages`` has the reason.
     """
 
     key: ObjectKey | None = None
@@ -77,16 +77,16 @@ KINDS: dict[str, _Group] = {
     "ServiceCIDR": _Group(ServiceCIDR, "networking.k8s.io", None, validation.check_service_cidr, None, False, False),
 }
 
-#: Maximum of values of one object, so that it takes little memory and time: several times what etcd's 1.5 MiB can hold.
+#: Maximum of values in one object, to bound memory and time: several times what fits into etcd's limit of 1.5 MiB.
 MOST_VALUES = 200_000
-#: Bytes of JSON that cannot hold so many values; only larger objects are counted.
+#: So many bytes of JSON cannot contain more values: only in larger objects are they counted.
 _FEW_BYTES = MOST_VALUES
 _PIECE = 1 << 16
 TOO_MANY = f"one object has more than {MOST_VALUES} values"
 #: Maximum of messages about one object.
 MOST_MESSAGES = 100
 
-# YAML's anchors can make a list its own item.
+# With YAML's anchors, a list can contain itself.
 _DEEPEST_LIST = 3
 
 _DEEPEST_YAML = 100
@@ -105,7 +105,7 @@ class _Name(msgspec.Struct, gc=False):
 
 
 class _Header(msgspec.Struct, rename="camel", gc=False):
-    """The fields that identify a JSON text. All others are skipped: no Python objects are made of them."""
+    """The fields that identify an object. All others are skipped, without Python objects for them."""
 
     api_version: Any = None
     kind: Any = None
@@ -126,7 +126,7 @@ _read_items = msgspec.json.Decoder(_Items)
 class _Loader(yaml.CSafeLoader):
     """The C loader without YAML 1.1's dates (creationTimestamp is a string) and without the ``=`` value type.
 
-    It counts the values of each object, and stops at the limit, before it has made Python objects of all of them.
+    It counts the values of each object and stops at the limit, before it has created Python objects for all of them.
     """
 
     def __init__(self, data: bytes) -> None:
@@ -135,7 +135,7 @@ class _Loader(yaml.CSafeLoader):
         self._in_items = False
 
     def descend_resolver(self, parent: Any, index: Any) -> None:
-        """Called for each node, with the node that contains it, and its position or the node of its key there."""
+        """Called for each node, with its parent node, and its position or the node of its key in the parent."""
         self._depth += 1
         if self._depth == 1:
             self._values = 0
@@ -184,7 +184,7 @@ def decode_json(data: bytes) -> Iterator[Decoded]:
 
 
 def _is_large(data: bytes | msgspec.Raw) -> bool:
-    """Whether a JSON text has more values than one object may have; commas are between them, and perhaps in strings."""
+    """Whether a JSON text may have too many values for one object. It counts commas, which strings may also contain."""
     if len(data) <= _FEW_BYTES:
         return False
     view = memoryview(data)
@@ -193,7 +193,7 @@ def _is_large(data: bytes | msgspec.Raw) -> bool:
 
 
 def _large(header: _Header, data: bytes) -> Iterator[Decoded]:
-    """A JSON text with more values than one object may have: the items of a list one by one, or a refusal."""
+    """Decode a JSON text with too many values for one object: the items of a list one by one, or a refusal."""
     kind, version = header.kind, header.api_version
     if not isinstance(kind, str) or not kind.endswith("List"):
         yield _too_large(header)
@@ -210,7 +210,7 @@ def _large(header: _Header, data: bytes) -> Iterator[Decoded]:
 
 
 def _too_large(header: _Header) -> Decoded:
-    """The refusal of an object of which only the header was read; one that is not used is ignored as always."""
+    """The refusal of an object of which only the header was read. A kind that is not used is ignored, as usual."""
     try:
         name = msgspec.structs.asdict(_read_name.decode(header.metadata))
     except msgspec.ValidationError:
@@ -222,7 +222,7 @@ def _too_large(header: _Header) -> Decoded:
 
 
 def decode_object(kind: Kind, data: bytes | msgspec.Raw) -> Decoded:
-    """One object of a known kind, as the API server writes it (in a list without its kind). Raises UnreadableError."""
+    """One object of a known kind, from the API server, whose lists omit the kind. Raises UnreadableError."""
     try:
         if _is_large(data):
             header = _read_header.decode(data)
@@ -240,7 +240,7 @@ def decode_object(kind: Kind, data: bytes | msgspec.Raw) -> Decoded:
 
 
 def decode_yaml(data: bytes) -> Iterator[Decoded]:
-    """Every object of a YAML text (several documents, Lists). Raises UnreadableError, after the documents before it."""
+    """Every object of a YAML text (several documents, Lists). UnreadableError after the objects before the error."""
     try:
         _check_depth(data)
         loader = _Loader(data)
@@ -261,9 +261,9 @@ def decode_yaml(data: bytes) -> Iterator[Decoded]:
 
 
 def _check_depth(data: bytes) -> None:
-    """Reject nesting so deep that libyaml's recursive composer could overflow the stack.
+    """Reject nesting that is so deep that libyaml's recursive composer could overflow the stack.
 
-    Texts with few brackets and little indentation pass at once; for others the depth is counted from the events.
+    Texts with few brackets and little indentation pass at once. For others, the depth is counted from parser events.
     """
     if data.count(b"[") + data.count(b"{") <= _MANY_BRACKETS and _FAR_INDENTATION.search(data) is None:
         return
@@ -295,7 +295,7 @@ def decode_document(
         if depth == _DEEPEST_LIST:
             yield Decoded(messages=(f"{kind}: more than {_DEEPEST_LIST} lists inside each other",))
             return
-        # Items of a typed list may be bare, as the API server writes them; those of a List name their kind.
+        # The API server writes items of a typed list (ServiceList) without their kind; those of a List have one.
         item_version = version if item_kind and isinstance(version, str) else ""
         for item in document["items"] or ():
             yield from decode_document(item, item_kind, item_version, depth + 1)
@@ -318,7 +318,7 @@ def decode_document(
 
 
 def _with_text_keys(document: dict[Any, Any]) -> dict[Any, Any]:
-    """Drop annotations whose keys are numbers, as YAML allows; none of those that are read is."""
+    """Drop annotations whose keys are not text, which YAML allows. The annotations that are used have text keys."""
     metadata = document.get("metadata")
     if not isinstance(metadata, dict) or not isinstance(annotations := metadata.get("annotations"), dict):
         return document
@@ -327,13 +327,13 @@ def _with_text_keys(document: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def _finish(kind: str, value: Object) -> Decoded:
-    """Name, defaults and validation of a decoded object."""
+    """Check a decoded object's name, set defaults, and validate it."""
     group = KINDS[kind]
     metadata = value.metadata
     if not group.namespaced:
         namespace = ""
     else:
-        namespace = intern(metadata.namespace or "default")  # one string for all its objects
+        namespace = intern(metadata.namespace or "default")  # all objects of the namespace share one string
         if problem := validation.check_name(namespace, label=True):
             return Decoded(messages=(f"{kind} {validation.quote(metadata.name)}: metadata.namespace: {problem}",))
     if problem := validation.check_name(metadata.name, label=group.label):
@@ -366,7 +366,7 @@ def _same_group(group: _Group, version: object) -> bool:
 
 
 def _key_of(kind: str, document: dict[Any, Any]) -> ObjectKey | None:
-    """The identity of an object that cannot be decoded as a whole, if known."""
+    """The identity of an object that cannot be decoded; None if it is not known."""
     metadata = document.get("metadata")
     if not isinstance(metadata, dict):
         return None
@@ -388,7 +388,7 @@ def _prefix(kind: str, document: dict[Any, Any]) -> str:
 
 
 def _type_message(document: object, error: Exception) -> str:
-    """msgspec's "Expected `int`, got `str` - at `$.spec.ports[0].port`": path first, with the actual value."""
+    """msgspec's message "Expected `int`, got `str` - at `$.spec.ports[0].port`" with the path first and the value."""
     text, separator, path = str(error).rpartition(" - at ")
     if not separator:
         return str(error)

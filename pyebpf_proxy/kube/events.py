@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Events about Nodes and Services, as kube-proxy records them: an interface, implemented for the API server."""
+"""The interface to record Events about Nodes and Services, as kube-proxy does. ``kube.api.recorder`` implements it."""
 
 from __future__ import annotations
 

@@ -2,11 +2,11 @@
 """A directory of Kubernetes manifests as a source of objects, watched by inotify.
 
 Files are ``*.yaml``, ``*.yml`` and ``*.json`` of the directory itself; hidden files and subdirectories are ignored. An
-event causes only its file to be read. All files are checked only when ``..data`` is swapped (a ConfigMap volume
-replaces all files at once that way), when the directory is replaced, or when the kernel's queue overflows. Then only
+event causes only its file to be read. All files are checked only when ``..data`` is replaced (this is how a ConfigMap
+volume replaces all files at once), when the directory is replaced, or when the kernel's queue overflows. Of these, only
 files with a changed inode, time or size are read.
 
-Not detected: writes to the target of a symbolic link that leads out of the directory.
+Writes to the target of a symbolic link that leads out of the directory are not detected.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from pyebpf_proxy.common.log import Logger
 from pyebpf_proxy.kube.catalogue import Catalogue
 from pyebpf_proxy.kube.source import Batch, Change, Critic
 
-#: A file that disappears counts as deleted only after this time: editors rename the old file before they write the new
-#: one, and no service may be interrupted by that.
+#: A file counts as deleted only if it is missing for this time: editors rename the old file before they write the new
+#: one, and this must not interrupt a service.
 DELETION_DELAY = 0.2
 
-#: Errors that end without an event of the file, such as a lack of file descriptors; and seconds until the next try.
+#: Temporary errors, such as a lack of file descriptors: no inotify event reports their end, so the file is read again.
 _PASSING = frozenset(
     {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EAGAIN, errno.EINTR, errno.EIO, errno.ENOSPC}
 )
 RETRY_SECONDS = 0.5
 
-#: Seconds for which the content may change without a new timestamp (the kernel's file clock has ticks).
+#: A file that was modified less than these seconds ago may change again without a new timestamp: the clock is coarse.
 _TOO_YOUNG = 0.1
 
 #: Size limit of one file: more than ten thousand Services need.
@@ -92,8 +92,9 @@ def is_manifest(name: str) -> bool:
 
 
 class ManifestSource:
-    """``report`` is called with one line for each problem that the user should fix, ``note`` for what is ignored.
+    """Reads and watches the directory.
 
+    ``report`` is called with one line for each problem that the user should fix, ``note`` for what is ignored.
     ``critic`` receives the numbers of invalid objects.
     """
 
@@ -110,8 +111,8 @@ class ManifestSource:
         self._catalogue = Catalogue(report, note or Logger("manifests").info)
         self._stamps: dict[str, _Stamp] = {}
         self._unreadable: dict[str, str] = {}
-        self._leaving: dict[str, float] = {}  # files that disappeared, and when that becomes final
-        self._again: set[str] = set()  # files, or directories by their path, that an error may hide only for a while
+        self._leaving: dict[str, float] = {}  # missing files, and when they count as deleted
+        self._again: set[str] = set()  # files, and directories by path, to retry
         self._again_at = 0.0
         self._inotify: INotify
         self._folder_watch: int | None = None
@@ -133,22 +134,22 @@ class ManifestSource:
                 self._watch()
                 # A missing directory does not mean that its objects are deleted.
                 complete = self._folder_watch is not None
-                await self._look_at_everything()
+                await self._check_all_files()
                 deliver(Batch(self._changes(), complete))
                 while True:
                     await self._wait(readable)
                     readable.clear()
                     events = self._read_events()
-                    again = self._take_again()
+                    again = self._take_retries()
                     if events.everything or any("/" in name for name in again):
                         self._watch()
-                        await self._look_at_everything()
+                        await self._check_all_files()
                     for names in _portions(events.written | {name for name in again if "/" not in name}):
                         for name in names:
                             self._read(name)
                         await asyncio.sleep(0)
                     self._miss(events.gone)
-                    self._bury()
+                    self._remove_missing()
                     changes = self._changes()
                     first_complete = not complete and self._folder_watch is not None
                     complete |= first_complete
@@ -164,7 +165,7 @@ class ManifestSource:
         return self._catalogue.changes(self._leaving)
 
     async def _wait(self, readable: asyncio.Event) -> None:
-        """Wait until there are events, a deletion becomes final, or something is to be read again."""
+        """Wait until there are events, a missing file counts as deleted, or a retry is due."""
         moments = [*self._leaving.values(), *([self._again_at] if self._again else ())]
         if not moments:
             await readable.wait()
@@ -175,8 +176,8 @@ class ManifestSource:
         except TimeoutError:
             pass
 
-    def _take_again(self) -> set[str]:
-        """What is to be read again now."""
+    def _take_retries(self) -> set[str]:
+        """Files and directories to read again now."""
         if not self._again or time.monotonic() < self._again_at:
             return set()
         again, self._again = self._again, set()
@@ -187,7 +188,7 @@ class ManifestSource:
     def _watch(self) -> None:
         """Watch the directory and its nearest existing ancestor, to detect creation, deletion and replacement."""
         watches = self._add_watches()
-        # Repeated until nothing new appears between the check and the watch.
+        # Repeat until the watches are stable: a directory may appear between the check and the watch.
         while (again := self._add_watches()) != watches:
             watches = again
         for old in {self._folder_watch, self._parent_watch} - {*watches, None}:
@@ -225,7 +226,7 @@ class ManifestSource:
             if mask & (flags.Q_OVERFLOW | flags.DELETE_SELF | flags.MOVE_SELF | flags.UNMOUNT):
                 everything = True
             elif watch == self._parent_watch and watch != self._folder_watch:
-                # While the directory is missing, anything above may be a part of its path.
+                # While the directory is missing, any entry of the watched ancestor may be a part of its path.
                 everything |= self._folder_watch is None or name == self._directory.name
             elif watch != self._folder_watch:
                 continue
@@ -243,7 +244,7 @@ class ManifestSource:
         return _Events(written, gone - written, everything)
 
     def _is_complete(self, name: str) -> bool:
-        """Whether a new file is complete: links are; other files cause another event when they are closed."""
+        """Whether a new file is complete. Only links are; any other file causes another event when it is closed."""
         try:
             status = os.lstat(self._directory / name)
         except OSError:
@@ -252,7 +253,7 @@ class ManifestSource:
 
     # ---- files -------------------------------------------------------------------------------------------------
 
-    async def _look_at_everything(self) -> None:
+    async def _check_all_files(self) -> None:
         """Read all files with a changed stamp, and note the missing ones."""
         if self._folder_watch is None:
             return
@@ -280,7 +281,7 @@ class ManifestSource:
     def _read(self, name: str) -> None:
         """Read one file and pass its text on. An unreadable file, or one that is not regular, is reported once."""
         try:
-            # A pipe must not block, and only regular files are read.
+            # Non-blocking: the file may be a FIFO.
             descriptor = os.open(self._directory / name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         except FileNotFoundError:
             self._miss({name})
@@ -314,7 +315,7 @@ class ManifestSource:
         self._catalogue.read(name, data)
 
     def _cannot(self, name: str, what: str, error: OSError | str) -> None:
-        """Report once what cannot be read, listed or watched. Its objects stay."""
+        """Report once that something cannot be read, listed or watched. Its objects stay."""
         self._stamps.pop(name, None)
         self._leaving.pop(name, None)
         if isinstance(error, OSError) and error.errno in _PASSING:
@@ -329,8 +330,8 @@ class ManifestSource:
         for name in names:
             self._leaving.setdefault(name, time.monotonic() + DELETION_DELAY)
 
-    def _bury(self) -> None:
-        """Remove files that have been missing long enough. A file that is back causes its own event."""
+    def _remove_missing(self) -> None:
+        """Remove files that have been missing long enough. A file that reappears causes an event of its own."""
         now = time.monotonic()
         for name in [name for name, final in self._leaving.items() if final <= now]:
             del self._leaving[name]

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Service, EndpointSlice and Node: the fields that are used, by their API names; others are tolerated.
+"""Types of Service, EndpointSlice and Node, with the fields that are used, by their API names. Others are ignored.
 
-Every field may be absent or null, as the API's Go types allow. ``kube.validation`` defines which values are refused;
-this module only has the types.
+Every field may be absent or null, as the API's Go types allow. ``kube.validation`` defines which values are refused.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from typing import Annotated
 import msgspec
 from msgspec import field
 
-#: A number of at most 64 bits: JSON has larger ones, which cannot be encoded again.
+#: A number of at most 64 bits: larger numbers in JSON cannot be encoded again.
 Number = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 
 
@@ -120,9 +119,9 @@ class EndpointHints(msgspec.Struct, rename="camel", gc=False):
 
 
 class TargetRef(msgspec.Struct, gc=False):
-    """``endpoints[].targetRef``: the pod of an endpoint, in the slice's namespace. Only displayed; decides nothing.
+    """``endpoints[].targetRef``: the pod of an endpoint, in the slice's namespace. It is only displayed.
 
-    Exists only while an object is read; afterwards the slice has the packed names.
+    It exists only while an object is read; afterwards the slice has the packed names.
     """
 
     kind: str | None = None
@@ -130,7 +129,7 @@ class TargetRef(msgspec.Struct, gc=False):
 
 
 class Endpoint(msgspec.Struct, rename="camel", gc=False):
-    """``endpoints[]`` of a slice; only the first address counts."""
+    """``endpoints[]`` of a slice; only the first address is used."""
 
     addresses: tuple[str, ...] | None = None
     conditions: EndpointConditions | None = None
@@ -212,7 +211,7 @@ class ServiceCIDRSpec(msgspec.Struct, gc=False):
 
 
 class ServiceCIDR(msgspec.Struct, gc=False):
-    """``networking.k8s.io/v1`` ServiceCIDR: a range that ClusterIPs are taken from."""
+    """``networking.k8s.io/v1`` ServiceCIDR: a range of ClusterIPs."""
 
     metadata: ObjectMeta = field(default_factory=ObjectMeta)
     spec: ServiceCIDRSpec | None = None

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The interface of every source of objects: batches of changes, nothing else.
+"""The interface of every source of objects: it delivers batches of changes.
 
-A source guarantees that objects are valid (``kube.validation``) and defaulted as by the API server, and that a change
-is delivered only if the object differs from the one delivered before.
+A source guarantees that objects are valid (``kube.validation``) and have the API server's defaults. It delivers a
+change only if the object differs from the one delivered before.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Change(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Changes to apply together. ``complete``: with this batch all existing objects have been delivered once."""
+    """Changes to apply together. ``complete``: including this batch, all existing objects have been delivered once."""
 
     changes: list[Change]
     complete: bool
@@ -36,7 +36,7 @@ class Critic(Protocol):
     """Receives the numbers of invalid objects. Called in the source's threads; must not block."""
 
     def bad(self, kind: str, refused: int, in_part: int) -> None:
-        """The numbers of objects of a kind that are refused, and that are used without their invalid parts."""
+        """How many objects of a kind are refused, and how many are used without their invalid parts."""
 
 
 class Source(Protocol):

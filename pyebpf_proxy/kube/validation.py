@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Validation of objects, field by field, and the defaults that the API server would have filled in.
 
-Two kinds of findings. *Refused*: the whole object is rejected; its last good state stays. *Noted*: one entry is left
-out, as in kube-proxy (spec/service-semantics §1.2, §1.4); the rest of the object is used.
+There are two kinds of findings. *Refused*: the whole object is rejected, and its last valid state stays. *Noted*: one
+entry is left out, as in kube-proxy (spec/service-semantics §1.2, §1.4), and the rest of the object is used.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _POLICIES = (None, "", "Cluster", "Local")
 _FAMILY_NAMES = {"IPv4": IPFamily.IPV4, "IPv6": IPFamily.IPV6}
 
 
-#: Maximum of entries of each list of a Service that are read at all, addresses and ranges per family. What one Service
-#: may have is less (services/frontends.py); this bounds the cost of finding that out.
+#: How many entries of each list of a Service are read at most; for addresses and ranges, in each family. The limits of
+#: a Service are lower (services/frontends.py). This one bounds the cost of checking them.
 MOST_ENTRIES = 16_384
 
 
@@ -41,7 +41,7 @@ class Finding(NamedTuple):
 
 
 def quote(value: object) -> str:
-    """An invalid value for a message: strings in quotes, on one line, and shortened."""
+    """An invalid value for a message: strings are quoted, on one line, and shortened."""
     if isinstance(value, list | tuple):
         return "a list"
     if isinstance(value, dict):
@@ -63,7 +63,7 @@ def check_name(name: str | None, *, label: bool) -> str | None:
 
 
 def bound_service(service: Service) -> Iterator[Finding]:
-    """Leave out what is beyond :data:`MOST_ENTRIES`, before each entry is read."""
+    """Leave out entries beyond :data:`MOST_ENTRIES`, before any entry is read."""
     spec = service.spec
     balancer = service.status.load_balancer if service.status else None
     ingress = (balancer.ingress if balancer else None) or ()
@@ -84,7 +84,7 @@ def bound_service(service: Service) -> Iterator[Finding]:
 
 
 def _first(texts: tuple[str, ...] | None) -> tuple[str, ...] | None:
-    """The first texts of each family: a family that had source ranges still has some."""
+    """The first texts of each family, so that a family with source ranges does not lose all of them."""
     if texts is None or len(texts) <= MOST_ENTRIES:
         return texts
     of_family = ((text for text in texts if (":" in text) == six) for six in (False, True))
@@ -177,7 +177,7 @@ def _check_service_ports(service: Service) -> Iterator[Finding]:
 
 
 def _check_service_addresses(service: Service) -> Iterator[Finding]:
-    """External addresses and source ranges: each malformed one is left out."""
+    """Leave out malformed external addresses and source ranges."""
     for i, text in enumerate(service.spec.external_ips or ()):
         yield from _check_entry(f"spec.externalIPs[{i}]", text)
     balancer = service.status.load_balancer if service.status else None
@@ -194,7 +194,7 @@ def _check_service_addresses(service: Service) -> Iterator[Finding]:
 
 
 def _check_open_to_everyone(service: Service) -> Iterator[Finding]:
-    """Source ranges apply per family (spec/service-semantics §7): a VIP without a range of its family is open."""
+    """Note VIPs that are open to everyone: source ranges apply per family (spec/service-semantics §7)."""
     texts = service.spec.load_balancer_source_ranges
     balancer = service.status.load_balancer if service.status else None
     if not texts or balancer is None:
@@ -295,7 +295,7 @@ def default_endpoint_slice(endpoint_slice: EndpointSlice) -> None:
     endpoints = endpoint_slice.endpoints or ()
     targets = (endpoint.target_ref for endpoint in endpoints)
     names = [target.name or "" if target is not None and target.kind == "Pod" else "" for target in targets]
-    # Checked all at once because there may be a hundred thousand; a name must not contain the separator.
+    # All names are checked with one regular expression: there may be a hundred thousand. None contains the separator.
     bad = set()
     together = "/".join(names)
     usual = _NAMES.fullmatch(together) is not None and together.count("/") == max(0, len(names) - 1)

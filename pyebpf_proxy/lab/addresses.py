@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The address plan of the lab. Documentation prefixes outside, the usual Kubernetes ones inside.
+"""The address plan of the lab: documentation prefixes outside, the usual Kubernetes prefixes inside.
 
 ======================  ===================  ========================
 network                 IPv4                 IPv6
@@ -48,7 +48,7 @@ def pod_cidr(number: int) -> Dual:
 
 
 def pod_gateway(number: int) -> Dual:
-    """The node's own address towards its pods."""
+    """The node's address that its pods use as gateway."""
     return Dual(f"10.244.{number}.1", f"fd00:10:244:{number}::1")
 
 

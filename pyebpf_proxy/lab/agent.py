@@ -27,25 +27,25 @@ _STAMP = r'^kubeproxy_sync_proxy_rules_%s_seconds\{.*?ip_family="(\w+)".*?\} (\S
 SYNCED = re.compile(_STAMP % "last_timestamp", re.MULTILINE)
 QUEUED = re.compile(_STAMP % "last_queued_timestamp", re.MULTILINE)
 START_DEADLINE = 120.0
-#: Environment variable: 1 turns the fast path of every agent on, 0 off, unless the test sets it.
+#: Environment variable: with 1 or 0, the fast path of every agent is on or off, unless the test sets it.
 FAST_PATH = "PEP_FAST_PATH"
-#: With 1 every agent has XDP on its node's eth0 (and the fast path on), unless the test sets the devices.
+#: With 1, every agent has XDP on its node's eth0 (and the fast path on), unless the test sets the devices.
 XDP = "PEP_XDP"
-#: With 1 every agent has the DaemonSet's capabilities and no others, unless the test sets the command that enters.
+#: With 1, every agent has only the DaemonSet's capabilities, unless the test sets ``enter`` of :meth:`Agent.start`.
 FEW_RIGHTS = "PEP_FEW_RIGHTS"
 _KEPT = "-all,+bpf,+net_admin,+perfmon"
-#: A command behind this one has the capabilities that the DaemonSet gives the agent, and no others.
+#: Runs the command that follows with only the capabilities that the DaemonSet gives the agent.
 THREE_CAPABILITIES = ("setpriv", f"--bounding-set={_KEPT}", f"--inh-caps={_KEPT}")
 
 
 def command() -> list[str]:
-    """The console script in the interpreter's folder, else the module."""
+    """The agent's command: the console script in the interpreter's folder, else the module."""
     script = Path(sys.executable).with_name("pyebpf-proxy")
     return [str(script)] if script.exists() else [sys.executable, "-m", "pyebpf_proxy"]
 
 
 class Agent:
-    """One agent: its configuration, its process, its log. It may be started and stopped repeatedly."""
+    """One agent with its configuration, its process and its log. It may be started and stopped repeatedly."""
 
     def __init__(self, node_name: str, namespace: Namespace, folder: Path, manifests: Path) -> None:
         self.node_name = node_name
@@ -95,7 +95,7 @@ class Agent:
     ) -> None:
         """Start the process without waiting (see ``wait_synced``). ``own``: fields of a DatapathConfiguration file.
 
-        ``enter``: the command that runs it in the node's network namespace, instead of ``ip netns exec``.
+        ``enter``: the command that runs the agent in the node's network namespace; empty: ``ip netns exec``.
         """
         if self.process is not None:
             raise LabError(f"the agent of {self.node_name} is already running")
@@ -123,17 +123,18 @@ class Agent:
     def _enter(self) -> tuple[str, ...]:
         if not _wanted(FEW_RIGHTS):
             return ("ip", "netns", "exec", self.namespace.name)
-        # As a container has it: /sys as the host's, which ``ip netns exec`` would mount anew.
+        # As in a container, /sys is that of the host; ``ip netns exec`` would mount a new one.
         return ("nsenter", f"--net={self.namespace.path}", *THREE_CAPABILITIES)
 
     def _directory(self) -> list[str]:
         return ["--directory", str(self.directory)]
 
     def wait_synced(self, since: float | None = None, deadline: float = START_DEADLINE) -> None:
-        """Wait until both families are synced with files written at ``since`` (default: the start; ``time.time``).
+        """Wait until both families are synced with files written at ``since`` (``time.time``; default: the start).
 
-        That is when a sync requested after ``since`` has ended: one that only ends later may have started earlier.
-        If several files are written one after the other, wait for each: the agent may read one before the next exists.
+        This waits for the end of a sync that was requested after ``since``: a sync that only ends after ``since`` may
+        have started before. If several files are written one after the other, wait for each: the agent may read one
+        before the next exists.
         """
         threshold = self.started if since is None else since
         end = time.monotonic() + deadline
@@ -170,7 +171,7 @@ class Agent:
         self.wait_ended()
 
     def wait_ended(self, deadline: float = 30.0) -> int:
-        """Wait for the end; the exit status, negative for a signal."""
+        """Wait for the end. The result: the exit status, negative for a signal."""
         if self.process is None:
             return 0
         try:
@@ -195,7 +196,7 @@ class Agent:
         )
 
     def close(self) -> None:
-        """Called at the end of the lab. With the lab's own bpffs no clean-up is needed."""
+        """Stop the agent at the end of the lab. With the lab's own bpffs, no clean-up is needed."""
         if self.process is not None:
             self.process.kill()
             self.process.wait()
@@ -211,7 +212,7 @@ class Agent:
 
 
 def _stamps(which: re.Pattern[str], page: str) -> dict[str, float]:
-    """By family."""
+    """The timestamps of a metric, by family."""
     return {family: float(value) for family, value in which.findall(page)}
 
 
@@ -226,7 +227,7 @@ def _with_run_defaults(own: dict[str, Any] | None) -> dict[str, Any] | None:
 
 
 def _wanted(variable: str) -> bool | None:
-    """None: it is not set."""
+    """Whether the variable is 1; None if it is not set."""
     value = os.environ.get(variable, "")
     if value not in ("", "0", "1"):
         raise LabError(f"{variable} is {value}: must be 1 (on) or 0 (off)")

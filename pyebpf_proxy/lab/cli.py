@@ -35,7 +35,7 @@ def main(argv: list[str]) -> int:
     return status
 
 
-#: Environment variable in a shell of `lab shell`: the name of its lab.
+#: Environment variable with the name of the lab, set in a shell of `lab shell`.
 OF_THIS_SHELL = "PYEBPF_PROXY_LAB"
 END = b"\0"  # end of the output of `lab up`: the lab's processes keep the pipe open
 
@@ -86,7 +86,7 @@ def _shell(arguments: argparse.Namespace) -> int:
     with open_example(arguments.examples, arguments.pod_network) as lab:
         populate(lab, arguments.examples)
         print(_guide(lab), flush=True)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the commands in the shell
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # only the commands in the shell react to Ctrl-C
         shell = ["ip", "netns", "exec", lab.client.name, os.environ.get("SHELL", "/bin/sh")]
         subprocess.call(shell, env={**os.environ, OF_THIS_SHELL: lab.tag})
         print("Removing the lab.")
@@ -166,7 +166,7 @@ def _down(arguments: argparse.Namespace) -> int:
     for tag in _living():
         file = leftovers.folder_of(tag) / "pid"
         if not file.exists():
-            continue  # it belongs to a shell or a test run
+            continue  # the lab of a shell or of a test run
         pid = int(file.read_text())
         watch = os.pidfd_open(pid)
         signal.pidfd_send_signal(watch, signal.SIGTERM)
@@ -181,7 +181,7 @@ def _down(arguments: argparse.Namespace) -> int:
 
 
 def _exec(arguments: argparse.Namespace) -> int:
-    # In a shell of `lab shell` its own lab, elsewhere that of `lab up`. Labs of tests may run at the same time.
+    # A shell of `lab shell` uses its own lab; otherwise, use that of `lab up`. Labs of tests may also be running.
     tags = sorted(
         _living(), key=lambda tag: (tag == os.environ.get(OF_THIS_SHELL), (leftovers.folder_of(tag) / "pid").exists())
     )

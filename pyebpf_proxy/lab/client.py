@@ -26,8 +26,8 @@ class Answer(NamedTuple):
 
     pod: str
     node: str
-    local: tuple[str, int]  # where the request arrived, as the pod saw it
-    peer: tuple[str, int]  # its source, as the pod saw it
+    local: tuple[str, int]  # the destination of the request, as the pod saw it
+    peer: tuple[str, int]  # the source of the request, as the pod saw it
     received: int  # bytes of the request
 
 
@@ -88,8 +88,8 @@ def ask(
 ) -> Outcome:
     """Send one request to a lab server and return the outcome.
 
-    ``size``: minimum bytes of the request; ``reply_size``: requested bytes of the reply. ``connected``: UDP with
-    connect() (ICMP errors are then reported as refused); without it sendto/recvfrom are used and ``peer`` is the
+    ``size``: minimum bytes of the request; ``reply_size``: requested bytes of the reply. ``connected``: UDP uses
+    connect(), so an ICMP error is reported as refused. Otherwise it uses sendto and recvfrom, and ``peer`` is the
     source of the reply. ``fragment``: UDP may be fragmented instead of respecting a path MTU.
     """
     family = family_of(address)
@@ -155,7 +155,7 @@ def _ask_datagram(
 
 
 def _allow_fragments(sock: socket.socket, family: int) -> None:
-    # IP_MTU_DISCOVER / IPV6_MTU_DISCOVER = DONT: send fragments rather than fail with EMSGSIZE.
+    # IP_MTU_DISCOVER / IPV6_MTU_DISCOVER = DONT: send fragments instead of failing with EMSGSIZE.
     if family == socket.AF_INET6:
         sock.setsockopt(socket.IPPROTO_IPV6, 23, 0)
     else:
@@ -165,6 +165,6 @@ def _allow_fragments(sock: socket.socket, family: int) -> None:
 def ask_many(
     count: int, address: str, port: int, protocol: str = "tcp", *, first_port: int = 0, **options: Any
 ) -> list[Outcome]:
-    """``count`` requests, one after the other; from consecutive source ports if ``first_port`` is given."""
+    """Send ``count`` requests, one after the other; from consecutive source ports if ``first_port`` is given."""
     ports = range(first_port, first_port + count) if first_port else [0] * count
     return [ask(address, port, protocol, source_port=each, **options) for each in ports]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cluster: a core router, nodes, pods behind them, an outside client. All real namespaces and links.
+"""The cluster of network namespaces and veths: a core router, nodes, pods behind them, an external client.
 
 ::
 
@@ -7,9 +7,9 @@
                      │           └── pod      network (a bridge, so nodes are neighbours) and the VIPs
                      └── node2 ──── pod       nodes: one route per other node's pod network
 
-Pods are connected to their node by a veth: *routed* (a /32 and a /128 route per pod, the gateway address on every
-veth, as the ptp plugin), *bare* (the same without an address on the veth, as Calico) or *bridge* (cbr0 with the
-gateway address, as the bridge plugin and kubenet).
+A veth connects each pod to its node: *routed* (a /32 and a /128 route per pod, the gateway address on every veth, as
+with the ptp plugin), *bare* (the same without an address on the veth, as with Calico) or *bridge* (cbr0 with the
+gateway address, as with the bridge plugin and kubenet).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _ROUTER = _HOST | {
 
 
 class Pod:
-    """A pod: its namespace, its addresses, its servers."""
+    """A pod with its namespace, its addresses and its servers."""
 
     def __init__(self, name: str, node: Node, namespace: Namespace, address: Dual, device: str) -> None:
         self.name = name
@@ -87,7 +87,7 @@ class Node:
         self._servers.append(start_servers(self.namespace, {"pod": f"host-{self.name}", "node": self.name}, ports))
 
     def source_towards(self, pod: Pod) -> Dual:
-        """The source address of MASQUERADE and of the node's sockets towards a pod (spec/service-semantics §5)."""
+        """The source address of MASQUERADE, and of the node's sockets, for packets to a pod (service-semantics §5)."""
         if pod.node is not self or self.lab.pod_network == "bare":
             return self.address
         return self.gateway
@@ -98,10 +98,10 @@ class Node:
 
 
 class Lab:
-    """A running lab; a context manager, which always removes everything at its end.
+    """A running lab. It is a context manager, which always removes everything at its end.
 
-    ``nodes``: their number. Agents are started by ``start_agents``. ``own_bpffs``: mount a bpffs in the directory of
-    each node's agent (pins are removed with the lab); False: the agent finds or mounts one.
+    ``nodes``: the number of nodes. ``own_bpffs``: mount a bpffs in the directory of each node's agent, so that pins are
+    removed with the lab. If False, the agent finds or mounts one. ``start_agents`` starts the agents.
     """
 
     _counter = itertools.count(1)
@@ -226,7 +226,7 @@ class Lab:
         raise LabError(f"no node {name!r} here: there are {', '.join(node.name for node in self.nodes)}")
 
     def add_pod(self, name: str, node: Node, ports: Ports | None = None, serve: bool = True) -> Pod:
-        """A new pod on ``node``, reachable from everywhere, with its servers listening."""
+        """Add a pod on ``node``, reachable from everywhere; its servers listen."""
         index = len(node.pods)
         namespace = self._namespace(name)
         namespace.sysctl(_HOST)
@@ -236,20 +236,20 @@ class Lab:
             host, inside = links.routed_pod(namespace.name, device, address, gateway)
         elif self.pod_network == "bridge":
             host = links.veth(namespace.name, device)
-            # Hairpin packets of a pod leave by the port they entered (hairpinMode of the plugin).
+            # Hairpin packets of a pod leave by the bridge port through which they came in (the plugin's hairpinMode).
             host += [f"link set {device} master cbr0", f"link set {device} type bridge_slave hairpin on"]
             inside = [
                 "link set eth0 up",
                 f"addr add {address.v4}/24 dev eth0",
                 f"addr add {address.v6}/64 dev eth0 nodad",
             ]
-            inside += links.by_way_of(gateway)
+            inside += links.default_routes(gateway)
         else:
             node.namespace.ip(*links.veth(namespace.name, device))
             node.namespace.sysctl({f"net.ipv4.conf.{device}.proxy_arp": 1})
             host = [f"addr add fe80::1/64 dev {device} nodad", *links.pod_routes(device, address)]
             via = Dual("169.254.1.1", "fe80::1")
-            inside = ["link set eth0 up", *links.alone(address, via), *links.by_way_of(via)]
+            inside = ["link set eth0 up", *links.host_addresses(address, via), *links.default_routes(via)]
         node.namespace.ip(*host)
         namespace.ip(*inside)
         pod = Pod(name, node, namespace, address, device)
@@ -275,7 +275,7 @@ class Lab:
             node.agent.wait_synced()
 
     def stop_agents(self) -> None:
-        """Send SIGTERM to all agents, then wait for all."""
+        """Send SIGTERM to all agents, then wait until all have ended."""
         for node in self.nodes:
             node.agent.terminate()
         for node in self.nodes:

@@ -38,7 +38,7 @@ class Row(NamedTuple):
 
 
 def run(lab: Lab, examples: Path) -> bool:
-    """Run the demonstration in an entered lab. It prints its progress; True if every row is as expected."""
+    """Run the demonstration in a running lab, and print its progress. True if every row is as expected."""
     begun = time.monotonic()
     populate(lab, examples)
     print(f"Two nodes, four pods and a client are up, agents synced, after {time.monotonic() - begun:.1f} s.\n")
@@ -125,7 +125,7 @@ def _show_conntrack(lab: Lab) -> Row:
 
 
 def _show_frontend(lab: Lab) -> Row:
-    """Show one frontend by bpftool."""
+    """Show one frontend with bpftool."""
     address = addresses.vip(10).v4
     path = lab.nodes[0].agent.pin("frontends4")
     command = ("bpftool", "map", "dump", "pinned", str(path))
@@ -158,7 +158,7 @@ def _change_under_load(lab: Lab) -> list[Row]:
     print("\nUnder load: web-3 becomes an endpoint of web, then stops being one.")
     added = _replace(path, with_endpoint(before, lab, "web-3"))
     lab.wait_synced(added[1])
-    time.sleep(1.0)  # load on three endpoints; nothing waits for it
+    time.sleep(1.0)  # measure the load on three endpoints for a while
     removed = _replace(path, before)
     lab.wait_synced(removed[1])
     time.sleep(1.0)
@@ -190,7 +190,7 @@ def _judge(name: str, load: Load, samples: Sequence[Sample], added: float, remov
 
 
 def _replace(path: Path, text: str) -> tuple[float, float]:
-    """Rename a new version into place; returns the time by the monotonic clock and by ``time.time``."""
+    """Replace the file by a rename. The result: the time by the monotonic clock and by ``time.time``."""
     temporary = path.with_name(f".{path.name}.new")
     temporary.write_text(text)
     moment = (time.monotonic(), time.time())

@@ -16,14 +16,14 @@ SLICES = "web-endpoints.yaml"
 
 
 def open_example(folder: Path = EXAMPLES, pod_network: PodNetwork = "routed") -> Lab:
-    """A lab, not yet entered, for the examples. Raises LabError if they do not exist."""
+    """A lab for the examples, not yet started. Raises LabError if the examples do not exist."""
     if not (folder / "manifests" / SLICES).exists():
         raise LabError(f"no examples in {folder}: name their folder with --examples")
     return Lab(nodes=2, pod_network=pod_network)
 
 
 def populate(lab: Lab, folder: Path = EXAMPLES) -> None:
-    """Add pods, manifests and agents; returns when every agent is synced."""
+    """Add pods, manifests and agents, and wait until every agent is synced."""
     first, second = lab.nodes
     lab.add_pod("web-1", first)
     lab.add_pod("toolbox", first)

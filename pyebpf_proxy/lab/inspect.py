@@ -28,7 +28,7 @@ class Step(NamedTuple):
 
 
 def follow(node: Node, pins: Path, address: str, port: int, protocol: str = "TCP") -> Iterator[Step]:
-    """From the address of a service to its backends, one ``bpftool map lookup`` after the other."""
+    """Follow the address of a service to its backends, one ``bpftool map lookup`` after the other."""
     packed = ip_address(address).packed
     family = 4 if len(packed) == 4 else 6
     key = [*packed, *_bytes(port, 2), _PROTOCOLS[protocol], 0]
@@ -56,20 +56,20 @@ def _lookup(node: Node, pin: Path, key: list[int]) -> Step:
 
 
 def examples(node: Node, pins: Path) -> Iterator[tuple[str, dict[str, Any] | None, int]]:
-    """Every map that can be listed: name, a non-empty entry (None: there is none), number of non-empty entries."""
+    """Every map that can be listed: its name, a non-empty entry or None, and the number of non-empty entries."""
     for pin in sorted(pins.iterdir()):
         if json.loads(node.namespace.run("bpftool", "-j", "map", "show", "pinned", str(pin)))["type"] in _NOT_LISTED:
             continue
         shown = json.loads(node.namespace.run("bpftool", "-j", "map", "dump", "pinned", str(pin)))
         entries = [entry["formatted"] for entry in shown if "formatted" in entry]
-        telling = [entry for entry in entries if _tells(entry)]
-        yield pin.name, telling[0] if telling else None, len(telling)
+        filled = [entry for entry in entries if _is_filled(entry)]
+        yield pin.name, filled[0] if filled else None, len(filled)
 
 
-def _tells(entry: dict[str, Any]) -> bool:
-    """Whether an entry is not empty. Arrays have an entry for every index; those with only zeroes are empty."""
+def _is_filled(entry: dict[str, Any]) -> bool:
+    """Whether an entry is not empty. Arrays have an entry for every index; one with only zeros counts as empty."""
     if "values" in entry:
-        return any(_tells({"value": each["value"]}) for each in entry["values"])
+        return any(_is_filled({"value": each["value"]}) for each in entry["values"])
     return ("key" in entry and isinstance(entry["key"], dict)) or _is_set(entry["value"])
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names of labs, and removal of the leftovers of crashed labs.
+"""Names of labs, and removal of what crashed labs have left.
 
-A lab is called ``pep-<pid>-<n>``. Its folder in the temporary directory has a lock file that is locked as long as the
-lab runs: a lab whose lock can be taken is dead.
+A lab is called ``pep-<pid>-<n>``. Its folder in the temporary directory has a lock file that is locked while the lab
+runs. If the lock can be taken, the lab is dead.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def claim(tag: str) -> Claim:
     folder = folder_of(tag)
     if folder.exists():
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(folder))
-    # Created under another name, so that a search for dead labs never sees it without the lock.
+    # Create the folder under another name first, so that a search for dead labs never sees it without the lock.
     aside = folder.with_name(f"new-{tag}")
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(mode=0o755)
@@ -97,12 +97,12 @@ def remove(tag: str) -> None:
     inodes = {os.stat(f"{NETNS_FOLDER}/{name}").st_ino for name in names}
     for entry in os.listdir("/proc"):
         if entry.isdigit():
-            # The process may end meanwhile, or be a kernel thread without namespaces.
+            # The process may have ended, or be a kernel thread without namespaces.
             with contextlib.suppress(OSError):
                 if os.stat(f"/proc/{entry}/ns/net").st_ino in inodes:
                     os.kill(int(entry), signal.SIGKILL)
     for name in names:
-        # Without a bpffs of the lab, the agent pinned its programs in another one, which only --cleanup finds.
+        # Without a bpffs of the lab, the agent has pinned its programs in another one, which only --cleanup finds.
         state = folder_of(tag) / name.removeprefix(f"{tag}-") / "state"
         if state.exists() and not os.path.ismount(state / "bpf"):
             subprocess.run(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lines of ``ip`` that connect a pod to its node by a veth, for the lab and for nodes that are machines."""
+"""Lines for ``ip -batch`` that connect a pod to its node by a veth, for the lab and for nodes that are machines."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def routed_pod(namespace: str, device: str, address: Dual, gateway: Dual) -> tup
         f"addr add {gateway.v6}/128 dev {device} nodad",
         *pod_routes(device, address),
     ]
-    return node, ["link set eth0 up", *alone(address, gateway), *by_way_of(gateway)]
+    return node, ["link set eth0 up", *host_addresses(address, gateway), *default_routes(gateway)]
 
 
 def pod_routes(device: str, address: Dual) -> list[str]:
@@ -27,7 +27,7 @@ def pod_routes(device: str, address: Dual) -> list[str]:
     return [f"route add {address.v4}/32 dev {device}", f"route add {address.v6}/128 dev {device}"]
 
 
-def alone(address: Dual, via: Dual) -> list[str]:
+def host_addresses(address: Dual, via: Dual) -> list[str]:
     """A pod's addresses, and its route to a gateway outside of its networks."""
     return [
         f"addr add {address.v4}/32 dev eth0",
@@ -37,6 +37,6 @@ def alone(address: Dual, via: Dual) -> list[str]:
     ]
 
 
-def by_way_of(via: Dual) -> list[str]:
+def default_routes(via: Dual) -> list[str]:
     """A pod's default routes."""
     return [f"route add default via {via.v4} dev eth0", f"route add default via {via.v6} dev eth0"]

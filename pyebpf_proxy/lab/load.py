@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Load: requests one after the other until it is stopped, with the outcome of each."""
+"""Load: sends requests one after the other until it is stopped, and records the outcome of each."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class Sample(NamedTuple):
 
 
 class Load:
-    """Requests from one namespace to one address, in a separate process, until ``stop``.
+    """Sends requests from one namespace to one address, in a separate process, until ``stop``.
 
-    ``pause``: seconds between two requests, which leave slow machines time for other work.
+    ``pause``: seconds between two requests, so that slow machines have time for other work.
     """
 
     def __init__(
@@ -82,12 +82,12 @@ def failed(samples: Sequence[Sample]) -> list[Sample]:
 
 
 def first_answer(samples: Sequence[Sample], pod: str, since: float) -> float | None:
-    """Seconds from ``since`` until the first answer of ``pod``; None: there was none."""
+    """Seconds from ``since`` until the first answer of ``pod``; None if there was none."""
     answers = [sample.begun + sample.took for sample in samples if sample.pod == pod and sample.begun >= since]
     return min(answers) - since if answers else None
 
 
 def last_answer(samples: Sequence[Sample], pod: str, since: float) -> float:
-    """Seconds from ``since`` until the start of the last request that ``pod`` answered; 0: there was none."""
+    """Seconds from ``since`` until the start of the last request that ``pod`` answered; 0 if there was none."""
     begun = [sample.begun for sample in samples if sample.pod == pod and sample.begun >= since]
     return max(begun) - since if begun else 0.0

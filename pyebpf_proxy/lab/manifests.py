@@ -98,9 +98,9 @@ def node(name: str, address: Dual, pod_cidr: Dual, zone: str = "") -> Object:
 
 
 def write(path: Path, objects: Sequence[object]) -> float:
-    """Write YAML documents to a temporary file and rename it to ``path``; returns the time before the rename.
+    """Write YAML documents to a temporary file and rename it to ``path``. The result: the time before the rename.
 
-    Unchanged text is not written again: the result is 0.0, since there is no sync to wait for.
+    Unchanged text is not written again. Then the result is 0.0, since there is no sync to wait for.
     """
     text = yaml.dump_all(objects, Dumper=_DUMPER, sort_keys=False)
     if path.exists() and path.read_text() == text:

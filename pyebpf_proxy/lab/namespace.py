@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Network namespaces, and code that runs inside them.
 
-Namespaces are named (``/run/netns/NAME``), so that ``ip netns exec`` works, too. Python code runs in forked children
-that enter the namespace by setns: one persistent worker per namespace for short calls (well under a millisecond
-each), and a separate child for everything that runs concurrently with the caller. Every child dies with its parent.
+Namespaces are named (``/run/netns/NAME``), so ``ip netns exec`` also works. Python code runs in forked children that
+enter the namespace with setns: one persistent worker per namespace for short calls (well under a millisecond each), and
+a separate child for each call that runs concurrently with the caller. Every child dies with its parent.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def set_network_namespace(path: str) -> None:
 
 
 def die_with_parent() -> None:
-    """Have the kernel kill this process when its parent ends."""
+    """Let the kernel kill this process when its parent ends."""
     _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
@@ -79,7 +79,7 @@ class Task(Generic[T]):
         return self._outcome is not None or self._receive.poll(0)
 
     def result(self, timeout: float = 60.0) -> T:
-        """Wait for the value that the function returned; its exception is raised here. ``timeout`` in seconds."""
+        """Wait for the function's result, or raise its exception. ``timeout`` in seconds."""
         if self._outcome is None:
             if not self._receive.poll(timeout):
                 self.stop()
@@ -161,7 +161,7 @@ class Namespace:
             batch([f"netns del {self.name}"])
 
     def ip(self, *lines: str) -> None:
-        """``ip`` commands inside, one per line."""
+        """Run ``ip`` commands inside, one per line."""
         batch(lines, self.name)
 
     def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The expected result of a request, computed from the rules (spec/service-semantics §5).
 
-This is the model that tests and the demo compare with: it knows Services and pods, and nothing of programs and maps.
-``see.decide`` applies the same rules to the maps of a node for ``explain``; tests compare that with this module, too.
+Tests and the demo compare real outcomes with this model. It knows Services and pods, but no programs and maps.
+``see.decide`` applies the same rules to the maps of a node for ``explain``; tests also compare it with this module.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def decide(
     masquerade_all: bool = False,
     detector: bool = True,
 ) -> Decision:
-    """The decision table for a service with endpoints. Without a detector a pod is an external source."""
+    """The decision table for a service with endpoints. Without a detector, a pod counts as an external source."""
     if not detector and source == "pod":
         source = "external"
     if destination == "ClusterIP":
@@ -47,7 +47,7 @@ def decide(
 
 
 class Expected(NamedTuple):
-    """The pods that may answer, and the source address that each must see."""
+    """The pods that may answer, and the source address that each of them must see."""
 
     sources: dict[str, str]  # pod name -> address; empty: none
     failure: Literal["", "refused", "timed out"] = ""
@@ -64,8 +64,8 @@ def expect(
 ) -> Expected:
     """The expected result of a request that the node ``entrance`` handles.
 
-    ``source``: the client's address. ``own_process``: a process of the node itself: it is connected directly to
-    the endpoint (no NAT), so the node's routes select its source. ``endpoints``: all ready ones.
+    ``source``: the client's address. ``own_process``: the client is a process of the node. It is connected directly to
+    the endpoint, without NAT, so the node's routes select its source. ``endpoints``: all ready endpoints.
     """
     if not endpoints:
         return Expected({}, "refused")

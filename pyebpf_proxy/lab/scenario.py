@@ -12,8 +12,8 @@ from pyebpf_proxy.lab.cluster import Node, Pod
 from pyebpf_proxy.lab.namespace import Namespace
 from pyebpf_proxy.lab.rules import Decision, Destination, Expected, SourceClass, expect
 
-MAX_REQUESTS = 64  # with two endpoints, one is never selected by chance once in 2^63 runs
-DROPPED_AFTER = 0.7  # seconds without an answer that count as dropped if a drop is expected
+MAX_REQUESTS = 64  # enough: in one of 2^63 runs, one of two endpoints would never be selected by chance
+DROPPED_AFTER = 0.7  # if a drop is expected, so many seconds without an answer count as one
 
 
 class Client(NamedTuple):
@@ -23,7 +23,7 @@ class Client(NamedTuple):
     namespace: Namespace
     kind: SourceClass
     address: Dual
-    node: Node | None  # the node that handles its packets; None: the one they are sent to
+    node: Node | None  # the node that handles its packets; None: the node to which they are sent
 
 
 class Target(NamedTuple):
@@ -41,7 +41,7 @@ class Target(NamedTuple):
 
 
 class Observed(NamedTuple):
-    """The outcomes, and the problem with them ("": none)."""
+    """The outcomes, and the problem with them; "" if there is none."""
 
     outcomes: list[Outcome]
     expected: Expected

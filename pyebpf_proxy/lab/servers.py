@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The servers of a pod: HTTP, TCP echo and UDP, one process, any number of ports, both families.
+"""The servers of a pod: HTTP, TCP echo and UDP, in one process, on any number of ports, for both families.
 
 A reply names the pod, and the destination and source of the request as the pod saw them. Replies are JSON, which is
 readable with ``curl``.
 
-* HTTP: ``GET /`` the reply; ``GET /bytes/N`` the reply padded with spaces to N bytes. One request per connection.
+* HTTP: ``GET /`` returns the reply; ``GET /bytes/N`` pads it with spaces to N bytes. One request per connection.
 * echo: sends the received data back.
 * UDP: every datagram gets a reply; ``size N`` requests a reply padded to N bytes.
 """
@@ -28,7 +28,7 @@ FAMILIES = (socket.AF_INET, socket.AF_INET6)
 
 
 class Ports(NamedTuple):
-    """The ports that a pod listens on."""
+    """The ports on which a pod listens."""
 
     http: tuple[int, ...] = (8080,)
     echo: tuple[int, ...] = (7007,)
@@ -123,7 +123,7 @@ class _Server:
         target = request.split(b" ", 2)[1].decode(errors="replace")
         try:
             body = self._answer("tcp", connection.getsockname(), connection.getpeername(), len(request)) + b"\n"
-        except OSError:  # reset in between
+        except OSError:  # the peer has reset the connection
             self._close(connection)
             return
         if target.startswith("/bytes/"):
@@ -152,7 +152,7 @@ class _Server:
         waiting = bytearray()
 
         def turn() -> None:
-            # Reading pauses while the peer does not read its replies, to limit memory.
+            # To limit memory, reading pauses while the peer does not read its replies.
             try:
                 if len(waiting) < 1 << 18:
                     data = connection.recv(65536)
@@ -196,8 +196,8 @@ def start_servers(
 ) -> Task[None]:
     """Start a pod's servers in its namespace and return when all of them listen.
 
-    ``identity`` is part of every answer (pod and node). ``address``: by socket family, where to listen; empty
-    means every address of the namespace. Raises what binding raised.
+    ``identity`` is part of every reply (pod and node). ``address``: the listening address by socket family; empty means
+    every address of the namespace. Raises the error of bind().
     """
     import multiprocessing
 

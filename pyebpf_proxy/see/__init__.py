@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Inspection commands, which need no agent (docs/commands.md).
 
-``maps``, ``programs`` and ``wanted`` read the state; the other modules make answers of it.
+``maps``, ``programs`` and ``wanted`` read the state; the other modules compute answers from it.
 """
 
-#: Subcommands other than ``lab``. They are here so that the agent starts without importing the commands.
+#: Subcommands other than ``lab``. The list is here so that the agent starts without importing the commands.
 COMMANDS = frozenset(
     (
         "status",

@@ -13,7 +13,7 @@ from pyebpf_proxy.common.run_directory import LOCK, lock_holder
 
 
 class Agent(NamedTuple):
-    """The process that holds the run folder. ``started``: seconds, ``time.time``."""
+    """The process that holds the run folder's lock. ``started``: in seconds, as ``time.time``."""
 
     pid: int
     arguments: tuple[str, ...]
@@ -22,7 +22,7 @@ class Agent(NamedTuple):
 
 
 def running_agent(directory: Path) -> Agent | None:
-    """The agent of a run folder, if one runs. The lock is never taken, since an agent may be starting."""
+    """The agent of a run folder, if one runs. This never takes the lock, since an agent may be starting."""
     pid = lock_holder(directory / LOCK)
     if pid is None:
         return None

@@ -23,7 +23,7 @@ class SeeError(Exception):
 
 
 class OtherLayoutError(SeeError):
-    """The pinned maps are of another version."""
+    """The pinned maps have another layout version."""
 
 
 class QuestionError(SeeError):
@@ -33,7 +33,7 @@ class QuestionError(SeeError):
 
 
 def near(wrong: str, known: Iterable[str]) -> str:
-    """For a message: similar names, or nothing."""
+    """A hint for a message: similar names; empty if there are none."""
     found = difflib.get_close_matches(wrong, list(known), n=3, cutoff=0.6)
     return f"; did you mean {' or '.join(found)}?" if found else ""
 

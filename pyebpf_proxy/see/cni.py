@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-#: Where container runtimes look; they use the first file in alphabetical order.
+#: Container runtimes look here, and use the first file in alphabetical order.
 FOLDERS = (Path("/etc/cni/net.d"), Path("/var/lib/rancher/k3s/agent/etc/cni/net.d"))
 #: The settings of Cilium's agent.
 CILIUM = Path("/var/run/cilium/state/agent-runtime-config.json")
@@ -19,7 +19,7 @@ Plugin = Mapping[str, Any]
 
 
 class Clash(NamedTuple):
-    """A conflict. ``bad``: Services are not handled, or handled twice."""
+    """A conflict. ``bad``: Services are not handled, or are handled twice."""
 
     bad: bool
     text: str
@@ -27,7 +27,7 @@ class Clash(NamedTuple):
 
 
 class Read(NamedTuple):
-    """``file``: the one in use, or None. ``plugins``: their types. ``problem``: why the file cannot be read, or ""."""
+    """``file``: the file in use, or None. ``plugins``: their types. ``problem``: why it cannot be read, or ""."""
 
     file: Path | None
     plugins: list[str]
@@ -77,7 +77,7 @@ def _cilium(state: Path) -> Iterator[Clash]:
     try:
         mode = json.loads(state.read_bytes()).get("KubeProxyReplacement")
     except (OSError, ValueError, AttributeError):
-        return  # another check finds its maps
+        return  # another check finds Cilium's maps
     if str(mode).lower() not in ("none", "", "false", "disabled"):
         yield Clash(
             True,

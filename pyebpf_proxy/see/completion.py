@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shell completion: scripts for bash, zsh and fish, generated from the commands' arguments. Pure."""
+"""Shell completion: generates scripts for bash, zsh and fish from the commands' arguments. The functions are pure."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _NAMES = ("NAME", "FILTER")
 
 
 class Option(NamedTuple):
-    """An option of a command. ``takes``: it has a value; ``values``: the choices; ``kind``: or its kind."""
+    """An option of a command. ``takes``: it has a value. Either ``values`` has the choices, or ``kind`` its kind."""
 
     names: Sequence[str]
     help: str
@@ -32,12 +32,12 @@ class Option(NamedTuple):
 
     @property
     def metavar(self) -> str:
-        """The name of its value."""
+        """The name of the option's value."""
         return self.names[-1].lstrip("-")
 
 
 class Command(NamedTuple):
-    """A command. ``services``: it takes names of Services; ``many``: more than one; ``words``: other arguments."""
+    """A command. ``services``: it takes a Service's name; ``many``: several names; ``words``: other arguments."""
 
     name: str
     help: str
@@ -99,7 +99,7 @@ _pyebpf_proxy() {
 }
 complete -o default -F _pyebpf_proxy pyebpf-proxy"""
 
-#: Bash breaks words at ":", so names are completed without ports.
+#: Bash splits words at ":", so names are completed without ports.
 _BASH_NAMES = "$(pyebpf-proxy services -o name 2>/dev/null | cut -d: -f1 | sort -u)"
 _BASH_NAMESPACES = _BASH_NAMES.replace("-d:", "-d/")
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The decision table in Python: what must happen to a packet (spec/service-semantics §5–§9). Pure.
+"""The decision table in Python: what must happen to a packet (spec/service-semantics §5–§9). The functions are pure.
 
-It decides about one packet from this node's maps and names the rules that apply; ``explain`` compares it with a dry
-run of the programs. ``lab.rules`` is another model, which tests compare with: it knows Services and pods but no maps,
-so it also finds an error in the maps, and in this module.
+This module decides about one packet from the node's maps, and names the rules that apply. ``explain`` compares the
+result with a dry run of the programs. Tests use another model, ``lab.rules``: it knows Services and pods, but no maps,
+so it also finds errors in the maps and in this module.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Verdict = Literal["served", "refused", "dropped", "left"]
 
 
 class Packet(NamedTuple):
-    """The first packet of a flow. ``device``: the ingress device; 0: a process of this node sends it."""
+    """The first packet of a flow. ``device``: the ingress device; 0 if a process of this node sends the packet."""
 
     source: bytes
     source_port: int
@@ -36,7 +36,7 @@ class Packet(NamedTuple):
 
 
 class World(NamedTuple):
-    """The node's state. ``own``: addresses of this node, and whether they serve NodePorts."""
+    """The node's state. ``own``: addresses of this node, and whether each serves NodePorts."""
 
     settings: Mapping[str, Any]
     own: Mapping[bytes, bool]
@@ -45,7 +45,7 @@ class World(NamedTuple):
 
 
 class Decision(msgspec.Struct):
-    """``reason``: the programs' counter, "" if served or left. ``steps``: the rules that applied, as text."""
+    """The result. ``reason``: the programs' counter, "" if served or left to the kernel. ``steps``: applied rules."""
 
     verdict: Verdict = "left"
     reason: str = ""
@@ -62,7 +62,7 @@ class Decision(msgspec.Struct):
 
 
 def decide(packet: Packet, world: World, state: State) -> Decision:
-    """What must happen to the packet, if its flow is new."""
+    """What must happen to the packet if its flow is new."""
     found = Decision()
     frontend = _find(packet, world, state, found)
     if frontend is None:
@@ -103,7 +103,7 @@ def _find(packet: Packet, world: World, state: State, found: Decision) -> tuple[
             return None
     if entry is None:
         found.say(f"{_destination(packet)} is not a frontend of any service: the packet is not changed")
-        found.say(_instead(packet, world, state))
+        found.say(_frontends_at_address(packet, world, state))
         found.steps = [step for step in found.steps if step]
         return None
     service = state.services.get(entry[0])
@@ -113,8 +113,8 @@ def _find(packet: Packet, world: World, state: State, found: Decision) -> tuple[
     return service, entry[1], served
 
 
-def _instead(packet: Packet, world: World, state: State) -> str:
-    """Frontends at the same address: the usual mistakes are the port and the protocol."""
+def _frontends_at_address(packet: Packet, world: World, state: State) -> str:
+    """Frontends at the same address, for a hint: the usual mistakes are a wrong port or protocol."""
     there = [
         f"{port}/{Protocol(protocol).name} ({name_text(state.services[number].name)})"
         for (address, port, protocol), (number, _) in sorted(state.frontends.items())
@@ -204,7 +204,7 @@ def _is_pod(packet: Packet, world: World, found: Decision) -> bool:
 
 
 def _select(packet: Packet, world: World, service: Service, kind: FrontendKind, state: State, found: Decision) -> None:
-    """A row of the table of spec/service-semantics §5."""
+    """Apply the row of the table in spec/service-semantics §5 that matches."""
     pod = _is_pod(packet, world, found)
     detector = bool(world.settings["detector4" if len(packet.source) == 4 else "detector6"])
     own = not packet.device or packet.source in world.own or (len(packet.source) == 4 and packet.source[0] == 127)

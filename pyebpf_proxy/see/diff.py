@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Differences between the kernel's state and the desired state, as text. Pure."""
+"""Differences between the kernel's state and the desired state, as text. The functions are pure."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ _FIELDS = {
 
 
 def sets(what: str, actual: set[T], desired: set[T], text: Callable[[T], str]) -> list[str]:
-    """Elements of one side only."""
+    """Elements that are only on one side, as text."""
     return [
         *(f"{what} {text(each)} is in the kernel, but not desired" for each in sorted(actual - desired)),  # type: ignore[type-var]
         *(f"{what} {text(each)} is desired, but not in the kernel" for each in sorted(desired - actual)),  # type: ignore[type-var]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``doctor``: whether this machine can run pyebpf-proxy, before or after an installation; each finding with its fix.
+"""``doctor``: checks, before or after an installation, whether this machine can run pyebpf-proxy; findings have a fix.
 
 Features are tested, not derived from versions: the programs are loaded as the agent loads them, but not attached.
 """
@@ -51,12 +51,12 @@ def _bad(what: str, text: str, remedy: str) -> model.Finding:
 
 
 def examine(directory: Path) -> Found:
-    """Every finding. Checks that others depend on come first."""
+    """Every finding. Checks on which others depend come first."""
     for check in (_needs, _rights):
         found = list(check())
         yield from found
         if any(each.state == "bad" for each in found):
-            return  # later checks would fail for the same reason
+            return  # the next checks would fail for the same reason
     yield from _programs()
     yield from _mounts(directory)
     yield from _fast_path(directory)
@@ -68,7 +68,7 @@ def examine(directory: Path) -> Found:
 
 
 def _needs() -> Found:
-    """The agent's own start-up checks, with their messages; kernels that are too old fail here."""
+    """The agent's start-up checks, with their messages. A kernel that is too old fails here."""
     release = os.uname().release
     old = preflight.old_kernel()
     if old:
@@ -174,7 +174,7 @@ def _sysctls() -> Found:
 
 
 def _bridges(directory: Path) -> Found:
-    """A reply between two ports of a bridge: translated by netfilter at the port, or found in conntrack by tc."""
+    """Whether a reply between two ports of a bridge is translated: by netfilter, or by tc with the conntrack lookup."""
     name = "bridge-nf-call-iptables"
     if kernel_number(_PROC / "net/bridge" / name) != 0:
         return
@@ -190,7 +190,7 @@ def _bridges(directory: Path) -> Found:
 
 
 def _looks_up_conntrack(directory: Path) -> bool:
-    """Whether the attached programs do, or else those that an agent with the rights of this process would load."""
+    """Whether the attached programs look up conntrack. If none are attached: whether new ones could."""
     from pyebpf_proxy.datapath.loader.libbpf import BpfError
     from pyebpf_proxy.see import loading
 
@@ -209,7 +209,7 @@ def _others(directory: Path) -> Found:
 
     try:
         modes = sorted(leftovers.running())
-    except Exception as error:  # tools are missing or fail
+    except Exception as error:  # a tool is missing or fails
         yield _warn("kube-proxy", f"its rules cannot be listed: {error}", "install iptables and nftables")
     else:
         if modes:
@@ -237,7 +237,7 @@ def _cni(mark: int) -> Found:
     elif found.file is None and facts.in_container():
         yield _warn("CNI", f"not checked: the node's {cni.FOLDERS[0]} is not visible in this container", _ON_THE_NODE)
     elif found.file is None:
-        # Before an installation.
+        # This is normal before an installation.
         yield _good("CNI", f"no configuration in {cni.FOLDERS[0]}")
     else:
         for clash in found.clashes:
@@ -273,7 +273,7 @@ def _masquerade_mark(directory: Path) -> int:
 
 
 def _settings(directory: Path) -> Mapping[str, Any] | None:
-    """Those of the attached programs; None: not installed yet, or they cannot be read."""
+    """The settings of the attached programs; None if none are attached, or if the settings cannot be read."""
     from pyebpf_proxy.see import programs
     from pyebpf_proxy.see.answers import SeeError
     from pyebpf_proxy.see.maps import Pinned

@@ -16,19 +16,19 @@ from pyebpf_proxy.see.text import Cell, Terminal, ago, table, terminal, wrapped
 from pyebpf_proxy.services.addresses import format_address_port
 from pyebpf_proxy.services.model import Protocol
 
-#: Seconds: later drops are reported as current.
+#: Drops within the last so many seconds are reported as current.
 RECENT = 60.0
 #: Counting periods per minute.
 _PERIODS = 60 // REFUSED_PERIOD
 
 
 def read(maps: Pinned) -> list[model.Drop]:
-    """Every reason with drops or refusals, the latest first. SeeError."""
+    """Every reason with drops or refusals, the latest first. Raises SeeError."""
     from pyebpf_proxy.see.programs import device_name
 
     counts = maps.counts()
     newest = {} if "last_refused" not in maps.names else dict(_newest(maps))
-    lately = _lately(maps)
+    lately = _counts_of_last_minute(maps)
     found = []
     for reason, count in counts.items():
         if not count or not is_refusal(reason):
@@ -68,8 +68,8 @@ def _newest(maps: Pinned) -> Iterator[tuple[int, tuple[int, bytes, bytes, int, i
             yield number, last
 
 
-def _lately(maps: Pinned) -> dict[int, int] | None:
-    """Counts of the last minute by reason; None: the maps are of an agent that does not count them."""
+def _counts_of_last_minute(maps: Pinned) -> dict[int, int] | None:
+    """Counts of the last minute by reason; None if the maps belong to an agent that does not count them."""
     if "recent_refusals" not in maps.names:
         return None
     opened = maps.map("recent_refusals")
@@ -126,7 +126,7 @@ def text(drops: Sequence[model.Drop], terminal: Terminal) -> list[str]:
 
 
 def sender(drop: model.Drop) -> str:
-    """The source of the latest packet, as text. A socket has no port yet when it connects."""
+    """The source of the latest packet, as text. When a socket connects, it has no port yet."""
     return drop.source.removesuffix(":0")
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A dry run of the real program on a made-up packet: with the maps in use, and without side effects.
+"""A dry run of the real program on a test packet: with the maps in use, and without side effects.
 
 A second copy of the program is loaded with the constants of the attached one and ``dry_run`` set (bpf/settings.h). It
 has its own maps for everything that programs write: counters, affinity, round-robin cursors.
@@ -24,10 +24,10 @@ from pyebpf_proxy.services.model import Protocol
 
 _SHOT = 2
 _XDP_DROP = 1
-#: In a dry run, counted for every selected backend: there are no paths.
+#: A dry run counts this reason for every selected backend, because it has no paths.
 _CHOSEN = "new_flow_netfilter"
 _SMALL = 64
-#: Maps that programs write; a dry run has its own.
+#: Maps that programs write, and their sizes in a dry run, which has its own.
 _PRIVATE = {
     "affinities": _SMALL,
     "affinity_counts": _SMALL,
@@ -67,9 +67,9 @@ class Outcome(NamedTuple):
 def run(
     maps: Pinned, program: str, settings: Mapping[str, Any], packet: Packet, mac: bytes, affinity: bytes | None
 ) -> Outcome:
-    """Run ``program`` on the packet. ``mac``: the device's; the program ignores frames to other hosts.
+    """Run ``program`` on the packet. ``mac``: the device's address; the program ignores frames to other hosts.
 
-    ``affinity``: key and value of the client's affinity entry. SeeError.
+    ``affinity``: key and value of the client's affinity entry. Raises SeeError.
     """
     with _in_words(), _loaded(maps, "tc", program, settings, affinity) as loaded:
         result = loaded.programs[program].test_run(frame(packet, mac), SkBuff(ifindex=packet.device))
@@ -80,9 +80,9 @@ def run(
 def run_xdp(
     maps: Pinned, settings: Mapping[str, Any], packet: Packet, mac: bytes, affinity: bytes | None = None
 ) -> Outcome:
-    """Run the XDP program, which must be attached to the packet's device. Arguments as of ``run``.
+    """Run the XDP program, which must be attached to the packet's device. The arguments are those of ``run``.
 
-    "left": the frame is passed to tc. "served": XDP selected the backend, and tc translates the packet.
+    "left": the frame is passed to tc. "served": XDP has selected the backend, and tc translates the packet.
     """
     with _in_words(), _loaded(maps, "xdp", "xdp_ethernet", settings, affinity) as loaded:
         result = loaded.programs["xdp_ethernet"].run_frame(frame(packet, mac), packet.device)
@@ -145,7 +145,7 @@ def _counted(loaded: Object) -> list[str]:
 
 
 def _chosen(loaded: Object, counted: list[str]) -> Outcome | None:
-    """The program's selection (struct dry_result); None: it selected no backend."""
+    """The program's selection (struct dry_result); None if it has selected no backend."""
     if _CHOSEN not in counted:
         return None
     value = loaded.maps["dry_results"].lookup(U32.pack(0))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``explain``: what would happen to a packet, and why. It applies the rules, and runs the real program as a check."""
+"""``explain``: what would happen to a packet, and why. It applies the rules, and compares with the real program."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Node:
         self.world = World(self.settings, self.own, frozenset(pods), bool(attached.links))
 
     def entrance(self, source: bytes, name: str | None) -> int:
-        """The ingress device of a packet from this source: the device of the route to it. 0: this node sent it."""
+        """The ingress device of a packet from this source: the device of the route to it; 0 if it is this node."""
         if name is not None:
             known = {device.name: device for device in self.attached.devices}
             if name not in known:
@@ -79,13 +79,13 @@ class Node:
         return min(ports) if ports else route.device
 
     def ip_device(self, device: int) -> int:
-        """The device that the IP layer sees: of a bridge port, the bridge."""
+        """The device that the IP layer sees: for a bridge port, the bridge."""
         return self.bridges.get(device) or device
 
     def masquerade(self, route: routes.Route, destination: bytes) -> bytes:
-        """The address that netfilter masquerades with: the device's address nearest to the next hop.
+        """The address with which netfilter masquerades: the device's address that is nearest to the next hop.
 
-        An approximation of inet_select_addr() and ipv6_dev_get_saddr() of the kernel.
+        This approximates inet_select_addr() and ipv6_dev_get_saddr() of the kernel.
         """
         hop = int.from_bytes(destination if len(destination) == 16 else route.gateway or destination, "big")
         bits = 8 * len(destination)
@@ -156,7 +156,7 @@ def explain(maps: Pinned, packet: Packet, node: Node, known: state.State, wanted
 
 
 def _add_full_conntrack(view: model.Explanation) -> None:
-    """The kernel makes the conntrack entry after the programs. If the table is full, its drop is not counted here."""
+    """Check whether conntrack is full: the kernel creates the entry after the programs, which do not see this drop."""
     fill = facts.conntrack_fill()
     if view.verdict != "served" or not view.device or fill is None or fill.used < fill.capacity:
         return
@@ -169,7 +169,7 @@ def _add_full_conntrack(view: model.Explanation) -> None:
 
 
 def _is_known(packet: Packet, view: model.Explanation) -> bool:
-    """Whether the program passed the packet because its flow exists. Then no rule applies, and a step reports it."""
+    """Whether the program left the packet because its flow exists. Then no rule applies, and a step is added."""
     if view.program.verdict != "left" or view.verdict == "left":
         return False
     from pyebpf_proxy.see.flows import dump
@@ -216,7 +216,7 @@ def _affinity(maps: Pinned, packet: Packet, decision: Decision) -> bytes | None:
 
 
 def _by_socket(packet: Packet, node: Node) -> bool:
-    """Whether a socket program handles it: a process of this node sends it, and it is not SCTP."""
+    """Whether a socket program handles the packet: a process of this node sends it, and it is not SCTP."""
     return not packet.device and node.world.sockets and packet.protocol is not Protocol.SCTP
 
 
@@ -234,7 +234,7 @@ def _choice(
         egress="",
     )
     if _by_socket(packet, node):
-        # The socket connects to the endpoint itself, from the route's source address.
+        # The socket connects directly to the endpoint, from the route's source address.
         view.masquerade = False
     if with_route:
         source = packet.source if packet.device else b""
@@ -307,7 +307,7 @@ def disagreements(view: model.Explanation, decision: Decision, program: model.Pr
 
 
 def parse_packet(source: str, destination: str, protocol: str) -> tuple[bytes, int, bytes, int, Protocol]:
-    """The packet's addresses, ports and protocol. QuestionError: an argument is invalid."""
+    """The packet's addresses, ports and protocol. QuestionError if an argument is invalid."""
     number = Protocol.__members__.get(protocol.upper())
     if number is None:
         raise QuestionError(f"{protocol} is not a protocol of Services: use TCP, UDP or SCTP")
@@ -343,7 +343,7 @@ def ask(
     device: str | None = None,
     wanted: Callable[[int], Wanted | None] = lambda service_ports: None,
 ) -> model.Explanation:
-    """The answer to a question in words. ``wanted`` takes the number of service ports. SeeError."""
+    """The answer for arguments as text. ``wanted`` is called with the number of service ports. Raises SeeError."""
     places = parse_packet(source, destination, protocol)
     with Pinned(directory) as maps:
         node = Node(maps, programs.read(maps), local.state(directory))

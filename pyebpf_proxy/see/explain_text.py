@@ -64,7 +64,7 @@ def _row(view: model.ChoiceView) -> list[Cell | str]:
 
 
 def _whys(view: model.Explanation) -> dict[str, list[str]]:
-    """Why a new flow takes its path, with the endpoints; a single reason applies to all and lists none."""
+    """Why a new flow takes its path: endpoints by reason. If there is only one reason, it has no endpoints."""
     found: dict[str, list[str]] = {}
     for each in view.endpoints:
         if each.path_why:

@@ -18,12 +18,12 @@ from pyebpf_proxy.see import model
 _NETFILTER = Path("/proc/sys/net/netfilter")
 #: PROC_PID_INIT_INO of include/linux/proc_ns.h, the same on every kernel.
 _FIRST_PID_NAMESPACE = 0xEFFFFFFC
-#: The remedy of a command that may not read the node's nftables.
+#: The remedy if a command may not read the node's nftables.
 AS_ROOT = "run the command as root on the node, or in the agent's pod"
 
 
 def in_container() -> bool:
-    """Whether this process has its own PID namespace: the files that it sees are then its image's."""
+    """Whether this process has its own PID namespace. Then the files that it sees are those of its image."""
     try:
         return Path("/proc/self/ns/pid").stat().st_ino != _FIRST_PID_NAMESPACE
     except OSError:
@@ -31,7 +31,7 @@ def in_container() -> bool:
 
 
 def conntrack_fill() -> model.Fill | None:
-    """Usage of the conntrack table. The limit applies to all network namespaces, the count to this one."""
+    """Usage of the conntrack table. The limit is the same for all network namespaces; the count is of this one."""
     used, capacity = kernel_number(_NETFILTER / "nf_conntrack_count"), kernel_number(_NETFILTER / "nf_conntrack_max")
     return (
         model.Fill(name="conntrack", used=used, capacity=capacity)
@@ -41,27 +41,27 @@ def conntrack_fill() -> model.Fill | None:
 
 
 def nft_rules(directory: Path) -> int | None:
-    """The number of rules in the agent's nftables table; None: no table. OSError: nftables cannot be read."""
+    """The number of rules in the agent's nftables table; None without a table. OSError if nftables cannot be read."""
     name = mounts.table_name(directory)
-    # Not libnftables: it takes a second with 10 000 Services.
+    # libnftables is not used: with 10 000 Services, it takes a second.
     with contextlib.closing(Channel()) as channel:
         return channel.rules(name) if channel.has_table(name) else None
 
 
 def nft_remedy() -> str:
-    """What to do if libnftables cannot list the rules."""
+    """The remedy if libnftables cannot list the rules."""
     if find_spec("nftables") is not None:
         return AS_ROOT
-    # The root file system of the agent's pod is read-only.
+    # Nothing can be installed in the agent's pod: its root file system is read-only.
     if os.access("/usr", os.W_OK):
         return "apt-get install python3-nftables"
     return "nothing can be installed here; use an image built from deploy/Dockerfile, which has python3-nftables"
 
 
 def nft(command: str) -> list[dict[str, Any]] | None:
-    """The output of an nftables list command, without the elements of sets; None: no such object.
+    """The output of an nftables list command, without the elements of sets; None if the object does not exist.
 
-    OSError: nftables cannot be read.
+    OSError if nftables cannot be read.
     """
     try:
         import nftables

@@ -16,7 +16,7 @@ MAPS = {"fast_path", "flows", "permits", "sweep_results", "young_counts"}
 
 
 class FastPathState(NamedTuple):
-    """The map ``fast_path``. ``alive``: an agent follows rules and routes. ``closed``: reason by family, "" if open."""
+    """The map ``fast_path``. ``alive``: an agent follows rules and routes. ``closed``: reason by family; "" if open."""
 
     alive: bool
     generation: int
@@ -26,7 +26,7 @@ class FastPathState(NamedTuple):
 
 
 def read_state(maps: Pinned) -> FastPathState | None:
-    """None: there is no fast path. SeeError."""
+    """Read the map; None without a fast path. Raises SeeError."""
     if not maps.names >= MAPS:
         return None
     fields = ("alive_until", "generation", "permit_generation", "closed4", "closed6", "draining")
@@ -42,7 +42,7 @@ def read_state(maps: Pinned) -> FastPathState | None:
 
 
 def read(maps: Pinned, counts: Mapping[str, int], agent_state: Mapping[str, Any]) -> model.FastPathView | None:
-    """The fast path's view, None without one. ``counts``: by reason. ``agent_state``: the agent's state. SeeError."""
+    """The fast path's view, or None without one. ``counts``: by reason. Raises SeeError."""
     found = read_state(maps)
     if found is None:
         return None
@@ -74,12 +74,12 @@ def read(maps: Pinned, counts: Mapping[str, int], agent_state: Mapping[str, Any]
 
 def _why(closed: Mapping[str, Any], family: int, found: FastPathState) -> str:
     closed_by = closed.get(str(family), {})
-    # The agent's report and the map may be of different times.
+    # The agent's report may be older or newer than the map.
     return str(closed_by["text"]) if closed_by.get("reason") == found.closed[family] else ""
 
 
 def _permits(maps: Pinned, found: FastPathState) -> int:
-    """How many are valid now. A permit lasts about a second."""
+    """How many permits are valid now. A permit lasts about a second."""
     layout = maps.packer("permit", "until", "back_until", "generation")
     now = time.clock_gettime_ns(time.CLOCK_MONOTONIC)
     _, values = maps.map("permits").dump()
@@ -90,7 +90,7 @@ def _permits(maps: Pinned, found: FastPathState) -> int:
 
 
 def kernel_flows(view: model.FastPathView) -> int:
-    """About how many flows of the table are in conntrack: each has two entries, as a young one."""
+    """Approximately how many kernel's flows the table has. Every flow, also a young one, has two entries."""
     return max(0, view.used - 2 * view.young) // 2
 
 
@@ -102,7 +102,7 @@ def closed(view: model.FastPathView) -> dict[str, str]:
 
 
 def text(view: model.FastPathView) -> list[str]:
-    """Lines of text: its contents, then what closes it."""
+    """Lines of text: flows and permits, then what closes the fast path."""
     lines = [
         f"{view.young} young flows, about {kernel_flows(view)} in conntrack, {view.used} of {view.capacity} entries,"
         f" {view.permits} permits; {view.sent} packets sent, {view.promoted} flows promoted"

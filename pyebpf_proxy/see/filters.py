@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FILTER words of the commands: FIELD=VALUE, and when a value matches a text. Pure."""
+"""FILTER words of the commands (FIELD=VALUE), and when a value matches a text. The functions are pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pyebpf_proxy.see.answers import QuestionError, near
 
 
 def split(word: str, fields: Collection[str], whose: str) -> tuple[str, str]:
-    """Field and value of a word; field "" for a word without one. QuestionError: ``whose`` have no such field."""
+    """Field and value of a word; the field is "" if the word has none. QuestionError if ``whose`` lack the field."""
     field, equals, value = word.partition("=")
     if not equals:
         return "", word
@@ -19,7 +19,7 @@ def split(word: str, fields: Collection[str], whose: str) -> tuple[str, str]:
 
 
 def means(value: str, text: str) -> bool:
-    """Whether ``value`` matches ``text``: all of it, an address without its port, or a name without its namespace."""
+    """Whether ``value`` is ``text``, or ``text`` without its port (an address) or without its namespace (a name)."""
     text = text.lower()
     address, _, _ = text.rpartition(":")
     parts = {text, address, address.strip("[]"), text.partition("/")[2], text.partition("/")[2].partition(":")[0]}

@@ -29,7 +29,7 @@ _UDP_STATES = ("ASSURED", "REPLIED", "UNREPLIED")
 _PORTS = 65536 - 1024
 _PROTOCOLS = frozenset(map(int, Protocol))
 
-#: Age: known to the programs alone, or to conntrack. Path of its packets.
+#: The age of a flow: only the programs know it (young), or conntrack does. Then the path of its packets.
 YOUNG: Final = "young"
 KERNEL: Final = "kernel"
 FAST: Final = "fast"
@@ -39,7 +39,7 @@ Place = tuple[bytes, int]
 
 
 class Flow(NamedTuple):
-    """One flow. ``client`` sends to ``frontend``, ``endpoint`` replies to ``seen``. Counters: None if not counted."""
+    """One flow. ``client`` sends to ``frontend``; ``endpoint`` replies to ``seen``. Counters may be None."""
 
     protocol: Protocol
     client: Place
@@ -52,17 +52,17 @@ class Flow(NamedTuple):
     packets: int | None
     bytes: int | None
     started: float | None
-    #: It has no conntrack entry yet.
+    #: The flow has no conntrack entry yet.
     young: bool = False
 
     @property
     def masqueraded(self) -> bool:
-        """Whether the endpoint sees another address than the client's."""
+        """Whether the endpoint sees another source address than the client's."""
         return self.seen[0] != self.client[0]
 
 
 def dump() -> Iterator[Flow]:
-    """Every flow of TCP, UDP and SCTP of this network namespace. SeeError if the kernel refuses."""
+    """Every TCP, UDP and SCTP flow of this network namespace. SeeError if the kernel refuses."""
     with RequestSocket(uapi.NETLINK_NETFILTER) as netlink:
         try:
             for message in netlink.dump(uapi.IPCTNL_MSG_CT_GET, bytes(uapi.NFGENMSG.size)):
@@ -127,7 +127,7 @@ def _state(message: bytes, places: Mapping[int, tuple[int, int]], protocol: int,
     names = _TCP_STATES if protocol == Protocol.TCP else _SCTP_STATES
     for _, begin, end in attributes(message, *places.get(uapi.CTA_PROTOINFO, (0, 0))):
         for kind, value, _ in attributes(message, begin, end):
-            # The number is the same for SCTP.
+            # SCTP has the same number.
             if kind == uapi.CTA_PROTOINFO_TCP_STATE and message[value] < len(names):
                 return names[message[value]]
     assured, replied, unreplied = _UDP_STATES
@@ -165,7 +165,7 @@ class Names:
         self._text = name_text
 
     def service(self, flow: Flow) -> str:
-        """The service port that the client sent to, "" for none."""
+        """The service port to which the client sent; "" if there is none."""
         address, port = flow.frontend
         key = (address, port, int(flow.protocol))
         found = self._state.frontends.get(key)
@@ -240,7 +240,7 @@ _VALUES: dict[str, Collection[str]] = {
 
 
 def _known(field: str, value: str) -> None:
-    """QuestionError: no flow can match."""
+    """QuestionError if no flow can match this value."""
     if not value:
         raise QuestionError(f"{field}= needs a value")
     known = _VALUES.get(field)
@@ -270,7 +270,7 @@ def _check(fields: tuple[str, ...], value: str) -> Filter:
 
 
 def text(flows: list[model.FlowView], terminal: Terminal, filtered: bool = False) -> list[str]:
-    """A table. ``filtered``: a filter was given."""
+    """The flows as a table. ``filtered``: the command line has a filter."""
 
     def named(address: str, name: str) -> str:
         return f"{address} ({name})" if name else address

@@ -61,7 +61,7 @@ ATTEMPTS = (
 
 
 def attempt(object_name: str, settings: Mapping[str, int]) -> None:
-    """Load an object with these constants. BpfError: the kernel rejects it; FatalError: it was not built."""
+    """Load an object with these constants. BpfError if the kernel rejects it; FatalError if it was not built."""
     lookup = object_name != "tc" or bool(settings.get("conntrack_lookup"))
     path = object_file(object_name, lookup)
     with Object.open(path) as unset:

@@ -30,7 +30,7 @@ class _Connection(http.client.HTTPConnection):
 
 
 def _ask(directory: Path, path: str, body: bytes | None = None) -> bytes:
-    """The page; b"": there is no agent, or its version has no such page."""
+    """The content of a page; b"" if there is no agent, or if its version does not have the page."""
     connection = _Connection(directory)
     try:
         connection.request("GET" if body is None else "POST", path, body)
@@ -56,10 +56,10 @@ def samples(directory: Path) -> dict[str, list[float]]:
 
 
 def state(directory: Path) -> Mapping[str, Any] | None:
-    """``version``; ``refusals``: configured features that are unavailable, and why; ``datapath``: datapath/view.py;
-    ``source``: why objects do not arrive, by resource.
+    """The agent's state, or None if it does not answer.
 
-    None: the agent does not answer.
+    It has ``version``, ``refusals`` (configured features that are not available, and why), ``datapath``
+    (datapath/view.py), and ``source`` (by resource, why objects do not arrive).
     """
     data = _ask(directory, "/state")
     return {"version": "", "refusals": {}, "datapath": {}, "source": {}, **_object(data)} if data else None

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads pinned maps. Their types come from the kernel, so no agent is needed.
 
-Opening types by id requires CAP_SYS_ADMIN. The agent's own pod lacks it: there the types of this command's object file
-are used, and the sizes of the maps must match.
+Opening types by id requires CAP_SYS_ADMIN, which the agent's own pod lacks. There, the types of this command's object
+file are used, and the sizes of the maps must match.
 
 Maps are dumped in batches, not atomically; :mod:`state` checks the consistency.
 """
@@ -32,12 +32,12 @@ Row = tuple[Any, ...]
 
 
 class Pinned:
-    """The maps of one instance; a context manager. Every method raises SeeError if something cannot be read."""
+    """The maps of one instance, as a context manager. Every method raises SeeError if something cannot be read."""
 
     def __init__(self, directory: Path) -> None:
         if os.geteuid() != 0:
             raise SeeError("not permitted to read the BPF maps: run it as root (sudo)")
-        #: The folder with the pins of this layout, in ``maps`` and ``links``.
+        #: The folder with the pins of this layout; it contains ``maps`` and ``links``.
         self.folder = _find(directory)
         #: The run folder of the instance.
         self.directory = directory
@@ -139,7 +139,7 @@ class Pinned:
 
 
 U32 = Struct("=I")
-#: The values of these maps must have the sizes of these structs.
+#: The values of each of these maps must have the size of this struct.
 _STRUCTS = {
     "service_configs": "service_config",
     "backends4": "backend4",

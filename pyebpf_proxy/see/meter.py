@@ -2,8 +2,8 @@
 """Packets and bytes of services and endpoints, counted by a BPF program that is attached while ``top`` runs.
 
 bpf/meter.bpf.c runs before the proxy's programs, on the same devices and maps, and changes no packet. Only this process
-holds its links, so the kernel detaches it when the process ends. The agent recognizes it by its name or, without the
-rights to read names, by a note next to the pins, and leaves it attached.
+holds its links, so the kernel detaches it when the process ends. The agent leaves it attached: it recognizes it by its
+name or, without the rights to read names, by a note next to the pins.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _LEAST_ENTRIES = 4096
 
 
 class Place(NamedTuple):
-    """An endpoint of a service; empty address and port: unknown."""
+    """An endpoint of a service; address and port are empty if it is not known."""
 
     service: int
     address: bytes
@@ -45,7 +45,7 @@ class Amount(NamedTuple):
 
 
 class Meter:
-    """The meter program on every device with a proxy program; a context manager. SeeError: not on this kernel."""
+    """The meter program on every device with a proxy program. SeeError if this kernel does not support it."""
 
     def __init__(self, maps: Pinned, endpoints: int) -> None:
         self._maps = maps
@@ -96,7 +96,7 @@ class Meter:
 
     @property
     def one_in(self) -> int:
-        """One of this many packets is sampled."""
+        """The sampling interval: one packet of this many is counted."""
         return self._one_in[0] or 1
 
     @one_in.setter
@@ -104,7 +104,7 @@ class Meter:
         self._one_in[0] = number
 
     def follow(self) -> None:
-        """Attach to devices that have a proxy program now, and detach from the others."""
+        """Attach to devices that now have a proxy program, and detach from the others."""
         there = frozenset(socket.if_nameindex())
         if there == self._devices:
             return

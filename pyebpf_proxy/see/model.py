@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The answers of ``-o json``. tools/commands_schema.py generates docs/commands.schema.json from these types.
 
-Scripts read them: fields may be added, but must not be renamed or change their meaning.
+Scripts read the answers: fields may be added, but must not be renamed or change their meaning.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Answer(msgspec.Struct, rename="camel", kw_only=True):
 
 class EndpointView(Answer, kw_only=True):
     """An endpoint. ``lists``: the traffic policies whose traffic it receives. ``leftOut``: why it is in no list, else
-    "". ``pod``: reported by the agent, "" without an agent (everywhere).
+    "". ``pod``: the agent reports it; in all answers, it is "" without an agent.
     """
 
     address: str
@@ -94,7 +94,7 @@ class Frontends(Answer, kw_only=True, tag_field="kind", tag="Frontends"):
 
 class Drop(Answer, kw_only=True):
     """A reason for which packets or socket calls were refused or dropped. ``lastMinute``: null if it is not counted.
-    ``secondsAgo`` and later fields: the latest packet, if known.
+    ``secondsAgo`` and the fields after it describe the latest packet, if it is known.
     """
 
     reason: str
@@ -124,9 +124,9 @@ class Trouble(Answer, kw_only=True):
 
 
 class AgentView(Answer, kw_only=True):
-    """The agent, if it runs. Seconds: null if its metrics lack the value. ``answers``: on the socket in its folder.
-    ``behindSeconds``: since when it may not know the API server's latest objects, because a watch is lost, or has not
-    programmed what it knows; 0 if it is up to date.
+    """The agent, if it runs. Seconds are null if its metrics lack the value. ``answers``: whether it answers on the
+    socket in its folder. ``behindSeconds``: for how long it may not know the API server's latest objects, because a
+    watch is lost, or has not programmed what it knows; 0 if it is up to date.
     """
 
     running: bool
@@ -141,9 +141,10 @@ class AgentView(Answer, kw_only=True):
 
 
 class DeviceView(Answer, kw_only=True):
-    """An ingress device. ``program``, ``xdp``: the attached programs; XDP "foreign": a program of another owner.
+    """An ingress device. ``program``, ``xdp``: the attached programs; XDP "foreign" is a program of another owner.
     ``attached``: by tcx, at the head of the chain, or as a filter of clsact. ``redirect``: how the fast path redirects
-    to it. ``limit``: why it does not, or not by peer. ``others``: other programs. The agent reports the last two.
+    to the device. ``limit``: why it does not redirect, or not to the peer. ``others``: programs of other owners. The
+    agent reports the last two.
     """
 
     name: str
@@ -159,10 +160,11 @@ class DeviceView(Answer, kw_only=True):
 class FastPathView(Answer, kw_only=True):
     """The flow table. ``watched``: an agent follows rules and routes; without one all packets take the slow path.
     ``closed4``, ``closed6``: the reason for which a family takes the slow path, else "". ``why4``, ``why6``: the cause
-    on this node, reported by the agent. ``rules``: by family, rules that its packets bypass (fastPath: true).
-    ``used``: entries, two per flow, and ``young`` flows, both by the last sweep. ``permits``: valid now. The others are
-    counters: ``sent`` packets, young flows ``promoted`` to conntrack or ``ended``, ``failed`` promotions by outcome
-    since the agent's start, ``newFlows`` by path, ``slow``: reasons for which new flows and packets took the slow path.
+    on this node, which the agent reports. ``rules``: by family, the rules that its packets bypass (fastPath: true).
+    ``used``: entries, two for each flow, and ``young`` flows, both at the last sweep. ``permits``: those valid now. The
+    others are counters: ``sent`` packets, young flows ``promoted`` to conntrack or ``ended``, ``failed`` promotions by
+    outcome since the agent's start, ``newFlows`` by path, ``slow``: reasons why new flows and packets took the slow
+    path.
     """
 
     watched: bool
@@ -199,7 +201,9 @@ class Fill(Answer, kw_only=True):
 
 
 class Status(Answer, kw_only=True, tag_field="kind", tag="Status"):
-    """``pyebpf-proxy status``. ``sourcePorts``: of the busiest endpoints. ``fastPath``: null without a fast path."""
+    """``pyebpf-proxy status``. ``sourcePorts``: those in use for masqueraded flows to the busiest endpoints.
+    ``fastPath``: null without a fast path.
+    """
 
     version: str
     kernel: str
@@ -249,8 +253,8 @@ class Flows(Answer, kw_only=True, tag_field="kind", tag="Flows"):
 
 
 class TopBackend(Answer, kw_only=True):
-    """An endpoint of a service port. Rates are per second; ``packets``, ``bytes``: both directions, null if not
-    measured. ``share``, 0 to 1: of its service's new flows; if there were none, of its bytes.
+    """An endpoint of a service port. Rates are per second. ``packets``, ``bytes``: in both directions, null if not
+    measured. ``share``: 0 to 1, of the new flows of its service; if there were none, of the bytes.
     """
 
     address: str
@@ -289,9 +293,9 @@ class TopDrops(Answer, kw_only=True):
 
 class TopFastPath(Answer, kw_only=True):
     """The node's fast path at the end of the interval. ``closed``: by family ("IPv4", "IPv6"), why it takes the slow
-    path, empty if both are open. ``draining``: no new flow is young. ``young``, ``kernel``: flows in the flow table, by
-    the last sweep; the kernel's are in conntrack, too. ``permits``: valid now. ``newFlows``: per second, by path, of
-    all services.
+    path; empty if both are open. ``draining``: no new young flows are started. ``young``, ``kernel``: flows in the flow
+    table at the last sweep; those of ``kernel`` are also in conntrack. ``permits``: those valid now. ``newFlows``: per
+    second, by path, of all services.
     """
 
     closed: dict[str, str]
@@ -303,9 +307,9 @@ class TopFastPath(Answer, kw_only=True):
 
 
 class Top(Answer, kw_only=True, tag_field="kind", tag="Top"):
-    """``pyebpf-proxy top``: one object for each interval, one per line. ``time``: Unix time of its end. ``seconds``:
-    its length. The first rates are totals of these services; ``drops``, by ``reasons``, are those of the node.
-    ``services``, with backends: those with traffic, and all that are named. ``atRest``: the number of other services.
+    """``pyebpf-proxy top``: one object on one line for each interval. ``time``: Unix time of its end. ``seconds``: its
+    length. The first rates are totals of these services; ``drops``, and by reason ``reasons``, are of the whole node.
+    ``services``: those with traffic, and all that the command line names. ``atRest``: the number of other services.
     ``oneIn``: one of this many packets was sampled. ``fastPath``: null without a fast path.
     """
 
@@ -324,8 +328,9 @@ class Top(Answer, kw_only=True, tag_field="kind", tag="Top"):
 
 
 class ChoiceView(Answer, kw_only=True):
-    """An endpoint that the packet may go to. ``egress``: the egress interface, as text. ``path``: the path that a new
-    flow to it takes now. ``pathReason``: the programs' counter, "" for "fast" and "socket". ``pathWhy``: as text.
+    """An endpoint to which the packet may go. ``egress``: the egress interface, as text. ``path``: the path that a new
+    flow to it takes now. ``pathReason``: the programs' counter, "" for "fast" and "socket". ``pathWhy``: the reason as
+    text.
     """
 
     address: str
@@ -341,7 +346,7 @@ class ChoiceView(Answer, kw_only=True):
 
 
 class ProgramView(Answer, kw_only=True):
-    """The result of a dry run of the real program. ``ran``: false if it was not run, for the reason in ``why``."""
+    """The result of a dry run of the real program. ``ran``: false if it was not run; ``why`` has the reason."""
 
     ran: bool
     why: str = ""
@@ -392,7 +397,8 @@ class Decision(Answer, kw_only=True, tag_field="kind", tag="Decision"):
 
     ``time``: UTC. ``device``: the ingress device, "" for a socket call of ``process``. ``path``: "" if refused or
     dropped. ``endpoint``: "" if none was selected. ``masqueradedAs``: "" if unknown. ``sourceName``, ``endpointName``:
-    pods, reported by the agent; "" without an agent. ``slow``: why a new flow took the slow path, "" if not recorded.
+    the pods, which the agent reports; "" without an agent. ``slow``: why a new flow took the slow path, "" if not
+    recorded.
     """
 
     time: str
@@ -455,7 +461,7 @@ class TcpState(Answer, kw_only=True, tag_field="kind", tag="TcpState"):
 
 
 class Lost(Answer, kw_only=True, tag_field="kind", tag="Lost"):
-    """A line of ``pyebpf-proxy trace``: events lost because a buffer was full, since the last line of this kind."""
+    """A line of ``pyebpf-proxy trace``: events that were lost since the last such line, because a buffer was full."""
 
     time: str
     what: Literal["decisions", "kernel events"]
@@ -463,7 +469,7 @@ class Lost(Answer, kw_only=True, tag_field="kind", tag="Lost"):
 
 
 class NodeDifference(Answer, kw_only=True):
-    """How one node differs from most others. ``expected``: by the object's topology hints, so that nothing is wrong."""
+    """How one node differs from most others. ``expected``: topology hints explain it, so nothing is wrong."""
 
     node: str
     text: str
@@ -471,7 +477,7 @@ class NodeDifference(Answer, kw_only=True):
 
 
 class ClusterService(Answer, kw_only=True):
-    """A service port of one IP family, as most nodes have it. ``nodes``: those that have it."""
+    """A service port of one IP family, as most nodes have it. ``nodes``: the nodes that have it."""
 
     name: str
     protocol: str
@@ -483,14 +489,14 @@ class ClusterService(Answer, kw_only=True):
 
 
 class NodeProblem(Answer, kw_only=True):
-    """A node whose agent gave no answer, and why."""
+    """A node whose agent did not answer, and why."""
 
     node: str
     text: str
 
 
 class ClusterServices(Answer, kw_only=True, tag_field="kind", tag="ClusterServices"):
-    """``pyebpf-proxy cluster services``. ``nodes``: those that answered. ``problems``: those that did not."""
+    """``pyebpf-proxy cluster services``. ``nodes``: the nodes that answered. ``problems``: those that did not."""
 
     nodes: list[str]
     services: list[ClusterService]
@@ -498,8 +504,8 @@ class ClusterServices(Answer, kw_only=True, tag_field="kind", tag="ClusterServic
 
 
 class ClusterExplanation(Answer, kw_only=True, tag_field="kind", tag="ClusterExplanation"):
-    """``pyebpf-proxy cluster explain``. ``explanations``: of the pod's node, for each family of the Service.
-    ``services``, ``problems``: the Service on all nodes, as in ClusterServices.
+    """``pyebpf-proxy cluster explain``. ``explanations``: the answers of the pod's node, one for each family of the
+    Service. ``services``, ``problems``: the Service on all nodes, as in ClusterServices.
     """
 
     pod: str

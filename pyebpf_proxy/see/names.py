@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matches names on the command line with services. Pure."""
+"""Matches names on the command line with services. The functions are pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pyebpf_proxy.services.model import ServicePortName
 def matching(wanted: str, names: Collection[ServicePortName]) -> list[ServicePortName]:
     """The service ports that ``[NAMESPACE/]NAME[:PORT]`` names; a unique prefix of a Service's name is enough.
 
-    QuestionError for an unknown name, and for one that matches more than one Service.
+    QuestionError if the name is unknown, or if it matches more than one Service.
     """
     text, colon, port = wanted.partition(":")
     namespace, slash, service = text.rpartition("/")
@@ -46,7 +46,7 @@ def _suggested(text: str, names: Collection[ServicePortName]) -> str:
 
 
 def suggested(text: str, services: Collection[tuple[str, str]]) -> str:
-    """For a message: Services with names similar to ``[NAMESPACE/]NAME``."""
+    """A hint for a message: Services with names similar to ``[NAMESPACE/]NAME``."""
     namespace, slash, name = text.rpartition("/")
     there = {each for space, each in services if space == namespace}
     if slash and there:

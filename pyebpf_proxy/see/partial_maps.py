@@ -16,7 +16,7 @@ _SLOT = Struct("=II")
 class PartialMaps:
     """The maps for :func:`state.read` with the entries of a few services, looked up one by one.
 
-    ``whole``: maps that are read completely. Other maps, for example of addresses and ranges, appear empty.
+    ``whole``: maps that are read completely. Other maps, for example those of addresses and ranges, appear empty.
     """
 
     def __init__(self, maps: Pinned, configs: dict[int, int], whole: Container[str] = ()) -> None:
@@ -28,7 +28,7 @@ class PartialMaps:
         self.packer = maps.packer
 
     def words(self, name: str) -> list[int]:
-        """The words of an array; of ``services``, zero for all other services."""
+        """The words of an array. In ``services``, those of all other services are zero."""
         words = self._maps.words(name)
         if name != "services":
             return words
@@ -66,7 +66,7 @@ def halves(word: int) -> tuple[int, int]:
 
 
 def reached(maps: Pinned, address: bytes, protocol: Protocol) -> PartialMaps:
-    """The services with this frontend address or a NodePort, and every frontend. SeeError."""
+    """The services with this frontend address or a NodePort, and every frontend. Raises SeeError."""
     family = 4 if len(address) == 4 else 6
     key = maps.packer(f"frontend{family}_key", "address", "port", "protocol")
     value = maps.packer("frontend", "service", "kind")
@@ -90,7 +90,7 @@ class DestinationLookup:
         }
 
     def service(self, address: bytes, port: int, protocol: int) -> int:
-        """The id of the service with this frontend or NodePort; 0: none."""
+        """The id of the service with this frontend or NodePort; 0 if there is none."""
         key = self._keys[len(address)]
         frontends = self._maps.map("frontends4" if len(address) == 4 else "frontends6")
         for each in (address, bytes(len(address))):

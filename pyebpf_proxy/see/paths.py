@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The path that the next new flow of a client to an endpoint takes, and why, as open_young() of bpf/young.h decides.
 
-A dry run must not make an entry, so it has no fast path. This module reads the maps that the program would read.
+A dry run must not create an entry, so it has no fast path. This module reads the maps that the program would read.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _PERMIT = ("until", "back_until", "generation", "out", "back", "snat")
 
 
 class Path(NamedTuple):
-    """``reason``: the programs' counter, "" if there is none. ``snat``: the masquerade address, or b""."""
+    """The path, and why. ``reason``: the programs' counter, "" if none. ``snat``: the masquerade address, or b""."""
 
     path: Literal["fast", "netfilter", "socket"]
     reason: str = ""
@@ -32,7 +32,7 @@ class Path(NamedTuple):
 
 
 class Paths:
-    """For one packet. ``agent_state``: the data plane's, ``refusals``: unavailable features, both from the agent."""
+    """The paths of one packet. The agent reports ``agent_state`` of the data plane, and ``refusals`` of features."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class Paths:
         self._all = self._of_packet()
 
     def to(self, backend: Backend, masquerade: bool, egress: int) -> Path:
-        """The path to an endpoint. ``egress``: the egress interface of the route to it, 0: none."""
+        """The path to an endpoint. ``egress``: the egress interface of the route to it; 0 if there is none."""
         if self._all is not None:
             return self._all
         for device in (self._packet.device, egress):
@@ -100,7 +100,7 @@ class Paths:
         return found is not None and U32.unpack(found)[0] >= self._settings["flow_quota"]
 
     def _closed_device(self, device: int) -> Path | None:
-        """The result for a device that the fast path does not redirect to, or that is not in the map ``devices``."""
+        """The result for a device to which the fast path does not redirect, or that is not in the map ``devices``."""
         if not device:
             return None
         found = self._maps.map("devices").lookup(U32.pack(device))

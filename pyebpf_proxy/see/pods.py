@@ -15,11 +15,11 @@ from pyebpf_proxy.services.addresses import parse_address
 if TYPE_CHECKING:
     from pyebpf_proxy.see.wanted import Wanted
 
-#: Larger sets of addresses are not looked up: it would take seconds.
+#: Larger sets of addresses are not looked up, because this would take seconds.
 MOST = 2000
-#: Seconds after which a name is looked up again: another pod may have the address now.
+#: Seconds after which a name is looked up again: another pod may have received the address.
 _KEPT = 10.0
-#: Share of its time that a running command may wait for names, and seconds at its start.
+#: A running command may wait for names for this share of its time, plus these seconds at its start.
 _PART, _AT_FIRST = 0.05, 1.0
 _MOST_NAMES = 32768
 
@@ -33,7 +33,7 @@ View = model.EndpointView | model.BackendView | model.ChoiceView | model.TopBack
 
 
 def fill_pod_names(views: Iterable[View], names: Callable[[Collection[bytes]], Mapping[bytes, str]]) -> None:
-    """Fill in the pod names of these views; of none if there are too many."""
+    """Fill in the pod names of these views, unless there are too many views."""
     addresses = [(view, parse_address(view.address.rpartition(":")[0].strip("[]")) or b"") for view in views]
     found = names({address for _, address in addresses}) if len(addresses) <= MOST else {}
     for view, address in addresses:
@@ -41,7 +41,7 @@ def fill_pod_names(views: Iterable[View], names: Callable[[Collection[bytes]], M
 
 
 class Pods:
-    """Names for a command that keeps running. :meth:`look` looks unknown ones up, as time allows."""
+    """Names for a command that keeps running. :meth:`look` looks up unknown names, as time allows."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class Pods:
         self._credit -= self._at - now
 
     def name(self, address: bytes) -> str:
-        """The name of the last lookup; "" if it is no pod's address, or unknown."""
+        """The name from the last lookup; "" if the address is not a pod's, or unknown."""
         return self._names.get(address, ("", 0.0))[0]
 
     def names(self, addresses: Collection[bytes]) -> Mapping[bytes, str]:

@@ -28,9 +28,9 @@ XdpMode = Literal["", "native", "generic", "foreign"]
 
 
 class Device(NamedTuple):
-    """An ingress device. ``program``: the attached proxy program or None; ``wanted``: the name of the desired one.
+    """An ingress device. ``program``: the attached proxy program or None. ``wanted``: the name of the desired one.
 
-    ``xdp``: how the proxy's XDP program is attached; "foreign": another XDP program is.
+    ``xdp``: how the proxy's XDP program is attached; "foreign" if another XDP program is attached.
     """
 
     ifindex: int
@@ -40,12 +40,12 @@ class Device(NamedTuple):
     same_maps: bool
     xdp: XdpMode = ""
     mac: bytes = bytes(6)
-    #: Else by a filter of a clsact qdisc.
+    #: If false, by a filter of a clsact qdisc.
     by_tcx: bool = True
 
 
 class Programs(NamedTuple):
-    """``devices`` with an attached or desired program; ``settings`` as in bpf/settings.h, None: nothing attached.
+    """``devices`` with an attached or desired program. ``settings`` as in bpf/settings.h; None if none is attached.
 
     ``hidden``: why the settings of attached programs cannot be read, else "".
     """
@@ -58,7 +58,7 @@ class Programs(NamedTuple):
 
 
 def read(maps: Pinned) -> Programs:
-    """Everything attached in this network namespace. SeeError."""
+    """Everything attached in this network namespace. Raises SeeError."""
     try:
         follower = Follower()
         try:
@@ -91,7 +91,7 @@ def read(maps: Pinned) -> Programs:
 
 
 def _ids(pins: Path) -> tuple[dict[int, int], set[int]]:
-    """The proxy's ingress program by device, and the devices that have it by tcx. OSError."""
+    """The proxy's ingress program by device, and the devices that have it by tcx. Raises OSError."""
     attachments = Attachments(pins, pins, use_tcx=True)
     try:
         return attachments.ingress_programs(), attachments.by_tcx()
@@ -108,7 +108,7 @@ def _xdp_pins(folder: Path) -> Iterator[tuple[int, XdpMode]]:
 
 
 def _info(number: int) -> ProgramInfo | None:
-    """None: it was just replaced. BpfError."""
+    """The program with this id; None if it has just been replaced. Raises BpfError."""
     try:
         return kernel_objects.program_info(number)
     except BpfError as error:
@@ -160,7 +160,7 @@ def _settings(program: ProgramInfo) -> Mapping[str, Any] | None:
 
 
 def device_name(ifindex: int) -> str:
-    """The name of a device of this network namespace, its index if it is gone."""
+    """The name of a device of this network namespace; its index if it does not exist any more."""
     try:
         return socket.if_indextoname(ifindex)
     except OSError:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rates, shares and order of ``top``, from a sample. Pure."""
+"""Computes rates, shares and order of ``top`` from a sample. The functions are pure."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def top(
     namespace: str | None = None,
     whole: bool = False,
 ) -> model.Top:
-    """Rates of one interval. ``named``, ``namespace``: only those services. ``whole``: idle ones, too."""
+    """Rates of one interval. ``named``, ``namespace``: only these services. ``whole``: also idle ones."""
     amounts = _difference(sample.amounts, before)
     measured = amounts is not None
     by_service: dict[int, dict[Place, Amount]] = {}
@@ -148,7 +148,7 @@ _VALUES: Mapping[Order, Callable[[model.TopService], float]] = {
 
 
 def ordered(services: Collection[model.TopService], order: Order) -> list[model.TopService]:
-    """The busiest first; ties, and the order ``name``, by name."""
+    """Sort services: the busiest first; ties, and with the order ``name`` all, by name."""
     value = _VALUES[order]
     others = (_VALUES["flows"], _VALUES["bytes"], _VALUES["drops"]) if order != "name" else ()
     return sorted(
@@ -157,7 +157,7 @@ def ordered(services: Collection[model.TopService], order: Order) -> list[model.
 
 
 def short(number: float | None) -> str:
-    """``0.5``, ``17``, ``1.2k``, ``34M``: three digits at most; "" if not measured, ``-`` for zero."""
+    """A number with at most three digits: ``0.5``, ``17``, ``1.2k``, ``34M``; "" if not measured, ``-`` for zero."""
     if number is None:
         return ""
     if number < 0.05:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Meaning and remedy of each reason of bpf/reason.h for which packets are refused or dropped. Pure."""
+"""Meaning and remedy of each reason in bpf/reason.h for which packets are refused or dropped."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class Meaning(NamedTuple):
-    """What happened, and the remedy."""
+    """What has happened, and the remedy."""
 
     text: str
     remedy: str
@@ -41,7 +41,7 @@ MEANINGS = {
 }
 
 
-#: Why a new flow (slow_), or a packet of a known or new flow (stack_), takes the slow path.
+#: Why a new flow (slow_) or a packet of any flow (stack_) takes the slow path.
 SLOW = {
     "slow_no_permit": "the pair has no permit: netfilter must accept two new flows within a second",
     "slow_quota": "the device has reached its limit of young flows",

@@ -14,7 +14,7 @@ _SENT = (uapi.RTN_UNICAST, uapi.RTN_LOCAL)
 
 
 class Route(NamedTuple):
-    """A route: egress interface ``device``, ``gateway`` (b"": the destination is on-link). ``local``: to this node."""
+    """A route by egress interface ``device``. ``gateway``: b"" if on-link. ``local``: the destination is this node."""
 
     device: int
     gateway: bytes
@@ -22,9 +22,9 @@ class Route(NamedTuple):
 
 
 def lookup_route(destination: bytes, source: bytes = b"", device: int = 0) -> Route | None:
-    """The route of a packet from ``source`` to ``destination`` (packed) that entered by ``device``; None: no route.
+    """The route of a packet from ``source`` to ``destination`` (packed) that came in by ``device``; None: no route.
 
-    Without a device: of a packet that this node sends.
+    ``device`` is 0 for a packet that this node sends.
     """
     family = socket.AF_INET if len(destination) == 4 else socket.AF_INET6
     bits = 8 * len(destination)

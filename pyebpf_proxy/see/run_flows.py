@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads for ``flows``, in addition to conntrack: names of pods, addresses of the node, the flow table."""
+"""The command ``flows``. Besides conntrack, it reads names of pods, addresses of the node and the flow table."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def flows(arguments: argparse.Namespace) -> list[model.FlowView]:
         names = Names(known, own)
         every = [*young.flows(maps), *made.dump()]
         served = [flow for flow in every if flow.status & IPS_DST_NAT or names.service(flow)]
-        pods = _pods(arguments)(_strangers(served, own))
+        pods = _pods(arguments)(_other_addresses(served, own))
         services = {f"{service.name.namespace}/{service.name.name}" for service in known.services.values()}
         fits = made.parse_filter(arguments.filter, services, pods.values())
         names, cached, now = Names(known, own, pods), _cache(maps), time.time()
@@ -47,7 +47,7 @@ def _pods(arguments: argparse.Namespace) -> Callable[[Collection[bytes]], Mappin
     return pod_name_lookup(arguments.directory, read_wanted(arguments.directory, flags))
 
 
-def _strangers(flows: Iterable[Flow], own: frozenset[bytes]) -> set[bytes]:
+def _other_addresses(flows: Iterable[Flow], own: frozenset[bytes]) -> set[bytes]:
     return {address for flow in flows for address in (flow.client[0], flow.endpoint[0])} - own
 
 
@@ -61,7 +61,7 @@ def own_addresses(maps: Pinned) -> frozenset[bytes]:
 
 
 def _cache(maps: Pinned) -> Callable[[Flow], bool | None]:
-    """Whether the flow table has a flow; None if there is no table. Valid while the maps are open."""
+    """A function: whether the flow table has a flow, None without a table. It works while the maps are open."""
     if "flows" not in maps.names:
         return lambda flow: None
     key = maps.packer("flow_key", "source", "destination", "source_port", "destination_port", "protocol", "ipv6")

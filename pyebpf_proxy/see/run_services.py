@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``services``, ``backends``, ``frontends``: read, answer, print."""
+"""The commands ``services``, ``backends`` and ``frontends``: they read the maps and print the answer."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from pyebpf_proxy.see.text import terminal
 if TYPE_CHECKING:
     from pyebpf_proxy.see.wanted import Wanted
 
-#: With more service ports than this, the source is read only if it is named: it takes seconds.
+#: With more service ports than this, the source is read only if the command line names it: this takes seconds.
 MOST_PORTS = 2000
 
 
 def source_flags(arguments: argparse.Namespace) -> list[str]:
-    """The source on the command line, as flags of the agent. QuestionError: a node name without a source."""
+    """The source on the command line, as flags of the agent. QuestionError if there is a node name, but no source."""
     node = arguments.hostname_override
     flags = [f"--{name}={value}" for name in ("config", "manifests") if (value := getattr(arguments, name))]
     if node and not flags:
@@ -32,7 +32,7 @@ def source_flags(arguments: argparse.Namespace) -> list[str]:
 
 
 def maybe_wanted(arguments: argparse.Namespace, service_ports: int) -> Wanted | None:
-    """The desired state if it is available quickly: it only supplements the kernel's state."""
+    """The desired state, if it is available quickly: here it only supplements the kernel's state."""
     flags = source_flags(arguments)
     if not flags and (service_ports > MOST_PORTS or running_agent(arguments.directory) is None):
         return None

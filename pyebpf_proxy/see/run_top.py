@@ -16,7 +16,7 @@ from pyebpf_proxy.see.top import Watch, show
 
 
 def _end(number: int, frame: FrameType | None) -> None:
-    # An exception, so that the terminal is restored.
+    # Raise an exception, so that the terminal is restored.
     raise SystemExit(128 + number)
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counters of the maps, sampled repeatedly: new flows from the slots, refusals by service and reason.
+"""Samples counters in the maps: new flows from the slots, refusals by service and reason.
 
-Everything is read once; after that only the control plane's changes are read. A sample of ten thousand idle services
-costs two memory copies.
+The maps are read completely once; after that, only the control plane's changes are read. A sample of ten thousand idle
+services costs two memory copies.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _WORD = 0xFFFFFFFF
 
 
 class Sample(NamedTuple):
-    """``flows``, ``refused``: since the last sample. ``amounts``: since the meter started, None without a meter."""
+    """``flows`` and ``refused`` since the last sample; ``amounts`` since the meter started, None without a meter."""
 
     flows: dict[int, dict[int, int]]
     refused: dict[tuple[int, str], int]
@@ -32,7 +32,7 @@ class Sample(NamedTuple):
 
 
 class ServiceCounters:
-    """The active services, and their counts since the last :meth:`sample`. SeeError as of ``maps``."""
+    """The active services, and their counts since the last :meth:`sample`. Raises SeeError, as ``maps`` does."""
 
     def __init__(self, maps: Pinned, meter: Meter | None = None) -> None:
         self._maps = maps
@@ -48,7 +48,7 @@ class ServiceCounters:
         self._chosen = bytes(self._slots)
         self._refused = dict(self._refusals())
         self._xdp = self._xdp_count()
-        #: Packets that XDP sent since the last sample. The meter does not see them.
+        #: Packets that XDP has sent since the last sample. The meter does not see them.
         self.sent_by_xdp = 0
 
     def sample(self) -> Sample:
@@ -112,14 +112,14 @@ class ServiceCounters:
 
 
 def _since(before: int, now: int) -> int:
-    """The base of the difference: the previous value, or 0 if the counter was reset."""
+    """The value to subtract from the current one: the previous value, or 0 if the counter was reset."""
     return before if now >= before else 0
 
 
 def _add(counts: dict[int, int], now: bytes, before: bytes) -> None:
-    """Add, by backend, the selections of these slots since ``before``, which is empty for new slots."""
+    """Add by backend how often these slots were selected since ``before``, which is empty for new slots."""
     earlier = _SLOT.iter_unpack(before) if before else repeat((0, 0))
     for (backend, chosen), (was, until) in zip(_SLOT.iter_unpack(now), earlier, strict=False):
-        # The slot belongs to another backend now: the old list's last counts are lost.
+        # The slot now belongs to another backend: the last counts of the old list are lost.
         if backend and (not before or was == backend) and chosen != until:
             counts[backend] = counts.get(backend, 0) + (chosen - until & _WORD)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``services``, ``backends``, ``frontends``: the views of the kernel's state. Pure."""
+"""``services``, ``backends``, ``frontends``: views of the kernel's state. The functions are pure."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def name_text(name: ServicePortName) -> str:
 
 
 def service_view(state: State, service: Service, wanted: Wanted | None = None) -> model.ServiceView:
-    """One service port; with ``wanted`` also the excluded endpoints."""
+    """One service port; with ``wanted``, also the endpoints that are not used."""
     name = service.name
     return model.ServiceView(
         name=name_text(name),
@@ -163,7 +163,7 @@ def _unwritten(port: ServicePort) -> Service:
 def chosen(
     state: State, wanted: str | None, namespace: str | None, others: Iterable[ServicePortName] = ()
 ) -> list[ServicePortName]:
-    """The selected names: all, those of a namespace, those that match ``wanted``. QuestionError."""
+    """The selected names: all, those of a namespace, or those that match ``wanted``. Raises QuestionError."""
     names = sorted({*(service.name for service in state.services.values()), *others})
     if namespace is not None:
         there = [name for name in names if name.namespace == namespace]
@@ -191,7 +191,7 @@ def _backend_view(name: ServicePortName, backend: Backend) -> model.BackendView:
 
 
 def frontends(state: State, names: Collection[ServicePortName], address: str | None) -> model.Frontends:
-    """The frontends of these service ports, or those of one address. QuestionError: it is not an address."""
+    """The frontends of these service ports, or those of one address. QuestionError if it is not an address."""
     known = state.by_name
     every = [frontend_view(name, each) for name in names for each in sorted(known[name].frontends)]
     if address is not None:

@@ -9,7 +9,7 @@ from pyebpf_proxy.see.text import Cell, Terminal, duration, fields, table, wrapp
 
 
 def services_text(answer: model.Services, terminal: Terminal, details: bool) -> list[str]:
-    """A table, or with ``details`` each service port in full."""
+    """The services as a table, or with ``details`` each service port in full."""
     lines: list[str] = []
     if details:
         for view in answer.services:
@@ -102,7 +102,7 @@ def _used_for(view: model.ServiceView, endpoint: model.EndpointView) -> str:
 
 
 def backends_text(answer: model.Backends, terminal: Terminal) -> list[str]:
-    """A table."""
+    """The backends as a table."""
     rows: list[list[Cell | str]] = [
         [str(v.id), v.address, v.pod, v.protocol, v.service, "local" if v.local else "remote"] for v in answer.backends
     ]
@@ -111,6 +111,6 @@ def backends_text(answer: model.Backends, terminal: Terminal) -> list[str]:
 
 
 def frontends_text(answer: model.Frontends, terminal: Terminal) -> list[str]:
-    """A table."""
+    """The frontends as a table."""
     rows: list[list[Cell | str]] = [[_place(v), v.protocol, v.kind, v.service] for v in answer.frontends]
     return table(terminal, ["ADDRESS", "PROTO", "KIND", "SERVICE"], rows) if rows else ["no addresses"]

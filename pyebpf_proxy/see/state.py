@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The service maps as objects: service ports with their frontends, policies and endpoints. It calls no kernel.
+"""Converts the service maps to service ports with their frontends, policies and endpoints.
 
-The maps are not read atomically. A service that changes meanwhile may refer to a configuration that did not exist when
-they were read: then everything is read again. Remaining inconsistencies are reported.
+This module makes no system calls. The maps are not read atomically: a service that changes meanwhile may refer to a
+configuration that did not exist when they were read. Then everything is read again. Remaining inconsistencies are
+reported.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from pyebpf_proxy.services.model import (
 )
 
 _ATTEMPTS = 3
-# Dictionaries, since calling the enum class for every row takes a fifth of the time.
+# Dictionaries instead of the enum classes: calling these for every row would take a fifth of the time.
 _PROTOCOLS = {member.value: member for member in Protocol}
 _FAMILIES = {member.value: member for member in IPFamily}
 _KINDS = {member.value: member for member in FrontendKind}
@@ -46,7 +47,7 @@ class Rows(Interface):
 
 
 class Backend(msgspec.Struct, frozen=True, gc=False):
-    """One backend of one service port, as in the maps."""
+    """One backend of one service port, as the maps have it."""
 
     id: int
     family: IPFamily
@@ -137,7 +138,7 @@ def read(maps: Rows) -> State:
 
 
 def read_names(maps: Rows) -> tuple[dict[int, ServicePortName], list[str]]:
-    """The names of service ports by id, and those that are unreadable, as text. SeeError."""
+    """The names of service ports by id, and as text those that cannot be read. Raises SeeError."""
     layout = maps.packer("service_name", "namespace_name", "name", "port", "family", "protocol")
     names: dict[int, ServicePortName] = {}
     problems = []

@@ -24,10 +24,10 @@ from pyebpf_proxy.see.programs import Programs
 from pyebpf_proxy.see.text import Cell, Terminal, ago, fields, table, terminal, wrapped
 
 _FULL = 0.9
-#: With more flows than this, the source ports in use are not counted: it would take too long.
+#: With more flows than this, the source ports in use are not counted, because this would take too long.
 _MOST_FLOWS = 5000
 _SOCKET_PROGRAMS = 8
-#: Maps that fill up with services. Maps that the programs write evict entries by themselves.
+#: Maps that services can fill. Maps that the programs write are left out: they evict entries when they are full.
 _FILLED = (
     *(
         "frontends4",
@@ -97,7 +97,7 @@ def read(directory: Path) -> model.Status:
 
 @contextlib.contextmanager
 def _pinned(directory: Path, gone: str) -> Iterator[Pinned]:
-    """``gone``: why the agent does not find its pins; "": it does. SeeError."""
+    """The pinned maps. ``gone``: why the agent does not find its pins, or "". Raises SeeError."""
     lost = SeeError(f"the pins are gone: {gone}; traffic continues, restart the agent") if gone else None
     try:
         pinned = Pinned(directory)
@@ -110,7 +110,7 @@ def _pinned(directory: Path, gone: str) -> Iterator[Pinned]:
 
 
 def _about_source(troubles: Mapping[str, str]) -> Iterator[model.Trouble]:
-    """``troubles``: by resource; "": of all."""
+    """Warnings about the source. ``troubles``: by resource; "" means all."""
     for resource, why in troubles.items():
         yield model.Trouble(
             what=f"{resource} cannot be watched: {why}" if resource else f"the API server fails: {why}",
@@ -128,7 +128,7 @@ def _about_run_folder(directory: Path) -> Iterator[model.Trouble]:
 
 
 def _about_conntrack(agent_state: Mapping[str, Any]) -> Iterator[model.Trouble]:
-    """What conntrack refused in the last minute: netfilter drops these packets, and no program counts them."""
+    """Flows that conntrack refused in the last minute: netfilter drops their packets, and no program counts them."""
     lately = agent_state.get("conntrackRefusals", {}).get("lastMinute", {})
     if no_port := lately.get("insert_failed", 0):
         yield model.Trouble(
@@ -194,13 +194,13 @@ def _agent(directory: Path, known: Mapping[str, Any] | None) -> model.AgentView:
 
 
 def behind(values: Mapping[str, Sequence[float]], now: float) -> float | None:
-    """For how long an agent with these metrics has been behind its source; None: they do not tell."""
+    """For how long an agent with these metrics has been behind its source; None if they do not show it."""
     synced = values.get("kubeproxy_sync_proxy_rules_last_timestamp_seconds", ())
     queued = values.get("kubeproxy_sync_proxy_rules_last_queued_timestamp_seconds", ())
     if not synced or not queued or not min(synced):
         return None
     since = [max(queued)] if max(queued) > min(synced) else []
-    # With manifests there is no API server. Bookmarks come every minute: without one, the last event tells.
+    # With manifests there is no such metric. A connected watch is up to date; else the last event or bookmark counts.
     heard = values.get("pyebpf_proxy_api_last_event_timestamp_seconds", ())
     if heard and not all(values.get("pyebpf_proxy_api_connected", ())):
         since.append(min(heard))
@@ -387,7 +387,7 @@ def _devices_text(devices: list[model.DeviceView]) -> str:
 
 
 def _limits_text(devices: list[model.DeviceView]) -> Iterator[str]:
-    """Why the fast path does not redirect to devices, or not directly into a pod. One line per reason."""
+    """Why the fast path does not redirect to devices, or not directly into a pod; one line for each reason."""
     limits: dict[tuple[str, str], list[str]] = {}
     for device in devices:
         if device.limit or device.redirect == "none":

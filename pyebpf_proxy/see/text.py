@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables as wide as the terminal, without truncation.
+"""Tables that fit the terminal's width, without truncation.
 
-Cells that do not fit are wrapped between words, not cut: addresses must stay copyable. If columns would get too narrow
-for that, each row becomes a block of lines. Output that does not go to a terminal is not wrapped.
+Cells that do not fit are wrapped between words, not cut, so that addresses can be copied. If columns would become too
+narrow for that, each row becomes a block of lines. Output that does not go to a terminal is not wrapped.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ class Cell(NamedTuple):
 
 
 class Terminal(NamedTuple):
-    """The output: its width, and whether it shows colours."""
+    """The output's width, and whether it shows colours."""
 
     width: int = UNLIMITED
     colour: bool = False
 
     def paint(self, text: str, colour: Colour) -> str:
-        """The text in a colour, where there are any."""
+        """The text in a colour, if the terminal shows colours."""
         text = printable(text)
         return f"\x1b[{_CODES[colour]}m{text}\x1b[0m" if self.colour and colour and text else text
 
@@ -99,12 +99,12 @@ def fields(terminal: Terminal, pairs: Sequence[tuple[str, str | Cell]], indent: 
 
 
 def safe(line: str) -> str:
-    """A finished line with everything removed but printable text and the colours of this module."""
+    """A complete line, with only printable text and the colours of this module."""
     return "".join(part if _COLOUR.fullmatch(part) else printable(part) for part in _COLOUR.split(line))
 
 
 def duration(seconds: float) -> str:
-    """``3h``, ``90s``: in the largest unit without a remainder, else in seconds."""
+    """A duration such as ``3h`` or ``90s``, in the largest unit without a remainder."""
     whole = int(seconds)
     for unit, size in (("d", 86400), ("h", 3600), ("m", 60)):
         if whole >= size and whole % size == 0:
@@ -125,7 +125,7 @@ def _clean(cell: Cell | str) -> Cell:
 
 
 def _widths(natural: list[int], least: list[int], width: int) -> list[int] | None:
-    """Natural widths, the widest shrunk until all fit, but not below the longest word; None: they do not fit."""
+    """Widths of columns. The widest are shrunk until all fit, but not below the longest word; None: they do not fit."""
     widths = list(natural)
     while (over := sum(widths) + _GAP * (len(widths) - 1) - width) > 0:
         flexible = [i for i in range(len(widths)) if widths[i] > least[i]]
@@ -162,7 +162,7 @@ def _blocks(terminal: Terminal, head: Sequence[str], rows: Sequence[Sequence[Cel
 
 
 def _broken(text: str, width: int) -> list[str]:
-    """Wrapped at spaces, else after the last comma or slash, else anywhere."""
+    """The text, wrapped at spaces, else after the last comma or slash, else anywhere."""
     lines = []
     while len(text) > width:
         at = text.rfind(" ", 1, width + 1)

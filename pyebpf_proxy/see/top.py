@@ -25,7 +25,7 @@ from pyebpf_proxy.see.text import Cell, Terminal, safe, table, terminal, wrapped
 from pyebpf_proxy.see.top_arguments import Order
 from pyebpf_proxy.see.top_fast_path import FastPath, line
 
-#: Packets a second that are all counted. At higher rates one in two, four, … is sampled.
+#: Up to this many packets a second, every packet is counted. At higher rates, one in two, four, … is sampled.
 MOST_PACKETS = 50_000
 _MOST_ONE_IN = 256
 
@@ -54,7 +54,7 @@ class Watch:
         self._at = time.monotonic()
 
     def look(self) -> model.Top:
-        """The rates since the last call. SeeError: the maps are gone."""
+        """The rates since the last call. SeeError if the maps are gone."""
         sample = self._board.sample()
         now = time.monotonic()
         seconds = max(now - self._at, 1e-6)
@@ -88,7 +88,7 @@ class Watch:
 
 
 def one_in(packets: float) -> int:
-    """The sampling interval at this rate: one packet of how many."""
+    """The sampling interval at this rate: one packet of this many is sampled."""
     number = 1
     while packets / number > MOST_PACKETS and number < _MOST_ONE_IN:
         number *= 2
@@ -139,7 +139,7 @@ def _rates(view: model.TopService | model.TopBackend) -> list[str]:
 
 
 def show(arguments: argparse.Namespace, found: model.Top) -> None:
-    """Print one interval in the requested format. BrokenPipeError."""
+    """Print one interval in the requested format. Raises BrokenPipeError."""
     if arguments.output == "json":
         found.services = ordered(found.services, arguments.sort)
         print(printable_json(msgspec.json.encode(found).decode()), flush=True)

@@ -11,7 +11,7 @@ ORDERS: tuple[Order, ...] = ("flows", "packets", "bytes", "drops", "name")
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """All arguments but the name, which other commands share."""
+    """Add all arguments except the name, which other commands also have."""
     parser.add_argument("-s", "--sort", choices=ORDERS, default="flows", help="sort by this column (default: flows)")
     parser.add_argument("-i", "--interval", type=seconds, default=1.0, metavar="SECONDS", help="interval (default: 1)")
     parser.add_argument("-c", "--count", type=count, metavar="N", help="stop after N intervals")
@@ -23,7 +23,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def seconds(word: str) -> float:
-    """An interval, as an argument: 0.1 to 3600 seconds."""
+    """Parse an interval: 0.1 to 3600 seconds."""
     try:
         found = float(word)
     except ValueError:
@@ -34,14 +34,14 @@ def seconds(word: str) -> float:
 
 
 def count(word: str) -> int:
-    """A number of intervals, as an argument: 1 or more."""
+    """Parse a number of intervals: 1 or more."""
     if number(word) < 1:
         raise argparse.ArgumentTypeError(f"{word}: at least 1")
     return int(word)
 
 
 def number(word: str) -> int:
-    """A count, as an argument: 0 or more."""
+    """Parse a count: 0 or more."""
     if not word.isdecimal():
         raise argparse.ArgumentTypeError(f"{word} is not a number")
     return int(word)

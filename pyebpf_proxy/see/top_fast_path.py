@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fast path in ``top``: flows of both ages, permits, what closes it, and the paths of new flows."""
+"""The fast path in ``top``: young and kernel's flows, permits, what closes it, and the paths of new flows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pyebpf_proxy.see.rates import short
 
 
 class FastPath:
-    """The fast path of these maps, from one interval to the next. SeeError as of ``maps``."""
+    """Reads the fast path in these maps, from one interval to the next. Raises SeeError, as ``maps`` does."""
 
     def __init__(self, maps: Pinned, directory: Path) -> None:
         self._maps = maps
@@ -22,7 +22,7 @@ class FastPath:
         self._new_flows = found.new_flows if found is not None else {}
 
     def look(self, seconds: float) -> model.TopFastPath | None:
-        """Its state now, and the new flows since the last call, which was so long ago. None: there is none."""
+        """The current state, and the new flows since the last call, ``seconds`` ago. None without a fast path."""
         found = self._read()
         if found is None:
             return None
@@ -40,7 +40,7 @@ class FastPath:
         state = fast_path.read_state(self._maps)
         if state is None:
             return None
-        # Only the agent knows the rule that closes a family. It is not asked while all are open.
+        # Only the agent knows the rule that closes a family. While all are open, it is not asked.
         agent_state = self._agent_state() if state.alive and any(state.closed.values()) else {}
         return fast_path.read(self._maps, self._maps.counts(), agent_state)
 
@@ -51,7 +51,7 @@ class FastPath:
 
 
 def line(view: model.TopFastPath | None) -> str:
-    """One line: whether it is open, then what it holds, then the paths that new flows take."""
+    """One line: whether the fast path is open, its flows and permits, then the paths that new flows take."""
     if view is None:
         return "fast path: off"
     parts = [_state(view), f"young {view.young}", f"kernel {view.kernel}", f"permits {view.permits}"]

@@ -29,12 +29,12 @@ from pyebpf_proxy.see.top_fast_path import line
 #: Keys and their sort orders.
 ORDER_KEYS: dict[str, Order] = {"f": "flows", "p": "packets", "b": "bytes", "d": "drops", "n": "name"}
 _TICK = 0.25
-#: Terminal widths from which more columns are shown.
+#: From these terminal widths on, more columns are shown.
 _WIDE, _MIDDLE = 78, 58
 
 
 class Screen:
-    """The picture on the terminal, and the settings changed by keys."""
+    """The picture on the terminal, and the settings that keys change."""
 
     def __init__(self, order: Order, backends: int, interval: float) -> None:
         self.order = order
@@ -45,7 +45,7 @@ class Screen:
         self._usual = backends or 3
 
     def press(self, key: str) -> bool:
-        """Handle one key. The result: whether the picture changes."""
+        """Handle one key. True if the picture changes."""
         if key in ORDER_KEYS:
             self.order = ORDER_KEYS[key]
         elif key == "e":
@@ -66,7 +66,7 @@ class Screen:
         """The picture, within this width and height."""
         terminal = Terminal(width)
         parts: list[Text | Table] = [_line(words, "bold") for words in wrapped(terminal, head(found))]
-        # Cut, not wrapped: what closes it comes first.
+        # Cut the line instead of wrapping it: the most important part, what closes the fast path, comes first.
         parts.append(_line(line(found.fast_path), ""))
         shown = [words for note in notes(found) for words in wrapped(terminal, note)]
         parts += [_line(words, "yellow") for words in shown[: max(0, height // 3)]]
@@ -163,7 +163,7 @@ def live(watch: Watch, arguments: argparse.Namespace, count: int | None) -> None
 
 
 def _pressed(screen: Screen, seconds: float) -> bool:
-    """Wait for keys for at most this long."""
+    """Wait for keys, but at most ``seconds``."""
     ready, _, _ = select.select([sys.stdin], [], [], seconds)
     if not ready:
         return False

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The desired state: the planner's result for the agent's source, or for the source on the command line.
 
-The agent's source is derived from its command line. The agent itself is not contacted.
+The agent's command line shows its source. The agent itself is not contacted.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SECONDS = 20.0
 
 
 class Wanted:
-    """The planned contents of the source. ``settings``: the agent's, derived from its command line."""
+    """The planned contents of the source. ``settings``: those of the agent, derived from its command line."""
 
     def __init__(self, settings: Effective, planner: Planner, batch: Sequence[Batch]) -> None:
         self.settings = settings
@@ -71,7 +71,7 @@ class Wanted:
         return endpoints.merge(views, (name.port, name.protocol))
 
     def left_out(self, name: ServicePortName, used: set[tuple[bytes, int]]) -> list[tuple[SliceEndpoint, str]]:
-        """The endpoints of the slices that are excluded, and why (spec/service-semantics §3)."""
+        """Endpoints of the slices that are not used, and why (spec/service-semantics §3)."""
         known = self.known(name)
         ready = any(entry.flags & READY for entry in known)
         others = (entry for entry in known if (entry.endpoint.address, entry.endpoint.port) not in used)
@@ -90,9 +90,9 @@ def _why_left_out(entry: SliceEndpoint, others_ready: bool) -> str:
 
 
 def read_wanted(directory: Path, arguments: Sequence[str]) -> Wanted:
-    """The desired state. ``arguments``: agent flags that name a source; none: the running agent's.
+    """The desired state. ``arguments``: flags of the agent that name a source; if empty, those of the running agent.
 
-    SeeError if no agent runs and no source is named, or if the source does not answer.
+    SeeError if no source is named and no agent runs, or if the source does not answer.
     """
     from pyebpf_proxy.config.flags import UsageError, parse
 

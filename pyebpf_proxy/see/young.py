@@ -28,7 +28,7 @@ class _Snapshot:
 
 
 def flows(maps: Pinned) -> Iterator[Flow]:
-    """Every young flow, in state OPEN or CLOSING, without timeout and byte counts. SeeError."""
+    """Every young flow, in state OPEN or CLOSING, without timeout and byte counts. Raises SeeError."""
     if "flows" not in maps.names:
         return
     try:

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the agent serves over HTTP."""
+"""The agent's HTTP servers."""

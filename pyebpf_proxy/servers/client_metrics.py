@@ -15,7 +15,7 @@ _RESOURCE = ("resource",)
 
 
 class ClientMetrics(SourceMetrics):
-    """A ``kube.api.observer.Observer``, called in several threads."""
+    """The metrics as a ``kube.api.observer.Observer``, which several threads call."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One HTTP connection: bytes in, requests to the handler, answers out. h11 implements HTTP; the limits are here."""
+"""One HTTP connection. It parses requests, sends answers and enforces limits. h11 implements HTTP."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import h11
 from pyebpf_proxy.common.log import Logger
 from pyebpf_proxy.servers.http import Handler, Pool, Request, Response, Source, Sources, http_date
 
-#: As Go's net/http.
+#: The same limit as in Go's net/http.
 MAX_HEADER_BYTES = (1 << 20) + 4096
-#: Size of a small request; larger ones are refused while many bytes are buffered.
+#: While many bytes are buffered, requests larger than this are refused.
 SMALL_BYTES = 16 << 10
 #: No client needs more header lines; parsing many would be expensive.
 MAX_HEADER_LINES = 500
@@ -24,9 +24,9 @@ MAX_BODY_BYTES = 64 << 10
 REQUEST_SECONDS = 10.0
 IDLE_SECONDS = 120.0
 WRITE_SECONDS = 30.0
-#: Time for the peer to read why it was refused.
+#: How long the connection of a refused peer stays open, so that it can read the answer.
 LINGER_SECONDS = 0.5
-#: Pipelined requests answered before other connections are served.
+#: How many pipelined requests are answered before other connections are served.
 TURN = 8
 WRITE_BUFFER = 256 << 10
 
@@ -95,7 +95,7 @@ class Connection(asyncio.Protocol):
         self._turn()
 
     def eof_received(self) -> bool:
-        # A peer that has finished sending may still read: complete requests are answered, then the connection closes.
+        # A peer that has finished sending may still read. Answer complete requests, then close the connection.
         self._ended = True
         if self._refused:
             return False
@@ -142,15 +142,15 @@ class Connection(asyncio.Protocol):
             self._kept > SMALL_BYTES and self._pool.kept > self._pool.kept_bytes
         )
 
-    def _rest(self) -> bool:
-        """Whether its source has used up its share; then it waits, and nothing is read or answered meanwhile."""
+    def _must_wait(self) -> bool:
+        """Whether the source has used up its share. Then the connection waits, and reads and answers nothing."""
         if not self._resting and (seconds := self.source.rest(self._loop.time())) > 0:
             self._resting = True
             self._transport.pause_reading()
-            self._loop.call_later(seconds, self._rested)
+            self._loop.call_later(seconds, self._wait_ended)
         return self._resting
 
-    def _rested(self) -> None:
+    def _wait_ended(self) -> None:
         self._resting = False
         if self._transport.is_closing():
             return
@@ -165,25 +165,25 @@ class Connection(asyncio.Protocol):
         self._scheduled = False
         if self._refused or not self._writing or self._transport.is_closing():
             return
-        if self._rest():
-            # Data that was read before the pause counts as well.
+        if self._must_wait():
+            # Data that was read before the pause also counts.
             self._keep_all()
             if self._too_much():
                 self._refuse(431)
             return
         before = time.thread_time()
-        more = self._some()
+        more = self._answer_some()
         self._sources.charge(self.source, time.thread_time() - before, self._loop.time())
         if more and not self._scheduled:
             self._scheduled = True
             self._loop.call_soon(self._turn)
 
-    def _some(self) -> bool:
-        """Answer a few requests; returns whether there may be more."""
+    def _answer_some(self) -> bool:
+        """Answer a few requests. True if there may be more."""
         for _ in range(TURN):
             if self._refused or not self._writing or self._transport.is_closing():
                 return False
-            if not self._step():
+            if not self._process_one():
                 if not self._refused:
                     self._keep_all()
                     if self._request is not None and self._too_much():
@@ -194,7 +194,7 @@ class Connection(asyncio.Protocol):
             self._keep(len(self._buffer))
         return True
 
-    def _step(self) -> bool:
+    def _process_one(self) -> bool:
         """Process one request; False if none is complete."""
         try:
             if self._request is None and not self._head():
@@ -270,7 +270,7 @@ class Connection(asyncio.Protocol):
         parser, request = self._parser, self._request
         assert parser is not None
         assert request is not None
-        # The parser's data of the next request was taken over.
+        # The buffer has the parser's data of the next request.
         self._request = self._parser = None
         self._deadline = self._loop.time() + IDLE_SECONDS
         self._pool.touch(self)
@@ -301,7 +301,7 @@ class Connection(asyncio.Protocol):
         self._body = b""
         self._keep(0)
         self._write((head + text).encode())
-        # The peer closes, or this side a little later: closing a socket with unread data would discard the answer.
+        # Let the peer close the connection, or close it later: closing a socket with unread data discards the answer.
         self._refused = True
         self._deadline = self._loop.time() + LINGER_SECONDS
         if self._transport.can_write_eof() and not self._transport.is_closing():
@@ -313,6 +313,6 @@ class Connection(asyncio.Protocol):
 
 
 def _origin(target: str) -> str:
-    """Path and query of a request's target; a client that uses this server as its proxy sends the whole URL."""
+    """Path and query of a request's target, which is a whole URL if the client uses this server as a proxy."""
     _, scheme, rest = target.partition("://")
     return target if target.startswith("/") or not scheme else "/" + rest.partition("/")[2]

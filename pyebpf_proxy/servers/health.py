@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether the proxy keeps up with its changes (spec/service-semantics §11.2), and ``/healthz`` and ``/livez``.
+"""Whether the proxy applies changes in time (spec/service-semantics §11.2), and ``/healthz`` and ``/livez``.
 
-:class:`Health` is pure: every method is given the current :class:`Moment`. The syncing thread writes it and the
+:class:`Health` is pure: every method receives the current :class:`Moment`. The syncing thread writes it, and the
 servers' thread reads it. Each step is one operation on a dict, so no lock is needed.
 """
 
@@ -24,18 +24,18 @@ _NEVER = "0001-01-01T00:00:00Z"
 
 
 class Moment(NamedTuple):
-    """A point in time by both clocks: monotonic seconds, and nanoseconds since 1970."""
+    """A point in time on both clocks: monotonic seconds, and nanoseconds since 1970."""
 
     monotonic: float
     wall: int
 
     @classmethod
     def now(cls) -> Moment:
-        """The present."""
+        """The current moment."""
         return cls(time.monotonic(), time.time_ns())
 
     def text(self) -> str:
-        """RFC 3339 in UTC as Go writes it: no trailing zeros in the fraction."""
+        """RFC 3339 in UTC, without trailing zeros in the fraction, as in Go."""
         seconds, fraction = divmod(self.wall, 1_000_000_000)
         date = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(seconds))
         digits = f".{fraction:09}".rstrip("0").rstrip(".")
@@ -43,21 +43,21 @@ class Moment(NamedTuple):
 
 
 class FamilyHealth(NamedTuple):
-    """One family: when it was last synced, and whether it keeps up."""
+    """One family: when it was last synced, and whether changes are applied in time."""
 
     last_updated: Moment
     healthy: bool
 
 
 class Report(NamedTuple):
-    """The health of the proxy at one moment; families that never finished a sync are not in ``families``."""
+    """The health of the proxy at one moment. ``families`` has only families that have finished a sync."""
 
     now: Moment
     families: dict[IPFamily, FamilyHealth]
 
     @property
     def healthy(self) -> bool:
-        """Whether every family keeps up."""
+        """Whether changes of every family are applied in time."""
         return all(family.healthy for family in self.families.values())
 
 
@@ -65,13 +65,13 @@ class Health:
     """Requested changes that are not yet written, by family."""
 
     def __init__(self, timeout: float) -> None:
-        """``timeout``: seconds after which an unwritten change means unhealthy: 2 × syncPeriod."""
+        """``timeout``: after so many seconds, an unwritten change means unhealthy: 2 × syncPeriod."""
         self._timeout = timeout
         self._oldest: dict[IPFamily, float] = {}
         self._updated: dict[IPFamily, Moment] = {}
 
     def queued(self, family: IPFamily, now: Moment) -> None:
-        """Record a change; starts the family's timer if none runs."""
+        """Record a change, and start the family's timer if it does not run."""
         self._oldest.setdefault(family, now.monotonic)
 
     def updated(self, family: IPFamily, now: Moment) -> None:
@@ -108,7 +108,7 @@ class HealthPages:
         self._clock = clock
 
     def __call__(self, request: Request) -> Response:
-        """Answer one request; any method."""
+        """Answer one request of any method."""
         if request.path == "/healthz":
             eligible = self._eligible()
         elif request.path == "/livez":
@@ -122,7 +122,7 @@ class HealthPages:
 
 
 def _body(report: Report, eligible: bool | None, good: bool) -> bytes:
-    """The JSON as Go marshals it. In a good answer ``lastUpdated`` is the current time, as in old releases."""
+    """The JSON as Go marshals it. In a good answer, ``lastUpdated`` is the current time, as in old releases."""
     latest = max((family.last_updated for family in report.families.values()), key=lambda m: m.wall, default=None)
     last_updated = report.now.text() if good else _NEVER if latest is None else latest.text()
     answer: dict[str, object] = {"lastUpdated": last_updated, "currentTime": report.now.text()}

@@ -26,9 +26,9 @@ _log = Logger("servers")
 
 
 def listen_addresses(configured: Iterable[str], node_ips: Iterable[bytes], local: Iterable[Address]) -> Addresses:
-    """The listening addresses: ``configured`` are nodePortAddresses, ``local`` those of this node's interfaces.
+    """The listening addresses. ``configured``: nodePortAddresses; ``local``: the addresses of this node's interfaces.
 
-    For a family with nothing or everything configured, this is the unspecified address.
+    A family for which nothing or everything is configured has the unspecified address.
     """
     texts = list(configured)
     if texts == ["primary"]:
@@ -73,7 +73,7 @@ class HealthCheckPorts:
         self._said: dict[HealthCheckName, str] = {}
 
     def sync(self, wanted: Mapping[HealthCheckName, HealthCheck]) -> None:
-        """After a sync: the wanted listeners. Listeners that failed to open are retried. Returns at once."""
+        """Set the wanted listeners after a sync, and retry those that failed to open. Returns at once."""
         if wanted is self._last and not self._failing:
             return
         self._last = wanted
@@ -96,7 +96,7 @@ class HealthCheckPorts:
                     self._open[name] = check.port, self._listen(name, check.port, addresses[name.family])
                     self._said.pop(name, None)
                 except BindError as error:
-                    self._tell(name, check.port, str(error))
+                    self._log_error(name, check.port, str(error))
         self._failing = len(self._open) < len(wanted)
 
     def _listen(self, name: HealthCheckName, port: int, addresses: tuple[str, ...]) -> list[Open]:
@@ -117,7 +117,7 @@ class HealthCheckPorts:
         for one in opened:
             self._server.close(one)
 
-    def _tell(self, name: HealthCheckName, port: int, error: str) -> None:
+    def _log_error(self, name: HealthCheckName, port: int, error: str) -> None:
         """Log each error once, until it is resolved."""
         if self._said.get(name) == error:
             return

@@ -10,13 +10,13 @@ from ipaddress import ip_address
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
-#: The share of one CPU for all other hosts and pods under load, and the burst of one source (seconds). The node itself
+#: The share of one CPU for all other hosts and pods together, and the burst of one source (seconds). The node itself
 #: (kubelet, commands) has a separate share of the same size.
 SHARE = 0.15
 BURST_SECONDS = 0.01
-#: The share is split into at least this many parts, so that a second source always has something left.
+#: The share is divided by the number of sources, but at least by this: so something remains for a second source.
 LEAST_SOURCES = 8
-#: The part of a pool's connections that one source may have.
+#: One source may have one part in this many of a pool's connections.
 SOURCE_PART = 4
 
 
@@ -42,11 +42,11 @@ Handler = Callable[[Request], Response]
 
 
 class Member(Protocol):
-    """The interface of a connection for its pool."""
+    """A connection, as its pool sees it."""
 
     @property
     def source(self) -> Source:
-        """The source at the other end."""
+        """The source of the connection."""
 
     def abort(self) -> None:
         """Abort the connection."""
@@ -56,7 +56,7 @@ class Member(Protocol):
 
 
 class Pool:
-    """Connections that share a limit. A new one is always admitted: the one that is idle longest is closed for it."""
+    """Connections that share a limit. A new one is always admitted: at the limit, the longest idle one is closed."""
 
     def __init__(self, limit: int, kept_bytes: int = 4 << 20) -> None:
         """``kept_bytes``: limit of buffered incomplete requests; beyond it, only small requests are accepted."""
@@ -73,7 +73,7 @@ class Pool:
         return iter(list(self._connections))
 
     def add(self, connection: Member) -> None:
-        """Admit a connection. A source at its limit loses one of its own connections; the node's are closed last."""
+        """Admit a connection. A source at its limit loses one of its own; connections of the node are closed last."""
         source = connection.source
         same = [each for each in self._connections if each.source is source]
         if len(same) >= self.most_of(source):
@@ -84,7 +84,7 @@ class Pool:
         self._connections[connection] = None
 
     def most_of(self, source: Source) -> int:
-        """The number of connections that one source may have: a part, the node itself all."""
+        """How many connections one source may have: a part of the limit; the node itself may have all."""
         return self.limit if source.own else max(1, self.limit // SOURCE_PART)
 
     def _drop(self, connection: Member) -> None:
@@ -110,11 +110,11 @@ class Source:
     def __init__(self, own: bool) -> None:
         self.own = own
         self.connections = 0
-        #: Time (of the loop's clock) when the CPU time it used is paid off.
+        #: The source is served again at this time of the loop's clock, because of the CPU time that it has used.
         self.free = 0.0
 
     def rest(self, now: float) -> float:
-        """Seconds until it is served again; 0: now."""
+        """Seconds until the source is served again; 0 means now."""
         return max(0.0, self.free - now)
 
 
@@ -131,26 +131,26 @@ class Sources:
         return len(self._others)
 
     def of(self, peer: str | None, here: str | None) -> Source:
-        """The source of a connection, by its two addresses; None: it came by a Unix socket."""
+        """The source of a connection with these two addresses; None for those of a Unix socket."""
         if peer is None or is_own(peer, here):
             return self._own
         key = address_key(peer)
         return self._others.setdefault(key, Source(own=False))
 
     def charge(self, source: Source, used: float, now: float) -> None:
-        """``used``: seconds of CPU time spent on a source."""
+        """Charge a source for CPU time. ``used``: seconds."""
         rate = self._share if source.own else self._share / max(LEAST_SOURCES, len(self._others))
         source.free = max(source.free, now - self._burst / rate) + used / rate
 
     def forget(self, now: float) -> None:
-        """Forget sources without connections and without debt."""
+        """Forget sources that have no connections and need not wait."""
         idle = [key for key, source in self._others.items() if not source.connections and source.free <= now]
         for key in idle:
             del self._others[key]
 
 
 def is_own(peer: str, here: str | None) -> bool:
-    """Whether the peer is this node: it connects from the same address that it connects to, or from loopback."""
+    """Whether the peer is this node: source and destination address are the same, or the source is loopback."""
     address = ip_address(peer.partition("%")[0])
     mapped = getattr(address, "ipv4_mapped", None)
     return peer == here or (mapped or address).is_loopback

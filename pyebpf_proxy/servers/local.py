@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Unix socket in the run directory by which commands on the node query the agent. Only root may use it.
+"""The Unix socket in the run directory that commands on the node use to query the agent. Only root may use it.
 
-The commands do not depend on it: without the agent they answer from the kernel, without this additional information.
+Commands work without the agent: they read the kernel's state, and only lack this additional information.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ _BAD = Response(400, (("Content-Type", "text/plain; charset=utf-8"),), b"expecte
 
 
 class Local(NamedTuple):
-    """``pods``: names of the pods with these addresses. ``refusals``: requested features that are off, and why.
+    """Functions that answer queries; all are called in the servers' thread.
 
-    All are called in the servers' thread.
+    ``pods``: the names of the pods with these addresses. ``refusals``: requested features that are off, and why.
     """
 
     directory: Path
@@ -30,12 +30,12 @@ class Local(NamedTuple):
     refusals: Callable[[], Mapping[str, str]]
     #: The state of the data plane (datapath/view.py).
     datapath: Callable[[], Mapping[str, object]] = dict
-    #: Why objects do not arrive at present, by resource; "" stands for all resources.
+    #: By resource, why its objects do not arrive at present; "" means all resources.
     source: Callable[[], Mapping[str, str]] = dict
 
 
 def pages(local: Local) -> Mapping[str, Handler]:
-    """``/state``, and ``/pods`` for the addresses in the body."""
+    """The pages: ``/state``, and ``/pods`` for the addresses in the request's body."""
 
     def state(request: Request) -> Response:
         answer = {"version": __version__, "refusals": dict(local.refusals()), "datapath": local.datapath()}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""kube-proxy's metrics that apply here, with its names, labels, buckets and help (spec/metrics), and own metrics."""
+"""The agent's metrics: kube-proxy's, with the same names, labels, buckets and help (spec/metrics), and its own."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from pyebpf_proxy.servers.numbers import EXP15, NETPROG, Counter, Gauge, Histogr
 _ALPHA = "[ALPHA] "
 _FAMILY = ("ip_family",)
 _NETFILTER = Path("/proc/sys/net/netfilter")
-#: The reasons that count new flows by their path, by the value of the label ``path``.
+#: By value of the label ``path``: the reason that counts new flows of this path.
 _PATHS = {"new_flow_fast": "fast", "new_flow_netfilter": "netfilter", "new_flow_socket": "socket"}
 #: Prefixes of the reasons why a new flow, or a packet, took the slow path.
 _SLOW = ("slow_", "stack_")
-#: The value of the label ``event`` by reason.
+#: By reason: the value of the label ``event``.
 _EVENTS = {
     "permit_granted": "permit_granted",
     "young_ended": "young_ended",
@@ -34,10 +34,10 @@ _EVENTS = {
 
 
 class DatapathNumbers(NamedTuple):
-    """Sources of data-plane metrics, read at each scrape. Each function is fast and safe in any thread.
+    """Functions that each scrape calls for metrics of the data plane. Each is fast and safe in any thread.
 
-    ``reasons``: packets and socket calls by reason. ``maps``: used entries and capacity, by map. ``xdp_devices``: mode
-    of XDP, by interface. ``view``: see datapath/view.py.
+    ``reasons``: packets and socket calls by reason. ``maps``: used entries and capacity by map. ``xdp_devices``: mode
+    of XDP by interface. ``view``: see datapath/view.py.
     """
 
     reasons: Callable[[], Mapping[str, int]] = dict
@@ -47,10 +47,10 @@ class DatapathNumbers(NamedTuple):
 
 
 class Metrics:
-    """All metrics that the agent's own code writes. Each field is written by one thread only."""
+    """All metrics that the agent's code writes. Only one thread writes each field."""
 
     def __init__(self, datapath: DatapathNumbers, localhost_node_ports: bool = False) -> None:
-        """``localhost_node_ports``: also the metric that kube-proxy has in mode iptables only."""
+        """``localhost_node_ports``: add the metric that kube-proxy has only in mode iptables."""
         self.duration = _histogram("sync_proxy_rules_duration_seconds", "SyncProxyRules latency in seconds", EXP15)
         self.full_duration = _histogram(
             "sync_full_proxy_rules_duration_seconds", "SyncProxyRules latency in seconds for full resyncs", EXP15
@@ -140,7 +140,7 @@ def _read(datapath: DatapathNumbers, localhost_node_ports: bool) -> Iterable[Rea
         return [((name,), number) for name, number in last.items()]
 
     def paths() -> Iterable[tuple[Labels, float]]:
-        # Of the same snapshot, which is taken first (below).
+        # These metrics read the same snapshot, which the scrape takes first (below).
         return [((_PATHS[name],), number) for name, number in last.items() if name in _PATHS]
 
     def slow() -> Iterable[tuple[Labels, float]]:
@@ -197,7 +197,7 @@ def _read(datapath: DatapathNumbers, localhost_node_ports: bool) -> Iterable[Rea
 
 
 def _netfilter(name: str, text: str, file: str) -> Read:
-    """One of netfilter's numbers, as of this scrape; no sample while conntrack is not loaded."""
+    """A metric with one of netfilter's numbers, read at each scrape; no sample while conntrack is not loaded."""
 
     def number() -> Iterable[tuple[Labels, float]]:
         found = kernel_number(_NETFILTER / file)
@@ -207,11 +207,10 @@ def _netfilter(name: str, text: str, file: str) -> Read:
 
 
 def _localhost_node_ports(last: Callable[[], Mapping[str, int]]) -> Read:
-    """``last``: the reasons read at this scrape.
+    """The first packets of flows to NodePorts on loopback. ``last``: the reasons read at this scrape.
 
-    kube-proxy counts the first packet of each flow, in a rule with an nfacct object; here the socket's program does.
-
-    Without the programs nothing counts it, and the metric has no sample, as kube-proxy's without nfacct.
+    kube-proxy counts them with an nfacct object; here the socket program does. Without the programs the metric has no
+    sample, as kube-proxy's without nfacct.
     """
 
     def accepted() -> Iterable[tuple[Labels, float]]:
@@ -228,7 +227,7 @@ def _localhost_node_ports(last: Callable[[], Mapping[str, int]]) -> Read:
 
 
 def _read_fast_path(last: Callable[[], Mapping[str, int]], view: Callable[[], Mapping[str, Any]]) -> Iterable[Read]:
-    """``last``, ``view``: the reasons and the view read at this scrape."""
+    """Metrics of the fast path. ``last``, ``view``: the reasons and the view read at this scrape."""
 
     def packets() -> Iterable[tuple[Labels, float]]:
         counts = last()
@@ -313,7 +312,7 @@ def _read_fast_path(last: Callable[[], Mapping[str, int]], view: Callable[[], Ma
 
 
 def _read_node(view: Callable[[], Mapping[str, Any]]) -> Iterable[Read]:
-    """``view``: that of this scrape."""
+    """Metrics of the node. ``view``: the view read at this scrape."""
 
     def overruns() -> Iterable[tuple[Labels, float]]:
         return [((protocol,), count) for protocol, count in sorted(view().get("netlinkOverruns", {}).items())]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The format of ``/flagz`` and ``/statusz`` by the client's Accept header, as in Kubernetes' servers."""
+"""Selects the format of ``/flagz`` and ``/statusz`` by the client's Accept header, as Kubernetes' servers do."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def structured(form: Form, kind: str, value: Mapping[str, Any]) -> Response:
 
 
 def not_acceptable(request: Request) -> Response:
-    """The answer when nothing fits."""
+    """The answer if no available format is acceptable."""
     found = clauses(request.headers.get("accept", ""))
     plain = [clause for clause in found if not clause.parameters.keys() & {"as", "g", "v"}]
     media = next((offered for c in plain for offered in _OFFERED[:2] if c.fits(offered)), _JSON)
@@ -113,7 +113,7 @@ def _pairs(texts: Iterable[str]) -> Iterator[tuple[str, str]]:
 
 
 def _pretty(request: Request, clause: Clause | None) -> bool:
-    """Whether to indent: on request, and for interactive clients."""
+    """Whether to indent the answer: on request, and for interactive clients."""
     if clause is not None and clause.parameters.get("pretty") == "1":
         return True
     asked = parse_qs(request.query).get("pretty")

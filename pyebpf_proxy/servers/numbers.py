@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Counters, gauges and histograms as plain numbers, and their text for Prometheus.
 
-Writers add to numbers and never wait. A scrape copies them and does the rest in the servers' thread. Names, help and
-bucket labels are those of kube-proxy's library, even ``le="1"`` instead of Python's ``le="1.0"``. prometheus_client
-writes the text.
+Writers only add to numbers and never wait. A scrape copies the numbers, and formats them in the servers' thread.
+prometheus_client writes the text. Names, help and bucket labels are those of kube-proxy's library: for example,
+``le="1"``, where Python has ``le="1.0"``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 
 #: Buckets "exp15" of spec/metrics §1, seconds.
 EXP15 = tuple(0.001 * 2**power for power in range(15))
-#: Buckets "netprog": the leading 0 is kube-proxy's.
+#: Buckets "netprog". The leading 0 is as in kube-proxy.
 NETPROG = (0.0, 0.25, 0.5, *map(float, (*range(1, 60), *range(60, 120, 5), *range(120, 301, 30))))
 
 Labels = tuple[str, ...]
@@ -29,11 +29,11 @@ class MetricFamily(Protocol):
     name: str
 
     def collect(self) -> Metric:
-        """A copy of the present values."""
+        """A copy of the current values."""
 
 
 class Counter:
-    """A number for each combination of label values that has been seen; without labels, 0 from the start."""
+    """A number for each combination of label values that has occurred; without labels, one that starts at 0."""
 
     kind: type[CounterMetricFamily] | type[GaugeMetricFamily] = CounterMetricFamily
 
@@ -44,7 +44,7 @@ class Counter:
         self._values: dict[Labels, float] = {} if labels else {(): 0.0}
 
     def add(self, *labels: str, value: float = 1.0) -> None:
-        """Add ``value`` to the number of these label values. One thread writes one metric."""
+        """Add ``value`` to the number of these label values. Only one thread may write a metric."""
         self._values[labels] = self._values.get(labels, 0.0) + value
 
     def clear(self) -> None:
@@ -64,7 +64,7 @@ class Counter:
 
 
 class Gauge(Counter):
-    """A number that is set."""
+    """A number that is set instead of added to."""
 
     kind = GaugeMetricFamily
 
@@ -78,7 +78,7 @@ class Gauge(Counter):
 
 
 class Histogram:
-    """Numbers of values by bucket."""
+    """The number of values in each bucket."""
 
     def __init__(self, name: str, text: str, labels: Sequence[str], bounds: Sequence[float]) -> None:
         self.name = name
@@ -86,7 +86,7 @@ class Histogram:
         self._labels = list(labels)
         self._bounds = tuple(bounds)
         self._texts = [*map(_go_float, bounds), "+Inf"]
-        # One list each: the counts of the buckets, then the sum.
+        # For each combination of label values, a list: the counts of the buckets, then the sum.
         self._values: dict[Labels, list[float]] = {} if labels else {(): self._zeroes()}
 
     def observe(self, *labels: str, value: float) -> None:
@@ -133,7 +133,7 @@ class Read:
         self._read = read
 
     def collect(self) -> Metric:
-        """The present values."""
+        """The current values."""
         family = self._make()
         for labels, value in self._read():
             family.add_metric(labels, value)
@@ -141,7 +141,7 @@ class Read:
 
 
 class Registry:
-    """All metrics, in the order of their names."""
+    """All metrics, sorted by name."""
 
     def __init__(self) -> None:
         self._families: list[MetricFamily] = []
@@ -192,7 +192,7 @@ class _Collected:
 
 
 def _canonical(metric: Metric) -> Metric:
-    """OpenMetrics requires ``le="1.0"``."""
+    """The metric with labels such as ``le="1.0"``, which OpenMetrics requires."""
     if metric.type == "histogram":
         metric.samples = [
             sample._replace(labels={**sample.labels, "le": repr(float(sample.labels["le"]))})

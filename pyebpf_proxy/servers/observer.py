@@ -37,7 +37,7 @@ class SyncedObjects(Protocol):
 
     @property
     def over(self) -> Mapping[tuple[str, str], tuple[str, ...]]:
-        """Services over a limit, and what is left out."""
+        """Services over a limit, and what is not served."""
 
     @property
     def shared(self) -> int:
@@ -66,7 +66,7 @@ class Observer:
         self._start = clock().wall
         self._no_local = NoLocal()
         self._pending_services: set[tuple[str, str]] = set()
-        # By service: (family, trigger time in ns) of changes that no sync has applied yet, and their slices.
+        # By service, (family, trigger time in ns) of changes that no sync has applied yet; then the service by slice.
         self._triggers: dict[tuple[str, str], list[tuple[str, int]]] = {}
         self._service_of_new: dict[tuple[str, str], tuple[str, str]] = {}
         self._eligible = False
@@ -76,7 +76,7 @@ class Observer:
         return self._eligible
 
     def changed(self, changes: Sequence[Change], complete: bool = True) -> None:
-        """The source delivered changes. A Service counts in both families' trackers, a slice only in its own."""
+        """The source has delivered changes. A Service counts for both families, a slice only for its own."""
         metrics = self._metrics
         metrics.source_delivered.set(value=self._clock().wall / 1e9)
         metrics.source_complete.set(value=float(complete or metrics.source_complete.get() == 1))
@@ -92,7 +92,7 @@ class Observer:
         metrics.service_pending.set(value=len(self._pending_services))
 
     def queued(self) -> None:
-        """A sync was requested."""
+        """A sync has been requested."""
         now = self._clock()
         for family, text in FAMILIES.items():
             self._metrics.last_queued.set(text, value=now.wall / 1e9)
@@ -112,7 +112,7 @@ class Observer:
         self._no_local.update(delta)
 
     def synced(self, seconds: float, ok: bool, full: bool, problems: int = 0) -> None:
-        """A sync of both families ended after ``seconds``; with the number of service ports or addresses left out."""
+        """A sync of both families has ended after ``seconds``. ``problems``: service ports and addresses not served."""
         now = self._clock()
         metrics = self._metrics
         for family, text in FAMILIES.items():
@@ -135,14 +135,14 @@ class Observer:
         self._applied()
 
     def reconciled(self, family: IPFamily, seconds: float, deleted: int) -> None:
-        """The conntrack clean-up of a family ended; with the number of deleted flows."""
+        """The conntrack clean-up of a family has ended. ``deleted``: the number of deleted flows."""
         self._metrics.reconciled.observe(FAMILIES[family], value=seconds)
         self._metrics.reconciler_deleted.add(FAMILIES[family], value=deleted)
 
     # ---- changes -----------------------------------------------------------------------------------------------
 
     def _service(self, key: tuple[str, str], service: Service | None) -> None:
-        """A change that is undone before a sync picks it up does not count."""
+        """Count a changed Service as pending, unless it is again as at the last sync."""
         if self._known.differs(*key, service):
             self._pending_services.add(key)
         else:
@@ -153,7 +153,7 @@ class Observer:
             service = self._service_of_new.pop(key, None) or self._known.service_of_slice(*key)
             if service is None:
                 return
-            # The time of a deletion is unknown; pending changes of the service are not measured either.
+            # The time of a deletion is unknown. As in kube-proxy, pending changes of the service are not measured then.
             self._triggers.pop(service, None)
         else:
             name = service_of(endpoint_slice)
@@ -169,7 +169,7 @@ class Observer:
 
 
 def _trigger_time(endpoint_slice: EndpointSlice) -> int | None:
-    """Nanoseconds since 1970 of the annotation; None if it is absent or malformed."""
+    """The time in the annotation, in nanoseconds since 1970; None if it is absent or malformed."""
     annotations = endpoint_slice.metadata.annotations
     text = annotations.last_change_trigger_time if annotations is not None else None
     if text is None:

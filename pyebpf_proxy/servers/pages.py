@@ -13,7 +13,7 @@ from pyebpf_proxy.servers.numbers import Counter, Gauge, Registry, text
 
 
 class Mux:
-    """Routes exact paths to handlers, for any method, as in kube-proxy."""
+    """Routes exact paths to handlers, for every method, as kube-proxy does."""
 
     def __init__(self, paths: dict[str, Handler], folders: dict[str, Handler]) -> None:
         """``folders``: handlers by path prefix, for paths that are not in ``paths``."""
@@ -34,7 +34,7 @@ def fixed(headers: tuple[tuple[str, str], ...], body: str) -> Handler:
 
 
 def scrape(registry: Registry, start: float) -> Handler:
-    """A page of metrics; ``start``: start of the process, seconds since 1970."""
+    """A page of metrics; ``start``: when the process started, in seconds since 1970."""
 
     def answer(request: Request) -> Response:
         content_type, body = text(registry, request.headers.get("accept", ""))
@@ -47,7 +47,7 @@ class Checks:
     """The generic health check of Kubernetes' servers with the only check ``ping``, and its ``/metrics/slis``."""
 
     def __init__(self, start: float) -> None:
-        """``start``: start of the process, seconds since 1970."""
+        """``start``: when the process started, in seconds since 1970."""
         registry = Registry()
         self._last = Gauge(
             "kubernetes_healthcheck",
@@ -81,12 +81,12 @@ class Checks:
 
 
 def ping(request: Request) -> Response:
-    """Only the check ``ping``."""
+    """The page of the check ``ping`` alone."""
     return Response(200, (("Content-Type", "text/plain; charset=utf-8"),), b"ok")
 
 
 def metrics_pages(shown: Shown, metrics: Metrics, profiling: bool) -> Mux:
-    """The metrics server's pages, and the standard metrics added to ``metrics``."""
+    """The metrics server's pages. Adds the standard metrics to ``metrics``."""
     start = standard.start_time()
     standard.add_process(metrics.registry)
     standard.add_build(metrics.registry, shown.gates, metrics.kubernetes_count)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The HTTP server of all ports: one thread with its own event loop, isolated from the rest of the agent.
 
-The cost of a client is bounded: connections, buffered bytes, header lines, requests handled at a time, and the share
-of CPU time that the thread takes from the syncing thread. Handlers are plain functions and run in the server's thread.
+The cost of a client is limited: connections, buffered bytes, header lines, requests handled at a time, and the share of
+CPU time that this thread takes from the syncing thread. Handlers are plain functions and run in the server's thread.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ BIND_RETRY_SECONDS = 5.0
 #: Interval of the check for connections that take too long.
 SWEEP_SECONDS = 1.0
 BACKLOG = 1024
-#: New connections accepted at a time before existing ones are served.
+#: How many new connections are accepted before existing ones are served.
 ACCEPTS = 32
-#: A source with its maximum of connections that owes this much time (seconds) gets no new one. Below that, a new
-#: connection is accepted and waits: a refused client would retry at once.
+#: If a source has its maximum of connections and must wait longer than this (seconds), new ones are refused. If it must
+#: wait less, a new connection is accepted and waits: a refused client would retry at once.
 MOST_DEBT = 0.5
-#: The share of a CPU for refusing connections, and the maximum wait for it (seconds).
+#: The share of a CPU for refusing connections, and the longest wait because of it (seconds).
 REFUSALS = 0.15
 REFUSAL_WAIT = 0.005
 
@@ -44,7 +44,7 @@ class BindError(Exception):
 
 
 def listening_socket(host: str, port: int, network: Network = "tcp") -> socket.socket:
-    """A listening socket as in Go: with ``tcp``, 0.0.0.0 and :: both mean all addresses of both families."""
+    """A listening socket as in Go: with ``tcp``, both 0.0.0.0 and :: mean all addresses of both families."""
     address = ip_address(host)
     both = network == "tcp" and address.is_unspecified and socket.has_ipv6
     family = socket.AF_INET6 if both or address.version == 6 else socket.AF_INET
@@ -55,7 +55,7 @@ def listening_socket(host: str, port: int, network: Network = "tcp") -> socket.s
         except OSError:
             if not both:
                 raise
-            # A kernel without IPv6.
+            # The kernel has no IPv6.
             both, family = False, socket.AF_INET
             listener = socket.socket(family, socket.SOCK_STREAM)
         try:
@@ -104,7 +104,7 @@ class Open:
             except (BlockingIOError, ConnectionAbortedError):
                 return
             except OSError as error:
-                # Out of descriptors or memory: connections stay in the queue a little longer.
+                # No descriptor or memory is available: leave connections in the queue, and retry in a second.
                 _log.warning("a connection could not be accepted", error=error.strerror)
                 self._loop.remove_reader(self._listener)
                 self._loop.call_later(1, self._again)
@@ -112,7 +112,7 @@ class Open:
             try:
                 source = self._source(accepted)
             except OSError:
-                accepted.close()  # the peer is gone already
+                accepted.close()  # the peer has closed it already
                 continue
             now = self._loop.time()
             if not source.own and source.connections >= self._pool.most_of(source) and source.rest(now) > MOST_DEBT:
@@ -146,7 +146,7 @@ class Open:
 
 
 class _TooLate(asyncio.Protocol):
-    """A connection that was accepted just before its listener was closed."""
+    """Closes a connection that was accepted just before its listener was closed."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         cast(asyncio.Transport, transport).abort()
@@ -196,7 +196,7 @@ class Server:
         self._opened.append(Open(listener, handler, pool, self._sources))
 
     def close(self, opened: Open) -> None:
-        """Undo ``open``."""
+        """Close what ``open`` returned."""
         self._opened.remove(opened)
         opened.close()
 
@@ -208,9 +208,10 @@ class Server:
         failed: Callable[[str], bool],
         ready: Callable[[], None] = lambda: None,
     ) -> None:
-        """Listen as soon as it is possible. Safe in any thread.
+        """Listen as soon as possible. Safe in any thread.
 
-        ``failed`` is called with the reason in the server's thread; it returns whether to retry in 5 s.
+        After a failure, ``failed`` is called with the reason in the server's thread, and returns whether to retry in
+        5 s.
         """
 
         async def retry() -> None:

@@ -28,7 +28,7 @@ from pyebpf_proxy.services.node_facts import NodeFacts
 
 #: Concurrent connections of one server.
 CONNECTIONS = 128
-#: Time for the last Event to be sent before the agent exits.
+#: Before the agent exits, it waits so long for the last Event to be sent.
 EVENT_SECONDS = 2.0
 
 _log = Logger("servers")
@@ -47,7 +47,7 @@ class Planner(SyncedObjects, Protocol):
 
 
 class Servers:
-    """Created and started by the sync loop, which reports to :attr:`observer`."""
+    """All servers. The sync loop creates and starts them, and reports to :attr:`observer`."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class Servers:
     ) -> None:
         """``addresses``: all addresses of this node's interfaces. ``more``: metrics of other packages.
 
-        ``local``: handler of the commands' socket, None: no socket.
+        ``local``: the handler of the socket for commands; None: no socket.
         """
         self._settings = settings
         self._events = events
@@ -88,11 +88,11 @@ class Servers:
         self._health_pages = HealthPages(health, self.observer.node_eligible, self.metrics.count)
         self._metrics_pages = metrics_pages(shown, self.metrics, settings.enable_profiling)
         self._local = local
-        #: Why this agent does not hold the health server's address; "": it does, or none is configured.
+        #: Why this agent has not bound the health server's address; "" if it has, or if none is configured.
         self._health_missing = "" if settings.healthz_address is None else "it is not bound yet"
 
     def start(self) -> None:
-        """Returns at once. A failed bind is logged and retried, or fatal (bindAddressHardFail)."""
+        """Start all servers; returns at once. A failed bind is logged and retried, or fatal (bindAddressHardFail)."""
         self._server.start()
         settings = self._settings
         if settings.healthz_address is not None:
@@ -114,7 +114,7 @@ class Servers:
         self._server.open_socket(listener, handler, self._server.pool(CONNECTIONS))
 
     def _ready(self, request: Request) -> Response:
-        """``/healthz``; 503 while another process serves it on this node instead of this agent."""
+        """``/healthz``, with status 503 while another process on this node has bound the health server's address."""
         if self._health_missing:
             text = f"this agent does not serve the health address: {self._health_missing}\n"
             return Response(503, TEXT_HEADERS, text.encode())

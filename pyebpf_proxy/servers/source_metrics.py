@@ -10,7 +10,7 @@ from pyebpf_proxy.servers.numbers import Gauge, MetricFamily
 
 
 class SourceMetrics:
-    """A ``kube.source.Critic``, called in several threads."""
+    """The metrics as a ``kube.source.Critic``, which several threads call."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

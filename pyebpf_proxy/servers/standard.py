@@ -23,7 +23,7 @@ _NO_LIMIT = float(1 << 64)
 
 
 def start_time() -> float:
-    """Start of this process, seconds since 1970; the current time if /proc does not have it."""
+    """When this process started, in seconds since 1970; the current time if /proc does not show it."""
     try:
         ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
         boot = next(line for line in Path("/proc/stat").read_text().splitlines() if line.startswith("btime "))
@@ -33,7 +33,7 @@ def start_time() -> float:
 
 
 def add_process(registry: Registry) -> None:
-    """prometheus_client's metrics of the process and of Python, and the memory limit that it lacks."""
+    """Add prometheus_client's metrics of the process and of Python, and the memory limit, which it lacks."""
     own = CollectorRegistry()
     prometheus_client.ProcessCollector(registry=own)
     prometheus_client.PlatformCollector(registry=own)
@@ -43,7 +43,7 @@ def add_process(registry: Registry) -> None:
 
 
 def add_slis(registry: Registry, start: float) -> None:
-    """Metrics of ``/metrics/slis`` besides the checks: the start of the process."""
+    """Add the start of the process, the metric of ``/metrics/slis`` besides the checks."""
     registry.add_collector(lambda: [_single("process_start_time_seconds", _START, start)])
 
 
@@ -51,7 +51,7 @@ _START = "[ALPHA] Start time of the process since unix epoch in seconds."
 
 
 def add_build(registry: Registry, gates: Mapping[str, tuple[str, bool]], alpha: int) -> None:
-    """Build and gates; ``gates``: stage and whether it is on, by name. ``alpha``: the number of ALPHA metrics."""
+    """Add build and gates. ``gates``: stage, and whether enabled, by name. ``alpha``: the number of ALPHA metrics."""
     build = _family("kubernetes_build_info", _BUILD, build_info(), [(tuple(build_info().values()), 1.0)])
     features = _family(
         "kubernetes_feature_enabled",
@@ -93,7 +93,7 @@ def build_info() -> dict[str, str]:
 
 
 def own_build() -> dict[str, str]:
-    """Labels of ``pyebpf_proxy_build_info``. ``commit``: "" unless the image was built with it (deploy/Dockerfile)."""
+    """Labels of ``pyebpf_proxy_build_info``. ``commit`` is "" unless the image contains it (deploy/Dockerfile)."""
     return {
         "version": __version__,
         "commit": os.environ.get(COMMIT, ""),
@@ -101,7 +101,7 @@ def own_build() -> dict[str, str]:
     }
 
 
-#: Names the commit that an image was built from.
+#: The file with the commit from which the image was built.
 COMMIT = "PYEBPF_PROXY_COMMIT"
 _OWN_BUILD = "Always 1: the version of pyebpf-proxy, the commit that it was built from, and the version of Python"
 _BUILD = (

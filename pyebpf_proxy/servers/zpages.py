@@ -18,7 +18,7 @@ kube-proxy {name}
 Warning: This endpoint is not meant to be machine parseable, has no formatting compatibility guarantees and is for \
 debugging purposes only.
 """
-#: One is chosen at random, to discourage parsing of the text.
+#: One of these is chosen at random, to discourage programs from parsing the text.
 _SEPARATORS = (":", ": ", "=", " ")
 
 _FLAGS_PAGE = """<html>
@@ -55,7 +55,7 @@ def flagz(flags: Mapping[str, str]) -> Handler:
 
 
 def statusz(paths: Iterable[str], start: float, clock: Callable[[], float] = time.time) -> Handler:
-    """Uptime, version and other paths. ``start``, ``clock``: seconds since 1970."""
+    """Uptime, version and a list of paths. ``start`` and ``clock`` are in seconds since 1970."""
     start = int(start)
     folders = sorted({f"/{path.split('/')[1]}" for path in paths})
     version = KUBERNETES_VERSION.removeprefix("v")
@@ -115,7 +115,7 @@ def verbosity(set_to: Callable[[int], None]) -> Handler:
 
 
 def no_profiles(request: Request) -> Response:
-    """Go's profiles do not exist here."""
+    """The answer for Go's profiles, which do not exist here."""
     return Response(
         404,
         (("Content-Type", "text/plain; charset=utf-8"), ("X-Content-Type-Options", "nosniff")),

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Addresses and prefixes as packed bytes, read as kube-proxy reads them (spec/service-semantics §1.2).
+"""Addresses and prefixes as packed bytes, parsed as kube-proxy does (spec/service-semantics §1.2).
 
-A hundred thousand endpoint addresses are parsed at start, so the common case is one ``inet_pton``. Texts that it
-rejects are parsed again with leading zeros, which count as decimal.
+A hundred thousand endpoint addresses may be parsed at the start, so the common case is one ``inet_pton``. Texts that it
+rejects are parsed again, with leading zeros read as decimal.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def format_address_port(packed: bytes, port: int) -> str:
 
 
 def parse_prefix(text: str) -> SourceRange | None:
-    """``address/length``, trimmed, leading zeros decimal, host bits cut off; None if it is malformed."""
+    """Parse ``address/length``; None if malformed. Removes white space and host bits; leading zeros are decimal."""
     address, slash, length = text.strip().partition("/")
     packed = parse_address(address)
     if packed is None or not slash or not (length.isascii() and length.isdigit()):
@@ -84,11 +84,11 @@ def contains(prefix: SourceRange, packed: bytes) -> bool:
 
 
 def unusable_reason(packed: bytes, *, link_local: bool = False) -> str | None:
-    """Why an address cannot be a frontend or an endpoint, as a noun phrase; None for a usable address.
+    """Why an address cannot be a frontend or an endpoint, as a noun phrase; None if it is usable.
 
-    The API server rejects these addresses too (spec/service-semantics §1.4). A zero address would denote a NodePort in
-    the maps. Loopback or link-local endpoints would let the author of an EndpointSlice reach services that are only for
-    the node (its daemons, a cloud's metadata server).
+    The API server also rejects these addresses (spec/service-semantics §1.4). In the maps, a zero address means a
+    NodePort. With loopback or link-local endpoints, the author of an EndpointSlice could reach services that are only
+    for the node: its daemons, or a cloud's metadata server.
 
     :param link_local: whether link-local addresses are usable (as frontends, not as endpoints).
     """

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which service port gets an address that several of them claim.
+"""Decides which service port gets an address that several service ports claim.
 
-The API server prevents most conflicts. They occur with manifests, stale data and externalIPs. In kube-proxy the order
-of writes decides (spec/service-semantics §8). Here the kind of address decides first: users may set any externalIP,
+The API server prevents most conflicts. They occur with manifests, stale data and externalIPs. In kube-proxy, the order
+of writes decides (spec/service-semantics §8). Here, the kind of address decides first: users may set any externalIP,
 but only the cluster allocates the other kinds. Then the older object wins, then the first by namespace and name. The
-losers are served as soon as the winner is gone.
+losers get the address as soon as the winner is gone.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FIELDS = {
     FrontendKind.LOAD_BALANCER: "status.loadBalancer.ingress",
     FrontendKind.NODE_PORT: "spec.ports.nodePort",
 }
-#: The smallest wins. Addresses that the cluster allocates come first, those that any user may set come last.
+#: The smallest rank wins. Addresses that the cluster allocates come first; those that any user may set come last.
 KIND_RANK = {
     FrontendKind.CLUSTER_IP: 0,
     FrontendKind.NODE_PORT: 1,
@@ -32,7 +32,7 @@ KIND_RANK = {
 
 
 class Claim(NamedTuple):
-    """A key of the data plane's frontend maps. A NodePort's address is all zero."""
+    """A key of the maps ``frontends4`` and ``frontends6``. The address of a NodePort is all zero."""
 
     address: bytes
     port: int
@@ -44,7 +44,7 @@ class Claim(NamedTuple):
 
 
 class Conflict(NamedTuple):
-    """A claim with several claimants. ``losers`` are not served at it; ``kinds``: the kind of address for each."""
+    """A claim of several service ports. The ``losers`` are not served there; ``kinds``: the kind of address of each."""
 
     claim: Claim
     winner: ServicePortName
@@ -58,9 +58,9 @@ def claim_of(name: ServicePortName, frontend: Frontend) -> Claim:
 
 
 class Claims:
-    """The claimants of every address. Only addresses with several of them cost more than a dictionary entry.
+    """The claimants of every address. An address with one claimant costs only a dictionary entry.
 
-    :param rank: orders claimants of one kind, the smallest wins.
+    :param rank: orders claimants whose address is of the same kind; the smallest wins.
     """
 
     def __init__(self, rank: Callable[[ServicePortName], Any]) -> None:
@@ -69,7 +69,7 @@ class Claims:
         self._contested: dict[Claim, set[ServicePortName]] = {}
 
     def holder(self, claim: Claim) -> ServicePortName | None:
-        """The service port that is served there, as last settled."""
+        """The service port that is served there, according to the last :meth:`settle`."""
         return self._holder.get(claim)
 
     def add(self, claim: Claim, name: ServicePortName) -> bool:
@@ -95,9 +95,9 @@ class Claims:
         return True
 
     def settle(self, claim: Claim, kind_of: Callable[[ServicePortName, Claim], FrontendKind]) -> Conflict | None:
-        """Decide a contested claim: the remaining conflict, or None if at most one claimant is left.
+        """Decide a contested claim. The result: the remaining conflict, or None if at most one claimant is left.
 
-        ``kind_of`` gives the kind of address for a claimant.
+        ``kind_of`` returns the kind of the claimant's address.
         """
         contenders = self._contested.get(claim, set())
         if not contenders:

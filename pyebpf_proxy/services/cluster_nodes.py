@@ -16,16 +16,17 @@ if TYPE_CHECKING:
 
 
 class NodeChange(NamedTuple):
-    """What has changed: something that every service port depends on; which Node has which address."""
+    """What has changed. ``for_all``: something that affects every service port. ``owners``: Nodes' addresses."""
 
     for_all: bool
     owners: bool
 
 
 class ClusterNodes:
-    """``facts``, ``topology`` and ``owners`` (Node names by address) are replaced when they change, never modified.
+    """The Nodes and ServiceCIDRs, and the facts about them.
 
-    ``node_ip``: replaces this Node's address of its family.
+    ``facts``, ``topology`` and ``owners`` (Node names by address) are replaced when they change, never modified.
+    ``node_ip`` replaces this Node's address of the same family.
     """
 
     def __init__(self, node_name: str, node_ip: bytes | None) -> None:
@@ -49,7 +50,7 @@ class ClusterNodes:
         return frozenset((address, node.kubelet_port) for node in known for address in node.addresses)
 
     def take(self, name: str, node: objects.Node | None) -> bool:
-        """Take a Node; None: deleted. Whether ``read`` has to be called."""
+        """Set a Node; None if it is deleted. True: ``read`` must be called."""
         view = view_node(node) if node is not None else None
         if self._nodes.get(name) == view:
             return False
@@ -60,7 +61,7 @@ class ClusterNodes:
         return True
 
     def take_service_cidr(self, name: str, value: objects.ServiceCIDR | None) -> bool:
-        """Take a ServiceCIDR; None: deleted. Whether ``facts`` have changed."""
+        """Set a ServiceCIDR; None if it is deleted. True: ``facts`` have changed."""
         spec = value.spec if value is not None else None
         cidrs = networks_of((spec.cidrs if spec is not None else None) or ())
         if self._service_cidrs.get(name, ()) == cidrs:
@@ -71,7 +72,7 @@ class ClusterNodes:
         return True
 
     def read(self) -> NodeChange:
-        """Bring the attributes up to date with the Nodes."""
+        """Update the attributes from the Nodes."""
         own, facts = self._nodes.get(self._node_name, NO_NODE), self.facts
         node_ips = self._node_ips(own)
         topology = Topology(self._node_name, own.zone)
@@ -88,7 +89,7 @@ class ClusterNodes:
         pod_cidrs = frozenset(cidr for node in self._nodes.values() for cidr in node.pod_cidrs)
         if pod_cidrs != facts.pod_cidrs:
             facts = replace(facts, pod_cidrs=pod_cidrs)
-        # If several Nodes claim an address, the first by name counts.
+        # If several Nodes have the same address, the first Node by name counts.
         owners = {
             address: name for name in sorted(self._nodes, reverse=True) for address in self._nodes[name].addresses
         }

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which addresses a service port gets: others may claim them too, or they belong to the cluster."""
+"""Decides which of its addresses a service port gets. Others may claim the same address, or the cluster may own it."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ Remember = Callable[[ServicePortName], None]
 
 
 class Disputes:
-    """Settles claims. ``leave`` and ``enter`` report changes; ``settle`` ends an update.
+    """Settles claims. ``leave`` and ``enter`` record changes; ``settle`` ends an update.
 
-    :param rank: orders claimants of one kind of address, the smallest wins.
+    :param rank: orders claimants whose address is of the same kind; the smallest wins.
     :param wanted: all service ports, with all addresses that they list.
     """
 
@@ -33,14 +33,14 @@ class Disputes:
         self._overlaps = overlaps
         self._claims = Claims(rank)
         self._conflicts: dict[Claim, Conflict] = {}
-        #: Claims that must be settled, and NodePorts whose holder may have changed.
+        #: Claims that must be settled, then NodePorts whose holder may have changed.
         self._disputed: set[Claim] = set()
         self._node_ports: set[Claim] = set()
         self.losses = Losses()
         self.guard = Guard(check, self._claims.holder)
 
     def leave(self, port: ServicePort) -> None:
-        """A service port is deleted, or replaced by a new version."""
+        """Record that a service port is deleted, or replaced by a new version."""
         for frontend in port.frontends:
             claim = claim_of(port.name, frontend)
             if frontend.kind is FrontendKind.NODE_PORT:
@@ -52,7 +52,7 @@ class Disputes:
                 self._disputed.add(claim)
 
     def enter(self, port: ServicePort) -> None:
-        """A service port is added, with all addresses that it lists."""
+        """Record that a service port is added, with all addresses that it lists."""
         for frontend in port.frontends:
             claim = claim_of(port.name, frontend)
             if frontend.kind is FrontendKind.NODE_PORT:
@@ -65,7 +65,7 @@ class Disputes:
     def settle(self, remember: Remember) -> None:
         """Settle everything that changed. ``remember`` is called before a service port changes.
 
-        NodePorts are settled first: their holder decides whether others may use them on a Node's address.
+        NodePorts are settled first: who holds one decides whether another Service may use its port on a Node's address.
         """
         kinds: dict[ServicePortName, dict[Claim, FrontendKind]] = {}
 
@@ -88,7 +88,7 @@ class Disputes:
         self._disputed, self._node_ports = set(), set()
 
     def _review(self, name: ServicePortName, remember: Remember) -> None:
-        """Check the addresses of a service port against the cluster's own."""
+        """Check the addresses of a service port against the cluster's own addresses again."""
         for frontend in self._wanted[name].frontends:
             claim = claim_of(name, frontend)
             lost = self.losses.of(name).get(claim)

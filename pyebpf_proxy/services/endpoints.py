@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""EndpointSlices to the endpoint lists of a service port (spec/service-semantics §1.4, §3).
+"""Computes the endpoint lists of a service port from EndpointSlices (spec/service-semantics §1.4, §3).
 
-Each slice is read once into a :class:`SliceView`: packed addresses, conditions as bits, local or not. The lists of a
-service port are built from the views of its Service only.
+Each slice is read once into a :class:`SliceView`: packed addresses, and flags for conditions and locality. The lists of
+a service port are built only from the views of its Service.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ READY = 1
 SERVING = 2
 TERMINATING = 4
 LOCAL = 8
-# Used only if no endpoint is ready: terminating, but still serving.
+# Endpoints that terminate, but still serve, are used only if no endpoint is ready.
 FALLBACK = SERVING | TERMINATING
 
 _FAMILIES = {"IPv4": IPFamily.IPV4, "IPv6": IPFamily.IPV6}
@@ -38,7 +38,7 @@ _NO_CONDITIONS = READY | SERVING
 
 
 class Hints(NamedTuple):
-    """Zone and node hints of an endpoint; None: it has no hint of that kind."""
+    """Zone and node hints of an endpoint; None if it has no hints of that kind."""
 
     zones: frozenset[str] | None
     nodes: frozenset[str] | None
@@ -52,8 +52,8 @@ PortNumbers = Mapping[tuple[str, Protocol], tuple[int, ...]]
 class SliceView(msgspec.Struct, frozen=True, gc=False):
     """The content of a slice: its family, port numbers by (name, protocol), endpoints in the slice's order.
 
-    Endpoints are packed to save memory: concatenated addresses, one byte of flags each, and hints if any endpoint has
-    some. Names of pods are stored by :mod:`pods`.
+    Endpoints are packed to save memory: concatenated addresses, one byte of flags each, and hints only if any endpoint
+    has some. ``pods`` has the names, packed by :mod:`pods`.
     """
 
     family: IPFamily
@@ -66,7 +66,7 @@ class SliceView(msgspec.Struct, frozen=True, gc=False):
     def members(self) -> Iterator[tuple[bytes, int, Hints]]:
         """Packed address, flags and hints of every endpoint."""
         addresses = (address for (address,) in _ADDRESS[self.family].iter_unpack(self.addresses))
-        return zip(addresses, self.flags, self.hints or repeat(NO_HINTS))  # noqa: B905 (one of them has no end)
+        return zip(addresses, self.flags, self.hints or repeat(NO_HINTS))  # noqa: B905 (repeat() is endless)
 
     def first(self, number: int) -> SliceView:
         """The slice with only its first endpoints and without names of pods."""
@@ -85,7 +85,7 @@ class Lists(NamedTuple):
     any_endpoints: bool
 
 
-#: Maximum of endpoints times ports of one Service in a family, so that it cannot fill the maps.
+#: Maximum of endpoints times ports of one Service in a family, so that no Service fills the maps.
 MOST_ENDPOINTS = 32768
 #: Maximum of endpoints read from one slice; the API server allows 1000.
 MOST_IN_SLICE = 10_000
@@ -109,7 +109,7 @@ def service_of(endpoint_slice: objects.EndpointSlice) -> str | None:
 
 
 def view_slice(endpoint_slice: objects.EndpointSlice, node_name: str) -> SliceView | None:
-    """Read a slice; None if its addressType is not an IP family. Unusable endpoints are left out."""
+    """Read a slice, without unusable endpoints. None if its addressType is not an IP family."""
     family = _FAMILIES.get(endpoint_slice.address_type or "")
     if family is None:
         return None
@@ -162,7 +162,7 @@ def _hints(hints: objects.EndpointHints) -> Hints:
     return _shared_hints(zones, nodes) if zones or nodes else NO_HINTS
 
 
-# Most slices share a few lists of ports, most endpoints a few zones: each is stored once.
+# There are few different lists of ports and few zones: the caches store each only once.
 
 
 @lru_cache(maxsize=1024)
@@ -186,8 +186,8 @@ class SliceEndpoint(NamedTuple):
     hints: Hints
 
 
-# Cache for services with several slices: a change of one slice must not read all others again. A slice of the
-# EndpointSlice controller has up to 100 endpoints; an endpoint takes about 200 bytes.
+# Size of a cache for Services with several slices: if one slice changes, the others are not read again. A slice of the
+# EndpointSlice controller has up to 100 endpoints, and an endpoint takes about 200 bytes.
 _KEPT_SLICES = 64
 
 
@@ -195,7 +195,7 @@ _KEPT_SLICES = 64
 def _entries(
     family: IPFamily, number: int, addresses: bytes, flags: bytes, hints: tuple[Hints, ...]
 ) -> dict[str, SliceEndpoint] | None:
-    """The endpoints of a slice for one port number, by the text ``ip:port``, sorted; None if a text occurs twice."""
+    """The endpoints of a slice for one port number, by the text ``ip:port``, sorted. None if a text occurs twice."""
     view = SliceView(family, {}, addresses, flags, hints)
     found = {
         format_address_port(address, number): SliceEndpoint(Endpoint(address, number, flag & LOCAL != 0), flag, hint)
@@ -217,7 +217,7 @@ def entries(protocol: Protocol) -> int:
 def merge(views: Sequence[SliceView], port: tuple[str, Protocol], most: int = MOST_ENDPOINTS) -> list[SliceEndpoint]:
     """The endpoints of one service port, without duplicates, in the order of the text ``ip:port``.
 
-    At most ``most``, the first ones slice by slice; the others are not read.
+    At most ``most`` are returned, from the first slices; the others are not read.
     """
     if count(views, port) <= most:
         return _merge(views, port)
@@ -236,7 +236,7 @@ def _merge(views: Sequence[SliceView], port: tuple[str, Protocol]) -> list[Slice
     """All endpoints of one service port."""
     numbers = [(view, number) for view in views for number in view.ports.get(port, ())]
     if len(numbers) > 1:
-        # The usual case: no endpoint is in two slices.
+        # Faster for the usual case, in which no endpoint is in two slices.
         found: dict[str, SliceEndpoint] = {}
         for view, number in numbers:
             entries = _entries(view.family, number, view.addresses, view.flags, view.hints)
@@ -265,7 +265,7 @@ def _merge_duplicates(numbers: Iterable[tuple[SliceView, int]]) -> list[SliceEnd
 def choose_lists(
     known: Sequence[SliceEndpoint], topology: Topology, *, cluster: bool, local: bool, serving: bool
 ) -> Lists:
-    """The lists of §3. ``cluster``, ``local``, ``serving``: which of them are needed."""
+    """The lists of §3. ``cluster``, ``local`` and ``serving`` say which of them are needed."""
     if not known:
         return NO_LISTS
     cluster_list: list[Endpoint] = []
@@ -287,9 +287,9 @@ def choose_lists(
 
 
 def _nearest(ready: list[SliceEndpoint], topology: Topology) -> list[SliceEndpoint]:
-    """The ready topology filter: by node hints, else by zone hints, else everything (§3)."""
+    """Filter ready endpoints by node hints, else by zone hints; without usable hints, return all (§3)."""
     if not ready or (ready[0].hints.zones is None and ready[0].hints.nodes is None):
-        return ready  # the usual case: one endpoint without hints is enough
+        return ready  # the usual case: hints are used only if every endpoint has some
     if all(entry.hints.nodes for entry in ready):
         near = [entry for entry in ready if topology.node in (entry.hints.nodes or ())]
         if near:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a Service to its service ports, without endpoints (spec/service-semantics §§1, 7)."""
+"""Computes the service ports of a Service, without endpoints (spec/service-semantics §§1, 7)."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ SERVICE_PROXY_NAME_LABEL = "service.kubernetes.io/service-proxy-name"
 
 DEFAULT_AFFINITY_SECONDS = 10800
 
-# Limits of one Service in a family, so that it cannot fill the maps (docs/objects.md, "What one Service may take").
+# Limits of one Service in a family, so that none fills the maps (docs/objects.md, "What one Service may take").
 MOST_PORTS = 1024
-#: Addresses besides the ClusterIP, times ports.
+#: Maximum of addresses besides the ClusterIP, times ports.
 MOST_EXTERNAL = 2048
 MOST_RANGES = 1024
 
@@ -63,14 +63,15 @@ def service_ports(
 ) -> tuple[ServicePort, ...]:
     """Every service port of a Service in each of its families, with empty endpoint lists.
 
-    ``external_ips``: whether they are served (feature gate AllowServiceExternalIPs). ``denied``: what is left out.
+    ``external_ips``: whether external IPs are served (feature gate AllowServiceExternalIPs). ``denied``: the parts that
+    are not served.
 
-    Addresses are in the order ClusterIP, LoadBalancer VIPs, external IPs, NodePort; a duplicate counts as the first of
-    these kinds.
+    Addresses are in the order ClusterIP, load balancer VIPs, external IPs, NodePort. If one address is of several
+    kinds, the first of these counts.
     """
     if not is_served(service) or denied & Denied.PORTS:
         return ()
-    # Of two ports with the same identity the last one wins.
+    # If two ports have the same identity, the last one wins.
     found: dict[ServicePortName, ServicePort] = {}
     for family in IPFamily:
         cluster_ip = _cluster_ip(service.spec, family)
@@ -123,12 +124,12 @@ def _ports_of_family(
 
 
 def _most_addresses(spec: objects.ServiceSpec) -> int:
-    """The number of addresses, each with all ports, that a Service may have in a family besides its ClusterIP."""
+    """How many addresses besides its ClusterIP a Service may have in a family; each has all its ports."""
     return MOST_EXTERNAL // max(1, min(len(spec.ports or ()), MOST_PORTS))
 
 
 def need(service: objects.Service, *, external_ips: bool = True) -> Need:
-    """An upper bound of what a Service takes of its namespace's share; its ports are counted, not built."""
+    """An upper bound of what a Service uses of its namespace's limits, without building its ports."""
     spec = service.spec
     number = min(len(spec.ports or ()), MOST_PORTS)
     node_ports = sum(1 for port in (spec.ports or ())[:MOST_PORTS] if port.node_port)
@@ -151,7 +152,7 @@ def _count(texts: Iterable[str], family: IPFamily) -> int:
 
 
 def reduced(port: ServicePort, denied: Denied) -> ServicePort | None:
-    """A service port without what is denied; None if nothing remains."""
+    """A service port without the denied parts; None if nothing remains."""
     family = port.name.family
     if denied & Denied.PORTS:
         return None
@@ -166,7 +167,7 @@ def reduced(port: ServicePort, denied: Denied) -> ServicePort | None:
 
 
 def over_limits(service: objects.Service, *, external_ips: bool = True) -> tuple[str, ...]:
-    """What is left out of a Service that is over a limit, each ``field: what``; its ports are counted, not built."""
+    """What is not served of a Service that is over a limit, each as ``field: what``, without building its ports."""
     spec = service.spec
     found = []
     if (ports := len(spec.ports or ())) > MOST_PORTS:
@@ -230,12 +231,12 @@ def _usable(family: IPFamily, texts: Iterable[str]) -> list[bytes]:
 
 def _source_ranges(spec: objects.ServiceSpec, family: IPFamily) -> tuple[SourceRange, ...]:
     ranges = set(_ranges_of(spec, family, MOST_RANGES))
-    # A range with every address is no restriction.
+    # A range that contains every address removes the restriction.
     return () if any(prefix.prefix_length == 0 for prefix in ranges) else tuple(sorted(ranges))
 
 
 def _ranges_of(spec: objects.ServiceSpec, family: IPFamily, most: int | None) -> Iterator[SourceRange]:
-    """The first ranges of a family, at most as many as requested."""
+    """The first ranges of a family, at most ``most``; None: all."""
     size = len(UNSPECIFIED[family])
     found = (
         prefix

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Refuses external IPs that belong to the cluster itself or to another tenant. A tenant is a namespace.
 
-A user who may create Services can set any externalIP, and kube-proxy then redirects its traffic (CVE-2020-8554).
+A user who may create Services can set any externalIP, and kube-proxy then translates traffic to it (CVE-2020-8554).
 docs/objects.md lists the refused addresses and the reasons.
 """
 
@@ -27,9 +27,9 @@ _GUARDED = (FrontendKind.EXTERNAL_IP, FrontendKind.LOAD_BALANCER)
 
 
 class Guard:
-    """The cluster's own addresses, and the check of frontends against them.
+    """Knows the cluster's own addresses, and checks frontends against them.
 
-    :param node_port: returns the holder of a NodePort, by its claim.
+    :param node_port: returns the service port that holds the claim of a NodePort.
     """
 
     def __init__(self, check: Check, node_port: Callable[[Claim], ServicePortName | None]) -> None:
@@ -39,7 +39,7 @@ class Guard:
         self._kubelets: frozenset[tuple[bytes, int]] = frozenset()
         self._api_servers: frozenset[Place] = frozenset()
         self._ranges: dict[IPFamily, list[tuple[int, int, Network]]] = {family: [] for family in IPFamily}
-        #: The cluster's addresses changed: every frontend must be checked again.
+        #: The cluster's addresses have changed: every frontend must be checked again.
         self.changed = False
 
     def set_nodes(self, nodes: Mapping[bytes, str]) -> None:
@@ -66,10 +66,10 @@ class Guard:
             self._ranges[IPFamily(network.version)].append((shift, int(network.network_address) >> shift, network))
 
     def why_not(self, name: ServicePortName, frontend: Frontend) -> str:
-        """Why a frontend is refused, as a noun phrase for the address; empty: it is accepted.
+        """Why a frontend is refused: what its address is, as a noun phrase. Empty: it is accepted.
 
-        The cluster allocates ClusterIPs and NodePorts. It also allocates load balancer addresses, but not their ports:
-        on a Node's address they may be NodePorts of other Services.
+        ClusterIPs and NodePorts need no check, because the cluster allocates them. It also allocates the addresses of
+        load balancers, but not their ports: on a Node's address, such a port may be the NodePort of another Service.
         """
         if frontend.kind not in _GUARDED or self._check == "unchecked":
             return ""

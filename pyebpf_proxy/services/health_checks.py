@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Health check node ports and their numbers of local endpoints (spec/service-semantics §11.1)."""
+"""Health check node ports, and how many local endpoints each reports (spec/service-semantics §11.1)."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class HealthChecks:
 
 
 def health_check_port(service: objects.Service) -> int:
-    """The Service's health check node port, 0 if none is in use."""
+    """The Service's health check node port; 0 if it does not use one."""
     if service.spec.type != "LoadBalancer" or service.spec.external_traffic_policy != "Local":
         return 0
     return service.spec.health_check_node_port or 0

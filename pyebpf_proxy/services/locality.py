@@ -9,7 +9,7 @@ from pyebpf_proxy.services.model import IPFamily, ServicePort, ServicePortName
 
 
 class NoLocal:
-    """The number of these service ports, updated incrementally."""
+    """Counts these service ports, incrementally."""
 
     def __init__(self) -> None:
         self._internal: dict[IPFamily, set[ServicePortName]] = {family: set() for family in IPFamily}

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Addresses that a Service lists but that are not served for it: which, why, and the log lines about them.
+"""Losses: addresses that a Service lists, but at which it is not served. Has the reasons and the log lines.
 
 Lines are formatted only for changed Services, when new messages are requested. A Service with 20 000 conflicts costs
-nothing while others change, and never logs more than a few lines.
+nothing while other Services change, and never logs more than a few lines.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from typing import NamedTuple
 from pyebpf_proxy.services.claims import FIELDS, Claim
 from pyebpf_proxy.services.model import FrontendKind, ServicePortName
 
-#: At most this many addresses of a Service are logged; for the others only their number.
+#: At most this many addresses of a Service are logged; of the others, only their number.
 LINES = 8
-#: The reason of an Event about an address that was refused.
+#: The reason in an Event about an address that was refused.
 REFUSED = "AddressRefused"
 OVER_LIMIT = "OverLimit"
 
 
 class LossMessage(NamedTuple):
-    """A log line about a Service. ``reason``: of its Event, empty for no Event."""
+    """A log line about a Service. ``reason``: that of the Event to record; empty: no Event."""
 
     namespace: str
     name: str
@@ -31,7 +31,8 @@ class LossMessage(NamedTuple):
 
 
 class Loss(NamedTuple):
-    """A service port is not served at ``claim``: ``winner`` is, or (None) it was refused. ``str`` gives the message."""
+    """A service port is not served at ``claim``, but ``winner`` is; None: the claim was refused, with the reason
+    ``why``. ``str`` returns the message."""
 
     name: ServicePortName
     claim: Claim
@@ -47,13 +48,13 @@ class Loss(NamedTuple):
 
 
 class LossReport:
-    """Log lines of Services. Each is logged once, and again if the problem ends and comes back."""
+    """Remembers the log lines of Services. Each is logged once, and again if the problem has ended and returns."""
 
     def __init__(self) -> None:
         self._reported: dict[tuple[str, str], frozenset[LossMessage]] = {}
 
     def new_lines(self, key: tuple[str, str], lines: Iterable[LossMessage]) -> list[LossMessage]:
-        """The new ones among ``lines``, which are all current lines of a Service."""
+        """Those of ``lines`` that are new. ``lines`` are all current lines of a Service."""
         lines = list(lines)
         before = self._reported.pop(key, frozenset())
         if lines:
@@ -73,11 +74,11 @@ class Losses:
         self._report = LossReport()
         #: The current number of losses.
         self.count = 0
-        #: Services over a limit, and what is left out, as ``field: what``.
+        #: Services over a limit, and what is not served, as ``field: what``.
         self.over: dict[tuple[str, str], tuple[str, ...]] = {}
 
     def set_over(self, key: tuple[str, str], what: tuple[str, ...]) -> None:
-        """Set what is left out of a Service that is over a limit; empty: it is within its limits."""
+        """Set what is not served of a Service that is over a limit; empty if it is within its limits."""
         if self.over.pop(key, ()) != what:
             self._touched[key] = None
         if what:
@@ -115,7 +116,7 @@ class Losses:
                 del self._of[key]
 
     def new_messages(self) -> list[LossMessage]:
-        """The lines that were not logged before."""
+        """Log lines that have not been returned before."""
         touched, self._touched = self._touched, {}
         return [line for key in touched for line in self._report.new_lines(key, self._lines(key))]
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The desired state of the data plane: frontends, endpoints and policies of each service port.
 
-Pure values. ``services.planner`` computes them from Kubernetes objects, ``datapath`` converts them to map entries.
-Neither API objects nor maps appear here.
+They are pure values: ``services.planner`` computes them from Kubernetes objects, and ``datapath`` converts them to map
+entries.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pyebpf_proxy.common import bpf_constants
 
 
 class IPFamily(enum.IntEnum):
-    """IP family of a service port; every value in a plan belongs to exactly one."""
+    """IP family of a service port; every value in a plan belongs to exactly one family."""
 
     IPV4 = 4
     IPV6 = 6
@@ -54,7 +54,7 @@ class ServicePortName(NamedTuple):
 
 
 class Frontend(NamedTuple):
-    """An address of a service port. Packed address, network order; all zero for a NodePort."""
+    """An address of a service port. It is packed, in network order; all zero for a NodePort."""
 
     kind: FrontendKind
     address: bytes
@@ -62,9 +62,9 @@ class Frontend(NamedTuple):
 
 
 class Endpoint(msgspec.Struct, frozen=True, gc=False):
-    """One usable endpoint. Packed address, network order; port as a number.
+    """One usable endpoint. The address is packed, in network order; the port is a number.
 
-    A struct instead of a tuple takes half the memory; there may be a hundred thousand of them.
+    A struct takes half the memory of a tuple, and there may be a hundred thousand of them.
     """
 
     address: bytes
@@ -83,9 +83,9 @@ class ServicePort(msgspec.Struct, frozen=True, gc=False):
     """Everything the data plane needs for one service port in one family.
 
     ``cluster`` and ``local`` are the lists of spec/service-semantics §3, in the order of the text ``ip:port``.
-    ``serving`` has every serving endpoint (ready or not), for UDP only: flows to other endpoints are stale (§10).
-    ``source_ranges`` is empty if no restriction is in force (§7). ``vip_source_allowed``: the node is inside one of
-    them, so the service's own VIPs may be sources too.
+    ``serving`` has every serving endpoint, ready or not, for UDP only: flows to other endpoints are stale (§10).
+    ``source_ranges`` is empty if sources are not restricted (§7). ``vip_source_allowed``: the node's address is in one
+    of these ranges, so the service's own VIPs are also allowed as sources.
     """
 
     name: ServicePortName

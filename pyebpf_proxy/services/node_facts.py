@@ -11,7 +11,7 @@ from pyebpf_proxy.services.model import IPFamily
 
 @dataclass(frozen=True, slots=True)
 class NodeFacts:
-    """Packed addresses, network order."""
+    """Addresses are packed, in network order."""
 
     #: Addresses of this Node, at most one of each family (spec/configuration §5.3).
     node_ips: dict[IPFamily, bytes] = field(default_factory=dict)

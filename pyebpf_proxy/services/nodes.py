@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is read from Nodes: zone and IPs of this Node, pod CIDRs and addresses of all (spec/configuration §5.3)."""
+"""Reads Nodes: zone and IPs of this Node, pod CIDRs and addresses of all Nodes (spec/configuration §5.3)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pyebpf_proxy.services.model import IPFamily
 if TYPE_CHECKING:
     from pyebpf_proxy.kube import objects
 
-#: Set by the cluster autoscaler before it removes a Node.
+#: The cluster autoscaler sets this taint before it removes a Node.
 TO_BE_DELETED_TAINT = "ToBeDeletedByClusterAutoscaler"
 ZONE_LABEL = "topology.kubernetes.io/zone"
 
@@ -21,7 +21,7 @@ Network = IPv4Network | IPv6Network
 
 
 class NodeView(NamedTuple):
-    """The used part of one Node.
+    """The fields of one Node that are used.
 
     ``ips``: at most one address per family, InternalIP before ExternalIP; the first key is the primary family.
     ``addresses``: every InternalIP and ExternalIP. ``pod_cidrs``: in the Node's order. ``kubelet_port``: 0 if unknown.
@@ -60,7 +60,7 @@ def view_node(node: objects.Node) -> NodeView:
 
 
 def networks_of(texts: Iterable[str]) -> tuple[Network, ...]:
-    """CIDRs as Kubernetes writes them; malformed ones are left out."""
+    """Parse CIDRs of Kubernetes objects; malformed ones are left out."""
     return tuple(ip_network(format_prefix(prefix)) for text in texts if (prefix := parse_prefix(text)))
 
 

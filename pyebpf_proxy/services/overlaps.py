@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Service addresses that are also addresses of Nodes.
 
-This is allowed (spec/service-semantics §13): the Service is served at its port, the Node's own programs and NodePorts
-at other ports. A program of the Node that listens on the same port becomes unreachable, so the overlap is logged.
+This is allowed (spec/service-semantics §13): the Service uses its port, and the Node's own programs and NodePorts use
+other ports. A program of the Node that listens on the Service's port becomes unreachable, so the overlap is logged.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Overlap(NamedTuple):
 
 
 class Overlaps:
-    """All overlaps, updated by service. A change of the Nodes' addresses checks all services."""
+    """All overlaps. They are updated for each Service; a change of the Nodes' addresses checks all Services."""
 
     def __init__(self) -> None:
         self._owners: Mapping[bytes, str] = {}
@@ -49,17 +49,17 @@ class Overlaps:
         return frozenset(overlap for of in self._found.values() for overlap in of)
 
     def at(self, node_port: Claim) -> Iterable[ServicePortName]:
-        """Service ports that use an address of a Node with the port and protocol of a NodePort."""
+        """Service ports with an address of a Node and the port and protocol of this NodePort."""
         family = IPFamily.IPV4 if len(node_port.address) == 4 else IPFamily.IPV6
         return self._by_port.get((family, node_port._replace(address=b"")), ())
 
     def new_messages(self) -> list[LossMessage]:
-        """The lines that were not logged before."""
+        """Log lines that have not been returned before."""
         touched, self._touched = self._touched, {}
         return [line for key in touched for line in self._report.new_lines(key, self._lines(key))]
 
     def service(self, key: Key, ports: Iterable[ServicePort]) -> None:
-        """Set the ports of a Service; none: it is deleted."""
+        """Set the ports of a Service; none if it is deleted."""
         owners = self._owners
         found = tuple(
             Overlap(port.name, frontend, owners[frontend.address])
@@ -83,7 +83,7 @@ class Overlaps:
             self._by_port.setdefault(_by_port(overlap), set()).add(overlap.name)
 
     def nodes(self, owners: Mapping[bytes, str], services: Iterable[tuple[Key, Iterable[ServicePort]]]) -> None:
-        """Set the Nodes' addresses, by packed address; ``services``: all services with their ports."""
+        """Set the Node names by packed address, and check ``services``: all Services with their ports."""
         self._owners = owners
         for key, ports in services:
             self.service(key, ports)

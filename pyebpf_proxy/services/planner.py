@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Computes service ports from objects. The cost of a change depends on what it affects, not on the cluster's size.
 
-State is indexed by Service: a changed slice rebuilds only the lists of its Service. Only zone and IPs of this Node
-affect all Services.
+The state is indexed by Service: a changed slice rebuilds only the lists of its Service. Only the zone and the IPs of
+this Node affect all Services.
 """
 
 from __future__ import annotations
@@ -44,11 +44,12 @@ class ServiceKey(NamedTuple):
 
 
 class _Service(msgspec.Struct, frozen=True, gc=False):
-    """What is kept of a Service that is served: less than half the memory of the whole object.
+    """What is stored of a served Service: it takes less than half the memory of the whole object.
 
     ``ports`` have no endpoints yet. ``created`` is used only in conflicts. ``health_check_port``: 0 for none. ``over``:
-    what is left out because it is over a limit. ``held``: the object, or all of its ports, compressed, if something is
-    left out because its namespace is at its limit; the Service is rebuilt from it when that changes.
+    what is not served because the Service is over a limit. ``held``: set if something is not served because the
+    namespace is over its limit. It is the object, or all of its ports, compressed; the Service is rebuilt from it when
+    its share changes.
     """
 
     ports: tuple[ServicePort, ...]
@@ -61,10 +62,10 @@ class _Service(msgspec.Struct, frozen=True, gc=False):
 class PlanSettings(msgspec.Struct, frozen=True):
     """The inputs of the plan besides the objects.
 
-    ``node_name``: of this Node, as in ``nodeName`` of endpoints. ``node_ip``: packed address of a ``bindAddress`` that
-    is not unspecified; it replaces the Node's own of that family (spec/configuration §5.3). ``external_ips``: whether
-    external IPs are served (feature gate AllowServiceExternalIPs). ``check``: which of them are refused. ``limits``:
-    those of one namespace.
+    ``node_name``: the name of this Node, as in ``nodeName`` of endpoints. ``node_ip``: the packed ``bindAddress``, if
+    it is not unspecified; it replaces the Node's address of that family (spec/configuration §5.3). ``external_ips``:
+    whether external IPs are served (feature gate AllowServiceExternalIPs). ``check``: which of them are refused.
+    ``limits``: the limits of a namespace.
     """
 
     node_name: str
@@ -86,7 +87,7 @@ class Planner:
             family: EndpointShares(most) for family, most in zip(IPFamily, settings.limits.endpoints, strict=True)
         }
         self._nodes = ClusterNodes(settings.node_name, settings.node_ip)
-        # All addresses that the service ports list, and those that they lost to others.
+        # The service ports with all addresses that they list, including those that others get.
         self._wanted: dict[ServicePortName, ServicePort] = {}
         self._health_checks = HealthChecks()
         self._overlaps = Overlaps()
@@ -95,7 +96,7 @@ class Planner:
 
     @property
     def facts(self) -> NodeFacts:
-        """The facts from the Nodes and ServiceCIDRs. Replaced when they change, never modified."""
+        """The facts from the Nodes and ServiceCIDRs. The object is replaced when they change, never modified."""
         return self._nodes.facts
 
     @property
@@ -105,7 +106,7 @@ class Planner:
 
     @property
     def conflicts(self) -> frozenset[Loss]:
-        """The addresses that are currently not served for their Services; a copy. ``str`` gives the message."""
+        """Addresses at which their Services are currently not served; a copy. ``str`` returns the message."""
         return frozenset(self._disputes.losses)
 
     @property
@@ -115,12 +116,12 @@ class Planner:
 
     @property
     def over(self) -> Mapping[tuple[str, str], tuple[str, ...]]:
-        """Services over a limit, and what is left out. Only for the planning thread."""
+        """Services over a limit, and what is not served. Only for the planning thread."""
         return self._disputes.losses.over
 
     @property
     def overlaps(self) -> frozenset[Overlap]:
-        """Current service addresses that are also a Node's; a copy. ``str`` gives the message."""
+        """Current service addresses that are also a Node's; a copy. ``str`` returns the message."""
         return self._overlaps.all
 
     @property
@@ -129,11 +130,11 @@ class Planner:
         return self._overlaps.count
 
     def new_messages(self) -> tuple[list[LossMessage], list[LossMessage]]:
-        """Log lines about ``conflicts`` and ``overlaps`` that were not logged before; a few lines for each Service."""
+        """Log lines about ``conflicts``, then about ``overlaps``, that have not been returned before."""
         return self._disputes.losses.new_messages(), self._overlaps.new_messages()
 
     def differs(self, namespace: str, name: str, service: objects.Service | None) -> bool:
-        """Whether a Service (None: deleted) differs from what the last update processed."""
+        """Whether a Service differs from what the last update processed; None if it is deleted."""
         key = ServiceKey(namespace, name)
         known = self._services.get(key)
         if known is None or service is None:
@@ -142,11 +143,11 @@ class Planner:
         return now is None or (now.ports, now.health_check_port) != (known.ports, known.health_check_port)
 
     def pods(self, addresses: Collection[bytes]) -> Mapping[bytes, str]:
-        """The pods with these addresses, ``namespace/name``, as far as slices name them. Safe in any thread."""
+        """By address, the pod ``namespace/name`` that a slice names. Safe in any thread."""
         return self._slices.pods(addresses)
 
     def service_of_slice(self, namespace: str, name: str) -> tuple[str, str] | None:
-        """Namespace and name of the Service that a slice in use belongs to."""
+        """Namespace and name of the Service to which a slice in use belongs."""
         return self._slices.service_of((namespace, name))
 
     def counts(self) -> dict[str, int]:
@@ -159,11 +160,11 @@ class Planner:
 
     @property
     def health_checks(self) -> Mapping[HealthCheckName, HealthCheck]:
-        """Health check node ports and their answers. Replaced, never modified."""
+        """Health check node ports and their answers. The mapping is replaced, never modified."""
         return self._health_checks.wanted
 
     def get(self, name: ServicePortName) -> ServicePort | None:
-        """A service port as planned: without the addresses that it lost to others."""
+        """A service port as planned: without the addresses at which it is not served."""
         wanted = self._wanted.get(name)
         lost = self._disputes.losses.of(name)
         if wanted is None or not lost:
@@ -172,18 +173,18 @@ class Planner:
         return msgspec.structs.replace(wanted, frontends=kept)
 
     def oldest_first(self) -> Iterator[ServicePortName]:
-        """All service ports, the oldest Service first: the order in which they get entries of the maps."""
+        """All service ports, the oldest Service first. In this order they get map entries."""
         services = self._services
         for key in sorted(services, key=self._age):
             yield from (port.name for port in services[key].ports)
 
     def _age(self, key: tuple[str, str]) -> tuple[str, tuple[str, str]]:
-        # Timestamps of the API server sort as texts. A Service without one counts as the youngest.
+        # Timestamps of the API server can be compared as texts. A Service without one counts as the youngest.
         known = self._services.get(ServiceKey(*key))
         return (known.created if known is not None else "") or "~", key
 
     def update(self, changes: Iterable[Change]) -> Delta:
-        """Process changes. Returns every service port that changed, None for a deleted one."""
+        """Process changes. The result: every service port that has changed; None for a deleted one."""
         services: dict[ServiceKey, objects.Service | None] = {}
         touched: set[ServiceKey] = set()
         nodes_changed = False
@@ -222,7 +223,7 @@ class Planner:
     # ---- processing objects ------------------------------------------------------------------------------------
 
     def _read_service(self, key: ServiceKey, service: objects.Service) -> _Service | None:
-        """Store a Service; None: it is not served."""
+        """The stored form of a Service; None if it is not served."""
         if not frontends.is_served(service):
             return None
         external_ips, denied = self._settings.external_ips, self._shares.denied(key)
@@ -234,7 +235,7 @@ class Planner:
         return _Service(ports, created, health_check_port(service), over, service if denied else None)
 
     def _share_out(self, services: Mapping[ServiceKey, objects.Service | None]) -> set[ServiceKey]:
-        """Count what these Services need. Returns the other Services whose share changed."""
+        """Count what these Services need. The result: other Services whose share has changed."""
         for key, service in services.items():
             served = service is not None and frontends.is_served(service)
             need = frontends.need(service, external_ips=self._settings.external_ips) if served and service else None
@@ -247,7 +248,7 @@ class Planner:
         return {ServiceKey(*key) for key in self._shares.settle(age)} - services.keys()
 
     def _with_share(self, key: ServiceKey) -> _Service | None:
-        """Rebuild a Service whose share changed."""
+        """Rebuild a Service whose share has changed."""
         known = self._services.get(key)
         if known is None:
             return None
@@ -260,7 +261,7 @@ class Planner:
         return self._with_node_ips(msgspec.structs.replace(known, ports=reduced, held=held if denied else None))
 
     def _share_endpoints(self, touched: Iterable[ServiceKey]) -> set[ServiceKey]:
-        """Count the endpoints of these Services. Returns all Services whose share changed."""
+        """Count the endpoints of these Services. The result: all Services whose share has changed."""
         for key in touched:
             views = self._slices.of(key).values()
             numbers = dict.fromkeys(IPFamily, 0)
@@ -292,7 +293,7 @@ class Planner:
         return [ServiceKey(*key) for key in touched]
 
     def _read_nodes(self) -> bool:
-        """After a change of Nodes: whether it affects all Services."""
+        """Process a change of Nodes. True if it affects all Services."""
         differs = self._nodes.read()
         guard = self._disputes.guard
         if differs.owners:
@@ -310,7 +311,7 @@ class Planner:
 
     def _replace_service(self, key: ServiceKey, known: _Service | None, before: Delta) -> None:
         """Replace the ports of a Service and their claims."""
-        # Recorded for all ports before anything changes: lost addresses are part of the old state.
+        # Record the state of all ports before any of them changes: it includes who has which address.
         old = self._ports_of(key)
         for template in old:
             self._remember(template.name, before)
@@ -331,7 +332,7 @@ class Planner:
         left = {family: 2 * endpoints.MOST_ENDPOINTS if most is None else most for family, most in allowed.items()}
         left_of_service = dict.fromkeys(IPFamily, endpoints.MOST_ENDPOINTS)
         views = self._slices.of(key)
-        # Sorted by slice name: the choice between duplicates does not depend on the order of arrival.
+        # Sort by slice name, so that the choice between duplicates does not depend on the order of arrival.
         ordered = [views[slice_name] for slice_name in sorted(views)]
         by_family = {family: [view for view in ordered if view.family is family] for family in IPFamily}
         wanted = dict.fromkeys(IPFamily, 0)
@@ -385,7 +386,7 @@ class Planner:
         )
 
     def _rank(self, name: ServicePortName) -> Any:
-        """Older first, unknown age last, then by namespace and name (spec/service-semantics §8 leaves it open)."""
+        """Older Services first, unknown age last, then by name; spec/service-semantics §8 does not define an order."""
         known = self._services.get(ServiceKey(name.namespace, name.name))
         try:
             created = datetime.datetime.fromisoformat(known.created if known is not None else "")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names of the pods of a slice, compressed: pods of one ReplicaSet differ only in their last five letters.
+"""Stores the names of a slice's pods compactly: pods of one ReplicaSet differ only in their last five letters.
 
 A hundred thousand names take one or two megabytes. They are only displayed; no decision depends on them.
 """
@@ -14,7 +14,10 @@ _SEPARATOR, _NO_POD = "\0", "/"
 
 
 def packed(names: Sequence[str]) -> bytes:
-    """The common prefix and the rest of each name; "" is an endpoint that is not a pod. b"": none is a pod."""
+    """Pack names: the common prefix, then the rest of each. "" stands for an endpoint that is not a pod.
+
+    The result is b"" if no endpoint is a pod.
+    """
     known = [name for name in names if name]
     if not known:
         return b""
@@ -24,7 +27,7 @@ def packed(names: Sequence[str]) -> bytes:
 
 
 def unpacked(data: bytes) -> Iterator[str]:
-    """The names, "" for an endpoint that is not a pod; empty if no endpoint is a pod."""
+    """Unpack the names, with "" for an endpoint that is not a pod; nothing if no endpoint is a pod."""
     if data:
         common, *rests = data.decode().split(_SEPARATOR)
         yield from ("" if rest == _NO_POD else common + rest for rest in rests)

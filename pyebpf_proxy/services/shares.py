@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Limits of all Services of one namespace together, so that no namespace fills a map (docs/objects.md).
+"""Limits of a namespace, for all its Services together, so that no namespace fills a map (docs/objects.md).
 
-An eighth of every map is reserved for the other namespaces. A Service that does not fit is counted, but not built.
-Older Services come first, and ClusterIPs before other addresses. The result depends only on the Services, not on the
-order of their arrival. For a namespace within its limits a change costs a few additions.
+An eighth of every map is reserved for the other namespaces. A Service that does not fit is counted, but not served.
+Older Services have priority, and ClusterIPs have priority over other addresses. The result depends only on the
+Services, not on the order of their arrival. In a namespace within its limits, a change costs a few additions.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import msgspec
 from pyebpf_proxy.services.model import IPFamily
 
 Key = tuple[str, str]
-#: Sort key by key of a Service: the smallest comes first.
+#: Returns the sort key for the key of a Service: the smallest comes first.
 Age = Callable[[Key], tuple[str, Key]]
 #: A number for each family, IPv4 first.
 Pair = tuple[int, int]
 
-#: This fraction (1/n) of a map is reserved for the other namespaces.
+#: One part in this many of a map is reserved for the other namespaces.
 RESERVED = 8
 
 
@@ -32,10 +32,10 @@ def share(entries: int) -> int:
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """The limits of a namespace: service ports of both families; the others by family.
+    """The limits of a namespace: service ports for both families together, the others for each family.
 
-    ``frontends``: addresses and ports. ``ranges``: loadBalancerSourceRanges, counted by service port. ``endpoints``:
-    counted by service port, those of UDP twice, as they have two entries.
+    ``frontends``: pairs of address and port. ``ranges``: loadBalancerSourceRanges, counted for each service port.
+    ``endpoints``: counted for each service port; UDP endpoints count twice, because they have two map entries.
     """
 
     ports: int = share(65536)
@@ -60,7 +60,7 @@ class Limits(msgspec.Struct, frozen=True):
 
 
 class Denied(enum.Flag):
-    """What a Service lacks because other Services of its namespace use it."""
+    """The parts of a Service that are not served because older Services of its namespace have used up the limit."""
 
     NOTHING = 0
     PORTS = enum.auto()
@@ -74,7 +74,7 @@ class Denied(enum.Flag):
         return bool(self & _EXTERNAL[family])
 
     def ranges(self, family: IPFamily) -> bool:
-        """Whether load balancer addresses of the family are not served: their source ranges could not be enforced."""
+        """Whether no VIP of the family is served, because its source ranges could not be enforced."""
         return bool(self & _RANGES[family])
 
 
@@ -94,7 +94,7 @@ NO_NEED = Need((0, 0), (0, 0), (0, 0))
 
 
 class Shares:
-    """The needs of all Services, and those that are not met."""
+    """The needs of all Services, and which of them are not met."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
@@ -116,16 +116,16 @@ class Shares:
             totals[i] += new - old
         if not needs:
             del self._needs[namespace], self._totals[namespace]
-        # Even with unchanged needs: the Service may be a new one, of another age.
+        # This applies even to unchanged needs: it may be a new Service of the same name, with another age.
         if namespace in self._denied or self._is_over(totals):
             self._touched.add(namespace)
 
     def denied(self, key: Key) -> Denied:
-        """What a Service lacks."""
+        """The parts of a Service that are not served."""
         return self._denied.get(key[0], {}).get(key, Denied.NOTHING)
 
     def why(self, key: Key) -> Iterator[str]:
-        """The same as messages, each ``field: what``."""
+        """The same as messages of the form ``field: what``."""
         denied, limits = self.denied(key), self._limits
         older = f"older Services of namespace {key[0]} have the"
         if denied & Denied.PORTS:
@@ -195,7 +195,7 @@ def _flat(need: Need) -> tuple[int, ...]:
 
 
 class EndpointShares:
-    """Endpoints of one family: the number that each Service has, and the number that it may have."""
+    """Endpoints of one family: how many each Service has, and how many it may have."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -223,7 +223,7 @@ class EndpointShares:
             self._touched.add(namespace)
 
     def allowed(self, key: Key) -> int | None:
-        """The number that a Service may have; None: all of its endpoints."""
+        """How many endpoints of a Service are served; None: all."""
         return self._allowed.get(key[0], {}).get(key)
 
     def settle(self, age: Age) -> Collection[Key]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The EndpointSlices that are in use, by Service; also those of Services that do not exist yet."""
+"""The EndpointSlices in use, by Service. Slices of Services that do not exist yet are included."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _NONE: Mapping[str, endpoints.SliceView] = {}
 class Slices:
     """All slices in use, updated by :meth:`take`. Keys are namespace and name.
 
-    :param node_name: of this Node, as in ``nodeName`` of endpoints.
+    :param node_name: the name of this Node, as in ``nodeName`` of endpoints.
     """
 
     def __init__(self, node_name: str) -> None:
         self._node_name = node_name
         self._of: dict[Key, dict[str, endpoints.SliceView]] = {}
         self._service_of: dict[Key, Key] = {}
-        #: Slices with more endpoints than are read from one slice, and their number.
+        #: Slices with more endpoints than the limit for one slice, and their number of endpoints.
         self._long: dict[Key, int] = {}
 
     def __len__(self) -> int:
@@ -38,7 +38,7 @@ class Slices:
         return self._of.get(service, _NONE)
 
     def service_of(self, key: Key) -> Key | None:
-        """The Service of a slice in use."""
+        """The Service to which a slice in use belongs."""
         return self._service_of.get(key)
 
     def too_long(self, service: Key) -> Iterator[str]:
@@ -71,7 +71,10 @@ class Slices:
         return frozenset(found)
 
     def take(self, namespace: str, name: str, endpoint_slice: objects.EndpointSlice | None) -> list[Key]:
-        """The Services whose endpoints may have changed: two if the slice moved from one to another."""
+        """Set a slice; None if it is deleted.
+
+        The result: Services whose endpoints may have changed; two if the slice has moved from one to another.
+        """
         service = endpoints.service_of(endpoint_slice) if endpoint_slice is not None else None
         view = None
         number = 0

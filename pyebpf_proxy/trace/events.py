@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decodes the programs' events (struct decision of bpf/trace_maps.h). Pure, except for the names."""
+"""Decodes the programs' events (struct decision of bpf/trace_maps.h). Only the lookups of names are not pure."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _HOOKS: Mapping[int, Literal["tc", "xdp", "socket"]] = {1: "tc", 2: "xdp", 3: "s
 
 
 class Event(NamedTuple):
-    """One decision. ``when``: seconds since boot. ``endpoint``: None if none was selected."""
+    """One decision. ``when``: seconds since boot. ``endpoint`` is None if none was selected."""
 
     when: float
     source: Place
@@ -44,7 +44,7 @@ class Event(NamedTuple):
 
 
 def decode(raw: bytes, layout: Struct, reasons: Mapping[int, str]) -> Event:
-    """``reasons``: names in lower case, by number. Bytes after the struct are padding."""
+    """Decode an event. ``reasons``: names in lower case, by number. Bytes after the struct are padding."""
     when, source, destination, endpoint, *rest = layout.unpack_from(raw)
     source_port, destination_port, endpoint_port, protocol, ipv6, device, service, backend, *more = rest
     reason, process, masquerade, hook, slow, command = more
@@ -68,7 +68,7 @@ def decode(raw: bytes, layout: Struct, reasons: Mapping[int, str]) -> Event:
 
 
 def path_of(reason: str) -> Path:
-    """The path that this reason means: of a new flow, or of a packet that had to take the slow path."""
+    """The path that a reason means: that of a new flow, or that of a packet that had to take the slow path."""
     if reason in ("new_flow_fast", "drop_rewrite_failed", "drop_awaiting_promotion"):
         return "fast"
     if reason == "new_flow_netfilter" or reason.startswith(("slow_", "stack_")):
@@ -91,7 +91,7 @@ def utc(seconds: float) -> str:
 
 
 class Names(NamedTuple):
-    """Lookups of names. ``masqueraded_as``: "" if unknown."""
+    """Lookups of names. ``masqueraded_as`` returns "" if the address is unknown."""
 
     service: Callable[[Event], str]
     device: Callable[[int], str]

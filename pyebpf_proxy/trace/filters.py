@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FILTER words of ``trace``, as a check of views and as a prefilter in the programs. Pure."""
+"""FILTER words of ``trace``: they check views, and set a prefilter in the programs. The functions are pure."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FIELDS = (
 )
 PATHS = ("fast", "netfilter", "socket")
 Check = Callable[[model.Decision], bool]
-#: ``[NAMESPACE/]NAME`` of a pod. Digits and dots alone are meant as an address.
+#: ``[NAMESPACE/]NAME`` of a pod. A word of digits and dots is an address.
 _POD = re.compile(r"(?![0-9.]+$)([a-z0-9-]+/)?[a-z0-9]([a-z0-9.-]*[a-z0-9])?")
 _PODS: Mapping[str, Callable[[model.Decision], tuple[str, ...]]] = {
     "address": lambda d: (d.source_name, d.endpoint_name),
@@ -32,7 +32,7 @@ _PODS: Mapping[str, Callable[[model.Decision], tuple[str, ...]]] = {
 
 
 class FilterNames(NamedTuple):
-    """Known names. ``services``, ``devices``: numbers by name; ``reasons``: numbers by name, in lower case."""
+    """The names that a filter may use, with their numbers. Names of ``reasons`` are in lower case."""
 
     services: Mapping[ServicePortName, int]
     reasons: Mapping[str, int]
@@ -40,13 +40,13 @@ class FilterNames(NamedTuple):
 
 
 class Filter:
-    """Decisions must match all words. ``wanted``: fields of struct tracing, with which the programs prefilter."""
+    """A filter: decisions must match all words. ``wanted``: fields of struct tracing, for the programs' prefilter."""
 
     def __init__(self, words: Collection[str], known: FilterNames) -> None:
         self.wanted: dict[str, Any] = {"reasons": (1 << 64) - 1}
         self._checks: list[Check] = []
         self._services: set[tuple[str, str, str]] | None = None
-        #: Whether it names pods, whose names only the agent knows.
+        #: Whether the filter names pods; only the agent knows their names.
         self.names_pods = False
         for word in words:
             field, value = split(word, FIELDS, "decisions")
@@ -58,7 +58,7 @@ class Filter:
 
     @property
     def names_services(self) -> bool:
-        """Whether it depends on service ids, which change with the services."""
+        """Whether the filter depends on service ids, which change with the services."""
         return self._services is not None
 
     def renumber(self, services: Mapping[ServicePortName, int]) -> dict[str, Any]:
@@ -69,7 +69,7 @@ class Filter:
                 for name, number in services.items()
                 if not self._services.isdisjoint({(name.namespace, name.name, ""), _port_of(name)})
             ]
-            # An empty list would match any service. An unused id matches none.
+            # An empty list would match every service; an unused id matches none.
             some = numbers or [0xFFFFFFFF]
             self.wanted["services"] = tuple(some) if len(some) <= TRACED_SERVICES else ()
         return self.wanted
@@ -165,13 +165,13 @@ def _protocol(value: str) -> Protocol:
 
 
 def _reasons(value: str, known: FilterNames) -> set[str]:
-    """The reasons with these names (``a,b``) or prefixes: ``drop`` is every drop."""
+    """The reasons with these names (``a,b``) or prefixes: ``drop`` means every reason for a drop."""
     wanted = [each for part in value.lower().split(",") if (each := part.rstrip("_*"))]
     return {name for name in known.reasons if any(name == each or name.startswith(each + "_") for each in wanted)}
 
 
 def _field_of(word: str, known: FilterNames) -> str:
-    """The field that a word without one belongs to. QuestionError if it is unknown."""
+    """The field to which a word without a field belongs. QuestionError if it is unknown."""
     if parse_address(word.strip("[]")) is not None or parse_address(word.rpartition(":")[0].strip("[]")) is not None:
         return "address"
     if word.upper() in Protocol.__members__:

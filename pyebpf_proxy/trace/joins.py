@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matches kernel events with decisions by addresses and ports. Pure."""
+"""Matches kernel events with decisions by addresses and ports. The functions are pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pyebpf_proxy.services.model import Protocol
 from pyebpf_proxy.trace.events import utc
 from pyebpf_proxy.trace.kernel import KernelEvent
 
-#: Remembered decisions; the oldest are evicted first.
+#: How many decisions are remembered; the oldest are evicted first.
 MOST_FLOWS = 32768
 _STATES = (
     *("", "ESTABLISHED", "SYN_SENT", "SYN_RECV", "FIN_WAIT1", "FIN_WAIT2", "TIME_WAIT", "CLOSE", "CLOSE_WAIT"),
@@ -19,7 +19,7 @@ _STATES = (
 )
 _ESTABLISHED = 1
 Ends = tuple[str, str, str]
-#: It frees the queues of a closed socket: no packet is lost.
+#: This kernel function frees the queues of a closed socket: no packet is lost.
 _NOT_LOST = "sk_stream_kill_queues"
 
 
@@ -33,7 +33,7 @@ class Joins:
         self._flows: dict[Ends, model.Decision] = {}
 
     def remember(self, decision: model.Decision) -> None:
-        """Remember it by the client's and the endpoint's view. A socket has no port yet when it is decided on."""
+        """Remember a decision by the addresses that the client sees, and by those that the endpoint sees."""
         self._put(decision, decision.source, decision.destination)
         if decision.endpoint:
             self._put(decision, decision.masqueraded_as or decision.source, decision.endpoint)
@@ -42,7 +42,7 @@ class Joins:
 
     def _put(self, decision: model.Decision, client: str, server: str) -> None:
         key = (decision.protocol, client, server)
-        # Removed first, so that it becomes the youngest entry.
+        # Remove the key first, so that it becomes the youngest entry.
         self._flows.pop(key, None)
         self._flows[key] = decision
 

@@ -13,7 +13,7 @@ import msgspec
 
 from pyebpf_proxy.datapath.loader.btf import Btf, StaleObjectError
 
-#: The interpreter of Debian's python3-bpfcc. The environment may name another one.
+#: The interpreter for which Debian's python3-bpfcc is installed. An environment variable may name another one.
 INTERPRETER = "/usr/bin/python3"
 INTERPRETER_VARIABLE = "PYEBPF_PROXY_BCC_PYTHON"
 _BTF = Path("/sys/kernel/btf/vmlinux")
@@ -21,7 +21,7 @@ _SCRIPT = Path(__file__).with_name("kernel_side.py")
 _START_SECONDS = 30.0
 _END_SECONDS = 5.0
 _INSTALL = "apt-get install python3-bpfcc"
-#: The agent's image has no bcc, which needs a compiler, and its root file system is read-only.
+#: The remedy in the agent's image. It has no bcc, which needs a compiler, and its root file system is read-only.
 _ELSEWHERE = "nothing can be installed here; on the node, use pyebpf-proxy's package and python3-bpfcc"
 _OFFSETS = {
     "SKB_HEAD": ("sk_buff", "head"),
@@ -49,7 +49,7 @@ def _remedy() -> str:
 
 
 class KernelEvent(msgspec.Struct):
-    """A line of kernel_side. ``state``: the new TCP state, and ``reason`` the old one; 0: ``reason`` of a drop."""
+    """A line of kernel_side: a change of the TCP state from ``reason`` to ``state``, or, if ``state`` is 0, a drop."""
 
     when: int = 0
     where: str = ""
@@ -84,7 +84,7 @@ class Kernel:
         self.reasons = {number: name.removeprefix("SKB_DROP_REASON_") for name, number in reasons.items()}
         self._decoder = msgspec.json.Decoder(KernelEvent)
         self._rest = b""
-        # In memory: the agent's pod has no folder that can be written.
+        # A file in memory: the agent's pod has no writable folder.
         self._errors = os.fdopen(os.memfd_create("bcc"), "w+b")
         interpreter = os.environ.get(INTERPRETER_VARIABLE) or INTERPRETER
         request = {
@@ -133,14 +133,14 @@ class Kernel:
 
     @property
     def fd(self) -> int:
-        """For poll: readable when events have arrived."""
+        """A descriptor for poll; it is readable when events have arrived."""
         assert self._process.stdout is not None
         return self._process.stdout.fileno()
 
     _ended = False
 
     def read(self) -> list[KernelEvent]:
-        """New events. Empty if there are none, or the process has ended."""
+        """New events. Empty if there are none, or if the process has ended."""
         if self._ended or not select.select([self.fd], [], [], 0)[0]:
             return []
         data = os.read(self.fd, 1 << 20)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernel events of packets and connections of services: a separate process, run by Debian's Python.
+"""Kernel events of packets and connections of services. Debian's Python runs this in a separate process.
 
-bcc exists for that Python only, so this file imports no other module of the project. The parent sends the offsets in
+bcc exists only for that Python, so this file imports no other module of the project. The parent sends the offsets in
 kernel structs on stdin (one line of JSON, see :mod:`kernel`), since bcc would need the kernel headers to find them.
 Each event is a line of JSON on stdout. The process ends with its parent.
 """
@@ -222,7 +222,7 @@ def main() -> int:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != request["parent"]:
         return 1
-    # Ctrl-C is for the parent, which prints the remaining events.
+    # Ignore Ctrl-C: the parent handles it, and prints the remaining events.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     ending: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, frame: ending.append(number))

@@ -44,7 +44,7 @@ def _decision(decision: model.Decision) -> tuple[str, Colour]:
     where = decision.device or f"{decision.process}[{decision.pid}]"
     if decision.hook == "xdp":
         where += "(xdp)"
-    # A socket has no port yet when it connects.
+    # When a socket connects, it has no port yet.
     source = decision.source.removesuffix(":0")
     words = [f"{where} {_named(source, decision.source_name)} > {decision.destination} {decision.protocol}"]
     if decision.service:

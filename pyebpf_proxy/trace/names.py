@@ -30,7 +30,7 @@ _PATIENCE = 1.0
 
 
 class Lookup:
-    """Looks names up in the maps and in conntrack, pods in the agent. An unknown service id causes a new read."""
+    """Looks up names in maps and conntrack, and asks the agent for pods. An unknown service id causes a new read."""
 
     def __init__(self, maps: Pinned, directory: Path) -> None:
         self._maps = maps
@@ -56,7 +56,7 @@ class Lookup:
 
     @property
     def names(self) -> Names:
-        """For :func:`events.view`."""
+        """The lookups for :func:`events.view`."""
         return Names(self._service, self._device, self._pods.name, self._masqueraded_as)
 
     def look(self, events: Iterable[Event]) -> None:
@@ -64,7 +64,7 @@ class Lookup:
         self._pods.look({place[0] for event in events for place in (event.source, event.endpoint) if place is not None})
 
     def _service(self, event: Event) -> str:
-        # A decision may come before the service is looked up.
+        # The programs may decide about a new service before its name has been read.
         number = event.service or self._destinations.service(*event.destination, event.protocol)
         if number and number not in self._names and time.monotonic() - self._read_at > _PATIENCE:
             self.read()
@@ -77,7 +77,7 @@ class Lookup:
         return self._devices[ifindex]
 
     def _masqueraded_as(self, event: Event) -> str:
-        """From the flow table or conntrack. The conntrack entry exists once the packet has been sent."""
+        """The masquerade address, from the flow table or conntrack, which has an entry once the packet was sent."""
         if event.reason == "new_flow_fast":
             return self._young_masqueraded_as(event)
         try:

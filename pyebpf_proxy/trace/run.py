@@ -28,7 +28,7 @@ from pyebpf_proxy.trace.lines import Line, printed
 from pyebpf_proxy.trace.names import Lookup
 from pyebpf_proxy.trace.session import Session
 
-#: Seconds between checks without wake-up: lost events, service ids, whether the programs still report.
+#: Seconds between regular checks: for lost events, changed service ids, and whether the programs still report.
 _LOOK = 1.0
 
 
@@ -67,7 +67,7 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def _kernel(parsed: argparse.Namespace, maps: Pinned) -> Kernel | None:
-    """The kernel's events; None if not wanted or unavailable. In the latter case a line on stderr gives the cause."""
+    """The kernel's events; None if not requested or not available. If not available, a line on stderr has the cause."""
     if parsed.no_kernel:
         return None
     try:
@@ -90,7 +90,7 @@ def _seconds(text: str | None) -> float | None:
 
 
 class _Signals:
-    """SIGINT and SIGTERM as a descriptor to poll. An exception while events are read would lose them."""
+    """SIGINT and SIGTERM as a descriptor to poll. An exception, instead, could lose events that are being read."""
 
     def __init__(self) -> None:
         self.received = 0
@@ -151,7 +151,7 @@ class _Trace:
     def _follow(self, seconds: float | None, signals: _Signals) -> None:
         poll = select.poll()
         poll.register(self._session.rings.fd, select.POLLIN)
-        # No events: POLLERR and POLLHUP are always reported.
+        # Request no events: POLLERR and POLLHUP are always reported.
         poll.register(sys.stdout.fileno(), 0)
         poll.register(signals.fd, select.POLLIN)
         if self._kernel is not None:
@@ -180,7 +180,7 @@ class _Trace:
                 self._look()
 
     def _kernel_lines(self, events: list[KernelEvent]) -> list[Line]:
-        """New lines, in order of time. Kernel events were read first, so their decisions are known by now."""
+        """New lines, in order of time. Decisions were read after the kernel events, so they are known by now."""
         booted = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
         lines = self._decisions(booted)
         for each in events:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Turns tracing on and off: the lock, the rings, and the map that the programs check.
 
-A killed session leaves nothing: its descriptors hold the lock and the rings, and the first decision without a ring
-clears the map.
+A killed session leaves nothing behind: its descriptors hold the lock and the rings, and the programs clear the map at
+their first decision without a ring.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class TraceControl:
         self._set("process", os.getpid())
 
     def is_active(self) -> bool:
-        """Whether the programs still report. They stop when one of them runs on a CPU without a ring."""
+        """Whether the programs still report. They stop as soon as one runs on a CPU without a ring."""
         return self._get("process") == os.getpid()
 
     def clear(self) -> None:
@@ -55,7 +55,7 @@ class TraceControl:
         self._set("process", 0)
 
     def lost(self) -> int:
-        """Events lost since the last call."""
+        """The number of events lost since the last call."""
         before, self._lost = self._lost, self._get("lost")
         return self._lost - before
 
@@ -70,12 +70,12 @@ class TraceControl:
 
 
 class Session:
-    """A tracing session, until :meth:`close`. SeeError: another one is running, or the programs are too old."""
+    """A tracing session, until :meth:`close`. SeeError if another one is running, or if the programs are too old."""
 
     def __init__(self, maps: Pinned, ring_size: int) -> None:
         if missing := [name for name in MAPS if name not in maps.names]:
             raise SeeError(f"{_OLD} (there is no map {missing[0]} in {maps.folder}/maps)")
-        maps.packer("decision", "when")  # a missing layout is an error before anything is changed
+        maps.packer("decision", "when")  # raises an error for a missing layout before anything is changed
         maps.packer("tracing", "process")
         self._lock = _lock(maps.folder / "maps")
         try:
@@ -99,7 +99,7 @@ class Session:
 
 
 def _lock(folder: Path) -> int:
-    """Lock the folder of the pins: only one session at a time, since the programs have one filter."""
+    """Lock the folder of the pins. The programs have one filter, so only one session may run at a time."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Access to an API server from a kubeconfig, ``--master``, or the pod's service account, as one value.
 
-Errors have the wording of kube-proxy (client-go), so that searches for them succeed.
+Errors have the wording of kube-proxy (client-go), so that users find them with a search.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class ExecPlugin:
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """The server and the credentials; only the kubeconfig itself has been read."""
+    """The server and the credentials. Files that the kubeconfig names have not been read."""
 
     #: ``scheme://host[:port][/prefix]`` without a trailing slash.
     server: str
@@ -74,7 +74,7 @@ class Access:
     #: Impersonation headers.
     impersonation: tuple[tuple[str, str], ...] = ()
     exec_plugin: ExecPlugin | None = None
-    #: The proxy of the kubeconfig; empty: that of the environment.
+    #: The proxy in the kubeconfig; if empty, the environment variables apply.
     proxy_url: str = ""
     compression: bool = True
 
@@ -100,7 +100,7 @@ def in_cluster(environment: Mapping[str, str] = os.environ, folder: Path = SERVI
 
 
 def server_url(text: str, *, tls: bool) -> str:
-    """The URL of a ``server`` or ``--master``: a URL, or host:port, which means https if any TLS option is set."""
+    """The URL of ``server`` or ``--master``, which may also be host:port: then https if any TLS option is set."""
     url = text if "://" in text else f"{'https' if tls else 'http'}://{text}"
     try:
         parts = urlsplit(url)
@@ -115,5 +115,5 @@ def server_url(text: str, *, tls: bool) -> str:
 
 
 def without_credentials(access: Access) -> Access:
-    """As in kube-proxy, no credentials are sent over plain HTTP."""
+    """The access without credentials: as in kube-proxy, none are sent over plain HTTP."""
     return replace(access, token="", token_file="", username="", password="", exec_plugin=None, tls=Tls())

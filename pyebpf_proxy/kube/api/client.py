@@ -2,7 +2,7 @@
 """HTTP client for the API server: one connection per channel, each supervised for dead or very slow peers.
 
 urllib3 implements HTTP (pool, TLS, proxies, chunks, gzip). A channel belongs to one thread, which blocks while it
-reads. From another thread, ``Client.look`` ends what takes too long by shutting the socket down.
+reads. Another thread calls ``Client.look``, which shuts down the sockets of requests that take too long.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from pyebpf_proxy.kube.api.observer import Observer
 from pyebpf_proxy.kube.api.timing import Timing
 from pyebpf_proxy.kube.api.trouble import HTTP_ERRORS, StoppedError, TroubleError, connection_trouble, status_trouble
 
-#: More than any answer needs; an endless answer must not fill the memory.
+#: More than any answer needs: an endless answer must not exhaust the memory.
 MOST_BYTES = 128 * 1024 * 1024
 
 _KEEPALIVE = [
@@ -43,7 +43,7 @@ _KEEPALIVE = [
     (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
     (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 45_000),
 ]
-# insecure-skip-tls-verify is an explicit choice: no warning.
+# No warning for insecure-skip-tls-verify: the user has chosen it explicitly.
 urllib3.disable_warnings(urllib3.exceptions.InsecureRequestWarning)
 _USER_AGENT = f"pyebpf-proxy/{__version__} (linux/{platform.machine()}) kubernetes/{KUBERNETES_VERSION.lstrip('v')}"
 
@@ -158,7 +158,7 @@ class Channel:
         return answer
 
     def expect(self, seconds: float, why: str) -> None:
-        """Data must arrive within ``seconds``, or the connection is cut with the reason ``why``."""
+        """Cut the connection, with the reason ``why``, if no data arrives within ``seconds``."""
         self._why = why
         self._limit = time.monotonic() + seconds
 
@@ -188,7 +188,7 @@ class Channel:
             self._pool = None
 
     def done(self) -> None:
-        """An answer was read completely: the connection may be reused, and nothing is expected."""
+        """Called when an answer was read completely: the connection may be reused, and no data is expected."""
         self._limit = None
 
     def opened(self, opened: socket.socket | None) -> None:
@@ -223,7 +223,7 @@ class Channel:
             body = answer.read(1024 * 1024)
             message = msgspec.json.decode(body, type=_Status).message
         except (TroubleError, msgspec.DecodeError, UnicodeDecodeError):
-            self.close()  # the body is not needed: the status is sufficient
+            self.close()  # the status is sufficient without the body
         try:
             seconds = min(float(response.headers.get("Retry-After", "0")), 60.0)
         except ValueError:
@@ -282,7 +282,7 @@ class Answer:
         self._channel.done()
 
     def read(self, most: int = MOST_BYTES) -> bytes:
-        """The whole body. Raises TroubleError, also if it arrives too slowly or is too long."""
+        """The whole body. TroubleError if reading fails, is too slow, or the body is too long."""
         pieces = []
         total = 0
         length = self.response.headers.get("Content-Length", "")
@@ -332,7 +332,7 @@ def _secure_connection(channel: Channel) -> type[HTTPSConnection]:
     class Connection(HTTPSConnection):
         def _new_conn(self) -> socket.socket:
             made = super()._new_conn()
-            # Another handle of the same connection: TLS takes the first one over.
+            # Keep a duplicate of the descriptor: the TLS socket takes over the original.
             channel.opened(made.dup())
             return made
 

@@ -35,7 +35,7 @@ def find(kubeconfig: str, master: str, environment: Mapping[str, str] = os.envir
         return in_cluster(environment)
     if not kubeconfig:
         return Access(server_url(master, tls=False))
-    from pyebpf_proxy.kube.api.kubeconfig import load  # YAML is read only where it is needed
+    from pyebpf_proxy.kube.api.kubeconfig import load  # imports a YAML parser, which is needed only here
 
     access = load(Path(kubeconfig), master)
     if access is not None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Credentials for the API server: headers and the TLS context. Rotated files are read again.
 
-Exec plugins are run by this module: the protocol is an environment variable and one JSON document on standard output.
-The ``kubernetes`` package could do it as well, at 19 packages, 126 MB of disk and 42 MB of memory.
+Exec plugins do not need the ``kubernetes`` package, which would add 19 packages, 126 MB of disk and 42 MB of memory:
+their protocol is an environment variable and one JSON document on standard output.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _Stamp = tuple[int, int, int]
 
 
 class Credentials:
-    """Safe in any thread. Raises TroubleError if a program or file gives no credentials."""
+    """The credentials of one Access. Safe in any thread. TroubleError if a program or file has no credentials."""
 
     def __init__(self, access: Access) -> None:
         self._access = access
@@ -55,7 +55,7 @@ class Credentials:
             return headers
 
     def refused(self) -> None:
-        """The credentials were rejected (401): read or request them again."""
+        """Called when the server rejects the credentials (401): the next request reads or requests them again."""
         with self._lock:
             self._token_read = -TOKEN_SECONDS
             self._exec = None
@@ -111,8 +111,8 @@ def _stamp(path: str) -> _Stamp | None:
 class _SharedContext(ssl.SSLContext):
     """A TLS context that channels of several threads share.
 
-    urllib3 sets ALPN before every connection. OpenSSL then frees the list that another thread, which starts a
-    connection without Python's lock, may be copying. That thread would send garbage that the server cannot decode.
+    urllib3 sets ALPN before every connection. OpenSSL then frees the old list, while another thread, which connects
+    without Python's lock, may be copying it. That thread would send garbage that the server cannot decode.
     """
 
     def set_alpn_protocols(self, alpn_protocols: Iterable[str]) -> None:
@@ -125,7 +125,7 @@ def _context(tls: Tls, credential: exec_plugin.Credential | None) -> ssl.SSLCont
     ssl.SSLContext.set_alpn_protocols(context, ["http/1.1"])
     if not (tls.has_ca or tls.insecure):
         context.load_default_certs()
-    # Go accepts certificates without key identifiers, and CAs of existing clusters have none.
+    # Go accepts certificates without key identifiers, and CAs of existing clusters may have none.
     context.verify_flags &= ~ssl.VERIFY_X509_STRICT
     if tls.insecure:
         context.check_hostname = False
@@ -168,7 +168,7 @@ def _load_pair(context: ssl.SSLContext, certificate: bytes, key: bytes) -> None:
         for descriptor, data in zip(descriptors, (certificate, key), strict=True):
             os.write(descriptor, data)
         paths = [f"/proc/self/fd/{descriptor}" for descriptor in descriptors]
-        # A key with a passphrase would prompt at the terminal.
+        # Without this, a key with a passphrase would cause a prompt on the terminal.
         context.load_cert_chain(paths[0], paths[1], password=lambda: "")
     finally:
         for descriptor in descriptors:

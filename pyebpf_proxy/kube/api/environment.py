@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The HTTP proxy of the environment variables, by Go's rules: kubeadm sets them in kube-proxy's pods."""
+"""The HTTP proxy from environment variables, by Go's rules. kubeadm sets these variables in kube-proxy's pods."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 
 def proxy_for(url: str, environment: Mapping[str, str]) -> str:
-    """URL of the proxy for requests to ``url``; empty: none."""
+    """The URL of the proxy for requests to ``url``; empty if there is none."""
     parts = urlsplit(url)
     name = "HTTPS_PROXY" if parts.scheme == "https" else "HTTP_PROXY"
     proxy = environment.get(name) or environment.get(name.lower()) or ""

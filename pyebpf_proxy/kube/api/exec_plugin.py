@@ -27,7 +27,7 @@ class Credential(NamedTuple):
 
 
 def run(plugin: ExecPlugin, access: Access) -> Credential:
-    """Run the program; raises TroubleError that names it."""
+    """Run the program; a TroubleError names it."""
     request: dict[str, Any] = {
         "kind": "ExecCredential",
         "apiVersion": plugin.api_version,

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Follows one resource: list once, then watch; start again after every interruption.
+"""Follows one resource, like client-go's reflector: list once, then watch; start again after every interruption.
 
-As in client-go's reflector, the list is the beginning of the watch (``sendInitialEvents``: one request, one object at
-a time in memory), or comes in pages from servers without that feature. Expired history (410) causes a new list, of
-which only the difference is delivered. Changes of a list are delivered together when it is complete; those of the
-first list in parts.
+The list is the beginning of the watch (``sendInitialEvents``: one request, one object at a time in memory). Servers
+without that feature return it in pages. If the history has expired (410), a new list is read, and only the differences
+are delivered. The changes of a list are delivered together when it is complete; those of the first list in parts.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from pyebpf_proxy.kube.decode import ObjectKey, UnreadableError
 from pyebpf_proxy.kube.source import Change
 
 PAGE = 500
-#: Number of changes of a first list delivered at a time: the planned result takes less memory than the objects.
+#: How many changes of the first list are delivered at once: their plan takes less memory than the objects.
 PART = 500
 #: Larger than any object that etcd accepts.
 MOST_BYTES_OF_EVENT = 64 * 1024 * 1024
@@ -44,12 +43,12 @@ _END_OF_LIST = "k8s.io/initial-events-end"
 
 _log = Logger("api")
 
-#: Receives changes; the flag means that all existing objects have been delivered.
+#: Receives changes. The flag is set when all existing objects have been delivered.
 Deliver = Callable[[Resource, list[Change], bool], None]
 
 
 class Follower:
-    """``run`` needs its own thread; it ends when the client is stopped."""
+    """Follows one resource. ``run`` needs its own thread; it returns when the client is stopped."""
 
     def __init__(self, client: Client, resource: Resource, deliver: Deliver, log: Log) -> None:
         self._client = client
@@ -64,12 +63,12 @@ class Follower:
         self._streams_lists = True
         self._bookmarks = False
         self._failures = 0
-        #: Time of the last outage. A starting server forbids everything at first; that is not logged.
+        #: Time of the last outage. A server that starts may forbid everything at first; this is not logged.
         self._lost_at = -math.inf
         self._watching_since: float | None = None
 
     def look(self, now: float) -> None:
-        """Called periodically from another thread: a watch that has lasted for a while counts as recovered."""
+        """Mark the watch as recovered if it has lasted for a while. Called periodically from another thread."""
         since = self._watching_since
         if since is not None and now - since >= self._client.timing.settle:
             self._watching_since = None
@@ -88,7 +87,7 @@ class Follower:
                 except GoneError as gone:
                     _log.debug("history has expired, listing again", resource=name, why=str(gone))
                     self._version = ""
-                    # Normal after a server's restart: the first attempt breaks off, the second one ends like this.
+                    # After a restart of the server this is normal: the first attempt breaks, the second gets 410.
                     self._fail(gone, log=self._failures > 1)
                 except TroubleError as trouble:
                     self._fail(trouble, log=True)
@@ -98,7 +97,7 @@ class Follower:
             self._channel.close()
 
     def _follow_once(self) -> None:
-        """As ``_follow``; when it ends, the resource is reported as not connected."""
+        """Like ``_follow``; at its end, report the resource as not connected."""
         try:
             self._follow()
         finally:
@@ -114,9 +113,9 @@ class Follower:
         if trouble.lost:
             self._lost_at = time.monotonic()
             if self._failures == 1 and self._version:
-                log = False  # a restarting server or load balancer: usually the next attempt succeeds
+                log = False  # server or load balancer restarts: the next attempt usually succeeds
             else:
-                # The server was away: the new one may use the same resourceVersions for another history.
+                # List again: the next server may use the same resourceVersions for another history.
                 self._version = ""
         elif trouble.code in (403, 404):
             if time.monotonic() - self._lost_at < timing.starting:
@@ -132,7 +131,7 @@ class Follower:
     # ---- list --------------------------------------------------------------------------------------------------
 
     def _follow(self) -> None:
-        """One list and watch, or one watch, until the server ends it in order. Raises TroubleError."""
+        """List and watch, or only watch, until the server ends the watch regularly. Raises TroubleError."""
         if not self._version:
             if self._streams_lists:
                 try:
@@ -151,25 +150,25 @@ class Follower:
         changes: list[Change] = []
         keys: list[ObjectKey] = []
         query = {**self._resource.selectors, "limit": str(PAGE)}
-        # The first list may come from the server's cache, in one piece, as in kube-proxy.
+        # As in kube-proxy, the first list may come from the server's cache, which returns it as one page.
         first = {} if self._was_listed else {"resourceVersion": "0"}
         version = token = ""
         with self._delivering(changes):
             while True:
                 try:
-                    # The pages of one list count once against qps and burst: they are sequential anyway.
+                    # The pages of a list count as one request for qps and burst: they are read one after the other.
                     answer = self._ask(query | ({"continue": token} if token else first), limited=not token)
                 except GoneError:
                     if not token:
                         raise
-                    # The list expired while it was read: list again, in one piece.
+                    # The list has expired while it was read: list again, without pages.
                     keys, token = [], ""
                     query = dict(self._resource.selectors)
                     continue
                 page = self._page(answer)
                 for data in page.items or ():
                     self._take(data, changes, keys)
-                    self._pass_on(changes)
+                    self._deliver_part(changes)
                 version, token = page.metadata.resource_version, page.metadata.continue_
                 if not token:
                     break
@@ -177,7 +176,7 @@ class Follower:
 
     @contextmanager
     def _delivering(self, changes: list[Change]) -> Iterator[None]:
-        """Deliver pending changes even if reading fails: the inventory already has them as delivered."""
+        """Deliver pending changes even if reading fails: the inventory already counts them as delivered."""
         try:
             yield
         finally:
@@ -196,7 +195,7 @@ class Follower:
         return page
 
     def _take(self, data: msgspec.Raw, changes: list[Change], keys: list[ObjectKey]) -> None:
-        """One object of a list."""
+        """Process one object of a list."""
         try:
             read = self._inventory.read(data)
         except UnreadableError as error:
@@ -205,8 +204,8 @@ class Follower:
             keys.append(read.key)
         changes += self._inventory.change(read)
 
-    def _pass_on(self, changes: list[Change]) -> None:
-        """Deliver a part of the first list; nothing is programmed before its end. Later lists give one difference."""
+    def _deliver_part(self, changes: list[Change]) -> None:
+        """Deliver a part of the first list. Later lists are delivered as a whole, so that they are one update."""
         if len(changes) >= PART and not self._was_listed:
             self._deliver(self._resource, changes[:], False)
             changes.clear()
@@ -253,11 +252,11 @@ class Follower:
                         keys = None
                     elif event.type in ("ADDED", "MODIFIED"):
                         self._take(event.object, changes, keys)
-                        self._pass_on(changes)
+                        self._deliver_part(changes)
                 total += len(lines)
                 if keys is None:
                     if changes:
-                        # Events that arrive together are delivered together.
+                        # Deliver events together if they have arrived together.
                         self._deliver(self._resource, changes[:], False)
                         changes.clear()
                     self._failures = 0
@@ -270,7 +269,7 @@ class Follower:
             raise TroubleError(what, shared=True)
 
     def _lines(self, answer: Answer, end: float, *, listing: bool) -> Iterator[list[bytes]]:
-        """The complete lines of a stream, in groups as they arrive. Sets the timeouts for the next data."""
+        """The complete lines of a stream, in the groups in which they arrive. Sets the timeout for the next data."""
         timing = self._client.timing
         channel = self._channel
         pace: Pace | None = Pace(channel, timing) if listing else None
@@ -292,7 +291,7 @@ class Follower:
             if waiting > MOST_BYTES_OF_EVENT:
                 raise self._garbage(ValueError(f"an event of more than {MOST_BYTES_OF_EVENT} bytes"))
             if rest or listing:
-                # A list, and a partial event, must arrive at a minimum rate.
+                # The rest of a list or of an event must arrive at a minimum rate.
                 pace = pace or Pace(channel, timing)
                 pace.came(len(piece))
             else:
@@ -333,7 +332,7 @@ class Follower:
             raise self._garbage(error) from None
 
     def _apply(self, event: Event, changes: list[Change]) -> None:
-        """One event after the list."""
+        """Process one event after the list."""
         if event.type == "BOOKMARK":
             self._bookmarks = True
             self._version = self._bookmark(event).metadata.resource_version or self._version

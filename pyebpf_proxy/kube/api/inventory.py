@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The delivered objects of one resource, as hashes: enough to detect differences without a second copy of them."""
+"""Hashes of the delivered objects of one resource. They detect differences without a second copy of the objects."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Read(NamedTuple):
 
 
 class Inventory:
-    """``report`` is called with one line for each invalid object, once until it changes."""
+    """The delivered objects. ``report`` is called with a line for each error in an object, once until this changes."""
 
     def __init__(self, kind: Kind, report: Callable[[str], None]) -> None:
         self._kind = kind
@@ -54,11 +54,11 @@ class Inventory:
         if key is None:
             if messages not in self._nameless and len(self._nameless) < 1000:
                 self._nameless.add(messages)
-                self._tell(messages, kept=False)
+                self._report_all(messages, kept=False)
             return Read(None, None)
         short = (key.namespace, key.name)
         if messages != self._logged.get(short, ()):
-            self._tell(messages, kept=value is None and short in self._hashes)
+            self._report_all(messages, kept=value is None and short in self._hashes)
         if messages:
             self._logged[short] = messages
         else:
@@ -70,9 +70,9 @@ class Inventory:
         return Read(key, value)
 
     def change(self, read: Read) -> list[Change]:
-        """The changes from an added or modified object: itself, or nothing."""
+        """The change from an added or modified object; none if it is invalid or the same as before."""
         if read.key is None or read.object is None:
-            return []  # its last good state stays
+            return []  # the last valid state stays
         short = (read.key.namespace, read.key.name)
         now = _hash(read.object)
         if self._hashes.get(short) == now:
@@ -90,20 +90,20 @@ class Inventory:
         return [Change(self._kind, namespace, name, None)]
 
     def keep_only(self, keys: Iterable[ObjectKey]) -> list[Change]:
-        """After a complete list: objects that are not among ``keys`` are deleted."""
+        """The deletions after a complete list: all objects that are not in ``keys``."""
         there = {(key.namespace, key.name) for key in keys}
         changes = []
         for namespace, name in sorted((self._hashes.keys() | self._refused) - there):
             changes += self.remove(namespace, name)
         return changes
 
-    def _tell(self, messages: tuple[str, ...], *, kept: bool) -> None:
+    def _report_all(self, messages: tuple[str, ...], *, kept: bool) -> None:
         for message in messages:
             self._report(message + ("; its last good state stays" if kept else ""))
 
 
 def _hash(value: Object) -> int:
-    """The hash of the relevant fields; annotations do not matter by themselves."""
+    """The hash of an object without its annotations: a change of these alone has no effect."""
     metadata = value.metadata
     annotations, metadata.annotations = metadata.annotations, None
     try:

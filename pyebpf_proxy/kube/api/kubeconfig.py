@@ -26,7 +26,7 @@ from pyebpf_proxy.kube.api.access import Access, ExecPlugin, Tls, server_url, wi
 _EXEC_VERSIONS = ("client.authentication.k8s.io/v1", "client.authentication.k8s.io/v1beta1")
 #: API versions that do not require interactiveMode.
 _NOT_INTERACTIVE = tuple(f"client.authentication.k8s.io/{version}" for version in ("v1beta1", "v1alpha1"))
-#: More values than any kubeconfig has, with aliases expanded.
+#: The most values of a kubeconfig, with aliases expanded. No real one has so many.
 MAX_VALUES = 100_000
 _EXEC_EXTENSION = "client.authentication.k8s.io/exec"
 
@@ -109,7 +109,7 @@ class _Config(msgspec.Struct, rename="kebab"):
 
 
 def load(path: Path, master: str = "") -> Access | None:
-    """Read a kubeconfig; ``master`` overrides its server. None: it is empty. Raises FatalError."""
+    """Read a kubeconfig; ``master`` overrides its server. None if it is empty. Raises FatalError."""
     config = _read(path)
     if not (config.clusters or config.users or config.contexts or config.current_context or master):
         return None
@@ -201,7 +201,8 @@ def _without_nulls(value: Any) -> Any:
 
 
 def _chosen(entries: dict[str, _T], name: str, problem: str, problems: list[str]) -> _T | None:
-    """The entry of that name; None without a name, even if there is only one entry. A missing entry is a problem."""
+    """The entry with this name. None if ``name`` is empty, even if there is only one entry, or if it is missing; a
+    missing entry is added to ``problems``."""
     if name and name not in entries:
         problems.append(problem)
     return entries.get(name) if name else None
@@ -335,7 +336,7 @@ def _decode(text: str, name: str, problems: list[str]) -> bytes:
 
 
 def _resolve(folder: Path, path: str) -> str:
-    """Paths are relative to the file that names them."""
+    """The path, which is relative to the folder of the file that names it."""
     return str(folder / path) if path else ""
 
 

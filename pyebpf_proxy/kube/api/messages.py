@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the API server sends for a list and a watch, apart from the objects themselves. Pure."""
+"""Messages of the API server for a list and a watch, without the objects themselves. The functions are pure."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class Meta(msgspec.Struct, rename="camel", gc=False):
 
 
 class Bookmark(msgspec.Struct, gc=False):
-    """The object of an event BOOKMARK: everything up to its version was sent."""
+    """The object of an event BOOKMARK: all changes up to its version have been sent."""
 
     metadata: Meta
 
 
 class Identity(msgspec.Struct, rename="camel", gc=False):
-    """Metadata that name an object."""
+    """The metadata that identify an object."""
 
     name: str = ""
     namespace: str = ""
@@ -37,7 +37,7 @@ class Identity(msgspec.Struct, rename="camel", gc=False):
 
 
 class Identified(msgspec.Struct, gc=False):
-    """Any object, of which only the name is read."""
+    """Any object; only its identity is read."""
 
     metadata: Identity
 

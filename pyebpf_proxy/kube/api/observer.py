@@ -9,25 +9,25 @@ from pyebpf_proxy.kube.source import Critic
 
 
 class Observer(Critic, Protocol):
-    """Numbers of the API client (spec/metrics §5, names ``rest_client_*``) and of each resource that is followed."""
+    """Receives what the metrics of the API client (spec/metrics §5, ``rest_client_*``) and of each resource count."""
 
     def requested(self, method: str, host: str, code: str, seconds: float) -> None:
-        """A request was answered, a watch established. ``code``: the HTTP status, or ``<error>``."""
+        """A request was answered, or a watch was established. ``code``: the HTTP status, or ``<error>``."""
 
     def transferred(self, method: str, host: str, sent: int, received: int) -> None:
-        """Bodies of a request that ended, in bytes. Watches are not counted."""
+        """A request has ended; bytes of its bodies. Watches are not counted."""
 
     def limited(self, method: str, host: str, seconds: float) -> None:
-        """The time that a request waited for qps and burst."""
+        """A request has waited this long because of qps and burst."""
 
     def connected(self, resource: str, connected: bool) -> None:
-        """Whether the resource is watched now."""
+        """The watch of the resource begins (``connected``) or ends."""
 
     def listed(self, resource: str, objects: int) -> None:
         """A complete list of a resource was read."""
 
     def received(self, resource: str, events: int, at: float) -> None:
-        """Events of a watch arrived (also bookmarks). ``at``: Unix time."""
+        """Events of a watch have arrived, including bookmarks. ``at``: Unix time."""
 
     def retried(self, resource: str) -> None:
         """A list or watch failed and will be retried."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Events of events.k8s.io/v1, as kube-proxy's recorder writes them: one object, and a series if it repeats."""
+"""Writes Events of events.k8s.io/v1 like kube-proxy's recorder: repetitions become a series of the first Event."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from pyebpf_proxy.kube.api.client import Channel, Client
 from pyebpf_proxy.kube.api.trouble import StoppedError, TroubleError
 from pyebpf_proxy.kube.events import EventType, ObjectReference
 
-#: The reporting controller, as in kube-proxy: tools that look for its events find these.
+#: The reporting controller, as in kube-proxy, so that tools that search for its events find these.
 CONTROLLER = "kube-proxy"
-#: Events waiting to be sent; more are dropped.
+#: How many events may wait to be sent; further ones are dropped.
 MOST_WAITING = 100
-#: Seconds after which an event without repetition starts a new series; also the interval of updating a series.
+#: An event later than this many seconds starts a new series. A series is updated at most once in this time.
 SERIES_SECONDS = 360.0
 TRIES = 12
 RETRY_SECONDS = 10.0
@@ -43,7 +43,7 @@ class _Event(NamedTuple):
 
     @property
     def key(self) -> tuple[str, ...]:
-        """Events with the same key are repetitions; the note of the first counts."""
+        """Identifies repetitions: they have the same key. The series keeps the note of the first event."""
         return (*self.about, self.event_type, self.reason, self.action)
 
 
@@ -56,7 +56,7 @@ class _Series:
 
 
 class EventRecorder:
-    """A ``kube.events.Recorder`` with its own thread and connection, which exist from ``start`` on."""
+    """A ``kube.events.Recorder`` with its own thread and connection; ``start`` creates them."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
@@ -74,15 +74,15 @@ class EventRecorder:
             self._lost("too many wait", reason)
 
     def start(self) -> None:
-        """Start sending events, also those already recorded."""
+        """Start to send events, including those already recorded."""
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread after the client is stopped."""
+        """End the thread. The client must have been stopped before."""
         try:
             self._queue.put_nowait(None)
         except queue.Full:
-            pass  # the thread is not waiting for the queue, and notices that the client is stopped
+            pass  # the thread does not wait for the queue, and will see that the client is stopped
 
     def _run(self) -> None:
         channel = self._client.channel()
@@ -102,7 +102,7 @@ class EventRecorder:
         if series is not None and (event.at - series.last).total_seconds() < SERIES_SECONDS:
             series.count += 1
             series.last = event.at
-            # The first repetition is written at once, later ones in intervals.
+            # Write the first repetition at once, later ones at intervals.
             if series.count > 2 and now - series.written < SERIES_SECONDS:
                 return
             change = {"series": {"count": series.count, "lastObservedTime": _micro_time(event.at)}}
@@ -135,13 +135,13 @@ class EventRecorder:
         }
 
     def _send(self, channel: Channel, method: str, path: str, body: dict[str, Any], reason: str) -> bool:
-        """Create or update an event; returns whether it exists. An unreachable server is retried for two minutes."""
+        """Create or update an event. True if it exists then. An unreachable server is retried for two minutes."""
         for attempt in range(1, TRIES + 1):
             try:
                 channel.request(method, path, body=msgspec.json.encode(body), permission=_PERMISSION).read()
             except TroubleError as trouble:
                 if method == "PATCH" and trouble.code == 404:
-                    return False  # it has expired: create a new one
+                    return False  # it has expired: the caller creates a new one
                 if method == "POST" and trouble.code == 409 and attempt > 1:
                     return True  # the previous attempt created it, but its answer was lost
                 again = trouble.code in (0, 401, 429) or trouble.code >= 500

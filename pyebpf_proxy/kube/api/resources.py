@@ -12,7 +12,7 @@ class Resource(NamedTuple):
     """One resource, and the selection of its objects."""
 
     kind: Kind
-    #: Its name in RBAC.
+    #: The name for RBAC.
     name: str
     group: str
     field_selector: str = ""
@@ -30,7 +30,7 @@ class Resource(NamedTuple):
 
     @property
     def selectors(self) -> dict[str, str]:
-        """As query parameters."""
+        """The selectors as query parameters."""
         both = {"fieldSelector": self.field_selector, "labelSelector": self.label_selector}
         return {name: text for name, text in both.items() if text}
 
@@ -42,5 +42,5 @@ SERVICE_CIDRS = Resource("ServiceCIDR", "servicecidrs", "networking.k8s.io")
 
 
 def node(name: str) -> Resource:
-    """Only this Node."""
+    """The resource that contains only this Node."""
     return Resource("Node", "nodes", "", f"metadata.name={name}")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The API server as a ``kube.source.Source``: a thread per resource, one stream of batches.
+"""The API server as a ``kube.source.Source``: one thread for each resource, one stream of batches.
 
 ``complete`` is set when Services, EndpointSlices and this Node have been listed, and the Node has an address or the
-wait for it has timed out (spec/configuration §5.3). Later outages only mean that no changes are delivered.
+wait for one has timed out (spec/configuration §5.3). During later outages, no changes are delivered.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class ApiSource:
         self._node_listed: float | None = None
         self._node: objects.Node | None = None
         self._wake = asyncio.Event()
-        #: The recorder of Events. Events recorded before ``run`` wait for it.
+        #: The recorder of Events. Those recorded before ``run`` are sent when it begins.
         self.events = EventRecorder(client)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._log = Log(client.access.host, _log.error, _log.info)
@@ -53,7 +53,7 @@ class ApiSource:
         self._threads: list[threading.Thread] = []
 
     def start(self) -> None:
-        """Start reading; results wait for ``run``. The API server prepares its lists while the agent still starts."""
+        """Start reading, while the agent still starts. ``run`` delivers the results."""
         self._followers = [Follower(self._client, resource, self._take, self._log) for resource in self._resources]
         self._threads = [
             threading.Thread(target=follower.run, name=f"api-{resource.name}", daemon=True)
@@ -63,7 +63,7 @@ class ApiSource:
             thread.start()
 
     def troubles(self) -> Mapping[str, str]:
-        """Why objects do not arrive at present, by resource; "" stands for all. Safe in any thread."""
+        """By resource, why its objects do not arrive at present; "" means all resources. Safe in any thread."""
         return self._log.troubles()
 
     async def run(self, deliver: Callable[[Batch], None]) -> None:
@@ -83,7 +83,7 @@ class ApiSource:
             with self._lock:
                 self._taken.notify_all()
             self.events.stop()
-            # A thread may be blocked where it cannot be interrupted (name resolution), so it is a daemon.
+            # The threads are daemons: name resolution may block one of them, and cannot be interrupted.
             await asyncio.gather(*(asyncio.to_thread(thread.join, 0.5) for thread in self._threads))
 
     async def _forward(self, deliver: Callable[[Batch], None]) -> None:
@@ -101,12 +101,12 @@ class ApiSource:
             self._complete |= first
             if changes or first:
                 deliver(Batch(changes, self._complete))
-            del changes  # the first batch holds all objects: do not keep it while idle
+            del changes  # do not keep the objects in memory while waiting
 
     def _take(self, resource: Resource, changes: list[Change], listed: bool) -> None:
         """Called by the followers' threads."""
         with self._lock:
-            # The first lists are read no faster than they are planned; otherwise the objects would pile up.
+            # Read the first lists only as fast as they are planned, so that few objects are in memory.
             while len(self._changes) >= MOST_WAITING and not (self._complete or self._client.stopping.is_set()):
                 self._taken.wait(1.0)
             self._changes += changes
@@ -125,7 +125,7 @@ class ApiSource:
             pass  # the loop is closed: the agent exits
 
     def _node_patience(self) -> float | None:
-        """Seconds that the Node may still lack addresses; None: something else is missing first."""
+        """Seconds until the Node must have an address; None: it has one, or is not listed yet."""
         if self._node_listed is None or self._node_has_address():
             return None
         return max(0.0, self._node_listed + self._client.timing.node - time.monotonic())

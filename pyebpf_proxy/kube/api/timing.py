@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """The defaults are those of client-go v0.36 where it has one."""
+    """The defaults are those of client-go v0.36, if it has one."""
 
     connect: float = 10.0
-    #: From the request to the answer's first byte; the API server itself gives up after 60 s.
+    #: Longest time from the request to the first byte of the answer; the API server itself ends requests after 60 s.
     answer: float = 70.0
     #: While an answer or an event is read, ``window_bytes`` must arrive in each ``window``; otherwise it is aborted.
     window: float = 30.0
@@ -23,13 +23,13 @@ class Timing:
     grace: float = 30.0
     #: Bookmarks arrive every minute. After the first one, a watch without data for this long is dead.
     bookmarks: float = 180.0
-    #: Between attempts: initial and maximum delay, doubled each time, each randomly up to twice as long.
+    #: First and longest delay between attempts. It doubles each time, and is randomly up to twice as long.
     backoff: tuple[float, float] = (0.8, 30.0)
-    #: Minimum delay before a resource is requested again that the server does not know or forbids.
+    #: Minimum delay before the next request for a resource that the server forbids or does not know.
     forbidden: float = 5.0
     #: A resumed watch counts as recovered after this time; longer than ``window``.
     settle: float = 60.0
-    #: Time after an outage in which "forbidden" or "not found" may come from a server that is starting.
+    #: For this time after an outage, "forbidden" or "not found" may come from a server that is still starting.
     starting: float = 15.0
     #: How long the Node may lack addresses before the agent continues without (spec/configuration §5.3).
     node: float = 30.0

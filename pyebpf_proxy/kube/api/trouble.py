@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Errors of the API server: one log line when a problem begins, one when it is over."""
+"""Errors of requests to the API server, and their log: one line when a problem begins, one when it ends."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ STEADY_SECONDS = 30.0
 
 
 class TroubleError(Exception):
-    """A failed request. Its message is one line: what happened, and what to do.
+    """A failed request. Its message is one line with the problem and the remedy.
 
-    ``shared``: it affects the whole server, so every resource. ``lost``: no server was reachable; the next one may be
-    another one. ``code``: the HTTP status. ``seconds``: minimum delay before a retry.
+    ``shared``: the problem affects the server, and so every resource. ``lost``: the server was not reachable, and the
+    next connection may lead to another one. ``code``: the HTTP status. ``seconds``: minimum delay before a retry.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class TroubleError(Exception):
 
 
 class StoppedError(Exception):
-    """The agent exits; pending waits are abandoned."""
+    """The agent exits; raised in threads that wait."""
 
 
 class GoneError(TroubleError):
@@ -125,10 +125,10 @@ def _in_short(value: object) -> str:
 
 
 class Log:
-    """Logs each problem once when it begins and once when it is over; a shared problem once for all resources.
+    """Logs each problem when it begins and when it ends; a shared problem only once for all resources.
 
-    An outage is one line. A change of its cause is logged only if it persists. Safe in any thread; ``failed`` and
-    ``well`` may be called repeatedly.
+    If the cause of an outage changes, this is logged only if the new cause persists. Safe in any thread; ``failed``
+    and ``well`` may be called repeatedly.
     """
 
     def __init__(
@@ -176,7 +176,7 @@ class Log:
                 self._info("the API server is reachable again", server=self._server)
 
     def troubles(self) -> Mapping[str, str]:
-        """The problems that continue, as logged: by resource; "" stands for the whole server."""
+        """The current problems, as logged, by resource; "" means the whole server."""
         with self._lock:
             return {**({"": self._logged} if self._logged else {}), **self._own}
 
