@@ -17,7 +17,7 @@ import pytest
 from pyebpf_proxy.lab.agent import command
 from pyebpf_proxy.lab.namespace import Namespace
 from tests.support import reference
-from tests.support.kube_proxy_tools import DATA, FOREIGN, FOREIGN_LATER, load_kube_proxy, restore, saved
+from tests.support.kube_proxy_tools import DATA, FOREIGN, FOREIGN_AFTER, load_kube_proxy, restore, saved
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns]
 
@@ -55,7 +55,7 @@ def test_rules_are_the_same_afterwards(
         for family in FAMILIES:
             restore(namespace, "nft", family, FOREIGN)
             load_kube_proxy(namespace, "nft", family)
-            restore(namespace, "nft", family, FOREIGN_LATER)
+            restore(namespace, "nft", family, FOREIGN_AFTER)
         namespace.run("nft", "-f", str(DATA / "nftables.nft"))
         namespace.run("nft", "add table ip kube-proxy-of-others; add table inet kube-proxy")
     before = [saved(namespaces[0], "nft", family) for family in FAMILIES]

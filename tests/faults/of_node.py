@@ -19,7 +19,7 @@ from pyebpf_proxy.lab.addresses import cluster_ip
 from pyebpf_proxy.lab.links import pod_routes
 from pyebpf_proxy.lab.namespace import LabError, batch
 from tests.faults.ground import VICTIM, Ground, answers
-from tests.support.damage import CannotBeMadeError, enter_here, has_program, take_program_off
+from tests.support.damage import CannotBeMadeError, detach_program, enter_here, has_program
 
 #: Routes, and conntrack entries, that come and go at once.
 _MANY = 20_000
@@ -94,7 +94,7 @@ def _devices(ground: Ground) -> list[str]:
 @contextmanager
 def programs_detached(ground: Ground) -> Iterator[None]:
     for device in _devices(ground):
-        if not ground.node.namespace.call(take_program_off, ground.node.agent.directory, device):
+        if not ground.node.namespace.call(detach_program, ground.node.agent.directory, device):
             raise CannotBeMadeError(f"no program on {device}")
     yield
 

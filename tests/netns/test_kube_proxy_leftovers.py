@@ -21,7 +21,7 @@ from pyebpf_proxy.lab.namespace import Namespace
 from tests.support.kube_proxy_tools import (
     DATA,
     FOREIGN,
-    FOREIGN_LATER,
+    FOREIGN_AFTER,
     load_kube_proxy,
     remove,
     restore,
@@ -53,7 +53,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 def test_rules_go_and_those_of_others_stay_as_they_are(namespace: Namespace, kind: str, family: int) -> None:
     restore(namespace, kind, family, FOREIGN)
     load_kube_proxy(namespace, kind, family)
-    restore(namespace, kind, family, FOREIGN_LATER)
+    restore(namespace, kind, family, FOREIGN_AFTER)
     before = saved(namespace, kind, family)
     wanted = without_kube_proxy(before)
     assert len(before) > len(wanted) + 100  # or this test sees nothing

@@ -13,7 +13,7 @@ from pyebpf_proxy.lab.cluster import Lab
 from pyebpf_proxy.lab.rules import decide
 from pyebpf_proxy.lab.scenario import observe
 from tests.support.lab_services import Kind, write_nodes, write_services
-from tests.support.lab_tools import moved, node_client, outside_client, pod_client, reasons
+from tests.support.lab_tools import counted_between, node_client, outside_client, pod_client, reasons
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs_bpf]
 
@@ -76,7 +76,7 @@ def test_large_transfers_between_pods_of_one_bridge(bridged: tuple[Lab, int], fa
     outcome = toolbox.call(ask, address, 80, size=20_000, reply_size=3_000_000)
     assert outcome.answer is not None, outcome
     assert outcome.size == 3_000_000
-    lifted = moved(before, reasons(lab.nodes[0])).get("bridged_reply_redirected", 0)
+    lifted = counted_between(before, reasons(lab.nodes[0])).get("bridged_reply_redirected", 0)
     if call == 0:
         assert lifted > 0  # without bridge netfilter the reply reaches the node only because it is lifted
 

@@ -15,7 +15,7 @@ from pyebpf_proxy.lab.rules import decide
 from pyebpf_proxy.lab.scenario import DROPPED_AFTER, Client, observe
 from tests.support.lab_services import Kind, write_nodes, write_services
 from tests.support.lab_tools import (
-    moved,
+    counted_between,
     node_client,
     outside_client,
     pod_client,
@@ -88,7 +88,7 @@ def cluster() -> Iterator[Cluster]:
 
 def decided(before: dict[str, int], after: dict[str, int]) -> dict[str, int]:
     """What was decided in between. Flows of former tests end meanwhile, by the agent's sweep: no decision."""
-    return {name: count for name, count in moved(before, after).items() if name != "young_ended"}
+    return {name: count for name, count in counted_between(before, after).items() if name != "young_ended"}
 
 
 def check(cluster: Cluster, origin: str, service: str, kind: str, family: int, protocol: str, at: str = "") -> None:
@@ -150,7 +150,7 @@ def test_policy_local_without_a_local_endpoint_drops(
     cluster.use(None)
     before = reasons(cluster.first)
     check(cluster, origin, "far-local", kind, family, protocol)
-    counted = moved(before, reasons(cluster.first))
+    counted = counted_between(before, reasons(cluster.first))
     assert counted.get("drop_no_local_endpoints", 0) >= 1, counted
 
 
@@ -179,7 +179,7 @@ def test_no_endpoints_is_refused_at_once(
     before = reasons(cluster.first)
     check(cluster, origin, service, kind, family, protocol)
     name = "reject_no_endpoints_socket" if origin == "node1" else "reject_no_endpoints"
-    counted = moved(before, reasons(cluster.first))
+    counted = counted_between(before, reasons(cluster.first))
     assert counted.get(name, 0) >= 1, counted
 
 
@@ -245,7 +245,7 @@ def test_each_new_flow_is_counted_by_the_path_that_it_took(
     asked = (10, target.address.of(family), target.ports[protocol], protocol)
     outcomes = namespace.call(ask_many, *asked, first_port=20000)
     assert all(outcome.answer for outcome in outcomes)
-    counted = moved(before, reasons(cluster.first))
+    counted = counted_between(before, reasons(cluster.first))
     slow, fast = counted.get("new_flow_netfilter", 0), counted.get("new_flow_fast", 0)
     assert slow + fast >= 10, counted
     # A permit is good for a second: on a slow machine a flow in the middle may be without one as well.

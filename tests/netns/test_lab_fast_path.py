@@ -13,9 +13,9 @@ import pytest
 from pyebpf_proxy.lab.addresses import Dual
 from pyebpf_proxy.lab.cluster import Lab
 from pyebpf_proxy.lab.namespace import Namespace
-from tests.support.fast_lab import FAR, LIBERAL, NEAR, ON, Ask, FastWorld, made
+from tests.support.fast_lab import FAR, LIBERAL, NEAR, ON, Ask, FastWorld, build_fast_world
 from tests.support.lab_tools import wait_until
-from tests.support.new_flows import NewFlows, ask_once, entries, fast_ones, flowing
+from tests.support.new_flows import NewFlows, ask_once, ending, entries, wait_until_fast
 from tests.support.see_tools import answer
 from tests.support.talk import PORT, Talk
 
@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
 @pytest.fixture(scope="module")
 def bridged() -> Iterator[FastWorld]:
     with Lab(pod_network="bridge") as lab:
-        yield made(lab)
+        yield build_fast_world(lab)
 
 
 # ---- what arrives is right ------------------------------------------------------------------------------------
@@ -115,8 +115,8 @@ def test_listeners_of_conntracks_events(
 
         wait_until(of_both_kinds, "short flows by both ways")
         flows = NewFlows(asker, address, protocol)
-        with flowing(flows):
-            fast_ones(fast_world, flows)
+        with ending(flows):
+            wait_until_fast(fast_world, flows)
             talks = [ask(asker, address, protocol) for _ in range(4)]
             told = {talk.own_port for talk in talks if events.of(talk.own_port)}
             found = {e["source_port"] for e in entries(fast_world) if e["young"]}

@@ -12,7 +12,7 @@ from pyebpf_proxy.lab.addresses import POD_CIDR
 from pyebpf_proxy.lab.namespace import Namespace
 from tests.support.fast_lab import FAR, NEAR, Ask, FastWorld
 from tests.support.lab_tools import wait_until
-from tests.support.new_flows import BOTH, Arrivals, NewFlows, entries, fast_ones, flowing
+from tests.support.new_flows import BOTH, Arrivals, NewFlows, ending, entries, wait_until_fast
 
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
 
@@ -33,8 +33,8 @@ def new_ones_are_fast(world: FastWorld, family: int) -> None:
     for protocol in BOTH:
         for address in (NEAR, FAR):
             flows = NewFlows(world.client.namespace, address.of(family), protocol)
-            with flowing(flows):
-                fast_ones(world, flows)
+            with ending(flows):
+                wait_until_fast(world, flows)
 
 
 def test_forward_drops_as_docker_leaves_it(fast_world: FastWorld, ask: Ask, family: int) -> None:
@@ -56,8 +56,8 @@ def test_forward_drops_as_docker_leaves_it(fast_world: FastWorld, ask: Ask, fami
         for protocol in BOTH:
             flows = NewFlows(fast_world.client.namespace, NEAR.of(family), protocol)
             others = NewFlows(fast_world.client.namespace, FAR.of(family), protocol)
-            with flowing(flows, others):
-                fast_ones(fast_world, flows)
+            with ending(flows, others):
+                wait_until_fast(fast_world, flows)
                 others.wait_made(5)
                 assert others.answered == 0
         assert int(arrivals) == 0
@@ -114,7 +114,7 @@ def test_zones_of_conntrack(fast_world: FastWorld, ask: Ask, family: int) -> Non
     """Flows of this zone continue when they are old enough for conntrack, which has to find them in it (finding D8)."""
     with rules(fast_world.node.namespace, family, "*raw", "-A PREROUTING -j CT --zone 7", "COMMIT"):
         flows = [NewFlows(fast_world.client.namespace, NEAR.of(family), protocol) for protocol in BOTH]
-        with flowing(*flows):
+        with ending(*flows):
             for each in flows:
                 each.wait_answered(20)
             talks = [ask(fast_world.client.namespace, NEAR.of(family), protocol) for protocol in BOTH for _ in range(3)]

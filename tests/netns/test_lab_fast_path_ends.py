@@ -16,7 +16,7 @@ from pyebpf_proxy.lab.addresses import cluster_ip
 from pyebpf_proxy.lab.cluster import Lab, Pod
 from pyebpf_proxy.lab.manifests import Port, service, slices
 from tests.netns.tcp_ends import End, converse
-from tests.support.fast_lab import FastWorld, made
+from tests.support.fast_lab import FastWorld, build_fast_world
 from tests.support.lab_tools import wait_until
 
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
@@ -80,7 +80,7 @@ class Moving:
 @pytest.fixture(scope="module")
 def moving() -> Iterator[Moving]:
     with Lab() as lab:
-        world = made(lab)
+        world = build_fast_world(lab)
         for pod in (world.near, world.far):
             End(pod.namespace).listen(PORT)
         moving = Moving(world, world.near)

@@ -17,10 +17,10 @@ import pytest
 from pyebpf_proxy.lab.addresses import cluster_ip
 from pyebpf_proxy.lab.cluster import Lab, Pod
 from pyebpf_proxy.lab.manifests import Port, service, slices
-from tests.support.fast_lab import NEAR, Ask, FastWorld, made
+from tests.support.fast_lab import NEAR, Ask, FastWorld, build_fast_world
 from tests.support.lab_tools import full_conntrack, wait_until
 from tests.support.logs import Log, Message
-from tests.support.new_flows import BOTH, NewFlows, ask_once, entries, fast_ones, flowing
+from tests.support.new_flows import BOTH, NewFlows, ask_once, ending, entries, wait_until_fast
 from tests.support.talk import Talk
 
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
@@ -47,7 +47,7 @@ class Small:
 @pytest.fixture(scope="module")
 def small() -> Iterator[Small]:
     with Lab() as lab:
-        world = made(lab, {"fastPathEntries": ENTRIES})
+        world = build_fast_world(lab, {"fastPathEntries": ENTRIES})
         hogs = [lab.add_pod(f"hog-{number}", world.node, serve=False) for number in range(3)]
         near, ports = world.near, [Port("mute", MUTE_PORT, MUTE_PORT, "UDP")]
         answering(near)
@@ -186,7 +186,7 @@ def test_one_pod_uses_up_its_quota(small: Small, family: int) -> None:
     """Its further flows take the slow path. Another pod's are as fast as before."""
     world, hog = small.world, small.hogs[0]
     flows = new_flows_of(world.client, family)
-    with flowing(*flows):
+    with ending(*flows):
         with flooding([hog], family) as (flood,):
             before = world.count("slow_quota")
             wait_until(lambda: world.count("slow_quota") > before + 200, "the quota is used up")
@@ -195,7 +195,7 @@ def test_one_pod_uses_up_its_quota(small: Small, family: int) -> None:
             assert flood.answered >= flood.asked - 1, "the slow path serves it"
         # No other client opens flows now; those of the flood stay for a while.
         over = world.count("slow_quota")
-        fast_ones(world, *flows)
+        wait_until_fast(world, *flows)
         assert world.count("slow_quota") == over
         all_answered(flows)
 
@@ -215,8 +215,8 @@ def test_the_table_is_full(small: Small, ask: Ask, family: int) -> None:
     for talk in old:
         goes_by_the_table(world, talk)
     flows = new_flows_of(world.client, family)
-    with flowing(*flows):
-        fast_ones(world, *flows)
+    with ending(*flows):
+        wait_until_fast(world, *flows)
         with flooding(small.hogs, family) as floods:
             young = [ask(world.client.namespace, NEAR.of(family), protocol) for protocol in BOTH]
             before = world.count("slow_table_full")
@@ -234,7 +234,7 @@ def test_the_table_is_full(small: Small, ask: Ask, family: int) -> None:
             wait_until(lambda: world.count("slow_table_full") > after + 20, "the table was full all the time")
         all_answered(flows)
         wait_until(lambda: len(entries(world)) < ENTRIES // 2, "what is over is swept")
-        fast_ones(world, *flows)
+        wait_until_fast(world, *flows)
         all_answered(flows)
     for talk in (*old, *young):
         talk.wait(50)
@@ -272,8 +272,8 @@ def test_young_flows_go_on_while_conntrack_is_full(small: Small, ask: Ask) -> No
     log = Log(agent).from_now()
     with full_conntrack(world.node.namespace, free=2000) as top_up:
         flows = new_flows(world)
-        with flowing(*flows):
-            fast_ones(world, *flows)
+        with ending(*flows):
+            wait_until_fast(world, *flows)
             top_up()
             talks: list[Talk] = []
             began = time.monotonic()
@@ -335,10 +335,10 @@ def test_conntrack_is_full_of_unanswered_flows(small: Small, ask: Ask, flood: st
         flows = new_flows(world)
         floods = [OneWay(small.hogs[0], family) for family in FAMILIES]
         try:
-            with flowing(*flows):
+            with ending(*flows):
                 for _ in range(3):
                     top_up()
-                    fast_ones(world, *flows)
+                    wait_until_fast(world, *flows)
                 fresh = begin(world, ask, 1)
                 for each in floods:
                     sent = each.sent

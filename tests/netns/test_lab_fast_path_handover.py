@@ -15,9 +15,9 @@ import pytest
 from pyebpf_proxy.lab.addresses import cluster_ip
 from pyebpf_proxy.lab.manifests import Port, service, slices
 from pyebpf_proxy.lab.namespace import Namespace
-from tests.support.fast_lab import ON, FastWorld, asking
+from tests.support.fast_lab import ON, FastWorld, open_talks
 from tests.support.lab_tools import NAT_OF_OTHERS, wait_until
-from tests.support.new_flows import BOTH, NewFlows, entries, fast_ones, flowing
+from tests.support.new_flows import BOTH, NewFlows, ending, entries, wait_until_fast
 from tests.support.talk import PORT, Talk
 
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
@@ -49,15 +49,15 @@ def node(two: FastWorld) -> FastWorld:
 @contextlib.contextmanager
 def young_and_old(world: FastWorld, family: int) -> Iterator[list[Talk]]:
     """Conversations of every age: some are the kernel's, some began a moment ago, by the flow table."""
-    with asking() as ask, contextlib.ExitStack() as stack:
+    with open_talks() as ask, contextlib.ExitStack() as stack:
         namespace, address = world.client.namespace, TWO.of(family)
         talks = [ask(namespace, address, protocol) for protocol in BOTH for _ in range(2)]
         promoted = [talk.own_port for talk in talks]
         wait_until(lambda: assured(world, family) >= set(promoted), "the first are in conntrack, and assured")
         flows = [NewFlows(namespace, address, protocol) for protocol in BOTH]
-        stack.enter_context(flowing(*flows))
+        stack.enter_context(ending(*flows))
         for each in flows:
-            fast_ones(world, each)
+            wait_until_fast(world, each)
         fresh = begun_at_once(world, stack, family)
         found = {e["source_port"] for e in entries(world) if e["young"]}
         assert len(found & {talk.own_port for talk in fresh}) >= 6, "most of them are young"
@@ -177,8 +177,8 @@ def test_a_restart_with_another_size_of_the_flow_table(node: FastWorld, family: 
         wait_until(lambda: not any(young_counts(node).values()), "no young flow is counted", 5.0)
         namespace = node.client.namespace
         flows = [NewFlows(namespace, TWO.of(family), protocol) for protocol in BOTH]
-        with flowing(*flows):
-            fast_ones(node, *flows)
+        with ending(*flows):
+            wait_until_fast(node, *flows)
     node.node.agent.stop()
 
 
@@ -194,10 +194,10 @@ def test_masqueraded_flows_keep_their_source_ports_in_a_flow_table_of_another_si
     def has_it() -> bool:
         return any(e["reply"] and e["destination_port"] == port for e in entries(node))
 
-    with asking() as ask:
+    with open_talks() as ask:
         flows = [NewFlows(asker, own, protocol, port=30007) for protocol in BOTH]
-        with flowing(*flows):
-            fast_ones(node, *flows)
+        with ending(*flows):
+            wait_until_fast(node, *flows)
             talks = [ask(asker, own, protocol, 30007) for protocol in BOTH for _ in range(4)]
         node.node.agent.stop()
         node.node.namespace.run("conntrack", "-I", "-p", "tcp", "--state", "ESTABLISHED", "-t", "600", *ends)
@@ -216,7 +216,7 @@ def test_the_agent_is_killed_and_comes_back(node: FastWorld, family: int) -> Non
     with young_and_old(node, family) as talks:
         namespace, address = node.client.namespace, TWO.of(family)
         flows = [NewFlows(namespace, address, protocol, patience=5.0) for protocol in BOTH]
-        with flowing(*flows):
+        with ending(*flows):
             for each in flows:
                 each.wait_answered()
             killed = time.monotonic()
@@ -244,8 +244,8 @@ def test_the_counts_of_devices_that_are_gone_are_deleted(node: FastWorld) -> Non
     pod = node.lab.add_pod("gone", node.node, serve=False)
     index = int(json.loads(node.node.namespace.run("ip", "-j", "link", "show", pod.device))[0]["ifindex"])
     flows = [NewFlows(pod.namespace, TWO.v4, protocol) for protocol in BOTH]
-    with flowing(*flows):
-        fast_ones(node, *flows)
+    with ending(*flows):
+        wait_until_fast(node, *flows)
         wait_until(lambda: young_counts(node).get(index, 0) > 0, "the device's young flows are counted")
     node.node.namespace.ip(f"link del {pod.device}")
     wait_until(lambda: index not in young_counts(node), "the count is deleted", 15.0)

@@ -14,7 +14,7 @@ import pytest
 
 from pyebpf_proxy.datapath.loader.libbpf import Map, Object
 from pyebpf_proxy.datapath.node.plan import REDIRECT_DEVICE, REDIRECT_PEER
-from tests.support.fast_lab import NEAR, Ask, FastWorld, at_once
+from tests.support.fast_lab import NEAR, Ask, FastWorld, without_pause
 from tests.support.lab_tools import wait_until
 from tests.support.talk import Talk
 
@@ -94,14 +94,14 @@ def test_it_sees_what_the_fast_path_sends(
     talk = ask(fast_world.client.namespace, NEAR.of(family), protocol)
     fast_world.fast(talk)
     xdp.wait(REDIRECT_PEER)
-    with at_once(talk):
+    with without_pause(talk):
         xdp.on("xdpdrv")
         xdp.wait(REDIRECT_DEVICE)
     # A young flow continues as it was learned, until it is the kernel's.
     wait_until(lambda: _share(xdp, talk) > 0.9, "the program sees every question", 10.0)
     fast_world.fast(talk)
     assert _share(xdp, talk) > 0.9
-    with at_once(talk):
+    with without_pause(talk):
         xdp.off("xdpdrv")
         xdp.wait(REDIRECT_PEER)
     fast_world.fast(talk)

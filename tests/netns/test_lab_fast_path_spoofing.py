@@ -20,7 +20,7 @@ from pyebpf_proxy.lab.namespace import Namespace
 from tests.netns.tcp_ends import End, converse
 from tests.support.fast_lab import Ask, FastWorld
 from tests.support.lab_tools import Capture, wait_until
-from tests.support.new_flows import BOTH, NewFlows, entries, fast_ones, flowing
+from tests.support.new_flows import BOTH, NewFlows, ending, entries, wait_until_fast
 from tests.support.talk import PORT
 
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
@@ -195,8 +195,8 @@ def test_no_flow_is_moved(scene: Scene, ask: Ask, family: int, protocol: str) ->
     """First packets of its flow, in the client's name: any of them could choose another endpoint (finding D4)."""
     world = scene.world
     flows = NewFlows(world.client.namespace, TWO.of(family), protocol)
-    with flowing(flows):
-        fast_ones(world, flows)
+    with ending(flows):
+        wait_until_fast(world, flows)
         talks = [ask(world.client.namespace, TWO.of(family), protocol) for _ in range(4)]
     ports = [talk.own_port for talk in talks]
     for talk in talks:

@@ -15,9 +15,9 @@ from pyebpf_proxy.lab.addresses import cluster_ip
 from pyebpf_proxy.lab.cluster import Node, Pod
 from pyebpf_proxy.lab.manifests import Object, Port, service, slices
 from pyebpf_proxy.lab.namespace import LabError
-from tests.support.fast_lab import FAR, Ask, FastWorld, at_once
+from tests.support.fast_lab import FAR, Ask, FastWorld, without_pause
 from tests.support.lab_tools import Capture, full_conntrack, wait_until
-from tests.support.new_flows import NewFlows, fast_ones, flowing
+from tests.support.new_flows import NewFlows, ending, wait_until_fast
 from tests.support.talk import PORT, Talk, serve
 
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
@@ -30,7 +30,7 @@ MOVED = cluster_ip(9)
 def test_the_neighbours_entry_is_gone(fast_world: FastWorld, ask: Ask, protocol: str) -> None:
     talk = ask(fast_world.client.namespace, FAR.v4, protocol)
     fast_world.fast(talk)
-    with at_once(talk):
+    with without_pause(talk):
         fast_world.node.namespace.ip(f"neigh del {fast_world.lab.nodes[1].address.v4} dev eth0")
     fast_world.fast(talk)
 
@@ -39,7 +39,7 @@ def test_the_neighbour_has_another_link_address(fast_world: FastWorld, far: Talk
     other = fast_world.lab.nodes[1]
     old = link_address(other)
     try:
-        with at_once(far):
+        with without_pause(far):
             other.namespace.ip("link set dev eth0 address 02:00:00:00:0e:02")
             # As a machine does that has taken an address over.
             tell(fast_world, other, "02:00:00:00:0e:02")
@@ -65,7 +65,7 @@ def test_the_mtu_is_lowered(fast_world: FastWorld, ask: Ask) -> None:
     # The device takes no longer frames either: a veth does, of this machine, unless there is XDP at its end.
     other.ip(f"{back} mtu 1300")
     try:
-        with at_once(talk):
+        with without_pause(talk):
             fast_world.node.namespace.ip("link set dev eth0 mtu 1300")
         fast_world.fast(talk)
     finally:
@@ -93,7 +93,7 @@ def test_the_route_moves_to_another_device(fast_world: FastWorld, far: Talk) -> 
     other, lan = fast_world.lab.nodes[1], fast_world.node.namespace
     with second_device(fast_world):
         try:
-            with at_once(far):
+            with without_pause(far):
                 lan.ip(
                     f"route add {other.address.v4}/32 dev eth1",
                     f"route replace {other.pod_cidr.v4} via {other.address.v4}",
@@ -167,8 +167,8 @@ def test_the_source_address_of_masqueraded_flows_leaves_the_node(fast_world: Fas
 
         def begin(count: int) -> list[Talk]:
             flows = [NewFlows(asker, address, protocol, port=30007) for protocol in ("tcp", "udp")]
-            with flowing(*flows):
-                fast_ones(fast_world, *flows)
+            with ending(*flows):
+                wait_until_fast(fast_world, *flows)
                 return [ask(asker, address, protocol, 30007) for protocol in ("tcp", "udp") for _ in range(count)]
 
         talks = begin(4)
@@ -198,7 +198,7 @@ def test_the_source_address_of_masqueraded_flows_leaves_the_node(fast_world: Fas
         assert ask(asker, address, "tcp", 30007).peer != sources.first
 
 
-def moved(pod: Pod) -> list[Object]:
+def counted_between(pod: Pod) -> list[Object]:
     return [service("moved", BOTH, MOVED), *slices("moved", BOTH, [(pod.address, pod.node.name)])]
 
 
@@ -206,15 +206,15 @@ def test_a_device_is_deleted(fast_world: FastWorld, ask: Ask, far: Talk) -> None
     """The endpoint's. When the service has another one, datagrams go there; other flows notice nothing."""
     gone = fast_world.lab.add_pod(f"gone-{len(fast_world.lab.pods)}", fast_world.node, serve=False)
     serve(gone)
-    fast_world.node.agent.wait_synced(fast_world.lab.write("moved.yaml", moved(gone)))
+    fast_world.node.agent.wait_synced(fast_world.lab.write("moved.yaml", counted_between(gone)))
     talk = ask(fast_world.client.namespace, MOVED.v4, "udp")
     fast_world.fast(talk)
     before = fast_world.count("drop_rewrite_failed")
-    with at_once(far):
+    with without_pause(far):
         fast_world.node.namespace.ip(f"link del {gone.device}")
-    assert talk.stands()
-    fast_world.lab.write("moved.yaml", moved(fast_world.far))
-    with at_once(far):
+    assert talk.stops()
+    fast_world.lab.write("moved.yaml", counted_between(fast_world.far))
+    with without_pause(far):
         fast_world.fast(talk)
     assert fast_world.count("drop_rewrite_failed") == before
     assert not entries(fast_world, "udp", gone.address.v4), "the entry of the endpoint that is gone"
@@ -233,15 +233,15 @@ def test_conntracks_entry_is_deleted(fast_world: FastWorld, ask: Ask, protocol: 
     before = fast_world.count("flow_changed")
     fast_world.node.namespace.run("conntrack", "-D", "-p", protocol, "--orig-dst", FAR.v4)
     if protocol == "udp":
-        with at_once(talk):
+        with without_pause(talk):
             pass
         fast_world.fast(talk)
         return
     # As without the fast path: no connection any more that anybody translates.
-    assert talk.stands()
+    assert talk.stops()
     wait_until(lambda: fast_world.count("flow_changed") > before, "the flow is taken out of the table", 60.0)
     again = ask(fast_world.client.namespace, FAR.v4)
-    with at_once(again):
+    with without_pause(again):
         fast_world.fast(again)
 
 
@@ -260,7 +260,7 @@ def test_a_bond_fails_over(fast_world: FastWorld, far: Talk) -> None:
         node.ip("link set bond9 up", f"route add {other.address.v4}/32 dev bond9")
         node.ip(f"route replace {other.pod_cidr.v4} via {other.address.v4}")
         fast_world.fast(far)
-        with at_once(far):
+        with without_pause(far):
             core.ip("link set one down")
         fast_world.fast(far)
     finally:

@@ -21,9 +21,9 @@ from pyebpf_proxy.lab.agent import FEW_RIGHTS
 from pyebpf_proxy.lab.cluster import Lab
 from pyebpf_proxy.lab.namespace import Namespace
 from tests.netns.foreign_programs import ENDS, GOES_ON, Foreign, attached, chain, compiled
-from tests.support.fast_lab import FAR, NEAR, ON, Ask, FastWorld, made
+from tests.support.fast_lab import FAR, NEAR, ON, Ask, FastWorld, build_fast_world
 from tests.support.lab_tools import Capture, wait_until
-from tests.support.new_flows import BOTH, NewFlows, fast_ones, flowing
+from tests.support.new_flows import BOTH, NewFlows, ending, wait_until_fast
 from tests.support.see_tools import answer, see
 from tests.support.talk import PORT, Talk
 
@@ -42,7 +42,7 @@ def world() -> Iterator[FastWorld]:
     if not tcx.available():
         pytest.skip("this kernel has no tcx: others have filters, after the agent's (test_attach_others)")
     with Lab() as lab:
-        yield made(lab)
+        yield build_fast_world(lab)
 
 
 @pytest.fixture(scope="module")
@@ -154,7 +154,7 @@ def test_a_program_at_ingress(world: FastWorld, ask: Ask, foreign: Path, where: 
         text = see(world.node, "status").stdout
         assert re.search(f"closed: {logged}", " ".join(text.split())), text
         flows = new_flows(world, device)
-        with flowing(*flows):
+        with ending(*flows):
             for each in flows:
                 each.wait_answered(10)
             all_answered(flows)
@@ -165,8 +165,8 @@ def test_a_program_at_ingress(world: FastWorld, ask: Ask, foreign: Path, where: 
     for talk in talks:
         world.fast(talk)
     flows = new_flows(world, device)
-    with flowing(*flows):
-        fast_ones(world, *flows)
+    with ending(*flows):
+        wait_until_fast(world, *flows)
         all_answered(flows)
 
 
@@ -186,11 +186,11 @@ def test_a_program_at_the_egress_of_a_pods_device(world: FastWorld, ask: Ask, fo
             for family in FAMILIES
             for protocol in BOTH
         ]
-        with flowing(*flows):
+        with ending(*flows):
             for each in flows:
                 each.wait_answered(10)
             if program == GOES_ON:
-                fast_ones(world, *flows)
+                wait_until_fast(world, *flows)
             all_answered(flows)
         talks = [ask(world.client.namespace, NEAR.of(family), protocol) for family in FAMILIES for protocol in BOTH]
         hits = world.count("flow_hit")

@@ -26,7 +26,7 @@ from pyebpf_proxy.lab.cluster import Lab, Pod
 from pyebpf_proxy.lab.manifests import Port
 from pyebpf_proxy.lab.namespace import LabError, Namespace
 from tests.support.lab_services import Kind, write_nodes, write_services
-from tests.support.lab_tools import Capture, has_program, moved, reasons, wait_until
+from tests.support.lab_tools import Capture, counted_between, has_program, reasons, wait_until
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs_bpf]
 
@@ -299,7 +299,7 @@ def test_priority_tagged_frames(frames: Lab, family: int) -> None:
     capture = Capture(pod.namespace, "eth0", lambda frame: marker in frame)
     toolbox.namespace.call(_send_frame, "eth0", bytes(Ether(**macs) / Dot1Q(vlan=0, prio=5) / packet))
     frame = capture.frame()
-    assert frame is not None, moved(before, reasons(node))
+    assert frame is not None, counted_between(before, reasons(node))
     seen = Ether(frame)
     assert seen.payload.dst == pod.address.of(family)
     assert seen[UDP].dport == 5353
@@ -359,7 +359,7 @@ def test_sctp(frames: Lab, name: Any, family: int) -> None:
     init = SCTP(sport=5000 + family, dport=port, tag=0) / SCTPChunkInit(init_tag=tag, init_tsn=1)
     namespace.call(_send_raw, family, source, target, bytes(init))
     frame = arriving.frame()
-    assert frame is not None, moved(before, reasons(node))
+    assert frame is not None, counted_between(before, reasons(node))
     seen = _sctp(frame)
     assert seen.payload.dst == pod.address.of(family)
     assert seen[SCTPChunkInit].init_tag == tag
@@ -375,7 +375,7 @@ def test_sctp(frames: Lab, name: Any, family: int) -> None:
     back = _sctp(frame)
     assert (back.payload.src, back.payload.dst) == (target, source)
     assert back[SCTP].dport == 5000 + family
-    counted = moved(before, reasons(node))
+    counted = counted_between(before, reasons(node))
     # By netfilter, always: an association is more than the flow table knows.
     assert counted.get("new_flow_netfilter", 0) >= 1, counted
     assert "new_flow_fast" not in counted, counted

@@ -19,7 +19,7 @@ from pyebpf_proxy.lab.cluster import Lab, Node
 from pyebpf_proxy.lab.load import Load, failed
 from tests.netns.transfers import ECHO, Transfers
 from tests.support.lab_services import Kind, write_nodes, write_services
-from tests.support.lab_tools import has_program, moved, reasons, wait_until
+from tests.support.lab_tools import counted_between, has_program, reasons, wait_until
 from tests.support.logs import Log, Message
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs_bpf]
@@ -98,7 +98,7 @@ def test_client_ports_are_used_again_at_once(living: Lab, origin: str, ending: s
     before = reasons(node)
     answered, again = namespace.call(_reuse_ports, address, 80, first, 50, 2000, reset)
     assert (answered, again // 3) == (2000, 0), again
-    counted = moved(before, reasons(node))
+    counted = counted_between(before, reasons(node))
     # A SYN opens its own flow, although the former connection of its ports is still known. Where that one's end
     # is in doubt, as after a FIN that came before data, it continues to the same endpoint: few do.
     assert counted.get("new_flow_fast", 0) + counted.get("new_flow_netfilter", 0) >= 1980, counted

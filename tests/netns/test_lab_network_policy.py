@@ -21,7 +21,7 @@ from pyebpf_proxy.lab.namespace import Namespace
 from tests.netns.policies import KINDS, policy
 from tests.support.fast_lab import FAR, NEAR, Ask, FastWorld, slowness
 from tests.support.lab_tools import wait_until
-from tests.support.new_flows import BOTH, Arrivals, NewFlows, ask_once, entries, fast_ones, flowing, wait_all_made
+from tests.support.new_flows import BOTH, Arrivals, NewFlows, ask_once, ending, entries, wait_all_made, wait_until_fast
 from tests.support.talk import PORT, Talk
 
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
@@ -134,7 +134,7 @@ def test_nothing_passes_that_is_denied(fast_world: FastWorld, kind: str, family:
             for protocol in BOTH
             for own_port in (0, ports[protocol])
         ]
-        with flowing(*flows):
+        with ending(*flows):
             wait_all_made(flows, 12)
         assert [each.answered for each in flows] == [0] * len(flows), _seen(fast_world, family)
         assert fast_world.count("new_flow_netfilter") > before + 20, "they came to netfilter"
@@ -167,7 +167,7 @@ def test_nothing_passes_that_is_denied_on_any_way(with_vip: FastWorld, family: i
             rules.deny(way.peer if "masqueraded" in hook else way.source, way.endpoint.address.of(family))
             stack.enter_context(colluding(way.endpoint, way.peer, family, ports))
             flows += [way.flows(protocol, own_port) for protocol in BOTH for own_port in (0, ports[protocol])]
-        with flowing(*flows):
+        with ending(*flows):
             wait_all_made(flows, 12)
         assert [each.answered for each in flows] == [0] * len(flows), _seen(with_vip, family)
         assert with_vip.count("new_flow_netfilter") > before + 100, "they came to netfilter"
@@ -185,8 +185,8 @@ def test_another_endpoint_of_the_service_gives_no_permit(fast_world: FastWorld, 
         rules.deny(client.address.of(family), near.address.of(family))
         arrivals = Arrivals(near, client.address.of(family))
         flows = [NewFlows(client.namespace, TWO.of(family), protocol, patience=0.05) for protocol in BOTH]
-        with flowing(*flows):
-            fast_ones(fast_world, *flows)
+        with ending(*flows):
+            wait_until_fast(fast_world, *flows)
             wait_all_made(flows, 20)
         assert int(arrivals) == 0
         for each in flows:
@@ -206,8 +206,8 @@ def test_a_policy_that_is_added_counts_at_once(fast_world: FastWorld, ask: Ask, 
         promoted = fast_world.count("flow_promoted")
         wait_until(lambda: fast_world.count("flow_promoted") > promoted + 1 or _known(fast_world, family), "promoted")
         flows = [NewFlows(client.namespace, NEAR.of(family), protocol) for protocol in BOTH]
-        with flowing(*flows):
-            fast_ones(fast_world, *flows)
+        with ending(*flows):
+            wait_until_fast(fast_world, *flows)
             opened = fast_world.count("new_flow_fast")
             young = [ask(client.namespace, NEAR.of(family), protocol) for protocol in BOTH]
             wait_until(lambda: fast_world.count("new_flow_fast") > opened + 5, "flows that are young")
@@ -231,13 +231,13 @@ def test_a_policy_that_is_added_counts_on_every_way(
         talks: list[Talk] = []
         for name, way in found.items():
             flows = [way.flows(protocol) for protocol in BOTH]
-            with flowing(*flows):
+            with ending(*flows):
                 # One way at a time: the count does not say whose flows were fast.
-                fast_ones(with_vip, *flows)
+                wait_until_fast(with_vip, *flows)
                 talks += [way.talk(ask, protocol) for protocol in BOTH]
             assert {talk.peer for talk in talks[-2:]} == {way.peer}, name
         flows = [way.flows(protocol) for way in found.values() for protocol in BOTH]
-        stack.enter_context(flowing(*flows))
+        stack.enter_context(ending(*flows))
         for each in flows:
             each.wait_answered(10)
         for way in found.values():
@@ -278,13 +278,13 @@ def test_a_policy_without_established_ends_flows(
         for talk in old:
             fast_world.fast(talk)
         flows = [way.flows(protocol) for protocol in BOTH]
-        with flowing(*flows):
-            fast_ones(fast_world, *flows)
+        with ending(*flows):
+            wait_until_fast(fast_world, *flows)
             young = [way.talk(ask, protocol) for protocol in BOTH]
             rules.deny(way.source, way.endpoint.address.of(family))
         arrivals = Arrivals(way.endpoint, way.peer)
         for talk in (*old, *young):
-            assert talk.stands(), "it continues"
+            assert talk.stops(), "it continues"
         # TCP sends again and again.
         seen = int(arrivals)
         assert not way.asker.call(ask_once, way.address, way.port, "udp")
@@ -331,8 +331,8 @@ def test_a_flow_without_answers_asks_netfilter_again(fast_world: FastWorld, fami
     try:
         with policy(node, "nft set", family) as rules:
             flows = NewFlows(client.namespace, NEAR.of(family), protocol)
-            with flowing(flows):
-                fast_ones(fast_world, flows)
+            with ending(flows):
+                wait_until_fast(fast_world, flows)
                 opened = fast_world.count("new_flow_fast")
                 if protocol == "udp":
                     task = client.namespace.start(send_datagrams, NEAR.of(family), own_port)

@@ -19,7 +19,7 @@ from pyebpf_proxy.lab.load import Load, failed
 from pyebpf_proxy.lab.servers import Ports
 from tests.netns.socket_calls import source_info
 from tests.support.lab_services import Kind, write_nodes, write_services
-from tests.support.lab_tools import moved, reasons, wait_until
+from tests.support.lab_tools import counted_between, reasons, wait_until
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs_bpf]
 
@@ -57,7 +57,7 @@ def test_tcp_is_connected_straight_to_the_endpoint(node_lab: Lab, family: int) -
     address = WEB.target("ClusterIP", node).address.of(family)
     outcomes = node.namespace.call(ask_many, 20, address, 80)
     assert {outcome.kind for outcome in outcomes} == {ANSWERED}
-    counted = moved(before, reasons(node))
+    counted = counted_between(before, reasons(node))
     assert counted == {"new_flow_socket": 20}, counted  # no packet of it was translated
     for outcome in outcomes:
         assert outcome.answer is not None
@@ -216,7 +216,7 @@ def test_only_sockets_of_the_agents_own_namespace(node_lab: Lab, family: int) ->
     # and each node's programs serve their own node only
     for index, node in enumerate(node_lab.nodes):
         assert node.namespace.call(ask, address, 80).kind == ANSWERED
-        counted = [moved(old, reasons(each)) for old, each in zip(before, node_lab.nodes, strict=True)]
+        counted = [counted_between(old, reasons(each)) for old, each in zip(before, node_lab.nodes, strict=True)]
         assert counted[index] == {"new_flow_socket": 1}
         before = [reasons(each) for each in node_lab.nodes]
 

@@ -21,7 +21,7 @@ from pyebpf_proxy.lab.agent import command
 from pyebpf_proxy.lab.client import ANSWERED, ask
 from pyebpf_proxy.lab.cluster import Lab, Node
 from tests.support.lab_services import Kind, write_nodes, write_services
-from tests.support.lab_tools import moved, reasons, wait_until
+from tests.support.lab_tools import counted_between, reasons, wait_until
 from tests.support.logs import Log, Message
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs_bpf]
@@ -289,8 +289,8 @@ def test_loopback_is_closed_to_other_hosts(node: Node, carried: Packet) -> None:
     frame = Ether(dst=_mac(node)) / IP(src="192.0.2.77", dst="127.0.0.1") / carried
     before = reasons(node)
     node.lab.core.call(_send, node.name, bytes(frame))
-    wait_until(lambda: moved(before, reasons(node)), "the packet was counted")
-    assert moved(before, reasons(node)) == {"drop_loopback_destination": 1}
+    wait_until(lambda: counted_between(before, reasons(node)), "the packet was counted")
+    assert counted_between(before, reasons(node)) == {"drop_loopback_destination": 1}
 
 
 def test_without_localhost_node_ports_no_guard_is_needed(node: Node) -> None:
@@ -301,7 +301,7 @@ def test_without_localhost_node_ports_no_guard_is_needed(node: Node) -> None:
     before = reasons(node)
     node.lab.core.call(_send, node.name, bytes(frame))
     wait_until(lambda: _martians(node) > martians, "the kernel has dropped it")
-    assert moved(before, reasons(node)) == {}
+    assert counted_between(before, reasons(node)) == {}
 
 
 def _martians(node: Node) -> int:

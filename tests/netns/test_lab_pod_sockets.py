@@ -14,7 +14,7 @@ import pytest
 from pyebpf_proxy.lab.client import ANSWERED, REFUSED, TIMED_OUT, Outcome, ask, ask_many, family_of, read_answer
 from pyebpf_proxy.lab.cluster import Lab, Pod
 from tests.support.lab_services import Kind, write_nodes, write_services
-from tests.support.lab_tools import learned_just_now, reasons, served_by, wait_until
+from tests.support.lab_tools import forget_old_pod_sources, reasons, served_by, wait_until
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs_bpf]
 
@@ -63,7 +63,7 @@ def known(lab: Lab, pod: Pod, family: int) -> None:
         counted, _ = counted_while(lab, lambda: [pod.namespace.call(ask, *asked)])
         return counted == {"socket": 1}
 
-    learned_just_now(lab.nodes[0])
+    forget_old_pod_sources(lab.nodes[0])
     wait_until(by_socket, "sockets of the pod are translated", 60)
 
 

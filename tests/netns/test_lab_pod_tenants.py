@@ -15,7 +15,7 @@ import pytest
 from pyebpf_proxy.lab.client import ANSWERED, TIMED_OUT, ask, family_of, read_answer
 from pyebpf_proxy.lab.cluster import Lab, Node, Pod
 from tests.support.lab_services import Kind, write_nodes, write_services
-from tests.support.lab_tools import learned_just_now, reasons, served_by, wait_until
+from tests.support.lab_tools import forget_old_pod_sources, reasons, served_by, wait_until
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs_bpf]
 
@@ -56,7 +56,7 @@ def known(node: Node, pod: Pod, family: int) -> None:
         pod.namespace.call(ask, *asked)
         return served_by(before, reasons(node)) == {"socket": 1}
 
-    learned_just_now(node)
+    forget_old_pod_sources(node)
     wait_until(by_socket, f"sockets of {pod.name} are translated", 60)
 
 

@@ -17,7 +17,7 @@ from pyebpf_proxy.lab.load import Load, failed, first_answer, last_answer
 from pyebpf_proxy.lab.manifests import Port
 from pyebpf_proxy.lab.scenario import DROPPED_AFTER
 from tests.support.lab_services import Kind, write_nodes, write_services
-from tests.support.lab_tools import moved, reasons, wait_until
+from tests.support.lab_tools import counted_between, reasons, wait_until
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs_bpf]
 
@@ -108,7 +108,7 @@ def test_source_ranges_guard_the_vip_only(policies: Lab, family: int, protocol: 
     for namespace, source in ((policies.client, other), (policies.pods["toolbox"].namespace, None)):
         outcome = namespace.call(ask, vip.address.of(family), port, protocol, source=source, timeout=DROPPED_AFTER)
         assert outcome.kind == TIMED_OUT, outcome
-    assert moved(before, reasons(node)).get("drop_source_range", 0) >= 2
+    assert counted_between(before, reasons(node)).get("drop_source_range", 0) >= 2
     for name in ("ExternalIP", "NodePort"):
         target = CLIENT_ONLY.target(name, node)  # type: ignore[arg-type]
         asked = (target.address.of(family), target.ports[protocol], protocol)

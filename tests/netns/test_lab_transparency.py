@@ -19,7 +19,7 @@ from tests.netns.io_uring_calls import io_uring_connect, supported
 from tests.netns.small_dns import serve
 from tests.netns.socket_calls import TCP, UDP, Call, tcp_mapped, udp_mapped
 from tests.support.lab_services import Kind, write_nodes, write_services
-from tests.support.lab_tools import learned_just_now, reasons, served_by, wait_until
+from tests.support.lab_tools import forget_old_pod_sources, reasons, served_by, wait_until
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs_bpf]
 
@@ -68,7 +68,7 @@ def side(request: pytest.FixtureRequest, lab: Lab, family: int) -> Side:
         kind = pod.namespace.call(ask, cluster_ip(WEB.number).of(family), 80).kind
         return kind == ANSWERED and served_by(before, reasons(node)) == {"socket": 1}
 
-    learned_just_now(node)
+    forget_old_pod_sources(node)
     wait_until(by_socket, "the pod's sockets are translated", 60)
     return Side(pod.namespace, pod.address.of(family))
 

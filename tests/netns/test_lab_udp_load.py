@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from pyebpf_proxy.lab.cluster import Lab
-from tests.support.fast_lab import FAR, NEAR, FastWorld, made
+from tests.support.fast_lab import FAR, NEAR, FastWorld, build_fast_world
 from tests.support.talk import PORT
 
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
@@ -32,7 +32,7 @@ def fast(request: pytest.FixtureRequest) -> bool:
 @pytest.fixture(scope="module")
 def world(fast: bool) -> Iterator[FastWorld]:
     with Lab() as lab:
-        yield made(lab, {"fastPath": fast})
+        yield build_fast_world(lab, {"fastPath": fast})
 
 
 @pytest.mark.parametrize("origin", ["pod", "pod, far", "outside"])

@@ -18,7 +18,7 @@ from pyebpf_proxy.lab.client import REFUSED, ask
 from pyebpf_proxy.lab.cluster import Lab, Node
 from pyebpf_proxy.lab.manifests import Port, service, slices
 from tests.netns.xdp_lab import NODE_PORT, XDP, as_nics, counted, offloads, receive, restart, shown, talking
-from tests.support.fast_lab import ON, FastWorld, made
+from tests.support.fast_lab import ON, FastWorld, build_fast_world
 from tests.support.lab_tools import wait_until
 from tests.support.logs import Log, Message
 from tests.support.talk import PORT
@@ -31,7 +31,7 @@ OBJECT = Path(pyebpf_proxy.__file__).parent / "bpf" / "xdp.bpf.o"
 @pytest.fixture(scope="module")
 def shared() -> Iterator[FastWorld]:
     with Lab() as lab:
-        yield made(lab)
+        yield build_fast_world(lab)
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import pytest
 
 from pyebpf_proxy.lab.cluster import Lab, Node
 from tests.netns.xdp_lab import NODE_PORT, as_nics, counted, talking
-from tests.support.fast_lab import FastWorld, at_once, made
+from tests.support.fast_lab import FastWorld, build_fast_world, without_pause
 from tests.support.lab_tools import Capture, wait_until
 from tests.support.talk import Talk
 
@@ -22,7 +22,7 @@ OTHER = "02:00:00:00:0e:02"
 @pytest.fixture(scope="module")
 def outside() -> Iterator[FastWorld]:
     with Lab() as lab:
-        yield as_nics(made(lab))
+        yield as_nics(build_fast_world(lab))
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def test_a_neighbour_has_another_link_address(outside: FastWorld, far: Talk) -> 
         outside.node.namespace.ip(f"neigh replace {other.address.v4} lladdr {address} dev eth0 nud reachable")
 
     try:
-        with at_once(far):
+        with without_pause(far):
             becomes(OTHER)
         counted(outside, "xdp_flow_hit")
         former = bytes.fromhex(old.replace(":", ""))
@@ -57,7 +57,7 @@ def test_a_neighbour_has_another_link_address(outside: FastWorld, far: Talk) -> 
 
 @pytest.mark.parametrize("how", ["del {} dev eth0", "replace {} lladdr 02:00:00:00:0e:03 dev eth0 nud failed"])
 def test_a_neighbours_entry_is_gone(outside: FastWorld, far: Talk, how: str) -> None:
-    with at_once(far):
+    with without_pause(far):
         outside.node.namespace.ip("neigh " + how.format(outside.lab.nodes[1].address.v4))
     counted(outside, "xdp_flow_hit")
 

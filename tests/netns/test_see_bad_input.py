@@ -139,12 +139,12 @@ def without_rights(node: Node, *arguments: str) -> subprocess.CompletedProcess[s
 @pytest.fixture
 def other_layout(node: Node) -> Iterator[None]:
     pins = node.agent.pin("services").parents[1]
-    moved = pins.with_name("v99")
-    os.rename(pins, moved)
+    counted_between = pins.with_name("v99")
+    os.rename(pins, counted_between)
     try:
         yield
     finally:
-        os.rename(moved, pins)
+        os.rename(counted_between, pins)
 
 
 @pytest.mark.parametrize("name", READERS)

@@ -18,7 +18,7 @@ from pyebpf_proxy.lab.rules import Destination, decide, expect
 from pyebpf_proxy.see.explain import ask as explain
 from pyebpf_proxy.see.model import Explanation
 from tests.support.lab_services import Kind, write_nodes, write_services
-from tests.support.lab_tools import moved, reasons, wait_until
+from tests.support.lab_tools import counted_between, reasons, wait_until
 from tests.support.see_tools import answer, error, see
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs_bpf]
@@ -89,7 +89,7 @@ def test_leaves_nothing_behind(world: Lab) -> None:
     before = reasons(node), node.namespace.run("conntrack", "-L"), _affinities(node)
     for words in ((vip(10).v4, "tcp"), (vip(13).v4, "tcp"), (vip(14).v4, "udp"), (vip(12).v4, "tcp")):
         see(node, "explain", CLIENT.v4, f"{words[0]}:{80 if words[1] == 'tcp' else 53}", words[1])
-    assert moved(before[0], reasons(node)) == {}
+    assert counted_between(before[0], reasons(node)) == {}
     assert _flows(node.namespace.run("conntrack", "-L")) == _flows(before[1])
     assert _affinities(node) == before[2] == "[]"
 
@@ -115,7 +115,7 @@ def one_flow(world: Lab, family: int, port: int = 80) -> str:
     node = world.nodes[0]
     before = reasons(node)
     assert world.pods["toolbox"].namespace.call(ask, cluster_ip(16).of(family), port).kind == "answered"
-    (path,) = [name for name in moved(before, reasons(node)) if name.startswith("new_flow_")]
+    (path,) = [name for name in counted_between(before, reasons(node)) if name.startswith("new_flow_")]
     return path
 
 

@@ -16,7 +16,7 @@ from pyebpf_proxy.see import model
 from tests.netns.top_tools import Watching, watching
 from tests.support.fast_lab import NEAR, ON, Ask, FastWorld
 from tests.support.lab_tools import wait_until
-from tests.support.new_flows import BOTH, NewFlows, ask_once, fast_ones, flowing
+from tests.support.new_flows import BOTH, NewFlows, ask_once, ending, wait_until_fast
 from tests.support.see_tools import answer, see
 from tests.support.talk import PORT
 
@@ -40,8 +40,8 @@ def test_status_counts_permits(fast_world: FastWorld) -> None:
         return int(found["permits"])
 
     flows = new_flows(fast_world)
-    with flowing(*flows):
-        fast_ones(fast_world, *flows)
+    with ending(*flows):
+        wait_until_fast(fast_world, *flows)
         wait_until(lambda: permits() == 2, "two permits")
         assert re.search(r"fast path .* entries, [12] permits; ", see(fast_world.node, "status").stdout)
     wait_until(lambda: permits() == 0, "they have expired")
@@ -62,8 +62,8 @@ def test_top_shows_permits_and_flows_of_both_ages(fast_world: FastWorld, ask: As
     talk = ask(fast_world.client.namespace, NEAR.v4)
     fast_world.fast(talk)
     flows = new_flows(fast_world)
-    with watching(fast_world.node) as seen, flowing(*flows):
-        fast_ones(fast_world, *flows)
+    with watching(fast_world.node) as seen, ending(*flows):
+        wait_until_fast(fast_world, *flows)
         found = until(
             seen, lambda fast: fast.permits and fast.young and fast.kernel and fast.new_flows["fast"], "all of them"
         )

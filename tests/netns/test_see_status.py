@@ -17,8 +17,8 @@ from pyebpf_proxy.lab.addresses import CLIENT, cluster_ip, vip
 from pyebpf_proxy.lab.client import ask
 from pyebpf_proxy.lab.cluster import Lab, Node
 from pyebpf_proxy.see.agent import running_agent
-from tests.support.lab_services import Kind, served_elsewhere
-from tests.support.lab_tools import full_conntrack, take_program_off, wait_until
+from tests.support.lab_services import Kind, build_remote_only
+from tests.support.lab_tools import detach_program, full_conntrack, wait_until
 from tests.support.see_tools import NO_SYS_ADMIN, answer, error, see
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs_bpf]
@@ -30,7 +30,7 @@ NEARBY = Kind("nearby", 13, externalTrafficPolicy="Local")
 
 @pytest.fixture(scope="module")
 def world() -> Iterator[Lab]:
-    with served_elsewhere(WEB, EMPTY, NEARBY, empty=EMPTY) as made:
+    with build_remote_only(WEB, EMPTY, NEARBY, empty=EMPTY) as made:
         yield made
 
 
@@ -174,7 +174,7 @@ def test_a_device_without_program_is_named(node: Node, world: Lab) -> None:
     assert world.client.call(ask, vip(10).v4, 80).kind == "answered"
     node.agent.kill()
     try:
-        assert node.namespace.call(take_program_off, node.agent.directory, "eth0")
+        assert node.namespace.call(detach_program, node.agent.directory, "eth0")
         assert {each["endpointName"] for each in answer(node, "flows")["flows"]} <= {"", "this node"}
         named = answer(node, "flows", "web", "--manifests", str(world.manifests))["flows"]
         assert {each["endpointName"] for each in named} == {"default/web-2"}

@@ -11,7 +11,7 @@ import pytest
 from pyebpf_proxy.lab.addresses import CLIENT, vip
 from pyebpf_proxy.lab.cluster import Lab, Node
 from tests.support.lab_services import Kind, write_nodes, write_services
-from tests.support.lab_tools import moved, reasons, wait_until
+from tests.support.lab_tools import counted_between, reasons, wait_until
 from tests.support.see_tools import answer, see
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs_bpf]
@@ -59,7 +59,7 @@ def test_both_programs_are_run_and_agree(node: Node, source: str) -> None:
     assert found["xdp"]["counted"] == ["new_flow_netfilter"]
     endpoints = {each["backend"]: each for each in found["endpoints"]}
     assert found["xdp"]["backend"] in endpoints
-    assert moved(before[0], reasons(node)) == {}
+    assert counted_between(before[0], reasons(node)) == {}
     assert [line for line in node.namespace.run("conntrack", "-L").splitlines() if source in line] == [
         line for line in before[1].splitlines() if source in line
     ]

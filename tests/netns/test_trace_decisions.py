@@ -17,7 +17,7 @@ from pyebpf_proxy.lab.agent import command
 from pyebpf_proxy.lab.client import ask, ask_many
 from pyebpf_proxy.lab.cluster import Lab, Node
 from tests.netns.trace_tools import Trace
-from tests.support.lab_services import Kind, served_elsewhere, write_services
+from tests.support.lab_services import Kind, build_remote_only, write_services
 from tests.support.lab_tools import wait_until
 from tests.support.see_tools import error
 
@@ -32,7 +32,7 @@ TC_ONLY: dict[str, object] = {"xdpDevices": []}
 
 @pytest.fixture(scope="module")
 def world() -> Iterator[Lab]:
-    with served_elsewhere(WEB, EMPTY, NEARBY, empty=EMPTY, own=TC_ONLY) as made:
+    with build_remote_only(WEB, EMPTY, NEARBY, empty=EMPTY, own=TC_ONLY) as made:
         yield made
 
 

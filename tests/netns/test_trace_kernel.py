@@ -17,7 +17,7 @@ from pyebpf_proxy.lab.client import ask
 from pyebpf_proxy.lab.cluster import Lab, Node
 from pyebpf_proxy.trace.kernel import INTERPRETER, INTERPRETER_VARIABLE
 from tests.netns.trace_tools import Trace
-from tests.support.lab_services import Kind, served_elsewhere
+from tests.support.lab_services import Kind, build_remote_only
 from tests.support.lab_tools import wait_until
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs_bpf]
@@ -36,7 +36,7 @@ def bcc() -> None:
 
 @pytest.fixture(scope="module")
 def world() -> Iterator[Lab]:
-    with served_elsewhere(WEB, NEARBY, own={"xdpDevices": []}) as made:
+    with build_remote_only(WEB, NEARBY, own={"xdpDevices": []}) as made:
         yield made
 
 

@@ -19,7 +19,7 @@ from pyebpf_proxy.lab.cluster import Lab, Node
 from pyebpf_proxy.lab.manifests import Port
 from pyebpf_proxy.lab.namespace import Namespace
 from tests.support.lab_services import Kind, write_nodes, write_services
-from tests.support.lab_tools import moved, reasons, wait_until
+from tests.support.lab_tools import counted_between, reasons, wait_until
 from tests.support.logs import Line, Log, Message
 from tests.support.talk import PORT, Talk, serve
 
@@ -98,7 +98,7 @@ def test_short_connections_are_young_and_conntrack_never_sees_them(
     assert [outcome.kind for outcome in outcomes] == [ANSWERED] * ASKED
     seen = {outcome.answer.peer[0] for outcome in outcomes if outcome.answer}
     assert seen == {first.address.of(family) if by == "NodePort" else source.of(family)}
-    counted = moved(before, reasons(first))
+    counted = counted_between(before, reasons(first))
     assert counted["new_flow_fast"] >= YOUNG, counted
     assert counted["new_flow_fast"] + counted["new_flow_netfilter"] == ASKED, counted
     assert len(entries(first, source.of(family), address, family)) == known + counted["new_flow_netfilter"]
@@ -133,7 +133,7 @@ def _young(lab: Lab, client: Namespace, address: str, protocol: str) -> Talk:
         before = reasons(lab.nodes[0])
         talk = Talk(client, address, protocol)
         talk.wait(1)
-        if moved(before, reasons(lab.nodes[0])).get("new_flow_fast"):
+        if counted_between(before, reasons(lab.nodes[0])).get("new_flow_fast"):
             return talk
         talk.end()
     pytest.fail(f"no flow was young: {moved(before, reasons(lab.nodes[0]))}")
@@ -156,7 +156,7 @@ def test_what_forward_drops_gets_nothing_through(lab: Lab, family: int) -> None:
     address = WEB.target("ClusterIP", first).address.of(family)
     before = reasons(first)
     client.call(ask_many, ASKED, address, 80)
-    assert moved(before, reasons(first))["new_flow_fast"] >= YOUNG
+    assert counted_between(before, reasons(first))["new_flow_fast"] >= YOUNG
     first.namespace.run("nft", "-f", "-", stdin=DENY)
     try:
         wait_until(lambda: client.call(ask, address, 80, timeout=0.3).kind != ANSWERED, "denied", 1.5)

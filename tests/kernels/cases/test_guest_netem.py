@@ -10,7 +10,7 @@ import pytest
 from pyebpf_proxy.lab.client import ANSWERED, ask, ask_many
 from pyebpf_proxy.lab.cluster import Lab
 from tests.support.lab_services import Kind, write_nodes, write_services
-from tests.support.lab_tools import moved, reasons
+from tests.support.lab_tools import counted_between, reasons
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs_bpf]
 
@@ -44,7 +44,7 @@ def test_requests_through_loss_are_one_flow_each(slow: Lab, family: int) -> None
     before = reasons(first)
     outcomes = slow.client.call(ask_many, CONNECTIONS, target.address.of(family), 80, timeout=60.0)
     assert [outcome.kind for outcome in outcomes] == [ANSWERED] * CONNECTIONS
-    counted = moved(before, reasons(first))
+    counted = counted_between(before, reasons(first))
     assert counted.get("new_flow_fast", 0) + counted.get("new_flow_netfilter", 0) == CONNECTIONS
     lost = sum(int(word) for word in _dropped(slow))
     assert lost > 0  # else this has tried nothing

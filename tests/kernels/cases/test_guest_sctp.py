@@ -15,7 +15,7 @@ from pyebpf_proxy.lab.cluster import Lab, Pod
 from pyebpf_proxy.lab.manifests import Port
 from pyebpf_proxy.lab.namespace import Namespace
 from tests.support.lab_services import Kind, write_nodes, write_services
-from tests.support.lab_tools import moved, reasons, wait_until
+from tests.support.lab_tools import counted_between, reasons, wait_until
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs_bpf]
 
@@ -96,7 +96,7 @@ def test_an_outside_client_by_vip_and_node_port(streams: Lab, family: int) -> No
         port = 36412 if what == "LoadBalancer" else 31015
         seen = _both(streams.client, target.address.of(family), port, CLIENT.of(family))
         assert seen == {pod.name: first.source_towards(pod).of(family) for pod in STREAM.endpoints}
-        counted = moved(before, reasons(first))
+        counted = counted_between(before, reasons(first))
         # SCTP is never young.
         assert counted["new_flow_netfilter"] >= 2
         assert "new_flow_fast" not in counted
@@ -127,5 +127,5 @@ def test_a_service_without_endpoints_is_refused_at_once(streams: Lab, family: in
     first = streams.nodes[0]
     before = reasons(first)
     task = streams.client.start(_ask, EMPTY.target("LoadBalancer", first).address.of(family), 36412)
-    wait_until(lambda: moved(before, reasons(first)).get("reject_no_endpoints"), "the refusal is counted")
+    wait_until(lambda: counted_between(before, reasons(first)).get("reject_no_endpoints"), "the refusal is counted")
     task.stop()

@@ -14,7 +14,7 @@ from pyebpf_proxy.lab.agent import THREE_CAPABILITIES, command
 from pyebpf_proxy.lab.client import ANSWERED, ask
 from pyebpf_proxy.lab.cluster import Lab
 from tests.support.lab_services import Kind, write_nodes, write_services
-from tests.support.lab_tools import moved, reasons
+from tests.support.lab_tools import counted_between, reasons
 from tests.support.logs import Log, Message
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs_bpf]
@@ -54,7 +54,7 @@ def test_the_agent_brings_conntrack_with_few_rights(lab: Lab) -> None:
             outcome = lab.client.call(ask, target.address.of(family), target.ports[protocol], protocol)
             assert outcome.kind == ANSWERED, (outcome, log)
     # The first of each pair.
-    assert moved(before, reasons(node))["new_flow_netfilter"] == 4
+    assert counted_between(before, reasons(node))["new_flow_netfilter"] == 4
 
 
 def test_top_measures_packets_or_reports_that_this_kernel_cannot_attach_its_meter(lab: Lab) -> None:

@@ -14,7 +14,7 @@ from pyebpf_proxy.lab.addresses import Dual
 from pyebpf_proxy.lab.client import ANSWERED, ask
 from pyebpf_proxy.lab.cluster import Lab, Node
 from tests.support.lab_services import Kind, write_nodes, write_services
-from tests.support.lab_tools import moved, pod_client, reasons
+from tests.support.lab_tools import counted_between, pod_client, reasons
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs_bpf]
 
@@ -144,4 +144,4 @@ def test_a_service_that_a_tunnel_brings_in_is_served(underlay: tuple[Lab, str], 
     before = reasons(first)
     outcome = lab.client.call(ask, LOCAL.target("LoadBalancer", first).address.of(family), 80, timeout=1.0)
     assert outcome.kind != ANSWERED
-    assert moved(before, reasons(first)).get("drop_no_local_endpoints")
+    assert counted_between(before, reasons(first)).get("drop_no_local_endpoints")
