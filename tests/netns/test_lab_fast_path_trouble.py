@@ -198,7 +198,7 @@ def test_the_source_address_of_masqueraded_flows_leaves_the_node(fast_world: Fas
         assert ask(asker, address, "tcp", 30007).peer != sources.first
 
 
-def counted_between(pod: Pod) -> list[Object]:
+def moved_service(pod: Pod) -> list[Object]:
     return [service("moved", BOTH, MOVED), *slices("moved", BOTH, [(pod.address, pod.node.name)])]
 
 
@@ -206,14 +206,14 @@ def test_a_device_is_deleted(fast_world: FastWorld, ask: Ask, far: Talk) -> None
     """The endpoint's. When the service has another one, datagrams go there; other flows notice nothing."""
     gone = fast_world.lab.add_pod(f"gone-{len(fast_world.lab.pods)}", fast_world.node, serve=False)
     serve(gone)
-    fast_world.node.agent.wait_synced(fast_world.lab.write("moved.yaml", counted_between(gone)))
+    fast_world.node.agent.wait_synced(fast_world.lab.write("moved.yaml", moved_service(gone)))
     talk = ask(fast_world.client.namespace, MOVED.v4, "udp")
     fast_world.fast(talk)
     before = fast_world.count("drop_rewrite_failed")
     with without_pause(far):
         fast_world.node.namespace.ip(f"link del {gone.device}")
     assert talk.stops()
-    fast_world.lab.write("moved.yaml", counted_between(fast_world.far))
+    fast_world.lab.write("moved.yaml", moved_service(fast_world.far))
     with without_pause(far):
         fast_world.fast(talk)
     assert fast_world.count("drop_rewrite_failed") == before

@@ -139,12 +139,12 @@ def without_rights(node: Node, *arguments: str) -> subprocess.CompletedProcess[s
 @pytest.fixture
 def other_layout(node: Node) -> Iterator[None]:
     pins = node.agent.pin("services").parents[1]
-    counted_between = pins.with_name("v99")
-    os.rename(pins, counted_between)
+    moved = pins.with_name("v99")
+    os.rename(pins, moved)
     try:
         yield
     finally:
-        os.rename(counted_between, pins)
+        os.rename(moved, pins)
 
 
 @pytest.mark.parametrize("name", READERS)

@@ -85,9 +85,7 @@ def test_traffic_of_two_services_is_shown(node: Node, world: Lab, however: str) 
             answered(world.client.call(ask, vip(10).v4, 80))
         for _ in range(5):
             answered(world.client.call(ask, vip(11).v6, 80))
-        counted_between = [
-            answered(world.client.call(ask, vip(11).v4, 53, "udp", size=200, reply_size=400)) for _ in range(4)
-        ]
+        moved = [answered(world.client.call(ask, vip(11).v4, 53, "udp", size=200, reply_size=400)) for _ in range(4)]
         for _ in range(3):
             refused(world)
         wanted = {"default/web:http 4": 12, "default/other:http 6": 5, "default/other:dns 4": 4}
@@ -95,8 +93,8 @@ def test_traffic_of_two_services_is_shown(node: Node, world: Lab, however: str) 
         seen.until(lambda: near(seen.drops, "default/empty:dns 4", 3), "drops")
         assert near(seen.reasons, "reject_no_endpoints", 3)
         assert near(seen.packets, "default/other:dns 4", 8)
-        assert all(each.answer is not None for each in counted_between)
-        sizes = sum(each.size + each.answer.received for each in counted_between if each.answer is not None)
+        assert all(each.answer is not None for each in moved)
+        sizes = sum(each.size + each.answer.received for each in moved if each.answer is not None)
         assert near(seen.bytes, "default/other:dns 4", sizes + 8 * UDP_HEADERS[4])
         # A connection with an answer, both ways: more than the two packets that open it.
         assert seen.packets["default/web:http 4"] >= 12 * 6

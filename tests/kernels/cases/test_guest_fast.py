@@ -136,7 +136,7 @@ def _young(lab: Lab, client: Namespace, address: str, protocol: str) -> Talk:
         if counted_between(before, reasons(lab.nodes[0])).get("new_flow_fast"):
             return talk
         talk.end()
-    pytest.fail(f"no flow was young: {moved(before, reasons(lab.nodes[0]))}")
+    pytest.fail(f"no flow was young: {counted_between(before, reasons(lab.nodes[0]))}")
 
 
 def _greet(address: str, protocol: str, times: int) -> None:
