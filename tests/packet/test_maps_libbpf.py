@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""libbpf in Python: maps, programs, pins, and above all the messages when something is refused."""
+"""The binding to libbpf: maps, programs, pins, and mainly the messages when the kernel refuses something."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_batches(opened: Object) -> None:
     numbers = range(1, 201)
     table.update_batch(b"".join(map(u32, numbers)), b"".join(u32(n) + bytes(table.value_size - 4) for n in numbers))
     assert {key: value[:4] for key, value in table.items()} == {u32(n): u32(n) for n in numbers}
-    # Missing keys, also at both ends, are passed over.
+    # Missing keys, also at both ends, are skipped.
     assert table.delete_batch(b"".join(map(u32, [999, *range(1, 100), 998, 997, *range(100, 150), 996]))) == 149
     assert sorted(int.from_bytes(key, sys.byteorder) for key, _ in table.items()) == list(range(150, 201))
     assert table.delete_batch(table.dump()[0]) == 51
@@ -284,7 +284,7 @@ def test_this_kernel_has_every_feature_or_a_reason(bpf_objects: Path) -> None:
 
 
 def build_tc(folder: Path, source: str) -> None:
-    """Both objects of tc: one of them is loaded where the kernel's functions cannot be used."""
+    """Both objects of tc: one of them is loaded on kernels without the kernel functions."""
     object_file = build(folder, "tc", source)
     object_file.with_name("tc_without_lookup.bpf.o").write_bytes(object_file.read_bytes())
 
@@ -313,7 +313,7 @@ def test_a_kernel_that_refuses_the_fast_path(tmp_path: Path) -> None:
     assert (loaded.settings.conntrack_lookup, loaded.settings.fast_path, loaded.why_no_lookup) == (True, False, "")
     output = "the kernel does not accept it: load tc_without_lookup.bpf.o: Permission denied (EACCES): "
     assert loaded.why_not_fast.startswith(output)
-    assert loaded.tc.programs.keys() == {"tc_ethernet"}, "nothing looks at the egress then"
+    assert loaded.tc.programs.keys() == {"tc_ethernet"}, "no program is attached at egress"
     loaded.close()
 
 

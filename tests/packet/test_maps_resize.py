@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Other sizes than those of a former run: everything is still there, also after a kill at any point."""
+"""A start with other map sizes keeps all entries, also after a kill at any point."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.packet.service_plans import first_plan, name_of, slot_backends
 
 pytestmark = pytest.mark.needs_bpf
 
-#: The LRU maps keep places ready for each CPU: small ones would lose entries by themselves.
+#: LRU maps reserve entries for each CPU: small ones would evict entries.
 CAPACITIES = SIZES | dict.fromkeys(("affinities", "socket_revnat4", "socket_revnat6", "socket_flows"), 1024)
 
 
@@ -52,7 +52,7 @@ def affinity(btf: Btf, backend: int, last_used: int) -> bytes:
 
 
 def pinned(pins: Path) -> dict[str, tuple[int, int]]:
-    """Each pin's inode, which a map keeps, and its size."""
+    """The inode of each pin, which stays with its map, and the map's size."""
     found = {}
     for pin in pins.iterdir():
         table = Map.open_pinned(pin)
@@ -70,7 +70,7 @@ def test_everything_is_there_in_maps_of_other_sizes(bpf_objects: Path, pins: Pat
     loaded = start(pins, CAPACITIES, bpf_objects)
     Writer(loaded).apply(first_plan())
     expected = logical(loaded, complete=True)
-    # Of a service that is no more: of one without affinity it would be forgotten.
+    # A client of a service that does not exist any more. A service without affinity would lose its clients.
     gone = client(1, service=99)
     loaded.maps["affinities"].update(gone, affinity(loaded.tc.btf, 1, 77))
     loaded.maps["counters"].update(
@@ -86,7 +86,7 @@ def test_everything_is_there_in_maps_of_other_sizes(bpf_objects: Path, pins: Pat
         before = {name: size for name, (_, size) in pinned(pins).items()}
         loaded = start(pins, sizes, bpf_objects)
         changed = {name: (before[name], size) for name, size in sizes.items() if before[name] != size}
-        # As many as services.
+        # There are as many service_configs as services.
         if "services" in changed:
             changed["affinity_counts"] = changed["services"]
         assert loaded.resized == changed
@@ -160,7 +160,7 @@ def test_what_the_old_programs_write_until_they_are_replaced(bpf_objects: Path, 
     assert leftovers(pins) == ["maps-former"]
     old.update(client(1), affinity(btf, 11, 200))  # an old program, later
     old.update(client(4), affinity(btf, 4, 200))
-    loaded.maps["affinities"].update(client(2), affinity(btf, 22, 300))  # a new one
+    loaded.maps["affinities"].update(client(2), affinity(btf, 22, 300))  # a new program
     loaded.attached()
     found = {key: btf.struct("affinity").unpack(value)["backend"] for key, value in loaded.maps["affinities"].items()}
     assert found == {client(1): 11, client(2): 22, client(3): 3, client(4): 4}
@@ -179,7 +179,7 @@ def test_what_is_brought_over_to_a_full_map_is_let_go(bpf_objects: Path) -> None
 
 
 def _maps_only(pins: Path, sizes: dict[str, int], objects: Path) -> tuple[Object, Resize]:
-    """As ``load`` does it, without the verifier's time."""
+    """As ``load`` does, without the time of the verifier."""
     resize = Resize(pins)
     resize.begin()
     maps = Object.open(objects / "tc.bpf.o", pin_dir=pins, max_entries=sizes, programs=(), resized=resize.made).load()
@@ -188,7 +188,7 @@ def _maps_only(pins: Path, sizes: dict[str, int], objects: Path) -> tuple[Object
 
 
 def _dies_at(k: int, work: Callable[[], Any]) -> bool:
-    """Do it in a process that ends by itself at the k-th change, as by kill -9; False: it had fewer."""
+    """Run it in a process that ends at the k-th change, as by kill -9. False: there were fewer changes."""
     child = os.fork()
     if child == 0:
         count = itertools.count(1)
@@ -242,7 +242,7 @@ def test_killed_at_any_change_the_next_start_takes_it_up(bpf_objects: Path, bpff
 
         inode = (pins / "affinities").stat().st_ino
         died = _dies_at(k, change)
-        # As long as programs of before may run, their map is somewhere.
+        # While the old programs may run, their map exists somewhere.
         there = any(path.stat().st_ino == inode for path in pins.parent.rglob("affinities*"))
         assert there or over.exists(), f"killed at change {k}"
         old.update(client(2), affinity(btf, 2, 200))
@@ -270,7 +270,7 @@ def test_the_sizes_of_the_model_are_those_of_the_header(bpf_objects: Path) -> No
     fixed = {"recent_refusals", "refusals", "counters", "last_refused", "dry_results", "node_port_hints", "rr_cursor"}
     fixed |= {"affinity_counts"}
     fixed |= {"address_hints", "fast_path", "tracing", "decisions", "xdp_devices", "xdp_choices"} | STORAGE_MAPS
-    # The fast path's: `flows` by fastPathEntries.
+    # Maps of the fast path: fastPathEntries determines `flows`.
     fixed |= {"flows", "flow_drafts", "flow_fragments", "flow_packet_counts", "promotions", "young_counts", "permits"}
     fixed |= {"handovers", "sweep_results", "recent_flows", "recent_next"}
     assert sizes["rr_cursor"] == sizes["slots"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Permits: which new flows may be young, and what is no proof of that."""
+"""Permits: which new flows may be young, and which packets grant no permit."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.packet.fast_node import (
     permits,
     records,
     taken,
-    wipe_reasons,
+    reset_counters,
     write_permits,
     write_record,
 )
@@ -56,26 +56,26 @@ def test_from_the_second_new_flow_on(fast: ProgramNode, protocol: str) -> None:
     assert key["client"][: len(fast.packed("pod"))] == fast.packed("pod")
     assert key["endpoint"][: len(fast.packed("remote"))] == fast.packed("remote")
     assert now() < permit["until"] <= now() + SECOND
-    assert permit["back_until"] == 0, "no answer was seen"
+    assert permit["back_until"] == 0, "no reply was seen"
     assert fast.reasons()["PERMIT_GRANTED"] == 1
 
 
 def test_sightings_are_of_the_last_second(fast: ProgramNode) -> None:
     first, second = pair(fast)
-    first.open_slowly()
+    first.open_through_netfilter()
     flow_packet_counts = fast.object.maps["flow_packet_counts"]
     for key, value in list(flow_packet_counts.items()):
         number = int.from_bytes(value, "little")
         if number:
-            # Three seconds ago: the time is above the count's eight bits.
+            # Three seconds ago: the time is above the eight bits of the count.
             flow_packet_counts.update(key, (number - (3 << 8)).to_bytes(8, "little"))
-    second.open_slowly()
+    second.open_through_netfilter()
     assert permits(fast) == []
 
 
 def test_each_source_is_seen_by_itself(fast: ProgramNode) -> None:
     for number in range(20):
-        Flow(fast, client=f"caller{number}").open_slowly()
+        Flow(fast, client=f"caller{number}").open_through_netfilter()
     assert permits(fast) == []
 
 
@@ -128,9 +128,9 @@ def test_a_number_that_names_no_record_proves_nothing(fast: ProgramNode) -> None
     for each in pair(fast):
         each.run(frame=each.frame(flags="S"))
         number = taken(fast)["number"]
-        # The same place, another number.
+        # The same slot, another number.
         each.leave(each.expected(flags="S"), number ^ 0x40, new=True)
-        assert records(fast), "the record is another packet's"
+        assert records(fast), "the record belongs to another packet"
         drop_records(fast)
     assert permits(fast) == []
 
@@ -143,7 +143,7 @@ def test_a_record_is_used_once(fast: ProgramNode) -> None:
         first.leave(first.expected(flags="S"), number, new=True)
     assert records(fast) == []
     assert permits(fast) == []
-    second.open_slowly()
+    second.open_through_netfilter()
     assert len(permits(fast)) == 1
 
 
@@ -172,8 +172,8 @@ def test_other_peoples_priorities_stay(fast: ProgramNode) -> None:
 def test_an_answer_completes_the_permit(fast: ProgramNode) -> None:
     flow = Flow(fast)
     for each in pair(fast):
-        each.open_slowly()
-    assert flow.run(frame=flow.frame(flags="S")).retval == GO_ON, "no answer was seen"
+        each.open_through_netfilter()
+    assert flow.run(frame=flow.frame(flags="S")).retval == GO_ON, "no reply was seen"
     drop_records(fast)
     each.through(reply=True, flags="SA")
     ((_, permit),) = permits(fast)
@@ -189,7 +189,7 @@ def test_an_answer_completes_the_permit(fast: ProgramNode) -> None:
 def test_an_answer_that_is_not_translated_completes_nothing(fast: ProgramNode) -> None:
     first, second = pair(fast)
     for each in (first, second):
-        each.open_slowly()
+        each.open_through_netfilter()
     second.run(reply=True, frame=second.frame(reply=True, flags="SA"))
     second.leave(second.frame(reply=True, flags="SA"), taken(fast)["number"], reply=True)
     ((_, permit),) = permits(fast)
@@ -200,7 +200,7 @@ def test_an_answer_that_is_not_translated_completes_nothing(fast: ProgramNode) -
 
 
 def refused(world: ProgramNode, flow: Flow) -> dict[str, int]:
-    """The reasons why this flow is not young; it is handed to netfilter with its endpoint."""
+    """Why this flow is not young; netfilter gets it with its endpoint."""
     found = flow.run(frame=flow.frame(flags="S"))
     assert found.skb is not None
     assert found.retval == GO_ON
@@ -252,7 +252,7 @@ def test_a_permit_is_for_masqueraded_flows_or_for_others(fast: ProgramNode) -> N
     low, high = SNAT_PORTS
     assert low <= flow.snat_port <= high
     assert flow.entries() == [False, True]
-    # The same permit, for flows that are not.
+    # The same permit for flows that are not masqueraded.
     layout, of = fast.object.btf.struct("permit_key"), fast.object.maps["permits"]
     ((packed, value),) = of.items()
     of.delete(packed)
@@ -271,7 +271,7 @@ def test_a_permit_ends(fast: ProgramNode, field: str) -> None:
 def test_a_new_ruleset_voids_permits(fast: ProgramNode) -> None:
     flow = Flow(fast)
     flow.permit()
-    fast.say_of_fast_path(permit_generation=2)
+    fast.write_fast_path_state(permit_generation=2)
     assert refused(fast, flow)["SLOW_NO_PERMIT"] == 1
 
 
@@ -280,7 +280,7 @@ OTHER_HOST = "02:00:00:00:00:77"
 
 @pytest.mark.parametrize("protocol", ["tcp", "udp"])
 def test_a_frame_for_another_host_opens_nothing(fast: ProgramNode, protocol: str) -> None:
-    """As a bridge floods them, or a device in promiscuous mode takes them; the kernel drops them (finding D12)."""
+    """A bridge floods them, or a device in promiscuous mode accepts them; the kernel drops them (finding D12)."""
     flow = Flow(fast, protocol)
     frame = flow.frame(flags="S", size=0)
     frame.dst = OTHER_HOST
@@ -292,9 +292,9 @@ def test_a_frame_for_another_host_opens_nothing(fast: ProgramNode, protocol: str
         assert (found.retval, found.data, found.skb.priority, found.skb.mark) == (GO_ON, bytes(frame), 0, 0)
         assert (flow.entries(), records(fast), fast.reasons()) == ([], [], {})
         assert flow.run(frame=flow.frame(flags="S", size=0)).retval == (REDIRECT if permitted else GO_ON)
-        assert permitted or records(fast), "the same for this node"
+        assert permitted or records(fast), "the same frame for this node"
         drop_records(fast)
-        wipe_reasons(fast)
+        reset_counters(fast)
 
 
 def test_an_excluded_device(fast: ProgramNode) -> None:
@@ -305,7 +305,7 @@ def test_an_excluded_device(fast: ProgramNode) -> None:
 
 
 def test_most_datagrams_of_a_pair_proven_lately_leave_no_record(fast: ProgramNode) -> None:
-    """In a flood without answers the observer would learn nothing from them."""
+    """Otherwise a flood without replies would take every record, and the observer would learn nothing."""
     flow = Flow(fast, "udp")
     flow.permit()
     write_permits(fast, back_until=now() - 1)
@@ -319,7 +319,7 @@ def test_most_datagrams_of_a_pair_proven_lately_leave_no_record(fast: ProgramNod
         if not records(fast):
             break
     assert records(fast) == []
-    # The proof is to be renewed in time.
+    # The permit must be renewed in time.
     write_permits(fast, until=now() + 400_000_000)
     assert refused(fast, flow)["SLOW_NO_PERMIT"] >= 3
 

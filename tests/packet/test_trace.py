@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the programs tell of their decisions, to whom, and what of it they leave out themselves."""
+"""Which decisions the programs report, to which readers, and what they filter."""
 
 from __future__ import annotations
 

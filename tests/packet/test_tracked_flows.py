@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Flows that conntrack had before the programs were attached: the agent enters those that are masqueraded."""
+"""Flows that conntrack knew before the programs were attached: the agent enters the masqueraded ones."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.packet.fast_node import (
     fast_node,
     one_cpu,
     sweep,
-    wipe_reasons,
+    reset_counters,
 )
 from tests.packet.program_node import GO_ON, ProgramNode
 
@@ -37,7 +37,7 @@ def fast(node: ProgramNode) -> Iterator[ProgramNode]:
 
 
 def insert(flow: Flow, state: str = "ESTABLISHED") -> None:
-    """As another proxy has left it in conntrack."""
+    """Insert the flow as another proxy would have left it in conntrack."""
     address = flow.world.address
     sender = flow.masquerade or flow.client
     ends = ["-s", address(flow.client), "-d", address(flow.frontend)]
@@ -69,7 +69,7 @@ def empty(fast: ProgramNode) -> Iterator[None]:
 
 
 def tracked(world: ProgramNode, way: str, protocol: str = "tcp", **ends: object) -> Flow:
-    """One that has the first port of the young flows."""
+    """A flow that uses the first source port of young flows."""
     return Flow(world, protocol, **{**WAYS[way], "snat_port": LOW, **ends})  # type: ignore[arg-type]
 
 
@@ -79,7 +79,7 @@ def test_no_young_flow_takes_its_source_port(fast: ProgramNode, way: str, protoc
     flow = tracked(fast, way, protocol)
     insert(flow)
     assert enter(fast) == (1, True)
-    assert enter(fast) == (1, True), "once more changes nothing"
+    assert enter(fast) == (1, True), "a second time changes nothing"
     assert flow.entries() == [False, True]
     another = Flow(fast, protocol, **{**WAYS[way], "sport": flow.sport + 1})
     another.permit()
@@ -90,7 +90,7 @@ def test_no_young_flow_takes_its_source_port(fast: ProgramNode, way: str, protoc
         found = another.run(frame=frame)
         if found.retval == REDIRECT:
             ports.add(int.from_bytes(found.data[another._at : another._at + 2], "big"))
-    assert ports == {HIGH}, "the only one that is free"
+    assert ports == {HIGH}, "the only free port"
 
 
 @pytest.mark.parametrize("protocol", ["tcp", "udp"])
@@ -105,8 +105,8 @@ def test_it_takes_the_fast_path_once_netfilter_has_shown_how(fast: ProgramNode, 
         assert kind == CONFIRM or (protocol == "udp" and not reply)
         assert flow.run(reply).retval == REDIRECT, fast.reasons()
     assert flow.run().data == bytes(flow.expected())
-    # Only from the device that it came from.
-    wipe_reasons(fast)
+    # Only packets from the flow's own device.
+    reset_counters(fast)
     assert flow.run(by="nic" if flow.entrance == "pods" else "pods").retval == GO_ON
     assert fast.reasons()["STACK_OTHER_DEVICE"] == 1
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""XDP alone, and XDP before tc: what it does itself, and that what it leaves is as if it had not been there.
+"""XDP alone, and XDP before tc: what XDP does itself, and that it changes nothing for the packets that it leaves to tc.
 
-The decision table goes through both mains in test_decisions; PEP_XDP=1 sends every packet of this folder through both.
+test_decisions sends its table through both; PEP_XDP=1 sends every packet of this folder through both.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
 
 @pytest.fixture
 def before(node: ProgramNode) -> ProgramNode:
-    """A node whose devices carry XDP before tc; no agent that lets flows be young."""
+    """A node whose devices have XDP before tc. The agent allows no young flows."""
     node.forget_flows()
     node.settings = {"xdp": 1}
     node.load()
@@ -32,7 +32,7 @@ def before(node: ProgramNode) -> ProgramNode:
 
 @pytest.fixture
 def scheduled(before: ProgramNode) -> ProgramNode:
-    """The same with a scheduler, round robin: tc must not choose again, so XDP hands over what it has chosen."""
+    """The same with scheduler rr: tc must not choose again, so XDP passes on its choice."""
     before.settings = {"xdp": 1, "scheduler": 1}
     before.load()
     return before
@@ -148,7 +148,7 @@ def test_where_no_flows_may_be_opened_they_are_left_to_tc(scheduled: ProgramNode
 
 
 def test_headers_that_are_not_in_the_first_buffer_go_up(scheduled: ProgramNode) -> None:
-    """A frame that ends in the middle of its headers is nothing to read beyond."""
+    """A program must not read beyond a frame that ends within its headers."""
     scheduled.service(["remote"])
     frame = bytes(scheduled.tcp("client", "vip", 80))
     for length in range(14, 14 + (20 if scheduled.family == 4 else 40) + 14):
@@ -174,7 +174,7 @@ def choices(world: ProgramNode) -> list[tuple[bytes, bytes]]:
 
 
 def chosen(world: ProgramNode, sport: int) -> int:
-    """The endpoint that tc hands to the agent's nft table, after XDP has seen the packet."""
+    """The endpoint in the tag for the agent's nft table, after XDP has seen the packet."""
     result = world.run("tc_ethernet", world.tcp("client", "cluster_ip", 80, sport=sport))
     assert result.skb is not None
     assert result.skb.priority & 0xFF000000 == PRIORITY_MASQUERADE
@@ -182,7 +182,7 @@ def chosen(world: ProgramNode, sport: int) -> int:
 
 
 def test_the_endpoint_that_xdp_chose_is_the_one_that_tc_carries_out(scheduled: ProgramNode) -> None:
-    """Not another one: the next turn is another endpoint's."""
+    """Not another one: round robin would now choose the next."""
     scheduled.service(["outside", "nowhere"])
     tc = scheduled.object.programs["tc_ethernet"]
     for sport in range(41000, 41016):
@@ -192,7 +192,7 @@ def test_the_endpoint_that_xdp_chose_is_the_one_that_tc_carries_out(scheduled: P
         result = tc.test_run(bytes(frame), SkBuff(ifindex=scheduled.devices["nic"]))
         assert result.skb is not None
         assert result.skb.priority == PRIORITY_MASQUERADE | int.from_bytes(choice[4:8], "little")
-        assert not choices(scheduled), "taken over once"
+        assert not choices(scheduled), "used once"
     assert scheduled.reasons() == {"NEW_FLOW_NETFILTER": 16}
 
 
@@ -209,7 +209,7 @@ def test_round_robin_takes_one_turn_for_a_flow_that_both_see(scheduled: ProgramN
 
 
 def test_without_a_scheduler_tc_chooses_by_itself(before: ProgramNode) -> None:
-    """A choice at random is not handed over, which would cost more than another one."""
+    """A random choice is not passed on: that would cost more than choosing again."""
     before.service(["outside", "nowhere"])
     assert "xdp_choices" not in before.object.maps
     seen = {chosen(before, sport) for sport in range(41000, 41032)}
@@ -222,7 +222,7 @@ def test_affinity_is_that_of_the_first_choice(before: ProgramNode) -> None:
 
 
 def test_a_choice_of_another_time_is_not_believed(scheduled: ProgramNode) -> None:
-    """Between the two programs the service may have got another list."""
+    """The service may have got another list between the two programs."""
     scheduled.service(["outside"])
     frame = scheduled.tcp("client", "cluster_ip", 80)
     assert scheduled.run_xdp(frame).retval == XDP_PASS

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""XDP and the flow table: what it sends and as what, which flows it opens, and what is left to tc."""
+"""XDP and the flow table: which packets XDP sends and how, which flows it opens, and what it leaves to tc."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from tests.packet.fast_node import (
     now,
     one_cpu,
     records,
-    take_slot_of,
-    wipe_reasons,
+    open_in_slot_of,
+    reset_counters,
     young,
 )
 from tests.packet.program_node import GO_ON, SHOT, XDP_PASS, XDP_REDIRECT, XDP_TX, ProgramNode
@@ -44,7 +44,7 @@ def known(request: pytest.FixtureRequest, fast: ProgramNode) -> Callable[..., Fl
 
     def make(protocol: str = "tcp", **ends: Any) -> Flow:
         flow = (young if request.param == "young" else learned)(fast, protocol, **ends)
-        wipe_reasons(fast)
+        reset_counters(fast)
         return flow
 
     return make
@@ -78,7 +78,7 @@ def test_what_leaves_by_the_device_it_came_in_by_is_sent_back(known: Callable[..
     flow = known(**TURNED)
     found = through(flow, reply)
     assert (found.retval, found.data) == (XDP_TX, bytes(flow.expected(reply)))
-    # A veth sends nothing back, but takes what is redirected to it.
+    # A veth cannot send a frame back (XDP_TX), but accepts a redirect.
     flow.world.xdp_device("nic", returns=0)
     assert through(flow, reply).retval == XDP_REDIRECT
     flow.world.xdp_device("nic", returns=0, takes=0)
@@ -132,7 +132,7 @@ def test_a_young_flow_that_xdp_cannot_send_is_sent_by_tc(fast: ProgramNode) -> N
 
 @pytest.mark.parametrize("answers", [0, 1])
 def test_a_query_that_xdp_left_to_tc_ends_like_any_other(fast: ProgramNode, answers: int) -> None:
-    """tc finds the entry already and counts the query, so one answer completes it all the same."""
+    """tc finds the entry and counts the query, so one reply still completes it."""
     fast.xdp_device("nic", takes=0)
     device(fast, "pods", redirect=2)  # a pod
     flow = Flow(fast, "udp")
@@ -142,7 +142,7 @@ def test_a_query_that_xdp_left_to_tc_ends_like_any_other(fast: ProgramNode, answ
     for _ in range(answers):
         assert flow.run(reply=True).retval == REDIRECT
     flow.older(0.1)
-    take_slot_of(fast, flow)
+    open_in_slot_of(fast, flow)
     assert flow.entries() == ([] if answers else [False, True])
 
 
@@ -172,7 +172,7 @@ def test_udp_without_a_checksum_stays_without_in_xdp(known: Callable[..., Flow])
 
 
 def with_partial_checksum(flow: Flow) -> Packet:
-    """As a socket of this machine leaves it to a device: the sum of the pseudo header."""
+    """As a local socket leaves it to a device: only the sum of the pseudo header."""
     frame = flow.frame()
     layer = frame[TCP] if flow.protocol == "tcp" else frame[UDP]
     length = len(layer)
@@ -218,7 +218,7 @@ def test_a_device_that_takes_one_buffer_gets_no_jumbo_frames(fast: ProgramNode) 
 
 @pytest.mark.parametrize("flags", ["A", "R", "FA", "S"])
 @pytest.mark.parametrize("reply", [False, True], ids=["request", "reply"])
-def test_from_another_device_nothing_is_touched(known: Callable[..., Flow], flags: str, reply: bool) -> None:
+def test_packets_from_another_device_are_not_changed(known: Callable[..., Flow], flags: str, reply: bool) -> None:
     flow = known()
     before = [flow.entry(False), flow.entry(True)]
     frame = flow.frame(reply, flags=flags)
@@ -243,7 +243,7 @@ def test_what_is_unusual_goes_to_tc(known: Callable[..., Flow], size: int) -> No
     assert through(flow, frame=flow.frame(size=size + 12)).retval == XDP_PASS
     assert through(flow, frame=flow.frame(hops=1)).retval == XDP_PASS
     assert not flow.world.reasons()
-    assert flow.world.promotions() == [], "tc asks"
+    assert flow.world.promotions() == [], "tc requests the promotion"
 
 
 def test_what_must_be_confirmed_goes_up(fast: ProgramNode) -> None:
@@ -276,13 +276,13 @@ def test_a_reset_in_sequence_ends_a_young_flow(fast: ProgramNode) -> None:
 
 def test_a_dead_agents_young_flows_go_on(fast: ProgramNode) -> None:
     mine, kernels = young(fast), learned(fast, sport=40007)
-    fast.say_of_fast_path(alive=-1)
+    fast.write_fast_path_state(alive=-1)
     assert through(mine).retval == XDP_REDIRECT
     assert through(kernels).retval == XDP_PASS
 
 
 def test_on_packets_any_device_does(node: ProgramNode) -> None:
-    """Generic mode: the kernel sends what it made of the frame."""
+    """Generic mode: the kernel sends the frame that the program has changed."""
     with one_cpu():
         fast = fast_node(node, xdp=1, xdp_generic=1)
         for name in ("nic", "pods"):

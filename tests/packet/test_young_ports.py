@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One client port, two flows to one endpoint: the answers of both look the same, so the second one waits."""
+"""A client uses one port for two flows to one endpoint: their replies look the same, so the second flow must wait."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.packet.fast_node import (
     WAYS,
     Flow,
     close,
-    count_of_young,
+    young_flows_of,
     drop_records,
     fast_node,
     one_cpu,
@@ -40,7 +40,7 @@ def way(request: pytest.FixtureRequest) -> str:
 def fast(node: ProgramNode) -> Iterator[ProgramNode]:
     with one_cpu():
         world = fast_node(node)
-        # The endpoint is written for no Service, too, as the agent does: packets for it are looked at.
+        # The agent writes each endpoint also for service 0, so that packets for the endpoint itself are checked.
         for protocol in ("tcp", "udp"):
             world.endpoint("remote", 0, protocol=protocol)
         world.service(["remote"], service=3, port=81, node_port=30081)
@@ -49,7 +49,7 @@ def fast(node: ProgramNode) -> Iterator[ProgramNode]:
 
 
 def ended(fast: ProgramNode, protocol: str) -> Flow:
-    """A young flow that is over: closed by both sides, or answered and idle."""
+    """A young flow that has ended: closed by both sides, or answered and idle."""
     flow = young(fast, protocol)
     if protocol == "tcp":
         close(flow)
@@ -60,7 +60,7 @@ def ended(fast: ProgramNode, protocol: str) -> Flow:
 
 
 def second(flow: Flow, way: str) -> Packet:
-    """The first packet of a flow that netfilter is to carry, from the port of ``flow``, to its endpoint."""
+    """The first packet of a second flow, for netfilter: from the port of ``flow`` to the same endpoint."""
     if way == "by another Service":
         other = Flow(flow.world, flow.protocol, port=81, sport=flow.sport)
         return options(other, flags="S", size=0, seq=7000)
@@ -83,7 +83,7 @@ def test_it_waits_until_the_kernel_knows_the_first(fast: ProgramNode, way: str, 
 
 @pytest.mark.parametrize("protocol", ["tcp", "udp"])
 def test_another_device_does_not_belong_to_the_client(fast: ProgramNode, way: str, protocol: str) -> None:
-    """A forged one must neither lose the client's packets nor have its flow promoted early."""
+    """A forged packet must neither drop the client's packets nor promote its flow early."""
     flow = young(fast, protocol)
     flow.run()
     frame = second(flow, way)
@@ -104,8 +104,8 @@ def test_from_another_port_it_goes_on(fast: ProgramNode, way: str) -> None:
 def test_after_the_end_of_the_first_it_goes_on(fast: ProgramNode, way: str, protocol: str) -> None:
     flow = ended(fast, protocol)
     assert flow.run(frame=second(flow, way)).retval == GO_ON
-    assert flow.entries() == [], "its answers would go to the first"
-    assert count_of_young(fast, "pods") == 0
+    assert flow.entries() == [], "its replies would go to the first flow"
+    assert young_flows_of(fast, "pods") == 0
     assert fast.reasons()["CLOSING_FLOW_REPLACED"] == 1
     assert fast.promotions() == []
 
@@ -119,7 +119,7 @@ def test_a_client_that_alone_has_closed_still_waits(fast: ProgramNode, way: str)
 
 
 def test_a_flow_that_one_side_has_closed_long_ago_keeps_no_port(fast: ProgramNode, way: str) -> None:
-    """Without an agent nothing else would remove it: its last data may have overtaken the FIN of the other side."""
+    """Without an agent only this would remove it: its last data may have overtaken the other side's FIN."""
     flow = young(fast)
     flow.answer()
     flow.run(frame=flow.frame(flags="FA", size=0, seq=101, ack=501))
@@ -140,7 +140,7 @@ def test_a_flow_that_is_only_idle_keeps_its_port(fast: ProgramNode, way: str) ->
 
 
 def remapped(fast: ProgramNode, flow: Flow) -> RunResult:
-    """A new flow of the same client and endpoint, to which netfilter gives the source port of ``flow``."""
+    """A new flow of the same client and endpoint; netfilter gives it the source port of ``flow``."""
     other = Flow(fast, flow.protocol, sport=flow.sport + 7)
     write_permits(fast, until=0)
     drop_records(fast)
@@ -166,13 +166,13 @@ def test_netfilter_chooses_the_port_of_a_young_flow(fast: ProgramNode, protocol:
 def test_netfilter_chooses_the_port_of_a_young_flow_that_has_ended(fast: ProgramNode, protocol: str) -> None:
     flow = ended(fast, protocol)
     assert remapped(fast, flow).retval == GO_ON
-    assert flow.entries() == [], "replies would go to the first"
+    assert flow.entries() == [], "replies would go to the first flow"
     assert fast.reasons()["CLOSING_FLOW_REPLACED"] == 1
     assert fast.promotions() == []
 
 
 def test_netfilter_hides_a_client_behind_the_address_and_port_of_a_masqueraded_young_flow(fast: ProgramNode) -> None:
-    """By a rule of the CNI plugin. The client's device is not that of the young flow: the packet is not forged."""
+    """By a rule of the CNI plugin. The client's device is not that of the young flow, but the packet is not forged."""
     flow = young(fast, **WAYS["masqueraded"])
     flow.answer()
     other = Flow(fast, sport=flow.sport + 7)
@@ -185,7 +185,7 @@ def test_netfilter_hides_a_client_behind_the_address_and_port_of_a_masqueraded_y
 
 
 def test_source_ports_are_taken_one_after_the_other(fast: ProgramNode) -> None:
-    """One that the endpoint may still have in TIME_WAIT is used again as late as possible."""
+    """A port that the endpoint may still have in TIME_WAIT is used again as late as possible."""
     flow = Flow(fast, **WAYS["masqueraded"])
     flow.permit()
     ports = []

@@ -113,7 +113,7 @@ class Talk:
         return self._task.done()
 
     def wait(self, more: int = 20, deadline: float = 60.0) -> float:
-        """Wait for so many more answers, and return the seconds that the first one took. AssertionError if none comes."""
+        """Wait for so many more answers; the seconds that the first one took. AssertionError if none comes."""
         before, begun = self.answers, time.monotonic()
         first = 0.0
         while self.answers < before + more:

@@ -48,7 +48,7 @@ class World:
         return self.lab.nodes[0]
 
     def namespace(self, source: str) -> Namespace:
-        """The namespace of a client: ``external``, ``node`` (or its name), ``pod`` (the toolbox), or a pod by its name."""
+        """The namespace of a client: ``external``, ``node`` (or its name), ``pod`` (the toolbox), or a pod."""
         if source == "external":
             return self.lab.client
         if source in ("node", self.node.name):
