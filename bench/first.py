@@ -24,7 +24,7 @@ from pyebpf_proxy.lab.namespace import Namespace
 
 from . import workload
 from .filled import Filled, fill
-from .measure import TOOLS, Result, Row, machine, say, speed, summary, real_time_priority
+from .measure import TOOLS, Result, Row, machine, say, speed, summary, undisturbed
 from .rows import ratio
 
 #: Services in the maps in addition to those under test.
@@ -162,7 +162,7 @@ def run(quick: bool) -> Result:
         speeds = speed(1)
         for number in range(rounds):
             subprocess.run(["conntrack", "-F"], check=True, capture_output=True)
-            with real_time_priority():
+            with undisturbed():
                 for what, median in _round(filled, empty, devices, number).items():
                     samples[what].append(median)
         speeds += speed(1)

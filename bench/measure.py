@@ -77,7 +77,7 @@ class Result(msgspec.Struct, kw_only=True):
 
 
 @contextmanager
-def real_time_priority() -> Iterator[None]:
+def undisturbed() -> Iterator[None]:
     """Use one CPU without preemption (also for children): for measurements of a few seconds on one CPU."""
     cpus = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {max(cpus)})
@@ -92,7 +92,7 @@ def real_time_priority() -> Iterator[None]:
 def speed(times: int = 3) -> list[float]:
     """Seconds of SPEED_COMMAND, measured several times, under the current load."""
     run = ["/usr/bin/python3", "-c", SPEED_COMMAND]
-    with real_time_priority():
+    with undisturbed():
         return [float(subprocess.run(run, check=True, capture_output=True, text=True).stdout) for _ in range(times)]
 
 

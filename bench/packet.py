@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from pyebpf_proxy.datapath.loader.libbpf import Object, Program, RunResult, SkBuff
 
-from .measure import NORMAL_SECONDS, TOOLS, Result, Row, machine, say, speed, summary, real_time_priority
+from .measure import NORMAL_SECONDS, TOOLS, Result, Row, machine, say, speed, summary, undisturbed
 from .packet_world import GO_ON, XDP_PASS, Flow, filled, node
 from .rows import absolute
 
@@ -93,7 +93,7 @@ class Costs:
     def round(self, repeat: int = REPEAT, single: int = SINGLE) -> dict[str, float]:
         """Nanoseconds by row, without those of an empty program."""
         subprocess.run(["conntrack", "-F"], check=True, capture_output=True)
-        with real_time_priority():
+        with undisturbed():
             return {**self._repeated(repeat), **self._singly(single)}
 
     def _repeated(self, repeat: int) -> dict[str, float]:

@@ -36,7 +36,7 @@ from pyebpf_proxy.services.planner import Planner, PlanSettings
 
 from . import workload
 from .filled import load_programs
-from .measure import ROOT, machine, say, speed, real_time_priority
+from .measure import ROOT, machine, say, speed, undisturbed
 
 PROFILES = ROOT / "bench" / "profiles"
 #: Number of objects of a first list that are planned at a time (kube/api/follower.py).
@@ -191,7 +191,7 @@ def once(shape: Shape, count: int, rate_seconds: float, freeze: bool = True, pro
     phases = Phases()
     found: dict[str, Any] = {}
     profiles = {"cold start": cProfile.Profile(), "changes": cProfile.Profile()}
-    with real_time_priority():
+    with undisturbed():
         with _profile(profiles["cold start"], profiled):
             if freeze:
                 with without_cycle_search():

@@ -17,7 +17,7 @@ from dataclasses import replace
 from pyebpf_proxy.datapath.loader.libbpf import Object, Program, SkBuff
 from pyebpf_proxy.datapath.loader.programs import OBJECTS, Loaded, Settings, unused_maps
 
-from .measure import say, real_time_priority
+from .measure import say, undisturbed
 from .packet_world import Flow, filled, node
 
 REPEAT = 200_000
@@ -39,7 +39,7 @@ def _load(name: str, program: str | None, settings: Settings, shared: Loaded, ow
 def _rounds(kinds: Mapping[str, Callable[[], int]]) -> dict[str, list[int]]:
     taken: dict[str, list[int]] = {kind: [] for kind in kinds}
     for _ in range(ROUNDS):
-        with real_time_priority():
+        with undisturbed():
             for kind, measure in kinds.items():
                 taken[kind].append(measure())
     return taken

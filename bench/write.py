@@ -15,7 +15,7 @@ from pyebpf_proxy.datapath.loader.libbpf import Map
 
 from . import workload
 from .filled import fill, load_programs
-from .measure import NORMAL_SECONDS, ROOT, Result, machine, say, slowness, speed, summary, real_time_priority
+from .measure import NORMAL_SECONDS, ROOT, Result, machine, say, slowness, speed, summary, undisturbed
 from .rows import absolute
 
 SERVICES = 10_000
@@ -31,7 +31,7 @@ def once() -> dict[str, float]:
     clock = _Clock()
     for name in _WRITES:
         setattr(Map, name, clock.around(getattr(Map, name)))
-    with real_time_priority():
+    with undisturbed():
         filled = fill(changes)
     in_batches, calls = clock.seconds, clock.calls
     entries = {name: used for name, (used, _) in filled.writer.fill().items()}
@@ -44,7 +44,7 @@ def once() -> dict[str, float]:
     for name, source in filled.loaded.maps.items():
         if entries.get(name) and name not in ("services", "slots"):
             found = list(source.items())
-            with real_time_priority():
+            with undisturbed():
                 for key, value in found:
                     other.maps[name].update(key, value)
     return {

@@ -29,7 +29,7 @@ def name_of(name: str, family: IPFamily = IPFamily.IPV4, protocol: Protocol = Pr
 
 
 def endpoints(*texts: str) -> tuple[Endpoint, ...]:
-    """"10.0.0.1:80", or "10.0.0.1:80 local" for an endpoint on this node."""
+    """ "10.0.0.1:80", or "10.0.0.1:80 local" for an endpoint on this node."""
     result = []
     for item in texts:
         where, _, place = item.partition(" ")

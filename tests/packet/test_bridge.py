@@ -98,7 +98,9 @@ def bridged_udp(world: ProgramNode) -> ProgramNode:
 
 def test_later_fragments_follow_the_first(bridged_udp: ProgramNode) -> None:
     first, later = fragmented(bridged_udp, (8080, 40000))
-    assert bridged_udp.run("tc_bridge_port", later, device="pods").data == bytes(later), "the first fragment has not come yet"
+    assert bridged_udp.run("tc_bridge_port", later, device="pods").data == bytes(later), (
+        "the first fragment has not come yet"
+    )
     assert bridged_udp.run("tc_bridge_port", first, device="pods").data[:6].hex(":") == BRIDGE_MAC
     assert bridged_udp.run("tc_bridge_port", later, device="pods").data[:6].hex(":") == BRIDGE_MAC
     _, another = fragmented(bridged_udp, (8080, 40000), number=8)

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernel's flows in the flow table: learned from packets that leave netfilter, confirmed by such packets each second.
-"""
+"""Kernel's flows in the flow table: learned from packets that leave netfilter, confirmed by such packets each second."""
 
 from __future__ import annotations
 
@@ -297,7 +296,7 @@ def test_packets_from_another_device_are_not_changed(fast: ProgramNode, reply: b
     assert fast.reasons()["STACK_OTHER_DEVICE"] == 1
 
 
-def test_a_datagram_for_an_endpoint_that_is_gone_forgets_the_flow(fast: ProgramNode) -> None:
+def test_a_datagram_to_a_removed_endpoint_deletes_the_flow(fast: ProgramNode) -> None:
     flow = Flow(fast, "udp")
     flow.through(new=True)
     fast.endpoint("remote", 2, present=False)

@@ -47,7 +47,7 @@ def test_single_entries(opened: Object) -> None:
     assert list(table.items()) == []
 
 
-def test_sizes_are_looked_at_before_the_kernel_reads_memory(opened: Object) -> None:
+def test_sizes_are_checked_before_the_kernel_reads_memory(opened: Object) -> None:
     table = opened.maps["service_configs"]
     with pytest.raises(ValueError, match="map service_configs: key of 3 bytes instead of 4"):
         table.lookup(bytes(3))
@@ -156,12 +156,12 @@ def test_a_run_with_its_context(tmp_path: Path) -> None:
             o.programs["change"].test_run(bytes(3))
 
 
-def test_the_context_there_and_back() -> None:
+def test_the_context_survives_packing_and_unpacking() -> None:
     skb = SkBuff(1, 2, 3, 4, (5, 6, 7, 8, 9), 10, 11, 12)
     assert SkBuff.unpack(skb.pack()) == skb
 
 
-def test_constants_are_in_force(bpf_objects: Path) -> None:
+def test_constants_take_effect(bpf_objects: Path) -> None:
     loaded = load(Settings(netns_cookie=0x1122334455667788, masquerade_mark=0x8000), objects=bpf_objects)
     for o in (loaded.tc, loaded.sock):
         raw = next(m for name, m in o.maps.items() if name.endswith(".rodata")).lookup(u32(0))
@@ -254,7 +254,7 @@ def test_pinned_maps_are_shared_and_outlive_the_process(bpf_objects: Path, bpffs
         Map.open_pinned(pins / "nothing")
 
 
-def test_a_pin_of_another_kind_is_named(bpf_objects: Path, bpffs: Path) -> None:
+def test_the_error_names_a_pin_of_another_type(bpf_objects: Path, bpffs: Path) -> None:
     pins = bpffs / "maps"
     load(Settings(netns_cookie=1), pin_dir=pins, sizes=SIZES, objects=bpf_objects).close()
     (pins / "slots").rename(pins / "service_configs")
@@ -292,7 +292,7 @@ def build_tc(folder: Path, source: str) -> None:
 OBSERVER = 'SEC("tc") int tc_egress(struct __sk_buff *skb) { return -1; }'
 
 
-def test_a_kernel_that_refuses_to_look_conntrack_up(tmp_path: Path) -> None:
+def test_a_kernel_without_conntrack_lookup(tmp_path: Path) -> None:
     body = f"{MAPS} if (settings.conntrack_lookup) {{ {WRONG} }} return -1;"
     build_tc(tmp_path, f'SEC("tc") int tc_ethernet(struct __sk_buff *skb) {{ {body} }} {OBSERVER}')
     build(tmp_path, "sock", SOCKETS)
@@ -305,7 +305,7 @@ def test_a_kernel_that_refuses_to_look_conntrack_up(tmp_path: Path) -> None:
     loaded.close()
 
 
-def test_a_kernel_that_refuses_the_fast_path(tmp_path: Path) -> None:
+def test_a_kernel_without_support_for_the_fast_path(tmp_path: Path) -> None:
     body = f"{MAPS} if (settings.fast_path) {{ {WRONG} }} return -1;"
     build_tc(tmp_path, f'SEC("tc") int tc_ethernet(struct __sk_buff *skb) {{ {body} }} {OBSERVER}')
     build(tmp_path, "sock", SOCKETS)
@@ -326,7 +326,7 @@ def test_an_object_without_an_observer_has_no_fast_path(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("culprit", ["tc", "sock"])
-def test_what_is_refused_leaves_no_pins(tmp_path: Path, bpffs: Path, culprit: str) -> None:
+def test_a_failed_load_leaves_no_pins(tmp_path: Path, bpffs: Path, culprit: str) -> None:
     wrong = f'SEC("tc") int other(struct __sk_buff *skb) {{ {MAPS} {WRONG} }}'
     right = f'SEC("tc") int other(struct __sk_buff *skb) {{ {MAPS} return -1; }}'
     build_tc(tmp_path, wrong if culprit == "tc" else right)

@@ -22,7 +22,7 @@ MOST = {"fastPath: false": 50.0, "defaults": 60.5, "socketLB: all": 61.5}
 
 
 @pytest.mark.parametrize("configuration", CONFIGURATIONS)
-def test_maps_of_the_default_sizes_leave_room_for_what_they_are_for(bpf_objects: Path, configuration: str) -> None:
+def test_empty_maps_of_default_sizes_leave_memory_for_entries(bpf_objects: Path, configuration: str) -> None:
     loaded = load(Settings(netns_cookie=1, **CONFIGURATIONS[configuration]), objects=bpf_objects)  # type: ignore[arg-type]
     try:
         found = map_memory(loaded.maps)

@@ -88,7 +88,7 @@ def test_a_flow_of_another_layout_belongs_to_no_service_of_the_new_maps(instance
     assert [taken[name] for name in ("started", "last_seen", "packets")] == [1, 2, 6]
 
 
-def test_young_flows_and_those_that_are_known_already_are_not_copied(instance: Instance) -> None:
+def test_young_flows_and_flows_of_the_current_table_are_not_copied(instance: Instance) -> None:
     for port, young in ((1000, 1), (1001, 0), (1002, 0)):
         instance.write(instance.former.maps["flows"], port, young=young, packets=1)
     instance.write(instance.present.maps["flows"], 1002, packets=2)
@@ -96,7 +96,7 @@ def test_young_flows_and_those_that_are_known_already_are_not_copied(instance: I
     assert {port: flow["packets"] for port, flow in instance.read().items()} == {1001: 1, 1002: 2}
 
 
-def test_what_does_not_fit_is_left_and_logged(instance: Instance, caplog: pytest.LogCaptureFixture) -> None:
+def test_flows_that_do_not_fit_are_left_out_and_logged(instance: Instance, caplog: pytest.LogCaptureFixture) -> None:
     for port in range(1000, 1000 + ENTRIES):
         instance.write(instance.former.maps["flows"], port)
     with caplog.at_level("INFO"):

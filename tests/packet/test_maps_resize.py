@@ -65,7 +65,7 @@ def leftovers(pins: Path) -> list[str]:
     return sorted(path.name for path in pins.parent.iterdir() if path != pins)
 
 
-def test_everything_is_there_in_maps_of_other_sizes(bpf_objects: Path, pins: Path) -> None:
+def test_maps_of_other_sizes_hold_all_entries(bpf_objects: Path, pins: Path) -> None:
     web = name_of("web")
     loaded = start(pins, CAPACITIES, bpf_objects)
     Writer(loaded).apply(first_plan())
@@ -105,7 +105,7 @@ def test_everything_is_there_in_maps_of_other_sizes(bpf_objects: Path, pins: Pat
         loaded.close()
 
 
-def test_what_does_not_fit_is_named_and_nothing_changes(bpf_objects: Path, pins: Path) -> None:
+def test_an_error_names_the_map_that_is_too_small_and_nothing_changes(bpf_objects: Path, pins: Path) -> None:
     loaded = start(pins, CAPACITIES, bpf_objects)
     for number in range(200):
         loaded.maps["frontends4"].update(bytes((10, 0, 0, number, 80, 0, 6, 0)), bytes(8))
@@ -125,7 +125,7 @@ def test_what_does_not_fit_is_named_and_nothing_changes(bpf_objects: Path, pins:
         assert leftovers(pins) == []
 
 
-def test_slots_of_no_active_service_config_need_no_place(bpf_objects: Path, pins: Path) -> None:
+def test_slots_of_no_active_service_config_need_no_room(bpf_objects: Path, pins: Path) -> None:
     loaded = start(pins, CAPACITIES, bpf_objects)
     loaded.maps["slots"].update(u32(900), u32(5) + bytes(4))
     loaded.close()
@@ -134,7 +134,7 @@ def test_slots_of_no_active_service_config_need_no_place(bpf_objects: Path, pins
     loaded.close()
 
 
-def test_clients_that_are_bound_to_nothing_any_more_need_no_place(bpf_objects: Path, pins: Path) -> None:
+def test_clients_without_a_service_need_no_room(bpf_objects: Path, pins: Path) -> None:
     loaded = start(pins, CAPACITIES | {"affinities": 4096}, bpf_objects)
     now = time.clock_gettime_ns(time.CLOCK_MONOTONIC)
     row = loaded.tc.btf.struct("service_config").pack(service=1, affinity_seconds=60)
@@ -149,7 +149,7 @@ def test_clients_that_are_bound_to_nothing_any_more_need_no_place(bpf_objects: P
     loaded.close()
 
 
-def test_what_the_old_programs_write_until_they_are_replaced(bpf_objects: Path, pins: Path) -> None:
+def test_entries_that_the_old_programs_write_are_copied(bpf_objects: Path, pins: Path) -> None:
     loaded = start(pins, CAPACITIES, bpf_objects)
     btf = loaded.tc.btf
     old = Map.open_pinned(pins / "affinities")
@@ -169,7 +169,7 @@ def test_what_the_old_programs_write_until_they_are_replaced(bpf_objects: Path, 
     loaded.close()
 
 
-def test_what_is_brought_over_to_a_full_map_is_let_go(bpf_objects: Path) -> None:
+def test_entries_that_do_not_fit_into_an_lru_map_are_dropped(bpf_objects: Path) -> None:
     with Object.open(bpf_objects / "tc.bpf.o", max_entries={"choices": 4}, programs=()) as opened:
         choices = opened.load().maps["choices"]
         for number in range(4):
@@ -217,7 +217,7 @@ def _dies_at(k: int, work: Callable[[], Any]) -> bool:
     return code == 9
 
 
-def test_killed_at_any_change_the_next_start_takes_it_up(bpf_objects: Path, bpffs: Path, tmp_path: Path) -> None:
+def test_killed_at_any_change_the_next_start_completes_it(bpf_objects: Path, bpffs: Path, tmp_path: Path) -> None:
     smaller = CAPACITIES | {"affinities": 2048, "frontends4": 600, "services": 300}
     other = CAPACITIES | {"affinities": 1024, "frontends4": 700, "services": 400}
     k = 0
@@ -278,7 +278,7 @@ def test_the_sizes_of_the_model_are_those_of_the_header(bpf_objects: Path) -> No
     assert Maps().model_dump() == {n: size for n, size in sizes.items() if n not in fixed}
 
 
-def test_the_memory_that_the_page_names_is_what_the_kernel_takes(bpf_objects: Path) -> None:
+def test_the_page_names_the_memory_that_the_kernel_uses(bpf_objects: Path) -> None:
     if tuple(map(int, os.uname().release.split(".")[:2])) < (6, 4):
         pytest.skip("before Linux 6.4 fdinfo has its own estimate, not what a map takes")
     wrong = {}

@@ -41,7 +41,7 @@ pytestmark = pytest.mark.needs_bpf
 NODE_PORT = FrontendKind.NODE_PORT
 
 
-def test_everything_of_a_service_port_is_in_the_maps(loaded: Loaded, writer: Writer) -> None:
+def test_the_maps_hold_everything_of_a_service_port(loaded: Loaded, writer: Writer) -> None:
     web = name_of("web")
     plan = service(
         web,
@@ -97,7 +97,7 @@ def test_an_endpoint_of_sctp(loaded: Loaded, writer: Writer) -> None:
     assert logical(loaded)["shop/signal:http/SCTP/IPv4"]["cluster"] == ["10.0.0.1:3868 remote"]
 
 
-def test_a_change_keeps_the_ids_of_what_stays(loaded: Loaded, writer: Writer) -> None:
+def test_a_change_keeps_the_ids_of_remaining_endpoints(loaded: Loaded, writer: Writer) -> None:
     web = name_of("web")
     writer.apply({web: service(web, ("10.96.0.1",), "10.0.0.1:80", "10.0.0.2:80")})
     number, (one, two) = writer.service_id(web), slot_backends(loaded, writer, web)
@@ -112,7 +112,7 @@ def test_a_change_keeps_the_ids_of_what_stays(loaded: Loaded, writer: Writer) ->
     assert back[0] != one
 
 
-def test_an_endpoint_that_returns_before_its_old_self_is_collected_is_a_new_one(loaded: Loaded, writer: Writer) -> None:
+def test_an_endpoint_that_returns_before_collection_gets_a_new_id(loaded: Loaded, writer: Writer) -> None:
     web = name_of("web")
     full = service(web, ("10.96.0.1",), "10.0.0.1:80", "10.0.0.2:80")
     writer.apply({web: full})
@@ -126,7 +126,7 @@ def test_an_endpoint_that_returns_before_its_old_self_is_collected_is_a_new_one(
     assert logical(loaded, complete=True)["shop/web:http/TCP/IPv4"]["cluster"][0] == "10.0.0.1:80 remote"
 
 
-def test_nothing_is_written_where_nothing_changed(loaded: Loaded, writer: Writer) -> None:
+def test_nothing_is_written_without_a_change(loaded: Loaded, writer: Writer) -> None:
     web = name_of("web")
     plan = service(web, ("10.96.0.1",), "10.0.0.1:80")
     writer.apply({web: plan})
@@ -136,7 +136,7 @@ def test_nothing_is_written_where_nothing_changed(loaded: Loaded, writer: Writer
     assert {name: loaded.maps[name].dump() for name in SIZES} == before
 
 
-def test_a_new_frontend_leaves_the_table_alone(loaded: Loaded, writer: Writer) -> None:
+def test_a_new_frontend_does_not_change_the_service_config(loaded: Loaded, writer: Writer) -> None:
     web = name_of("web")
     writer.apply({web: service(web, ("10.96.0.1",), "10.0.0.1:80")})
     table = word(loaded, "services", writer.service_id(web))
@@ -145,7 +145,7 @@ def test_a_new_frontend_leaves_the_table_alone(loaded: Loaded, writer: Writer) -
     assert list(logical(loaded, complete=True)["shop/web:http/TCP/IPv4"]["frontends"]) == ["10.96.0.2:80/TCP"]
 
 
-def test_the_old_version_stays_whole_until_it_is_collected(loaded: Loaded, writer: Writer) -> None:
+def test_the_old_version_stays_complete_until_it_is_collected(loaded: Loaded, writer: Writer) -> None:
     web = name_of("web")
     writer.apply({web: service(web, ("10.96.0.1",), "10.0.0.1:80", "10.0.0.2:80")})
     old_id = word(loaded, "services", writer.service_id(web))
@@ -161,7 +161,7 @@ def test_the_old_version_stays_whole_until_it_is_collected(loaded: Loaded, write
     logical(loaded, complete=True)
 
 
-def test_nothing_is_taken_away_before_the_grace_period(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_removed_before_the_grace_period(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
     steps: list[str] = []
     writer = watch(loaded, steps.append)
     writer.apply(first_plan())
@@ -175,7 +175,7 @@ def test_nothing_is_taken_away_before_the_grace_period(loaded: Loaded, monkeypat
     )
 
 
-def test_collecting_while_changes_go_on(loaded: Loaded, writer: Writer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_collection_during_changes(loaded: Loaded, writer: Writer, monkeypatch: pytest.MonkeyPatch) -> None:
     def together(meanwhile: Any) -> None:
         """Call ``meanwhile`` in the middle of the grace period."""
 
@@ -280,7 +280,7 @@ def test_a_moved_address_is_never_without_a_service(loaded: Loaded, writer: Writ
     assert list(logical(loaded, complete=True)) == ["shop/new:http/TCP/IPv4"]
 
 
-def test_a_replaced_address_is_there_before_the_old_one_goes(loaded: Loaded, writer: Writer) -> None:
+def test_a_new_address_is_written_before_the_old_one_is_removed(loaded: Loaded, writer: Writer) -> None:
     web = name_of("web")
     writer.apply({web: service(web, ("10.96.0.1",), "10.0.0.1:80")})
 
@@ -293,8 +293,7 @@ def test_a_replaced_address_is_there_before_the_old_one_goes(loaded: Loaded, wri
 
 
 def test_no_address_leads_to_the_endpoints_of_another_version(loaded: Loaded, writer: Writer) -> None:
-    """10.96.0.1 never belongs to 10.0.0.2, nor 10.96.0.2 to 10.0.0.1. Their shared address always leads to a service.
-    """
+    """10.96.0.1 never belongs to 10.0.0.2, nor 10.96.0.2 to 10.0.0.1. Their shared address always leads to a service."""
     web = name_of("web")
     versions = {
         "10.96.0.1": service(web, ("10.96.0.1", "10.96.0.9"), "10.0.0.1:80"),
@@ -367,7 +366,7 @@ def test_netfilter_backends_are_reported_in_time(loaded: Loaded) -> None:
     assert list(table.elements.values()) == [(ip_address("172.16.0.1").packed, 6443)]
 
 
-def test_ids_that_other_programs_use_are_not_given_to_new_backends(loaded: Loaded) -> None:
+def test_ids_that_flows_use_are_not_given_to_new_backends(loaded: Loaded) -> None:
     web = name_of("web")
     writer = Writer(loaded, foreign_id=5000)
     writer.apply({web: service(web, ("10.96.0.1",), "10.0.0.1:80")})
@@ -378,7 +377,7 @@ def test_ids_that_other_programs_use_are_not_given_to_new_backends(loaded: Loade
     assert min(slot_backends(loaded, again, web)) == kept
 
 
-def test_whether_vips_may_be_sources(loaded: Loaded, writer: Writer) -> None:
+def test_the_flag_that_vips_may_be_sources(loaded: Loaded, writer: Writer) -> None:
     """As in the plan, also if nothing else differs, and also if an earlier run has written the old value."""
     web = name_of("web")
 

@@ -37,7 +37,7 @@ def is_served(world: ProgramNode, frame: Packet | bytes, program: str = "tc_ethe
     return world.reasons() == {"NEW_FLOW_NETFILTER": 1}
 
 
-def test_arp_and_icmp_are_not_looked_at(world: ProgramNode) -> None:
+def test_arp_and_icmp_are_not_changed(world: ProgramNode) -> None:
     world.service(["remote"])
     echo = ICMP() if world.family == 4 else ICMPv6EchoRequest()
     assert is_untouched(world, world.frame("pod", "cluster_ip", echo, Raw(b"x" * 40)))
@@ -69,7 +69,7 @@ def test_a_device_without_ethernet_header(world: ProgramNode) -> None:
     assert is_untouched(world, world.tcp("pod", "cluster_ip", 80), program="tc_l3")
 
 
-def test_the_first_fragment_is_decided_on_and_later_ones_are_not(world: ProgramNode) -> None:
+def test_only_the_first_fragment_gets_an_endpoint(world: ProgramNode) -> None:
     world.service(["remote"], protocol="udp")
     if world.family == 4:
         base = IP(src=world.address("pod"), dst=world.address("cluster_ip"), id=7)
@@ -126,7 +126,7 @@ def test_ipv6_headers_without_end(node: ProgramNode) -> None:
 
 @pytest.mark.parametrize("version", [0, 4, 5, 6, 15])
 @pytest.mark.parametrize("header_length", [0, 1, 4, 15])
-def test_nonsense_in_the_first_byte(world: ProgramNode, version: int, header_length: int) -> None:
+def test_invalid_first_bytes_of_the_ip_header(world: ProgramNode, version: int, header_length: int) -> None:
     world.service(["remote"])
     frame = bytearray(bytes(world.tcp("pod", "cluster_ip", 80)))
     frame[14] = version << 4 | header_length

@@ -20,8 +20,8 @@ from tests.packet.fast_node import (
     one_cpu,
     permits,
     records,
-    taken,
     reset_counters,
+    taken,
     write_permits,
     write_record,
 )
@@ -47,7 +47,7 @@ def masqueraded(world: ProgramNode, sport: int = 40000, **more: str) -> Flow:
 
 
 @pytest.mark.parametrize("protocol", ["tcp", "udp"])
-def test_from_the_second_new_flow_on(fast: ProgramNode, protocol: str) -> None:
+def test_the_second_new_flow_grants_the_permit(fast: ProgramNode, protocol: str) -> None:
     for each, seen in zip(pair(fast, protocol), (0, 1), strict=True):
         each.through(flags="S", new=True)
         assert len(permits(fast)) == seen
@@ -60,7 +60,7 @@ def test_from_the_second_new_flow_on(fast: ProgramNode, protocol: str) -> None:
     assert fast.reasons()["PERMIT_GRANTED"] == 1
 
 
-def test_sightings_are_of_the_last_second(fast: ProgramNode) -> None:
+def test_only_flows_of_the_last_second_count(fast: ProgramNode) -> None:
     first, second = pair(fast)
     first.open_through_netfilter()
     flow_packet_counts = fast.object.maps["flow_packet_counts"]
@@ -73,13 +73,13 @@ def test_sightings_are_of_the_last_second(fast: ProgramNode) -> None:
     assert permits(fast) == []
 
 
-def test_each_source_is_seen_by_itself(fast: ProgramNode) -> None:
+def test_flows_are_counted_per_source(fast: ProgramNode) -> None:
     for number in range(20):
         Flow(fast, client=f"caller{number}").open_through_netfilter()
     assert permits(fast) == []
 
 
-def test_a_packet_that_begins_no_flow_of_conntracks_grants_nothing(fast: ProgramNode) -> None:
+def test_a_packet_that_begins_no_conntrack_flow_grants_nothing(fast: ProgramNode) -> None:
     for each in pair(fast):
         each.through(flags="S")
     assert permits(fast) == []
@@ -94,7 +94,7 @@ NO_PROOF = {
 
 
 @pytest.mark.parametrize("name", NO_PROOF)
-def test_who_leaves_in_another_way_gets_no_permit(fast: ProgramNode, name: str) -> None:
+def test_a_packet_that_leaves_differently_grants_no_permit(fast: ProgramNode, name: str) -> None:
     for each in pair(fast):
         each.run(frame=each.frame(flags="S"))
         record = taken(fast)
@@ -111,7 +111,7 @@ STALE = {
 
 
 @pytest.mark.parametrize("name", STALE)
-def test_a_stale_or_forged_record_proves_nothing(fast: ProgramNode, name: str) -> None:
+def test_a_stale_or_forged_record_grants_nothing(fast: ProgramNode, name: str) -> None:
     fast.devices["lo"] = 1
     try:
         for each in pair(fast):
@@ -124,7 +124,7 @@ def test_a_stale_or_forged_record_proves_nothing(fast: ProgramNode, name: str) -
     assert permits(fast) == []
 
 
-def test_a_number_that_names_no_record_proves_nothing(fast: ProgramNode) -> None:
+def test_a_number_without_a_record_grants_nothing(fast: ProgramNode) -> None:
     for each in pair(fast):
         each.run(frame=each.frame(flags="S"))
         number = taken(fast)["number"]
@@ -158,7 +158,7 @@ def test_the_priority_is_what_the_kernel_would_have_set(fast: ProgramNode, tos: 
     assert found.skb.priority == (priority if fast.family == 4 else 0)
 
 
-def test_other_peoples_priorities_stay(fast: ProgramNode) -> None:
+def test_priorities_of_other_programs_stay(fast: ProgramNode) -> None:
     flow = Flow(fast)
     flow.run(frame=flow.frame(flags="S"))
     found = flow.leave(flow.expected(flags="S"), taken(fast)["number"], priority=NEW + 1)
@@ -211,7 +211,7 @@ def refused(world: ProgramNode, flow: Flow) -> dict[str, int]:
     return world.reasons()
 
 
-def test_the_pair_with_a_permit(fast: ProgramNode) -> None:
+def test_a_pair_with_a_permit_opens_young_flows(fast: ProgramNode) -> None:
     flow = Flow(fast)
     flow.permit()
     flow.open_young()
@@ -304,7 +304,7 @@ def test_an_excluded_device(fast: ProgramNode) -> None:
     assert refused(fast, flow) == {"NEW_FLOW_NETFILTER": 1, "STACK_DEVICE": 1}
 
 
-def test_most_datagrams_of_a_pair_proven_lately_leave_no_record(fast: ProgramNode) -> None:
+def test_most_datagrams_of_a_pair_with_a_permit_write_no_record(fast: ProgramNode) -> None:
     """Otherwise a flood without replies would take every record, and the observer would learn nothing."""
     flow = Flow(fast, "udp")
     flow.permit()

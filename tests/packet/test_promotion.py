@@ -193,7 +193,7 @@ def node(request: pytest.FixtureRequest, loaded: Loaded, namespace: None) -> Ite
 
 @pytest.mark.parametrize("masqueraded", [False, True], ids=["own source", "masqueraded"])
 @pytest.mark.parametrize("protocol", [Protocol.TCP, Protocol.UDP], ids=["TCP", "UDP"])
-def test_a_flow_that_is_due_becomes_the_kernels(node: Node, masqueraded: bool, protocol: Protocol) -> None:
+def test_a_flow_that_is_due_is_promoted(node: Node, masqueraded: bool, protocol: Protocol) -> None:
     key = node.young(1000, protocol=protocol, masqueraded=masqueraded)
     node.promoter.pass_now()
     (line,) = node.listed()
@@ -208,7 +208,7 @@ def test_a_flow_that_is_due_becomes_the_kernels(node: Node, masqueraded: bool, p
     assert (statistics.promoted, statistics.young) == (1, 0)
 
 
-def test_time_outs_are_those_of_now(node: Node) -> None:
+def test_current_timeouts_are_used(node: Node) -> None:
     """Timeouts may change while the agent runs (finding D14)."""
     setting = Path("/proc/sys/net/netfilter/nf_conntrack_tcp_timeout_established")
     for port, seconds in ((1000, 7000), (1001, 5000)):
@@ -220,14 +220,14 @@ def test_time_outs_are_those_of_now(node: Node) -> None:
 
 
 @pytest.mark.parametrize("changes", [{"age": 0.5}, {"closing": 1}, {"reply": False}], ids=["new", "closing", "half"])
-def test_what_is_not_due_stays(node: Node, changes: dict[str, object]) -> None:
+def test_flows_that_are_not_due_stay_young(node: Node, changes: dict[str, object]) -> None:
     node.young(1000, **changes)  # type: ignore[arg-type]
     node.promoter.pass_now()
     assert node.listed() == []
     assert node.promoter.statistics.promoted == 0
 
 
-def test_datagrams_without_an_answer_are_new_to_the_rules(node: Node) -> None:
+def test_unanswered_datagrams_stay_new_to_the_rules(node: Node) -> None:
     """As NEW flows, so that policies that are added later apply to them."""
     key = node.young(1000, protocol=Protocol.UDP, answers=0)
     node.promoter.pass_now()
@@ -237,7 +237,7 @@ def test_datagrams_without_an_answer_are_new_to_the_rules(node: Node) -> None:
     assert not node.is_young(key)
 
 
-def test_a_connection_without_an_answer_ends(node: Node) -> None:
+def test_an_unanswered_connection_ends(node: Node) -> None:
     """Also if its client continues to send."""
     key = node.young(1000, answers=0)
     waiting = node.young(1001, age=6.0, answers=0)
@@ -247,7 +247,7 @@ def test_a_connection_without_an_answer_ends(node: Node) -> None:
     assert node.listed() == []
 
 
-def test_what_is_half_closed_and_goes_on_becomes_the_kernels(node: Node) -> None:
+def test_a_half_closed_connection_that_continues_is_promoted(node: Node) -> None:
     key = node.young(1000, age=5.0, closing=1)
     node.promoter.pass_now()
     (line,) = node.listed()
@@ -255,7 +255,7 @@ def test_what_is_half_closed_and_goes_on_becomes_the_kernels(node: Node) -> None
     assert not node.is_young(key)
 
 
-def test_what_ended_since_it_was_asked_for_is_passed_over(node: Node) -> None:
+def test_a_flow_that_ended_since_the_request_is_skipped(node: Node) -> None:
     """The flow has changed since the sweep requested it: the promoter reads it again."""
     key = node.young(1000, reply=False)
     node.loaded.maps["promotions"]._lib.bpf_map_update_elem(node.loaded.maps["promotions"].fd, promotion_null(), key, 0)
@@ -319,7 +319,7 @@ def test_a_port_that_is_reused_meanwhile_keeps_its_own_endpoint(node: Node, to: 
     assert not node.is_young(key)
 
 
-def test_a_port_that_is_reused_while_conntrack_is_full_waits_anew(node: Node) -> None:
+def test_a_reused_port_waits_its_full_time_while_conntrack_is_full(node: Node) -> None:
     """Only the flow that has waited for so long ends."""
     key = node.young(1000)
     (former,) = (flow.read for flow in [node.promoter._flows.read(key)] if flow is not None)
@@ -419,7 +419,7 @@ def test_the_entry_of_another_flow_is_not_closed(node: Node) -> None:
     assert line.split()[3] == "ESTABLISHED"
 
 
-def test_a_flow_that_closes_meanwhile_does_not_stay_for_days(node: Node) -> None:
+def test_a_flow_that_closes_during_promotion_gets_a_short_timeout(node: Node) -> None:
     key = node.young(1000)
     promote = node.promoter._promote
 
@@ -441,7 +441,7 @@ def test_a_flow_that_closes_meanwhile_does_not_stay_for_days(node: Node) -> None
 
 @pytest.mark.parametrize("what", ["to another endpoint", "straight to the endpoint", "in the frontend's name"])
 @pytest.mark.parametrize("protocol", [Protocol.TCP, Protocol.UDP], ids=["TCP", "UDP"])
-def test_an_entry_in_the_way_keeps_no_flow_young(node: Node, protocol: Protocol, what: str) -> None:
+def test_a_conflicting_entry_is_replaced(node: Node, protocol: Protocol, what: str) -> None:
     """Otherwise such an entry could keep a flow on the fast path, where no rule applies."""
     client, frontend, endpoint = (
         (ip_address(address[node.family]).packed, port)
@@ -464,7 +464,7 @@ def test_an_entry_in_the_way_keeps_no_flow_young(node: Node, protocol: Protocol,
     assert (statistics.promoted, statistics.failed, statistics.ended) == (1, {}, 0)
 
 
-def test_what_the_kernel_has_already_is_the_kernels(node: Node) -> None:
+def test_a_flow_that_conntrack_knows_is_promoted(node: Node) -> None:
     key = node.young(1000)
     flow = node.promoter._flows.read(key)
     assert flow is not None
@@ -476,7 +476,7 @@ def test_what_the_kernel_has_already_is_the_kernels(node: Node) -> None:
 
 
 @pytest.mark.parametrize("protocol", [Protocol.TCP, Protocol.UDP], ids=["TCP", "UDP"])
-def test_what_the_kernel_has_already_and_has_seen_answered(node: Node, protocol: Protocol) -> None:
+def test_an_entry_that_conntrack_has_seen_answered_stays_assured(node: Node, protocol: Protocol) -> None:
     """The flow began again in the flow table, which has sent no reply since."""
     key = node.young(1000, protocol=protocol)
     flow = node.promoter._flows.read(key)
@@ -490,7 +490,7 @@ def test_what_the_kernel_has_already_and_has_seen_answered(node: Node, protocol:
 
 @pytest.mark.parametrize("node", [4], indirect=True, ids=["IPv4"])
 @pytest.mark.slow
-def test_a_full_table_is_tried_again(node: Node, caplog: pytest.LogCaptureFixture) -> None:
+def test_promotion_is_tried_again_while_conntrack_is_full(node: Node, caplog: pytest.LogCaptureFixture) -> None:
     """Really fills the table, for this namespace only; the machine's limit is not changed."""
     limit = int(Path("/proc/sys/net/netfilter/nf_conntrack_max").read_text())
     if limit > 1 << 18:
@@ -556,7 +556,7 @@ def test_flows_lists_young_ones_and_then_the_kernels(node: Node, masqueraded: bo
     assert [kernels[n] for n in same] == [found[1000][n] for n in same]
 
 
-def test_draining_promotes_what_is_new_too(node: Node) -> None:
+def test_draining_promotes_new_flows_too(node: Node) -> None:
     keys = [node.young(1000 + n, age=0.1) for n in range(3000)]
     node.drain(True)
     begin = time.monotonic()
@@ -566,13 +566,13 @@ def test_draining_promotes_what_is_new_too(node: Node) -> None:
     assert len(node.listed()) == 3000
 
 
-def test_draining_reports_what_is_left(node: Node) -> None:
+def test_draining_reports_the_remaining_flows(node: Node) -> None:
     node.young(1000, answers=0)
     node.drain(True)
     assert asyncio.run(_drained(node, 0.2)) == 1
 
 
-def test_draining_promotes_what_is_half_closed(node: Node) -> None:
+def test_draining_promotes_half_closed_flows(node: Node) -> None:
     node.young(1000, age=0.1, closing=1)
     node.drain(True)
     assert asyncio.run(_drained(node, 20.0)) == 0
@@ -637,7 +637,7 @@ def test_flows_end_when_their_source_address_leaves_the_node(node: Node, protoco
 
 
 @pytest.mark.usefixtures("endpoint")
-def test_the_loop_ends_them_at_once_and_tries_again(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_loop_ends_flows_without_a_source_address_and_retries(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     """A failure of the kernel does not keep a flow for good (finding D7)."""
     key = node.young(1000, masqueraded=True, age=0.5)
     monkeypatch.setattr(promotion, "BUSY_SECONDS", 0.1)
@@ -752,7 +752,7 @@ def _forbid_types(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel_objects, "types", refuse)
 
 
-def test_flows_whose_layout_is_unknown_are_not_touched(bpffs: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_flows_of_an_unknown_layout_are_not_changed(bpffs: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Their size differs and they have no BTF. The log reports it; the maps are not changed."""
     for folder, names in (("maps", drain._MAPS), ("programs", drain._PROGRAMS)):
         (bpffs / folder).mkdir()

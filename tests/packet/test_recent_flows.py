@@ -11,16 +11,16 @@ from tests.packet.fast_node import (
     REDIRECT,
     Flow,
     close,
-    young_flows_of,
     device,
     fast_node,
     one_cpu,
-    sweep,
     open_in_slot_of,
-    rewind_recent_flows,
     real_time_priority,
     reset_counters,
+    rewind_recent_flows,
+    sweep,
     young,
+    young_flows_of,
 )
 from tests.packet.program_node import ProgramNode
 
@@ -106,7 +106,7 @@ def test_a_connection_ends_if_both_sides_have_closed_it(fast: ProgramNode, close
     assert flow.entries() == ([] if closed else BOTH)
 
 
-def test_the_slot_of_an_earlier_flow_from_the_same_port_ends_no_other(fast: ProgramNode) -> None:
+def test_the_slot_of_an_earlier_flow_does_not_end_a_new_one_from_its_port(fast: ProgramNode) -> None:
     """The client uses its port again. The new flow has the same key as the old one, but another slot."""
     earlier = asked(fast, POD)
     earlier.older(31)

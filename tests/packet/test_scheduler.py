@@ -65,14 +65,14 @@ def chi_square(chosen: Iterable[str]) -> float:
 
 
 @pytest.mark.parametrize("name", ["rr", "wrr"])
-def test_rr_goes_around_exactly(node: ProgramNode, name: str) -> None:
+def test_rr_takes_the_endpoints_in_turn(node: ProgramNode, name: str) -> None:
     load(node, name).service(PODS[:5])
     chosen = asks(node, count=50)
     assert set(chosen[:5]) == set(PODS[:5])
     assert chosen == chosen[:5] * 10
 
 
-def test_rr_turns_are_of_each_list_and_each_service(node: ProgramNode) -> None:
+def test_rr_keeps_a_turn_per_list_and_service(node: ProgramNode) -> None:
     """A client with policy Local and a pod use two lists, each with its own turn."""
     load(node, "rr").service(["pod1", "pod2", "pod3"], ["pod4", "pod5"], external_local=1)
     local, cluster = [], []
@@ -85,7 +85,7 @@ def test_rr_turns_are_of_each_list_and_each_service(node: ProgramNode) -> None:
     assert Counter(cluster) == dict.fromkeys(["pod1", "pod2", "pod3"], 4)
 
 
-def test_rr_goes_on_where_the_list_has_changed(node: ProgramNode) -> None:
+def test_rr_continues_when_the_list_changes(node: ProgramNode) -> None:
     load(node, "rr").service(PODS[:4])
     asks(node, count=3)
     node.service(PODS[:3])
@@ -103,7 +103,7 @@ def test_sh_keeps_a_source_and_spreads_sources(node: ProgramNode) -> None:
     assert chi_square(first) < UNLIKELY
 
 
-def test_dh_goes_by_the_destination_alone(node: ProgramNode) -> None:
+def test_dh_hashes_only_the_destination(node: ProgramNode) -> None:
     load(node, "dh").service(PODS)
     by_destination = {}
     for name in ("vip", "external_ip", "cluster_ip"):
@@ -147,7 +147,7 @@ def test_mh_survives_a_restart(node: ProgramNode) -> None:
 
 
 @pytest.mark.parametrize("name", ["lc", "wlc", "sed", "nq"])
-def test_the_least_loaded_is_filled_up_first(node: ProgramNode, name: str) -> None:
+def test_the_least_loaded_endpoint_is_chosen_first(node: ProgramNode, name: str) -> None:
     load(node, name).service(PODS[:3])
     for pod, active in zip(PODS, (5, 1, 3), strict=False):
         counted(node, pod, active)
@@ -166,7 +166,7 @@ def test_lc_takes_inactive_connections_for_a_256th(node: ProgramNode) -> None:
 
 
 @pytest.mark.parametrize("name", ["sed", "nq"])
-def test_an_idle_one_comes_first(node: ProgramNode, name: str) -> None:
+def test_an_idle_endpoint_comes_first(node: ProgramNode, name: str) -> None:
     """An endpoint without active connections, however many are ending."""
     load(node, name).service(PODS[:3])
     for pod, load_ in zip(PODS, ((1, 0), (0, 10_000), (1, 0)), strict=False):
@@ -174,7 +174,7 @@ def test_an_idle_one_comes_first(node: ProgramNode, name: str) -> None:
     assert asks(node) == ["pod2"]
 
 
-def test_equals_take_turns(node: ProgramNode) -> None:
+def test_equally_loaded_endpoints_take_turns(node: ProgramNode) -> None:
     load(node, "lc").service(PODS)
     first = set()
     for _ in range(64):
@@ -185,7 +185,7 @@ def test_equals_take_turns(node: ProgramNode) -> None:
     assert len(first) > 4
 
 
-def test_what_was_counted_is_not_counted_again(node: ProgramNode) -> None:
+def test_counted_choices_are_not_added_again(node: ProgramNode) -> None:
     """A count includes the choices before it; later ones are added."""
     load(node, "lc").service(PODS[:2])
     assert Counter(asks(node, count=10)) == {"pod1": 5, "pod2": 5}
@@ -203,7 +203,7 @@ def test_a_count_from_before_a_reset_does_no_harm(node: ProgramNode) -> None:
     assert asks(node, count=2) == ["pod1", "pod1"]
 
 
-def test_affinity_goes_before_every_scheduler(node: ProgramNode) -> None:
+def test_affinity_overrides_every_scheduler(node: ProgramNode) -> None:
     for name in SCHEDULERS:
         load(node, name).service(PODS[:4], affinity_seconds=100)
         (first,) = asks(node)
@@ -218,7 +218,7 @@ def test_affinity_goes_before_every_scheduler(node: ProgramNode) -> None:
 # ---- locality ----------------------------------------------------------------------------------------
 
 
-def test_lblc_stays_until_it_is_overloaded_and_another_is_idle(node: ProgramNode) -> None:
+def test_lblc_keeps_an_endpoint_until_it_is_overloaded_and_another_is_idle(node: ProgramNode) -> None:
     load(node, "lblc").service(PODS[:3])
     first, second, third = asks(node, count=3)
     assert first == second
@@ -231,7 +231,7 @@ def test_lblc_stays_until_it_is_overloaded_and_another_is_idle(node: ProgramNode
     assert set(asks(node, count=5)) == {other}
 
 
-def test_lblc_knows_each_address_by_itself(node: ProgramNode) -> None:
+def test_lblc_keeps_an_endpoint_per_address(node: ProgramNode) -> None:
     load(node, "lblc").service(PODS[:2])
     counted(node, "pod1", 1)
     assert asks(node, "vip") == ["pod2"]
@@ -240,7 +240,7 @@ def test_lblc_knows_each_address_by_itself(node: ProgramNode) -> None:
     assert asks(node, "vip") == ["pod2"]
 
 
-def test_lblc_leaves_an_endpoint_that_is_gone(node: ProgramNode) -> None:
+def test_lblc_replaces_a_removed_endpoint(node: ProgramNode) -> None:
     load(node, "lblc").service(PODS[:3])
     (first,) = asks(node)
     node.service([pod for pod in PODS[:3] if pod != first])
@@ -265,7 +265,7 @@ def members(world: ProgramNode) -> set[int]:
     return {int.from_bytes(raw[at : at + 4], sys.byteorder) for at in range(8, len(raw), 4)} - {0}
 
 
-def test_lblcr_lets_the_set_of_an_address_grow(node: ProgramNode) -> None:
+def test_lblcr_extends_the_set_of_an_address(node: ProgramNode) -> None:
     load(node, "lblcr").service(PODS[:3])
     a, again, b = asks(node, count=3)
     assert a == again
@@ -279,7 +279,7 @@ def test_lblcr_lets_the_set_of_an_address_grow(node: ProgramNode) -> None:
     assert Counter(asks(node, count=6)) == dict.fromkeys(PODS[:3], 2)
 
 
-def test_lblcr_tries_with_one_less_after_a_day(node: ProgramNode) -> None:
+def test_lblcr_shrinks_the_set_after_a_day(node: ProgramNode) -> None:
     load(node, "lblcr").service(PODS[:3])
     asks(node, count=3)
     counted(node, "pod3", 1)
@@ -305,7 +305,7 @@ def test_lblcr_tries_with_one_less_after_a_day(node: ProgramNode) -> None:
 # ---- nothing for the others --------------------------------------------------------------------------
 
 
-def test_other_modes_have_none_of_it(node: ProgramNode) -> None:
+def test_other_modes_have_no_scheduler_maps(node: ProgramNode) -> None:
     """The maps do not exist, so the verifier accepts no access to them."""
     node.load(scheduler=0)
     assert not {"rr_cursor", "connections", "choices", "localities", "locality_sets"} & node.object.maps.keys()

@@ -15,18 +15,18 @@ from tests.packet.fast_node import (
     SNAT_PORTS,
     WAYS,
     Flow,
-    young_flows_of,
     device,
     end,
     fast_node,
     learned,
     one_cpu,
     promote,
-    sweep,
-    tag_of,
     real_time_priority,
     reset_counters,
+    sweep,
+    tag_of,
     young,
+    young_flows_of,
 )
 from tests.packet.program_node import GO_ON, ProgramNode
 
@@ -90,7 +90,7 @@ def test_a_flow_that_begins_while_the_sweep_runs_is_new(fast: ProgramNode, is_an
 
 
 @pytest.mark.parametrize("reply", [False, True], ids=["client", "endpoint"])
-def test_what_is_closing_ends_after_a_second(fast: ProgramNode, reply: bool) -> None:
+def test_a_closing_flow_ends_after_a_second(fast: ProgramNode, reply: bool) -> None:
     flow = answered(fast)
     flow.write(reply, closing=1)
     assert not is_swept(fast, flow, 0.5)
@@ -102,7 +102,7 @@ def test_what_is_closing_ends_after_a_second(fast: ProgramNode, reply: bool) -> 
 
 
 @pytest.mark.parametrize("what", ["sweep", "promote"])
-def test_an_element_that_has_just_been_given_to_another_flow_is_left_alone(fast: ProgramNode, what: str) -> None:
+def test_an_element_that_another_flow_has_just_taken_is_not_changed(fast: ProgramNode, what: str) -> None:
     """Another CPU may read it so: the key already belongs to the new flow, the value still to the old one."""
     flow, former = answered(fast), Flow(fast, sport=44000)
     layout = fast.object.btf.struct("flow_rewrite")
@@ -166,15 +166,14 @@ def test_idle_datagrams_end_the_sooner_the_more_young_flows_there_are(
 
 
 def test_flows_of_the_kernel_that_fill_the_table_end_no_datagrams(fast: ProgramNode) -> None:
-    """conntrack knows those flows, and they leave the table first. Only the table knows the endpoint of a young flow.
-    """
+    """conntrack knows those flows, and they leave the table first. Only the table knows the endpoint of a young flow."""
     flow = young(fast, "udp")
     assert flow.run(reply=True).retval == REDIRECT
     assert not is_swept(fast, flow, 29, entries=4 * QUOTA)
     assert is_swept(fast, flow, 2, entries=4 * QUOTA)
 
 
-def test_what_was_answered_and_goes_on_is_for_the_kernel(fast: ProgramNode) -> None:
+def test_an_answered_flow_that_continues_is_due(fast: ProgramNode) -> None:
     flow = answered(fast)
     flow.older(1.5)
     assert sweep(fast)["requested"] == 0
@@ -184,7 +183,7 @@ def test_what_was_answered_and_goes_on_is_for_the_kernel(fast: ProgramNode) -> N
     assert fast.promotions() == [flow.key()] * 2
 
 
-def test_a_question_and_its_answer_are_not_for_the_kernel(fast: ProgramNode) -> None:
+def test_one_query_and_its_answer_are_not_due(fast: ProgramNode) -> None:
     flow = answered(fast, "udp")
     for _ in range(4):
         flow.run()
@@ -196,7 +195,7 @@ def test_a_question_and_its_answer_are_not_for_the_kernel(fast: ProgramNode) -> 
     assert fast.promotions() == [flow.key()]
 
 
-def test_draining_asks_for_all_that_were_answered(fast: ProgramNode) -> None:
+def test_draining_requests_all_answered_flows(fast: ProgramNode) -> None:
     flow = answered(fast)
     other = Flow(fast, sport=40005)
     other.open_young()
@@ -207,7 +206,7 @@ def test_draining_asks_for_all_that_were_answered(fast: ProgramNode) -> None:
 
 
 @pytest.mark.parametrize("reply", [False, True], ids=["the answers' left", "the client's left"])
-def test_half_a_flow_is_left_over(fast: ProgramNode, reply: bool) -> None:
+def test_the_rest_of_a_half_flow_is_deleted(fast: ProgramNode, reply: bool) -> None:
     flow = answered(fast)
     fast.object.maps["flows"].delete(flow.key(not reply))
     flow.older(1.5)
@@ -215,7 +214,7 @@ def test_half_a_flow_is_left_over(fast: ProgramNode, reply: bool) -> None:
     assert flow.entries() == []
 
 
-def test_a_half_that_was_just_made_stays(fast: ProgramNode) -> None:
+def test_a_new_half_flow_stays(fast: ProgramNode) -> None:
     """The entry of the replies is written first."""
     flow = young(fast)
     fast.object.maps["flows"].delete(flow.key())
@@ -224,7 +223,7 @@ def test_a_half_that_was_just_made_stays(fast: ProgramNode) -> None:
 
 
 @pytest.mark.parametrize(("protocol", "seconds"), [("tcp", 3600), ("udp", 180)])
-def test_idle_flows_of_the_kernels_are_forgotten(fast: ProgramNode, protocol: str, seconds: int) -> None:
+def test_idle_kernel_flows_are_forgotten(fast: ProgramNode, protocol: str, seconds: int) -> None:
     if time.monotonic() < seconds + 60:
         pytest.skip(f"this machine has been up for less than {seconds} s, which a flow cannot have been idle for")
     flow = learned(fast, protocol)
@@ -235,14 +234,14 @@ def test_idle_flows_of_the_kernels_are_forgotten(fast: ProgramNode, protocol: st
 
 @pytest.mark.parametrize("flags", ["FA", "R"])
 @pytest.mark.parametrize("reply", [False, True], ids=["the client", "the endpoint"])
-def test_flows_of_the_kernels_that_were_closed_are_forgotten_soon(fast: ProgramNode, reply: bool, flags: str) -> None:
+def test_closed_kernel_flows_are_forgotten_soon(fast: ProgramNode, reply: bool, flags: str) -> None:
     flow = learned(fast)
     flow.run(reply, flow.frame(reply, flags=flags))
     assert not is_swept(fast, flow, 9)
     assert is_swept(fast, flow, 2)
 
 
-def test_a_flow_of_the_kernels_that_began_again_is_kept(fast: ProgramNode) -> None:
+def test_a_kernel_flow_that_began_again_is_kept(fast: ProgramNode) -> None:
     flow = learned(fast)
     for reply in (False, True):
         flow.run(reply, flow.frame(reply, flags="FA"))
@@ -251,7 +250,7 @@ def test_a_flow_of_the_kernels_that_began_again_is_kept(fast: ProgramNode) -> No
     assert not is_swept(fast, flow, 60)
 
 
-def test_half_of_a_flow_of_the_kernels_is_forgotten_soon(fast: ProgramNode) -> None:
+def test_half_of_a_kernel_flow_is_forgotten_soon(fast: ProgramNode) -> None:
     flow = learned(fast)
     fast.object.maps["flows"].delete(flow.key())
     flow.older(9)
@@ -262,7 +261,7 @@ def test_half_of_a_flow_of_the_kernels_is_forgotten_soon(fast: ProgramNode) -> N
     assert flow.entries() == []
 
 
-def test_in_a_full_table_idle_flows_of_the_kernels_are_forgotten_soon(fast: ProgramNode) -> None:
+def test_in_a_full_table_idle_kernel_flows_are_forgotten_soon(fast: ProgramNode) -> None:
     flow = learned(fast)
     assert is_swept(fast, flow, 3, 2 * QUOTA + 1), "the table has sent none of its packets"
     flow = learned(fast)
@@ -273,7 +272,7 @@ def test_in_a_full_table_idle_flows_of_the_kernels_are_forgotten_soon(fast: Prog
 
 
 @pytest.mark.parametrize("protocol", ["tcp", "udp"])
-def test_a_flow_of_the_kernels_whose_packets_netfilter_forwards_is_not_idle(fast: ProgramNode, protocol: str) -> None:
+def test_a_kernel_flow_whose_packets_netfilter_forwards_is_not_idle(fast: ProgramNode, protocol: str) -> None:
     """For example one packet in two seconds: each of them is confirmed, none is sent by the table."""
     flow = learned(fast, protocol)
     flow.older(60)
@@ -283,7 +282,7 @@ def test_a_flow_of_the_kernels_whose_packets_netfilter_forwards_is_not_idle(fast
     assert not is_swept(fast, flow, 1, 0, 2 * QUOTA * 2 + 1)
 
 
-def test_a_flow_of_the_kernels_is_not_idle_while_its_family_is_closed(fast: ProgramNode) -> None:
+def test_a_kernel_flow_is_not_idle_while_its_family_is_closed(fast: ProgramNode) -> None:
     flow = learned(fast, "udp")
     flow.older(60)
     fast.write_fast_path_state(closed4=1, closed6=1)
@@ -293,7 +292,7 @@ def test_a_flow_of_the_kernels_is_not_idle_while_its_family_is_closed(fast: Prog
 
 
 @pytest.mark.parametrize("lookup", [0, 1], ids=["no lookup", "lookup"])
-def test_in_a_full_table_answered_datagrams_stay_if_conntrack_cannot_be_asked(node: ProgramNode, lookup: int) -> None:
+def test_in_a_full_table_answered_datagrams_stay_without_conntrack_lookup(node: ProgramNode, lookup: int) -> None:
     """conntrack keeps the flow for longer. The next datagram would open another flow, to any endpoint."""
     with one_cpu():
         world = fast_node(node, flow_quota=QUOTA, conntrack_lookup=lookup)
@@ -327,7 +326,7 @@ def test_in_a_full_table_a_source_port_stays_taken(fast: ProgramNode, way: str, 
 
 
 @pytest.mark.parametrize("way", ["own address", "masqueraded"])
-def test_a_promoted_flow_is_the_kernels(fast: ProgramNode, way: str) -> None:
+def test_a_promoted_flow_is_a_kernel_flow(fast: ProgramNode, way: str) -> None:
     flow = young(fast, **WAYS[way])
     flow.answer()
     reset_counters(fast)
@@ -344,7 +343,7 @@ def test_a_promoted_flow_is_the_kernels(fast: ProgramNode, way: str) -> None:
     assert young_flows_of(fast, flow.entrance) == 0
 
 
-def test_only_young_flows_by_the_clients_key(fast: ProgramNode) -> None:
+def test_only_young_flows_are_promoted_and_by_the_clients_key(fast: ProgramNode) -> None:
     flow = answered(fast)
     assert promote(fast, flow.key(reply=True)) == 0
     assert promote(fast, Flow(fast, sport=45000).key()) == 0
@@ -353,7 +352,7 @@ def test_only_young_flows_by_the_clients_key(fast: ProgramNode) -> None:
     assert promote(fast, flow.key()) == 0, "half of its entries are gone"
 
 
-def test_only_the_flow_that_was_read(fast: ProgramNode) -> None:
+def test_only_the_flow_that_the_agent_has_read_is_promoted(fast: ProgramNode) -> None:
     """The client may reuse the port before the agent runs the program."""
     flow = answered(fast)
     started = flow.entry()["started"]
@@ -399,7 +398,7 @@ def test_a_kernel_flow_whose_endpoint_has_acknowledged_nothing_here_is_not_repor
     assert sweep(fast)["requested"] == 0
 
 
-def test_a_young_flow_that_one_side_has_closed_is_not_taken_for_one_that_was_reset(fast: ProgramNode) -> None:
+def test_a_half_closed_young_flow_is_not_treated_as_reset(fast: ProgramNode) -> None:
     flow = answered(fast)
     assert flow.run(frame=flow.frame(flags="FA", seq=101, ack=501, size=0)).retval == REDIRECT
     assert promote(fast, flow.key()) == 1
@@ -423,7 +422,7 @@ def resets(world: ProgramNode, flow: Flow, reply: bool = False, seq: int = 0, fl
     assert flow.run(reply, frame).retval == GO_ON
 
 
-def test_a_promoted_flows_syn_is_netfilters(fast: ProgramNode) -> None:
+def test_the_syn_of_a_promoted_flow_goes_to_netfilter(fast: ProgramNode) -> None:
     flow = answered(fast)
     promote(fast, flow.key())
     assert flow.run(frame=flow.frame(flags="S")).retval == GO_ON

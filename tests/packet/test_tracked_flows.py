@@ -16,8 +16,8 @@ from tests.packet.fast_node import (
     Flow,
     fast_node,
     one_cpu,
-    sweep,
     reset_counters,
+    sweep,
 )
 from tests.packet.program_node import GO_ON, ProgramNode
 
@@ -75,7 +75,7 @@ def tracked(world: ProgramNode, way: str, protocol: str = "tcp", **ends: object)
 
 @pytest.mark.parametrize("protocol", ["tcp", "udp"])
 @pytest.mark.parametrize("way", MASQUERADED)
-def test_no_young_flow_takes_its_source_port(fast: ProgramNode, way: str, protocol: str) -> None:
+def test_no_young_flow_takes_the_source_port_of_a_tracked_flow(fast: ProgramNode, way: str, protocol: str) -> None:
     flow = tracked(fast, way, protocol)
     insert(flow)
     assert enter(fast) == (1, True)
@@ -95,7 +95,7 @@ def test_no_young_flow_takes_its_source_port(fast: ProgramNode, way: str, protoc
 
 @pytest.mark.parametrize("protocol", ["tcp", "udp"])
 @pytest.mark.parametrize("way", MASQUERADED)
-def test_it_takes_the_fast_path_once_netfilter_has_shown_how(fast: ProgramNode, way: str, protocol: str) -> None:
+def test_a_tracked_flow_takes_the_fast_path_after_its_first_packets(fast: ProgramNode, way: str, protocol: str) -> None:
     flow = tracked(fast, way, protocol)
     insert(flow)
     enter(fast)
@@ -111,7 +111,7 @@ def test_it_takes_the_fast_path_once_netfilter_has_shown_how(fast: ProgramNode, 
     assert fast.reasons()["STACK_OTHER_DEVICE"] == 1
 
 
-def test_what_is_no_open_masqueraded_flow_to_an_endpoint_is_left_out(fast: ProgramNode) -> None:
+def test_only_open_masqueraded_flows_to_endpoints_are_entered(fast: ProgramNode) -> None:
     for number, (changes, state) in enumerate(
         [
             ({}, "TIME_WAIT"),
@@ -146,7 +146,7 @@ def test_a_flow_that_is_translated_differently_leaves_the_table(fast: ProgramNod
     assert flow.entries() == []
 
 
-def test_the_sweep_keeps_it_as_any_kernel_flow(fast: ProgramNode) -> None:
+def test_the_sweep_keeps_a_tracked_flow_like_any_kernel_flow(fast: ProgramNode) -> None:
     flow = tracked(fast, "masqueraded")
     insert(flow)
     enter(fast)

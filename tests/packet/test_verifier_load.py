@@ -32,9 +32,7 @@ def read_by_verifier(program: Program) -> int:
 
 @pytest.mark.parametrize("pods", [False, True], ids=["node", "all"])
 @pytest.mark.parametrize("scheduler", ["", "lblcr"], ids=["random", "lblcr"])
-def test_socket_programs_are_read_once_and_not_once_for_each_way_to_them(
-    bpf_objects: Path, scheduler: str, pods: bool
-) -> None:
+def test_socket_programs_are_verified_once_and_not_once_per_call(bpf_objects: Path, scheduler: str, pods: bool) -> None:
     number = dict(SCHEDULERS)[scheduler] if scheduler else 0  # type: ignore[index]
     loaded = load(Settings(netns_cookie=1, scheduler=number, pod_sockets=pods), objects=bpf_objects)
     try:
@@ -46,7 +44,7 @@ def test_socket_programs_are_read_once_and_not_once_for_each_way_to_them(
     assert max(read.values()) <= MOST, read
 
 
-def test_packets_programs_with_the_fast_path_are_read_once(bpf_objects: Path) -> None:
+def test_packet_programs_with_the_fast_path_are_verified_once(bpf_objects: Path) -> None:
     ports = {"snat_port_min": 1024, "snat_port_max": 32767}
     loaded = load(Settings(netns_cookie=1, fast_path=True, pod_sockets=True, xdp=True, **ports), objects=bpf_objects)
     try:

@@ -22,8 +22,8 @@ from tests.packet.fast_node import (
     learned,
     now,
     one_cpu,
-    records,
     open_in_slot_of,
+    records,
     reset_counters,
     young,
 )
@@ -61,9 +61,7 @@ def through(flow: Flow, reply: bool = False, frame: Packet | bytes | None = None
 @pytest.mark.parametrize("protocol", ["tcp", "udp"])
 @pytest.mark.parametrize("reply", [False, True], ids=["request", "reply"])
 @pytest.mark.parametrize("size", [0, 1, 512])
-def test_a_frame_becomes_what_tc_would_make_of_it(
-    known: Callable[..., Flow], protocol: str, reply: bool, size: int
-) -> None:
+def test_xdp_rewrites_a_frame_as_tc_would(known: Callable[..., Flow], protocol: str, reply: bool, size: int) -> None:
     flow = known(protocol)
     found = through(flow, reply, flow.frame(reply, size=size))
     assert found.retval == XDP_REDIRECT, flow.world.reasons()
@@ -74,7 +72,7 @@ def test_a_frame_becomes_what_tc_would_make_of_it(
 
 
 @pytest.mark.parametrize("reply", [False, True], ids=["request", "reply"])
-def test_what_leaves_by_the_device_it_came_in_by_is_sent_back(known: Callable[..., Flow], reply: bool) -> None:
+def test_xdp_sends_packets_back_through_their_ingress_device(known: Callable[..., Flow], reply: bool) -> None:
     flow = known(**TURNED)
     found = through(flow, reply)
     assert (found.retval, found.data) == (XDP_TX, bytes(flow.expected(reply)))
@@ -97,7 +95,7 @@ def test_xdp_opens_young_flows(fast: ProgramNode, protocol: str) -> None:
     assert fast.reasons() == {"NEW_FLOW_FAST": 1, "XDP_FLOW_HIT": 1}
 
 
-def test_where_no_flows_may_be_opened_tc_does(fast: ProgramNode) -> None:
+def test_tc_opens_young_flows_if_xdp_may_not(fast: ProgramNode) -> None:
     flow = Flow(fast)
     flow.permit()
     fast.xdp_device("pods", starts_flow=0)
@@ -160,7 +158,7 @@ def test_large_datagrams_are_no_streams(known: Callable[..., Flow]) -> None:
     assert through(flow, frame=flow.frame(size=1400)).retval == XDP_REDIRECT
 
 
-def test_udp_without_a_checksum_stays_without_in_xdp(known: Callable[..., Flow]) -> None:
+def test_xdp_adds_no_checksum_to_udp_without_one(known: Callable[..., Flow]) -> None:
     flow = known("udp")
     if flow.world.family == 6:
         pytest.skip("IPv6 has no UDP without a checksum")
@@ -195,7 +193,7 @@ def test_a_checksum_that_was_left_to_a_device_is_left_to_tc(known: Callable[...,
     assert flow.world.reasons() == {"XDP_LEFT_CHECKSUM": 1}
 
 
-def test_a_device_that_takes_no_frames_gets_none(known: Callable[..., Flow]) -> None:
+def test_a_device_that_accepts_no_redirects_gets_none(known: Callable[..., Flow]) -> None:
     flow = known()
     flow.world.xdp_device("nic", takes=0)
     frame = flow.frame()
@@ -204,7 +202,7 @@ def test_a_device_that_takes_no_frames_gets_none(known: Callable[..., Flow]) -> 
     assert flow.world.reasons() == {"XDP_LEFT_DEVICE": 1}
 
 
-def test_a_device_that_takes_one_buffer_gets_no_jumbo_frames(fast: ProgramNode) -> None:
+def test_a_device_with_one_buffer_gets_no_jumbo_frames(fast: ProgramNode) -> None:
     for name in ("nic", "pods"):
         device(fast, name, mtu=9000)
     flow = young(fast, "udp")
@@ -238,7 +236,7 @@ def test_frames_for_another_host_are_not_sent(known: Callable[..., Flow]) -> Non
 
 
 @pytest.mark.parametrize("size", [1461, 1500])
-def test_what_is_unusual_goes_to_tc(known: Callable[..., Flow], size: int) -> None:
+def test_unusual_packets_are_left_to_tc(known: Callable[..., Flow], size: int) -> None:
     flow = known("udp")
     assert through(flow, frame=flow.frame(size=size + 12)).retval == XDP_PASS
     assert through(flow, frame=flow.frame(hops=1)).retval == XDP_PASS
@@ -246,7 +244,7 @@ def test_what_is_unusual_goes_to_tc(known: Callable[..., Flow], size: int) -> No
     assert flow.world.promotions() == [], "tc requests the promotion"
 
 
-def test_what_must_be_confirmed_goes_up(fast: ProgramNode) -> None:
+def test_packets_that_need_confirmation_pass(fast: ProgramNode) -> None:
     flow = learned(fast)
     flow.write(confirmed_until=now() - 1)
     frame = flow.frame()
@@ -259,7 +257,7 @@ def test_what_must_be_confirmed_goes_up(fast: ProgramNode) -> None:
 
 
 @pytest.mark.parametrize("flags", ["FA", "RA", "S", "SA"])
-def test_the_kernel_hears_of_the_end_of_its_flow(fast: ProgramNode, flags: str) -> None:
+def test_the_kernel_sees_the_end_of_its_flow(fast: ProgramNode, flags: str) -> None:
     flow = learned(fast)
     assert through(flow, frame=flow.frame(flags=flags)).retval == XDP_PASS
     assert [flow.entry(reply)["confirmed_until"] for reply in (False, True)] == [0, 0]  # type: ignore[index]
@@ -274,14 +272,14 @@ def test_a_reset_in_sequence_ends_a_young_flow(fast: ProgramNode) -> None:
     assert flow.entries() == []
 
 
-def test_a_dead_agents_young_flows_go_on(fast: ProgramNode) -> None:
+def test_young_flows_continue_without_an_agent(fast: ProgramNode) -> None:
     mine, kernels = young(fast), learned(fast, sport=40007)
     fast.write_fast_path_state(alive=-1)
     assert through(mine).retval == XDP_REDIRECT
     assert through(kernels).retval == XDP_PASS
 
 
-def test_on_packets_any_device_does(node: ProgramNode) -> None:
+def test_generic_xdp_works_on_any_device(node: ProgramNode) -> None:
     """Generic mode: the kernel sends the frame that the program has changed."""
     with one_cpu():
         fast = fast_node(node, xdp=1, xdp_generic=1)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.packet.fast_node import REDIRECT, Flow, close, young_flows_of, fast_node, one_cpu, young
+from tests.packet.fast_node import REDIRECT, Flow, close, fast_node, one_cpu, young, young_flows_of
 from tests.packet.program_node import GO_ON, PRIORITY_BACKEND, ProgramNode
 
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
@@ -87,7 +87,7 @@ def test_a_connection_that_both_have_closed_makes_room_for_the_next(fast: Progra
 
 
 @pytest.mark.parametrize("closed", ["no side", "the client", "a forger"])
-def test_a_syn_of_a_living_flow_goes_where_the_first_went(fast: ProgramNode, closed: str) -> None:
+def test_a_syn_of_an_open_flow_goes_to_the_same_endpoint(fast: ProgramNode, closed: str) -> None:
     flow = young(fast)
     flow.answer()
     if closed == "the client":
@@ -101,7 +101,7 @@ def test_a_syn_of_a_living_flow_goes_where_the_first_went(fast: ProgramNode, clo
     assert fast.reasons()["NEW_FLOW_FAST"] == made == 1
 
 
-def test_a_syn_to_an_endpoint_that_is_gone_gets_another(fast: ProgramNode) -> None:
+def test_a_syn_to_a_removed_endpoint_gets_another(fast: ProgramNode) -> None:
     flow = young(fast)
     flow.answer()
     fast.service(["local"])
@@ -113,7 +113,7 @@ def test_a_syn_to_an_endpoint_that_is_gone_gets_another(fast: ProgramNode) -> No
     assert flow.entries() == []
 
 
-def test_a_datagram_for_an_endpoint_that_is_gone_gets_another(fast: ProgramNode) -> None:
+def test_a_datagram_to_a_removed_endpoint_gets_another(fast: ProgramNode) -> None:
     flow = young(fast, "udp")
     fast.service(["local"], protocol="udp", service=2)
     fast.endpoint("remote", 2, present=False)
@@ -126,7 +126,7 @@ def test_a_datagram_for_an_endpoint_that_is_gone_gets_another(fast: ProgramNode)
     assert young_flows_of(fast, "pods") == 0
 
 
-def test_a_datagram_of_a_living_flow_goes_on(fast: ProgramNode) -> None:
+def test_a_datagram_of_an_open_flow_continues(fast: ProgramNode) -> None:
     flow = young(fast, "udp")
     fast.write_fast_path_state(generation=2)
     assert flow.run().retval == REDIRECT

@@ -22,7 +22,6 @@ from tests.packet.fast_node import (
     SNAT_PORTS,
     WAYS,
     Flow,
-    young_flows_of,
     fast_node,
     one_cpu,
     options,
@@ -30,6 +29,7 @@ from tests.packet.fast_node import (
     reset_counters,
     write_permits,
     young,
+    young_flows_of,
 )
 from tests.packet.program_node import GO_ON, PRIORITY_BACKEND, SHOT, SIZES, ProgramNode
 
@@ -72,7 +72,7 @@ def flow_service(flow: Flow) -> int:
     return 2 if flow.protocol == "udp" else 1
 
 
-def test_udp_without_a_checksum_stays_without(fast: ProgramNode) -> None:
+def test_udp_without_a_checksum_gets_none(fast: ProgramNode) -> None:
     if fast.family == 6:
         pytest.skip("IPv6 has no UDP without a checksum")
     flow = young(fast, "udp")
@@ -81,7 +81,7 @@ def test_udp_without_a_checksum_stays_without(fast: ProgramNode) -> None:
     assert Ether(flow.run(frame=frame).data)[UDP].chksum == 0
 
 
-def test_masqueraded_flows_have_ports_of_their_own(fast: ProgramNode) -> None:
+def test_masqueraded_flows_get_distinct_ports(fast: ProgramNode) -> None:
     ports = set()
     for number in range(20):
         flow = Flow(fast, **{**WAYS["masqueraded"], "sport": 40000 + number})
@@ -94,7 +94,7 @@ def test_masqueraded_flows_have_ports_of_their_own(fast: ProgramNode) -> None:
     assert max(ports) <= SNAT_PORTS[1]
 
 
-def test_no_port_is_left(node: ProgramNode) -> None:
+def test_without_a_free_port_flows_take_the_slow_path(node: ProgramNode) -> None:
     with one_cpu():
         fast = fast_node(node, snat_port_min=20000, snat_port_max=20001)
         flow = Flow(fast, **WAYS["masqueraded"])
@@ -106,7 +106,7 @@ def test_no_port_is_left(node: ProgramNode) -> None:
         assert fast.reasons()["SLOW_NO_PORT"] == 38
 
 
-def test_without_a_range_masqueraded_flows_are_netfilters(node: ProgramNode) -> None:
+def test_without_a_port_range_masqueraded_flows_take_the_slow_path(node: ProgramNode) -> None:
     with one_cpu():
         fast = fast_node(node, snat_port_min=0, snat_port_max=0)
         flow = Flow(fast, **WAYS["masqueraded"])
@@ -116,7 +116,7 @@ def test_without_a_range_masqueraded_flows_are_netfilters(node: ProgramNode) -> 
         young(fast)
 
 
-def test_a_flow_to_the_endpoint_itself_has_the_ports(fast: ProgramNode) -> None:
+def test_a_port_conflict_at_the_endpoint_gives_another_source_port(fast: ProgramNode) -> None:
     """Two frontends, one client port, one endpoint: the replies could not be told apart."""
     flow = young(fast)
     fast.service(["remote"], service=3, port=81, node_port=30081)
@@ -206,7 +206,7 @@ def tagged(flow: Flow, **more: Any) -> Packet:
     return frame / Dot1Q(vlan=0, prio=3) / below
 
 
-def test_what_only_the_kernel_can_do_opens_no_young_flow(fast: ProgramNode) -> None:
+def test_packets_that_only_the_kernel_can_handle_open_no_young_flow(fast: ProgramNode) -> None:
     Flow(fast).permit()
     flow = Flow(fast)
     assert left(fast, flow, options(flow, flags="S")) == {"STACK_OPTIONS": 1}
@@ -248,7 +248,7 @@ def test_packets_from_another_device_are_not_changed(fast: ProgramNode, reply: b
 
 
 @pytest.mark.parametrize("reply", [False, True], ids=["request", "reply"])
-def test_frames_for_another_host_are_not_the_flows(fast: ProgramNode, reply: bool) -> None:
+def test_frames_for_another_host_do_not_belong_to_the_flow(fast: ProgramNode, reply: bool) -> None:
     flow = young(fast)
     before = [flow.entry(False), flow.entry(True)]
     for at in range(6):
@@ -259,7 +259,7 @@ def test_frames_for_another_host_are_not_the_flows(fast: ProgramNode, reply: boo
     assert [flow.entry(False), flow.entry(True)] == before
 
 
-def test_on_a_bridges_port_too(fast: ProgramNode) -> None:
+def test_frames_for_another_host_on_a_bridge_port_do_not_belong_to_the_flow(fast: ProgramNode) -> None:
     """A bridge port sees frames for other hosts: the entry stores the flow's destination MAC address."""
     flow = young(fast)
     frame = flow.frame()
@@ -405,7 +405,7 @@ def test_fragments_from_elsewhere_do_not_follow(fast: ProgramNode) -> None:
     assert flow.run(frame=later).retval == GO_ON
 
 
-def test_other_traffic_is_not_touched(fast: ProgramNode) -> None:
+def test_other_traffic_is_not_changed(fast: ProgramNode) -> None:
     flow = young(fast)
     reset_counters(fast)
     frame = flow.packet("client", "elsewhere", 1234, 443, FAR, NODE_MAC)
@@ -413,7 +413,7 @@ def test_other_traffic_is_not_touched(fast: ProgramNode) -> None:
     assert (found.retval, found.data, fast.reasons(), records(fast)) == (GO_ON, bytes(frame), {}, [])
 
 
-def test_off_is_off(node: ProgramNode) -> None:
+def test_without_the_fast_path_no_flow_is_young(node: ProgramNode) -> None:
     node.forget_flows()
     node.settings = {}
     node.load(fast_path=0, xdp=0)

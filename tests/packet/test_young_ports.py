@@ -17,7 +17,6 @@ from tests.packet.fast_node import (
     WAYS,
     Flow,
     close,
-    young_flows_of,
     drop_records,
     fast_node,
     one_cpu,
@@ -25,6 +24,7 @@ from tests.packet.fast_node import (
     taken,
     write_permits,
     young,
+    young_flows_of,
 )
 from tests.packet.program_node import GO_ON, SHOT, ProgramNode
 
@@ -69,7 +69,7 @@ def second(flow: Flow, way: str) -> Packet:
 
 
 @pytest.mark.parametrize("protocol", ["tcp", "udp"])
-def test_it_waits_until_the_kernel_knows_the_first(fast: ProgramNode, way: str, protocol: str) -> None:
+def test_the_second_flow_waits_until_the_first_is_promoted(fast: ProgramNode, way: str, protocol: str) -> None:
     flow = young(fast, protocol)
     assert flow.run(reply=True).retval == REDIRECT
     flow.run()
@@ -82,7 +82,7 @@ def test_it_waits_until_the_kernel_knows_the_first(fast: ProgramNode, way: str, 
 
 
 @pytest.mark.parametrize("protocol", ["tcp", "udp"])
-def test_another_device_does_not_belong_to_the_client(fast: ProgramNode, way: str, protocol: str) -> None:
+def test_packets_from_another_device_do_not_wait(fast: ProgramNode, way: str, protocol: str) -> None:
     """A forged packet must neither drop the client's packets nor promote its flow early."""
     flow = young(fast, protocol)
     flow.run()
@@ -94,14 +94,14 @@ def test_another_device_does_not_belong_to_the_client(fast: ProgramNode, way: st
     assert flow.entries() == [False, True]
 
 
-def test_from_another_port_it_goes_on(fast: ProgramNode, way: str) -> None:
+def test_a_flow_from_another_port_does_not_wait(fast: ProgramNode, way: str) -> None:
     flow = young(fast)
     assert flow.run(frame=second(Flow(fast, sport=flow.sport + 1), way)).retval == GO_ON
     assert fast.promotions() == []
 
 
 @pytest.mark.parametrize("protocol", ["tcp", "udp"])
-def test_after_the_end_of_the_first_it_goes_on(fast: ProgramNode, way: str, protocol: str) -> None:
+def test_the_second_flow_does_not_wait_after_the_first_has_ended(fast: ProgramNode, way: str, protocol: str) -> None:
     flow = ended(fast, protocol)
     assert flow.run(frame=second(flow, way)).retval == GO_ON
     assert flow.entries() == [], "its replies would go to the first flow"
@@ -110,7 +110,7 @@ def test_after_the_end_of_the_first_it_goes_on(fast: ProgramNode, way: str, prot
     assert fast.promotions() == []
 
 
-def test_a_client_that_alone_has_closed_still_waits(fast: ProgramNode, way: str) -> None:
+def test_the_second_flow_waits_if_only_the_client_has_closed(fast: ProgramNode, way: str) -> None:
     flow = young(fast)
     flow.answer()
     flow.run(frame=flow.frame(flags="FA", size=0, seq=101, ack=501))
@@ -118,7 +118,7 @@ def test_a_client_that_alone_has_closed_still_waits(fast: ProgramNode, way: str)
     assert fast.promotions() == [flow.key()]
 
 
-def test_a_flow_that_one_side_has_closed_long_ago_keeps_no_port(fast: ProgramNode, way: str) -> None:
+def test_a_flow_that_one_side_closed_long_ago_reserves_no_port(fast: ProgramNode, way: str) -> None:
     """Without an agent only this would remove it: its last data may have overtaken the other side's FIN."""
     flow = young(fast)
     flow.answer()
@@ -129,7 +129,7 @@ def test_a_flow_that_one_side_has_closed_long_ago_keeps_no_port(fast: ProgramNod
     assert fast.promotions() == []
 
 
-def test_a_flow_that_is_only_idle_keeps_its_port(fast: ProgramNode, way: str) -> None:
+def test_an_idle_flow_reserves_its_port(fast: ProgramNode, way: str) -> None:
     flow = young(fast)
     flow.answer()
     flow.older(600)
@@ -171,7 +171,7 @@ def test_netfilter_chooses_the_port_of_a_young_flow_that_has_ended(fast: Program
     assert fast.promotions() == []
 
 
-def test_netfilter_hides_a_client_behind_the_address_and_port_of_a_masqueraded_young_flow(fast: ProgramNode) -> None:
+def test_netfilter_masquerades_a_client_to_the_address_and_port_of_a_young_flow(fast: ProgramNode) -> None:
     """By a rule of the CNI plugin. The client's device is not that of the young flow, but the packet is not forged."""
     flow = young(fast, **WAYS["masqueraded"])
     flow.answer()
