@@ -377,7 +377,9 @@ class Round:
     def _is_live(
         self, p: Parsed, live: Live, device: int, frame: bytes, verdict: int, data: bytes, priority: int
     ) -> bool:
-        """Check a packet of a known flow. False: the flow has ended, and the packet is checked as one without a flow."""
+        """Check a packet of a known flow. False: the flow has ended, and the packet is checked as one without a
+        flow.
+        """
         if live.device != device or frame[:6] != NODE:
             if verdict == REDIRECT:
                 raise WrongPacketError("a packet that came in elsewhere was sent by its flow")

@@ -442,7 +442,9 @@ class ProgramNode:
         return found
 
     def refused(self, reason: str) -> list[tuple[int, int, int]]:
-        """Source port, destination port and device of the latest packet refused for this reason, as `drops` shows it."""
+        """Source port, destination port and device of the latest packet refused for this reason, as `drops` shows
+        it.
+        """
         number = self.object.btf.enum("drop_reason")[reason]
         layout = self.object.btf.struct("refused").packer("when", "source_port", "destination_port", "device")
         values = self.object.maps["last_refused"].lookup_cpus(u32(number)) or []

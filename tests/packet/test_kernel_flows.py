@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernel's flows in the flow table: learned from packets that leave netfilter, confirmed by such packets each second."""
+"""Kernel's flows in the flow table: learned from packets that leave netfilter, confirmed by such packets each
+second.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packets to 127.0.0.0/8 from outside (spec/service-semantics §8): route_localnet admits them, the programs drop them."""
+"""Packets to 127.0.0.0/8 from outside (spec/service-semantics §8): route_localnet admits them, the programs drop
+them.
+"""
 
 from __future__ import annotations
 

@@ -293,7 +293,9 @@ def test_a_new_address_is_written_before_the_old_one_is_removed(loaded: Loaded, 
 
 
 def test_no_address_leads_to_the_endpoints_of_another_version(loaded: Loaded, writer: Writer) -> None:
-    """10.96.0.1 never belongs to 10.0.0.2, nor 10.96.0.2 to 10.0.0.1. Their shared address always leads to a service."""
+    """10.96.0.1 never belongs to 10.0.0.2, nor 10.96.0.2 to 10.0.0.1. Their shared address always leads to a
+    service.
+    """
     web = name_of("web")
     versions = {
         "10.96.0.1": service(web, ("10.96.0.1", "10.96.0.9"), "10.0.0.1:80"),
@@ -366,7 +368,7 @@ def test_netfilter_backends_are_reported_in_time(loaded: Loaded) -> None:
     assert list(table.elements.values()) == [(ip_address("172.16.0.1").packed, 6443)]
 
 
-def test_ids_that_flows_use_are_not_given_to_new_backends(loaded: Loaded) -> None:
+def test_ids_that_drained_programs_use_are_not_given_to_new_backends(loaded: Loaded) -> None:
     web = name_of("web")
     writer = Writer(loaded, foreign_id=5000)
     writer.apply({web: service(web, ("10.96.0.1",), "10.0.0.1:80")})

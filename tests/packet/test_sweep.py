@@ -166,7 +166,9 @@ def test_idle_datagrams_end_the_sooner_the_more_young_flows_there_are(
 
 
 def test_flows_of_the_kernel_that_fill_the_table_end_no_datagrams(fast: ProgramNode) -> None:
-    """conntrack knows those flows, and they leave the table first. Only the table knows the endpoint of a young flow."""
+    """conntrack knows those flows, and they leave the table first. Only the table knows the endpoint of a young
+    flow.
+    """
     flow = young(fast, "udp")
     assert flow.run(reply=True).retval == REDIRECT
     assert not is_swept(fast, flow, 29, entries=4 * QUOTA)
