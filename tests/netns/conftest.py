@@ -17,7 +17,7 @@ __all__ = ["bpffs", "family", "protocol"]
 
 @pytest.fixture
 def lab() -> Iterator[Lab]:
-    """A lab of the test's own: two nodes, no pods, no agents."""
+    """A separate lab for the test: two nodes, no pods, no agents."""
     with Lab() as small:
         yield small
 
@@ -31,14 +31,14 @@ def fast_world() -> Iterator[FastWorld]:
 
 @pytest.fixture
 def ask() -> Iterator[Ask]:
-    """Begins conversations, which end with the test."""
+    """Starts conversations; they end with the test."""
     with open_talks() as begin:
         yield begin
 
 
 @pytest.fixture
 def far(fast_world: FastWorld, ask: Ask) -> Talk:
-    """A connection of the pod with the other node's pod, by the cache."""
+    """A pod's connection to a pod on the other node, on the fast path."""
     talk = ask(fast_world.client.namespace, FAR.v4)
     fast_world.fast(talk)
     return talk

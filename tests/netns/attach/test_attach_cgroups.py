@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The socket programs on a cgroup: pinned, replaced in place, gone with their pins. In a cgroup of the test's own."""
+"""The socket programs on a cgroup of the test's own: pinned, replaced in place, detached with their pins."""
 
 from __future__ import annotations
 
@@ -54,13 +54,15 @@ def attach(sock: Object, cgroup: Path, folder: Path) -> None:
 
 
 def ids(shell: Shell, cgroup: Path) -> dict[str, int]:
-    """Names and ids of the programs attached to a cgroup, as bpftool sees them."""
+    """Names and ids of the programs on a cgroup, from bpftool."""
     lines = [line.split() for line in shell(f"bpftool cgroup show {cgroup}").splitlines()]
     return {fields[-1]: int(fields[0]) for fields in lines if fields and fields[0].isdigit()}
 
 
 def left(shell: Shell, cgroup: Path, count: int) -> int:
-    """How many programs are attached, once that is ``count``: the kernel takes a link off some time after its pin."""
+    """How many programs are attached, as soon as it is ``count``: the kernel detaches a link some time after its pin is
+    gone.
+    """
     deadline = time.monotonic() + 30
     while (found := len(ids(shell, cgroup))) != count and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -119,7 +121,7 @@ def test_a_link_without_a_cgroup_is_known(sock: Object, cgroup: Path, folder: Pa
     gone.rmdir()
     deadline = time.monotonic() + 30
     while cgroups.detached(folder) != list(cgroups.PROGRAMS):
-        # The kernel takes the programs off some time after the cgroup.
+        # The kernel detaches the programs some time after the cgroup is removed.
         assert time.monotonic() < deadline, cgroups.detached(folder)
         time.sleep(0.02)
     attach(sock, cgroup, folder)

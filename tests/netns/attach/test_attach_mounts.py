@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""bpffs and cgroup2, found or mounted, from inside and outside of a mount namespace of one's own.
+"""bpffs and cgroup2 are found or mounted, from inside and outside of a private mount namespace.
 
-Each test runs in a child with private mounts and its own process namespace, so that "process 1" is the
-test's and nothing of the machine's mounts is changed.
+Each test runs in a child process with private mounts and its own PID namespace. So process 1 belongs to the test, and
+the machine's mounts do not change.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def as_process_1(work):
 
 
 def in_machine_of_its_own(script: str, tmp_path: Path) -> str:
-    """Runs a script as process 1 of new process and mount namespaces, /sys without bpffs and cgroup2."""
+    """Run a script as process 1 of new PID and mount namespaces; /sys has no bpffs and no cgroup2."""
     path = tmp_path / "script.py"
     path.write_text(PRELUDE + textwrap.dedent(script))
     setup = 'mount --make-rprivate /; umount -l /sys; mount -t sysfs none /sys; exec "$@"'
@@ -299,7 +299,7 @@ def test_the_fork_hands_back_the_error(tmp_path: Path) -> None:
 
 
 def test_the_hosts_mounts_are_found_even_where_process_1_is_guarded() -> None:
-    """Started as `ip netns exec` starts it, on this very machine, whatever its process 1 lets root see."""
+    """Started as `ip netns exec` does, on this machine, whatever root may see of its process 1."""
     script = """
         import os
         from pyebpf_proxy.datapath.node import mounts

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The agent's nftables table: what it does to packets that carry a program's decision, and what it leaves alone.
+"""The agent's nftables table: what it does to packets with a program's decision, and which packets it leaves alone.
 
-In place of the program a chain of the test's own sets the packet's priority and mark, early in prerouting.
+Instead of the programs, a chain of the test sets the packet's priority and mark, early in prerouting.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def test_other_packets_are_left_alone(family: int, router: Router, table: Table,
 def test_an_entry_written_into_conntrack_is_translated_and_its_bit_cleared(
     family: int, router: Router, table: Table, shell: Shell
 ) -> None:
-    """Such a flow meets no nat chain: a promoted flow looks to the kernel like this."""
+    """Such a flow passes no nat chain: it looks to the kernel like a promoted flow."""
     table.ensure(Behaviour(MARK))
     decide(shell, f"meta mark set {MARK | 8:#x}")
     with router.inside("server"):
@@ -158,7 +158,7 @@ def test_reject_is_a_port_unreachable_from_the_node(
     kind = socket.SOCK_STREAM if protocol == "tcp" else socket.SOCK_DGRAM
     icmp = socket.IPPROTO_ICMP if family == 4 else socket.IPPROTO_ICMPV6
     with closing(socket.socket(af(family), kind)) as listener:
-        # A listener on the node must not see it: else a closed port would explain the refusal.
+        # A listener on the node must not get the packet: otherwise a closed port would explain the rejection.
         listener.bind((router.TOWARDS_SERVER[family], 9090))
         if protocol == "tcp":
             listener.listen()
@@ -219,12 +219,12 @@ def test_nothing_is_written_without_a_change(table: Table, shell: Shell) -> None
     shell("nft add table inet foreign")
     table.ensure(Behaviour(MARK))
     fresh = handles()
-    assert fresh != before, "after any change the rules are written afresh"
+    assert fresh != before, "after any change the rules are rewritten"
     table.ensure(Behaviour(MARK))
     assert handles() == fresh
     generation = table._generation()
     table.update(TARGETS, [5])
-    assert table._generation() == generation, "what is there already is not written"
+    assert table._generation() == generation, "existing elements are not written"
 
 
 def test_a_change_before_our_own_is_not_overlooked(table: Table, shell: Shell) -> None:
@@ -238,7 +238,9 @@ def test_a_change_before_our_own_is_not_overlooked(table: Table, shell: Shell) -
 def test_a_table_that_is_deleted_right_after_a_change_without_effect_is_restored(
     table: Table, shell: Shell, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Such a change makes no new generation of the rules, and the deletion one: together they look like a change."""
+    """Such a change does not increase the ruleset's generation, but the deletion does: together they look like a
+    change.
+    """
     other = Table()
     for each in (table, other):
         each.ensure(Behaviour(MARK))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The agent's filter on a device: next to others, replaced in place, and gone without a trace."""
+"""The agent's filter on a device: next to other filters, replaced in place, and removed completely."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pyebpf_proxy.datapath.node import tc
 from pyebpf_proxy.datapath.node.tc import EGRESS, INGRESS, NAME, Filters
 from tests.netns.attach.router import Shell
 
-# A classic program: every kernel with cls_bpf has it.
+# A classic BPF program: every kernel with cls_bpf supports it.
 OTHERS = "bpf bytecode '1,6 0 0 4294967295' flowid 1:1"
 
 pytestmark = [pytest.mark.needs_netns, pytest.mark.needs_bpf, pytest.mark.usefixtures("namespace")]
@@ -142,7 +142,9 @@ def test_our_clsact_stays_while_others_have_a_filter_on_it(
 def test_a_filter_of_others_at_our_priority_is_not_touched(
     others: str, filters: Filters, device: int, fds: tuple[int, int], shell: Shell
 ) -> None:
-    """A foreign filter of the same handle, of another kind, or of one protocol: the agent's has the next priority."""
+    """A foreign filter with the same handle, of another kind, or for one protocol: the agent's gets the next
+    priority.
+    """
     shell("tc qdisc add dev v0 clsact")
     shell(f"tc filter add dev v0 ingress pref 1 {others}")
     shell(f"tc filter add dev v0 egress pref 65535 {others}")

@@ -47,7 +47,7 @@ def test_translated_flows_are_listed_and_deleted_one_by_one(
 
 
 def test_a_flow_that_has_another_endpoint_by_now_stays(family: int, router: Router, table: Table, shell: Shell) -> None:
-    """Between the list and the deletion its next datagram came: the flow is the same, its entry is not."""
+    """Its next datagram came between the listing and the deletion: the flow is the same, but its entry is new."""
     table.ensure(Behaviour(MARK))
     inserted(shell, router, family, 40001)
     listed = list(ctnetlink.udp_flows(IPFamily(family)))

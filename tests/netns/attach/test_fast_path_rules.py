@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The map ``fast_path`` while other software changes rulesets, neighbours and routing rules."""
+"""The map ``fast_path`` while other software changes rulesets, neighbours and ip rules."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SOON = 1.0
 
 
 class Node:
-    """A fast path with the real map, followed by the test's loop."""
+    """A fast path with the real map, in the test's event loop."""
 
     def __init__(self, programs: Object, **options: Any) -> None:
         self.map = programs.maps["fast_path"]
@@ -38,7 +38,7 @@ class Node:
         return self.layout.unpack(value)
 
     async def until(self, name: str, value: int, other: bool = False) -> float:
-        """Seconds until a field has a value, or another one."""
+        """Seconds until a field has this value, or with ``other`` a different one."""
         begin = time.monotonic()
         while (self.state()[name] == value) is other:
             assert time.monotonic() - begin < 5, self.state()
@@ -201,7 +201,7 @@ def test_a_device_of_the_same_name_that_is_one_of_ethernet(programs: Object, she
     ],
 )
 def test_rules_of_routing(rule: str, closes: bool, programs: Object, shell: Shell) -> None:
-    """Those that tell flows of the same two hosts apart close it. Others are part of the way that was learned."""
+    """Rules that distinguish flows of the same two hosts close it. Others belong to the learned route."""
 
     async def scene() -> None:
         async with following(programs) as node:
@@ -226,7 +226,7 @@ def test_a_neighbour_that_changes_moves_the_generation(programs: Object, shell: 
             before = node.state()["generation"]
             shell(f"ip neigh add {neighbour}:01")
             await asyncio.sleep(0.2)
-            assert node.state()["generation"] == before, "nothing was sent to it yet"
+            assert node.state()["generation"] == before, "no packet was sent to it yet"
             shell(f"ip neigh replace {neighbour}:02")
             await node.until("generation", before + 1)
             shell("ip neigh del 10.1.1.2 dev one")
@@ -246,7 +246,7 @@ def test_draining_and_the_end(programs: Object) -> None:
     assert node.state()["alive_until"] == 0
     after = Node(programs)
     try:
-        # Permits and entries of a former agent are void.
+        # Permits and entries of an earlier agent are void.
         assert after.state()["generation"] == first["generation"] + 1
         assert after.state()["permit_generation"] == first["permit_generation"] + 1
         assert after.state()["draining"] == 0
