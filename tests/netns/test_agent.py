@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The agent on real packets: what it learns while it runs, what others do to it, and its end."""
+"""The agent on real packets: what it learns while it runs, changes by other software, and its end."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ QUICK = {"iptables": {"minSyncPeriod": "10ms", "syncPeriod": "500ms"}}
 
 @pytest.fixture(scope="module")
 def small() -> Iterator[Lab]:
-    """One node with one pod that serves; the agent is the test's to start."""
+    """One node with one pod that serves; each test starts the agent."""
     with Lab(nodes=1) as lab:
         WEB.endpoints = (lab.add_pod("web-1", lab.nodes[0]),)
         write_services(lab, WEB)
@@ -96,7 +96,7 @@ def test_a_signal_ends_it_with_status_0(started: Lab, number: signal.Signals) ->
 
 
 def test_another_masquerade_bit_after_a_restart(small: Lab) -> None:
-    """The programs and the nft table must agree on the bit: the one sets it, the other acts."""
+    """The programs and the nft table must use the same bit: the programs set it, and the table masquerades."""
     node = small.nodes[0]
     for bit in (14, 3):
         node.agent.start(QUICK | {"iptables": QUICK["iptables"] | {"masqueradeBit": bit}})

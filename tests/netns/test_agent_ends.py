@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When the agent begins and ends by itself, and what stays (spec/configuration §5.3, §5.4, §6)."""
+"""When the agent starts and ends by itself, and what stays (spec/configuration §5.3, §5.4, §6)."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_after_init_only_a_start_needs_few_rights(lab: Lab) -> None:
     write_services(lab, WEB)
     assert run_init_only(node).returncode == 0
     few = "-all,+net_admin,+bpf,+perfmon"
-    # As a container has it: /sys as the host's, which ``ip netns exec`` would mount anew.
+    # As in a container: /sys is the host's. ``ip netns exec`` would mount another one.
     enter = ("nsenter", f"--net=/run/netns/{node.namespace.name}")
     node.agent.start(enter=(*enter, "setpriv", f"--bounding-set={few}", f"--inh-caps={few}"))
     node.agent.wait_synced()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the real kube-proxy left is removed, exactly, and nothing of others is touched."""
+"""The leftovers of the real kube-proxy are removed exactly, and other software's rules do not change."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_rules_go_and_those_of_others_stay_as_they_are(namespace: Namespace, kin
     restore(namespace, kind, family, FOREIGN_AFTER)
     before = saved(namespace, kind, family)
     wanted = without_kube_proxy(before)
-    assert len(before) > len(wanted) + 100  # or this test sees nothing
+    assert len(before) > len(wanted) + 100  # otherwise this test shows nothing
     # ip6tables-nft-restore of iptables 1.8.9 takes no counters.
     assert any("[7:420]" in line for line in wanted) or (kind, family) == ("nft", 6)
 
@@ -120,7 +120,7 @@ def test_a_missing_tool_is_reported(namespace: Namespace, kind: str) -> None:
     if kind == "nft":
         assert report.problems == [f"iptables-nft IPv4: {_missing('iptables-nft-save')}"]
     else:
-        # Whether the legacy tables hold rules of kube-proxy cannot be known without the tool.
+        # Without the tool it is unknown whether the legacy tables hold rules of kube-proxy.
         assert f"iptables-legacy IPv4: {_missing('iptables-legacy-save')}" in report.problems
     assert saved(namespace, kind, 4) == before
 
@@ -180,7 +180,7 @@ def test_where_forward_drops(namespace: Namespace, kind: str, at_start: bool) ->
         assert ":FORWARD DROP [0:0]" in saved(namespace, kind, 4)
         if at_start:
             assert [text for text in report.warnings if "stays; --cleanup removes it" in text]
-    assert bool(report.warnings) is at_start  # it is reported when it goes, and as long as it stays
+    assert bool(report.warnings) is at_start  # reported when it is removed, and as long as it stays
 
 
 def test_nftables_tables_go_and_others_stay(namespace: Namespace) -> None:
@@ -254,7 +254,7 @@ def _remove_device(cidrs: tuple[str, ...], kind: str) -> Report:
 
 
 def test_the_device_of_mode_ipvs(namespace: Namespace) -> None:
-    """By a bridge of that name, because not every kernel has dummy devices; its kind is all that differs."""
+    """A bridge with that name: not every kernel has dummy devices, and only the kind differs."""
     assert namespace.call(_remove_device, (), "bridge") == Report()
     namespace.ip(f"link add {ipvs.DEVICE} type bridge")
     namespace.ip(
@@ -300,7 +300,7 @@ def _make_servers(addresses: list[str]) -> None:
 def run_cleanup(
     namespace: Namespace, folder: Path, before: Sequence[str] = (), after: Sequence[str] = ()
 ) -> subprocess.CompletedProcess[str]:
-    """The command itself; ``before``: a command that runs it, ``after``: more arguments."""
+    """Run the command itself. ``before``: a command that runs it; ``after``: more arguments."""
     return subprocess.run(
         ["ip", "netns", "exec", namespace.name, *before, *command(), "--cleanup", "--directory", str(folder), *after],
         capture_output=True,
@@ -340,7 +340,7 @@ def test_the_command_during_the_rollback_to_kube_proxy(namespace: Namespace, tmp
 
 
 def test_the_command_when_a_part_fails(namespace: Namespace, tmp_path: Path) -> None:
-    """One line, exit status 1, and every other part is done."""
+    """One line, exit status 1, and every other part is removed."""
     load_kube_proxy(namespace, "nft", 4)
     restore(namespace, "nft", 4, "*nat\n:CNI-SETMARK - [0:0]\n-A CNI-SETMARK -j KUBE-MARK-MASQ\nCOMMIT\n")
     namespace.run("nft", "-f", str(DATA / "nftables.nft"))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pods on a bridge, with bridge-nf-call-iptables on and off (design of the bridged reply: docs/data-plane.md)."""
+"""Pods on a bridge, with bridge-nf-call-iptables on and off (docs/data-plane.md explains bridged replies)."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def bridged(request: pytest.FixtureRequest) -> Iterator[tuple[Lab, int]]:
 @pytest.mark.parametrize(("origin", "about"), [
     ("toolbox", NEAR),  # client and endpoint are ports of one bridge
     ("toolbox", BOTH),
-    ("toolbox", LOCAL),  # the source is kept: the reply wants to be bridged straight back
-    ("near-1", NEAR),  # itself
+    ("toolbox", LOCAL),  # the source is kept: the bridge would send the reply straight back
+    ("near-1", NEAR),  # the pod itself
     ("far-1", BOTH),
     ("client", BOTH),
     ("client", LOCAL),
@@ -78,7 +78,7 @@ def test_large_transfers_between_pods_of_one_bridge(bridged: tuple[Lab, int], fa
     assert outcome.size == 3_000_000
     lifted = counted_between(before, reasons(lab.nodes[0])).get("bridged_reply_redirected", 0)
     if call == 0:
-        assert lifted > 0  # without bridge netfilter the reply reaches the node only because it is lifted
+        assert lifted > 0  # without bridge netfilter the reply reaches the node only because the program lifts it
 
 
 def test_fragmented_requests_between_pods_of_one_bridge(bridged: tuple[Lab, int], family: int) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``pyebpf-proxy lab …`` as a person runs it."""
+"""The commands ``pyebpf-proxy lab …``, run as a user would."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_examples_fit_the_address_plan() -> None:
 
 
 def test_demo_fails_when_something_is_not_as_the_rules_say(tmp_path: Path) -> None:
-    """The expectations are the demo's own: a service that is made differently must show as wrong."""
+    """The demo has its own expectations: a service that is set up differently must be reported as wrong."""
     shutil.copytree(EXAMPLES, tmp_path / "examples")
     file = tmp_path / "examples" / "manifests" / "web.yaml"
     text = file.read_text()
@@ -60,7 +60,7 @@ def test_demo_fails_when_something_is_not_as_the_rules_say(tmp_path: Path) -> No
     assert done.returncode == 1, done.stdout + done.stderr
     wrong = [line for line in done.stdout.splitlines() if "WRONG" in line]
     assert any("web LB VIP" in line for line in wrong)
-    assert not any("ClusterIP" in line for line in wrong), wrong  # the policy does not concern these
+    assert not any("ClusterIP" in line for line in wrong), wrong  # the policy does not apply to these
 
 
 def test_demo_tears_down_when_it_is_interrupted() -> None:

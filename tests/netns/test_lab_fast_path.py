@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fast path on real packets: what arrives is right, and stays right when the node changes under it."""
+"""The fast path on real packets: they arrive correctly, also when the node changes."""
 
 from __future__ import annotations
 
@@ -68,11 +68,11 @@ def test_flows_shows_the_flow_table(fast_world: FastWorld, far: Talk) -> None:
 
 
 class Events:
-    """What ``conntrack -E`` prints on a node, from now on."""
+    """The output of ``conntrack -E`` on a node, from now on."""
 
     def __init__(self, node: Namespace, family: int, path: Path) -> None:
         self._path = path
-        # First: the process opens it.
+        # First create the file: the process opens it.
         path.touch()
         self.task = node.start(_listen, family, str(path))
         ports = itertools.count(2000)
@@ -99,7 +99,7 @@ def _listen(family: int, path: str) -> None:
 def test_listeners_of_conntracks_events(
     fast_world: FastWorld, ask: Ask, family: int, protocol: str, tmp_path: Path
 ) -> None:
-    """They see flows of the slow path, and promoted ones with their promotion; no others (finding D8)."""
+    """They see slow-path flows, and fast-path flows when they are promoted; no other flows (finding D8)."""
     asker, address, node = fast_world.client.namespace, NEAR.of(family), fast_world.node.namespace
     events = Events(node, family, tmp_path / "events")
     try:
@@ -121,8 +121,8 @@ def test_listeners_of_conntracks_events(
             told = {talk.own_port for talk in talks if events.of(talk.own_port)}
             found = {e["source_port"] for e in entries(fast_world) if e["young"]}
         young = [talk.own_port for talk in talks if talk.own_port in found]
-        assert young, "one of them is young"
-        assert not told & set(young), "what is young is not conntrack's"
+        assert young, "one of the flows is young"
+        assert not told & set(young), "conntrack has no young flow"
         for port in young:
             wait_until(lambda port=port: events.of(port), "it is promoted")
             node.run("conntrack", "-D", "-f", f"ipv{family}", "-p", protocol, "--sport", str(port))
@@ -186,10 +186,10 @@ KEEP = """table ip keep { chain c { type nat hook prerouting priority 0;
 
 
 def test_the_agent_comes_and_goes(fast_world: FastWorld, far: Talk) -> None:
-    """One connection through it all; few starts, since each takes seconds."""
+    """One connection during all changes; few starts, since each takes seconds."""
     agent, namespace = fast_world.node.agent, fast_world.node.namespace
 
-    # A young flow would continue by the table.
+    # A young flow would stay in the flow table.
     wait_until(
         lambda: f"sport={far.own_port} " in namespace.run("conntrack", "-L", "-p", "tcp"), "the kernel has it", 60.0
     )
@@ -204,7 +204,7 @@ def test_the_agent_comes_and_goes(fast_world: FastWorld, far: Talk) -> None:
     wait_until(lambda: fast_world.count("stack_device") > before, "to the kernel, for the device's sake", 60.0)
     far.wait()
     assert value(namespace) == "1"
-    assert "invalid" in namespace.run("nft", "list", "ruleset"), "the agent made it liberal"
+    assert "invalid" in namespace.run("nft", "list", "ruleset"), "the agent has set be_liberal"
     agent.stop()
 
     agent.start(own=ON)
@@ -212,7 +212,7 @@ def test_the_agent_comes_and_goes(fast_world: FastWorld, far: Talk) -> None:
     fast_world.fast(far)
     agent.stop()
 
-    # Turned off, conntrack is strict again, and what it calls invalid is dropped.
+    # Without the fast path conntrack is strict again, and INVALID packets are dropped.
     agent.start(own={"fastPath": False})
     agent.wait_synced()
     assert value(namespace) == "0"
@@ -225,7 +225,7 @@ def test_the_agent_comes_and_goes(fast_world: FastWorld, far: Talk) -> None:
     agent.start(own=ON)
     agent.wait_synced()
     fast_world.fast(far)
-    # Other NAT rules, as every node has them: without any the kernel translates nothing any more.
+    # Other NAT rules, as every node has: without any the kernel translates no packet.
     namespace.run("nft", "-f", "-", stdin=KEEP)
     agent.stop()
     agent.cleanup()

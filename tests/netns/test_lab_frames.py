@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packets that are not whole, plain or TCP/UDP: fragments, ICMP errors, path MTU, tun devices, VLAN tags, SCTP."""
+"""Fragments, ICMP errors, path MTU, tun devices, VLAN tags, SCTP."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ FAR = Kind("far", 11)  # web-2 on node2
 LOCAL = Kind("local", 12, externalTrafficPolicy="Local")  # web-1, sources kept
 CLOSED = Kind("closed", 13)  # web-1, closed ports
 CLOSED.ports = [Port("http", 80, 9998, "TCP", 30013), Port("dns", 53, 9999, "UDP", 31013)]
-LATE = Kind("late", 14)  # web-1, a port that one test answers on
+LATE = Kind("late", 14)  # web-1, a port on which one test answers
 LATE.ports = [Port("late", 53, 5454, "UDP", 31014)]
 STREAM = Kind("stream", 15)
 STREAM.ports = [Port("sctp", 36412, 3868, "SCTP", 31015)]
@@ -57,7 +57,7 @@ def frames() -> Iterator[Lab]:
 
 
 def askers(lab: Lab, kind: Kind, family: int) -> list[tuple[Namespace, str]]:
-    """A pod with the ClusterIP, the outside client with the LB VIP."""
+    """A pod with the ClusterIP, the outside client with the load balancer VIP."""
     entrance = lab.nodes[0]
     return [
         (lab.pods["toolbox"].namespace, kind.target("ClusterIP", entrance).address.of(family)),
@@ -78,7 +78,7 @@ def test_fragmented_datagrams_both_ways(frames: Lab, kind: Kind, family: int) ->
 
 @pytest.mark.parametrize("order", ["as sent", "last first"])
 def test_fragments_in_any_order(frames: Lab, family: int, order: str) -> None:
-    """Only the first fragment has ports; the others may be here before it."""
+    """Only the first fragment has ports; the others may arrive earlier."""
     address = LOCAL.target("LoadBalancer", frames.nodes[0]).address.of(family)
     answer = frames.client.call(_send_fragments, family, CLIENT.of(family), address, 53, order == "last first")
     assert b'"received": 4000' in answer, answer
@@ -115,7 +115,7 @@ def test_port_unreachable_of_an_endpoint_reaches_the_client(frames: Lab, family:
 
 
 def test_port_unreachable_of_a_client_reaches_the_endpoint(frames: Lab, family: int) -> None:
-    """The client is gone when the answer comes; the endpoint's connected socket must hear of it."""
+    """The client has ended when the answer comes; the endpoint's connected socket must get the error."""
     pod = frames.pods["web-1"]
     for namespace, address in askers(frames, LATE, family):
         server = pod.namespace.start(_answer_late, family)
@@ -154,7 +154,7 @@ def _send_and_go(address: str, port: int) -> None:
 
 @pytest.fixture
 def narrow_client_link(frames: Lab) -> Iterator[None]:
-    """1300 bytes from the core to the client; the client itself does not know."""
+    """An MTU of 1300 bytes from the core to the client, which the client does not know."""
     frames.core.ip("link set client0 mtu 1300")
     yield
     frames.core.ip("link set client0 mtu 1500")
@@ -169,7 +169,7 @@ def _forget_paths(lab: Lab) -> None:
 
 @pytest.mark.parametrize("kind", [NEAR, FAR, LOCAL], ids=lambda kind: kind.name)
 def test_path_mtu_towards_the_client(frames: Lab, narrow_client_link: None, kind: Kind, family: int) -> None:
-    """The core's "too big" goes to the VIP; the endpoint must learn of it, by its own flow's addresses."""
+    """The core's "too big" goes to the VIP; the endpoint must get it, about its own flow's addresses."""
     address = kind.target("LoadBalancer", frames.nodes[0]).address.of(family)
     outcome: Outcome = frames.client.call(ask, address, 80, reply_size=300_000)
     assert outcome.answer is not None, outcome
@@ -212,7 +212,7 @@ def _open_tun() -> int:
 
 
 def _bridge_tuns(here: str, there: str) -> None:
-    """The tunnel: copies packets between a tun device in one namespace and one in another."""
+    """The tunnel: copy packets between a tun device in one namespace and one in another."""
     from pyebpf_proxy.lab.namespace import set_network_namespace
 
     fds = []
@@ -221,7 +221,7 @@ def _bridge_tuns(here: str, there: str) -> None:
         fds.append(_open_tun())
     while True:
         for fd in select.select(fds, [], [])[0]:
-            # The other device may not be up yet: a wire without a far end.
+            # The other device may not be up yet, as if the cable were loose.
             with contextlib.suppress(OSError):
                 os.write(fds[1] if fd == fds[0] else fds[0], os.read(fd, 65536))
 
@@ -289,7 +289,7 @@ def _mac(namespace: Namespace, device: str) -> str:
 
 
 def test_priority_tagged_frames(frames: Lab, family: int) -> None:
-    """802.1Q with VLAN 0, which every interface takes as its own."""
+    """802.1Q with VLAN 0, which every interface accepts as its own."""
     node, toolbox, pod = frames.nodes[0], frames.pods["toolbox"], frames.pods["web-1"]
     target = NEAR.target("ClusterIP", node).address.of(family)
     marker = f"tagged {family} {os.getpid()}".encode()
@@ -345,7 +345,7 @@ def _sctp(frame: bytes) -> Any:
 
 @pytest.mark.parametrize("name", ["ClusterIP", "LoadBalancer", "NodePort"])
 def test_sctp(frames: Lab, name: Any, family: int) -> None:
-    """This kernel may have no SCTP sockets; an INIT and its answer are made by hand."""
+    """This kernel may have no SCTP sockets: the test builds an INIT and its answer."""
     node, pod = frames.nodes[0], frames.pods["web-1"]
     from_pod = name == "ClusterIP"
     namespace = frames.pods["toolbox"].namespace if from_pod else frames.client
@@ -376,6 +376,6 @@ def test_sctp(frames: Lab, name: Any, family: int) -> None:
     assert (back.payload.src, back.payload.dst) == (target, source)
     assert back[SCTP].dport == 5000 + family
     counted = counted_between(before, reasons(node))
-    # By netfilter, always: an association is more than the flow table knows.
+    # Always by netfilter: the flow table cannot track an association.
     assert counted.get("new_flow_netfilter", 0) >= 1, counted
     assert "new_flow_fast" not in counted, counted

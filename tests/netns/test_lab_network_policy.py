@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""NetworkPolicy and the fast path: what FORWARD or POSTROUTING denies does not pass, even with help from inside."""
+"""NetworkPolicy and the fast path: a flow that FORWARD or POSTROUTING denies never passes, even if the endpoint helps
+it.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 
 def forge_answers(family: int, source: str, destination: str, port: int, protocol: str) -> None:
-    """In the endpoint: packets from its port to a client's, as if it answered, until the test ends."""
+    """Run in the endpoint: send packets from its port to a client's port, as if it answered, until the test ends."""
     inet = socket.AF_INET if family == 4 else socket.AF_INET6
     head = (IP if family == 4 else IPv6)(src=source, dst=destination)
     if protocol == "udp":
@@ -65,7 +67,7 @@ def colluding(pod: Pod, client: str, family: int, ports: dict[str, int]) -> Iter
 
 @dataclass
 class Way:
-    """A client asks an endpoint by an address of its Service. Rules see ``source``, the endpoint sees ``peer``."""
+    """A client and a frontend of a Service. Rules see ``source``, the endpoint sees ``peer``."""
 
     asker: Namespace
     address: str
@@ -82,7 +84,7 @@ class Way:
 
 
 def ways(world: FastWorld, family: int) -> dict[str, Way]:
-    """By what the test calls them. All but the first two are masqueraded."""
+    """By the names that the tests use. All but the first two are masqueraded."""
     node, near, far, pod = world.node, world.near, world.far, world.client
 
     def of_pod(address: Dual, endpoint: Pod) -> Way:
@@ -97,7 +99,7 @@ def ways(world: FastWorld, family: int) -> dict[str, Way]:
     return {
         "same node": of_pod(NEAR, near),
         "other node": of_pod(FAR, far),
-        # External traffic policy Cluster: an endpoint of the other node.
+        # External traffic policy Cluster, with an endpoint on the other node.
         "NodePort": from_outside(node.address, 30007, far),
         "VIP": from_outside(VIP, PORT, near),
         "hairpin": Way(near.namespace, NEAR.of(family), PORT, near, itself, node.source_towards(near).of(family)),
@@ -152,7 +154,7 @@ def test_nothing_passes_that_is_denied(fast_world: FastWorld, kind: str, family:
     ],
 )
 def test_nothing_passes_that_is_denied_on_any_way(with_vip: FastWorld, family: int, kind: str, hook: str) -> None:
-    """NodePort and VIP with policy Cluster, a pod and itself, an endpoint of another node (finding D1)."""
+    """NodePort and VIP with policy Cluster, hairpin, an endpoint on another node (finding D1)."""
     found = [way for name, way in ways(with_vip, family).items() if name != "same node"]
     arrivals = []
     for pod in (with_vip.near, with_vip.far):
@@ -190,14 +192,14 @@ def test_another_endpoint_of_the_service_gives_no_permit(fast_world: FastWorld, 
             wait_all_made(flows, 20)
         assert int(arrivals) == 0
         for each in flows:
-            assert each.answered < each.made, "half of them are for the other one"
+            assert each.answered < each.made, "half of the flows get the other endpoint"
 
 
 # ---- a policy is added -------------------------------------------------------------------------------------
 
 
 def test_a_policy_that_is_added_counts_at_once(fast_world: FastWorld, ask: Ask, kind: str, family: int) -> None:
-    """New flows are denied within a second; established flows continue, as the rules allow, however young."""
+    """New flows are denied within a second; established flows continue, as the rules allow, also young ones."""
     client, near = fast_world.client, fast_world.near
     with policy(fast_world.node.namespace, kind, family) as rules:
         old = [ask(client.namespace, NEAR.of(family), protocol) for protocol in BOTH]
@@ -225,14 +227,14 @@ def test_a_policy_that_is_added_counts_at_once(fast_world: FastWorld, ask: Ask, 
 def test_a_policy_that_is_added_counts_on_every_way(
     with_vip: FastWorld, ask: Ask, family: int, kind: str, hook: str
 ) -> None:
-    """As the one before: from and to another machine, masqueraded or not, and of a pod to itself."""
+    """As the test before: from and to another machine, masqueraded or not, and hairpin."""
     found = ways(with_vip, family)
     with policy(with_vip.node.namespace, kind, family, hook=hook) as rules, contextlib.ExitStack() as stack:
         talks: list[Talk] = []
         for name, way in found.items():
             flows = [way.flows(protocol) for protocol in BOTH]
             with ending(*flows):
-                # One way at a time: the count does not say whose flows were fast.
+                # One frontend at a time: the counter does not show which client's flows were fast.
                 wait_until_fast(with_vip, *flows)
                 talks += [way.talk(ask, protocol) for protocol in BOTH]
             assert {talk.peer for talk in talks[-2:]} == {way.peer}, name
@@ -245,7 +247,7 @@ def test_a_policy_that_is_added_counts_on_every_way(
         denied = time.monotonic()
         wait_all_made(flows, 12)
         late = [round(each.last_answered - denied, 2) for each in flows]
-        assert max(late) < 1.0 * slowness(), f"seconds after the rules, in the order of the ways: {late}"
+        assert max(late) < 1.0 * slowness(), f"seconds after the rules, in the order of the frontends: {late}"
         for talk in talks:
             talk.wait(50)
 
@@ -257,7 +259,7 @@ def _seen(world: FastWorld, family: int) -> str:
 
 
 def _known(world: FastWorld, family: int) -> bool:
-    """Conntrack has the flows of both protocols from the client's pod."""
+    """Whether conntrack has the flows of both protocols from the client's pod."""
     node, source = world.node.namespace, world.client.address.of(family)
     return all(
         "ASSURED" in node.run("conntrack", "-L", "-f", f"ipv{family}", "-p", protocol, "--orig-src", source)
@@ -271,7 +273,9 @@ def _known(world: FastWorld, family: int) -> bool:
 def test_a_policy_without_established_ends_flows(
     fast_world: FastWorld, ask: Ask, family: int, kind: str, name: str
 ) -> None:
-    """As with kube-proxy: the rules see their packets, the kernel's flows within a second, young ones after three."""
+    """As with kube-proxy, the rules see their packets: those of kernel's flows within a second, those of young ones
+    after three.
+    """
     way = ways(fast_world, family)[name]
     with policy(fast_world.node.namespace, kind, family, established=False) as rules:
         old = [way.talk(ask, protocol) for protocol in BOTH]
@@ -285,7 +289,7 @@ def test_a_policy_without_established_ends_flows(
         arrivals = Arrivals(way.endpoint, way.peer)
         for talk in (*old, *young):
             assert talk.stops(), "it continues"
-        # TCP sends again and again.
+        # TCP retransmits.
         seen = int(arrivals)
         assert not way.asker.call(ask_once, way.address, way.port, "udp")
         wait_until(lambda: fast_world.count("stack_not_confirmed") > 0, "packets that go the slow way")
@@ -319,13 +323,13 @@ def send_segments(family: int, source: str, address: str, own_port: int, flags: 
 
 @pytest.mark.parametrize("what", ["udp", "tcp", "tcp that always ends"])
 def test_a_flow_without_answers_asks_netfilter_again(fast_world: FastWorld, family: int, what: str) -> None:
-    """Two ends that collude could keep it young for ever, and a policy would never count."""
+    """Two colluding ends could keep the flow young for ever, and a policy would never apply to it."""
     client, near, node = fast_world.client, fast_world.near, fast_world.node.namespace
     own_port, source = next(_own_ports), client.address.of(family)
     protocol = what[:3]
     silent = f"meta l4proto {{{{ tcp, udp }}}} th {{}} {own_port} drop"
     chain = ["chain i { type filter hook prerouting priority -300;", *map(silent.format, ("sport", "dport")), "}"]
-    # The kernels of both must not answer by themselves.
+    # Neither kernel may answer by itself.
     for pod in (client, near):
         pod.namespace.run("nft", "-f", "-", stdin="\n".join(["table inet silent {", *chain, "}"]))
     try:

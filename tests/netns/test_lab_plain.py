@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The lab itself, without any proxy: if this fails, the other results have no meaning."""
+"""The lab itself, without a proxy: if this fails, the other results have no meaning."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_outcomes_are_distinguished(lab: Lab, family: int) -> None:
     for protocol in ("tcp", "udp"):
         assert lab.client.call(ask, address, 81, protocol).kind == REFUSED
     assert lab.client.call(ask, address, 81, "udp", connected=False).kind == REFUSED
-    # An unused address: the node resolves it in vain and reports that.
+    # An unused address: the node cannot resolve it and reports that.
     lab.core.ip(f"route add unreachable {cluster_ip(9).of(family)}")
     assert lab.client.call(ask, cluster_ip(9).of(family), 81).kind == UNREACHABLE
     lab.nodes[0].namespace.ip(f"route add blackhole {cluster_ip(8).of(family)}")
@@ -63,7 +63,7 @@ def test_outcomes_are_distinguished(lab: Lab, family: int) -> None:
 def test_a_connection_cut_in_the_middle_is_reset(lab: Lab) -> None:
     pod = lab.add_pod("a", lab.nodes[0])
     task = lab.client.start(ask, pod.address.v4, 8080, reply_size=200_000_000)
-    time.sleep(0.05)  # whether it has begun or not does not matter: it cannot be through
+    time.sleep(0.05)  # the transfer cannot be complete, whether it has begun or not
     pod.stop()
     assert task.result().kind in (RESET, REFUSED)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``socketLB: all``: sockets of pods are translated when they connect, unless tc can do what they cannot."""
+"""``socketLB: all``: sockets of pods are translated at connect, unless only tc can serve them."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ def pods_lab() -> Iterator[Lab]:
 
 @pytest.fixture
 def asker(pods_lab: Lab, family: int) -> Pod:
-    """A pod whose sockets the node knows already."""
+    """A pod whose sockets the node knows."""
     pod = pods_lab.pods["asker"]
     known(pods_lab, pod, family)
     return pod
 
 
 def known(lab: Lab, pod: Pod, family: int) -> None:
-    """tc has seen one of the pod's sockets not long ago."""
+    """tc has recently seen one of the pod's sockets."""
     asked = WEB.target("ClusterIP", lab.nodes[0]).address.of(family), 80
 
     def by_socket() -> bool:
@@ -79,7 +79,7 @@ def test_the_first_socket_is_left_to_tc_and_the_next_are_translated(pods_lab: La
     known(pods_lab, pod, family)
     counted, outcomes = counted_while(pods_lab, lambda: pod.namespace.call(ask_many, 20, address, 80))
     assert {outcome.kind for outcome in outcomes} == {ANSWERED}
-    # Those that chose the pod itself are tc's.
+    # tc serves those that chose the pod itself.
     assert sum(counted.values()) == 20, counted
     for outcome in outcomes:
         assert outcome.answer is not None
@@ -143,16 +143,17 @@ def test_affinity_is_the_pods_in_tc_and_socket(pods_lab: Lab, asker: Pod, family
 
 
 def test_who_chooses_itself_sees_the_node(pods_lab: Lab, asker: Pod, family: int, protocol: str) -> None:
-    """And no less often than anybody else: tc takes over what was chosen at the socket."""
+    """And as often as any other endpoint: tc keeps the choice of the socket program."""
     target = SELF.target("ClusterIP", pods_lab.nodes[0])
     asked = (60, target.address.of(family), target.ports[protocol], protocol)
-    # Separate ports: one of UDP that the kernel draws again belongs to a flow that conntrack knows.
+    # Separate ports: a UDP port that was used belongs to a flow that conntrack knows.
     act = lambda: asker.namespace.call(ask_many, *asked, first_port=20_000)  # noqa: E731
     counted, outcomes = counted_while(pods_lab, act)
     assert {outcome.kind for outcome in outcomes} == {ANSWERED}
     pods = Counter(outcome.answer.pod for outcome in outcomes if outcome.answer)
     assert counted == {"socket": pods["web-2"], "tc": pods["asker"]}, (counted, pods)
-    # Chosen twice, a quarter of 60 would be expected, and 30 when the choice is kept. Five deviations of the latter.
+    # If the endpoint were chosen twice, a quarter of 60 would be expected; 30 if the choice is kept. Five standard
+    # deviations.
     assert pods["asker"] > 30 - 5 * 3.9
     for outcome in outcomes:
         assert outcome.answer is not None
@@ -182,7 +183,7 @@ def test_excluded_pods_are_left_alone(pods_lab: Lab, family: int) -> None:
 
 
 def test_a_pod_with_rules_of_its_own_shows_them_what_was_asked(pods_lab: Lab, asker: Pod, family: int) -> None:
-    """A service mesh redirects connections by the address that the application asked for."""
+    """A service mesh redirects connections by the address that the application used."""
     address = WEB.target("ClusterIP", pods_lab.nodes[0]).address.of(family)
     wide = "ip" if family == 4 else "ip6"
     asker.namespace.run("nft", "add", "table", wide, "mesh")
@@ -211,7 +212,7 @@ def test_a_pod_with_two_networks_is_left_alone(pods_lab: Lab, asker: Pod, family
 
 
 def test_who_is_outside_is_not_translated(pods_lab: Lab, family: int) -> None:
-    """Its processes are in the same cgroup; its packets come by a router."""
+    """Its processes are in the same cgroup; its packets come from a router."""
     target = WEB.target("LoadBalancer", pods_lab.nodes[0])
     counted, outcomes = counted_while(
         pods_lab, lambda: pods_lab.client.call(ask_many, 6, target.address.of(family), 80)
@@ -236,10 +237,10 @@ def test_unconnected_udp_keeps_its_endpoint_however_it_began(pods_lab: Lab, fami
     target = WEB.target("ClusterIP", pods_lab.nodes[0])
     asked = target.address.of(family), 53
     fresh = pods_lab.add_pod(f"fresh-{family}", pods_lab.nodes[0], serve=False)
-    # Then tc is on its device, and knows it in the other family only.
+    # Then tc is on its device, but knows only its address of the other family.
     known(pods_lab, fresh, 10 - family)
     before = reasons(pods_lab.nodes[0])
-    # The first message of an unknown pod goes by tc, and so do all others of this socket.
+    # tc serves the first message of an unknown pod, and all later ones of this socket.
     for _ in range(6):
         shown = fresh.namespace.call(_talk, *asked)
         assert len({pod for pod, _ in shown}) == 1, shown
@@ -249,7 +250,9 @@ def test_unconnected_udp_keeps_its_endpoint_however_it_began(pods_lab: Lab, fami
 
 
 def _ask_on_command(place: tuple[str, int], connected: bool, rounds: Connection) -> str:
-    """One socket that asks once for each word from the pipe. Reports the server that answered, and its address."""
+    """One socket that sends a request for each word from the pipe. Reports the server that answered, and its
+    address.
+    """
     with socket.socket(family_of(place[0]), socket.SOCK_DGRAM) as sock:
         sock.settimeout(2)
         if connected:
@@ -270,7 +273,7 @@ def _ask_on_command(place: tuple[str, int], connected: bool, rounds: Connection)
 
 @pytest.mark.parametrize("connected", [True, False], ids=["connected", "unconnected"])
 def test_a_udp_socket_goes_on_with_another_endpoint(pods_lab: Lab, asker: Pod, family: int, connected: bool) -> None:
-    """A pod's socket need not be closed: packets to a removed endpoint pass the node (spec/service-semantics §10)."""
+    """A pod's socket need not be ended: packets to a removed endpoint pass the node (spec/service-semantics §10)."""
     both = WEB.endpoints
     place = WEB.target("ClusterIP", pods_lab.nodes[0]).address.of(family), 53
     channel, other_end = multiprocessing.Pipe()
@@ -293,7 +296,7 @@ def test_a_udp_socket_goes_on_with_another_endpoint(pods_lab: Lab, asker: Pod, f
             for name, endpoints in (("web-1", both), ("web-2", both[1:]), ("web-1", both[:1])):
                 WEB.endpoints = endpoints
                 pods_lab.wait_synced(write_services(pods_lab, WEB))
-                # No message is lost: the first one after the change has its answer.
+                # No message is lost: the first one after the change is answered.
                 assert [answer() for _ in range(3)] == [(name, place)] * 3
             channel.send(False)
             assert task.result() == "done"

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the socket path changes must not be seen, by processes of the node and by pods: real sockets, in every way that
-applications use them."""
+"""Processes of the node and pods must not notice what the socket programs change: real sockets, used in every way that
+applications use them.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +75,7 @@ def side(request: pytest.FixtureRequest, lab: Lab, family: int) -> Side:
 
 
 def check(lab: Lab, side: Side, call: Call, port: int, family: int) -> None:
-    """``call`` gets its answers from the endpoint, by the socket path alone."""
+    """``call`` gets its answers from the endpoint, and only socket programs translate."""
     place = cluster_ip(WEB.number).of(family), port
     before = reasons(lab.nodes[0])
     answers = side.namespace.call(call, place, side.address)
@@ -119,7 +120,7 @@ def _listen(place: tuple[str, int]) -> None:
 
 
 def test_a_listener_on_the_number_of_a_node_port(lab: Lab, side: Side, family: int) -> None:
-    """It can be had as ever, and what is asked of the NodePort goes to the service."""
+    """The port is free to listen on, and requests to the NodePort reach the service."""
     node = lab.nodes[0]
     place = node.address.of(family), WEB.target("NodePort", node).ports["tcp"]
     listener = node.namespace.start(_listen, place)
@@ -136,7 +137,7 @@ def test_a_listener_on_the_number_of_a_node_port(lab: Lab, side: Side, family: i
 
 @pytest.mark.parametrize("name", ["small.test", "big.test"])
 def test_name_resolution_by_the_c_library(lab: Lab, side: Side, family: int, name: str, tmp_path: Path) -> None:
-    """By UDP, and by TCP for what is too large."""
+    """Over UDP, and over TCP for large answers."""
     configuration = tmp_path / "resolv.conf"
     configuration.write_text(f"nameserver {DNS_ADDRESS.of(family)}\noptions timeout:5 attempts:6\n")
     script = f"mount --bind {configuration} /etc/resolv.conf && exec getent ahosts {name}"

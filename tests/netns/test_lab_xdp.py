@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""XDP on the device that traffic from outside comes in by: real packets, and programs that come, go and are others'."""
+"""XDP on the device of external traffic: real packets, programs that come and go, other software's programs."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def program_id(node: Node) -> int:
 
 
 def new_flows(world: FastWorld) -> int:
-    """Whichever path they took."""
+    """On both paths."""
     return world.count("new_flow_fast") + world.count("new_flow_netfilter")
 
 
@@ -61,14 +61,14 @@ def test_what_is_forwarded_to_another_node_is_sent_back_by_xdp(outside: FastWorl
 
 @pytest.mark.parametrize("size", [1400, 40_000], ids=["whole packets", "a stream"])
 def test_large_questions(outside: FastWorld, size: int) -> None:
-    """A direction with large segments is left to tc, for good."""
+    """A direction with large segments is left to tc for good."""
     with talking(outside.lab.client, outside.node.address.v4, "tcp", NODE_PORT, size) as talk:
         counted(outside, "xdp_left_stream")
         talk.wait()
 
 
 def test_jumbo_frames(outside: FastWorld) -> None:
-    """Of several buffers each, on a device with such an MTU."""
+    """Frames of several buffers, on a device with such an MTU."""
     path = [(outside.lab.client, "eth0"), (outside.lab.core, "client0"), (outside.lab.core, "lan0")]
     path += [(outside.lab.core, node.name) for node in outside.lab.nodes]
     path += [(node.namespace, "eth0") for node in outside.lab.nodes]
@@ -85,11 +85,11 @@ def test_jumbo_frames(outside: FastWorld) -> None:
 
 
 def test_a_pod_that_takes_no_frames_is_reached_by_tc(outside: FastWorld) -> None:
-    """The peer in a pod has neither XDP nor GRO: what XDP would send there would be lost without a word."""
+    """The peer in a pod has neither XDP nor GRO: frames that XDP sends there would be lost silently."""
     web = outside.node.address.v4
     with talking(outside.client.namespace, web, "tcp", NODE_PORT) as talk:
         before = outside.count("xdp_left_device")
-        # Answers come in by eth0, for the pod.
+        # Replies come in through eth0, for the pod.
         wait_until(lambda: outside.count("xdp_left_device") > before + 10, "answers left to tc", 60.0)
         talk.wait()
 
@@ -102,7 +102,7 @@ def test_checksums_that_senders_leave_to_devices_are_left_to_tc(outside: FastWor
 
 
 def test_a_wire_whose_other_end_takes_no_frames_is_left_to_tc(outside: FastWorld) -> None:
-    """And is used from the moment when it does: nothing is lost on the way."""
+    """When the other end begins to accept frames, XDP sends there: no packet is lost."""
     receive(outside, "off")
     with talking(outside.lab.client, outside.node.address.v4, "tcp", NODE_PORT) as talk:
         counted(outside, "xdp_left_device")
@@ -122,14 +122,14 @@ def test_new_flows_without_the_fast_path(outside: FastWorld, family: int, protoc
 
 
 def test_generic_mode(outside: FastWorld) -> None:
-    """What is left to tc is served, though the kernel hands it packets without their link header there."""
+    """Packets that are left to tc are served, though the kernel passes them without their link header."""
     node = outside.node
     ports = [Port("tcp", PORT, PORT, "TCP", 30008)]
     outside.lab.write("none.yaml", [service("none", ports, cluster_ip(9)), *slices("none", ports, [])])
     restart(outside, {**XDP, "xdpMode": "generic"})
     refused = outside.count("reject_no_endpoints")
     assert outside.lab.client.call(ask, node.address.v4, 30008, "tcp").kind == REFUSED
-    assert outside.count("reject_no_endpoints") > refused, "by tc, and not by the node's own stack"
+    assert outside.count("reject_no_endpoints") > refused, "tc served it, not the node's own stack"
     wait_until(lambda: shown(outside.node).get("mode") == 2, "XDP in generic mode")
     before = new_flows(outside)
     with talking(outside.lab.client, outside.node.address.v4, "tcp", NODE_PORT) as talk:
@@ -168,7 +168,7 @@ def test_cleanup_takes_it_off(outside: FastWorld) -> None:
 
 @contextlib.contextmanager
 def foreign(world: FastWorld) -> Iterator[int]:
-    """A foreign program on eth0, by netlink as `ip link` does it; its id."""
+    """A foreign program on eth0, attached by netlink as `ip link` does; returns its id."""
     node = world.node
     path = node.agent.directory / "bpf" / "foreign"
     with Object.open(OBJECT) as loaded:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is a local pod: traffic of other clients to a ClusterIP is masqueraded (spec/service-semantics §5.1, §6)."""
+"""Which clients are local pods: traffic of others to a ClusterIP is masqueraded (spec/service-semantics §5.1, §6)."""
 
 from __future__ import annotations
 

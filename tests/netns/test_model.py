@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Some streams of random events against the slow model (tests/model). ``make test-model`` runs as many as wanted."""
+"""Some streams of random events against the slow model (tests/model). ``make test-model`` runs more."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``doctor`` on a node of the lab: nothing to find at first, then what is broken there is found, with its fix."""
+"""``doctor`` on a node of the lab: first it finds nothing; then it finds what is broken, with the fix."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs
 
 @pytest.fixture(scope="module")
 def node() -> Iterator[Node]:
-    """Without an agent: doctor is asked before an installation, too."""
+    """Without an agent: doctor runs before an installation too."""
     with Lab(nodes=1) as lab:
         write_nodes(lab)
         yield lab.nodes[0]
@@ -55,7 +55,7 @@ def test_a_machine_that_can_carry_services(node: Node) -> None:
 
 
 def test_what_the_kernel_need_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without CAP_SYS_ADMIN a modular conntrack cannot be asked by programs: nothing that is served needs it."""
+    """Without CAP_SYS_ADMIN programs cannot look up a modular conntrack: no Service needs that."""
     load = loading.attempt
 
     def attempt(program: str, settings: Mapping[str, int]) -> None:
@@ -70,7 +70,7 @@ def test_what_the_kernel_need_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_closes_the_fast_path_is_named(node: Node) -> None:
-    """As the agent sees it: a rule with a quota, an ip rule that selects by ports, a program of others on a device."""
+    """As the agent sees it: a rule with a quota, an ip rule that selects by ports, another program on a device."""
     findings(node, see(node, "doctor").returncode)
     run = node.namespace.run
     run("nft", "add", "table", "ip", "counting")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``explain`` on nodes of the lab: its answer is what happens, on both paths, and it leaves nothing behind."""
+"""``explain`` on nodes of the lab: its answer matches what happens on both paths, and it leaves no trace."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_a_missing_fast_path_is_reported(world: Lab) -> None:
 
 
 def one_flow(world: Lab, family: int, port: int = 80) -> str:
-    """A flow of toolbox to a Service of one endpoint; the reason that shows its path."""
+    """A flow of toolbox to a Service with one endpoint; returns the reason that shows its path."""
     node = world.nodes[0]
     before = reasons(node)
     assert world.pods["toolbox"].namespace.call(ask, cluster_ip(16).of(family), port).kind == "answered"
@@ -120,7 +120,7 @@ def one_flow(world: Lab, family: int, port: int = 80) -> str:
 
 
 def asked(world: Lab, family: int) -> dict[str, Any]:
-    """The answer about the next one."""
+    """The answer about the next flow."""
     source = world.pods["toolbox"].address.of(family)
     (choice,) = answer(world.nodes[0], "explain", source, place(cluster_ip(16).of(family), 80))["endpoints"]
     found: dict[str, Any] = choice
@@ -128,7 +128,7 @@ def asked(world: Lab, family: int) -> dict[str, Any]:
 
 
 def test_the_path_of_the_next_flow_is_shown(world: Lab, family: int) -> None:
-    """Without a permit, with one, with one that is void, with a closed family: each is then tried."""
+    """Without a permit, with one, with a void one, with a closed family: each is then tried."""
     assert (asked(world, family)["path"], asked(world, family)["pathReason"]) == ("netfilter", "slow_no_permit")
     assert one_flow(world, family) == "new_flow_netfilter"
 
@@ -137,7 +137,7 @@ def test_the_path_of_the_next_flow_is_shown(world: Lab, family: int) -> None:
         return one_flow(world, family) == "new_flow_fast"
 
     wait_until(permitted, "young flows", 20.0)
-    # A permit holds for a second, and to ask may take longer: new flows renew it meanwhile.
+    # A permit is valid for a second, and the command may take longer: new flows renew it meanwhile.
     load = Load(world.pods["toolbox"].namespace, cluster_ip(16).of(family), 80, pause=0.05)
     try:
         output = wait_until(lambda: _fast(world, family), "explain sees a permit", 90.0)
@@ -172,7 +172,7 @@ def _closed(world: Lab, family: int) -> dict[str, Any] | None:
 
 
 def test_no_agent_no_fast_path(world: Lab) -> None:
-    """Its word runs out after five seconds."""
+    """The agent's state expires after five seconds."""
     node = world.nodes[0]
     node.agent.kill()
     try:
@@ -241,7 +241,7 @@ def test_a_process_of_the_node(world: Lab) -> None:
 
 
 def test_sctp_of_the_node_is_not_translated_at_its_socket(world: Lab) -> None:
-    """No program is asked about it: nftables translates what leaves."""
+    """No socket program sees SCTP: nftables translates the node's packets."""
     found = answer(world.nodes[0], "explain", world.nodes[0].address.v4, f"{vip(15).v4}:36412", "sctp")
     (choice,) = found["endpoints"]
     assert (choice["masquerade"], choice["masqueradeAs"]) == (True, world.nodes[0].address.v4)

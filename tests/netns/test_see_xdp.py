@@ -87,7 +87,7 @@ def test_without_its_agent_the_fast_path_rests(node: Node) -> None:
 
 
 def test_xdp_that_is_on_no_device_is_warned_of(node: Node) -> None:
-    """Its pin is its life."""
+    """The program stays attached as long as its pin exists."""
     (pin,) = node.agent.pin("services").parents[1].glob("xdp/*")
     pin.unlink()
     wait_until(lambda: '"xdp":' not in node.namespace.run("ip", "-j", "link", "show", "dev", "eth0"), "XDP is off")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``trace`` on a node of the lab: what the programs decide, as it happens, and how it ends."""
+"""``trace`` on a node of the lab: it shows the programs' decisions as they happen, and how it ends."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs
 WEB = Kind("web", 10)
 EMPTY = Kind("empty", 12)
 NEARBY = Kind("nearby", 13, externalTrafficPolicy="Local")
-#: Lines name the program that has decided, also in a run of all tests with XDP.
+#: Lines name the program that decided, so XDP is off here, also when all tests run with XDP.
 TC_ONLY: dict[str, object] = {"xdpDevices": []}
 
 
@@ -42,7 +42,7 @@ def node(world: Lab) -> Node:
 
 
 def everything(world: Lab, node: Node) -> None:
-    """A decision of each kind, the one of Service web last."""
+    """A decision of each kind; the one of Service web is the last."""
     assert world.client.call(ask, vip(12).v6, 53, "udp").kind == "refused"
     assert world.client.call(ask, vip(13).v4, 53, "udp", timeout=0.2).kind == "timed out"
     assert node.namespace.call(ask, cluster_ip(10).v4, 53, "udp").kind == "answered"
@@ -65,7 +65,7 @@ def test_each_decision_is_a_line(world: Lab, node: Node) -> None:
     assert (served["path"], served["verdict"]) == ("netfilter", "served")
     assert (served["reason"], served["slow"]) == ("new_flow_netfilter", "slow_no_permit")
     assert served["masquerade"]
-    # It depends on whether the packet had left when its line was made.
+    # It is empty if the packet had not left when its line was written.
     assert served["masqueradedAs"] == "" or served["masqueradedAs"].startswith(node.address.v4)
     assert (refused["reason"], refused["service"]) == ("reject_no_endpoints", "default/empty:dns")
     assert (refused["destination"], refused["endpoint"], refused["path"]) == (f"[{vip(12).v6}]:53", "", "")
@@ -80,7 +80,7 @@ def test_each_decision_is_a_line(world: Lab, node: Node) -> None:
 
 
 def test_a_young_flow_is_reported_with_its_masquerade(world: Lab, node: Node) -> None:
-    """Its translation is in the flow table before its line is made."""
+    """The line is written after its translation is in the flow table."""
     with Trace(node, "web", "tcp") as trace:
 
         def fast() -> bool:
@@ -189,7 +189,7 @@ def test_a_closed_pipe_ends_it(node: Node) -> None:
 
 
 def test_losses_are_reported(world: Lab, node: Node) -> None:
-    """Stopped, it reads nothing; its ring has room for some thirty decisions."""
+    """While stopped it reads nothing; its ring has room for some thirty decisions."""
     with Trace(node, "--buffer", "4") as trace:
         inside = _own_process(trace)
         os.kill(inside, signal.SIGSTOP)

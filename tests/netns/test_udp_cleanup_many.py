@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stale UDP flows among ten thousand: exactly those are deleted, by ctnetlink alone, and soon."""
+"""Stale UDP flows among ten thousand: exactly those are deleted, only by ctnetlink, and quickly."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class _Services:
 
 
 def _course(family: IPFamily, stale_each: int) -> tuple[set[int], list[Cleaned], float, set[int]]:
-    """Clients' ports of the stale flows, what was done and how long it took, ports of the flows that are left."""
+    """Client ports of the stale flows, what was done and how long it took, client ports of the remaining flows."""
     client, frontend, gone, serving = ADDRESSES[family]
     stale = set(range(1024, 1024 + FLOWS, stale_each))
     create_now(
