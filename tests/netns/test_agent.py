@@ -42,7 +42,7 @@ def started(small: Lab) -> Iterator[Lab]:
         agent.stop()
 
 
-def test_a_firewall_that_flushes_nftables_is_survived(started: Lab, family: int) -> None:
+def test_the_table_is_restored_after_a_firewall_flushes_nftables(started: Lab, family: int) -> None:
     node = started.nodes[0]
     address = WEB.target("LoadBalancer", node).address.of(family)
     node.namespace.run("nft", "flush", "ruleset")
@@ -51,7 +51,7 @@ def test_a_firewall_that_flushes_nftables_is_survived(started: Lab, family: int)
 
 
 @pytest.mark.parametrize("few", [False, True])
-def test_one_variable_takes_rights_from_the_agents_of_a_lab(
+def test_a_variable_reduces_the_capabilities_of_a_labs_agents(
     small: Lab, monkeypatch: pytest.MonkeyPatch, few: bool
 ) -> None:
     """CAP_BPF, CAP_NET_ADMIN and CAP_PERFMON are left."""
@@ -68,7 +68,7 @@ def test_one_variable_takes_rights_from_the_agents_of_a_lab(
         node.agent.stop()
 
 
-def test_a_second_agent_on_the_same_folder_goes_away_and_the_first_goes_on(started: Lab) -> None:
+def test_a_second_agent_on_the_same_folder_exits_and_the_first_continues(started: Lab) -> None:
     node = started.nodes[0]
     arguments = ["--manifests", str(started.manifests), "--directory", str(node.agent.directory)]
     second = subprocess.run(
@@ -88,7 +88,7 @@ def test_a_second_agent_on_the_same_folder_goes_away_and_the_first_goes_on(start
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_it_with_status_0(started: Lab, number: signal.Signals) -> None:
+def test_a_signal_ends_the_agent_with_status_0(started: Lab, number: signal.Signals) -> None:
     agent = started.nodes[0].agent
     agent.signal(number)
     assert agent.wait_ended() == 0

@@ -118,7 +118,7 @@ def cgroup_programs() -> set[int]:
     return {program["id"] for group in json.loads(shown.stdout or "[]") for program in group.get("programs", [])}
 
 
-def our_cgroup_programs(before: set[int], node: Node) -> set[int]:
+def cgroup_programs_of(before: set[int], node: Node) -> set[int]:
     """Programs of ``node``: only its agent has these maps, while other agents come and go."""
     maps = set()
     for name in ("services", "socket_revnat4", "socket_revnat6"):  # each of the eight programs uses one of these
@@ -163,7 +163,7 @@ def test_cleanup_leaves_the_node_as_before(node: Node, family: int) -> None:
     assert during["qdiscs"] == before["qdiscs"], "the agent adds no qdisc: CNI plugins would fail"
     for part in ("tcx", "nft", "directory"):
         assert during[part] != before[part], part  # otherwise this test shows nothing
-    mine = our_cgroup_programs(cgroups_before, node)
+    mine = cgroup_programs_of(cgroups_before, node)
     assert len(mine) == 8, mine
     node.agent.stop()
     assert snapshot(node)["tcx"] == during["tcx"]  # SIGTERM leaves everything

@@ -213,7 +213,7 @@ def test_a_question_with_its_last_hop(fast_world: FastWorld, family: int, protoc
         assert seen.frame() is not None, "no error names the Service's address"
         assert age != "young" or fast_world.count("stack_hops") > before
         flow.option(*TTL[family], 64)
-        wait_until(flow.ask, "it continues")
+        wait_until(flow.ask, "the flow continues")
 
 
 @pytest.mark.parametrize("age", AGES)
@@ -239,7 +239,7 @@ def test_an_answer_with_its_last_hop(fast_world: FastWorld, family: int, protoco
             near.sysctl({DEFAULT_TTL[family]: usual})
         assert seen.frame() is not None, "no error names the client"
         assert age != "young" or fast_world.count("stack_hops") > before
-        wait_until(flow.ask, "it continues")
+        wait_until(flow.ask, "the flow continues")
 
 
 # ---- options -------------------------------------------------------------------------------------------------

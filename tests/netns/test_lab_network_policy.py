@@ -139,7 +139,7 @@ def test_nothing_passes_that_is_denied(fast_world: FastWorld, kind: str, family:
         with ending(*flows):
             wait_all_made(flows, 12)
         assert [each.answered for each in flows] == [0] * len(flows), _seen(fast_world, family)
-        assert fast_world.count("new_flow_netfilter") > before + 20, "they came to netfilter"
+        assert fast_world.count("new_flow_netfilter") > before + 20, "netfilter has seen the flows"
         assert int(arrivals) == 0
 
 
@@ -172,7 +172,7 @@ def test_nothing_passes_that_is_denied_on_any_way(with_vip: FastWorld, family: i
         with ending(*flows):
             wait_all_made(flows, 12)
         assert [each.answered for each in flows] == [0] * len(flows), _seen(with_vip, family)
-        assert with_vip.count("new_flow_netfilter") > before + 100, "they came to netfilter"
+        assert with_vip.count("new_flow_netfilter") > before + 100, "netfilter has seen the flows"
         assert [int(each) for each in arrivals] == [0, 0]
 
 
@@ -288,7 +288,7 @@ def test_a_policy_without_established_ends_flows(
             rules.deny(way.source, way.endpoint.address.of(family))
         arrivals = Arrivals(way.endpoint, way.peer)
         for talk in (*old, *young):
-            assert talk.stops(), "it continues"
+            assert talk.stops(), "the flow continues"
         # TCP retransmits.
         seen = int(arrivals)
         assert not way.asker.call(ask_once, way.address, way.port, "udp")

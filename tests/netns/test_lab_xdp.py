@@ -118,7 +118,7 @@ def test_new_flows_without_the_fast_path(outside: FastWorld, family: int, protoc
     with talking(outside.lab.client, outside.node.address.of(family), protocol, NODE_PORT) as talk:
         talk.wait()
         assert talk.peer == outside.node.address.of(family)
-    assert new_flows(outside) == before + 1, "counted once"
+    assert new_flows(outside) == before + 1, "the flow is counted once"
 
 
 def test_generic_mode(outside: FastWorld) -> None:

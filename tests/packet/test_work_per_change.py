@@ -50,7 +50,7 @@ def few() -> tuple[Counter[str], int]:
     return cost(Shape(FEW, 10))
 
 
-def test_a_change_touches_its_own_service_only(few: tuple[Counter[str], int]) -> None:
+def test_a_change_affects_its_own_service_only(few: tuple[Counter[str], int]) -> None:
     touched, _ = few
     assert touched["objects decoded"] == touched["service ports planned"] == touched["services flipped"] == TURNS
     assert touched["slots written"] == 10 * TURNS

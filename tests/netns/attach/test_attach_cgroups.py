@@ -69,14 +69,14 @@ def left(shell: Shell, cgroup: Path, count: int) -> int:
     return found
 
 
-def test_all_eight_are_attached_and_pinned(sock: Object, cgroup: Path, folder: Path, shell: Shell) -> None:
+def test_all_eight_programs_are_attached_and_pinned(sock: Object, cgroup: Path, folder: Path, shell: Shell) -> None:
     attach(sock, cgroup, folder)
     assert sorted(ids(shell, cgroup)) == sorted(cgroups.PROGRAMS)
     assert cgroups.attached(folder) == list(cgroups.PROGRAMS)
     cgroups.detach(folder)
 
 
-def test_they_outlive_the_loader_and_end_with_their_pins(
+def test_programs_outlive_the_loader_and_end_with_their_pins(
     bpf_objects: Path, cgroup: Path, folder: Path, shell: Shell
 ) -> None:
     with Object.open(bpf_objects / "sock.bpf.o") as opened:
@@ -103,7 +103,7 @@ def test_another_run_replaces_the_programs_in_the_same_links(
     cgroups.detach(folder)
 
 
-def test_a_link_to_a_cgroup_that_is_gone_is_made_again(sock: Object, cgroup: Path, folder: Path, shell: Shell) -> None:
+def test_a_link_to_a_removed_cgroup_is_created_again(sock: Object, cgroup: Path, folder: Path, shell: Shell) -> None:
     gone = cgroup.with_name(cgroup.name + "-gone")
     gone.mkdir()
     attach(sock, gone, folder)
@@ -113,7 +113,7 @@ def test_a_link_to_a_cgroup_that_is_gone_is_made_again(sock: Object, cgroup: Pat
     cgroups.detach(folder)
 
 
-def test_a_link_without_a_cgroup_is_known(sock: Object, cgroup: Path, folder: Path, shell: Shell) -> None:
+def test_a_link_without_a_cgroup_is_detected(sock: Object, cgroup: Path, folder: Path, shell: Shell) -> None:
     gone = cgroup.with_name(cgroup.name + "-gone")
     gone.mkdir()
     attach(sock, gone, folder)
@@ -131,7 +131,7 @@ def test_a_link_without_a_cgroup_is_known(sock: Object, cgroup: Path, folder: Pa
     cgroups.detach(folder)
 
 
-def test_links_to_another_cgroup_are_made_again(sock: Object, cgroup: Path, folder: Path, shell: Shell) -> None:
+def test_links_to_another_cgroup_are_created_again(sock: Object, cgroup: Path, folder: Path, shell: Shell) -> None:
     other = cgroup.with_name(cgroup.name + "-other")
     other.mkdir()
     try:
@@ -144,7 +144,7 @@ def test_links_to_another_cgroup_are_made_again(sock: Object, cgroup: Path, fold
         other.rmdir()
 
 
-def test_what_is_missing_is_added(sock: Object, cgroup: Path, folder: Path, shell: Shell) -> None:
+def test_missing_links_are_added(sock: Object, cgroup: Path, folder: Path, shell: Shell) -> None:
     attach(sock, cgroup, folder)
     (folder / "sendmsg6").unlink()
     assert left(shell, cgroup, 7) == 7

@@ -113,7 +113,7 @@ def cleaned(shell: Shell, instance: Instance) -> dict[str, str]:
     return machine(shell, instance)
 
 
-def test_everything_is_as_before(instance: Instance, shell: Shell) -> None:
+def test_clean_up_restores_everything(instance: Instance, shell: Shell) -> None:
     # Things of other programs: a clsact without filters, one with a filter, a table, a pin folder.
     shell(f"""
         tc qdisc add dev v0 clsact
@@ -156,7 +156,7 @@ def test_a_second_clean_up_finds_nothing(instance: Instance, shell: Shell) -> No
         "umount {directory}/bpf",
     ],
 )
-def test_half_of_it_is_missing(damage: str, instance: Instance, shell: Shell) -> None:
+def test_clean_up_works_if_parts_are_missing(damage: str, instance: Instance, shell: Shell) -> None:
     instance.start()
     shell(damage.format(table=mounts.table_name(instance.directory), pins=instance.pins, directory=instance.directory))
     report = cleanup(instance.directory, ["lock"])
@@ -185,7 +185,7 @@ def test_one_failing_step_does_not_stop_the_others(
     assert "pyebpf" in after["nft"]
 
 
-def test_files_of_others_in_the_run_directory_stay(instance: Instance, tmp_path: Path) -> None:
+def test_foreign_files_in_the_run_directory_stay(instance: Instance, tmp_path: Path) -> None:
     instance.start()
     (instance.directory / "notes").write_text("mine")
     cleanup(instance.directory, ["lock"])

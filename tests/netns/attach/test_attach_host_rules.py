@@ -113,7 +113,7 @@ def routed(router: Router, shell: Shell) -> Router:
     return router
 
 
-def test_without_sctp_services_there_is_nothing_of_it(table: Table, shell: Shell) -> None:
+def test_without_sctp_services_there_are_no_host_rules(table: Table, shell: Shell) -> None:
     table.ensure(Behaviour(MARK))
     before = shell("nft list ruleset")
     table.set_host_rules(NOTHING)
@@ -125,7 +125,7 @@ def test_without_sctp_services_there_is_nothing_of_it(table: Table, shell: Shell
     assert shell("nft list ruleset") == before
 
 
-def test_from_every_state_to_every_other(table: Table, shell: Shell) -> None:
+def test_changes_from_every_state_to_every_other(table: Table, shell: Shell) -> None:
     """An incremental change gives the same rules as a new table."""
     other = service(2, ENDPOINTS[:1])
     states = [
@@ -155,7 +155,7 @@ def test_from_every_state_to_every_other(table: Table, shell: Shell) -> None:
             assert lines(shell) == wanted
 
 
-def test_a_change_touches_its_own_service_only(table: Table, shell: Shell) -> None:
+def test_a_change_affects_its_own_service_only(table: Table, shell: Shell) -> None:
     def handles(name: str) -> str:
         return "\n".join(
             line for line in shell("nft -a list ruleset").splitlines() if f"chain host4/sctp/default/{name}/" in line
@@ -176,7 +176,7 @@ def test_a_change_touches_its_own_service_only(table: Table, shell: Shell) -> No
 
 
 @pytest.mark.parametrize("how", ["a restart", "nft flush ruleset", "an older shape"])
-def test_it_is_adopted_and_healed(how: str, table: Table, shell: Shell) -> None:
+def test_host_rules_are_adopted_and_repaired(how: str, table: Table, shell: Shell) -> None:
     own = with_services(NOTHING, RICH, PLAIN6)
     table.ensure(Behaviour(MARK))
     table.set_host_rules(own)
@@ -203,7 +203,7 @@ def test_it_is_adopted_and_healed(how: str, table: Table, shell: Shell) -> None:
     assert lines(shell) == wanted
 
 
-def test_what_the_kernel_refuses_changes_nothing(table: Table, shell: Shell) -> None:
+def test_a_change_that_the_kernel_refuses_has_no_effect(table: Table, shell: Shell) -> None:
     table.ensure(Behaviour(MARK))
     own = with_services(NOTHING, RICH)
     table.set_host_rules(own)
@@ -217,7 +217,7 @@ def test_what_the_kernel_refuses_changes_nothing(table: Table, shell: Shell) -> 
     assert lines(shell) == wanted
 
 
-def test_each_endpoint_in_its_turn_and_with_affinity_always_the_same(
+def test_endpoints_are_chosen_at_random_and_kept_with_affinity(
     routed: Router, table: Table, shell: Shell
 ) -> None:
     vip = routed.VIP[4]
@@ -245,7 +245,7 @@ def test_each_endpoint_in_its_turn_and_with_affinity_always_the_same(
     assert set(reached(routed, shell, vip, 20)) < set(fewer)
 
 
-def test_endpoints_on_other_nodes_need_no_chains_of_their_own(routed: Router, table: Table, shell: Shell) -> None:
+def test_remote_endpoints_need_no_chains(routed: Router, table: Table, shell: Shell) -> None:
     """In a large cluster most endpoints are remote: one rule with a map chooses among them."""
     table.ensure(Behaviour(MARK))
     away = tuple(msgspec.structs.replace(endpoint, local=False) for endpoint in service().cluster)
@@ -259,7 +259,7 @@ ALL = HostRules(HostTraffic(MARK, protocols=frozenset(Protocol)))
 
 @pytest.mark.parametrize("protocol", [Protocol.TCP, Protocol.UDP], ids=["tcp", "udp"])
 @pytest.mark.parametrize("local", [True, False], ids=["here", "elsewhere"])
-def test_all_protocols_where_no_socket_is_translated(
+def test_host_rules_serve_all_protocols_without_socket_programs(
     local: bool, protocol: Protocol, routed: Router, table: Table, shell: Shell
 ) -> None:
     """One name and port exists in every protocol: each is served separately, and a removed one is not served."""
@@ -316,7 +316,7 @@ table inet pyebpf-proxy {
 
 
 @pytest.mark.parametrize("some", [False, True], ids=["no services", "services"])
-def test_what_an_older_version_has_left_goes(some: bool, table: Table, shell: Shell) -> None:
+def test_rules_of_an_older_version_are_removed(some: bool, table: Table, shell: Shell) -> None:
     wanted = with_services(NOTHING, RICH) if some else NOTHING
     shell(f"nft -f - <<'END'\n{OLDER}\nEND")
     table.ensure(Behaviour(MARK))
@@ -331,7 +331,7 @@ def test_what_an_older_version_has_left_goes(some: bool, table: Table, shell: Sh
     assert lines(shell) == found
 
 
-def test_a_memory_ends(routed: Router, table: Table, shell: Shell) -> None:
+def test_affinity_of_host_rules_expires(routed: Router, table: Table, shell: Shell) -> None:
     table.ensure(Behaviour(MARK))
     table.set_host_rules(with_services(NOTHING, msgspec.structs.replace(service(), affinity_seconds=1)))
 
@@ -349,7 +349,7 @@ def test_a_memory_ends(routed: Router, table: Table, shell: Shell) -> None:
 
 
 @pytest.mark.parametrize(("destination", "verdict"), [("10.96.0.1", "host_reject"), ("203.0.113.2", "host_drop")])
-def test_what_is_refused_is_counted(destination: str, verdict: str, table: Table, routed: Router, shell: Shell) -> None:
+def test_refused_packets_are_counted(destination: str, verdict: str, table: Table, routed: Router, shell: Shell) -> None:
     """Without endpoints: rejected. Without local endpoints, or outside the ranges: dropped."""
     refused = service(ends=())
     guarded = msgspec.structs.replace(service(2), source_ranges=(SourceRange(packed("10.99.0.0"), 16),))

@@ -107,7 +107,7 @@ def harness(
         made.node.close()
 
 
-def test_what_is_there_at_the_start_is_in_the_maps(
+def test_existing_addresses_and_devices_are_in_the_maps(
     namespace: None, tmp_path: Path, programs: Object, bpffs: Path, shell: Shell
 ) -> None:
     shell("ip link add v0 mtu 1400 type veth peer name v1; ip addr add 10.1.0.1/24 dev v0; ip link set v0 up")
@@ -136,7 +136,7 @@ def test_addresses_come_and_go(harness: Harness, shell: Shell) -> None:
     follow(harness.node, lambda: harness.knows({}, {}))
 
 
-def test_addresses_that_leave_the_node_are_noted(harness: Harness, shell: Shell) -> None:
+def test_removed_addresses_are_reported(harness: Harness, shell: Shell) -> None:
     """Flows are masqueraded to them (finding D7). An address that another device also has stays on the node."""
     fast = NodeConfig(fast_path=True)
     harness.node.close()
@@ -171,7 +171,7 @@ def test_addresses_that_leave_the_node_are_noted(harness: Harness, shell: Shell)
     assert gone() == {"10.1.0.3"}
 
 
-def test_devices_that_are_gone_are_named_by_their_number(harness: Harness, shell: Shell) -> None:
+def test_removed_devices_are_reported_by_index(harness: Harness, shell: Shell) -> None:
     """If another device has got the number, entries with it belong to that device."""
     gone: list[int] = []
     harness.node.on_devices_gone = lambda indexes: gone.extend(sorted(indexes))
@@ -199,7 +199,7 @@ def test_a_device_without_ethernet_header_gets_the_other_program(harness: Harnes
     assert carried("t1") == (["tc_ethernet"], ["tc_egress"])
 
 
-def test_a_bridge_s_ports_carry_programs_and_the_bridge_does_not(harness: Harness, shell: Shell) -> None:
+def test_ports_of_a_bridge_have_programs_and_the_bridge_has_none(harness: Harness, shell: Shell) -> None:
     harness.attach()
     shell("ip link add v0 type veth peer name v1; ip link add br0 type bridge; ip link set v0 master br0")
     port, bridge = socket.if_nametoindex("v0"), socket.if_nametoindex("br0")
@@ -237,7 +237,7 @@ def test_a_device_that_stops_being_an_entrance_loses_its_filter(harness: Harness
     assert "clsact" not in shell("tc qdisc show dev br0")
 
 
-def test_a_restart_replaces_programs_and_writes_nothing_that_is_right(harness: Harness, shell: Shell) -> None:
+def test_a_restart_replaces_programs_and_rewrites_no_right_entry(harness: Harness, shell: Shell) -> None:
     shell(f"{NO_LINK_LOCAL}; ip link add v0 type veth peer name v1")
     shell("ip addr add 10.1.0.1/24 dev v0; ip link set v0 up; ip link set v1 up")
     follow(harness.node, lambda: harness.knows({"v0": PLAIN, "v1": PLAIN}, {"10.1.0.1": True}))
@@ -273,7 +273,7 @@ class Recording:
         return self._real.items()
 
 
-def test_another_configuration_is_taken_in(harness: Harness, shell: Shell) -> None:
+def test_another_configuration_is_applied(harness: Harness, shell: Shell) -> None:
     shell("ip link add v0 type veth peer name v1; ip addr add 10.1.0.1/24 dev v0; ip addr add 10.2.0.1/24 dev v0")
     devices = {"v0": PLAIN, "v1": PLAIN}
     follow(harness.node, lambda: harness.knows(devices, {"10.1.0.1": True, "10.2.0.1": True}))
@@ -296,7 +296,7 @@ def test_a_filter_that_was_removed_comes_back(how: str, harness: Harness, shell:
     assert any("v0: the agent's tc program is gone" in report for report in harness.reports)
 
 
-def test_a_full_map_is_logged_once_and_the_rest_is_served(
+def test_a_full_map_is_logged_once_and_other_entries_are_written(
     namespace: None, tmp_path: Path, bpf_objects: Path, bpffs: Path, shell: Shell
 ) -> None:
     shell("ip link add v0 type veth peer name v1")
@@ -313,7 +313,7 @@ def test_a_full_map_is_logged_once_and_the_rest_is_served(
         harness.node.close()
 
 
-def test_lost_messages_are_made_up_for(
+def test_lost_messages_cause_a_full_read(
     namespace: None, tmp_path: Path, programs: Object, bpffs: Path, shell: Shell, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """More unread events than the socket's buffer holds."""
@@ -365,7 +365,7 @@ def as_followed(follower: Follower) -> tuple[dict[str, Entry], dict[str, bool], 
     return entries, addresses, secondary
 
 
-def test_what_is_followed_is_what_the_kernel_shows_after_any_sequence_of_changes(namespace: None, shell: Shell) -> None:
+def test_the_followed_state_matches_the_kernel_after_any_changes(namespace: None, shell: Shell) -> None:
     """Promotion of secondary addresses, one address on two devices, ports that move: compared with iproute2's
     listing.
     """
@@ -405,7 +405,7 @@ def test_what_is_followed_is_what_the_kernel_shows_after_any_sequence_of_changes
     follower.close()
 
 
-def test_what_others_wrote_into_the_maps_is_put_right(harness: Harness, shell: Shell) -> None:
+def test_foreign_changes_of_the_maps_are_corrected(harness: Harness, shell: Shell) -> None:
     shell("ip link add v0 type veth peer name v1; ip addr add 192.0.2.1/24 dev v0; ip link set v0 up")
     follow(harness.node, lambda: "192.0.2.1" in harness.node_addresses())
     right = harness.in_kernel()

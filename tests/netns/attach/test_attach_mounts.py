@@ -59,7 +59,7 @@ def as_process_1(work):
 """
 
 
-def in_machine_of_its_own(script: str, tmp_path: Path) -> str:
+def run_in_private_machine(script: str, tmp_path: Path) -> str:
     """Run a script as process 1 of new PID and mount namespaces; /sys has no bpffs and no cgroup2."""
     path = tmp_path / "script.py"
     path.write_text(PRELUDE + textwrap.dedent(script))
@@ -89,7 +89,7 @@ def in_machine_of_its_own(script: str, tmp_path: Path) -> str:
 
 
 def test_a_bpffs_is_mounted_once_and_unmounted_at_the_end(tmp_path: Path) -> None:
-    in_machine_of_its_own(
+    run_in_private_machine(
         """
         assert mounted() == []
         place = mounts.ensure_bpffs(directory)
@@ -105,8 +105,8 @@ def test_a_bpffs_is_mounted_once_and_unmounted_at_the_end(tmp_path: Path) -> Non
     )
 
 
-def test_from_a_private_mount_namespace_process_1_s_is_used_and_pins_outlive_us(tmp_path: Path) -> None:
-    in_machine_of_its_own(
+def test_a_private_mount_namespace_uses_the_bpffs_of_process_1_and_pins_outlive_it(tmp_path: Path) -> None:
+    run_in_private_machine(
         """
         def agent():
             leave_init()
@@ -133,8 +133,8 @@ def test_from_a_private_mount_namespace_process_1_s_is_used_and_pins_outlive_us(
     )
 
 
-def test_a_bpffs_that_was_there_stays_mounted(tmp_path: Path) -> None:
-    in_machine_of_its_own(
+def test_an_existing_bpffs_stays_mounted(tmp_path: Path) -> None:
+    run_in_private_machine(
         """
         sh("mount -t bpf bpf /sys/fs/bpf; mkdir /sys/fs/bpf/others")
         place = mounts.ensure_bpffs(directory)
@@ -151,8 +151,8 @@ def test_a_bpffs_that_was_there_stays_mounted(tmp_path: Path) -> None:
     )
 
 
-def test_our_bpffs_stays_while_others_or_other_instances_are_in_it(tmp_path: Path) -> None:
-    in_machine_of_its_own(
+def test_the_agents_bpffs_stays_while_other_pins_are_in_it(tmp_path: Path) -> None:
+    run_in_private_machine(
         """
         other = directory.parent / "other"
         place = mounts.ensure_bpffs(directory).path
@@ -175,7 +175,7 @@ def test_our_bpffs_stays_while_others_or_other_instances_are_in_it(tmp_path: Pat
 
 
 def test_a_bpffs_in_the_run_directory_is_preferred(tmp_path: Path) -> None:
-    in_machine_of_its_own(
+    run_in_private_machine(
         """
         sh(f"mount -t bpf bpf /sys/fs/bpf; mkdir -p {directory}/bpf; mount -t bpf bpf {directory}/bpf")
         assert mounts.ensure_bpffs(directory).path == directory / "bpf"
@@ -185,7 +185,7 @@ def test_a_bpffs_in_the_run_directory_is_preferred(tmp_path: Path) -> None:
 
 
 def test_without_access_to_process_1_the_own_mount_is_used_with_a_warning(tmp_path: Path) -> None:
-    in_machine_of_its_own(
+    run_in_private_machine(
         """
         def agent():
             leave_init()
@@ -206,7 +206,7 @@ def test_without_access_to_process_1_the_own_mount_is_used_with_a_warning(tmp_pa
 
 
 def test_one_clear_error_when_nothing_can_be_mounted(tmp_path: Path) -> None:
-    in_machine_of_its_own(
+    run_in_private_machine(
         """
         def agent():
             os.setresuid(65534, 65534, 65534)
@@ -227,7 +227,7 @@ def test_one_clear_error_when_nothing_can_be_mounted(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("where", ["/sys/fs/cgroup", "/sys/fs/cgroup/unified", "/mnt", ""])
 def test_cgroup2_is_found_wherever_it_is(where: str, tmp_path: Path) -> None:
-    in_machine_of_its_own(
+    run_in_private_machine(
         f"""
         where = {where!r}
         sh("mount -t tmpfs none /mnt")
@@ -253,7 +253,7 @@ def test_cgroup2_is_found_wherever_it_is(where: str, tmp_path: Path) -> None:
 
 
 def test_cgroup2_of_process_1_is_found_from_a_private_mount_namespace(tmp_path: Path) -> None:
-    in_machine_of_its_own(
+    run_in_private_machine(
         """
         sh("mount -t cgroup2 none /sys/fs/cgroup")
 
@@ -268,7 +268,7 @@ def test_cgroup2_of_process_1_is_found_from_a_private_mount_namespace(tmp_path: 
     )
 
 
-def test_instances_have_names_of_their_own() -> None:
+def test_instances_have_distinct_names() -> None:
     names = [
         mounts.instance_name(Path(p)) for p in ("/run/pyebpf-proxy", "/run/pyebpf-proxy/", "/a/b", "/a-b", "/c/b", "/")
     ]
@@ -280,7 +280,7 @@ def test_instances_have_names_of_their_own() -> None:
 
 
 def test_the_fork_hands_back_the_error(tmp_path: Path) -> None:
-    in_machine_of_its_own(
+    run_in_private_machine(
         """
         def agent():
             leave_init()

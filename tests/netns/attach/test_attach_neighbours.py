@@ -42,7 +42,7 @@ def reported(neighbours: Neighbours) -> bool:
 
 
 @pytest.mark.parametrize("step", STEPS)
-def test_what_counts(neighbours: Neighbours, shell: Shell, family: int, step: str) -> None:
+def test_neighbour_changes_that_matter(neighbours: Neighbours, shell: Shell, family: int, step: str) -> None:
     before, after, counts = STEPS[step]
     if before:
         shell(f"ip neigh replace {ADDRESS[family]} {before} dev v0")
@@ -52,7 +52,7 @@ def test_what_counts(neighbours: Neighbours, shell: Shell, family: int, step: st
     assert reported(neighbours) == counts
 
 
-def test_those_that_are_there_already_are_known(neighbours: Neighbours, shell: Shell, family: int) -> None:
+def test_existing_neighbours_are_known(neighbours: Neighbours, shell: Shell, family: int) -> None:
     shell(f"ip neigh replace {ADDRESS[family]} lladdr {FIRST} dev v0 nud permanent")
     later = Neighbours()
     try:
@@ -62,7 +62,7 @@ def test_those_that_are_there_already_are_known(neighbours: Neighbours, shell: S
         later.close()
 
 
-def test_what_was_lost_counts(neighbours: Neighbours, shell: Shell) -> None:
+def test_lost_neighbour_messages_count_as_a_change(neighbours: Neighbours, shell: Shell) -> None:
     """More messages than the socket has room for; the relevant one is lost."""
     shell(f"ip neigh replace 192.0.2.7 lladdr {FIRST} dev v0 nud permanent")
     assert not reported(neighbours)

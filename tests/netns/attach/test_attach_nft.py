@@ -49,7 +49,7 @@ def test_the_chosen_backend_is_reached_with_the_client_s_address(
 
 
 @pytest.mark.parametrize("protocol", ["tcp", "udp"])
-def test_the_masquerade_bit_hides_the_client_and_only_that_bit_is_cleared(
+def test_the_masquerade_bit_masquerades_and_only_that_bit_is_cleared(
     protocol: str, family: int, router: Router, table: Table, shell: Shell
 ) -> None:
     table.ensure(Behaviour(MARK))
@@ -134,7 +134,7 @@ def test_an_entry_written_into_conntrack_is_translated_and_its_bit_cleared(
     assert counted(shell, "others kept") > 0
 
 
-def test_conntrack_is_live_only_with_the_table(family: int, router: Router, table: Table, shell: Shell) -> None:
+def test_conntrack_is_active_only_with_the_table(family: int, router: Router, table: Table, shell: Shell) -> None:
     def tracked() -> bool:
         exchange(router, family, "udp", (router.SERVER[family], 8080))
         return router.CLIENT[family] in shell(f"conntrack -L -f ipv{family} 2>/dev/null")
@@ -227,7 +227,7 @@ def test_nothing_is_written_without_a_change(table: Table, shell: Shell) -> None
     assert table._generation() == generation, "existing elements are not written"
 
 
-def test_a_change_before_our_own_is_not_overlooked(table: Table, shell: Shell) -> None:
+def test_a_foreign_change_before_the_agents_own_is_noticed(table: Table, shell: Shell) -> None:
     table.ensure(Behaviour(MARK))
     shell(f"nft flush chain inet {table.name} translate")
     table.update(TARGETS)
@@ -285,7 +285,7 @@ def test_update_changes_adds_and_removes(table: Table, shell: Shell) -> None:
 
 
 @pytest.mark.parametrize("how", ["nft flush ruleset", f"nft flush table inet {nft.TABLE}"])
-def test_a_table_that_others_flushed_is_made_again_whole(how: str, table: Table, shell: Shell) -> None:
+def test_a_flushed_table_is_restored_completely(how: str, table: Table, shell: Shell) -> None:
     table.ensure(Behaviour(MARK))
     table.update(TARGETS)
     wanted = shell("nft list ruleset")

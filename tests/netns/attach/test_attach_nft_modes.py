@@ -85,7 +85,7 @@ def test_a_cluster_ip_rejects_undefined_ports_and_other_service_addresses_drop(
     assert left() == 2
 
 
-def test_what_is_served_at_a_cluster_ip_is_translated_before(
+def test_served_ports_of_a_cluster_ip_are_translated_first(
     family: int, router: Router, table: Table, shell: Shell
 ) -> None:
     vip = packed(router.VIP[family])
@@ -106,7 +106,7 @@ def test_an_address_of_the_node_is_never_unknown(router: Router, table: Table, l
 
 
 @pytest.mark.parametrize("drop_invalid", [True, False])
-def test_invalid_packets_are_not_forwarded_where_that_is_asked_for(
+def test_invalid_packets_are_dropped_if_so_configured(
     drop_invalid: bool, router: Router, table: Table, shell: Shell
 ) -> None:
     """conntrack considers an echo reply without a request INVALID."""
@@ -125,7 +125,7 @@ def test_invalid_packets_are_not_forwarded_where_that_is_asked_for(
     assert first == (8 if drop_invalid else 0)
 
 
-def test_sets_are_adopted_and_healed(table: Table, shell: Shell) -> None:
+def test_sets_are_adopted_and_repaired(table: Table, shell: Shell) -> None:
     ips = [(packed("10.96.0.1"), 32), (packed("fd96::1"), 128)]
     table.ensure(Behaviour(MARK, refuse_unknown=True))
     table.set_addresses("cluster_ips", ips)

@@ -57,7 +57,7 @@ def ready(table: Table, router: Router, family: int, behaviour: Behaviour, port:
 
 
 @pytest.mark.parametrize("protocol", ["tcp", "udp"])
-def test_the_masquerade_tag_hides_the_client(
+def test_the_masquerade_tag_masquerades(
     protocol: str, family: int, router: Router, table: Table, shell: Shell
 ) -> None:
     ready(table, router, family, Behaviour(MARK))
@@ -117,7 +117,7 @@ def test_masqueraded_ports_are_in_the_range(
 
 @pytest.mark.parametrize("tag", [TRANSLATED, MASQUERADED], ids=["translated", "masqueraded"])
 @pytest.mark.parametrize("protocol", ["tcp", "udp"])
-def test_only_the_first_packet_of_a_translated_flow_is_proven(
+def test_only_the_first_packet_of_a_translated_flow_gets_the_proof(
     tag: str, protocol: str, family: int, router: Router, table: Table, shell: Shell
 ) -> None:
     ready(table, router, family, Behaviour(MARK, prove_new=True))
@@ -131,7 +131,7 @@ def test_only_the_first_packet_of_a_translated_flow_is_proven(
     assert left(shell).get("proof") == 1, "an untranslated flow gets no proof"
 
 
-def test_what_others_drop_is_not_proven(family: int, router: Router, table: Table, shell: Shell) -> None:
+def test_packets_that_other_rules_drop_get_no_proof(family: int, router: Router, table: Table, shell: Shell) -> None:
     ready(table, router, family, Behaviour(MARK, prove_new=True))
     decide(shell, TRANSLATED)
     watch(shell)
@@ -147,7 +147,7 @@ def test_what_others_drop_is_not_proven(family: int, router: Router, table: Tabl
     assert "proof" not in left(shell)
 
 
-def test_what_the_node_itself_sends_is_not_proven(family: int, router: Router, table: Table, shell: Shell) -> None:
+def test_packets_of_the_node_itself_get_no_proof(family: int, router: Router, table: Table, shell: Shell) -> None:
     ready(table, router, family, Behaviour(MARK, prove_new=True))
     watch(shell)
     ip, server = ("ip", router.SERVER[4]) if family == 4 else ("ip6", f"[{router.SERVER[6]}]")
@@ -289,7 +289,7 @@ def test_a_defined_port_is_not_refused_where_no_program_has_chosen(
         asks(80)
 
 
-def test_defined_ports_are_adopted_and_healed(table: Table, shell: Shell) -> None:
+def test_defined_ports_are_adopted_and_repaired(table: Table, shell: Shell) -> None:
     keys = {port_key(packed("10.96.0.1"), 6, 80), port_key(packed("fd00::1"), 132, 65535)}
     table.ensure(Behaviour(MARK, refuse_unknown=True))
     table.set_ports(keys)

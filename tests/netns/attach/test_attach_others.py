@@ -137,7 +137,7 @@ def test_a_pod_s_device_without_others(agent: Agent, pod: int, shell: Shell) -> 
 
 
 @pytest.mark.parametrize("program", ["ends_chain", "goes_on"])
-def test_an_earlier_program_comes_after_the_agents(program: str, agent: Agent, pod: int, put: Put) -> None:
+def test_an_existing_program_runs_after_the_agents(program: str, agent: Agent, pod: int, put: Put) -> None:
     """Also a program that ends the chain: it would keep every packet from the agent's program (finding D2)."""
     put(program, pod, tcx.BEFORE)
     node = agent.start()
@@ -146,7 +146,7 @@ def test_an_earlier_program_comes_after_the_agents(program: str, agent: Agent, p
     assert agent.written(pod)[0] == REDIRECT_NONE
 
 
-def test_a_later_program_is_noticed_and_comes_after_the_agents(agent: Agent, pod: int, put: Put) -> None:
+def test_a_later_program_is_detected_and_runs_after_the_agents(agent: Agent, pod: int, put: Put) -> None:
     node = agent.start()
     before = tcx.chain(pod, tcx.INGRESS)
     put("ends_chain", pod, tcx.BEFORE)
@@ -166,7 +166,7 @@ def test_a_later_program_is_noticed_and_comes_after_the_agents(agent: Agent, pod
     )
 
 
-def test_who_keeps_going_to_the_head_is_left_there(agent: Agent, pod: int, foreign: Object) -> None:
+def test_a_program_that_keeps_moving_to_the_head_is_left_there(agent: Agent, pod: int, foreign: Object) -> None:
     node = agent.start()
     for _ in range(30):
         link = tcx.attach(foreign.programs["goes_on"].fd, pod, tcx.INGRESS, tcx.BEFORE)
@@ -202,7 +202,7 @@ def test_filters_and_qdiscs_come_and_go(agent: Agent, pod: int, shell: Shell) ->
 
 
 @pytest.mark.parametrize("first", [True, False], ids=["before", "after"])
-def test_the_bandwidth_plugin_has_its_qdiscs(first: bool, agent: Agent, pod: int, shell: Shell) -> None:
+def test_the_bandwidth_plugin_can_add_its_qdiscs(first: bool, agent: Agent, pod: int, shell: Shell) -> None:
     """The plugin fails if the agent's qdisc exists first (finding D2)."""
     if first:
         shell(LIMIT_TO_POD + LIMIT_FROM_POD)
@@ -258,7 +258,7 @@ def _link_id(pin: Path) -> int:
         os.close(link)
 
 
-def test_a_move_that_was_cut_short_by_kill_9(agent: Agent, pod: int, put: Put, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kill_9_during_a_move(agent: Agent, pod: int, put: Put, monkeypatch: pytest.MonkeyPatch) -> None:
     """Killed at every step: the agent's program stays on the device, and the next run restores the order."""
     agent.start().close()
     fd = agent.programs.programs["tc_ethernet"].fd
@@ -278,7 +278,7 @@ def test_a_move_that_was_cut_short_by_kill_9(agent: Agent, pod: int, put: Put, m
         os.close(link)
 
 
-def test_what_stands_in_during_a_move_runs_the_program(agent: Agent, bpffs: Path, foreign: Object) -> None:
+def test_the_stand_in_during_a_move_runs_the_program(agent: Agent, bpffs: Path, foreign: Object) -> None:
     for name, verdict in (("ends_chain", 0), ("goes_on", -1)):
         with tcx.stand_in(foreign.programs[name].fd, bpffs / "table") as fd:
             program = SimpleNamespace(fd=fd, name="pep_move", _lib=lib())
@@ -312,7 +312,7 @@ def _die_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("others", ["", f"tc filter add dev pod ingress pref 300 {OTHERS}"])
-def test_an_earlier_version_s_filter_goes_and_no_packet_is_without_the_program(
+def test_an_older_versions_filter_is_replaced_without_a_gap(
     others: str, agent: Agent, pod: int, shell: Shell, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fds = {name: program.fd for name, program in agent.programs.programs.items()}
@@ -351,7 +351,7 @@ def _and_look(real: Callable[..., object], seen: list[list[str]]) -> Callable[..
     return call
 
 
-def test_clean_up_leaves_others_alone(agent: Agent, pod: int, put: Put, shell: Shell) -> None:
+def test_clean_up_leaves_other_programs_alone(agent: Agent, pod: int, put: Put, shell: Shell) -> None:
     shell(LIMIT_TO_POD + LIMIT_FROM_POD)
     put("ends_chain", pod, tcx.BEFORE)
     put("goes_on", pod, tcx.AFTER, tcx.EGRESS)
@@ -376,7 +376,7 @@ def test_without_tcx_foreign_filters_come_after_the_agents(agent: Agent, pod: in
     follow(node, lambda: limit(node, pod) == (REDIRECT_PEER, ""))
 
 
-def test_without_tcx_an_ingress_qdisc_has_no_egress_for_us(agent: Agent, pod: int, shell: Shell) -> None:
+def test_without_tcx_an_ingress_qdisc_offers_no_egress_hook(agent: Agent, pod: int, shell: Shell) -> None:
     shell("tc qdisc add dev pod ingress")
     node = agent.start(use_tcx=False)
     assert carried("pod") == (["tc_ethernet"], [])
@@ -389,7 +389,7 @@ def test_without_tcx_an_ingress_qdisc_has_no_egress_for_us(agent: Agent, pod: in
 # ---- bridges ----------------------------------------------------------------------------
 
 
-def test_a_bridge_that_does_something_to_frames_closes_its_ports(agent: Agent, pod: int, shell: Shell) -> None:
+def test_a_bridge_that_processes_frames_closes_its_ports(agent: Agent, pod: int, shell: Shell) -> None:
     shell("ip link add br0 type bridge; ip link set pod master br0")
     node = agent.start()
     assert carried("pod") == (["tc_bridge_port"], ["tc_egress"])
@@ -423,7 +423,7 @@ def test_nothing_is_left_after_the_instances_clean_up(agent: Agent, pod: int, tm
         subprocess.run(["umount", "-l", directory / "bpf"], check=True)
 
 
-def test_a_link_that_is_taken_off_just_before_others_are_listed_comes_back(agent: Agent, pod: int) -> None:
+def test_a_link_that_is_detached_just_before_listing_comes_back(agent: Agent, pod: int) -> None:
     node = agent.start()
     node.look()
     link = tcx.open_pinned(agent.folder / f"{pod}-egress")

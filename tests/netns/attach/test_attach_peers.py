@@ -130,7 +130,7 @@ def test_a_program_that_was_there_before_the_agent(start: Callable[[], Node], po
     assert limit(start(), pod.device) == (REDIRECT_DEVICE, PROGRAM)
 
 
-def test_generic_xdp_sees_packets_all_the_same(start: Callable[[], Node], pod: Pod) -> None:
+def test_generic_xdp_sees_redirected_packets(start: Callable[[], Node], pod: Pod) -> None:
     node = start()
     pod.xdp("xdpgeneric")
     node.read()
@@ -138,7 +138,7 @@ def test_generic_xdp_sees_packets_all_the_same(start: Callable[[], Node], pod: P
     assert limit(node, pod.device) == (REDIRECT_PEER, "")
 
 
-def test_where_no_message_comes_the_next_look_finds_it(start: Callable[[], Node], pod: Pod, shell: Shell) -> None:
+def test_without_a_message_the_next_check_finds_the_program(start: Callable[[], Node], pod: Pod, shell: Shell) -> None:
     shell("ethtool -K pod tso off tx-udp-segmentation off tx-sctp-segmentation off tx-gso-list off")
     node = start()
     for off, wanted in ((False, (REDIRECT_DEVICE, PROGRAM)), (True, (REDIRECT_PEER, ""))):
@@ -161,14 +161,14 @@ def test_the_capabilities_of_the_daemonset_are_enough(pod: Pod) -> None:
     assert known_with(FEW) == f"{{'pod': '{PROGRAM}'}}"
 
 
-def test_offload_decides_where_the_peer_may_not_be_read(pod: Pod) -> None:
+def test_offload_decides_if_the_peer_may_not_be_read(pod: Pod) -> None:
     without = FEW.replace(",+net_admin", "")
     assert known_with(without) == "{'pod': ''}"
     pod.xdp("xdpdrv")
     assert known_with(without) == f"{{'pod': '{peers.MAY_BE.format('EACCES')}'}}"
 
 
-def test_the_other_end_has_gone_elsewhere(pod: Pod, shell: Shell) -> None:
+def test_the_other_end_moves_to_another_namespace(pod: Pod, shell: Shell) -> None:
     """The veth's own message has the new place of its peer."""
     follower = Follower()
     shell("ip link add host type veth peer name moves; ip link set host up; ip link set moves up")
@@ -187,7 +187,7 @@ def pod_namespace() -> str:
     return f"pep-{os.getpid()}-peer"
 
 
-def test_many_are_asked_in_turns(pod: Pod) -> None:
+def test_many_peers_are_asked_in_batches(pod: Pod) -> None:
     pod.xdp("xdpdrv")
     follower = Follower()
     veth = follower.state.links[pod.device]
@@ -201,7 +201,7 @@ def test_many_are_asked_in_turns(pod: Pod) -> None:
     assert peers.read([Link(1, "lo", 772)]) == {}
 
 
-def test_refusals_are_among_the_answers(pod: Pod) -> None:
+def test_errors_are_among_the_answers(pod: Pod) -> None:
     """Each question gets its own answer, in the order of the questions."""
     here = [struct.pack("=BxHiII", 0, 0, index, 0, 0) for index in (1, 999_999, pod.device)]
     with RequestSocket(socket.NETLINK_ROUTE) as netlink:

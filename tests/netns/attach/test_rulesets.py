@@ -27,7 +27,7 @@ def closed() -> dict[int, str]:
 
 @pytest.mark.parametrize("variant", ["nft", "legacy"])
 @pytest.mark.parametrize("name", FILES)
-def test_common_rulesets_leave_it_open(name: str, variant: str, shell: Shell) -> None:
+def test_common_rulesets_keep_the_fast_path_open(name: str, variant: str, shell: Shell) -> None:
     if "--match-set" in (FOLDER / f"{name}.iptables").read_text():
         shell(SETS)
     text = (
@@ -41,13 +41,13 @@ def test_common_rulesets_leave_it_open(name: str, variant: str, shell: Shell) ->
 
 
 @pytest.mark.parametrize("name", ["calico", "firewalld", "plain"])
-def test_common_nftables_rulesets_leave_it_open(name: str, shell: Shell) -> None:
+def test_common_nftables_rulesets_keep_the_fast_path_open(name: str, shell: Shell) -> None:
     shell(f"nft -f {FOLDER / name}.nft")
     assert closed() == {}
 
 
 @pytest.mark.parametrize("pods", [True, False], ids=["with a policy", "without one"])
-def test_a_policy_that_asks_a_process_closes_it(pods: bool, shell: Shell) -> None:
+def test_a_policy_with_a_queue_closes_the_fast_path(pods: bool, shell: Shell) -> None:
     """kindnet's policy: a packet goes to its process unless the process has accepted the flow. Pod sets may be filled
     at any time.
     """
@@ -244,7 +244,7 @@ END""")
     ],
 )
 @pytest.mark.parametrize("variant", ["nft", "legacy"])
-def test_marks_close_it_where_a_rule_of_routing_goes_by_them(
+def test_marks_close_the_fast_path_if_an_ip_rule_uses_them(
     variant: str, mark: str, rule: str, closes: bool, shell: Shell
 ) -> None:
     shell(f"iptables-{variant} -t mangle -A PREROUTING {mark}")
@@ -254,7 +254,7 @@ def test_marks_close_it_where_a_rule_of_routing_goes_by_them(
     assert set(closed()) == ({4} if closes else set())
 
 
-def test_marks_of_flows_close_it_once_they_are_restored(shell: Shell) -> None:
+def test_connection_marks_close_the_fast_path_if_they_are_restored(shell: Shell) -> None:
     """The rules of Amazon's CNI plugin."""
     shell(
         "ip rule add fwmark 0x80/0x80 lookup main;"
@@ -282,7 +282,7 @@ def test_marks_of_nftables(rule: str, closes: bool, shell: Shell) -> None:
     assert set(closed()) == ({4} if closes else set())
 
 
-def test_filters_of_tc_are_asked_for_where_marks_are_set(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tc_filters_are_read_if_rules_set_marks(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
     """tests/unit has filters by mark: not every kernel supports them."""
     seen: list[bytes] = []
 
@@ -323,13 +323,13 @@ def test_rules_for_a_device_that_the_fast_path_never_uses(variant: str, shell: S
         shell(clamp % ("D", devices))
 
 
-def test_tables_that_are_not_there_are_not_made(shell: Shell) -> None:
+def test_reading_creates_no_tables(shell: Shell) -> None:
     shell("iptables-legacy -A FORWARD -j LOG")
     assert "iptables-legacy table filter, chain FORWARD, rule 1: LOG" in closed()[4]
     assert shell("cat /proc/net/ip_tables_names /proc/net/ip6_tables_names").split() == ["filter"]
 
 
-def test_our_own_table_and_the_one_of_kube_proxy_are_left_out(shell: Shell) -> None:
+def test_the_tables_of_the_agent_and_of_kube_proxy_are_ignored(shell: Shell) -> None:
     rules = "{ chain a { type filter hook forward priority 0; log; }; }"
     shell(f"nft 'table inet pyebpf-proxy {rules}; table inet pyebpf-proxy-two {rules}; table ip kube-proxy {rules}'")
     assert closed() == {}
@@ -337,6 +337,6 @@ def test_our_own_table_and_the_one_of_kube_proxy_are_left_out(shell: Shell) -> N
     assert set(closed()) == {4, 6}
 
 
-def test_a_table_that_sleeps(shell: Shell) -> None:
+def test_a_dormant_table(shell: Shell) -> None:
     shell("nft 'table inet mine { flags dormant; chain a { type filter hook forward priority 0; log; }; }'")
     assert closed() == {}
