@@ -79,7 +79,7 @@ def test_endpoints_are_chosen_evenly(mode: str, pair: SideBySide) -> None:
     assert not wanted
 
 
-def test_t2_silence_that_was_asked_again_is_counted(pair: SideBySide, capsys: pytest.CaptureFixture[str]) -> None:
+def test_t2_repeated_requests_after_no_answer_are_counted(pair: SideBySide, capsys: pytest.CaptureFixture[str]) -> None:
     """Of all flows before: a machine that is busy loses an answer now and then, a proxy that loses them would, too."""
     found = pair.silence()
     text = "\n".join(f"  {name}: {silence}" for name, silence in found.items())

@@ -64,7 +64,7 @@ SUITES = (
     Suite(
         "policy",
         tuple(f"tests/netns/{name}" for name in _POLICY),
-        "added_counts_at_once and ipv4 and iptables-legacy",
+        "new_policy_applies_at_once and ipv4 and iptables-legacy",
         limit=_LONG,
         few_rights=True,
     ),
@@ -81,9 +81,9 @@ SUITES = (
     Suite("sctp", (f"{_CASES}/test_guest_sctp.py",), "ipv4 or refused"),
     Suite("underlays", (f"{_CASES}/test_guest_underlays.py",), "vxlan and not pod_keeps"),
     # The agent in the container of its pod, under the profiles of a container runtime: Debian's kernels have AppArmor.
-    Suite("container", ("tests/netns/test_deploy_capabilities.py", "-k", "t13 or s11 or gives_it_serves")),
+    Suite("container", ("tests/netns/test_deploy_capabilities.py", "-k", "t13 or s11 or pod_of_the_manifest_serves")),
     Suite("netem", (f"{_CASES}/test_guest_netem.py",)),
-    Suite("bridge", ("tests/netns/test_lab_bridge.py", "-k", "large or fragmented or talk")),
+    Suite("bridge", ("tests/netns/test_lab_bridge.py", "-k", "large or fragmented or reach_each_other")),
     Suite("netns", tuple(f"tests/netns/{name}" for name in _NETNS), "second_agent"),
 )
 

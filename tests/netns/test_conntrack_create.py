@@ -98,7 +98,7 @@ def connection(router: Router, family: int, masqueraded: bool) -> Iterator[Conne
 
 
 @pytest.mark.parametrize("protocol", [Protocol.TCP, Protocol.UDP], ids=["TCP", "UDP"])
-def test_an_entry_is_as_the_kernel_would_have_made_it(
+def test_an_entry_is_as_the_kernel_would_create_it(
     router: Router, family: int, masqueraded: bool, protocol: Protocol
 ) -> None:
     own = next(_ports)
@@ -122,7 +122,7 @@ def test_an_entry_is_as_the_kernel_would_have_made_it(
 
 
 @pytest.mark.parametrize("protocol", [Protocol.TCP, Protocol.UDP], ids=["TCP", "UDP"])
-def test_a_flow_with_the_same_answers_makes_room(router: Router, family: int, protocol: Protocol) -> None:
+def test_a_flow_with_the_same_reply_tuple_is_replaced(router: Router, family: int, protocol: Protocol) -> None:
     """The kernel would choose another source port for a flow that is not masqueraded, and the flow would break."""
     router.forgotten()
     it = entry(protocol, family, next(_ports), False)
@@ -133,7 +133,7 @@ def test_a_flow_with_the_same_answers_makes_room(router: Router, family: int, pr
     assert f"src={ENDPOINT[family]} dst={CLIENT[family]} sport={TARGET} dport={it.client[1]} " in line
 
 
-def test_many_in_one_call_each_with_its_own_result(router: Router, family: int) -> None:
+def test_many_entries_in_one_call_each_with_its_result(router: Router, family: int) -> None:
     router.forgotten()
     many = [entry(Protocol.TCP, family, 20001 + n, n % 2 == 1) for n in range(1000)]
     many[500] = many[499]
@@ -145,13 +145,13 @@ def test_many_in_one_call_each_with_its_own_result(router: Router, family: int) 
     assert len(router.listed(family)) == 998
 
 
-def test_the_same_again_is_known(router: Router, family: int, masqueraded: bool) -> None:
+def test_a_second_creation_reports_a_known_entry(router: Router, family: int, masqueraded: bool) -> None:
     router.forgotten()
     it = entry(Protocol.TCP, family, next(_ports), masqueraded)
     assert [result.outcome for result in router.create(it, it)] == [Outcome.CREATED, Outcome.KNOWN]
 
 
-def test_a_connection_elsewhere_makes_room(router: Router, family: int) -> None:
+def test_an_entry_to_another_endpoint_is_replaced(router: Router, family: int) -> None:
     """The programs send all of its packets to the endpoint of the new entry."""
     router.forgotten()
     it = entry(Protocol.TCP, family, next(_ports), False)
@@ -162,7 +162,7 @@ def test_a_connection_elsewhere_makes_room(router: Router, family: int) -> None:
 
 
 @pytest.mark.parametrize("protocol", [Protocol.TCP, Protocol.UDP], ids=["TCP", "UDP"])
-def test_one_entry_for_each_direction_makes_room(
+def test_a_conflicting_entry_in_each_direction_is_replaced(
     router: Router, family: int, masqueraded: bool, protocol: Protocol
 ) -> None:
     """Forged packets in the names of the frontend and of the endpoint create such entries."""
@@ -182,7 +182,7 @@ def test_one_entry_for_each_direction_makes_room(
 
 
 @pytest.mark.parametrize("endpoint_port", [TARGET, 9999], ids=["same endpoint", "another endpoint"])
-def test_a_connection_that_is_over_makes_room(router: Router, family: int, endpoint_port: int) -> None:
+def test_the_entry_of_a_closed_connection_is_replaced(router: Router, family: int, endpoint_port: int) -> None:
     """The client uses its port again while the kernel still has the old connection in TIME_WAIT."""
     router.forgotten()
     it = entry(Protocol.TCP, family, next(_ports), False)
@@ -197,7 +197,7 @@ def test_a_connection_that_is_over_makes_room(router: Router, family: int, endpo
     assert f"sport={TARGET}" in line
 
 
-def test_datagrams_that_had_another_endpoint_make_room(router: Router, family: int) -> None:
+def test_the_entry_of_datagrams_to_another_endpoint_is_replaced(router: Router, family: int) -> None:
     router.forgotten()
     it = entry(Protocol.UDP, family, next(_ports), False)
     outcomes = [r.outcome for r in router.create(it._replace(endpoint=(it.endpoint[0], 9999)), it)]
@@ -230,13 +230,13 @@ def test_it_goes_on(connection: Connection) -> None:
     connection.continues()
 
 
-def test_much_data_both_ways(connection: Connection) -> None:
+def test_much_data_in_both_directions(connection: Connection) -> None:
     connection.enter()
     exchange_data(connection.client, connection.server, 3, size=20_000)
     connection.nothing_dropped()
 
 
-def test_sequence_numbers_far_on(connection: Connection) -> None:
+def test_sequence_numbers_far_ahead(connection: Connection) -> None:
     connection.continues(3)
     connection.skip_bytes((FAR_ON, FAR_ON // 2), (FAR_ON // 2, FAR_ON))
     connection.enter()

@@ -55,7 +55,7 @@ def small() -> Iterator[Lab]:
         yield lab
 
 
-def test_with_what_the_manifest_gives_it_serves(small: Lab, family: int, protocol: str) -> None:
+def test_the_pod_of_the_manifest_serves(small: Lab, family: int, protocol: str) -> None:
     node = small.nodes[0]
     with contained(small.nodes[0], pod(small)) as container:
         container.start()
@@ -72,7 +72,7 @@ def test_with_what_the_manifest_gives_it_serves(small: Lab, family: int, protoco
         assert served_by(before, reasons(node)) == {"tc": 2, "socket": 1}
 
 
-def test_the_metrics_that_alerts_and_dashboard_ask_for_are_there(small: Lab) -> None:
+def test_the_metrics_of_alerts_and_dashboard_exist(small: Lab) -> None:
     """An alert on a missing metric never fires. All metrics but one exist from the start."""
     groups = yaml.safe_load((manifests.DEPLOY / "prometheus" / "pyebpf-proxy.rules.yaml").read_text())["groups"]
     panels = json.loads((manifests.DEPLOY / "grafana" / "pyebpf-proxy.json").read_text())["panels"]
@@ -100,7 +100,7 @@ def test_the_metrics_that_alerts_and_dashboard_ask_for_are_there(small: Lab) -> 
         container.wait_for(lambda: not missing(), "the latency of a change is measured")
 
 
-def test_it_ends_by_sigterm_and_another_pod_takes_over(small: Lab) -> None:
+def test_sigterm_ends_the_pod_and_another_takes_over(small: Lab) -> None:
     """The agent is process 1 of its pod. Pins and lock are on the node, so traffic continues between the pods and after
     them.
     """
@@ -157,7 +157,7 @@ REFUSALS = {
 
 
 @pytest.mark.parametrize("name", NEEDED)
-def test_without_a_capability_the_kernel_itself_refuses(small: Lab, name: str) -> None:
+def test_without_a_capability_the_kernel_refuses(small: Lab, name: str) -> None:
     """So the agent demands no more than it needs."""
     specification = pod(small, [other for other in NEEDED if other != name])
     specification["containers"][0]["command"] = [sys.executable, "-c", UNCHECKED]
@@ -198,7 +198,7 @@ def answers(lab: Lab, specification: manifests.Object) -> dict[str, str]:
         return dict(line.split(maxsplit=1) for line in made.log().splitlines())
 
 
-def test_t13_the_containers_here_are_under_the_runtimes_default_seccomp_profile(small: Lab) -> None:
+def test_t13_these_containers_have_the_runtimes_default_seccomp_profile(small: Lab) -> None:
     """The tests above rely on this: calls that the agent does not need are refused, and bpf() without its
     capability.
     """
@@ -219,7 +219,7 @@ def test_t13_the_containers_here_are_under_the_runtimes_default_seccomp_profile(
     assert [found[name] for name in refused].count("EPERM") == 0, found
 
 
-def test_t13_the_running_agent_and_its_threads_are_under_the_filter(small: Lab) -> None:
+def test_t13_the_seccomp_filter_applies_to_the_agent_and_its_threads(small: Lab) -> None:
     with contained(small.nodes[0], pod(small)) as container:
         container.start()
         wait_ready(small.nodes[0], container)
@@ -228,7 +228,7 @@ def test_t13_the_running_agent_and_its_threads_are_under_the_filter(small: Lab) 
             assert "\nNoNewPrivs:\t1\n" in status
 
 
-def test_t13_under_an_older_runtimes_profile_it_names_what_is_refused(small: Lab, tmp_path: Path) -> None:
+def test_t13_with_an_older_runtimes_profile_the_agent_names_what_is_refused(small: Lab, tmp_path: Path) -> None:
     """A profile that allows bpf() only with CAP_SYS_ADMIN."""
     (tmp_path / "filter").write_bytes(runtime_default(["NET_ADMIN", "PERFMON"]))
     specification = pod(small)
@@ -240,7 +240,7 @@ def test_t13_under_an_older_runtimes_profile_it_names_what_is_refused(small: Lab
         assert "Operation not permitted" in Log(container).last().text, container.log()
 
 
-def test_t13_the_apparmor_profile_is_in_force_and_the_agent_serves(small: Lab) -> None:
+def test_t13_the_agent_serves_under_the_apparmor_profile(small: Lab) -> None:
     """Writing below /sys/fs is denied by path, also on a writable mount; the agent's pins are elsewhere."""
     if not apparmor.enabled():
         pytest.skip("this kernel has no AppArmor; suite container of make test-kernels has it")
@@ -283,7 +283,7 @@ def test_missing_cgroups_of_the_node_are_reported(small: Lab) -> None:
         Log(container).some(Message.CGROUP_IS_NO_ROOT)
 
 
-def test_s11_it_sees_and_writes_only_its_own_part_of_the_nodes_file_systems(small: Lab) -> None:
+def test_s11_the_agent_accesses_only_its_part_of_the_nodes_file_systems(small: Lab) -> None:
     """A compromised agent must not find the pins of the CNI plugin's programs, nor change other settings."""
     (small.nodes[0].agent.directory / "bpf" / "others").mkdir(exist_ok=True)
     specification = pod(small)
@@ -306,7 +306,7 @@ def test_s11_it_sees_and_writes_only_its_own_part_of_the_nodes_file_systems(smal
     assert sum("ip_forward" in line or "/sys/fs/bpf/mine" in line for line in output) == 2, output
 
 
-def test_the_capabilities_of_its_own_are_all_it_has(small: Lab) -> None:
+def test_the_container_has_only_its_capabilities(small: Lab) -> None:
     """The tests above rely on this property of the container."""
     specification = pod(small)
     (container,) = specification["containers"]

@@ -72,7 +72,7 @@ def test_no_connection_notices(ground: Ground, name: str, named: str) -> None:
     assert any(named in text for text in (*found.status, *found.log)) or not named, found
 
 
-def test_overrun_netlink_sockets_are_counted_and_harm_no_connection(ground: Ground) -> None:
+def test_overrun_netlink_sockets_are_counted_without_failed_connections(ground: Ground) -> None:
     """The fault itself checks the kernel's count of dropped messages."""
     found = put(ground, "netlink")
     assert found.metrics.get("netlink_overruns: route", 0) > 0, found
@@ -85,7 +85,7 @@ def test_flows_without_a_source_port_are_counted_and_named(ground: Ground, name:
     assert any("conntrack refused a new flow whose ports are in use" in text for text in found.status), found
 
 
-def test_rules_that_are_flushed_are_back_at_once(ground: Ground) -> None:
+def test_flushed_rules_are_restored_at_once(ground: Ground) -> None:
     """Triggered by a notification, as the log reports, and not by the next sync up to half a minute later."""
 
     def logged() -> int:
@@ -99,7 +99,7 @@ def test_rules_that_are_flushed_are_back_at_once(ground: Ground) -> None:
     assert logged() == before + 1
 
 
-def test_socket_programs_that_are_detached_are_back_within_a_second(ground: Ground) -> None:
+def test_detached_socket_programs_are_restored_within_a_second(ground: Ground) -> None:
     """The next sync, which repairs everything, may be half a minute away."""
     log = Log(ground.node.agent).from_now()
     with of_node.sockets_detached(ground):
@@ -109,7 +109,7 @@ def test_socket_programs_that_are_detached_are_back_within_a_second(ground: Grou
     assert ground.node.namespace.call(answers, cluster_ip(SHOP), 80)
 
 
-def test_the_fast_path_opens_again_when_there_are_descriptors_again(ground: Ground) -> None:
+def test_the_fast_path_opens_again_when_descriptors_are_available(ground: Ground) -> None:
     """No event reports it: rules that could not be read are read again."""
 
     def closed() -> bool:

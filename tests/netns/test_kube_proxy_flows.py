@@ -80,7 +80,7 @@ def test_flows_end_as_with_kube_proxy(
     assert not wrong, f"{len(wrong)} of {len(flows)} flows:\n" + "\n".join(wrong[:40])
 
 
-def test_t2_silence_that_was_asked_again_is_counted(world: FlowWorld, capsys: pytest.CaptureFixture[str]) -> None:
+def test_t2_repeated_requests_after_no_answer_are_counted(world: FlowWorld, capsys: pytest.CaptureFixture[str]) -> None:
     """A busy machine sometimes loses an answer; but so could a proxy."""
     with capsys.disabled():
         print(f"\n  {world.silence}")

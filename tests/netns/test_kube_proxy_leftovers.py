@@ -50,7 +50,7 @@ def kind(request: pytest.FixtureRequest) -> str:
     return value
 
 
-def test_rules_go_and_those_of_others_stay_as_they_are(namespace: Namespace, kind: str, family: int) -> None:
+def test_only_kube_proxys_rules_are_removed(namespace: Namespace, kind: str, family: int) -> None:
     restore(namespace, kind, family, FOREIGN)
     load_kube_proxy(namespace, kind, family)
     restore(namespace, kind, family, FOREIGN_AFTER)
@@ -88,14 +88,14 @@ def test_the_canary_is_seen_in_either_variant(namespace: Namespace, kind: str, f
     assert namespace.call(leftovers.running) == {"iptables"}
 
 
-def test_looking_makes_no_table(namespace: Namespace) -> None:
+def test_detection_creates_no_table(namespace: Namespace) -> None:
     assert remove(namespace) == Report()
     assert namespace.call(leftovers.running) == set()
     assert namespace.run("cat", "/proc/net/ip_tables_names", "/proc/net/ip6_tables_names") == ""
     assert namespace.run("nft", "list", "ruleset") == ""
 
 
-def test_a_chain_that_others_use_stays_with_what_it_does(namespace: Namespace, kind: str, family: int) -> None:
+def test_a_chain_that_other_rules_use_stays_with_its_rules(namespace: Namespace, kind: str, family: int) -> None:
     """A CNI plugin may send packets to KUBE-MARK-MASQ (portmap's externalSetMarkChain)."""
     load_kube_proxy(namespace, kind, family)
     restore(namespace, kind, family, "*nat\n:CNI-SETMARK - [0:0]\n-A CNI-SETMARK -j KUBE-MARK-MASQ\nCOMMIT\n")
@@ -167,7 +167,7 @@ def test_a_table_that_iptables_cannot_read_is_reported(namespace: Namespace) -> 
 
 
 @pytest.mark.parametrize("at_start", [False, True])
-def test_where_forward_drops(namespace: Namespace, kind: str, at_start: bool) -> None:
+def test_a_forward_policy_of_drop_is_reported(namespace: Namespace, kind: str, at_start: bool) -> None:
     load_kube_proxy(namespace, kind, 4)
     namespace.run(f"iptables-{kind}", "-P", "FORWARD", "DROP")
     before = [line for line in saved(namespace, kind, 4) if "KUBE-FORWARD" in line]
@@ -183,7 +183,7 @@ def test_where_forward_drops(namespace: Namespace, kind: str, at_start: bool) ->
     assert bool(report.warnings) is at_start  # reported when it is removed, and as long as it stays
 
 
-def test_nftables_tables_go_and_others_stay(namespace: Namespace) -> None:
+def test_only_kube_proxys_nftables_tables_are_removed(namespace: Namespace) -> None:
     namespace.run("nft", "add table ip kube-proxy-of-others; add table inet kube-proxy; add table ip6 foreign")
     others = namespace.run("nft", "list", "ruleset")
     namespace.run("nft", "-f", str(DATA / "nftables.nft"))
@@ -228,7 +228,7 @@ def test_rules_and_ipsets_of_mode_ipvs(namespace: Namespace, kind: str, at_start
 
 
 @pytest.mark.skipif(bool(_no_ipset()), reason=_no_ipset() or "-")
-def test_a_start_leaves_ipsets_where_nothing_shows_that_mode_ipvs_was_here(namespace: Namespace) -> None:
+def test_a_start_keeps_ipsets_without_signs_of_mode_ipvs(namespace: Namespace) -> None:
     namespace.call(_make_sets, ["KUBE-CLUSTER-IP"])
     assert remove(namespace, at_start=True) == Report()
     assert namespace.call(_sets) == ["KUBE-CLUSTER-IP"]
@@ -236,7 +236,7 @@ def test_a_start_leaves_ipsets_where_nothing_shows_that_mode_ipvs_was_here(names
 
 
 @pytest.mark.skipif(bool(_no_ipset()), reason=_no_ipset() or "-")
-def test_an_ipset_in_use_is_a_problem_and_the_others_go(namespace: Namespace) -> None:
+def test_an_ipset_in_use_is_a_problem_and_the_others_are_removed(namespace: Namespace) -> None:
     namespace.call(_make_sets, ["KUBE-CLUSTER-IP", "KUBE-IPVS-IPS"])
     namespace.run("iptables-nft", "-A", "INPUT", "-m", "set", "--match-set", "KUBE-CLUSTER-IP", "dst,dst", "-j", "DROP")
     report = remove(namespace)

@@ -77,7 +77,7 @@ def exchange(text: str) -> str:
 
 
 @pytest.mark.parametrize("mode", ["iptables-nft", "iptables-legacy", "nftables"])
-def test_a_connection_made_through_kube_proxy_goes_on(node_lab: Lab, family: int, mode: str) -> None:
+def test_a_connection_through_kube_proxy_continues(node_lab: Lab, family: int, mode: str) -> None:
     node, client, pod = node_lab.nodes[0], node_lab.client, LB.endpoints[0]
     server = pod.namespace.start(serve_echo, family)
     kind = mode.removeprefix("iptables-")
@@ -132,7 +132,7 @@ def test_a_masqueraded_flow_keeps_its_source_port(node_lab: Lab, family: int) ->
         node.agent.stop()
 
 
-def test_where_forward_drops_connections_go_on_and_new_ones_are_made(node_lab: Lab, family: int) -> None:
+def test_connections_continue_and_start_where_forward_drops(node_lab: Lab, family: int) -> None:
     """As with Docker on the node, and a pod network without rules."""
     node, client, pod = node_lab.nodes[0], node_lab.client, LB.endpoints[0]
     server = pod.namespace.start(serve_echo, family)
@@ -174,7 +174,7 @@ def test_a_running_kube_proxy_is_logged_once(node_lab: Lab) -> None:
         node.agent.stop()
 
 
-def test_what_could_not_be_removed_is_no_kube_proxy_that_runs(node_lab: Lab) -> None:
+def test_leftovers_that_stay_are_no_running_kube_proxy(node_lab: Lab) -> None:
     node = node_lab.nodes[0]
     load_kube_proxy(node.namespace, "nft", 4)
     node.namespace.run("iptables-nft", "-t", "mangle", "-A", "PREROUTING", "-j", "KUBE-PROXY-CANARY")

@@ -91,7 +91,7 @@ def bound(lab: Lab, kinds: list[Destination] | None = None, protocol: str = "tcp
     return found
 
 
-def test_one_endpoint_by_all_addresses_and_another_port_is_apart(sticky: Lab) -> None:
+def test_affinity_spans_all_addresses_but_not_another_port(sticky: Lab) -> None:
     tcp = bound(sticky, ["LoadBalancer", "ExternalIP", "NodePort"])
     assert set(tcp.values()) == {"web-1", "web-2", "web-3"}
     udp = bound(sticky, ["LoadBalancer", "NodePort"], "udp")
@@ -99,7 +99,7 @@ def test_one_endpoint_by_all_addresses_and_another_port_is_apart(sticky: Lab) ->
     assert udp != tcp
 
 
-def test_killed_and_started_again(sticky: Lab) -> None:
+def test_affinity_survives_a_kill_and_a_start(sticky: Lab) -> None:
     """Affinity survives the agent's absence and its next start, also if other objects have changed meanwhile."""
     agent = sticky.nodes[0].agent
     before = bound(sticky)
@@ -111,7 +111,7 @@ def test_killed_and_started_again(sticky: Lab) -> None:
     assert bound(sticky) == before
 
 
-def test_lost_with_the_endpoint_and_only_with_it(sticky: Lab) -> None:
+def test_affinity_is_lost_only_with_its_endpoint(sticky: Lab) -> None:
     agent = sticky.nodes[0].agent
     before = bound(sticky)
     all_of_them = KINDS[0].endpoints
@@ -127,7 +127,7 @@ def test_lost_with_the_endpoint_and_only_with_it(sticky: Lab) -> None:
         assert {after[key] for key in lost} != {all_of_them[0].name}
 
 
-def test_off_and_on_again_begins_anew(sticky: Lab) -> None:
+def test_affinity_turned_off_and_on_begins_without_clients(sticky: Lab) -> None:
     agent = sticky.nodes[0].agent
     before = bound(sticky)
     agent.wait_synced(rewrite(sticky, KINDS[0].endpoints, affinity=False))
@@ -138,7 +138,7 @@ def test_off_and_on_again_begins_anew(sticky: Lab) -> None:
 
 
 @pytest.mark.parametrize("origin", ["client", "toolbox", "node"])
-def test_time_out_and_refresh(sticky: Lab, origin: str, family: int) -> None:
+def test_affinity_timeout_and_refresh(sticky: Lab, origin: str, family: int) -> None:
     """The newest connection counts: just before the timeout the endpoint stays, and the timeout starts again; after it,
     any endpoint is possible.
     """
@@ -169,7 +169,7 @@ def test_time_out_and_refresh(sticky: Lab, origin: str, family: int) -> None:
         table.close()
 
 
-def test_maps_of_another_size(sticky: Lab) -> None:
+def test_affinity_survives_maps_of_another_size(sticky: Lab) -> None:
     """An agent with maps of other sizes takes over the old ones' entries."""
     agent = sticky.nodes[0].agent
     before = bound(sticky)
@@ -179,7 +179,7 @@ def test_maps_of_another_size(sticky: Lab) -> None:
     assert bound(sticky) == before
 
 
-def test_maps_of_another_layout(sticky: Lab) -> None:
+def test_affinity_survives_maps_of_another_layout(sticky: Lab) -> None:
     """An agent of another version left its maps: clients keep their endpoints, and the old maps are removed."""
     node = sticky.nodes[0]
     before = bound(sticky)

@@ -121,7 +121,7 @@ def others_untouched(bad: Lab, family: int) -> Iterator[None]:
         assert found == {"web-1", "web-2"}
 
 
-def test_endpoints_at_addresses_that_nothing_may_be_sent_to(bad: Lab, family: int) -> None:
+def test_endpoints_at_forbidden_addresses(bad: Lab, family: int) -> None:
     for origin in everybody(bad):
         assert answerers(bad, origin, vip(21).of(family), 80) == {"web-1"}
         # In mode iptables, packets of the node to a VIP without endpoints are not changed.
@@ -134,7 +134,7 @@ def test_endpoints_at_addresses_that_nothing_may_be_sent_to(bad: Lab, family: in
     assert metric(bad, 'bad_objects{kind="EndpointSlice",outcome="used_in_part"}') == 4
 
 
-def test_a_vip_that_is_the_nodes_own_address(bad: Lab, family: int) -> None:
+def test_a_vip_that_is_an_address_of_the_node(bad: Lab, family: int) -> None:
     """The Service is served at its port; other ports belong to the node itself and to NodePorts (spec/service-semantics
     §13).
     """
@@ -197,7 +197,7 @@ def test_one_node_port_and_one_address_of_two_services(bad: Lab, family: int) ->
     wait_until(lambda: metric(bad, "service_port_problems") == before, "all are gone", 60)
 
 
-def test_a_tenant_that_was_there_first_takes_nothing(bad: Lab, family: int) -> None:
+def test_an_older_tenants_external_ips_take_no_address_of_a_later_service(bad: Lab, family: int) -> None:
     """Its externalIPs claim what a later Service gets: its ClusterIP, its VIP, its NodePort on the node."""
     tenant = simple(
         bad, "first", 35, [port(80), Port("n", 30036, 8080)], "web-1", created="2020-01-01T00:00:00Z",
@@ -276,7 +276,7 @@ def test_ranges_of_the_wrong_family_or_unreadable(bad: Lab, family: int) -> None
     wait_until(lambda: metric(bad, 'bad_objects{kind="Service",outcome="used_in_part"}') == 0, "all are gone", 60)
 
 
-def test_an_object_that_goes_bad_keeps_its_last_good_state(bad: Lab, family: int) -> None:
+def test_an_object_that_becomes_invalid_keeps_its_last_valid_state(bad: Lab, family: int) -> None:
     good = simple(bad, "turning", 31, [port()], "web-2", vip=vip(31))
     bad.wait_synced(write(bad, "turning", *good))
     broken = [json.loads(json.dumps(made)) for made in good]

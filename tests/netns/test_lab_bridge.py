@@ -97,7 +97,7 @@ def test_fragmented_answers_between_pods_of_one_bridge(bridged: tuple[Lab, int],
     assert outcome.size == 9_000
 
 
-def test_pods_of_one_bridge_talk_to_each_other_as_before(bridged: tuple[Lab, int], family: int) -> None:
+def test_pods_of_one_bridge_reach_each_other_directly(bridged: tuple[Lab, int], family: int) -> None:
     lab, _ = bridged
     near, toolbox = lab.pods["near-1"], lab.pods["toolbox"]
     for protocol, port in (("tcp", 8080), ("udp", 5353)):

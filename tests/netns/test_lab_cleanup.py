@@ -179,7 +179,7 @@ def test_cleanup_leaves_the_node_as_before(node: Node, family: int) -> None:
 
 
 @pytest.mark.alone
-def test_where_no_bpffs_is_prepared() -> None:
+def test_cleanup_without_a_prepared_bpffs() -> None:
     """As after a plain ``ip netns exec``: the agent finds or mounts bpffs and cgroup2, and unmounts what it has
     mounted.
     """

@@ -128,13 +128,15 @@ def test_node_port_of_the_other_node(cluster: Cluster, origin: str, service: str
 
 
 @pytest.mark.parametrize("origin", ["toolbox", "node1", "node2"])
-def test_internal_policy_local_keeps_to_the_node(cluster: Cluster, origin: str, family: int, protocol: str) -> None:
+def test_internal_policy_local_uses_only_local_endpoints(
+    cluster: Cluster, origin: str, family: int, protocol: str
+) -> None:
     cluster.use(None)
     check(cluster, origin, "internal", "ClusterIP", family, protocol)
 
 
 @pytest.mark.parametrize("kind", ["ExternalIP", "LoadBalancer", "NodePort"])
-def test_internal_policy_does_not_concern_outside_addresses(
+def test_internal_policy_does_not_apply_to_external_addresses(
     cluster: Cluster, kind: str, family: int, protocol: str
 ) -> None:
     cluster.use(None)
@@ -154,7 +156,7 @@ def test_policy_local_without_a_local_endpoint_drops(
     assert counted.get("drop_no_local_endpoints", 0) >= 1, counted
 
 
-def test_policy_local_without_a_local_endpoint_drops_the_nodes_own_too(cluster: Cluster, family: int) -> None:
+def test_policy_local_without_a_local_endpoint_drops_packets_of_the_node(cluster: Cluster, family: int) -> None:
     """A dropped connect cannot wait in a hook: it fails at once or gets no answer."""
     cluster.use(None)
     target = cluster.services["far-local"].target("ClusterIP", cluster.first)
@@ -172,7 +174,7 @@ def test_policy_local_without_a_local_endpoint_drops_the_nodes_own_too(cluster: 
     ("empty-local", "ClusterIP", "node1"),
     ("empty-local", "LoadBalancer", "toolbox"), ("empty-local", "LoadBalancer", "client"),
 ])  # fmt: skip
-def test_no_endpoints_is_refused_at_once(
+def test_without_endpoints_packets_are_refused_at_once(
     cluster: Cluster, service: str, kind: str, origin: str, family: int, protocol: str
 ) -> None:
     cluster.use(None)
@@ -183,7 +185,7 @@ def test_no_endpoints_is_refused_at_once(
     assert counted.get(name, 0) >= 1, counted
 
 
-def test_refused_comes_faster_than_a_retransmission(cluster: Cluster, family: int) -> None:
+def test_a_refusal_arrives_before_a_retransmission(cluster: Cluster, family: int) -> None:
     cluster.use(None)
     target = cluster.services["empty"].target("LoadBalancer", cluster.first)
     for protocol, port in target.ports.items():
@@ -269,7 +271,7 @@ def _alternate(addresses: list[str], port: int, times: int) -> list[tuple[str, s
     return seen
 
 
-def test_one_socket_asks_two_frontends_of_one_endpoint(cluster: Cluster, family: int) -> None:
+def test_one_socket_uses_two_frontends_of_one_endpoint(cluster: Cluster, family: int) -> None:
     """Same client port, same endpoint, two frontends: each answer must come from the address that was asked."""
     cluster.use(None)
     kind = cluster.services["lone"]
@@ -293,7 +295,7 @@ def test_choice_is_uniform(cluster: Cluster, family: int) -> None:
     assert 140 <= pods.count("web-1") <= 260
 
 
-def test_an_address_that_is_no_service_is_left_alone(cluster: Cluster, family: int, protocol: str) -> None:
+def test_packets_to_an_address_of_no_service_are_not_changed(cluster: Cluster, family: int, protocol: str) -> None:
     """Another port of a VIP is not served: the packet is routed in circles or away; the programs neither answer nor
     refuse it.
     """
@@ -305,7 +307,7 @@ def test_an_address_that_is_no_service_is_left_alone(cluster: Cluster, family: i
     assert decided(before, reasons(cluster.first)) == {}
 
 
-def test_pods_and_plain_routes_are_left_alone(cluster: Cluster, family: int, protocol: str) -> None:
+def test_packets_to_pods_and_by_plain_routes_are_not_changed(cluster: Cluster, family: int, protocol: str) -> None:
     cluster.use(None)
     pod = cluster.lab.pods["web-2"]
     before = reasons(cluster.first)

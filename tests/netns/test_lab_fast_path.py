@@ -45,7 +45,7 @@ def test_client_to_node_port(fast_world: FastWorld, ask: Ask, family: int, proto
 
 
 @pytest.mark.parametrize("size", [1400, 40_000], ids=["whole packets", "a stream"])
-def test_much_in_one_question(fast_world: FastWorld, ask: Ask, size: int, family: int) -> None:
+def test_large_requests(fast_world: FastWorld, ask: Ask, size: int, family: int) -> None:
     fast_world.fast(ask(fast_world.client.namespace, FAR.of(family), size=size))
 
 
@@ -139,7 +139,7 @@ def test_listeners_of_conntracks_events(
 # ---- what closes it --------------------------------------------------------------------------------------------------
 
 
-def test_policy_routing_closes_it_and_opens_it_again(fast_world: FastWorld, far: Talk) -> None:
+def test_policy_routing_closes_the_fast_path_and_its_end_opens_it(fast_world: FastWorld, far: Talk) -> None:
     before = fast_world.count("stack_policy_routed")
     fast_world.node.namespace.ip("rule add dport 7 lookup main")
     try:
@@ -150,7 +150,7 @@ def test_policy_routing_closes_it_and_opens_it_again(fast_world: FastWorld, far:
     fast_world.fast(far)
 
 
-def test_a_rule_that_counts_closes_it_and_opens_it_again(fast_world: FastWorld, far: Talk) -> None:
+def test_a_rule_that_counts_closes_the_fast_path_and_its_end_opens_it(fast_world: FastWorld, far: Talk) -> None:
     before = fast_world.count("stack_rules")
     node = fast_world.node.namespace
     hook = "type filter hook forward priority 0"
@@ -163,7 +163,7 @@ def test_a_rule_that_counts_closes_it_and_opens_it_again(fast_world: FastWorld, 
     fast_world.fast(far)
 
 
-def test_ipsec_closes_it(fast_world: FastWorld, far: Talk) -> None:
+def test_ipsec_closes_the_fast_path(fast_world: FastWorld, far: Talk) -> None:
     policy = "xfrm policy {} src 198.18.0.0/15 dst 198.18.0.0/15 dir fwd"
     try:
         fast_world.node.namespace.ip(policy.format("add"))
@@ -185,7 +185,7 @@ KEEP = """table ip keep { chain c { type nat hook prerouting priority 0;
  ip daddr 203.0.113.250 tcp dport 1 dnat to 203.0.113.251; }; }"""
 
 
-def test_the_agent_comes_and_goes(fast_world: FastWorld, far: Talk) -> None:
+def test_a_connection_survives_starts_and_stops_of_the_agent(fast_world: FastWorld, far: Talk) -> None:
     """One connection during all changes; few starts, since each takes seconds."""
     agent, namespace = fast_world.node.agent, fast_world.node.namespace
 

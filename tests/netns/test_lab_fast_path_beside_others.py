@@ -37,7 +37,7 @@ def new_ones_are_fast(world: FastWorld, family: int) -> None:
                 wait_until_fast(world, flows)
 
 
-def test_forward_drops_as_docker_leaves_it(fast_world: FastWorld, ask: Ask, family: int) -> None:
+def test_forward_policy_drop_as_docker_sets_it(fast_world: FastWorld, ask: Ask, family: int) -> None:
     """Accepted flows are fast, others do not pass."""
     node = fast_world.node.namespace
     client, near = (pod.address.of(family) for pod in (fast_world.client, fast_world.near))
@@ -110,7 +110,7 @@ def test_marks_that_are_restored(fast_world: FastWorld, ask: Ask, family: int, l
             fast_world.fast(talk)
 
 
-def test_zones_of_conntrack(fast_world: FastWorld, ask: Ask, family: int) -> None:
+def test_conntrack_zones(fast_world: FastWorld, ask: Ask, family: int) -> None:
     """Flows of this zone continue when they are old enough for promotion, where conntrack must find them
     (finding D8).
     """

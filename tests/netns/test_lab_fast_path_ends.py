@@ -90,7 +90,7 @@ def moving() -> Iterator[Moving]:
 
 @pytest.mark.parametrize("forgotten", [False, True], ids=["in the cache", "not in the cache"])
 @pytest.mark.parametrize("by", ["client", "endpoint"])
-def test_the_ports_of_a_connection_that_was_reset(moving: Moving, by: str, forgotten: bool, family: int) -> None:
+def test_ports_of_a_reset_connection_are_used_again(moving: Moving, by: str, forgotten: bool, family: int) -> None:
     """The next connection from the same port gets the current endpoint, whatever state conntrack has for the
     old one.
     """
@@ -110,7 +110,7 @@ def test_the_ports_of_a_connection_that_was_reset(moving: Moving, by: str, forgo
     client.reset()
 
 
-def test_the_ports_of_a_connection_that_was_reset_to_an_address_that_is_no_more(moving: Moving, family: int) -> None:
+def test_ports_of_a_reset_connection_to_a_removed_address_are_used_again(moving: Moving, family: int) -> None:
     """No address leads to the old endpoint. conntrack alone would lead there for ten seconds."""
     client, server, own_port = moving.begin(family)
     moving.fast(client, server)
@@ -163,7 +163,7 @@ def test_an_entry_that_was_picked_up_midstream(moving: Moving, family: int) -> N
     client.reset()
 
 
-def test_a_packet_of_a_connection_that_is_not_known(moving: Moving, family: int) -> None:
+def test_a_packet_of_an_unknown_connection(moving: Moving, family: int) -> None:
     """The packet is answered with a reset, and the kernel keeps no entry that would affect the next connection."""
     own_port = next(_own_ports)
     client = End(moving.world.client.namespace)
@@ -174,7 +174,7 @@ def test_a_packet_of_a_connection_that_is_not_known(moving: Moving, family: int)
     assert moving.conntrack(own_port, family) == []
 
 
-def test_a_reset_after_more_bytes_than_sequence_numbers_can_tell(moving: Moving, family: int) -> None:
+def test_a_reset_after_more_bytes_than_the_sequence_space(moving: Moving, family: int) -> None:
     """The kernel has seen only the handshake: for it the sequence number is far too low."""
     client, server, _ = moving.begin(family)
     moving.fast(client, server)

@@ -30,7 +30,7 @@ def large(fast_world: FastWorld) -> FastWorld:
 
 @pytest.mark.parametrize("size", [4000, 8000])
 @pytest.mark.parametrize("address", LARGE.values(), ids=LARGE)
-def test_answers_in_fragments(large: FastWorld, family: int, address: Dual, size: int) -> None:
+def test_fragmented_answers(large: FastWorld, family: int, address: Dual, size: int) -> None:
     """Small requests that begin young flows, each with an answer that exceeds the MTU; then large requests too."""
 
     def young() -> bool:

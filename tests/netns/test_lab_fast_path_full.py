@@ -266,7 +266,7 @@ def new_flows(world: FastWorld) -> list[NewFlows]:
     return [flows for family in FAMILIES for flows in new_flows_of(world.client, family)]
 
 
-def test_young_flows_go_on_while_conntrack_is_full(small: Small, ask: Ask) -> None:
+def test_young_flows_continue_while_conntrack_is_full(small: Small, ask: Ask) -> None:
     """The agent retries the promotion until there is room: no flow is lost meanwhile."""
     world, agent = small.world, small.world.node.agent
     log = Log(agent).from_now()

@@ -211,7 +211,7 @@ def test_masqueraded_flows_keep_their_source_ports_in_a_flow_table_of_another_si
     node.node.namespace.run("conntrack", "-D", "-p", "tcp", "-s", client)
 
 
-def test_the_agent_is_killed_and_comes_back(node: FastWorld, family: int) -> None:
+def test_a_killed_agent_is_started_again(node: FastWorld, family: int) -> None:
     """New flows take the slow path after five seconds. Young flows stay young until an agent runs again."""
     with young_and_old(node, family) as talks:
         namespace, address = node.client.namespace, TWO.of(family)
@@ -239,7 +239,7 @@ def test_the_agent_is_killed_and_comes_back(node: FastWorld, family: int) -> Non
         assert [each.made - each.answered <= 1 for each in flows] == [True, True]
 
 
-def test_the_counts_of_devices_that_are_gone_are_deleted(node: FastWorld) -> None:
+def test_the_counts_of_removed_devices_are_deleted(node: FastWorld) -> None:
     """Each pod has a new ifindex: without deletion the map would fill up, and later devices would have no quota."""
     pod = node.lab.add_pod("gone", node.node, serve=False)
     index = int(json.loads(node.node.namespace.run("ip", "-j", "link", "show", pod.device))[0]["ifindex"])

@@ -196,7 +196,7 @@ def is_expired(frame: bytes, source: tuple[str, int], destination: tuple[str, in
 
 
 @pytest.mark.parametrize("age", AGES)
-def test_a_question_with_its_last_hop(fast_world: FastWorld, family: int, protocol: str, age: str) -> None:
+def test_a_request_at_its_last_hop(fast_world: FastWorld, family: int, protocol: str, age: str) -> None:
     """The client gets the kernel's ICMP error, about the address that it asked."""
     with nothing_stray(fast_world, family), flow_of(fast_world, protocol, family, age) as flow:
         client = fast_world.client.address.of(family), flow.own_port
@@ -217,7 +217,7 @@ def test_a_question_with_its_last_hop(fast_world: FastWorld, family: int, protoc
 
 
 @pytest.mark.parametrize("age", AGES)
-def test_an_answer_with_its_last_hop(fast_world: FastWorld, family: int, protocol: str, age: str) -> None:
+def test_an_answer_at_its_last_hop(fast_world: FastWorld, family: int, protocol: str, age: str) -> None:
     """The endpoint gets the error, about the client. The client gets no packet from the endpoint's own address."""
     near = fast_world.near.namespace
     usual = near.run("sysctl", "-n", DEFAULT_TTL[family]).strip()
@@ -269,7 +269,7 @@ def _open_with_options(address: str, protocol: str, own_port: int, options: tupl
 
 
 @pytest.mark.parametrize("age", AGES)
-def test_questions_with_options(fast_world: FastWorld, family: int, protocol: str, age: str) -> None:
+def test_requests_with_options(fast_world: FastWorld, family: int, protocol: str, age: str) -> None:
     with nothing_stray(fast_world, family), flow_of(fast_world, protocol, family, age) as flow:
         before = fast_world.count("stack_options")
         flow.option(*OPTIONS[family])

@@ -88,7 +88,7 @@ def xdp(fast_world: FastWorld, program: Path, bpf_objects: Path) -> Iterator[Pod
     made.close()
 
 
-def test_it_sees_what_the_fast_path_sends(
+def test_a_pods_xdp_sees_fast_path_packets(
     fast_world: FastWorld, ask: Ask, xdp: PodXdp, family: int, protocol: str
 ) -> None:
     talk = ask(fast_world.client.namespace, NEAR.of(family), protocol)
@@ -107,7 +107,7 @@ def test_it_sees_what_the_fast_path_sends(
     fast_world.fast(talk)
 
 
-def test_generic_xdp_sees_it_wherever_packets_are_put(fast_world: FastWorld, ask: Ask, xdp: PodXdp) -> None:
+def test_generic_xdp_sees_packets_of_either_redirect(fast_world: FastWorld, ask: Ask, xdp: PodXdp) -> None:
     talk = ask(fast_world.client.namespace, NEAR.v4)
     fast_world.fast(talk)
     xdp.on("xdpgeneric")

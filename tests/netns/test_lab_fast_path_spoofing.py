@@ -129,7 +129,7 @@ def victim(scene: Scene, origin: str, family: int) -> tuple[Namespace, str, tupl
 
 @pytest.mark.parametrize("what", ATTACKS)
 @pytest.mark.parametrize("age", ["young", "of the kernel's"])
-def test_guessed_packets(scene: Scene, family: int, origin: str, what: str, age: str) -> None:
+def test_forged_packets_with_guessed_numbers(scene: Scene, family: int, origin: str, what: str, age: str) -> None:
     """The connection also continues if it is silent afterwards (finding D4)."""
     namespace, source, target = victim(scene, origin, family)
     client, server, own_port = scene.begin(namespace, *target)
@@ -165,7 +165,7 @@ def _has_ended(own_port: int) -> bool:
 
 
 @pytest.mark.parametrize("what", ["RA", "FA", "S"])
-def test_another_pod_that_knows_the_numbers(scene: Scene, family: int, what: str) -> None:
+def test_forged_packets_of_a_pod_that_knows_the_numbers(scene: Scene, family: int, what: str) -> None:
     """The attacker has another device, so none of its packets affects a young flow (finding D4)."""
     namespace, source, target = victim(scene, "pod", family)
     client, server, own_port = scene.begin(namespace, *target)

@@ -27,7 +27,7 @@ MOVED = cluster_ip(9)
 
 
 @pytest.mark.parametrize("protocol", ["tcp", "udp"])
-def test_the_neighbours_entry_is_gone(fast_world: FastWorld, ask: Ask, protocol: str) -> None:
+def test_the_neighbours_entry_is_deleted(fast_world: FastWorld, ask: Ask, protocol: str) -> None:
     talk = ask(fast_world.client.namespace, FAR.v4, protocol)
     fast_world.fast(talk)
     with without_pause(talk):
@@ -89,7 +89,7 @@ def second_device(fast_world: FastWorld) -> Iterator[None]:
         fast_world.lab.core.ip("link del second")
 
 
-def test_the_route_moves_to_another_device(fast_world: FastWorld, far: Talk) -> None:
+def test_the_route_changes_to_another_device(fast_world: FastWorld, far: Talk) -> None:
     other, lan = fast_world.lab.nodes[1], fast_world.node.namespace
     with second_device(fast_world):
         try:
@@ -202,7 +202,7 @@ def moved_service(pod: Pod) -> list[Object]:
     return [service("moved", BOTH, MOVED), *slices("moved", BOTH, [(pod.address, pod.node.name)])]
 
 
-def test_a_device_is_deleted(fast_world: FastWorld, ask: Ask, far: Talk) -> None:
+def test_the_endpoints_device_is_deleted(fast_world: FastWorld, ask: Ask, far: Talk) -> None:
     """The endpoint's device. When the service has another endpoint, datagrams go there; other flows are not
     affected.
     """
@@ -229,7 +229,7 @@ def entries(fast_world: FastWorld, protocol: str, endpoint: str) -> list[str]:
 
 
 @pytest.mark.parametrize("protocol", ["tcp", "udp"])
-def test_conntracks_entry_is_deleted(fast_world: FastWorld, ask: Ask, protocol: str) -> None:
+def test_the_conntrack_entry_is_deleted(fast_world: FastWorld, ask: Ask, protocol: str) -> None:
     talk = ask(fast_world.client.namespace, FAR.v4, protocol)
     fast_world.fast(talk)
     before = fast_world.count("flow_changed")
@@ -271,7 +271,7 @@ def test_a_bond_fails_over(fast_world: FastWorld, far: Talk) -> None:
         node.ip(f"route replace {other.pod_cidr.v4} via {other.address.v4}")
 
 
-def test_conntracks_table_is_full(fast_world: FastWorld, far: Talk) -> None:
+def test_the_conntrack_table_is_full(fast_world: FastWorld, far: Talk) -> None:
     """Established flows continue; flows of a pair without a permit are refused until there is room."""
     node = fast_world.node.namespace
     hits = fast_world.count("flow_hit")

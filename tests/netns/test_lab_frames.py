@@ -69,7 +69,7 @@ def askers(lab: Lab, kind: Kind, family: int) -> list[tuple[Namespace, str]]:
 
 
 @pytest.mark.parametrize("kind", [NEAR, FAR, LOCAL], ids=lambda kind: kind.name)
-def test_fragmented_datagrams_both_ways(frames: Lab, kind: Kind, family: int) -> None:
+def test_fragmented_datagrams_in_both_directions(frames: Lab, kind: Kind, family: int) -> None:
     for namespace, address in askers(frames, kind, family):
         outcome = namespace.call(ask, address, 53, "udp", size=7_000, reply_size=11_000, fragment=True)
         assert outcome.answer is not None, outcome
@@ -249,7 +249,7 @@ def roamer(frames: Lab) -> Iterator[Namespace]:
 
 
 @pytest.mark.parametrize("kind", [NEAR, LOCAL], ids=lambda kind: kind.name)
-def test_entrance_without_an_ethernet_header(
+def test_an_ingress_device_without_ethernet_headers(
     frames: Lab, roamer: Namespace, kind: Kind, family: int, protocol: str
 ) -> None:
     node, pod = frames.nodes[0], kind.endpoints[0]

@@ -99,7 +99,7 @@ def test_rr_takes_exact_turns_for_any_client(ipvs: Lab) -> None:
             assert found == {"web-1": 3, "web-2": 3, "web-3": 3}
 
 
-def test_hashes_keep_a_client_over_a_restart(ipvs: Lab) -> None:
+def test_hashing_schedulers_keep_a_client_over_a_restart(ipvs: Lab) -> None:
     before = {}
     for _ in range(2):
         with agents(ipvs, "sh"):
@@ -112,7 +112,7 @@ def test_hashes_keep_a_client_over_a_restart(ipvs: Lab) -> None:
 
 
 @pytest.mark.parametrize("origin", ["client", "pod", "node"])
-def test_lc_goes_by_the_connections_that_there_are(ipvs: Lab, origin: str) -> None:
+def test_lc_uses_the_existing_connections(ipvs: Lab, origin: str) -> None:
     """web-1 holds long connections: new ones go to the other endpoint, and to both after those have closed."""
     namespace, address = askers(ipvs, 4)[origin]
     everybody = WEB.endpoints
@@ -162,7 +162,7 @@ def _load(lab: Lab, pod: str) -> int:
     return total
 
 
-def test_a_first_answer_comes_with_every_scheduler(ipvs: Lab) -> None:
+def test_a_first_request_is_answered_with_every_scheduler(ipvs: Lab) -> None:
     for scheduler in ("mh", "lblcr"):
         with agents(ipvs, scheduler):
             for family in (4, 6):

@@ -80,7 +80,7 @@ def _reuse_ports(address: str, port: int, first: int, ports: int, count: int, re
 
 @pytest.mark.parametrize("ending", ["fin", "rst"])
 @pytest.mark.parametrize("origin", ["toolbox", "client"])
-def test_client_ports_are_used_again_at_once(living: Lab, origin: str, ending: str, family: int) -> None:
+def test_client_ports_can_be_reused_at_once(living: Lab, origin: str, ending: str, family: int) -> None:
     """2000 connections over 50 ports, as fast as possible: no SYN may be retransmitted.
 
     One in a thousand may be, on a machine that pauses for a second.
@@ -208,7 +208,7 @@ def _dump(node: Node, name: str) -> list[str]:
     return sorted(json.dumps(entry) for entry in entries if any(entry["value"].values()))
 
 
-def test_start_after_changes_prunes_and_applies(living: Lab, family: int) -> None:
+def test_a_start_after_changes_removes_and_applies(living: Lab, family: int) -> None:
     """While no agent runs, one service is deleted and one is changed: the start applies both, and nothing before it."""
     node = living.nodes[0]
     gone = Kind("gone", 12)
@@ -238,7 +238,7 @@ def test_start_after_changes_prunes_and_applies(living: Lab, family: int) -> Non
         living.wait_synced(write_services(living, WEB))
 
 
-def test_what_was_renamed_while_the_agent_was_dead_is_served_all_the_time(living: Lab) -> None:
+def test_services_renamed_without_an_agent_are_served_all_the_time(living: Lab) -> None:
     """A port of one service has another name after the start, and another Service has the addresses of a second one.
 
     The services that the old agent left do not keep the addresses: no request fails before, during and after the start
@@ -274,7 +274,7 @@ def test_what_was_renamed_while_the_agent_was_dead_is_served_all_the_time(living
     log.none(Message.USED_BY_SERVICE)
 
 
-def test_two_services_of_the_same_endpoints_without_an_agent(living: Lab, family: int) -> None:
+def test_two_services_with_the_same_endpoints_without_an_agent(living: Lab, family: int) -> None:
     """Without an agent all new flows take the slow path, where the kernel changes source ports that it has in use.
 
     The kernel does not know the earlier young flows and may choose their ports: no request fails because of that. A SYN
@@ -305,7 +305,7 @@ def test_two_services_of_the_same_endpoints_without_an_agent(living: Lab, family
     assert len(late) <= drops.get("drop_awaiting_promotion", 0), late
 
 
-def test_a_pod_that_comes_later_is_served(living: Lab, family: int) -> None:
+def test_a_pod_that_is_added_later_is_served(living: Lab, family: int) -> None:
     """A pod that is created while the agent runs reaches services, whatever the order of events."""
     node = living.nodes[0]
     pod = living.add_pod(f"late-{family}", node, serve=False)
@@ -317,7 +317,7 @@ def test_a_pod_that_comes_later_is_served(living: Lab, family: int) -> None:
         assert outcome.answer.peer[0] == pod.address.of(family)
 
 
-def test_an_address_that_comes_later_serves_node_ports(living: Lab, family: int, protocol: str) -> None:
+def test_an_address_that_is_added_later_serves_node_ports(living: Lab, family: int, protocol: str) -> None:
     node = living.nodes[0]
     address = {4: "192.0.2.200", 6: "2001:db8:1::200"}[family]
     length = {4: "/24", 6: "/64 nodad"}[family].split()

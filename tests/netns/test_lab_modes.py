@@ -50,7 +50,7 @@ def outcome(client: Client, address: Dual, family: int, protocol: str, port: int
     return client.namespace.call(ask, address.of(family), port, protocol, timeout=4.0).kind
 
 
-def test_a_port_that_a_cluster_ip_does_not_have(lab: Lab, mode: str, family: int, protocol: str) -> None:
+def test_an_undefined_port_of_a_cluster_ip(lab: Lab, mode: str, family: int, protocol: str) -> None:
     for client in clients(lab):
         got = outcome(client, cluster_ip(WEB.number), family, protocol)
         # The kernel rejects an outgoing datagram to its sender with EPERM.
@@ -64,7 +64,7 @@ def test_a_port_that_a_cluster_ip_does_not_have(lab: Lab, mode: str, family: int
         assert outcome(client, cluster_ip(WEB.number), family, protocol, port) == ANSWERED
 
 
-def test_a_pod_that_is_made_while_the_agent_is_dead(lab: Lab, mode: str, family: int) -> None:
+def test_a_pod_that_is_created_without_an_agent(lab: Lab, mode: str, family: int) -> None:
     """Only an agent attaches the program to its device (finding D10). In mode nftables connections wait for that."""
     node, ports = lab.nodes[0], {"tcp": 80, "udp": 53}
     address = cluster_ip(WEB.number).of(family)
@@ -86,7 +86,7 @@ def test_a_pod_that_is_made_while_the_agent_is_dead(lab: Lab, mode: str, family:
         assert outcome(pod_client(pod), cluster_ip(WEB.number), family, protocol, port) == ANSWERED
 
 
-def test_a_service_that_comes_and_goes(lab: Lab, mode: str, family: int) -> None:
+def test_a_service_that_is_added_and_removed(lab: Lab, mode: str, family: int) -> None:
     if mode != "nftables":
         pytest.skip("mode iptables never looks at such addresses")
     other = Kind("other", 21)

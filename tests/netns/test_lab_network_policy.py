@@ -121,7 +121,7 @@ def with_vip(fast_world: FastWorld) -> FastWorld:
 
 
 @pytest.mark.parametrize("hook", ["forward", "postrouting"])
-def test_nothing_passes_that_is_denied(fast_world: FastWorld, kind: str, family: int, hook: str) -> None:
+def test_no_denied_packet_passes(fast_world: FastWorld, kind: str, family: int, hook: str) -> None:
     """Also while the endpoint sends to the client's ports, which is allowed (finding D1)."""
     client, near = fast_world.client, fast_world.near
     ends = client.address.of(family), near.address.of(family)
@@ -153,7 +153,7 @@ def test_nothing_passes_that_is_denied(fast_world: FastWorld, kind: str, family:
         ("iptables-legacy", "postrouting"),
     ],
 )
-def test_nothing_passes_that_is_denied_on_any_way(with_vip: FastWorld, family: int, kind: str, hook: str) -> None:
+def test_no_denied_packet_passes_at_any_frontend(with_vip: FastWorld, family: int, kind: str, hook: str) -> None:
     """NodePort and VIP with policy Cluster, hairpin, an endpoint on another node (finding D1)."""
     found = [way for name, way in ways(with_vip, family).items() if name != "same node"]
     arrivals = []
@@ -198,7 +198,7 @@ def test_another_endpoint_of_the_service_gives_no_permit(fast_world: FastWorld, 
 # ---- a policy is added -------------------------------------------------------------------------------------
 
 
-def test_a_policy_that_is_added_counts_at_once(fast_world: FastWorld, ask: Ask, kind: str, family: int) -> None:
+def test_a_new_policy_applies_at_once(fast_world: FastWorld, ask: Ask, kind: str, family: int) -> None:
     """New flows are denied within a second; established flows continue, as the rules allow, also young ones."""
     client, near = fast_world.client, fast_world.near
     with policy(fast_world.node.namespace, kind, family) as rules:
@@ -224,7 +224,7 @@ def test_a_policy_that_is_added_counts_at_once(fast_world: FastWorld, ask: Ask, 
 
 
 @pytest.mark.parametrize(("kind", "hook"), [("nft set", "forward"), ("iptables-legacy", "postrouting")])
-def test_a_policy_that_is_added_counts_on_every_way(
+def test_a_new_policy_applies_at_every_frontend(
     with_vip: FastWorld, ask: Ask, family: int, kind: str, hook: str
 ) -> None:
     """As the test before: from and to another machine, masqueraded or not, and hairpin."""
@@ -322,7 +322,7 @@ def send_segments(family: int, source: str, address: str, own_port: int, flags: 
 
 
 @pytest.mark.parametrize("what", ["udp", "tcp", "tcp that always ends"])
-def test_a_flow_without_answers_asks_netfilter_again(fast_world: FastWorld, family: int, what: str) -> None:
+def test_an_unanswered_flow_passes_netfilter_again(fast_world: FastWorld, family: int, what: str) -> None:
     """Two colluding ends could keep the flow young for ever, and a policy would never apply to it."""
     client, near, node = fast_world.client, fast_world.near, fast_world.node.namespace
     own_port, source = next(_own_ports), client.address.of(family)

@@ -51,7 +51,7 @@ def usual_configuration(node_lab: Lab) -> Iterator[None]:
             node.agent.wait_synced()
 
 
-def test_tcp_is_connected_straight_to_the_endpoint(node_lab: Lab, family: int) -> None:
+def test_tcp_is_connected_directly_to_the_endpoint(node_lab: Lab, family: int) -> None:
     node = node_lab.nodes[0]
     before = reasons(node)
     address = WEB.target("ClusterIP", node).address.of(family)
@@ -208,7 +208,7 @@ def test_no_endpoints_is_econnrefused(node_lab: Lab, family: int, protocol: str)
         assert node.namespace.call(ask, *asked, "udp", connected=False).kind == REFUSED
 
 
-def test_only_sockets_of_the_agents_own_namespace(node_lab: Lab, family: int) -> None:
+def test_only_sockets_of_the_agents_namespace_are_translated(node_lab: Lab, family: int) -> None:
     """All these processes are in one cgroup. The core has no agent and no route to ClusterIPs, so it gets no answer."""
     address = WEB.target("ClusterIP", node_lab.nodes[0]).address.of(family)
     before = [reasons(node) for node in node_lab.nodes]
@@ -330,7 +330,7 @@ def _until_aborted(address: str, rounds: Connection) -> str:
     return "done"
 
 
-def test_a_connected_udp_socket_learns_that_its_endpoint_is_gone(node_lab: Lab, family: int) -> None:
+def test_a_connected_udp_socket_ends_with_its_endpoint(node_lab: Lab, family: int) -> None:
     """The agent ends the socket when other endpoints serve: its owner connects again, as after any error (§10)."""
     node = node_lab.nodes[0]
     both = WEB.endpoints
@@ -362,7 +362,7 @@ def test_a_connected_udp_socket_learns_that_its_endpoint_is_gone(node_lab: Lab, 
             node_lab.wait_synced(write_services(node_lab, WEB))
 
 
-def test_sockets_survive_the_agent(node_lab: Lab) -> None:
+def test_sockets_are_translated_without_the_agent(node_lab: Lab) -> None:
     """connect() is translated while the agent is stopped and started."""
     node = node_lab.nodes[0]
     target = WEB.target("ClusterIP", node)

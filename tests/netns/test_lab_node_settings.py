@@ -80,7 +80,7 @@ def set_by_us(node: Node) -> set[str]:
     return set(json.loads((node.agent.directory / "node-settings.json").read_text()))
 
 
-def test_what_the_configuration_names_is_set(node: Node) -> None:
+def test_the_configured_settings_are_set(node: Node) -> None:
     timeouts = {field: text for field, (_, text, _) in TIMEOUTS.items()}
     started(node, conntrack=timeouts | {"tcpBeLiberal": True})
     assert {name: number(node, NETFILTER + name) for name, _, _ in TIMEOUTS.values()} == {
@@ -91,7 +91,7 @@ def test_what_the_configuration_names_is_set(node: Node) -> None:
     assert (number(node, CONF + "arp_ignore"), number(node, CONF + "arp_announce")) == (0, 0)
 
 
-def test_defaults_are_kube_proxys_and_zero_leaves_alone(node: Node) -> None:
+def test_defaults_are_those_of_kube_proxy_and_zero_changes_nothing(node: Node) -> None:
     before = every(node)
     started(node)
     assert number(node, NETFILTER + "tcp_timeout_established") == 86400
@@ -124,7 +124,7 @@ def test_sub_second_timeouts_are_zero(node: Node) -> None:
     ],
     ids=["by default", "switched off", "no loopback address", "a loopback address", "nftables", "ipvs"],
 )
-def test_route_localnet_is_set_only_where_localhost_node_ports_are_in_force(
+def test_route_localnet_is_set_only_with_localhost_node_ports(
     node: Node, config: dict[str, Any], expected: int
 ) -> None:
     started(node, **config)
@@ -151,7 +151,7 @@ def test_mode_ipvs(node: Node) -> None:
         node.namespace.sysctl({"net.ipv4.ip_forward": 1})
 
 
-def test_the_machines_own_limit_is_not_set_from_here(node: Node) -> None:
+def test_the_machines_conntrack_limit_is_not_set_from_a_namespace(node: Node) -> None:
     """A network namespace may not change the limit; the agent logs that in one line, and serves."""
     before = number(node, NETFILTER + "max")
     hashsize = Path("/sys/module/nf_conntrack/parameters/hashsize").read_text()
@@ -164,7 +164,7 @@ def test_the_machines_own_limit_is_not_set_from_here(node: Node) -> None:
     assert Path("/sys/module/nf_conntrack/parameters/hashsize").read_text() == hashsize
 
 
-def test_restarts_keep_the_first_former_value_and_others_settings_stay(node: Node) -> None:
+def test_restarts_keep_the_original_value_and_foreign_settings_stay(node: Node) -> None:
     started(node, conntrack={"tcpEstablishedTimeout": "100s", "udpTimeout": "41s"})
     node.agent.kill()
     started(node, conntrack={"tcpEstablishedTimeout": "200s", "udpTimeout": "41s"})
@@ -206,7 +206,7 @@ def read_only_proc(node: Node, config: dict[str, Any]) -> subprocess.CompletedPr
     return subprocess.CompletedProcess(process.args, process.returncode, "", output)
 
 
-def test_what_is_so_already_is_not_written(node: Node) -> None:
+def test_settings_that_are_right_are_not_written(node: Node) -> None:
     """With a read-only /proc/sys the agent starts if no setting differs; otherwise it ends with one clear line."""
     same = {"maxPerCore": 0, "tcpEstablishedTimeout": "100s", "tcpCloseWaitTimeout": "0s"}
     # The fast path has its own settings.
@@ -280,7 +280,7 @@ def _mac(node: Node) -> str:
 
 
 @pytest.mark.parametrize("carried", [TCP(dport=30001, flags="S"), UDP(dport=30001), ICMP()], ids=["TCP", "UDP", "ICMP"])
-def test_loopback_is_closed_to_other_hosts(node: Node, carried: Packet) -> None:
+def test_packets_to_loopback_from_other_hosts_are_dropped(node: Node, carried: Packet) -> None:
     """The router sends a packet for 127.0.0.1 directly to the node: it is dropped and counted."""
     port = WEB.target("NodePort", node).ports["tcp"]
     started(node)

@@ -123,7 +123,7 @@ def test_other_map_sizes_while_connections_run(small: Lab, ending: str) -> None:
     assert not list(agent.directory.glob("bpf/**/maps-*"))
 
 
-def test_sizes_that_are_too_small_end_the_start_and_what_is_served_goes_on(small: Lab, family: int) -> None:
+def test_a_start_with_too_small_maps_fails_and_services_continue(small: Lab, family: int) -> None:
     node = small.nodes[0]
     agent = node.agent
     many = Kind("many", 30)

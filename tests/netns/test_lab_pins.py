@@ -47,7 +47,7 @@ def mount(*arguments: str) -> None:
 
 
 @pytest.mark.parametrize("then", ["nothing", "another bpffs"])
-def test_pins_of_a_bpffs_that_is_unmounted_come_back_at_once(alone: Node, then: str) -> None:
+def test_pins_of_an_unmounted_bpffs_are_restored_at_once(alone: Node, then: str) -> None:
     alone.agent.start()
     alone.agent.wait_synced()
     before = ids(alone)

@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns]
 
 
 @pytest.mark.parametrize("pod_network", ["routed", "bare", "bridge"])
-def test_everybody_reaches_every_pod_untranslated(pod_network: PodNetwork) -> None:
+def test_every_client_reaches_every_pod_untranslated(pod_network: PodNetwork) -> None:
     with Lab(nodes=2, pod_network=pod_network) as lab:
         first, second = lab.nodes
         pods = [lab.add_pod("a", first), lab.add_pod("b", first), lab.add_pod("c", second)]
@@ -78,7 +78,7 @@ def test_large_datagrams_and_transfers(lab: Lab, family: int) -> None:
     assert outcome.size == 5_000_000
 
 
-def test_nothing_stays_behind_also_after_an_error() -> None:
+def test_the_lab_is_removed_completely_also_after_an_error() -> None:
     with pytest.raises(LabError, match="no node 'node7'"), Lab(nodes=1) as lab:
         tag = lab.tag
         lab.add_pod("a", lab.nodes[0])
@@ -109,7 +109,7 @@ with Lab(nodes=1) as lab:
 
 
 @pytest.mark.alone  # a demo that runs at the same time also cleans up
-def test_clean_removes_what_a_killed_run_left_and_nothing_else() -> None:
+def test_clean_removes_only_the_leftovers_of_a_killed_run() -> None:
     killed = subprocess.run([sys.executable, "-c", DIES], stdout=subprocess.PIPE, text=True, check=False)
     assert killed.returncode == -signal.SIGKILL
     dead = killed.stdout.strip()
@@ -130,7 +130,7 @@ def test_clean_removes_what_a_killed_run_left_and_nothing_else() -> None:
         assert dead not in file.read()
 
 
-def test_ctrl_c_tears_down() -> None:
+def test_ctrl_c_removes_the_lab() -> None:
     command = [sys.executable, "-c", WAITS]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     assert process.stdout is not None
@@ -161,7 +161,7 @@ def test_the_decision_table_as_written_in_the_rules() -> None:
         assert decide(kind, "pod", external_local=True, detector=False) == ("local", False)
 
 
-def test_expectations_are_made_of_rules_and_addresses(lab: Lab) -> None:
+def test_expectations_follow_from_rules_and_addresses(lab: Lab) -> None:
     first, second = lab.nodes
     near = lab.add_pod("near", first, serve=False)
     far = lab.add_pod("far", second, serve=False)

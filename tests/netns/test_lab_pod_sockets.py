@@ -73,7 +73,7 @@ def counted_while(lab: Lab, act: Callable[[], list[Outcome]]) -> tuple[dict[str,
     return served_by(before, reasons(lab.nodes[0])), outcomes
 
 
-def test_the_first_socket_is_left_to_tc_and_the_next_are_translated(pods_lab: Lab, family: int) -> None:
+def test_tc_serves_the_first_socket_and_later_ones_are_translated(pods_lab: Lab, family: int) -> None:
     pod = pods_lab.pods["web-1"]
     address = WEB.target("ClusterIP", pods_lab.nodes[0]).address.of(family)
     known(pods_lab, pod, family)
@@ -88,7 +88,9 @@ def test_the_first_socket_is_left_to_tc_and_the_next_are_translated(pods_lab: La
             assert outcome.answer.peer == outcome.local
 
 
-def test_nothing_of_it_is_translated_again(pods_lab: Lab, asker: Pod, family: int, protocol: str) -> None:
+def test_packets_of_translated_sockets_are_not_translated_again(
+    pods_lab: Lab, asker: Pod, family: int, protocol: str
+) -> None:
     address = WEB.target("ClusterIP", pods_lab.nodes[0]).address.of(family)
     port = {"tcp": 80, "udp": 53}[protocol]
     counted, outcomes = counted_while(pods_lab, lambda: asker.namespace.call(ask_many, 20, address, port, protocol))
@@ -103,7 +105,7 @@ def test_nothing_of_it_is_translated_again(pods_lab: Lab, asker: Pod, family: in
     assert {outcome.answer.pod for outcome in outcomes if outcome.answer} == {"web-1", "web-2"}
 
 
-def test_what_has_to_be_masqueraded_is_left_to_tc(pods_lab: Lab, asker: Pod, family: int, protocol: str) -> None:
+def test_connections_to_masquerade_are_left_to_tc(pods_lab: Lab, asker: Pod, family: int, protocol: str) -> None:
     node = pods_lab.nodes[0]
     for kind in ("ExternalIP", "LoadBalancer", "NodePort"):
         target = WEB.target(kind, node)  # type: ignore[arg-type]
@@ -114,7 +116,7 @@ def test_what_has_to_be_masqueraded_is_left_to_tc(pods_lab: Lab, asker: Pod, fam
         assert outcomes[0].answer.peer[0] != asker.address.of(family)
 
 
-def test_policy_local_is_short_for_pods(pods_lab: Lab, asker: Pod, family: int, protocol: str) -> None:
+def test_pods_reach_policy_local_directly(pods_lab: Lab, asker: Pod, family: int, protocol: str) -> None:
     node = pods_lab.nodes[0]
     for kind in ("ExternalIP", "LoadBalancer", "NodePort"):
         target = LOCAL.target(kind, node)  # type: ignore[arg-type]
@@ -126,7 +128,7 @@ def test_policy_local_is_short_for_pods(pods_lab: Lab, asker: Pod, family: int, 
             assert outcome.answer.peer == outcome.local
 
 
-def test_affinity_is_the_pods_in_tc_and_socket(pods_lab: Lab, asker: Pod, family: int) -> None:
+def test_tc_and_socket_share_a_pods_affinity(pods_lab: Lab, asker: Pod, family: int) -> None:
     node = pods_lab.nodes[0]
     chosen = set()
     served: Counter[str] = Counter()
@@ -142,7 +144,7 @@ def test_affinity_is_the_pods_in_tc_and_socket(pods_lab: Lab, asker: Pod, family
     assert served == {"socket": 4, "tc": 8}
 
 
-def test_who_chooses_itself_sees_the_node(pods_lab: Lab, asker: Pod, family: int, protocol: str) -> None:
+def test_a_hairpin_connection_sees_the_nodes_address(pods_lab: Lab, asker: Pod, family: int, protocol: str) -> None:
     """And as often as any other endpoint: tc keeps the choice of the socket program."""
     target = SELF.target("ClusterIP", pods_lab.nodes[0])
     asked = (60, target.address.of(family), target.ports[protocol], protocol)
@@ -161,7 +163,7 @@ def test_who_chooses_itself_sees_the_node(pods_lab: Lab, asker: Pod, family: int
         assert own == (outcome.answer.pod == "web-2")
 
 
-def test_no_endpoints_are_refused_and_no_local_ones_dropped_by_tc(
+def test_tc_refuses_without_endpoints_and_drops_without_local_ones(
     pods_lab: Lab, asker: Pod, family: int, protocol: str
 ) -> None:
     for kind, end, patience in ((EMPTY, REFUSED, 10.0), (INSIDE, TIMED_OUT, 0.6)):
@@ -174,7 +176,7 @@ def test_no_endpoints_are_refused_and_no_local_ones_dropped_by_tc(
         assert not [name for name in counted if name.endswith("socket")], counted
 
 
-def test_excluded_pods_are_left_alone(pods_lab: Lab, family: int) -> None:
+def test_sockets_of_excluded_pods_are_not_translated(pods_lab: Lab, family: int) -> None:
     pod = pods_lab.pods["excluded"]
     address = WEB.target("ClusterIP", pods_lab.nodes[0]).address.of(family)
     counted, outcomes = counted_while(pods_lab, lambda: pod.namespace.call(ask_many, 6, address, 80))
@@ -182,7 +184,7 @@ def test_excluded_pods_are_left_alone(pods_lab: Lab, family: int) -> None:
     assert counted == {"tc": 6}
 
 
-def test_a_pod_with_rules_of_its_own_shows_them_what_was_asked(pods_lab: Lab, asker: Pod, family: int) -> None:
+def test_rules_in_a_pod_see_the_service_address(pods_lab: Lab, asker: Pod, family: int) -> None:
     """A service mesh redirects connections by the address that the application used."""
     address = WEB.target("ClusterIP", pods_lab.nodes[0]).address.of(family)
     wide = "ip" if family == 4 else "ip6"
@@ -201,7 +203,7 @@ def test_a_pod_with_rules_of_its_own_shows_them_what_was_asked(pods_lab: Lab, as
     assert counted == {"socket": 6}
 
 
-def test_a_pod_with_two_networks_is_left_alone(pods_lab: Lab, asker: Pod, family: int) -> None:
+def test_sockets_of_a_pod_with_two_networks_are_not_translated(pods_lab: Lab, asker: Pod, family: int) -> None:
     address = WEB.target("ClusterIP", pods_lab.nodes[0]).address.of(family)
     asker.namespace.ip("link add second0 type bridge", "link set second0 up")
     try:
@@ -211,7 +213,7 @@ def test_a_pod_with_two_networks_is_left_alone(pods_lab: Lab, asker: Pod, family
         asker.namespace.ip("link del second0")
 
 
-def test_who_is_outside_is_not_translated(pods_lab: Lab, family: int) -> None:
+def test_sockets_of_external_clients_are_not_translated(pods_lab: Lab, family: int) -> None:
     """Its processes are in the same cgroup; its packets come from a router."""
     target = WEB.target("LoadBalancer", pods_lab.nodes[0])
     counted, outcomes = counted_while(
@@ -233,7 +235,7 @@ def _talk(address: str, port: int) -> list[tuple[str, tuple[str, int]]]:
         return [_who(sock, (address, port)) for _ in range(12)]
 
 
-def test_unconnected_udp_keeps_its_endpoint_however_it_began(pods_lab: Lab, family: int) -> None:
+def test_unconnected_udp_keeps_its_first_endpoint(pods_lab: Lab, family: int) -> None:
     target = WEB.target("ClusterIP", pods_lab.nodes[0])
     asked = target.address.of(family), 53
     fresh = pods_lab.add_pod(f"fresh-{family}", pods_lab.nodes[0], serve=False)
@@ -272,7 +274,7 @@ def _ask_on_command(place: tuple[str, int], connected: bool, rounds: Connection)
 
 
 @pytest.mark.parametrize("connected", [True, False], ids=["connected", "unconnected"])
-def test_a_udp_socket_goes_on_with_another_endpoint(pods_lab: Lab, asker: Pod, family: int, connected: bool) -> None:
+def test_a_udp_socket_continues_with_another_endpoint(pods_lab: Lab, asker: Pod, family: int, connected: bool) -> None:
     """A pod's socket need not be ended: packets to a removed endpoint pass the node (spec/service-semantics §10)."""
     both = WEB.endpoints
     place = WEB.target("ClusterIP", pods_lab.nodes[0]).address.of(family), 53

@@ -115,7 +115,7 @@ def _keeps(place: tuple[str, int], others: list[tuple[str, int]], rounds: Connec
         }
 
 
-def test_churn_of_one_pod_leaves_another_pods_sockets_alone(lab: Lab, family: int) -> None:
+def test_many_sockets_of_one_pod_do_not_affect_another_pods_sockets(lab: Lab, family: int) -> None:
     """If all sockets shared the map, its room would be 32 768 (docs/maps.md, finding D16)."""
     node = lab.nodes[0]
     asker, churner = lab.pods["asker"], lab.pods["churner"]
@@ -137,7 +137,7 @@ def test_churn_of_one_pod_leaves_another_pods_sockets_alone(lab: Lab, family: in
         assert task.result() == {"free": place, "peer": place, "connected": place, "stream": stream, "moved": []}
 
 
-def test_a_socket_with_more_services_than_places(lab: Lab, family: int) -> None:
+def test_a_socket_with_more_services_than_its_storage_holds(lab: Lab, family: int) -> None:
     """Further services are in the maps that all sockets share."""
     node = lab.nodes[0]
     asker = lab.pods["asker"]
@@ -173,7 +173,7 @@ def _forge(source: str, place: tuple[str, int], count: int) -> None:
             sock.sendto(b"forged", place)
 
 
-def test_a_forged_source_is_not_believed(lab: Lab, family: int) -> None:
+def test_a_forged_source_is_not_learned(lab: Lab, family: int) -> None:
     """A pod that is not known yet sends from another pod's address: it gains nothing (finding D16)."""
     node = lab.nodes[0]
     forger = lab.pods[f"forger-{family}"]
@@ -211,7 +211,7 @@ def bridged() -> Iterator[Lab]:
         yield lab
 
 
-def test_a_neighbour_on_the_bridge_is_not_believed_to_be_another(bridged: Lab, family: int) -> None:
+def test_a_forged_source_on_a_bridge_is_not_learned(bridged: Lab, family: int) -> None:
     """The same bridge leads to its address, but its link address differs. Pods on a bridge are learned by link
     address.
     """

@@ -74,7 +74,7 @@ def test_affinity_ends_with_the_endpoint(policies: Lab, family: int) -> None:
         policies.wait_synced(write_services(policies, STICKY))
 
 
-def test_affinity_that_is_switched_off_and_on_begins_anew(policies: Lab, family: int) -> None:
+def test_affinity_turned_off_and_on_starts_again(policies: Lab, family: int) -> None:
     """Long before its timeout. The same one of three endpoints by chance: once in 3^40 runs."""
     asked = (STICKY.target("LoadBalancer", policies.nodes[0]).address.of(family), 80)
     sticky = dict(STICKY.spec)
@@ -98,7 +98,7 @@ def test_affinity_that_is_switched_off_and_on_begins_anew(policies: Lab, family:
     pytest.fail(f"40 times {first}")
 
 
-def test_source_ranges_guard_the_vip_only(policies: Lab, family: int, protocol: str) -> None:
+def test_source_ranges_apply_only_to_the_vip(policies: Lab, family: int, protocol: str) -> None:
     node = policies.nodes[0]
     vip = CLIENT_ONLY.target("LoadBalancer", node)
     port = vip.ports[protocol]
@@ -152,7 +152,7 @@ def test_endpoints_come_and_go_under_load_without_a_failure(policies: Lab, famil
         assert samples[-1].pod != "web-3"
 
 
-def test_a_udp_flow_leaves_an_endpoint_that_is_gone(policies: Lab, family: int) -> None:
+def test_a_udp_flow_leaves_a_removed_endpoint(policies: Lab, family: int) -> None:
     """Same client port, so the same flow: the next datagram gets a serving endpoint."""
     node = policies.nodes[0]
     vip = CHANGING.target("LoadBalancer", node)
@@ -173,7 +173,7 @@ def test_a_udp_flow_leaves_an_endpoint_that_is_gone(policies: Lab, family: int) 
     assert pods == ["web-1"] * 3 + ["web-2"] * 3
 
 
-def test_a_udp_flow_made_before_there_were_endpoints_heals(policies: Lab, family: int) -> None:
+def test_a_udp_flow_from_before_the_first_endpoint_recovers(policies: Lab, family: int) -> None:
     vip = CHANGING.target("LoadBalancer", policies.nodes[0])
     asked = (vip.address.of(family), 53, "udp")
     both = CHANGING.endpoints
@@ -187,7 +187,7 @@ def test_a_udp_flow_made_before_there_were_endpoints_heals(policies: Lab, family
     assert policies.client.call(ask, *asked, source_port=20_100 + family).kind == ANSWERED
 
 
-def test_a_udp_flow_made_before_there_was_the_service_heals(policies: Lab, family: int) -> None:
+def test_a_udp_flow_from_before_the_service_recovers(policies: Lab, family: int) -> None:
     """It was routed without translation, and conntrack has such an entry."""
     newborn = Kind("newborn", 15 + family)
     newborn.endpoints = (policies.pods["web-2"],)
@@ -199,7 +199,7 @@ def test_a_udp_flow_made_before_there_was_the_service_heals(policies: Lab, famil
     assert policies.client.call(ask, *asked, source_port=20_200).kind == ANSWERED
 
 
-def test_a_udp_flow_that_sends_nothing_is_forgotten_too(policies: Lab, family: int) -> None:
+def test_a_silent_udp_flow_is_deleted(policies: Lab, family: int) -> None:
     node = policies.nodes[0]
     vip = CHANGING.target("LoadBalancer", node).address.of(family)
     both = CHANGING.endpoints

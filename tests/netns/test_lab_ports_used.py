@@ -48,7 +48,7 @@ def served(own: dict[str, Any] | None = None) -> Iterator[tuple[Lab, Node, Pod]]
 
 
 @pytest.mark.parametrize("protocol", ["tcp", "udp"])
-def test_a_port_that_conntrack_changes_is_none_of_a_young_flow(protocol: str, family: int) -> None:
+def test_conntrack_does_not_choose_the_port_of_a_young_flow(protocol: str, family: int) -> None:
     """A masqueraded flow has the port of one of the node's own sockets, to the same endpoint.
 
     conntrack gives the second flow another source port. It does not know young flows: a young flow with that port would

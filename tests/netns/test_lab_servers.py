@@ -109,7 +109,7 @@ def test_healthz_and_livez_from_outside(lab: Lab, family: int) -> None:
     assert ask(lab, lab.nodes[1], family, 10256, "/healthz")[0] == 200
 
 
-def test_a_port_that_is_taken_is_served_when_it_is_free(lab: Lab) -> None:
+def test_an_occupied_port_is_served_when_it_becomes_free(lab: Lab) -> None:
     node = lab.nodes[1]
     (lab.manifests / "web.yaml").unlink(missing_ok=True)
     wait_until(lambda: ask(lab, node, 4)[0] == 0, "no server listens")

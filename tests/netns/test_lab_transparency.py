@@ -119,7 +119,7 @@ def _listen(place: tuple[str, int]) -> None:
             connection.close()
 
 
-def test_a_listener_on_the_number_of_a_node_port(lab: Lab, side: Side, family: int) -> None:
+def test_a_listener_on_the_port_of_a_node_port(lab: Lab, side: Side, family: int) -> None:
     """The port is free to listen on, and requests to the NodePort reach the service."""
     node = lab.nodes[0]
     place = node.address.of(family), WEB.target("NodePort", node).ports["tcp"]

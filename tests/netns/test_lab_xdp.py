@@ -52,7 +52,7 @@ def new_flows(world: FastWorld) -> int:
 # ---- packets ---------------------------------------------------------------------------------------------------
 
 
-def test_what_is_forwarded_to_another_node_is_sent_back_by_xdp(outside: FastWorld, family: int, protocol: str) -> None:
+def test_xdp_sends_back_packets_for_another_node(outside: FastWorld, family: int, protocol: str) -> None:
     with talking(outside.lab.client, outside.node.address.of(family), protocol, NODE_PORT) as talk:
         counted(outside, "xdp_flow_hit")
         talk.wait()
@@ -84,7 +84,7 @@ def test_jumbo_frames(outside: FastWorld) -> None:
             namespace.ip(f"link set {device} mtu 1500")
 
 
-def test_a_pod_that_takes_no_frames_is_reached_by_tc(outside: FastWorld) -> None:
+def test_tc_serves_a_pod_that_accepts_no_xdp_frames(outside: FastWorld) -> None:
     """The peer in a pod has neither XDP nor GRO: frames that XDP sends there would be lost silently."""
     web = outside.node.address.v4
     with talking(outside.client.namespace, web, "tcp", NODE_PORT) as talk:
@@ -101,7 +101,7 @@ def test_checksums_that_senders_leave_to_devices_are_left_to_tc(outside: FastWor
         talk.wait()
 
 
-def test_a_wire_whose_other_end_takes_no_frames_is_left_to_tc(outside: FastWorld) -> None:
+def test_tc_serves_a_wire_whose_other_end_accepts_no_xdp_frames(outside: FastWorld) -> None:
     """When the other end begins to accept frames, XDP sends there: no packet is lost."""
     receive(outside, "off")
     with talking(outside.lab.client, outside.node.address.v4, "tcp", NODE_PORT) as talk:
@@ -142,7 +142,7 @@ def test_generic_mode(outside: FastWorld) -> None:
 # ---- programs --------------------------------------------------------------------------------------------------
 
 
-def test_a_killed_agent_leaves_it_working_and_the_next_one_puts_its_own_in_place(outside: FastWorld) -> None:
+def test_xdp_works_without_an_agent_and_the_next_one_replaces_the_program(outside: FastWorld) -> None:
     node = outside.node
     first = program_id(node)
     node.agent.kill()
@@ -154,13 +154,13 @@ def test_a_killed_agent_leaves_it_working_and_the_next_one_puts_its_own_in_place
     assert 'pyebpf_proxy_xdp_device{device="eth0",mode="native"} 1' in page
 
 
-def test_turned_off_it_is_taken_off(outside: FastWorld) -> None:
+def test_xdp_is_detached_when_it_is_turned_off(outside: FastWorld) -> None:
     restart(outside, {**ON, "xdpDevices": []})
     wait_until(lambda: not shown(outside.node), "the kernel takes it off")
     assert not list(outside.node.agent.directory.glob("bpf/**/xdp_devices"))
 
 
-def test_cleanup_takes_it_off(outside: FastWorld) -> None:
+def test_cleanup_detaches_xdp(outside: FastWorld) -> None:
     outside.node.agent.stop()
     outside.node.agent.cleanup()
     wait_until(lambda: not shown(outside.node), "the kernel takes it off")
@@ -221,7 +221,7 @@ def test_devices_that_come_and_go(outside: FastWorld) -> None:
     wait_until(lambda: len(list(node.agent.directory.glob("bpf/**/xdp/*-native"))) == 1, "its pin is gone")
 
 
-def test_devices_that_it_cannot_be_on(outside: FastWorld) -> None:
+def test_devices_that_do_not_support_xdp(outside: FastWorld) -> None:
     node = outside.node
     node.namespace.ip(
         "link add br7 type bridge", "link add port7 type veth peer name far7", "link set port7 master br7"
@@ -235,7 +235,7 @@ def test_devices_that_it_cannot_be_on(outside: FastWorld) -> None:
         node.namespace.ip("link del port7", "link del br7")
 
 
-def test_whether_tags_are_taken_off_is_asked_of_the_device(outside: FastWorld) -> None:
+def test_vlan_offload_is_read_from_the_device(outside: FastWorld) -> None:
     node = outside.node
     assert node.namespace.call(takes_tags_off, "eth0")
     node.namespace.run("ethtool", "-K", "eth0", "rxvlan", "off")
@@ -245,7 +245,7 @@ def test_whether_tags_are_taken_off_is_asked_of_the_device(outside: FastWorld) -
         node.namespace.run("ethtool", "-K", "eth0", "rxvlan", "on")
 
 
-def test_auto_is_no_veth(outside: FastWorld) -> None:
+def test_auto_excludes_veths(outside: FastWorld) -> None:
     restart(outside, {**XDP, "xdpDevices": "auto"})
     wait_until(lambda: not shown(outside.node), "the kernel takes it off")
     Log(outside.node.agent).some(Message.XDP_NOWHERE)

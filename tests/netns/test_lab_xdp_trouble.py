@@ -56,7 +56,7 @@ def test_a_neighbour_has_another_link_address(outside: FastWorld, far: Talk) -> 
 
 
 @pytest.mark.parametrize("how", ["del {} dev eth0", "replace {} lladdr 02:00:00:00:0e:03 dev eth0 nud failed"])
-def test_a_neighbours_entry_is_gone(outside: FastWorld, far: Talk, how: str) -> None:
+def test_a_neighbours_entry_is_deleted(outside: FastWorld, far: Talk, how: str) -> None:
     with without_pause(far):
         outside.node.namespace.ip("neigh " + how.format(outside.lab.nodes[1].address.v4))
     counted(outside, "xdp_flow_hit")

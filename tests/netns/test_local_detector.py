@@ -18,7 +18,7 @@ BRIDGE = {"detectLocalMode": "BridgeInterface", "detectLocal": {"bridgeInterface
 @pytest.mark.parametrize(
     ("config", "network"), [({"detectLocalMode": "NodeCIDR"}, "routed"), (PREFIX, "routed"), (BRIDGE, "bridge")]
 )
-def test_only_traffic_of_others_is_masqueraded(config: dict[str, object], network: str) -> None:
+def test_only_traffic_of_external_clients_is_masqueraded(config: dict[str, object], network: str) -> None:
     web = Kind("web", 1)
     with Lab(nodes=1, pod_network=network) as lab:  # type: ignore[arg-type]
         node = lab.nodes[0]

@@ -118,7 +118,7 @@ def test_missing_rights_are_reported(node: Node, name: str) -> None:
     assert ran.stderr == "Error: not permitted to read the BPF maps: run it as root (sudo)\n"
 
 
-def test_doctor_finds_that_it_may_not(node: Node) -> None:
+def test_doctor_reports_missing_rights(node: Node) -> None:
     ran = without_rights(node, "doctor", "-o", "json")
     assert (ran.returncode, ran.stderr) == (1, "")
     last = json.loads(ran.stdout)["findings"][-1]
@@ -199,7 +199,7 @@ def test_another_run_folder_is_reported_as_empty(node: Node, tmp_path: Path, nam
         ),
     ],
 )
-def test_bad_questions(node: Node, question: tuple[str, ...], status: int, text: str) -> None:
+def test_invalid_arguments(node: Node, question: tuple[str, ...], status: int, text: str) -> None:
     assert error(node, *question, status=status) == text
 
 

@@ -54,7 +54,7 @@ def test_a_machine_that_can_carry_services(node: Node) -> None:
     assert node.namespace.run("nft", "list", "ruleset") == ""
 
 
-def test_what_the_kernel_need_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_optional_features_are_not_required(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without CAP_SYS_ADMIN programs cannot look up a modular conntrack: no Service needs that."""
     load = loading.attempt
 
@@ -69,7 +69,7 @@ def test_what_the_kernel_need_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["conntrack lookup"].text.startswith("not available, not required: the kernel rejects it: ")
 
 
-def test_what_closes_the_fast_path_is_named(node: Node) -> None:
+def test_the_reason_that_closes_the_fast_path_is_named(node: Node) -> None:
     """As the agent sees it: a rule with a quota, an ip rule that selects by ports, another program on a device."""
     findings(node, see(node, "doctor").returncode)
     run = node.namespace.run
@@ -128,7 +128,7 @@ def test_the_masquerade_bit_is_used_by_other_rules(node: Node) -> None:
         node.namespace.run("nft", "delete table inet firewall")
 
 
-def test_what_does_not_forward_and_rules_of_a_kube_proxy(node: Node) -> None:
+def test_disabled_forwarding_and_rules_of_kube_proxy_are_named(node: Node) -> None:
     node.namespace.sysctl({"net.ipv4.ip_forward": 0})
     node.namespace.run("nft", "add table ip kube-proxy")
     node.namespace.run("nft", "add chain ip kube-proxy services")

@@ -60,7 +60,7 @@ def place(address: str, port: int) -> str:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("service", [WEB, NEARBY], ids=["web", "nearby"])
 @pytest.mark.parametrize("source", ["pod", "external"])
-def test_says_what_the_rules_say_and_the_program_does(
+def test_the_answer_matches_the_rules_and_the_program(
     world: Lab, kind: Destination, service: Kind, source: str, family: int
 ) -> None:
     node = world.nodes[0]
@@ -84,7 +84,7 @@ def test_says_what_the_rules_say_and_the_program_does(
     assert seen == pods
 
 
-def test_leaves_nothing_behind(world: Lab) -> None:
+def test_explain_leaves_no_state(world: Lab) -> None:
     node = world.nodes[0]
     before = reasons(node), node.namespace.run("conntrack", "-L"), _affinities(node)
     for words in ((vip(10).v4, "tcp"), (vip(13).v4, "tcp"), (vip(14).v4, "udp"), (vip(12).v4, "tcp")):
@@ -184,7 +184,7 @@ def test_no_agent_no_fast_path(world: Lab) -> None:
         node.agent.wait_synced()
 
 
-def test_a_source_that_is_in_no_range(world: Lab) -> None:
+def test_a_source_outside_the_ranges(world: Lab) -> None:
     found = answer(world.nodes[0], "explain", CLIENT.v4, f"{vip(12).v4}:80", status=1)
     assert (found["verdict"], found["reason"]) == ("dropped", "drop_source_range")
     assert found["steps"][-1] == f"{CLIENT.v4} is not in loadBalancerSourceRanges (192.0.2.0/24): dropped"
@@ -212,7 +212,7 @@ def test_affinity_is_seen_and_kept(world: Lab) -> None:
     assert _affinities(node) == before
 
 
-def test_a_flow_that_exists_goes_on(world: Lab) -> None:
+def test_an_existing_flow_continues(world: Lab) -> None:
     node = world.nodes[0]
     outcome = world.client.call(ask, vip(10).v4, 53, "udp")
     assert outcome.local is not None
@@ -248,7 +248,7 @@ def test_sctp_of_the_node_is_not_translated_at_its_socket(world: Lab) -> None:
     assert found["program"]["why"].startswith("nftables handles SCTP packets of this node")
 
 
-def test_the_answer_for_people(world: Lab) -> None:
+def test_the_text_output(world: Lab) -> None:
     text = see(world.nodes[0], "explain", CLIENT.v4, f"{vip(10).v4}:80", COLUMNS="100").stdout
     assert "1. 203.0.113.10:80/TCP is a LoadBalancer of default/web:http" in text
     assert "3. externalTrafficPolicy Cluster: all endpoints, masqueraded" in text
@@ -279,5 +279,5 @@ def test_the_answer_for_people(world: Lab) -> None:
         ),
     ],
 )
-def test_bad_questions(world: Lab, words: tuple[str, ...], text: str) -> None:
+def test_invalid_arguments(world: Lab, words: tuple[str, ...], text: str) -> None:
     assert error(world.nodes[0], "explain", *words, status=2) == text

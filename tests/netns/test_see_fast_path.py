@@ -88,7 +88,7 @@ def test_top_names_the_rule_that_closes_it(fast_world: FastWorld) -> None:
         until(seen, lambda fast: not fast.closed, "it is open again")
 
 
-def test_top_shows_that_no_agent_keeps_it_open(fast_world: FastWorld) -> None:
+def test_top_shows_a_fast_path_without_an_agent(fast_world: FastWorld) -> None:
     agent = fast_world.node.agent
     agent.kill()
     try:

@@ -160,7 +160,7 @@ def test_diff_against_another_source(node: Node, tmp_path: Path) -> None:
     assert {tuple(view["differences"]) for view in found} == {("in the kernel, but not desired",)}
 
 
-def test_colours_are_for_terminals_alone(node: Node) -> None:
+def test_only_terminals_get_colours(node: Node) -> None:
     shown = _on_a_terminal(node, "services", "default/empty:http")
     assert "\x1b[31mno endpoints" in shown
     assert "\x1b" not in _on_a_terminal(node, "services", "default/empty:http", NO_COLOR="1")
@@ -189,7 +189,7 @@ def _on_a_terminal(node: Node, *arguments: str, **environment: str) -> str:
         (("services", "--diff", "--manifests", "/none"), 3, "the manifests folder /none does not exist"),
     ],
 )
-def test_bad_questions(node: Node, words: tuple[str, ...], status: int, text: str) -> None:
+def test_invalid_arguments(node: Node, words: tuple[str, ...], status: int, text: str) -> None:
     assert error(node, *words, status=status) == text
 
 

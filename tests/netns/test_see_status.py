@@ -47,7 +47,7 @@ def warnings(node: Node) -> list[str]:
     return [each["what"] for each in found]
 
 
-def test_right(node: Node) -> None:
+def test_status_of_a_healthy_node(node: Node) -> None:
     found = answer(node, "status")
     assert found["warnings"] == []
     (device,) = found["devices"]
@@ -125,7 +125,7 @@ def test_a_young_flow_is_listed_and_the_fast_path_counts_it(node: Node, world: L
     assert fast["slow"]["slow_no_permit"] >= 1
 
 
-def test_filters_that_name_nothing(node: Node) -> None:
+def test_filters_without_a_match(node: Node) -> None:
     fields = "service, client, endpoint, destination, protocol, state, age, path"
     output = error(node, "flows", "servce=web", status=2)
     assert output == f"flows have no field servce: {fields}; did you mean service?"
@@ -204,7 +204,7 @@ def test_a_device_without_program_is_named(node: Node, world: Lab) -> None:
     ],
     ids=lambda words: words[0],
 )
-def test_what_the_agents_pod_may_do_is_enough(node: Node, words: tuple[str, ...]) -> None:
+def test_the_capabilities_of_the_agents_pod_are_enough(node: Node, words: tuple[str, ...]) -> None:
     """It lacks CAP_SYS_ADMIN, which reading the types and constants of loaded programs needs (``kubectl exec``)."""
     from_socket = see(node, *words, "-o", "json")
     ran = see(node, *words, "-o", "json", through=NO_SYS_ADMIN)

@@ -114,7 +114,7 @@ def test_flows_of_this_nodes_own_processes_are_counted(node: Node) -> None:
         assert seen.packets["default/web:http 4"] == 0
 
 
-def test_a_large_answer_is_counted_whole(node: Node, world: Lab) -> None:
+def test_a_large_answer_is_counted_completely(node: Node, world: Lab) -> None:
     """With PEP_FAST_PATH=1 most of it takes the fast path, which redirects it before other programs see it."""
     size = 2_000_000
     with watching(node) as seen:
@@ -125,7 +125,7 @@ def test_a_large_answer_is_counted_whole(node: Node, world: Lab) -> None:
         assert seen.packets["default/other:http 4"] > size / 1460
 
 
-def test_a_service_that_changes_goes_on_to_be_counted(node: Node, world: Lab) -> None:
+def test_a_changed_service_is_still_counted(node: Node, world: Lab) -> None:
     first, second = WEB.endpoints
     with watching(node) as seen:
         try:
@@ -142,7 +142,7 @@ def test_a_service_that_changes_goes_on_to_be_counted(node: Node, world: Lab) ->
         assert seen.backends[f"{second.address.v4}:8080"] >= 0.99
 
 
-def test_a_named_service_is_shown_at_rest_and_others_are_not(node: Node) -> None:
+def test_an_idle_service_is_shown_only_if_it_is_named(node: Node) -> None:
     (line,) = see(node, "top", "web", "--once", "-o", "json").stdout.splitlines()
     found = msgspec.json.decode(line, type=model.Top)
     assert {view.name for view in found.services} == {"default/web:http", "default/web:dns"}
@@ -154,7 +154,7 @@ def test_a_named_service_is_shown_at_rest_and_others_are_not(node: Node) -> None
     assert error(node, "top", "-i", "0", status=2).startswith("argument -i/--interval: 0 is not between 0.1 and 3600")
 
 
-def test_light_attaches_nothing(node: Node, world: Lab) -> None:
+def test_light_attaches_no_program(node: Node, world: Lab) -> None:
     with watching(node, "--light") as seen:
         assert meters(seen.process) == set()
         answered(world.client.call(ask, vip(10).v4, 80))
@@ -180,7 +180,7 @@ def there(program: int) -> bool:
 @pytest.mark.parametrize(
     ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGKILL, -9)]
 )
-def test_however_it_ends_nothing_stays(node: Node, number: int, status: int) -> None:
+def test_any_end_detaches_the_programs(node: Node, number: int, status: int) -> None:
     with watching(node) as seen:
         programs = meters(seen.process)
         assert programs
@@ -191,7 +191,7 @@ def test_however_it_ends_nothing_stays(node: Node, number: int, status: int) -> 
         wait_until(lambda: not any(map(there, programs)), "the kernel takes the programs off")
 
 
-def test_nothing_fits_more_than_40_columns(node: Node, world: Lab) -> None:
+def test_the_output_fits_40_columns(node: Node, world: Lab) -> None:
     answered(world.client.call(ask, vip(10).v4, 80))
     ran = see(node, "top", "web", "--once", COLUMNS="40")
     assert ran.returncode == 0
@@ -268,7 +268,7 @@ def terminal(node: Node, width: int, height: int = 12) -> Iterator[Terminal]:
 
 
 @pytest.mark.parametrize("width", [40, 100])
-def test_on_a_terminal_it_is_as_wide_as_that_and_obeys_keys(node: Node, world: Lab, width: int) -> None:
+def test_on_a_terminal_it_uses_the_width_and_reads_keys(node: Node, world: Lab, width: int) -> None:
     with terminal(node, width) as shown:
         shown.until(r"by flows")
         task = world.client.start(many, vip(10).v4, 20)
@@ -292,7 +292,7 @@ def many(address: str, count: int) -> None:
         time.sleep(0.1)
 
 
-def test_a_terminal_is_as_before_after_a_signal(node: Node) -> None:
+def test_a_signal_restores_the_terminal(node: Node) -> None:
     with terminal(node, 80) as shown:
         shown.until("by flows")
         assert not shown.as_before()

@@ -103,7 +103,7 @@ def with_meters(chain: list[str]) -> list[str]:
     return ["meter_l3" if chain[0] == "tc_l3" else "meter_ethernet", *chain] if chain else []
 
 
-def test_the_agent_leaves_the_meters_before_its_programs(node: Node, foreign: int, bpf_objects: Path) -> None:
+def test_the_agent_keeps_the_meters_before_its_programs(node: Node, foreign: int, bpf_objects: Path) -> None:
     # The agent sees the foreign program at its next check.
     time.sleep(LOOK_SECONDS + 0.5)
     chain, redirect = chains(node), redirects(node, bpf_objects)
@@ -122,7 +122,7 @@ def test_the_agent_leaves_the_meters_before_its_programs(node: Node, foreign: in
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_nothing_is_shown_of_meters_that_are_gone(node: Node, number: int) -> None:
+def test_removed_meters_are_not_shown(node: Node, number: int) -> None:
     """The next ``top`` removes what a killed one leaves."""
     with watching(node) as seen:
         first = logged(node)

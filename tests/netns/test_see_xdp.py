@@ -76,7 +76,7 @@ def test_xdp_drops_what_it_may_and_leaves_refusals_to_tc(node: Node) -> None:
     assert "Dry run of the tc program: served by 10.244." in text
 
 
-def test_without_its_agent_the_fast_path_rests(node: Node) -> None:
+def test_without_its_agent_the_fast_path_is_off(node: Node) -> None:
     node.agent.kill()
     try:
         wait_until(lambda: not answer(node, "status", status=1)["fastPath"]["watched"], "no agent watches")
@@ -86,7 +86,7 @@ def test_without_its_agent_the_fast_path_rests(node: Node) -> None:
         node.agent.wait_synced()
 
 
-def test_xdp_that_is_on_no_device_is_warned_of(node: Node) -> None:
+def test_a_warning_names_xdp_without_a_device(node: Node) -> None:
     """The program stays attached as long as its pin exists."""
     (pin,) = node.agent.pin("services").parents[1].glob("xdp/*")
     pin.unlink()

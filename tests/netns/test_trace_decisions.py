@@ -117,7 +117,7 @@ def test_filters(world: Lab, node: Node, words: str, reported: set[str]) -> None
     assert len(found) == len(reported)
 
 
-def test_a_service_that_is_made_anew_is_still_reported(world: Lab, node: Node) -> None:
+def test_a_recreated_service_is_still_reported(world: Lab, node: Node) -> None:
     """It has another number then."""
     later, between = Kind("later", 14), Kind("between", 15)
     later.endpoints = between.endpoints = WEB.endpoints
@@ -142,7 +142,7 @@ def test_a_service_that_is_made_anew_is_still_reported(world: Lab, node: Node) -
         (world.manifests / f"{service.name}.yaml").unlink()
 
 
-def test_lines_for_people(world: Lab, node: Node) -> None:
+def test_text_lines(world: Lab, node: Node) -> None:
     with Trace(node, "udp", output="table", COLUMNS="60") as narrow:
         everything(world, node)
     assert max(map(len, narrow.raw)) <= 60
@@ -207,7 +207,7 @@ def _own_process(trace: Trace) -> int:
     return trace.process.pid
 
 
-def test_nothing_remains_of_one_that_was_killed(world: Lab, node: Node) -> None:
+def test_a_killed_trace_leaves_no_state(world: Lab, node: Node) -> None:
     def word() -> int:
         shown = node.namespace.run("bpftool", "-j", "map", "dump", "pinned", str(node.agent.pin("tracing")))
         return int(json.loads(shown)[0]["formatted"]["value"]["process"])

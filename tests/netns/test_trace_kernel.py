@@ -79,7 +79,7 @@ def test_connections_of_the_node_itself(node: Node) -> None:
 
 
 @pytest.mark.usefixtures("bcc")
-def test_a_filter_is_for_the_kernel_too(world: Lab, node: Node) -> None:
+def test_a_filter_applies_to_kernel_events(world: Lab, node: Node) -> None:
     with Trace(node, "nearby", kernel=True) as trace:
         assert world.client.call(ask, vip(10).v4, 80).kind == "answered"
         world.client.call(ask, vip(13).v4, 53, "udp", timeout=0.2)
@@ -89,7 +89,7 @@ def test_a_filter_is_for_the_kernel_too(world: Lab, node: Node) -> None:
 
 
 @pytest.mark.usefixtures("bcc")
-def test_its_process_ends_with_it(node: Node) -> None:
+def test_the_reader_of_kernel_events_ends_with_trace(node: Node) -> None:
     with Trace(node, kernel=True) as trace:
         own = trace.process.pid
         (child,) = Path(f"/proc/{own}/task/{own}/children").read_text().split()

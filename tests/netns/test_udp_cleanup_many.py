@@ -70,7 +70,9 @@ def _client_port(flow: ctnetlink.Flow) -> int:
 @pytest.mark.alone
 @pytest.mark.parametrize("stale_each", [10, 1], ids=["a tenth", "all"])
 @pytest.mark.parametrize("family", list(IPFamily), ids=lambda family: family.name)
-def test_exactly_the_stale_ones_and_soon(namespace: Namespace, family: IPFamily, stale_each: int) -> None:
+def test_exactly_the_stale_flows_are_deleted_and_quickly(
+    namespace: Namespace, family: IPFamily, stale_each: int
+) -> None:
     stale, done, seconds, left = namespace.call(_course, family, stale_each)
     print(f"{len(stale)} of {FLOWS} in {seconds * 1000:.0f} ms")
     assert left == set(range(1024, 1024 + FLOWS)) - stale

@@ -217,9 +217,7 @@ def test_a_change_that_the_kernel_refuses_has_no_effect(table: Table, shell: She
     assert lines(shell) == wanted
 
 
-def test_endpoints_are_chosen_at_random_and_kept_with_affinity(
-    routed: Router, table: Table, shell: Shell
-) -> None:
+def test_endpoints_are_chosen_at_random_and_kept_with_affinity(routed: Router, table: Table, shell: Shell) -> None:
     vip = routed.VIP[4]
     table.ensure(Behaviour(MARK))
     own = with_services(NOTHING, service())
@@ -349,7 +347,9 @@ def test_affinity_of_host_rules_expires(routed: Router, table: Table, shell: She
 
 
 @pytest.mark.parametrize(("destination", "verdict"), [("10.96.0.1", "host_reject"), ("203.0.113.2", "host_drop")])
-def test_refused_packets_are_counted(destination: str, verdict: str, table: Table, routed: Router, shell: Shell) -> None:
+def test_refused_packets_are_counted(
+    destination: str, verdict: str, table: Table, routed: Router, shell: Shell
+) -> None:
     """Without endpoints: rejected. Without local endpoints, or outside the ranges: dropped."""
     refused = service(ends=())
     guarded = msgspec.structs.replace(service(2), source_ranges=(SourceRange(packed("10.99.0.0"), 16),))

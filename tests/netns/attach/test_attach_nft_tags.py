@@ -57,9 +57,7 @@ def ready(table: Table, router: Router, family: int, behaviour: Behaviour, port:
 
 
 @pytest.mark.parametrize("protocol", ["tcp", "udp"])
-def test_the_masquerade_tag_masquerades(
-    protocol: str, family: int, router: Router, table: Table, shell: Shell
-) -> None:
+def test_the_masquerade_tag_masquerades(protocol: str, family: int, router: Router, table: Table, shell: Shell) -> None:
     ready(table, router, family, Behaviour(MARK))
     decide(shell, f"{MASQUERADED} meta mark set 8")
     seen, answered = exchange(router, family, protocol, (router.VIP[family], 80))

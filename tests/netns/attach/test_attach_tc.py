@@ -100,9 +100,7 @@ def test_another_run_replaces_the_program_and_knows_who_created_the_clsact(
 
 
 @pytest.mark.parametrize("qdisc", ["clsact", "ingress"])
-def test_an_existing_qdisc_stays(
-    qdisc: str, filters: Filters, device: int, fds: tuple[int, int], shell: Shell
-) -> None:
+def test_an_existing_qdisc_stays(qdisc: str, filters: Filters, device: int, fds: tuple[int, int], shell: Shell) -> None:
     shell(f"tc qdisc add dev v0 {qdisc}")
     before = everything(shell)
     filters.attach(device, "v0", fds[0])

@@ -79,7 +79,7 @@ def test_a_file_that_goes_takes_its_objects_along(folder: Folder) -> None:
     assert folder.ports == {"z": 80}
 
 
-def test_an_object_that_goes_bad_keeps_its_last_good_state(folder: Folder) -> None:
+def test_an_object_that_becomes_invalid_keeps_its_last_valid_state(folder: Folder) -> None:
     folder.write("a.yaml", service("x"), service("y"))
     folder.write("a.yaml", service("x", 70000), service("y", 81))
     assert folder.ports == {"x": 80, "y": 81}

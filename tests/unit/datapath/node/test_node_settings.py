@@ -238,7 +238,7 @@ def test_settings_stay_while_a_kube_proxy_runs(tree: Tree) -> None:
     assert sysctls.leave(tree.directory) == []
 
 
-def test_what_is_so_already_is_not_written(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_that_are_right_are_not_written(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
     tree.apply(EVERYTHING)
     sysctls.adjust_oom_score(-999, tree.root)
     record = tree.record()

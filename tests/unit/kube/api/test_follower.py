@@ -364,7 +364,7 @@ def test_a_bad_object_is_named_once_and_costs_no_other_anything(api: ScriptedApi
         assert bad_objects(metrics) == {"Service": (1, 0), "EndpointSlice": (0, 0), "Node": (0, 0)}
 
 
-def test_an_object_that_goes_bad_keeps_its_last_good_state(api: ScriptedApi) -> None:
+def test_an_object_that_becomes_invalid_keeps_its_last_valid_state(api: ScriptedApi) -> None:
     def first(exchange: Exchange) -> None:
         exchange.initial([service("a")], "5")
         for version in ("6", "7"):
