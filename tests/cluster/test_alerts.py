@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The alert rules, by promtool: each fires when it must and is silent when it must be."""
+"""The alert rules, tested with promtool: each fires when it must and is silent when it must be."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_each_alert_is_tested_both_ways() -> None:
 
 
 def test_a_threshold_that_is_never_met_is_noticed(tmp_path: Path) -> None:
-    """The tests of the rules can fail: with every rule silenced each of them does."""
+    """The rules' tests can fail: with every rule silenced, each of them does."""
     changed = yaml.safe_load(RULES.read_text())
     for group in changed["groups"]:
         for rule in group["rules"]:
@@ -60,7 +60,7 @@ def test_a_threshold_that_is_never_met_is_noticed(tmp_path: Path) -> None:
 
 
 def test_the_dashboards_questions_are_understood(tmp_path: Path) -> None:
-    """Each as a recording rule, with something in place of the variables."""
+    """Each one as a recording rule, with values for the variables."""
     panels = json.loads((ROOT / "deploy" / "grafana" / "pyebpf-proxy.json").read_text())["panels"]
     questions = [target["expr"] for panel in panels for target in panel["targets"]]
     assert len({panel["title"] for panel in panels}) == len({panel["id"] for panel in panels}) == len(panels)

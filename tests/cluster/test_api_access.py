@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every way in that a kubeconfig knows, against the real API server."""
+"""Every authentication method of a kubeconfig, against the real API server."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``--cleanup``: that of the real kube-proxy and of pyebpf-proxy, from the same rules to the same rules.
+"""``--cleanup`` of the real kube-proxy and of pyebpf-proxy: from the same rules to the same rules.
 
-The rules are those that kube-proxy made itself (tests/netns/kube_proxy), among rules of others.
+The rules are kube-proxy's own (tests/support/kube_proxy), among rules of other software.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _numbers = itertools.count(1)
 
 @pytest.fixture(scope="module")
 def kube_proxy() -> Path:
-    """The real program; an error, not a skip, where it was not built."""
+    """The real program. If it is not built, this is an error, not a skip."""
     program = reference.kube_proxy()
     if not program.exists():
         pytest.fail(f"{program} is missing: run tests/cluster/build.sh")
@@ -50,7 +50,7 @@ def namespaces() -> Iterator[tuple[Namespace, Namespace]]:
 def test_rules_are_the_same_afterwards(
     kube_proxy: Path, namespaces: tuple[Namespace, Namespace], tmp_path: Path
 ) -> None:
-    """iptables-nft is the variant that the program ``iptables`` is here, and the one that kube-proxy cleans up."""
+    """Here the program ``iptables`` is iptables-nft, which kube-proxy cleans up."""
     for namespace in namespaces:
         for family in FAMILIES:
             restore(namespace, "nft", family, FOREIGN)

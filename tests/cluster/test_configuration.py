@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The real kube-proxy asked now: the recordings are still what it answers, and fresh made-up cases."""
+"""The real kube-proxy, run now: its answers still equal the recordings, and new random cases."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from tests.parity.differences import difference
 from tests.parity.generated import generate
 from tests.support import reference
 
-#: Set these to see a failure again, or to look longer.
+#: Set these to repeat a failure, or to search longer.
 SEED = int(os.environ.get("PARITY_SEED", secrets.randbelow(1_000_000)))
 COUNT = int(os.environ.get("PARITY_COUNT", "400"))
 
 
 @pytest.fixture(scope="session")
 def kube_proxy() -> Path:
-    """The real program; an error, not a skip, where it was not built."""
+    """The real program. If it is not built, this is an error, not a skip."""
     program = reference.kube_proxy()
     if not program.exists():
         pytest.fail(f"{program} is missing: run tests/cluster/build.sh")

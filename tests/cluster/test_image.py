@@ -32,7 +32,7 @@ LARGEST = 150_000_000
 
 @pytest.fixture(scope="module")
 def image() -> Path:
-    """The root file system, made anew: some minutes."""
+    """The root file system, newly built; this takes some minutes."""
     subprocess.run(["make", "-C", ROOT, "image-root"], check=True, stdin=subprocess.DEVNULL)
     return image_of(FOLDER)[0]
 
@@ -49,7 +49,7 @@ def small(image: Path) -> Iterator[Lab]:
 
 
 def test_it_is_small(image: Path) -> None:
-    """What a node pulls: compressed as in a registry. The base made here has more than Debian's slim image."""
+    """The compressed size that a node pulls. The base built here contains more than Debian's slim image."""
     folders = ("dev", "proc", "sys", "run", "var/cache/apt", "var/lib/apt/lists")
     left_out = [f"--exclude='./{name}/*'" for name in folders]
     command = f"set -o pipefail; tar -C {shlex.quote(str(image))} {' '.join(left_out)} -c . | gzip -c | wc -c"
@@ -92,7 +92,7 @@ def test_s12_the_sbom_names_every_package_with_its_version(image: Path) -> None:
 
 
 def test_the_pod_of_the_rollback_cleans_up(small: Lab) -> None:
-    """After the agent: what it left attached goes, and the pod is ready."""
+    """It runs after the agent: it removes what is still attached, and the pod becomes ready."""
     (only,) = small.nodes
     root, entry_point, environment = image_of(FOLDER)
     cleaning = manifests.build(manifests.DEPLOY / "overlays" / "kubeadm-back" / "cleanup")
@@ -100,7 +100,7 @@ def test_the_pod_of_the_rollback_cleans_up(small: Lab) -> None:
     clean = only.agent.folder / "clean"
     clean.mkdir()
     use_folder(specification, clean)
-    # test_deploy_agent.py has a kube-proxy to wait for.
+    # test_deploy_agent.py covers the wait for kube-proxy.
     (agent,) = specification["containers"]
     agent["env"] = [each | ({"value": ""} if each["name"] == VARIABLE else {}) for each in agent["env"]]
     assert "pyebpf-proxy" in only.namespace.run("nft", "list", "tables")
@@ -109,7 +109,7 @@ def test_the_pod_of_the_rollback_cleans_up(small: Lab) -> None:
         container.wait_for(lambda: (clean / "done").exists(), "the file that its readiness probe asks for")
         Log(container).some("clean directory=")
     assert "pyebpf-proxy" not in only.namespace.run("nft", "list", "tables")
-    # The folder itself is mounted into the pod, which therefore cannot remove it.
+    # The folder itself is mounted into the pod, so the pod cannot remove it.
     assert not list((only.agent.directory / "bpf").glob("pyebpf-proxy/*"))
 
 
@@ -137,7 +137,7 @@ def test_the_versions_are_those_of_the_lock(image: Path) -> None:
 
 
 def test_this_machine_left_nothing_in_it(image: Path) -> None:
-    """Configuration of apt and pip was visible only while something ran."""
+    """The configuration of apt and pip was visible only during the build."""
     assert not (image / "etc" / "pip.conf").exists()
     assert not (image / "src").exists()
     assert not (image / "tmp" / "build").exists()
