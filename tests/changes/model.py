@@ -135,5 +135,5 @@ def _last_resort(endpoints: Iterable[Endpoint]) -> list[Endpoint]:
 
 
 def _usable(endpoints: Iterable[Endpoint]) -> bool:
-    """"Any endpoints" of §3: every service here is reachable from outside, so both lists are used."""
+    """Whether §3's "any endpoints" exist: every service here is reachable from outside, so both lists are used."""
     return any(each.ready or (each.serving and each.terminating) for each in endpoints)

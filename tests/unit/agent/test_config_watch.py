@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What happens to the configuration file, and what of that ends the agent (spec/configuration §6)."""
+"""Changes of the configuration file, and which of them end the agent (spec/configuration §6)."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def rename(file: Path) -> None:
 
 
 def rename_and_put_another_there(file: Path) -> None:
-    """As vim does it with ``backupcopy=no``."""
+    """As vim does with ``backupcopy=no``."""
     rename(file)
     file.write_text("kind: another\n")
 
@@ -77,11 +77,11 @@ def read(file: Path) -> None:
 
 
 async def outcome(watch: ConfigWatch, act: Callable[[], None]) -> str:
-    """The error that ends the wait; "" if what happened was seen and does nothing."""
+    """The error that ends the wait; "" if the change was seen and has no effect."""
     waiting = asyncio.create_task(watch.wait())
     await asyncio.sleep(0)
     act()
-    for _ in range(10):  # an event that is there is delivered in the next turn of the loop
+    for _ in range(10):  # an event that has arrived is delivered in the next iteration of the loop
         await asyncio.sleep(0)
         if waiting.done():
             break

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When the agent begins and ends for the sake of its Node's object (spec/configuration §5.3)."""
+"""When the agent begins and ends because of its Node object (spec/configuration §5.3)."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_pod_cidrs_are_waited_for_and_end_the_wait() -> None:
 def test_pod_cidrs_that_are_there_at_once_need_no_wait() -> None:
     life = NodeLife("here", needs_pod_cidrs=True)
     life.take([node(cidrs=CIDR)])
-    assert not life.ready  # not everything has been listed
+    assert not life.ready  # not all resources have been listed
     life.listed()
     assert life.ready
 

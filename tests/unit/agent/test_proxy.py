@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The agent's loop: what is programmed, when, and in which order. The packages around it are recording fakes."""
+"""The agent's loop: what is programmed, when, and in which order. The other packages are recording fakes."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def name(text: str) -> ServicePortName:
 
 
 def change(text: str, gone: bool = False) -> Change:
-    # The planner below only looks at the name.
+    # The planner below only reads the name.
     return Change("Service", "ns", text, None if gone else object())  # type: ignore[arg-type]
 
 
 class Script:
-    """A source that plays a coroutine function."""
+    """A source that runs a coroutine function."""
 
     def __init__(self, play: Callable[[Callable[[Batch], None]], Awaitable[None]]) -> None:
         self._play = play
@@ -79,7 +79,7 @@ class Names:
 
 
 class Recorder:
-    """A data plane that writes down what it is asked; ``failures`` syncs fail."""
+    """A data plane that records its calls; ``failures`` syncs fail."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, list[str]]] = []
@@ -165,7 +165,7 @@ class RecordedAgent:
         self.events.append(of)
 
     def run(self, play: Callable[[Callable[[Batch], None]], Awaitable[None]], effective: Effective) -> None:
-        """Play, then end the agent by SIGTERM."""
+        """Run ``play``, then end the agent by SIGTERM."""
 
         async def play_then_stop(deliver: Callable[[Batch], None]) -> None:
             await play(deliver)
@@ -223,7 +223,7 @@ def test_changes_inside_the_minimum_period_are_one_sync(agent: RecordedAgent) ->
         deliver(Batch([change("b", gone=True)], complete=True))
         await until(lambda: bool(agent.applied()))
 
-    # Long compared with what a busy machine may take from one to the other.
+    # Much longer than a busy machine needs between the two changes.
     agent.run(play, settings(minimum="400ms", retry="5000ms"))
     assert agent.applied() == [["-b", "c", "d"]]
 

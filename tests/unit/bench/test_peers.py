@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Contenders compared: what is judged, and when a packet counts as dearer than at the base commit."""
+"""Comparison of contenders: which rows are judged, and when a packet costs more than at the base commit."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def judged(made: list[Row]) -> dict[str, bool]:
 
 
 def test_a_ratio_is_that_of_the_rounds_not_of_the_medians() -> None:
-    # The machine was half as fast in the second round: both were.
+    # The machine was half as fast in the second round, for both.
     row = ratio("x", "/s", [100, 52, 99], "y", [100, 50, 100], least=1.0)
     assert row.judged.median == 1.0
     assert row.goal == "≥ 1.0 ×"
@@ -77,7 +77,7 @@ def test_who_did_not_take_part_has_no_row() -> None:
 def test_goals_of_short_connections_go_by_the_way() -> None:
     rates = {NONE: [100.0], NFTABLES: [80.0], OURS: [96.0]}
     made = judged(list(connect.table({cell(way, 4): rates for way in WAYS})))
-    assert list(made.values()) == [False, False, True]  # 1.0, 1.0, and 0.95 where it is masqueraded
+    assert list(made.values()) == [False, False, True]  # 1.0, 1.0, and 0.95 with masquerading
 
 
 def test_goals_of_one_connection_go_by_the_way() -> None:
@@ -138,7 +138,9 @@ def test_the_throttle_is_put_back_when_the_bench_is_killed(tmp_path: Path) -> No
 
 @pytest.mark.needs_root
 def test_the_server_of_short_connections_closes_what_its_client_has_ended(bpf_objects: Path) -> None:
-    """It has real-time priority: a connection that it is woken for and never closes takes the CPU (finding D18)."""
+    """It has real-time priority: if it were woken for a connection and did not close it, it would use the whole CPU
+    (finding D18).
+    """
     with socket.create_server(("::1", 0), family=socket.AF_INET6) as free:
         port = free.getsockname()[1]
     command = [str(TOOLS / "connections"), "serve", str(port)]

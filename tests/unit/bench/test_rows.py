@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of the cluster figure: what is judged, against what; results in words."""
+"""The table of the cluster figure: which results are judged against what, and the results in words."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_a_first_packet_is_judged_without_the_empty_program() -> None:
     samples = {variant.what: [1000.0] * 5 for variant in first.VARIANTS} | {first.EMPTY: [100.0] * 5}
     assert all(judged(first.rows(samples)).values())
     dear = first.VARIANTS[2].what
-    samples[dear] = [1460.0] * 5  # 1.46 times, and 1.51 without what the empty program takes
+    samples[dear] = [1460.0] * 5  # 1.46 times, and 1.51 without the time of the empty program
     assert [what for what, met in judged(first.rows(samples)).items() if not met] == [f"{dear}; ≤ 1.5 times"]
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a load's CPU time goes: what a sample of perf is counted as."""
+"""Where a load's CPU time goes: how a sample of perf is classified."""
 
 from __future__ import annotations
 

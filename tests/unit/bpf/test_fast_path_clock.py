@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fast path uses clocks that cannot be set: a jump of the time of day changes nothing."""
+"""The fast path uses clocks that cannot be set: a change of the system time has no effect."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from tests import ROOT
 
-#: CLOCK_MONOTONIC, and CLOCK_BOOTTIME, which runs while the machine sleeps: neither can be set.
+#: CLOCK_MONOTONIC and CLOCK_BOOTTIME, which also runs while the machine sleeps; neither can be set.
 NOT_TO_BE_SET = {"bpf_ktime_get_ns", "bpf_ktime_get_coarse_ns", "bpf_ktime_get_boot_ns"}
 
 
@@ -24,7 +24,7 @@ def test_the_programs_ask_for_no_other_time() -> None:
     ("path", "calls"),
     [
         ("node/fast_path.py", {"clock_gettime_ns"}),
-        ("rulesets/watch.py", {"clock_gettime", "thread_time"}),  # the latter is the CPU's time of a thread
+        ("rulesets/watch.py", {"clock_gettime", "thread_time"}),  # the latter is a thread's CPU time
         ("rulesets/kernel.py", set()),
     ],
 )
@@ -32,4 +32,4 @@ def test_the_agent_asks_for_no_other_time(path: str, calls: set[str]) -> None:
     text = (ROOT / "pyebpf_proxy" / "datapath" / path).read_text()
     assert set(re.findall(r"\btime\.(?!CLOCK)(\w+)\(", text)) == calls
     assert set(re.findall(r"CLOCK_\w+", text)) <= {"CLOCK_MONOTONIC"}
-    assert set(re.findall(r"\.call_(\w+)\(", text)) <= {"later", "soon_threadsafe"}, "loops have a monotonic clock, too"
+    assert set(re.findall(r"\.call_(\w+)\(", text)) <= {"later", "soon_threadsafe"}, "loops have a monotonic clock too"

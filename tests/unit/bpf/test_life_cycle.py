@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The life of a flow (life_cycle.py): every state that its model can reach, and that the model is of these programs."""
+"""The life of a flow (life_cycle.py): every reachable state of the model, and whether the model matches the
+programs.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,8 @@ from tests.unit.bpf import life_cycle
 from tests.unit.bpf.sources import functions
 
 MODEL = Path(life_cycle.__file__)
-#: What is left out, for a search of some seconds, and how many states there are at least. life_cycle.py, started by
-#: itself, leaves out nothing and takes a minute.
+#: What is left out for a search of some seconds, and the minimum number of states. life_cycle.py itself leaves out
+#: nothing and takes a minute.
 PARTS = {
     "how connections end": (("draining", "dies", "rule", "ODD"), 80_000),
     "the agent dies and starts again": (("draining", "rule", "FORGED", "FIN"), 80_000),
@@ -31,12 +33,12 @@ def test_no_entry_is_lost_and_nothing_passes_untranslated_or_against_a_rule(part
 
 
 def test_a_forged_reset_on_a_flow_that_one_side_has_closed_ends_it() -> None:
-    """The limit that docs/fast-path.md names; the search finds it, so it would find more of the kind."""
+    """docs/fast-path.md names this limit. The search finds it, so it would find similar ones."""
     with pytest.raises(life_cycle.Broken, match="a live connection is lost"):
         life_cycle.explore(forged_twice=True, without=("draining", "dies", "rule", "ODD"))
 
 
-# Changes of the model, as a developer might change the programs, and what they break.
+# Changes of the model, as a developer might change the programs, and which property they violate.
 MUTANTS = {
     "promoted before conntrack has it": (
         '(("create",) if found else None)',
@@ -92,7 +94,7 @@ def test_the_search_finds_what_is_wrong(name: str) -> None:
         del sys.modules["life_cycle_changed"]
 
 
-# What each function accesses, in the order of the model's steps.
+# The accesses of each function, in the order of the model's steps.
 ORDER = {
     "young.h:open_young": ["why_not_young(", "&permits", "->permit_generation", "insert_young("],
     "young.h:insert_young": [

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``pyebpf-proxy cluster``: its objects are those of deploy/, what it changes can be undone, the agent needs none."""
+"""``pyebpf-proxy cluster``: its objects are those of deploy/, its changes can be undone, and the agent needs none of
+it.
+"""
 
 from __future__ import annotations
 
@@ -123,7 +125,7 @@ def test_what_a_pods_status_means() -> None:
     crashed = pod({"waiting": {"reason": "CrashLoopBackOff"}}, lastState={"terminated": {"message": "CAP_BPF missing"}})
     assert crashed.hopeless == "the container ends again and again: CAP_BPF missing"
     assert crashed.ran
-    # A kubelet's own message for it says only how long it waits; the log's last lines say why.
+    # The kubelet's own message says only how long it waits; the log's last lines give the reason.
     waits = "back-off 20s restarting failed container=pyebpf-proxy pod=pyebpf-proxy-q8zkv_kube-system(0e9f4c6a-5d0f)"
     log = "2026-11-23T09:00:01.120Z info starting version=0.1.0\nError: the kernel has no BTF\n\n"
     waiting = {"waiting": {"reason": "CrashLoopBackOff", "message": waits}}
@@ -155,7 +157,7 @@ def test_without_the_library_one_line_has_the_remedy() -> None:
 
 
 def test_a_closed_pipe_does_not_stop_the_command_halfway() -> None:
-    """A node that is being taken over would have no proxy."""
+    """The command would leave a node without a proxy."""
     code = (
         "from pyebpf_proxy.cluster.output import Output; import sys\n"
         "output = Output(False)\n"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pods of ``cluster test``: what counts as a failure."""
+"""The pods of ``cluster test``: which results are failures."""
 
 from __future__ import annotations
 

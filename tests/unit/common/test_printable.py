@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names are data: what others chose reaches neither a terminal nor a reader of lines as anything but text."""
+"""Foreign names are only text: neither a terminal nor a reader of lines interprets them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from pyebpf_proxy.services import pods
 from pyebpf_proxy.trace import events
 from pyebpf_proxy.trace.lines import printed
 
-#: A clear screen, a title, a new line, a NUL, a C1 control sequence, and text that runs the other way.
+#: A clear screen, a title, a new line, a NUL, a C1 control sequence, and right-to-left text.
 EVIL = "web\x1b[2J\x1b]0;owned\x07\nnext\0x\x9b31m\u202egpj\x7f"
 SHOWN = r"web\x1b[2J\x1b]0;owned\x07\nnext\x00x\x9b31m\u202egpj\x7f"
 CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u202e]")
@@ -107,7 +107,7 @@ def test_an_answer_is_text(form: str, capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_the_name_of_a_process_in_trace_is_text() -> None:
-    """A process chooses its name (PR_SET_NAME), and is one that anybody may start."""
+    """A process chooses its name (PR_SET_NAME), and any user may start one."""
     layout = Struct("=Q16s16s16sHHHBBIIIHIBBB16s")
     none = bytes(16)
     raw = layout.pack(1, none, none, none, 1, 2, 3, 6, 0, 0, 0, 0, 1, 7, 0, 0, 0, "x\x1b[2J\n\x9b1m".encode())

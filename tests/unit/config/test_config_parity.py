@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What kube-proxy answered to files and command lines, as recorded, compared with what pyebpf-proxy answers now."""
+"""kube-proxy's recorded answers to files and command lines, compared with pyebpf-proxy's."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DOCUMENT = ROOT / "docs" / "differences.md"
 
 
 def shown(case: Case, expected: Answer, answer: Answer) -> str:
-    """All that is needed to see why the two differ."""
+    """Everything that is needed to see why the two differ."""
     file = (case.file or b"").decode(errors="replace")
     return f"{case.name}: {case.arguments}\n{file}\nkube-proxy: {expected}\npyebpf-proxy: {answer}"
 
@@ -29,7 +29,7 @@ def shown(case: Case, expected: Answer, answer: Answer) -> str:
 def test_the_answer_is_kube_proxys(case: Case, expected: Answer) -> None:
     answer = proxy.ask(case)
     assert difference(case, expected, answer) is not None, shown(case, expected, answer)
-    # Whatever differs: what is refused there for a value is refused here for the same ones.
+    # Whatever differs: a value that kube-proxy rejects is rejected here for the same fields.
     assert set(expected.fields()) <= set(answer.fields()) or answer.status == 0, shown(case, expected, answer)
 
 
@@ -44,7 +44,7 @@ def test_recordings_are_of_the_release_that_is_followed() -> None:
 
 
 def test_every_case_is_recorded_as_it_stands() -> None:
-    """A case that was changed or added asks for `make record`."""
+    """A case that was changed or added needs `make record`."""
     assert [case for case, _ in RECORDED] == recordings.all_cases()
     assert len(RECORDED) >= 400
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""--datapath-config: every field good and bad, every error by its path, bounds on bad input."""
+"""--datapath-config: every field with valid and invalid values, every error with its path, bounds on bad input."""
 
 from __future__ import annotations
 
@@ -277,7 +277,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("also", [[], ["--cleanup"], ["--write-config-to"]], ids=str)
 def test_the_command_line_names_the_file(tmp_path: Path, also: list[str]) -> None:
-    """A mistake is reported with every command, and nothing is done."""
+    """An error is reported by every command, and nothing is done."""
     path, written = tmp_path / "own.yaml", tmp_path / "written"
     path.write_text(HEADER + "lane: fast\n")
     also = [*also, str(written)] if also == ["--write-config-to"] else also
@@ -310,7 +310,7 @@ def test_a_file_of_an_older_release_gets_one_warning(tmp_path: Path) -> None:
 
 # ---- properties -----------------------------------------------------------------------------------------------
 
-#: Not IPv4 written as IPv6, which is refused.
+#: Without IPv4 networks in IPv6 notation, which are rejected.
 networks = (
     st.ip_addresses()
     .flatmap(lambda ip: st.integers(0, ip.max_prefixlen).map(lambda n: ipaddress.ip_network((ip, n), strict=False)))

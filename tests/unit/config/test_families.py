@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Warnings about a configuration that doesn't fit the Node, and what is fatal (spec/configuration §5.4)."""
+"""Warnings about a configuration that does not fit the Node, and which mismatches are fatal (spec/configuration
+§5.4).
+"""
 
 from __future__ import annotations
 
@@ -182,7 +184,7 @@ def test_the_other_family_only(
 
 
 def kernel(folder: Path, ipv6: str) -> Path:
-    """A /proc with IPv6 that is ``there``, ``off`` or ``missing``."""
+    """A /proc where IPv6 is ``there``, ``off`` or ``missing``."""
     if ipv6 != "missing":
         (folder / "net").mkdir()
         (folder / "net/if_inet6").touch()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A configuration file: decoding, defaults, validation, what the packages receive (spec/configuration §§1–5)."""
+"""A configuration file: decoding, defaults, validation, and the resulting settings (spec/configuration §§1–5)."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Loaded(NamedTuple):
 
 
 def load(path: Path | None) -> Loaded:
-    """As at a start with this file, or without one."""
+    """Load as at a start with this file, or without one."""
     warnings: list[str] = []
     arguments = [] if path is None else ["--config", str(path)]
     return Loaded(complete(flags.parse(arguments), lambda text, file: warnings.append(text)), warnings)
@@ -245,7 +245,7 @@ def test_a_file_that_may_not_be_read(tmp_path: Path) -> None:
 
 
 def load_without_rights(folder: Path) -> str:
-    """The error of a reader who is not root, in its own process."""
+    """The error for a reader who is not root, in its own process."""
     path = folder / "closed"
     path.touch(0)
     for parent in (folder, *folder.parents):

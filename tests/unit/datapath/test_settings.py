@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which source ports the programs masquerade with, and which the kernel: the ranges do not overlap."""
+"""The ranges of source ports for masquerading by the programs and by the kernel do not overlap."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_where_sockets_have_low_ports_the_programs_end_below() -> None:
     ports = snat_ports((10000, 65535))
     assert ports is not None
     assert (ports.fast, ports.netfilter) == (range(1024, 10000), range(10000, 65536))
-    assert snat_ports((50000, 60000)) == snat_ports((32768, 60999)), "a higher range gives them no more"
+    assert snat_ports((50000, 60000)) == snat_ports((32768, 60999)), "a higher range gives the programs no more ports"
 
 
 def test_with_too_few_ports_there_are_none() -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pages of docs/ that are made from the models and the flags: still up to date."""
+"""The pages of docs/ that are generated from models and flags are up to date."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_an_empty_configuration_is_written_as_kube_proxy_writes_it() -> None:
     _, recorded = recordings.read()
     (answer,) = (answer for case, answer in recorded if case.name == "no field at all")
     assert answer.document is not None
-    # The document of the release, word for word; the recordings hold many more.
+    # The release's document, word for word; the recordings contain many more.
     assert answer.document.startswith("apiVersion: kubeproxy.config.k8s.io/v1alpha1\nbindAddress: 0.0.0.0\n")
     assert (
         document(tool("configuration_page").complete(tool("configuration_page").parse([]), lambda text, file: None))

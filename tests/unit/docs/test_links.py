@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Links and anchors of all pages lead somewhere, and the site's navigation has every page. Part of ``make lint``."""
+"""Links and anchors of all pages resolve, and the site's navigation has every page. Part of ``make lint``."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def anchors(page: Path) -> set[str]:
 
 
 def lost(page: Path, text: str) -> list[str]:
-    """The links of this text, on this page, that lead nowhere."""
+    """The links of this text, on this page, that do not resolve."""
     found = []
     for place, heading in LINK.findall(BLOCK.sub("", text)):
         target = page.parent / place if place else page

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Numbers and ranges that are given out: never twice, freed ones not soon again, none lost."""
+"""Allocation of numbers and ranges: never twice, freed ones not soon again, none lost."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_ranges_never_overlap_and_nothing_is_lost(steps: list[tuple[bool, int]])
         assert len(cells) == len(set(cells))
         assert all(0 <= cell < 40 for cell in cells)
         assert ranges.available == 40 - len(cells)
-        # An allocator made from what is held has the same free ranges.
+        # An allocator that is created from the allocated ranges has the same free ranges.
         again, fits = Ranges.without(40, held)
         assert all(fits)
         assert again._ends == ranges._ends

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which iptables rules, virtual servers and ipsets are kube-proxy's to remove: the decisions, without a kernel."""
+"""Which iptables rules, virtual servers and ipsets of kube-proxy are removed: the decisions, without a kernel."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Netlink: the encoding, and that one package has it."""
+"""Netlink: the encoding, and that only one package implements it."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_no_other_package_opens_netlink_or_knows_its_headers() -> None:
     assert found == []
 
 
-#: What differs from the kernel's name, as the kernel's expression. Messages of nfnetlink have their subsystem here.
+#: Names that differ from the kernel's, with the kernel's expression. Messages of nfnetlink include their subsystem.
 OWN_NAMES = {
     "TC_H_CLSACT_INGRESS": "TC_H_MAKE(TC_H_CLSACT, TC_H_MIN_INGRESS)",
     "TC_H_CLSACT_EGRESS": "TC_H_MAKE(TC_H_CLSACT, TC_H_MIN_EGRESS)",
@@ -73,7 +73,7 @@ NEWER = {"NFTA_SET_COUNT"}
 
 
 def test_numbers_and_sizes_are_those_of_the_kernels_headers(tmp_path: Path) -> None:
-    """The compiler checks each name: whether the header that uapi names has it, with this value."""
+    """The compiler checks for each name whether the header has it with this value."""
     gcc = shutil.which("gcc")
     assert gcc, "make setup installs it"
     headers = ["sys/socket.h", "linux/netfilter.h", *re.findall(r"include/uapi/(linux/[\w/]+\.h)", SOURCE)]
@@ -162,7 +162,7 @@ def test_families_of_generic_netlink() -> None:
 
 
 class Full:
-    """A socket whose buffer ran over once."""
+    """A socket whose buffer has overflowed once."""
 
     def __init__(self) -> None:
         self.said: list[OSError | bytes] = [OSError(errno.ENOBUFS, "full"), b"message", BlockingIOError()]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which node settings a configuration asks for, and what is done to files that stand for them (below a folder)."""
+"""Which node settings a configuration requires, and their effect on files below a folder that stands for /."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ EVERYTHING = KernelSettings(
 
 
 def refuse(monkeypatch: pytest.MonkeyPatch, path: Path, number: int, mode: int | None = None) -> None:
-    """Opening this file for writing is refused, as the kernel refuses it even to root."""
+    """Opening this file for writing fails, as the kernel refuses it even to root."""
     real = os.open
 
     def fake(name: Any, flags: int, *rest: Any, **more: Any) -> int:
@@ -226,7 +226,7 @@ def test_everything_is_written_and_put_back(tree: Tree) -> None:
 
 
 def test_settings_stay_while_a_kube_proxy_runs(tree: Tree) -> None:
-    """It has asked for the same at its start, and does not ask again."""
+    """It has written the same settings at its start, and does not write them again."""
     tree.apply(ESTABLISHED)
     assert sysctls.hold(node_settings.LIBERAL, tree.directory, tree.root) == ""
     value = tree.netfilter("tcp_timeout_established")
@@ -263,7 +263,7 @@ def test_the_first_former_value_stays(tree: Tree) -> None:
     assert tree.record() == {
         f"proc/sys/{NETFILTER}tcp_timeout_established": {"was": "432000", "wrote": "1000"},
     }
-    tree.apply(KernelSettings())  # no longer asked for: kube-proxy leaves it, and clean-up still knows
+    tree.apply(KernelSettings())  # no longer required: kube-proxy keeps it, and clean-up still knows the old value
     assert tree.netfilter("tcp_timeout_established") == "1000"
     tree.restore()
     assert tree.netfilter("tcp_timeout_established") == "432000"
@@ -330,7 +330,7 @@ def test_a_read_only_sys_is_an_event_on_the_node(tree: Tree, monkeypatch: pytest
 
 
 def test_in_a_container_the_mount_of_the_node_is_written(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
-    """/proc/sys and /sys are read-only there, /host/proc/sys/net is not; the hash table is had by its other name."""
+    """/proc/sys and /sys are read-only there, /host/proc/sys/net is not; the hash table has another name."""
     for name, value in (("max", "262144"), ("buckets", "65536"), ("udp_timeout", "30")):
         tree.put(f"host/proc/sys/{NETFILTER}{name}", value)
     refuse(monkeypatch, tree.root / HASHSIZE, errno.EROFS)
@@ -366,7 +366,7 @@ def test_what_is_the_machines_stays_in_another_network_namespace(
 def test_a_hash_table_of_the_machine_stays_in_another_network_namespace(
     tree: Tree, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its limit is as wanted, its size is not, and the kernel refuses to change it from there."""
+    """Its limit is right, its size is not, and the kernel does not allow changing it from there."""
     refuse(monkeypatch, tree.root / HASHSIZE, errno.EOPNOTSUPP)
     tree.apply(KernelSettings(Conntrack(max_per_core=1, min=300000, tcp_established=900)))
     assert (tree.get(HASHSIZE), tree.netfilter("tcp_timeout_established")) == ("65536", "900")

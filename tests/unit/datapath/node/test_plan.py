@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From links, addresses and configuration to what the maps of the node must hold."""
+"""From links, addresses and configuration to the contents of the node's maps."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def state(*links: Link, addresses: tuple[InterfaceAddress, ...] = ()) -> State:
 
 
 def test_addresses_that_flows_may_be_masqueraded_to() -> None:
-    """Those of devices that are up, but not the link-local one that every device has (finding D7)."""
+    """Addresses of devices that are up, except the link-local one that every device has (finding D7)."""
     down = ETH1._replace(up=False)
     found = state(
         ETH0,
@@ -249,7 +249,7 @@ def redirects(
 
 
 def test_packets_go_straight_into_a_pod_behind_a_veth() -> None:
-    """The plan asks for what the programs can do (finding D14)."""
+    """The plan requests what the programs support (finding D14)."""
     assert redirects(ETH0, POD) == {"eth0": (REDIRECT_DEVICE, ""), "veth7": (REDIRECT_PEER, "")}
     assert plan(state(POD), FAST).devices[7].mtu == 1450
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which devices carry XDP, why others do not, and what frames may be sent by: pure."""
+"""Which devices get XDP, why others do not, and through which devices frames may be sent. Pure."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_where_the_kernel_does_not_tell_the_driver_is_asked() -> None:
     links = {link.ifindex: link for link in (NIC, OLD, POD)}
     found = plan(links, PROGRAMS, None, XdpConfig(("*",)), lambda name: False)
     assert found.attach == {2: "eth0", 3: "eth1"}
-    assert found.entries[2] == Entry(MAC, 1, 1, 0), "sent back, one buffer at a time; not redirected to"
+    assert found.entries[2] == Entry(MAC, 1, 1, 0), "XDP_TX with one buffer; no redirect to it"
 
 
 def test_named_devices_are_tried_or_refused_with_the_reason() -> None:
@@ -61,8 +61,8 @@ def test_tags_that_are_taken_off_before_xdp_are_in_the_way_only_where_there_are_
 def test_what_frames_may_be_sent_by() -> None:
     found = planned("eth0", "pod1").entries
     assert found[2] == Entry(MAC, 1, 2, 2)
-    assert found[4] == Entry(MAC, 1, 0, 0), "its peer is not ready: whatever is sent there is lost"
-    assert found[6] == Entry(bytes(6), 0, 0, 2), "no program, but frames may be redirected to it"
+    assert found[4] == Entry(MAC, 1, 0, 0), "its peer is not ready: frames sent there are lost"
+    assert found[6] == Entry(bytes(6), 0, 0, 2), "no program, but a redirect to it works"
     assert 3 not in found
 
 

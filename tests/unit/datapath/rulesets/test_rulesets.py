@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernel's answers about rulesets (recorded by tests/netns/attach/record_rulesets.py), and what is made of it."""
+"""The kernel's answers about rulesets (recorded by tests/netns/attach/record_rulesets.py), and their evaluation."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_nothing_recorded_is_unknown(name: str) -> None:
     [("ufw by iptables-legacy", "FORWARD"), ("ufw by ip6tables-legacy", "FORWARD"), ("plain", "forward")],
 )
 def test_the_same_with_a_policy_that_accepts(name: str, chain: str) -> None:
-    """Then what is logged at the end is not dropped."""
+    """Then packets that are logged at the end are not dropped."""
     found = tables(name)
     for table in found:
         table.chains[chain].policy_drops = False
@@ -167,7 +167,7 @@ def test_what_cannot_be_read_closes() -> None:
 
 
 def test_chains_that_jump_in_a_circle_end() -> None:
-    """The kernel refuses them; a reading while they change may show them."""
+    """The kernel rejects them; a read during a change may show them."""
     log = Rule("1", (Part(Kind.LOGS, "log"),))
     table = forward(Part(Kind.JUMP, target="one"))
     table.chains["one"] = Chain("one", rules=[log, Rule("2", (Part(Kind.JUMP, target="two"),))])
@@ -233,7 +233,7 @@ MAPS = frozenset({(1, "foreign", "verdicts")})
     ("data", "expected"),
     [
         (AGENTS + AGENTS + END, (False, False)),
-        (AGENTS + END + END, (True, True)),  # nothing was reported of the second
+        (AGENTS + END + END, (True, True)),  # no message about the second commit
         (reported(NEW_RULE, 2, "agent", "a") + END, (True, True)),  # of another family
         (reported(NEW_RULE, 1, "foreign", "a") + END, (True, True)),
         (reported(NEW_ELEMENT, 1, "foreign", "blocked") + END, (True, False)),
