@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The life of one flow in the fast path, as a model that is searched exhaustively (test_life_cycle.py).
 
-One client port, one endpoint. Two CPUs run packets, sweeps and the agent's promotions, interleaved at each access to the
-flow table. The agent may die and start again, permits expire and are voided, rules change, the table is drained. A step
-is one access to shared memory. The model has one assumption about time: what takes a second of silence or longer does
-not coincide with a packet of the flow. Packets of one direction are handled in order, as receive queues do. Functions,
-states and fields that a docstring names have the names of bpf/*.h. The test checks these names, and the order of the
-accesses.
+One client port, one endpoint. Two CPUs run packets, sweeps and the agent's promotions, interleaved at each access to
+the flow table. The agent may die and start again, permits expire and are voided, rules change, the table is drained. A
+step is one access to shared memory. The model has one assumption about time: what takes a second of silence or longer
+does not coincide with a packet of the flow. Packets of one direction are handled in order, as receive queues do.
+Functions, states and fields that a docstring names have the names of bpf/*.h. The test checks these names, and the
+order of the accesses.
 
     python -m tests.unit.bpf.life_cycle        everything at once: more than a million states
 """

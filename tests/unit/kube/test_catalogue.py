@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files in, changes out: last good states, doubles, and files that come and go."""
+"""Files in, changes out: last valid states, duplicates, and files that appear and disappear."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_the_last_file_by_name_counts(folder: Folder) -> None:
 
 
 def test_a_file_that_leaves_counts_less_than_any_other(folder: Folder) -> None:
-    """A file is renamed: the old name is still remembered when the new one is read."""
+    """A file is renamed: the old name is still known when the new one is read."""
     folder.write("z.yaml", service("x", 1))
     folder.catalogue.read("a.yaml", service("x", 2).encode())
     (change,) = folder.catalogue.changes(leaving={"z.yaml"})

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Documents to objects: both syntaxes, lists, and the messages about bad texts."""
+"""Documents to objects: both syntaxes, lists, and the messages about invalid texts."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ spec: {clusterIP: 10.96.0.1, ports: [{port: 80}]}
         (b"kind: !Ref x\n", "line 1: bad YAML: could not determine a constructor for the tag '!Ref'"),
         (b"a: b\nc: \x01\n", "line 2: bad YAML: control characters are not allowed"),
         (b"a: b\nc: \xff\n", "line 2: bad YAML: invalid leading UTF-8 octet"),
-        # These would overflow the stack of the C library, and end the process.
+        # These would overflow the stack of the C library and end the process.
         (b"a: 1\nb: " + b"[" * 100_000, "line 2: bad YAML: more than 100 levels of nesting"),
         (b"- " * 100_000, "line 1: bad YAML: more than 100 levels of nesting"),
         (b"".join(b" " * i + b"a:\n" for i in range(3000)), "line 101: bad YAML: more than 100 levels of nesting"),

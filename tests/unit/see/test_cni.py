@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CNI configuration files: what clashes is found and named with its fix, what does not is left in peace."""
+"""CNI configuration files: conflicts are named with their fix, other files cause no message."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``doctor``: replies between two ports of a bridge that netfilter does not see there."""
+"""``doctor``: replies between two ports of a bridge that netfilter does not see."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def refuse(monkeypatch: pytest.MonkeyPatch, refused: bool) -> None:
 @pytest.mark.parametrize("attached", [True, False])
 @pytest.mark.parametrize("lookup", [True, False])
 def test_they_need_the_lookup(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, attached: bool, lookup: bool) -> None:
-    """The attached programs count. Another process may load what the agent may not."""
+    """The attached programs count. Another process may load programs that the agent may not."""
     refuse(monkeypatch, lookup if attached else not lookup)
     monkeypatch.setattr(doctor, "_settings", lambda directory: {"conntrack_lookup": lookup} if attached else None)
     (finding,) = found(monkeypatch, tmp_path, "0")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""That a program which does not follow the rules is detected."""
+"""``explain`` detects a program that does not follow the rules."""
 
 from __future__ import annotations
 

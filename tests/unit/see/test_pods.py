@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names of pods for a command that keeps running: looked up when they are new or old, and never for too long."""
+"""Pod names for a command that keeps running: looked up when they are new or old, and never for too long."""
 
 from __future__ import annotations
 

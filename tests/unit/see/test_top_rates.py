@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``top`` without a kernel: rates, shares, order, and a picture that fits its terminal."""
+"""``top`` without a kernel: rates, shares, order, and output that fits its terminal."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_rates_are_of_a_second_and_of_what_came_since() -> None:
         ("10.0.0.1:8080", 3, 5, 0.75, True),
         ("10.0.0.2:8080", 1, 0, 0.25, False),
     ]
-    # No new flow: the share is of the bytes.
+    # No new flow: the share is one of bytes.
     assert (other.drops, [b.share for b in other.backends]) == (2, [1.0])
     assert (made.new_flows, made.packets, made.bytes, made.drops, made.at_rest) == (4, 14, 1240, 3, 1)
     assert [(each.reason, each.drops) for each in made.reasons] == [

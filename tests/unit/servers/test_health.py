@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``/healthz`` and ``/livez``: a table of what happened when, and the exact bytes (spec/service-semantics §11.2)."""
+"""``/healthz`` and ``/livez``: a table of events and results, and the exact bytes (spec/service-semantics §11.2)."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_times_are_written_as_go_writes_them(seconds: float, shown: str) -> None
     assert text(seconds) == shown
 
 
-#: What happened when ("q4": queued for IPv4, "u6": IPv6 updated), when it is asked, the families that keep up then.
+#: Events ("q4": queued for IPv4, "u6": IPv6 updated), the time of the request, the healthy families.
 TABLE = [
     ("starting up is healthy", [], 0, {}),
     ("starting up for ever is healthy too", [("q4", 0)], 1000, {}),

@@ -75,7 +75,7 @@ def test_the_answer(checks: HealthCheckNode) -> None:
     assert get(port).body.decode() == BODY % (0, "true")
     checks.ports.sync({S4: HealthCheck(port, 1)})
     until(lambda: get(port).status == 200)
-    # A proxy that doesn't keep up reports that here too.
+    # A proxy that is behind reports that here too.
     checks.health.updated(V6, Moment(0, 0))
     checks.health.queued(V6, Moment(0, 0))
     checks.now = 60
@@ -90,13 +90,13 @@ def test_ports_follow_their_services(checks: HealthCheckNode) -> None:
     with socket.create_connection(("127.0.0.1", one), timeout=20) as held:
         checks.ports.sync({S4: HealthCheck(two, 1)})
         until(lambda: answers(two) and not answers(one) and not answers(one, "::1"))
-        with pytest.raises(ConnectionResetError):  # what was connected is cut off
+        with pytest.raises(ConnectionResetError):  # existing connections are closed
             while held.recv(1):
                 pass
             raise ConnectionResetError
     checks.ports.sync({})
     until(lambda: not answers(two))
-    # A port may go from one Service to another in one sync.
+    # A port may move from one Service to another in one sync.
     checks.ports.sync({S4: HealthCheck(two, 1)})
     until(lambda: answers(two))
     checks.ports.sync({T4: HealthCheck(two, 5)})
@@ -105,7 +105,7 @@ def test_ports_follow_their_services(checks: HealthCheckNode) -> None:
         try:
             return str(json.loads(get(two).body)["service"]["name"])
         except (OSError, http.client.HTTPException):
-            return ""  # just then one was closed and the other opened
+            return ""  # at that moment one was closed and the other opened
 
     until(lambda: served() == "t")
     assert checks.events == []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The metrics server's pages (spec/service-semantics §11.3); where both agree, the texts are kube-proxy v1.36.3's."""
+"""The metrics server's pages (spec/service-semantics §11.3); common texts are kube-proxy v1.36.3's."""
 
 from __future__ import annotations
 

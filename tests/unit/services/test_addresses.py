@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Addresses and prefixes as kube-proxy reads them; Python's ipaddress is the second opinion."""
+"""Addresses and prefixes as kube-proxy reads them, compared with Python's ipaddress."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which health check node ports there are and what they count, from objects (spec/service-semantics §11.1)."""
+"""Which health check node ports exist and what they count, from objects (spec/service-semantics §11.1)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The planner over time: what a change brings out, and that it never matters how a state was reached."""
+"""The planner over time: the result of a change, and that the path to a state does not matter."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_what_does_not_matter_brings_nothing_out(planner: Planner) -> None:
 
 
 def test_of_doubles_the_slice_that_is_last_by_name_counts() -> None:
-    """Whichever came first: the plan after a restart is the plan before it."""
+    """Whichever came first: a restart must give the same plan."""
     here = endpoint_slice("b", "web", endpoints=[{"addresses": ["10.244.1.1"], "nodeName": NODE}])
     there = endpoint_slice("a", "web", endpoints=[{"addresses": ["10.244.1.1"], "nodeName": "node-2"}])
     for order in ([here, there], [there, here]):
@@ -141,7 +141,8 @@ def test_our_zone_decides_over_every_service(planner: Planner) -> None:
 
 def test_external_ips_are_served_unless_the_gate_forbids_it() -> None:
     """Policies stay: a Service of type ClusterIP with external IPs may have externalTrafficPolicy
-    (spec/service-semantics §1.3)."""
+    (spec/service-semantics §1.3).
+    """
     web = service("web", externalIPs=["203.0.113.1"], externalTrafficPolicy="Local")
     for allowed, expected in ((True, ["10.96.0.1:80", "203.0.113.1:80"]), (False, ["10.96.0.1:80"])):
         planner = Planner(PlanSettings(NODE, external_ips=allowed))
@@ -306,7 +307,7 @@ def test_it_does_not_matter_how_a_state_was_reached(batches: list[list[Change]],
     assert fresh.overlaps == planner.overlaps
     assert set(planner.names) == set(programmed)
     assert fresh.facts == planner.facts
-    # And nothing is served at one address by two.
+    # And no address is served by two.
     served = [
         (frontend.address, frontend.port, name.protocol)
         for name, port in programmed.items()
@@ -320,7 +321,7 @@ def test_it_does_not_matter_how_a_state_was_reached(batches: list[list[Change]],
 def test_lists_are_those_of_the_specification(
     documents: list[dict[str, Any]], use_cluster: bool, use_local: bool, zone: str
 ) -> None:
-    """spec/service-semantics §1.4 and §3 once more, without any thought of speed; duplicates as v1.36 has them."""
+    """A slow second implementation of spec/service-semantics §1.4 and §3; duplicates as in v1.36."""
     change = endpoint_slice("e", "s", endpoints=documents)
     view = endpoints.view_slice(change.object, NODE)  # type: ignore[arg-type]
     assert view is not None
@@ -344,7 +345,7 @@ def test_lists_are_those_of_the_specification(
             "nodes": {hint["name"] for hint in hints.get("forNodes", [])},
         }
         text = f"{document['addresses'][0]}:8080"
-        if text in merged and new["terminating"]:  # whatever the earlier is, as v1.36 has it
+        if text in merged and new["terminating"]:  # whatever the earlier one is, as in v1.36
             continue
         merged[text] = new
     ready = {text for text, it in merged.items() if it["ready"]}

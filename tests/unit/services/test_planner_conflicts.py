@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Addresses that two Services name, or a Service and a Node (docs/objects.md)."""
+"""Addresses that two Services claim, or a Service and a Node (docs/objects.md)."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_an_external_ip_that_was_there_first_does_not_take_a_cluster_ip(planner:
         "Service tenant/thief: spec.externalIPs: 10.96.0.10:53/TCP is already used by Service default/dns,"
         " not served there"
     )
-    # Nor when it comes again.
+    # Nor if it is created again.
     delta = planner.update([gone(thief), thief])
     assert name_of("dns") not in delta
     assert planner.conflicts == {theft}
@@ -177,7 +177,7 @@ def test_the_node_port_of_another_namespace_is_not_taken(planner: Planner, how: 
     assert str(refused).endswith(
         f": {NODE_IP}:30080/TCP is NodePort 30080/TCP of Service default/web on Node {NODE}: refused, not served there"
     )
-    # What is over is over: the NodePort goes, comes back, and the Node has another address.
+    # The conflict ends: the NodePort is removed, returns, and the Node gets another address.
     delta = planner.update([gone(changes["service"])])
     assert frontends(delta[THIEF]) == [*AT_NODE]
     assert not planner.conflicts
@@ -189,7 +189,7 @@ def test_the_node_port_of_another_namespace_is_not_taken(planner: Planner, how: 
 
 
 def test_a_tenant_may_name_its_own_node_ports_and_other_ports_of_a_node(planner: Planner) -> None:
-    """As kube-proxy does, and as it was recorded (tests/flows: external-ip-at-a-node-port, -of-the-node)."""
+    """As kube-proxy's recordings show (tests/flows: external-ip-at-a-node-port, -of-the-node)."""
     planner.update([node(NODE, internal_ip=NODE_IP), service("web", ports=HTTP)])
     delta = planner.update([thief(externalIPs=[NODE_IP])._replace(namespace="default")])
     assert frontends(delta[name_of("thief")]) == [*AT_NODE]
@@ -270,7 +270,7 @@ def test_many_conflicts_are_few_lines_and_cost_nothing_while_others_change(
     ports = [{"port": port, "name": f"p{port}"} for port in range(1, 51)]
     planner.update([service("first", externalIPs=addresses, ports=ports, created=OLD)])
     planner.update([service(name, "10.96.0.9", externalIPs=addresses, ports=ports) for name in ("second", "third")])
-    assert planner.lost == 2 * 50 * 40 + 50  # and the ClusterIP that both of the later ones name
+    assert planner.lost == 2 * 50 * 40 + 50  # and the ClusterIP that both later ones claim
     lines, _ = planner.new_messages()
     assert len(lines) == 2 * (LINES + 1)
     assert len(made) == 2 * LINES

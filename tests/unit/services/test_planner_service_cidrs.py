@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ServiceCIDRs: the ranges of which nftables mode drops what is no Service's (spec/service-semantics §9)."""
+"""ServiceCIDRs: ranges where nftables mode drops packets to addresses of no Service (spec/service-semantics §9)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names of pods, kept small and found again."""
+"""Names of pods, stored compactly and found again."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def planner() -> Planner:
     found = Planner(PlanSettings(node_name="node1"))
     found.update(
         [
-            # The one in the middle cannot be used: names must not slip.
+            # The middle one is invalid: the names must not shift.
             made_slice(
                 "shop",
                 "web-a",

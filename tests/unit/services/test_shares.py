@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the Services of one namespace may take together: an eighth of every map stays for others (docs/objects.md)."""
+"""The limits of all Services of a namespace together: an eighth of every map stays for others (docs/objects.md)."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_s2_older_services_come_first_and_room_that_is_freed_is_used(planner: Pl
 
 
 def test_s2_cluster_ips_come_before_all_other_addresses(planner: Planner) -> None:
-    """The oldest Service names many external IPs: the ClusterIPs of younger ones are served all the same."""
+    """The oldest Service names many external IPs, but the ClusterIPs of younger ones are served."""
     greedy = aged("greedy", 2000, 2, externalIPs=externals(10))
     planner.update([greedy, *(aged(f"s{i}", 2010 + i, 4, ip=f"10.96.1.{i}") for i in range(3))])
     assert [len(port.frontends) for port in of(planner, "greedy")] == [1, 1]
@@ -102,7 +102,7 @@ def test_s2_cluster_ips_come_before_all_other_addresses(planner: Planner) -> Non
 
 
 def test_s2_source_ranges_count_by_port_and_without_room_nothing_is_open(planner: Planner) -> None:
-    """1024 ranges of 1024 ports are a million entries. A balancer's address whose sources are not checked is closed."""
+    """1024 ranges of 1024 ports are a million entries. A VIP whose ranges do not fit is closed."""
     ranges = [f"10.{i}.0.0/16" for i in range(4)]
     one = aged("one", 2001, 1, status=VIP, loadBalancerSourceRanges=ranges)
     two = aged("two", 2002, 1, status=VIP, loadBalancerSourceRanges=ranges, ip="10.96.0.2")
@@ -185,7 +185,7 @@ def _drawn(rng: random.Random) -> Change:
 
 
 def test_s2_the_shares_do_not_depend_on_the_order() -> None:
-    """What is served is the same for a planner that has seen only the last state."""
+    """A planner that has seen only the last state serves the same."""
     cut = 0
     for seed in range(100):
         rng = random.Random(seed)

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The way to the API server: kubeconfigs in kube-proxy's words, the pod's account, proxies, exec plugins, limits."""
+"""Access to the API server: kubeconfigs with kube-proxy's messages, the pod's account, proxies, exec plugins,
+limits.
+"""
 
 from __future__ import annotations
 
@@ -42,9 +44,9 @@ def user(fields: str) -> str:
     return f"{CONTEXT}{SERVER}users: [{{name: u, user: {{{fields}}}}}]\n"
 
 
-#: Each line has the one before twice.
+#: Each line contains the one before twice.
 LAUGHS = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 30))
-#: kube-proxy v1.36.3's message about each file, as tried.
+#: kube-proxy v1.36.3's actual message about each file.
 MISTAKES = {
     "": "invalid configuration: no configuration has been provided, try setting KUBERNETES_MASTER environment variable",
     "foo: [": "error loading config file",
@@ -68,14 +70,14 @@ MISTAKES = {
     user("token: a, username: b"): "more than one authentication method found for u; found [token basicAuth],"
     " only one is allowed",
     user("as-groups: [x]"): "requesting uid, groups or user-extra for u without impersonating a user",
-    # In other words, where kube-proxy names Go types.
+    # Messages with other words, because kube-proxy names Go types.
     "clusters: 3": "clusters: expected array, got int",
     "[]": "it is not a mapping, so not a kubeconfig",
     "a: &a [*a]": "yaml: the value of an anchor contains itself",
     "a: &a {b: {c: *a}}": "yaml: the value of an anchor contains itself",
     LAUGHS: "yaml: document contains excessive aliasing",
     "[" * 5000: "error loading config file",
-    # Here kube-proxy prints both, with their tokens.
+    # Here kube-proxy prints both users, with their tokens.
     "users: [{name: u, user: {token: SECRET}}, {name: u}]": 'config": users: duplicate name "u"',
     f"{SERVER}contexts: [{{name: a}}, {{name: b}}, {{name: a}}]": 'contexts: duplicate name "a"',
 }
@@ -182,7 +184,7 @@ def test_master_goes_before_the_kubeconfig_and_may_stand_alone(tmp_path: Path) -
     path.write_text(user("token: t"))
     assert find(str(path), "https://192.0.2.9", {}) == Access("https://192.0.2.9", token="t")
     assert find("", "192.0.2.9:8080", {}) == Access("http://192.0.2.9:8080")
-    # Over plain HTTP no credentials are sent.
+    # No credentials are sent over plain HTTP.
     assert find(str(path), "http://192.0.2.9", {}) == Access("http://192.0.2.9")
 
 
@@ -240,7 +242,7 @@ def test_certificates_that_are_none(tls: Tls) -> None:
 
 
 def test_a_context_that_threads_share_is_not_changed_by_connecting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """OpenSSL frees what is replaced there, and another thread's handshake may be reading it."""
+    """OpenSSL frees the replaced context, while another thread's handshake may read it."""
     changed = []
     monkeypatch.setattr(ssl.SSLContext, "set_alpn_protocols", lambda _, protocols: changed.append(protocols))
     with ScriptedApi() as api:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""List and watch: the protocol's corners, against a server that the test controls."""
+"""List and watch: the details of the protocol, against a server that the test controls."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def api() -> Iterator[ScriptedApi]:
 
 
 def refuse_streams(exchange: Exchange) -> None:
-    """As a server that does not know sendInitialEvents."""
+    """As a server does that does not support sendInitialEvents."""
     exchange.status(422, "sendInitialEvents: Forbidden")
 
 
@@ -98,7 +98,7 @@ def test_the_first_list_is_read_no_faster_than_it_is_taken(api: ScriptedApi) -> 
     source.busy = 0.1
     with source:
         source.until(lambda: len(source.names("Service")) == 6000)
-    # What had come already when more came, and that.
+    # Changes that had arrived when more came, and those.
     assert max(len(batch.changes) for batch in source.batches) < MOST_WAITING + 2 * PART
 
 
@@ -129,7 +129,7 @@ def test_a_page_that_has_expired_means_the_whole_list_in_one_piece(api: Scripted
         lambda exchange: exchange.listed([service("b", "10.96.0.2")], "9"),
     )
     with following(api) as source:
-        # "a" was there and is not any more: it was delivered, and taken back.
+        # "a" existed before: it was delivered, and is withdrawn.
         source.until(lambda: source.complete and source.names("Service") == {"b"})
     assert "limit" not in api.asked("services")[3].query
 
@@ -193,7 +193,7 @@ def test_a_watch_that_breaks_is_resumed_without_a_word(api: ScriptedApi) -> None
 
 
 def test_a_server_that_restarts_and_has_no_history_is_no_trouble(api: ScriptedApi) -> None:
-    """The watch breaks, the next one is refused (410), and the list is there: not a word, and no wait."""
+    """The watch breaks, the next one is refused (410), and the list succeeds: no message, and no wait."""
 
     def first(exchange: Exchange) -> None:
         exchange.initial([service("a")], "5")
@@ -341,7 +341,7 @@ BAD = {
 
 
 def bad_objects(metrics: ClientMetrics) -> dict[str, tuple[float, float]]:
-    """Refused, and used in part, by kind."""
+    """Rejected objects, and objects that are used in part, by kind."""
     gauge = next(of for of in metrics.families if isinstance(of, Gauge) and of.name == "pyebpf_proxy_bad_objects")
     kinds = ("Service", "EndpointSlice", "Node")
     return {kind: (gauge.get(kind, "refused"), gauge.get(kind, "used_in_part")) for kind in kinds}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Events: what is written for them, series, and what an API server that refuses them costs."""
+"""Events: their content, series, and the effect of an API server that rejects them."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_recording_never_waits(api: ScriptedApi, events: EventRecorder) -> None:
 def test_an_event_whose_answer_was_lost_is_not_made_again(
     api: ScriptedApi, events: EventRecorder, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The second try finds it there: that is as good as having made it."""
+    """The second attempt finds the Event there, and counts as successful."""
     api.script("events", lambda exchange: exchange.cut(), lambda exchange: exchange.status(409, "already exists"))
     starting(events)
     wait_until(lambda: len(posted(api)) == 2)

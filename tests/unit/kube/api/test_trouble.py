@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Troubles are logged once: what counts as one outage, and when another cause of it is logged."""
+"""Failures are logged once: what counts as one outage, and when a new cause is logged."""
 
 from __future__ import annotations
 
