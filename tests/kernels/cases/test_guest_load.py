@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every program with every setting that changes what the verifier reads: each must load as one with all of them does.
+"""Every program with every setting that changes what the verifier reads: each must load if all together do.
 
-Verifiers differ: some verify a function that is never called, and refuse maps that are not made then.
+Verifiers differ: some verify functions that are never called, and reject maps that do not exist then.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def best() -> Iterator[Loaded]:
-    """What this kernel carries of everything; conntrack's modules come with the table, as for the agent."""
+    """What this kernel supports of everything; conntrack's modules are loaded with the table, as for the agent."""
     table = Table("guest_load")
     table.ensure(Behaviour(masquerade_mark=0x4000))
     try:
@@ -56,7 +56,7 @@ def best() -> Iterator[Loaded]:
 
 
 def test_nothing_is_refused(best: Loaded) -> None:
-    """With all capabilities. No kernel that these suites name lacks anything of it."""
+    """With all capabilities. Every kernel that these suites name supports everything."""
     assert not best.refusals
 
 

@@ -44,11 +44,11 @@ def streams(needs_module: Callable[..., None]) -> Iterator[Lab]:
         yield lab
 
 
-# Bound sockets do not list their other addresses to the peer: several paths are nothing that NAT could follow.
+# Bound sockets do not list their other addresses to the peer: NAT cannot follow several paths.
 
 
 def _serve(name: str, address: str) -> None:
-    """Sends its name and the client's, association after association."""
+    """Send its name and the client's address to each association."""
     with socket.socket(family_of(address), socket.SOCK_STREAM, socket.IPPROTO_SCTP) as listener:
         listener.bind((address, PORT))
         listener.listen(64)
@@ -76,7 +76,7 @@ def _ask(address: str, port: int, source: str = "") -> tuple[str, str]:
 
 
 def _both(namespace: Namespace, address: str, port: int, source: str = "") -> dict[str, str]:
-    """Ask until each endpoint has answered: whom each one saw."""
+    """Ask until each endpoint has answered; returns the source that each one saw."""
     seen: dict[str, str] = {}
 
     def done() -> bool:
@@ -97,7 +97,7 @@ def test_an_outside_client_by_vip_and_node_port(streams: Lab, family: int) -> No
         seen = _both(streams.client, target.address.of(family), port, CLIENT.of(family))
         assert seen == {pod.name: first.source_towards(pod).of(family) for pod in STREAM.endpoints}
         counted = counted_between(before, reasons(first))
-        # SCTP is never young.
+        # SCTP flows are never young.
         assert counted["new_flow_netfilter"] >= 2
         assert "new_flow_fast" not in counted
 
