@@ -107,7 +107,7 @@ def test_everything_else_does_nothing(file: Path, act: Callable[[Path], None]) -
     watch.close()
 
 
-def test_a_write_before_anybody_waits_is_seen(file: Path) -> None:
+def test_a_write_before_the_wait_is_seen(file: Path) -> None:
     watch = ConfigWatch(file)
     append(file)
     assert asyncio.run(outcome(watch, lambda: None)) == config_watch.UPDATED
@@ -129,7 +129,7 @@ def test_the_file_is_watched_that_a_link_leads_to(file: Path) -> None:
 
 
 @pytest.mark.parametrize("both", [True, False])
-def test_our_own_file_is_watched_too(file: Path, both: bool) -> None:
+def test_the_datapath_file_is_watched_too(file: Path, both: bool) -> None:
     own = file.with_name("datapath.yaml")
     own.write_text("kind: DatapathConfiguration\n")
     watch = ConfigWatch(file if both else None, own)
@@ -160,7 +160,7 @@ def test_a_file_that_cannot_be_watched(file: Path) -> None:
         ConfigWatch(file)
 
 
-def test_errors_of_the_watch_are_the_agents(file: Path) -> None:
+def test_errors_of_the_watch_are_agent_errors(file: Path) -> None:
     watch = ConfigWatch(file)
     append(file)
 

@@ -13,7 +13,7 @@ from tests import ROOT
 NOT_TO_BE_SET = {"bpf_ktime_get_ns", "bpf_ktime_get_coarse_ns", "bpf_ktime_get_boot_ns"}
 
 
-def test_the_programs_ask_for_no_other_time() -> None:
+def test_the_programs_use_no_other_clock() -> None:
     sources = {path.name: path.read_text() for path in (ROOT / "bpf").glob("*.[ch]")}
     found = {name: set(re.findall(r"\b(bpf_ktime\w+|bpf_jiffies\w*)\(", text)) for name, text in sources.items()}
     assert found["flow_send.h"] == {"bpf_ktime_get_coarse_ns"}
@@ -28,7 +28,7 @@ def test_the_programs_ask_for_no_other_time() -> None:
         ("rulesets/kernel.py", set()),
     ],
 )
-def test_the_agent_asks_for_no_other_time(path: str, calls: set[str]) -> None:
+def test_the_agent_uses_no_other_clock(path: str, calls: set[str]) -> None:
     text = (ROOT / "pyebpf_proxy" / "datapath" / path).read_text()
     assert set(re.findall(r"\btime\.(?!CLOCK)(\w+)\(", text)) == calls
     assert set(re.findall(r"CLOCK_\w+", text)) <= {"CLOCK_MONOTONIC"}

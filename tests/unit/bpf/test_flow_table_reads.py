@@ -66,7 +66,7 @@ def test_it_compares_after_it_has_read(name: str) -> None:
         assert "return DROPPED;" in rest
 
 
-def test_loads_keep_their_order() -> None:
+def test_loads_are_ordered() -> None:
     """Finding D13: also on arm64, where a compiler barrier does not order the CPU's loads."""
     lines = [line.strip() for line in BODIES["is_another_flows"].splitlines() if line.strip()]
     before, *_, after = (number for number, line in enumerate(lines) if line == "read_barrier();")

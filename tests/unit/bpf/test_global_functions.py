@@ -50,7 +50,7 @@ USES = [
 ]
 
 
-def test_there_are_such_functions() -> None:
+def test_global_functions_exist() -> None:
     assert {("open_young", "fast_path"), ("translate_for_pod", "pod_sockets")} <= {each[:2] for each in USES}
 
 

@@ -27,7 +27,7 @@ PARTS = {
 
 
 @pytest.mark.parametrize("part", PARTS)
-def test_no_entry_is_lost_and_nothing_passes_untranslated_or_against_a_rule(part: str) -> None:
+def test_every_state_satisfies_the_invariants(part: str) -> None:
     without, least = PARTS[part]
     assert life_cycle.explore(without=without) > least
 
@@ -80,7 +80,7 @@ MUTANTS = {
 
 
 @pytest.mark.parametrize("name", MUTANTS)
-def test_the_search_finds_what_is_wrong(name: str) -> None:
+def test_the_search_finds_each_mutant(name: str) -> None:
     old, new, what = MUTANTS[name]
     source = MODEL.read_text()
     assert source.count(old) == 1
@@ -145,7 +145,7 @@ def test_the_programs_access_the_table_in_the_order_of_the_model(function: str) 
         assert (at := found.find(access, at)) >= 0, f"{function}: {access!r} is not where the model has it"
 
 
-def test_the_agent_asks_conntrack_before_it_promotes() -> None:
+def test_the_agent_creates_the_entry_before_it_promotes() -> None:
     text = (ROOT / "pyebpf_proxy" / "datapath" / "connections" / "promotion.py").read_text()
     body = text.partition("def _hand_over(")[2].partition("\n    def ")[0]
     calls = ("self._flows.read(key)", "create.create(", "self._promote(", "create.abandon(")
@@ -153,7 +153,7 @@ def test_the_agent_asks_conntrack_before_it_promotes() -> None:
     assert places == sorted(places)
 
 
-def test_names_of_the_model_are_those_of_the_programs() -> None:
+def test_the_model_uses_the_names_of_the_programs() -> None:
     headers = {path.name: path.read_text() for path in (ROOT / "bpf").glob("*.[hc]")}
     for name in ("CLOSING", "CLOSING_IN_SEQUENCE"):
         assert re.search(rf"\b{name} = {getattr(life_cycle, name)},", headers["flow_send.h"])

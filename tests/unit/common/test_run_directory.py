@@ -53,14 +53,14 @@ def test_a_killed_agent_leaves_no_lock(tmp_path: Path) -> None:
     directory.release()
 
 
-def test_a_folder_that_was_made_for_nothing_is_taken_away(tmp_path: Path) -> None:
+def test_an_unused_folder_is_removed(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path / "a" / "b")
     directory.acquire()
     directory.release(remove=True)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_others_keep_in_the_folder_stays(tmp_path: Path) -> None:
+def test_foreign_files_in_the_folder_stay(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path / "run")
     directory.acquire()
     (tmp_path / "run" / "note").touch()
@@ -145,7 +145,7 @@ def test_no_other_user_can_take_the_lock(open_folder: Path) -> None:
 
 
 @pytest.mark.needs_root
-def test_a_former_releases_folder_and_lock_are_closed_without_waiting_for_their_holder(open_folder: Path) -> None:
+def test_permissions_of_an_older_releases_folder_and_lock_are_fixed_while_held(open_folder: Path) -> None:
     path = open_folder / "run"
     path.mkdir(mode=0o755)
     (path / "lock").touch(mode=0o644)

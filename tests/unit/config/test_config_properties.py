@@ -114,7 +114,7 @@ def test_a_port_range_survives_its_text(one: int, other: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["x", "1-", "-1", "5-3", "65536", "1-65536", "1+x", "1--2", "٣"])
-def test_what_is_no_port_range(text: str) -> None:
+def test_invalid_port_ranges(text: str) -> None:
     with pytest.raises(ValueError, match="port"):
         port_ranges.parse(text)
 

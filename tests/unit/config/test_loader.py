@@ -80,7 +80,7 @@ def settings(config: KubeProxyConfiguration, *arguments: str) -> Effective:
     return effective(config, flags.parse(arguments))
 
 
-def test_the_file_that_kubeadm_writes_is_taken_without_a_warning(read) -> None:
+def test_the_file_of_kubeadm_causes_no_warning(read) -> None:
     loaded = read(KUBEADM)
     assert loaded.warnings == []
     assert loaded.config.client_connection.kubeconfig == "/var/lib/kube-proxy/kubeconfig.conf"
@@ -203,7 +203,7 @@ def test_the_flag_overrides_the_nodes_name_of_the_file(read) -> None:
         settings(config.model_copy(update={"hostname_override": "  "}))
 
 
-def test_files_that_are_none(tmp_path: Path) -> None:
+def test_invalid_files(tmp_path: Path) -> None:
     files = {name: tmp_path / name for name in ("missing", "nul", "big", "binary", "fifo", "values", "deep", "aliases")}
     files["nul"].write_bytes(b"a: \0b\n")
     with files["big"].open("wb") as file:

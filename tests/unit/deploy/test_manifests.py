@@ -44,7 +44,7 @@ def pod(objects: tuple[Object, ...]) -> Object:
 
 
 @pytest.mark.parametrize("folder", KUSTOMIZATIONS, ids=NAMES)
-def test_it_builds_and_every_object_is_named_once(folder: Path) -> None:
+def test_kustomizations_build_and_objects_are_unique(folder: Path) -> None:
     names = [(each["kind"], each["metadata"].get("namespace"), each["metadata"]["name"]) for each in build(folder)]
     assert names
     assert len(names) == len(set(names))
@@ -66,7 +66,7 @@ def test_every_file_is_used() -> None:
 
 
 @pytest.mark.parametrize("folder", OURS, ids=lambda folder: folder.name)
-def test_names_labels_and_image_fit_together(folder: Path) -> None:
+def test_names_labels_and_image_are_consistent(folder: Path) -> None:
     objects = build(folder)
     daemon_set = one(objects, "DaemonSet")
     labels = pod(objects)["metadata"]["labels"]
@@ -88,7 +88,7 @@ def test_names_labels_and_image_fit_together(folder: Path) -> None:
     assert binding["roleRef"]["name"] == one(objects, "ClusterRole")["metadata"]["name"]
 
 
-def test_the_role_grants_nothing_beyond_what_is_asked() -> None:
+def test_the_role_grants_only_the_used_rights() -> None:
     granted = {
         (group, resource, verb)
         for rule in one(manifests.base(), "ClusterRole")["rules"]
@@ -109,7 +109,7 @@ def test_the_role_grants_nothing_beyond_what_is_asked() -> None:
 
 
 @pytest.mark.parametrize("folder", OURS, ids=lambda folder: folder.name)
-def test_the_container_may_as_little_as_possible(folder: Path) -> None:
+def test_the_container_has_minimal_rights(folder: Path) -> None:
     objects = build(folder)
     specification = pod(objects)["spec"]
     security = container(one(objects, "DaemonSet"))["securityContext"]
@@ -126,7 +126,7 @@ def test_the_container_may_as_little_as_possible(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("component", [None, "ipvs"])
-def test_t13_what_the_runtimes_apparmor_profile_denies_is_not_mounted_to_be_written(
+def test_t13_no_path_that_the_apparmor_profile_denies_is_mounted_writable(
     component: str | None, tmp_path: Path
 ) -> None:
     """It denies by path: the agent writes /sys/fs/bpf and /proc/sys through other mounts."""
@@ -141,7 +141,7 @@ def test_t13_what_the_runtimes_apparmor_profile_denies_is_not_mounted_to_be_writ
 
 
 @pytest.mark.parametrize("folder", OURS, ids=lambda folder: folder.name)
-def test_volumes_and_mounts_fit_together(folder: Path) -> None:
+def test_volumes_and_mounts_are_consistent(folder: Path) -> None:
     objects = build(folder)
     volumes = [volume["name"] for volume in pod(objects)["spec"]["volumes"]]
     mounts = container(one(objects, "DaemonSet"))["volumeMounts"]
@@ -153,7 +153,7 @@ def test_volumes_and_mounts_fit_together(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("folder", OURS, ids=lambda folder: folder.name)
-def test_it_runs_on_every_node_and_is_not_evicted(folder: Path) -> None:
+def test_the_agent_runs_on_every_node_and_is_not_evicted(folder: Path) -> None:
     specification = pod(build(folder))["spec"]
     assert specification["hostNetwork"] is True
     assert specification["priorityClassName"] == "system-node-critical"
@@ -225,7 +225,7 @@ def test_parking_and_unparking_undo_each_other() -> None:
 
 
 @pytest.mark.parametrize("folder", OURS, ids=lambda folder: folder.name)
-def test_an_overlay_of_ones_own_names_the_image(tmp_path: Path, folder: Path) -> None:
+def test_a_users_overlay_names_the_image(tmp_path: Path, folder: Path) -> None:
     """As docs/deploy.md shows it, for every folder that runs the image, including the rollback."""
     relative = Path("/".join([".."] * (len(tmp_path.parts) - 1))) / str(folder).lstrip("/")
     name = "registry.example:5000/team/pyebpf-proxy"
@@ -254,7 +254,7 @@ def test_cleaning_up_needs_one_capability_and_no_api() -> None:
     assert not {"livenessProbe", "startupProbe"} & agent.keys()
 
 
-def test_the_file_of_the_base_is_what_kustomize_makes_of_it() -> None:
+def test_the_file_of_the_base_equals_its_kustomize_output() -> None:
     """Tests without kubectl use the file itself."""
     built, file = pod(manifests.base())["spec"], manifests.base_daemon_set()["spec"]["template"]["spec"]
     (container_built,), (container_file,) = built.pop("containers"), file.pop("containers")
@@ -278,14 +278,14 @@ def test_the_component_adds_one_capability(tmp_path: Path) -> None:
     assert added == [*manifests.capabilities(one(manifests.base(), "DaemonSet")), "SYS_ADMIN"]
 
 
-def test_the_component_for_selinux_sets_the_type_and_nothing_else(tmp_path: Path) -> None:
+def test_the_component_for_selinux_sets_only_the_type(tmp_path: Path) -> None:
     """container-selinux has this type for containers that administer the node."""
     plain, typed = (pod(each)["spec"] for each in (manifests.base(), with_component(tmp_path, "selinux")))
     assert typed["securityContext"].pop("seLinuxOptions") == {"type": "spc_t"}
     assert typed == plain
 
 
-def test_s12_what_the_image_is_made_of_is_pinned() -> None:
+def test_s12_the_contents_of_the_image_are_pinned() -> None:
     text = (DEPLOY / "Dockerfile").read_text()
     bases = re.findall(r"^FROM (\S+)", text, re.MULTILINE)
     assert len(bases) == text.count("\nARG SNAPSHOT=") == 2
@@ -313,7 +313,7 @@ def test_s12_the_packages_of_the_image_are_those_of_one_day(tmp_path: Path) -> N
     assert found == [f"{archive}/debian/20251201T000000Z", f"{archive}/debian-security/20251201T000000Z"]
 
 
-def test_s12_packages_of_no_day_are_an_error(tmp_path: Path) -> None:
+def test_s12_a_build_without_a_snapshot_date_fails(tmp_path: Path) -> None:
     """The script ends before it downloads packages; with ARCHIVE=mirror it does not."""
     (tmp_path / "bin").mkdir()
     for name in ("apt-get", "rm"):

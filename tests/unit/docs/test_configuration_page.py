@@ -15,7 +15,7 @@ from tests.parity import recordings
 from tests.support.tool_module import tool
 
 
-def test_the_page_is_what_the_models_say() -> None:
+def test_the_page_matches_the_models() -> None:
     shown = (ROOT / "docs" / "configuration.md").read_text()
     assert shown == tool("configuration_page").page(), (
         "run .venv/bin/python tools/configuration_page.py >docs/configuration.md"
@@ -28,7 +28,7 @@ def test_the_page_of_the_datapath_options_matches_the_model() -> None:
     assert shown == tool("configuration_page").datapath_page(), f"run {command}"
 
 
-def test_every_option_of_our_own_has_a_line_with_its_effect() -> None:
+def test_every_option_of_the_agent_has_a_line_with_its_effect() -> None:
     text = (ROOT / "docs" / "datapath-configuration.md").read_text()
     fields = re.findall(r"^\| `([\w.]+)` \| \S.* \| .* \| \S.* \|$", text, re.MULTILINE)
     names = [str(info.alias) for info in DatapathConfiguration.model_fields.values()]

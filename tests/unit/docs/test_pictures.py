@@ -30,7 +30,7 @@ def test_the_picture_is_made_from_its_source(source: Path) -> None:
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.stem)
-def test_every_colour_has_one_for_dark_pages(source: Path) -> None:
+def test_every_colour_has_a_dark_variant(source: Path) -> None:
     assert set(COLOUR.findall(source.read_text())) <= PICTURES.DARK.keys()
     root = ElementTree.parse(DOCS / f"{source.stem}.svg").getroot()
     painted = {each.get(what) for each in root.iter() for what in ("fill", "stroke")} - {None, "none", "transparent"}

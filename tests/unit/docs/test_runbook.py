@@ -35,7 +35,7 @@ def test_every_alert_links_to_its_section() -> None:
     assert linked == {name: f"{PAGE}#{name.lower()}" for name in sections()}
 
 
-def test_every_section_answers_what_an_alert_asks() -> None:
+def test_every_section_has_the_required_headings() -> None:
     parts = ("**Meaning.**", "**Confirm", "**Likely causes", "**Do.**", "**Resolves**")
     # Sections that refer to another one combine these headings.
     joined = {"**Likely causes": "causes", "**Do.**": "what to do"}

@@ -97,5 +97,5 @@ def test_references_are_found_all_over_the_tree() -> None:
         ("RFC 5961 §5.2", []),
     ],
 )
-def test_a_reference_that_leads_nowhere_is_found(text: str, expected: list[str]) -> None:
+def test_a_broken_reference_is_found(text: str, expected: list[str]) -> None:
     assert unresolved(text) == expected

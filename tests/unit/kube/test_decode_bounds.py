@@ -65,7 +65,7 @@ def is_refused(decoded: Decoded, kind: Kind) -> bool:
 
 @pytest.mark.alone
 @pytest.mark.parametrize(("kind", "data"), MILLIONS, ids=["source ranges", "endpoints"])
-def test_a_million_entries_make_no_objects(kind: Kind, data: bytes) -> None:
+def test_a_million_entries_create_no_objects(kind: Kind, data: bytes) -> None:
     """As from the API server, as a file, and in a list whose other objects are used."""
     assert is_refused(decode_object(kind, data), kind)
     seconds, size = cost(lambda: decode_object(kind, data))
@@ -86,7 +86,7 @@ def test_a_million_entries_make_no_objects(kind: Kind, data: bytes) -> None:
 
 
 @pytest.mark.parametrize(("kind", "data"), MILLIONS, ids=["source ranges", "endpoints"])
-def test_what_was_good_before_stays(kind: Kind, data: bytes) -> None:
+def test_the_last_valid_state_stays(kind: Kind, data: bytes) -> None:
     lines: list[str] = []
     inventory = Inventory(kind, lines.append)
     small = many(SERVICE if kind == "Service" else SLICE, RANGE if kind == "Service" else ENDPOINT, 2)
@@ -109,7 +109,7 @@ def test_what_was_good_before_stays(kind: Kind, data: bytes) -> None:
     [("Service", SERVICE, RANGE), ("Service", SERVICE, b'"?"'), ("EndpointSlice", SLICE, ENDPOINT)],
     ids=["source ranges", "bad source ranges", "endpoints"],
 )
-def test_the_largest_object_that_is_read_is_bounded_too(kind: Kind, shape: bytes, entry: bytes) -> None:
+def test_the_largest_accepted_object_is_bounded(kind: Kind, shape: bytes, entry: bytes) -> None:
     data = many(shape, entry, decode.MOST_VALUES - 20)
     assert decode.MOST_VALUES - 20 < data.count(b",") <= decode.MOST_VALUES
     decoded = decode_object(kind, data)
@@ -152,7 +152,7 @@ def test_each_family_keeps_some_of_its_source_ranges() -> None:
     )
 
 
-def test_many_errors_of_one_object_are_a_hundred_lines_and_a_number() -> None:
+def test_many_errors_of_one_object_are_shortened_to_a_hundred_lines() -> None:
     decoded = decode_object("Service", many(SERVICE, b'"?"', 1000))
     assert len(decoded.messages) == 101
     # The 1000 entries, and that the address is open to every source.

@@ -42,7 +42,7 @@ def test_an_empty_folder_is_complete(tmp_path: Path) -> None:
     run(tmp_path, scenario)
 
 
-def test_a_change_costs_its_file_only(tmp_path: Path) -> None:
+def test_a_change_reads_only_its_file(tmp_path: Path) -> None:
     for i in range(1, 40):
         (tmp_path / f"{i}.yaml").write_text(text(i))
 
@@ -146,7 +146,7 @@ def test_a_quick_rewrite_of_equal_size_is_seen(tmp_path: Path) -> None:
     run(tmp_path, scenario)
 
 
-def test_the_stamp_of_a_file_just_written_is_not_trusted(tmp_path: Path) -> None:
+def test_the_stamp_of_a_recently_written_file_is_not_trusted(tmp_path: Path) -> None:
     """The file may be written again within one tick of the file system's clock, and keep its stamp."""
     path = tmp_path / "a.yaml"
     source = ManifestSource(tmp_path, print)
@@ -160,7 +160,7 @@ def test_the_stamp_of_a_file_just_written_is_not_trusted(tmp_path: Path) -> None
     assert not source._is_unchanged("a.yaml")
 
 
-def test_bad_files_cost_nothing_else(tmp_path: Path) -> None:
+def test_bad_files_affect_no_other_file(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text(text(a=1))
     (tmp_path / "b.json").write_text(text(b=1))
 
@@ -186,7 +186,7 @@ def test_bad_files_cost_nothing_else(tmp_path: Path) -> None:
     ]
 
 
-def test_what_is_no_file_is_reported_at_the_start(tmp_path: Path) -> None:
+def test_entries_that_are_no_files_are_reported_at_the_start(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "a.yaml")
     (tmp_path / "b.yaml").write_text(text(b=1))
 
@@ -231,7 +231,7 @@ def test_a_file_that_becomes_unreadable_and_readable_again(tmp_path: Path, monke
 
 
 @pytest.mark.parametrize("hidden", ["file", "folder"])
-def test_a_change_that_was_missed_for_lack_of_descriptors_is_read_later(
+def test_a_change_missed_without_free_descriptors_is_read_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hidden: str
 ) -> None:
     """No event reports that descriptors are available again. The test makes the kernel's refusal."""

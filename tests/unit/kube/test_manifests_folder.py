@@ -73,7 +73,7 @@ def test_a_swap_reads_only_what_changed(tmp_path: Path) -> None:
     run(tmp_path, scenario)
 
 
-def test_the_folder_goes_and_comes_back(tmp_path: Path) -> None:
+def test_the_folder_is_removed_and_restored(tmp_path: Path) -> None:
     folder = tmp_path / "above" / "manifests"
     folder.mkdir(parents=True)
     (folder / "a.yaml").write_text(text(a=1, b=1))
@@ -114,7 +114,7 @@ def test_the_folder_is_removed_with_everything_in_it(tmp_path: Path, monkeypatch
     run(folder, scenario)
 
 
-def test_the_folder_is_a_symbolic_link_that_is_turned(tmp_path: Path) -> None:
+def test_the_folder_is_a_symbolic_link_that_changes(tmp_path: Path) -> None:
     for revision in ("1", "2"):
         (tmp_path / revision).mkdir()
         (tmp_path / revision / "a.yaml").write_text(text(a=int(revision)))
@@ -132,7 +132,7 @@ def test_the_folder_is_a_symbolic_link_that_is_turned(tmp_path: Path) -> None:
     run(link, scenario)
 
 
-def test_nothing_is_complete_before_the_folder_is_there(tmp_path: Path) -> None:
+def test_nothing_is_complete_before_the_folder_exists(tmp_path: Path) -> None:
     folder = tmp_path / "a" / "b" / "c"
 
     async def scenario(watcher: Watcher) -> None:
@@ -147,7 +147,7 @@ def test_nothing_is_complete_before_the_folder_is_there(tmp_path: Path) -> None:
     run(folder, scenario)
 
 
-def test_more_events_than_the_kernel_keeps(tmp_path: Path) -> None:
+def test_an_overflow_of_the_event_queue(tmp_path: Path) -> None:
     """The queue overflows while it is not read: then all files are read again, and no change is missed."""
     limit = int(Path("/proc/sys/fs/inotify/max_queued_events").read_text())
     if limit > 50_000:
@@ -171,7 +171,7 @@ def test_more_events_than_the_kernel_keeps(tmp_path: Path) -> None:
     run(tmp_path, scenario)
 
 
-def test_a_file_of_a_gigabyte_is_not_read_and_costs_no_other_anything(tmp_path: Path) -> None:
+def test_a_huge_file_is_not_read_and_affects_no_other(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text(text(a=1))
 
     async def scenario(watcher: Watcher) -> None:
@@ -187,7 +187,7 @@ def test_a_file_of_a_gigabyte_is_not_read_and_costs_no_other_anything(tmp_path: 
     ]
 
 
-def test_no_inotify_to_be_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inotify_is_unavailable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A node with too many watches: one line names the limit to raise."""
 
     def refusing(**_: object) -> INotify:

@@ -40,7 +40,7 @@ def problem(test: Path) -> str:
     return f"{package.relative_to(ROOT)} has no module that {name} begins with; name it after a module or the package"
 
 
-def test_unit_tests_stand_where_the_package_has_what_they_test() -> None:
+def test_unit_tests_mirror_the_package() -> None:
     files = [path.relative_to(UNIT) for path in sorted(UNIT.rglob("test_*.py"))]
     assert len(files) > 80
     assert {str(file): problem(file) for file in files if problem(file)} == {}
@@ -89,7 +89,7 @@ def test_imports_have_full_names_and_helpers_are_no_tests() -> None:
     assert found == []
 
 
-def test_no_module_changes_where_python_looks_for_modules() -> None:
+def test_no_module_changes_the_search_path() -> None:
     changed = []
     for name, tree in modules():
         for node in ast.walk(tree):

@@ -50,7 +50,7 @@ def found(view: Explanation) -> list[str]:
     return list(disagreements(view, DECISION, view.program))
 
 
-def test_agreement_is_none() -> None:
+def test_agreement_causes_no_message() -> None:
     assert found(answer()) == []
 
 

@@ -39,7 +39,7 @@ def test_with_the_binding_nothing_has_to_be_installed(monkeypatch: pytest.Monkey
     assert "install" not in finding.remedy
 
 
-def test_status_says_why_it_cannot_read_the_table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_status_reports_why_it_cannot_read_the_table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def refused(directory: Path) -> int:
         raise OSError(errno.EPERM, os.strerror(errno.EPERM))
 

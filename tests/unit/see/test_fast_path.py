@@ -122,7 +122,7 @@ def test_flows_of_both_ages_are_told_apart(maps: Maps) -> None:
     assert text.startswith("12 young flows, about 18 in conntrack, 61 of 1000 entries, ")
 
 
-def test_what_closes_a_family_is_said_with_the_rule_that_the_agent_names(maps: Maps) -> None:
+def test_status_names_the_rule_that_closes_a_family(maps: Maps) -> None:
     maps.closed6 = "STACK_RULES"
     rule = {"reason": "stack_rules", "text": "table ip6 filter, chain FORWARD: limit"}
     assert fast_path.text(read(maps, closed={"6": rule}))[1:] == [f"closed for IPv6: stack_rules, {rule['text']}"]
@@ -134,7 +134,7 @@ def test_what_closes_a_family_is_said_with_the_rule_that_the_agent_names(maps: M
 # ---- top -----------------------------------------------------------------------------------------------------
 
 
-def test_top_says_what_the_table_holds_and_which_way_new_flows_take(maps: Maps, reported: dict[str, Any]) -> None:
+def test_top_shows_the_flow_table_and_the_paths_of_new_flows(maps: Maps, reported: dict[str, Any]) -> None:
     maps.counted |= {"new_flow_fast": 1000, "new_flow_netfilter": 50}
     shown = FastPath(maps.pinned, Path("/run/nowhere"))
     maps.entries, maps.young = 6824, 12
@@ -153,7 +153,7 @@ def test_top_says_what_the_table_holds_and_which_way_new_flows_take(maps: Maps, 
     assert reported["asked"] == 0, "the agent has other work"
 
 
-def test_top_names_what_closes_it(maps: Maps, reported: dict[str, Any]) -> None:
+def test_top_names_the_rule_that_closes_a_family(maps: Maps, reported: dict[str, Any]) -> None:
     shown = FastPath(maps.pinned, Path("/run/nowhere"))
 
     def state() -> str:
@@ -175,14 +175,14 @@ def test_top_names_what_closes_it(maps: Maps, reported: dict[str, Any]) -> None:
     assert reported["asked"] == asked, "there is no fast path"
 
 
-def test_without_a_fast_path_top_says_so(maps: Maps) -> None:
+def test_top_reports_a_missing_fast_path(maps: Maps) -> None:
     maps.names = frozenset()
     shown = FastPath(maps.pinned, Path("/run/nowhere"))
     assert line(shown.look(1.0)) == "fast path: off"
 
 
 @pytest.mark.parametrize("count", [0, 900])
-def test_counters_that_began_anew_give_no_negative_rate(maps: Maps, count: int) -> None:
+def test_counters_that_were_reset_give_no_negative_rate(maps: Maps, count: int) -> None:
     maps.counted["new_flow_fast"] = 1000
     shown = FastPath(maps.pinned, Path("/run/nowhere"))
     maps.counted["new_flow_fast"] = count

@@ -45,7 +45,7 @@ def found(**changes: object) -> model.Top:
     return top(SERVICES, BACKENDS, sample, **given)  # type: ignore[arg-type]
 
 
-def test_rates_are_of_a_second_and_of_what_came_since() -> None:
+def test_rates_are_per_second_and_of_the_last_interval() -> None:
     made = found()
     web, other = ordered(made.services, "flows")
     assert (web.name, web.new_flows, web.packets, web.bytes, web.drops) == ("default/web:http", 4, 9, 740, 0)
@@ -62,7 +62,7 @@ def test_rates_are_of_a_second_and_of_what_came_since() -> None:
     ]
 
 
-def test_what_is_named_is_there_at_rest_and_nothing_else_is() -> None:
+def test_named_services_are_shown_when_idle() -> None:
     made = found(named={SERVICES[3].name}, whole=True)
     assert [(view.name, [b.share for b in view.backends]) for view in made.services] == [("default/quiet:http", [0])]
     assert found(namespace="elsewhere").services == []
@@ -91,14 +91,14 @@ def test_numbers_have_three_digits_at_most(number: float | None, text: str) -> N
     assert short(number) == text
 
 
-def test_of_many_packets_few_are_looked_at() -> None:
+def test_of_many_packets_few_are_sampled() -> None:
     assert [one_in(packets) for packets in (0, MOST_PACKETS, MOST_PACKETS + 1, 10 * MOST_PACKETS)] == [1, 1, 2, 16]
     assert one_in(1e12) == 256
 
 
 @pytest.mark.parametrize("width", [20, 40, 57, 58, 78, 200])
 @pytest.mark.parametrize("height", [5, 12])
-def test_the_picture_fits(width: int, height: int) -> None:
+def test_the_screen_fits_the_terminal(width: int, height: int) -> None:
     screen = Screen("flows", 3, 1.0)
     made = found()
     made.notes = ["packets and bytes are not measured: " + "a reason that is long " * 5]

@@ -108,7 +108,7 @@ def test_the_bytes_before_the_first_sync() -> None:
     assert served.ask("/healthz") == (503, never + '"nodeEligible":false,"healthy":true}')
 
 
-def test_a_node_that_goes_concerns_healthz_only() -> None:
+def test_a_node_in_deletion_affects_only_healthz() -> None:
     served = ServedPages()
     served.health.updated(V4, at(1))
     served.now = 5
@@ -121,7 +121,7 @@ def test_a_node_that_goes_concerns_healthz_only() -> None:
     assert served.counted == [("/healthz", 503), ("/livez", 200)]
 
 
-def test_a_late_sync_concerns_both() -> None:
+def test_a_late_sync_affects_both() -> None:
     served = ServedPages()
     served.health.updated(V4, at(1))
     served.health.updated(V6, at(3))
@@ -135,7 +135,7 @@ def test_a_late_sync_concerns_both() -> None:
     assert served.counted == [("/healthz", 503), ("/livez", 503)]
 
 
-def test_there_is_nothing_else() -> None:
+def test_other_paths_do_not_exist() -> None:
     served = ServedPages()
     for path in ("/", "/healthz/", "/readyz", "/metrics"):
         answer = served.pages(Request("GET", path))

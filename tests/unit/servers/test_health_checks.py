@@ -140,7 +140,7 @@ def test_all_addresses_or_none_and_again_at_the_next_sync(
     Log(caplog).only(Message.HEALTH_CHECK_PORT_FAILS)
 
 
-def test_one_that_cannot_be_had_costs_the_others_nothing(checks: HealthCheckNode) -> None:
+def test_an_occupied_port_affects_no_other(checks: HealthCheckNode) -> None:
     port = free_port()
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
@@ -170,5 +170,5 @@ def test_where_they_listen(configured: list[str], four: tuple[str, ...], six: tu
     assert listen_addresses(configured, node_ips, LOCAL) == {V4: four, V6: six}
 
 
-def test_primary_without_a_node_is_everywhere() -> None:
+def test_primary_without_a_node_means_all_addresses() -> None:
     assert listen_addresses(["primary"], [], LOCAL) == {V4: ("0.0.0.0",), V6: ("::",)}

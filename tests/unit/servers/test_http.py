@@ -85,7 +85,7 @@ def test_a_half_closed_peer_gets_its_answer(echoing: tuple[int, Pool]) -> None:
     assert raw(port, GET, half_close=True).endswith(b"GET /  0 ")
 
 
-def test_a_whole_url_is_taken_for_its_path(echoing: tuple[int, Pool]) -> None:
+def test_only_the_path_of_a_full_url_is_used(echoing: tuple[int, Pool]) -> None:
     port, _ = echoing
     found = raw(port, b"GET http://node:10256/healthz?a=b HTTP/1.1\r\nHost: x\r\n\r\n", half_close=True)
     assert found.endswith(b"GET /healthz a=b 0 ")
@@ -121,7 +121,7 @@ def test_refusals_are_answered(echoing: tuple[int, Pool], request_: bytes, statu
     assert pool.kept == 0
 
 
-def test_whatever_comes_is_answered_or_refused_and_others_are_served(caplog: pytest.LogCaptureFixture) -> None:
+def test_any_input_is_answered_or_rejected_and_others_are_served(caplog: pytest.LogCaptureFixture) -> None:
     """Pieces of requests, whole and broken, in any order and with any cut."""
     lines = (
         "GET / HTTP/1.1 | PUT /a?b HTTP/1.0 | HEAD * HTTP/1.1 | CONNECT x:1 HTTP/1.1 | PRI * HTTP/2.0 | Host: x |"
@@ -149,13 +149,13 @@ def test_whatever_comes_is_answered_or_refused_and_others_are_served(caplog: pyt
     Log(caplog).none(Message.INTERNAL_ERROR)
 
 
-def test_a_header_below_the_limit_is_taken(echoing: tuple[int, Pool]) -> None:
+def test_a_header_below_the_limit_is_accepted(echoing: tuple[int, Pool]) -> None:
     port, _ = echoing
     request = b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\nA: " + b"x" * ((1 << 20) - 100) + b"\r\n\r\n"
     assert raw(port, request[:5], request[5:900000], request[900000:]).endswith(b"GET /  0 ")
 
 
-def test_a_handler_that_fails_is_one_answer_with_500(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failing_handler_gives_one_answer_with_500(caplog: pytest.LogCaptureFixture) -> None:
     def fail(request: Request) -> Response:
         raise RuntimeError("no")
 
@@ -182,7 +182,7 @@ def test_requests_that_never_end_are_cut_off(monkeypatch: pytest.MonkeyPatch) ->
         until(lambda: len(pool) == 0)
 
 
-def test_who_does_not_read_is_cut_off_and_costs_little(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clients_that_do_not_read_are_cut_off_early(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "WRITE_SECONDS", 0.3)
     monkeypatch.setattr(server_module, "SWEEP_SECONDS", 0.05)
     calls = 0
@@ -200,7 +200,7 @@ def test_who_does_not_read_is_cut_off_and_costs_little(monkeypatch: pytest.Monke
 
 
 @pytest.mark.alone
-def test_hostile_clients_do_not_hold_up_the_thread_that_programs() -> None:
+def test_hostile_clients_do_not_delay_the_programming_thread() -> None:
     """Work that takes 1 ms alone is done often enough, and never much too late, while hostile clients run.
 
     The clients are other processes: their CPU time is not the server's.

@@ -258,7 +258,7 @@ def test_no_local_endpoints(
     assert (agent[name, "IPv4", "internal"], agent[name, "IPv4", "external"]) == (0, 0)
 
 
-def test_our_own(agent: ObservedAgent) -> None:
+def test_the_agents_own_metrics(agent: ObservedAgent) -> None:
     agent.change(service(), endpoints("here"), Change("Node", "", "here", Node()))
     agent.sync(problems=1)
     page = agent.page()
@@ -310,7 +310,7 @@ def test_counters_of_every_kubernetes_program_have_their_names_in_their_headers(
 
 
 @pytest.mark.parametrize("commit", ["", "0123abc"])
-def test_the_build_is_named(commit: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_build_info(commit: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if commit:
         monkeypatch.setenv("PYEBPF_PROXY_COMMIT", commit)
     else:
@@ -339,7 +339,7 @@ def test_answers_of_the_health_server(agent: ObservedAgent) -> None:
     assert (agent[f"{K}proxy_livez_total", "200"], agent[f"{K}proxy_livez_total", "503"]) == (None, 1)
 
 
-def test_both_formats_say_the_same(agent: ObservedAgent) -> None:
+def test_both_formats_have_the_same_content(agent: ObservedAgent) -> None:
     agent.seconds = 10
     agent.change(service(), endpoints("here", trigger="2026-11-21T05:38:25Z"))
     agent.sync()
@@ -360,7 +360,7 @@ def test_both_formats_say_the_same(agent: ObservedAgent) -> None:
     assert samples(read_text(plain.decode())) == samples(read_openmetrics(open_.decode()))
 
 
-def test_a_scrape_costs_little_however_many_services_there_are(agent: ObservedAgent) -> None:
+def test_the_cost_of_a_scrape_does_not_depend_on_the_services(agent: ObservedAgent) -> None:
     """CPU time of the thread: meanwhile the programming thread cannot use the interpreter."""
     for number in range(10_000):
         made = service(f"s{number}", internal_traffic_policy="Local")

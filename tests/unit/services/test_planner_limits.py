@@ -68,7 +68,7 @@ def test_ports_are_bounded(planner: Planner) -> None:
     ]
 
 
-def test_source_ranges_are_bounded_and_those_left_out_allow_no_client(planner: Planner) -> None:
+def test_source_ranges_are_bounded_and_the_rest_allows_no_client(planner: Planner) -> None:
     ranges = [f"{address}/32" for address in addresses(MOST_RANGES + 5, "10.0.0.0")]
     status = {"loadBalancer": {"ingress": [{"ip": "198.51.100.1"}]}}
     delta = planner.update([service("big", loadBalancerSourceRanges=ranges, status=status)])

@@ -52,7 +52,7 @@ def test_a_flow_is_stale_when_others_serve_and_its_endpoint_does_not(destination
 @pytest.mark.parametrize(
     "destination", [(VIP, 54), (NODE, 53), (NODE, 30054)], ids=["other port", "other address", "no NodePort"]
 )
-def test_flows_to_what_is_no_service_port_are_left_alone(destination: tuple[bytes, int]) -> None:
+def test_flows_to_no_service_port_are_not_stale(destination: tuple[bytes, int]) -> None:
     assert not known(dns(POD_A)).is_stale(IPFamily.IPV4, destination, POD_B)
 
 

@@ -10,12 +10,12 @@ import pytest
 from pyebpf_proxy.datapath.loader import grace
 
 
-def test_the_kernel_is_asked() -> None:
+def test_membarrier_is_used() -> None:
     # Every kernel since 4.3, unless booted with nohz_full.
     assert grace.membarrier()
 
 
-def test_waiting_where_the_kernel_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_agent_waits_if_the_kernel_refuses_membarrier(monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[float] = []
     monkeypatch.setattr(time, "sleep", slept.append)
     grace.wait()

@@ -44,7 +44,7 @@ assert not found, found
 """
 
 
-def test_a_start_imports_nothing_of_pyroute2() -> None:
+def test_a_start_does_not_import_pyroute2() -> None:
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
@@ -133,7 +133,7 @@ def test_the_kernels_reason_is_in_the_error(capped: bool) -> None:
     assert error_text(body, 0) == "Device or resource busy"
 
 
-def test_a_refusal_names_the_request() -> None:
+def test_an_error_names_the_request() -> None:
     with Rtnetlink() as netlink, pytest.raises(NetlinkError, match=r"^delete nothing: ") as refused:
         netlink.change(uapi.RTM_DELLINK, 0, uapi.IFINFOMSG.pack(0, 0, 0x7FFFFFFF, 0, 0), "delete nothing")
     assert refused.value.errno in (errno.ENODEV, errno.EPERM)
