@@ -176,7 +176,7 @@ def test_upgraded_without_losing_a_connection_then_removed_and_purged(
     assert machine.run("systemctl", "is-system-running", status=None) == "running"
 
 
-def test_installed_for_its_commands_it_takes_nothing_away(machine: Machine, lab: Lab) -> None:
+def test_installed_beside_another_agent_it_removes_nothing(machine: Machine, lab: Lab) -> None:
     """On a node with another agent, such as a DaemonSet's, also while that agent is being replaced."""
     (only,) = lab.nodes
     arguments = ["--config=/etc/pyebpf-proxy/config.yaml", "--manifests=/etc/pyebpf-proxy/manifests"]

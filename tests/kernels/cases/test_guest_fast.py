@@ -104,7 +104,7 @@ def test_short_connections_are_young_and_conntrack_never_sees_them(
     assert len(entries(first, source.of(family), address, family)) == known + counted["new_flow_netfilter"]
 
 
-def test_a_flow_that_lasts_becomes_the_kernels(lab: Lab, family: int, protocol: str) -> None:
+def test_a_long_flow_is_promoted(lab: Lab, family: int, protocol: str) -> None:
     first, client = lab.nodes[0], lab.pods["asker"]
     address = LONG.target("ClusterIP", first).address.of(family)
     before = reasons(first)
@@ -150,7 +150,7 @@ def _greet(address: str, protocol: str, times: int) -> None:
             assert sock.recv(100)
 
 
-def test_what_forward_drops_gets_nothing_through(lab: Lab, family: int) -> None:
+def test_no_packet_passes_that_forward_drops(lab: Lab, family: int) -> None:
     """With a new policy, new flows of a pair with a permit are denied within a second."""
     first, client = lab.nodes[0], lab.pods["asker"].namespace
     address = WEB.target("ClusterIP", first).address.of(family)

@@ -55,13 +55,13 @@ def best() -> Iterator[Loaded]:
         table.remove()
 
 
-def test_nothing_is_refused(best: Loaded) -> None:
+def test_no_program_is_refused(best: Loaded) -> None:
     """With all capabilities. Every kernel that these suites name supports everything."""
     assert not best.refusals
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_each_setting_loads_as_all_together_do(best: Loaded, bpf_objects: Path, name: str) -> None:
+def test_each_setting_loads_like_all_together(best: Loaded, bpf_objects: Path, name: str) -> None:
     wanted = SETTINGS[name]
     loaded = load(Settings(netns_cookie=1, **wanted), sizes=SIZES, objects=bpf_objects)
     try:

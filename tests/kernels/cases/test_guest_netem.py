@@ -36,7 +36,7 @@ def _disturb(lab: Lab, words: str) -> None:
         lab.core.run("tc", "qdisc", "replace", "dev", node.name, "root", "netem", *words.split())
 
 
-def test_requests_through_loss_are_one_flow_each(slow: Lab, family: int) -> None:
+def test_each_request_through_loss_is_one_flow(slow: Lab, family: int) -> None:
     """A SYN that was lost after the node is sent again, and must get the same endpoint."""
     first = slow.nodes[0]
     target = WEB.target("LoadBalancer", first)
@@ -50,7 +50,7 @@ def test_requests_through_loss_are_one_flow_each(slow: Lab, family: int) -> None
     assert lost > 0  # otherwise this has tested nothing
 
 
-def test_large_transfers_through_loss_and_disorder_are_whole(slow: Lab, family: int) -> None:
+def test_large_transfers_through_loss_and_reordering_are_complete(slow: Lab, family: int) -> None:
     _disturb(slow, "delay 5ms 3ms loss 1% reorder 20% duplicate 1%")
     address = WEB.target("LoadBalancer", slow.nodes[0]).address.of(family)
     for _ in range(4):

@@ -12,7 +12,7 @@ from pyebpf_proxy.datapath.loader.abilities import Abilities, of_kernel
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_bpf]
 
 
-def test_its_helpers_are_found_out() -> None:
+def test_helpers_of_an_old_kernel_are_detected() -> None:
     if not os.environ.get("REFUSED"):
         pytest.skip("this kernel is not one that has to be refused")
     # Linux 5.10 has socket storage for both kinds of programs, and nothing else.

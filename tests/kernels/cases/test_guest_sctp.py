@@ -109,7 +109,7 @@ def test_a_pod_by_cluster_ip_keeps_its_address(streams: Lab, family: int) -> Non
     assert seen == dict.fromkeys(("near", "far"), toolbox.address.of(family))
 
 
-def test_a_pod_that_meets_itself_is_masqueraded(streams: Lab, family: int) -> None:
+def test_a_hairpin_connection_is_masqueraded(streams: Lab, family: int) -> None:
     target = STREAM.target("ClusterIP", streams.nodes[0])
     near = streams.pods["near"]
     seen = _both(near.namespace, target.address.of(family), 36412, near.address.of(family))

@@ -35,7 +35,7 @@ def lab() -> Iterator[Lab]:
         yield made
 
 
-def test_the_agent_brings_conntrack_with_few_rights(lab: Lab) -> None:
+def test_the_agent_loads_conntrack_with_few_rights(lab: Lab) -> None:
     """The kernel loads modules for an nftables table; programs that need their functions load afterwards."""
     (node,) = lab.nodes
     assert not CONNTRACK.exists()

@@ -133,7 +133,7 @@ def test_large_transfers_through_the_tunnel(underlay: tuple[Lab, str], family: i
     assert outcome.size == 300_000
 
 
-def test_a_service_that_a_tunnel_brings_in_is_served(underlay: tuple[Lab, str], family: int) -> None:
+def test_a_request_from_a_tunnel_is_served(underlay: tuple[Lab, str], family: int) -> None:
     """A pod of the other node uses this node's NodePort: the request comes out of the tunnel's own device."""
     lab, kind = underlay
     _skip_if_not_carried(kind, family)
