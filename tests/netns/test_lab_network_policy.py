@@ -55,7 +55,7 @@ def forge_answers(family: int, source: str, destination: str, port: int, protoco
 
 @contextlib.contextmanager
 def colluding(pod: Pod, client: str, family: int, ports: dict[str, int]) -> Iterator[None]:
-    """The endpoint sends to the ports of the client from which it is asked; ``client``: the address that it sees."""
+    """The endpoint sends to the client's ports. ``client``: the client's address as the endpoint sees it."""
     ends = pod.address.of(family), client
     tasks = [pod.namespace.start(forge_answers, family, *ends, ports[protocol], protocol) for protocol in BOTH]
     try:

@@ -208,20 +208,20 @@ class Flow:
         write_record(world, record, when=now() - age if age else now() + SECOND)
         return programs.programs["named"].test_run(bytes(frame), skb)
 
-    def through(self, reply: bool = False, new: bool = False, **more: Any) -> dict[str, Any]:
+    def pass_netfilter(self, reply: bool = False, new: bool = False, **more: Any) -> dict[str, Any]:
         """Let a packet in, check that netfilter gets it, translate it and let it out; returns the record ({}: none)."""
         frame = self.frame(reply, **more)
         found = self.run(reply, frame)
         assert found.retval == GO_ON, self.world.reasons()
         assert found.data == bytes(frame), "netfilter translates, not the program"
-        record = taken(self.world)
+        record = pending_record(self.world)
         if record:
             self.leave(self.expected(reply, **more), record["number"], reply, new)
         return record
 
     def open_through_netfilter(self) -> dict[str, Any]:
         """Send the first packet through netfilter."""
-        return self.through(flags="S", size=0, new=True)
+        return self.pass_netfilter(flags="S", size=0, new=True)
 
     def permit(self) -> None:
         """Send two flows of the pair through netfilter in both directions, which grants a permit."""
@@ -231,7 +231,7 @@ class Flow:
         drop_records(self.world)
         for each in (first, second):
             each.open_through_netfilter()
-            each.through(reply=True, flags="SA", size=0)
+            each.pass_netfilter(reply=True, flags="SA", size=0)
         write_permits(self.world, until=now() + 3600 * SECOND, back_until=now() + 3600 * SECOND)
         reset_counters(self.world)
 
@@ -287,7 +287,7 @@ class Flow:
         layout = self.world.object.btf.struct("flow")
         self.world.object.maps["flows"].update(self.key(reply), layout.pack(**{**before, **fields}))
 
-    def older(self, seconds: float) -> None:
+    def set_back(self, seconds: float) -> None:
         """Set the times of both entries back."""
         span = int(seconds * SECOND)
         for reply in self.entries():
@@ -323,7 +323,7 @@ def records(world: ProgramNode) -> list[dict[str, Any]]:
     return [record for record in found if record["number"]]
 
 
-def taken(world: ProgramNode) -> dict[str, Any]:
+def pending_record(world: ProgramNode) -> dict[str, Any]:
     """The only record; {}: there is none."""
     found = records(world)
     assert len(found) <= 1
@@ -377,7 +377,7 @@ def end(world: ProgramNode, key: bytes) -> int:
     return world.object.programs["end_flow"].test_run(bytes(14) + key).retval
 
 
-WAYS: dict[str, dict[str, Any]] = {
+VARIANTS: dict[str, dict[str, Any]] = {
     "own address": {},
     "masqueraded": {"client": "client", "frontend": "vip", "masquerade": "node", "entrance": "nic", "snat_port": 50000},
     "a NodePort, endpoint here": {
@@ -413,15 +413,15 @@ def options(flow: Flow, **more: Any) -> Packet:
 CONFIRM = 3
 
 
-def learned(world: ProgramNode, protocol: str = "tcp", **ends: Any) -> Flow:
+def learned_flow(world: ProgramNode, protocol: str = "tcp", **ends: Any) -> Flow:
     """A kernel's flow that the table has learned, confirmed in both directions."""
     flow = Flow(world, protocol, **ends)
-    flow.through(reply=True)
+    flow.pass_netfilter(reply=True)
     if not flow.entries():
-        flow.through(reply=True)
+        flow.pass_netfilter(reply=True)
     assert flow.entries() == [False, True], world.reasons()
     for _ in range(10):
-        flow.through()
+        flow.pass_netfilter()
         # If the machine pauses for 20 ms, the record is too old.
         if flow.link()["mtu"]:
             break

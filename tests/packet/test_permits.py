@@ -18,10 +18,10 @@ from tests.packet.fast_node import (
     fast_node,
     now,
     one_cpu,
+    pending_record,
     permits,
     records,
     reset_counters,
-    taken,
     write_permits,
     write_record,
 )
@@ -49,7 +49,7 @@ def masqueraded(world: ProgramNode, sport: int = 40000, **more: str) -> Flow:
 @pytest.mark.parametrize("protocol", ["tcp", "udp"])
 def test_the_second_new_flow_grants_the_permit(fast: ProgramNode, protocol: str) -> None:
     for each, seen in zip(pair(fast, protocol), (0, 1), strict=True):
-        each.through(flags="S", new=True)
+        each.pass_netfilter(flags="S", new=True)
         assert len(permits(fast)) == seen
     ((key, permit),) = permits(fast)
     assert (key["device"], key["port"], key["masquerade"]) == (fast.devices["pods"], 8080, 0)
@@ -81,7 +81,7 @@ def test_flows_are_counted_per_source(fast: ProgramNode) -> None:
 
 def test_a_packet_that_begins_no_conntrack_flow_grants_nothing(fast: ProgramNode) -> None:
     for each in pair(fast):
-        each.through(flags="S")
+        each.pass_netfilter(flags="S")
     assert permits(fast) == []
 
 
@@ -97,7 +97,7 @@ NO_PROOF = {
 def test_a_packet_that_leaves_differently_grants_no_permit(fast: ProgramNode, name: str) -> None:
     for each in pair(fast):
         each.run(frame=each.frame(flags="S"))
-        record = taken(fast)
+        record = pending_record(fast)
         left = Flow(**{**each.__dict__, **NO_PROOF[name]})
         left.leave(left.expected(flags="S"), record["number"], new=True)
     assert permits(fast) == []
@@ -116,7 +116,7 @@ def test_a_stale_or_forged_record_grants_nothing(fast: ProgramNode, name: str) -
     try:
         for each in pair(fast):
             each.run(frame=each.frame(flags="S"))
-            found = each.leave(each.expected(flags="S"), taken(fast)["number"], new=True, **STALE[name])
+            found = each.leave(each.expected(flags="S"), pending_record(fast)["number"], new=True, **STALE[name])
             assert found.retval == GO_ON
             drop_records(fast)
     finally:
@@ -127,7 +127,7 @@ def test_a_stale_or_forged_record_grants_nothing(fast: ProgramNode, name: str) -
 def test_a_number_without_a_record_grants_nothing(fast: ProgramNode) -> None:
     for each in pair(fast):
         each.run(frame=each.frame(flags="S"))
-        number = taken(fast)["number"]
+        number = pending_record(fast)["number"]
         # The same slot, another number.
         each.leave(each.expected(flags="S"), number ^ 0x40, new=True)
         assert records(fast), "the record belongs to another packet"
@@ -138,7 +138,7 @@ def test_a_number_without_a_record_grants_nothing(fast: ProgramNode) -> None:
 def test_a_record_is_used_once(fast: ProgramNode) -> None:
     first, second = pair(fast)
     first.run(frame=first.frame(flags="S"))
-    number = taken(fast)["number"]
+    number = pending_record(fast)["number"]
     for _ in range(3):
         first.leave(first.expected(flags="S"), number, new=True)
     assert records(fast) == []
@@ -152,7 +152,7 @@ def test_the_priority_is_what_the_kernel_would_have_set(fast: ProgramNode, tos: 
     flow = Flow(fast)
     flow.run(frame=flow.frame(flags="S", tos=tos))
     left = flow.expected(flags="S", tos=tos)
-    found = flow.leave(left, taken(fast)["number"], new=True)
+    found = flow.leave(left, pending_record(fast)["number"], new=True)
     assert found.skb is not None
     assert (found.retval, found.data) == (GO_ON, bytes(left))
     assert found.skb.priority == (priority if fast.family == 4 else 0)
@@ -161,7 +161,7 @@ def test_the_priority_is_what_the_kernel_would_have_set(fast: ProgramNode, tos: 
 def test_priorities_of_other_programs_stay(fast: ProgramNode) -> None:
     flow = Flow(fast)
     flow.run(frame=flow.frame(flags="S"))
-    found = flow.leave(flow.expected(flags="S"), taken(fast)["number"], priority=NEW + 1)
+    found = flow.leave(flow.expected(flags="S"), pending_record(fast)["number"], priority=NEW + 1)
     assert found.skb is not None
     assert found.skb.priority == NEW + 1
 
@@ -175,7 +175,7 @@ def test_an_answer_completes_the_permit(fast: ProgramNode) -> None:
         each.open_through_netfilter()
     assert flow.run(frame=flow.frame(flags="S")).retval == GO_ON, "no reply was seen"
     drop_records(fast)
-    each.through(reply=True, flags="SA")
+    each.pass_netfilter(reply=True, flags="SA")
     ((_, permit),) = permits(fast)
     assert permit["device_back"] == fast.devices["nic"]
     assert now() < permit["back_until"] <= now() + 3 * SECOND
@@ -191,7 +191,7 @@ def test_an_answer_that_is_not_translated_completes_nothing(fast: ProgramNode) -
     for each in (first, second):
         each.open_through_netfilter()
     second.run(reply=True, frame=second.frame(reply=True, flags="SA"))
-    second.leave(second.frame(reply=True, flags="SA"), taken(fast)["number"], reply=True)
+    second.leave(second.frame(reply=True, flags="SA"), pending_record(fast)["number"], reply=True)
     ((_, permit),) = permits(fast)
     assert permit["back_until"] == 0
 
@@ -327,7 +327,7 @@ def test_most_datagrams_of_a_pair_with_a_permit_write_no_record(fast: ProgramNod
 def test_a_record_names_the_ingress_device(fast: ProgramNode) -> None:
     flow = Flow(fast)
     flow.run(frame=flow.frame(flags="S"))
-    record = taken(fast)
+    record = pending_record(fast)
     assert record["key"] == flow.key()
     assert (record["device"], record["ip_device"]) == (fast.devices["pods"],) * 2
     assert (record["backend"], record["service"]) == (fast.backend_ids["remote", 1], 1)

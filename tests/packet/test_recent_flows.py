@@ -58,7 +58,7 @@ def test_an_answered_query_ends(fast: ProgramNode, client: int, seconds: float, 
     flow = asked(fast, client)
     with real_time_priority():
         answer(flow)
-        flow.older(seconds)
+        flow.set_back(seconds)
         open_in_slot_of(fast, flow)
     assert flow.entries() == ([] if ends else BOTH)
     assert fast.reasons().get("YOUNG_ENDED", 0) == ends
@@ -67,7 +67,7 @@ def test_an_answered_query_ends(fast: ProgramNode, client: int, seconds: float, 
 
 def test_a_query_without_an_answer_stays(fast: ProgramNode) -> None:
     flow = asked(fast, POD)
-    flow.older(1.5)
+    flow.set_back(1.5)
     open_in_slot_of(fast, flow)
     assert flow.entries() == BOTH
 
@@ -76,7 +76,7 @@ def test_two_queries_and_one_answer_stay(fast: ProgramNode) -> None:
     flow = asked(fast, POD)
     answer(flow)
     assert flow.run().retval == REDIRECT
-    flow.older(1.5)
+    flow.set_back(1.5)
     open_in_slot_of(fast, flow)
     assert flow.entries() == BOTH
 
@@ -89,7 +89,7 @@ def test_a_stream_may_pause(fast: ProgramNode, exchanges: int, stays: bool) -> N
     for _ in range(exchanges - 1):
         assert flow.run().retval == REDIRECT
         answer(flow)
-    flow.older(1.5)
+    flow.set_back(1.5)
     open_in_slot_of(fast, flow)
     assert flow.entries() == (BOTH if stays else [])
 
@@ -101,7 +101,7 @@ def test_a_connection_ends_if_both_sides_have_closed_it(fast: ProgramNode, close
         close(flow)
     else:
         flow.answer()
-    flow.older(0.1)
+    flow.set_back(0.1)
     open_in_slot_of(fast, flow)
     assert flow.entries() == ([] if closed else BOTH)
 
@@ -109,13 +109,13 @@ def test_a_connection_ends_if_both_sides_have_closed_it(fast: ProgramNode, close
 def test_the_slot_of_an_earlier_flow_does_not_end_a_new_one_from_its_port(fast: ProgramNode) -> None:
     """The client uses its port again. The new flow has the same key as the old one, but another slot."""
     earlier = asked(fast, POD)
-    earlier.older(31)
+    earlier.set_back(31)
     sweep(fast)
     assert earlier.entries() == []
     again = Flow(fast, "udp")
     again.open_young()
     answer(again)
-    again.older(0.1)
+    again.set_back(0.1)
     rewind_recent_flows(fast, 2)
     Flow(fast, again.protocol, sport=43000).open_young()
     assert again.entries() == BOTH
@@ -127,12 +127,12 @@ def test_the_slot_of_an_earlier_flow_does_not_end_a_new_one_from_its_port(fast: 
 def test_an_old_flow_that_was_used_again_stays_for_a_round_trip(fast: ProgramNode, seconds: float, ends: bool) -> None:
     """The client has used its port for another exchange. The next datagram must reach the same endpoint."""
     flow = asked(fast, POD)
-    flow.older(5)
+    flow.set_back(5)
     with real_time_priority():
         answer(flow)
         assert flow.run().retval == REDIRECT
         answer(flow)
         assert flow.run(reply=True).retval == REDIRECT
-        flow.older(seconds)
+        flow.set_back(seconds)
         open_in_slot_of(fast, flow)
     assert flow.entries() == ([] if ends else BOTH)

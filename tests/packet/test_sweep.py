@@ -13,12 +13,12 @@ from tests.packet.fast_node import (
     CONFIRM,
     REDIRECT,
     SNAT_PORTS,
-    WAYS,
+    VARIANTS,
     Flow,
     device,
     end,
     fast_node,
-    learned,
+    learned_flow,
     one_cpu,
     promote,
     real_time_priority,
@@ -47,7 +47,7 @@ def filled(world: ProgramNode, young_flows: int, entries: int = 0) -> None:
 
 
 def is_swept(world: ProgramNode, flow: Flow, seconds: float, young_flows: int = 0, entries: int = 0) -> bool:
-    flow.older(seconds)
+    flow.set_back(seconds)
     filled(world, young_flows, entries)
     sweep(world)
     gone = flow.entries() == []
@@ -69,7 +69,7 @@ def test_what_a_sweep_finds(fast: ProgramNode) -> None:
     flow = answered(fast)
     # The flow that granted the permit is a kernel's flow in the table.
     assert sweep(fast) == {"entries": 4, "young": 1, "ended": 0, "requested": 0}
-    flow.older(3)
+    flow.set_back(3)
     assert sweep(fast) == {"entries": 4, "young": 1, "ended": 0, "requested": 1}
     assert fast.promotions() == [flow.key()]
 
@@ -82,7 +82,7 @@ def test_a_flow_that_begins_while_the_sweep_runs_is_new(fast: ProgramNode, is_an
     If the sweep took it for an old flow, its SYN-ACK would find no entry.
     """
     flow = answered(fast, protocol) if is_answered else young(fast, protocol)
-    flow.older(-10)
+    flow.set_back(-10)
     found = sweep(fast)
     assert (found["ended"], found["requested"]) == (0, 0)
     assert flow.entries() == [False, True]
@@ -177,9 +177,9 @@ def test_flows_of_the_kernel_that_fill_the_table_end_no_datagrams(fast: ProgramN
 
 def test_an_answered_flow_that_continues_is_due(fast: ProgramNode) -> None:
     flow = answered(fast)
-    flow.older(1.5)
+    flow.set_back(1.5)
     assert sweep(fast)["requested"] == 0
-    flow.older(1)
+    flow.set_back(1)
     assert sweep(fast)["requested"] == 1
     assert sweep(fast)["requested"] == 1, "the agent has not promoted it, and gets another request"
     assert fast.promotions() == [flow.key()] * 2
@@ -189,7 +189,7 @@ def test_one_query_and_its_answer_are_not_due(fast: ProgramNode) -> None:
     flow = answered(fast, "udp")
     for _ in range(4):
         flow.run()
-    flow.older(3)
+    flow.set_back(3)
     assert sweep(fast)["requested"] == 0
     # One more packet, just now.
     flow.run()
@@ -211,7 +211,7 @@ def test_draining_requests_all_answered_flows(fast: ProgramNode) -> None:
 def test_the_rest_of_a_half_flow_is_deleted(fast: ProgramNode, reply: bool) -> None:
     flow = answered(fast)
     fast.object.maps["flows"].delete(flow.key(not reply))
-    flow.older(1.5)
+    flow.set_back(1.5)
     sweep(fast)
     assert flow.entries() == []
 
@@ -228,7 +228,7 @@ def test_a_new_half_flow_stays(fast: ProgramNode) -> None:
 def test_idle_kernel_flows_are_forgotten(fast: ProgramNode, protocol: str, seconds: int) -> None:
     if time.monotonic() < seconds + 60:
         pytest.skip(f"this machine has been up for less than {seconds} s, which a flow cannot have been idle for")
-    flow = learned(fast, protocol)
+    flow = learned_flow(fast, protocol)
     assert not is_swept(fast, flow, seconds - 1)
     assert is_swept(fast, flow, 2)
     assert fast.reasons()["FLOW_FORGOTTEN"] == 2
@@ -237,36 +237,36 @@ def test_idle_kernel_flows_are_forgotten(fast: ProgramNode, protocol: str, secon
 @pytest.mark.parametrize("flags", ["FA", "R"])
 @pytest.mark.parametrize("reply", [False, True], ids=["the client", "the endpoint"])
 def test_closed_kernel_flows_are_forgotten_soon(fast: ProgramNode, reply: bool, flags: str) -> None:
-    flow = learned(fast)
+    flow = learned_flow(fast)
     flow.run(reply, flow.frame(reply, flags=flags))
     assert not is_swept(fast, flow, 9)
     assert is_swept(fast, flow, 2)
 
 
 def test_a_kernel_flow_that_began_again_is_kept(fast: ProgramNode) -> None:
-    flow = learned(fast)
+    flow = learned_flow(fast)
     for reply in (False, True):
         flow.run(reply, flow.frame(reply, flags="FA"))
     for reply in (False, True):
-        assert flow.through(reply)["kind"] == CONFIRM
+        assert flow.pass_netfilter(reply)["kind"] == CONFIRM
     assert not is_swept(fast, flow, 60)
 
 
 def test_half_of_a_kernel_flow_is_forgotten_soon(fast: ProgramNode) -> None:
-    flow = learned(fast)
+    flow = learned_flow(fast)
     fast.object.maps["flows"].delete(flow.key())
-    flow.older(9)
+    flow.set_back(9)
     sweep(fast)
     assert flow.entries() == [True]
-    flow.older(2)
+    flow.set_back(2)
     sweep(fast)
     assert flow.entries() == []
 
 
 def test_in_a_full_table_idle_kernel_flows_are_forgotten_soon(fast: ProgramNode) -> None:
-    flow = learned(fast)
+    flow = learned_flow(fast)
     assert is_swept(fast, flow, 3, 2 * QUOTA + 1), "the table has sent none of its packets"
-    flow = learned(fast)
+    flow = learned_flow(fast)
     for reply in (False, True):
         flow.run(reply)
     assert not is_swept(fast, flow, 9, 2 * QUOTA + 1)
@@ -276,17 +276,17 @@ def test_in_a_full_table_idle_kernel_flows_are_forgotten_soon(fast: ProgramNode)
 @pytest.mark.parametrize("protocol", ["tcp", "udp"])
 def test_a_kernel_flow_whose_packets_netfilter_forwards_is_not_idle(fast: ProgramNode, protocol: str) -> None:
     """For example one packet in two seconds: each of them is confirmed, none is sent by the table."""
-    flow = learned(fast, protocol)
-    flow.older(60)
+    flow = learned_flow(fast, protocol)
+    flow.set_back(60)
     for reply in (False, True):
         flow.write(reply, confirmed_until=0)
-        assert flow.through(reply)["kind"] == CONFIRM or (protocol == "udp" and not reply)
+        assert flow.pass_netfilter(reply)["kind"] == CONFIRM or (protocol == "udp" and not reply)
     assert not is_swept(fast, flow, 1, 0, 2 * QUOTA * 2 + 1)
 
 
 def test_a_kernel_flow_is_not_idle_while_its_family_is_closed(fast: ProgramNode) -> None:
-    flow = learned(fast, "udp")
-    flow.older(60)
+    flow = learned_flow(fast, "udp")
+    flow.set_back(60)
     fast.write_fast_path_state(closed4=1, closed6=1)
     for reply in (False, True):
         assert flow.run(reply).retval == GO_ON
@@ -298,25 +298,25 @@ def test_in_a_full_table_answered_datagrams_stay_without_conntrack_lookup(node: 
     """conntrack keeps the flow for longer. The next datagram would open another flow, to any endpoint."""
     with one_cpu():
         world = fast_node(node, flow_quota=QUOTA, conntrack_lookup=lookup)
-        flow = learned(world, "udp")
+        flow = learned_flow(world, "udp")
         for reply in (False, True):
             flow.run(reply)
         assert is_swept(world, flow, 60, 0, 2 * QUOTA * 2 + 1) == bool(lookup)
-        connection = learned(world)
+        connection = learned_flow(world)
         assert is_swept(world, connection, 11, 0, 2 * QUOTA * 2 + 1)
         unanswered = Flow(world, "udp", sport=41000)
-        unanswered.through(new=True)
+        unanswered.pass_netfilter(new=True)
         assert is_swept(world, unanswered, 3, 0, 2 * QUOTA * 2 + 1)
 
 
 @pytest.mark.parametrize("protocol", ["tcp", "udp"])
-@pytest.mark.parametrize("way", ["masqueraded", "a NodePort, endpoint here", "hairpin"])
-def test_in_a_full_table_a_source_port_stays_taken(fast: ProgramNode, way: str, protocol: str) -> None:
+@pytest.mark.parametrize("variant", ["masqueraded", "a NodePort, endpoint here", "hairpin"])
+def test_in_a_full_table_a_source_port_stays_taken(fast: ProgramNode, variant: str, protocol: str) -> None:
     """conntrack still has the flow. The endpoint would take a young flow with this port for the same connection."""
     low, _ = SNAT_PORTS
-    flow = learned(fast, protocol, **{**WAYS[way], "snat_port": low + 7})
+    flow = learned_flow(fast, protocol, **{**VARIANTS[variant], "snat_port": low + 7})
     assert not is_swept(fast, flow, 60, 0, 2 * QUOTA * 2 + 1)
-    other = learned(fast, protocol, **{**WAYS[way], "snat_port": 50000, "sport": 41000})
+    other = learned_flow(fast, protocol, **{**VARIANTS[variant], "snat_port": 50000, "sport": 41000})
     assert is_swept(fast, other, 11, 0, 2 * QUOTA * 2 + 1)
     if protocol == "tcp":
         flow.run(frame=flow.frame(flags="FA"))
@@ -327,9 +327,9 @@ def test_in_a_full_table_a_source_port_stays_taken(fast: ProgramNode, way: str, 
 # ---- promotion --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("way", ["own address", "masqueraded"])
-def test_a_promoted_flow_is_a_kernel_flow(fast: ProgramNode, way: str) -> None:
-    flow = young(fast, **WAYS[way])
+@pytest.mark.parametrize("variant", ["own address", "masqueraded"])
+def test_a_promoted_flow_is_a_kernel_flow(fast: ProgramNode, variant: str) -> None:
+    flow = young(fast, **VARIANTS[variant])
     flow.answer()
     reset_counters(fast)
     assert promote(fast, flow.key()) == 1
@@ -338,7 +338,7 @@ def test_a_promoted_flow_is_a_kernel_flow(fast: ProgramNode, way: str) -> None:
         entry = flow.entry(reply)
         assert entry is not None
         assert (entry["young"], entry["confirmed_until"]) == (0, 0)
-        assert flow.through(reply)["kind"] == CONFIRM
+        assert flow.pass_netfilter(reply)["kind"] == CONFIRM
         assert flow.run(reply).retval == REDIRECT
     assert fast.reasons()["FLOW_PROMOTED"] == 1
     assert promote(fast, flow.key()) == 0, "only once"
@@ -375,7 +375,7 @@ def test_a_kernel_flow_that_was_reset_is_reported_once(fast: ProgramNode, by: st
     assert sweep(fast)["requested"] == 0
     # The connection continues, and is reset again.
     for reply in (False, True):
-        flow.through(reply)
+        flow.pass_netfilter(reply)
         assert flow.run(reply).retval == REDIRECT
     assert sweep(fast)["requested"] == 0
     resets(fast, flow, reply=by == "endpoint")
@@ -412,7 +412,7 @@ def promoted(world: ProgramNode) -> Flow:
     flow = answered(world)
     assert promote(world, flow.key()) == 1
     for reply in (False, True):
-        flow.through(reply)
+        flow.pass_netfilter(reply)
         assert flow.run(reply).retval == REDIRECT
     assert sweep(world)["requested"] == 0
     return flow
@@ -434,9 +434,9 @@ def test_the_syn_of_a_promoted_flow_goes_to_netfilter(fast: ProgramNode) -> None
 # ---- what conntrack does not take -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("way", ["own address", "masqueraded"])
-def test_a_flow_without_a_place_in_conntrack_is_ended(fast: ProgramNode, way: str) -> None:
-    flow = young(fast, **WAYS[way])
+@pytest.mark.parametrize("variant", ["own address", "masqueraded"])
+def test_a_flow_without_a_place_in_conntrack_is_ended(fast: ProgramNode, variant: str) -> None:
+    flow = young(fast, **VARIANTS[variant])
     flow.answer()
     assert end(fast, flow.key()) == 1
     assert flow.entries() == []

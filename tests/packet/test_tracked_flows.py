@@ -12,7 +12,7 @@ from pyebpf_proxy.datapath.connections import masqueraded
 from tests.packet.fast_node import (
     CONFIRM,
     REDIRECT,
-    WAYS,
+    VARIANTS,
     Flow,
     fast_node,
     one_cpu,
@@ -68,20 +68,20 @@ def empty(fast: ProgramNode) -> Iterator[None]:
     subprocess.run(["conntrack", "-F"], check=True, capture_output=True)
 
 
-def tracked(world: ProgramNode, way: str, protocol: str = "tcp", **ends: object) -> Flow:
+def tracked(world: ProgramNode, variant: str, protocol: str = "tcp", **ends: object) -> Flow:
     """A flow that uses the first source port of young flows."""
-    return Flow(world, protocol, **{**WAYS[way], "snat_port": LOW, **ends})  # type: ignore[arg-type]
+    return Flow(world, protocol, **{**VARIANTS[variant], "snat_port": LOW, **ends})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("protocol", ["tcp", "udp"])
-@pytest.mark.parametrize("way", MASQUERADED)
-def test_no_young_flow_takes_the_source_port_of_a_tracked_flow(fast: ProgramNode, way: str, protocol: str) -> None:
-    flow = tracked(fast, way, protocol)
+@pytest.mark.parametrize("variant", MASQUERADED)
+def test_no_young_flow_takes_the_source_port_of_a_tracked_flow(fast: ProgramNode, variant: str, protocol: str) -> None:
+    flow = tracked(fast, variant, protocol)
     insert(flow)
     assert enter(fast) == (1, True)
     assert enter(fast) == (1, True), "a second time changes nothing"
     assert flow.entries() == [False, True]
-    another = Flow(fast, protocol, **{**WAYS[way], "sport": flow.sport + 1})
+    another = Flow(fast, protocol, **{**VARIANTS[variant], "sport": flow.sport + 1})
     another.permit()
     ports = set()
     for sport in range(flow.sport + 10, flow.sport + 14):
@@ -94,13 +94,15 @@ def test_no_young_flow_takes_the_source_port_of_a_tracked_flow(fast: ProgramNode
 
 
 @pytest.mark.parametrize("protocol", ["tcp", "udp"])
-@pytest.mark.parametrize("way", MASQUERADED)
-def test_a_tracked_flow_takes_the_fast_path_after_its_first_packets(fast: ProgramNode, way: str, protocol: str) -> None:
-    flow = tracked(fast, way, protocol)
+@pytest.mark.parametrize("variant", MASQUERADED)
+def test_a_tracked_flow_takes_the_fast_path_after_its_first_packets(
+    fast: ProgramNode, variant: str, protocol: str
+) -> None:
+    flow = tracked(fast, variant, protocol)
     insert(flow)
     enter(fast)
     for reply in (False, True):
-        kind = flow.through(reply)["kind"]
+        kind = flow.pass_netfilter(reply)["kind"]
         # Each datagram of a client may be the first one of its flow.
         assert kind == CONFIRM or (protocol == "udp" and not reply)
         assert flow.run(reply).retval == REDIRECT, fast.reasons()
@@ -140,7 +142,7 @@ def test_a_flow_that_is_translated_differently_leaves_the_table(fast: ProgramNod
     insert(flow)
     enter(fast)
     flow.snat_port = HIGH
-    flow.through()
+    flow.pass_netfilter()
     assert fast.reasons()["FLOW_CHANGED"] == 1
     flow.snat_port = LOW
     assert flow.entries() == []

@@ -20,7 +20,7 @@ from tests.packet.fast_node import (
     NODE_MAC,
     REDIRECT,
     SNAT_PORTS,
-    WAYS,
+    VARIANTS,
     Flow,
     fast_node,
     one_cpu,
@@ -43,9 +43,9 @@ def fast(node: ProgramNode) -> Iterator[ProgramNode]:
 
 
 @pytest.mark.parametrize("protocol", ["tcp", "udp"])
-@pytest.mark.parametrize("way", WAYS)
-def test_packets_are_rewritten_completely(fast: ProgramNode, protocol: str, way: str) -> None:
-    flow = Flow(fast, protocol, **WAYS[way])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_packets_are_rewritten_completely(fast: ProgramNode, protocol: str, variant: str) -> None:
+    flow = Flow(fast, protocol, **VARIANTS[variant])
     flow.permit()
     first = flow.open_young()
     assert first.data == bytes(flow.expected(flags="S", size=0, seq=100, ack=0))
@@ -84,7 +84,7 @@ def test_udp_without_a_checksum_gets_none(fast: ProgramNode) -> None:
 def test_masqueraded_flows_get_distinct_ports(fast: ProgramNode) -> None:
     ports = set()
     for number in range(20):
-        flow = Flow(fast, **{**WAYS["masqueraded"], "sport": 40000 + number})
+        flow = Flow(fast, **{**VARIANTS["masqueraded"], "sport": 40000 + number})
         if not number:
             flow.permit()
         flow.open_young()
@@ -97,10 +97,10 @@ def test_masqueraded_flows_get_distinct_ports(fast: ProgramNode) -> None:
 def test_without_a_free_port_flows_take_the_slow_path(node: ProgramNode) -> None:
     with one_cpu():
         fast = fast_node(node, snat_port_min=20000, snat_port_max=20001)
-        flow = Flow(fast, **WAYS["masqueraded"])
+        flow = Flow(fast, **VARIANTS["masqueraded"])
         flow.permit()
         for number in range(40):
-            each = Flow(fast, **{**WAYS["masqueraded"], "sport": 42000 + number})
+            each = Flow(fast, **{**VARIANTS["masqueraded"], "sport": 42000 + number})
             assert each.run(frame=each.frame(flags="S")).retval in (REDIRECT, GO_ON)
         assert fast.reasons()["NEW_FLOW_FAST"] == 2
         assert fast.reasons()["SLOW_NO_PORT"] == 38
@@ -109,7 +109,7 @@ def test_without_a_free_port_flows_take_the_slow_path(node: ProgramNode) -> None
 def test_without_a_port_range_masqueraded_flows_take_the_slow_path(node: ProgramNode) -> None:
     with one_cpu():
         fast = fast_node(node, snat_port_min=0, snat_port_max=0)
-        flow = Flow(fast, **WAYS["masqueraded"])
+        flow = Flow(fast, **VARIANTS["masqueraded"])
         flow.permit()
         assert flow.run(frame=flow.frame(flags="S")).retval == GO_ON
         assert fast.reasons()["SLOW_NO_PORT"] == 1
@@ -132,7 +132,7 @@ def test_a_port_conflict_at_the_endpoint_gives_another_source_port(fast: Program
 # ---- flows that may not be young------------------------------------------------------------------------
 
 
-def left(world: ProgramNode, flow: Flow, frame: Packet | None = None, **skb: int) -> dict[str, int]:
+def reasons_not_young(world: ProgramNode, flow: Flow, frame: Packet | None = None, **skb: int) -> dict[str, int]:
     """Why this first packet opens no young flow. Netfilter gets it with its endpoint."""
     reset_counters(world)
     found = flow.run(frame=flow.frame(flags="S") if frame is None else frame, **skb)
@@ -147,7 +147,7 @@ def left(world: ProgramNode, flow: Flow, frame: Packet | None = None, **skb: int
 def test_the_agent_is_dead(fast: ProgramNode) -> None:
     flow = young(fast)
     fast.write_fast_path_state(alive=-1)
-    assert left(fast, Flow(fast, sport=40001)) == {"STACK_NO_AGENT": 1}
+    assert reasons_not_young(fast, Flow(fast, sport=40001)) == {"STACK_NO_AGENT": 1}
     assert flow.run().retval == REDIRECT, "existing flows continue"
 
 
@@ -156,7 +156,7 @@ def test_the_family_is_closed(fast: ProgramNode, why: str) -> None:
     flow = young(fast)
     number = fast.object.btf.enum("slow_path_reason")[why]
     fast.write_fast_path_state(**{f"closed{fast.family}": number})
-    assert left(fast, Flow(fast, sport=40001)) == {why: 1}
+    assert reasons_not_young(fast, Flow(fast, sport=40001)) == {why: 1}
     assert flow.run().retval == REDIRECT, "only its entry can translate its packets"
     fast.write_fast_path_state(**{f"closed{10 - fast.family}": number})
     Flow(fast, sport=40001).open_young()
@@ -165,7 +165,7 @@ def test_the_family_is_closed(fast: ProgramNode, why: str) -> None:
 def test_draining(fast: ProgramNode) -> None:
     flow = young(fast)
     fast.write_fast_path_state(draining=1)
-    assert left(fast, Flow(fast, sport=40001)) == {"STACK_DRAINING": 1}
+    assert reasons_not_young(fast, Flow(fast, sport=40001)) == {"STACK_DRAINING": 1}
     assert flow.run().retval == REDIRECT
 
 
@@ -175,8 +175,8 @@ def test_a_device_has_a_quota(node: ProgramNode) -> None:
         Flow(fast).permit()
         for number in range(3):
             Flow(fast, sport=43000 + number).open_young()
-        assert left(fast, Flow(fast, sport=43003)) == {"SLOW_QUOTA": 1}
-        other = Flow(fast, **WAYS["masqueraded"])
+        assert reasons_not_young(fast, Flow(fast, sport=43003)) == {"SLOW_QUOTA": 1}
+        other = Flow(fast, **VARIANTS["masqueraded"])
         write_permits(fast)
         other.permit()
         other.open_young()
@@ -209,10 +209,10 @@ def tagged(flow: Flow, **more: Any) -> Packet:
 def test_packets_that_only_the_kernel_can_handle_open_no_young_flow(fast: ProgramNode) -> None:
     Flow(fast).permit()
     flow = Flow(fast)
-    assert left(fast, flow, options(flow, flags="S")) == {"STACK_OPTIONS": 1}
-    assert left(fast, flow, flow.frame(flags="S", hops=1)) == {"STACK_HOPS": 1}
-    assert left(fast, flow, flow.frame(flags="S", size=1500)) == {"STACK_TOO_BIG": 1}
-    assert left(fast, flow, mark=7) == {"STACK_NOT_PLAIN": 1}
+    assert reasons_not_young(fast, flow, options(flow, flags="S")) == {"STACK_OPTIONS": 1}
+    assert reasons_not_young(fast, flow, flow.frame(flags="S", hops=1)) == {"STACK_HOPS": 1}
+    assert reasons_not_young(fast, flow, flow.frame(flags="S", size=1500)) == {"STACK_TOO_BIG": 1}
+    assert reasons_not_young(fast, flow, mark=7) == {"STACK_NOT_PLAIN": 1}
     assert flow.entries() == []
 
 
@@ -221,7 +221,7 @@ def test_schedulers_that_count_connections_see_each(node: ProgramNode) -> None:
         fast = fast_node(node, scheduler=5)
         flow = Flow(fast)
         flow.permit()
-        assert left(fast, flow) == {"SLOW_NO_PERMIT": 1}
+        assert reasons_not_young(fast, flow) == {"SLOW_NO_PERMIT": 1}
 
 
 def test_a_bare_ack_is_no_first_packet(fast: ProgramNode) -> None:
@@ -309,7 +309,7 @@ def test_the_endpoints_packet_waits_for_the_agent(fast: ProgramNode, name: str) 
 
 def test_a_masqueraded_flows_packet_waits_for_the_agent(fast: ProgramNode) -> None:
     """netfilter would choose another source port."""
-    flow = young(fast, **WAYS["masqueraded"])
+    flow = young(fast, **VARIANTS["masqueraded"])
     assert flow.run(frame=flow.frame(hops=1)).retval == SHOT
     assert fast.promotions() == [flow.key()]
 
@@ -364,9 +364,9 @@ def cut(world: ProgramNode, whole: Packet, first: bytes, later: bytes, number: i
 
 
 @pytest.mark.parametrize("reply", [False, True], ids=["request", "reply"])
-@pytest.mark.parametrize("way", ["own address", "masqueraded"])
-def test_fragments_follow_the_first(fast: ProgramNode, reply: bool, way: str) -> None:
-    flow = young(fast, "udp", **WAYS[way])
+@pytest.mark.parametrize("variant", ["own address", "masqueraded"])
+def test_fragments_follow_the_first(fast: ProgramNode, reply: bool, variant: str) -> None:
+    flow = young(fast, "udp", **VARIANTS[variant])
     first, later, _ = fragments(flow, reply)
     assert flow.run(reply, later).retval == GO_ON, "the first fragment has not come yet"
     expected = flow.expected(reply, size=72)
