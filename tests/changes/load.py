@@ -184,7 +184,7 @@ class FullLoad:
                 (name, NewConnections(source.namespace, lasting, asked, LASTING * share, QUESTIONS, PAUSE))
             )
 
-    def goes_on(self, seconds: float = 1.0) -> None:
+    def wait_progress(self, seconds: float = 1.0) -> None:
         """Wait until each source has made as many short connections as in that time, and the long ones have made
         progress.
         """

@@ -148,7 +148,7 @@ def test_the_token_expires_and_is_rotated(world: OutageWorld) -> None:
         world.wait(lambda: world.serves(fresh), "what came meanwhile")
 
 
-def test_the_right_to_one_resource_is_taken_away(world: OutageWorld) -> None:
+def test_the_right_to_one_resource_is_removed(world: OutageWorld) -> None:
     """The other resources are still watched; this one is watched again when the right is back."""
     role = world.server.request("GET", ROLE)
     account = Account(world.server)

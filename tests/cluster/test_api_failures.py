@@ -200,7 +200,7 @@ def test_killed_and_restarted_with_other_objects(server: ApiServer, kubeconfig: 
 
 
 @pytest.mark.usefixtures("objects")
-def test_history_is_compacted_while_we_are_away(server: ApiServer, proxy: Proxy, through: Path) -> None:
+def test_history_is_compacted_while_disconnected(server: ApiServer, proxy: Proxy, through: Path) -> None:
     source, numbers = following(through)
     with source:
         source.until(lambda: source.complete and numbers.all_connected)
@@ -233,7 +233,7 @@ def test_a_token_is_rotated_and_expires(server: ApiServer, proxy: Proxy, through
 
 
 @pytest.mark.usefixtures("objects")
-def test_permission_for_one_resource_is_taken_away(server: ApiServer, proxy: Proxy, through: Path) -> None:
+def test_permission_for_one_resource_is_removed(server: ApiServer, proxy: Proxy, through: Path) -> None:
     source, numbers = following(through)
     with source:
         source.until(lambda: source.complete and numbers.all_connected)

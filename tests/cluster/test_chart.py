@@ -113,7 +113,7 @@ def test_every_overlay_and_component_is_a_case() -> None:
     assert folders == covered
 
 
-def test_the_tag_and_the_namespace_are_the_callers(helm: Render, chart: Path) -> None:
+def test_the_caller_sets_the_tag_and_the_namespace(helm: Render, chart: Path) -> None:
     file = chart.parent / "tag.yaml"
     image = {"repository": IMAGE, "tag": "1.2.3", "pullPolicy": "Always"}
     file.write_text(yaml.safe_dump({"image": image, "kubeProxyConfigMap": "kube-proxy", "prometheusOperator": True}))
@@ -139,7 +139,7 @@ def test_the_tag_and_the_namespace_are_the_callers(helm: Render, chart: Path) ->
         (["image.repository=a/b", "clustercidr=10.0.0.0/8"], "clustercidr"),
     ],
 )
-def test_what_is_missing_or_misspelt_is_named(values: list[str], output: str, helm: Render, chart: Path) -> None:
+def test_missing_or_misspelt_values_are_named(values: list[str], output: str, helm: Render, chart: Path) -> None:
     """Helm renders nothing with a default image, or without a cluster's values."""
     options = [f"--set={each}" for each in values]
     assert output in helm("template", "any-name", chart, *options, status=1)

@@ -47,7 +47,7 @@ def namespaces() -> Iterator[tuple[Namespace, Namespace]]:
             namespace.remove()
 
 
-def test_rules_are_the_same_afterwards(
+def test_both_clean_ups_leave_the_same_rules(
     kube_proxy: Path, namespaces: tuple[Namespace, Namespace], tmp_path: Path
 ) -> None:
     """Here the program ``iptables`` is iptables-nft, which kube-proxy cleans up."""

@@ -131,7 +131,7 @@ def test_all_nodes_side_by_side(nodes: SimulatedNodes, lab: Lab, folder: Path) -
     assert answer["nodes"] == names[:1]
 
 
-def test_a_node_that_differs_is_named_with_what_it_lacks(nodes: SimulatedNodes, lab: Lab, folder: Path) -> None:
+def test_a_node_that_differs_is_named_with_its_missing_objects(nodes: SimulatedNodes, lab: Lab, folder: Path) -> None:
     _first, second, third = (each.name for each in lab.nodes)
     items = objects(lab)
     gone = next(iter(lab.pods.values())).address
@@ -164,7 +164,7 @@ def test_a_node_that_differs_is_named_with_what_it_lacks(nodes: SimulatedNodes, 
     assert "no node differs" in run(folder, "services")
 
 
-def test_topology_hints_are_no_fault(nodes: SimulatedNodes, server: ApiServer, lab: Lab, folder: Path) -> None:
+def test_topology_hints_are_no_difference(nodes: SimulatedNodes, server: ApiServer, lab: Lab, folder: Path) -> None:
     """The slices make nodes use different endpoints."""
     third = lab.nodes[2].name
     places = [(pod.address, pod.node.name) for pod in list(lab.pods.values())[1:]]
@@ -200,7 +200,7 @@ def test_a_node_without_an_answer_is_named(nodes: SimulatedNodes, lab: Lab, fold
     nodes.execute = real
 
 
-def test_what_happens_to_a_connection_of_a_pod(nodes: SimulatedNodes, lab: Lab, folder: Path) -> None:
+def test_explain_a_connection_of_a_pod(nodes: SimulatedNodes, lab: Lab, folder: Path) -> None:
     pod = next(iter(lab.pods.values()))
     output = run(folder, "explain", pod.name, "web")
     assert f"pod default/{pod.name}, answer of the agent on {pod.node.name}:" in output
@@ -237,7 +237,7 @@ def test_bad_input(
     assert output in line
 
 
-def test_rights_are_named_before_anything_is_asked(nodes: SimulatedNodes, server: ApiServer, folder: Path) -> None:
+def test_missing_rights_are_named_before_any_request(nodes: SimulatedNodes, server: ApiServer, folder: Path) -> None:
     server.account("looker", [{"apiGroups": [""], "resources": ["nodes", "pods"], "verbs": ["list", "get"]}])
     server.kubeconfig(folder / "admin.conf", {"token": server.token("looker")})
     output = run(folder, "services", status=3)

@@ -29,7 +29,7 @@ def server() -> Iterator[ApiServer]:
         yield started
 
 
-def test_there_with_a_canary_and_back(cluster: SimulatedNodes, server: ApiServer, tmp_path: Path) -> None:
+def test_takeover_with_a_canary_and_back(cluster: SimulatedNodes, server: ApiServer, tmp_path: Path) -> None:
     original = daemon_set(server)["spec"]
     before = {each["metadata"]["uid"] for each in server.request("GET", SYSTEM)["items"]}
     assert "3 nodes" in run(tmp_path, "status")
@@ -87,7 +87,9 @@ def test_after_kubeadm_has_rewritten_the_daemonset(cluster: SimulatedNodes, serv
 
 
 @pytest.mark.parametrize("fault", ["image", "kernel", "ready", "programmed", "service"])
-def test_what_fails_is_given_back(cluster: SimulatedNodes, server: ApiServer, tmp_path: Path, fault: str) -> None:
+def test_a_node_with_a_failed_step_is_given_back(
+    cluster: SimulatedNodes, server: ApiServer, tmp_path: Path, fault: str
+) -> None:
     if fault == "image":
         cluster.faults.missing.add((IMAGE, "n2"))
         words = f'the image cannot be pulled: failed to pull "{IMAGE}": not found'
@@ -151,7 +153,7 @@ def test_an_unfit_node_is_refused_before_anything_is_changed(
 
 
 @pytest.mark.parametrize("moment", ["before it is programmed", "after kube-proxy is parked", "before its label"])
-def test_a_node_that_dies_in_the_middle(
+def test_a_node_that_fails_during_the_takeover(
     cluster: SimulatedNodes, server: ApiServer, tmp_path: Path, moment: str
 ) -> None:
     """The command stops and names the node. When it is back, both proxies start there, and install continues."""
@@ -198,9 +200,7 @@ def is_up(server: ApiServer, name: str) -> bool:
 
 
 @pytest.mark.parametrize("answer", ["n", "y"])
-def test_the_question_which_cluster_is_meant(
-    cluster: SimulatedNodes, server: ApiServer, tmp_path: Path, answer: str
-) -> None:
+def test_the_question_before_changes(cluster: SimulatedNodes, server: ApiServer, tmp_path: Path, answer: str) -> None:
     """On a terminal without --yes, the command shows the context and the API server's address, and does nothing without
     a y.
     """
@@ -226,7 +226,7 @@ def test_the_question_which_cluster_is_meant(
         daemon_set(server, "pyebpf-proxy")
 
 
-def test_the_api_server_goes_away_and_comes_back(cluster: SimulatedNodes, server: ApiServer, tmp_path: Path) -> None:
+def test_the_api_server_is_down_for_a_while(cluster: SimulatedNodes, server: ApiServer, tmp_path: Path) -> None:
     process = started(tmp_path, "install", "--image", IMAGE)
     cluster.until(lambda pods: "pyebpf-proxy" in proxies(pods).get("n1", ()), "the first agent runs")
     server.kill()
@@ -239,7 +239,7 @@ def test_the_api_server_goes_away_and_comes_back(cluster: SimulatedNodes, server
     assert now(server) == taken(*NAMES)
 
 
-def test_ctrl_c_and_kill_leave_a_proxy_and_the_next_one_goes_on(
+def test_ctrl_c_and_kill_leave_a_proxy_and_the_next_command_continues(
     cluster: SimulatedNodes, server: ApiServer, tmp_path: Path
 ) -> None:
     process = started(tmp_path, "install", "--image", IMAGE)

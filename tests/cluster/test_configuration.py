@@ -29,18 +29,18 @@ def kube_proxy() -> Path:
     return program
 
 
-def test_it_is_the_release_that_is_followed(kube_proxy: Path) -> None:
+def test_the_program_is_the_supported_release(kube_proxy: Path) -> None:
     assert reference.version(kube_proxy) == f"Kubernetes {KUBERNETES_VERSION}"
 
 
-def test_recordings_are_what_it_answers(kube_proxy: Path) -> None:
+def test_recordings_equal_its_answers(kube_proxy: Path) -> None:
     _, recorded = recordings.read()
     answers = reference.ask_all(kube_proxy, [case for case, _ in recorded])
     changed = [case.name for (case, now), (_, then) in zip(answers, recorded, strict=True) if now != then]
     assert changed == []
 
 
-def test_made_up_cases_are_answered_alike(kube_proxy: Path) -> None:
+def test_random_cases_have_equal_answers(kube_proxy: Path) -> None:
     print(f"PARITY_SEED={SEED} PARITY_COUNT={COUNT}")
     wrong = []
     for case, expected in reference.ask_all(kube_proxy, generate(SEED, COUNT)):

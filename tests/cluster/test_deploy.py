@@ -76,7 +76,7 @@ def roll_out(server: ApiServer, name: str, desired: int) -> None:
 
 @pytest.mark.parametrize("cluster", ["kubeadm"], indirect=True)
 @pytest.mark.parametrize("folder", manifests.kustomizations(), ids=lambda folder: str(folder.relative_to(DEPLOY)))
-def test_every_manifest_is_taken(cluster: ApiServer, kubectl: Kubectl, folder: Path) -> None:
+def test_every_manifest_is_accepted(cluster: ApiServer, kubectl: Kubectl, folder: Path) -> None:
     """By server-side apply, and the server must know every field."""
     output = kubectl("apply", "--server-side", "--validate=strict", "-k", folder)
     assert len(output.splitlines()) == len(manifests.build(folder))
@@ -98,7 +98,7 @@ def commands() -> list[list[str]]:
     return [shlex.split(line) for line in lines]
 
 
-def test_the_page_is_followed_there_and_back(cluster: ApiServer, kubectl: Kubectl) -> None:
+def test_the_commands_of_the_page_in_both_directions(cluster: ApiServer, kubectl: Kubectl) -> None:
     """Command by command. The test plays the controller's part in between, for there are no nodes."""
     original = daemon_set(cluster, "kube-proxy")
     configuration = cluster.request("GET", f"{SYSTEM}/configmaps/kube-proxy")

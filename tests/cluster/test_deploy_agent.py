@@ -97,7 +97,7 @@ def reasons_of_events(server: ApiServer, node_name: str) -> set[str]:
 
 
 @pytest.mark.parametrize("mode", ["iptables", "nftables"])
-def test_it_serves_what_the_api_server_has(server: ApiServer, small: Lab, mode: str) -> None:
+def test_the_agent_serves_the_objects_of_the_api_server(server: ApiServer, small: Lab, mode: str) -> None:
     """With kubeadm's own configuration, except for the lab's pod network: Services are created, changed and deleted."""
     (only,) = small.nodes
     (pod,) = only.pods
@@ -140,7 +140,7 @@ def kube_proxy(server: ApiServer, on: Node, folder: Path) -> Iterator[subprocess
             process.wait()
 
 
-def test_during_the_takeover_the_agent_runs_with_kube_proxy(server: ApiServer, small: Lab, tmp_path: Path) -> None:
+def test_the_agent_runs_beside_kube_proxy_during_the_takeover(server: ApiServer, small: Lab, tmp_path: Path) -> None:
     """For `cluster install`: while kube-proxy runs, the agent reports that it has programmed the node, but it is not
     ready. Without kube-proxy it becomes ready by itself.
     """
@@ -164,7 +164,7 @@ def test_during_the_takeover_the_agent_runs_with_kube_proxy(server: ApiServer, s
         assert agent.terminate() == 0
 
 
-def test_on_the_way_back_the_real_kube_proxy_carries_on(server: ApiServer, small: Lab, tmp_path: Path) -> None:
+def test_kube_proxy_takes_over_again(server: ApiServer, small: Lab, tmp_path: Path) -> None:
     """The clean-up waits until kube-proxy has programmed the node. No connection fails in between."""
     (only,) = small.nodes
 
@@ -234,7 +234,7 @@ def account(server: ApiServer) -> Account:
 @pytest.mark.parametrize(
     "resource", [SERVICES, ENDPOINT_SLICES, SERVICE_CIDRS, one_node("node1")], ids=lambda resource: resource.name
 )
-def test_what_is_followed_may_be_listed_and_watched_and_no_more(account: Account, resource: Resource) -> None:
+def test_followed_resources_may_only_be_listed_and_watched(account: Account, resource: Resource) -> None:
     query = "&".join(f"{name}={urllib.request.quote(text)}" for name, text in resource.selectors.items())
     assert account.status("GET", f"{resource.path}?{query}") == 200
     assert account.status("GET", f"{resource.path}?{query}&watch=true&timeoutSeconds=1") == 200
@@ -243,7 +243,7 @@ def test_what_is_followed_may_be_listed_and_watched_and_no_more(account: Account
     assert account.status("POST", f"{resource.path}?dryRun=All", {}) in (403, 405)
 
 
-def test_events_may_be_made_and_counted_up(account: Account) -> None:
+def test_events_may_be_created_and_updated(account: Account) -> None:
     path = "/apis/events.k8s.io/v1/namespaces/default/events"
     event = {
         "apiVersion": "events.k8s.io/v1",
@@ -269,7 +269,7 @@ def test_nothing_else_may_be_read(account: Account, path: str) -> None:
     assert account.status("GET", f"/api/v1/{path}") == 403
 
 
-def test_the_lists_above_are_the_roles_own() -> None:
+def test_every_rule_of_the_role_is_tested() -> None:
     """A new rule of the role needs a request that uses it."""
     rules = manifests.one(manifests.base(), "ClusterRole")["rules"]
     followed = {(each.group, each.name) for each in (SERVICES, ENDPOINT_SLICES, SERVICE_CIDRS, one_node("x"))}

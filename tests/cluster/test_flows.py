@@ -37,7 +37,7 @@ def pair() -> Iterator[SideBySide]:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("number", range(SEEDS))
-def test_made_up_objects(mode: str, number: int, pair: SideBySide) -> None:
+def test_random_objects(mode: str, number: int, pair: SideBySide) -> None:
     seed = SEED + number
     print(f"FLOW_SEED={seed}, FLOW_STEPS={STEPS}, FLOW_WAY={WAY}, mode {mode}", flush=True)
     for step in scenarios(seed, mode, STEPS):

@@ -164,7 +164,7 @@ def full_load(place: Place, capsys: pytest.CaptureFixture[str]) -> Iterator[Full
 def fast(world: FastWorld, load: FullLoad) -> None:
     """The load continues, and many of its connections are young flows."""
     before = world.count("new_flow_fast")
-    load.goes_on()
+    load.wait_progress()
     wait_until(lambda: world.count("new_flow_fast") > before + load.wanted / 4, "new flows take the fast path")
 
 
@@ -172,12 +172,12 @@ def test_from_kube_proxy_to_the_agent(place: Place, capsys: pytest.CaptureFixtur
     world, agent = place.world, place.world.node.agent
     place.start_kube_proxy()
     with full_load(place, capsys) as load:
-        load.goes_on()
+        load.wait_progress()
         place.stop_kube_proxy()
-        load.goes_on()
+        load.wait_progress()
         place.start_agent()
         Log(agent).wait(Message.KUBE_PROXY_REMOVED)
-        load.goes_on()
+        load.wait_progress()
         fast(world, load)
 
 
@@ -192,6 +192,6 @@ def test_from_the_agent_to_kube_proxy(place: Place, capsys: pytest.CaptureFixtur
         agent.stop()
         agent.cleanup("--keep-kube-proxy-rules")
         assert not re.search("pyebpf", world.node.namespace.run("nft", "list", "tables"))
-        load.goes_on()
+        load.wait_progress()
     assert place.process is not None
     assert place.process.poll() is None

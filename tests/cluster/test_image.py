@@ -48,7 +48,7 @@ def small(image: Path) -> Iterator[Lab]:
         yield lab
 
 
-def test_it_is_small(image: Path) -> None:
+def test_the_image_is_small(image: Path) -> None:
     """The compressed size that a node pulls. The base built here contains more than Debian's slim image."""
     folders = ("dev", "proc", "sys", "run", "var/cache/apt", "var/lib/apt/lists")
     left_out = [f"--exclude='./{name}/*'" for name in folders]
@@ -57,7 +57,7 @@ def test_it_is_small(image: Path) -> None:
     assert 20_000_000 < size <= LARGEST, f"{size / 1e6:.0f} MB"
 
 
-def test_it_starts_with_what_the_daemon_set_gives_it_and_serves(small: Lab) -> None:
+def test_the_image_serves_with_the_daemon_sets_rights(small: Lab) -> None:
     (only,) = small.nodes
     root, entry_point, environment = image_of(FOLDER)
     specification = with_manifests(pod_of(manifests.one(manifests.base(), "DaemonSet")), small.manifests)
@@ -113,7 +113,7 @@ def test_the_pod_of_the_rollback_cleans_up(small: Lab) -> None:
     assert not list((only.agent.directory / "bpf").glob("pyebpf-proxy/*"))
 
 
-def test_nothing_that_only_builds_or_tests_is_in_it(image: Path) -> None:
+def test_the_image_has_no_build_or_test_tools(image: Path) -> None:
     programs = {path.name for folder in ("bin", "sbin") for path in (image / "usr" / folder).iterdir()}
     assert programs.isdisjoint({"clang", "gcc", "cc", "make", "ld", "pip", "pip3", "git", "bpftool"})
     packages = {path.name for path in (image / "opt/pyebpf-proxy/lib/python3.11/site-packages").iterdir()}
@@ -121,7 +121,7 @@ def test_nothing_that_only_builds_or_tests_is_in_it(image: Path) -> None:
     assert {"pyebpf_proxy", "msgspec", "pydantic"} <= packages
 
 
-def test_it_can_remove_the_rules_of_each_kube_proxy(image: Path) -> None:
+def test_the_image_has_the_tools_for_the_rules_of_each_kube_proxy(image: Path) -> None:
     programs = {path.name for path in (image / "usr/sbin").iterdir()}
     assert {"iptables-nft-save", "iptables-legacy-save", "ip6tables-nft-restore"} <= programs
 
@@ -136,7 +136,7 @@ def test_the_versions_are_those_of_the_lock(image: Path) -> None:
         assert (normal == "pyebpf-proxy" and version == __version__) or f"\n{normal}=={version} \\\n" in lock, name
 
 
-def test_this_machine_left_nothing_in_it(image: Path) -> None:
+def test_the_image_has_no_files_of_the_build_machine(image: Path) -> None:
     """The configuration of apt and pip was visible only during the build."""
     assert not (image / "etc" / "pip.conf").exists()
     assert not (image / "src").exists()

@@ -247,7 +247,7 @@ def test_pages(sides: list[Side]) -> None:
     assert proxy.headers.items() - real.headers.items() <= {("Content-Length", proxy.headers["Content-Length"])}
 
 
-def test_metrics_have_the_same_names_labels_buckets_and_words(sides: list[Side]) -> None:
+def test_metrics_have_the_same_names_labels_buckets_and_help(sides: list[Side]) -> None:
     for side in sides:  # so that both have all of them
         side.get(10256, "/healthz")
         side.get(10256, "/livez")
@@ -342,7 +342,7 @@ def test_a_health_check_node_port_that_is_taken_is_an_event(server: ApiServer, s
     ("field", "reason"),
     [("healthzBindAddress", "FailedToStartProxierHealthcheck"), ("metricsBindAddress", "FailedToStartMetricServer")],
 )
-def test_an_address_that_must_be_had_ends_both(server: ApiServer, tmp_path: Path, field: str, reason: str) -> None:
+def test_an_occupied_required_address_ends_both(server: ApiServer, tmp_path: Path, field: str, reason: str) -> None:
     server.apply(node())
     port = 12345
     config = {"mode": "nftables", "bindAddressHardFail": True, field: f"127.0.0.1:{port}"}

@@ -134,7 +134,7 @@ class Ground(World):
             f"{count} more connections of each load",
         )
 
-    def long_ones_go_on(self, seconds: float = PATIENCE) -> int:
+    def wait_for_long_connections(self, seconds: float = PATIENCE) -> int:
         """How many of the long connections are closed or had no round in that time."""
         lost = 0
         begun = time.monotonic()

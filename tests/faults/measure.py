@@ -157,7 +157,7 @@ def run(
         change_right = _seconds_until(lambda: ground.serves(MEANWHILE), over, NEVER / 2)
     # Longer than a connection waits for its second SYN.
     pass_by(2.5)
-    lost = ground.long_ones_go_on(NEVER)
+    lost = ground.wait_for_long_connections(NEVER)
     last = reasons(ground)
     new, long, stalls = ground.end_traffic()
     lost = max(lost, sum(record.end != ANSWERED for record in long))

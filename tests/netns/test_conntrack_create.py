@@ -224,7 +224,7 @@ def test_without_the_entry_nothing_passes(connection: Connection) -> None:
     assert connection.server.receive(4) == b"lost"
 
 
-def test_it_goes_on(connection: Connection) -> None:
+def test_the_connection_continues(connection: Connection) -> None:
     connection.continues(3)
     connection.enter()
     connection.continues()

@@ -57,12 +57,12 @@ class LoadWorld(World):
             lab.write(f"{name}.yaml", [made, *slices(name, ports, endpoints)])
         lab.write("nodes.yaml", [node(each.name, each.address, each.pod_cidr) for each in lab.nodes])
         self.node.namespace.run("nft", "-f", "-", stdin=NAT_OF_OTHERS)
-        self._drop_what_comes_back()
+        self._drop_returned_packets()
         self.sources = {name: Source(self.namespace(name), self._ways(name)) for name in ("external", "pod", "node")}
         direct = f"{lab.pods['far'].address.v4},{TARGET_PORT}"
         self.plain = plain_rate(lab.folder, {name: each.namespace for name, each in self.sources.items()}, direct)
 
-    def _drop_what_comes_back(self) -> None:
+    def _drop_returned_packets(self) -> None:
         """Without a proxy the node would send packets for a VIP back to the router, and the router to the node."""
         rules = "".join(
             f"iifname lan0 {word} daddr {cidr} drop\n" for word, cidr in zip(("ip", "ip6"), VIP_CIDR, strict=True)
@@ -97,7 +97,7 @@ class LoadWorld(World):
     def gets_fast(self, load: FullLoad) -> None:
         """The load continues, and most of its connections are young flows."""
         before = self.count("new_flow_fast")
-        load.goes_on(2.0)
+        load.wait_progress(2.0)
         wait_until(lambda: self.count("new_flow_fast") > before + load.wanted / 2, "new flows take the fast path")
 
 
@@ -121,7 +121,7 @@ def test_a_restart(world: LoadWorld, capsys: pytest.CaptureFixture[str]) -> None
     with world.load() as load:
         world.gets_fast(load)
         assert agent.stop() == 0
-        load.goes_on()
+        load.wait_progress()
         world.start()
         world.gets_fast(load)
         report(load.end(), capsys)
@@ -134,7 +134,7 @@ def test_kill_9(world: LoadWorld, capsys: pytest.CaptureFixture[str]) -> None:
         world.node.agent.kill()
         before = world.count("stack_no_agent")
         wait_until(lambda: world.count("stack_no_agent") > before + 100, "new flows take the slow path")
-        load.goes_on()
+        load.wait_progress()
         world.start()
         world.gets_fast(load)
         report(load.end(), capsys)
@@ -203,7 +203,7 @@ def test_uninstall(world: LoadWorld, capsys: pytest.CaptureFixture[str]) -> None
         agent.cleanup()
         over = time.monotonic()
         # A connection attempt fails after four seconds.
-        load.goes_on(0.05)
+        load.wait_progress(0.05)
         outcome = load.end()
     report(outcome, capsys, until=asked)
     later = [flow.record for flow in outcome.new if flow.record.begun > over]

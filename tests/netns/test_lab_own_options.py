@@ -74,7 +74,7 @@ def pods_of(lab: Lab, address: str) -> set[str]:
     return {outcome.answer.pod for outcome in lab.client.call(ask_many, 5, address, 80) if outcome.answer}
 
 
-def go_on(transfers: list[Transfers]) -> None:
+def wait_for_progress(transfers: list[Transfers]) -> None:
     """Every connection makes progress."""
     least = [each.least() for each in transfers]
     wait_until(
@@ -106,13 +106,13 @@ def test_other_map_sizes_while_connections_run(small: Lab, ending: str) -> None:
     ]  # fmt: skip
     web = WEB.target("LoadBalancer", node).address
     loads = [Load(small.client, web.v4, 80), Load(toolbox, WEB.target("ClusterIP", node).address.v6, 80)]
-    go_on(transfers)
+    wait_for_progress(transfers)
     for sizes in (SMALL, {}, {"slots": 100_000, "affinities": 5000, "devices": 200}):
         getattr(agent, ending)()
         agent.start(own={"maps": sizes})
         agent.wait_synced()
         assert {name: shown(node, snake(name)) for name in sizes} == sizes
-        go_on(transfers)
+        wait_for_progress(transfers)
         assert {address: pods_of(small, address) for address in sticky} == kept
     assert [text for each in transfers if (text := each.stop())] == []
     for load in loads:

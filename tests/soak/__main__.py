@@ -55,7 +55,7 @@ def run(minutes: float, rate: int, free: int) -> Soak:
                 samples.append(sample(ground, start, group))
                 say(f"{samples[-1]}")
             time.sleep(max(0.0, start + (turn + 1) / CHANGES - time.monotonic()))
-        lost = ground.long_ones_go_on()
+        lost = ground.wait_for_long_connections()
         new, long, _ = ground.end_traffic()
     how: dict[str, int] = {}
     for record in new:

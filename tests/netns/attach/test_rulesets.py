@@ -212,7 +212,7 @@ PASSED = {
     [(rules, True) for rules in DROPPED.values()] + [(rules, False) for rules in PASSED.values()],
     ids=[*DROPPED, *PASSED],
 )
-def test_a_log_of_what_is_dropped_closes_nothing(rules: str, is_open: bool, shell: Shell) -> None:
+def test_a_log_before_a_drop_closes_nothing(rules: str, is_open: bool, shell: Shell) -> None:
     shell(f"""nft -f - <<'END'
     table inet mine {{
         chain last {{
