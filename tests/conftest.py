@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all tests share: markers for what a test needs of the machine, and the list of what was skipped and why.
+"""What all suites share: markers for what a test needs of the machine, and the list of skipped tests with reasons.
 
-A test declares what it needs by a marker; where the machine lacks it, the test is skipped with that reason, and every
-reason is listed with its count at the end of the run. Nothing is skipped without a reason. What `make` itself must
-have provided (the BPF objects) is no reason to skip: its absence is an error.
+A test declares what it needs by a marker. If the machine lacks it, the test is skipped with that reason. The end of the
+run lists every reason and how many tests were skipped for it. What `make` must have provided (the BPF objects) is no
+reason to skip: a missing object is an error.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ CLONE_NEWNET = 0x40000000
 WORKERS = "pyebpf-proxy-workers"
 DESELECTED = "deselected on the command line: "
 
-# Time limits of single examples depend on the machine, not about the code. No database: reruns are the same.
+# Time limits of single examples would depend on the machine. No database: each run has the same examples.
 settings.register_profile("project", deadline=None, database=None, derandomize=True)
-# What CI also runs, once, with --hypothesis-seed (.ci/run): other examples in every run.
+# CI also runs this profile once with --hypothesis-seed (.ci/run): each run then has other examples.
 settings.register_profile("fresh", deadline=None, database=None, derandomize=False, print_blob=True)
 settings.load_profile("fresh" if os.environ.get("PYEBPF_PROXY_FRESH") else "project")
-#: With it, a machine that lacks what root, namespaces or BPF give is an error, and nothing is skipped for it. A test
-#: that is skipped for a reason that is not on the list of tests/support/skips.py fails the run.
+#: If it is set, a machine without root, network namespaces or BPF is an error instead of a skip. A test that is skipped
+#: for a reason that is not in tests/support/skips.py fails the run.
 STRICT = bool(os.environ.get("PYEBPF_PROXY_STRICT"))
 _PRIVILEGES = ("needs_root", "needs_netns", "needs_bpf")
 
@@ -44,7 +44,7 @@ def _not_root() -> str | None:
 
 
 def _no_netns() -> str | None:
-    """Whether a network namespace may be made here, by making one in a child; containers often refuse."""
+    """Whether this process may create a network namespace: tried in a child process. Containers often forbid it."""
     reason = _not_root()
     if reason is not None:
         return reason
@@ -95,8 +95,8 @@ NEEDS = {
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """With ``-n``: what a controller or a worker adds (``tests/support/workers.py``)."""
-    # Started in the background of a shell, programs ignore SIGINT, and so would those that tests send one to.
+    """With ``-n``, add what a controller or a worker needs (``tests/support/workers.py``)."""
+    # Programs that a shell starts in the background ignore SIGINT, and so would those that tests send it to.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     plugin = workers.plugin_of(config)
@@ -105,7 +105,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip, with the reason, what this machine cannot do; each question is asked once."""
+    """Skip the tests that this machine cannot run, with the reason. Each requirement is checked once."""
     answers: dict[str, str | None] = {}
     for item in items:
         for marker, question in NEEDS.items():
@@ -121,7 +121,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _skipped(config: pytest.Config) -> Counter[str]:
-    """Every reason for which tests were skipped, and how many."""
+    """Every reason for skips, and the number of tests."""
     reasons: Counter[str] = Counter()
     reporter = config.pluginmanager.get_plugin("terminalreporter")
     for report in reporter.stats.get("skipped", []) if reporter is not None else ():
@@ -139,7 +139,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """List every reason for which something was skipped, with how many tests it cost."""
+    """List every reason for skips, with the number of tests."""
     reasons = _skipped(terminalreporter.config)
     unexpected = skips.unexpected(reasons) if STRICT else []
     for report in terminalreporter.stats.get("deselected", []):
@@ -163,7 +163,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.fixture(scope="session")
 def bpf_objects() -> Path:
-    """The folder of the built BPF objects; an error, not a skip, where they are not built."""
+    """The folder of the built BPF objects. If they are not built, this is an error, not a skip."""
     folder = ROOT / "pyebpf_proxy" / "bpf"
     missing = [name for name in ("tc.bpf.o", "sock.bpf.o") if not (folder / name).exists()]
     if missing:
@@ -173,7 +173,7 @@ def bpf_objects() -> Path:
 
 @pytest.fixture
 def restored_logging() -> Iterator[None]:
-    """What a test configures of logging is as before when it ends."""
+    """Restore the logging configuration after a test."""
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
     yield

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Changes under load: what the rules allow at every moment, and whether each connection kept to it."""
+"""Changes under load: what the rules allow at every moment, and whether each connection followed them."""

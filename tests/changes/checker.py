@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Did each connection come to what the rules of its moment allow? Pure: records and a timeline in, words out.
+"""Whether each connection had a result that the rules of its moment allow. Pure: it reads records and a timeline.
 
-A change is in effect at the earliest when its manifest is written, and must be when the agent has reported it, and
-``GRACE`` more. In between both states may be met. A connection is decided at some moment between its begin and its
-end, so it must have come to what one of the states allows that may have been in force then.
+A change takes effect after its manifest is written, and at the latest ``GRACE`` after the agent has reported it. In
+between the old and the new state are both possible. A connection's endpoint is chosen between its begin and its end, so
+its result must be one that a state of that time allows.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from tests.changes.model import REFUSED, SILENT, UNANSWERED, UNREACHABLE, Allowe
 GRACE = 0.05
 #: The kernel repeats an unanswered SYN after one second; less than that is the first one.
 FIRST_SYN = 0.9
-#: A machine in which nothing ran for so long repeats packets that were never lost, in seconds.
+#: A machine that pauses for so many seconds retransmits packets that were not lost.
 STALLED = 0.2
-#: Seconds that conntrack remembers a connection that was reset (nf_conntrack_tcp_timeout_close).
+#: How many seconds conntrack keeps the entry of a reset connection (nf_conntrack_tcp_timeout_close).
 REMEMBERED = 10.0
-#: One connection in so many may be led by such an entry, and SELDOM more: a machine shows one in 400 000.
+#: Such an entry may affect one connection in so many, and SELDOM more; measured: one in 400 000.
 MISLED, SELDOM = 50_000, 2
-#: So many violations of one course are described with so many simultaneous connections each.
+#: How many violations of a course are described, each with how many simultaneous connections.
 DESCRIBED, NEIGHBOURS = 3, 8
-#: After what a SYN is repeated. A client of the same machine is still within connect() when its ICMP error comes, and
-#: then Linux forgets that of IPv6; the next one, a second later, counts.
+#: The outcomes after which a SYN is repeated. If a client on the same machine is still in connect() when its ICMP error
+#: comes, Linux ignores it for IPv6; the next error, a second later, counts.
 _OVERHEARD = {4: {SILENT}, 6: {SILENT, REFUSED}}
 ANSWERED = "answered"
 BROKEN = "broken off"
@@ -35,31 +35,34 @@ MOVED = "moved to another endpoint"
 
 
 class Record(NamedTuple):
-    """One connection. Times in seconds of the monotonic clock. ``end``: in one word; ``name``: of the server."""
+    """One connection. Times are seconds of the monotonic clock. ``end``: the outcome in one word; ``name``: of the
+    server.
+    """
 
     begun: float
     ended: float
     target: int
     end: str
     name: str = ""
-    #: Packets that were sent once more (new connections), or rounds (long ones).
+    #: How many packets (new connections) or rounds (long ones) were repeated.
     count: int = 0
-    #: The client's own port: what to look for in a capture.
+    #: The client's port, to find it in a capture.
     port: int = 0
 
 
 class Stall(NamedTuple):
-    """The time in which the machine let no process run."""
+    """A time in which the machine ran no process."""
 
     begun: float
     ended: float
 
 
 class Entries:
-    """What conntrack may still have of connections that were answered, and reset.
+    """Entries that conntrack may still have of connections that were answered and reset.
 
-    A client's port that is used again for the same address may meet such an entry, and go where that one went, whatever
-    the rules are by then (``tests/netns/attach/test_attach_reused_port.py``). ``excused``: how many answers were so.
+    If a client uses a port again for the same address, the connection may meet such an entry and reach its endpoint,
+    whatever the rules are then (``tests/netns/attach/test_attach_reused_port.py``). ``excused``: how many answers were
+    so.
     """
 
     def __init__(self, records: Iterable[Record] = ()) -> None:
@@ -79,7 +82,7 @@ class Entries:
 
 
 class Phase(NamedTuple):
-    """A state of the world, from the moment it was asked for; ``certain``: from when on it alone is in force."""
+    """A state of the world from the moment it was requested; from ``certain`` on it is the only possible one."""
 
     name: str
     asked: float
@@ -89,7 +92,7 @@ class Phase(NamedTuple):
 
 
 class Timeline:
-    """Phases one after the other. The first one is in force already."""
+    """Phases one after the other. The first one is active from the beginning."""
 
     def __init__(self) -> None:
         self.phases: list[Phase] = []
@@ -97,14 +100,14 @@ class Timeline:
     def change(
         self, name: str, asked: float, programmed: float, rules: Sequence[Allowed], sticky: Sequence[bool] = ()
     ) -> None:
-        """What was asked for at ``asked`` was programmed at ``programmed``, as the agent reported."""
+        """A state that was requested at ``asked`` and programmed at ``programmed``, as the agent reported."""
         if self.phases and asked < self.phases[-1].certain:
             raise ValueError(f"{name}: asked for before {self.phases[-1].name} was certain")
         held = tuple(sticky) or (False,) * len(rules)
         self.phases.append(Phase(name, asked, programmed + GRACE, tuple(rules), held))
 
     def between(self, begun: float, ended: float) -> list[Phase]:
-        """The phases that may have been in force in that time."""
+        """The phases that may have been active in that time."""
         found = []
         for index, phase in enumerate(self.phases):
             over = self.phases[index + 1].certain if index + 1 < len(self.phases) else float("inf")
@@ -113,13 +116,13 @@ class Timeline:
         return found
 
     def alone(self, index: int) -> tuple[float, float]:
-        """From when to when the phase was the only one that may have been in force."""
+        """The time in which only this phase may have been active."""
         over = self.phases[index + 1].asked if index + 1 < len(self.phases) else float("inf")
         return self.phases[index].certain, over
 
 
 class Violation(NamedTuple):
-    """What one connection, or one target in one phase, did wrong."""
+    """What was wrong with one connection, or with one target in one phase."""
 
     rule: str
     text: str
@@ -129,7 +132,7 @@ class Violation(NamedTuple):
 
 
 def check_misled(entries: Entries, connections: int) -> list[Violation]:
-    """Old entries lead few connections. More of them went to the wrong server for another reason."""
+    """Old entries affect few connections. If more reached the wrong server, there is another reason."""
     most = SELDOM + connections // MISLED
     if entries.excused <= most:
         return []
@@ -143,7 +146,9 @@ def check(
     stalls: Sequence[Stall] = (),
     entries: Entries | None = None,
 ) -> list[Violation]:
-    """Every violation of every rule, in the order of the records. ``entries``: left by these and by others before."""
+    """Every violation of every rule, in the order of the records. ``entries``: left by these and earlier
+    connections.
+    """
     known = list(records)
     entries = entries or Entries(known)
     found = []
@@ -160,7 +165,7 @@ def check(
 
 
 def _when(timeline: Timeline, moment: float) -> str:
-    """A moment in words: so long after which change."""
+    """A moment in words: how long after which change."""
     past = [phase for phase in timeline.phases if phase.asked <= moment] or timeline.phases[:1]
     phase = past[-1]
     since = (moment - phase.certain) * 1000
@@ -169,7 +174,7 @@ def _when(timeline: Timeline, moment: float) -> str:
 
 
 def _simultaneous(records: Iterable[Record], record: Record, targets: Sequence[Target]) -> str:
-    """The connections nearest in time, and the last one of the same client port: evidence of what went wrong."""
+    """The connections nearest in time, and the last one from the same client port: evidence for the cause."""
     mine = targets[record.target]
     same = [each for each in records if each is not record and targets[each.target].service == mine.service]
     near = sorted(same, key=lambda each: abs(each.begun - record.begun))[:NEIGHBOURS]
@@ -184,7 +189,7 @@ def _simultaneous(records: Iterable[Record], record: Record, targets: Sequence[T
 def _judge(
     timeline: Timeline, record: Record, family: int, stalls: Sequence[Stall], entries: Entries
 ) -> tuple[str, str] | None:
-    """The rule that a connection has broken, and how; None: it is as it should be."""
+    """The rule that a connection has broken, and how; None: none."""
     phases = timeline.between(record.begun, record.ended)
     rules = [phase.rules[record.target] for phase in phases]
     first = [
@@ -211,14 +216,14 @@ def _judge(
 
 
 def _wrong_answer(timeline: Timeline, record: Record) -> str:
-    """Early: it may answer later; late: it might before; wrong: never."""
+    """Early: it may answer later; late: it was allowed to before; wrong: never."""
     later = [p for p in timeline.phases if p.asked > record.ended and record.name in p.rules[record.target].names]
     before = [p for p in timeline.phases if p.asked <= record.ended and record.name in p.rules[record.target].names]
     return "late" if before else "early" if later else "wrong"
 
 
 def _stalled(stalls: Sequence[Stall], begun: float, ended: float) -> bool:
-    """Whether the machine stood still long enough in that time to make timers run out."""
+    """Whether the machine paused in that time for so long that timers expired."""
     lost = sum(min(stall.ended, ended) - max(stall.begun, begun) for stall in stalls if _meet(stall, begun, ended))
     return lost >= STALLED
 
@@ -234,9 +239,9 @@ def _within(
     wanted: Callable[[Phase, int], bool],
     over: bool = True,
 ) -> dict[tuple[int, object], list[Record]]:
-    """Answered connections that began while one phase alone was in force, by phase and ``key``.
+    """Answered connections that began while only one phase was active, by phase and ``key``.
 
-    ``over``: those that ended then, too; else those that did not.
+    ``over``: only those that also ended in that time; otherwise only the others.
     """
     groups: dict[tuple[int, object], list[Record]] = defaultdict(list)
     spans = [timeline.alone(index) for index in range(len(timeline.phases))]
@@ -253,7 +258,7 @@ def _within(
 def _unsteady(timeline: Timeline, targets: Sequence[Target], records: Iterable[Record]) -> list[Violation]:
     """Session affinity (spec/service-semantics §4.1): a client of a service port keeps its endpoint at all addresses.
 
-    Only judged where all addresses that a client asks make it eligible for the same endpoints.
+    Checked only if the client may use the same endpoints at all addresses that it asks.
     """
 
     def client(record: Record) -> tuple[str, int, str]:
@@ -286,7 +291,7 @@ ENOUGH = 24
 
 
 def _unused(timeline: Timeline, targets: Sequence[Target], records: Iterable[Record]) -> list[Violation]:
-    """Every allowed server must answer, without affinity and with enough connections."""
+    """Without affinity, and with enough connections, every allowed server must answer."""
 
     def eligible(record: Record) -> tuple[str, frozenset[str]]:
         rules = timeline.between(record.begun, record.ended)[0].rules
@@ -297,10 +302,10 @@ def _unused(timeline: Timeline, targets: Sequence[Target], records: Iterable[Rec
         return target.source, target.family, eligible(record)
 
     found = []
-    # Of each client where it makes enough of them; on a slow machine all clients together must do.
+    # Per client if it makes enough connections; on a slow machine for all clients together.
     for key in (client, eligible):
         groups = _within(timeline, records, key, lambda phase, target: not phase.sticky[target])
-        # A server that gets no turn on a busy machine answers when the phase is over.
+        # A server that is not chosen in time on a busy machine may answer when the phase is over.
         late = _within(timeline, records, key, lambda phase, target: not phase.sticky[target], over=False)
         for (index, clients), group in groups.items():
             phase, target = timeline.phases[index], group[0].target
@@ -315,7 +320,7 @@ def _unused(timeline: Timeline, targets: Sequence[Target], records: Iterable[Rec
 def check_transfers(
     targets: Sequence[Target], records: Iterable[Record], ends: Iterable[tuple[str, float]]
 ) -> list[Violation]:
-    """Long connections continue whatever the service does (§10). ``ends``: which server was ended, and when."""
+    """Long connections continue, whatever happens to the service (§10). ``ends``: which server was ended, and when."""
     gone = list(ends)
     found = []
     for record in records:

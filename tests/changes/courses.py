@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What changes under load: courses of states, in words; the last state of each is the first again."""
+"""What changes under load: courses of states. The last state of each is the first again."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ PODS = {"web-1": "node1", "web-2": "node2", "web-3": "node1", "web-4": "node2"}
 ONE, TWO, THREE, FOUR = (Endpoint(pod, node) for pod, node in PODS.items())
 USUAL = Addresses(cluster_ip=10, vip=10, external_ip=110, port=80, node_port=30010)
 BASE = State(USUAL, (ONE, TWO, THREE))
-#: A service that no course touches, with those of the same pods whose servers never end.
+#: A service that no course changes; its endpoints are the pods whose servers never end.
 STEADY = State(Addresses(cluster_ip=20, vip=20, external_ip=120, port=80, node_port=30020), (TWO, THREE, FOUR))
 
-#: What is asked all the time. Some of it belongs to the service only in some states.
+#: The targets of all connections. Some belong to the service only in some states.
 TARGETS = (
     Target("external", "LoadBalancer", 4, 10, 80, "shop"),
     Target("external", "LoadBalancer", 6, 10, 80, "shop"),
@@ -44,7 +44,7 @@ TARGETS = (
 
 
 class Step(NamedTuple):
-    """A change. ``ends``: a pod whose server is ended then, and started again before the next step."""
+    """A change. ``ends``: a pod whose server ends then, and is started again before the next step."""
 
     name: str
     state: State
@@ -126,7 +126,7 @@ def _zones() -> Iterator[Step]:
 
 
 def _anything(seed: int, steps: int) -> Iterator[Step]:
-    """Made-up states, each from the last by one to three changes."""
+    """Random states, each with one to three changes to the last one."""
     chance = random.Random(seed)
     state = BASE
     for number in range(steps):
@@ -158,7 +158,7 @@ def _changed(state: State, chance: random.Random) -> State:
 
 
 def courses(seed: int, steps: int) -> dict[str, list[Step]]:
-    """All courses by name. ``steps``: of the made-up one."""
+    """All courses by name. ``steps``: the length of the random one."""
     return {
         "endpoints roll": list(_rolling()),
         "all endpoints vanish and return": list(_vanishing()),

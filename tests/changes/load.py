@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Full load on a Service while something happens to the proxy: TCP and UDP, connections of every age, all on record.
+"""Full load on a Service while something happens to the proxy: TCP and UDP, connections of every age, all recorded.
 
 * Short connections: one answer each.
-* Lasting ones: an answer every ``PAUSE`` for three seconds. They are young flows for two thirds of their lives, so two
+* Lasting ones: an answer every ``PAUSE`` for three seconds. They are young flows for two thirds of that time, so two
   hundred are young at any moment.
-* Long ones, from before it happens until after.
+* Long ones: they begin before the event and end after it.
 
-Each answer names the endpoint. A flow of datagrams that another endpoint answers than before has moved. A TCP
-connection that moves meets a server that does not know it, and breaks.
+Each answer names the endpoint. A UDP flow has moved if another endpoint answers than before. A TCP connection that
+moves reaches a server that does not know it, and breaks.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from pyebpf_proxy.lab.namespace import Namespace
 from tests.changes.checker import ANSWERED, MOVED, STALLED, Record, Stall
 from tests.changes.traffic import LongConnections, NewConnections
 
-#: New connections a second of all sources together, on a machine that makes three times as many without any Service.
+#: New connections a second of all sources together, on a machine that manages three times as many without a Service.
 RATE = 2000
 SHARE = 0.35
-#: The part of them that last, and how: QUESTIONS with PAUSE milliseconds in between.
+#: The share of lasting connections; they send QUESTIONS with PAUSE milliseconds in between.
 LASTING = 0.05
 QUESTIONS, PAUSE = 20, 150
 LONG = 200
 LONG_PERIOD = 200  # milliseconds
-#: Seconds to wait for the load to get on, on any machine.
+#: Seconds to wait for progress of the load, on any machine.
 PATIENCE = 120.0
 _SHOWN = 12
 
 
 class Way(NamedTuple):
-    """An address and a port that are asked by TCP and by UDP. ``names``: who may answer."""
+    """An address and a port that are used over TCP and UDP. ``names``: the servers that may answer."""
 
     address: str
     port: int
@@ -49,14 +49,14 @@ class Way(NamedTuple):
 
 
 class Source(NamedTuple):
-    """Who asks, and by which ways."""
+    """A client, and the addresses that it uses."""
 
     namespace: Namespace
     ways: Sequence[Way]
 
 
 class Flow(NamedTuple):
-    """A record, with what it was about. ``target``: from whom to what, in words."""
+    """A record, and its connection. ``target``: the client and the address, in words."""
 
     record: Record
     target: str
@@ -64,14 +64,14 @@ class Flow(NamedTuple):
     names: frozenset[str]
 
     def problem(self, stalls: Iterable[Stall] = ()) -> str:
-        """What became of the connection that should not: lost, moved or repeated; "": nothing."""
+        """What went wrong with the connection: lost, moved or repeated; "": nothing."""
         record = self.record
         if record.end == MOVED or (record.end == ANSWERED and record.name not in self.names):
             return "moved"
         if record.end != ANSWERED:
             return "lost"
         stood = sum(min(s.ended, record.ended) - max(s.begun, record.begun) for s in stalls if _meet(s, record))
-        # Short and lasting ones count packets that TCP had to send again, where the machine gave it no reason to.
+        # Short and lasting ones count retransmitted packets, if the machine gave TCP no reason for them.
         return "repeated" if record.count and stood < STALLED else ""
 
 
@@ -81,7 +81,7 @@ class Outcome(NamedTuple):
     new: list[Flow]
     long: list[Flow]
     stalls: list[Stall]
-    #: New connections a second that this machine should make, and from when to when they began.
+    #: New connections a second that this machine should manage, and when they began and ended.
     wanted: float
     begun: float
     stopped: float
@@ -92,9 +92,9 @@ class Outcome(NamedTuple):
         return sum(flow.record.begun < end for flow in self.new) / (end - self.begun)
 
     def problems(self, until: float = inf) -> dict[str, list[Flow]]:
-        """Flows by what became of them: ``lost``, ``moved``, ``repeated``.
+        """Flows by their problem: ``lost``, ``moved``, ``repeated``.
 
-        ``until``: the Service is gone from then on. Later connections only count if they were answered.
+        ``until``: the Service does not exist after that. Later connections only count if they were answered.
         """
         found: dict[str, list[Flow]] = {}
         for flow in (*self.new, *(each._replace(record=each.record._replace(count=0)) for each in self.long)):
@@ -105,14 +105,14 @@ class Outcome(NamedTuple):
         return found
 
     def report(self, until: float = inf) -> None:
-        """Fail if a connection is lost, moved or repeated, or if there were too few to show anything."""
+        """Fail if a connection is lost, moved or repeated, or if there were too few connections."""
         said = self.describe(until)
         assert not said, f"{self.size(until)}\n{said}"
         assert len(self.long) == LONG
         assert self.rate(until) > self.wanted / 2, self.size(until)
 
     def describe(self, until: float = inf) -> str:
-        """The problems, some of each described in a line; "": there is none."""
+        """The problems, with some of each described in a line; "": none."""
         lines = []
         for what, flows in self.problems(until).items():
             kinds = Counter(f"{'UDP' if flow.udp else 'TCP'} {flow.target}: {flow.record.end}" for flow in flows)
@@ -139,9 +139,10 @@ class Outcome(NamedTuple):
 
 
 class FullLoad:
-    """``with FullLoad(…) as load``: the long ones stand, and the others come. ``end`` says what became of all.
+    """``with FullLoad(…) as load``: the long connections are open, and the others run. ``end`` returns the outcome of
+    all.
 
-    ``plain``: what ``plain_rate`` says of this machine, which gets a third of that at most.
+    ``plain``: the result of ``plain_rate`` on this machine. The load is a third of it at most.
     """
 
     def __init__(self, folder: Path, sources: Mapping[str, Source], plain: float, rate: float = RATE) -> None:
@@ -183,8 +184,10 @@ class FullLoad:
                 (name, NewConnections(source.namespace, lasting, asked, LASTING * share, QUESTIONS, PAUSE))
             )
 
-    def goes_on(self, seconds: float = 1.0) -> None:
-        """Wait until each source has made as many short ones as it does in that time, and the long ones have got on."""
+    def wait_progress(self, seconds: float = 1.0) -> None:
+        """Wait until each source has made as many short connections as in that time, and the long ones have made
+        progress.
+        """
         short = [each for _, each in self._new[::2]]
         more = (1 - LASTING) * seconds * self.wanted / len(self._sources)
         wanted = [each.made + more for each in short]
@@ -197,7 +200,7 @@ class FullLoad:
             held.wait_rounds(2)
 
     def end(self) -> Outcome:
-        """Begin no more; wait until all are through."""
+        """Start no more connections; wait until all have ended."""
         stopped = time.monotonic()
         for _name, each in (*self._new, *self._long):
             each.stop()

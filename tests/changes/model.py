@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A service as it is at one moment, and the servers that may then answer a connection. Pure.
+"""The state of a service at one moment, and the servers that may then answer a connection. Pure.
 
-Written from spec/service-semantics §§3, 5 and from nothing else: its result is compared with what the agent does.
+Written only from spec/service-semantics §§3, 5: its result is compared with the agent's behaviour.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ UNANSWERED = frozenset({REFUSED, UNREACHABLE, SILENT})
 
 
 class Endpoint(NamedTuple):
-    """One endpoint of the slices. ``zone``: the zone it is meant for by its hint; empty: it has none."""
+    """One endpoint of the slices. ``zone``: the zone of its hint; empty: none."""
 
     pod: str
     node: str
@@ -38,7 +38,7 @@ class Endpoint(NamedTuple):
 
 
 class Addresses(NamedTuple):
-    """Under which numbers the lab's address plan has the service (``lab.addresses``), and its ports."""
+    """The numbers of the service in the lab's address plan (``lab.addresses``), and its ports."""
 
     cluster_ip: int
     vip: int
@@ -61,7 +61,7 @@ class State(NamedTuple):
 
 
 class Target(NamedTuple):
-    """One kind of connection: from whom, to what. ``number``: of the address, as in :class:`Addresses`."""
+    """One kind of connection: client and destination. ``number``: of the address, as in :class:`Addresses`."""
 
     source: SourceClass
     kind: Destination
@@ -75,7 +75,7 @@ class Target(NamedTuple):
 
 
 class Allowed(NamedTuple):
-    """What a connection may come to: an answer by one of these (``pod:port``), or else one of these ends."""
+    """The allowed outcomes of a connection: an answer by one of these (``pod:port``), or one of these ends."""
 
     names: frozenset[str]
     ends: frozenset[str] = frozenset()
@@ -101,7 +101,7 @@ def allowed(state: State, target: Target, node: str) -> Allowed:
         return Allowed(frozenset(), UNANSWERED)
     cluster, local = _cluster(state.endpoints, state.zone), _local(state.endpoints, node)
     if not _usable(state.endpoints):
-        # In mode iptables no rule refuses what the node itself sends to an address that is elsewhere (§5).
+        # In mode iptables the node's own packets to external addresses are not refused (§5).
         elsewhere = target.source == "node" and target.kind in ("LoadBalancer", "ExternalIP")
         return Allowed(frozenset(), UNANSWERED if elsewhere else frozenset({REFUSED}))
     decision = decide(
@@ -135,5 +135,5 @@ def _last_resort(endpoints: Iterable[Endpoint]) -> list[Endpoint]:
 
 
 def _usable(endpoints: Iterable[Endpoint]) -> bool:
-    """ "Any endpoints" of §3: every service here is reachable from outside, so that both lists are used."""
+    """Whether §3's "any endpoints" exist: every service here is reachable from outside, so both lists are used."""
     return any(each.ready or (each.serving and each.terminating) for each in endpoints)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Breaks the agent, one handling at a time, and shows that the courses of changes notice it, and by which rule.
+"""Break one rule of the agent at a time, and show that the courses of changes detect it, and by which check.
 
-    .venv/bin/python -m tests.changes.mutants [NAME…]
+.venv/bin/python -m tests.changes.mutants [NAME…]
 
-Not part of `make test` (half a minute for each). Needs root. Exit status 1 if a mutant lives.
+Not part of `make test` (half a minute for each). Needs root. The exit status is 1 if a mutant survives.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ WRITER, PLANNED = "datapath/maps/writer.py", "services/endpoints.py"
 
 
 class Mutant(NamedTuple):
-    """``rules``: any of them must notice. A short sleep makes an order that is wrong visible every time."""
+    """``rules``: any of them must detect it. A short sleep makes a wrong order visible every time."""
 
     file: str
     there: str
@@ -105,7 +105,7 @@ MUTANTS = {
 
 
 def notices(name: str, mutant: Mutant) -> bool:
-    """Run its course with the broken agent; return the outcome."""
+    """Run its course with the broken agent; return whether it was detected."""
     with tempfile.TemporaryDirectory() as folder:
         shutil.copytree(ROOT / "pyebpf_proxy", Path(folder) / "pyebpf_proxy")
         path = Path(folder) / "pyebpf_proxy" / mutant.file
@@ -117,7 +117,7 @@ def notices(name: str, mutant: Mutant) -> bool:
         test = "tests/netns/test_changes_under_load.py"
         words = " and ".join(word for word in mutant.course.split() if word != "and")
         command = [sys.executable, "-m", "pytest", "-q", "-x", test, "-k", words]
-        # The agent is a separate process: it takes the broken package, this test takes the one here.
+        # The agent is a separate process: it uses the broken package, this test uses the one here.
         done = subprocess.run(
             command, cwd=ROOT, env=os.environ | {"PYTHONPATH": folder}, capture_output=True, text=True, check=False
         )

@@ -1,23 +1,23 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Traffic whose every connection is on record: when it began and ended, what
- * its outcome, and the server that answered.
+ * Traffic that records every connection: when it began and ended, its outcome, and
+ * the server that answered.
  *
  *	traffic serve NAME PORT...
  *	traffic load FILE RATE TIMEOUT QUESTIONS PAUSE TARGET...	new connections, RATE a second in all
- *	traffic hold FILE PERIOD COUNT TARGET...	COUNT connections, spread over the targets, that continue
+ *	traffic hold FILE PERIOD COUNT TARGET...	COUNT long connections, spread over the targets
  *
- * A target is ADDRESS,PORT or ADDRESS,PORT,udp; RATE 0 makes as many as there can
- * be; TIMEOUT, PAUSE and PERIOD are milliseconds.  A server sends its name and the
- * port when a client connects, then sends back what it gets; the answer to a datagram
- * is both at once.  `load` takes the name, asks QUESTIONS more, one every PAUSE, and
- * resets the connection; `hold` sends CHUNK bytes every PERIOD and compares what comes
- * back, and of UDP the name, too.
+ * A target is ADDRESS,PORT or ADDRESS,PORT,udp; RATE 0 makes as many as
+ * possible; TIMEOUT, PAUSE and PERIOD are milliseconds.  A server sends its name and the
+ * port when a client connects, then echoes; the answer to a datagram contains both.
+ * `load` reads the name, sends QUESTIONS more requests, one every PAUSE, and resets the
+ * connection; `hold` sends CHUNK bytes every PERIOD and compares the echo, and for UDP
+ * also the name.
  *
  * `serve` prints a line when it listens.  `load` and `hold` answer each byte on
- * standard input with a line, "made answered" or "open least-rounds"; when it ends
- * they write their records to FILE, and end.  They are one thread on epoll.  Moments
- * in which the machine did not let them run are on record, too.
+ * standard input with a line, "made answered" or "open least-rounds"; when it
+ * ends, they write their records to FILE and exit.  They are one thread on epoll.  Times
+ * in which the machine did not run them are recorded too.
  */
 #define _GNU_SOURCE
 #include <fcntl.h>
@@ -57,8 +57,8 @@ int main(int count, char **arguments)
 	struct rlimit files = { FILES, FILES };
 
 	/*
-	 * Both help and neither is needed.  No real-time scheduling: on a slow machine the
-	 * kernel's own threads would get no turn, and packets would be lost by that.
+	 * Both help, but neither is required.  No real-time scheduling: on a slow machine the
+	 * kernel's own threads would not run, and packets would be lost.
 	 */
 	setpriority(PRIO_PROCESS, 0, -5);
 	setrlimit(RLIMIT_NOFILE, &files);

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Real connections, every one on record: ``traffic.c`` inside the lab's namespaces.
+"""Real connections, all recorded: ``traffic.c`` inside the lab's namespaces.
 
-A target is text, ``ADDRESS,PORT``, or ``ADDRESS,PORT,udp``: then a connection is a flow of datagrams.
+A target is text, ``ADDRESS,PORT`` or ``ADDRESS,PORT,udp``. With ``udp`` a connection is a UDP flow.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.changes.checker import ANSWERED, BROKEN, MOVED, Record, Stall
 from tests.changes.model import REFUSED, SILENT, UNREACHABLE, Target
 
 TOOL = ROOT / "build" / "tests" / "traffic"
-#: Milliseconds until an unanswered connection is given up.
+#: Milliseconds until an unanswered connection fails.
 TIMEOUT = 4000
 #: Seconds to wait for an output or action of a process, on any machine.
 PATIENCE = 120.0
@@ -44,7 +44,7 @@ _ENDS = {
 
 
 def address_of(target: Target) -> str:
-    """``ADDRESS,PORT`` as the tool takes it. NodePorts are asked at node1."""
+    """``ADDRESS,PORT`` as the tool takes it. NodePorts are those of node1."""
     address = {
         "ClusterIP": cluster_ip(target.number),
         "LoadBalancer": vip(target.number),
@@ -55,7 +55,7 @@ def address_of(target: Target) -> str:
 
 
 class _Process:
-    """The tool in a namespace; it ends with this process in any case."""
+    """The tool in a namespace; it always ends with this process."""
 
     def __init__(self, namespace: Namespace, *arguments: str) -> None:
         self._process = subprocess.Popen(
@@ -81,7 +81,7 @@ class _Process:
 
 
 class Server(_Process):
-    """A pod's server; it listens when this returns."""
+    """A pod's server; it listens when the constructor returns."""
 
     def __init__(self, namespace: Namespace, name: str, *ports: int) -> None:
         super().__init__(namespace, "serve", name, *map(str, ports))
@@ -102,11 +102,13 @@ class _Client(_Process):
         return int(one), int(other)
 
     def stop(self) -> None:
-        """Begin nothing new, and end when everything under way has ended."""
+        """Start nothing new, and end when all connections have ended."""
         self._in.close()
 
     def records(self) -> tuple[list[Record], list[Stall]]:
-        """After ``stop``: all that it has seen. ``target`` counts from 0 in the order in which they were given."""
+        """Call it after ``stop``: all records. ``target`` counts from 0 in the order in which the targets were
+        given.
+        """
         status = self._process.wait(PATIENCE)
         self._out.close()
         if status:
@@ -122,9 +124,9 @@ class _Client(_Process):
 
 
 class NewConnections(_Client):
-    """One new connection after the other, to each target in turn. ``rate`` a second; 0: as many as there can be.
+    """One new connection after the other, to each target in turn. ``rate`` a second; 0: as many as possible.
 
-    Each is answered once, and ``questions`` times more, with ``pause`` milliseconds in between.
+    Each gets one answer, and ``questions`` more, with ``pause`` milliseconds in between.
     """
 
     def __init__(
@@ -141,12 +143,12 @@ class NewConnections(_Client):
 
     @property
     def made(self) -> int:
-        """How many are through by now, with any outcome."""
+        """How many have ended so far, with any outcome."""
         return self.status()[0]
 
 
 class LongConnections(_Client):
-    """``count`` connections, that carry data there and back every ``period`` milliseconds.
+    """``count`` connections that carry data in both directions every ``period`` milliseconds.
 
     A lost datagram ends its flow after ten seconds.
     """
@@ -156,7 +158,7 @@ class LongConnections(_Client):
         super().__init__(namespace, file, "hold", [str(period), str(count)], asked)
 
     def wait_rounds(self, more: int) -> None:
-        """Wait until every connection that there is has got on by so many rounds. Raises TimeoutError."""
+        """Wait until every existing connection has done so many more rounds. Raises TimeoutError."""
         wanted = self.status()[1] + more
         end = time.monotonic() + PATIENCE
         while (state := self.status())[1] < wanted and state[0]:
@@ -166,7 +168,7 @@ class LongConnections(_Client):
 
 
 def plain_rate(folder: Path, sources: Mapping[str, Namespace], target: str) -> float:
-    """What the machine makes of connections to a pod without a Service, a second, from all sources at once."""
+    """How many connections a second the machine manages to a pod without a Service, from all sources at once."""
     begun = time.monotonic()
     loads = [NewConnections(each, folder / f"plain-{name}", [target], 0) for name, each in sources.items()]
     while (made := sum(load.made for load in loads)) < 1500:

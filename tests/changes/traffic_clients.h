@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What both clients do: connections in the order in which they began, each recorded at its end. */
+/* Shared by both clients: connections in the order of their start, each recorded at its end. */
 #ifndef TESTS_CHANGES_TRAFFIC_CLIENTS_H
 #define TESTS_CHANGES_TRAFFIC_CLIENTS_H
 
@@ -23,12 +23,12 @@ struct connection {
 	struct record record;
 	bool open;
 	bool udp;
-	uint32_t named;			/* bytes of the name that are there */
-	uint64_t due;			/* when the next round begins, or this one is given up */
+	uint32_t named;			/* received bytes of the name */
+	uint64_t due;			/* when the next round begins, or this one fails */
 	bool waiting;			/* for an answer */
-	uint32_t back;			/* bytes of it that are there */
+	uint32_t back;			/* received bytes of it */
 	uint64_t question;
-	uint32_t left;			/* load: questions that are not asked yet */
+	uint32_t left;			/* load: requests that are not sent yet */
 	int next, previous;		/* in the order in which they began */
 };
 
@@ -37,7 +37,7 @@ static struct target targets[64];
 static int target_count, first = -1, last = -1;
 static uint64_t made, answered;
 static bool stopping;
-static uint32_t questions;		/* load: of each connection, after the name */
+static uint32_t questions;		/* load: requests per connection, after the name */
 
 static void unlink_connection(struct connection *c)
 {
@@ -62,7 +62,7 @@ static uint32_t retransmissions(int fd)
 
 static uint16_t own_port(int fd)
 {
-	struct sockaddr_in6 name = {};		/* the port of both families is at the same place */
+	struct sockaddr_in6 name = {};		/* the port has the same offset in both families */
 	socklen_t length = sizeof(name);
 
 	getsockname(fd, (struct sockaddr *)&name, &length);
@@ -88,7 +88,7 @@ static void end(int fd, int error, bool load)
 	close(fd);
 }
 
-/* Send a number that no other question has, of any client; returns an errno. */
+/* Send a number that no other request of any client has; returns an errno. */
 static int ask(int fd)
 {
 	struct connection *c = &connections[fd];
@@ -113,7 +113,7 @@ static void begin(uint32_t target, bool load)
 
 	if (fd < 0 || fd >= FILES)
 		die("socket");
-	/* No side keeps anything of a connection that was reset: the next may have the same ports. */
+	/* Neither side keeps state of a reset connection: the next one may use the same ports. */
 	setsockopt(fd, SOL_SOCKET, SO_LINGER, &reset, sizeof(reset));
 	memset(c, 0, sizeof(*c));
 	c->open = true;
@@ -133,7 +133,7 @@ static void begin(uint32_t target, bool load)
 		error = errno;
 	if (!error) {
 		watch(poller, fd, EPOLLIN | EPOLLET);
-		/* A server of datagrams says its name when it is asked. */
+		/* A UDP server sends its name in its answers. */
 		error = c->udp ? ask(fd) : 0;
 	}
 	if (error)
@@ -166,8 +166,8 @@ static bool read_name(int fd, bool load)
 }
 
 /*
- * True when the answer to the question is there: the name and the number.  A flow
- * that has moved is answered by another server than before.
+ * True when the answer is complete: the name and the number.  If the flow has moved,
+ * another server answers than before.
  */
 static bool read_datagram(int fd, bool load)
 {
@@ -175,7 +175,7 @@ static bool read_datagram(int fd, bool load)
 	char data[NAME + QUESTION + 1];
 	ssize_t n;
 
-	/* What comes late for a socket that had this port before belongs to no question of this one. */
+	/* A late answer to an earlier socket with this port belongs to no request of this one. */
 	do {
 		n = recv(fd, data, sizeof(data), 0);
 	} while (n == NAME + QUESTION && memcmp(data + NAME, &c->question, QUESTION));
@@ -195,7 +195,7 @@ static bool read_datagram(int fd, bool load)
 	return true;
 }
 
-/* The same in a connection, where only the number comes back. */
+/* The same for a TCP connection, where only the number is echoed. */
 static bool read_number(int fd, bool load)
 {
 	struct connection *c = &connections[fd];

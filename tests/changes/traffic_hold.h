@@ -1,15 +1,15 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Connections that continue: CHUNK bytes every period, compared with what comes back.  Of
- * UDP a question every period, whose answer must come from the same server each time.
+ * Long connections: CHUNK bytes every period, compared with the echo.  For UDP a request
+ * every period, which the same server must answer each time.
  */
 #ifndef TESTS_CHANGES_TRAFFIC_HOLD_H
 #define TESTS_CHANGES_TRAFFIC_HOLD_H
 
 #include "traffic_serve.h"
 
-#define ROUND_TIMEOUT (60 * SECOND)	/* as good as never, on any machine */
-#define DATAGRAM_TIMEOUT (10 * SECOND)	/* it is not sent again */
+#define ROUND_TIMEOUT (60 * SECOND)	/* effectively never, on any machine */
+#define DATAGRAM_TIMEOUT (10 * SECOND)	/* UDP does not retransmit */
 
 static uint64_t period;
 
@@ -107,7 +107,7 @@ static void hold_event(int fd)
 	c->due = now() + period;
 }
 
-/* Whether the answer to a datagram is still to come: at the end those are waited for, or a lost one would pass. */
+/* Whether a datagram is not answered yet: the end waits for it, or its loss would go unnoticed. */
 static bool datagrams_wait(void)
 {
 	for (int fd = first; fd >= 0; fd = connections[fd].next)

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * New connections, one after the other, at a rate or as many as there can be.  Each
- * takes the server's name, and asks `questions` more, one every `pause`.
+ * New connections, one after the other, at a rate or as many as possible.  Each reads the
+ * server's name, and sends `questions` more requests, one every `pause`.
  */
 #ifndef TESTS_CHANGES_TRAFFIC_LOAD_H
 #define TESTS_CHANGES_TRAFFIC_LOAD_H
@@ -9,9 +9,9 @@
 #include "traffic_clients.h"
 
 #define BURST 32
-#define CLOSED_LOOP 32			/* connections at a time where there is no rate */
-#define IN_FLIGHT 16			/* at most, to one target: where no server answers, and on a slow machine, they pile up */
-#define LASTING_IN_FLIGHT 512		/* the same of those that ask more than once */
+#define CLOSED_LOOP 32			/* connections at a time without a rate */
+#define IN_FLIGHT 16			/* limit per target: without answers, or on a slow machine, they would accumulate */
+#define LASTING_IN_FLIGHT 512		/* the same for connections with several requests */
 
 static uint64_t pause_between;
 
@@ -20,7 +20,7 @@ static void load_status(void)
 	printf("%lu %lu\n", made, answered);
 }
 
-/* True when what it waits for is there: the name, or the answer to its last question. */
+/* True when the name, or the answer to the last request, is complete. */
 static bool is_answered(int fd)
 {
 	struct connection *c = &connections[fd];
@@ -48,7 +48,7 @@ static void load_event(int fd, uint32_t events)
 	}
 }
 
-/* Questions that are due. */
+/* Send the requests that are due. */
 static void ask_more(uint64_t present)
 {
 	for (int fd = first, next; fd >= 0; fd = next) {
@@ -93,7 +93,7 @@ static int put_under_load(const char *path, double rate, uint64_t timeout)
 		if (!stopping && rate > 0) {
 			uint64_t due = (present - start) * rate / SECOND, next;
 
-			/* What was not begun in time is not made up for. */
+			/* Connections that were not started in time are skipped. */
 			if (due > begun + BURST)
 				begun = due - BURST;
 			for (; begun < due; begun++)

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What is kept of each connection, and of each moment in which nothing ran; and waiting, which notices those. */
+/* The record of each connection and of each pause of the machine; and the wait that detects pauses. */
 #ifndef TESTS_CHANGES_TRAFFIC_RECORDS_H
 #define TESTS_CHANGES_TRAFFIC_RECORDS_H
 
@@ -16,11 +16,11 @@
 /* Read by tests/changes/traffic.py. */
 struct record {
 	uint64_t begun, ended;		/* CLOCK_MONOTONIC, nanoseconds */
-	uint32_t target;		/* STALL_RECORD: nothing ran in between */
-	int32_t error;			/* errno; 0: answered, or still there */
+	uint32_t target;		/* STALL_RECORD: a pause of the machine */
+	int32_t error;			/* errno; 0: answered, or still open */
 	uint32_t count;			/* load: retransmissions. hold: rounds */
 	char name[NAME];
-	uint32_t port;			/* this side's */
+	uint32_t port;			/* the local one */
 };
 
 static struct record *records;
@@ -46,7 +46,7 @@ static void write_records(const char *path)
 		die(path);
 }
 
-/* Waits for events, until `until` at the latest, and notes when that took longer than it should. */
+/* Wait for events, at the latest until `until`, and record if that took too long. */
 static int wait_until(uint64_t until, struct epoll_event *events)
 {
 	uint64_t begun = now(), wait = until > begun ? until - begun : 0, after;
@@ -55,7 +55,7 @@ static int wait_until(uint64_t until, struct epoll_event *events)
 	struct record stall = { .target = STALL_RECORD };
 	int n;
 
-	/* Between two waits there is little to do: if that took long, this process was not run. */
+	/* There is little work between two waits: if it took long, this process did not run. */
 	if (busy_since && begun - busy_since > STALL_NS) {
 		stall.begun = busy_since;
 		stall.ended = begun;

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The server: sends its name and the port to each client, then sends back what it gets; of UDP both at once. */
+/* The server: sends its name and the port to each client, then echoes; with UDP both in one answer. */
 #ifndef TESTS_CHANGES_TRAFFIC_SERVE_H
 #define TESTS_CHANGES_TRAFFIC_SERVE_H
 
@@ -18,7 +18,7 @@ static void serve_datagrams_on(uint16_t port)
 
 	if (fd < 0 || bind(fd, (struct sockaddr *)&any, sizeof(any)))
 		die("bind");
-	/* A server that gets no turn for a moment must lose nothing. */
+	/* A server that does not run for a moment must not lose data. */
 	setsockopt(fd, SOL_SOCKET, SO_RCVBUFFORCE, &room, sizeof(room));
 	datagrams[fd] = port;
 	watch(poller, fd, EPOLLIN);
@@ -73,7 +73,7 @@ static void send_back(int fd)
 
 	if (n < 0 && errno == EAGAIN)
 		return;
-	/* A client never has more than one chunk under way, which always fits. */
+	/* A client sends only one chunk at a time, which always fits. */
 	if (n <= 0 || send(fd, data, n, MSG_NOSIGNAL) != n)
 		close(fd);
 }

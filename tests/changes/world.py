@@ -27,16 +27,16 @@ from tests.changes.model import Endpoint, State, allowed
 from tests.changes.traffic import LongConnections, NewConnections, Server, address_of, plain_rate
 from tests.support.world import TOOLBOX, World
 
-#: New connections a second, on a machine that makes three times as many without any service.
+#: New connections a second, on a machine that manages three times as many without a Service.
 RATE = 2000
 SHARE = 0.35
-#: Where the kernel limits ICMP errors for all together, so that each that is wanted is sent.
+#: If the kernel has one limit of ICMP errors for all, the rate at which none is missing.
 ICMP_RATE = 800
 LONG = 200
 LONG_PERIOD = 200  # milliseconds
-#: Connections of each source in one state: enough to see which server is never chosen.
+#: Connections of each source in one state: enough to find a server that is never chosen.
 ENOUGH = 80
-#: On a slow machine fewer will do after so many seconds: three for each target.
+#: On a slow machine fewer suffice after so many seconds: three for each target.
 FEW = 30
 SHORT = 0.25
 PORTS = (8080, 8081)
@@ -49,11 +49,11 @@ class Outcome(NamedTuple):
     violations: list[Violation]
     connections: int
     seconds: float
-    #: Seconds from the write of a manifest until the agent reported that it was programmed, for each change.
+    #: Seconds from writing a manifest until the agent reported that it was programmed, for each change.
     changes: list[float]
     stalls: list[Stall]
     long: int
-    #: Connections that met the entry of one with the same ports, and went where that one had gone.
+    #: Connections that met the entry of an older one with the same ports, and reached its endpoint.
     misled: int
 
     def __str__(self) -> str:
@@ -70,7 +70,7 @@ class Outcome(NamedTuple):
 class ChangesWorld(World):
     """One lab for many courses. ``lab`` is an empty one with two nodes.
 
-    ``fast``: the fast path is on whatever rules other programs have.
+    ``fast``: the fast path is on, whatever rules other programs have.
     """
 
     def __init__(self, lab: Lab, fast: bool = False) -> None:
@@ -87,7 +87,7 @@ class ChangesWorld(World):
     # ---- making it ----------------------------------------------------------
 
     def build(self) -> None:
-        """Pods with their servers, the objects, the agent; then what the machine makes of connections without it."""
+        """Create the pods with their servers and the objects, start the agent, and measure this machine without it."""
         lab = self.lab
         for pod, name in PODS.items():
             lab.add_pod(pod, lab.node(name), serve=False)
@@ -103,7 +103,7 @@ class ChangesWorld(World):
         self.plain = plain_rate(lab.folder, sources, f"{lab.pods['web-2'].address.v4},{PORTS[0]}")
 
     def close(self) -> None:
-        """End the processes, which change from course to course. The rest goes with the lab."""
+        """End the processes, which change from course to course. The lab ends the rest."""
         super().close()
         for process in (*self.long, *self._servers.values()):
             process.kill()
@@ -112,7 +112,7 @@ class ChangesWorld(World):
         self._servers[pod] = Server(self.lab.pods[pod].namespace, pod, *PORTS)
 
     def _refuse_unused_addresses(self) -> None:
-        """What the node passes on since it belongs to no service is refused by the router, at once."""
+        """The router rejects at once what the node forwards because it belongs to no service."""
         core = self.lab.core
         core.ip(*(f"route add {cidr} via {self.node.address.of(4 + 2 * i)}" for i, cidr in enumerate(SERVICE_CIDR)))
         rules = "".join(
@@ -123,7 +123,7 @@ class ChangesWorld(World):
         core.run("nft", "-f", "-", stdin=f"table inet unused {{\n{chain}\n}}\n")
 
     def _allow_icmp(self) -> None:
-        """The kernel sends 1000 ICMP errors a second, to all together: more connections are refused here."""
+        """The kernel sends 1000 ICMP errors a second in total: more connections are refused here."""
         limits = {"net.ipv4.icmp_msgs_per_sec": 1_000_000, "net.ipv4.icmp_msgs_burst": 100_000}
         try:
             self.node.namespace.sysctl(limits)
@@ -132,7 +132,9 @@ class ChangesWorld(World):
             self._rate = ICMP_RATE
 
     def _write(self, state: State) -> float:
-        """One file for all that may change, so that it changes at once; when, in ``time.time``."""
+        """Write one file with everything that may change, so that it changes at once. Returns when, in
+        ``time.time``.
+        """
         nodes = [
             node(each.name, each.address, each.pod_cidr, state.zone if each.name == NODE else "")
             for each in self.lab.nodes
@@ -142,12 +144,14 @@ class ChangesWorld(World):
     # ---- a course -----------------------------------------------------------
 
     def run(self, steps: Sequence[Step]) -> Outcome:
-        """Everything of a course, from the usual state and back to it, under load."""
+        """Run a whole course under load: from the usual state and back to it."""
         self._apply(BASE)
         return _Run(self, min(self._rate, SHARE * self.plain)).whole(steps)
 
     def _apply(self, state: State) -> tuple[float, float]:
-        """Change to a state; when that was asked for and when the agent had done it (monotonic), (0, 0): no change."""
+        """Change to a state. Returns when it was requested and when the agent had done it (monotonic); (0, 0): no
+        change.
+        """
         written = self._write(state)
         if not written:
             return 0.0, 0.0
@@ -158,7 +162,9 @@ class ChangesWorld(World):
 
 
 def _shift() -> float:
-    """Seconds from ``time.time`` to ``time.monotonic``: the reading that took least, since each may be interrupted."""
+    """Seconds from ``time.time`` to ``time.monotonic``: the quickest of several readings, since each may be
+    interrupted.
+    """
     readings = []
     for _ in range(5):
         before, wall, after = time.monotonic(), time.time(), time.monotonic()
@@ -203,7 +209,7 @@ class _Run:
         self.changes: list[float] = []
         self.ends: list[tuple[str, float]] = []
         if not world.long:
-            # They are made while nothing changes.
+            # They are created while nothing changes.
             world.long += [self._begin_long(source) for source in SOURCES]
             for each in world.long:
                 each.wait_rounds(1)
@@ -249,7 +255,7 @@ class _Run:
         return Outcome(violations, len(records), seconds, self.changes, stalls, LONG, entries.excused)
 
     def _check_long(self) -> list[Violation]:
-        """The outcome of the long ones. If all of them continue, there is nothing to report, and they continue."""
+        """The outcome of the long connections. If all of them continue, there is nothing to report."""
         if all(each.status()[0] == each.count for each in self.long):
             return []
         for each in self.long:
@@ -267,7 +273,7 @@ class _Run:
             self._note(step.name, asked, programmed, step.state)
             self._more()
         if step.ends:
-            # No client is sent to it any more: it ends, and only what it has carried ends with it.
+            # No client is sent to it any more: it ends, and only its own connections end with it.
             time.sleep(max(0.0, programmed + GRACE - time.monotonic()))
             self.ends.append((step.ends, time.monotonic()))
             self.world._servers[step.ends].kill()
@@ -275,7 +281,7 @@ class _Run:
             self.world._serve(step.ends)
 
     def _more(self) -> None:
-        """Enough connections in this state alone."""
+        """Wait for enough connections in this state only."""
         time.sleep(max(0.0, self.timeline.phases[-1].certain - time.monotonic()))
         start = [load.made for load in self.loads]
         begun = time.monotonic()
@@ -288,7 +294,7 @@ class _Run:
     def _records(
         self, clients: Sequence[NewConnections] | Sequence[LongConnections]
     ) -> tuple[list[Record], list[Stall]]:
-        """Of all sources together; ``target`` counts in TARGETS."""
+        """Of all sources together; ``target`` is an index of TARGETS."""
         records: list[Record] = []
         stalls: list[Stall] = []
         long = clients is self.long

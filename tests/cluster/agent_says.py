@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the agents of simulated nodes say: the answers of a node on which nothing is wrong."""
+"""Answers of the agents of simulated nodes, for a healthy node."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def status() -> model.Status:
 
 
 def drop(count: int, last_minute: int) -> model.Drop:
-    """A reason that the agent of a node counted."""
+    """A reason with its counts, from a node's agent."""
     return model.Drop(
         reason="reject_no_endpoints", count=count, last_minute=last_minute, meaning="no endpoints", remedy="add some"
     )

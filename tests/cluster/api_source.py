@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The source against a real API server: its account, its objects, and waits that are short."""
+"""The source with a real API server: its account, its objects, and short waits."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ RULES: list[Object] = [
 ]
 
 
-#: As the agent's, but for waits that would only make the tests long.
+#: The agent's timing, except for waits that would make the tests too long.
 TIMING = replace(Timing(), backoff=(0.1, 1.0), forbidden=0.5, settle=1.0, node=5.0, look=0.2)
 
 
@@ -33,7 +33,7 @@ server = pytest.fixture(scope="module")(running)
 
 @pytest.fixture
 def kubeconfig(server: ApiServer, tmp_path: Path) -> Iterator[Path]:
-    """Of the account, with a token in a file. Objects of the test's own are gone afterwards."""
+    """A kubeconfig of the account, with a token in a file. The test's objects are deleted afterwards."""
     server.account(ACCOUNT, RULES)
     (tmp_path / "token").write_text(server.token(ACCOUNT))
     server.apply(node())
@@ -41,7 +41,7 @@ def kubeconfig(server: ApiServer, tmp_path: Path) -> Iterator[Path]:
     for item in (service("web"), service("api"), slice_of("web")):
         try:
             server.delete(item)
-        except Exception:  # most tests have not made all of them
+        except Exception:  # most tests have not created all of them
             continue
 
 

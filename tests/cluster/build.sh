@@ -1,11 +1,12 @@
 #!/bin/bash
 # SPDX-License-Identifier: Apache-2.0
-# Builds the real programs of Kubernetes, CoreDNS and Helm from their Go modules, into a cache folder outside the repository.
-# What is there already is left alone: kube-proxy and kube-apiserver take 10 to 40 minutes. Needs Go 1.26 or newer.
+# Builds the real programs of Kubernetes, CoreDNS and Helm from their Go modules, into a cache folder outside this
+# repository.
+# Existing programs are kept: kube-proxy and kube-apiserver take 10 to 40 minutes. Needs Go 1.26 or newer.
 #   PYEBPF_PROXY_CACHE   the folder; default /var/cache/pyebpf-proxy
-#   tests/cluster/build.sh               kube-proxy and kube-apiserver: what make test-cluster needs
+#   tests/cluster/build.sh               kube-proxy and kube-apiserver, for make test-cluster
 #   tests/cluster/build.sh PROGRAM...    these (the names are below)
-#   tests/cluster/build.sh gates         writes pyebpf_proxy/config/gate_table.py anew instead
+#   tests/cluster/build.sh gates         writes pyebpf_proxy/config/gate_table.py instead
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 
@@ -21,7 +22,7 @@ build() {
     [ $# -gt 0 ] || set -- go build
     command -v go >/dev/null || { echo "go is missing: install Go 1.26 or newer to build $(basename "$program")" >&2; exit 1; }
     mkdir -p "$folder"
-    # Built aside and moved, so that a build that was cut short leaves nothing that looks whole.
+    # Built elsewhere and moved, so that an interrupted build leaves no incomplete program.
     (cd "$module" && CGO_ENABLED=0 nice -n 10 "$@" -p 1 -o "$program.$$" -ldflags "$flags" "$package")
     mv "$program.$$" "$program"
 }

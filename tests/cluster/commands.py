@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``pyebpf-proxy cluster`` in tests: a cluster with simulated nodes, the commands, and what they leave."""
+"""``pyebpf-proxy cluster`` in tests: a cluster with simulated nodes, the commands, and their effects."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ CONFIG_MAP = "/api/v1/namespaces/kube-system/configmaps/kube-proxy"
 
 @contextlib.contextmanager
 def watched(server: ApiServer, folder: Path) -> Iterator[SimulatedNodes]:
-    """Three nodes on which kube-proxy runs, and a recorder that fails the test if one is without a proxy."""
+    """Three nodes with kube-proxy, and a recorder that fails the test if a node is without a proxy."""
     with made(server, folder, NAMES) as nodes:
         nodes.until(lambda pods: proxies(pods) == taken(), "kube-proxy runs everywhere")
         with Recorder(server) as recorder:
             yield nodes
-        assert recorder.served == set(NAMES), "the recorder has not seen them"
+        assert recorder.served == set(NAMES), "the recorder has not seen the nodes"
         assert recorder.gaps == []
 
 
@@ -61,7 +61,7 @@ def command(folder: Path, *arguments: str) -> list[str]:
 
 
 def run(folder: Path, *arguments: str, status: int = 0) -> str:
-    """The command's output, then its errors. In this process: importing the library takes a second."""
+    """The command's output, then its errors. It runs in this process: importing the library takes a second."""
     output, errors = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
         ended = main(command(folder, *arguments)[3:])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fixtures that several modules use. Each module has its own API server, ``server``."""
+"""Fixtures of several modules. Each module has its own API server, ``server``."""
 
 from __future__ import annotations
 
@@ -15,6 +15,6 @@ from tests.support.apiserver import ApiServer
 
 @pytest.fixture
 def cluster(server: ApiServer, tmp_path: Path) -> Iterator[SimulatedNodes]:
-    """Three simulated nodes with kube-proxy, and a recorder that fails the test if one is without a proxy."""
+    """Three simulated nodes with kube-proxy, and a recorder that fails the test if a node is without a proxy."""
     with watched(server, tmp_path) as nodes:
         yield nodes

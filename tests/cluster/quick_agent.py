@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``pyebpf-proxy`` itself, that waits less for the API server: what takes minutes by default takes seconds."""
+"""``pyebpf-proxy`` with shorter waits for the API server: seconds instead of minutes."""
 
 from __future__ import annotations
 

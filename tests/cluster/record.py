@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``make record``: ask the real kube-proxy every case again, and write down what it answers."""
+"""``make record``: run the real kube-proxy on every case again, and record its answers."""
 
 from __future__ import annotations
 

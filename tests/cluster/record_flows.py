@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Asks the real kube-proxy every flow of the fixed scenarios; part of ``make record``.
+"""Runs every flow of the fixed scenarios with the real kube-proxy; part of ``make record``.
 
-``python -m tests.cluster.record_flows NAME …`` asks those scenarios only and keeps what was recorded of the others.
+``python -m tests.cluster.record_flows NAME …`` runs only those scenarios, and keeps the recordings of the others.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from tests.support.apiserver import ApiServer
 def ask_all(
     mode: str, world: FlowWorld, proxy: KubeProxy, names: list[str]
 ) -> Iterator[tuple[str, list[tuple[Flow, Seen]]]]:
-    """Every scenario of a mode, with the outcome of its flows. ``names``: only these, others keep theirs."""
+    """Every scenario of a mode, with the results of its flows. ``names``: run only these, and keep the others'
+    results.
+    """
     _, before = recordings.read(mode) if names else ("", {})
     for scenario in all_scenarios(mode):
         if names and scenario.name not in names and scenario.name in before:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Failures of the API server: traffic is not affected, a line reports the begin and one the end.
+"""Failures of the API server: traffic is not affected, and one line reports the beginning and one the end.
 
-The agent is the pod of deploy/ with the role's rights and no others, behind it a real API server. It waits as it always
-does, but shorter (``quick_agent``); ``OUTAGE_SECONDS`` is the length of outages that do not end by themselves.
+The agent is the pod of deploy/ with exactly the role's rights, and the API server is real. The agent's waits are
+shorter (``quick_agent``). ``OUTAGE_SECONDS`` is the length of outages that do not end by themselves.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def test_frozen(world: OutageWorld) -> None:
     with world.outage() as outage:
         world.server.freeze()
         try:
-            # Watches end every few minutes; these now.
+            # Watches end every few minutes; end them now.
             world.relay.cut()
             outage.seen("accepts the connection but does not answer")
             outage.lasts(OUTAGE_SECONDS)
@@ -89,17 +89,17 @@ def test_spoilt_answers(world: OutageWorld, mode: Mode, words: str, resources: t
         _, fresh = world.appear()
         outage.seen(words)
         outage.lasts(OUTAGE_SECONDS)
-        assert world.serves(old), "nothing is believed of it"
-        # What is under way comes to its own end.
+        assert world.serves(old), "no object of it is used"
+        # Requests in progress end by themselves.
         world.relay.target = world.server.port
         world.wait(lambda: world.serves(fresh) and world.refuses(old), "what has changed meanwhile")
 
 
 def test_history_is_compacted(world: OutageWorld) -> None:
-    """All that it has is from before: the new server refuses to continue from there (410)."""
+    """The agent's resource versions are too old: the new server refuses to continue from there (410)."""
     name, old = world.appear()
     world.wait(lambda: world.serves(old), "a Service of before")
-    # New watches, so that none ends in what follows: the connection of the next one would wait, and be given up.
+    # New watches, so that none ends in the next steps: the connection of the next one would wait and fail.
     world.relay.cut()
     world.settle()
     lists, begin = world.lists(), len(world.container.log())
@@ -120,7 +120,7 @@ def test_history_is_compacted(world: OutageWorld) -> None:
 
 
 def test_restarted_with_other_objects(world: OutageWorld) -> None:
-    """Another cluster under the same address: its Services are taken, the former one's go."""
+    """Another cluster at the same address: its Services are served, the old cluster's are removed."""
     _, old = world.appear()
     world.wait(lambda: world.serves(old), "a Service of before")
     with world.outage() as outage:
@@ -148,8 +148,8 @@ def test_the_token_expires_and_is_rotated(world: OutageWorld) -> None:
         world.wait(lambda: world.serves(fresh), "what came meanwhile")
 
 
-def test_the_right_to_one_resource_is_taken_away(world: OutageWorld) -> None:
-    """The others are followed on, and it is followed again when the right is back."""
+def test_the_right_to_one_resource_is_removed(world: OutageWorld) -> None:
+    """The other resources are still watched; this one is watched again when the right is back."""
     role = world.server.request("GET", ROLE)
     account = Account(world.server)
     slices = "/apis/discovery.k8s.io/v1/endpointslices?labelSelector=!service.kubernetes.io/headless&limit=1"
@@ -179,7 +179,7 @@ def test_its_name_cannot_be_resolved(world: OutageWorld) -> None:
 
 
 def test_the_agent_is_killed_while_the_api_server_is_away(world: OutageWorld) -> None:
-    """What the former run has programmed stays, until the source reports the current objects."""
+    """The old agent's Services stay, until the source reports the current objects."""
     name, old = world.appear()
     world.wait(lambda: world.serves(old), "a Service of before")
     world.traffic.failures()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The alert rules, by promtool: each fires when it must and is silent when it must be."""
+"""The alert rules, tested with promtool: each fires when it must and is silent when it must be."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def rules() -> list[dict[str, Any]]:
     return [rule for group in yaml.safe_load(RULES.read_text())["groups"] for rule in group["rules"]]
 
 
-def test_the_rules_are_rules() -> None:
+def test_the_rules_are_valid() -> None:
     done = promtool("check", "rules", RULES)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"{len(rules())} rules found" in done.stdout
@@ -38,15 +38,15 @@ def test_each_alert_fires_when_it_must() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_each_alert_is_tested_both_ways() -> None:
+def test_each_alert_has_a_test_for_firing_and_silence() -> None:
     asked = [case for test in yaml.safe_load(TESTS.read_text())["tests"] for case in test["alert_rule_test"]]
     for rule in rules():
         expectations = [bool(case["exp_alerts"]) for case in asked if case["alertname"] == rule["alert"]]
         assert set(expectations) == {True, False}, rule["alert"]
 
 
-def test_a_threshold_that_is_never_met_is_noticed(tmp_path: Path) -> None:
-    """The tests of the rules can fail: with every rule silenced each of them does."""
+def test_the_rule_tests_fail_for_silenced_rules(tmp_path: Path) -> None:
+    """The rules' tests can fail: with every rule silenced, each of them does."""
     changed = yaml.safe_load(RULES.read_text())
     for group in changed["groups"]:
         for rule in group["rules"]:
@@ -59,8 +59,8 @@ def test_a_threshold_that_is_never_met_is_noticed(tmp_path: Path) -> None:
     assert failed == {rule["alert"] for rule in rules()}
 
 
-def test_the_dashboards_questions_are_understood(tmp_path: Path) -> None:
-    """Each as a recording rule, with something in place of the variables."""
+def test_the_dashboards_queries_are_valid(tmp_path: Path) -> None:
+    """Each one as a recording rule, with values for the variables."""
     panels = json.loads((ROOT / "deploy" / "grafana" / "pyebpf-proxy.json").read_text())["panels"]
     questions = [target["expr"] for panel in panels for target in panel["targets"]]
     assert len({panel["title"] for panel in panels}) == len({panel["id"] for panel in panels}) == len(panels)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every way in that a kubeconfig knows, against the real API server."""
+"""Every authentication method of a kubeconfig, against the real API server."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def gets_in(kubeconfig: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["certificate files", "certificate data", "token", "exec token", "exec certificate"])
-def test_who_we_are(server: ApiServer, folder: Path, how: str) -> None:
+def test_client_authentication(server: ApiServer, folder: Path, how: str) -> None:
     certificate, key = folder / "user.crt", folder / "user.key"
     status: Object = {"token": ADMIN_TOKEN}
     if how == "exec certificate":
@@ -68,7 +68,7 @@ def test_who_we_are(server: ApiServer, folder: Path, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["data", "another name", "insecure", "name of the address"])
-def test_whom_we_trust(server: ApiServer, folder: Path, how: str) -> None:
+def test_server_authentication(server: ApiServer, folder: Path, how: str) -> None:
     clusters: dict[str, Object] = {
         "data": {"server": server.url, "certificate-authority-data": data(server.ca)},
         "another name": {
@@ -97,7 +97,7 @@ def test_a_name_that_is_not_in_the_certificate(server: ApiServer, folder: Path) 
         assert not source.complete
 
 
-def test_a_pod_of_the_cluster(server: ApiServer, folder: Path) -> None:
+def test_the_account_of_a_pod_in_the_cluster(server: ApiServer, folder: Path) -> None:
     environment = {"KUBERNETES_SERVICE_HOST": "127.0.0.1", "KUBERNETES_SERVICE_PORT": str(server.port)}
     with Following(in_cluster(environment, folder), TIMING) as source:
         source.until(lambda: source.complete)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Failures of the API server: each time what was delivered stays, one line reports the cause and one that
-it is over, numbers show it, and everything is right again without a restart."""
+"""Failures of the API server: delivered objects stay, one line reports the cause and one the end, metrics show it, and
+everything recovers without a restart.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +63,7 @@ def proxy(server: ApiServer) -> Iterator[Proxy]:
 
 @pytest.fixture
 def through(server: ApiServer, kubeconfig: Path, proxy: Proxy) -> Path:
-    """A kubeconfig that leads through the proxy."""
+    """A kubeconfig that uses the proxy."""
     return server.kubeconfig(kubeconfig.with_name("through"), {"tokenFile": "token"}, proxy.url)
 
 
@@ -73,13 +74,13 @@ def following(path: Path, watch: float = 3600.0, answer: float = 15.0) -> tuple[
 
 
 def still_there(source: Following) -> None:
-    """Nothing that was delivered has been taken back."""
+    """No delivered object has been withdrawn."""
     assert {"kubernetes", "web"} <= source.names("Service"), source.changes
     assert source.names("EndpointSlice") == {"web-1"}
 
 
 def one_line(source: Following, *words: str) -> None:
-    """One line about the failure, with these words, and one that it is over."""
+    """Exactly one line about the failure, with these words, and one about its end."""
     failures = [line for line in source.errors() if "fail" in line or "follow" in line]
     assert len(failures) == 1, source.lines
     failed = failures[0]
@@ -126,11 +127,11 @@ def test_spoilt_answers(server: ApiServer, proxy: Proxy, through: Path, mode: Mo
         source.until(lambda: numbers.all_connected and over(source), LONG)
         still_there(source)
         if mode == "garbage":
-            # This concerns one resource at a time.
+            # For one resource at a time.
             counted = Counter(line.partition("'resource': ")[2].split(",")[0] for line in source.logged(words))
             assert set(counted.values()) == {1}, source.lines
         elif mode == "mute":
-            # Cutting the connections is a separate failure, which may be seen first.
+            # Cutting the connections is a separate failure, which may be noticed first.
             assert words in source.errors()[-1]
             assert len(source.errors()) <= 2
         else:
@@ -145,7 +146,7 @@ def test_frozen_for_a_while(server: ApiServer, kubeconfig: Path) -> None:
         source.until(lambda: source.complete and numbers.all_connected)
         server.freeze()
         try:
-            # It answers clients without TLS at once, in plain text, but not while it is stopped.
+            # The running server answers clients without TLS at once, in plain text.
             with socket.create_connection(("127.0.0.1", server.port), timeout=FROZEN) as asking:
                 asking.sendall(b"GET / HTTP/1.0\r\n\r\n")
                 with pytest.raises(TimeoutError):
@@ -162,7 +163,7 @@ def test_frozen_for_a_while(server: ApiServer, kubeconfig: Path) -> None:
 
 @pytest.mark.usefixtures("objects")
 def test_frozen_for_long(server: ApiServer, kubeconfig: Path) -> None:
-    """Watches that should have ended are given up, and new ones get no answer."""
+    """The agent gives up watches that should have ended; new ones get no answer."""
     source, numbers = following(kubeconfig, watch=3.0, answer=3.0)
     with source:
         source.until(lambda: source.complete and numbers.all_connected)
@@ -187,7 +188,7 @@ def test_killed_and_restarted_with_other_objects(server: ApiServer, kubeconfig: 
         still_there(source)
         server.start()
         server.account(ACCOUNT, RULES)
-        # Another cluster, so other keys: the account's token is made again, and found in its file.
+        # Another cluster has other keys: the account gets a new token, in its file.
         (kubeconfig.parent / "token").write_text(server.token(ACCOUNT))
         server.apply(node())
         server.create(service("other"))
@@ -199,7 +200,7 @@ def test_killed_and_restarted_with_other_objects(server: ApiServer, kubeconfig: 
 
 
 @pytest.mark.usefixtures("objects")
-def test_history_is_compacted_while_we_are_away(server: ApiServer, proxy: Proxy, through: Path) -> None:
+def test_history_is_compacted_while_disconnected(server: ApiServer, proxy: Proxy, through: Path) -> None:
     source, numbers = following(through)
     with source:
         source.until(lambda: source.complete and numbers.all_connected)
@@ -232,12 +233,12 @@ def test_a_token_is_rotated_and_expires(server: ApiServer, proxy: Proxy, through
 
 
 @pytest.mark.usefixtures("objects")
-def test_permission_for_one_resource_is_taken_away(server: ApiServer, proxy: Proxy, through: Path) -> None:
+def test_permission_for_one_resource_is_removed(server: ApiServer, proxy: Proxy, through: Path) -> None:
     source, numbers = following(through)
     with source:
         source.until(lambda: source.complete and numbers.all_connected)
         server.account(ACCOUNT, RULES[:1])
-        # Permission is asked for by the next request, and taking it away reaches the server's mind a moment later.
+        # The next request needs the permission. The server applies the removal a moment later.
         while not numbers.codes["403"]:
             before = numbers.retries.total()
             proxy.cut()
@@ -279,7 +280,7 @@ def test_unknown_authority_and_wrong_name(server: ApiServer, kubeconfig: Path, t
     with source:
         source.until(lambda: source.logged("certificate-authority of the kubeconfig must be that of this cluster"))
         assert len(source.errors()) == 1
-    # The server is reached, its certificate's authority is right, and the name in it is another.
+    # The authority of the server's certificate is right, but the name in it is another.
     assert text.count("    server: ") == 1
     kubeconfig.write_text(text.replace("    server: ", "    tls-server-name: other.example\n    server: "))
     source, numbers = following(kubeconfig)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The source against a real API server, with a ServiceAccount that may do no more than it must."""
+"""The source with a real API server, with a ServiceAccount that has only the necessary rights."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ def test_objects_are_delivered_as_they_come_change_and_go(server: ApiServer, kub
 
 
 def test_the_selectors_choose(server: ApiServer, kubeconfig: Path) -> None:
-    """Headless Services and their slices are not watched; the label of another proxy makes a Service go and come."""
+    """Headless Services and their slices are not watched; setting or removing the label of another proxy hides or shows
+    a Service.
+    """
     label = "service.kubernetes.io/service-proxy-name"
     with following(kubeconfig) as source:
         server.create(service("api", clusterIP="None"))
@@ -59,5 +61,5 @@ def test_a_change_arrives_soon(server: ApiServer, kubeconfig: Path) -> None:
             server.patch(slice_of("web"), {"endpoints": [{"addresses": [address]}]})
             source.until(lambda a=address: a in str(source.objects.get(("EndpointSlice", "web-1"))))  # type: ignore[misc]
             times.append(time.monotonic() - begin)
-    # The request itself is in it; what this program adds is far below.
+    # This includes the request itself; the program's own part is far smaller.
     assert sorted(times)[10] < 0.25, times

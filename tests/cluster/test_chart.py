@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Helm chart, rendered by Helm itself: the same objects as kustomize builds of deploy/, for each of its values."""
+"""The Helm chart, rendered by Helm: for each of its values the same objects as kustomize builds from deploy/."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.needs_kubectl, pytest.mark.needs_helm]
 
 HELM = CACHE / "go" / "helm"
 IMAGE = "registry.example/team/pyebpf-proxy"
-#: The blanks that the base has, too.
+#: The placeholders that the base has too.
 BLANKS = {"clusterCIDR": "<10.244.0.0/16>", "controlPlaneEndpoint": "<control-plane-endpoint>:6443"}
 Render = Callable[..., str]
 
@@ -36,7 +36,7 @@ def chart(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def helm(tmp_path: Path) -> Render:
-    """The real Helm; what it prints. ``status``: with which it has to end."""
+    """Run the real Helm and return its output. ``status``: the expected exit status."""
     environment = {"HOME": str(tmp_path), "PATH": os.environ["PATH"]}
 
     def run(*arguments: str | Path, status: int = 0) -> str:
@@ -106,14 +106,14 @@ def test_helm_renders_what_kustomize_builds(case: str, helm: Render, chart: Path
 
 
 def test_every_overlay_and_component_is_a_case() -> None:
-    """A new folder of deploy/ is a new value of the chart."""
+    """A new folder of deploy/ needs a new value of the chart."""
     folders = {path.parent.relative_to(DEPLOY) for path in DEPLOY.rglob("kustomization.yaml")}
     covered = {Path(resource) for _, resource, _ in CASES.values()}
     covered |= {Path("components", each) for _, _, components in CASES.values() for each in components}
     assert folders == covered
 
 
-def test_the_tag_and_the_namespace_are_the_callers(helm: Render, chart: Path) -> None:
+def test_the_caller_sets_the_tag_and_the_namespace(helm: Render, chart: Path) -> None:
     file = chart.parent / "tag.yaml"
     image = {"repository": IMAGE, "tag": "1.2.3", "pullPolicy": "Always"}
     file.write_text(yaml.safe_dump({"image": image, "kubeProxyConfigMap": "kube-proxy", "prometheusOperator": True}))
@@ -139,8 +139,8 @@ def test_the_tag_and_the_namespace_are_the_callers(helm: Render, chart: Path) ->
         (["image.repository=a/b", "clustercidr=10.0.0.0/8"], "clustercidr"),
     ],
 )
-def test_what_is_missing_or_misspelt_is_named(values: list[str], output: str, helm: Render, chart: Path) -> None:
-    """Nothing is rendered with a default image, or for no cluster."""
+def test_missing_or_misspelt_values_are_named(values: list[str], output: str, helm: Render, chart: Path) -> None:
+    """Helm renders nothing with a default image, or without a cluster's values."""
     options = [f"--set={each}" for each in values]
     assert output in helm("template", "any-name", chart, *options, status=1)
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``--cleanup``: that of the real kube-proxy and of pyebpf-proxy, from the same rules to the same rules.
+"""``--cleanup`` of the real kube-proxy and of pyebpf-proxy: from the same rules to the same rules.
 
-The rules are those that kube-proxy made itself (tests/netns/kube_proxy), among rules of others.
+The rules are kube-proxy's own (tests/support/kube_proxy), among rules of other software.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import pytest
 from pyebpf_proxy.lab.agent import command
 from pyebpf_proxy.lab.namespace import Namespace
 from tests.support import reference
-from tests.support.kube_proxy_tools import DATA, FOREIGN, FOREIGN_LATER, load_kube_proxy, restore, saved
+from tests.support.kube_proxy_tools import DATA, FOREIGN, FOREIGN_AFTER, load_kube_proxy, restore, saved
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns]
 
@@ -27,7 +27,7 @@ _numbers = itertools.count(1)
 
 @pytest.fixture(scope="module")
 def kube_proxy() -> Path:
-    """The real program; an error, not a skip, where it was not built."""
+    """The real program. If it is not built, this is an error, not a skip."""
     program = reference.kube_proxy()
     if not program.exists():
         pytest.fail(f"{program} is missing: run tests/cluster/build.sh")
@@ -47,15 +47,15 @@ def namespaces() -> Iterator[tuple[Namespace, Namespace]]:
             namespace.remove()
 
 
-def test_rules_are_the_same_afterwards(
+def test_both_clean_ups_leave_the_same_rules(
     kube_proxy: Path, namespaces: tuple[Namespace, Namespace], tmp_path: Path
 ) -> None:
-    """iptables-nft is the variant that the program ``iptables`` is here, and the one that kube-proxy cleans up."""
+    """Here the program ``iptables`` is iptables-nft, which kube-proxy cleans up."""
     for namespace in namespaces:
         for family in FAMILIES:
             restore(namespace, "nft", family, FOREIGN)
             load_kube_proxy(namespace, "nft", family)
-            restore(namespace, "nft", family, FOREIGN_LATER)
+            restore(namespace, "nft", family, FOREIGN_AFTER)
         namespace.run("nft", "-f", str(DATA / "nftables.nft"))
         namespace.run("nft", "add table ip kube-proxy-of-others; add table inet kube-proxy")
     before = [saved(namespaces[0], "nft", family) for family in FAMILIES]

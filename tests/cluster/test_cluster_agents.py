@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``pyebpf-proxy cluster services`` and ``explain``: real agents, asked through a real API server.
+"""``pyebpf-proxy cluster services`` and ``explain``: real agents, reached through a real API server.
 
-The kubelets are simulated: a command in a pod is run in the node's network namespace, with its agent's run folder.
+The kubelets are simulated: a command in a pod runs in the node's network namespace, with its agent's run folder.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def objects(lab: Lab) -> dict[str, list[Object]]:
 
 @pytest.fixture(scope="module")
 def lab() -> Iterator[Lab]:
-    """Three nodes, each with an agent and its own folder: what one knows, another may not."""
+    """Three nodes, each with an agent and a separate folder: so nodes may have different objects."""
     with Lab(nodes=3) as started:
         for each in started.nodes:
             started.add_pod(f"web-{each.name}", each)
@@ -62,13 +62,13 @@ def lab() -> Iterator[Lab]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Has the administrator's kubeconfig."""
+    """Contains the administrator's kubeconfig."""
     return tmp_path_factory.mktemp("admin")
 
 
 @pytest.fixture(scope="module")
 def nodes(server: ApiServer, lab: Lab, folder: Path) -> Iterator[SimulatedNodes]:
-    """The cluster of these nodes, taken over; with the Services and the pods as API objects."""
+    """The cluster of these nodes after the takeover, with the Services and the pods as API objects."""
     with made(server, folder, [each.name for each in lab.nodes]) as started:
 
         def execute(name: str, words: list[str]) -> tuple[int, bytes, bytes]:
@@ -99,7 +99,7 @@ def document(folder: Path, *arguments: str, status: int = 0) -> Any:
 
 
 def change(lab: Lab, name: str, file: str, items: list[Object]) -> None:
-    """What only one node knows."""
+    """Change a file of one node only."""
     import time
 
     import yaml
@@ -126,12 +126,12 @@ def test_all_nodes_side_by_side(nodes: SimulatedNodes, lab: Lab, folder: Path) -
     assert "default/web:http  TCP" in output
     assert "3 of 3" in output
     assert "2 service ports on 3 nodes: no node differs" in output
-    # Without a node that was not asked for.
+    # Without the nodes that were not selected.
     answer = document(folder, "services", "--nodes", f"kubernetes.io/hostname={names[0]}")
     assert answer["nodes"] == names[:1]
 
 
-def test_a_node_that_differs_is_named_with_what_it_lacks(nodes: SimulatedNodes, lab: Lab, folder: Path) -> None:
+def test_a_node_that_differs_is_named_with_its_missing_objects(nodes: SimulatedNodes, lab: Lab, folder: Path) -> None:
     _first, second, third = (each.name for each in lab.nodes)
     items = objects(lab)
     gone = next(iter(lab.pods.values())).address
@@ -154,7 +154,7 @@ def test_a_node_that_differs_is_named_with_what_it_lacks(nodes: SimulatedNodes, 
         output = run(folder, "services", status=1)
         assert f"differs   default/web:http TCP IPv4: {third} lacks the endpoint {gone.v4}:8080" in output
         assert f"4 service ports on 3 nodes: 2 differ: {second}, {third}" in output
-        # The same question for one Service; a node that does not have it is no node without an answer.
+        # The same for one Service; a node that does not have it has answered too.
         output = run(folder, "services", "dns", status=1)
         assert f"{second} does not have it" in output
         assert "no answer" not in output
@@ -164,7 +164,7 @@ def test_a_node_that_differs_is_named_with_what_it_lacks(nodes: SimulatedNodes, 
     assert "no node differs" in run(folder, "services")
 
 
-def test_topology_hints_are_no_fault(nodes: SimulatedNodes, server: ApiServer, lab: Lab, folder: Path) -> None:
+def test_topology_hints_are_no_difference(nodes: SimulatedNodes, server: ApiServer, lab: Lab, folder: Path) -> None:
     """The slices make nodes use different endpoints."""
     third = lab.nodes[2].name
     places = [(pod.address, pod.node.name) for pod in list(lab.pods.values())[1:]]
@@ -200,7 +200,7 @@ def test_a_node_without_an_answer_is_named(nodes: SimulatedNodes, lab: Lab, fold
     nodes.execute = real
 
 
-def test_what_happens_to_a_connection_of_a_pod(nodes: SimulatedNodes, lab: Lab, folder: Path) -> None:
+def test_explain_a_connection_of_a_pod(nodes: SimulatedNodes, lab: Lab, folder: Path) -> None:
     pod = next(iter(lab.pods.values()))
     output = run(folder, "explain", pod.name, "web")
     assert f"pod default/{pod.name}, answer of the agent on {pod.node.name}:" in output
@@ -237,7 +237,7 @@ def test_bad_input(
     assert output in line
 
 
-def test_rights_are_named_before_anything_is_asked(nodes: SimulatedNodes, server: ApiServer, folder: Path) -> None:
+def test_missing_rights_are_named_before_any_request(nodes: SimulatedNodes, server: ApiServer, folder: Path) -> None:
     server.account("looker", [{"apiGroups": [""], "resources": ["nodes", "pods"], "verbs": ["list", "get"]}])
     server.kubeconfig(folder / "admin.conf", {"token": server.token("looker")})
     output = run(folder, "services", status=3)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``pyebpf-proxy cluster`` against a real API server: there and back, with faults in the middle.
+"""``pyebpf-proxy cluster`` with a real API server: takeover and way back to kube-proxy, with faults in between.
 
 Kubelets and the DaemonSet controller are simulated (simulated_nodes.py); requests, validation, rights, Leases and
-watches are real. In each test a recorder looks for a moment at which a node has no proxy.
+watches are real. In each test a recorder checks that no node is ever without a proxy.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def server() -> Iterator[ApiServer]:
         yield started
 
 
-def test_there_with_a_canary_and_back(cluster: SimulatedNodes, server: ApiServer, tmp_path: Path) -> None:
+def test_takeover_with_a_canary_and_back(cluster: SimulatedNodes, server: ApiServer, tmp_path: Path) -> None:
     original = daemon_set(server)["spec"]
     before = {each["metadata"]["uid"] for each in server.request("GET", SYSTEM)["items"]}
     assert "3 nodes" in run(tmp_path, "status")
@@ -40,7 +40,7 @@ def test_there_with_a_canary_and_back(cluster: SimulatedNodes, server: ApiServer
     assert daemon_set(server, "pyebpf-proxy")["spec"]["template"]["spec"]["containers"][0]["image"] == IMAGE
     assert "1 of 3 nodes" in run(tmp_path, "status")
     assert "nothing to do" in run(tmp_path, "install", "--canary", "1")
-    # The other nodes' pods are the very same: no restart anywhere.
+    # The other nodes' pods are the same ones: none was restarted.
     kept = {each["metadata"]["uid"] for each in server.request("GET", SYSTEM)["items"]}
     assert len(kept & before) == 2
     document = json.loads(run(tmp_path, "install", "-o", "json"))
@@ -51,7 +51,7 @@ def test_there_with_a_canary_and_back(cluster: SimulatedNodes, server: ApiServer
     assert table["takenOver"] == 3
     assert "all objects of pyebpf-proxy are removed" in run(tmp_path, "rollback")
     assert now(server) == taken()
-    assert daemon_set(server)["spec"] == original, "kubeadm's DaemonSet is as it was"
+    assert daemon_set(server)["spec"] == original, "kubeadm's DaemonSet is unchanged"
     assert "pyebpf-proxy/before" not in daemon_set(server)["metadata"].get("annotations", {})
     for path in (f"{SETS}/pyebpf-proxy", "/apis/rbac.authorization.k8s.io/v1/clusterroles/pyebpf-proxy"):
         with pytest.raises(ApiError, match="not found"):
@@ -62,7 +62,7 @@ def test_there_with_a_canary_and_back(cluster: SimulatedNodes, server: ApiServer
 
 
 def test_after_kubeadm_has_rewritten_the_daemonset(cluster: SimulatedNodes, server: ApiServer, tmp_path: Path) -> None:
-    """As `kubeadm upgrade` does. And a node whose kubelet does not report is left out."""
+    """As `kubeadm upgrade` does. A node whose kubelet does not report is left out."""
     down = {"status": {"conditions": [{"type": "Ready", "status": "Unknown"}]}}
     server.request("PATCH", "/api/v1/nodes/n3/status", down, "application/merge-patch+json")
     original = daemon_set(server)
@@ -75,7 +75,7 @@ def test_after_kubeadm_has_rewritten_the_daemonset(cluster: SimulatedNodes, serv
     both = ["kube-proxy", "pyebpf-proxy"]
     cluster.until(lambda pods: proxies(pods) == {"n1": both, "n2": both, "n3": ["kube-proxy"]}, "both run")
     assert "its DaemonSet was rewritten" in run(tmp_path, "status", status=1)
-    # One of the agents is not as it should be: kube-proxy must not go there, though the node has its label.
+    # One agent is not healthy: kube-proxy must not start there, though the node has its label.
     cluster.faults.never_programmed.add("n2")
     cluster.until(lambda pods: proxies(pods)["n2"] == ["kube-proxy"], "the agent of n2 has not programmed it any more")
     output = run(tmp_path, "install", "--timeout", "3", status=1)
@@ -87,7 +87,9 @@ def test_after_kubeadm_has_rewritten_the_daemonset(cluster: SimulatedNodes, serv
 
 
 @pytest.mark.parametrize("fault", ["image", "kernel", "ready", "programmed", "service"])
-def test_what_fails_is_given_back(cluster: SimulatedNodes, server: ApiServer, tmp_path: Path, fault: str) -> None:
+def test_a_node_with_a_failed_step_is_given_back(
+    cluster: SimulatedNodes, server: ApiServer, tmp_path: Path, fault: str
+) -> None:
     if fault == "image":
         cluster.faults.missing.add((IMAGE, "n2"))
         words = f'the image cannot be pulled: failed to pull "{IMAGE}": not found'
@@ -111,12 +113,12 @@ def test_what_fails_is_given_back(cluster: SimulatedNodes, server: ApiServer, tm
     assert error.endswith(f"; {end}; done before: n1")
     assert now(server) == taken("n1")
     if early:
-        # The agent has not even been asked for.
+        # The agent has not been requested there.
         assert server.request("GET", "/api/v1/nodes/n2")["metadata"]["labels"].keys().isdisjoint({AGENT, PARKED})
         assert "n2: the agent starts" not in output
     cluster.until(lambda pods: len(pods) == 3, "task pods are removed")
     if fault == "image":
-        # Once it is repaired, the same command continues.
+        # After the repair, the same command continues.
         cluster.faults.missing.clear()
         run(tmp_path, "install")
         assert now(server) == taken(*NAMES)
@@ -151,10 +153,10 @@ def test_an_unfit_node_is_refused_before_anything_is_changed(
 
 
 @pytest.mark.parametrize("moment", ["before it is programmed", "after kube-proxy is parked", "before its label"])
-def test_a_node_that_dies_in_the_middle(
+def test_a_node_that_fails_during_the_takeover(
     cluster: SimulatedNodes, server: ApiServer, tmp_path: Path, moment: str
 ) -> None:
-    """The command stops and names it. When the node is back, both proxies start there, and install goes on."""
+    """The command stops and names the node. When it is back, both proxies start there, and install continues."""
 
     def labels() -> set[str]:
         return set(server.request("GET", "/api/v1/nodes/n2")["metadata"]["labels"])
@@ -181,7 +183,7 @@ def test_a_node_that_dies_in_the_middle(
     cluster.faults.never_programmed.clear()
     cluster.faults.never_ready.clear()
     cluster.faults.hanging.clear()
-    # Meanwhile the others are not held up.
+    # Meanwhile the other nodes continue.
     said = run(tmp_path, "install")
     assert "left out, because their kubelets do not report: n2" in said
     cluster.faults.dead.clear()
@@ -198,10 +200,10 @@ def is_up(server: ApiServer, name: str) -> bool:
 
 
 @pytest.mark.parametrize("answer", ["n", "y"])
-def test_the_question_which_cluster_is_meant(
-    cluster: SimulatedNodes, server: ApiServer, tmp_path: Path, answer: str
-) -> None:
-    """On a terminal, without --yes: the context and the address of the API server, and nothing is done without a y."""
+def test_the_question_before_changes(cluster: SimulatedNodes, server: ApiServer, tmp_path: Path, answer: str) -> None:
+    """On a terminal without --yes, the command shows the context and the API server's address, and does nothing without
+    a y.
+    """
     words = command(tmp_path, "install", "--image", IMAGE, "--canary", "1")
     words.remove("--yes")
     leader, follower = os.openpty()
@@ -224,7 +226,7 @@ def test_the_question_which_cluster_is_meant(
         daemon_set(server, "pyebpf-proxy")
 
 
-def test_the_api_server_goes_away_and_comes_back(cluster: SimulatedNodes, server: ApiServer, tmp_path: Path) -> None:
+def test_the_api_server_is_down_for_a_while(cluster: SimulatedNodes, server: ApiServer, tmp_path: Path) -> None:
     process = started(tmp_path, "install", "--image", IMAGE)
     cluster.until(lambda pods: "pyebpf-proxy" in proxies(pods).get("n1", ()), "the first agent runs")
     server.kill()
@@ -237,7 +239,7 @@ def test_the_api_server_goes_away_and_comes_back(cluster: SimulatedNodes, server
     assert now(server) == taken(*NAMES)
 
 
-def test_ctrl_c_and_kill_leave_a_proxy_and_the_next_one_goes_on(
+def test_ctrl_c_and_kill_leave_a_proxy_and_the_next_command_continues(
     cluster: SimulatedNodes, server: ApiServer, tmp_path: Path
 ) -> None:
     process = started(tmp_path, "install", "--image", IMAGE)
@@ -247,7 +249,7 @@ def test_ctrl_c_and_kill_leave_a_proxy_and_the_next_one_goes_on(
     assert process.returncode == 130, output
     assert "n2: stopped here; a proxy serves the node" in output
     assert now(server)["n1"] == ["pyebpf-proxy"]
-    # Killed without a word: the Lease is held until it expires, so only a rollback by hand of it shows the way.
+    # After kill -9 the Lease is held until it expires.
     process = started(tmp_path, "install")
     cluster.until(lambda pods: "pyebpf-proxy" in proxies(pods).get("n3", ()), "the third node's agent runs")
     process.kill()

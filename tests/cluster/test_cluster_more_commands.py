@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``pyebpf-proxy cluster`` against a real API server: upgrade, check, test, sysdump, bad input.
+"""``pyebpf-proxy cluster`` with a real API server: upgrade, check, test, sysdump, bad input.
 
 Kubelets and the DaemonSet controller are simulated (simulated_nodes.py); requests, validation, rights, Leases and
-watches are real. In each test a recorder looks for a moment at which a node has no proxy.
+watches are real. In each test a recorder checks that no node is ever without a proxy.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def server() -> Iterator[ApiServer]:
 
 @pytest.fixture
 def installed(server: ApiServer, tmp_path: Path) -> Iterator[SimulatedNodes]:
-    """Two nodes, taken over. No recorder: while a pod is replaced, what it attached carries the traffic."""
+    """Two nodes after the takeover. No recorder: while a pod is replaced, the attached programs carry the traffic."""
     with made(server, tmp_path, NAMES[:2]) as nodes:
         run(tmp_path, "install", "--image", IMAGE)
         yield nodes
@@ -49,12 +49,10 @@ def images(server: ApiServer) -> dict[str, str]:
     return {each["spec"]["nodeName"]: each["spec"]["containers"][0]["image"] for each in pods}
 
 
-def test_upgrade_node_by_node_and_not_where_it_fails(
-    installed: SimulatedNodes, server: ApiServer, tmp_path: Path
-) -> None:
+def test_upgrade_node_by_node_until_one_fails(installed: SimulatedNodes, server: ApiServer, tmp_path: Path) -> None:
     output = run(tmp_path, "install", "--image", NEWER, status=1)
     assert f"{IMAGE} is installed; for another image: pyebpf-proxy cluster upgrade --image {NEWER}" in output
-    # What cannot be pulled replaces nothing: the old agent has not even been touched.
+    # An image that cannot be pulled replaces nothing: the old agent still runs.
     before = {each["metadata"]["uid"] for each in server.request("GET", SYSTEM)["items"]}
     installed.faults.missing.add((NEWER, "n1"))
     output = run(tmp_path, "upgrade", "--image", NEWER, status=1)
@@ -62,7 +60,7 @@ def test_upgrade_node_by_node_and_not_where_it_fails(
     assert f"the agent of {IMAGE} stays" in output
     installed.until(lambda pods: {each["metadata"]["uid"] for each in pods.values()} == before, "the task pod is gone")
     installed.faults.missing.clear()
-    # What does not become ready is replaced by what was there before.
+    # A pod that does not become ready is replaced by the old version.
     installed.faults.tasks["verify", "n2"] = "no connection to the Service at 10.96.0.1 port 443: timed out"
     output = run(tmp_path, "upgrade", "--image", NEWER, status=1)
     assert "[1/2] n1: upgraded, and verified" in output
@@ -124,7 +122,7 @@ def test_status_asks_the_agents_and_names_those_that_differ(
     assert second["fastPathClosed"].keys() == {"IPv4"}
     assert second["warnings"] == [{"what": "conntrack: 9 of 10 in use", "remedy": "raise it"}]
     assert third is None
-    # Who may not run commands in pods still sees the rest.
+    # A user who may not run commands in pods still sees the rest.
     rules = [
         {"apiGroups": [""], "resources": ["nodes", "pods"], "verbs": ["list"]},
         {"apiGroups": ["apps"], "resources": ["daemonsets"], "verbs": ["get"]},
@@ -194,7 +192,7 @@ def only_error(output: str) -> str:
 
 
 def test_bad_input_is_one_line(cluster: SimulatedNodes, server: ApiServer, tmp_path: Path) -> None:
-    """And nothing is done: the recorder and the pods show it."""
+    """Nothing is changed: the recorder and the pods show it."""
     python = [sys.executable, "-m", "pyebpf_proxy", "cluster"]
 
     def say(*arguments: str, status: int, **environment: str) -> str:
@@ -239,7 +237,7 @@ def test_bad_input_is_one_line(cluster: SimulatedNodes, server: ApiServer, tmp_p
         daemon_set(server, "pyebpf-proxy")
 
 
-def test_without_kube_proxy_nothing_is_done(server: ApiServer, tmp_path: Path) -> None:
+def test_without_kube_proxy_nothing_is_changed(server: ApiServer, tmp_path: Path) -> None:
     server.kubeconfig(tmp_path / "admin.conf", {"token": ADMIN_TOKEN})
     with SimulatedNodes(server, ["n1"], tmp_path):
         output = only_error(run(tmp_path, "install", "--image", IMAGE, status=1))
@@ -258,7 +256,7 @@ def contents(path: Path) -> dict[str, str]:
         return {name: file.read().decode() for name, file in files.items() if file is not None}
 
 
-def test_sysdump_has_what_a_report_needs_and_no_secret(
+def test_sysdump_has_everything_for_a_report_and_no_secret(
     cluster: SimulatedNodes, server: ApiServer, tmp_path: Path
 ) -> None:
     server.account("visitor", [])
@@ -294,7 +292,7 @@ def test_sysdump_has_what_a_report_needs_and_no_secret(
     assert token not in everything
     assert files["kube-proxy.config.yaml"].count("REDACTED") == 3
     assert "exists already" in run(tmp_path, "sysdump", "--file", str(target), status=2)
-    # A node that does not answer, and one that is not asked for its many flows, are named.
+    # It names a node that does not answer, and one that is left out because of its many flows.
     busy = agent_says.status()
     busy.conntrack = model.Fill(name="conntrack", used=200_000, capacity=262_144)
     cluster.execute = lambda node, words: (
@@ -313,7 +311,7 @@ def test_sysdump_has_what_a_report_needs_and_no_secret(
 # ---- test ----------------------------------------------------------------------------------------------------------
 
 
-def test_connectivity_is_tested_on_every_node_and_nothing_stays(
+def test_connectivity_is_tested_on_every_node_and_pods_are_removed(
     cluster: SimulatedNodes, server: ApiServer, tmp_path: Path
 ) -> None:
     document = json.loads(run(tmp_path, "test", "--image", IMAGE, "-o", "json"))
@@ -334,7 +332,7 @@ def test_connectivity_is_tested_on_every_node_and_nothing_stays(
                 assert (source, f"NodePort of {other}, UDP, IPv4") in asked
         assert (f"pod on {node}", "ClusterIP, hairpin, TCP, IPv6") in asked
         assert (f"node {node}", "ClusterIP, hairpin, TCP, IPv6") not in asked
-    # Nothing listens at the nodes' addresses, as seen from here.
+    # From this machine no node address accepts a connection.
     outside = {row["result"] for row in document["rows"] if row["from"] == "this machine"}
     assert outside == {"not tested"}
     cluster.faults.rows["NodePort of n2, TCP, IPv4"] = "timed out"

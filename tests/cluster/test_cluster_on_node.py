@@ -32,7 +32,9 @@ def server() -> Iterator[ApiServer]:
 
 @pytest.mark.parametrize("mode", ["iptables", "nftables"])
 def test_rules_are_awaited_and_removed(server: ApiServer, tmp_path: Path, mode: str) -> None:
-    """Kube-proxy's rules are found once it has written them; ``verify`` removes what it left, and asks the Service."""
+    """The task waits until kube-proxy has written its rules; ``verify`` removes its leftovers, and sends a request to
+    the Service.
+    """
     endpoint = Dual("198.51.100.7", "2001:db8::7")
     addresses = [{"type": "InternalIP", "address": NODE_IP}]
     server.apply({"apiVersion": "v1", "kind": "Node", "metadata": {"name": NODE}, "status": {"addresses": addresses}})
@@ -68,7 +70,7 @@ def test_rules_are_awaited_and_removed(server: ApiServer, tmp_path: Path, mode: 
         assert (done.returncode, done.stdout) == (0, "all is well\n")
 
 
-def test_services_are_connected_to() -> None:
+def test_verify_connects_to_services() -> None:
     namespace = Namespace(f"task-{os.getpid()}")
     namespace.create()
     try:
@@ -101,7 +103,7 @@ def test_services_are_connected_to() -> None:
 
 
 def test_peers_ask_and_answer_through_the_agent() -> None:
-    """Real pods behind a real agent: what `cluster test` requests is reached, and what is not is reported."""
+    """Real pods behind a real agent: reachable Services of `cluster test` are reached, others are reported."""
     ports = [Port("tcp", 80, peer.PORT, node_port=30080), Port("udp", 80, peer.PORT, "UDP", node_port=30080)]
     with Lab(nodes=1) as lab:
         (only,) = lab.nodes

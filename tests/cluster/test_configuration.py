@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The real kube-proxy asked now: the recordings are still what it answers, and fresh made-up cases."""
+"""The real kube-proxy, run now: its answers still equal the recordings, and new random cases."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ from tests.parity.differences import difference
 from tests.parity.generated import generate
 from tests.support import reference
 
-#: Set these to see a failure again, or to look longer.
+#: Set these to repeat a failure, or to search longer.
 SEED = int(os.environ.get("PARITY_SEED", secrets.randbelow(1_000_000)))
 COUNT = int(os.environ.get("PARITY_COUNT", "400"))
 
 
 @pytest.fixture(scope="session")
 def kube_proxy() -> Path:
-    """The real program; an error, not a skip, where it was not built."""
+    """The real program. If it is not built, this is an error, not a skip."""
     program = reference.kube_proxy()
     if not program.exists():
         pytest.fail(f"{program} is missing: run tests/cluster/build.sh")
     return program
 
 
-def test_it_is_the_release_that_is_followed(kube_proxy: Path) -> None:
+def test_the_program_is_the_supported_release(kube_proxy: Path) -> None:
     assert reference.version(kube_proxy) == f"Kubernetes {KUBERNETES_VERSION}"
 
 
-def test_recordings_are_what_it_answers(kube_proxy: Path) -> None:
+def test_recordings_equal_its_answers(kube_proxy: Path) -> None:
     _, recorded = recordings.read()
     answers = reference.ask_all(kube_proxy, [case for case, _ in recorded])
     changed = [case.name for (case, now), (_, then) in zip(answers, recorded, strict=True) if now != then]
     assert changed == []
 
 
-def test_made_up_cases_are_answered_alike(kube_proxy: Path) -> None:
+def test_random_cases_have_equal_answers(kube_proxy: Path) -> None:
     print(f"PARITY_SEED={SEED} PARITY_COUNT={COUNT}")
     wrong = []
     for case, expected in reference.ask_all(kube_proxy, generate(SEED, COUNT)):

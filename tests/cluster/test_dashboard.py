@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The dashboard, its queries run by a real Prometheus that scrapes a real agent: every panel has data."""
+"""The dashboard's queries, run by a real Prometheus that scrapes a real agent: every panel has data."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ pytestmark = [
 
 PROMETHEUS = CACHE / "bin" / "prometheus"
 PORTS = [Port("http", 80, 8080)]
-#: Panels whose queries ask for a rate over five minutes; the test has no time for that.
+#: Queries with a rate over five minutes use a shorter range here.
 RANGE, SHORT = "[5m]", "[10s]"
 
 
 @pytest.fixture(scope="module")
 def lab() -> Iterator[Lab]:
-    """An agent with a Service that answers, one without endpoints, and an object that is invalid."""
+    """An agent with a Service that answers, one without endpoints, and an invalid object."""
     with Lab(nodes=1) as made:
         (only,) = made.nodes
         pod = made.add_pod("web-1", only)
@@ -50,7 +50,7 @@ def write(lab: Lab, endpoints: list[tuple[Dual, str]]) -> None:
     web, dead = service("web", PORTS, cluster_ip(1), vip=vip(1)), service("dead", PORTS, cluster_ip(2), vip=vip(2))
     bad = service("bad", [Port("http", 99999, 8080)], cluster_ip(3))
     serving = slices("web", PORTS, endpoints)
-    # As the controller does, from which the agent knows when the change happened.
+    # The controller writes this time, from which the agent knows when the change happened.
     now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     for each in serving:
         each["metadata"]["annotations"] = {"endpoints.kubernetes.io/last-change-trigger-time": now}
@@ -60,7 +60,7 @@ def write(lab: Lab, endpoints: list[tuple[Dual, str]]) -> None:
 
 @pytest.fixture(scope="module")
 def asked(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Namespace]:
-    """The node's namespace, in which Prometheus scrapes the agent each second."""
+    """The node's namespace, where Prometheus scrapes the agent each second."""
     folder = tmp_path_factory.mktemp("prometheus")
     (only,) = lab.nodes
     target = {"targets": ["127.0.0.1:10249"]}
@@ -83,7 +83,7 @@ def asked(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Namesp
 
 
 def query(expression: str) -> list[dict[str, Any]]:
-    """What Prometheus answers at this moment; in its namespace."""
+    """Prometheus' answer at this moment, asked in its namespace."""
     url = f"http://127.0.0.1:9090/api/v1/query?{urllib.parse.urlencode({'query': expression})}"
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
@@ -112,7 +112,7 @@ def test_every_panel_has_data(lab: Lab, asked: Namespace) -> None:
     more = [(pod.address, only.name), (Dual("10.244.9.9", "fd00:10:244:9::9"), "elsewhere")]
     turn = 0
     while wanted and time.monotonic() < end:
-        # Something to see: flows that are served and rejected, changes of endpoints.
+        # Data for the panels: flows that are served and rejected, changes of endpoints.
         for number in (1, 2):
             lab.client.call(ask, vip(number).v4, 80, timeout=0.5)
         turn += 1
@@ -123,12 +123,12 @@ def test_every_panel_has_data(lab: Lab, asked: Namespace) -> None:
 
 
 def has_data(expression: str) -> bool:
-    """Whether a query has a result that is a number."""
+    """Whether a query has a number as its result."""
     return any(each["value"][1] != "NaN" for each in query(expression))
 
 
 def test_the_rules_are_evaluated_without_an_error(asked: Namespace) -> None:
-    """By the server itself, on an agent's metrics; an alert that a query cannot answer would be an error here."""
+    """By the server itself, on an agent's metrics; an alert with an invalid query would be an error."""
     found = asked.call(rules)
     assert {each["type"] for each in found} == {"alerting"}
     assert [each for each in found if each["health"] == "err"] == []
@@ -136,7 +136,7 @@ def test_the_rules_are_evaluated_without_an_error(asked: Namespace) -> None:
 
 
 def rules() -> list[dict[str, Any]]:
-    """The rules as the server sees them, once all have been evaluated."""
+    """The server's rules, as soon as all have been evaluated."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     end = time.monotonic() + 90
     while True:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""deploy/ against a real API server: every manifest is taken, the page's commands work, rights suffice."""
+"""deploy/ with a real API server: it accepts every manifest, the page's commands work, the rights suffice."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.apiserver import ADMIN_TOKEN, ApiError, ApiServer, Object
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ApiServer]:
-    """As kubeadm starts it: kube-proxy is privileged, and only with this flag taken."""
+    """With the flag that kubeadm sets: kube-proxy is privileged, and is accepted only with it."""
     with ApiServer(("--allow-privileged",)) as made:
         yield made
 
@@ -33,7 +33,7 @@ Kubectl = Callable[..., str]
 
 @pytest.fixture
 def kubectl(server: ApiServer, tmp_path: Path) -> Kubectl:
-    """The real kubectl as administrator, in the repository's folder; what it prints. Fails with its error."""
+    """Run the real kubectl as administrator in the repository's folder; returns its output. Fails with its error."""
     configuration = server.kubeconfig(tmp_path / "admin.conf", {"token": ADMIN_TOKEN})
     environment = {"KUBECONFIG": str(configuration), "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}
 
@@ -49,7 +49,7 @@ def kubectl(server: ApiServer, tmp_path: Path) -> Kubectl:
 
 @pytest.fixture(params=["kubeadm", "apply", "server-side"])
 def cluster(request: pytest.FixtureRequest, server: ApiServer, kubectl: Kubectl, tmp_path: Path) -> Iterator[ApiServer]:
-    """The cluster as kubeadm leaves it, as far as kube-proxy is concerned; or as an administrator's apply leaves it."""
+    """kube-proxy's objects as kubeadm creates them, or as an administrator's apply does."""
     for item in (kubeadm.config_map("https://192.0.2.1:6443"), kubeadm.daemon_set()):
         if request.param == "kubeadm":
             server.create(item)
@@ -66,7 +66,7 @@ def daemon_set(server: ApiServer, name: str) -> Object:
 
 
 def roll_out(server: ApiServer, name: str, desired: int) -> None:
-    """What the controller writes into the status when the pods of this generation are ready on so many nodes."""
+    """Write the status that the controller writes when this generation's pods are ready on so many nodes."""
     generation = daemon_set(server, name)["metadata"]["generation"]
     numbers = ("desiredNumberScheduled", "currentNumberScheduled", "updatedNumberScheduled", "numberAvailable")
     status = {"observedGeneration": generation, "numberReady": desired, "numberMisscheduled": 0}
@@ -76,13 +76,13 @@ def roll_out(server: ApiServer, name: str, desired: int) -> None:
 
 @pytest.mark.parametrize("cluster", ["kubeadm"], indirect=True)
 @pytest.mark.parametrize("folder", manifests.kustomizations(), ids=lambda folder: str(folder.relative_to(DEPLOY)))
-def test_every_manifest_is_taken(cluster: ApiServer, kubectl: Kubectl, folder: Path) -> None:
-    """By server-side apply, with every field known to the server."""
+def test_every_manifest_is_accepted(cluster: ApiServer, kubectl: Kubectl, folder: Path) -> None:
+    """By server-side apply, and the server must know every field."""
     output = kubectl("apply", "--server-side", "--validate=strict", "-k", folder)
     assert len(output.splitlines()) == len(manifests.build(folder))
     assert all(line.endswith("serverside-applied") for line in output.splitlines())
     again = kubectl("diff", "--server-side", "-k", folder)
-    assert again == "", "the server has made something else of it"
+    assert again == "", "the server has changed the object"
     for item in manifests.build(folder):
         cluster.delete(item)
 
@@ -98,8 +98,8 @@ def commands() -> list[list[str]]:
     return [shlex.split(line) for line in lines]
 
 
-def test_the_page_is_followed_there_and_back(cluster: ApiServer, kubectl: Kubectl) -> None:
-    """Command by command; in between the controller's part, for there are no nodes here."""
+def test_the_commands_of_the_page_in_both_directions(cluster: ApiServer, kubectl: Kubectl) -> None:
+    """Command by command. The test plays the controller's part in between, for there are no nodes."""
     original = daemon_set(cluster, "kube-proxy")
     configuration = cluster.request("GET", f"{SYSTEM}/configmaps/kube-proxy")
     seen: list[str] = []
@@ -131,7 +131,7 @@ def test_the_page_is_followed_there_and_back(cluster: ApiServer, kubectl: Kubect
         elif action == "patch deploy/kube-proxy/unpark.yaml":
             assert not parked
             assert "livenessProbe" in manifests.container(daemon_set(cluster, "pyebpf-proxy")), (
-                "the agents' is unchanged"
+                "the agents' DaemonSet is unchanged"
             )
         elif action == "apply deploy/overlays/kubeadm-back/cleanup":
             agent = manifests.container(daemon_set(cluster, "pyebpf-proxy"))
@@ -148,7 +148,7 @@ def test_the_page_is_followed_there_and_back(cluster: ApiServer, kubectl: Kubect
     ]
     back = daemon_set(cluster, "kube-proxy")
     assert back["metadata"]["uid"] == original["metadata"]["uid"]
-    assert back["spec"] == original["spec"], "kubeadm's DaemonSet is as it was"
+    assert back["spec"] == original["spec"], "kubeadm's DaemonSet is unchanged"
     assert cluster.request("GET", f"{SYSTEM}/configmaps/kube-proxy")["data"] == configuration["data"]
     for path in (f"{DAEMON_SETS}/pyebpf-proxy", f"{SYSTEM}/serviceaccounts/pyebpf-proxy"):
         with pytest.raises(ApiError, match="not found"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pod of deploy/ as it comes back from a real API server, run on a node of the lab: its rights are enough."""
+"""The pod of deploy/ as a real API server returns it, run on a node of the lab: its rights suffice."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ PORTS = [Port("http", 80, 8080)]
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
-    """With deploy/overlays/kubeadm applied to what kubeadm makes."""
+    """With deploy/overlays/kubeadm applied to kubeadm's objects."""
     with ApiServer(("--allow-privileged",)) as made:
         for item in (kubeadm.config_map(made.url), kubeadm.daemon_set()):
             made.create(item)
@@ -57,13 +57,13 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
 
 @pytest.fixture(scope="module")
 def small(server: ApiServer) -> Iterator[Lab]:
-    """One node that the API server knows, with one pod behind a Service; the API server is reachable from it."""
+    """One Node in the API server, with one pod behind a Service; it can reach the API server."""
     with Lab(nodes=1) as lab:
         (only,) = lab.nodes
         pod = lab.add_pod("web-1", only)
         known = node(only.name, only.address, only.pod_cidr)
         server.create(known)
-        # Not by apply, which takes one address of each type.
+        # Not by apply, which accepts only one address of each type.
         status = {"status": known["status"]}
         server.request("PATCH", f"/api/v1/nodes/{only.name}/status", status, "application/merge-patch+json")
         for item in (
@@ -76,7 +76,7 @@ def small(server: ApiServer) -> Iterator[Lab]:
 
 
 def started(server: ApiServer, lab: Lab, configuration: dict[str, Any]) -> Container:
-    """The DaemonSet's container with what the kubelet would give it: ConfigMap, token, CA."""
+    """The DaemonSet's container with the files that the kubelet mounts: ConfigMap, token, CA."""
     (only,) = lab.nodes
     daemon_set = server.request("GET", DAEMON_SET)
     files = server.request("GET", "/api/v1/namespaces/kube-system/configmaps/kube-proxy")["data"]
@@ -91,14 +91,14 @@ def started(server: ApiServer, lab: Lab, configuration: dict[str, Any]) -> Conta
 
 
 def reasons_of_events(server: ApiServer, node_name: str) -> set[str]:
-    """Of the events about this Node."""
+    """The reasons of the events about this Node."""
     events = server.request("GET", "/apis/events.k8s.io/v1/events")["items"]
     return {event["reason"] for event in events if event["regarding"].get("name") == node_name}
 
 
 @pytest.mark.parametrize("mode", ["iptables", "nftables"])
-def test_it_serves_what_the_api_server_has(server: ApiServer, small: Lab, mode: str) -> None:
-    """By kubeadm's own configuration, but for the lab's pod network: Services appear, change and go."""
+def test_the_agent_serves_the_objects_of_the_api_server(server: ApiServer, small: Lab, mode: str) -> None:
+    """With kubeadm's own configuration, except for the lab's pod network: Services are created, changed and deleted."""
     (only,) = small.nodes
     (pod,) = only.pods
     with started(server, small, {"clusterCIDR": ",".join(POD_CIDR), "mode": mode}) as container:
@@ -140,9 +140,10 @@ def kube_proxy(server: ApiServer, on: Node, folder: Path) -> Iterator[subprocess
             process.wait()
 
 
-def test_during_the_takeover_the_agent_runs_with_kube_proxy(server: ApiServer, small: Lab, tmp_path: Path) -> None:
-    """For `cluster install`: while kube-proxy runs, the agent reports that it has programmed the node, but is not
-    ready; without kube-proxy it is, by itself."""
+def test_the_agent_runs_beside_kube_proxy_during_the_takeover(server: ApiServer, small: Lab, tmp_path: Path) -> None:
+    """For `cluster install`: while kube-proxy runs, the agent reports that it has programmed the node, but it is not
+    ready. Without kube-proxy it becomes ready by itself.
+    """
     (only,) = small.nodes
     with ExitStack() as stack:
         process = stack.enter_context(kube_proxy(server, only, tmp_path))
@@ -163,7 +164,7 @@ def test_during_the_takeover_the_agent_runs_with_kube_proxy(server: ApiServer, s
         assert agent.terminate() == 0
 
 
-def test_on_the_way_back_the_real_kube_proxy_carries_on(server: ApiServer, small: Lab, tmp_path: Path) -> None:
+def test_kube_proxy_takes_over_again(server: ApiServer, small: Lab, tmp_path: Path) -> None:
     """The clean-up waits until kube-proxy has programmed the node. No connection fails in between."""
     (only,) = small.nodes
 
@@ -190,8 +191,8 @@ def test_on_the_way_back_the_real_kube_proxy_carries_on(server: ApiServer, small
         agent.start()
         wait_ready(only, agent)
         assert agent.terminate() == 0
-        assert answered(), "what is attached carries on without the agent"
-        # The clean-up's pod comes first, as it may where kube-proxy's pods are counted before they have done anything.
+        assert answered(), "the attached programs work without the agent"
+        # The clean-up's pod starts first, as it may if kube-proxy's pods count before they have programmed the node.
         cleaner = stack.enter_context(contained(only, cleaning, environment=path))
         cleaner.start()
         cleaner.wait_for(lambda: "waiting for kube-proxy at 127.0.0.1:10256" in cleaner.log(), "it waits", 30)
@@ -199,18 +200,19 @@ def test_on_the_way_back_the_real_kube_proxy_carries_on(server: ApiServer, small
         end = time.monotonic() + 120
         while not (clean / "done").exists():
             assert time.monotonic() < end, cleaner.log()
-            assert answered(), "either the agent's programs or kube-proxy's rules are there"
+            assert answered(), "either the agent's programs or kube-proxy's rules exist"
             cleaner.wait_for(lambda: True, "it runs")
             time.sleep(0.05)
         assert "kube-proxy has programmed this node: IPv4, IPv6" in cleaner.log()
-        assert programmed(), "kube-proxy's rules are there, of both families"
+        assert programmed(), "kube-proxy's rules of both families exist"
         assert "pyebpf-proxy" not in only.namespace.run("nft", "list", "tables")
-        assert answered(), "kube-proxy's rules carry on"
+        assert answered(), "kube-proxy's rules serve"
         assert process.poll() is None
         cleaner.kill()
         process.kill()
         process.wait()
-        # `cluster install` removes by a pod what kube-proxy wrote while the agent ran: one capability is enough.
+        # A pod of `cluster install` removes the rules that kube-proxy wrote while the agent ran: one capability is
+        # enough.
         removing = task_pod("verify", only.name, "image", ["pyebpf-proxy", "cluster", "on-node", "verify"])["spec"]
         use_folder(removing, clean)
         removing["containers"][0]["command"][0] = str(Path(sys.executable).parent / "pyebpf-proxy")
@@ -232,7 +234,7 @@ def account(server: ApiServer) -> Account:
 @pytest.mark.parametrize(
     "resource", [SERVICES, ENDPOINT_SLICES, SERVICE_CIDRS, one_node("node1")], ids=lambda resource: resource.name
 )
-def test_what_is_followed_may_be_listed_and_watched_and_no_more(account: Account, resource: Resource) -> None:
+def test_followed_resources_may_only_be_listed_and_watched(account: Account, resource: Resource) -> None:
     query = "&".join(f"{name}={urllib.request.quote(text)}" for name, text in resource.selectors.items())
     assert account.status("GET", f"{resource.path}?{query}") == 200
     assert account.status("GET", f"{resource.path}?{query}&watch=true&timeoutSeconds=1") == 200
@@ -241,7 +243,7 @@ def test_what_is_followed_may_be_listed_and_watched_and_no_more(account: Account
     assert account.status("POST", f"{resource.path}?dryRun=All", {}) in (403, 405)
 
 
-def test_events_may_be_made_and_counted_up(account: Account) -> None:
+def test_events_may_be_created_and_updated(account: Account) -> None:
     path = "/apis/events.k8s.io/v1/namespaces/default/events"
     event = {
         "apiVersion": "events.k8s.io/v1",
@@ -267,7 +269,7 @@ def test_nothing_else_may_be_read(account: Account, path: str) -> None:
     assert account.status("GET", f"/api/v1/{path}") == 403
 
 
-def test_the_lists_above_are_the_roles_own() -> None:
+def test_every_rule_of_the_role_is_tested() -> None:
     """A new rule of the role needs a request that uses it."""
     rules = manifests.one(manifests.base(), "ClusterRole")["rules"]
     followed = {(each.group, each.name) for each in (SERVICES, ENDPOINT_SLICES, SERVICE_CIDRS, one_node("x"))}

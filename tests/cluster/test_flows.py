@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The agent compared with the real kube-proxy: made-up objects and configurations, and the choice of endpoints."""
+"""The agent compared with the real kube-proxy: random objects and configurations, and the choice of endpoints."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from tests.flows.side_by_side import SideBySide
 from tests.flows.world import LOST_OF_TWO, new_world
 from tests.support.apiserver import ApiServer
 
-#: Set these to see a failure again, or to look longer (make parity). An object set is one step of a seed, in one mode.
+#: Set these to repeat a failure, or to search longer (make parity). An object set is one step of a seed, in one mode.
 SEED = int(os.environ.get("FLOW_SEED", secrets.randbelow(1_000_000)))
 SEEDS = int(os.environ.get("FLOW_SEEDS", "1"))
 STEPS = int(os.environ.get("FLOW_STEPS", "5"))
 WAY = os.environ.get("FLOW_WAY", "defaults")
-#: Seconds for making a failure small.
+#: Seconds for reducing a failure.
 REDUCE = float(os.environ.get("FLOW_REDUCE", "120"))
 
 
@@ -37,7 +37,7 @@ def pair() -> Iterator[SideBySide]:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("number", range(SEEDS))
-def test_made_up_objects(mode: str, number: int, pair: SideBySide) -> None:
+def test_random_objects(mode: str, number: int, pair: SideBySide) -> None:
     seed = SEED + number
     print(f"FLOW_SEED={seed}, FLOW_STEPS={STEPS}, FLOW_WAY={WAY}, mode {mode}", flush=True)
     for step in scenarios(seed, mode, STEPS):
@@ -54,7 +54,8 @@ def test_made_up_objects(mode: str, number: int, pair: SideBySide) -> None:
             pytest.fail(report)
 
 
-#: Connections of each service, and what chi-square exceeds once in a million draws (three degrees of freedom).
+#: Connections of each service, and the chi-square value that is exceeded once in a million draws (three degrees of
+#: freedom).
 DRAWS = 3000
 RARE = 30.66
 EVEN = Svc("even", 10, [[End(pod) for pod in PODS]])
@@ -79,8 +80,8 @@ def test_endpoints_are_chosen_evenly(mode: str, pair: SideBySide) -> None:
     assert not wanted
 
 
-def test_t2_silence_that_was_asked_again_is_counted(pair: SideBySide, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of all flows before: a machine that is busy loses an answer now and then, a proxy that loses them would, too."""
+def test_t2_repeated_requests_after_no_answer_are_counted(pair: SideBySide, capsys: pytest.CaptureFixture[str]) -> None:
+    """In all flows before: a busy machine sometimes loses an answer; but so could a proxy."""
     found = pair.silence()
     text = "\n".join(f"  {name}: {silence}" for name, silence in found.items())
     with capsys.disabled():

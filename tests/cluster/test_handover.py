@@ -45,7 +45,7 @@ def server() -> Iterator[ApiServer]:
 
 @dataclass
 class Place:
-    """A node with two endpoints and a client, and the real kube-proxy when it is wanted."""
+    """A node with two endpoints and a client, and the real kube-proxy when a test starts it."""
 
     world: FastWorld
     mode: str
@@ -54,13 +54,13 @@ class Place:
     process: subprocess.Popen[bytes] | None = None
 
     def start_agent(self) -> None:
-        """It looks for what kube-proxy has left at each of its looks at the rules, which come often here."""
+        """The agent searches for kube-proxy's leftovers whenever it reads the rules, which is often here."""
         quick = {"minSyncPeriod": "10ms", "syncPeriod": "500ms"}
         self.world.node.agent.start({"mode": self.mode, self.mode: quick})
         self.world.node.agent.wait_synced()
 
     def start_kube_proxy(self) -> None:
-        """It is there when it has programmed both families."""
+        """It has started when it has programmed both families."""
         only = self.world.node
         document = {
             "apiVersion": "kubeproxy.config.k8s.io/v1alpha1",
@@ -74,7 +74,7 @@ class Place:
             # With other ports than the agent.
             "metricsBindAddress": f"127.0.0.1:{METRICS}",
             "healthzBindAddress": f"127.0.0.1:{HEALTH}",
-            # The tables of this machine are not the tests'.
+            # The tests do not change this machine's conntrack limits.
             "conntrack": {"maxPerCore": 0, "min": 0, "tcpEstablishedTimeout": "0s", "tcpCloseWaitTimeout": "0s"},
         }
         path = self.folder / "kube-proxy.yaml"
@@ -122,7 +122,7 @@ def place(request: pytest.FixtureRequest, server: ApiServer, tmp_path: Path) -> 
         objects += slices("two", PORTS, [(pod.address, only.name) for pod in (near, far)])
         known = node(only.name, only.address, only.pod_cidr)
         server.apply({name: value for name, value in known.items() if name != "status"})
-        # Not by apply, which takes one address of each type.
+        # Not by apply, which accepts only one address of each type.
         status = {"status": known["status"]}
         server.request("PATCH", f"/api/v1/nodes/{only.name}/status", status, "application/merge-patch+json")
         for item in objects:
@@ -142,7 +142,7 @@ def place(request: pytest.FixtureRequest, server: ApiServer, tmp_path: Path) -> 
 
 @contextlib.contextmanager
 def full_load(place: Place, capsys: pytest.CaptureFixture[str]) -> Iterator[FullLoad]:
-    """From a pod and from the node to the ClusterIP, from outside to the NodePort; at the end all were answered."""
+    """From a pod and from the node to the ClusterIP, from outside to the NodePort; in the end all were answered."""
     world = place.world
     inside = [Way(address, PORT, NAMES) for address in ADDRESS]
     outside = [Way(address, NODE_PORT, NAMES) for address in world.node.address]
@@ -162,9 +162,9 @@ def full_load(place: Place, capsys: pytest.CaptureFixture[str]) -> Iterator[Full
 
 
 def fast(world: FastWorld, load: FullLoad) -> None:
-    """The load goes on, and many of its connections are young flows."""
+    """The load continues, and many of its connections are young flows."""
     before = world.count("new_flow_fast")
-    load.goes_on()
+    load.wait_progress()
     wait_until(lambda: world.count("new_flow_fast") > before + load.wanted / 4, "new flows take the fast path")
 
 
@@ -172,17 +172,17 @@ def test_from_kube_proxy_to_the_agent(place: Place, capsys: pytest.CaptureFixtur
     world, agent = place.world, place.world.node.agent
     place.start_kube_proxy()
     with full_load(place, capsys) as load:
-        load.goes_on()
+        load.wait_progress()
         place.stop_kube_proxy()
-        load.goes_on()
+        load.wait_progress()
         place.start_agent()
         Log(agent).wait(Message.KUBE_PROXY_REMOVED)
-        load.goes_on()
+        load.wait_progress()
         fast(world, load)
 
 
 def test_from_the_agent_to_kube_proxy(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
-    """The flows of the agent are young at every moment: there are new ones all the time."""
+    """Some flows of the agent are young at every moment, since new ones start all the time."""
     world, agent = place.world, place.world.node.agent
     place.start_agent()
     with full_load(place, capsys) as load:
@@ -192,6 +192,6 @@ def test_from_the_agent_to_kube_proxy(place: Place, capsys: pytest.CaptureFixtur
         agent.stop()
         agent.cleanup("--keep-kube-proxy-rules")
         assert not re.search("pyebpf", world.node.namespace.run("nft", "list", "tables"))
-        load.goes_on()
+        load.wait_progress()
     assert place.process is not None
     assert place.process.poll() is None

@@ -32,7 +32,7 @@ LARGEST = 150_000_000
 
 @pytest.fixture(scope="module")
 def image() -> Path:
-    """The root file system, made anew: some minutes."""
+    """The root file system, newly built; this takes some minutes."""
     subprocess.run(["make", "-C", ROOT, "image-root"], check=True, stdin=subprocess.DEVNULL)
     return image_of(FOLDER)[0]
 
@@ -48,8 +48,8 @@ def small(image: Path) -> Iterator[Lab]:
         yield lab
 
 
-def test_it_is_small(image: Path) -> None:
-    """What a node pulls: compressed as in a registry. The base made here has more than Debian's slim image."""
+def test_the_image_is_small(image: Path) -> None:
+    """The compressed size that a node pulls. The base built here contains more than Debian's slim image."""
     folders = ("dev", "proc", "sys", "run", "var/cache/apt", "var/lib/apt/lists")
     left_out = [f"--exclude='./{name}/*'" for name in folders]
     command = f"set -o pipefail; tar -C {shlex.quote(str(image))} {' '.join(left_out)} -c . | gzip -c | wc -c"
@@ -57,7 +57,7 @@ def test_it_is_small(image: Path) -> None:
     assert 20_000_000 < size <= LARGEST, f"{size / 1e6:.0f} MB"
 
 
-def test_it_starts_with_what_the_daemon_set_gives_it_and_serves(small: Lab) -> None:
+def test_the_image_serves_with_the_daemon_sets_rights(small: Lab) -> None:
     (only,) = small.nodes
     root, entry_point, environment = image_of(FOLDER)
     specification = with_manifests(pod_of(manifests.one(manifests.base(), "DaemonSet")), small.manifests)
@@ -92,7 +92,7 @@ def test_s12_the_sbom_names_every_package_with_its_version(image: Path) -> None:
 
 
 def test_the_pod_of_the_rollback_cleans_up(small: Lab) -> None:
-    """After the agent: what it left attached goes, and the pod is ready."""
+    """It runs after the agent: it removes what is still attached, and the pod becomes ready."""
     (only,) = small.nodes
     root, entry_point, environment = image_of(FOLDER)
     cleaning = manifests.build(manifests.DEPLOY / "overlays" / "kubeadm-back" / "cleanup")
@@ -100,7 +100,7 @@ def test_the_pod_of_the_rollback_cleans_up(small: Lab) -> None:
     clean = only.agent.folder / "clean"
     clean.mkdir()
     use_folder(specification, clean)
-    # test_deploy_agent.py has a kube-proxy to wait for.
+    # test_deploy_agent.py covers the wait for kube-proxy.
     (agent,) = specification["containers"]
     agent["env"] = [each | ({"value": ""} if each["name"] == VARIABLE else {}) for each in agent["env"]]
     assert "pyebpf-proxy" in only.namespace.run("nft", "list", "tables")
@@ -109,11 +109,11 @@ def test_the_pod_of_the_rollback_cleans_up(small: Lab) -> None:
         container.wait_for(lambda: (clean / "done").exists(), "the file that its readiness probe asks for")
         Log(container).some("clean directory=")
     assert "pyebpf-proxy" not in only.namespace.run("nft", "list", "tables")
-    # The folder itself is mounted into the pod, which therefore cannot remove it.
+    # The folder itself is mounted into the pod, so the pod cannot remove it.
     assert not list((only.agent.directory / "bpf").glob("pyebpf-proxy/*"))
 
 
-def test_nothing_that_only_builds_or_tests_is_in_it(image: Path) -> None:
+def test_the_image_has_no_build_or_test_tools(image: Path) -> None:
     programs = {path.name for folder in ("bin", "sbin") for path in (image / "usr" / folder).iterdir()}
     assert programs.isdisjoint({"clang", "gcc", "cc", "make", "ld", "pip", "pip3", "git", "bpftool"})
     packages = {path.name for path in (image / "opt/pyebpf-proxy/lib/python3.11/site-packages").iterdir()}
@@ -121,7 +121,7 @@ def test_nothing_that_only_builds_or_tests_is_in_it(image: Path) -> None:
     assert {"pyebpf_proxy", "msgspec", "pydantic"} <= packages
 
 
-def test_it_can_remove_the_rules_of_each_kube_proxy(image: Path) -> None:
+def test_the_image_has_the_tools_for_the_rules_of_each_kube_proxy(image: Path) -> None:
     programs = {path.name for path in (image / "usr/sbin").iterdir()}
     assert {"iptables-nft-save", "iptables-legacy-save", "ip6tables-nft-restore"} <= programs
 
@@ -136,8 +136,8 @@ def test_the_versions_are_those_of_the_lock(image: Path) -> None:
         assert (normal == "pyebpf-proxy" and version == __version__) or f"\n{normal}=={version} \\\n" in lock, name
 
 
-def test_this_machine_left_nothing_in_it(image: Path) -> None:
-    """Configuration of apt and pip was visible only while something ran."""
+def test_the_image_has_no_files_of_the_build_machine(image: Path) -> None:
+    """The configuration of apt and pip was visible only during the build."""
     assert not (image / "etc" / "pip.conf").exists()
     assert not (image / "src").exists()
     assert not (image / "tmp" / "build").exists()

@@ -20,7 +20,7 @@ from tests.cluster.beside import NODE, NODE_IP, Answer, Side, both
 from tests.support.apiserver import ApiServer, Object, running
 
 HEALTH_CHECK = 31500
-#: Metrics of kube-proxy that are not here, by the beginnings of their names: what they count does not exist here.
+#: Prefixes of kube-proxy's metrics that the agent lacks, because what they count does not exist here.
 NOT_HERE = (
     "kubeproxy_iptables_",
     "kubeproxy_sync_proxy_rules_iptables_",
@@ -105,7 +105,7 @@ def slice_of(*endpoints: Object, trigger: str = "") -> Object:
 def remove(server: ApiServer, item: Object) -> None:
     try:
         server.delete(item)
-    except Exception:  # it was not there
+    except Exception:  # it did not exist
         return
 
 
@@ -129,7 +129,7 @@ def check(side: Side) -> Answer:
     return side.get(HEALTH_CHECK, "/any", NODE_IP)
 
 
-#: What is done, then the status and the count that both must show.
+#: The change, then the status and the count that both must show.
 STEPS: list[tuple[str, list[Object], int, int]] = [
     ("no endpoints", [service()], 503, 0),
     ("one here", [slice_of(endpoint("10.244.1.5"))], 200, 1),
@@ -179,7 +179,7 @@ def test_network_programming_is_measured_once(server: ApiServer, sides: list[Sid
 
     server.apply(service())
     before = [value(side, "network_programming_duration_seconds_count", ip_family="IPv4") or 0 for side in sides]
-    # Without its fraction, and what was before they started is not measured.
+    # The time is without its fraction; what was before the start is not measured.
     time.sleep(1 - time.time() % 1)
     now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     server.apply(slice_of(endpoint("10.244.1.5"), trigger=now))
@@ -193,7 +193,7 @@ def test_network_programming_is_measured_once(server: ApiServer, sides: list[Sid
 
 
 def shape(answer: Answer) -> tuple[int, dict[str, str], Any]:
-    """Status, headers and the body with its times taken away."""
+    """Status, headers and the body without its times."""
     body = json.loads(answer.body)
 
     def without(item: Any) -> Any:
@@ -247,14 +247,14 @@ def test_pages(sides: list[Side]) -> None:
     assert proxy.headers.items() - real.headers.items() <= {("Content-Length", proxy.headers["Content-Length"])}
 
 
-def test_metrics_have_the_same_names_labels_buckets_and_words(sides: list[Side]) -> None:
+def test_metrics_have_the_same_names_labels_buckets_and_help(sides: list[Side]) -> None:
     for side in sides:  # so that both have all of them
         side.get(10256, "/healthz")
         side.get(10256, "/livez")
     real, proxy = (metrics(side) for side in sides)
     names = {name for name in real if name.startswith("kubeproxy_") and not name.startswith(NOT_HERE)}
     if sides[0].get(10249, "/proxyMode").body == "iptables":
-        # kube-proxy has it where the kernel has nfacct.
+        # kube-proxy has it if the kernel has nfacct.
         localhost = "kubeproxy_iptables_localhost_nodeports_accepted_packets"
         assert proxy[localhost].type == "counter"
         assert proxy[localhost].documentation.endswith("Number of packets accepted on nodeports of loopback interface")
@@ -293,7 +293,7 @@ def test_slis(sides: list[Side]) -> None:
 
 
 def hold(port: int) -> None:
-    """Have a port, on every address, until killed."""
+    """Occupy a port on every address until killed."""
     with socket.create_server(("0.0.0.0", port)):
         time.sleep(600)
 
@@ -325,7 +325,7 @@ def words(event: Object) -> tuple[object, ...]:
 
 def test_a_health_check_node_port_that_is_taken_is_an_event(server: ApiServer, sides: list[Side]) -> None:
     reason, port = "FailedToStartServiceHealthcheck", HEALTH_CHECK + 7
-    # The API server keeps the Events of the other mode, where other addresses are listened at.
+    # The API server keeps the Events of the other mode, which listens on other addresses.
     earlier = {event["metadata"]["uid"] for event in events(server, reason)}
     with taken(sides, port):
         server.apply(service(healthCheckNodePort=port))
@@ -342,7 +342,7 @@ def test_a_health_check_node_port_that_is_taken_is_an_event(server: ApiServer, s
     ("field", "reason"),
     [("healthzBindAddress", "FailedToStartProxierHealthcheck"), ("metricsBindAddress", "FailedToStartMetricServer")],
 )
-def test_an_address_that_must_be_had_ends_both(server: ApiServer, tmp_path: Path, field: str, reason: str) -> None:
+def test_an_occupied_required_address_ends_both(server: ApiServer, tmp_path: Path, field: str, reason: str) -> None:
     server.apply(node())
     port = 12345
     config = {"mode": "nftables", "bindAddressHardFail": True, field: f"127.0.0.1:{port}"}
@@ -358,7 +358,7 @@ def test_an_address_that_must_be_had_ends_both(server: ApiServer, tmp_path: Path
                 time.sleep(0.1)
         output.append([words(event) for event in found])
         assert "bind: address already in use" in side.log.read_text()
-    # kube-proxy ends at once, so that its Event is mostly lost; the agent waits until it is sent.
+    # kube-proxy ends at once, so its Event is mostly lost; the agent waits until its Event is sent.
     assert len(output[1]) == 1
     if output[0]:
         assert output[1] == output[0]

@@ -1,6 +1,6 @@
 #!/bin/bash
 # SPDX-License-Identifier: Apache-2.0
-# Takes promtool and prometheus out of Debian's package, into the cache folder: installing it would start a server.
+# Unpacks promtool and prometheus from Debian's package into the cache folder: installing it would start a server.
 #   PYEBPF_PROXY_CACHE   the folder; default /var/cache/pyebpf-proxy
 set -euo pipefail
 folder=${PYEBPF_PROXY_CACHE:-/var/cache/pyebpf-proxy}/bin

@@ -14,15 +14,15 @@ from typing import Any, NamedTuple
 from pyebpf_proxy.lab.client import ANSWERED, ask
 from pyebpf_proxy.lab.namespace import Namespace
 
-#: Between two rounds; the machine is needed for other things too.
+#: Between two rounds; other things need CPU time too.
 PAUSE_SECONDS = 0.05
-#: A loaded machine may take so long for an answer.
+#: A busy machine may need so long for an answer.
 PATIENCE_SECONDS = 15.0
 CHUNK = 64 * 1024
 
 
 class Way(NamedTuple):
-    """A client sends requests, and holds a transfer open, at this address: HTTP at one port, echo at the other."""
+    """A client that sends requests to this address and holds a transfer open: HTTP at one port, echo at the other."""
 
     address: str
     http: int
@@ -30,7 +30,7 @@ class Way(NamedTuple):
 
 
 class Traffic:
-    """``with Traffic(folder, {…}) as traffic``: by the client's namespace, its target."""
+    """``with Traffic(folder, {…}) as traffic``: the target of each client's namespace."""
 
     def __init__(self, folder: Path, places: Sequence[tuple[Namespace, Sequence[Way]]]) -> None:
         context = multiprocessing.get_context("fork")
@@ -54,11 +54,11 @@ class Traffic:
 
     @property
     def rounds(self) -> int:
-        """How often the slowest of them has been round."""
+        """How many rounds the slowest of them has done."""
         return min(self._rounds)
 
     def failures(self) -> list[str]:
-        """What has failed since this was asked last, one line each."""
+        """What has failed since the last call, one line each."""
         lines = self._file.read_text().splitlines()
         for task in self._tasks:
             if task.done():

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A node of the lab whose agent is the DaemonSet's pod with the role's rights, an API server, and traffic all the time.
+"""A node of the lab whose agent is the DaemonSet's pod with the role's rights, an API server, and steady traffic.
 
-Between the two stand a relay, which refuses, cuts and holds, and on request the proxy that spoils answers.
+A relay between agent and API server refuses, cuts and holds connections; a proxy can corrupt answers.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from tests.support.relay import Relay
 from tests.support.spoiling_proxy import Proxy
 from tests.support.world import TOOLBOX, World
 
-#: A name that the server's certificate has; the pod's hosts file has its address.
+#: A name in the server's certificate; the pod's hosts file has its address.
 NAME = "kubernetes.default.svc"
 HOSTS = f"127.0.0.1 localhost {NAME}\n"
 STEADY = [Port("http", 80, 8080, node_port=30080), Port("echo", 7, 7007, node_port=30007)]
@@ -44,7 +44,7 @@ DAEMON_SET = "/apis/apps/v1/namespaces/kube-system/daemonsets/pyebpf-proxy"
 CONNECTED = re.compile(r'^pyebpf_proxy_api_connected\{resource="(\w+)"\} (\S+)$', re.MULTILINE)
 LAST_EVENT = re.compile(r'^pyebpf_proxy_api_last_event_timestamp_seconds\{resource="(\w+)"\} (\S+)$', re.MULTILINE)
 ACCOUNT = "pyebpf-proxy"
-#: The messages about the begin of an outage, and about its end.
+#: The messages about the beginning of an outage, and about its end.
 BEGINNINGS = (Message.API_SERVER_FAILS, Message.RESOURCE_FAILS)
 ENDS = (Message.API_SERVER_BACK, Message.RESOURCE_BACK)
 LONG = 90.0
@@ -85,7 +85,7 @@ class OutageWorld(World):
     # ---- the API server's side -----------------------------------------------------------------------------------
 
     def install(self) -> None:
-        """What kubeadm makes, the overlay for it, the Node, the Service that carries the traffic; and a token."""
+        """Create kubeadm's objects, the overlay for them, the Node, the traffic's Service, and a token."""
         server, only = self.server, self.node
         for item in (kubeadm.config_map(f"https://{NAME}:{server.port}"), kubeadm.daemon_set()):
             server.create(item)
@@ -94,7 +94,7 @@ class OutageWorld(World):
         subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
         known = node(only.name, only.address, only.pod_cidr)
         server.create(known)
-        # Not by apply, which takes one address of each type.
+        # Not by apply, which accepts only one address of each type.
         path = f"/api/v1/nodes/{only.name}/status"
         server.request("PATCH", path, {"status": known["status"]}, "application/merge-patch+json")
         for item in (service("steady", STEADY, cluster_ip(11)), *slices("steady", STEADY, self._endpoints())):
@@ -102,13 +102,13 @@ class OutageWorld(World):
         self.rotate()
 
     def rotate(self, token: str = "") -> None:
-        """The pod gets another token, as the kubelet gives it one; or this."""
+        """Give the pod another token, as the kubelet does; or this one."""
         self._account.mkdir(exist_ok=True)
         (self._account / "token").write_text(token or self.server.token(ACCOUNT))
         (self._account / "ca.crt").write_text(self.server.ca.read_text())
 
     def appear(self) -> tuple[str, Dual]:
-        """A new Service with endpoints; its name and address."""
+        """Create a Service with endpoints; returns its name and address."""
         self._number += 1
         name, address = f"fresh-{self._number}", cluster_ip(self._number)
         for item in (service(name, HTTP, address), *slices(name, HTTP, self._endpoints())):
@@ -116,7 +116,7 @@ class OutageWorld(World):
         return name, address
 
     def lose_endpoints(self, name: str) -> None:
-        """Its slices go, the Service stays."""
+        """Delete its slices; the Service stays."""
         for item in slices(name, HTTP, self._endpoints()):
             self.server.delete(item)
 
@@ -131,7 +131,7 @@ class OutageWorld(World):
         specification = pod_of(self.server.request("GET", DAEMON_SET))
         specification["containers"][0]["command"] = [sys.executable, str(Path(__file__).with_name("quick_agent.py"))]
         add_volume(specification, "account", self._account, ACCOUNT_FOLDER)
-        # As the kubelet does; other names are looked up at an address where no server listens.
+        # As the kubelet does. Other names are looked up at an address without a server.
         resolver = self._folder / "resolv.conf"
         resolver.write_text("nameserver 127.0.0.1\noptions timeout:1 attempts:1\n")
         self.hosts.write_text(HOSTS)
@@ -147,7 +147,7 @@ class OutageWorld(World):
         return [(self.namespace(source), way) for source, way in ways]
 
     def answers(self, address: Dual) -> set[str]:
-        """What asking a Service comes to, in either family."""
+        """The result of a request to a Service, in both families."""
         return {self.node.namespace.call(ask, address.of(family), 80).kind for family in (4, 6)}
 
     def serves(self, address: Dual) -> bool:
@@ -157,16 +157,16 @@ class OutageWorld(World):
         return self.answers(address) == {REFUSED}
 
     def connected(self) -> dict[str, bool]:
-        """Which resources are followed, by the agent's own metric."""
+        """Which resources are followed, from the agent's own metric."""
         return {name: float(value) == 1 for name, value in CONNECTED.findall(self.node.agent.metrics())}
 
     def follows(self) -> bool:
-        """Whether it follows everything."""
+        """Whether all resources are followed."""
         connected = self.connected()
         return len(connected) == 3 and all(connected.values())
 
     def lists(self) -> float:
-        """How often Services and slices have been listed, the rarer of them."""
+        """How often Services and slices have been listed; the smaller number."""
         text = self.node.agent.metrics()
         return min(
             float(re.findall(rf'^pyebpf_proxy_api_lists_total{{resource="{name}"}} (\S+)', text, re.MULTILINE)[0])
@@ -174,7 +174,7 @@ class OutageWorld(World):
         )
 
     def logged(self, *words: str, since: int = 0) -> list[str]:
-        """Lines of the log with any of these words, from a place of it on."""
+        """Lines of the log with any of these words, from this position on."""
         return [line for line in self.container.log()[since:].splitlines() if any(word in line for word in words)]
 
     def wait(self, condition: Callable[[], object], what: str) -> None:
@@ -182,7 +182,7 @@ class OutageWorld(World):
 
     @contextmanager
     def outage(self, *resources: str) -> Iterator[Outage]:
-        """Inside, something is wrong, and right again; traffic must not see it. ``resources``: each has a line."""
+        """A failure inside the block; traffic must not be affected. ``resources``: each has a line."""
         self.settle()
         outage = Outage(self, resources)
         try:
@@ -193,7 +193,7 @@ class OutageWorld(World):
         outage.check()
 
     def settle(self) -> None:
-        """Nothing of what was before counts: each watch brings something, and the traffic's failures are forgotten."""
+        """Forget everything before: each watch delivers an object, and the traffic's failures are cleared."""
         self.wait(self.follows, "everything is followed at first")
         before = self._events()
         note = {"metadata": {"annotations": {"tests/now": str(time.time_ns())}}}
@@ -210,7 +210,7 @@ class OutageWorld(World):
         self.traffic.failures()
 
     def heal(self) -> None:
-        """After a test that failed: the next is not to fail with it."""
+        """After a failed test: the next one must not fail because of it."""
         self.hosts.write_text(HOSTS)
         self.server.thaw()
         self.server.start()
@@ -225,7 +225,7 @@ class OutageWorld(World):
 
 
 class Outage:
-    """What the agent shows from the beginning of something on."""
+    """What the agent shows since the beginning of a failure."""
 
     def __init__(self, world: OutageWorld, resources: tuple[str, ...]) -> None:
         self._world = world
@@ -238,7 +238,7 @@ class Outage:
         return self._world.logged(*words, since=self._begin)
 
     def seen(self, words: str) -> None:
-        """Wait until the log reports it, and the metric shows what is not followed."""
+        """Wait until the log reports it, and the metric shows which resources are not followed."""
         world = self._world
         world.wait(lambda: self._lines(words), words)
         lost = set(self._resources) - {""}
@@ -248,11 +248,11 @@ class Outage:
         )
 
     def lasts(self, seconds: float) -> None:
-        """Let it continue until it has continued for so long, with traffic."""
+        """Wait until it has lasted so long, with traffic."""
         self._world.wait(lambda: time.monotonic() - self._since >= seconds, "time goes by")
 
     def check(self) -> None:
-        """One line at the beginning, one at the end, nothing else that is wrong, and no packet that noticed."""
+        """One line at the beginning, one at the end, no other problem, and no failed packet."""
         world = self._world
         world.wait(world.follows, "everything is followed again")
         world.wait(lambda: len(self._lines(*ENDS)) >= len(self._resources), "it logs the end of the outage")
@@ -270,7 +270,7 @@ class Outage:
 
 
 def expired(server: ApiServer) -> str:
-    """A token of the account that was good once: signed by the server's own key."""
+    """An expired token of the account, signed with the server's own key."""
     head, body, _ = server.token(ACCOUNT).split(".")
     claims = json.loads(base64.urlsafe_b64decode(body + "=="))
     claims |= {"iat": claims["iat"] - 7200, "nbf": claims["nbf"] - 7200, "exp": claims["exp"] - 7200}

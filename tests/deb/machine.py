@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Debian with systemd as process 1, in its own namespaces: they show what a package does to a machine."""
+"""A Debian with systemd as process 1, in its own namespaces: shows what a package does to a machine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pyebpf_proxy.lab.namespace import die_with_parent
 from tests import ROOT
 from tests.support.tool_module import tool
 
-#: Services of a machine that would change this one, or that nothing here needs.
+#: Services that would change this machine, or that the tests do not need.
 _MASKED = (
     "systemd-sysctl",
     "systemd-modules-load",
@@ -24,7 +24,7 @@ _MASKED = (
     "systemd-resolved",
 )
 
-# $1: the root. The network namespace is there already.
+# $1: the root. The network namespace exists already.
 _BOOT = """
 root=$1
 mount --make-rprivate /
@@ -44,7 +44,7 @@ exec chroot "$root" env -i container=chroot PATH=/usr/sbin:/usr/bin:/sbin:/bin /
 
 
 def make_root(folder: Path, packages: tuple[Path, Path]) -> Path:
-    """A Debian in which apt has installed systemd, and the package with all that it depends on."""
+    """A Debian in which apt has installed systemd, the package and its dependencies."""
     recipe = tool("root", ROOT / "deploy" / "image")
     folder.mkdir(parents=True, exist_ok=True)
     stage = recipe.Stage(folder / "root")
@@ -58,7 +58,7 @@ def make_root(folder: Path, packages: tuple[Path, Path]) -> Path:
         f"{apt} update && {apt} install --no-install-recommends systemd-sysv iproute2 /root/package.deb"
         " && rm -rf /var/lib/apt/lists/*",
     )
-    # The journal of one boot: messages are waited for.
+    # Only the journal of one boot: tests wait for messages.
     shutil.rmtree(stage.root / "var/log/journal", ignore_errors=True)
     for name in _MASKED:
         (stage.root / "etc/systemd/system" / f"{name}.service").symlink_to("/dev/null")
@@ -66,7 +66,7 @@ def make_root(folder: Path, packages: tuple[Path, Path]) -> Path:
 
 
 class Machine:
-    """``root`` booted in the network namespace of that name.  A context manager: ends it, with all its processes."""
+    """``root`` booted in the network namespace of that name. A context manager that ends it with all its processes."""
 
     def __init__(self, root: Path, namespace: str) -> None:
         self.root = root
@@ -115,7 +115,7 @@ class Machine:
             return ""
 
     def run(self, *command: str, status: int | None = 0) -> str:
-        """What a command in the machine prints. AssertionError unless it ends with this status; None: with any."""
+        """The output of a command in the machine. AssertionError unless it ends with this status; None: any status."""
         init = self._init()
         enter = [
             "nsenter",
@@ -147,7 +147,7 @@ class Machine:
         return self.run("journalctl", "--no-pager", "-q", "-o", "cat", "-u", "pyebpf-proxy")
 
     def wait_for(self, text: str, count: int = 1, deadline: float = 60.0) -> None:
-        """Until the service has logged this so often."""
+        """Wait until the service has logged this so often."""
         end = time.monotonic() + deadline
         while self.journal().count(text) < count:
             assert time.monotonic() < end, f"not logged: {text}\n{self.journal()}"

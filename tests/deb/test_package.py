@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Debian package: installed, started, upgraded, removed and purged, with real connections through it.
 
-It takes minutes and a Debian mirror, so that ``make test`` leaves it out: ``make test-deb``.
+It takes minutes and needs a Debian mirror, so ``make test`` leaves it out: ``make test-deb``.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ UNIT = "pyebpf-proxy.service"
 
 @pytest.fixture(scope="module")
 def packages() -> tuple[Path, Path]:
-    """The package that ``make deb`` has made, and the same with a later version."""
+    """The package from ``make deb``, and the same with a later version."""
     (made,) = (ROOT / "dist").glob(f"pyebpf-proxy_{__version__}_*.deb")
     unpacked = FOLDER / "later"
     shutil.rmtree(unpacked, ignore_errors=True)
@@ -51,7 +51,7 @@ def packages() -> tuple[Path, Path]:
 
 @pytest.fixture(scope="module")
 def root(packages: tuple[Path, Path]) -> Path:
-    """A root in which apt has installed the package, and so what it depends on; without a running systemd."""
+    """A root in which apt has installed the package with its dependencies; without a running systemd."""
     return make_root(FOLDER, packages)
 
 
@@ -68,10 +68,10 @@ def lab() -> Iterator[Lab]:
 
 @pytest.fixture
 def machine(root: Path, lab: Lab) -> Iterator[Machine]:
-    """The node of the lab, on which the package is installed with the lab's configuration."""
+    """The node of the lab, with the package and the lab's configuration installed."""
     (only,) = lab.nodes
     with Machine(root, only.namespace.name) as made:
-        # As the first time: a test before may have upgraded or purged it.
+        # Start from a clean state: an earlier test may have upgraded or purged it.
         made.run("dpkg", "--purge", "pyebpf-proxy")
         made.run("dpkg", "-i", "/root/package.deb")
         (root / "etc/pyebpf-proxy/config.yaml").write_text(yaml.safe_dump(only.agent.configuration()))
@@ -93,7 +93,7 @@ def wait_until(condition: Callable[[], object], deadline: float = 30.0) -> None:
 
 @contextmanager
 def talking(client: Namespace, address: str) -> Iterator[Talk]:
-    """One connection for all the time, with questions and answers."""
+    """One long connection with requests and answers."""
     talk = Talk(client, address, "tcp", LONG)
     try:
         talk.wait()
@@ -110,7 +110,7 @@ def test_nothing_starts_by_itself_or_while_another_proxy_runs(machine: Machine, 
     assert machine.run("systemctl", "is-enabled", UNIT, status=1) == "disabled"
     assert state(machine) == "inactive"
     (only,) = lab.nodes
-    # What holds the health port is a proxy: kube-proxy, the process that has it inside, or a DaemonSet's agent.
+    # A process with the health port is a proxy: kube-proxy inside its container, or a DaemonSet's agent.
     listener = only.namespace.start(_listen, 10256)
     try:
         wait_until(lambda: only.namespace.call(_connects, 10256))
@@ -119,14 +119,14 @@ def test_nothing_starts_by_itself_or_while_another_proxy_runs(machine: Machine, 
     finally:
         listener.stop()
     assert state(machine) == "inactive"
-    # A kube-proxy that has no health page.
+    # A kube-proxy without a health page.
     machine.run("cp", "/bin/sleep", "/root/kube-proxy")
     machine.run("systemd-run", "--unit=other", "/root/kube-proxy", "1000")
     machine.run("systemctl", "start", UNIT, status=None)
     machine.wait_for("not started: kube-proxy runs on this node (process ")
     assert state(machine) == "inactive"
     machine.run("systemctl", "stop", "other")
-    assert only.namespace.run("nft", "list", "tables") == "", "nothing was touched"
+    assert only.namespace.run("nft", "list", "tables") == "", "nothing was changed"
     start(machine)
     assert state(machine) == "active"
 
@@ -156,12 +156,12 @@ def test_upgraded_without_losing_a_connection_then_removed_and_purged(
         machine.wait_for(" ready ", count=2)
         time.sleep(1)
         assert f"Version: {__version__}+1" in machine.run("dpkg", "-s", "pyebpf-proxy")
-        assert state(machine) == "active", "it is started again, since it ran"
+        assert state(machine) == "active", "a service that ran is started again"
         for talk in talks:
             talk.wait(20)
         assert all(talk.answers > was for talk, was in zip(talks, before, strict=True))
         assert not (machine.root / "run/pyebpf-proxy-unit/restart").exists()
-        # Removed: the kernel's state too, since nothing would be left that could remove it.
+        # Removed, including the kernel's state, since no program is left that could remove it later.
         samples = [sample for load in loads for sample in load.stop()]
         assert len(samples) > 50
         assert failed(samples) == []
@@ -176,8 +176,8 @@ def test_upgraded_without_losing_a_connection_then_removed_and_purged(
     assert machine.run("systemctl", "is-system-running", status=None) == "running"
 
 
-def test_installed_for_its_commands_it_takes_nothing_away(machine: Machine, lab: Lab) -> None:
-    """On a node whose agent another one runs, such as a DaemonSet, also while that agent is being replaced."""
+def test_installed_beside_another_agent_it_removes_nothing(machine: Machine, lab: Lab) -> None:
+    """On a node with another agent, such as a DaemonSet's, also while that agent is being replaced."""
     (only,) = lab.nodes
     arguments = ["--config=/etc/pyebpf-proxy/config.yaml", "--manifests=/etc/pyebpf-proxy/manifests"]
     machine.run("systemd-run", "--unit=pod", "/usr/sbin/pyebpf-proxy", *arguments)

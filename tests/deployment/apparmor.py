@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""containerd's default AppArmor profile: loaded where the kernel has AppArmor, and read as text anywhere."""
+"""containerd's default AppArmor profile: loaded if the kernel has AppArmor; its text can be read anywhere."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 
 PROFILE = Path(__file__).parent / "containerd" / "apparmor.profile"
-#: As containerd's CRI plugin names it.
+#: The name in containerd's CRI plugin.
 NAME = "cri-containerd.apparmor.d"
 ENABLED = Path("/sys/module/apparmor/parameters/enabled")
 _TOKENS = re.compile(r"\*\*|\*|\?|\[\^?[^]]*\]|[{},]|[^*?{},\[]+")
@@ -22,7 +22,7 @@ def enabled() -> bool:
 
 @cache
 def load() -> str:
-    """Load the profile into the kernel, by Debian's apparmor_parser; its name."""
+    """Load the profile into the kernel with Debian's apparmor_parser; returns its name."""
     subprocess.run(["apparmor_parser", "--replace", "--skip-cache", PROFILE], check=True)
     return NAME
 

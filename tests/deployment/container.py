@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One container of a pod, made as a container runtime makes it: what the agent may and sees is what the manifest gives.
+"""One container of a pod, created as a container runtime does: the agent has exactly the manifest's rights and mounts.
 
-A :class:`Container` takes the pod specification of a DaemonSet and runs in a network namespace that is there already
+A :class:`Container` takes the pod specification of a DaemonSet and runs in an existing network namespace
 (``hostNetwork: true``), with a root file system, a process namespace, a cgroup namespace, a mount namespace and a
 separate capability set::
 
     /                    the image, bound; read-only with ``readOnlyRootFilesystem``
-    /proc, /sys          new ones; /sys and /proc/sys are read-only, as every runtime makes them
-    /sys/fs/cgroup       its own cgroup, as if that were the root
+    /proc, /sys          new ones; /sys and /proc/sys are read-only, as in every runtime
+    /sys/fs/cgroup       its own cgroup as the root
     /dev                 a tmpfs with the usual few devices
     volumeMounts         bound from the host; ``substitutes`` maps a path of the host in a test
     system calls         by seccompProfile: those of containerd's default profile (``RuntimeDefault``), or all
-    AppArmor             containerd's default profile, where the kernel has AppArmor
+    AppArmor             containerd's default profile, if the kernel has AppArmor
 
-The agent is process 1 there and sees no process of the host.
+The agent is process 1 and sees no process of the host.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-if __name__ != "__main__":  # in the container nothing of this package is to be found
+if __name__ != "__main__":  # this package does not exist in the container
     from tests.deployment import apparmor
     from tests.deployment.seccomp_filter import runtime_default
 
-#: include/uapi/linux/capability.h, as far as manifests here name them.
+#: include/uapi/linux/capability.h, the capabilities that manifests here name.
 CAPABILITIES = {
     "NET_ADMIN": 12,
     "NET_RAW": 13,
@@ -54,10 +54,10 @@ SECCOMP_MODE_FILTER = 2
 
 
 class Container:
-    """The one container of ``pod`` (a PodSpec), to be run in a network namespace.  A context manager: ends it.
+    """The only container of ``pod`` (a PodSpec), to be run in a network namespace. A context manager that ends it.
 
-    ``folder``: where the root is mounted (in its own mount namespace) and the log is written. ``image``: the root
-    file system; ``entry_point``, ``environment``: its own. ``substitutes``: what stands for a volume, by name.
+    ``folder``: for the root mount (in its own mount namespace) and the log. ``image``: the root file system;
+    ``entry_point``, ``environment``: those of the image. ``substitutes``: replacements of volumes, by name.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Container:
         """Returns at once."""
         self.folder.mkdir(parents=True, exist_ok=True)
         (self.folder / "root").mkdir(exist_ok=True)
-        # Without a separate one the cgroup namespace would show the whole hierarchy.
+        # Without a separate cgroup the cgroup namespace would show the whole hierarchy.
         self._cgroup = _cgroup2() / f"{self.namespace}-container"
         self._cgroup.mkdir(exist_ok=True)
         namespaces = ["--mount", "--pid", "--fork", "--kill-child", "--cgroup", "--ipc", "--uts"]
@@ -121,16 +121,16 @@ class Container:
             time.sleep(0.05)
 
     def wait_ended(self, deadline: float = 60.0) -> int:
-        """Wait for its own end; the exit status. TimeoutExpired after ``deadline`` seconds."""
+        """Wait until it ends by itself; returns the exit status. TimeoutExpired after ``deadline`` seconds."""
         assert self.process is not None
         status = self.process.wait(deadline)
         self.kill()
         return status
 
     def kill(self) -> None:
-        """End it at once, as a runtime does after the grace period, and take its cgroup away."""
+        """End it at once, as a runtime does after the grace period, and remove its cgroup."""
         if self._cgroup is not None:
-            # AppArmor takes back that the container ends with the process that made it.
+            # With AppArmor the container would not end with the process that created it.
             (self._cgroup / "cgroup.kill").write_text("1")
         if self.process is not None:
             self.process.kill()
@@ -150,12 +150,12 @@ class Container:
         return pid
 
     def terminate(self) -> int:
-        """SIGTERM to process 1 of the container, and its exit status."""
+        """Send SIGTERM to process 1 of the container; returns its exit status."""
         os.kill(self.first(), signal.SIGTERM)
         return self.wait_ended()
 
     def _processes(self) -> dict[int, int]:
-        """The container's processes without what has started it: number on the machine, and in the container."""
+        """The container's processes without their starter: number on the machine, and in the container."""
         assert self._cgroup is not None
         found = {}
         for pid in (self._cgroup / "cgroup.procs").read_text().split():
@@ -167,7 +167,7 @@ class Container:
 
 
 def _texts(paths: Iterable[Path]) -> Iterator[str]:
-    """Of those processes that are there still: the agent runs programs now and then."""
+    """The texts of processes that still exist: the agent sometimes runs programs."""
     for path in paths:
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
             yield path.read_text()
@@ -194,7 +194,7 @@ def _specification(
     arguments = [*container.get("command", entry_point), *container.get("args", ())]
     for name, value in environment.items():
         arguments = [argument.replace(f"$({name})", value) for argument in arguments]
-    # As the runtimes do: a place inside another is mounted after it.
+    # As runtimes do: a mount inside another is made after it.
     mounts = sorted(container["volumeMounts"], key=lambda mount: mount["mountPath"].count("/"))
     return {
         "root": str(folder / "root"),
@@ -237,7 +237,7 @@ def _remove_cgroup(cgroup: Path, deadline: float = 30.0) -> None:
         try:
             cgroup.rmdir()
         except OSError as error:
-            # Its processes are being killed by the kernel, one after the other.
+            # The kernel is killing its processes, one after the other.
             if error.errno != errno.EBUSY or time.monotonic() > end:
                 raise
             time.sleep(0.01)
@@ -256,7 +256,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def die_with_parent() -> None:
-    """Have the kernel kill this process with the one that started it."""
+    """Let the kernel kill this process when its parent ends."""
     _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
@@ -278,7 +278,7 @@ def _bind(source: str, target: Path, read_only: bool) -> None:
 
 
 def _filter_calls(instructions: bytes) -> None:
-    """Last of all, as a runtime does it: what comes before needs calls that the profile refuses."""
+    """The last step, as in a runtime: earlier steps need calls that the profile refuses."""
     if not instructions:
         return
     buffer = ctypes.create_string_buffer(instructions, len(instructions))
@@ -287,10 +287,10 @@ def _filter_calls(instructions: bytes) -> None:
 
 
 def _enter(wanted: dict[str, Any]) -> None:
-    """In the new namespaces, as the process that becomes the container: never returns."""
+    """Become the container's process in the new namespaces; never returns."""
     root = Path(wanted["root"])
     _mount("none", "/", None, MS_REC | MS_PRIVATE)
-    # As a runtime does it: what is made for the mounts goes into its own layer, the image stays as it is.
+    # As runtimes do: mount points are created in a separate layer, and the image does not change.
     layers = root / "layers"
     _mount("tmpfs", root, "tmpfs", 0)
     for folder in (layers / "upper", layers / "work", root / "root"):
@@ -306,10 +306,10 @@ def _enter(wanted: dict[str, Any]) -> None:
     _mount("sysfs", root / "sys", "sysfs", MS_NOSUID | MS_NODEV | MS_NOEXEC | MS_RDONLY)
     _mount("cgroup", root / "sys/fs/cgroup", "cgroup2", MS_NOSUID | MS_NODEV | MS_NOEXEC | MS_RDONLY)
     for source, target, read_only in wanted["mounts"]:
-        # /var/run is a link to /run, which must not be followed to this machine's.
+        # /var/run is a link to /run, which must not lead to this machine's.
         place = root / target.removeprefix("/var").lstrip("/") if target.startswith("/var/run/") else root / target[1:]
         if Path(source).is_file():
-            # As the runtimes: what stands there is hidden by a file, not followed to where it may lead.
+            # As runtimes do: a file hides what is at that path, and links are not followed.
             place.parent.mkdir(parents=True, exist_ok=True)
             place.unlink(missing_ok=True)
             place.touch()

@@ -19,7 +19,7 @@ Object = dict[str, Any]
 
 
 def build(folder: Path) -> tuple[Object, ...]:
-    """Every object of a kustomization, in the order in which it would be applied. RuntimeError in kustomize's words."""
+    """Every object of a kustomization, in the order of apply. RuntimeError with kustomize's message."""
     return tuple(yaml.safe_load_all(_built(folder)))
 
 
@@ -32,12 +32,12 @@ def _built(folder: Path) -> str:
 
 
 def base() -> tuple[Object, ...]:
-    """Those of ``deploy/base``."""
+    """The objects of ``deploy/base``."""
     return build(DEPLOY / "base")
 
 
 def base_daemon_set() -> Object:
-    """The base's DaemonSet as its file has it: kustomize adds a namespace, labels and the image's version, no more."""
+    """The base's DaemonSet from its file: kustomize only adds a namespace, labels and the image's version."""
     return dict(yaml.safe_load((DEPLOY / "base" / "daemonset.yaml").read_text()))
 
 
@@ -48,13 +48,13 @@ def kustomizations() -> list[Path]:
 
 
 def one(objects: tuple[Object, ...], kind: str, name: str = "pyebpf-proxy") -> Object:
-    """The one object of that kind and name."""
+    """The only object of that kind and name."""
     (found,) = (each for each in objects if each["kind"] == kind and each["metadata"]["name"] == name)
     return found
 
 
 def container(daemon_set: Mapping[str, Any]) -> Object:
-    """The one container of a DaemonSet."""
+    """The only container of a DaemonSet."""
     (only,) = daemon_set["spec"]["template"]["spec"]["containers"]
     return dict(only)
 

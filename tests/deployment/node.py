@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the kubelet does with the DaemonSet's pod, on a node of the lab: volumes, the container, the probes."""
+"""The kubelet's work for the DaemonSet's pod on a node of the lab: volumes, the container, the probes."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ def with_manifests(specification: Object, folder: Path) -> Object:
 
 
 def add_volume(specification: Object, name: str, folder: Path, place: str) -> None:
-    """One more folder or file of this machine, read-only."""
+    """Add a folder or file of this machine, read-only."""
     specification["volumes"].append({"name": name, "hostPath": {"path": str(folder)}})
     mount = {"name": name, "mountPath": place, "readOnly": True}
     specification["containers"][0]["volumeMounts"].append(mount)
 
 
 def use_folder(specification: Object, folder: Path) -> None:
-    """Every emptyDir is this folder, so that the test sees what the pod writes."""
+    """Use this folder for every emptyDir, so that the test sees what the pod writes."""
     for volume in specification["volumes"]:
         if volume.pop("emptyDir", None) is not None:
             volume["hostPath"] = {"path": str(folder)}
@@ -60,10 +60,10 @@ def contained(
     entry_point: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
 ) -> Container:
-    """That pod's container on the node; what is the machine's is replaced by what is the lab's.
+    """The pod's container on the node; the lab's paths replace the machine's.
 
-    ``files``: what is in the ConfigMap; without, the lab's configuration. ``image``, ``entry_point``, ``environment``:
-    without, this machine and the command as it is installed here.
+    ``files``: the contents of the ConfigMap, by default the lab's configuration. ``image``, ``entry_point``,
+    ``environment``: by default this machine and the command that is installed here.
     """
     folder = node.agent.folder
     for name in ("config", "run"):
@@ -86,9 +86,9 @@ def contained(
 
 
 def wait_ready(node: Node, container: Container, deadline: float = 90.0) -> None:
-    """Ask the container's probes as the kubelet does, until all succeed; then wait for the first sync.
+    """Run the container's probes as the kubelet does until all succeed; then wait for the first sync.
 
-    As kube-proxy's, they succeed before that: until a sync is asked for nothing is late.
+    As with kube-proxy, the probes succeed before that: no sync is late until one is requested.
     """
     (agent,) = container.pod["containers"]
     for name in ("startupProbe", "readinessProbe", "livenessProbe"):
@@ -114,6 +114,6 @@ def _probe(folder: Path, arguments: Sequence[str]) -> bool:
 
 
 def image_of(folder: Path) -> tuple[Path, list[str], dict[str, str]]:
-    """Root, entry point and environment of what ``make image-root`` has made in a folder."""
+    """Root, entry point and environment of the result of ``make image-root`` in a folder."""
     how = json.loads((folder / "image.json").read_text())
     return folder / "root", how["entry_point"], how["environment"]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The seccomp filter of a container, made as runc makes it: containerd's default profile, compiled by libseccomp.
+"""The seccomp filter of a container, built as runc does: containerd's default profile, compiled by libseccomp.
 
-``containerd/seccomp.json`` holds the profile; ``containerd/profile.sh`` writes it anew, by containerd's own code. One
-thing differs from runc: calls that are newer than the profile are refused with EPERM, not with ENOSYS.
+``containerd/seccomp.json`` is the profile; ``containerd/profile.sh`` writes it with containerd's own code. One thing
+differs from runc: calls that are newer than the profile are refused with EPERM, not with ENOSYS.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def compiled(default: str, rules: Iterable[Mapping[str, Any]]) -> bytes:
             array = (Comparison * len(comparisons))(*comparisons)
             for name in rule["names"]:
                 number = library.seccomp_syscall_resolve_name(name.encode())
-                if number != -1:  # newer than this libseccomp: runc leaves it out, too
+                if number != -1:  # newer than this libseccomp: runc leaves it out too
                     added = library.seccomp_rule_add_array(context, action, number, len(comparisons), array)
                     _checked(added, f"rule for {name}")
         with tempfile.TemporaryFile() as file:

@@ -14,7 +14,7 @@ from tests.e2e.problem import E2EError
 
 
 def main(arguments: list[str]) -> int:
-    """0: done; 1: specs failed; 2: nothing could be done, in one line; 130: interrupted."""
+    """0: done; 1: specs failed; 2: nothing could be done, with one line; 130: interrupted."""
     parser = argparse.ArgumentParser(prog="python -m tests.e2e")
     parser.add_argument("command", choices=("up", "down", "test", "switch", "page"))
     parser.add_argument("--proxy", choices=cluster.PROXIES, default="pyebpf-proxy")
@@ -63,7 +63,7 @@ def main(arguments: list[str]) -> int:
 
 
 def up(options: argparse.Namespace) -> int:
-    """A cluster that stays. If it cannot be completed, nothing is left of it but its logs' last lines."""
+    """Create a cluster that stays. If that fails, only the last lines of its logs are left."""
     cluster.prepare()
     with cluster.exclusive():
         cluster.refuse_if_used()

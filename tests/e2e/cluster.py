@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The whole cluster: up, down, and what a killed run left."""
+"""The whole cluster: up, down, and the leftovers of a killed run."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _HERE = Path(__file__).parent
 
 
 class Cluster:
-    """A cluster in its folder. ``proxy`` and ``dual`` are those that it was made with."""
+    """A cluster in its folder. ``proxy`` and ``dual`` are those that it was created with."""
 
     def __init__(self) -> None:
         self.state = State(WORK)
@@ -71,7 +71,7 @@ class Cluster:
     # ---- up --------------------------------------------------------------------------------------------------------
 
     def up(self, proxy: str, dual: bool, keeper: int = 0) -> None:
-        """Make it. ``keeper`` is the process that will remove it; 0: it stays until `cluster-down`."""
+        """Create it. ``keeper`` is the process that will remove it; 0: it stays until `cluster-down`."""
         began = time.monotonic()
         archives = images.prepare()
         remove_leftovers()
@@ -92,13 +92,13 @@ class Cluster:
         print(f"{NODES} nodes are ready after {time.monotonic() - began:.0f} s", flush=True)
 
     def _write_kubectl(self) -> None:
-        """kubectl for people: the API server's address exists in the cluster's namespaces only."""
+        """kubectl for users: the API server's address exists only in the cluster's namespaces."""
         path = self.state.folder / "kubectl"
         path.write_text(f'#!/bin/sh\nexec {" ".join(control_plane.kubectl(self.state))} "$@"\n')
         path.chmod(0o755)
 
     def _connect(self) -> None:
-        """Routes and CNI, once the controller manager has given every Node its range of pods."""
+        """Add routes and CNI, as soon as the controller manager has given every Node its range of pods."""
         ranges: dict[str, list[str]] = {}
 
         def all_known() -> bool:
@@ -151,7 +151,7 @@ class Cluster:
         return [account, binding, config_map, daemon_set]
 
     def start_load_balancer(self) -> None:
-        """The controller of load_balancer.py, until the cluster is removed."""
+        """Start the controller of load_balancer.py, until the cluster is removed."""
         if not self.state.runs("load-balancer"):
             command = [sys.executable, "-m", "tests.e2e.load_balancer", str(self.kubeconfig)]
             environment = ["env", f"PYTHONPATH={REPOSITORY}"]
@@ -159,7 +159,7 @@ class Cluster:
 
     @contextmanager
     def overlay(self, base: str) -> Iterator[Path]:
-        """A kustomization of one's own that names the image, as docs/migrating-from-kube-proxy.md describes it."""
+        """A user's kustomization that names the image, as docs/migrating-from-kube-proxy.md describes it."""
         name, _, tag = PROXY_IMAGE.rpartition(":")
         with tempfile.TemporaryDirectory(prefix="overlay.", dir=self.state.folder) as folder:
             kustomization = {
@@ -184,7 +184,7 @@ class Cluster:
         return list(json.loads(self.kubectl(*chosen))["items"])
 
     def require_seccomp(self) -> None:
-        """E2EError unless the runtime's seccomp profile is in force in every agent's pod (2: a filter)."""
+        """E2EError unless the runtime's seccomp profile applies to every agent's pod (2: a filter)."""
         for pod in self.agents():
             name = pod["metadata"]["name"]
             said = self.kubectl("-n", "kube-system", "exec", name, "--", "grep", "^Seccomp:", "/proc/1/status").split()
@@ -210,15 +210,15 @@ def refuse_if_used() -> None:
 
 
 def remove_leftovers() -> None:
-    """As ``down``, with a message if there was something."""
+    """As ``down``, with a message if there were leftovers."""
     if down():
         print("removed what a former run had left", flush=True)
 
 
 def down() -> bool:
-    """Remove every cluster of this machine: processes, namespaces, cgroups, folder. Was there anything?
+    """Remove every cluster of this machine: processes, namespaces, cgroups, folder. Returns whether there was one.
 
-    Found by names, so that it does not matter how a run ended. What nodes have mounted vanishes with their namespaces.
+    It searches by name, so it does not matter how a run ended. Mounts of nodes disappear with their namespaces.
     """
     found = False
     state = State(WORK)
@@ -229,7 +229,7 @@ def down() -> bool:
             state.stop(name, 3.0)
 
     def pids() -> list[int]:
-        # Those of pods are in separate namespaces, but below the PID namespace of a node: they end with it.
+        # Pods have separate network namespaces, but are below the PID namespace of a node: they end with it.
         inside = [int(pid) for space in spaces for pid in run("ip", "netns", "pids", space, check=False).split()]
         known = [state.runs(name) for name in state.read().get("processes", {})]
         return [pid for pid in {*inside, *known} if pid and started(pid)]
@@ -238,7 +238,7 @@ def down() -> bool:
     for name in spaces:
         found = True
         run("ip", "netns", "del", name)
-    # The kubelet makes its group in hierarchies that it does not need, too.
+    # The kubelet also creates its group in hierarchies that it does not need.
     for folder in [*CGROUPS.glob(f"{PREFIX}-*"), *CGROUPS.glob(f"*/{PREFIX}-*")]:
         found = True
         _remove_cgroup(folder)
@@ -276,7 +276,7 @@ def _rmdir(path: Path) -> bool:
 
 
 def _remove_folder(folder: Path) -> None:
-    """The cluster's folder. Never across a mount point: below it may be the machine itself."""
+    """The cluster's folder. Never across a mount point: the machine itself may be below it."""
     mounts = [line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines()]
     below = [path for path in mounts if path.startswith(f"{folder}/")]
     for path in sorted(below, reverse=True):
@@ -287,7 +287,7 @@ def _remove_folder(folder: Path) -> None:
 
 @contextmanager
 def exclusive() -> Iterator[None]:
-    """Only one command changes clusters of this machine at a time."""
+    """Only one command at a time changes clusters of this machine."""
     path = Path("/run/lock/pep-e2e.lock")
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:
@@ -299,7 +299,7 @@ def exclusive() -> Iterator[None]:
 
 
 def prepare(specs: bool = False) -> None:
-    """Programs that are needed; E2EError for the first that is missing."""
+    """Check the needed programs; E2EError for the first missing one."""
     programs.prepare(specs)
 
 

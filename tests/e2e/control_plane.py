@@ -9,14 +9,14 @@ from tests.e2e.layout import BRIDGE, CONTROL, PROGRAMS, Network
 from tests.e2e.node import run
 from tests.e2e.processes import State, wait_for
 
-#: Not `ip netns exec`: that makes a mount namespace, and with it holds what others have mounted.
+#: Not `ip netns exec`: its mount namespace would keep other programs' mounts.
 INSIDE = ["nsenter", f"--net=/run/netns/{CONTROL}"]
 _ETCD = "http://127.0.0.1:2379"
 _ETCD_PEER = "http://127.0.0.1:2380"
 
 
 def start(state: State, network: Network) -> None:
-    """All four, and wait for the API server."""
+    """Start all four, and wait for the API server."""
     run("ip", "netns", "add", CONTROL)
     run("ip", "-n", CONTROL, "link", "set", "lo", "up")
     run("ip", "-n", CONTROL, "link", "add", BRIDGE, "type", "bridge")
@@ -31,7 +31,7 @@ def start(state: State, network: Network) -> None:
 
 
 def kubectl(state: State) -> list[str]:
-    """The command, its kubeconfig included."""
+    """The command with its kubeconfig."""
     return [*INSIDE, str(PROGRAMS / "kubectl"), f"--kubeconfig={state.folder}/pki/admin.conf"]
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Images as archives that containerd imports, under the names that the kubelet and the specs ask for.
+"""Images as archives that containerd imports, under the names that the kubelet and the specs use.
 
-No image is pulled: each is made of programs that are built or unpacked here. An archive is made again when what it
-contains has changed.
+No image is pulled: each consists of programs that are built or unpacked here. An archive is built again when its
+contents have changed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ AGNHOST_IMAGE = f"{_E2E}/agnhost:2.63.0"
 _PATH = "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _HERE = Path(__file__).parent
 _USERS = "root:x:0:0:root:/root:/bin/sh\nnobody:x:65534:65534:nobody:/nonexistent:/bin/false\n"
-#: Of a root: made anew by the container runtime, or of no use in one.
+#: Parts of a root that the container runtime creates, or that a container does not need.
 _LEFT_OUT = ("./dev/", "./proc/", "./sys/", "./run/", "./var/cache/apt/", "./var/lib/apt/lists/", "./usr/share/doc/",
              "./usr/share/man/", "./usr/share/locale/")  # fmt: skip
 
@@ -60,7 +60,7 @@ class Image:
 
 
 def prepare() -> list[Path]:
-    """Make the archives that are missing or out of date; all of them, for import."""
+    """Build the archives that are missing or out of date; returns all of them, for import."""
     FOLDER.mkdir(parents=True, exist_ok=True)
     return [_make(image) for image in _images()]
 
@@ -131,7 +131,7 @@ def _images() -> list[Image]:
 
 
 def compiled(name: str, folder: Path = STORE) -> Path:
-    """The program of NAME.c, without libraries that an image would need."""
+    """The program of NAME.c, statically linked."""
     program, source = folder / name, _HERE / f"{name}.c"
     newest = max(each.stat().st_mtime for each in (source, REPOSITORY / "bench/load.h"))
     if not program.exists() or program.stat().st_mtime < newest:
@@ -154,7 +154,7 @@ def _proxy_sources() -> list[Path]:
 
 
 def _root(name: str, recipe: Path, sources: Sequence[Path]) -> Path:
-    """The file system that a Dockerfile makes, by deploy/image/root.py; made again if a source has changed."""
+    """The file system of a Dockerfile, built by deploy/image/root.py; built again if a source has changed."""
     folder = STORE / name
     wanted = _digest({str(path.relative_to(REPOSITORY)): path.read_bytes() for path in sources})
     stamp = folder / "stamp"
@@ -188,7 +188,7 @@ def _digest(parts: Mapping[str, bytes]) -> str:
 
 
 def _state(path: Path) -> str:
-    """What changes when a source does: a root has a stamp, a program its time and size."""
+    """Changes when a source does: a root has a stamp, a program its time and size."""
     stamp = path.parent / "stamp"
     if path.is_dir():
         return stamp.read_text()
@@ -197,7 +197,7 @@ def _state(path: Path) -> str:
 
 
 def _make(image: Image) -> Path:
-    """The archive; ``docker load``'s format, with one layer."""
+    """The archive in ``docker load``'s format, with one layer."""
     target, stamp = FOLDER / f"{image.archive}.tar", FOLDER / f"{image.archive}.stamp"
     states = {str(path): _state(path).encode() for path in image.sources}
     wanted = _digest(states | {"names": repr(list(image.names)).encode(), "run": json.dumps(image.run).encode()})

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names, folders and addresses of the cluster. Everything that it makes on the machine has a name of this file."""
+"""Names, folders and addresses of the cluster. Everything that it creates on the machine has a name of this file."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NODES = 3
 
 KUBE_PROXY_IMAGE = f"registry.k8s.io/kube-proxy:{RELEASE}"
 PROXY_IMAGE = "docker.io/library/pyebpf-proxy:0.1.0"
-#: The same under another name, to upgrade to.
+#: The same under another name, as the target of an upgrade.
 NEXT_IMAGE = "docker.io/library/pyebpf-proxy:next"
 
 
@@ -44,7 +44,7 @@ class Network:
 
     @property
     def server(self) -> str:
-        """The API server's URL, for everything that runs in the control plane's or a node's namespace."""
+        """The API server's URL inside the namespaces of the control plane and the nodes."""
         return f"https://{self.api}:6443"
 
     @property

@@ -5,10 +5,10 @@
  *	load serve PORT
  *	load ask RATE ADDRESS PORT [ADDRESS PORT ...]
  *
- * A connection: connect, one byte each way, reset.  `ask` prints a line for each one that
- * fails, and each second how many there were: "asked N failed N".  One that takes longer
- * than LIMIT has failed.  `serve` continues for a while after SIGTERM, as a server does that
- * waits until no proxy sends it connections any more.
+ * A connection: connect, one byte in each direction, reset.  `ask` prints a line for each
+ * failure, and each second the numbers so far: "asked N failed N".  A connection that takes
+ * longer than LIMIT has failed.  `serve` continues for a while after SIGTERM, as a server
+ * does until no proxy sends it connections any more.
  */
 #define _GNU_SOURCE
 #include <signal.h>
@@ -156,7 +156,7 @@ static int ask(uint64_t rate, int count)
 
 		for (int i = 0; i < n; i++)
 			proceed(poll, events[i].data.fd);
-		/* What was missed while the machine was busy is not made up for. */
+		/* Connections that were missed while the machine was busy are skipped. */
 		if ((time - began) * rate / SECOND > started + rate / 2)
 			started = (time - began) * rate / SECOND;
 		for (; started < (time - began) * rate / SECOND; started++)

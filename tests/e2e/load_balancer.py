@@ -17,7 +17,7 @@ from typing import Any
 from kubernetes import client, config
 
 FINALIZER = "service.kubernetes.io/load-balancer-cleanup"
-#: Where requests to load balancers come from. A spec takes an address of the nodes' network for a masqueraded one.
+#: The source of requests to load balancers. A spec considers an address of the nodes' network masqueraded.
 CLIENT = "198.51.100.1"
 ADDRESSES = [f"192.168.79.{number}" for number in range(1, 255)]
 _PAUSE = 0.5
@@ -27,7 +27,7 @@ Key = tuple[str, str]
 
 
 class Controller:
-    """Assigns addresses and keeps the routes."""
+    """Assigns addresses and maintains the routes."""
 
     def __init__(self) -> None:
         self._api = client.CoreV1Api()
@@ -35,7 +35,7 @@ class Controller:
         self._routes: dict[str, tuple[str, ...]] = {}
 
     def step(self) -> None:
-        """One look at all Services."""
+        """One pass over all Services."""
         serialize = self._api.api_client.sanitize_for_serialization
         services = serialize(self._api.list_service_for_all_namespaces())["items"]
         nodes = serialize(self._api.list_node())["items"]
@@ -81,7 +81,7 @@ class Controller:
         if self._routes.get(address) == tuple(nodes):
             return
         hops = [word for node in nodes for word in ("nexthop", "via", node)]
-        # Without a node that may serve it, the address is not reachable at all.
+        # If no node may serve the address, it is not reachable at all.
         where = hops if hops else ["unreachable", address]
         command = ["ip", "route", "replace", *([address, "src", CLIENT, *where] if hops else where)]
         subprocess.run(command, check=True)
@@ -112,7 +112,7 @@ def _is_healthy(node: str, spec: Object) -> bool:
 
 
 def main(arguments: list[str]) -> int:
-    """Until it is killed."""
+    """Runs until it is killed."""
     subprocess.run(["ip", "addr", "replace", f"{CLIENT}/32", "dev", "lo"], check=True)
     config.load_kube_config(arguments[0])  # type: ignore[no-untyped-call]
     controller = Controller()
@@ -120,7 +120,7 @@ def main(arguments: list[str]) -> int:
         try:
             controller.step()
         except client.ApiException as error:
-            # Another writer was faster, or the object is gone: the next read shows which.
+            # Another writer was faster, or the object was deleted: the next read shows which.
             print(f"{error.status} {error.reason}", file=sys.stderr, flush=True)
         time.sleep(_PAUSE)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A node: its own namespaces with containerd and a kubelet in them."""
+"""A node: its own namespaces with containerd and a kubelet."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.e2e.programs import UNPACKED, search_path
 
 CGROUPS = Path("/sys/fs/cgroup")
 _HERE = Path(__file__).parent
-#: Of 1024 for everything else on the machine, where cgroups have shares.
+#: Of 1024 shares; the rest is for everything else on the machine, if cgroups have shares.
 _CPU_SHARES = "400"
 
 
@@ -65,7 +65,7 @@ class Node:
         self.start_kubelet()
 
     def run(self, *command: str | Path, check: bool = True) -> str:
-        """A command in the node."""
+        """Run a command in the node."""
         return run(*self._enter(), *command, check=check)
 
     def start_containerd(self) -> None:
@@ -118,7 +118,7 @@ class Node:
 
     def _begin(self) -> None:
         self.folder.mkdir(parents=True)
-        # --kill-child: with this process ends the first one of the PID namespace, and with that all others in it.
+        # --kill-child: when this process ends, so does process 1 of the PID namespace, and with it all others there.
         namespaces = ["unshare", "--mount", "--uts", "--pid", "--fork", "--kill-child", "--propagation", "private"]
         script: list[str | Path] = ["sh", _HERE / "node_init.sh", self.name, self.folder, STORE / "pause"]
         enter: list[str | Path] = ["nsenter", f"--net=/run/netns/{self.name}"]
@@ -141,7 +141,7 @@ class Node:
         return ["nsenter", "-t", children[0], "--mount", "--uts", "--net", "--pid", "--"]
 
     def _spawn(self, name: str, *command: str | Path) -> None:
-        """In the node, its pid (as the node sees it) in NAME.pid."""
+        """Start it in the node; NAME.pid has its pid as the node sees it."""
         script = 'echo $$ >"$0"; exec "$@"'
         self._state.spawn(
             f"{self.name}-{name}", [*self._enter(), "sh", "-c", script, self.folder / f"{name}.pid", *command]
@@ -152,7 +152,7 @@ class Node:
             folder = hierarchy / self.name
             folder.mkdir(exist_ok=True)
             for file in ("cpuset.cpus", "cpuset.mems"):
-                # On cgroup v1 a new group has neither, and then nothing can run in it.
+                # On cgroup v1 a new group has neither, and then no process can run in it.
                 if (folder / file).exists() and not (folder / file).read_text().strip():
                     (folder / file).write_text((hierarchy / file).read_text() if (hierarchy / file).exists() else "0")
             if (folder / "cpu.shares").exists():
@@ -181,7 +181,7 @@ class Node:
         )
 
     def gateway(self, subnet: str) -> str:
-        """This node's address of a subnet's family."""
+        """This node's address in the subnet's family."""
         return self.addresses[1 if ":" in subnet else 0]
 
     def _containerd(self) -> str:

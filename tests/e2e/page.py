@@ -89,7 +89,7 @@ def text() -> str:
 
 
 def _times(runs: Mapping[str, Mapping[str, Any]]) -> str:
-    """How long the runs took, of those that were recorded with their time."""
+    """How long the runs took, for those that were recorded with their time."""
     known = {name: about for name, about in runs.items() if about.get("seconds")}
     if not known:
         return "How long these runs took was not recorded.\n"
@@ -131,7 +131,7 @@ def _title(name: str) -> str:
 
 
 def _table(runs: Mapping[str, list[Spec]]) -> str:
-    """By group: passed of those that ran."""
+    """By group: how many of those that ran have passed."""
     columns = {name: results.counts(specs) for name, specs in runs.items()}
     groups = sorted({group for column in columns.values() for group in column})
     lines = ["| specs passed, of those that ran | " + " | ".join(map(_title, columns)) + " |"]

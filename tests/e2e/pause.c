@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-/* The first process of a pod's sandbox and of a node's PID namespace: waits, and reaps what has lost its parent. */
+/* The first process of a pod's sandbox and of a node's PID namespace: it waits, and reaps orphans. */
 #include <signal.h>
 #include <stdlib.h>
 #include <sys/wait.h>

@@ -17,7 +17,7 @@ _NAMES = ("localhost", "kubernetes", "kubernetes.default", "kubernetes.default.s
 
 
 def make(folder: Path, network: Network) -> None:
-    """Everything, in an empty folder."""
+    """Create everything in an empty folder."""
     folder.mkdir(parents=True, mode=0o700)
     _run(folder, "openssl", "req", "-x509", *_KEY, "-keyout", "ca.key", "-out", "ca.crt", "-days", "30",
          "-subj", "/CN=pep-e2e", "-addext", "keyUsage=critical,keyCertSign,cRLSign")  # fmt: skip

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ends a command before it has done its work."""
+"""The error that ends a command early."""
 
 from __future__ import annotations
 

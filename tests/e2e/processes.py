@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes that outlive the command that starts them, and the file that remembers them."""
+"""Processes that outlive the command that starts them, and the file that lists them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.e2e.programs import search_path
 
 
 def started(pid: int) -> str:
-    """When a process started, in the kernel's ticks; nothing if it is gone. With the pid it names one process."""
+    """When a process started, in the kernel's ticks; empty if it has ended. With the pid it identifies one process."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -28,7 +28,7 @@ def started(pid: int) -> str:
 
 
 class State:
-    """state.json in the cluster's folder: what was started, by whom, and whether the cluster is complete."""
+    """state.json in the cluster's folder: the processes, who started them, and whether the cluster is complete."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -111,7 +111,7 @@ def _reap(pid: int) -> None:
 
 
 def kill_all(find: Callable[[], list[int]], seconds: float = 20.0) -> None:
-    """SIGKILL to every process that ``find`` names, until it names none."""
+    """SIGKILL to every process that ``find`` returns, until it returns none."""
     end = time.monotonic() + seconds
     while pids := find():
         for pid in pids:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The programs of a cluster: which are needed, where they are, and how those of Debian get into the cache."""
+"""The programs of a cluster: which are needed, where they are, and how Debian's get into the cache."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ BUILT_FOR_SPECS = ("ginkgo", "e2e.test")
 #: Unpacked, because installing them would start services.
 DEBIAN = ("containerd", "runc", "containernetworking-plugins", "busybox-static")
 UNPACKED = STORE / "debian"
-#: iptables is the same variant for everything in a node, whatever the machine's alternatives are.
+#: All programs in a node use the same iptables variant, whatever the machine's alternatives are.
 IPTABLES = STORE / "iptables"
 _INSTALLED = {
     "etcd": "etcd-server",
@@ -56,7 +56,7 @@ def search_path() -> str:
 
 
 def prepare(specs: bool) -> None:
-    """Check that everything is there, and unpack what is not. E2EError for the first that is missing."""
+    """Check that everything exists, and unpack the rest. E2EError for the first missing program."""
     if os.geteuid() != 0:
         raise E2EError("a cluster needs root: it makes namespaces, mounts and cgroups")
     for program, package in _INSTALLED.items():
@@ -79,7 +79,7 @@ def _unpack() -> None:
     STORE.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="debian.", dir=STORE) as scratch:
         print(f"fetching {', '.join(DEBIAN)}", flush=True)
-        # apt's own user may not write here, and warns
+        # apt's own user may not write here, and apt warns
         done = subprocess.run(
             ["apt-get", "-q", "download", *DEBIAN], cwd=scratch, check=False, capture_output=True, text=True
         )
@@ -93,7 +93,7 @@ def _unpack() -> None:
 
 
 def source(module: str) -> Path:
-    """The folder of a Go module's sources, as they were built from."""
+    """The folder of a Go module's sources that were built."""
     listed = subprocess.run(
         ["go", "list", "-m", "-f", "{{.Dir}}", module],
         cwd=REPOSITORY / "tests/cluster/kubernetes",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run of upstream's specs showed: from ginkgo's report to a table."""
+"""The results of a run of upstream's specs: from ginkgo's report to a table."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = Path(__file__).parent / "recorded"
-#: What `python -m tests.e2e switch --record` wrote.
+#: Written by `python -m tests.e2e switch --record`.
 SWITCH = FOLDER / "switch.json"
 STATES = ("passed", "failed", "skipped")
 
@@ -28,7 +28,7 @@ class Spec:
 
 
 def read_report(text: str) -> list[Spec]:
-    """The specs that a JSON report of ginkgo names. Those that the filters left out are not among them."""
+    """The specs in a JSON report of ginkgo, without those that the filters left out."""
     found = []
     for suite in json.loads(text) or []:
         for each in suite.get("SpecReports") or []:
@@ -38,7 +38,7 @@ def read_report(text: str) -> list[Spec]:
             if each.get("LeafNodeType") != "It":
                 if state in ("passed", "skipped"):
                     continue
-                # BeforeSuite and the like: nothing ran, or not everything.
+                # BeforeSuite and the like: no spec ran, or not all.
                 found.append(Spec("the suite itself", str(each.get("LeafNodeType")), "failed", 0.0, message))
                 continue
             if state == "pending" or (state == "skipped" and not message):
@@ -66,7 +66,7 @@ def save(name: str, specs: Iterable[Spec], about: dict[str, Any]) -> Path:
 
 
 def replaced(name: str, specs: list[Spec], folder: Path = FOLDER) -> list[Spec]:
-    """The specs of recorded/NAME.json, with these in place of those of the same names."""
+    """The specs of recorded/NAME.json, with these replacing those of the same names."""
     path = folder / f"{name}.json"
     former = load(path)[1] if path.exists() else []
     names = {spec.name for spec in specs}
@@ -76,14 +76,14 @@ def replaced(name: str, specs: list[Spec], folder: Path = FOLDER) -> list[Spec]:
 
 
 def times(name: str, folder: Path = FOLDER) -> dict[str, Any]:
-    """The time that recorded/NAME.json has, and how many specs ran at once; None where it has none."""
+    """The time in recorded/NAME.json, and how many specs ran at once; None if it has none."""
     path = folder / f"{name}.json"
     former = load(path)[0] if path.exists() else {}
     return {field: former.get(field) for field in ("seconds", "processes")}
 
 
 def load(path: Path) -> tuple[dict[str, Any], list[Spec]]:
-    """What ``save`` wrote: the facts about the run, and its specs."""
+    """Read what ``save`` wrote: the facts about the run, and its specs."""
     about = json.loads(path.read_text())
     specs = [Spec(**each) for each in about.pop("specs")]
     return about, specs

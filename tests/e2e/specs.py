@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Upstream's specs against a cluster: which, how they are run, and what their failure means."""
+"""Upstream's specs against a cluster: which ones, how they run, and what a failure means."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FOCUS = r"\[sig-network\]"
 DUAL_FOCUS = r"\[sig-network\].*\[Feature:IPv6DualStack\]"
 _LONG = "run for many minutes, or need the cluster for themselves"
 _NEEDS_BALANCER = "need a load balancer; these run with `ARGS=--load-balancer`"
-#: Why a spec is left out, and by which words of its name.
+#: Why a spec is left out, by parts of its name.
 LEFT_OUT = {
     _LONG: r"\[Slow\]|\[Serial\]|\[Disruptive\]",
     _NEEDS_BALANCER: r"Feature:LoadBalancer",
@@ -44,7 +44,7 @@ _LIMIT = 3600
 
 
 def run(proxy: str, dual: bool, processes: int, focus: str, here: bool, record: bool) -> int:
-    """The specs, in a cluster made for them or in the one that is up. 1 if one fails without a known reason."""
+    """Run the specs, in a new cluster or in the one that is up. 1 if one fails without a known reason."""
     clusters.prepare(specs=True)
     with clusters.exclusive():
         made = clusters.Cluster()
@@ -63,7 +63,7 @@ def run(proxy: str, dual: bool, processes: int, focus: str, here: bool, record: 
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """The clean-up runs to its end whatever signal comes."""
+    """The clean-up runs to its end, whatever signal comes."""
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = [signal.signal(number, signal.SIG_IGN) for number in numbers]
     try:
@@ -91,7 +91,7 @@ def _judge(made: clusters.Cluster, processes: int, focus: str, record: bool) -> 
         about |= {"seconds": seconds, "processes": processes}
         all_specs = specs
         if focus != FOCUS:
-            # The outcome of some specs replaces only theirs, and their time says nothing about all.
+            # The outcome of some specs replaces only theirs, and their time is not that of all.
             about |= results.times(name)
             all_specs = results.replaced(name, specs)
         print(f"written: {results.save(name, all_specs, about)}")

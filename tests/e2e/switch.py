@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The proxy is replaced under load: the commands of docs/cluster.md, in the cluster of `make cluster-up`."""
+"""The proxy is replaced under load, with the commands of docs/cluster.md, in the cluster of `make cluster-up`."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _SPACE = "pep-load"
 RATE = 1000
 #: No registry has it, and no name server knows the registry.
 MISSING_IMAGE = "registry.invalid/pyebpf-proxy:1"
-#: How long connections are watched after a step.
+#: How long connections are recorded after a step.
 _AFTER = 5.0
 _AGENTS = ("-n", "kube-system", "-l", "k8s-app=pyebpf-proxy")
 
 
 @dataclass(frozen=True)
 class Step:
-    """What was done, and the connections meanwhile. ``status``: the command's exit status; None: no command."""
+    """A step, and its connections. ``status``: the command's exit status; None: no command."""
 
     what: str
     status: int | None
@@ -56,7 +56,7 @@ class Load:
         self._cluster.kubectl("apply", "-f", "-", text=text)
         for kind in ("deployment/web", "daemonset/pod", "daemonset/node"):
             self._cluster.kubectl("-n", _SPACE, "rollout", "status", kind, "--timeout=120s")
-        # Those that began before the endpoints were ready have failed for that.
+        # Remove those that failed because they began before the endpoints were ready.
         self._cluster.kubectl("-n", _SPACE, "delete", "pods", "-l", "app=ask")
         for kind in ("daemonset/pod", "daemonset/node"):
             self._cluster.kubectl("-n", _SPACE, "rollout", "status", kind, "--timeout=120s")
@@ -83,7 +83,7 @@ class Load:
 
 
 class Run:
-    """The steps, and what they showed."""
+    """The steps, and their results."""
 
     def __init__(self, cluster: Cluster, load: Load) -> None:
         self._cluster = cluster
@@ -92,7 +92,7 @@ class Run:
         self.ready_seconds = 0.0
 
     def command(self, *words: str, statuses: Sequence[int] = (0,), says: str = "") -> None:
-        """A command of docs/cluster.md. E2EError if it ends otherwise than expected, or does not say that."""
+        """Run a command of docs/cluster.md. E2EError if its exit status or its output is not as expected."""
         shown = f"pyebpf-proxy cluster {' '.join(words)}"
         print(f"\n$ {shown}", flush=True)
         confirmed = [] if words[0] in ("check", "status") else ["--yes"]
@@ -121,7 +121,7 @@ class Run:
             raise E2EError(f"{shown}: does not say {says!r}")
 
     def action(self, what: str, action: Callable[[], object]) -> None:
-        """Something else that happens to the nodes; then the agents are ready again."""
+        """Another event on the nodes; then wait until the agents are ready again."""
 
         def run() -> None:
             action()
@@ -141,7 +141,7 @@ class Run:
         return status
 
     def restarts(self) -> None:
-        """What nodes go through while the agents serve them."""
+        """Restarts and drains of nodes while the agents serve them."""
         cluster = self._cluster
         agents = ("delete", "pod", *_AGENTS)
 
@@ -172,7 +172,7 @@ class Run:
 
 
 def is_ready(agents: Sequence[dict[str, Any]]) -> bool:
-    """Whether each node has an agent that is ready, and stays."""
+    """Whether each node has an agent that is ready and stays."""
     staying = [pod for pod in agents if "deletionTimestamp" not in pod["metadata"]]
     conditions = [each for pod in staying for each in pod["status"].get("conditions", ()) if each["type"] == "Ready"]
     return len(staying) == len(agents) == len(conditions) == NODES and all(
@@ -181,7 +181,7 @@ def is_ready(agents: Sequence[dict[str, Any]]) -> bool:
 
 
 def ready_after(pod: dict[str, Any]) -> float:
-    """From the start of a pod's container until the pod was ready, in whole seconds as the API has them."""
+    """From the start of a pod's container until the pod was ready, in whole seconds as in the API."""
     (container,) = pod["status"]["containerStatuses"]
     (ready,) = (each for each in pod["status"]["conditions"] if each["type"] == "Ready")
     started, then = container["state"]["running"]["startedAt"], ready["lastTransitionTime"]
@@ -189,7 +189,7 @@ def ready_after(pod: dict[str, Any]) -> float:
 
 
 def run(record: bool) -> int:
-    """There and back by the commands, with faults and restarts. 1 if a connection failed."""
+    """Takeover and way back by the commands, with faults and restarts. 1 if a connection failed."""
     cluster = Cluster()
     if not cluster.proxy.startswith("kube-proxy"):
         raise E2EError("this needs a cluster with kube-proxy: make cluster-up PROXY=kube-proxy")
@@ -210,13 +210,13 @@ def run(record: bool) -> int:
 def _steps(made: Run, cluster: Cluster) -> None:
     limit = ("--timeout", "60")
     made.command("check", "--image", PROXY_IMAGE)
-    # What cannot be pulled changes nothing on any node.
+    # An image that cannot be pulled changes no node.
     pulled = "the image cannot be pulled"
     made.command("install", "--image", MISSING_IMAGE, *limit, statuses=[1], says=pulled)
     made.command("install", "--image", PROXY_IMAGE, "--canary", "1", says=f"{NODES - 1} nodes left to kube-proxy")
     made.command("install")
     cluster.require_seccomp()
-    # 1: an agent warns, as of packets that it has refused in the last minute.
+    # 1: an agent warns, for example about packets that it refused in the last minute.
     made.command("status", statuses=[0, 1], says=f"{NODES} of {NODES} nodes served by pyebpf-proxy")
     made.command("test")
     made.restarts()
@@ -233,7 +233,7 @@ def save(made: Run, proxy: str, path: Path = results.SWITCH) -> Path:
 
 
 def load_record(path: Path = results.SWITCH) -> tuple[dict[str, Any], Sequence[Step]] | None:
-    """What ``save`` wrote; None: nothing was recorded."""
+    """Read what ``save`` wrote; None: nothing was recorded."""
     if not path.exists():
         return None
     about = json.loads(path.read_text())

@@ -1,7 +1,7 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# /usr/bin/wget of the agnhost image. The e2e image has BusyBox's; Debian's BusyBox crashes on -T. By curl, this does what
-# the specs ask of it.
+# /usr/bin/wget of the agnhost image. The e2e image has BusyBox's; Debian's BusyBox crashes on -T. This one does
+# what the specs need, with curl.
 limit=30
 while [ $# -gt 0 ]; do
     case $1 in

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Faults and floods: what connections notice while one thing after the other fails, ours beside kube-proxy."""
+"""Faults and floods: what connections notice during one fault after the other, with the agent and with kube-proxy."""

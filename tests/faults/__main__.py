@@ -23,12 +23,12 @@ from tests.faults.page import Entry, read, write
 from tests.support.apiserver import ApiServer
 from tests.support.damage import CannotBeMadeError
 
-#: What makes an outcome, besides the agent.
+#: The sources that affect an outcome, besides the agent.
 _TOOLS = ("tests/faults/*.py", "tests/changes/*.[chp]*", "tests/support/*.py")
 
 
 def measured(fault: Fault, name: str, scale: float, changes: int) -> Outcome | str:
-    """What came of it; or why it could not be made."""
+    """The outcome, or why the fault could not be made."""
     try:
         if name == OURS and not fault.api:
             with Ground(own=fault.own, environment=fault.environment()) as ground:

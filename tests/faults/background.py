@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Work that continues while a fault lasts."""
+"""Work that continues during a fault."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def in_background(work: Callable[[threading.Event], None]) -> Iterator[None]:
-    """Run ``work`` in a thread until it returns; what it raises is raised at the end. Its argument asks it to end."""
+    """Run ``work`` in a thread until it returns; raises its error at the end. Its argument is set when it must end."""
     stop = threading.Event()
     errors: list[BaseException] = []
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The proxies that are put under faults: pyebpf-proxy, by manifests or an API server, and the real kube-proxy."""
+"""The proxies under test: pyebpf-proxy, with manifests or an API server, and the real kube-proxy."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Contender(Protocol):
 
 
 class ByManifests:
-    """The agent, which reads a folder."""
+    """The agent with a folder of manifests."""
 
     name = OURS
 
@@ -58,7 +58,8 @@ class ByManifests:
         self._lab = lab
         self._agent = lab.nodes[0].agent
         self._own = own
-        # All become the agent: its process ID is theirs. Its mounts are the machine's, unlike with ``ip netns exec``.
+        # The shell becomes the agent: they have the same process ID. Its mounts are the machine's, unlike with ``ip
+        # netns exec``.
         inside = ("sh", "-c", 'echo $$ >"$0" && exec "$@"', str(group / "cgroup.procs")) if group is not None else ()
         self._enter = (*inside, "nsenter", f"--net={lab.nodes[0].namespace.path}", "env", *environment)
 
@@ -86,7 +87,7 @@ class ByManifests:
 
 
 class _Usual(Proxy):
-    """With the periods that both have by default, and not those of a benchmark."""
+    """Uses the default periods of both, and not those of a benchmark."""
 
     def _configuration(self, kubeconfig: Path, node: str, cluster_cidr: str) -> dict[str, Any]:
         made = super()._configuration(kubeconfig, node, cluster_cidr)
@@ -94,7 +95,7 @@ class _Usual(Proxy):
 
 
 class ByApi:
-    """The agent or kube-proxy, which follows a real API server."""
+    """The agent or kube-proxy with a real API server."""
 
     def __init__(self, name: str, lab: Lab, api: ApiServer, stack: ExitStack) -> None:
         self.name = name
@@ -103,7 +104,7 @@ class ByApi:
         self._namespace, self._node = node.namespace, node.name
         node.agent.folder.mkdir(exist_ok=True)
         self.relay = stack.enter_context(Relay(node.namespace.path, api.port))
-        #: A certificate and its key, without endings; and the file of the CA that the proxy trusts.
+        #: A certificate and its key, without suffixes; and the file of the CA that the proxy trusts.
         self.credentials, self._authority = lab.folder / "proxy", lab.folder / "proxy-ca.crt"
         api.client_certificate(self.credentials)
         self.trust()
@@ -125,13 +126,13 @@ class ByApi:
         replace(self._authority, self._api.authority.read_text())
 
     def kill(self) -> None:
-        self._before += self._proxy.log()  # a start empties it
+        self._before += self._proxy.log()  # a start empties the log
         self._proxy.stop()
 
     def apply(self, file: str, objects: Sequence[Object]) -> None:
         for each in objects:
             if each["kind"] == "Node":
-                # Its two addresses have one type, which makes them doubles to a server-side apply.
+                # Its two addresses have the same type, which server-side apply rejects as duplicates.
                 self._api.create(each)
                 self._api.patch_status(each)
             else:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every fault. The modules of_*.py have how each is made, and how it ends."""
+"""Every fault. The modules of_*.py make and end them."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Unwanted packets: made once, sent repeatedly at a rate, from a namespace of the lab."""
+"""Unwanted packets: built once, sent repeatedly at a rate, from a namespace of the lab."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 
 from pyebpf_proxy.lab.namespace import Namespace
 
-#: Packets a second: a multiple of what the loads send, and little enough for a machine of two processors.
+#: Packets a second: a multiple of the loads, and few enough for a machine with two CPUs.
 RATE = 10_000
 #: Different packets of one flood.
 PACKETS = 8192
@@ -23,7 +23,7 @@ _BATCH_SECONDS = 0.005
 
 
 def syns(sources: str, targets: Sequence[str], ports: Sequence[int], seed: int = 1) -> list[tuple[bytes, str]]:
-    """SYNs from random addresses of a network: each packet with its IPv4 header, and where it goes."""
+    """SYNs from random addresses of a network: each packet with its IPv4 header, and its destination."""
     return [
         (_packet(source, target, 6, _syn(source, target, source_port, port)), target)
         for source, source_port, target, port in _flows(sources, targets, ports, seed)
@@ -40,7 +40,7 @@ def datagrams(sources: str, targets: Sequence[str], ports: Sequence[int], seed: 
 
 @contextmanager
 def flooding(namespace: Namespace, packets: Sequence[tuple[bytes, str]]) -> Iterator[None]:
-    """RATE of the packets a second, in turn, until the end; they flow when this begins."""
+    """Send RATE packets a second, in turn, until the end; returns when they flow."""
     context = multiprocessing.get_context("fork")
     stop, sent = context.Event(), context.RawValue("L", 0)
     task = namespace.start(_send, stop, sent, packets)
@@ -60,13 +60,13 @@ def _send(stop: Any, sent: Any, packets: Sequence[tuple[bytes, str]]) -> None:
         begun = time.monotonic()
         while not stop.wait(_BATCH_SECONDS):
             due = int((time.monotonic() - begun) * RATE)
-            # What was not sent in time is not made up for.
+            # Packets that were not sent in time are skipped.
             for number in range(max(sent.value, due - 1000), due):
                 packet, target = packets[number % len(packets)]
                 try:
                     sock.sendto(packet, (target, 0))
                 except OSError:
-                    pass  # an ICMP error of a former one, or a full queue
+                    pass  # an ICMP error about an earlier one, or a full queue
             sent.value = due
 
 
@@ -80,7 +80,7 @@ def _flows(
 
 
 def _packet(source: str, target: str, protocol: int, payload: bytes) -> bytes:
-    # The kernel adds the checksum of this header.
+    # The kernel fills in the checksum of this header.
     header = struct.pack("!BBHHHBBH", 0x45, 0, 20 + len(payload), 0, 0, 64, protocol, 0)
     return header + socket.inet_aton(source) + socket.inet_aton(target) + payload
 

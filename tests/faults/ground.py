@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A node with a proxy, Services, and connections through them that are all on record."""
+"""A node with a proxy and Services, and recorded connections through them."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from tests.faults.contenders import ByApi, ByManifests, Contender
 from tests.support.apiserver import ApiServer
 from tests.support.world import TOOLBOX, World
 
-#: New connections a second, and long ones, all together.
+#: New connections a second, and long ones, in total.
 RATE, LONG = 1000, 200
 _LONG_PERIOD = 200  # milliseconds
 TARGET_PORT, NODE_PORT, VICTIM_NODE_PORT, VICTIM_UDP_NODE_PORT, VICTIM_UDP_PORT = 8080, 30081, 30082, 30083, 53
 SHOP, VICTIM = 11, 12
-#: Numbers of the Services that come while and after something is wrong.
+#: Numbers of the Services that are added during and after a fault.
 MEANWHILE, AFTERWARDS = 50, 51
-#: Where forged packets come from. Answers to them end at the router.
+#: The sources of forged packets. Replies to them end at the router.
 NOWHERE = "198.18.0.0/15"
 SOURCES = ("external", "pod", "node")
 PATIENCE = 60.0
@@ -38,7 +38,7 @@ CHANGES = 1000
 
 
 class Ground(World):
-    """``with Ground(...)``. ``beside``: the name of a proxy that follows ``api``; none: the agent reads manifests."""
+    """``with Ground(...)``. ``beside``: the name of a proxy that uses ``api``; none: the agent reads manifests."""
 
     def __init__(
         self,
@@ -57,15 +57,15 @@ class Ground(World):
         self.long: list[LongConnections] = []
         #: Changes a second of ``api-churn``.
         self.changes = CHANGES
-        #: What a fault has measured of itself, for the page.
+        #: What a fault has measured itself, for the page.
         self.notes: list[str] = []
 
     def build(self) -> None:
-        """One node, its proxy, and two Services: one that has the traffic, one that faults change."""
+        """One node, its proxy, and two Services: one for the traffic, one that faults change."""
         self.at_end.enter_context(self.lab)
         state = self.node.agent.directory
         state.mkdir(parents=True)
-        # The run folder has a small file system of its own.
+        # The run folder has its own small file system.
         _mount(b"tmpfs", bytes(state), b"tmpfs", b"size=1m,mode=0700")
         self.node.agent.mount_bpffs()
         for name in ("web-1", "web-2", "victim"):
@@ -86,7 +86,9 @@ class Ground(World):
     def service(
         self, name: str, number: int, *pods: str, node_port: int = 0, port: int = 80, udp: bool = False
     ) -> list[Object]:
-        """A Service with these pods; with a NodePort it has a VIP, too. ``udp``: also a port whose pods say nothing."""
+        """A Service with these pods; with a NodePort it also has a VIP. ``udp``: also a port whose pods never
+        answer.
+        """
         ports = [Port("p", port, TARGET_PORT, "TCP", node_port)]
         if udp:
             ports.append(Port("u", VICTIM_UDP_PORT, TARGET_PORT, "UDP", VICTIM_UDP_NODE_PORT))
@@ -95,7 +97,7 @@ class Ground(World):
         return [service(name, ports, cluster_ip(number), **more), *slices(name, ports, endpoints)]
 
     def delete(self, file: str, objects: Sequence[Object]) -> None:
-        """Take back what was applied."""
+        """Delete what was applied."""
         if self.api is None:
             (self.lab.manifests / f"{file}.yaml").unlink(missing_ok=True)
         else:
@@ -105,7 +107,7 @@ class Ground(World):
     # ---- traffic --------------------------------------------------------------
 
     def begin_traffic(self, rate: float = RATE) -> None:
-        """Long connections first, one round each, then new ones."""
+        """Start long connections, wait for one round each, then start new ones."""
         ours, virtual = cluster_ip(SHOP), vip(SHOP)
         asked = {
             "external": [f"{virtual.v4},80", f"{virtual.v6},80", f"{self.node.address.v4},{NODE_PORT}"],
@@ -125,15 +127,15 @@ class Ground(World):
             self.at_end.callback(self.news[-1].kill)
 
     def more(self, count: int) -> None:
-        """Wait until each load has made so many more connections, whatever came of them."""
+        """Wait until each load has made so many more connections, with any outcome."""
         start = [load.made for load in self.news]
         wait_until(
             lambda: all(load.made >= was + count for load, was in zip(self.news, start, strict=True)),
             f"{count} more connections of each load",
         )
 
-    def long_ones_go_on(self, seconds: float = PATIENCE) -> int:
-        """How many of the long ones are closed or stand still: those that got on by no round in that time."""
+    def wait_for_long_connections(self, seconds: float = PATIENCE) -> int:
+        """How many of the long connections are closed or had no round in that time."""
         lost = 0
         begun = time.monotonic()
         for each in self.long:
@@ -147,7 +149,7 @@ class Ground(World):
         return lost
 
     def end_traffic(self) -> tuple[list[Record], list[Record], list[Stall]]:
-        """The records of new connections, and of the long ones; and when the machine stood still."""
+        """The records of new connections and of the long ones; and when the machine paused."""
         for each in (*self.news, *self.long):
             each.stop()
         new, long, stalls = [], [], []
@@ -167,7 +169,7 @@ class Ground(World):
         return self.toolbox.namespace.call(answers, cluster_ip(number), 80)
 
     def status(self) -> list[str]:
-        """The warnings that ``status`` shows, or why it shows nothing; of kube-proxy none."""
+        """The warnings of ``status``, or why it shows nothing; none for kube-proxy."""
         if self.name != OURS:
             return []
         import json
@@ -194,7 +196,7 @@ class Ground(World):
 
 
 def answers(address: Dual, port: int, seconds: float = 0.5) -> bool:
-    """Whether both addresses take a connection and say something."""
+    """Whether both addresses accept a connection and send data."""
     for each in address:
         try:
             with socket.create_connection((each, port), timeout=seconds) as sock:
@@ -217,7 +219,7 @@ def _all_answer(wanted: dict[str, str]) -> bool:
 
 
 def wait_until(condition: Callable[[], bool], what: str, seconds: float = PATIENCE) -> None:
-    """Poll; TimeoutError if it never holds."""
+    """Poll; TimeoutError if the condition never holds."""
     end = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > end:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One fault on one ground: before, while, after, and what the records say of each."""
+"""One fault on one ground: before, during, after, and the evaluation of the records."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ import msgspec
 from tests.changes.checker import ANSWERED, Record
 from tests.faults.ground import AFTERWARDS, MEANWHILE, RATE, Ground, wait_until
 
-#: Others keep so much of their rate; right again so soon after the end of a fault of the node, or of the API server.
+#: Other faults keep so much of the rate; and everything recovers so soon after a fault of the node, or of the API
+#: server.
 LEAST_RATE, SOON, SOON_API = 90.0, 1.0, 30.0
-#: Seconds until it counts as never.
+#: Seconds that count as never.
 NEVER = 40.0
 _REASON = re.compile(r'^pyebpf_proxy_reasons_total\{reason="(\w+)"\} (\S+)$', re.MULTILINE)
-#: Other counters, and gauges of what is wrong.
+#: Other counters, and gauges of problems.
 _LABELLED = re.compile(
     r'^pyebpf_proxy_(conntrack_refusals|netlink_overruns|api_retries)_total\{\w+="(\w+)"\} (\S+)$', re.MULTILINE
 )
@@ -28,27 +29,27 @@ _PLAIN = re.compile(
 )
 _OVER_LIMIT = re.compile(r"^pyebpf_proxy_service_over_limit\{[^}]*\} (\S+)$", re.MULTILINE)
 _LONGEST_LINE = 200
-#: Counters that move by chance, whatever happens to the node.
+#: Counters that change by chance, whatever happens to the node.
 _CHANCE = frozenset({"closing_flow_replaced", "flow_changed", "flow_forgotten", "young_ended", "flow_promoted"})
 
 
 class Fault(NamedTuple):
-    """``make`` is entered when the fault begins and left when it ends. ``once``: it has no end of its own."""
+    """``make`` is entered when the fault begins and left when it ends. ``once``: it ends by itself at once."""
 
     name: str
     words: str
     make: Callable[[Ground], AbstractContextManager[None]]
     seconds: float = 5.0
     once: bool = False
-    #: Whether the node is as it must be, besides its traffic.
+    #: Whether the node is right again, besides its traffic.
     healed: Callable[[Ground], bool] = lambda ground: True
-    #: Both proxies follow an API server.
+    #: Both proxies use an API server.
     api: bool = False
-    #: Why kube-proxy does not meet this fault; empty: it does.
+    #: Why kube-proxy cannot have this fault; empty: it can.
     not_beside: str = ""
     #: It affects all connections of the node.
     affects_all: bool = False
-    #: It makes the node refuse something, perhaps none of the connections that are counted: that is counted and named.
+    #: The node refuses something because of it, perhaps none of the recorded connections: that is counted and named.
     refuses: bool = False
     #: ``status`` names it while it lasts, since only an operator can end it.
     named: bool = False
@@ -57,7 +58,7 @@ class Fault(NamedTuple):
 
 
 class Moments(NamedTuple):
-    """Of the monotonic clock: when it all began, and the fault was asked for, was there, was to end, had ended."""
+    """Times of the monotonic clock: the start, the fault requested, the fault active, its end requested, its end."""
 
     start: float
     asked: float
@@ -67,30 +68,31 @@ class Moments(NamedTuple):
 
 
 class Outcome(msgspec.Struct, kw_only=True):
-    """What one proxy made of one fault."""
+    """The outcome of one fault for one proxy."""
 
     proxy: str
     tried: int
     failed: int
     #: Of the long connections.
     lost: int
-    #: Answered a second while it lasted, in per cent of before.
+    #: Answered connections a second during the fault, in per cent of before.
     rate: float
     before: float
-    #: Seconds from the end until no connection failed, until what changed meanwhile was served, and the node as before.
+    #: Seconds from the end until no connection failed, until changes during the fault were served, and until the node
+    #: was right.
     traffic_right: float
     change_right: float
     healed: float
-    #: Seconds that a change took afterwards.
+    #: Seconds for a change afterwards.
     change_after: float
     how: dict[str, int]
     status: list[str]
     metrics: dict[str, int]
     log: list[str]
     stalled: float = 0.0
-    #: What the fault measured of itself.
+    #: What the fault has measured itself.
     notes: str = ""
-    #: Of the sources that made this outcome.
+    #: Of the sources that gave this outcome.
     commit: str = ""
 
     @property
@@ -104,7 +106,7 @@ Pause = Callable[[float], None]
 def run(
     ground: Ground, fault: Fault, before: float = 4.0, scale: float = 1.0, count: int = 0, rate: float = RATE
 ) -> Outcome:
-    """Everything of one fault. ``count``: wait for so many connections of each load, and not for seconds."""
+    """A whole fault. ``count``: wait for so many connections of each load, instead of for seconds."""
 
     def pass_by(seconds: float) -> None:
         if count:
@@ -119,7 +121,7 @@ def run(
     start = time.monotonic()
     pass_by(before)
     usual = reasons(ground)
-    # Everything that the fault does not bring about has been asked before it.
+    # Read everything before the fault that it must not affect.
     said = ground.proxy.complaints()
     warned = set(ground.status())
     meanwhile = ground.service("meanwhile", MEANWHILE, "web-1")
@@ -136,7 +138,7 @@ def run(
         ground.proxy.apply("meanwhile", meanwhile)
         pass_by(fault.seconds * scale / 2)
         ending = time.monotonic()
-        # Some count only as long as the fault is there.
+        # Some counters exist only during the fault.
         peak = reasons(ground)
         status = [] if fault.once else ground.status()
     finally:
@@ -153,9 +155,9 @@ def run(
     if change_right >= NEVER:
         # It may need the next change.
         change_right = _seconds_until(lambda: ground.serves(MEANWHILE), over, NEVER / 2)
-    # More than a connection waits for its second SYN.
+    # Longer than a connection waits for its second SYN.
     pass_by(2.5)
-    lost = ground.long_ones_go_on(NEVER)
+    lost = ground.wait_for_long_connections(NEVER)
     last = reasons(ground)
     new, long, stalls = ground.end_traffic()
     lost = max(lost, sum(record.end != ANSWERED for record in long))
@@ -179,7 +181,7 @@ def run(
 
 
 def judge(records: Iterable[Record], moments: Moments) -> dict[str, Any]:
-    """Of new connections: tried, failed, how, the rates, and when the last one failed. Pure."""
+    """Evaluate new connections: how many, how many failed and how, the rates, and when the last one failed. Pure."""
     known = list(records)
     during = [record for record in known if record.begun >= moments.asked]
     failed = [record for record in during if record.end != ANSWERED]
@@ -203,7 +205,7 @@ def judge(records: Iterable[Record], moments: Moments) -> dict[str, Any]:
 
 
 def problems(fault: Fault, found: Outcome, beside: Outcome | None) -> list[str]:
-    """What of the promises was not kept, in words."""
+    """The broken promises, in words."""
     soon = SOON_API if fault.api else SOON
     said = []
     if found.rate < LEAST_RATE and not (fault.affects_all and beside is not None and beside.rate <= found.rate):
@@ -222,7 +224,7 @@ def problems(fault: Fault, found: Outcome, beside: Outcome | None) -> list[str]:
 
 
 def excuses(fault: Fault, found: Outcome, beside: Outcome | None) -> list[str]:
-    """Why the goals count as met although numbers alone do not say so."""
+    """Why the goals count as met although the numbers alone do not show it."""
     said = []
     if beside is not None and fault.affects_all and found.rate < LEAST_RATE:
         said.append(f"it concerns every new connection, and kube-proxy keeps {beside.rate:.0f} % of the rate")
@@ -234,12 +236,12 @@ def excuses(fault: Fault, found: Outcome, beside: Outcome | None) -> list[str]:
 
 
 def counters(found: Outcome) -> list[str]:
-    """The counters that moved because of the fault."""
+    """The counters that changed because of the fault."""
     return [name for name in found.metrics if name not in _CHANCE]
 
 
 def reasons(ground: Ground) -> dict[str, float]:
-    """What the agent counts of refusals and troubles; of kube-proxy nothing."""
+    """The agent's counters of refusals and problems; none for kube-proxy."""
     page = ground.proxy.metrics()
     found = {name: float(value) for name, value in _REASON.findall(page)}
     found |= {f"{name}: {label}": float(value) for name, label, value in _LABELLED.findall(page)}
@@ -260,7 +262,7 @@ def _seconds_until(condition: Callable[[], bool], since: float, patience: float 
 
 
 def _shortened(lines: Sequence[str], before: Sequence[str]) -> list[str]:
-    """Each kind of line once, without its time; none that was there before."""
+    """Each kind of line once, without its time, and without those from before."""
     known = {_kind(line) for line in before}
     kinds = {_kind(line): _text(line)[:_LONGEST_LINE] for line in reversed(lines)}
     return [kinds[kind] for kind in reversed(kinds) if kind not in known][:8]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Faults of what proxies read: manifests, and the API server with its certificates."""
+"""Faults of the proxies' sources: manifests, and the API server with its certificates."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.spoiling_proxy import Proxy as Spoiler
 _CHURN = 100
 #: Services whose endpoints change at the API server, and how many of them change in one transaction.
 _CHANGING, _AT_ONCE = 100, 20
-#: Less than this part of the changes that were asked for is another fault.
+#: With less than this share of the requested changes it is a different fault.
 _LEAST_CHANGES = 0.95
 #: Objects that come at once: Services, each with so many EndpointSlices.
 SERVICES, SLICES = 20_000, 4
@@ -31,9 +31,9 @@ _NAMESPACES = 50
 
 @contextmanager
 def _repeated(step: Callable[[int], None], rate: float) -> Iterator[list[int]]:
-    """``step`` with a number, ``rate`` times a second, in a thread; what it raises is raised at the end.
+    """Call ``step`` with a number, ``rate`` times a second, in a thread; raises its error at the end.
 
-    Gives a list with one element, the number of steps.
+    Returns a list with one element, the number of steps.
     """
     made = [0]
 
@@ -49,7 +49,7 @@ def _repeated(step: Callable[[int], None], rate: float) -> Iterator[list[int]]:
 
 @contextmanager
 def manifest_churn(ground: Ground) -> Iterator[None]:
-    """The endpoints of a Service, 100 times a second."""
+    """The endpoints of a Service change 100 times a second."""
 
     def step(number: int) -> None:
         pods = (("web-1",), ("web-2",), ("web-1", "web-2"))[number % 3]
@@ -61,10 +61,10 @@ def manifest_churn(ground: Ground) -> Iterator[None]:
 
 @contextmanager
 def api_churn(ground: Ground) -> Iterator[None]:
-    """Endpoints of 100 Services, ``ground.changes`` times a second.
+    """Endpoints of 100 Services change ``ground.changes`` times a second.
 
-    They are written past the API server, which would need more than this machine for it. It delivers them like all
-    others. At the end every Service has the endpoint that it was given last.
+    They are written directly into etcd: through the API server this machine would be too slow. It delivers them like
+    all others. In the end every Service has its last endpoint.
     """
     assert ground.api is not None
     _put(ground.api, [each for number in range(_CHANGING) for each in _changing(ground, number, "web-1")])
@@ -128,7 +128,7 @@ def _crowd_address(number: int) -> str:
 
 
 def _crowd(ground: Ground, number: int, slices: int) -> list[Object]:
-    """A Service of another namespace, one of many, with so many slices of one endpoint."""
+    """A Service in another namespace, one of many, with so many slices of one endpoint."""
     made = ground.service(f"crowd-{number}", 0, "web-1")
     address = _crowd_address(number)
     made[0]["spec"] |= {"clusterIP": address, "clusterIPs": [address]}
@@ -160,7 +160,7 @@ def _of_one_family(item: Object) -> Object:
 
 
 def _put(api: ApiServer, objects: list[Object]) -> None:
-    """Write them into etcd. What the API server would add to new ones is not missed by proxies."""
+    """Write them into etcd, without the fields that the API server would add: proxies do not need them."""
     api.put(dict(entry for each in objects for entry in entries(each, allocated=False)))
 
 
@@ -169,7 +169,7 @@ def _put(api: ApiServer, objects: list[Object]) -> None:
 
 @contextmanager
 def garbage(ground: Ground) -> Iterator[None]:
-    """Every answer of the API server, watches included, is no JSON."""
+    """No answer of the API server, watches included, is JSON."""
     assert ground.api is not None
     assert isinstance(ground.proxy, ByApi)
     with Spoiler(ground.api.port, ground.api.folder) as spoiler:
@@ -184,12 +184,12 @@ def garbage(ground: Ground) -> Iterator[None]:
 
 @contextmanager
 def expired_certificate(ground: Ground) -> Iterator[None]:
-    """The proxy's own certificate expires, and the API server refuses it. Then there is a new one in the same file."""
+    """The proxy's own certificate expires, and the API server rejects it. Then the same file gets a new one."""
     assert ground.api is not None
     assert isinstance(ground.proxy, ByApi)
     end = ground.api.client_certificate(ground.proxy.credentials, seconds=2)
     wait_until(lambda: time.time() > end, "the certificate has expired")
-    # Established connections are not asked again before their next request.
+    # On an established connection the certificate is only checked at the next request.
     ground.proxy.relay.cut()
     try:
         yield
@@ -200,7 +200,7 @@ def expired_certificate(ground: Ground) -> Iterator[None]:
 
 @contextmanager
 def unknown_authority(ground: Ground) -> Iterator[None]:
-    """The API server has a certificate of a new CA. The proxy's file gets this CA later."""
+    """The API server has a certificate of a new CA, which the proxy's file gets later."""
     assert ground.api is not None
     assert isinstance(ground.proxy, ByApi)
     ground.api.rotate_authority()
@@ -213,6 +213,6 @@ def unknown_authority(ground: Ground) -> Iterator[None]:
 
 
 def _still_without(ground: Ground) -> None:
-    """RuntimeError if the proxy got what it should not."""
+    """RuntimeError if the proxy got objects that it must not get."""
     if ground.serves(MEANWHILE):
         raise RuntimeError("the proxy still followed the API server")

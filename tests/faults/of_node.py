@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Faults of the node: what the proxy has put into the kernel is taken away, devices change, messages are lost."""
+"""Faults of the node: the proxy's kernel state is removed, devices change, messages are lost."""
 
 from __future__ import annotations
 
@@ -19,22 +19,24 @@ from pyebpf_proxy.lab.addresses import cluster_ip
 from pyebpf_proxy.lab.links import pod_routes
 from pyebpf_proxy.lab.namespace import LabError, batch
 from tests.faults.ground import VICTIM, Ground, answers
-from tests.support.damage import CannotBeMadeError, enter_here, has_program, take_program_off
+from tests.support.damage import CannotBeMadeError, detach_program, enter_here, has_program
 
-#: Routes, and conntrack entries, that come and go at once.
+#: Routes and conntrack entries that are added and removed at once.
 _MANY = 20_000
-#: Seconds until they do so again.
+#: Seconds until that happens again.
 _STORM_PAUSE = 0.5
 
 
 @contextmanager
 def netlink_overrun(ground: Ground) -> Iterator[None]:
-    """Routes and conntrack entries come and go, again and again, faster than anybody reads of them."""
+    """Routes and conntrack entries are added and removed again and again, faster than any program can read the
+    messages.
+    """
     context = multiprocessing.get_context("fork")
     stop, rounds = context.Event(), context.RawValue("L", 0)
     space, pid = ground.node.namespace, ground.proxy.pid
     before = space.call(_dropped, pid)
-    # In a process of its own: calls into the namespace are one after the other.
+    # In a separate process: calls into the namespace run one after the other.
     task = space.start(_storm, stop, rounds)
     try:
         yield
@@ -63,14 +65,14 @@ def _storm(stop: Any, rounds: Any) -> None:
 
 
 def _dropped(pid: int) -> int:
-    """Messages that the kernel dropped because the buffers of this process's netlink sockets here were full."""
+    """How many messages the kernel dropped because the buffers of this process's netlink sockets were full."""
     folder = Path(f"/proc/{pid}/fd")
     inodes = set()
     for each in folder.iterdir():
         try:
             inodes.add(os.readlink(each))
         except OSError:
-            continue  # closed by now
+            continue  # closed meanwhile
     # sk Eth Pid Groups Rmem Wmem Dump Locks Drops Inode
     rows = [line.split() for line in Path("/proc/net/netlink").read_text().splitlines()[1:]]
     return sum(int(row[8]) for row in rows if f"socket:[{row[9]}]" in inodes)
@@ -94,7 +96,7 @@ def _devices(ground: Ground) -> list[str]:
 @contextmanager
 def programs_detached(ground: Ground) -> Iterator[None]:
     for device in _devices(ground):
-        if not ground.node.namespace.call(take_program_off, ground.node.agent.directory, device):
+        if not ground.node.namespace.call(detach_program, ground.node.agent.directory, device):
             raise CannotBeMadeError(f"no program on {device}")
     yield
 
@@ -119,7 +121,7 @@ def has_pins(ground: Ground) -> bool:
 
 @contextmanager
 def sockets_detached(ground: Ground) -> Iterator[None]:
-    """The programs lose their cgroup, as they do when it is removed. The root, where they are, cannot be removed."""
+    """The programs lose their cgroup, as if it were removed. They are on the root, which cannot be removed."""
     for name in cgroups.PROGRAMS:
         link = Link.open_pinned(_links(ground) / name)
         try:
@@ -139,13 +141,13 @@ def _links(ground: Ground) -> Path:
 
 @contextmanager
 def device_moved(ground: Ground) -> Iterator[None]:
-    """That of the victim's pod, to another network namespace and back."""
+    """Move the device of the victim's pod to another network namespace and back."""
     pod, space, other = ground.lab.pods["victim"], ground.node.namespace, ground.lab.core
     space.ip(f"link set dev {pod.device} netns {other.name}")
     try:
         yield
     finally:
-        # What a move takes away comes back as the plugin made it.
+        # A move removes the configuration; set it as the plugin does.
         other.ip(f"link set dev {pod.device} netns {space.name}")
         gateway = ground.node.gateway
         space.ip(
@@ -157,7 +159,7 @@ def device_moved(ground: Ground) -> Iterator[None]:
 
 
 def victim_is_served(ground: Ground) -> bool:
-    """From outside of its node's programs too: a pod asks, and the device has its program."""
+    """Whether its node's programs serve it: another pod gets an answer, and the device has its program."""
     device = ground.lab.pods["victim"].device
     return ground.toolbox.namespace.call(answers, cluster_ip(VICTIM), 80) and (
         ground.name != OURS or ground.node.namespace.call(has_program, device)
@@ -166,7 +168,7 @@ def victim_is_served(ground: Ground) -> bool:
 
 @contextmanager
 def device_renamed(ground: Ground) -> Iterator[None]:
-    """A pod's, while it is up."""
+    """A pod's device is renamed while it is up."""
     name = ground.lab.pods["web-1"].device
     try:
         ground.node.namespace.ip(f"link set dev {name} name other0")
@@ -180,7 +182,7 @@ def device_renamed(ground: Ground) -> Iterator[None]:
 
 @contextmanager
 def neighbours_deleted(ground: Ground) -> Iterator[None]:
-    """All of them, five times a second."""
+    """All neighbour entries, five times a second."""
     task = ground.node.namespace.start(_delete_neighbours)
     try:
         yield

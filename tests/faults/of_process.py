@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Faults of the proxy's process: its files, limits, clock; and its end."""
+"""Faults of the proxy's process: its files, limits and clock; and its end."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def disk_full(ground: Ground) -> Iterator[None]:
 
 @contextmanager
 def read_only(ground: Ground) -> Iterator[None]:
-    """By a mount over it, since the agent holds its lock open for writing; below it the bpffs is as before."""
+    """By a mount over it, since the agent's lock is open for writing; the bpffs below it does not change."""
     folder = str(ground.node.agent.directory)
     subprocess.run(["mount", "--rbind", folder, folder], check=True)
     try:
@@ -49,14 +49,14 @@ def read_only(ground: Ground) -> Iterator[None]:
         yield
     finally:
         subprocess.run(["umount", "--recursive", "--lazy", folder], check=True)
-        # The first mount is below; and so is its bpffs.
+        # The first mount and its bpffs are below.
 
 
 @contextmanager
 def no_descriptors(ground: Ground) -> Iterator[None]:
     pid = ground.proxy.pid
     before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
-    # Less than it has: not even the place of one that it closes.
+    # Fewer than it has: a descriptor that it closes cannot be used again.
     resource.prlimit(pid, resource.RLIMIT_NOFILE, (3, before[1]))
     try:
         yield
@@ -150,7 +150,7 @@ def cgroup(controller: str, old: dict[str, str], new: dict[str, str]) -> Iterato
 
 
 def _group_of(pid: int, controller: str, beside: Path) -> Path:
-    """The cgroup that a process is in, in the hierarchy of another one."""
+    """The cgroup of a process, in the hierarchy of another one."""
     second = (beside / "cgroup.controllers").exists()
     where = next(
         line.split(":", 2)[2]
@@ -162,7 +162,7 @@ def _group_of(pid: int, controller: str, beside: Path) -> Path:
 
 @contextmanager
 def clock_steps(ground: Ground) -> Iterator[None]:
-    """A day forth, two days back, and so on until the end; for the agent alone."""
+    """A day forward, two days back, and so on until the end; only for the agent."""
     file, steps = _clock(), 0
 
     def work(stop: threading.Event) -> None:
@@ -175,7 +175,7 @@ def clock_steps(ground: Ground) -> Iterator[None]:
         with in_background(work):
             yield
     finally:
-        # Without it, the clock is right.
+        # Without this file the clock is right.
         file.unlink()
     if steps < 2:
         raise RuntimeError("the fault was too short for two steps")
@@ -183,7 +183,7 @@ def clock_steps(ground: Ground) -> Iterator[None]:
 
 
 def _clock() -> Path:
-    """What libfaketime reads. The lab's folder is not there yet when the agent's environment is made."""
+    """The file that libfaketime reads. The lab's folder does not exist yet when the agent's environment is set."""
     return Path(tempfile.gettempdir()) / f"clock-of-faults-{os.getpid()}"
 
 

@@ -20,9 +20,9 @@ _SILENT, _SILENT_PORT = 13, 7000
 
 @contextmanager
 def conntrack_full(ground: Ground) -> Iterator[None]:
-    """Of flows that were answered, which the kernel does not give up."""
+    """Full of answered flows, which the kernel does not evict."""
     with full_conntrack(ground.node.namespace) as top_up:
-        # Entries of connections that were reset leave room.
+        # Entries of reset connections leave room.
         top_up()
         yield
 
@@ -48,7 +48,7 @@ def conntrack_flooded(ground: Ground) -> Iterator[None]:
 
 
 def _silent() -> list[Object]:
-    """A Service with one endpoint, on a node that is gone, for TCP and UDP."""
+    """A Service with one endpoint, on a node that does not exist, for TCP and UDP."""
     ports = [Port(name, _SILENT_PORT, TARGET_PORT, name.upper()) for name in ("tcp", "udp")]
     gone = [endpoint("198.19.255.254", "node2")]
     family = {"ipFamilies": ["IPv4"], "ipFamilyPolicy": "SingleStack", "clusterIPs": [cluster_ip(_SILENT).v4]}
@@ -58,7 +58,7 @@ def _silent() -> list[Object]:
 
 
 def _is_served() -> bool:
-    """A ClusterIP without endpoints refuses; the silent one says nothing."""
+    """A ClusterIP without endpoints refuses; the silent one never answers."""
     try:
         socket.create_connection((cluster_ip(_SILENT).v4, _SILENT_PORT), timeout=0.2).close()
     except TimeoutError:
@@ -69,7 +69,7 @@ def _is_served() -> bool:
 
 
 def source_ports_used(family: int, protocol: str) -> Callable[[Ground], AbstractContextManager[None]]:
-    """Every port that the node may masquerade with towards the victim's endpoint is in use."""
+    """Every port that the node may use for masquerading to the victim's endpoint is in use."""
 
     @contextmanager
     def made(ground: Ground) -> Iterator[None]:
@@ -88,7 +88,7 @@ def source_ports_used(family: int, protocol: str) -> Callable[[Ground], Abstract
         )
         try:
             before = ground.node.namespace.call(ct_refusals.read)["insert_failed"]
-            # The victim's clients are refused, and not for lack of an endpoint.
+            # The victim's clients are refused, and not because an endpoint is missing.
             for _ in range(20):
                 ground.lab.client.call(_ask, virtual, port, protocol)
             refused = ground.node.namespace.call(ct_refusals.read)["insert_failed"] - before
@@ -117,7 +117,7 @@ SMALL = dict.fromkeys(("frontends4", "frontends6", "services", "serviceNames", "
 
 @contextmanager
 def maps_full(ground: Ground) -> Iterator[None]:
-    """More Services than there is room for, of another namespace."""
+    """More Services of another namespace than the maps have room for."""
     objects = []
     for number in range(400):
         for each in ground.service(f"tenant-{number}", 0, "web-1"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Faults that are made of packets."""
+"""Faults that consist of packets."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/reliability.md from results.json."""
+"""Writes docs/reliability.md from results.json."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ _TAIL = """
 
 
 class Entry(msgspec.Struct):
-    """Both outcomes of a fault; text: why there is none."""
+    """Both outcomes of a fault; a text says why there is none."""
 
     ours: Outcome | str
     beside: Outcome | str
@@ -90,7 +90,7 @@ def read() -> Results:
 
 
 def write(results: Results) -> None:
-    """The file, and the page."""
+    """Write the file, and the page."""
     results.faults = {name: results.faults[name] for name in FAULTS if name in results.faults}
     RESULTS.write_bytes(msgspec.json.format(msgspec.json.encode(results), indent=1) + b"\n")
     PAGE.write_text(page(results))
@@ -209,7 +209,7 @@ def _named(words: str, found: Outcome) -> str:
 
 
 def _cell(text: str) -> str:
-    """One line of a table, as code: names and paths of the lab are not for readers."""
+    """One line of a table, as code, without names and paths of the lab."""
     text = re.sub(r"/tmp/pep-[\w-]+/node1/state", "/run/pyebpf-proxy", text)
     text = re.sub(r"pyebpf-proxy-state-[0-9a-f]+", "pyebpf-proxy", text)
     text = re.sub(r"\(process \d+\)", "(process …)", text)

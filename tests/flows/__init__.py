@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packet flows in words, their outcomes, and the lab that they are sent through: for any proxy on one node."""
+"""Packet flows, their outcomes, and the lab that they are sent through: for any proxy on one node."""

@@ -16,19 +16,19 @@ from pyebpf_proxy.lab.client import read_answer
 from tests.flows import sctp
 from tests.flows.flow import DROPPED, Flow
 
-#: Nothing heard for so long counts as dropped.
+#: No answer for so many seconds counts as dropped.
 PATIENCE = 2.4
-#: Requests that wait for an answer. One that has waited long makes room for others: it may well be dropped.
+#: How many requests may wait for an answer. One that has waited long makes room for others: it is probably dropped.
 AT_ONCE = 32
-#: Seconds, and times the usual answer, after which a request has waited long.
+#: Seconds, and multiples of the usual time, after which a request has waited long.
 LONG = 0.2
 SLOWER = 5
 #: Sockets.
 MOST = 600
-#: Requests of one flow that may be lost before it counts as dropped; one more for so many answers.
+#: How many requests of a flow may be lost before it counts as dropped; one more for so many answers.
 LOST = 1
 SELDOM = 6
-#: Refusals of one flow that end it.
+#: How many refusals end a flow.
 REFUSED = 2
 
 _IP_RECVERR, _IPV6_RECVERR = 11, 25
@@ -39,9 +39,9 @@ _REQUEST = {"tcp": b"GET / HTTP/1.1\r\nHost: flow\r\n\r\n", "udp": b"who "}
 
 
 class Raw(NamedTuple):
-    """One request: the server that answered, its address and port, the source it saw; or the failure.
+    """One request: the server that answered, its address and port, the source that it saw; or the failure.
 
-    The first outcome of a flow also has the number of requests it took, and how many of them were lost and asked again.
+    The first outcome of a flow also has the number of requests, and how many of them were lost and repeated.
     """
 
     pod: str
@@ -54,7 +54,7 @@ class Raw(NamedTuple):
 
 
 def ask_flows(flows: Sequence[Flow], patience: float = PATIENCE) -> list[list[Raw]]:
-    """Every flow, until it has no new outcome; in the order of ``flows``. Runs in the namespace of the client."""
+    """Send every flow until it has no new outcome; in the order of ``flows``. Runs in the client's namespace."""
     asker = _Asker(flows, patience)
     try:
         return asker.run()
@@ -63,12 +63,12 @@ def ask_flows(flows: Sequence[Flow], patience: float = PATIENCE) -> list[list[Ra
 
 
 def ask(flow: Flow) -> Raw:
-    """One request from a fresh socket."""
+    """One request from a new socket."""
     return ask_flows([flow._replace(count=0)])[0][0]
 
 
 class _Found:
-    """The outcome of a flow so far. Failures take long, and are seldom a matter of chance: a few of them end it."""
+    """The outcome of a flow so far. Failures take long and are seldom chance: a few of them end the flow."""
 
     def __init__(self, flow: Flow) -> None:
         self.flow = flow
@@ -76,9 +76,9 @@ class _Found:
         self.in_vain = self.lost = self.refused = self.answered = self.asked = 0
 
     def add(self, raw: Raw) -> bool:
-        """One more outcome; whether another request is to be made."""
+        """Add an outcome; returns whether another request must be sent."""
         self.asked += 1
-        # A busy machine loses an answer now and then, a rule loses all of them, or every second one.
+        # A busy machine sometimes loses an answer; a rule drops all of them, or every second one.
         if raw.failed == DROPPED:
             self.lost += 1
             if self.lost <= max(LOST, self.answered // SELDOM) and self.flow.count:
@@ -90,17 +90,17 @@ class _Found:
         self.outcomes.setdefault(key, raw)
         if raw.failed == DROPPED:
             return False
-        # The more answers there are, the longer another may keep away by chance.
+        # The more answers there are, the longer another endpoint may be missing by chance.
         return self.in_vain < self.flow.count * len(self.outcomes) and self.refused < REFUSED
 
     def all(self) -> list[Raw]:
-        """Every different outcome, with what it took."""
+        """Every different outcome, with its requests."""
         first, *others = self.outcomes.values()
         return [first._replace(asked=self.asked, lost=self.lost), *others]
 
 
 class _Request:
-    """One socket on its way."""
+    """One request with its socket."""
 
     def __init__(self, found: _Found) -> None:
         self.found = found
@@ -121,7 +121,7 @@ class _Request:
         self.sock.setsockopt(level, option, 1)
 
     def start(self) -> Raw | None:
-        """Connect, and send what can be sent; the outcome if it is known at once."""
+        """Connect and send; returns the outcome if it is known at once."""
         flow, sock = self.flow, self.sock
         raw = flow.protocol == "sctp"
         if flow.bound:
@@ -145,7 +145,7 @@ class _Request:
         return None
 
     def step(self, events: int) -> Raw | None:
-        """Something happened at the socket; the outcome of the request, once it is known."""
+        """The socket has an event; returns the outcome of the request as soon as it is known."""
         if events & select.EPOLLERR:
             reason = self._queued()
             error = self.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
@@ -184,20 +184,20 @@ class _Request:
         return Raw(answer.pod, answer.local[1], answer.peer[0], self.own)
 
     def failed(self, error: int) -> Raw:
-        """A reset, a loss that the kernel knows of, or the kernel's word."""
+        """A reset, a loss that the kernel reports, or the kernel's error."""
         if error == errno.ETIMEDOUT:
             return Raw("", 0, "", self.own, DROPPED)
         reset = error in (errno.ECONNREFUSED, errno.ECONNRESET)
         return Raw("", 0, "", self.own, f"refused ({'RST' if reset else errno.errorcode.get(error, str(error))})")
 
     def _queued(self) -> str:
-        """What refused: the ICMP error in the socket's error queue."""
+        """Which host refused: the ICMP error in the socket's error queue."""
         while True:
             try:
                 payload, ancillary, _, _ = self.sock.recvmsg(512, 512, _MSG_ERRQUEUE | socket.MSG_DONTWAIT)
             except OSError:
                 return ""
-            # A raw socket hears of every packet to that address.
+            # A raw socket gets errors about every packet to that address.
             if self.port and not sctp.is_from(payload, self.port):
                 continue
             for _, _, data in ancillary:
@@ -257,7 +257,7 @@ class _Asker:
             self._waiting.append(request.found)
 
     def _pause(self) -> float:
-        """Until the oldest request is given up, or makes room."""
+        """How long until the oldest request fails, or makes room."""
         if not self._live:
             return 0.0
         now = time.monotonic()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where flows end otherwise than with kube-proxy on purpose; docs/differences.md has the reasons by these names."""
+"""Intended differences of flows from kube-proxy; docs/differences.md gives the reasons under these names."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _LOOPBACK = "127.0.0.1"
 
 
 def _served_from_loopback(flow: Flow, ground: Ground, expected: Seen, actual: Seen) -> bool:
-    """A node in the range of pods reaches its NodePorts on loopback, where kube-proxy's packets get lost."""
+    """A node in the pods' range reaches its NodePorts on loopback, where kube-proxy's packets are lost."""
     if ground.mode != "iptables" or not flow.local or not _loopback_is_in_the_range_of_pods(ground):
         return False
     lost = expected.outcomes == (DROPPED,) and flow.source == "node1" and flow.address == _LOOPBACK
@@ -22,7 +22,7 @@ def _served_from_loopback(flow: Flow, ground: Ground, expected: Seen, actual: Se
 
 
 def _loopback_is_in_the_range_of_pods(ground: Ground) -> bool:
-    """Whether the detector takes 127.0.0.1 for the address of a pod."""
+    """Whether the detector considers 127.0.0.1 a pod's address."""
     if ground.config.get("detectLocalMode", "ClusterCIDR") != "ClusterCIDR":
         return False
     networks = [ip_network(text) for text in ground.config.get("clusterCIDR", "").split(",") if text]
@@ -32,13 +32,13 @@ def _loopback_is_in_the_range_of_pods(ground: Ground) -> bool:
 def _refused_not_silent(flow: Flow, ground: Ground, expected: Seen, actual: Seen) -> bool:
     """A datagram of the node to itself, at a NodePort that drops: its sender gets an error."""
     own = flow.source == "node1" and flow.protocol == "udp" and "NodePort" in flow.what
-    # On ::1 no NodePort is served, whatever the policy is.
+    # On ::1 no NodePort is served, with any policy.
     unserved = ground.mode == "iptables" and (flow.local or flow.address == "::1")
     return own and unserved and expected.outcomes == (DROPPED,) and actual.outcomes == ("refused",)
 
 
 def _served_by_itself(flow: Flow, ground: Ground, expected: Seen, actual: Seen) -> bool:
-    """A pod that is its own endpoint, though its slice places it nowhere, or elsewhere."""
+    """A pod that is its own endpoint, though its slice gives no node for it, or another one."""
     if ground.mode != "nftables":
         return False
     served = set(actual.outcomes) - set(expected.outcomes)
@@ -58,7 +58,7 @@ DIFFERENCES: dict[str, Callable[[Flow, Ground, Seen, Seen], bool]] = {
 
 
 def difference(flow: Flow, ground: Ground, expected: Seen, actual: Seen) -> str | None:
-    """Empty: none. The name of a listed difference, or None for one that is not listed."""
+    """Empty: no difference. The name of a listed difference, or None for one that is not listed."""
     if expected == actual:
         return ""
     return next((name for name, explains in DIFFERENCES.items() if explains(flow, ground, expected, actual)), None)

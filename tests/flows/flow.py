@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One flow in words, and its outcome: the same for every proxy, whatever addresses a run happens to choose."""
+"""One flow and its outcome in words, independent of the proxy and of the addresses of a run."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-#: Where an untranslated address leads to: a host behind the nodes that answers for every address.
+#: An untranslated packet reaches this host behind the nodes, which has every address.
 UNTOUCHED = "untouched"
 DROPPED = "dropped"
 
 
 class Ground(NamedTuple):
-    """What holds for all flows of a scenario: the mode, and the other top-level fields of the configuration."""
+    """What applies to all flows of a scenario: the mode, and the other top-level fields of the configuration."""
 
     mode: str
     config: Mapping[str, Any]
@@ -26,9 +26,9 @@ class Flow(NamedTuple):
     address: str
     port: int
     protocol: str
-    #: Requests with nothing new, each from a new port, until no more is expected to come.
+    #: How many requests without a new outcome, each from a new port, end the flow.
     count: int = 1
-    #: Session affinity: which endpoint answers is a matter of chance, and then it is always that one.
+    #: Session affinity: the first endpoint is chance, and all later ones are the same.
     sticky: bool = False
     #: The address that the client's socket is bound to, if any.
     bound: str = ""
@@ -37,7 +37,7 @@ class Flow(NamedTuple):
 
     @property
     def key(self) -> tuple[str, str, str]:
-        """What is asked, by whom, how: names the flow within its scenario."""
+        """Destination, client and protocol: names the flow within its scenario."""
         return self.what, self.source, f"{self.protocol}{self.family}"
 
     @property
@@ -51,8 +51,8 @@ class Flow(NamedTuple):
 class Seen(NamedTuple):
     """The outcomes of a flow's requests: each different one, in words, sorted.
 
-    An answer is ``POD:PORT <- SOURCE``: the server, its port, and the source that it saw: ``client``, when that was the
-    address the request came from, ``node`` for an address of the node, else the address. Otherwise ``refused (…)`` with
+    An answer is ``POD:PORT <- SOURCE``: the server, its port, and the source that it saw: ``client`` for the address of
+    the request, ``node`` for an address of the node, otherwise the address. Other outcomes are ``refused (…)`` with
     what refused it, ``dropped``, or ``untouched``.
     """
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Made-up objects for the flows: a seed gives a configuration and a series of object sets, each like the last but for
-a few things."""
+"""Random objects for the flows: a seed gives a configuration and a series of object sets. Each set differs from the
+last one in a few objects.
+"""
 
 from __future__ import annotations
 
@@ -24,14 +25,14 @@ _NETWORKS = [
     "198.51.100.0/30",
     "fd00:77::/64",
 ]
-#: The node itself now and then, and one pod twice as often as others.
+#: The node itself sometimes, and one pod twice as often as others.
 _ENDS = [*PODS, "local-1", "host"]
 _OTHER_TARGET = {8080: 8081, 8081: 8080, 5353: 5354, 5354: 5353, 3868: 3869, 3869: 3868}
 _ADDRESSES = ["primary", *NODE_CIDR, *POD_CIDR, "127.0.0.0/8", "0.0.0.0/0", "::/0"]
 
 
 def scenarios(seed: int, mode: str, steps: int) -> Iterator[Scenario]:
-    """``steps`` object sets under one made-up configuration; each differs from the one before in a few things."""
+    """``steps`` object sets under one random configuration; each differs from the one before in a few objects."""
     maker = _Maker(random.Random(f"{seed} {mode}"))
     config = maker.config(mode)
     services = [maker.service(10 + number) for number in range(_SERVICES)]
@@ -113,7 +114,7 @@ class _Maker:
         return made
 
     def changed(self, service: Svc) -> Svc:
-        """The same service with another property; its addresses and ports stay, unless all of it is another."""
+        """The same service with another property; its addresses and ports stay, unless it is replaced completely."""
         what = self.random.choice(("ends", "ends", "ends", "spec", "all"))
         if what == "ends":
             return replace(service, ends=self._slices())
@@ -173,8 +174,9 @@ class _Maker:
 
 
 def _defined(slices: list[list[End]]) -> list[list[End]]:
-    """Where several slices have an endpoint in several states, kube-proxy takes one by the order of a Go map; only a
-    terminating one never comes before another. So copies in several slices are equal but for that."""
+    """If several slices have an endpoint in different states, kube-proxy takes one by the order of a Go map; only a
+    terminating one never has priority. So copies in several slices are equal except for that.
+    """
     copies: dict[tuple[str, bool], list[tuple[int, int]]] = {}
     for at, ends in enumerate(slices):
         for place, end in enumerate(ends):
@@ -187,12 +189,14 @@ def _defined(slices: list[list[End]]) -> list[list[End]]:
 
 
 def _valid(service: Svc) -> Svc:
-    """Without what the API server takes only from services of another kind, and what cannot be compared."""
+    """Without fields that the API server accepts only for other kinds of services, and without what cannot be
+    compared.
+    """
     left_out = set() if service.load_balancer else {"loadBalancerSourceRanges"}
     if not (service.load_balancer or service.external or any(port.node_port for port in service.ports)):
         left_out.add("externalTrafficPolicy")
     made = replace(service, spec={name: value for name, value in service.spec.items() if name not in left_out})
     if "sessionAffinity" in made.spec:
-        # Which endpoint answers is not compared then, but its port is.
+        # Then the endpoint is not compared, but its port is.
         made.ports_of_slice = {}
     return made

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The real kube-proxy on the node of a world, fed by a real API server."""
+"""The real kube-proxy on the node of a world, with a real API server."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from tests.support.reference import kube_proxy
 from tests.support.relay import Relay
 
 DEADLINE = 60.0
-#: What it cannot write in a network namespace that is not the machine's first.
+#: Settings that it cannot write outside the machine's first network namespace.
 _NO_SYSCTLS = {"maxPerCore": 0, "min": 0, "tcpEstablishedTimeout": "0s", "tcpCloseWaitTimeout": "0s"}
 _TOOLS = ("iptables", "iptables-save", "iptables-restore", "ip6tables", "ip6tables-save", "ip6tables-restore")
 
 
 class KubeProxy:
-    """One at a time on a world's node. Objects are those of the API server, kept equal to what ``write`` was given."""
+    """One at a time on a world's node. The API server's objects are always those that ``write`` was given."""
 
     def __init__(self, world: FlowWorld, server: ApiServer) -> None:
         self._world = world
@@ -57,7 +57,7 @@ class KubeProxy:
     # ---- objects ----------------------------------------------------------------------------------------------
 
     def write(self, objects: list[Object]) -> None:
-        """Make the API server's objects these and the marker."""
+        """Make these objects and the marker the only ones in the API server."""
         wanted = {(each["kind"], each["metadata"]["name"]): each for each in objects}
         for key, old in list(self._objects.items()):
             if key not in wanted or (key[0] == "Service" and not _may_change(old, wanted[key])):
@@ -70,8 +70,8 @@ class KubeProxy:
     def change(self, objects: list[Object]) -> None:
         """The same, and wait until it is programmed.
 
-        A sync that ends after a write need not know of it yet. So one more Service, the marker, is changed twice: the
-        sync that the second change brings begins when everything before the first has long been delivered.
+        A sync that ends after a write may not include it. So one more Service, the marker, is changed twice: when the
+        sync for the second change begins, everything before the first one was delivered long ago.
         """
         self.write(objects)
         for _ in range(2):
@@ -138,7 +138,7 @@ class KubeProxy:
             time.sleep(0.02)
 
     def stop(self) -> None:
-        """End it and take away its rules, so that the next one finds nothing."""
+        """End it and remove its rules, so that the next one finds none."""
         if self._process is None:
             return
         self._process.send_signal(signal.SIGTERM)

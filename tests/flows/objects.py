@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Services and EndpointSlices of the flows' lab, fit for the API server, and the flows that they ask for."""
+"""Services and EndpointSlices of the flows' lab, valid for the API server, and the flows to them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FAMILIES = (4, 6)
 
 
 def address_of(pod: str) -> Dual:
-    """A pod's addresses; ``host``: the node's own, as a pod in its network has them."""
+    """A pod's addresses; ``host``: the node's own, as a pod with hostNetwork has them."""
     if pod == "host":
         return node_address(1)
     return pod_address(*PODS[pod])
@@ -40,7 +40,7 @@ def nodes() -> list[Object]:
 
 
 def service_cidr() -> Object:
-    """What an API server makes at its first start: the ranges that cluster IPs are from."""
+    """An object that API servers create at their first start: the ranges of cluster IPs."""
     return {
         "apiVersion": "networking.k8s.io/v1",
         "kind": "ServiceCIDR",
@@ -59,7 +59,7 @@ class End:
     terminating: bool | None = None
     zones: tuple[str, ...] = ()
     nodes: tuple[str, ...] = ()
-    #: Without a nodeName it counts as somewhere else.
+    #: Without a nodeName it counts as remote.
     placed: bool = True
 
     def to_object(self, family: int) -> Object:
@@ -80,7 +80,7 @@ class End:
 
 @dataclass
 class Port:
-    """A service port and where its endpoints listen."""
+    """A service port and the port of its endpoints."""
 
     number: int
     protocol: str = "TCP"
@@ -91,7 +91,9 @@ class Port:
 
 @dataclass
 class Svc:
-    """A Service in words. ``ends``: its slices, each a list of endpoints; every slice exists in each family."""
+    """A short description of a Service. ``ends``: its slices, each a list of endpoints; every slice exists in each
+    family.
+    """
 
     name: str
     number: int
@@ -101,13 +103,13 @@ class Svc:
     external: bool = True
     load_balancer: bool = True
     spec: dict[str, Any] = field(default_factory=dict)
-    #: Replaces the addresses made from ``number``.
+    #: Replaces the addresses derived from ``number``.
     external_ips: Dual | None = None
     vips: Dual | None = None
     ip_mode: str = ""
-    #: Ports that the slices have, if not those of the service.
+    #: Ports of the slices, if they differ from those of the service.
     slice_ports: Sequence[Port] | None = None
-    #: The same by the number of the slice, before ``slice_ports``.
+    #: The same by the number of the slice; it has priority over ``slice_ports``.
     ports_of_slice: dict[int, Sequence[Port]] = field(default_factory=dict)
     slice_families: tuple[int, ...] = FAMILIES
     labels: dict[str, str] = field(default_factory=dict)
@@ -201,7 +203,7 @@ class Svc:
     # ---- flows ------------------------------------------------------------------------------------------------
 
     def flows(self, sources: Sequence[str], count: int, undefined: bool = True) -> Iterator[Flow]:
-        """Every address of every port, asked by every source."""
+        """From every source to every address of every port."""
         sticky = self.spec.get("sessionAffinity") == "ClientIP"
         local = self.spec.get("externalTrafficPolicy") == "Local"
         for port in self.ports:
@@ -233,6 +235,6 @@ class Svc:
 
 
 def marker(step: int) -> Object:
-    """A Service that is another in every step: what it changes both families must program anew."""
+    """A Service that differs in every step: both families must be programmed again."""
     ports = [Port(1000 + step % 1000, "TCP", 8080, "marker")]
     return Svc("marker", 250, ports=ports, external=False, load_balancer=False).objects()[0]

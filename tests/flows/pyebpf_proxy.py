@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The agent on the node of a world, fed by a folder of manifests."""
+"""The agent on the node of a world, with a folder of manifests."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.flows.objects import marker, service_cidr
 from tests.flows.scenarios import Scenario
 from tests.flows.world import FlowWorld
 
-#: Configurations with the same result: fields of the DatapathConfiguration.
+#: Configurations that must have the same result: fields of the DatapathConfiguration.
 WAYS: dict[str, dict[str, Any]] = {
     "defaults": {},
     "no fast path": {"fastPath": False},
@@ -38,16 +38,16 @@ class PyebpfProxy:
         agent.wait_synced()
 
     def write(self, scenario: Scenario) -> None:
-        """Other objects, and wait until they are programmed.
+        """Write other objects, and wait until they are programmed.
 
-        What changes nothing that is served brings no sync: the marker does, as with ``KubeProxy``.
+        Objects that change no service bring no sync: the marker does, as with ``KubeProxy``.
         """
         self._step += 1
         written = self._world.lab.write("objects.yaml", [service_cidr(), marker(self._step), *scenario.objects()])
         self._world.node.agent.wait_synced(written)
 
     def stop(self) -> None:
-        """End it and take everything away."""
+        """End the agent and clean up."""
         agent = self._world.node.agent
         if agent.process is None:
             return

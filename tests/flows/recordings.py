@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the real kube-proxy made of every flow, as data: written with ``make record``, compared in ``make test``."""
+"""The real kube-proxy's result for every flow, as data: written by ``make record``, compared in ``make test``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ def path(mode: str) -> Path:
 
 
 def write(mode: str, release: str, answers: Mapping[str, Iterable[tuple[Flow, Seen]]]) -> int:
-    """Write a mode's recording, by scenario; how many flows. A line for each destination, so that diffs can be read."""
+    """Write a mode's recording, by scenario; returns the number of flows. One line per destination, so that diffs are
+    readable.
+    """
     lines = [json.dumps({"release": release})]
     count = 0
     for scenario, flows in answers.items():
@@ -40,7 +42,7 @@ def write(mode: str, release: str, answers: Mapping[str, Iterable[tuple[Flow, Se
 
 
 def read(mode: str) -> tuple[str, dict[str, Answers]]:
-    """The release that was asked, and its answers by scenario."""
+    """The release that was recorded, and its answers by scenario."""
     first, *lines = path(mode).read_text().splitlines()
     answers: dict[str, Answers] = {}
     for line in lines:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes a scenario that fails as small as it can be while it still fails, and writes it down to be kept as a case."""
+"""Reduces a failing scenario as far as it still fails, and writes it as code, to be kept as a case."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.flows.scenarios import Scenario
 
 
 def reduce(scenario: Scenario, fails: Callable[[Scenario], bool], seconds: float) -> Scenario:
-    """The smallest that was found within ``seconds``, by leaving out one thing after the other."""
+    """The smallest one that was found within ``seconds``, by leaving out one thing after the other."""
     end = time.monotonic() + seconds
     candidates = smaller(scenario)
     while time.monotonic() < end:
@@ -70,7 +70,7 @@ def _smaller_dict(value: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _defaults(thing: Any, kept: Sequence[str] = ("pod",)) -> Iterator[Any]:
-    """A dataclass with one of its fields as it is by default; of ``external`` and ``load_balancer``, as it is not."""
+    """A dataclass with one of its fields at its default; ``external`` and ``load_balancer`` become False."""
     for field in dataclasses.fields(thing):
         if field.name in kept:
             continue
@@ -92,7 +92,7 @@ def _without(items: Sequence[Any], at: int) -> list[Any]:
 
 
 def as_code(thing: Any) -> str:
-    """As it would be written in ``scenarios.py``: what is as it is by default is left out."""
+    """As it would be written in ``scenarios.py``, without default values."""
     if dataclasses.is_dataclass(thing) and not isinstance(thing, type):
         parts = [
             f"{field.name}={as_code(getattr(thing, field.name))}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fixed flows: services that cover each row and note of the rules, under the configurations that change them."""
+"""The fixed flows: services that cover each row and note of the rules, under the configurations that affect them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pyebpf_proxy.lab.manifests import Object
 from tests.flows.flow import Flow
 from tests.flows.objects import End, Port, Svc, nodes
 
-#: Answers with nothing new in a row: the second of two endpoints is missed once in 65 000 flows.
+#: Answers without a new outcome in a row: the second of two endpoints is missed once in 65 000 flows.
 ENOUGH = 16
 MODES = ("iptables", "nftables")
 SOURCES = ("toolbox", "local-1", "node1", "client")
@@ -48,9 +48,9 @@ class Scenario:
     config: dict[str, Any] = field(default_factory=dict)
     sources: Sequence[str] = SOURCES
     modes: Sequence[str] = MODES
-    #: What no service of these has: (in words, address), asked at port 80.
+    #: Addresses of no service (description, address), asked at port 80.
     strangers: Sequence[tuple[str, str]] = ()
-    #: Services whose VIPs the node has, on its loopback; it asks them once more, from the VIP itself.
+    #: Services whose VIPs the node has on its loopback; it also sends requests from these VIPs.
     node_has_vips_of: Sequence[str] = ()
 
     def objects(self) -> list[Object]:
@@ -76,7 +76,7 @@ class Scenario:
 
 
 def _policies() -> list[Svc]:
-    """Every combination of policies with endpoints on both nodes, elsewhere only, or nowhere."""
+    """Every combination of policies with endpoints on both nodes, only on the other one, or none."""
     found = []
     number = 10
     places: dict[str, list[End]] = {"everywhere": READY, "elsewhere": [End("remote-1"), End("remote-2")], "nowhere": []}
@@ -91,7 +91,7 @@ def _policies() -> list[Svc]:
 
 
 def _states() -> list[Svc]:
-    """What endpoints' conditions, hints and slices do."""
+    """The effect of endpoints' conditions, hints and slices."""
     zone = {"zones": ("zone-a",)}
     away = {"zones": ("zone-b",)}
     here, there = {"nodes": ("node1",)}, {"nodes": ("node2",)}
@@ -195,7 +195,7 @@ def _source_ranges() -> list[Svc]:
 
 
 def _here() -> list[Svc]:
-    """For pods of the other node: between two of them, answers without masquerade would not come through this node."""
+    """For pods of the other node: between two of them, answers without masquerade would not pass this node."""
     here = [End("local-1"), End("local-2")]
     return [
         Svc("here", 10, [here]),
@@ -206,7 +206,7 @@ def _here() -> list[Svc]:
 
 
 def _sctp() -> list[Svc]:
-    """SCTP, whose packets are made by hand: rows, ranges and affinity once each."""
+    """SCTP with packets that the test builds: rows, ranges and affinity once each."""
     cases: list[tuple[str, list[End], dict[str, Any]]] = [
         ("plain", READY, {}),
         ("local", READY, LOCAL | INTERNAL),
@@ -224,7 +224,7 @@ def _sctp() -> list[Svc]:
 
 
 def _unusual() -> list[Svc]:
-    """Objects that do not count, or count for a part."""
+    """Objects that do not count, or count partly."""
     here, there = [End("local-1")], [End("remote-1")]
     return [
         Svc("another-proxy", 10, [READY], labels={"service.kubernetes.io/service-proxy-name": "other"}),
@@ -280,7 +280,7 @@ def _strangers() -> list[tuple[str, str]]:
 
 
 def _vips_of_the_node() -> list[Svc]:
-    """A node that has a VIP may take it as source (§7)."""
+    """A node that has a VIP may use it as source (§7)."""
     return [
         Svc("own-only-node", 10, [READY], spec=_ranges(*NODE_CIDR)),
         Svc("own-only-client", 11, [READY], spec=_ranges(*CLIENT_CIDR)),
@@ -291,7 +291,7 @@ def _vips_of_the_node() -> list[Svc]:
 
 
 def _few() -> list[Svc]:
-    """A few services that a configuration may treat otherwise."""
+    """A few services that a configuration may treat differently."""
     return [
         Svc("plain", 10, [READY]),
         Svc("local", 11, [READY], spec=LOCAL | INTERNAL),

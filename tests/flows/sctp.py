@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SCTP by hand, over raw sockets, for kernels without SCTP sockets: a client's INIT, a server's INIT ACK or ABORT.
+"""SCTP over raw sockets, for kernels without SCTP sockets: a client's INIT, a server's INIT ACK or ABORT.
 
-The INIT ACK's cookie is the answer of the lab's servers: the server, where the INIT arrived, its source. Both
-sides take only packets whose CRC32c is right, so a translation that does not mend it shows as a loss.
+The INIT ACK's cookie is the answer of the lab's servers: the server, where the INIT arrived, its source. Both sides
+accept only packets with a right CRC32c, so a translation that does not update it appears as a loss.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _IP_PKTINFO, _IPV6_RECVPKTINFO, _IPV6_PKTINFO = 8, 49, 50
 _HEADER = struct.Struct("!HHI")
 _CHUNK = struct.Struct("!BBH")
 _INIT = struct.Struct("!IIHHI")
-#: Enough for any source that the kernel gives no port to.
+#: More ports than any source needs.
 _PORTS = (10000, 60000)
 
 
@@ -67,12 +67,12 @@ def init(port: int) -> tuple[int, bytes]:
 
 
 def is_from(text: bytes, port: int) -> bool:
-    """Whether a packet was sent from here, from ``port``. An ICMP error may quote its first bytes only."""
+    """Whether this side sent a packet from ``port``. An ICMP error may quote only its first bytes."""
     return len(text) >= 2 and _HEADER.unpack_from(text.ljust(8, b"\0"))[0] == port
 
 
 def answer(text: bytes, flow: Flow, port: int) -> bytes | None:
-    """The answer in a packet that a raw socket read, empty for an ABORT; None where it is not for that request."""
+    """The answer in a packet from a raw socket; empty for an ABORT; None if it does not belong to that request."""
     text = _without_header(text, flow.family)
     if not is_whole(text):
         return None
@@ -84,7 +84,7 @@ def answer(text: bytes, flow: Flow, port: int) -> bytes | None:
 
 
 def _without_header(text: bytes, family: int) -> bytes:
-    """A raw socket of IPv4 reads the IP header too."""
+    """An IPv4 raw socket reads the IP header too."""
     return text[(text[0] & 15) * 4 :] if family == 4 and text else text
 
 
@@ -138,7 +138,7 @@ def _serve(identity: dict[str, str], ports: Collection[int], ready: Any) -> None
 
 
 def start_server(namespace: Namespace, identity: dict[str, str], ports: Collection[int]) -> Task[None]:
-    """Answer INITs in a namespace: to ``ports`` with an INIT ACK, to others with an ABORT. Returns when it does."""
+    """Answer INITs in a namespace: to ``ports`` with an INIT ACK, to others with an ABORT. Returns when it listens."""
     import multiprocessing
 
     wait, ready = multiprocessing.Pipe(duplex=False)

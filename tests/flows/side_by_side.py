@@ -15,7 +15,7 @@ from tests.support.apiserver import ApiError, ApiServer
 
 
 class SideBySide:
-    """Both are started by the first ``differences`` of a configuration, and again when it is another.
+    """The first ``differences`` of a configuration starts both; another configuration restarts them.
 
     ``way``: the one of ``WAYS`` that pyebpf-proxy uses.
     """
@@ -33,13 +33,13 @@ class SideBySide:
         self._kube_proxy.close()
 
     def stop(self) -> None:
-        """End both, with what they programmed."""
+        """End both, and remove what they have programmed."""
         self._running = None
         self._kube_proxy.stop()
         self._proxy.stop()
 
     def differences(self, mode: str, scenario: Scenario) -> list[str]:
-        """Give both the scenario, send its flows through both; what differs and is not listed, in words."""
+        """Give both the scenario and send its flows through both; returns the unlisted differences, in words."""
         if self._running != (mode, scenario.config):
             self.stop()
             self._proxy.start(mode, scenario)
@@ -65,11 +65,11 @@ class SideBySide:
         return unlisted(flows, ground, expected, actual, self.shown)
 
     def silence(self) -> dict[str, Silence]:
-        """What each has lost so far, though it was answered in the end, by its name."""
+        """How many requests each has lost so far in flows that were answered in the end, by its name."""
         return dict(zip(("kube-proxy", "pyebpf-proxy"), (world.silence for world in self._worlds), strict=True))
 
     def differ_in(self, mode: str, scenario: Scenario) -> bool:
-        """Whether a scenario comes to different ends, from a fresh start of both."""
+        """Whether a scenario has different results after a new start of both."""
         self.stop()
         try:
             return bool(self.differences(mode, scenario))

@@ -7,8 +7,8 @@
               │      │                        toolbox: a pod that is never an endpoint
             sink     └── node2: a router      remote-1, remote-2: endpoints
 
-Everything from outside enters at node1, and everything of node2 leaves by node1, so that the one proxy sees both
-directions of every flow. What the proxy leaves alone is routed away to the sink, which has every address there is.
+All packets from outside enter at node1, and all packets of node2 leave through node1, so that the one proxy sees both
+directions of every flow. Packets that the proxy does not change are routed to the sink, which has every address.
 """
 
 from __future__ import annotations
@@ -31,29 +31,29 @@ from tests.support.world import TOOLBOX, World
 
 LISTEN = Ports(http=(8080, 8081), echo=(), udp=(5353, 5354))
 SCTP = (3868, 3869)
-#: The first look: answers with nothing new in a row, and seconds until a request counts as dropped.
+#: The first pass: answers without a new outcome in a row, and seconds until a request counts as dropped.
 FEW = 6
 BRIEF = 0.9
-#: A machine that is throttled stands still for seconds.
+#: A throttled machine pauses for seconds.
 LONG = 12.0
-#: A busy machine loses an answer now and then: at most one in so many; with two labs and kube-proxy, one in fewer.
+#: A busy machine sometimes loses an answer: at most one in so many; with two labs and kube-proxy, one in fewer.
 LOST_OF, LOST_OF_TWO = 50, 25
 #: Of two worlds on one machine, one may lose more than the other by one in so many.
 MORE_OF = 100
-#: Further looks at what differs. Most of it is a matter of chance, and then what is dropped is waited for all the same:
-#: it is not worth the longest patience at once.
+#: Further passes for flows that differ. Most differences are chance, but each dropped request must be waited for: so
+#: the longest patience comes last.
 LOOKS = (PATIENCE, LONG)
 
 
 @contextlib.contextmanager
 def new_world() -> Iterator[FlowWorld]:
-    """A world in its own lab; gone with the block. No proxy runs yet."""
+    """A world in its own lab; it ends with the block. No proxy runs yet."""
     with Lab() as lab, FlowWorld(lab) as world:
         yield world
 
 
 class Silence(NamedTuple):
-    """Requests that were made, and those of them that were lost, though their flow was answered in the end."""
+    """How many requests were made, and how many of them were lost though their flow was answered in the end."""
 
     asked: int
     lost: int
@@ -71,7 +71,7 @@ class Silence(NamedTuple):
 
 
 class FlowWorld(World):
-    """The lab with what the flows need in it: see ``new_world``."""
+    """The lab with everything that the flows need: see ``new_world``."""
 
     def __init__(self, lab: Lab) -> None:
         super().__init__(lab)
@@ -79,7 +79,7 @@ class FlowWorld(World):
         self.silence = Silence(0, 0)
 
     def build(self) -> None:
-        """Pods, the sink, and routes through node1."""
+        """Create pods, the sink, and routes through node1."""
         first, second = self.lab.nodes
         for name, node in (("local-1", first), ("local-2", first), ("remote-1", second), ("remote-2", second)):
             pod = self.lab.add_pod(name, node, LISTEN)
@@ -104,7 +104,7 @@ class FlowWorld(World):
         self.at_end.callback(sctp.start_server(namespace, {"pod": pod, "node": ""}, SCTP).stop)
 
     def _add_sink(self) -> None:
-        """Behind core; packets that a node sends out again go there, whatever their destination."""
+        """Behind core; packets that a node forwards go there, whatever their destination."""
         lab = self.lab
         sink = lab._namespace("sink")
         sink.sysctl({"net.ipv6.conf.default.accept_dad": 0, "net.ipv6.conf.all.accept_dad": 0})
@@ -139,11 +139,11 @@ class FlowWorld(World):
         return self.lab.pods[name]
 
     def namespace(self, source: str) -> Namespace:
-        """Where a client of that name is; the recordings call the external one "client"."""
+        """The namespace of a client by its name; the recordings call the external one "client"."""
         return super().namespace("external" if source == "client" else source)
 
     def give(self, addresses: Sequence[str]) -> None:
-        """Make these the node's own, on its loopback, instead of those given before."""
+        """Give the node these addresses on its loopback, instead of the ones before."""
         for verb, those in (("del", self._given), ("add", addresses)):
             if those:
                 self.node.namespace.ip(
@@ -154,7 +154,7 @@ class FlowWorld(World):
     # ---- asking -----------------------------------------------------------------------------------------------
 
     def ask(self, flows: Sequence[Flow], patience: float = PATIENCE) -> list[Seen]:
-        """Send every flow; their outcomes, in order. ``patience``: seconds without an answer."""
+        """Send every flow; returns their outcomes, in order. ``patience``: seconds without an answer."""
         return self.start_asking(flows, patience)()
 
     def start_asking(self, flows: Sequence[Flow], patience: float = PATIENCE) -> Callable[[], list[Seen]]:
@@ -182,14 +182,14 @@ class FlowWorld(World):
         return finish
 
     def forget_flows(self) -> None:
-        """What the node remembers of UDP from before: a port that is used again would continue as it was."""
+        """Delete the node's UDP entries: a port that is used again would continue the old flow."""
         self.node.namespace.run("conntrack", "-D", "-p", "udp", check=False)
 
     def compare(self, flows: Sequence[Flow], ground: Ground, expected: Sequence[Seen], shown: set[str]) -> list[str]:
-        """Send the flows; what differs from ``expected`` and is not listed, in words. ``shown``: listed ones are added.
+        """Send the flows; returns the unlisted differences from ``expected``, in words. ``shown`` gets the listed ones.
 
-        A short look first; what differs is asked again, alone and at length: an answer may come too late on a busy
-        machine, and the second of two endpoints by chance.
+        The first pass is short. Flows that differ are sent again, alone and for longer: on a busy machine an answer may
+        be late, and the second of two endpoints may be missing by chance.
         """
         actual = self.ask(briefly(flows), BRIEF)
         for longer in LOOKS:
@@ -203,13 +203,13 @@ class FlowWorld(World):
 
     def _in_words(self, raw: Raw, source_name: str) -> str:
         if raw.failed:
-            # To a process of the node a refusal is the same whether a packet brought it or the call itself.
+            # A refusal is the same for a process of the node, whether by a packet or by the call itself.
             own = source_name == self.node.name and raw.failed.startswith("refused")
             return "refused" if own else raw.failed
         if raw.pod == UNTOUCHED:
             return UNTOUCHED
         node = self.node
-        # A process of the node may get another of its addresses from its socket than from NAT: both are the node.
+        # A process of the node may get different addresses from its socket and from NAT: both are the node.
         if raw.peer in (*node.address, *node.gateway):
             source = "node"
         elif raw.peer in self._given:
@@ -222,20 +222,20 @@ class FlowWorld(World):
 
 
 def with_evidence(before: Seen, again: Seen) -> Seen:
-    """What two looks at a flow have shown. Only silence can be a matter of chance: it counts if the later look has it.
+    """What two passes of a flow have shown. Only a lost answer can be chance: it counts if the later pass has it.
 
-    An endpoint, a source or a refusal that was seen once was there, whatever the outcome of the next request.
+    An endpoint, a source or a refusal that was seen once counts, whatever the outcome of the next request.
     """
     return Seen.of({outcome for outcome in before.outcomes if outcome != DROPPED} | set(again.outcomes))
 
 
 def briefly(flows: Sequence[Flow]) -> list[Flow]:
-    """The same with fewer requests: enough to find what differs in some flow, not to be sure of each."""
+    """The same with fewer requests: enough to find a difference in some flow, not in each."""
     return [flow._replace(count=min(flow.count, FEW)) for flow in flows]
 
 
 def doubts(flows: Sequence[Flow], ground: Ground, expected: Sequence[Seen], actual: Sequence[Seen]) -> list[int]:
-    """The numbers of the flows whose ends differ, and not as is listed."""
+    """The numbers of the flows with an unlisted difference."""
     pairs = enumerate(zip(flows, expected, actual, strict=True))
     return [number for number, (flow, reference, found) in pairs if difference(flow, ground, reference, found) is None]
 
@@ -243,7 +243,7 @@ def doubts(flows: Sequence[Flow], ground: Ground, expected: Sequence[Seen], actu
 def unlisted(
     flows: Sequence[Flow], ground: Ground, expected: Sequence[Seen], actual: Sequence[Seen], shown: set[str]
 ) -> list[str]:
-    """What differs and is not listed, in words; the names of listed differences are added to ``shown``."""
+    """Unlisted differences, in words; the names of listed differences are added to ``shown``."""
     wrong = []
     for flow, reference, found in zip(flows, expected, actual, strict=True):
         name = difference(flow, ground, reference, found)
@@ -254,7 +254,7 @@ def unlisted(
     return wrong
 
 
-#: Which one it is, and so whether it is a hairpin, is a matter of chance.
+#: Which endpoint answers, and so whether it is a hairpin, is chance.
 _ANY_ENDPOINT = re.compile(r"^(?:local-\d|remote-\d|host-node1)(:\d+) <- .*$")
 
 _EVERY_PORT = """

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Coverage-guided search for inputs that a parser does not survive."""
+"""Coverage-guided search for inputs that crash a parser."""

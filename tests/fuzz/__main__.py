@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m tests.fuzz [TARGET...]``: search by atheris, so many seconds for each target.
+"""``python -m tests.fuzz [TARGET...]``: search with atheris, so many seconds for each target.
 
-The corpus grows in build/fuzz, beginning with the seeds (seeds.py) and the kept corpus. A finding is printed with its
-traceback, and its input is left in build/fuzz; ``--again FILE TARGET`` runs one input. ``--keep`` searches nothing: of
-the inputs in build/fuzz and of the kept ones it keeps, in tests/fuzz/corpus, those that reach lines of the parsers
-which shorter ones do not.
+The corpus in build/fuzz begins with the seeds (seeds.py) and the kept corpus, and grows. A finding is printed with its
+traceback, and its input stays in build/fuzz; ``--again FILE TARGET`` runs one input. ``--keep`` does not search: of the
+inputs in build/fuzz and the kept ones it keeps, in tests/fuzz/corpus, those that reach lines of the parsers that
+shorter ones do not.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 from tests import ROOT
 
 PLACE = ROOT / "build" / "fuzz"
-#: Most bytes of one input.
+#: The maximum size of one input in bytes.
 LONGEST = 4096
 
 
@@ -56,7 +56,7 @@ def main() -> int:
         place.mkdir(parents=True, exist_ok=True)
         for number, seed in enumerate([*SEEDS[name], *corpus(name)]):
             (place / f"seed-{number}").write_bytes(seed)
-        # atheris ends the process that it searches in.
+        # atheris ends the process in which it searches.
         command = [sys.executable, "-m", "tests.fuzz", "--inside", "--seconds", str(arguments.seconds), name]
         ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, errors="replace", check=False)
         lines = ran.stderr.splitlines()
@@ -69,12 +69,12 @@ def main() -> int:
     return min(len(bad), 1)
 
 
-#: Most bytes of the kept corpus of one target, as text.
+#: The maximum size of one target's kept corpus in bytes, as text.
 MOST_KEPT = 24_000
 
 
 def _keep(name: str) -> None:
-    """Keep the inputs of a target that reach something, the shortest first."""
+    """Keep the inputs of a target that reach new lines, the shortest first."""
     from tests.fuzz.seeds import CORPUS, SEEDS, corpus
     from tests.fuzz.targets import TARGETS
 
@@ -98,7 +98,7 @@ def _keep(name: str) -> None:
 
 
 def reached(target: Callable[[bytes], None], data: bytes) -> set[tuple[str, int, int]]:
-    """The steps from line to line that the package takes for an input: file, line before, line."""
+    """The package's steps from line to line for an input: file, line before, line."""
     steps: set[tuple[str, int, int]] = set()
     folder = str(ROOT / "pyebpf_proxy")
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the search begins: valid inputs, from the repository's own examples and recordings where it has them.
+"""The first inputs of a search: valid ones, from the repository's examples and recordings if there are any.
 
-What a search has found and was mended belongs here, too: ``tests/unit/suites/test_fuzz_seeds.py`` runs every seed.
+Inputs that a search has found and that were fixed belong here too: ``tests/unit/suites/test_fuzz_seeds.py`` runs every
+seed.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ CORPUS = Path(__file__).parent / "corpus"
 
 
 def corpus(name: str) -> list[bytes]:
-    """What former searches of a target kept: inputs that reach code which others do not."""
+    """Inputs that earlier searches of a target kept, because they reach code that others do not."""
     file = CORPUS / f"{name}.base64"
     return [base64.b64decode(line) for line in file.read_text().splitlines()] if file.exists() else []
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One target for each parser of what others write: it returns, or raises an error that its caller expects.
+"""One target for each parser of foreign input: it returns, or raises an error that its caller expects.
 
-Everything else is a finding. A target takes the input as bytes, and keeps nothing from one input to the next.
+Everything else is a finding. A target gets the input as bytes, and keeps no state between inputs.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ TARGETS: dict[str, Target] = {}
 
 
 def target(function: Target) -> Target:
-    """Registers a target by its name."""
+    """Register a target by its name."""
     TARGETS[function.__name__] = function
     return function
 
@@ -60,7 +60,7 @@ def datapath_configuration(data: bytes) -> None:
 
 @target
 def kubeconfig(data: bytes) -> None:
-    # A file without a name: its folder has no files that it could name.
+    # A file without a name: it has no folder with files that it could name.
     descriptor = os.memfd_create("kubeconfig")
     try:
         os.write(descriptor, data)
@@ -93,7 +93,7 @@ def api_objects(data: bytes) -> None:
 
 @target
 def nftables(data: bytes) -> None:
-    """A message of each dump, by the first byte."""
+    """A message of each dump, selected by the first byte."""
     known: dict[bytes, Part] = {}
     table = Table("nftables table ip x", frozenset({4}))
     readers: tuple[Callable[[list[bytes]], object], ...] = (
@@ -114,7 +114,7 @@ _CHAIN = b"\2\0\0\0" + b"\6\0\1\0x\0\0\0" + b"\6\0\3\0c\0\0\0"
 
 @target
 def iptables_legacy(data: bytes) -> None:
-    """The first byte: the family; then the kernel's information, and the entries."""
+    """The first byte is the family; then the kernel's information, and the entries."""
     with contextlib.suppress(*kernel.UNREADABLE):
         about = legacy.info(data[1:])
         family = 6 if data[0] & 1 else 4
@@ -131,9 +131,9 @@ def conntrack(data: bytes) -> None:
 
 @target
 def rtnetlink(data: bytes) -> None:
-    """A link, an address, a neighbour, an ip rule, a route, the other end of a veth, by the first byte.
+    """A link, an address, a neighbour, an ip rule, a route, the other end of a veth, selected by the first byte.
 
-    The kernel always sends the header of fixed size; after it anything may come.
+    The kernel always sends a header of fixed size; any bytes may follow.
     """
     size, read = _ROUTING[data[0] % len(_ROUTING) if data else 0]
     read(data[1:].ljust(size, b"\0"))
@@ -158,7 +158,7 @@ def btf(data: bytes) -> None:
 
 
 class _Transport:
-    """What a connection needs of asyncio's."""
+    """The parts of asyncio's transport that a connection needs."""
 
     def __init__(self) -> None:
         self.closing = False
@@ -205,7 +205,7 @@ async def _serve(data: bytes, size: int) -> None:
     for begin in range(0, len(data), size):
         connection.data_received(data[begin : begin + size])
     connection.eof_received()
-    # Pipelined requests are answered in turns.
+    # Pipelined requests are answered in several rounds.
     for _ in range(len(data) // 8):
         await asyncio.sleep(0)
         if not connection._scheduled:

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The suites under stock Debian kernels, each in a machine of QEMU's (tests/kernels/README.md)."""
+"""The suites under stock Debian kernels, each in a QEMU machine (tests/kernels/README.md)."""

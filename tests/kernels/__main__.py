@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``python -m tests.kernels [SERIES…]``: boot kernels, run the suites in each, print the results.
 
-``--fetch``: only get what that takes.
+``--fetch``: only download what is needed.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from tests.kernels.problem import KernelsError
 from tests.kernels.suites import REFUSED, SUITES, chosen, paths
 
 DEFAULT = ("6.1", "6.12")
-#: Handed on to the guests.
+#: Passed on to the guests.
 PASSED_ON = ("SUITES", "ARGS")
-#: Seconds for one guest. Emulation on a busy machine takes as long as it takes: more by ``LIMIT``.
+#: Seconds for one guest. Emulation on a busy machine is slow: ``LIMIT`` sets more.
 _LIMIT = 2400
 
 
 def qemu() -> tuple[str, ...]:
-    """The command; fetched where neither the machine nor the cache has one."""
+    """The command; downloaded if neither the machine nor the cache has one."""
     unpacked = image.CACHE / "qemu"
     try:
         return guest.find_qemu(unpacked)
@@ -51,7 +51,7 @@ def qemu() -> tuple[str, ...]:
 
 
 def main(arguments: list[str]) -> int:
-    """0: every kernel did what it should; 1: something failed; 2: nothing could be tried."""
+    """0: every kernel behaved as expected; 1: something failed; 2: nothing could be tried."""
     signal.signal(signal.SIGTERM, _interrupted)
     signal.signal(signal.SIGHUP, _interrupted)
     fetch_only = arguments[:1] == ["--fetch"]
@@ -91,7 +91,7 @@ def _run(series: list[str], scratch: Path) -> int:
     project = scratch / "project.cpio"
     image.project(project, {name: os.environ.get(name, "") for name in PASSED_ON}, paths(names))
     machine = guest.choose_machine(command, kernels[0].image, scratch)
-    # Labs with conversations need a machine that is not too slow for what their flows wait for: two seconds.
+    # Labs with conversations need a machine that is fast enough for their timeouts of two seconds.
     if names and any(suite.few_rights for suite in chosen(names)):
         machine = replace(machine, shift=1)
     print(f"{machine.accelerator}{f' ({machine.why})' if machine.why else ''}", flush=True)
@@ -102,12 +102,12 @@ def _run(series: list[str], scratch: Path) -> int:
         began = time.monotonic()
         initrd, folder = scratch / f"initrd-{kernel.series}", scratch / kernel.series
         join((root, kernel.modules, project), initrd)
-        # What the kernel does not know of its command line becomes the environment of init.
+        # The kernel passes unknown words of its command line to init as environment.
         words = "REFUSED=1" if kernel.series in REFUSED else ""
         limit = float(os.environ.get("LIMIT") or _LIMIT)
         outcome = guest.run(machine, kernel.image, initrd, folder, limit, words)
         if not outcome.booted and not guest.stopped():
-            # Emulators fail now and then. A guest that has printed anything is never tried again.
+            # Emulators sometimes fail. A guest that has printed anything is never tried again.
             print(f"{kernel.release}: {outcome.problem}; once more", flush=True)
             outcome = guest.run(machine, kernel.image, initrd, folder, limit, words)
         initrd.unlink()
@@ -135,7 +135,7 @@ def _run(series: list[str], scratch: Path) -> int:
 
 
 def _keep(folder: Path, place: Path) -> None:
-    """For inspection: console and results, those of this run whole."""
+    """Console and results for inspection; complete results of this run."""
     place.parent.mkdir(exist_ok=True)
     shutil.rmtree(place, ignore_errors=True)
     with contextlib.suppress(OSError):  # another run has put its own there meanwhile

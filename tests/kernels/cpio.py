@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Archives in the format of an initramfs ("newc", uncompressed). The kernel accepts several, one after the other."""
+"""Archives in the format of an initramfs ("newc", uncompressed). The kernel accepts several in a row."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import BinaryIO
 
 
 class Archive:
-    """Writes one archive; :meth:`close` ends it. Owners become root, the only user of the guest."""
+    """Writes one archive; :meth:`close` ends it. All files belong to root, the guest's only user."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -19,7 +19,7 @@ class Archive:
         self._folders: set[str] = set()
 
     def close(self) -> None:
-        """The end mark, padded to the 512 bytes by which the next archive is found."""
+        """The end mark, padded to 512 bytes, where the kernel finds the next archive."""
         self._entry("TRAILER!!!", 0, b"")
         self._file.write(bytes(-self._file.tell() % 512))
 
@@ -29,7 +29,7 @@ class Archive:
         self._entry(name, stat.S_IFREG | mode, content, modified)
 
     def folder(self, name: str) -> None:
-        """A folder and those above it."""
+        """A folder and its parents."""
         name = name.strip("/")
         if name and name not in self._folders:
             self._parents(name)
@@ -42,7 +42,7 @@ class Archive:
         self._entry(name, stat.S_IFLNK | 0o777, os.fsencode(target))
 
     def add(self, source: Path, name: str) -> None:
-        """One file or link; anything else (sockets, devices) is left out: devtmpfs has the devices."""
+        """One file or link; other types (sockets, devices) are left out: devtmpfs has the devices."""
         status = source.lstat()
         if stat.S_ISLNK(status.st_mode):
             self.link(name, os.readlink(source))
@@ -50,7 +50,7 @@ class Archive:
             self.data(name, source.read_bytes(), stat.S_IMODE(status.st_mode), int(status.st_mtime))
 
     def tree(self, source: Path, name: str, leave_out: Callable[[str], bool] = lambda path: False) -> None:
-        """A folder with all that is in it. ``leave_out`` is asked with each path below ``source``."""
+        """A folder with its contents. ``leave_out`` is called with each path below ``source``."""
         for folder, folders, files in os.walk(source):
             below = os.path.relpath(folder, source)
             here = "" if below == "." else below + "/"

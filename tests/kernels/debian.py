@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels and QEMU out of Debian's archive, by a separate apt root: no source or list of the machine is touched.
+"""Kernels and QEMU from Debian's archive, through a separate apt root: the machine's own apt is not changed.
 
-Mirrors are those that the machine's own apt is configured for; here are only names of suites. Which package holds a
-series of kernels is found in the archive's index.
+The mirrors are those of the machine's own apt; this file only has names of suites. The archive's index shows which
+package has a series of kernels.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 from tests.kernels.problem import KernelsError
 
-# Where a series is looked for, in this order; the machine's own suite is always asked first. Old ones have the refused.
+# Suites to search for a series, in this order, after the machine's own suite. Old ones have the refused kernels.
 SUITES = ("bookworm", "trixie", "bullseye", "sid")
 _SETTINGS = """
 Dir::Etc::SourceList "{root}/sources.list";
@@ -39,7 +39,7 @@ APT::Install-Recommends "false";
 
 
 def codename() -> str:
-    """The suite this machine is made of; KernelsError if it is not Debian."""
+    """The suite of this machine; KernelsError if it is not Debian."""
     try:
         text = Path("/etc/os-release").read_text()
     except FileNotFoundError:
@@ -52,7 +52,7 @@ def codename() -> str:
 
 @cache
 def mirrors() -> tuple[str, str]:
-    """The mirror and the one of the security suites, with their options: what the machine's own apt uses."""
+    """The mirror and the one of the security suites, with their options, from the machine's own apt."""
     ask = ["apt-get", "indextargets", "--format", "$(REPO_URI) $(RELEASE) $(CODENAME)", "Identifier: Packages"]
     found: dict[str, str] = {}
     for line in subprocess.run(ask, check=True, capture_output=True, text=True).stdout.splitlines():
@@ -95,7 +95,7 @@ class Apt:
         self.run("apt-get", "-q", "update")
 
     def run(self, *command: str, folder: Path | None = None) -> str:
-        """What a program of apt's prints; KernelsError with its last words if it fails."""
+        """The output of one of apt's programs; KernelsError with its last lines if it fails."""
         environment = os.environ | {"APT_CONFIG": str(self._root / "apt.conf"), "LC_ALL": "C"}
         done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, check=False)
         if done.returncode:
@@ -104,10 +104,10 @@ class Apt:
         return done.stdout
 
     def newest(self, series: str) -> tuple[str, str] | None:
-        """Package and version of the newest kernel of a series, or of all that are released ("newest")."""
+        """Package and version of the newest kernel of a series, or of all released ones ("newest")."""
         names = self.run("apt-cache", "pkgnames", "linux-image-").split()
         wanted = r"\d+\.\d+" if series == "newest" else re.escape(series)
-        # "linux-image-6.12-cloud-amd64" is a metapackage: no kernel's whole version is in its name, and no image in it.
+        # "linux-image-6.12-cloud-amd64" is a metapackage: its name has no complete version, and it contains no image.
         fitting = [name for name in names if re.fullmatch(rf"linux-image-{wanted}\.\d[^ ]*-cloud-amd64", name)]
         if not fitting:
             return None
@@ -122,7 +122,7 @@ class Apt:
         self.unpack([f"{name}={version}" for name in [package, *parts]], target)
 
     def unpack(self, packages: list[str], target: Path) -> None:
-        """Fetch these packages, and unpack their files below ``target``. Nothing is installed or configured."""
+        """Download these packages, and unpack their files below ``target``. Nothing is installed or configured."""
         target.mkdir(parents=True, exist_ok=True)
         folder = self._root / "fetched"
         shutil.rmtree(folder, ignore_errors=True)
@@ -131,7 +131,7 @@ class Apt:
         _extract(folder, target)
 
     def unpack_with_dependencies(self, package: str, suite: str, target: Path) -> None:
-        """The same with all that a package needs, from one suite as far as it has it."""
+        """The same with all dependencies of a package, preferably from one suite."""
         self.run("apt-get", "-q", "clean")
         self.run("apt-get", "-q", "-y", "--download-only", "-t", suite, "install", package)
         _extract(self._root / "cache" / "archives", target)

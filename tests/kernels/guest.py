@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One virtual machine from start to end: QEMU with a kernel and an initramfs, no disk, no network.
 
-The console goes to a file; results come as tars through the second serial port. The child dies with this process.
+The console goes to a file; results come as tars through the second serial port. QEMU dies with this process.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from pathlib import Path
 
 from tests.kernels.problem import KernelsError
 
-#: The last line of a guest that came to its end; what init prints.
+#: The last line of a guest that has ended; init prints it.
 END = "VM_EXIT"
 BOOTED = "Linux version"
-#: What init begins with.
+#: The first word of init.
 UP = "guest: "
-# An emulated processor's time goes by its instructions, 2**shift nanoseconds each, and idle time is passed over: how
-# busy this machine is changes nothing that a guest could see, and what waits there costs nothing here. One processor
-# only. A smaller shift makes a faster machine: what waits for seconds while others work takes longer here.
+# The time of an emulated CPU follows its instructions, 2**shift nanoseconds each, and idle time is skipped. So the load
+# of this machine does not affect the guest, and waiting costs nothing here. There is only one CPU. A smaller shift is a
+# faster machine, where waiting while others work takes longer in real time.
 CLOCK_SHIFT = 2
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None)
@@ -47,8 +47,8 @@ class Machine:
 
     def arguments(self, kernel: Path, initrd: Path | None, results: Path, words: str) -> list[str]:
         """The whole command line."""
-        # la57: kernels before 6.6 stumble over five levels of page tables that the emulation offers.
-        # erms, fsrm: if these seem fast, a kernel copies byte by byte, each of which is emulated by itself.
+        # la57: kernels before 6.6 fail with the emulation's five levels of page tables. erms, fsrm: if these seem fast,
+        # a kernel copies byte by byte, and each byte is emulated separately.
         processor = "host" if self.accelerator == "kvm" else "max,la57=off,erms=off,fsrm=off"
         append = f"console=ttyS0 panic=-1 oops=panic quiet loglevel=4 mitigations=off {words}"
         return [
@@ -95,7 +95,7 @@ def find_qemu(unpacked: Path) -> tuple[str, ...]:
         raise KernelsError("there is no QEMU: install qemu-system-x86 (10 or newer), or give apt a mirror that has it")
     libraries = [unpacked / "lib/x86_64-linux-gnu", unpacked / "usr/lib/x86_64-linux-gnu"]
     loader = unpacked / "lib64/ld-linux-x86-64.so.2"
-    if loader.is_symlink() or not loader.exists():  # its target is named from the root
+    if loader.is_symlink() or not loader.exists():  # its target is relative to the root
         loader = unpacked / "lib/x86_64-linux-gnu/ld-linux-x86-64.so.2"
     shares = [part for name in ("qemu", "seabios") for part in ("-L", str(unpacked / "usr/share" / name))]
     return (str(loader), "--library-path", ":".join(map(str, libraries)), str(binary), *shares)
@@ -121,7 +121,7 @@ def choose_machine(command: tuple[str, ...], kernel: Path, scratch: Path) -> Mac
         why = "/dev/kvm may not be used"
     else:
         machine = Machine(command, "kvm", "", cpus=1, memory=512)
-        # No initramfs: it panics, and leaves.
+        # Without an initramfs it panics and ends.
         tried = run(machine, kernel, None, scratch / "kvm", 20, "loglevel=7")
         if BOOTED not in tried.console:
             why = f"a kernel does not start with /dev/kvm ({tried.problem or 'no first line'})"
@@ -131,7 +131,7 @@ def choose_machine(command: tuple[str, ...], kernel: Path, scratch: Path) -> Mac
 
 
 def run(machine: Machine, kernel: Path, initrd: Path | None, folder: Path, limit: float, words: str = "") -> Outcome:
-    """Boot, wait for the end (at most ``limit`` seconds), unpack the results into ``folder``; nothing is left."""
+    """Boot, wait for the end (at most ``limit`` seconds), unpack the results into ``folder``; no process is left."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     console, results = folder / "console.log", folder / "results.tar"
@@ -150,7 +150,7 @@ def run(machine: Machine, kernel: Path, initrd: Path | None, folder: Path, limit
         if _stopped:
             process.kill()
         try:
-            # Not Popen.wait: interrupted while it looks, it keeps its lock, and the wait below never ends.
+            # Not Popen.wait: if it is interrupted, it keeps its lock, and the wait below never ends.
             ended = os.pidfd_open(process.pid)
             if not select.select([ended], [], [], limit)[0]:
                 problem = f"not done after {limit:.0f} s"
@@ -163,8 +163,8 @@ def run(machine: Machine, kernel: Path, initrd: Path | None, folder: Path, limit
     text = console.read_bytes().decode(errors="replace").replace("\r", "")
     if not problem and f"{END} 0" not in text:
         problem = _what_happened(text, process.returncode)
-    # Not by tarfile: Debian 12's has no filters yet. -i: several archives, each with its end mark; -m: by this
-    # machine's clock, which an emulated one may be ahead of.
+    # Not by tarfile: Debian 12's has no filters yet. -i: several archives, each with its end mark; -m: file times by
+    # this machine's clock, since an emulated one may be ahead.
     if results.stat().st_size and subprocess.run(["tar", "-C", folder, "-imxf", results], check=False).returncode:
         problem = problem or "its results cannot be read"
     results.unlink()
@@ -172,14 +172,14 @@ def run(machine: Machine, kernel: Path, initrd: Path | None, folder: Path, limit
 
 
 def stop_all() -> None:
-    """End every guest of this process, also one that is just being started; a wait for one sees it crash."""
+    """End every guest of this process, also one that is just being started; waiting code sees a crash."""
     _stopped.append(True)
     for process in list(_running):
         process.kill()
 
 
 def stopped() -> bool:
-    """Whether :func:`stop_all` was called: what guests left has no meaning then."""
+    """Whether :func:`stop_all` was called: then results of guests have no meaning."""
     return bool(_stopped)
 
 

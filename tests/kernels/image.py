@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a guest has instead of a disk: Debian, the kernel's modules, and this checkout with its environment."""
+"""The file system of a guest: Debian, the kernel's modules, and this checkout with its environment."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.netns import foreign_programs
 
 REPOSITORY = ROOT
 CACHE = tests.CACHE / "kernels"
-#: SideBySide Debian's essential packages.
+#: In addition to Debian's essential packages.
 PACKAGES = (
     *("apparmor", "bpftool", "conntrack", "curl", "ethtool", "iperf3", "iproute2", "ipset", "iptables"),
     *("iputils-ping", "jq", "kmod", "libbpf1", "libseccomp2", "nftables", "procps", "python3", "python3-nftables"),
@@ -34,13 +34,13 @@ _LEFT_OUT = (
     *("usr/share/doc", "usr/share/man", "usr/share/locale", "usr/share/info", "usr/share/lintian", "usr/share/i18n"),
     *("usr/share/perl*", "var/cache", "var/lib/apt", "var/lib/dpkg/info"),
 )
-# What a network of devices and namespaces can need, and containers; the rest (disks, graphics) is not carried along.
+# Modules for networks of devices and namespaces, and for containers; others (disks, graphics) are left out.
 _MODULES = (
     *("kernel/net", "kernel/drivers/net", "kernel/lib", "kernel/crypto", "kernel/arch", "kernel/drivers/char"),
     "kernel/fs/overlayfs",
 )
 _NO_MODULES = ("*/drivers/net/ethernet/*", "*/drivers/net/wireless/*", "*/net/mac80211/*", "*/net/bluetooth/*")
-# Of the virtual environment: what no suite in a guest uses, by weight.
+# Large parts of the virtual environment that no suite in a guest uses.
 _NO_PYTHON = (
     *("numpy*", "matplotlib*", "mpl_toolkits", "fontTools*", "fonttools*", "PIL", "pillow*", "kiwisolver*"),
     *("contourpy*", "mypy*", "*__mypyc*", "ruff*", "pip", "pip-*", "setuptools*", "ast_serialize*", "*-stubs"),
@@ -60,12 +60,14 @@ class Kernel:
 
 @cache
 def debian(own_suite_only: bool) -> Apt:
-    """Debian's archive, of this machine's suite or of all; its index is fetched when it is asked for first."""
+    """Debian's archive, of this machine's suite or of all; its index is downloaded at the first use."""
     return Apt(CACHE / ("apt-own" if own_suite_only else "apt-all"), own_suite_only)
 
 
 def root() -> Path:
-    """Debian with what the suites call, as a cpio; made once for each list of packages. Needs root and debootstrap."""
+    """Debian with the programs that the suites call, as a cpio; built once per list of packages. Needs root and
+    debootstrap.
+    """
     suite = codename()
     mark = hashlib.sha256(" ".join([suite, *PACKAGES, *_LEFT_OUT]).encode()).hexdigest()[:12]
     path = CACHE / f"root-{suite}-{mark}.cpio"
@@ -76,7 +78,7 @@ def root() -> Path:
     print(f"making {path.name} by debootstrap", flush=True)
     scratch = CACHE / f"root.{os.getpid()}"
     command = ["debootstrap", "--variant=minbase", f"--include={','.join(PACKAGES)}", suite, str(scratch), mirrors()[0]]
-    # Whatever it mounts is in a namespace that ends with it, however it ends.
+    # Its mounts are in a namespace that always ends with it.
     namespaces = ["unshare", "--mount", "--pid", "--fork", "--kill-child"]
     try:
         done = subprocess.run([*namespaces, *command], capture_output=True, text=True, check=False)
@@ -103,7 +105,7 @@ def _fetch(series: str, folder: Path, modules: str) -> None:
     scratch = folder.with_name(f"{series}.{os.getpid()}")
     try:
         found = None
-        # The machine's own suite has what CI needs; all of them are ten times as much to fetch and to read.
+        # The machine's own suite has what CI needs; all suites together are ten times as large.
         for own_suite_only in (False,) if series == "newest" else (True, False):
             found = debian(own_suite_only).newest(series)
             if found is not None:
@@ -123,7 +125,7 @@ def _fetch(series: str, folder: Path, modules: str) -> None:
         _write(scratch / modules, lambda archive: _add_modules(archive, place, release))
         (scratch / "release").write_text(release + "\n")
         shutil.rmtree(scratch / "files")
-        shutil.rmtree(folder, ignore_errors=True)  # fetched with other modules
+        shutil.rmtree(folder, ignore_errors=True)  # downloaded with other modules
         scratch.rename(folder)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
@@ -143,10 +145,10 @@ def _add_modules(archive: Archive, place: Path, release: str) -> None:
 
 
 def project(path: Path, environment: dict[str, str], suites: Iterable[str]) -> None:
-    """This checkout at its own place, its environment, and init with its parameters."""
+    """This checkout at its own path, its environment, and init with its parameters."""
     foreign_programs.compiled(foreign_programs.BUILT)  # guests have no compiler
     site = next((REPOSITORY / ".venv/lib").glob("python3.*/site-packages"))
-    # Compiled here, with what pytest puts into assertions: an emulated processor takes half a minute for it.
+    # Compiled here, with pytest's rewritten assertions: an emulated CPU takes half a minute for it.
     collect = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-p", "no:cacheprovider", *suites]
     writes = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     done = subprocess.run(collect, cwd=REPOSITORY, env=writes, capture_output=True, text=True, check=False)
@@ -175,7 +177,7 @@ def project(path: Path, environment: dict[str, str], suites: Iterable[str]) -> N
 
 
 def _write(path: Path, fill: Callable[[Archive], None]) -> None:
-    """An archive that is there whole, or not at all."""
+    """An archive that is either complete or absent."""
     aside = path.with_name(f"{path.name}.{os.getpid()}")
     try:
         with aside.open("wb") as file:

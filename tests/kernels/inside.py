@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs inside a guest: what the kernel supports, then suite after suite.
+"""Runs inside a guest: checks what the kernel supports, then runs suite after suite.
 
-What each one leaves in /results is sent when it has ended: a guest that does not come to its end loses no others.
+The results of each in /results are sent when it has ended: a guest that crashes later does not lose them.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from tests.kernels.suites import MODULES, Suite, chosen
 
 RESULTS = Path("/results")
 _OUT = Path("/dev/ttyS1")
-# Suites are forks of a process that has read what all of them use, which takes an emulated processor six seconds.
+# Suites are forks of a process that has imported their common modules, which takes an emulated CPU six seconds.
 _READ_ONCE = (
     *("hypothesis", "pyroute2", "scapy.layers.inet", "scapy.layers.inet6", "scapy.layers.sctp", "_pytest.junitxml"),
     *("pyebpf_proxy.lab.scenario", "pyebpf_proxy.see.loading", "pyebpf_proxy.datapath.maps.writer"),
 )
-# Seconds for a suite to end that is out of time.
+# Seconds for a suite to end after its time is over.
 _END = 60
 _FORK = multiprocessing.get_context("fork")
 
 
 def probe() -> dict[str, str]:
-    """What the agent finds out about this kernel before it serves: by its own functions, nothing by version.
+    """What the agent detects about this kernel before it serves: with its own functions, never by version.
 
-    With the capabilities that the DaemonSet gives it, and no others.
+    With exactly the capabilities of the DaemonSet.
     """
     command = [*THREE_CAPABILITIES, sys.executable, "-m", "tests.kernels.probe"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -49,7 +49,7 @@ def probe() -> dict[str, str]:
 
 
 def send(*names: str) -> None:
-    """Files of the results, as their own tar behind those that were sent before."""
+    """Send the files of the results as a separate tar."""
     subprocess.run(["tar", "-C", RESULTS, "-cf", _OUT, *names], check=True)
 
 
@@ -59,7 +59,9 @@ def _session(arguments: list[str], environment: dict[str, str]) -> None:
 
 
 def run(suite: Suite) -> None:
-    """One call of pytest; its results and its exit status (-1: out of time) are sent, its words are the console's."""
+    """One call of pytest. Its results and its exit status (-1: out of time) are sent; its output goes to the
+    console.
+    """
     arguments = [
         *suite.arguments,
         f"--junitxml={RESULTS / suite.name}.xml",
@@ -68,7 +70,7 @@ def run(suite: Suite) -> None:
         "-p",
         "no:cacheprovider",
     ]
-    # Assertions in plugins read before are not explained; in tests they are.
+    # Assertions in plugins that were imported before are not explained; those in tests are.
     arguments += ["-W", "ignore::pytest.PytestAssertRewriteWarning", *shlex.split(os.environ.get("ARGS", ""))]
     began = time.monotonic()
     process = _FORK.Process(target=_session, args=(arguments, suite.environment))
@@ -77,7 +79,7 @@ def run(suite: Suite) -> None:
     status = process.exitcode
     if status is None:
         status = -1
-        # It tears down what it has set up, and writes what has passed.
+        # It tears down its fixtures, and writes the results so far.
         os.kill(process.pid or 0, signal.SIGINT)
         process.join(_END)
         process.kill()
@@ -88,7 +90,7 @@ def run(suite: Suite) -> None:
 
 
 def main() -> int:
-    """0 if everything that was to be tried was tried; what failed is in the results."""
+    """0 if everything was tried; the results have the failures."""
     RESULTS.mkdir(exist_ok=True)
     for name in _READ_ONCE:
         importlib.import_module(name)

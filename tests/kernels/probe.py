@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m tests.kernels.probe``, in a guest: what this kernel carries with the rights of this process, as JSON."""
+"""``python -m tests.kernels.probe``, in a guest: what this kernel supports with this process' rights, as JSON."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from pyebpf_proxy.datapath.netfilter.nft_rules import Behaviour
 
 
 def probe() -> dict[str, str]:
-    """``path`` (fast or slow), and what was refused, with the reason; ``refused`` alone: nothing can be carried."""
+    """``path`` (fast or slow), and what was refused, with the reason; only ``refused`` if the data plane cannot run."""
     try:
         preflight.check()
-        # As the agent does: the table first, it brings the modules with it.
+        # As the agent does: the table first, which loads the modules.
         table = Table("probe_table")
         table.ensure(Behaviour(masquerade_mark=0x4000))
         try:

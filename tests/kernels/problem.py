@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ends a run before any kernel has been tried, or ends one kernel's: one line with the remedy."""
+"""The error that ends a run before any kernel has been tried, or ends one kernel's: one line with the remedy."""
 
 from __future__ import annotations
 

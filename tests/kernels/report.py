@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From what guests left behind to a table: kernel × path × suite × what passed, failed and was skipped, and why."""
+"""From the guests' results to a table: kernel × path × suite × what passed, failed and was skipped, and why."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ class Row:
 
     @property
     def failed(self) -> bool:
-        """Whether anything is not as it should be. Some kernels are here to be refused."""
+        """Whether the result differs from the expected one. Some kernels must be refused."""
         refused = bool(self.probe.get("refused"))
         return bool(self.problem) or refused != self.to_refuse or any(count.failed for count in self.suites.values())
 
 
 def read(kernel: Kernel, outcome: Outcome, folder: Path, asked: Collection[str] = ()) -> Row:
-    """What a guest left in its folder. ``asked``: the suites that it was to run; one that left nothing has failed."""
+    """The results in a guest's folder. ``asked``: the suites that it had to run; one without results has failed."""
     to_refuse = kernel.series in REFUSED
     try:
         probe = json.loads((folder / "probe.json").read_text())
@@ -64,7 +64,7 @@ def _count(path: Path, status: int) -> Count:
     if status not in (0, 1):
         count.failed.append("out of time" if status == -1 else f"pytest: exit status {status}")
     if not path.exists():
-        # Status 1 means that tests failed, 0 that none did: without results neither can be believed.
+        # Status 1 means that tests failed, 0 that none did: without results neither is credible.
         count.failed += [] if count.failed else [f"no results, though pytest ended with exit status {status}"]
         return count
     for suite in ElementTree.parse(path).getroot().iter("testsuite"):
@@ -81,7 +81,7 @@ def _count(path: Path, status: int) -> Count:
 
 
 def table(rows: list[Row]) -> str:
-    """In Markdown, as it stands in tests/kernels/README.md; below it what failed, and why what was skipped."""
+    """In Markdown, as in tests/kernels/README.md; below it the failures, and the reasons for skips."""
     lines = ["", "| kernel | path | suite | passed | failed | skipped | s |", "|---|---|---|---|---|---|---|"]
     failures: list[str] = []
     skips: list[str] = []

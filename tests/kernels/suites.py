@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tests run in a guest: what goes by the kernel. What only looks at files or objects is the same everywhere."""
+"""Which tests run in a guest: those that depend on the kernel, not those that only read files or objects."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ class Suite:
     #: Which of its tests run if no suite is named (pytest's -k): "" all of them, None none.
     quick: str | None = None
     limit: int = 600
-    #: Before any module of netfilter has been loaded.
+    #: Before any netfilter module has been loaded.
     first: bool = False
-    #: Only where the kernel must be refused, and nothing else there.
+    #: Only on kernels that must be refused; nothing else runs there.
     refused: bool = False
-    #: Every agent that a lab starts has the DaemonSet's capabilities and no others.
+    #: Every agent of a lab has exactly the DaemonSet's capabilities.
     few_rights: bool = False
 
     @property
     def environment(self) -> dict[str, str]:
-        """Variables that the tests are run with."""
+        """Environment variables for the tests."""
         return {FEW_RIGHTS: "1", PACE: "0.05"} if self.few_rights else {}
 
 
-#: Seconds for suites of labs with traffic, and of some hundred tests.
+#: Seconds for suites with labs under traffic, and suites of some hundred tests.
 _LONG = 1800
 _CASES = "tests/kernels/cases"
 _UNIT = (
@@ -39,7 +39,7 @@ _UNIT = (
     "datapath/test_preflight_modules.py",
     "test_cli_missing.py::test_the_kernel_has_no_btf",
 )
-# test_maps_libbpf.py calls the compiler, which guests have not. Counts: also by the meter of `top`.
+# test_maps_libbpf.py needs the compiler, which guests lack. Counts: also by the meter of `top`.
 _PACKET = (
     *("connections", "flows", "bridge", "trace", "counts", "kernel_flows", "permits", "promotion", "sweep"),
     *("tracked_flows", "young_ends", "young_flows", "young_ports", "xdp", "xdp_flows"),
@@ -49,7 +49,7 @@ _PACKET_QUICK = (
     " and not promotion and not young and not sweep and not tracked"
 )
 _NETNS = ("attach/test_attach_links.py", "attach/test_attach_tc.py", "attach/test_attach_udp.py", "test_agent.py")
-# The fast path of a node with traffic: what netfilter denies, and what may happen to flows that netfilter does not see.
+# The fast path of a node with traffic: what netfilter denies, and what affects flows that netfilter does not see.
 _POLICY = ("test_lab_network_policy.py", "test_lab_fast_path_beside_others.py")
 _LAB = (
     *("test_conntrack_create.py", "test_lab_fast_path_handover.py", "test_lab_fast_path_full.py"),
@@ -64,7 +64,7 @@ SUITES = (
     Suite(
         "policy",
         tuple(f"tests/netns/{name}" for name in _POLICY),
-        "added_counts_at_once and ipv4 and iptables-legacy",
+        "new_policy_applies_at_once and ipv4 and iptables-legacy",
         limit=_LONG,
         few_rights=True,
     ),
@@ -80,10 +80,10 @@ SUITES = (
     ),
     Suite("sctp", (f"{_CASES}/test_guest_sctp.py",), "ipv4 or refused"),
     Suite("underlays", (f"{_CASES}/test_guest_underlays.py",), "vxlan and not pod_keeps"),
-    # The agent in the container of its pod, under the profiles of a container runtime: Debian's kernels have AppArmor.
-    Suite("container", ("tests/netns/test_deploy_capabilities.py", "-k", "t13 or s11 or gives_it_serves")),
+    # The agent in its pod's container, with a container runtime's profiles: Debian's kernels have AppArmor.
+    Suite("container", ("tests/netns/test_deploy_capabilities.py", "-k", "t13 or s11 or pod_of_the_manifest_serves")),
     Suite("netem", (f"{_CASES}/test_guest_netem.py",)),
-    Suite("bridge", ("tests/netns/test_lab_bridge.py", "-k", "large or fragmented or talk")),
+    Suite("bridge", ("tests/netns/test_lab_bridge.py", "-k", "large or fragmented or reach_each_other")),
     Suite("netns", tuple(f"tests/netns/{name}" for name in _NETNS), "second_agent"),
 )
 
@@ -103,7 +103,7 @@ def paths(names: str) -> list[str]:
     return [word.partition("::")[0] for suite in chosen(names) for word in suite.arguments if word.startswith("tests/")]
 
 
-#: Loaded after the first suites, if the kernel has them: tests write settings that come with them.
+#: Loaded after the first suites, if the kernel has them: tests write their settings.
 MODULES = ("nf_conntrack", "nf_nat", "br_netfilter")
 #: Kernels that must be refused: the agent has to log the reason, in one line.
 REFUSED = ("5.10",)

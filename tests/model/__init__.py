@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The whole agent against a slow model: random streams of events, after each of which the kernel must agree with it."""
+"""The whole agent against a slow model: random streams of events; after each event the kernel must match the model."""

@@ -47,7 +47,7 @@ def main() -> int:
 
 
 def finding(model: Model, seed: int, numbers: list[int], seconds: float) -> None:
-    """Print the fewest steps that still fail, as far as that is known after so many seconds."""
+    """Print the fewest steps that still fail, as far as so many seconds suffice to find them."""
     end = time.monotonic() + seconds
 
     def fails(fewer: object) -> bool:

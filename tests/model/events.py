@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random objects, and the manifests folder: what is in which file, and which objects the agent knows from it."""
+"""Random objects, and the manifests folder: the contents of each file, and which objects the agent knows from them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NAMESPACES = ("default", "tenant", "other")
 SERVICES = tuple(f"s{number}" for number in range(6))
 FILES = tuple(f"{letter}.json" for letter in "abcdef")
 NODE_FILE = "nodes.json"
-#: Few values, so that objects meet.
+#: Few values, so that objects conflict.
 CLUSTER_IPS = {4: [f"10.96.0.{n}" for n in range(1, 10)], 6: [f"fd00:10:96::{n:x}" for n in range(1, 10)]}
 OUTSIDE = {
     4: ["203.0.113.1", "203.0.113.2", "203.0.113.3", "192.0.2.11", "10.96.0.3"],
@@ -135,7 +135,7 @@ def endpoint_slice(chance: random.Random, namespace: str, name: str) -> Object:
 
 
 def node(chance: random.Random, name: str) -> Object:
-    """A Node; its addresses are mostly those that the lab gave it."""
+    """A Node; its addresses are mostly those of the lab."""
     number = name.removeprefix("node")
     last = 10 + int(number) if chance.random() < 0.8 else chance.randint(10, 20)
     addresses = [{"type": "InternalIP", "address": text} for text in (f"192.0.2.{last}", f"2001:db8:1::{last}")]
@@ -161,7 +161,7 @@ def service_cidr(chance: random.Random) -> Object:
 
 
 def spoilt(chance: random.Random, good: Object) -> Object:
-    """The object with a mistake for which the whole of it is refused."""
+    """The object with an error for which it is rejected as a whole."""
     bad = copy.deepcopy(good)
     if bad["kind"] == "Service":
         match chance.randrange(5):
@@ -196,9 +196,9 @@ def key_of(made: Object) -> Key:
 
 
 class Folder:
-    """The manifests folder, and what an agent that followed it knows.
+    """The manifests folder, and what an agent that follows it knows.
 
-    ``valid`` and ``wrong`` are kept by file: an object that turns wrong keeps its last good state in that file, as
+    ``valid`` and ``wrong`` are kept by file: an object that becomes invalid keeps its last valid state in that file, as
     long as the agent runs; an unreadable file keeps all of its objects.
     """
 
@@ -209,14 +209,14 @@ class Folder:
         self._known: dict[str, dict[Key, Object]] = {}
 
     def objects(self) -> dict[Key, Object]:
-        """What the agent knows: of an object in several files, that of the last by name."""
+        """The objects that the agent knows: if several files have one, the last file by name counts."""
         found: dict[Key, Object] = {}
         for name in sorted(self._known):
             found |= self._known[name]
         return found
 
     def in_file(self, name: str) -> list[tuple[Object, bool]]:
-        """A copy of what is in a file that can be read."""
+        """A copy of the contents of a readable file."""
         return list(self.files.get(name) or ())
 
     def write(self, name: str, contents: list[tuple[Object, bool]]) -> None:
@@ -246,7 +246,7 @@ class Folder:
         (self.path / name).unlink(missing_ok=True)
 
     def forget(self) -> None:
-        """The agent starts anew: it has not seen what was good once."""
+        """The agent starts again: it does not know earlier valid states."""
         self._known = {
             name: {key_of(made): made for made, valid in contents or () if valid}
             for name, contents in self.files.items()

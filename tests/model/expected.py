@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the kernel must hold, computed slowly and from the beginning, for every state of objects, node and settings.
+"""The expected contents of the kernel, computed slowly and from scratch, for any state of objects, node and settings.
 
 Written from docs/spec/service-semantics.md, docs/objects.md and docs/data-plane.md. It shares nothing with the agent:
 no function, no constant.
@@ -16,7 +16,7 @@ from tests.model.kernel import Backend, Frontend, Name, Policies, Port
 Object = Mapping[str, Any]
 Addresses = dict[int, str]
 ANY = {4: "0.0.0.0", 6: "::"}
-#: The kinds of addresses, the first has precedence (docs/objects.md).
+#: The kinds of addresses by precedence, the first one wins (docs/objects.md).
 RANKS = ("ClusterIP", "NodePort", "LoadBalancer", "ExternalIP")
 
 
@@ -33,7 +33,7 @@ class Settings(NamedTuple):
 
 
 class World(NamedTuple):
-    """What the agent knows: valid objects by kind, and the names of its settings."""
+    """What the agent knows: valid objects by kind, and the names in its settings."""
 
     objects: Mapping[tuple[str, str, str], Object]
     settings: Settings
@@ -45,7 +45,7 @@ def family_of(text: str) -> int:
 
 
 def is_address(text: str) -> bool:
-    """Whether the text is an address that an object may have outside of the cluster (docs/objects.md, bad input)."""
+    """Whether an object may have this text as an external address (docs/objects.md, bad input)."""
     try:
         address = ip_address(text)
     except ValueError:
@@ -98,7 +98,7 @@ def cluster_ip(service: Object, family: int) -> str:
 
 
 class Draft(NamedTuple):
-    """A service port with all addresses that its Service names."""
+    """A service port with all addresses that its Service claims."""
 
     name: Name
     created: str
@@ -134,18 +134,18 @@ def drafts(world: World) -> list[Draft]:
 
 
 def vips(service: Object) -> list[str]:
-    """Load balancer addresses that are handled, §1.3."""
+    """Load balancer addresses that are served, §1.3."""
     ingress = service.get("status", {}).get("loadBalancer", {}).get("ingress", ())
     return [e["ip"] for e in ingress if e.get("ip") and e.get("ipMode", "VIP") == "VIP" and is_address(e["ip"])]
 
 
 def externals(service: Object) -> list[str]:
-    """External IPs that can be read."""
+    """External IPs that can be parsed."""
     return [text for text in service["spec"].get("externalIPs", ()) if is_address(text)]
 
 
 def given(world: World) -> dict[Name, set[Frontend]]:
-    """Address conflicts: the frontends that each service port gets (docs/objects.md)."""
+    """Resolves address conflicts: the frontends that each service port gets (docs/objects.md)."""
     every = drafts(world)
     node_addresses = {
         each["address"] for node in of_kind(world, "Node").values() for each in node["status"]["addresses"]
@@ -257,7 +257,7 @@ def near(ready: list[Endpoint], node: str, zone: str) -> list[Endpoint]:
 
 
 def ports(world: World) -> dict[Name, Port]:
-    """Every service port as the maps must have it."""
+    """Every service port with the expected contents of the maps."""
     frontends = given(world)
     node = own_node(world)
     zone = (node or {}).get("metadata", {}).get("labels", {}).get("topology.kubernetes.io/zone", "")
@@ -265,11 +265,11 @@ def ports(world: World) -> dict[Name, Port]:
     found = {}
     for draft in drafts(world):
         spec, family = draft.service["spec"], draft.name[4]
-        # §1.3, of this family. A VIP that is the ClusterIP counts once, as that: no packet takes its lists.
+        # §1.3, for this family. A VIP that equals the ClusterIP counts only as ClusterIP: no packet uses its lists.
         vip = any(family_of(text) == family for text in vips(draft.service))
         reachable = any(each.kind != "ClusterIP" for each in draft.frontends)
         internal_local = spec.get("internalTrafficPolicy") == "Local"
-        # Of the Service: external IPs of the other family count here.
+        # For the Service: external IPs of the other family count here.
         may_be_local = spec.get("type") in ("LoadBalancer", "NodePort") or bool(spec.get("externalIPs"))
         external_local = may_be_local and spec.get("externalTrafficPolicy") == "Local"
         uses_cluster = not internal_local or reachable
@@ -303,12 +303,12 @@ def ports(world: World) -> dict[Name, Port]:
 
 
 def backends(chosen: Iterable[Endpoint]) -> tuple[Backend, ...]:
-    """A list as the maps have it."""
+    """A list in the order of the maps."""
     return tuple(sorted(Backend(each.address, each.port, each.local) for each in chosen))
 
 
 def source_ranges(spec: Object, family: int) -> frozenset[str]:
-    """§7: the ranges in force; a range of everything lifts the restriction."""
+    """§7: the active ranges; a range that contains everything removes the restriction."""
     found = set()
     for text in spec.get("loadBalancerSourceRanges", ()):
         try:
@@ -324,7 +324,7 @@ def source_ranges(spec: Object, family: int) -> frozenset[str]:
 
 
 class NodeState(NamedTuple):
-    """What the node's maps and devices must be."""
+    """The expected maps and devices of the node."""
 
     addresses: dict[str, bool]
     #: Ifindex → index of its bridge, MAC of its bridge, whether its packets are a pod's, MTU.
@@ -334,7 +334,7 @@ class NodeState(NamedTuple):
 
 
 def node_state(world: World, links: list[dict[str, Any]]) -> NodeState:
-    """From the devices of the namespace (docs/data-plane.md, Attachment; spec/service-semantics §8)."""
+    """Computed from the devices of the namespace (docs/data-plane.md, Attachment; spec/service-semantics §8)."""
     settings = world.settings
     addresses: dict[str, bool] = {}
     for link in links:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the kernel holds, read by separate system calls, and from bpf/*.h instead of the agent's layouts.
+"""Reads the kernel's state by separate system calls, with layouts from bpf/*.h instead of the agent's.
 
-Nothing here is shared with the agent: neither libbpf, nor BTF, nor its netlink code. Functions that look at a network
-namespace run inside it (``Namespace.call``).
+It shares nothing with the agent: neither libbpf, nor BTF, nor its netlink code. Functions that read a network namespace
+run inside it (``Namespace.call``).
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class Map:
         return self._value.raw
 
     def items(self) -> dict[bytes, bytes]:
-        """All entries. While others write, an entry may be missing, or be there that was deleted meanwhile."""
+        """All entries. If others write meanwhile, an entry may be missing, or a deleted one may be included."""
         found: dict[bytes, bytes] = {}
         request = self._first
         while True:
@@ -119,7 +119,7 @@ class Map:
                 raise
             key = self._next.raw
             if key in found:
-                return found  # the walk began again, because a key was deleted
+                return found  # a key was deleted and the iteration began again
             value = self.get(key)
             found[key] = value if value is not None else b""
             self._key.raw = key
@@ -131,7 +131,7 @@ class Map:
         _bpf(_UPDATE, self._lookup)
 
     def delete(self, key: bytes) -> None:
-        """Delete an entry, if it is there."""
+        """Delete an entry if it exists."""
         self._key.raw = key
         try:
             _bpf(_DELETE, self._delete)
@@ -141,7 +141,7 @@ class Map:
 
 
 class Frontend(NamedTuple):
-    """Where a service port is reached."""
+    """The address, port and protocol of a service port."""
 
     kind: str
     address: str
@@ -157,7 +157,7 @@ class Backend(NamedTuple):
 
 
 class Policies(NamedTuple):
-    """The fields of ``service_configs`` other than the lists."""
+    """The fields of ``service_configs`` without the lists."""
 
     any_endpoints: bool = False
     internal_local: bool = False
@@ -167,7 +167,7 @@ class Policies(NamedTuple):
 
 
 class Port(NamedTuple):
-    """A service port, without the numbers by which the maps refer to each other."""
+    """A service port, without the numbers that link the maps."""
 
     frontends: frozenset[Frontend]
     cluster: tuple[Backend, ...]
@@ -182,11 +182,11 @@ Name = tuple[str, str, str, str, int]
 
 
 class Broken(Exception):  # noqa: N818
-    """The maps do not fit together: what is wrong."""
+    """The maps are inconsistent; the text says how."""
 
 
 class Services(NamedTuple):
-    """The service maps. ``garbage``: entries that nothing refers to."""
+    """The service maps. ``garbage``: entries without a reference."""
 
     ports: dict[Name, Port]
     #: Backend id → address and port, of every entry.
@@ -214,9 +214,9 @@ def _words(maps: Path, name: str, numbers: Iterator[int]) -> list[int]:
 
 
 def services(maps: Path, everything: int = 0) -> Services:
-    """Read the service maps; Broken if they do not fit together.
+    """Read the service maps; Broken if they are inconsistent.
 
-    ``everything``: how many words of ``services`` to look at, in addition to those of known service ports.
+    ``everything``: how many words of ``services`` to read, in addition to those of known service ports.
     """
     dump = _dumps(maps)
     garbage: Counter[str] = Counter()
@@ -322,7 +322,7 @@ class NodeMaps(NamedTuple):
 
     #: Address → whether it serves NodePorts.
     addresses: dict[str, bool]
-    #: Ifindex → index of its bridge, MAC of its bridge, whether its packets are a pod's, MTU, mode of redirection.
+    #: Ifindex → index of its bridge, MAC of its bridge, whether its packets are a pod's, MTU, redirect mode.
     devices: dict[int, tuple[int, str, bool, int, int]]
 
 
@@ -372,7 +372,7 @@ def chains(indexes: list[int]) -> dict[int, tuple[list[str], list[str]]]:
 
 
 def links() -> list[dict[str, Any]]:
-    """The devices of this namespace with their addresses, by ``ip``."""
+    """The devices of this namespace with their addresses, from ``ip``."""
     done = subprocess.run(["ip", "-j", "-d", "addr"], capture_output=True, text=True, check=True)
     found: list[dict[str, Any]] = [link for link in json.loads(done.stdout) if link]
     return found
@@ -390,7 +390,7 @@ class Table(NamedTuple):
 
 
 def table(name: str) -> Table | None:
-    """The agent's table as libnftables lists it; None: there is none."""
+    """The agent's table as libnftables lists it; None: it does not exist."""
     global _nft
     if _nft is None:
         import nftables

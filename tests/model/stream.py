@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A stream: random steps against one agent, after each of which the kernel must agree with the model.
+"""A stream: random steps with one agent; after each step the kernel must match the model.
 
-Every step draws from its own generator, seeded by the stream's seed and the step's number. So a step that is left
-out does not change what the others draw, which makes shrinking work.
+Every step has its own generator, seeded by the stream's seed and the step's number. So leaving out a step does not
+change the others, and streams can be shrunk.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from tests.model.events import FILES, NAMESPACES, NODE_FILE, SERVICES, Folder, k
 from tests.model.expected import Settings, World
 from tests.model.kernel import Broken, Map
 
-#: Seconds until the kernel must be right: of a change, a repair, a start. Generous: the machine may be busy.
+#: Seconds until the kernel must match, after a change, a repair and a start. Generous: the machine may be busy.
 CHANGE, REPAIR, START = 20.0, 40.0, 90.0
-#: How often the agent looks whether others have changed its maps.
+#: How often the agent checks its maps for foreign changes.
 SYNC_PERIOD = "1s"
 MARKER_FILE = "zz.json"
 MARKER_ADDRESS = "10.96.255.1"
-#: Longest wait for the marker alone, in seconds: what keeps it away is for the comparison to say.
+#: The longest wait for the marker alone, in seconds: after it the comparison shows the reason.
 WAIT = 5.0
 SIZES = {
     **dict.fromkeys(("frontends4", "frontends6", "services", "serviceNames", "serviceConfigs", "slots"), 2048),
@@ -43,7 +43,7 @@ _DAMAGED = (
 
 
 class WrongError(AssertionError):
-    """The kernel does not agree with the model: at which step, and how it differs."""
+    """The kernel does not match the model: at which step, and the difference."""
 
     def __init__(self, step: int, what: str, text: str) -> None:
         super().__init__(f"step {step} ({what}): {text}")
@@ -51,7 +51,7 @@ class WrongError(AssertionError):
 
 
 class Step(NamedTuple):
-    """What is done, and how long it may take until the kernel is right."""
+    """A step, and how long the kernel may take to match."""
 
     name: str
     weight: int
@@ -83,7 +83,7 @@ STEPS = (
 
 
 class Model:
-    """One agent on one node of a lab, its folder of manifests, and what is expected of it."""
+    """One agent on one node of a lab, its folder of manifests, and the expected state."""
 
     def __init__(self, lab: Lab, without: Collection[str] = ()) -> None:
         """``without``: names of steps that are left out."""
@@ -94,9 +94,9 @@ class Model:
         self.folder = Folder(lab.manifests)
         self.settings = Settings()
         self.checks = 0
-        #: Shrinking waits for a shorter time, because most of its streams fail.
+        #: Shrinking waits less, because most of its streams fail.
         self.patience = 1.0
-        #: A stream has begun, and not ended well.
+        #: A stream has begun and has not succeeded.
         self.broken = False
         self._marker = 0
         self._frontends: Path | None = None
@@ -105,7 +105,7 @@ class Model:
     # ---- the agent ----------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start the agent with the current settings; what it has seen of former files is forgotten."""
+        """Start the agent with the current settings; it forgets earlier states of files."""
         settings = self.settings
         periods = {"minSyncPeriod": "10ms", "syncPeriod": SYNC_PERIOD}
         config: dict[str, Any] = {
@@ -126,7 +126,7 @@ class Model:
             "maps": SIZES,
         }
         self.folder.forget()
-        # What a former agent has left in the maps is not the work of this one.
+        # The maps may hold an earlier agent's marker: write a new one.
         self.mark()
         self.agent.start(config, own=own)
 
@@ -136,10 +136,10 @@ class Model:
         self.agent.wait_ended()
 
     def reset(self) -> None:
-        """An empty node: no objects but the Nodes, the devices of the lab, default settings.
+        """An empty node: only the Nodes, the devices of the lab, default settings.
 
-        An agent that has ended a stream well continues, or is started anew if it has other settings. After a finding
-        nothing of it stays.
+        After a successful stream the agent continues, or is restarted if its settings differ. After a finding it is
+        replaced.
         """
         goes_on = self.agent.process is not None and self.settings == Settings() and not self.broken
         if not goes_on and self.agent.process is not None:
@@ -158,13 +158,13 @@ class Model:
         chance = random.Random(0)
         self.folder.write(NODE_FILE, [(events.node(chance, name), True) for name in ("node1", "node2")])
         if goes_on:
-            time.sleep(0.3)  # until files that are gone do not come back
+            time.sleep(0.3)  # until deleted files count as deleted
             self.mark()
         else:
             self.start()
 
     def mark(self) -> None:
-        """Write the file that is read after all others: when its object is in force, they were read."""
+        """Write the file that is read last: when its object is active, all files were read."""
         self._marker = self._marker % 60000 + 1
         marker = {
             "apiVersion": "v1",
@@ -175,7 +175,7 @@ class Model:
         self.folder.write(MARKER_FILE, [(marker, True)])
 
     def _is_marked(self) -> bool:
-        """Whether the object of the file that is read last is in force."""
+        """Whether the object of the last file is active."""
         key = kernel.FRONTEND_KEY[4].pack(ip_address(MARKER_ADDRESS).packed, self._marker, 6)
         try:
             self._frontends = self._frontends or self.agent.pin("frontends4")
@@ -193,12 +193,12 @@ class Model:
     # ---- the comparison -----------------------------------------------------------------------------------------
 
     def settle(self, step: int, what: str, seconds: float, thorough: bool = False) -> None:
-        """Wait until the kernel agrees with the model. WrongError if it is not in time."""
+        """Wait until the kernel matches the model. WrongError if it does not in time."""
         world = World(self.folder.objects(), self.settings)
         wanted = expected.ports(world)
         begun = time.monotonic()
         pause = 0.004
-        # Reading all maps costs a hundred times as much as looking whether the last file was read.
+        # Reading all maps costs a hundred times as much as checking for the last file.
         while not self._is_marked() and time.monotonic() - begun < min(seconds * self.patience, WAIT):
             if self.agent.process is None or self.agent.process.poll() is not None:
                 break
@@ -220,7 +220,7 @@ class Model:
             pause = min(0.1, pause * 1.5)
 
     def differences(self, world: World, wanted: dict[kernel.Name, kernel.Port], thorough: bool) -> str:
-        """How the kernel differs from the model; empty: it does not."""
+        """The differences between kernel and model; empty: none."""
         pins = self.pins
         found = kernel.services(pins, 2048 if thorough else 0)
         for name in sorted({*wanted, *found.ports}):
@@ -267,14 +267,14 @@ class Model:
     # ---- steps --------------------------------------------------------------------------------------------------
 
     def step(self, number: int, chance: random.Random) -> tuple[Step, str]:
-        """Do one step; which it was, and what it did."""
+        """Do one step; returns which one it was, and what it did."""
         step = chance.choices(STEPS, [each.weight for each in STEPS])[0]
         if step.name in self.without:
             return step, "left out"
         return step, getattr(self, "_" + step.name.replace(" ", "_"))(chance)
 
     def _put(self, chance: random.Random, made: events.Object, valid: bool = True) -> str:
-        """Write an object into the file where it is, or into any."""
+        """Write an object into its file, or into any file."""
         key = key_of(made)
         readable = [name for name in FILES if self.folder.files.get(name, ()) is not None]
         name = next((name for name in readable if any(key_of(o) == key for o, _ in self.folder.in_file(name))), "")
@@ -318,7 +318,7 @@ class Model:
         return "/".join(key_of(gone))
 
     def _move(self, chance: random.Random) -> str:
-        """An object moves to another file, which is written before or after the one that it leaves."""
+        """An object moves to another file, which is written before or after the file that it leaves."""
         if (found := self._any(chance)) is None:
             return "nothing"
         name, at = found
@@ -367,7 +367,7 @@ class Model:
         name = chance.choice(FILES)
         self.folder.remove(name)
         self.mark()
-        time.sleep(0.3)  # a file that comes back in time was never gone
+        time.sleep(0.3)  # a file that returns in time counts as never deleted
         return name
 
     def _burst(self, chance: random.Random) -> str:
@@ -482,7 +482,7 @@ class Model:
         return text
 
     def _detach(self, chance: random.Random) -> str:
-        """Take the program off a device, as the detaching of its link does."""
+        """Detach the program from a device, as detaching its link does."""
         links = sorted(path.name for path in self.pins.parent.parent.joinpath("tcx").iterdir())
         if not links:
             return "nothing"
@@ -492,7 +492,7 @@ class Model:
         return name
 
     def _kill(self, chance: random.Random) -> str:
-        """SIGKILL, often while a change is written; while nothing runs, objects and the node may change."""
+        """SIGKILL, often while a change is written; before the next start, objects and the node may change."""
         done = []
         if chance.random() < 0.7:
             done.append(self._burst(chance))
@@ -504,7 +504,7 @@ class Model:
             done.append(self._damage_a_map(chance))
         self.start()
         if chance.random() < 0.3:
-            # Again, while it starts.
+            # Again, during its start.
             time.sleep(chance.random() * 2)
             self.agent.kill()
             self.start()
@@ -515,7 +515,7 @@ class Model:
         """End it, and start it with another configuration."""
         self.stop(chance.choice((signal.SIGTERM, signal.SIGKILL)))
         mode = chance.choice(("iptables", "nftables"))
-        # The default of mode nftables is another one.
+        # Mode nftables has another default.
         primary: tuple[str, ...] = ("primary",)
         choices = (primary, ("192.0.2.0/24",), ("192.0.2.11/32", "2001:db8:1::/64"), ("127.0.0.0/8",))
         self.settings = Settings(
@@ -564,7 +564,7 @@ def run(model: Model, seed: int, numbers: Iterable[int], say: Callable[[str], No
 
 
 def shrink(fails: Callable[[Sequence[int]], bool], numbers: Sequence[int], tries: int = 60) -> list[int]:
-    """Fewer steps for which the stream still fails: halves, quarters and so on are left out."""
+    """Fewer steps with which the stream still fails: halves, quarters and so on are left out."""
     kept = list(numbers)
     size = max(1, len(kept) // 2)
     while tries > 0:

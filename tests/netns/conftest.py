@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from pyebpf_proxy.lab.cluster import Lab
-from tests.support.fast_lab import FAR, Ask, FastWorld, asking, made
+from tests.support.fast_lab import FAR, Ask, FastWorld, build_fast_world, open_talks
 from tests.support.fixtures import bpffs, family, protocol
 from tests.support.talk import Talk
 
@@ -17,28 +17,28 @@ __all__ = ["bpffs", "family", "protocol"]
 
 @pytest.fixture
 def lab() -> Iterator[Lab]:
-    """A lab of the test's own: two nodes, no pods, no agents."""
-    with Lab() as made:
-        yield made
+    """A separate lab for the test: two nodes, no pods, no agents."""
+    with Lab() as small:
+        yield small
 
 
 @pytest.fixture(scope="module")
 def fast_world() -> Iterator[FastWorld]:
     """The module's lab with the fast path on."""
     with Lab() as lab:
-        yield made(lab)
+        yield build_fast_world(lab)
 
 
 @pytest.fixture
 def ask() -> Iterator[Ask]:
-    """Begins conversations, which end with the test."""
-    with asking() as begin:
+    """Starts conversations; they end with the test."""
+    with open_talks() as begin:
         yield begin
 
 
 @pytest.fixture
 def far(fast_world: FastWorld, ask: Ask) -> Talk:
-    """A connection of the pod with the other node's pod, by the cache."""
+    """A pod's connection to a pod on the other node, on the fast path."""
     talk = ask(fast_world.client.namespace, FAR.v4)
     fast_world.fast(talk)
     return talk

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programs of others in a device's tcx chain: they count the packets that they see, and end the chain or do not."""
+"""Other software's programs in a device's tcx chain: they count packets, and end the chain or let it continue."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pyebpf_proxy.datapath.loader.libbpf import Object
 from pyebpf_proxy.lab.namespace import Namespace
 from tests import ROOT
 
-#: TC_ACT_OK: what is behind it sees nothing. TC_ACT_UNSPEC: the next one is asked.
+#: TC_ACT_OK: later programs get no packet. TC_ACT_UNSPEC: the next program runs.
 ENDS, GOES_ON = "ends_chain", "goes_on"
 _SOURCE = """
 struct __sk_buff;
@@ -32,7 +32,7 @@ BUILT = ROOT / "build/tests"
 
 
 def compiled(folder: Path) -> Path:
-    """The object file, made in this folder. Without a compiler: the one that was made before."""
+    """The object file, compiled in this folder; without a compiler, the one that was compiled before."""
     if shutil.which("clang") is None:
         return BUILT / "foreign.o"
     folder.mkdir(parents=True, exist_ok=True)
@@ -49,7 +49,7 @@ class Foreign:
         self._channel = channel
 
     def __int__(self) -> int:
-        """Packets that it has seen so far."""
+        """How many packets it has seen."""
         self._channel.send("how many")
         return int(self._channel.recv())
 
@@ -58,7 +58,7 @@ class Foreign:
 def attached(
     namespace: Namespace, file: Path, program: str, device: str, hook: int = tcx.INGRESS, where: int = tcx.BEFORE
 ) -> Iterator[Foreign]:
-    """At the head of the chain (``tcx.BEFORE``) or at its tail, for as long as the block lasts."""
+    """Attached at the head of the chain (``tcx.BEFORE``) or at its tail, for as long as the block lasts."""
     channel, other_end = multiprocessing.Pipe()
     task = namespace.start(_hold, file, program, device, hook, where, other_end)
     other_end.close()
@@ -74,7 +74,7 @@ def attached(
 def _hold(file: Path, program: str, device: str, hook: int, where: int, channel: Any) -> None:
     with Object.open(file) as opened:
         loaded = opened.load()
-        # The kernel takes the program off when this process ends.
+        # The kernel detaches the program when this process ends.
         tcx.attach(loaded.programs[program].fd, socket.if_nametoindex(device), hook, where)
         (counter,) = (found for name, found in loaded.maps.items() if name.endswith(".bss"))
         channel.send("attached")
@@ -85,7 +85,7 @@ def _hold(file: Path, program: str, device: str, hook: int, where: int, channel:
 
 
 def chain(namespace: Namespace, device: str, hook: int = tcx.INGRESS) -> tuple[int, ...]:
-    """Numbers of the programs at a hook, first to last."""
+    """The ids of the programs at a hook, first to last."""
     return namespace.call(_chain, device, hook)
 
 

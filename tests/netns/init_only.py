@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The agent with --init-only."""
+"""Run the agent with --init-only."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""connect() by io_uring, with system calls alone."""
+"""connect() through io_uring, with system calls only."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import struct
 from pyebpf_proxy.lab.client import Answer
 from tests.netns.socket_calls import DEADLINE, REQUEST, Place, looks_connected, opened, read_http, sockaddr
 
-# The same number on every architecture.
+# The same numbers on every architecture.
 _SETUP, _ENTER = 425, 426
 _OFF_SQ_RING, _OFF_SQES = 0, 0x10000000
 _OP_CONNECT, _GETEVENTS, _ASYNC = 16, 1, 1 << 4
@@ -21,7 +21,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def supported() -> str:
-    """Empty if there is an io_uring, else why not."""
+    """Why there is no io_uring; empty if there is one."""
     parameters = ctypes.create_string_buffer(120)
     ring = _libc.syscall(_SETUP, 1, parameters)
     if ring < 0:
@@ -31,7 +31,7 @@ def supported() -> str:
 
 
 def io_uring_connect(place: Place, own: str) -> list[Answer]:
-    """Both in the submitting process and in a worker thread of the kernel."""
+    """In the submitting process, and in a worker thread of the kernel."""
     return [_connect(place, 0), _connect(place, _ASYNC)]
 
 

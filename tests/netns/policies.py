@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""NetworkPolicies as controllers write them on a node: packets of one address to another are dropped."""
+"""NetworkPolicies as controllers implement them on a node: rules that drop packets of one address to another."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from collections.abc import Iterator
 
 from pyebpf_proxy.lab.namespace import Namespace
 
-#: How they are written.
+#: The tools that write them.
 KINDS = ("nft", "nft set", "iptables-nft", "iptables-legacy", "ipset", "ipset-legacy")
 
 
-#: Of nftables' chains: before masquerading, and behind it.
+#: Priorities of nftables chains: before masquerading, and after it.
 PRIORITIES = {"forward": 10, "postrouting": 10, "postrouting, masqueraded": 150}
 
 
 class Policy:
-    """Rules on a node for one family. ``established``: its flows are accepted.
+    """Rules on a node for one family. ``established``: packets of established flows are accepted.
 
-    ``hook``: forward, or postrouting; ``postrouting, masqueraded``, for nft only, sees the new source address.
+    ``hook``: forward or postrouting. ``postrouting, masqueraded``, only for nft, sees the new source address.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Policy:
         self._node.run(self._iptables, "-t", self._table, verb, self._chain, *rule)
 
     def deny(self, source: str, destination: str) -> None:
-        """From now on."""
+        """Drop these packets from now on."""
         if self._kind == "nft":
             rule = f"{self._ip} saddr {source} {self._ip} daddr {destination} drop"
             self._node.run("nft", f"add rule inet denies c {rule}")
@@ -88,7 +88,7 @@ class Policy:
 def policy(
     node: Namespace, kind: str, family: int, established: bool = True, hook: str = "forward"
 ) -> Iterator[Policy]:
-    """Its rules go with the block."""
+    """The rules are removed at the end of the block."""
     made = Policy(node, kind, family, established, hook)
     try:
         yield made

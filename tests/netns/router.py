@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A client and a server with a router between them that has connection tracking and no agent.
+"""A client and a server, and between them a router with conntrack and without an agent.
 
-The router's firewall lets through what conntrack calls established, both by nft and by iptables; what it calls invalid
-is dropped and counted. New flows pass only between `opened` and `closed`.
+The router's firewall accepts packets of established flows, by nft and by iptables. It drops and counts INVALID ones.
+New flows pass only between `opened` and `closed`.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Router:
 
     @contextmanager
     def up(self) -> Iterator[Router]:
-        """They exist within."""
+        """They exist within the block."""
         every = (self.client, self.router, self.server)
         try:
             for namespace in every:
@@ -90,7 +90,7 @@ class Router:
                     f"link set {device} up",
                 )
             host.ip(f"route add default via {four}.1", f"route add default via {six}:1")
-        # What is not translated gets as far as the firewall.
+        # Untranslated packets get as far as the firewall.
         self.router.ip(*(f"route add {FRONTEND[f]} via {ENDPOINT[f]}" for f in (4, 6)))
         self.router.sysctl({"net.ipv4.ip_forward": 1, "net.ipv6.conf.all.forwarding": 1})
         self.router.run("nft", "-f", "-", stdin=_FILTER)
@@ -101,11 +101,11 @@ class Router:
         self.router.sysctl({"net.netfilter.nf_conntrack_tcp_loose": 0})
 
     def liberal(self, on: int) -> None:
-        """``nf_conntrack_tcp_be_liberal`` of the router."""
+        """Set ``nf_conntrack_tcp_be_liberal`` on the router."""
         self.router.sysctl({"net.netfilter.nf_conntrack_tcp_be_liberal": on})
 
     def opened(self, entry: Entry) -> None:
-        """New flows pass and are translated by rules, like this one."""
+        """New flows pass, and rules translate them like this one."""
         rules = _OPEN.format(**globals())
         if entry.source is not None:
             address = ip_address(entry.source[0])
@@ -116,12 +116,12 @@ class Router:
         self.router.run("nft", "-f", "-", stdin=rules)
 
     def forgotten(self) -> None:
-        """No rule translates any more, no new flow passes, and conntrack knows none."""
+        """No rule translates any more, no new flow passes, and the conntrack table is empty."""
         self.router.run("nft", "-f", "-", stdin=_CLOSED)
         self.router.run("conntrack", "-F")
 
     def create(self, *entries: Entry) -> list[Result]:
-        """This package's code, on the router."""
+        """Create the entry by this package's code, on the router."""
         return self.router.call(create.create_now, entries)
 
     def listed(self, family: int) -> list[str]:
@@ -129,7 +129,7 @@ class Router:
         return self.router.run("conntrack", "-L", "-f", "ipv4" if family == 4 else "ipv6").splitlines()
 
     def invalid(self) -> int:
-        """Packets that the firewall has dropped as invalid."""
+        """How many packets the firewall has dropped as INVALID."""
         found = re.search(
             r"invalid counter packets (\d+)", self.router.run("nft", "list", "chain", "inet", "filter", "forward")
         )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A DNS server: every name has the configured addresses; those of names that begin with ``big`` only by TCP."""
+"""A DNS server: every name has the configured addresses; names that begin with ``big`` resolve only over TCP."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _ANSWER, _TRUNCATED, _A, _AAAA = 0x8580, 0x0200, 1, 28
 
 
 def serve(port: int, v4: str, v6: str) -> None:
-    """For ever, both families, UDP and TCP."""
+    """Serve forever, in both families, over UDP and TCP."""
     selector = selectors.DefaultSelector()
     data = {_A: socket.inet_pton(socket.AF_INET, v4), _AAAA: socket.inet_pton(socket.AF_INET6, v6)}
     for family in (socket.AF_INET, socket.AF_INET6):
@@ -38,7 +38,7 @@ def _serve_one(sock: socket.socket, data: dict[int, bytes]) -> None:
     with connection:
         connection.settimeout(5)
         try:
-            # A resolver may ask for both kinds of addresses over one connection.
+            # A resolver may ask for both address types over one connection.
             while head := connection.recv(2, socket.MSG_WAITALL):
                 query = connection.recv(struct.unpack("!H", head)[0], socket.MSG_WAITALL)
                 answer = _answer(query, data, by_tcp=True)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ways in which applications use sockets. Each function runs in a namespace, asks a lab server at an address of a
-service, checks that its socket looks as if there were no proxy, and returns the answers."""
+"""How applications use sockets. Each function runs in a namespace and asks a lab server at an address of a service. It
+checks that its socket looks as if there were no proxy, and returns the answers.
+"""
 
 from __future__ import annotations
 
@@ -93,7 +94,7 @@ def tcp_connected(place: Place, own: str) -> list[Answer]:
 
 
 def tcp_bound(place: Place, own: str) -> list[Answer]:
-    """To an address and port of one node, which the endpoint sees."""
+    """Bound to an address and port of the node, which the endpoint must see."""
     with opened(place, socket.SOCK_STREAM) as sock:
         sock.bind((own, 0))
         name = _text(sock.getsockname())
@@ -103,7 +104,7 @@ def tcp_bound(place: Place, own: str) -> list[Answer]:
 
 
 def tcp_options_kept(place: Place, own: str) -> list[Answer]:
-    """SO_MARK, SO_PRIORITY and IP_TRANSPARENT are what the application made them."""
+    """SO_MARK, SO_PRIORITY and IP_TRANSPARENT keep the values that the application has set."""
     level, transparent = (socket.IPPROTO_IPV6, IPV6_TRANSPARENT) if ":" in own else (socket.IPPROTO_IP, IP_TRANSPARENT)
     wanted = {(socket.SOL_SOCKET, socket.SO_MARK): MARK, (socket.SOL_SOCKET, socket.SO_PRIORITY): 3}
     wanted[level, transparent] = 1
@@ -117,7 +118,7 @@ def tcp_options_kept(place: Place, own: str) -> list[Answer]:
 
 
 def tcp_mapped(place: Place, own: str) -> list[Answer]:
-    """An IPv6 socket that talks IPv4."""
+    """An IPv6 socket that uses IPv4."""
     mapped = f"::ffff:{place[0]}", place[1]
     with opened(place, socket.SOCK_STREAM, socket.AF_INET6) as sock:
         sock.connect(mapped)
@@ -125,9 +126,9 @@ def tcp_mapped(place: Place, own: str) -> list[Answer]:
 
 
 def tcp_fast_open(place: Place, own: str) -> list[Answer]:
-    """The request in sendto(), which connects."""
+    """The request is passed to sendto(), which connects."""
     with opened(place, socket.SOCK_STREAM) as sock:
-        # One with a timeout is non-blocking to the kernel, and would have to write again.
+        # With a timeout the socket would be non-blocking for the kernel, and would have to write again.
         sock.settimeout(None)
         assert sock.sendto(REQUEST, MSG_FASTOPEN, place) == len(REQUEST)
         sock.settimeout(DEADLINE)
@@ -136,7 +137,7 @@ def tcp_fast_open(place: Place, own: str) -> list[Answer]:
 
 
 def tcp_fast_open_connect(place: Place, own: str) -> list[Answer]:
-    """connect() that waits for the first write."""
+    """connect() waits for the first write."""
     with opened(place, socket.SOCK_STREAM) as sock:
         sock.setsockopt(socket.IPPROTO_TCP, TCP_FASTOPEN_CONNECT, 1)
         sock.connect(place)
@@ -223,14 +224,14 @@ def udp_bound(place: Place, own: str) -> list[Answer]:
 
 
 def source_info(own: str) -> list[tuple[int, int, bytes]]:
-    """Ancillary data of a message that is to be sent from ``own`` (IP_PKTINFO)."""
+    """Ancillary data of a message to be sent from ``own`` (IP_PKTINFO)."""
     if ":" in own:
         return [(socket.IPPROTO_IPV6, 50, _packed(own) + bytes(4))]
     return [(socket.IPPROTO_IP, 8, bytes(4) + _packed(own) + bytes(4))]
 
 
 def udp_sendmsg_with_source(place: Place, own: str) -> list[Answer]:
-    """A message that names its source itself (IP_PKTINFO)."""
+    """A message that sets its source itself (IP_PKTINFO)."""
     with opened(place, socket.SOCK_DGRAM) as sock:
         sock.sendmsg([b"who"], source_info(own), 0, place)
         return _receive(sock, place, 1)
@@ -266,13 +267,13 @@ def udp_sendmmsg(place: Place, own: str) -> list[Answer]:
     )
     with opened(place, socket.SOCK_DGRAM) as sock:
         assert _libc.sendmmsg(sock.fileno(), messages, count, 0) == count, os.strerror(ctypes.get_errno())
-        # What the application gave stays as it was: its memory is not written to.
+        # The kernel did not write to the application's memory.
         assert all(name.raw[:size] == sockaddr(place) for name in names)
         return _receive(sock, place, count)
 
 
 def udp_mapped(place: Place, own: str) -> list[Answer]:
-    """An IPv6 socket that talks IPv4: connected and not."""
+    """An IPv6 socket that uses IPv4: connected and unconnected."""
     mapped = f"::ffff:{place[0]}", place[1]
     with opened(place, socket.SOCK_DGRAM, socket.AF_INET6) as sock:
         sock.sendto(b"who", mapped)
@@ -300,7 +301,7 @@ def udp_reused(place: Place, own: str) -> list[Answer]:
 
 
 def udp_segments(place: Place, own: str) -> list[Answer]:
-    """One write that the kernel cuts into datagrams (UDP_SEGMENT), connected and not."""
+    """One write that the kernel splits into datagrams (UDP_SEGMENT), connected and unconnected."""
     size = struct.pack("=H", 100)
     with opened(place, socket.SOCK_DGRAM) as sock:
         sock.sendmsg([b"who".ljust(300, b".")], [(socket.IPPROTO_UDP, UDP_SEGMENT, size)], 0, place)
@@ -314,7 +315,7 @@ def udp_segments(place: Place, own: str) -> list[Answer]:
 
 
 def udp_resolver(place: Place, own: str) -> list[Answer]:
-    """As the resolver of musl: an unconnected socket; only an answer from the asked address counts."""
+    """Like musl's resolver: an unconnected socket that accepts only answers from the address that it asked."""
     with opened(place, socket.SOCK_DGRAM) as sock:
         sock.bind(("::" if ":" in own else "0.0.0.0", 0))
         sock.sendto(b"who", place)

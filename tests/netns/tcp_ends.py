@@ -15,11 +15,11 @@ from pyebpf_proxy.lab.namespace import Namespace
 
 # include/uapi/linux/tcp.h
 _REPAIR, _REPAIR_QUEUE, _QUEUE_SEQ, _REPAIR_OPTIONS = 19, 20, 21, 22
-_OPTION_WINDOW, _SCALES = 3, 6  # where struct tcp_info has both scales: sent, received
-_QUEUES = (1, 2)  # what was received, what is to be sent
+_OPTION_WINDOW, _SCALES = 3, 6  # offset of both scales in struct tcp_info: sent, received
+_QUEUES = (1, 2)  # received data, data to be sent
 _PATIENCE = 20.0
 
-# Of the namespace's own process, which every call runs in.
+# Of the namespace's own process, where every call runs.
 _listeners: dict[int, socket.socket] = {}
 connections: dict[str, socket.socket] = {}
 
@@ -40,49 +40,51 @@ class End:
         self.namespace.call(_accept, self.name, port)
 
     def connect(self, address: str, port: int, own_port: int) -> None:
-        """OSError, TimeoutError without an answer."""
+        """OSError; TimeoutError without an answer."""
         self.namespace.call(_connect, self.name, address, port, own_port)
 
     def resume(self, address: str, port: int, own_port: int) -> None:
-        """As if there had been a connection before: nothing is sent yet."""
+        """Resume a connection that existed before; sends no packet."""
         self.namespace.call(_resume, self.name, address, port, own_port)
 
-    def say(self, data: bytes) -> None:
-        """The kernel has it; this does not wait for it to arrive."""
-        self.namespace.call(_say, self.name, data)
+    def send(self, data: bytes) -> None:
+        """Give the data to the kernel, without waiting until it arrives."""
+        self.namespace.call(_send_data, self.name, data)
 
-    def hear(self, size: int) -> bytes:
-        """So many bytes, fewer if the connection ends before. OSError if it was reset."""
-        return self.namespace.call(_hear, self.name, size)
+    def receive(self, size: int) -> bytes:
+        """Receive so many bytes; fewer if the connection ends. OSError if it was reset."""
+        return self.namespace.call(_receive_data, self.name, size)
 
     def reset(self) -> None:
-        """End it with RST."""
+        """End the connection with RST."""
         self.namespace.call(_reset, self.name)
 
     def finish(self) -> None:
-        """End it with FIN."""
+        """End the connection with FIN."""
         self.namespace.call(_finish, self.name)
 
     def option(self, level: int, name: int, value: int | bytes) -> None:
-        """Of the socket; for what is sent from now on."""
+        """Set an option of the socket, for packets that are sent from now on."""
         self.namespace.call(_option, self.name, level, name, value)
 
-    def move(self, sent: int, received: int) -> None:
-        """As if so many bytes more had been sent and received. Nothing is sent until both ends did, and `go_on`."""
-        self.namespace.call(_move, self.name, sent, received)
+    def skip_bytes(self, sent: int, received: int) -> None:
+        """Skip so many bytes, as if they had been sent and received. Nothing is sent until both ends have done so and
+        `resume_sending`.
+        """
+        self.namespace.call(_skip_bytes, self.name, sent, received)
 
-    def go_on(self) -> None:
-        """After ``move``."""
-        self.namespace.call(_go_on, self.name)
+    def resume_sending(self) -> None:
+        """Call it after ``skip_bytes``."""
+        self.namespace.call(_resume_sending, self.name)
 
 
-def converse(client: End, server: End, rounds: int, size: int = 100) -> None:
-    """Questions and answers; what arrives is what was sent."""
+def exchange_data(client: End, server: End, rounds: int, size: int = 100) -> None:
+    """Requests and answers; what arrives must be what was sent."""
     for number in range(rounds):
         for one, other in ((client, server), (server, client)):
             data = b"%d " % number * size
-            one.say(data)
-            heard = other.hear(len(data))
+            one.send(data)
+            heard = other.receive(len(data))
             assert heard == data, f"{len(heard)} bytes of {len(data)}"
 
 
@@ -122,11 +124,11 @@ def _keep(name: str, made: socket.socket) -> None:
     connections[name] = made
 
 
-def _say(name: str, data: bytes) -> None:
+def _send_data(name: str, data: bytes) -> None:
     connections[name].sendall(data)
 
 
-def _hear(name: str, size: int) -> bytes:
+def _receive_data(name: str, size: int) -> bytes:
     data = b""
     while len(data) < size and (more := connections[name].recv(size - len(data))):
         data += more
@@ -148,10 +150,10 @@ def _option(name: str, level: int, option: int, value: int | bytes) -> None:
     connections[name].setsockopt(level, option, value)
 
 
-def _move(name: str, sent: int, received: int) -> None:
+def _skip_bytes(name: str, sent: int, received: int) -> None:
     old = connections[name]
     tcp = socket.IPPROTO_TCP
-    # An acknowledgement that comes while there is no socket would be answered with RST.
+    # While there is no socket, the kernel would answer an acknowledgement with RST.
     while fcntl.ioctl(old, termios.TIOCOUTQ, bytes(4)) != bytes(4):
         time.sleep(0.001)
     old.setsockopt(tcp, _REPAIR, 1)
@@ -170,10 +172,10 @@ def _move(name: str, sent: int, received: int) -> None:
         new.setsockopt(tcp, _QUEUE_SEQ, struct.pack("I", number))
     new.bind(own)
     new.connect(peer)
-    # Without them a window is some 60 bytes.
+    # Without the scales a window is some 60 bytes.
     new.setsockopt(tcp, _REPAIR_OPTIONS, struct.pack("II", _OPTION_WINDOW, scales & 15 | scales >> 4 << 16))
     _keep(name, new)
 
 
-def _go_on(name: str) -> None:
+def _resume_sending(name: str) -> None:
     connections[name].setsockopt(socket.IPPROTO_TCP, _REPAIR, 0)

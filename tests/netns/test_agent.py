@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The agent on real packets: what it learns while it runs, what others do to it, and its end."""
+"""The agent on real packets: what it learns while it runs, changes by other software, and its end."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ QUICK = {"iptables": {"minSyncPeriod": "10ms", "syncPeriod": "500ms"}}
 
 @pytest.fixture(scope="module")
 def small() -> Iterator[Lab]:
-    """One node with one pod that serves; the agent is the test's to start."""
+    """One node with one pod that serves; each test starts the agent."""
     with Lab(nodes=1) as lab:
         WEB.endpoints = (lab.add_pod("web-1", lab.nodes[0]),)
         write_services(lab, WEB)
@@ -42,7 +42,7 @@ def started(small: Lab) -> Iterator[Lab]:
         agent.stop()
 
 
-def test_a_firewall_that_flushes_nftables_is_survived(started: Lab, family: int) -> None:
+def test_the_table_is_restored_after_a_firewall_flushes_nftables(started: Lab, family: int) -> None:
     node = started.nodes[0]
     address = WEB.target("LoadBalancer", node).address.of(family)
     node.namespace.run("nft", "flush", "ruleset")
@@ -51,7 +51,7 @@ def test_a_firewall_that_flushes_nftables_is_survived(started: Lab, family: int)
 
 
 @pytest.mark.parametrize("few", [False, True])
-def test_one_variable_takes_rights_from_the_agents_of_a_lab(
+def test_a_variable_reduces_the_capabilities_of_a_labs_agents(
     small: Lab, monkeypatch: pytest.MonkeyPatch, few: bool
 ) -> None:
     """CAP_BPF, CAP_NET_ADMIN and CAP_PERFMON are left."""
@@ -68,7 +68,7 @@ def test_one_variable_takes_rights_from_the_agents_of_a_lab(
         node.agent.stop()
 
 
-def test_a_second_agent_on_the_same_folder_goes_away_and_the_first_goes_on(started: Lab) -> None:
+def test_a_second_agent_on_the_same_folder_exits_and_the_first_continues(started: Lab) -> None:
     node = started.nodes[0]
     arguments = ["--manifests", str(started.manifests), "--directory", str(node.agent.directory)]
     second = subprocess.run(
@@ -88,7 +88,7 @@ def test_a_second_agent_on_the_same_folder_goes_away_and_the_first_goes_on(start
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_it_with_status_0(started: Lab, number: signal.Signals) -> None:
+def test_a_signal_ends_the_agent_with_status_0(started: Lab, number: signal.Signals) -> None:
     agent = started.nodes[0].agent
     agent.signal(number)
     assert agent.wait_ended() == 0
@@ -96,7 +96,7 @@ def test_a_signal_ends_it_with_status_0(started: Lab, number: signal.Signals) ->
 
 
 def test_another_masquerade_bit_after_a_restart(small: Lab) -> None:
-    """The programs and the nft table must agree on the bit: the one sets it, the other acts."""
+    """The programs and the nft table must use the same bit: the programs set it, and the table masquerades."""
     node = small.nodes[0]
     for bit in (14, 3):
         node.agent.start(QUICK | {"iptables": QUICK["iptables"] | {"masqueradeBit": bit}})

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When the agent begins and ends by itself, and what stays (spec/configuration §5.3, §5.4, §6)."""
+"""When the agent starts and ends by itself, and what stays (spec/configuration §5.3, §5.4, §6)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def lab() -> Iterator[Lab]:
         yield lab
 
 
-def test_a_changed_configuration_file_ends_the_agent_and_nothing_else(lab: Lab) -> None:
+def test_a_changed_configuration_file_only_ends_the_agent(lab: Lab) -> None:
     node = lab.nodes[0]
     server, pod = lab.add_pod("web-1", node), lab.add_pod("asker", node)
     WEB.endpoints = (server,)
@@ -84,7 +84,7 @@ def test_a_node_with_one_family_and_pods_of_the_other_does_not_start(lab: Lab) -
     assert not (node.agent.directory / "bpf" / "pyebpf-proxy").exists()
 
 
-def test_init_only_prepares_and_ends_and_a_start_finds_it(lab: Lab) -> None:
+def test_init_only_prepares_the_node_and_a_start_adopts_it(lab: Lab) -> None:
     node = lab.nodes[0]
     write_nodes(lab)
     directory = node.agent.directory
@@ -110,7 +110,7 @@ def test_after_init_only_a_start_needs_few_rights(lab: Lab) -> None:
     write_services(lab, WEB)
     assert run_init_only(node).returncode == 0
     few = "-all,+net_admin,+bpf,+perfmon"
-    # As a container has it: /sys as the host's, which ``ip netns exec`` would mount anew.
+    # As in a container: /sys is the host's. ``ip netns exec`` would mount another one.
     enter = ("nsenter", f"--net=/run/netns/{node.namespace.name}")
     node.agent.start(enter=(*enter, "setpriv", f"--bounding-set={few}", f"--inh-caps={few}"))
     node.agent.wait_synced()
@@ -121,7 +121,7 @@ def test_after_init_only_a_start_needs_few_rights(lab: Lab) -> None:
     assert node.agent.stop() == 0
 
 
-def test_init_only_is_refused_as_a_start_would_be(lab: Lab) -> None:
+def test_init_only_fails_where_a_start_would_fail(lab: Lab) -> None:
     node = lab.nodes[0]
     node.namespace.sysctl({"net.ipv6.conf.all.disable_ipv6": 1})
     ran = run_init_only(node, "--cluster-cidr=fd00::/48")

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Everything changes while thousands connect: each connection comes to what the rules of its moment allow.
+"""Everything changes while thousands connect: each connection's result is one that the rules of its moment allow.
 
-``CHANGES_ROUNDS`` repeats every course, ``CHANGES_SEED`` and ``CHANGES_STEPS`` choose the made-up one,
-``CHANGES_FAST`` turns the fast path on.
-docs/changes-under-load.md describes what is guaranteed, and how this is tested.
+``CHANGES_ROUNDS`` repeats every course, ``CHANGES_SEED`` and ``CHANGES_STEPS`` choose the random one, ``CHANGES_FAST``
+turns the fast path on. docs/changes-under-load.md describes what is guaranteed and how it is tested.
 """
 
 from __future__ import annotations

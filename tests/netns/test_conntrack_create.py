@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conntrack entries made for flows that conntrack has never seen: they carry real packets, a real firewall."""
+"""Conntrack entries that the agent creates for flows unknown to conntrack: real packets pass a real firewall by
+them.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from pyebpf_proxy.datapath.connections.create import Entry, Outcome, TcpState
 from pyebpf_proxy.services.model import Protocol
 from tests.netns import tcp_ends
 from tests.netns.router import CLIENT, ENDPOINT, FRONTEND, MASQUERADE_SHIFT, PORT, ROUTER, TARGET, Router, entry
-from tests.netns.tcp_ends import End, converse
+from tests.netns.tcp_ends import End, exchange_data
 
 pytestmark = pytest.mark.needs_netns
 
@@ -45,7 +47,7 @@ def liberal(router: Router, request: pytest.FixtureRequest) -> None:
 
 
 class Connection:
-    """An established connection through the router, whose entry is gone when this was made."""
+    """An established connection through the router; its entry does not exist any more."""
 
     def __init__(self, router: Router, family: int, masqueraded: bool) -> None:
         own_port, name = next(_ports), f"connection {next(_names)}"
@@ -58,29 +60,29 @@ class Connection:
         self.server.accept(TARGET)
         self.invalid = router.invalid()
 
-    def made(self, state: TcpState = TcpState.ESTABLISHED) -> None:
-        """The entry exists again."""
-        time.sleep(0.1)  # Acknowledgements of the last data are underway.
+    def enter(self, state: TcpState = TcpState.ESTABLISHED) -> None:
+        """Create the entry again."""
+        time.sleep(0.1)  # Acknowledgements of the last data are still on their way.
         self.router.forgotten()
         (result,) = self.router.create(self.entry._replace(state=state))
         assert result.outcome is Outcome.CREATED
         self.invalid = self.router.invalid()
 
-    def goes_on(self, rounds: int = 20) -> None:
-        converse(self.client, self.server, rounds)
+    def continues(self, rounds: int = 20) -> None:
+        exchange_data(self.client, self.server, rounds)
         self.nothing_dropped()
 
-    def move(self, client: tuple[int, int], server: tuple[int, int]) -> None:
-        """As if so many bytes had been (sent, received) by the client and by the server."""
-        time.sleep(0.1)  # An end that has moved acknowledges nothing that came before.
-        self.client.move(*client)
-        self.server.move(*server)
+    def skip_bytes(self, client: tuple[int, int], server: tuple[int, int]) -> None:
+        """Skip so many bytes that the client and the server have (sent, received)."""
+        time.sleep(0.1)  # An end that has skipped bytes does not acknowledge earlier ones.
+        self.client.skip_bytes(*client)
+        self.server.skip_bytes(*server)
 
     def nothing_dropped(self) -> None:
         assert self.router.invalid() == self.invalid
 
-    def vanish(self) -> None:
-        """Both ends are gone without a packet."""
+    def close_silently(self) -> None:
+        """Close both ends without a packet."""
         for end in (self.client, self.server):
             end.namespace.call(_vanish, end.name)
 
@@ -89,14 +91,14 @@ class Connection:
 def connection(router: Router, family: int, masqueraded: bool) -> Iterator[Connection]:
     made = Connection(router, family, masqueraded)
     yield made
-    made.vanish()
+    made.close_silently()
 
 
 # ---- the entry --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("protocol", [Protocol.TCP, Protocol.UDP], ids=["TCP", "UDP"])
-def test_an_entry_is_as_the_kernel_would_have_made_it(
+def test_an_entry_is_as_the_kernel_would_create_it(
     router: Router, family: int, masqueraded: bool, protocol: Protocol
 ) -> None:
     own = next(_ports)
@@ -112,7 +114,7 @@ def test_an_entry_is_as_the_kernel_would_have_made_it(
     wanted = int(router.router.run("sysctl", "-n", f"net.netfilter.nf_conntrack_{sysctl}"))
     assert wanted - 3 <= int(words[2]) <= wanted
     assert ("ESTABLISHED" in words) == (protocol is Protocol.TCP)
-    # What rules go by: `ct status dnat`, `ct status snat`.
+    # As rules see it: `ct status dnat`, `ct status snat`.
     translated = router.router.run("conntrack", "-L", "-f", f"ipv{family}", "--dst-nat").splitlines()
     assert len(translated) == 1
     hidden = router.router.run("conntrack", "-L", "-f", f"ipv{family}", "--src-nat").splitlines()
@@ -120,7 +122,7 @@ def test_an_entry_is_as_the_kernel_would_have_made_it(
 
 
 @pytest.mark.parametrize("protocol", [Protocol.TCP, Protocol.UDP], ids=["TCP", "UDP"])
-def test_a_flow_with_the_same_answers_makes_room(router: Router, family: int, protocol: Protocol) -> None:
+def test_a_flow_with_the_same_reply_tuple_is_replaced(router: Router, family: int, protocol: Protocol) -> None:
     """The kernel would choose another source port for a flow that is not masqueraded, and the flow would break."""
     router.forgotten()
     it = entry(protocol, family, next(_ports), False)
@@ -131,7 +133,7 @@ def test_a_flow_with_the_same_answers_makes_room(router: Router, family: int, pr
     assert f"src={ENDPOINT[family]} dst={CLIENT[family]} sport={TARGET} dport={it.client[1]} " in line
 
 
-def test_many_in_one_call_each_with_its_own_result(router: Router, family: int) -> None:
+def test_many_entries_in_one_call_each_with_its_result(router: Router, family: int) -> None:
     router.forgotten()
     many = [entry(Protocol.TCP, family, 20001 + n, n % 2 == 1) for n in range(1000)]
     many[500] = many[499]
@@ -143,14 +145,14 @@ def test_many_in_one_call_each_with_its_own_result(router: Router, family: int) 
     assert len(router.listed(family)) == 998
 
 
-def test_the_same_again_is_known(router: Router, family: int, masqueraded: bool) -> None:
+def test_a_second_creation_reports_a_known_entry(router: Router, family: int, masqueraded: bool) -> None:
     router.forgotten()
     it = entry(Protocol.TCP, family, next(_ports), masqueraded)
     assert [result.outcome for result in router.create(it, it)] == [Outcome.CREATED, Outcome.KNOWN]
 
 
-def test_a_connection_elsewhere_makes_room(router: Router, family: int) -> None:
-    """The programs send all of its packets by the flow that is to be entered."""
+def test_an_entry_to_another_endpoint_is_replaced(router: Router, family: int) -> None:
+    """The programs send all of its packets to the endpoint of the new entry."""
     router.forgotten()
     it = entry(Protocol.TCP, family, next(_ports), False)
     other = it._replace(endpoint=(it.endpoint[0], 9999))
@@ -160,10 +162,10 @@ def test_a_connection_elsewhere_makes_room(router: Router, family: int) -> None:
 
 
 @pytest.mark.parametrize("protocol", [Protocol.TCP, Protocol.UDP], ids=["TCP", "UDP"])
-def test_one_entry_for_each_direction_makes_room(
+def test_a_conflicting_entry_in_each_direction_is_replaced(
     router: Router, family: int, masqueraded: bool, protocol: Protocol
 ) -> None:
-    """As packets make them that are forged in the names of the frontend and of the endpoint."""
+    """Forged packets in the names of the frontend and of the endpoint create such entries."""
     router.forgotten()
     it = entry(protocol, family, next(_ports), masqueraded)
     other = it._replace(client=(it.client[0], next(_ports)), source=None)
@@ -174,14 +176,14 @@ def test_one_entry_for_each_direction_makes_room(
     outcomes = [result.outcome for result in router.create(other, *forged, it)]
     assert outcomes == [Outcome.CREATED, Outcome.CREATED, Outcome.CREATED, Outcome.REPLACED]
     lines = router.listed(family)
-    assert len(lines) == 2, "nothing else is touched"
+    assert len(lines) == 2, "no other entry is changed"
     (line,) = (line for line in lines if f"sport={it.client[1]} dport={PORT} " in line)
     assert f"src={ENDPOINT[family]} " in line
 
 
 @pytest.mark.parametrize("endpoint_port", [TARGET, 9999], ids=["same endpoint", "another endpoint"])
-def test_a_connection_that_is_over_makes_room(router: Router, family: int, endpoint_port: int) -> None:
-    """The client's port is used again while the kernel still has the former connection in TIME_WAIT."""
+def test_the_entry_of_a_closed_connection_is_replaced(router: Router, family: int, endpoint_port: int) -> None:
+    """The client uses its port again while the kernel still has the old connection in TIME_WAIT."""
     router.forgotten()
     it = entry(Protocol.TCP, family, next(_ports), False)
     old = it._replace(endpoint=(it.endpoint[0], endpoint_port))
@@ -195,7 +197,7 @@ def test_a_connection_that_is_over_makes_room(router: Router, family: int, endpo
     assert f"sport={TARGET}" in line
 
 
-def test_datagrams_that_had_another_endpoint_make_room(router: Router, family: int) -> None:
+def test_the_entry_of_datagrams_to_another_endpoint_is_replaced(router: Router, family: int) -> None:
     router.forgotten()
     it = entry(Protocol.UDP, family, next(_ports), False)
     outcomes = [r.outcome for r in router.create(it._replace(endpoint=(it.endpoint[0], 9999)), it)]
@@ -208,111 +210,111 @@ def test_datagrams_that_had_another_endpoint_make_room(router: Router, family: i
 
 
 def test_without_the_entry_nothing_passes(connection: Connection) -> None:
-    """What the other tests rest on."""
-    connection.goes_on(1)
+    """The other tests rely on this."""
+    connection.continues(1)
     connection.router.forgotten()
-    connection.client.say(b"lost")
+    connection.client.send(b"lost")
     connection.router.server.call(_patience, connection.server.name, 0.7)
     with pytest.raises(TimeoutError):
-        connection.server.hear(4)
+        connection.server.receive(4)
     assert connection.router.invalid() > connection.invalid
-    # And with it, even what was lost arrives.
+    # With the entry, lost data arrives too.
     connection.router.server.call(_patience, connection.server.name, 20.0)
-    connection.made()
-    assert connection.server.hear(4) == b"lost"
+    connection.enter()
+    assert connection.server.receive(4) == b"lost"
 
 
-def test_it_goes_on(connection: Connection) -> None:
-    connection.goes_on(3)
-    connection.made()
-    connection.goes_on()
+def test_the_connection_continues(connection: Connection) -> None:
+    connection.continues(3)
+    connection.enter()
+    connection.continues()
 
 
-def test_much_data_both_ways(connection: Connection) -> None:
-    connection.made()
-    converse(connection.client, connection.server, 3, size=20_000)
+def test_much_data_in_both_directions(connection: Connection) -> None:
+    connection.enter()
+    exchange_data(connection.client, connection.server, 3, size=20_000)
     connection.nothing_dropped()
 
 
-def test_sequence_numbers_far_on(connection: Connection) -> None:
-    connection.goes_on(3)
-    connection.move((FAR_ON, FAR_ON // 2), (FAR_ON // 2, FAR_ON))
-    connection.made()
-    connection.client.go_on()
-    connection.server.go_on()
-    connection.goes_on()
+def test_sequence_numbers_far_ahead(connection: Connection) -> None:
+    connection.continues(3)
+    connection.skip_bytes((FAR_ON, FAR_ON // 2), (FAR_ON // 2, FAR_ON))
+    connection.enter()
+    connection.client.resume_sending()
+    connection.server.resume_sending()
+    connection.continues()
 
 
 def test_a_known_entry_with_old_sequence_numbers(connection: Connection) -> None:
-    """The kernel has seen the beginning, the rest went elsewhere."""
-    connection.goes_on(3)
-    connection.move((FAR_ON, FAR_ON // 2), (FAR_ON // 2, FAR_ON))
+    """The kernel has seen the beginning; later packets took another path."""
+    connection.continues(3)
+    connection.skip_bytes((FAR_ON, FAR_ON // 2), (FAR_ON // 2, FAR_ON))
     (result,) = connection.router.create(connection.entry)
     assert result.outcome is Outcome.KNOWN
-    connection.client.go_on()
-    connection.server.go_on()
-    connection.goes_on()
+    connection.client.resume_sending()
+    connection.server.resume_sending()
+    connection.continues()
 
 
 def test_an_idle_connection(connection: Connection) -> None:
-    connection.made()
+    connection.enter()
     time.sleep(1.5)
-    connection.goes_on(3)
+    connection.continues(3)
 
 
 @pytest.mark.parametrize("far", [0, FAR_ON], ids=["near", "far on"])
 def test_only_the_server_sends(connection: Connection, far: int) -> None:
-    connection.goes_on(1)
-    connection.move((far, far), (far, far))
-    connection.made()
-    connection.client.go_on()
-    connection.server.go_on()
+    connection.continues(1)
+    connection.skip_bytes((far, far), (far, far))
+    connection.enter()
+    connection.client.resume_sending()
+    connection.server.resume_sending()
     data = b"x" * 60_000
-    connection.server.say(data)
-    assert connection.client.hear(len(data)) == data
+    connection.server.send(data)
+    assert connection.client.receive(len(data)) == data
     connection.nothing_dropped()
 
 
 @pytest.mark.parametrize("state", list(TcpState), ids=lambda state: state.name)
 def test_half_closed_by_the_client(connection: Connection, state: TcpState) -> None:
-    connection.goes_on(1)
+    connection.continues(1)
     connection.router.client.call(_shut, connection.client.name)
-    assert connection.server.hear(1) == b""
-    connection.made(state)
+    assert connection.server.receive(1) == b""
+    connection.enter(state)
     data = b"y" * 60_000
-    connection.server.say(data)
-    assert connection.client.hear(len(data)) == data
+    connection.server.send(data)
+    assert connection.client.receive(len(data)) == data
     connection.router.server.call(_shut, connection.server.name)
-    assert connection.client.hear(1) == b""
+    assert connection.client.receive(1) == b""
     connection.nothing_dropped()
 
 
 def test_half_closed_by_the_server(connection: Connection) -> None:
-    connection.goes_on(1)
+    connection.continues(1)
     connection.router.server.call(_shut, connection.server.name)
-    assert connection.client.hear(1) == b""
-    connection.made(TcpState.FIN_WAIT)
+    assert connection.client.receive(1) == b""
+    connection.enter(TcpState.FIN_WAIT)
     data = b"z" * 60_000
-    connection.client.say(data)
-    assert connection.server.hear(len(data)) == data
+    connection.client.send(data)
+    assert connection.server.receive(len(data)) == data
     connection.nothing_dropped()
 
 
 def test_a_closed_window(connection: Connection) -> None:
-    """The client reads nothing, the server has sent what the window takes: then only probes are sent."""
+    """The client reads nothing and the server has filled the window: then only probes are sent."""
     size = connection.router.server.call(_fill, connection.server.name)
-    connection.made()
+    connection.enter()
     time.sleep(0.5)
-    assert len(connection.client.hear(size)) == size
-    connection.goes_on(3)
+    assert len(connection.client.receive(size)) == size
+    connection.continues(3)
 
 
 def test_a_reset_passes_and_ends_the_entry(connection: Connection, family: int) -> None:
-    connection.goes_on(1)
-    connection.made()
+    connection.continues(1)
+    connection.enter()
     connection.client.reset()
     with pytest.raises(ConnectionResetError):
-        connection.server.hear(1)
+        connection.server.receive(1)
     assert "CLOSE" in connection.router.listed(family)[0]
 
 
@@ -355,7 +357,7 @@ def _shut(name: str) -> None:
 
 
 def _fill(name: str) -> int:
-    """Send until nothing more fits anywhere."""
+    """Send until no more data fits."""
     it = tcp_ends.connections[name]
     size = 0
     it.settimeout(0.3)

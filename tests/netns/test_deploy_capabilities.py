@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The agent as the DaemonSet runs it: its capabilities and no others, a read-only root, its mounts and no others."""
+"""The agent as the DaemonSet runs it: only its capabilities, a read-only root file system, and only its mounts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.needs_root, pytest.mark.needs_bpf, pytest.mark.needs_n
 WEB = Kind("web", 1)
 DAEMON_SET = manifests.base_daemon_set()
 NEEDED = manifests.capabilities(DAEMON_SET)
-#: Metrics that a healthy agent without an API server does not expose; tests/unit/docs/test_runbook.py has them.
+#: Metrics that a healthy agent without an API server does not expose; tests/unit/docs/test_runbook.py lists them.
 ONLY_IN_TROUBLE = {
     "pyebpf_proxy_api_connected",
     "pyebpf_proxy_fast_path_closed",
@@ -38,7 +38,9 @@ ONLY_IN_TROUBLE = {
 
 
 def pod(lab: Lab, capabilities: list[str] = NEEDED, without: str = "") -> manifests.Object:
-    """The DaemonSet's pod with a folder of manifests instead of the API server; ``without``: a volume left out."""
+    """The DaemonSet's pod with a folder of manifests instead of the API server. ``without``: a volume that is
+    left out.
+    """
     return with_manifests(pod_of(DAEMON_SET, capabilities, without), lab.manifests)
 
 
@@ -53,7 +55,7 @@ def small() -> Iterator[Lab]:
         yield lab
 
 
-def test_with_what_the_manifest_gives_it_serves(small: Lab, family: int, protocol: str) -> None:
+def test_the_pod_of_the_manifest_serves(small: Lab, family: int, protocol: str) -> None:
     node = small.nodes[0]
     with contained(small.nodes[0], pod(small)) as container:
         container.start()
@@ -66,12 +68,12 @@ def test_with_what_the_manifest_gives_it_serves(small: Lab, family: int, protoco
             target = WEB.target("NodePort" if origin.kind == "external" else "ClusterIP", node)
             outcome = origin.namespace.call(ask, target.address.of(family), target.ports[protocol], protocol)
             assert outcome.kind == ANSWERED, (origin.name, outcome)
-        # The node's own process needs no packet translated.
+        # The socket of the node's own process is translated, none of its packets.
         assert served_by(before, reasons(node)) == {"tc": 2, "socket": 1}
 
 
-def test_the_metrics_that_alerts_and_dashboard_ask_for_are_there(small: Lab) -> None:
-    """An alert on a metric that is not there never fires. All but one are there from the start."""
+def test_the_metrics_of_alerts_and_dashboard_exist(small: Lab) -> None:
+    """An alert on a missing metric never fires. All metrics but one exist from the start."""
     groups = yaml.safe_load((manifests.DEPLOY / "prometheus" / "pyebpf-proxy.rules.yaml").read_text())["groups"]
     panels = json.loads((manifests.DEPLOY / "grafana" / "pyebpf-proxy.json").read_text())["panels"]
     expressions = [rule["expr"] for group in groups for rule in group["rules"]]
@@ -82,13 +84,13 @@ def test_the_metrics_that_alerts_and_dashboard_ask_for_are_there(small: Lab) -> 
     node = small.nodes[0]
 
     def missing() -> set[str]:
-        # Counters with labels have no other line before they have counted.
+        # A counter with labels has no other line before its first count.
         return wanted - set(re.findall(r"^# TYPE ([a-z0-9_]+) ", node.agent.metrics(), re.MULTILINE))
 
     with contained(node, pod(small)) as container:
         container.start()
         wait_ready(node, container)
-        # As kube-proxy's: it comes with the first change of which it is known when it was made.
+        # As with kube-proxy: it appears with the first change whose time is known.
         assert missing() == {"kubeproxy_network_programming_duration_seconds"}
         first, *slices = WEB.objects()
         now = datetime.now(UTC).isoformat()
@@ -98,8 +100,10 @@ def test_the_metrics_that_alerts_and_dashboard_ask_for_are_there(small: Lab) -> 
         container.wait_for(lambda: not missing(), "the latency of a change is measured")
 
 
-def test_it_ends_by_sigterm_and_another_pod_takes_over(small: Lab) -> None:
-    """It is process 1 of its pod; pins and lock are the node's, so traffic continues in between and after."""
+def test_sigterm_ends_the_pod_and_another_takes_over(small: Lab) -> None:
+    """The agent is process 1 of its pod. Pins and lock are on the node, so traffic continues between the pods and after
+    them.
+    """
     node = small.nodes[0]
     target = WEB.target("LoadBalancer", node)
     for _ in range(2):
@@ -111,7 +115,7 @@ def test_it_ends_by_sigterm_and_another_pod_takes_over(small: Lab) -> None:
 
 
 def test_the_nodes_settings_are_written(small: Lab) -> None:
-    """The container's /proc/sys is read-only: by the mount of the node's they are had all the same."""
+    """The container's /proc/sys is read-only; the agent uses the mount of the node's."""
     name = "net/netfilter/nf_conntrack_udp_timeout_stream"
     node = small.nodes[0]
     with contained(small.nodes[0], pod(small)) as container:
@@ -137,7 +141,7 @@ def test_each_capability_is_needed(small: Lab, name: str) -> None:
         assert f"not allowed: CAP_{name} missing" in Log(container).last().text
 
 
-# The command, but for its own look at what it may do.
+# The agent's command without its own check of capabilities.
 UNCHECKED = """
 import sys
 from pyebpf_proxy.datapath import preflight
@@ -153,19 +157,20 @@ REFUSALS = {
 
 
 @pytest.mark.parametrize("name", NEEDED)
-def test_without_a_capability_the_kernel_itself_refuses(small: Lab, name: str) -> None:
-    """So what the agent asks of itself is no more than what it needs."""
+def test_without_a_capability_the_kernel_refuses(small: Lab, name: str) -> None:
+    """So the agent demands no more than it needs."""
     specification = pod(small, [other for other in NEEDED if other != name])
     specification["containers"][0]["command"] = [sys.executable, "-c", UNCHECKED]
-    specification["securityContext"]["seccompProfile"] = {"type": "Unconfined"}  # which refuses bpf() before the kernel
+    # The runtime's profile would refuse bpf() before the kernel does.
+    specification["securityContext"]["seccompProfile"] = {"type": "Unconfined"}
     with contained(small.nodes[0], specification) as container:
         container.start()
         assert container.wait_ended() == 1
         assert re.search(REFUSALS[name], container.log()), container.log()
 
 
-# Calls that the kernel grants to any process, and what the container's filter makes of them; bpf() and
-# perf_event_open() with no arguments: the kernel then finds fault with these.
+# Calls that the kernel allows every process, and how the container's filter treats them. bpf() and perf_event_open()
+# have no arguments, so the kernel reports another error.
 CALLS = """
 import ctypes, errno, os, platform
 libc = ctypes.CDLL(None, use_errno=True)
@@ -193,13 +198,15 @@ def answers(lab: Lab, specification: manifests.Object) -> dict[str, str]:
         return dict(line.split(maxsplit=1) for line in made.log().splitlines())
 
 
-def test_t13_the_containers_here_are_under_the_runtimes_default_seccomp_profile(small: Lab) -> None:
-    """What the tests above rest on: calls that the agent has no use for are refused, bpf() to whom it is given."""
+def test_t13_these_containers_have_the_runtimes_default_seccomp_profile(small: Lab) -> None:
+    """The tests above rely on this: calls that the agent does not need are refused, and bpf() without its
+    capability.
+    """
     specification = pod(small)
     assert specification["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
     found = answers(small, specification)
     assert found.pop("Seccomp:") == "2"
-    # With its capabilities bpf() and perf_event_open() come to the kernel, which finds no arguments.
+    # With its capabilities bpf() and perf_event_open() reach the kernel, which finds no arguments.
     assert found.pop("bpf") not in ("EPERM", "granted")
     assert found.pop("perf_event_open") not in ("EPERM", "granted")
     refused = ("keyctl", "add_key", "io_uring_setup", "unshare", "vsock")
@@ -212,7 +219,7 @@ def test_t13_the_containers_here_are_under_the_runtimes_default_seccomp_profile(
     assert [found[name] for name in refused].count("EPERM") == 0, found
 
 
-def test_t13_the_running_agent_and_its_threads_are_under_the_filter(small: Lab) -> None:
+def test_t13_the_seccomp_filter_applies_to_the_agent_and_its_threads(small: Lab) -> None:
     with contained(small.nodes[0], pod(small)) as container:
         container.start()
         wait_ready(small.nodes[0], container)
@@ -221,8 +228,8 @@ def test_t13_the_running_agent_and_its_threads_are_under_the_filter(small: Lab) 
             assert "\nNoNewPrivs:\t1\n" in status
 
 
-def test_t13_under_an_older_runtimes_profile_it_names_what_is_refused(small: Lab, tmp_path: Path) -> None:
-    """One that gives bpf() to holders of CAP_SYS_ADMIN alone."""
+def test_t13_with_an_older_runtimes_profile_the_agent_names_what_is_refused(small: Lab, tmp_path: Path) -> None:
+    """A profile that allows bpf() only with CAP_SYS_ADMIN."""
     (tmp_path / "filter").write_bytes(runtime_default(["NET_ADMIN", "PERFMON"]))
     specification = pod(small)
     profile = {"type": "Localhost", "localhostProfile": str(tmp_path / "filter")}
@@ -233,8 +240,8 @@ def test_t13_under_an_older_runtimes_profile_it_names_what_is_refused(small: Lab
         assert "Operation not permitted" in Log(container).last().text, container.log()
 
 
-def test_t13_the_apparmor_profile_is_in_force_and_the_agent_serves(small: Lab) -> None:
-    """Writing below /sys/fs is denied by path, also on a mount that is writable; the agent has its pins elsewhere."""
+def test_t13_the_agent_serves_under_the_apparmor_profile(small: Lab) -> None:
+    """Writing below /sys/fs is denied by path, also on a writable mount; the agent's pins are elsewhere."""
     if not apparmor.enabled():
         pytest.skip("this kernel has no AppArmor; suite container of make test-kernels has it")
     specification = pod(small)
@@ -269,15 +276,15 @@ def test_a_missing_bpffs_of_the_node_is_reported(small: Lab) -> None:
 
 
 def test_missing_cgroups_of_the_node_are_reported(small: Lab) -> None:
-    """All it sees then is its own cgroup, as the root of a hierarchy."""
+    """The agent then sees only its own cgroup as the root of a hierarchy."""
     with contained(small.nodes[0], pod(small, without="cgroup")) as container:
         container.start()
         wait_ready(small.nodes[0], container)
         Log(container).some(Message.CGROUP_IS_NO_ROOT)
 
 
-def test_s11_it_sees_and_writes_only_its_own_part_of_the_nodes_file_systems(small: Lab) -> None:
-    """A compromised agent must not find the pins of the CNI's programs, nor set what it has no business with."""
+def test_s11_the_agent_accesses_only_its_part_of_the_nodes_file_systems(small: Lab) -> None:
+    """A compromised agent must not find the pins of the CNI plugin's programs, nor change other settings."""
     (small.nodes[0].agent.directory / "bpf" / "others").mkdir(exist_ok=True)
     specification = pod(small)
     (container,) = specification["containers"]
@@ -299,8 +306,8 @@ def test_s11_it_sees_and_writes_only_its_own_part_of_the_nodes_file_systems(smal
     assert sum("ip_forward" in line or "/sys/fs/bpf/mine" in line for line in output) == 2, output
 
 
-def test_the_capabilities_of_its_own_are_all_it_has(small: Lab) -> None:
-    """The container itself: what the tests above rest on."""
+def test_the_container_has_only_its_capabilities(small: Lab) -> None:
+    """The tests above rely on this property of the container."""
     specification = pod(small)
     (container,) = specification["containers"]
     script = "grep Cap /proc/self/status; touch /x; touch /run/y; echo 1 >/proc/sys/net/ipv4/ip_forward; ls /proc"
@@ -314,7 +321,7 @@ def test_the_capabilities_of_its_own_are_all_it_has(small: Lab) -> None:
         assert f"{name}:\t{bits:016x}" in output
     assert output.count("Read-only file system") == 3, output
     assert "\n1\n" in output
-    assert "\n2\n" not in output, "it sees processes of the machine"
+    assert "\n2\n" not in output, "the container sees processes of the machine"
 
 
 def test_doctor_reports_what_it_cannot_see(small: Lab) -> None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One fault after the other, under load: what of ``python -m tests.faults`` is quick and certain.
+"""One fault after the other, under load: the quick and reliable ones of ``python -m tests.faults``.
 
-docs/reliability.md has all faults, with figures. Here nothing is measured: no connection fails, none breaks, the fault
-is named, and what changed meanwhile is served afterwards.
+docs/reliability.md has all faults with measurements. Here nothing is measured: no connection may fail or break, the
+fault must be named, and changes that happened meanwhile must be served afterwards.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.support.logs import Log, Message
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs_bpf, pytest.mark.alone]
 
-#: New connections a second, and of each load in each part of a test: a slow machine makes them, too.
+#: New connections a second, and per load in each part of a test: a slow machine manages them too.
 RATE, CONNECTIONS = 900, 40
 
 
@@ -34,7 +34,7 @@ def ground() -> Iterator[Ground]:
 
 
 def put(ground: Ground, name: str) -> Outcome:
-    """The fault under load; what changed meanwhile is taken back."""
+    """Inject the fault under load; changes are reverted afterwards."""
     try:
         found = measure.run(ground, FAULTS[name], rate=RATE, count=CONNECTIONS)
     except CannotBeMadeError as error:
@@ -72,8 +72,8 @@ def test_no_connection_notices(ground: Ground, name: str, named: str) -> None:
     assert any(named in text for text in (*found.status, *found.log)) or not named, found
 
 
-def test_overrun_netlink_sockets_are_counted_and_harm_no_connection(ground: Ground) -> None:
-    """The kernel's count of dropped messages is checked by the fault itself."""
+def test_overrun_netlink_sockets_are_counted_without_failed_connections(ground: Ground) -> None:
+    """The fault itself checks the kernel's count of dropped messages."""
     found = put(ground, "netlink")
     assert found.metrics.get("netlink_overruns: route", 0) > 0, found
 
@@ -85,8 +85,8 @@ def test_flows_without_a_source_port_are_counted_and_named(ground: Ground, name:
     assert any("conntrack refused a new flow whose ports are in use" in text for text in found.status), found
 
 
-def test_rules_that_are_flushed_are_back_at_once(ground: Ground) -> None:
-    """By a notification, as the log line reports, and not at the next sync, up to half a minute later."""
+def test_flushed_rules_are_restored_at_once(ground: Ground) -> None:
+    """Triggered by a notification, as the log reports, and not by the next sync up to half a minute later."""
 
     def logged() -> int:
         return len(Log(ground.proxy.complaints()).lines(Message.TABLE_RESTORED))
@@ -94,13 +94,13 @@ def test_rules_that_are_flushed_are_back_at_once(ground: Ground) -> None:
     before = logged()
     with of_node.rules_flushed(ground):
         wait_until(lambda: of_node.has_rules(ground), "the table is back")
-    # The line follows the table.
+    # The log line comes after the table.
     wait_until(lambda: logged() > before, "the agent logs it")
     assert logged() == before + 1
 
 
-def test_socket_programs_that_are_detached_are_back_within_a_second(ground: Ground) -> None:
-    """The next sync, which repairs everything, can be half a minute away."""
+def test_detached_socket_programs_are_restored_within_a_second(ground: Ground) -> None:
+    """The next sync, which repairs everything, may be half a minute away."""
     log = Log(ground.node.agent).from_now()
     with of_node.sockets_detached(ground):
         assert not of_node.has_socket_programs(ground)
@@ -109,7 +109,7 @@ def test_socket_programs_that_are_detached_are_back_within_a_second(ground: Grou
     assert ground.node.namespace.call(answers, cluster_ip(SHOP), 80)
 
 
-def test_the_fast_path_opens_again_when_there_are_descriptors_again(ground: Ground) -> None:
+def test_the_fast_path_opens_again_when_descriptors_are_available(ground: Ground) -> None:
     """No event reports it: rules that could not be read are read again."""
 
     def closed() -> bool:
@@ -119,7 +119,7 @@ def test_the_fast_path_opens_again_when_there_are_descriptors_again(ground: Grou
     wait_until(lambda: not closed(), "the fast path is open")
     log = Log(ground.node.agent).from_now()
     with of_process.no_descriptors(ground):
-        # A foreign rule: the rules are read, which fails.
+        # A foreign rule makes the agent read the rules, which fails.
         ground.node.namespace.run("nft", "add", "table", "inet", "foreign")
         log.wait("iptables-legacy could not be read")
     wait_until(lambda: not closed(), "the fast path is open again")

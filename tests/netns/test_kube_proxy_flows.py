@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every fixed flow comes to the same end as with the real kube-proxy, by what was recorded of it."""
+"""Every recorded flow has the same result as with the real kube-proxy."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from tests.flows.world import LOST_OF, FlowWorld, new_world
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs_bpf]
 
 DOCUMENT = ROOT / "docs" / "differences.md"
-#: One destination in so many is asked on the ways after the first, and only where services are many, of every second
-#: scenario; the next way asks the others.
+#: On the ways after the first, one destination in so many is asked, and only in every second scenario with many
+#: services. The next way asks the others.
 SHARE = 1 if os.environ.get("FLOW_WHOLE") else 6
 MANY = 10
 FIRST, *OTHERS = WAYS
@@ -35,7 +35,7 @@ CASES += [
     for place, scenario in enumerate(all_scenarios(mode))
     if SHARE == 1 or (len(scenario.services) >= MANY and place % 2 == turn % 2 and place // 2 % len(MODES) == number)
 ]
-#: Which listed differences some flow has shown; complete after the last case.
+#: Listed differences that some flow has shown; complete after the last case.
 _shown: set[str] = set()
 
 
@@ -55,7 +55,7 @@ def recorded() -> dict[str, dict[str, recordings.Answers]]:
 
 
 def is_asked(flow: Flow, way: str) -> bool:
-    """Everything on the first way; of the others a share, the same in every run and another for each way."""
+    """Every flow on the first way; on the others a share, the same in every run and another one for each way."""
     return way == FIRST or zlib.crc32(f"{way} {flow.what}".encode()) % SHARE == 0
 
 
@@ -80,15 +80,15 @@ def test_flows_end_as_with_kube_proxy(
     assert not wrong, f"{len(wrong)} of {len(flows)} flows:\n" + "\n".join(wrong[:40])
 
 
-def test_t2_silence_that_was_asked_again_is_counted(world: FlowWorld, capsys: pytest.CaptureFixture[str]) -> None:
-    """A machine that is busy loses an answer now and then; a proxy that loses them would, too."""
+def test_t2_repeated_requests_after_no_answer_are_counted(world: FlowWorld, capsys: pytest.CaptureFixture[str]) -> None:
+    """A busy machine sometimes loses an answer; but so could a proxy."""
     with capsys.disabled():
         print(f"\n  {world.silence}")
     assert not world.silence.too_much(LOST_OF), str(world.silence)
 
 
 def test_every_listed_difference_is_shown_by_a_flow_and_has_its_reason() -> None:
-    """Needs the run of all cases before it."""
+    """Needs a run of all cases before it."""
     assert set(DIFFERENCES) == _shown
     section = DOCUMENT.read_text().partition("\n## In packet handling\n")[2].partition("\n## ")[0]
     assert re.findall(r"^### (.+)$", section, re.MULTILINE) == list(DIFFERENCES)

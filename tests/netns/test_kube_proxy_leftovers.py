@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the real kube-proxy left is removed, exactly, and nothing of others is touched."""
+"""The leftovers of the real kube-proxy are removed exactly, and other software's rules do not change."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pyebpf_proxy.lab.namespace import Namespace
 from tests.support.kube_proxy_tools import (
     DATA,
     FOREIGN,
-    FOREIGN_LATER,
+    FOREIGN_AFTER,
     load_kube_proxy,
     remove,
     restore,
@@ -50,13 +50,13 @@ def kind(request: pytest.FixtureRequest) -> str:
     return value
 
 
-def test_rules_go_and_those_of_others_stay_as_they_are(namespace: Namespace, kind: str, family: int) -> None:
+def test_only_kube_proxys_rules_are_removed(namespace: Namespace, kind: str, family: int) -> None:
     restore(namespace, kind, family, FOREIGN)
     load_kube_proxy(namespace, kind, family)
-    restore(namespace, kind, family, FOREIGN_LATER)
+    restore(namespace, kind, family, FOREIGN_AFTER)
     before = saved(namespace, kind, family)
     wanted = without_kube_proxy(before)
-    assert len(before) > len(wanted) + 100  # or this test sees nothing
+    assert len(before) > len(wanted) + 100  # otherwise this test shows nothing
     # ip6tables-nft-restore of iptables 1.8.9 takes no counters.
     assert any("[7:420]" in line for line in wanted) or (kind, family) == ("nft", 6)
 
@@ -88,14 +88,14 @@ def test_the_canary_is_seen_in_either_variant(namespace: Namespace, kind: str, f
     assert namespace.call(leftovers.running) == {"iptables"}
 
 
-def test_looking_makes_no_table(namespace: Namespace) -> None:
+def test_detection_creates_no_table(namespace: Namespace) -> None:
     assert remove(namespace) == Report()
     assert namespace.call(leftovers.running) == set()
     assert namespace.run("cat", "/proc/net/ip_tables_names", "/proc/net/ip6_tables_names") == ""
     assert namespace.run("nft", "list", "ruleset") == ""
 
 
-def test_a_chain_that_others_use_stays_with_what_it_does(namespace: Namespace, kind: str, family: int) -> None:
+def test_a_chain_that_other_rules_use_stays_with_its_rules(namespace: Namespace, kind: str, family: int) -> None:
     """A CNI plugin may send packets to KUBE-MARK-MASQ (portmap's externalSetMarkChain)."""
     load_kube_proxy(namespace, kind, family)
     restore(namespace, kind, family, "*nat\n:CNI-SETMARK - [0:0]\n-A CNI-SETMARK -j KUBE-MARK-MASQ\nCOMMIT\n")
@@ -120,7 +120,7 @@ def test_a_missing_tool_is_reported(namespace: Namespace, kind: str) -> None:
     if kind == "nft":
         assert report.problems == [f"iptables-nft IPv4: {_missing('iptables-nft-save')}"]
     else:
-        # Whether the legacy tables hold rules of kube-proxy cannot be known without the tool.
+        # Without the tool it is unknown whether the legacy tables hold rules of kube-proxy.
         assert f"iptables-legacy IPv4: {_missing('iptables-legacy-save')}" in report.problems
     assert saved(namespace, kind, 4) == before
 
@@ -167,7 +167,7 @@ def test_a_table_that_iptables_cannot_read_is_reported(namespace: Namespace) -> 
 
 
 @pytest.mark.parametrize("at_start", [False, True])
-def test_where_forward_drops(namespace: Namespace, kind: str, at_start: bool) -> None:
+def test_a_forward_policy_of_drop_is_reported(namespace: Namespace, kind: str, at_start: bool) -> None:
     load_kube_proxy(namespace, kind, 4)
     namespace.run(f"iptables-{kind}", "-P", "FORWARD", "DROP")
     before = [line for line in saved(namespace, kind, 4) if "KUBE-FORWARD" in line]
@@ -180,10 +180,10 @@ def test_where_forward_drops(namespace: Namespace, kind: str, at_start: bool) ->
         assert ":FORWARD DROP [0:0]" in saved(namespace, kind, 4)
         if at_start:
             assert [text for text in report.warnings if "stays; --cleanup removes it" in text]
-    assert bool(report.warnings) is at_start  # it is reported when it goes, and as long as it stays
+    assert bool(report.warnings) is at_start  # reported when it is removed, and as long as it stays
 
 
-def test_nftables_tables_go_and_others_stay(namespace: Namespace) -> None:
+def test_only_kube_proxys_nftables_tables_are_removed(namespace: Namespace) -> None:
     namespace.run("nft", "add table ip kube-proxy-of-others; add table inet kube-proxy; add table ip6 foreign")
     others = namespace.run("nft", "list", "ruleset")
     namespace.run("nft", "-f", str(DATA / "nftables.nft"))
@@ -228,7 +228,7 @@ def test_rules_and_ipsets_of_mode_ipvs(namespace: Namespace, kind: str, at_start
 
 
 @pytest.mark.skipif(bool(_no_ipset()), reason=_no_ipset() or "-")
-def test_a_start_leaves_ipsets_where_nothing_shows_that_mode_ipvs_was_here(namespace: Namespace) -> None:
+def test_a_start_keeps_ipsets_without_signs_of_mode_ipvs(namespace: Namespace) -> None:
     namespace.call(_make_sets, ["KUBE-CLUSTER-IP"])
     assert remove(namespace, at_start=True) == Report()
     assert namespace.call(_sets) == ["KUBE-CLUSTER-IP"]
@@ -236,7 +236,7 @@ def test_a_start_leaves_ipsets_where_nothing_shows_that_mode_ipvs_was_here(names
 
 
 @pytest.mark.skipif(bool(_no_ipset()), reason=_no_ipset() or "-")
-def test_an_ipset_in_use_is_a_problem_and_the_others_go(namespace: Namespace) -> None:
+def test_an_ipset_in_use_is_a_problem_and_the_others_are_removed(namespace: Namespace) -> None:
     namespace.call(_make_sets, ["KUBE-CLUSTER-IP", "KUBE-IPVS-IPS"])
     namespace.run("iptables-nft", "-A", "INPUT", "-m", "set", "--match-set", "KUBE-CLUSTER-IP", "dst,dst", "-j", "DROP")
     report = remove(namespace)
@@ -254,7 +254,7 @@ def _remove_device(cidrs: tuple[str, ...], kind: str) -> Report:
 
 
 def test_the_device_of_mode_ipvs(namespace: Namespace) -> None:
-    """By a bridge of that name, because not every kernel has dummy devices; its kind is all that differs."""
+    """A bridge with that name: not every kernel has dummy devices, and only the kind differs."""
     assert namespace.call(_remove_device, (), "bridge") == Report()
     namespace.ip(f"link add {ipvs.DEVICE} type bridge")
     namespace.ip(
@@ -300,7 +300,7 @@ def _make_servers(addresses: list[str]) -> None:
 def run_cleanup(
     namespace: Namespace, folder: Path, before: Sequence[str] = (), after: Sequence[str] = ()
 ) -> subprocess.CompletedProcess[str]:
-    """The command itself; ``before``: a command that runs it, ``after``: more arguments."""
+    """Run the command itself. ``before``: a command that runs it; ``after``: more arguments."""
     return subprocess.run(
         ["ip", "netns", "exec", namespace.name, *before, *command(), "--cleanup", "--directory", str(folder), *after],
         capture_output=True,
@@ -340,7 +340,7 @@ def test_the_command_during_the_rollback_to_kube_proxy(namespace: Namespace, tmp
 
 
 def test_the_command_when_a_part_fails(namespace: Namespace, tmp_path: Path) -> None:
-    """One line, exit status 1, and every other part is done."""
+    """One line, exit status 1, and every other part is removed."""
     load_kube_proxy(namespace, "nft", 4)
     restore(namespace, "nft", 4, "*nat\n:CNI-SETMARK - [0:0]\n-A CNI-SETMARK -j KUBE-MARK-MASQ\nCOMMIT\n")
     namespace.run("nft", "-f", str(DATA / "nftables.nft"))

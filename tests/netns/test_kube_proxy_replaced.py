@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From kube-proxy to the agent on a node with traffic: connections continue, rules go, a warning if they come back.
+"""Replacing kube-proxy on a node with traffic: connections continue, rules are removed, and a warning if they return.
 
-The rules are the recorded ones with the lab's addresses in them: the service ``lb`` of the recording is the lab's.
+The rules are recorded ones with the lab's addresses: the service ``lb`` of the recording is the lab's.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _sockets: dict[str, socket.socket] = {}
 
 @pytest.fixture
 def node_lab() -> Iterator[Lab]:
-    """One node, one pod, no agent; the pod's server is the test's."""
+    """One node, one pod, no agent; each test starts the pod's server."""
     with Lab(nodes=1) as lab:
         LB.endpoints = (lab.add_pod("web-1", lab.nodes[0], serve=False),)
         write_nodes(lab)
@@ -43,7 +43,7 @@ def node_lab() -> Iterator[Lab]:
 
 
 def in_the_lab(text: str, pod: Pod) -> str:
-    """Recorded rules, with the addresses of the lab. Both endpoints are the one pod."""
+    """The recorded rules with the lab's addresses. Both endpoints are the one pod."""
     for number in (2, 3):
         text = text.replace(f"10.244.1.{number}:8080", f"{pod.address.v4}:8080")
         text = text.replace(f"[fd00:10:244:1::{number}]:8080", f"[{pod.address.v6}]:8080")
@@ -77,7 +77,7 @@ def exchange(text: str) -> str:
 
 
 @pytest.mark.parametrize("mode", ["iptables-nft", "iptables-legacy", "nftables"])
-def test_a_connection_made_through_kube_proxy_goes_on(node_lab: Lab, family: int, mode: str) -> None:
+def test_a_connection_through_kube_proxy_continues(node_lab: Lab, family: int, mode: str) -> None:
     node, client, pod = node_lab.nodes[0], node_lab.client, LB.endpoints[0]
     server = pod.namespace.start(serve_echo, family)
     kind = mode.removeprefix("iptables-")
@@ -122,7 +122,7 @@ def test_a_masqueraded_flow_keeps_its_source_port(node_lab: Lab, family: int) ->
         log.wait(Message.MASQUERADED_FLOWS)
         (line,) = log.lines(Message.MASQUERADED_FLOWS)
         assert line.text.endswith("flows=1")
-        # After a restart the flow table has it.
+        # After a restart the flow table has the flow.
         node.agent.stop()
         log = log.from_now()
         node.agent.start(QUICK)
@@ -132,8 +132,8 @@ def test_a_masqueraded_flow_keeps_its_source_port(node_lab: Lab, family: int) ->
         node.agent.stop()
 
 
-def test_where_forward_drops_connections_go_on_and_new_ones_are_made(node_lab: Lab, family: int) -> None:
-    """As with Docker on the node, and a pod network that brings no rules."""
+def test_connections_continue_and_start_where_forward_drops(node_lab: Lab, family: int) -> None:
+    """As with Docker on the node, and a pod network without rules."""
     node, client, pod = node_lab.nodes[0], node_lab.client, LB.endpoints[0]
     server = pod.namespace.start(serve_echo, family)
     load_kube_proxy(node.namespace, "nft", family, in_the_lab(recorded(family), pod))
@@ -146,7 +146,7 @@ def test_where_forward_drops_connections_go_on_and_new_ones_are_made(node_lab: L
         node.agent.wait_synced()
         Log(node.agent).wait(Message.KUBE_PROXY_REMOVED)
         assert client.call(exchange, "by pyebpf-proxy") == "by pyebpf-proxy"
-        client.call(connect, vip(10).of(family), 80)  # which ends the first, so that the server takes this one
+        client.call(connect, vip(10).of(family), 80)  # this ends the first one, so that the server accepts this one
         assert client.call(exchange, "a new one") == "a new one"
         Log(node.agent).wait(Message.FORWARD_CHAIN_STAYS)
     finally:
@@ -167,14 +167,14 @@ def test_a_running_kube_proxy_is_logged_once(node_lab: Lab) -> None:
         node.namespace.run("nft", "-f", str(DATA / "nftables.nft"))
         Log(node.agent).wait("mode nftables", Message.KUBE_PROXY_RUNS)
         Log(node.agent).only("mode iptables", Message.KUBE_PROXY_RUNS)
-        # It is reported, not fought.
+        # The agent reports it, and does not remove its rules.
         assert node.namespace.call(leftovers.running) == {"iptables", "nftables"}
         assert node_lab.client.call(ask, vip(10).v4, 80).kind == ANSWERED
     finally:
         node.agent.stop()
 
 
-def test_what_could_not_be_removed_is_no_kube_proxy_that_runs(node_lab: Lab) -> None:
+def test_leftovers_that_stay_are_no_running_kube_proxy(node_lab: Lab) -> None:
     node = node_lab.nodes[0]
     load_kube_proxy(node.namespace, "nft", 4)
     node.namespace.run("iptables-nft", "-t", "mangle", "-A", "PREROUTING", "-j", "KUBE-PROXY-CANARY")
@@ -191,7 +191,7 @@ def test_what_could_not_be_removed_is_no_kube_proxy_that_runs(node_lab: Lab) -> 
 
 
 def test_the_end_does_not_wait_for_the_tools(node_lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """iptables-legacy-restore waits 10 s for its lock, which is held here; the agent's end must not."""
+    """iptables-legacy-restore waits 10 s for its lock, which the test holds; the agent's end must not wait."""
     node = node_lab.nodes[0]
     load_kube_proxy(node.namespace, "legacy", 4)
     before = chains(node)
@@ -208,7 +208,7 @@ def test_the_end_does_not_wait_for_the_tools(node_lab: Lab, tmp_path: Path, monk
 
 
 def chains(node: Node) -> list[str]:
-    """Chains of kube-proxy, without counters."""
+    """kube-proxy's chains, without counters."""
     return [line.split()[0] for line in saved(node.namespace, "legacy", 4) if line.startswith(":KUBE-")]
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Session affinity in tc and at the node's sockets: kept, for whom, how long (spec/service-semantics §4.1).
+"""Session affinity in tc and for the node's sockets: for which clients and how long (spec/service-semantics §4.1).
 
-One client may stay by chance; so several clients use six services, and all of them are compared.
+One client may get the same endpoint by chance; so several clients use six services, and all of them are compared.
 """
 
 from __future__ import annotations
@@ -52,7 +52,9 @@ def sticky() -> Iterator[Lab]:
 
 
 def rewrite(lab: Lab, pods: tuple[Pod, ...], affinity: bool = True) -> float:
-    """Write all services with these endpoints, in one file: the agent may be at work between two. When that was."""
+    """Write all services with these endpoints into one file, so that the agent reads all of them at once.
+    Returns when.
+    """
     for kind in KINDS:
         kind.endpoints = pods
         kind.spec = STICKY if affinity else {}
@@ -70,7 +72,9 @@ def everybody(lab: Lab) -> list[tuple[str, Namespace, dict[int, list[str | None]
 
 
 def bound(lab: Lab, kinds: list[Destination] | None = None, protocol: str = "tcp") -> Bound:
-    """Everybody asks every service; ``kinds``: by which addresses, in turn: it must be the same endpoint for all."""
+    """Every client asks every service by one address after the other (``kinds``): all must lead to the same
+    endpoint.
+    """
     found: Bound = {}
     for origin, namespace, addresses, usual in everybody(lab):
         for family, sources in addresses.items():
@@ -87,7 +91,7 @@ def bound(lab: Lab, kinds: list[Destination] | None = None, protocol: str = "tcp
     return found
 
 
-def test_one_endpoint_by_all_addresses_and_another_port_is_apart(sticky: Lab) -> None:
+def test_affinity_spans_all_addresses_but_not_another_port(sticky: Lab) -> None:
     tcp = bound(sticky, ["LoadBalancer", "ExternalIP", "NodePort"])
     assert set(tcp.values()) == {"web-1", "web-2", "web-3"}
     udp = bound(sticky, ["LoadBalancer", "NodePort"], "udp")
@@ -95,8 +99,8 @@ def test_one_endpoint_by_all_addresses_and_another_port_is_apart(sticky: Lab) ->
     assert udp != tcp
 
 
-def test_killed_and_started_again(sticky: Lab) -> None:
-    """Kept while no agent runs, by the one that comes, and although other objects have changed meanwhile."""
+def test_affinity_survives_a_kill_and_a_start(sticky: Lab) -> None:
+    """Affinity survives the agent's absence and its next start, also if other objects have changed meanwhile."""
     agent = sticky.nodes[0].agent
     before = bound(sticky)
     agent.kill()
@@ -107,7 +111,7 @@ def test_killed_and_started_again(sticky: Lab) -> None:
     assert bound(sticky) == before
 
 
-def test_lost_with_the_endpoint_and_only_with_it(sticky: Lab) -> None:
+def test_affinity_is_lost_only_with_its_endpoint(sticky: Lab) -> None:
     agent = sticky.nodes[0].agent
     before = bound(sticky)
     all_of_them = KINDS[0].endpoints
@@ -118,12 +122,12 @@ def test_lost_with_the_endpoint_and_only_with_it(sticky: Lab) -> None:
     assert {key: pod for key, pod in after.items() if key not in lost} == {
         key: pod for key, pod in before.items() if key not in lost
     }
-    # All of its clients could have come back to it by chance: once in 3^so many times.
+    # All of its clients could choose it again by chance: once in 3^so many times.
     if len(lost) >= 8:
         assert {after[key] for key in lost} != {all_of_them[0].name}
 
 
-def test_off_and_on_again_begins_anew(sticky: Lab) -> None:
+def test_affinity_turned_off_and_on_begins_without_clients(sticky: Lab) -> None:
     agent = sticky.nodes[0].agent
     before = bound(sticky)
     agent.wait_synced(rewrite(sticky, KINDS[0].endpoints, affinity=False))
@@ -134,8 +138,10 @@ def test_off_and_on_again_begins_anew(sticky: Lab) -> None:
 
 
 @pytest.mark.parametrize("origin", ["client", "toolbox", "node"])
-def test_time_out_and_refresh(sticky: Lab, origin: str, family: int) -> None:
-    """The newest connection counts: just within the time it is the same, and anew from there; beyond it, anybody."""
+def test_affinity_timeout_and_refresh(sticky: Lab, origin: str, family: int) -> None:
+    """The newest connection counts: just before the timeout the endpoint stays, and the timeout starts again; after it,
+    any endpoint is possible.
+    """
     namespace, usual = next((n, usual) for name, n, _, usual in everybody(sticky) if name == origin)
     target = KINDS[0].target(usual, sticky.nodes[0])
     where = target.address.of(family), target.ports["tcp"]
@@ -143,8 +149,8 @@ def test_time_out_and_refresh(sticky: Lab, origin: str, family: int) -> None:
     try:
 
         def asked(seconds_ago: float) -> str:
-            """The server that answers, if the newest connection of every client was so long ago."""
-            # Before the machine was started, if that was lately: the programs add as unsigned numbers of 64 bits do.
+            """The pods that answer if every client's newest connection was so long ago."""
+            # The time may be before the machine's start: the programs compute with unsigned 64-bit numbers.
             then = (time.clock_gettime_ns(time.CLOCK_MONOTONIC) - int(seconds_ago * 1e9)) % 2**64
             for key, value in table.items():
                 _, backend, position = AFFINITY.unpack(value)
@@ -152,7 +158,7 @@ def test_time_out_and_refresh(sticky: Lab, origin: str, family: int) -> None:
             outcome = namespace.call(ask, *where)
             assert outcome.answer is not None
             newest = [AFFINITY.unpack(value)[0] for _, value in table.items()]
-            # Of this client alone, at the time of this connection.
+            # Only the entry of this client, at the time of this connection.
             assert sum(moment != then for moment in newest) == 1
             return outcome.answer.pod
 
@@ -163,8 +169,8 @@ def test_time_out_and_refresh(sticky: Lab, origin: str, family: int) -> None:
         table.close()
 
 
-def test_maps_of_another_size(sticky: Lab) -> None:
-    """An agent that brings other maps takes over what those of before remember."""
+def test_affinity_survives_maps_of_another_size(sticky: Lab) -> None:
+    """An agent with maps of other sizes takes over the old ones' entries."""
     agent = sticky.nodes[0].agent
     before = bound(sticky)
     agent.kill()
@@ -173,8 +179,8 @@ def test_maps_of_another_size(sticky: Lab) -> None:
     assert bound(sticky) == before
 
 
-def test_maps_of_another_layout(sticky: Lab) -> None:
-    """An agent of another version left its own: clients stay where they are, and nothing of it is left."""
+def test_affinity_survives_maps_of_another_layout(sticky: Lab) -> None:
+    """An agent of another version left its maps: clients keep their endpoints, and the old maps are removed."""
     node = sticky.nodes[0]
     before = bound(sticky)
     node.agent.kill()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Objects that are wrong, double or very large, on real packets (docs/objects.md); other objects are unaffected."""
+"""Invalid, duplicate and very large objects, on real packets (docs/objects.md); other objects are unaffected."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs
 GOOD = Kind("good", 20)
 WRONG = {4: ("0.0.0.0", "127.0.0.1", "169.254.169.254", "224.0.0.1"), 6: ("::", "::1", "fe80::1", "ff02::1")}
 SHARED = Dual("203.0.113.200", "2001:db8:3::200")
-#: Both pods of the lab answer at every one of these: some in the pods' network, some outside of it.
+#: Both pods of the lab answer at all these addresses; some are outside the pods' network.
 MANY = 5_000
 MANY_NETWORK = {4: "172.20.0.0/16", 6: "fd00:10:244:1:0:1::/96"}
 PORTS = 300
@@ -75,7 +75,7 @@ def bad() -> Iterator[Lab]:
         (node,) = lab.nodes
         GOOD.endpoints = tuple(lab.add_pod(name, node) for name in ("web-1", "web-2"))
         lab.add_pod("toolbox", node, serve=False)
-        # What must not be reached by a wrong endpoint, and what a service's address takes the port of.
+        # Servers that a wrong endpoint must not reach, and one whose port a service's address takes.
         node.serve(Ports(http=(80, 81, 8080), echo=(), udp=()))
         write_nodes(lab)
         write_services(lab, GOOD)
@@ -95,7 +95,7 @@ def everybody(lab: Lab) -> list[Namespace]:
 
 
 def logged(lab: Lab, *words: str) -> int:
-    """Lines of the agent's log with all of these."""
+    """Lines of the agent's log that contain all of these."""
     return len(Log(lab.nodes[0].agent).lines(*words))
 
 
@@ -114,17 +114,17 @@ def answerers(
 
 @pytest.fixture(autouse=True)
 def others_untouched(bad: Lab, family: int) -> Iterator[None]:
-    """Whatever a test does: the good service is served during and after it, by all its endpoints."""
+    """During and after every test all endpoints of the good service are reached."""
     yield
     for origin in everybody(bad):
         found = answerers(bad, origin, vip(20).of(family), 80, count=24)
         assert found == {"web-1", "web-2"}
 
 
-def test_endpoints_at_addresses_that_nothing_may_be_sent_to(bad: Lab, family: int) -> None:
+def test_endpoints_at_forbidden_addresses(bad: Lab, family: int) -> None:
     for origin in everybody(bad):
         assert answerers(bad, origin, vip(21).of(family), 80) == {"web-1"}
-        # What a node sends to a VIP without endpoints is left alone in mode iptables.
+        # In mode iptables, packets of the node to a VIP without endpoints are not changed.
         address = vip(22) if origin is bad.client else cluster_ip(22)
         assert origin.call(ask, address.of(family), 80).kind == REFUSED
     for name in ("mixed", "hopeless"):
@@ -134,8 +134,10 @@ def test_endpoints_at_addresses_that_nothing_may_be_sent_to(bad: Lab, family: in
     assert metric(bad, 'bad_objects{kind="EndpointSlice",outcome="used_in_part"}') == 4
 
 
-def test_a_vip_that_is_the_nodes_own_address(bad: Lab, family: int) -> None:
-    """The Service is served at its port; other ports are the node's own and NodePorts (spec/service-semantics §13)."""
+def test_a_vip_that_is_an_address_of_the_node(bad: Lab, family: int) -> None:
+    """The Service is served at its port; other ports belong to the node itself and to NodePorts (spec/service-semantics
+    §13).
+    """
     address = bad.nodes[0].address
     assert answerers(bad, bad.client, address.of(family), 80) == {"host-node1"}
     since = write(bad, "on-node", *simple(bad, "on-node", 23, [port(80, 30023)], "web-2", vip=address))
@@ -155,12 +157,14 @@ def test_a_vip_that_is_the_nodes_own_address(bad: Lab, family: int) -> None:
 
 
 def test_one_node_port_and_one_address_of_two_services(bad: Lab, family: int) -> None:
-    """The older Service has them; another protocol is another address; the other is served when the first leaves."""
+    """The older Service has them; another protocol is another address; the other Service is served when the older one
+    leaves.
+    """
     both: dict[str, Any] = {"externalIPs": list(SHARED)}
     old = simple(bad, "older", 25, [port(80, 30024)], "web-1", created="2024-01-01T00:00:00Z", **both)
     new = simple(bad, "newer", 24, [port(80, 30024)], "web-2", created="2024-02-01T00:00:00Z", **both)
     other = simple(bad, "other", 26, [port(80, 30024, "UDP")], "web-2", **both)
-    # And one, older than all of them, that names addresses that are another's ClusterIP and VIP.
+    # And one, older than all of them, that claims the ClusterIP and VIP of another.
     theft = [cluster_ip(20).v4, cluster_ip(20).v6, *vip(20)]
     thief = simple(bad, "thief", 27, [port(80)], "web-1", created="2020-01-01T00:00:00Z", externalIPs=theft)
     old[0]["metadata"]["creationTimestamp"] = "2024-01-01T00:00:00Z"
@@ -177,7 +181,7 @@ def test_one_node_port_and_one_address_of_two_services(bad: Lab, family: int) ->
                 assert answerers(bad, origin, address, number, "udp") == {"web-2"}
         assert answerers(bad, own, cluster_ip(24).of(family), 80) == {"web-2"}
         assert answerers(bad, own, cluster_ip(20).of(family), 80) == {"web-1", "web-2"}
-        # By family: the address, the NodePort; and the thief's two.
+        # In each family: the address, the NodePort, and the two of the third Service.
         assert metric(bad, "service_port_problems") == before + 8
         lost = "is already used by Service default/older, not served there"
         assert logged(bad, "Service default/newer: spec.externalIPs:", SHARED.of(family), lost) >= 1
@@ -193,8 +197,8 @@ def test_one_node_port_and_one_address_of_two_services(bad: Lab, family: int) ->
     wait_until(lambda: metric(bad, "service_port_problems") == before, "all are gone", 60)
 
 
-def test_a_tenant_that_was_there_first_takes_nothing(bad: Lab, family: int) -> None:
-    """Its externalIPs name what a later Service is given: its ClusterIP, its VIP, its NodePort on the node."""
+def test_an_older_tenants_external_ips_take_no_address_of_a_later_service(bad: Lab, family: int) -> None:
+    """Its externalIPs claim what a later Service gets: its ClusterIP, its VIP, its NodePort on the node."""
     tenant = simple(
         bad, "first", 35, [port(80), Port("n", 30036, 8080)], "web-1", created="2020-01-01T00:00:00Z",
         externalIPs=[*cluster_ip(36), *vip(36), *bad.nodes[0].address],
@@ -212,7 +216,7 @@ def test_a_tenant_that_was_there_first_takes_nothing(bad: Lab, family: int) -> N
             for address, number in asked:
                 if origin is not bad.client or address != cluster_ip(36):
                     assert answerers(bad, origin, address.of(family), number) == {"web-2"}
-        # By family: the ClusterIP, the VIP, the NodePort on the node's address.
+        # In each family: the ClusterIP, the VIP, the NodePort on the node's address.
         assert metric(bad, "service_port_problems") == before + 6
         which = "Service tenant/first: spec.externalIPs:"
         refused = "is NodePort 30036/TCP of Service default/later on Node node1: refused, not served there"
@@ -225,7 +229,7 @@ def test_a_tenant_that_was_there_first_takes_nothing(bad: Lab, family: int) -> N
 
 
 def test_a_service_that_names_65_792_addresses_and_ports_fills_no_map(bad: Lab, family: int) -> None:
-    """256 externalIPs with 256 ports: its ClusterIP and its first externalIPs are served, and so are others."""
+    """256 externalIPs with 256 ports: its ClusterIP and its first externalIPs are served, and so are other Services."""
     ports = [Port(f"p{i}", 2000 + i, 8080, "TCP") for i in range(256)]
     first = int(ip_address(Dual("198.18.0.1", "2001:db8:4::1").of(family)))
     addresses = [str(type(ip_address(vip(20).of(family)))(first + i)) for i in range(256)]
@@ -245,7 +249,7 @@ def test_a_service_that_names_65_792_addresses_and_ports_fills_no_map(bad: Lab, 
 
 
 def test_ranges_of_the_wrong_family_or_unreadable(bad: Lab, family: int) -> None:
-    """Only ranges of the own family restrict; malformed ones do not (spec/service-semantics §1.2, §7)."""
+    """Only ranges of the address's family restrict; malformed ones do not (spec/service-semantics §1.2, §7)."""
     elsewhere = {4: "192.0.2.128/25", 6: "2001:db8:ffff::/48"}
     ranges = {
         "foreign": [elsewhere[10 - family]],
@@ -272,7 +276,7 @@ def test_ranges_of_the_wrong_family_or_unreadable(bad: Lab, family: int) -> None
     wait_until(lambda: metric(bad, 'bad_objects{kind="Service",outcome="used_in_part"}') == 0, "all are gone", 60)
 
 
-def test_an_object_that_goes_bad_keeps_its_last_good_state(bad: Lab, family: int) -> None:
+def test_an_object_that_becomes_invalid_keeps_its_last_valid_state(bad: Lab, family: int) -> None:
     good = simple(bad, "turning", 31, [port()], "web-2", vip=vip(31))
     bad.wait_synced(write(bad, "turning", *good))
     broken = [json.loads(json.dumps(made)) for made in good]
@@ -303,7 +307,7 @@ def test_300_ports_of_one_service(bad: Lab, family: int) -> None:
 
 
 def crowd(lab: Lab, family: int) -> list[Object]:
-    """5 000 addresses that web-1 answers at, and slices of them."""
+    """5 000 addresses where web-1 answers, and slices with them."""
     pod, network = lab.pods["web-1"], MANY_NETWORK[family]
     lab.nodes[0].namespace.ip(f"route add {network} via {pod.address.of(family)} dev {pod.device}")
     pod.namespace.ip(f"route add local {network} dev lo")
@@ -325,7 +329,7 @@ def disperse(lab: Lab, family: int) -> None:
 def test_5000_endpoints_of_one_service(bad: Lab, family: int) -> None:
     """In 50 slices, then with affinity, then with one endpoint again."""
     addresses = many_addresses(family)
-    # In one family they are pods', in the other they are not.
+    # In one family they are addresses of the pod network, in the other they are not.
     assert (family == 6) == (ip_address(addresses[0]) in ip_network(pod_cidr(1).of(family)))
     made = crowd(bad, family)
     target = vip(33).of(family)
@@ -336,7 +340,7 @@ def test_5000_endpoints_of_one_service(bad: Lab, family: int) -> None:
             assert {outcome.kind for outcome in outcomes} == {ANSWERED}
             reached = {outcome.answer.local[0] for outcome in outcomes if outcome.answer}
             assert reached <= set(addresses)
-            # 30 of 5 000 at random: fewer than 25 different ones come once in ten million runs.
+            # 30 of 5 000 at random: fewer than 25 different ones occur once in ten million runs.
             assert len(reached) >= 25
         sticky = {"sessionAffinity": "ClientIP", "sessionAffinityConfig": {"clientIP": {"timeoutSeconds": 600}}}
         bad.wait_synced(write(bad, "many", a_service("many", 33, [port()], vip=vip(33), **sticky), *made))
@@ -345,7 +349,7 @@ def test_5000_endpoints_of_one_service(bad: Lab, family: int) -> None:
         assert metric(bad, "service_port_problems") == 0
         last = outcomes[0].answer
         assert last is not None
-        # The endpoint that is remembered goes, and a whole list with it.
+        # The remembered endpoint is removed, and with it a whole list.
         kept = next(address for address in reversed(addresses) if address != last.local[0])
         few = a_slice("many", family, [kept], [port()])
         bad.wait_synced(write(bad, "many", a_service("many", 33, [port()], vip=vip(33), **sticky), few))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pods on a bridge, with bridge-nf-call-iptables on and off (design of the bridged reply: docs/data-plane.md)."""
+"""Pods on a bridge, with bridge-nf-call-iptables on and off (docs/data-plane.md explains bridged replies)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pyebpf_proxy.lab.cluster import Lab
 from pyebpf_proxy.lab.rules import decide
 from pyebpf_proxy.lab.scenario import observe
 from tests.support.lab_services import Kind, write_nodes, write_services
-from tests.support.lab_tools import moved, node_client, outside_client, pod_client, reasons
+from tests.support.lab_tools import counted_between, node_client, outside_client, pod_client, reasons
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs_bpf]
 
@@ -43,8 +43,8 @@ def bridged(request: pytest.FixtureRequest) -> Iterator[tuple[Lab, int]]:
 @pytest.mark.parametrize(("origin", "about"), [
     ("toolbox", NEAR),  # client and endpoint are ports of one bridge
     ("toolbox", BOTH),
-    ("toolbox", LOCAL),  # the source is kept: the reply wants to be bridged straight back
-    ("near-1", NEAR),  # itself
+    ("toolbox", LOCAL),  # the source is kept: the bridge would send the reply straight back
+    ("near-1", NEAR),  # the pod itself
     ("far-1", BOTH),
     ("client", BOTH),
     ("client", LOCAL),
@@ -76,9 +76,9 @@ def test_large_transfers_between_pods_of_one_bridge(bridged: tuple[Lab, int], fa
     outcome = toolbox.call(ask, address, 80, size=20_000, reply_size=3_000_000)
     assert outcome.answer is not None, outcome
     assert outcome.size == 3_000_000
-    lifted = moved(before, reasons(lab.nodes[0])).get("bridged_reply_redirected", 0)
+    lifted = counted_between(before, reasons(lab.nodes[0])).get("bridged_reply_redirected", 0)
     if call == 0:
-        assert lifted > 0  # without bridge netfilter the reply reaches the node only because it is lifted
+        assert lifted > 0  # without bridge netfilter the reply reaches the node only because the program lifts it
 
 
 def test_fragmented_requests_between_pods_of_one_bridge(bridged: tuple[Lab, int], family: int) -> None:
@@ -97,7 +97,7 @@ def test_fragmented_answers_between_pods_of_one_bridge(bridged: tuple[Lab, int],
     assert outcome.size == 9_000
 
 
-def test_pods_of_one_bridge_talk_to_each_other_as_before(bridged: tuple[Lab, int], family: int) -> None:
+def test_pods_of_one_bridge_reach_each_other_directly(bridged: tuple[Lab, int], family: int) -> None:
     lab, _ = bridged
     near, toolbox = lab.pods["near-1"], lab.pods["toolbox"]
     for protocol, port in (("tcp", 8080), ("udp", 5353)):

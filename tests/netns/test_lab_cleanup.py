@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``--cleanup`` leaves the node as it was, also where others have filters and tables."""
+"""``--cleanup`` restores the node, also where other software has filters and tables."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs
 
 WEB = Kind("web", 10)
 
-# What the kernel itself changes all the time.
+# The kernel itself changes these all the time.
 RESTLESS = ("nf_conntrack_count", "/stat/", "nf_conntrack_buckets", "random", "stable_secret", "base_reachable")
 
 FOREIGN_NFT = """
@@ -39,7 +39,7 @@ table inet foreign {
 
 
 def snapshot(node: Node) -> dict[str, Any]:
-    """Everything of a node that could be different afterwards, in a form that compares and reads."""
+    """The parts of a node that could differ afterwards, in a comparable and readable form."""
     run = node.namespace.run
     links = json.loads(run("ip", "-j", "-d", "link"))
     devices = [link["ifname"] for link in links]
@@ -95,13 +95,13 @@ def _sysctls() -> dict[str, str]:
 
 
 def _mounts() -> list[str]:
-    """Mount points of this and of the first process, without those of other labs that may run at the same time."""
+    """Mount points of this process and of process 1, without those of other labs that may run at the same time."""
     points = []
     for pid in ("self", "1"):
         with open(f"/proc/{pid}/mountinfo") as file:
             points += [f"{pid} {line.split()[4]} {line.split(' - ')[1].split()[0]}" for line in file]
     mine = f"/pep-{os.getpid()}-"
-    # Named namespaces are mounts too, and may be made meanwhile. What other tests mount is in the temporary folder.
+    # Named namespaces are mounts too, and may be created meanwhile. Other tests mount below the temporary folder.
     others = ("/pep-", " nsfs", f"{tempfile.gettempdir()}/")
     return sorted(point for point in points if mine in point or not any(word in point for word in others))
 
@@ -113,15 +113,15 @@ def cgroup_programs() -> set[int]:
     def tree() -> subprocess.CompletedProcess[str]:
         return subprocess.run(["bpftool", "-j", "cgroup", "tree", root], capture_output=True, text=True, check=False)
 
-    # It stops at a group that goes while it looks: a foreign container.
+    # bpftool stops if a cgroup of another container is removed while it looks.
     shown = wait_until(lambda: done if (done := tree()).returncode == 0 else None, "bpftool can look at every group")
     return {program["id"] for group in json.loads(shown.stdout or "[]") for program in group.get("programs", [])}
 
 
-def our_cgroup_programs(before: set[int], node: Node) -> set[int]:
-    """Those of ``node``: other agents may come and go meanwhile, but only this one has these maps."""
+def cgroup_programs_of(before: set[int], node: Node) -> set[int]:
+    """Programs of ``node``: only its agent has these maps, while other agents come and go."""
     maps = set()
-    for name in ("services", "socket_revnat4", "socket_revnat6"):  # every one of the eight uses at least one of these
+    for name in ("services", "socket_revnat4", "socket_revnat6"):  # each of the eight programs uses one of these
         shown = node.namespace.run("bpftool", "-j", "map", "show", "pinned", str(node.agent.pin(name)))
         maps.add(json.loads(shown)["id"])
     programs = json.loads(node.namespace.run("bpftool", "-j", "prog", "show"))
@@ -150,7 +150,7 @@ def node(request: pytest.FixtureRequest) -> Iterator[Node]:
 def test_cleanup_leaves_the_node_as_before(node: Node, family: int) -> None:
     lab = node.lab
     web = WEB.target("LoadBalancer", node).address.of(family)
-    # The traffic of plain routing first, so that neighbours and caches are as they will be.
+    # First the traffic of plain routing, which fills neighbour tables and caches.
     assert lab.client.call(ask, WEB.endpoints[0].address.of(family), 8080).kind == ANSWERED
     cgroups_before = cgroup_programs()
     before = snapshot(node)
@@ -160,10 +160,10 @@ def test_cleanup_leaves_the_node_as_before(node: Node, family: int) -> None:
     assert lab.client.call(ask, web, 80).kind == ANSWERED
     assert node.namespace.call(ask, web, 80).kind == ANSWERED
     during = snapshot(node)
-    assert during["qdiscs"] == before["qdiscs"], "CNI plugins add qdiscs, and fail where there is one"
+    assert during["qdiscs"] == before["qdiscs"], "the agent adds no qdisc: CNI plugins would fail"
     for part in ("tcx", "nft", "directory"):
-        assert during[part] != before[part], part  # or this test sees nothing
-    mine = our_cgroup_programs(cgroups_before, node)
+        assert during[part] != before[part], part  # otherwise this test shows nothing
+    mine = cgroup_programs_of(cgroups_before, node)
     assert len(mine) == 8, mine
     node.agent.stop()
     assert snapshot(node)["tcx"] == during["tcx"]  # SIGTERM leaves everything
@@ -174,13 +174,15 @@ def test_cleanup_leaves_the_node_as_before(node: Node, family: int) -> None:
         assert after[part] == value, part
     wait_until(lambda: not mine & cgroup_programs(), "the kernel takes the programs off")
     assert lab.client.call(ask, web, 80, timeout=0.3).kind in (TIMED_OUT, UNREACHABLE)
-    node.agent.cleanup()  # a second time: nothing to do, and no error
+    node.agent.cleanup()  # a second time there is nothing to do, and no error
     assert snapshot(node)["tcx"] == before["tcx"]
 
 
 @pytest.mark.alone
-def test_where_no_bpffs_is_prepared() -> None:
-    """As after a plain ``ip netns exec``: the agent finds or mounts bpffs and cgroup2, and cleans both up."""
+def test_cleanup_without_a_prepared_bpffs() -> None:
+    """As after a plain ``ip netns exec``: the agent finds or mounts bpffs and cgroup2, and unmounts what it has
+    mounted.
+    """
     with Lab(nodes=1, own_bpffs=False) as lab:
         node = lab.nodes[0]
         WEB.endpoints = (lab.add_pod("web-1", node),)
@@ -198,7 +200,7 @@ def test_where_no_bpffs_is_prepared() -> None:
         node.agent.kill()
         assert lab.client.call(ask, address.v4, 80).kind == ANSWERED
         assert node.namespace.call(ask, address.v6, 80).kind == ANSWERED
-        node.agent.start()  # adopts what it pinned, wherever that was
+        node.agent.start()  # adopts its pins, wherever they are
         node.agent.wait_synced()
         assert lab.client.call(ask, address.v6, 80).kind == ANSWERED
         node.agent.stop()
@@ -210,7 +212,7 @@ def test_where_no_bpffs_is_prepared() -> None:
 
 
 def test_nodes_on_one_kernel_do_not_disturb_each_other() -> None:
-    """--cleanup of one leaves the other's programs, pins and table alone."""
+    """--cleanup of one node keeps the other's programs, pins and table."""
     with Lab() as lab:
         first, second = lab.nodes
         WEB.endpoints = (lab.add_pod("web-1", first), lab.add_pod("web-2", second))
@@ -237,13 +239,13 @@ with Lab(nodes=1, own_bpffs=False) as lab:
 """
 
 
-@pytest.mark.alone  # programs on the cgroup come from everybody's agents, and these have nothing to be known by
+@pytest.mark.alone  # programs on the cgroup come from all agents, and these have no other mark
 def test_lab_clean_also_finds_pins_outside_the_labs_folder() -> None:
     mounts = _mounts()
     before = cgroup_programs()
     killed = subprocess.run([sys.executable, "-c", DIES_WITH_AN_AGENT], stdout=subprocess.PIPE, text=True, check=False)
     added = cgroup_programs() - before
-    assert len(added) >= 8  # they are pinned: the agent's death did not take them away
+    assert len(added) >= 8  # they are pinned: they stay when the agent is killed
     assert killed.stdout.strip() in leftovers.clean()
     wait_until(lambda: not added & cgroup_programs(), "the kernel takes the programs off")
     assert _mounts() == mounts

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``pyebpf-proxy lab …`` as a person runs it."""
+"""The commands ``pyebpf-proxy lab …``, run as a user would."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def test_examples_fit_the_address_plan() -> None:
         assert {text for endpoint in each["endpoints"] for text in endpoint["addresses"]} < pods
 
 
-def test_demo_fails_when_something_is_not_as_the_rules_say(tmp_path: Path) -> None:
-    """The expectations are the demo's own: a service that is made differently must show as wrong."""
+def test_demo_fails_if_a_result_differs_from_the_rules(tmp_path: Path) -> None:
+    """The demo has its own expectations: a service that is set up differently must be reported as wrong."""
     shutil.copytree(EXAMPLES, tmp_path / "examples")
     file = tmp_path / "examples" / "manifests" / "web.yaml"
     text = file.read_text()
@@ -60,7 +60,7 @@ def test_demo_fails_when_something_is_not_as_the_rules_say(tmp_path: Path) -> No
     assert done.returncode == 1, done.stdout + done.stderr
     wrong = [line for line in done.stdout.splitlines() if "WRONG" in line]
     assert any("web LB VIP" in line for line in wrong)
-    assert not any("ClusterIP" in line for line in wrong), wrong  # the policy does not concern these
+    assert not any("ClusterIP" in line for line in wrong), wrong  # the policy does not apply to these
 
 
 def test_demo_tears_down_when_it_is_interrupted() -> None:
@@ -80,7 +80,7 @@ def test_demo_tears_down_when_it_is_interrupted() -> None:
     assert not leftovers.folder_of(tag).exists()
 
 
-def test_shell_is_in_the_client_and_takes_the_lab_down(tmp_path: Path) -> None:
+def test_shell_runs_in_the_client_and_removes_the_lab(tmp_path: Path) -> None:
     script = tmp_path / "shell"
     script.write_text(
         "#!/bin/sh\n"
@@ -119,7 +119,7 @@ def test_up_exec_and_down() -> None:
     assert not leftovers.folder_of(tag).exists()
 
 
-def test_without_such_a_node() -> None:
+def test_an_unknown_node() -> None:
     done = lab("exec", "node77", "true")
     assert done.returncode == 1
     assert "no running lab contains 'node77'" in done.stderr

@@ -15,7 +15,7 @@ from pyebpf_proxy.lab.rules import decide
 from pyebpf_proxy.lab.scenario import DROPPED_AFTER, Client, observe
 from tests.support.lab_services import Kind, write_nodes, write_services
 from tests.support.lab_tools import (
-    moved,
+    counted_between,
     node_client,
     outside_client,
     pod_client,
@@ -30,7 +30,7 @@ MASQUERADE_ALL = {"iptables": {"minSyncPeriod": "10ms", "masqueradeAll": True}}
 
 
 class Cluster:
-    """Two nodes; services by name; web-1 and lone on node1, web-2 on node2, toolbox pods on both."""
+    """Two nodes and the services by name. web-1 and lone are on node1, web-2 on node2, a toolbox pod on each."""
 
     def __init__(self, lab: Lab) -> None:
         self.lab = lab
@@ -63,13 +63,13 @@ class Cluster:
         lab.start_agents()
 
     def use(self, config: dict[str, object] | None) -> None:
-        """Restart the agents if they do not run with this configuration."""
+        """Restart the agents if they run with another configuration."""
         if config != self.config:
             self.lab.stop_agents()
             self.lab.start_agents(config)
             self.config = config
             for node in self.lab.nodes:
-                # A datagram from a port that the kernel draws again would continue a flow of the former configuration.
+                # A datagram from a port that was used before would continue a flow of the old configuration.
                 node.namespace.run("conntrack", "-D", "-p", "udp", check=False)
 
     def client(self, name: str) -> Client:
@@ -87,17 +87,17 @@ def cluster() -> Iterator[Cluster]:
 
 
 def decided(before: dict[str, int], after: dict[str, int]) -> dict[str, int]:
-    """What was decided in between. Flows of former tests end meanwhile, by the agent's sweep: no decision."""
-    return {name: count for name, count in moved(before, after).items() if name != "young_ended"}
+    """The reasons that were counted in between, without flows of earlier tests that the sweep has ended."""
+    return {name: count for name, count in counted_between(before, after).items() if name != "young_ended"}
 
 
 def check(cluster: Cluster, origin: str, service: str, kind: str, family: int, protocol: str, at: str = "") -> None:
-    """One row: ask, and compare with the table."""
+    """One row: send a request, and compare the result with the table."""
     client, about = cluster.client(origin), cluster.services[service]
     target = about.target(kind, client.node or cluster.first, cluster.lab.node(at) if at else None)  # type: ignore[arg-type]
     source = client.kind
     if at and client.node is not None and client.node.name != at:
-        # A NodePort of another node: that node handles it, and there another node's process is an ordinary client.
+        # A NodePort of another node: that node serves it, and for it a process of this node is an ordinary client.
         client = client._replace(node=None, kind="external" if source == "node" else source)
     decision = decide(
         target.kind,
@@ -128,13 +128,15 @@ def test_node_port_of_the_other_node(cluster: Cluster, origin: str, service: str
 
 
 @pytest.mark.parametrize("origin", ["toolbox", "node1", "node2"])
-def test_internal_policy_local_keeps_to_the_node(cluster: Cluster, origin: str, family: int, protocol: str) -> None:
+def test_internal_policy_local_uses_only_local_endpoints(
+    cluster: Cluster, origin: str, family: int, protocol: str
+) -> None:
     cluster.use(None)
     check(cluster, origin, "internal", "ClusterIP", family, protocol)
 
 
 @pytest.mark.parametrize("kind", ["ExternalIP", "LoadBalancer", "NodePort"])
-def test_internal_policy_does_not_concern_outside_addresses(
+def test_internal_policy_does_not_apply_to_external_addresses(
     cluster: Cluster, kind: str, family: int, protocol: str
 ) -> None:
     cluster.use(None)
@@ -150,19 +152,19 @@ def test_policy_local_without_a_local_endpoint_drops(
     cluster.use(None)
     before = reasons(cluster.first)
     check(cluster, origin, "far-local", kind, family, protocol)
-    counted = moved(before, reasons(cluster.first))
+    counted = counted_between(before, reasons(cluster.first))
     assert counted.get("drop_no_local_endpoints", 0) >= 1, counted
 
 
-def test_policy_local_without_a_local_endpoint_drops_the_nodes_own_too(cluster: Cluster, family: int) -> None:
-    """A dropped connect cannot hang in a hook: it fails at once or gets no answer."""
+def test_policy_local_without_a_local_endpoint_drops_packets_of_the_node(cluster: Cluster, family: int) -> None:
+    """A dropped connect cannot wait in a hook: it fails at once or gets no answer."""
     cluster.use(None)
     target = cluster.services["far-local"].target("ClusterIP", cluster.first)
     outcome = cluster.first.namespace.call(ask, target.address.of(family), 80, timeout=DROPPED_AFTER)
     assert outcome.answer is None, outcome
 
 
-# Mode iptables refuses nothing that the node itself sends to an externalIP or VIP (docs/parity.md).
+# In mode iptables the node's own packets to an externalIP or VIP are not refused (docs/parity.md).
 @pytest.mark.parametrize(("service", "kind", "origin"), [
     ("empty", "ClusterIP", "toolbox"), ("empty", "ClusterIP", "client"), ("empty", "ClusterIP", "node1"),
     ("empty", "NodePort", "toolbox"), ("empty", "NodePort", "client"), ("empty", "NodePort", "node1"),
@@ -172,25 +174,25 @@ def test_policy_local_without_a_local_endpoint_drops_the_nodes_own_too(cluster: 
     ("empty-local", "ClusterIP", "node1"),
     ("empty-local", "LoadBalancer", "toolbox"), ("empty-local", "LoadBalancer", "client"),
 ])  # fmt: skip
-def test_no_endpoints_is_refused_at_once(
+def test_without_endpoints_packets_are_refused_at_once(
     cluster: Cluster, service: str, kind: str, origin: str, family: int, protocol: str
 ) -> None:
     cluster.use(None)
     before = reasons(cluster.first)
     check(cluster, origin, service, kind, family, protocol)
     name = "reject_no_endpoints_socket" if origin == "node1" else "reject_no_endpoints"
-    counted = moved(before, reasons(cluster.first))
+    counted = counted_between(before, reasons(cluster.first))
     assert counted.get(name, 0) >= 1, counted
 
 
-def test_refused_comes_faster_than_a_retransmission(cluster: Cluster, family: int) -> None:
+def test_a_refusal_arrives_before_a_retransmission(cluster: Cluster, family: int) -> None:
     cluster.use(None)
     target = cluster.services["empty"].target("LoadBalancer", cluster.first)
     for protocol, port in target.ports.items():
         before = _errors_while_locked(cluster.lab.client)
         outcome = cluster.lab.client.call(ask, target.address.of(family), port, protocol)
-        # A SYN is sent again after one second. The client's kernel looks at no ICMP error while connect() still holds
-        # the socket; where all namespaces share a CPU the error is that fast, and counted there.
+        # A SYN is sent again after one second. While connect() holds the socket, the client's kernel ignores an ICMP
+        # error. If all namespaces share a CPU, the error may come that early; the kernel counts it.
         assert outcome.took < 0.9 or _errors_while_locked(cluster.lab.client) > before, outcome
 
 
@@ -200,7 +202,7 @@ def _errors_while_locked(namespace: Namespace) -> int:
 
 @pytest.mark.parametrize("kind", ["ClusterIP", "ExternalIP", "LoadBalancer", "NodePort"])
 def test_hairpin(cluster: Cluster, kind: str, family: int, protocol: str) -> None:
-    """A pod that meets itself through a service sees the node's address, whatever the policy."""
+    """A pod that reaches itself through a service sees the node's address, with any policy."""
     cluster.use(None)
     check(cluster, "lone", "lone", kind, family, protocol)
     check(cluster, "lone", "near", kind, family, protocol)
@@ -209,7 +211,7 @@ def test_hairpin(cluster: Cluster, kind: str, family: int, protocol: str) -> Non
 @pytest.mark.parametrize(("origin", "service", "kind"), [
     ("toolbox", "cluster", "ClusterIP"),  # masqueraded now
     ("client", "near", "ClusterIP"),
-    ("toolbox", "local", "LoadBalancer"),  # and these are none of masqueradeAll's business
+    ("toolbox", "local", "LoadBalancer"),  # masqueradeAll does not apply to these
     ("client", "local", "LoadBalancer"),
     ("client", "cluster", "NodePort"),
 ])  # fmt: skip
@@ -220,8 +222,8 @@ def test_masquerade_all(cluster: Cluster, origin: str, service: str, kind: str, 
 
 @pytest.mark.parametrize(("origin", "service", "kind"), [
     ("toolbox", "cluster", "ClusterIP"),
-    ("client", "near", "ClusterIP"),  # kept, for want of a detector
-    ("toolbox", "local", "LoadBalancer"),  # no short circuit: local endpoints only
+    ("client", "near", "ClusterIP"),  # kept, without a detector
+    ("toolbox", "local", "LoadBalancer"),  # no short cut: only local endpoints
     ("toolbox", "local", "NodePort"),
     ("toolbox", "cluster", "LoadBalancer"),
     ("client", "local", "LoadBalancer"),
@@ -236,25 +238,25 @@ def test_without_detector(cluster: Cluster, origin: str, service: str, kind: str
 def test_each_new_flow_is_counted_by_the_path_that_it_took(
     cluster: Cluster, origin: str, family: int, protocol: str
 ) -> None:
-    """To either endpoint the first flow goes through netfilter, which gives the permit for those after it."""
+    """The first flow to each endpoint passes netfilter, which grants the permit for later flows."""
     cluster.use(None)
     target = cluster.services["cluster"].target("LoadBalancer", cluster.first)
     before = reasons(cluster.first)
     namespace = cluster.client(origin).namespace
-    # Separate ports: one that the kernel draws again belongs to a flow that conntrack knows for minutes.
+    # Separate ports: a port that was used belongs to a flow that conntrack knows for minutes.
     asked = (10, target.address.of(family), target.ports[protocol], protocol)
     outcomes = namespace.call(ask_many, *asked, first_port=20000)
     assert all(outcome.answer for outcome in outcomes)
-    counted = moved(before, reasons(cluster.first))
+    counted = counted_between(before, reasons(cluster.first))
     slow, fast = counted.get("new_flow_netfilter", 0), counted.get("new_flow_fast", 0)
     assert slow + fast >= 10, counted
-    # A permit is good for a second: on a slow machine a flow in the middle may be without one as well.
+    # A permit is valid for a second: on a slow machine a later flow may have none.
     assert fast >= 1 <= counted.get("permit_granted", 0), counted
     assert slow >= counted.get("slow_no_permit", 0) >= 1, counted
 
 
 def _alternate(addresses: list[str], port: int, times: int) -> list[tuple[str, str]]:
-    """One socket sends to each address in turn; which address, and the server that answered."""
+    """One socket sends to each address in turn. Returns the address and the server that answered."""
     seen = []
     with socket.socket(socket.AF_INET6 if ":" in addresses[0] else socket.AF_INET, socket.SOCK_DGRAM) as sock:
         sock.settimeout(2)
@@ -269,8 +271,8 @@ def _alternate(addresses: list[str], port: int, times: int) -> list[tuple[str, s
     return seen
 
 
-def test_one_socket_asks_two_frontends_of_one_endpoint(cluster: Cluster, family: int) -> None:
-    """Same client port, same endpoint, two addresses in between: each answer comes from the address that was asked."""
+def test_one_socket_uses_two_frontends_of_one_endpoint(cluster: Cluster, family: int) -> None:
+    """Same client port, same endpoint, two frontends: each answer must come from the address that was asked."""
     cluster.use(None)
     kind = cluster.services["lone"]
     targets = [kind.target(name, cluster.first) for name in ("ClusterIP", "LoadBalancer")]
@@ -284,7 +286,7 @@ def test_one_socket_asks_two_frontends_of_one_endpoint(cluster: Cluster, family:
 
 
 def test_choice_is_uniform(cluster: Cluster, family: int) -> None:
-    """400 connections over two endpoints: 140 to 260 each, which chance misses once in 10^9 runs."""
+    """400 connections over two endpoints: 140 to 260 each; other numbers occur once in 10^9 runs."""
     cluster.use(None)
     target = cluster.services["cluster"].target("LoadBalancer", cluster.first)
     outcomes = cluster.lab.client.call(ask_many, 400, target.address.of(family), 80)
@@ -293,8 +295,10 @@ def test_choice_is_uniform(cluster: Cluster, family: int) -> None:
     assert 140 <= pods.count("web-1") <= 260
 
 
-def test_an_address_that_is_no_service_is_left_alone(cluster: Cluster, family: int, protocol: str) -> None:
-    """Another port of a VIP: not served; it is routed in circles or away; the programs do not answer or refuse it."""
+def test_packets_to_an_address_of_no_service_are_not_changed(cluster: Cluster, family: int, protocol: str) -> None:
+    """Another port of a VIP is not served: the packet is routed in circles or away; the programs neither answer nor
+    refuse it.
+    """
     cluster.use(None)
     before = reasons(cluster.first)
     target = cluster.services["cluster"].target("LoadBalancer", cluster.first)
@@ -303,7 +307,7 @@ def test_an_address_that_is_no_service_is_left_alone(cluster: Cluster, family: i
     assert decided(before, reasons(cluster.first)) == {}
 
 
-def test_pods_and_plain_routes_are_left_alone(cluster: Cluster, family: int, protocol: str) -> None:
+def test_packets_to_pods_and_by_plain_routes_are_not_changed(cluster: Cluster, family: int, protocol: str) -> None:
     cluster.use(None)
     pod = cluster.lab.pods["web-2"]
     before = reasons(cluster.first)

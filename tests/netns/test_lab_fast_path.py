@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fast path on real packets: what arrives is right, and stays right when the node changes under it."""
+"""The fast path on real packets: they arrive correctly, also when the node changes."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import pytest
 from pyebpf_proxy.lab.addresses import Dual
 from pyebpf_proxy.lab.cluster import Lab
 from pyebpf_proxy.lab.namespace import Namespace
-from tests.support.fast_lab import FAR, LIBERAL, NEAR, ON, Ask, FastWorld, made
+from tests.support.fast_lab import FAR, LIBERAL, NEAR, ON, Ask, FastWorld, build_fast_world
 from tests.support.lab_tools import wait_until
-from tests.support.new_flows import NewFlows, ask_once, entries, fast_ones, flowing
+from tests.support.new_flows import NewFlows, ask_once, ending, entries, wait_until_fast
 from tests.support.see_tools import answer
 from tests.support.talk import PORT, Talk
 
@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
 @pytest.fixture(scope="module")
 def bridged() -> Iterator[FastWorld]:
     with Lab(pod_network="bridge") as lab:
-        yield made(lab)
+        yield build_fast_world(lab)
 
 
 # ---- what arrives is right ------------------------------------------------------------------------------------
@@ -45,7 +45,7 @@ def test_client_to_node_port(fast_world: FastWorld, ask: Ask, family: int, proto
 
 
 @pytest.mark.parametrize("size", [1400, 40_000], ids=["whole packets", "a stream"])
-def test_much_in_one_question(fast_world: FastWorld, ask: Ask, size: int, family: int) -> None:
+def test_large_requests(fast_world: FastWorld, ask: Ask, size: int, family: int) -> None:
     fast_world.fast(ask(fast_world.client.namespace, FAR.of(family), size=size))
 
 
@@ -68,11 +68,11 @@ def test_flows_shows_the_flow_table(fast_world: FastWorld, far: Talk) -> None:
 
 
 class Events:
-    """What ``conntrack -E`` prints on a node, from now on."""
+    """The output of ``conntrack -E`` on a node, from now on."""
 
     def __init__(self, node: Namespace, family: int, path: Path) -> None:
         self._path = path
-        # First: the process opens it.
+        # First create the file: the process opens it.
         path.touch()
         self.task = node.start(_listen, family, str(path))
         ports = itertools.count(2000)
@@ -99,7 +99,7 @@ def _listen(family: int, path: str) -> None:
 def test_listeners_of_conntracks_events(
     fast_world: FastWorld, ask: Ask, family: int, protocol: str, tmp_path: Path
 ) -> None:
-    """They see flows of the slow path, and promoted ones with their promotion; no others (finding D8)."""
+    """They see slow-path flows, and fast-path flows when they are promoted; no other flows (finding D8)."""
     asker, address, node = fast_world.client.namespace, NEAR.of(family), fast_world.node.namespace
     events = Events(node, family, tmp_path / "events")
     try:
@@ -115,14 +115,14 @@ def test_listeners_of_conntracks_events(
 
         wait_until(of_both_kinds, "short flows by both ways")
         flows = NewFlows(asker, address, protocol)
-        with flowing(flows):
-            fast_ones(fast_world, flows)
+        with ending(flows):
+            wait_until_fast(fast_world, flows)
             talks = [ask(asker, address, protocol) for _ in range(4)]
             told = {talk.own_port for talk in talks if events.of(talk.own_port)}
             found = {e["source_port"] for e in entries(fast_world) if e["young"]}
         young = [talk.own_port for talk in talks if talk.own_port in found]
-        assert young, "one of them is young"
-        assert not told & set(young), "what is young is not conntrack's"
+        assert young, "one of the flows is young"
+        assert not told & set(young), "conntrack has no young flow"
         for port in young:
             wait_until(lambda port=port: events.of(port), "it is promoted")
             node.run("conntrack", "-D", "-f", f"ipv{family}", "-p", protocol, "--sport", str(port))
@@ -139,7 +139,7 @@ def test_listeners_of_conntracks_events(
 # ---- what closes it --------------------------------------------------------------------------------------------------
 
 
-def test_policy_routing_closes_it_and_opens_it_again(fast_world: FastWorld, far: Talk) -> None:
+def test_policy_routing_closes_the_fast_path_and_its_end_opens_it(fast_world: FastWorld, far: Talk) -> None:
     before = fast_world.count("stack_policy_routed")
     fast_world.node.namespace.ip("rule add dport 7 lookup main")
     try:
@@ -150,7 +150,7 @@ def test_policy_routing_closes_it_and_opens_it_again(fast_world: FastWorld, far:
     fast_world.fast(far)
 
 
-def test_a_rule_that_counts_closes_it_and_opens_it_again(fast_world: FastWorld, far: Talk) -> None:
+def test_a_rule_that_counts_closes_the_fast_path_and_its_end_opens_it(fast_world: FastWorld, far: Talk) -> None:
     before = fast_world.count("stack_rules")
     node = fast_world.node.namespace
     hook = "type filter hook forward priority 0"
@@ -163,7 +163,7 @@ def test_a_rule_that_counts_closes_it_and_opens_it_again(fast_world: FastWorld, 
     fast_world.fast(far)
 
 
-def test_ipsec_closes_it(fast_world: FastWorld, far: Talk) -> None:
+def test_ipsec_closes_the_fast_path(fast_world: FastWorld, far: Talk) -> None:
     policy = "xfrm policy {} src 198.18.0.0/15 dst 198.18.0.0/15 dir fwd"
     try:
         fast_world.node.namespace.ip(policy.format("add"))
@@ -195,11 +195,11 @@ KEEP = """table ip keep { chain c { type nat hook prerouting priority 0;
  ip daddr 203.0.113.250 tcp dport 1 dnat to 203.0.113.251; }; }"""
 
 
-def test_the_agent_comes_and_goes(fast_world: FastWorld, far: Talk) -> None:
-    """One connection through it all; few starts, since each takes seconds."""
+def test_a_connection_survives_starts_and_stops_of_the_agent(fast_world: FastWorld, far: Talk) -> None:
+    """One connection during all changes; few starts, since each takes seconds."""
     agent, namespace = fast_world.node.agent, fast_world.node.namespace
 
-    # A young flow would continue by the table.
+    # A young flow would stay in the flow table.
     wait_until(
         lambda: f"sport={far.own_port} " in namespace.run("conntrack", "-L", "-p", "tcp"), "the kernel has it", 60.0
     )
@@ -214,7 +214,7 @@ def test_the_agent_comes_and_goes(fast_world: FastWorld, far: Talk) -> None:
     wait_until(lambda: fast_world.count("stack_device") > before, "to the kernel, for the device's sake", 60.0)
     far.wait()
     assert value(namespace) == "1"
-    assert "invalid" in namespace.run("nft", "list", "ruleset"), "the agent made it liberal"
+    assert "invalid" in namespace.run("nft", "list", "ruleset"), "the agent has set be_liberal"
     agent.stop()
 
     agent.start(own=ON)
@@ -222,7 +222,7 @@ def test_the_agent_comes_and_goes(fast_world: FastWorld, far: Talk) -> None:
     fast_world.fast(far)
     agent.stop()
 
-    # Turned off, conntrack is strict again, and what it calls invalid is dropped.
+    # Without the fast path conntrack is strict again, and INVALID packets are dropped.
     agent.start(own={"fastPath": False})
     agent.wait_synced()
     assert value(namespace) == "0"
@@ -235,7 +235,7 @@ def test_the_agent_comes_and_goes(fast_world: FastWorld, far: Talk) -> None:
     agent.start(own=ON)
     agent.wait_synced()
     fast_world.fast(far)
-    # Other NAT rules, as every node has them: without any the kernel translates nothing any more.
+    # Other NAT rules, as every node has: without any the kernel translates no packet.
     namespace.run("nft", "-f", "-", stdin=KEEP)
     agent.stop()
     agent.cleanup()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fast path with what others put on a node: Docker, flannel, marks, zones."""
+"""The fast path beside other software's rules: Docker, flannel, marks, zones."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from pyebpf_proxy.lab.addresses import POD_CIDR
 from pyebpf_proxy.lab.namespace import Namespace
 from tests.support.fast_lab import FAR, NEAR, Ask, FastWorld
 from tests.support.lab_tools import wait_until
-from tests.support.new_flows import BOTH, Arrivals, NewFlows, entries, fast_ones, flowing
+from tests.support.new_flows import BOTH, Arrivals, NewFlows, ending, entries, wait_until_fast
 
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
 
 
 @contextlib.contextmanager
 def rules(node: Namespace, family: int, *lines: str) -> Iterator[None]:
-    """Rules of iptables-nft, as the tools' own saving writes them, for as long as the block lasts."""
+    """Rules in the format of iptables-save, loaded by iptables-nft for as long as the block lasts."""
     word = "ip" if family == 4 else "ip6"
     node.run(f"{word}tables-nft-restore", "-n", stdin="\n".join([*lines, ""]))
     try:
@@ -33,12 +33,12 @@ def new_ones_are_fast(world: FastWorld, family: int) -> None:
     for protocol in BOTH:
         for address in (NEAR, FAR):
             flows = NewFlows(world.client.namespace, address.of(family), protocol)
-            with flowing(flows):
-                fast_ones(world, flows)
+            with ending(flows):
+                wait_until_fast(world, flows)
 
 
-def test_forward_drops_as_docker_leaves_it(fast_world: FastWorld, ask: Ask, family: int) -> None:
-    """What is accepted is as fast as ever, what is not does not pass."""
+def test_forward_policy_drop_as_docker_sets_it(fast_world: FastWorld, ask: Ask, family: int) -> None:
+    """Accepted flows are fast, others do not pass."""
     node = fast_world.node.namespace
     client, near = (pod.address.of(family) for pod in (fast_world.client, fast_world.near))
     lines = [
@@ -56,8 +56,8 @@ def test_forward_drops_as_docker_leaves_it(fast_world: FastWorld, ask: Ask, fami
         for protocol in BOTH:
             flows = NewFlows(fast_world.client.namespace, NEAR.of(family), protocol)
             others = NewFlows(fast_world.client.namespace, FAR.of(family), protocol)
-            with flowing(flows, others):
-                fast_ones(fast_world, flows)
+            with ending(flows, others):
+                wait_until_fast(fast_world, flows)
                 others.wait_made(5)
                 assert others.answered == 0
         assert int(arrivals) == 0
@@ -67,7 +67,7 @@ def test_forward_drops_as_docker_leaves_it(fast_world: FastWorld, ask: Ask, fami
 
 
 def test_flannels_masquerade_rules(fast_world: FastWorld, ask: Ask, family: int) -> None:
-    """Pods see each other's addresses; external clients are masqueraded, as flannel does (finding D11)."""
+    """Pods see each other's addresses; external clients are masqueraded by flannel's rules (finding D11)."""
     pods, own = POD_CIDR[family == 6], fast_world.node.pod_cidr.of(family)
     multicast = "224.0.0.0/4" if family == 4 else "ff00::/8"
     lines = [
@@ -101,7 +101,7 @@ def test_flannels_masquerade_rules(fast_world: FastWorld, ask: Ask, family: int)
     ids=["all bits", "some bits"],
 )
 def test_marks_that_are_restored(fast_world: FastWorld, ask: Ask, family: int, line: str) -> None:
-    """The masquerade bit is not among those that others clear (finding D9)."""
+    """The masquerade bit is not among the bits that other software clears (finding D9)."""
     with rules(fast_world.node.namespace, family, "*mangle", line, "COMMIT"):
         for protocol in BOTH:
             for _ in range(3):
@@ -110,11 +110,13 @@ def test_marks_that_are_restored(fast_world: FastWorld, ask: Ask, family: int, l
             fast_world.fast(talk)
 
 
-def test_zones_of_conntrack(fast_world: FastWorld, ask: Ask, family: int) -> None:
-    """Flows of this zone continue when they are old enough for conntrack, which has to find them in it (finding D8)."""
+def test_conntrack_zones(fast_world: FastWorld, ask: Ask, family: int) -> None:
+    """Flows of this zone continue when they are old enough for promotion, where conntrack must find them
+    (finding D8).
+    """
     with rules(fast_world.node.namespace, family, "*raw", "-A PREROUTING -j CT --zone 7", "COMMIT"):
         flows = [NewFlows(fast_world.client.namespace, NEAR.of(family), protocol) for protocol in BOTH]
-        with flowing(*flows):
+        with ending(*flows):
             for each in flows:
                 each.wait_answered(20)
             talks = [ask(fast_world.client.namespace, NEAR.of(family), protocol) for protocol in BOTH for _ in range(3)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Connections that end after they took the fast path, and what comes by their ports afterwards."""
+"""Connections that end after they took the fast path, and later packets from their ports."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import pytest
 from pyebpf_proxy.lab.addresses import cluster_ip
 from pyebpf_proxy.lab.cluster import Lab, Pod
 from pyebpf_proxy.lab.manifests import Port, service, slices
-from tests.netns.tcp_ends import End, converse
-from tests.support.fast_lab import FastWorld, made
+from tests.netns.tcp_ends import End, exchange_data
+from tests.support.fast_lab import FastWorld, build_fast_world
 from tests.support.lab_tools import wait_until
 
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
@@ -28,7 +28,7 @@ _own_ports = itertools.count(20_000)
 
 @dataclass
 class Moving:
-    """A service of one endpoint, which moves from ``near`` to ``far`` and back."""
+    """A service with one endpoint, which moves from ``near`` to ``far`` and back."""
 
     world: FastWorld
     at: Pod
@@ -44,7 +44,7 @@ class Moving:
         return self.world.far if self.at is self.world.near else self.world.near
 
     def begin(self, family: int = 4, own_port: int | None = None) -> tuple[End, End, int]:
-        """A new connection: the client's end, the endpoint's, and the client's port."""
+        """A new connection: the client's end, the endpoint's end, and the client's port."""
         own_port = next(_own_ports) if own_port is None else own_port
         client, server = End(self.world.client.namespace), End(self.at.namespace)
         client.connect(ADDRESS.of(family), PORT, own_port)
@@ -52,24 +52,24 @@ class Moving:
         return client, server, own_port
 
     def fast(self, client: End, server: End) -> None:
-        """Some rounds, by the cache: the last of them are, the first ones may not be."""
+        """Some rounds; the last ones are on the fast path, the first ones may not be."""
 
         def by_the_cache() -> bool:
             before = self.world.count("flow_hit")
-            converse(client, server, 10)
+            exchange_data(client, server, 10)
             return self.world.count("flow_hit") > before + 5
 
         wait_until(by_the_cache, "packets sent by the cache")
 
     def conntrack(self, own_port: int, family: int = 4) -> list[str]:
-        """The kernel's entries of the connections from this port of the client's."""
+        """conntrack's entries of the connections from this port of the client."""
         text = self.world.node.namespace.run(
             "conntrack", "-L", "-f", f"ipv{family}", "-p", "tcp", "--orig-port-src", str(own_port)
         )
         return [line for line in text.splitlines() if f"dport={PORT}" in line]
 
     def forget(self) -> None:
-        """As if other flows had needed the room in the cache."""
+        """Delete the flow table's entries, as if other flows had needed the room."""
         pin = str(self.world.node.agent.pin("flows"))
         keys = subprocess.run(["bpftool", "map", "dump", "pinned", pin, "-j"], capture_output=True, check=True)
 
@@ -80,7 +80,7 @@ class Moving:
 @pytest.fixture(scope="module")
 def moving() -> Iterator[Moving]:
     with Lab() as lab:
-        world = made(lab)
+        world = build_fast_world(lab)
         for pod in (world.near, world.far):
             End(pod.namespace).listen(PORT)
         moving = Moving(world, world.near)
@@ -90,33 +90,35 @@ def moving() -> Iterator[Moving]:
 
 @pytest.mark.parametrize("forgotten", [False, True], ids=["in the cache", "not in the cache"])
 @pytest.mark.parametrize("by", ["client", "endpoint"])
-def test_the_ports_of_a_connection_that_was_reset(moving: Moving, by: str, forgotten: bool, family: int) -> None:
-    """The next connection from the same port gets its own endpoint, whatever conntrack calls the old one."""
+def test_ports_of_a_reset_connection_are_used_again(moving: Moving, by: str, forgotten: bool, family: int) -> None:
+    """The next connection from the same port gets the current endpoint, whatever state conntrack has for the
+    old one.
+    """
     client, server, own_port = moving.begin(family)
     moving.fast(client, server)
     if forgotten:
-        # A young flow is in no other table.
+        # Only the flow table knows a young flow.
         wait_until(lambda: moving.conntrack(own_port, family), "the kernel has the flow")
         moving.forget()
     (client if by == "client" else server).reset()
     with pytest.raises(ConnectionResetError):
-        (server if by == "client" else client).hear(1)
+        (server if by == "client" else client).receive(1)
     (server if by == "client" else client).reset()
     moving.serve_at(moving.other())
     client, server, _ = moving.begin(family, own_port)
-    converse(client, server, 10)
+    exchange_data(client, server, 10)
     client.reset()
 
 
-def test_the_ports_of_a_connection_that_was_reset_to_an_address_that_is_no_more(moving: Moving, family: int) -> None:
-    """Nothing leads to the old endpoint. conntrack alone would lead there for ten seconds."""
+def test_ports_of_a_reset_connection_to_a_removed_address_are_used_again(moving: Moving, family: int) -> None:
+    """No address leads to the old endpoint. conntrack alone would lead there for ten seconds."""
     client, server, own_port = moving.begin(family)
     moving.fast(client, server)
     wait_until(lambda: moving.conntrack(own_port, family), "the kernel has the flow")
     moving.fast(client, server)
     client.reset()
     with pytest.raises(ConnectionResetError):
-        server.hear(1)
+        server.receive(1)
     server.reset()
     # Within two passes of the agent.
     wait_until(lambda: " CLOSE " in moving.conntrack(own_port, family)[0], "its entry is closed", deadline=8)
@@ -130,58 +132,58 @@ def test_the_ports_of_a_connection_that_was_reset_to_an_address_that_is_no_more(
 
 
 def entry(moving: Moving, own_port: int, family: int, *more: str) -> None:
-    """One that conntrack has of this port of the client's, whatever led to it."""
+    """conntrack's entry for this port of the client, translated or not."""
     tuples = ["-s", moving.world.client.address.of(family), "-d", ADDRESS.of(family)]
     tuples += ["--sport", str(own_port), "--dport", str(PORT)]
     moving.world.node.namespace.run("conntrack", "-I", "-p", "tcp", *tuples, "-t", "120", *more)
 
 
 def without_permit(moving: Moving, family: int) -> None:
-    """The pair has no permit: the next connection is asked of conntrack."""
+    """The pair has no permit: the next connection passes netfilter."""
     time.sleep(1.1)
     before = moving.world.count("slow_no_permit")
     client, server, _ = moving.begin(family)
     assert moving.world.count("slow_no_permit") > before
     client.reset()
     with pytest.raises(ConnectionResetError):
-        server.hear(1)
+        server.receive(1)
     server.reset()
     time.sleep(1.1)
 
 
 def test_an_entry_that_was_picked_up_midstream(moving: Moving, family: int) -> None:
-    """The kernel made it of a packet that came after the end of a connection: it is not translated."""
+    """The kernel created it for a packet that came after the end of a connection: it is not translated."""
     own_port = next(_own_ports)
     without_permit(moving, family)
     reply = ["-r", ADDRESS.of(family), "-q", moving.world.client.address.of(family)]
     reply += ["--reply-port-src", str(PORT), "--reply-port-dst", str(own_port)]
     entry(moving, own_port, family, *reply, "--state", "ESTABLISHED")
     client, server, _ = moving.begin(family, own_port)
-    converse(client, server, 10)
+    exchange_data(client, server, 10)
     client.reset()
 
 
-def test_a_packet_of_a_connection_that_is_not_known(moving: Moving, family: int) -> None:
-    """It is answered with a reset, and the kernel keeps nothing of it that the next connection would meet."""
+def test_a_packet_of_an_unknown_connection(moving: Moving, family: int) -> None:
+    """The packet is answered with a reset, and the kernel keeps no entry that would affect the next connection."""
     own_port = next(_own_ports)
     client = End(moving.world.client.namespace)
     client.resume(ADDRESS.of(family), PORT, own_port)
     with pytest.raises(ConnectionResetError):
-        client.say(b"still there?")
-        client.hear(1)
+        client.send(b"still there?")
+        client.receive(1)
     assert moving.conntrack(own_port, family) == []
 
 
-def test_a_reset_after_more_bytes_than_sequence_numbers_can_tell(moving: Moving, family: int) -> None:
-    """To the kernel, which has seen the handshake alone, it comes from far behind."""
+def test_a_reset_after_more_bytes_than_the_sequence_space(moving: Moving, family: int) -> None:
+    """The kernel has seen only the handshake: for it the sequence number is far too low."""
     client, server, _ = moving.begin(family)
     moving.fast(client, server)
     many = 5 << 29
-    server.move(many, 0)
-    client.move(0, many)
-    server.go_on()
-    client.go_on()
-    converse(client, server, 3)
+    server.skip_bytes(many, 0)
+    client.skip_bytes(0, many)
+    server.resume_sending()
+    client.resume_sending()
+    exchange_data(client, server, 3)
     server.reset()
     with pytest.raises(ConnectionResetError):
-        client.hear(1)
+        client.receive(1)

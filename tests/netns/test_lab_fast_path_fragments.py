@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Datagrams in fragments over young flows: both ways, of any size, in both families."""
+"""Fragmented datagrams of young flows: in both directions, of any size, in both families."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def large(fast_world: FastWorld) -> FastWorld:
 
 @pytest.mark.parametrize("size", [4000, 8000])
 @pytest.mark.parametrize("address", LARGE.values(), ids=LARGE)
-def test_answers_in_fragments(large: FastWorld, family: int, address: Dual, size: int) -> None:
-    """Small questions that begin young flows, each with an answer that no frame takes; then large questions, too."""
+def test_fragmented_answers(large: FastWorld, family: int, address: Dual, size: int) -> None:
+    """Small requests that begin young flows, each with an answer that exceeds the MTU; then large requests too."""
 
     def young() -> bool:
-        # A permit learns its return path from answers that are whole.
+        # The return path of a permit is learned from unfragmented replies.
         for _ in range(3):
             assert large.client.namespace.call(ask, address.of(family), 53, "udp").answer is not None
         before = large.count("new_flow_fast")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fast path where room is short: the flow table, a device's share of it, and conntrack's own table."""
+"""The fast path when the flow table, a device's quota or conntrack's table is full."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ import pytest
 from pyebpf_proxy.lab.addresses import cluster_ip
 from pyebpf_proxy.lab.cluster import Lab, Pod
 from pyebpf_proxy.lab.manifests import Port, service, slices
-from tests.support.fast_lab import NEAR, Ask, FastWorld, made
+from tests.support.fast_lab import NEAR, Ask, FastWorld, build_fast_world
 from tests.support.lab_tools import full_conntrack, wait_until
 from tests.support.logs import Log, Message
-from tests.support.new_flows import BOTH, NewFlows, ask_once, entries, fast_ones, flowing
+from tests.support.new_flows import BOTH, NewFlows, ask_once, ending, entries, wait_until_fast
 from tests.support.talk import Talk
 
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
@@ -47,7 +47,7 @@ class Small:
 @pytest.fixture(scope="module")
 def small() -> Iterator[Small]:
     with Lab() as lab:
-        world = made(lab, {"fastPathEntries": ENTRIES})
+        world = build_fast_world(lab, {"fastPathEntries": ENTRIES})
         hogs = [lab.add_pod(f"hog-{number}", world.node, serve=False) for number in range(3)]
         near, ports = world.near, [Port("mute", MUTE_PORT, MUTE_PORT, "UDP")]
         answering(near)
@@ -81,7 +81,7 @@ def _answer_questions(ready: Any) -> None:
 
 
 class Flood:
-    """Datagrams of one pod, each of another flow. One in sixteen is a request that waits for its answer."""
+    """Datagrams of one pod, each in a new flow. One in sixteen is a request that waits for its answer."""
 
     def __init__(self, pod: Pod, family: int) -> None:
         context = multiprocessing.get_context("fork")
@@ -118,7 +118,7 @@ def _send(address: str, own_port: int) -> None:
 
 
 class OneWay:
-    """Unanswered first packets of this pod, SYNs and datagrams in turn, until it ends: ``sent`` so far."""
+    """Unanswered first packets of this pod, SYNs and datagrams in turn, until it ends. ``sent``: how many so far."""
 
     def __init__(self, pod: Pod, family: int) -> None:
         self._sent = multiprocessing.get_context("fork").Value("Q", 0, lock=False)
@@ -150,7 +150,7 @@ def _send_one_way(address: str, sent: Any) -> None:
 
 @contextlib.contextmanager
 def flooding(pods: list[Pod], family: int) -> Iterator[list[Flood]]:
-    """They end with the block."""
+    """The flows end with the block."""
     floods = [Flood(pod, family) for pod in pods]
     try:
         yield floods
@@ -160,7 +160,7 @@ def flooding(pods: list[Pod], family: int) -> Iterator[list[Flood]]:
 
 
 def packets(world: FastWorld, talk: Talk) -> int:
-    """Packets of this conversation's question that the table has sent; -1: it does not know the flow."""
+    """How many packets of the client the table has sent for this conversation; -1: the flow is not in the table."""
     return next((e["packets"] for e in entries(world) if e["source_port"] == talk.own_port and not e["reply"]), -1)
 
 
@@ -171,7 +171,7 @@ def goes_by_the_table(world: FastWorld, talk: Talk) -> None:
 
 
 def all_answered(flows: list[NewFlows]) -> None:
-    # The last one may be under way.
+    # The last one may still wait for its answer.
     assert [each.made - each.answered <= 1 for each in flows] == [True] * len(flows)
 
 
@@ -183,19 +183,19 @@ def new_flows_of(pod: Pod, family: int) -> list[NewFlows]:
 
 
 def test_one_pod_uses_up_its_quota(small: Small, family: int) -> None:
-    """Its further flows take the slow path. Another pod's are as fast as before."""
+    """Its further flows take the slow path. Another pod's flows are as fast as before."""
     world, hog = small.world, small.hogs[0]
     flows = new_flows_of(world.client, family)
-    with flowing(*flows):
+    with ending(*flows):
         with flooding([hog], family) as (flood,):
             before = world.count("slow_quota")
             wait_until(lambda: world.count("slow_quota") > before + 200, "the quota is used up")
             asked = flood.asked
             wait_until(lambda: flood.asked > asked + 20, "it asks on")
-            assert flood.answered >= flood.asked - 1, "the slow path serves it"
-        # No other client opens flows now; those of the flood stay for a while.
+            assert flood.answered >= flood.asked - 1, "the slow path serves the flow"
+        # Now no other client opens flows; those of the flood stay for a while.
         over = world.count("slow_quota")
-        fast_ones(world, *flows)
+        wait_until_fast(world, *flows)
         assert world.count("slow_quota") == over
         all_answered(flows)
 
@@ -209,14 +209,14 @@ def test_one_pod_uses_up_its_quota(small: Small, family: int) -> None:
 
 
 def test_the_table_is_full(small: Small, ask: Ask, family: int) -> None:
-    """New flows of any client take the slow path. Live flows stay on the fast path."""
+    """New flows of any client take the slow path. Existing flows stay on the fast path."""
     world = small.world
     old = [ask(world.client.namespace, NEAR.of(family), protocol) for protocol in BOTH]
     for talk in old:
         goes_by_the_table(world, talk)
     flows = new_flows_of(world.client, family)
-    with flowing(*flows):
-        fast_ones(world, *flows)
+    with ending(*flows):
+        wait_until_fast(world, *flows)
         with flooding(small.hogs, family) as floods:
             young = [ask(world.client.namespace, NEAR.of(family), protocol) for protocol in BOTH]
             before = world.count("slow_table_full")
@@ -234,7 +234,7 @@ def test_the_table_is_full(small: Small, ask: Ask, family: int) -> None:
             wait_until(lambda: world.count("slow_table_full") > after + 20, "the table was full all the time")
         all_answered(flows)
         wait_until(lambda: len(entries(world)) < ENTRIES // 2, "what is over is swept")
-        fast_ones(world, *flows)
+        wait_until_fast(world, *flows)
         all_answered(flows)
     for talk in (*old, *young):
         talk.wait(50)
@@ -244,7 +244,7 @@ def test_the_table_is_full(small: Small, ask: Ask, family: int) -> None:
 
 
 def assured(world: FastWorld) -> set[int]:
-    """Ports of the client's whose flows conntrack has."""
+    """The client's ports whose flows conntrack has."""
     node, found = world.node.namespace, set()
     for family in FAMILIES:
         source = world.client.address.of(family)
@@ -266,14 +266,14 @@ def new_flows(world: FastWorld) -> list[NewFlows]:
     return [flows for family in FAMILIES for flows in new_flows_of(world.client, family)]
 
 
-def test_young_flows_go_on_while_conntrack_is_full(small: Small, ask: Ask) -> None:
-    """Their promotion is tried until there is room: nothing is lost meanwhile."""
+def test_young_flows_continue_while_conntrack_is_full(small: Small, ask: Ask) -> None:
+    """The agent retries the promotion until there is room: no flow is lost meanwhile."""
     world, agent = small.world, small.world.node.agent
     log = Log(agent).from_now()
     with full_conntrack(world.node.namespace, free=2000) as top_up:
         flows = new_flows(world)
-        with flowing(*flows):
-            fast_ones(world, *flows)
+        with ending(*flows):
+            wait_until_fast(world, *flows)
             top_up()
             talks: list[Talk] = []
             began = time.monotonic()
@@ -295,7 +295,7 @@ def test_young_flows_go_on_while_conntrack_is_full(small: Small, ask: Ask) -> No
                     wait_until(are_young, "enough of them are young")
                 return False
 
-            # A permit may run out on a machine that stands still for a second.
+            # A permit may expire on a machine that pauses for a second.
             wait_until(are_young, "enough of them are young")
             wait_until(refused, "the agent reports that conntrack is full")
         ports = {talk.own_port for talk in talks}
@@ -304,7 +304,7 @@ def test_young_flows_go_on_while_conntrack_is_full(small: Small, ask: Ask) -> No
             if time.monotonic() > began + 25:
                 pytest.skip("this machine is too slow: a flow that conntrack refuses for 30 s is ended")
 
-        # The kernel makes room now and then by giving up an unanswered entry: in the end all are promoted.
+        # The kernel sometimes makes room by evicting an unanswered entry: in the end all flows are promoted.
         gone_on: set[int] = set()
         for answers in (5, 50):
             for talk in talks:
@@ -313,7 +313,7 @@ def test_young_flows_go_on_while_conntrack_is_full(small: Small, ask: Ask) -> No
                 talk.wait(answers)
                 gone_on |= young_ports(world) & {talk.own_port}
         check_time()
-        assert gone_on, "there was room for all of them"
+        assert gone_on, "there was room for all flows"
     wait_until(lambda: not young_ports(world) & ports, "all are promoted")
     wait_until(lambda: assured(world) >= ports, "conntrack has them")
     log.wait(Message.CONNTRACK_TAKES_AGAIN)
@@ -323,9 +323,9 @@ def test_young_flows_go_on_while_conntrack_is_full(small: Small, ask: Ask) -> No
 
 @pytest.mark.parametrize("flood", ["tcp", "udp"])
 def test_conntrack_is_full_of_unanswered_flows(small: Small, ask: Ask, flood: str) -> None:
-    """As under a flood of SYNs or datagrams. The kernel gives such entries up: new flows are served (finding D3).
+    """As under a flood of SYNs or datagrams. The kernel evicts such entries, so new flows are served (finding D3).
 
-    A pod of the node also floods it, without an end.
+    A pod of the node floods it too, without an end.
     """
     world = small.world
     old = begin(world, ask, 1)
@@ -335,10 +335,10 @@ def test_conntrack_is_full_of_unanswered_flows(small: Small, ask: Ask, flood: st
         flows = new_flows(world)
         floods = [OneWay(small.hogs[0], family) for family in FAMILIES]
         try:
-            with flowing(*flows):
+            with ending(*flows):
                 for _ in range(3):
                     top_up()
-                    fast_ones(world, *flows)
+                    wait_until_fast(world, *flows)
                 fresh = begin(world, ask, 1)
                 for each in floods:
                     sent = each.sent

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Young flows when the agent ends, is killed, comes back without a fast path or is removed: none is lost or moved."""
+"""Young flows when the agent ends, is killed, restarts without a fast path or is removed: none is lost or moved."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ import pytest
 from pyebpf_proxy.lab.addresses import cluster_ip
 from pyebpf_proxy.lab.manifests import Port, service, slices
 from pyebpf_proxy.lab.namespace import Namespace
-from tests.support.fast_lab import ON, FastWorld, asking
+from tests.support.fast_lab import ON, FastWorld, open_talks
 from tests.support.lab_tools import NAT_OF_OTHERS, wait_until
-from tests.support.new_flows import BOTH, NewFlows, entries, fast_ones, flowing
+from tests.support.new_flows import BOTH, NewFlows, ending, entries, wait_until_fast
 from tests.support.talk import PORT, Talk
 
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
@@ -27,7 +27,7 @@ TWO = cluster_ip(23)
 
 @pytest.fixture(scope="module")
 def two(fast_world: FastWorld) -> FastWorld:
-    """With a service of two endpoints: a flow that is moved meets a server that does not know it."""
+    """With a service of two endpoints: a flow that moves reaches a server that does not know it."""
     ports = [Port("tcp", PORT, PORT), Port("udp", PORT, PORT, "UDP")]
     endpoints = [(pod.address, pod.node.name) for pod in (fast_world.near, fast_world.far)]
     fast_world.node.agent.wait_synced(
@@ -39,7 +39,7 @@ def two(fast_world: FastWorld) -> FastWorld:
 
 @pytest.fixture
 def node(two: FastWorld) -> FastWorld:
-    """Its agent runs, with the fast path."""
+    """Its agent runs, with the fast path on."""
     if two.node.agent.process is None:
         two.node.agent.start(own=ON)
         two.node.agent.wait_synced()
@@ -48,16 +48,16 @@ def node(two: FastWorld) -> FastWorld:
 
 @contextlib.contextmanager
 def young_and_old(world: FastWorld, family: int) -> Iterator[list[Talk]]:
-    """Conversations of every age: some are the kernel's, some began a moment ago, by the flow table."""
-    with asking() as ask, contextlib.ExitStack() as stack:
+    """Conversations of every age: some are kernel's flows, some are young."""
+    with open_talks() as ask, contextlib.ExitStack() as stack:
         namespace, address = world.client.namespace, TWO.of(family)
         talks = [ask(namespace, address, protocol) for protocol in BOTH for _ in range(2)]
         promoted = [talk.own_port for talk in talks]
         wait_until(lambda: assured(world, family) >= set(promoted), "the first are in conntrack, and assured")
         flows = [NewFlows(namespace, address, protocol) for protocol in BOTH]
-        stack.enter_context(flowing(*flows))
+        stack.enter_context(ending(*flows))
         for each in flows:
-            fast_ones(world, each)
+            wait_until_fast(world, each)
         fresh = begun_at_once(world, stack, family)
         found = {e["source_port"] for e in entries(world) if e["young"]}
         assert len(found & {talk.own_port for talk in fresh}) >= 6, "most of them are young"
@@ -74,7 +74,7 @@ def young_and_old(world: FastWorld, family: int) -> Iterator[list[Talk]]:
 
 
 def begun_at_once(world: FastWorld, stack: contextlib.ExitStack, family: int) -> list[Talk]:
-    """Twelve conversations: they must still be young when all have begun, so their processes exist before."""
+    """Twelve conversations that are all young when the last one has begun: so their processes are started before."""
     gate = multiprocessing.get_context("fork").Event()
     talks = []
     for protocol in BOTH:
@@ -89,7 +89,7 @@ def begun_at_once(world: FastWorld, stack: contextlib.ExitStack, family: int) ->
 
 
 def assured(world: FastWorld, family: int) -> set[int]:
-    """Ports of the client's whose flows conntrack calls assured."""
+    """The client's ports whose flows are ASSURED in conntrack."""
     return {port for port, line in listed(world.node.namespace, world.client.address.of(family), family) if line}
 
 
@@ -100,7 +100,7 @@ def listed(namespace: Namespace, source: str, family: int) -> list[tuple[int, st
 
 
 def endpoints(world: FastWorld, family: int, talks: list[Talk]) -> dict[int, str]:
-    """The endpoint by the client's port, as far as conntrack knows."""
+    """The endpoint for each of the client's ports, as far as conntrack knows."""
     ports = {talk.own_port for talk in talks}
     found = listed(world.node.namespace, world.client.address.of(family), family)
     return {port: line.split("src=")[2].split()[0] for port, line in found if port in ports}
@@ -159,7 +159,7 @@ def by_the_table(world: FastWorld, family: int) -> dict[int, str]:
 
 @pytest.mark.parametrize("size", [8192, 2048], ids=["larger", "smaller"])
 def test_a_restart_with_another_size_of_the_flow_table(node: FastWorld, family: int, size: int) -> None:
-    """All flows are handed to conntrack before the new table is used, and no device loses a part of its quota."""
+    """All flows are promoted before the new table is used, and no device loses a part of its quota."""
     with young_and_old(node, family) as talks:
         where = by_the_table(node, family)
         node.node.agent.stop()
@@ -177,15 +177,15 @@ def test_a_restart_with_another_size_of_the_flow_table(node: FastWorld, family: 
         wait_until(lambda: not any(young_counts(node).values()), "no young flow is counted", 5.0)
         namespace = node.client.namespace
         flows = [NewFlows(namespace, TWO.of(family), protocol) for protocol in BOTH]
-        with flowing(*flows):
-            fast_ones(node, *flows)
+        with ending(*flows):
+            wait_until_fast(node, *flows)
     node.node.agent.stop()
 
 
 def test_masqueraded_flows_keep_their_source_ports_in_a_flow_table_of_another_size(
     node: FastWorld, family: int
 ) -> None:
-    """Those of the fast path go on. No young flow may take the port of one that only conntrack knows."""
+    """Fast-path flows continue. No young flow may take the port of a flow that only conntrack knows."""
     own, far, asker = node.node.address.of(family), node.far.address.of(family), node.lab.client
     port, client = 20000 + family, "198.18.9.7" if family == 4 else "2001:2::9:7"
     ends = ["-s", client, "-d", own, "--sport", "40000", "--dport", "30007", "-r", far, "-q", own]
@@ -194,10 +194,10 @@ def test_masqueraded_flows_keep_their_source_ports_in_a_flow_table_of_another_si
     def has_it() -> bool:
         return any(e["reply"] and e["destination_port"] == port for e in entries(node))
 
-    with asking() as ask:
+    with open_talks() as ask:
         flows = [NewFlows(asker, own, protocol, port=30007) for protocol in BOTH]
-        with flowing(*flows):
-            fast_ones(node, *flows)
+        with ending(*flows):
+            wait_until_fast(node, *flows)
             talks = [ask(asker, own, protocol, 30007) for protocol in BOTH for _ in range(4)]
         node.node.agent.stop()
         node.node.namespace.run("conntrack", "-I", "-p", "tcp", "--state", "ESTABLISHED", "-t", "600", *ends)
@@ -211,19 +211,19 @@ def test_masqueraded_flows_keep_their_source_ports_in_a_flow_table_of_another_si
     node.node.namespace.run("conntrack", "-D", "-p", "tcp", "-s", client)
 
 
-def test_the_agent_is_killed_and_comes_back(node: FastWorld, family: int) -> None:
-    """New flows take the slow path after five seconds; those that are young stay so until there is an agent again."""
+def test_a_killed_agent_is_started_again(node: FastWorld, family: int) -> None:
+    """New flows take the slow path after five seconds. Young flows stay young until an agent runs again."""
     with young_and_old(node, family) as talks:
         namespace, address = node.client.namespace, TWO.of(family)
         flows = [NewFlows(namespace, address, protocol, patience=5.0) for protocol in BOTH]
-        with flowing(*flows):
+        with ending(*flows):
             for each in flows:
                 each.wait_answered()
             killed = time.monotonic()
             node.node.agent.kill()
             before = node.count("stack_no_agent")
             wait_until(lambda: node.count("stack_no_agent") > before + 20, "new flows take the slow path")
-            assert time.monotonic() - killed > 2.0, "not at once: an agent may be busy for a moment"
+            assert time.monotonic() - killed > 2.0, "not yet: an agent may be busy for a moment"
             fast = node.count("new_flow_fast")
             for each in flows:
                 each.wait_answered(50)
@@ -235,21 +235,21 @@ def test_the_agent_is_killed_and_comes_back(node: FastWorld, family: int) -> Non
             wait_until(lambda: assured(node, family) >= {talk.own_port for talk in talks}, "all are promoted")
             for each in flows:
                 each.wait_answered(20)
-        # One may be under way.
+        # One may still wait for its answer.
         assert [each.made - each.answered <= 1 for each in flows] == [True, True]
 
 
-def test_the_counts_of_devices_that_are_gone_are_deleted(node: FastWorld) -> None:
-    """Each pod has a new ifindex: the map would fill up, and later devices would have no quota."""
+def test_the_counts_of_removed_devices_are_deleted(node: FastWorld) -> None:
+    """Each pod has a new ifindex: without deletion the map would fill up, and later devices would have no quota."""
     pod = node.lab.add_pod("gone", node.node, serve=False)
     index = int(json.loads(node.node.namespace.run("ip", "-j", "link", "show", pod.device))[0]["ifindex"])
     flows = [NewFlows(pod.namespace, TWO.v4, protocol) for protocol in BOTH]
-    with flowing(*flows):
-        fast_ones(node, *flows)
+    with ending(*flows):
+        wait_until_fast(node, *flows)
         wait_until(lambda: young_counts(node).get(index, 0) > 0, "the device's young flows are counted")
     node.node.namespace.ip(f"link del {pod.device}")
     wait_until(lambda: index not in young_counts(node), "the count is deleted", 15.0)
-    # And those that go while no agent runs.
+    # Also devices that are deleted while no agent runs.
     node.node.agent.stop()
     pin = str(node.node.agent.pin("young_counts"))
     words = ["key", *map(str, (7001).to_bytes(4, "little")), "value", "9", "0", "0", "0"]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packets of the fast path's flows that only the kernel can treat: the last hop of a TTL, options, extension headers.
+"""Packets of fast-path flows that only the kernel can handle: last hop of a TTL, options, extension headers.
 
-A young flow is handed to the kernel for such a packet. No packet leaves that is not translated.
+A young flow is promoted for such a packet. No packet leaves untranslated.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
 _IPV6_DSTOPTS = 59
 TTL = {4: (socket.IPPROTO_IP, socket.IP_TTL), 6: (socket.IPPROTO_IPV6, socket.IPV6_UNICAST_HOPS)}
 DEFAULT_TTL = {4: "net.ipv4.ip_default_ttl", 6: "net.ipv6.conf.eth0.hop_limit"}
-#: Padding, which no router minds: no-operations, an extension header with destination options.
+#: Padding that routers ignore: no-operations, an extension header with destination options.
 OPTIONS = {
     4: (socket.IPPROTO_IP, socket.IP_OPTIONS, bytes([1, 1, 1, 0])),
     6: (socket.IPPROTO_IPV6, _IPV6_DSTOPTS, bytes([0, 0, 1, 4, 0, 0, 0, 0])),
@@ -50,7 +50,7 @@ _sockets: dict[int, socket.socket] = {}
 
 @dataclass
 class Flow:
-    """A client's socket of a flow to a Service whose endpoint answers each question by one of its length."""
+    """A client's socket with a flow to a Service. The endpoint answers each request with as many bytes."""
 
     namespace: Namespace
     protocol: str
@@ -58,7 +58,7 @@ class Flow:
     own_port: int
 
     def ask(self, seconds: float = 5.0) -> bool:
-        """Whether a question is answered. TCP asks again by itself."""
+        """Whether a request is answered. TCP retransmits by itself."""
         return self.namespace.call(_ask, self.own_port, seconds)
 
     def send(self) -> None:
@@ -66,7 +66,7 @@ class Flow:
         self.namespace.call(_send, self.own_port)
 
     def option(self, level: int, name: int, value: int | bytes) -> None:
-        """Of the socket; for what is sent from now on."""
+        """Set an option of the socket, for packets that are sent from now on."""
         self.namespace.call(_option, self.own_port, level, name, value)
 
     def end(self) -> None:
@@ -84,7 +84,7 @@ def _open(address: str, protocol: str, own_port: int) -> None:
 
 def _ask(own_port: int, seconds: float) -> bool:
     sock = _sockets[own_port]
-    # What was sent before may be answered still.
+    # Earlier requests may still be answered.
     sock.setblocking(False)
     with contextlib.suppress(OSError):
         while sock.recv(65536):
@@ -127,7 +127,7 @@ def flow_of(world: FastWorld, protocol: str, family: int, age: str) -> Iterator[
         if age != "young":
 
             def promoted() -> bool:
-                # Datagrams become conntrack's while they are many.
+                # Datagrams are promoted while there are many.
                 assert flow.ask()
                 return not is_young(world, flow)
 
@@ -148,7 +148,9 @@ def is_young(world: FastWorld, flow: Flow) -> bool:
 
 @contextlib.contextmanager
 def nothing_stray(world: FastWorld, family: int) -> Iterator[None]:
-    """No pod and no router meets a packet to the Service's address, the client none of the endpoint's own."""
+    """Check that no pod and router gets a packet to the Service's address, and the client none from the endpoint's
+    address.
+    """
     ip = "ip" if family == 4 else "ip6"
     inside, endpoint = f"{ip} daddr {NEAR.of(family)}", f"{ip} saddr {world.near.address.of(family)}"
     places = {
@@ -172,7 +174,7 @@ def nothing_stray(world: FastWorld, family: int) -> Iterator[None]:
         for namespace in places:
             listed = json.loads(namespace.run("nft", "-j", "list", "counters", "table", "inet", "strays"))
             found = [each["counter"]["packets"] for each in listed["nftables"] if "counter" in each]
-            assert found == [0], f"{namespace.name} has met packets that were not translated"
+            assert found == [0], f"{namespace.name} has received untranslated packets"
     finally:
         for namespace in places:
             namespace.run("nft", "delete table inet strays")
@@ -194,7 +196,7 @@ def is_expired(frame: bytes, source: tuple[str, int], destination: tuple[str, in
 
 
 @pytest.mark.parametrize("age", AGES)
-def test_a_question_with_its_last_hop(fast_world: FastWorld, family: int, protocol: str, age: str) -> None:
+def test_a_request_at_its_last_hop(fast_world: FastWorld, family: int, protocol: str, age: str) -> None:
     """The client gets the kernel's ICMP error, about the address that it asked."""
     with nothing_stray(fast_world, family), flow_of(fast_world, protocol, family, age) as flow:
         client = fast_world.client.address.of(family), flow.own_port
@@ -208,15 +210,15 @@ def test_a_question_with_its_last_hop(fast_world: FastWorld, family: int, protoc
             return seen.done()
 
         wait_until(sent, "the ICMP error comes")
-        assert seen.frame() is not None, "none about the Service's address"
+        assert seen.frame() is not None, "no error names the Service's address"
         assert age != "young" or fast_world.count("stack_hops") > before
         flow.option(*TTL[family], 64)
-        wait_until(flow.ask, "it continues")
+        wait_until(flow.ask, "the flow continues")
 
 
 @pytest.mark.parametrize("age", AGES)
-def test_an_answer_with_its_last_hop(fast_world: FastWorld, family: int, protocol: str, age: str) -> None:
-    """The endpoint gets it, about the client, which sees no packet of the endpoint's own address."""
+def test_an_answer_at_its_last_hop(fast_world: FastWorld, family: int, protocol: str, age: str) -> None:
+    """The endpoint gets the error, about the client. The client gets no packet from the endpoint's own address."""
     near = fast_world.near.namespace
     usual = near.run("sysctl", "-n", DEFAULT_TTL[family]).strip()
     with nothing_stray(fast_world, family), flow_of(fast_world, protocol, family, age) as flow:
@@ -235,16 +237,16 @@ def test_an_answer_with_its_last_hop(fast_world: FastWorld, family: int, protoco
             wait_until(sent, "the ICMP error comes")
         finally:
             near.sysctl({DEFAULT_TTL[family]: usual})
-        assert seen.frame() is not None, "none about the client"
+        assert seen.frame() is not None, "no error names the client"
         assert age != "young" or fast_world.count("stack_hops") > before
-        wait_until(flow.ask, "it continues")
+        wait_until(flow.ask, "the flow continues")
 
 
 # ---- options -------------------------------------------------------------------------------------------------
 
 
 def test_a_flow_that_begins_with_options(fast_world: FastWorld, family: int, protocol: str) -> None:
-    """Its pair has a permit. It takes the slow path all the same."""
+    """Its pair has a permit, but the flow takes the slow path."""
     namespace = fast_world.client.namespace
     with nothing_stray(fast_world, family), flow_of(fast_world, protocol, family, "young"):
         before, fast = fast_world.count("stack_options"), fast_world.count("new_flow_fast")
@@ -267,7 +269,7 @@ def _open_with_options(address: str, protocol: str, own_port: int, options: tupl
 
 
 @pytest.mark.parametrize("age", AGES)
-def test_questions_with_options(fast_world: FastWorld, family: int, protocol: str, age: str) -> None:
+def test_requests_with_options(fast_world: FastWorld, family: int, protocol: str, age: str) -> None:
     with nothing_stray(fast_world, family), flow_of(fast_world, protocol, family, age) as flow:
         before = fast_world.count("stack_options")
         flow.option(*OPTIONS[family])
@@ -279,7 +281,7 @@ def test_questions_with_options(fast_world: FastWorld, family: int, protocol: st
 
 @pytest.fixture(scope="module")
 def own(fast_world: FastWorld) -> FastWorld:
-    """With a Service whose endpoint's end is the test's own."""
+    """With a Service whose endpoint is a socket of the test."""
     ports, near = [Port("own", OWN_PORT, OWN_PORT)], fast_world.near
     End(near.namespace).listen(OWN_PORT)
     objects = [service("own", ports, OWN), *slices("own", ports, [(near.address, near.node.name)])]
@@ -289,15 +291,15 @@ def own(fast_world: FastWorld) -> FastWorld:
 
 @pytest.mark.parametrize("age", AGES)
 def test_answers_with_options(own: FastWorld, family: int, age: str) -> None:
-    """Those of a young flow wait until the kernel has the flow."""
+    """Replies of a young flow wait until the flow is promoted."""
     client, server = End(own.client.namespace), End(own.near.namespace)
 
     def young() -> bool:
         before = own.count("new_flow_fast")
         client.connect(OWN.of(family), OWN_PORT, next(_own_ports))
         server.accept(OWN_PORT)
-        client.say(b"question")
-        assert server.hear(8) == b"question"
+        client.send(b"question")
+        assert server.receive(8) == b"question"
         if own.count("new_flow_fast") > before:
             return True
         client.reset()
@@ -311,9 +313,9 @@ def test_answers_with_options(own: FastWorld, family: int, age: str) -> None:
         before = own.count("stack_options")
         server.option(*OPTIONS[family])
         for number in range(20):
-            server.say(b"answer %02d" % number)
-            assert client.hear(9) == b"answer %02d" % number
-            client.say(b"more")
-            assert server.hear(4) == b"more"
+            server.send(b"answer %02d" % number)
+            assert client.receive(9) == b"answer %02d" % number
+            client.send(b"more")
+            assert server.receive(4) == b"more"
         wait_until(lambda: own.count("stack_options") > before or age != "young", "they come with options")
         client.reset()

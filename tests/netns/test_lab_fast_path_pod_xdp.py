@@ -14,7 +14,7 @@ import pytest
 
 from pyebpf_proxy.datapath.loader.libbpf import Map, Object
 from pyebpf_proxy.datapath.node.plan import REDIRECT_DEVICE, REDIRECT_PEER
-from tests.support.fast_lab import NEAR, Ask, FastWorld, at_once
+from tests.support.fast_lab import NEAR, Ask, FastWorld, without_pause
 from tests.support.lab_tools import wait_until
 from tests.support.talk import Talk
 
@@ -64,7 +64,7 @@ class PodXdp:
         wait_until(lambda: self.redirect() == redirect, "the device's redirect mode", 10.0)
 
     def seen(self) -> int:
-        """Packets that the program was given."""
+        """How many packets the program has seen."""
         (link,) = json.loads(self._pod.run("ip", "-j", "-d", "link", "show", "eth0"))
         shown = json.loads(self._pod.run("bpftool", "-j", "prog", "show", "id", str(link["xdp"]["prog"]["id"])))
         (entry,) = json.loads(self._pod.run("bpftool", "-j", "map", "dump", "id", str(shown["map_ids"][0])))
@@ -88,26 +88,26 @@ def xdp(fast_world: FastWorld, program: Path, bpf_objects: Path) -> Iterator[Pod
     made.close()
 
 
-def test_it_sees_what_the_fast_path_sends(
+def test_a_pods_xdp_sees_fast_path_packets(
     fast_world: FastWorld, ask: Ask, xdp: PodXdp, family: int, protocol: str
 ) -> None:
     talk = ask(fast_world.client.namespace, NEAR.of(family), protocol)
     fast_world.fast(talk)
     xdp.wait(REDIRECT_PEER)
-    with at_once(talk):
+    with without_pause(talk):
         xdp.on("xdpdrv")
         xdp.wait(REDIRECT_DEVICE)
-    # A young flow continues as it was learned, until it is the kernel's.
+    # A young flow keeps its learned route until it is promoted.
     wait_until(lambda: _share(xdp, talk) > 0.9, "the program sees every question", 10.0)
     fast_world.fast(talk)
     assert _share(xdp, talk) > 0.9
-    with at_once(talk):
+    with without_pause(talk):
         xdp.off("xdpdrv")
         xdp.wait(REDIRECT_PEER)
     fast_world.fast(talk)
 
 
-def test_generic_xdp_sees_it_wherever_packets_are_put(fast_world: FastWorld, ask: Ask, xdp: PodXdp) -> None:
+def test_generic_xdp_sees_packets_of_either_redirect(fast_world: FastWorld, ask: Ask, xdp: PodXdp) -> None:
     talk = ask(fast_world.client.namespace, NEAR.v4)
     fast_world.fast(talk)
     xdp.on("xdpgeneric")
@@ -117,8 +117,8 @@ def test_generic_xdp_sees_it_wherever_packets_are_put(fast_world: FastWorld, ask
 
 
 def _share(xdp: PodXdp, talk: Talk) -> float:
-    """Of the questions within half a second, how many met the program. Each is one packet at least."""
-    # The program is asked before and after: what it sees meanwhile counts for it.
+    """The share of the requests within half a second that the program has seen. Each is at least one packet."""
+    # The program's count is read before and after the requests, so packets in between count for it.
     seen, answers = xdp.seen(), talk.answers
     time.sleep(0.5)
     found = talk.answers - answers

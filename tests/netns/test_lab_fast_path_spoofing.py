@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packets with a forged source, from another pod and from outside: no flow of the fast path is cut or moved."""
+"""Packets with a forged source, from another pod and from outside: no flow of the fast path is ended or moved."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from pyebpf_proxy.lab.addresses import CLIENT, cluster_ip
 from pyebpf_proxy.lab.cluster import Pod
 from pyebpf_proxy.lab.manifests import Port, service, slices
 from pyebpf_proxy.lab.namespace import Namespace
-from tests.netns.tcp_ends import End, converse
+from tests.netns.tcp_ends import End, exchange_data
 from tests.support.fast_lab import Ask, FastWorld
 from tests.support.lab_tools import Capture, wait_until
-from tests.support.new_flows import BOTH, NewFlows, entries, fast_ones, flowing
+from tests.support.new_flows import BOTH, NewFlows, ending, entries, wait_until_fast
 from tests.support.talk import PORT
 
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
@@ -42,7 +42,7 @@ class Scene:
         return self.world.lab.core
 
     def begin(self, namespace: Namespace, address: str, port: int) -> tuple[End, End, int]:
-        """A new connection, by the flow table from its first packet on."""
+        """A new connection that is in the flow table from its first packet on."""
 
         def young() -> tuple[End, End, int] | None:
             before = self.world.count("new_flow_fast")
@@ -80,7 +80,7 @@ def origin(request: pytest.FixtureRequest) -> str:
 
 
 def send(family: int, source: tuple[str, int], to: tuple[str, int], packets: list[tuple[str, int, int]]) -> None:
-    """Segments in the name of ``source``: flags, sequence number, acknowledgement."""
+    """Segments with the source ``source``: flags, sequence number, acknowledgement."""
     inet = socket.AF_INET if family == 4 else socket.AF_INET6
     head = (IP if family == 4 else IPv6)(src=source[0], dst=to[0])
     with socket.socket(inet, socket.SOCK_RAW, socket.IPPROTO_RAW) as raw:
@@ -90,14 +90,14 @@ def send(family: int, source: tuple[str, int], to: tuple[str, int], packets: lis
 
 
 def numbers(client: End, server: End, own_port: int) -> tuple[int, int]:
-    """What the client sends next, and what it expects next."""
+    """The client's next sequence number, and the one that it expects."""
     namespace = client.namespace
     seen = Capture(namespace, "eth0", lambda frame: _is_from(frame, own_port))
-    converse(client, server, 1)
+    exchange_data(client, server, 1)
     frame = seen.frame()
     assert frame is not None
     last = Ether(frame)[TCP]
-    # The question that was seen, and the answer to it.
+    # The captured request and its answer.
     return (last.seq + 200) & 0xFFFFFFFF, (last.ack + 200) & 0xFFFFFFFF
 
 
@@ -129,26 +129,27 @@ def victim(scene: Scene, origin: str, family: int) -> tuple[Namespace, str, tupl
 
 @pytest.mark.parametrize("what", ATTACKS)
 @pytest.mark.parametrize("age", ["young", "of the kernel's"])
-def test_guessed_packets(scene: Scene, family: int, origin: str, what: str, age: str) -> None:
-    """And if the connection is silent afterwards, it is there all the same (finding D4)."""
+def test_forged_packets_with_guessed_numbers(scene: Scene, family: int, origin: str, what: str, age: str) -> None:
+    """The connection also continues if it is silent afterwards (finding D4)."""
     namespace, source, target = victim(scene, origin, family)
     client, server, own_port = scene.begin(namespace, *target)
-    converse(client, server, 3)
+    exchange_data(client, server, 3)
     sequence, acknowledged = numbers(client, server, own_port)
     if age != "young":
         before = scene.world.count("flow_promoted")
         wait_until(lambda: scene.world.count("flow_promoted") > before, "it is promoted")
-        converse(client, server, 3)
+        exchange_data(client, server, 3)
         sequence, acknowledged = numbers(client, server, own_port)
     attacker = scene.attacker.namespace if origin == "pod" else scene.outside
     attacker.call(send, family, (source, own_port), target, ATTACKS[what](sequence, acknowledged))
-    # And the other way, in the endpoint's name; from outside that cannot come by the endpoint's device.
+    # And in the other direction, with the endpoint's source; from outside that cannot come through the endpoint's
+    # device.
     endpoint = scene.world.near.address.of(family), OWN_PORT
     for name in (endpoint, target):
         attacker.call(send, family, name, (source, own_port), ATTACKS[what](acknowledged, sequence))
     if age == "young":
         wait_until(lambda: not _is_young(scene, own_port), "its second is over")
-    converse(client, server, 5)
+    exchange_data(client, server, 5)
     assert not client.namespace.call(_has_ended, own_port)
     client.reset()
 
@@ -164,16 +165,16 @@ def _has_ended(own_port: int) -> bool:
 
 
 @pytest.mark.parametrize("what", ["RA", "FA", "S"])
-def test_another_pod_that_knows_the_numbers(scene: Scene, family: int, what: str) -> None:
-    """It has another device, so none of its packets touches a young flow (finding D4)."""
+def test_forged_packets_of_a_pod_that_knows_the_numbers(scene: Scene, family: int, what: str) -> None:
+    """The attacker has another device, so none of its packets affects a young flow (finding D4)."""
     namespace, source, target = victim(scene, "pod", family)
     client, server, own_port = scene.begin(namespace, *target)
-    converse(client, server, 3)
+    exchange_data(client, server, 3)
     sequence, acknowledged = numbers(client, server, own_port)
     before = scene.world.count("stack_other_device")
     scene.attacker.namespace.call(send, family, (source, own_port), target, [(what, sequence, acknowledged)])
     wait_until(lambda: scene.world.count("stack_other_device") > before, "it has come")
-    converse(client, server, 5)
+    exchange_data(client, server, 5)
     client.reset()
 
 
@@ -186,17 +187,17 @@ def send_datagrams(family: int, source: tuple[str, int], to: tuple[str, int], co
 
 
 def places(scene: Scene, own_port: int) -> set[str]:
-    """Where the flow's packets go."""
+    """The endpoint of the flow's packets."""
     return {e["endpoint"] for e in entries(scene.world) if e["source_port"] == own_port and not e["reply"]}
 
 
 @pytest.mark.parametrize("protocol", BOTH)
 def test_no_flow_is_moved(scene: Scene, ask: Ask, family: int, protocol: str) -> None:
-    """First packets of its flow, in the client's name: any of them could choose another endpoint (finding D4)."""
+    """Forged first packets of the client's flow: any of them could choose another endpoint (finding D4)."""
     world = scene.world
     flows = NewFlows(world.client.namespace, TWO.of(family), protocol)
-    with flowing(flows):
-        fast_ones(world, flows)
+    with ending(flows):
+        wait_until_fast(world, flows)
         talks = [ask(world.client.namespace, TWO.of(family), protocol) for _ in range(4)]
     ports = [talk.own_port for talk in talks]
     for talk in talks:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a node may suffer while flows take the fast path: traffic is right again at once, and nothing is left behind."""
+"""Failures of a node while flows take the fast path: traffic recovers at once, and no stale entry stays."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from pyebpf_proxy.lab.addresses import cluster_ip
 from pyebpf_proxy.lab.cluster import Node, Pod
 from pyebpf_proxy.lab.manifests import Object, Port, service, slices
 from pyebpf_proxy.lab.namespace import LabError
-from tests.support.fast_lab import FAR, Ask, FastWorld, at_once
+from tests.support.fast_lab import FAR, Ask, FastWorld, without_pause
 from tests.support.lab_tools import Capture, full_conntrack, wait_until
-from tests.support.new_flows import NewFlows, fast_ones, flowing
+from tests.support.new_flows import NewFlows, ending, wait_until_fast
 from tests.support.talk import PORT, Talk, serve
 
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
@@ -27,10 +27,10 @@ MOVED = cluster_ip(9)
 
 
 @pytest.mark.parametrize("protocol", ["tcp", "udp"])
-def test_the_neighbours_entry_is_gone(fast_world: FastWorld, ask: Ask, protocol: str) -> None:
+def test_the_neighbours_entry_is_deleted(fast_world: FastWorld, ask: Ask, protocol: str) -> None:
     talk = ask(fast_world.client.namespace, FAR.v4, protocol)
     fast_world.fast(talk)
-    with at_once(talk):
+    with without_pause(talk):
         fast_world.node.namespace.ip(f"neigh del {fast_world.lab.nodes[1].address.v4} dev eth0")
     fast_world.fast(talk)
 
@@ -39,14 +39,14 @@ def test_the_neighbour_has_another_link_address(fast_world: FastWorld, far: Talk
     other = fast_world.lab.nodes[1]
     old = link_address(other)
     try:
-        with at_once(far):
+        with without_pause(far):
             other.namespace.ip("link set dev eth0 address 02:00:00:00:0e:02")
             # As a machine does that has taken an address over.
             tell(fast_world, other, "02:00:00:00:0e:02")
         fast_world.fast(far)
         stray = Capture(other.namespace, "eth0", lambda frame: frame[:6] == old, deadline=1.0)
         far.wait()
-        assert stray.frame() is None, "something still goes to the old link address"
+        assert stray.frame() is None, "packets still go to the old link address"
     finally:
         other.namespace.ip(f"link set dev eth0 address {old.hex(':')}")
         tell(fast_world, other, old.hex(":"))
@@ -62,10 +62,10 @@ def test_the_mtu_is_lowered(fast_world: FastWorld, ask: Ask) -> None:
     fast_world.fast(talk)
     other = fast_world.lab.nodes[1].namespace
     back = f"route replace {fast_world.node.pod_cidr.v4} via {fast_world.node.address.v4}"
-    # The device takes no longer frames either: a veth does, of this machine, unless there is XDP at its end.
+    # The device also accepts no longer frames: a local veth would, unless its other end has XDP.
     other.ip(f"{back} mtu 1300")
     try:
-        with at_once(talk):
+        with without_pause(talk):
             fast_world.node.namespace.ip("link set dev eth0 mtu 1300")
         fast_world.fast(talk)
     finally:
@@ -89,21 +89,21 @@ def second_device(fast_world: FastWorld) -> Iterator[None]:
         fast_world.lab.core.ip("link del second")
 
 
-def test_the_route_moves_to_another_device(fast_world: FastWorld, far: Talk) -> None:
+def test_the_route_changes_to_another_device(fast_world: FastWorld, far: Talk) -> None:
     other, lan = fast_world.lab.nodes[1], fast_world.node.namespace
     with second_device(fast_world):
         try:
-            with at_once(far):
+            with without_pause(far):
                 lan.ip(
                     f"route add {other.address.v4}/32 dev eth1",
                     f"route replace {other.pod_cidr.v4} via {other.address.v4}",
                 )
             arrives = Capture(lan, "eth1", lambda frame: frame[12:14] == b"\x08\x00", deadline=60.0)
             far.wait()
-            assert arrives.frame() is not None, "nothing leaves by the new way"
+            assert arrives.frame() is not None, "no packet takes the new route"
             stray = Capture(lan, "eth0", lambda frame: is_between(frame, fast_world), deadline=1.0)
             far.wait()
-            assert stray.frame() is None, "something still leaves by the old one"
+            assert stray.frame() is None, "packets still take the old route"
         finally:
             lan.ip(f"route del {other.address.v4}/32 dev eth1")
     lan.ip(f"route replace {other.pod_cidr.v4} via {other.address.v4}")
@@ -117,7 +117,7 @@ def is_between(frame: bytes, fast_world: FastWorld) -> bool:
 
 
 class Sources(NamedTuple):
-    """Addresses of the node that its masqueraded flows to the other node may get, and the other node's beside them."""
+    """Source addresses that the node may masquerade flows to, and the matching ones of the other node."""
 
     first: str
     second: str
@@ -133,7 +133,7 @@ SOURCES = {
 
 @contextlib.contextmanager
 def masqueraded_to(fast_world: FastWorld, family: int) -> Iterator[Sources]:
-    """Flows to pods of the other node are masqueraded to ``first``, or to ``second`` if the node has only that one."""
+    """Flows to pods of the other node are masqueraded to ``first``, or to ``second`` if it is the only address."""
     sources, nodes = SOURCES[family], fast_world.lab.nodes
     lan, other = nodes[0].namespace, nodes[1]
     pods = other.pod_cidr.of(family)
@@ -154,7 +154,7 @@ def address_line(verb: str, address: str, sources: Sources) -> str:
 
 
 def clients_ports(fast_world: FastWorld, family: int, source: str, below: int) -> set[int]:
-    """Of conntrack's entries that are masqueraded to this address, and to a port below this one."""
+    """The client ports of conntrack entries that are masqueraded to this address and a port below ``below``."""
     text = fast_world.node.namespace.run("conntrack", "-L", "-f", f"ipv{family}", "--reply-dst", source)
     found = [[int(number) for number in re.findall(r"[sd]port=(\d+)", line)] for line in text.splitlines()]
     return {numbers[0] for numbers in found if len(numbers) == 4 and numbers[3] < below}
@@ -167,8 +167,8 @@ def test_the_source_address_of_masqueraded_flows_leaves_the_node(fast_world: Fas
 
         def begin(count: int) -> list[Talk]:
             flows = [NewFlows(asker, address, protocol, port=30007) for protocol in ("tcp", "udp")]
-            with flowing(*flows):
-                fast_ones(fast_world, *flows)
+            with ending(*flows):
+                wait_until_fast(fast_world, *flows)
                 return [ask(asker, address, protocol, 30007) for protocol in ("tcp", "udp") for _ in range(count)]
 
         talks = begin(4)
@@ -186,11 +186,11 @@ def test_the_source_address_of_masqueraded_flows_leaves_the_node(fast_world: Fas
             address_line("add", sources.second, sources),
             f"route replace {fast_world.lab.nodes[1].pod_cidr.of(family)} via {sources.other}",
         )
-        # It would still send to the old address, whose packets netfilter would translate.
+        # It would still send to the old address, and netfilter would translate those packets.
         fast_world.lab.nodes[1].namespace.ip(f"neigh del {sources.first} dev eth0")
         tcp, udp = [*talks[:4], *talks[8:10]], [*talks[4:8], *talks[10:]]
         for talk in udp:
-            # The second address, or for a moment between the two another one of the node.
+            # The second address, or for a moment another one of the node.
             wait_until(lambda talk=talk: talk.peer != sources.first, "datagrams have another source address", 20.0)
             talk.wait()
         wait_until(lambda: all(talk.over for talk in tcp), "the connections were reset")
@@ -198,55 +198,57 @@ def test_the_source_address_of_masqueraded_flows_leaves_the_node(fast_world: Fas
         assert ask(asker, address, "tcp", 30007).peer != sources.first
 
 
-def moved(pod: Pod) -> list[Object]:
+def moved_service(pod: Pod) -> list[Object]:
     return [service("moved", BOTH, MOVED), *slices("moved", BOTH, [(pod.address, pod.node.name)])]
 
 
-def test_a_device_is_deleted(fast_world: FastWorld, ask: Ask, far: Talk) -> None:
-    """The endpoint's. When the service has another one, datagrams go there; other flows notice nothing."""
+def test_the_endpoints_device_is_deleted(fast_world: FastWorld, ask: Ask, far: Talk) -> None:
+    """The endpoint's device. When the service has another endpoint, datagrams go there; other flows are not
+    affected.
+    """
     gone = fast_world.lab.add_pod(f"gone-{len(fast_world.lab.pods)}", fast_world.node, serve=False)
     serve(gone)
-    fast_world.node.agent.wait_synced(fast_world.lab.write("moved.yaml", moved(gone)))
+    fast_world.node.agent.wait_synced(fast_world.lab.write("moved.yaml", moved_service(gone)))
     talk = ask(fast_world.client.namespace, MOVED.v4, "udp")
     fast_world.fast(talk)
     before = fast_world.count("drop_rewrite_failed")
-    with at_once(far):
+    with without_pause(far):
         fast_world.node.namespace.ip(f"link del {gone.device}")
-    assert talk.stands()
-    fast_world.lab.write("moved.yaml", moved(fast_world.far))
-    with at_once(far):
+    assert talk.stops()
+    fast_world.lab.write("moved.yaml", moved_service(fast_world.far))
+    with without_pause(far):
         fast_world.fast(talk)
     assert fast_world.count("drop_rewrite_failed") == before
-    assert not entries(fast_world, "udp", gone.address.v4), "the entry of the endpoint that is gone"
+    assert not entries(fast_world, "udp", gone.address.v4), "the entry of the removed endpoint"
 
 
 def entries(fast_world: FastWorld, protocol: str, endpoint: str) -> list[str]:
-    """The kernel's entries of flows to the service that this endpoint answers."""
+    """conntrack's entries of flows to the service with this endpoint."""
     text = fast_world.node.namespace.run("conntrack", "-L", "-p", protocol, "--reply-src", endpoint)
     return [line for line in text.splitlines() if MOVED.v4 in line]
 
 
 @pytest.mark.parametrize("protocol", ["tcp", "udp"])
-def test_conntracks_entry_is_deleted(fast_world: FastWorld, ask: Ask, protocol: str) -> None:
+def test_the_conntrack_entry_is_deleted(fast_world: FastWorld, ask: Ask, protocol: str) -> None:
     talk = ask(fast_world.client.namespace, FAR.v4, protocol)
     fast_world.fast(talk)
     before = fast_world.count("flow_changed")
     fast_world.node.namespace.run("conntrack", "-D", "-p", protocol, "--orig-dst", FAR.v4)
     if protocol == "udp":
-        with at_once(talk):
+        with without_pause(talk):
             pass
         fast_world.fast(talk)
         return
-    # As without the fast path: no connection any more that anybody translates.
-    assert talk.stands()
+    # As without the fast path: the connection is not translated any more.
+    assert talk.stops()
     wait_until(lambda: fast_world.count("flow_changed") > before, "the flow is taken out of the table", 60.0)
     again = ask(fast_world.client.namespace, FAR.v4)
-    with at_once(again):
+    with without_pause(again):
         fast_world.fast(again)
 
 
 def test_a_bond_fails_over(fast_world: FastWorld, far: Talk) -> None:
-    """The bond is the device of an entry; which port a packet leaves by is the bond's own choice."""
+    """The bond is the device of an entry; the bond itself chooses the port for each packet."""
     node, core = fast_world.node.namespace, fast_world.lab.core
     try:
         node.ip("link add bond9 type bond mode active-backup miimon 10")
@@ -260,7 +262,7 @@ def test_a_bond_fails_over(fast_world: FastWorld, far: Talk) -> None:
         node.ip("link set bond9 up", f"route add {other.address.v4}/32 dev bond9")
         node.ip(f"route replace {other.pod_cidr.v4} via {other.address.v4}")
         fast_world.fast(far)
-        with at_once(far):
+        with without_pause(far):
             core.ip("link set one down")
         fast_world.fast(far)
     finally:
@@ -269,8 +271,8 @@ def test_a_bond_fails_over(fast_world: FastWorld, far: Talk) -> None:
         node.ip(f"route replace {other.pod_cidr.v4} via {other.address.v4}")
 
 
-def test_conntracks_table_is_full(fast_world: FastWorld, far: Talk) -> None:
-    """What is established continues; flows of a pair without a permit are refused until there is room."""
+def test_the_conntrack_table_is_full(fast_world: FastWorld, far: Talk) -> None:
+    """Established flows continue; flows of a pair without a permit are refused until there is room."""
     node = fast_world.node.namespace
     hits = fast_world.count("flow_hit")
     asker = fast_world.client.namespace

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""tcx programs of others on the devices that packets of Services pass: Services work, and they see what is theirs."""
+"""Other software's tcx programs on the devices of Services' packets: Services work, and these programs see their
+packets.
+"""
 
 from __future__ import annotations
 
@@ -21,16 +23,16 @@ from pyebpf_proxy.lab.agent import FEW_RIGHTS
 from pyebpf_proxy.lab.cluster import Lab
 from pyebpf_proxy.lab.namespace import Namespace
 from tests.netns.foreign_programs import ENDS, GOES_ON, Foreign, attached, chain, compiled
-from tests.support.fast_lab import FAR, NEAR, ON, Ask, FastWorld, made
+from tests.support.fast_lab import FAR, NEAR, ON, Ask, FastWorld, build_fast_world
 from tests.support.lab_tools import Capture, wait_until
-from tests.support.new_flows import BOTH, NewFlows, fast_ones, flowing
+from tests.support.new_flows import BOTH, NewFlows, ending, wait_until_fast
 from tests.support.see_tools import answer, see
 from tests.support.talk import PORT, Talk
 
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
 
 FAMILIES = (4, 6)
-# A classic program: every kernel with cls_bpf has it.
+# A classic BPF program: every kernel with cls_bpf supports it.
 OTHERS = ("bpf", "bytecode", "1,6 0 0 4294967295", "flowid", "1:1")
 #: Seconds.
 LONG = 4.0
@@ -42,7 +44,7 @@ def world() -> Iterator[FastWorld]:
     if not tcx.available():
         pytest.skip("this kernel has no tcx: others have filters, after the agent's (test_attach_others)")
     with Lab() as lab:
-        yield made(lab)
+        yield build_fast_world(lab)
 
 
 @pytest.fixture(scope="module")
@@ -51,24 +53,24 @@ def foreign(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def state(world: FastWorld, device: str) -> dict[str, Any]:
-    """``status`` of a device."""
+    """A device in ``status``."""
     found: dict[str, Any] = next(e for e in answer(world.node, "status")["devices"] if e["name"] == device)
     return found
 
 
 def wait_for(world: FastWorld, device: str, redirect: str) -> str:
-    """Until the fast path sends by this device in this way; the reason in ``status``."""
+    """Wait until the fast path sends through this device in this way; returns the reason in ``status``."""
     wait_until(lambda: state(world, device)["redirect"] == redirect, f"{device}: {redirect}")
     return str(state(world, device)["limit"])
 
 
 def named(program: str) -> str:
-    """A pattern of how the agent names a program of others: the kernel tells names only with CAP_SYS_ADMIN."""
+    """A pattern for the name of another program: the kernel shows names only with CAP_SYS_ADMIN."""
     return r"number \d+" if os.environ.get(FEW_RIGHTS) == "1" else program
 
 
 def places(world: FastWorld, device: str) -> list[tuple[Namespace, Dual, int]]:
-    """The client, the server and the port whose first packet comes in by this device."""
+    """The client, the server and the port of flows whose first packet comes in through this device."""
     if device == "eth0":
         return [(world.lab.client, world.node.address, 30007)]
     return [(world.client.namespace, NEAR, PORT), (world.client.namespace, FAR, PORT)]
@@ -93,12 +95,12 @@ def conversations(world: FastWorld, ask: Ask, device: str) -> list[Talk]:
 
 
 def all_answered(flows: list[NewFlows]) -> None:
-    # The last one may be under way.
+    # The last one may still wait for its answer.
     assert [each.made - each.answered <= 1 for each in flows] == [True] * len(flows)
 
 
 def sees_every_question(program: Foreign, talks: list[Talk]) -> None:
-    """From now on, for longer than a flow is young, or a packet of the kernel's confirms it."""
+    """For longer than a flow is young, and longer than the confirmation of a kernel's flow."""
     begun = time.monotonic()
     while time.monotonic() < begun + LONG:
         before = int(program)
@@ -106,7 +108,7 @@ def sees_every_question(program: Foreign, talks: list[Talk]) -> None:
         for talk in talks:
             talk.wait(20)
         more = sum(talk.answers for talk in talks) - sum(answers)
-        # The first answer of each may be to a question of before.
+        # The first answer of each may belong to an earlier request.
         assert int(program) - before >= more - len(talks)
 
 
@@ -145,7 +147,7 @@ def at_ingress(world: FastWorld, file: Path, program: str, device: str, when: st
     ],
 )
 def test_a_program_at_ingress(world: FastWorld, ask: Ask, foreign: Path, where: str, when: str, program: str) -> None:
-    """It is after the agent's, and sees every packet of its device, however long a flow lives (finding D2)."""
+    """It runs after the agent's program and sees every packet of its device, also of long flows (finding D2)."""
     device = "eth0" if where == "eth0" else world.client.device
     other = world.client.device if device == "eth0" else "eth0"
     with at_ingress(world, foreign, program, device, when) as behind:
@@ -154,7 +156,7 @@ def test_a_program_at_ingress(world: FastWorld, ask: Ask, foreign: Path, where: 
         text = see(world.node, "status").stdout
         assert re.search(f"closed: {logged}", " ".join(text.split())), text
         flows = new_flows(world, device)
-        with flowing(*flows):
+        with ending(*flows):
             for each in flows:
                 each.wait_answered(10)
             all_answered(flows)
@@ -165,8 +167,8 @@ def test_a_program_at_ingress(world: FastWorld, ask: Ask, foreign: Path, where: 
     for talk in talks:
         world.fast(talk)
     flows = new_flows(world, device)
-    with flowing(*flows):
-        fast_ones(world, *flows)
+    with ending(*flows):
+        wait_until_fast(world, *flows)
         all_answered(flows)
 
 
@@ -175,7 +177,7 @@ def test_a_program_at_ingress(world: FastWorld, ask: Ask, foreign: Path, where: 
 
 @pytest.mark.parametrize("program", [GOES_ON, ENDS])
 def test_a_program_at_the_egress_of_a_pods_device(world: FastWorld, ask: Ask, foreign: Path, program: str) -> None:
-    """It sees what is sent to the pod, also by the fast path: packets are not put straight into the pod."""
+    """It sees packets to the pod, also those of the fast path: they are not put directly into the pod."""
     node, device = world.node.namespace, world.near.device
     assert wait_for(world, device, PEER) == ""
     with attached(node, foreign, program, device, tcx.EGRESS) as egress:
@@ -186,22 +188,22 @@ def test_a_program_at_the_egress_of_a_pods_device(world: FastWorld, ask: Ask, fo
             for family in FAMILIES
             for protocol in BOTH
         ]
-        with flowing(*flows):
+        with ending(*flows):
             for each in flows:
                 each.wait_answered(10)
             if program == GOES_ON:
-                fast_ones(world, *flows)
+                wait_until_fast(world, *flows)
             all_answered(flows)
         talks = [ask(world.client.namespace, NEAR.of(family), protocol) for family in FAMILIES for protocol in BOTH]
         hits = world.count("flow_hit")
         sees_every_question(egress, talks)
         if program == GOES_ON:
-            assert world.count("flow_hit") > hits + 500, "by the fast path"
+            assert world.count("flow_hit") > hits + 500, "on the fast path"
     assert wait_for(world, device, PEER) == ""
 
 
 def test_a_filter_at_the_egress_of_a_pods_device(world: FastWorld, ask: Ask) -> None:
-    """As `tc filter add` makes it, in a clsact qdisc."""
+    """As `tc filter add` does, in a clsact qdisc."""
     node, device = world.node.namespace, world.near.device
     assert wait_for(world, device, PEER) == ""
     node.run("tc", "qdisc", "add", "dev", device, "clsact")
@@ -214,7 +216,7 @@ def test_a_filter_at_the_egress_of_a_pods_device(world: FastWorld, ask: Ask) -> 
                 world.fast(talk)
                 question = partial(is_question, family=family, own_port=talk.own_port)
                 for _ in range(3):
-                    # What is put straight into the pod never comes by here.
+                    # A packet that is put directly into the pod does not pass here.
                     sent = Capture(node, device, question)
                     assert sent.frame() is not None
                 talk.end()
@@ -224,6 +226,6 @@ def test_a_filter_at_the_egress_of_a_pods_device(world: FastWorld, ask: Ask) -> 
 
 
 def is_question(frame: bytes, family: int, own_port: int) -> bool:
-    """From this port of a client's, translated."""
+    """A translated packet from this port of a client."""
     at = 14 + (20 if family == 4 else 40)
     return frame[at : at + 4] == struct.pack("!HH", own_port, PORT)

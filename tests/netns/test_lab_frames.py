@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packets that are not whole, plain or TCP/UDP: fragments, ICMP errors, path MTU, tun devices, VLAN tags, SCTP."""
+"""Fragments, ICMP errors, path MTU, tun devices, VLAN tags, SCTP."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from pyebpf_proxy.lab.cluster import Lab, Pod
 from pyebpf_proxy.lab.manifests import Port
 from pyebpf_proxy.lab.namespace import LabError, Namespace
 from tests.support.lab_services import Kind, write_nodes, write_services
-from tests.support.lab_tools import Capture, has_program, moved, reasons, wait_until
+from tests.support.lab_tools import Capture, counted_between, has_program, reasons, wait_until
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs_bpf]
 
@@ -35,7 +35,7 @@ FAR = Kind("far", 11)  # web-2 on node2
 LOCAL = Kind("local", 12, externalTrafficPolicy="Local")  # web-1, sources kept
 CLOSED = Kind("closed", 13)  # web-1, closed ports
 CLOSED.ports = [Port("http", 80, 9998, "TCP", 30013), Port("dns", 53, 9999, "UDP", 31013)]
-LATE = Kind("late", 14)  # web-1, a port that one test answers on
+LATE = Kind("late", 14)  # web-1, a port on which one test answers
 LATE.ports = [Port("late", 53, 5454, "UDP", 31014)]
 STREAM = Kind("stream", 15)
 STREAM.ports = [Port("sctp", 36412, 3868, "SCTP", 31015)]
@@ -57,7 +57,7 @@ def frames() -> Iterator[Lab]:
 
 
 def askers(lab: Lab, kind: Kind, family: int) -> list[tuple[Namespace, str]]:
-    """A pod with the ClusterIP, the outside client with the LB VIP."""
+    """A pod with the ClusterIP, the outside client with the load balancer VIP."""
     entrance = lab.nodes[0]
     return [
         (lab.pods["toolbox"].namespace, kind.target("ClusterIP", entrance).address.of(family)),
@@ -69,7 +69,7 @@ def askers(lab: Lab, kind: Kind, family: int) -> list[tuple[Namespace, str]]:
 
 
 @pytest.mark.parametrize("kind", [NEAR, FAR, LOCAL], ids=lambda kind: kind.name)
-def test_fragmented_datagrams_both_ways(frames: Lab, kind: Kind, family: int) -> None:
+def test_fragmented_datagrams_in_both_directions(frames: Lab, kind: Kind, family: int) -> None:
     for namespace, address in askers(frames, kind, family):
         outcome = namespace.call(ask, address, 53, "udp", size=7_000, reply_size=11_000, fragment=True)
         assert outcome.answer is not None, outcome
@@ -78,7 +78,7 @@ def test_fragmented_datagrams_both_ways(frames: Lab, kind: Kind, family: int) ->
 
 @pytest.mark.parametrize("order", ["as sent", "last first"])
 def test_fragments_in_any_order(frames: Lab, family: int, order: str) -> None:
-    """Only the first fragment has ports; the others may be here before it."""
+    """Only the first fragment has ports; the others may arrive earlier."""
     address = LOCAL.target("LoadBalancer", frames.nodes[0]).address.of(family)
     answer = frames.client.call(_send_fragments, family, CLIENT.of(family), address, 53, order == "last first")
     assert b'"received": 4000' in answer, answer
@@ -115,7 +115,7 @@ def test_port_unreachable_of_an_endpoint_reaches_the_client(frames: Lab, family:
 
 
 def test_port_unreachable_of_a_client_reaches_the_endpoint(frames: Lab, family: int) -> None:
-    """The client is gone when the answer comes; the endpoint's connected socket must hear of it."""
+    """The client has ended when the answer comes; the endpoint's connected socket must get the error."""
     pod = frames.pods["web-1"]
     for namespace, address in askers(frames, LATE, family):
         server = pod.namespace.start(_answer_late, family)
@@ -154,7 +154,7 @@ def _send_and_go(address: str, port: int) -> None:
 
 @pytest.fixture
 def narrow_client_link(frames: Lab) -> Iterator[None]:
-    """1300 bytes from the core to the client; the client itself does not know."""
+    """An MTU of 1300 bytes from the core to the client, which the client does not know."""
     frames.core.ip("link set client0 mtu 1300")
     yield
     frames.core.ip("link set client0 mtu 1500")
@@ -169,7 +169,7 @@ def _forget_paths(lab: Lab) -> None:
 
 @pytest.mark.parametrize("kind", [NEAR, FAR, LOCAL], ids=lambda kind: kind.name)
 def test_path_mtu_towards_the_client(frames: Lab, narrow_client_link: None, kind: Kind, family: int) -> None:
-    """The core's "too big" goes to the VIP; the endpoint must learn of it, by its own flow's addresses."""
+    """The core's "too big" goes to the VIP; the endpoint must get it, about its own flow's addresses."""
     address = kind.target("LoadBalancer", frames.nodes[0]).address.of(family)
     outcome: Outcome = frames.client.call(ask, address, 80, reply_size=300_000)
     assert outcome.answer is not None, outcome
@@ -212,7 +212,7 @@ def _open_tun() -> int:
 
 
 def _bridge_tuns(here: str, there: str) -> None:
-    """The tunnel: copies packets between a tun device in one namespace and one in another."""
+    """The tunnel: copy packets between a tun device in one namespace and one in another."""
     from pyebpf_proxy.lab.namespace import set_network_namespace
 
     fds = []
@@ -221,7 +221,7 @@ def _bridge_tuns(here: str, there: str) -> None:
         fds.append(_open_tun())
     while True:
         for fd in select.select(fds, [], [])[0]:
-            # The other device may not be up yet: a wire without a far end.
+            # The other device may not be up yet, as if the cable were loose.
             with contextlib.suppress(OSError):
                 os.write(fds[1] if fd == fds[0] else fds[0], os.read(fd, 65536))
 
@@ -249,7 +249,7 @@ def roamer(frames: Lab) -> Iterator[Namespace]:
 
 
 @pytest.mark.parametrize("kind", [NEAR, LOCAL], ids=lambda kind: kind.name)
-def test_entrance_without_an_ethernet_header(
+def test_an_ingress_device_without_ethernet_headers(
     frames: Lab, roamer: Namespace, kind: Kind, family: int, protocol: str
 ) -> None:
     node, pod = frames.nodes[0], kind.endpoints[0]
@@ -289,7 +289,7 @@ def _mac(namespace: Namespace, device: str) -> str:
 
 
 def test_priority_tagged_frames(frames: Lab, family: int) -> None:
-    """802.1Q with VLAN 0, which every interface takes as its own."""
+    """802.1Q with VLAN 0, which every interface accepts as its own."""
     node, toolbox, pod = frames.nodes[0], frames.pods["toolbox"], frames.pods["web-1"]
     target = NEAR.target("ClusterIP", node).address.of(family)
     marker = f"tagged {family} {os.getpid()}".encode()
@@ -299,7 +299,7 @@ def test_priority_tagged_frames(frames: Lab, family: int) -> None:
     capture = Capture(pod.namespace, "eth0", lambda frame: marker in frame)
     toolbox.namespace.call(_send_frame, "eth0", bytes(Ether(**macs) / Dot1Q(vlan=0, prio=5) / packet))
     frame = capture.frame()
-    assert frame is not None, moved(before, reasons(node))
+    assert frame is not None, counted_between(before, reasons(node))
     seen = Ether(frame)
     assert seen.payload.dst == pod.address.of(family)
     assert seen[UDP].dport == 5353
@@ -345,7 +345,7 @@ def _sctp(frame: bytes) -> Any:
 
 @pytest.mark.parametrize("name", ["ClusterIP", "LoadBalancer", "NodePort"])
 def test_sctp(frames: Lab, name: Any, family: int) -> None:
-    """This kernel may have no SCTP sockets; an INIT and its answer are made by hand."""
+    """This kernel may have no SCTP sockets: the test builds an INIT and its answer."""
     node, pod = frames.nodes[0], frames.pods["web-1"]
     from_pod = name == "ClusterIP"
     namespace = frames.pods["toolbox"].namespace if from_pod else frames.client
@@ -359,7 +359,7 @@ def test_sctp(frames: Lab, name: Any, family: int) -> None:
     init = SCTP(sport=5000 + family, dport=port, tag=0) / SCTPChunkInit(init_tag=tag, init_tsn=1)
     namespace.call(_send_raw, family, source, target, bytes(init))
     frame = arriving.frame()
-    assert frame is not None, moved(before, reasons(node))
+    assert frame is not None, counted_between(before, reasons(node))
     seen = _sctp(frame)
     assert seen.payload.dst == pod.address.of(family)
     assert seen[SCTPChunkInit].init_tag == tag
@@ -375,7 +375,7 @@ def test_sctp(frames: Lab, name: Any, family: int) -> None:
     back = _sctp(frame)
     assert (back.payload.src, back.payload.dst) == (target, source)
     assert back[SCTP].dport == 5000 + family
-    counted = moved(before, reasons(node))
-    # By netfilter, always: an association is more than the flow table knows.
+    counted = counted_between(before, reasons(node))
+    # Always by netfilter: the flow table cannot track an association.
     assert counted.get("new_flow_netfilter", 0) >= 1, counted
     assert "new_flow_fast" not in counted, counted

@@ -30,17 +30,17 @@ from tests.support.world import TOOLBOX, World
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs_bpf, pytest.mark.alone]
 
 PORT, TARGET_PORT, NODE_PORT = 80, 8080, 30031
-#: Numbers of the Services: all endpoints for everybody; only this node's for clients from outside.
+#: Numbers of the Services: one with all endpoints for every client, one with only local endpoints for external clients.
 EVERYWHERE, LOCAL = 31, 32
 NEAR, FAR = f"near:{TARGET_PORT}", f"far:{TARGET_PORT}"
 BOTH = frozenset({NEAR, FAR})
 
 
 class LoadWorld(World):
-    """Two endpoints, one on the node of the agent. ``load`` is the full load of this machine."""
+    """Two endpoints, one on the agent's node. ``load`` is this machine's full load."""
 
     def build(self) -> None:
-        """Pods with their servers, the two Services, and what the machine makes of connections without them."""
+        """Create pods with servers and the two Services, and measure the load without Services."""
         lab = self.lab
         for name, where in (("near", self.node), ("far", lab.nodes[1])):
             pod = lab.add_pod(name, where, serve=False)
@@ -57,13 +57,13 @@ class LoadWorld(World):
             lab.write(f"{name}.yaml", [made, *slices(name, ports, endpoints)])
         lab.write("nodes.yaml", [node(each.name, each.address, each.pod_cidr) for each in lab.nodes])
         self.node.namespace.run("nft", "-f", "-", stdin=NAT_OF_OTHERS)
-        self._drop_what_comes_back()
+        self._drop_returned_packets()
         self.sources = {name: Source(self.namespace(name), self._ways(name)) for name in ("external", "pod", "node")}
         direct = f"{lab.pods['far'].address.v4},{TARGET_PORT}"
         self.plain = plain_rate(lab.folder, {name: each.namespace for name, each in self.sources.items()}, direct)
 
-    def _drop_what_comes_back(self) -> None:
-        """Without a proxy the node sends packets for a VIP back to the router, which would send them to it again."""
+    def _drop_returned_packets(self) -> None:
+        """Without a proxy the node would send packets for a VIP back to the router, and the router to the node."""
         rules = "".join(
             f"iifname lan0 {word} daddr {cidr} drop\n" for word, cidr in zip(("ip", "ip6"), VIP_CIDR, strict=True)
         )
@@ -83,7 +83,7 @@ class LoadWorld(World):
         ]
 
     def load(self) -> FullLoad:
-        """To enter: then it runs, and new flows take the fast path."""
+        """A context: inside it the load runs, and new flows take the fast path."""
         return FullLoad(self.lab.folder, self.sources, self.plain)
 
     def count(self, name: str) -> int:
@@ -95,22 +95,22 @@ class LoadWorld(World):
         self.node.agent.wait_synced()
 
     def gets_fast(self, load: FullLoad) -> None:
-        """The load goes on, and most of its connections are young flows."""
+        """The load continues, and most of its connections are young flows."""
         before = self.count("new_flow_fast")
-        load.goes_on(2.0)
+        load.wait_progress(2.0)
         wait_until(lambda: self.count("new_flow_fast") > before + load.wanted / 2, "new flows take the fast path")
 
 
 @pytest.fixture
 def world() -> Iterator[LoadWorld]:
-    """A lab of the test's own: what conntrack remembers of other loads would be met again. Its agent runs."""
+    """A separate lab for the test: conntrack would still know flows of other loads. Its agent runs."""
     with Lab() as lab, LoadWorld(lab) as made:
         made.start()
         yield made
 
 
 def report(outcome: Outcome, capsys: pytest.CaptureFixture[str], until: float = float("inf")) -> None:
-    """Print how much load it was; fail if a connection was lost, moved, or had to send a packet again."""
+    """Print the load; fail if a connection was lost or moved, or had to retransmit a packet."""
     with capsys.disabled():
         print(f"\n  {outcome.size(until)}")
     outcome.report(until)
@@ -121,29 +121,29 @@ def test_a_restart(world: LoadWorld, capsys: pytest.CaptureFixture[str]) -> None
     with world.load() as load:
         world.gets_fast(load)
         assert agent.stop() == 0
-        load.goes_on()
+        load.wait_progress()
         world.start()
         world.gets_fast(load)
         report(load.end(), capsys)
 
 
 def test_kill_9(world: LoadWorld, capsys: pytest.CaptureFixture[str]) -> None:
-    """The agent stays away for so long that the fast path turns itself off, and comes back."""
+    """The agent is away until the fast path turns itself off, and comes back."""
     with world.load() as load:
         world.gets_fast(load)
         world.node.agent.kill()
         before = world.count("stack_no_agent")
         wait_until(lambda: world.count("stack_no_agent") > before + 100, "new flows take the slow path")
-        load.goes_on()
+        load.wait_progress()
         world.start()
         world.gets_fast(load)
         report(load.end(), capsys)
 
 
 def former_version(folder: Path, other_flows: bool) -> Path:
-    """A version of the agent with map layout 1, to be imported from the folder that is returned.
+    """A version of the agent with map layout 1, to be imported from the returned folder.
 
-    ``other_flows``: the entries of the flow table differ, too.
+    ``other_flows``: the entries of the flow table differ too.
     """
     for name in ("pyebpf_proxy", "bpf"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -165,7 +165,7 @@ def former_version(folder: Path, other_flows: bool) -> Path:
 def test_an_upgrade_to_another_layout(
     world: LoadWorld, other_flows: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The young flows of the former version are handed to the kernel, before its programs are replaced."""
+    """The old version's young flows are promoted before its programs are replaced."""
     agent = world.node.agent
     agent.stop()
     agent.cleanup()
@@ -185,15 +185,15 @@ def test_an_upgrade_to_another_layout(
     assert not former.exists()
     drained = re.search(r"promoted=(\d+) left=(\d+)", log.only(Message.FAST_PATH_DRAINED).text)
     assert drained is not None
-    # Half of the lasting ones of a second, at least. Those of the node itself are not young.
+    # At least half of the long flows of a second. Flows of the node itself are not young.
     assert int(drained[1]) > LASTING * outcome.wanted / 2
     assert int(drained[2]) <= int(drained[1]) / 10
 
 
 def test_uninstall(world: LoadWorld, capsys: pytest.CaptureFixture[str]) -> None:
-    """Stop and ``--cleanup``: then there is no Service, but what was served once is served to its end.
+    """After stop and ``--cleanup`` there is no Service, but existing connections continue to their end.
 
-    kube-proxy's own ``--cleanup`` removes its rules and leaves conntrack alone, so connections go on with it, too.
+    kube-proxy's own ``--cleanup`` removes its rules and leaves conntrack alone, so connections continue there too.
     """
     agent = world.node.agent
     with world.load() as load:
@@ -202,13 +202,13 @@ def test_uninstall(world: LoadWorld, capsys: pytest.CaptureFixture[str]) -> None
         asked = time.monotonic()
         agent.cleanup()
         over = time.monotonic()
-        # Connections are given up after four seconds.
-        load.goes_on(0.05)
+        # A connection attempt fails after four seconds.
+        load.wait_progress(0.05)
         outcome = load.end()
     report(outcome, capsys, until=asked)
     later = [flow.record for flow in outcome.new if flow.record.begun > over]
-    # A datagram from a port that was used before belongs to the former flow, which conntrack still has.
+    # A datagram from a port that was used belongs to the old flow, which conntrack still has.
     answered = [record for record in later if record.name]
-    assert len(answered) < len(later) / 4, "there is a proxy"
-    # They were young when the programs went.
+    assert len(answered) < len(later) / 4, "a proxy still serves"
+    # They were young when the programs were removed.
     assert [flow for flow in outcome.new if flow.record.begun < asked and flow.record.ended > over]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mode ipvs with real connections: exact turns, and loads as the kernel's connection table shows them."""
+"""Mode ipvs with real connections: exact turns of rr, and the load according to conntrack."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def agents(lab: Lab, scheduler: str) -> Iterator[None]:
 
 
 def askers(lab: Lab, family: int) -> dict[str, tuple[Namespace, str]]:
-    """The clients and their address: tc serves those outside and in a pod, the socket programs those of the node."""
+    """The clients and their address: tc serves the outside client and the pod, the socket programs serve the node."""
     vip, cluster_ip = (WEB.target(kind, lab.nodes[0]).address.of(family) for kind in ("LoadBalancer", "ClusterIP"))  # type: ignore[arg-type]
     return {
         "client": (lab.client, vip),
@@ -62,7 +62,7 @@ def pods(namespace: Namespace, address: str, count: int, protocol: str = "tcp", 
 
 
 class Held:
-    """Connections that stay open, in their own process, until ``close``."""
+    """Connections that a separate process holds open until ``close``."""
 
     def __init__(self, namespace: Namespace, address: str, count: int) -> None:
         context = multiprocessing.get_context("fork")
@@ -85,7 +85,7 @@ def _hold(address: str, count: int, ready: Any, end: Any) -> None:
 
 
 def test_rr_takes_exact_turns_for_any_client(ipvs: Lab) -> None:
-    """All in one: the three ways share the turns of a list, so 3 × 12 connections are 12 for each endpoint."""
+    """All clients together: they share the turns of a list, so 3 × 12 connections are 12 for each endpoint."""
     with agents(ipvs, "rr"):
         for family in (4, 6):
             total: Counter[str] = Counter()
@@ -94,12 +94,12 @@ def test_rr_takes_exact_turns_for_any_client(ipvs: Lab) -> None:
                 assert found == {"web-1": 4, "web-2": 4, "web-3": 4}, name
                 total += found
             assert set(total.values()) == {12}
-            # From a port that the kernel draws twice, the second datagram is one of the flow that was there.
+            # A second datagram from the same port would belong to the existing flow.
             found = pods(*askers(ipvs, family)["client"], 9, "udp", first_port=20_000)
             assert found == {"web-1": 3, "web-2": 3, "web-3": 3}
 
 
-def test_hashes_keep_a_client_over_a_restart(ipvs: Lab) -> None:
+def test_hashing_schedulers_keep_a_client_over_a_restart(ipvs: Lab) -> None:
     before = {}
     for _ in range(2):
         with agents(ipvs, "sh"):
@@ -112,8 +112,8 @@ def test_hashes_keep_a_client_over_a_restart(ipvs: Lab) -> None:
 
 
 @pytest.mark.parametrize("origin", ["client", "pod", "node"])
-def test_lc_goes_by_the_connections_that_there_are(ipvs: Lab, origin: str) -> None:
-    """web-1 holds long connections: new ones go to the other, and after those have closed to both again."""
+def test_lc_uses_the_existing_connections(ipvs: Lab, origin: str) -> None:
+    """web-1 holds long connections: new ones go to the other endpoint, and to both after those have closed."""
     namespace, address = askers(ipvs, 4)[origin]
     everybody = WEB.endpoints
     held = None
@@ -124,7 +124,7 @@ def test_lc_goes_by_the_connections_that_there_are(ipvs: Lab, origin: str) -> No
             held = Held(namespace, address, HELD)
             WEB.endpoints = everybody[:2]
             ipvs.wait_synced(write_services(ipvs, WEB))
-            # More than are held, so that it is seen that those to web-2 have ended.
+            # More than are held, so that it shows that those to web-2 have ended.
             for _ in range(3):
                 assert pods(namespace, address, HELD // 2) == {"web-2": HELD // 2}
                 wait_until(lambda: _load(ipvs, "web-2") == 0, "the ended connections to web-2 are not active")
@@ -148,7 +148,7 @@ def _load(lab: Lab, pod: str) -> int:
 
     def dump(name: str) -> dict[int, Any]:
         text = node.namespace.run("bpftool", "-j", "map", "dump", "pinned", str(node.agent.pin(name)))
-        # An entry that is written anew in that moment has no value.
+        # An entry that is written at that moment has no value.
         found = (entry["formatted"] for entry in json.loads(text) if "formatted" in entry)
         return {entry["key"]: entry["value"] for entry in found}
 
@@ -162,7 +162,7 @@ def _load(lab: Lab, pod: str) -> int:
     return total
 
 
-def test_a_first_answer_comes_with_every_scheduler(ipvs: Lab) -> None:
+def test_a_first_request_is_answered_with_every_scheduler(ipvs: Lab) -> None:
     for scheduler in ("mh", "lblcr"):
         with agents(ipvs, scheduler):
             for family in (4, 6):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The agent's life and death under traffic: nothing that runs may notice it."""
+"""Start and end of the agent under traffic: no existing connection may notice."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pyebpf_proxy.lab.cluster import Lab, Node
 from pyebpf_proxy.lab.load import Load, failed
 from tests.netns.transfers import ECHO, Transfers
 from tests.support.lab_services import Kind, write_nodes, write_services
-from tests.support.lab_tools import has_program, moved, reasons, wait_until
+from tests.support.lab_tools import counted_between, has_program, reasons, wait_until
 from tests.support.logs import Log, Message
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs_bpf]
@@ -34,8 +34,9 @@ def living() -> Iterator[Lab]:
         pods = (lab.add_pod("web-1", first), lab.add_pod("web-2", second))
         lab.add_pod("toolbox", first)
         for pod in pods:
-            # A masqueraded connection gets a random port, and at thousands a second soon one that its server still has
-            # in TIME_WAIT and answers with silence: so under any proxy. Here only the node's own memory is looked at.
+            # A masqueraded connection gets a random port. At thousands a second that is soon a port that its server
+            # still has in TIME_WAIT, and the server does not answer: so with any proxy. This test is only about the
+            # node's own state.
             pod.namespace.sysctl({"net.ipv4.tcp_max_tw_buckets": 0})
         WEB.endpoints = ECHO.endpoints = pods
         write_nodes(lab)
@@ -48,13 +49,15 @@ def living() -> Iterator[Lab]:
 
 
 def _again() -> int:
-    """How many SYNs this network namespace has sent a second time."""
+    """How many SYNs this network namespace has retransmitted."""
     names, values = Path("/proc/self/net/netstat").read_text().splitlines()[:2]
     return int(dict(zip(names.split(), values.split(), strict=True))["TCPSynRetrans"])
 
 
 def _reuse_ports(address: str, port: int, first: int, ports: int, count: int, reset: bool) -> tuple[int, int]:
-    """``count`` connections over few client ports; how many were answered, and how many SYNs had to be sent again."""
+    """``count`` connections over few client ports. Returns how many were answered, and how many SYNs were
+    retransmitted.
+    """
     answered, before = 0, _again()
     for index in range(count):
         with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as sock:
@@ -77,10 +80,10 @@ def _reuse_ports(address: str, port: int, first: int, ports: int, count: int, re
 
 @pytest.mark.parametrize("ending", ["fin", "rst"])
 @pytest.mark.parametrize("origin", ["toolbox", "client"])
-def test_client_ports_are_used_again_at_once(living: Lab, origin: str, ending: str, family: int) -> None:
-    """2000 connections over 50 ports, as fast as they go: none may wait for a second SYN.
+def test_client_ports_can_be_reused_at_once(living: Lab, origin: str, ending: str, family: int) -> None:
+    """2000 connections over 50 ports, as fast as possible: no SYN may be retransmitted.
 
-    One in a thousand is left to a machine that stalls for a second.
+    One in a thousand may be, on a machine that pauses for a second.
     """
     node = living.nodes[0]
     namespace = living.client if origin == "client" else living.pods[origin].namespace
@@ -93,14 +96,14 @@ def test_client_ports_are_used_again_at_once(living: Lab, origin: str, ending: s
         namespace.call(_reuse_ports, address, 80, next(spare), 1, 1, reset)
         return reasons(node)["new_flow_fast"] > opened
 
-    # A port whose flow took the slow path does so again while conntrack knows the flow: none may begin that way.
+    # A port whose flow took the slow path does so again while conntrack knows the flow: so begin with the fast path.
     wait_until(is_open, "new flows take the fast path")
     before = reasons(node)
     answered, again = namespace.call(_reuse_ports, address, 80, first, 50, 2000, reset)
     assert (answered, again // 3) == (2000, 0), again
-    counted = moved(before, reasons(node))
-    # A SYN opens its own flow, although the former connection of its ports is still known. Where that one's end
-    # is in doubt, as after a FIN that came before data, it continues to the same endpoint: few do.
+    counted = counted_between(before, reasons(node))
+    # A SYN opens its own flow, although the port's old connection is still known. If the old one's end is uncertain, as
+    # after a FIN that overtook data, the flow continues to the same endpoint: few do.
     assert counted.get("new_flow_fast", 0) + counted.get("new_flow_netfilter", 0) >= 1980, counted
     everything = {name: count - before[name] for name, count in reasons(node).items() if count != before[name]}
     assert counted.get("new_flow_fast", 0) > 1000, everything
@@ -110,7 +113,7 @@ def test_client_ports_are_used_again_at_once(living: Lab, origin: str, ending: s
 
 
 class Traffic:
-    """20 transfers and as many new connections as the machine makes, both families, from outside and from a pod."""
+    """20 transfers and as many new connections as the machine can do, both families, from outside and from a pod."""
 
     def __init__(self, lab: Lab) -> None:
         node = lab.nodes[0]
@@ -130,13 +133,13 @@ class Traffic:
         self.more()
 
     def _rate(self, loads: list[Load]) -> float:
-        """What the machine makes of two such loads without any service, now."""
+        """How many of two such loads the machine can do now, without a service."""
         begun = time.monotonic()
         wait_until(lambda: all(load.made >= 400 for load in loads), "plain connections")
         return sum(len(load.stop()) for load in loads) / (time.monotonic() - begun)
 
     def more(self, connections: int = 400, rounds: int = 20) -> None:
-        """Wait until each load and each transfer has got on by so much since now."""
+        """Wait until each load and each transfer has made so much progress."""
         start = [load.made for load in self.loads]
         least = [each.least() for each in self.transfers]
         wait_until(
@@ -152,7 +155,7 @@ class Traffic:
         )
 
     def stop(self) -> None:
-        """End it all; nothing may have failed, and there must have been enough of it."""
+        """End everything. No connection may have failed, and there must have been enough."""
         took = time.monotonic() - self.begun
         results = [load.stop() for load in self.loads]
         problems = [text for each in self.transfers if (text := each.stop())]
@@ -160,7 +163,7 @@ class Traffic:
         for load, samples in zip(self.loads, results, strict=True):
             assert not failed(samples), (load.name, len(failed(samples)), failed(samples)[:3])
         rate = sum(map(len, results)) / took
-        # The agents that start and the transfers take their part of a small machine; a slow one makes fewer than 1000.
+        # Starting agents and the transfers need a part of a small machine; a slow one makes fewer than 1000.
         assert rate > min(1000, 0.1 * self.plain), f"only {rate:.0f} a second, {self.plain:.0f} without services"
 
 
@@ -199,14 +202,14 @@ def test_restart_with_the_same_objects_changes_no_map(living: Lab) -> None:
 
 
 def _dump(node: Node, name: str) -> list[str]:
-    """The entries of a map that hold anything, as sorted text."""
+    """The non-empty entries of a map, as sorted text."""
     dump = json.loads(node.namespace.run("bpftool", "-j", "map", "dump", "pinned", str(node.agent.pin(name))))
     entries = [entry["formatted"] for entry in dump]
     return sorted(json.dumps(entry) for entry in entries if any(entry["value"].values()))
 
 
-def test_start_after_changes_prunes_and_applies(living: Lab, family: int) -> None:
-    """While the agent is dead a service goes and another changes: both are so after its start, and not before."""
+def test_a_start_after_changes_removes_and_applies(living: Lab, family: int) -> None:
+    """While no agent runs, one service is deleted and one is changed: the start applies both, and nothing before it."""
     node = living.nodes[0]
     gone = Kind("gone", 12)
     gone.endpoints = WEB.endpoints
@@ -235,10 +238,11 @@ def test_start_after_changes_prunes_and_applies(living: Lab, family: int) -> Non
         living.wait_synced(write_services(living, WEB))
 
 
-def test_what_was_renamed_while_the_agent_was_dead_is_served_all_the_time(living: Lab) -> None:
+def test_services_renamed_without_an_agent_are_served_all_the_time(living: Lab) -> None:
     """A port of one service has another name after the start, and another Service has the addresses of a second one.
 
-    What the former run left has no claim to them: no request fails, before, during and after the start (finding D17).
+    The services that the old agent left do not keep the addresses: no request fails before, during and after the start
+    (finding D17).
     """
     node = living.nodes[0]
     renamed, replaced, successor = Kind("renamed", 13), Kind("replaced", 14), Kind("successor", 14)
@@ -270,11 +274,12 @@ def test_what_was_renamed_while_the_agent_was_dead_is_served_all_the_time(living
     log.none(Message.USED_BY_SERVICE)
 
 
-def test_two_services_of_the_same_endpoints_without_an_agent(living: Lab, family: int) -> None:
+def test_two_services_with_the_same_endpoints_without_an_agent(living: Lab, family: int) -> None:
     """Without an agent all new flows take the slow path, where the kernel changes source ports that it has in use.
 
-    It does not know the young flows of before, whose ports it may choose: no request fails by that.  A SYN that would
-    get the port of a flow that is alive is dropped, and the next one, a second later, finds that it has ended.
+    The kernel does not know the earlier young flows and may choose their ports: no request fails because of that. A SYN
+    that would get the port of a living young flow is dropped; its retransmission a second later finds that it has
+    ended.
     """
     node, toolbox = living.nodes[0], living.pods["toolbox"].namespace
     other = Kind("other", 15)
@@ -300,8 +305,8 @@ def test_two_services_of_the_same_endpoints_without_an_agent(living: Lab, family
     assert len(late) <= drops.get("drop_awaiting_promotion", 0), late
 
 
-def test_a_pod_that_comes_later_is_served(living: Lab, family: int) -> None:
-    """New interfaces are followed: a pod made while the agent runs reaches services, and not by luck of the order."""
+def test_a_pod_that_is_added_later_is_served(living: Lab, family: int) -> None:
+    """A pod that is created while the agent runs reaches services, whatever the order of events."""
     node = living.nodes[0]
     pod = living.add_pod(f"late-{family}", node, serve=False)
     wait_until(lambda: node.namespace.call(has_program, pod.device), "the agent's program is on the new pod's device")
@@ -312,7 +317,7 @@ def test_a_pod_that_comes_later_is_served(living: Lab, family: int) -> None:
         assert outcome.answer.peer[0] == pod.address.of(family)
 
 
-def test_an_address_that_comes_later_serves_node_ports(living: Lab, family: int, protocol: str) -> None:
+def test_an_address_that_is_added_later_serves_node_ports(living: Lab, family: int, protocol: str) -> None:
     node = living.nodes[0]
     address = {4: "192.0.2.200", 6: "2001:db8:1::200"}[family]
     length = {4: "/24", 6: "/64 nodad"}[family].split()

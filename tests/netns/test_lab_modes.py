@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where kube-proxy's modes differ (spec/service-semantics §14), through the real agent: addresses without an entry."""
+"""Where kube-proxy's modes differ (spec/service-semantics §14), with the real agent: addresses without a frontend."""
 
 from __future__ import annotations
 
@@ -50,22 +50,22 @@ def outcome(client: Client, address: Dual, family: int, protocol: str, port: int
     return client.namespace.call(ask, address.of(family), port, protocol, timeout=4.0).kind
 
 
-def test_a_port_that_a_cluster_ip_does_not_have(lab: Lab, mode: str, family: int, protocol: str) -> None:
+def test_an_undefined_port_of_a_cluster_ip(lab: Lab, mode: str, family: int, protocol: str) -> None:
     for client in clients(lab):
         got = outcome(client, cluster_ip(WEB.number), family, protocol)
-        # The kernel refuses a rejected outgoing datagram to its sender with EPERM.
+        # The kernel rejects an outgoing datagram to its sender with EPERM.
         denied = UNREACHABLE if client.kind == "node" and protocol == "udp" else REFUSED
         if mode == "nftables":
             assert got == denied, client.name
         else:
-            # Routed away as any other packet: lost, or unreachable for the router that it ends at.
+            # Routed like any other packet: lost, or unreachable for the last router.
             assert got in (TIMED_OUT, UNREACHABLE), client.name
         port = {"tcp": 80, "udp": 53}[protocol]
         assert outcome(client, cluster_ip(WEB.number), family, protocol, port) == ANSWERED
 
 
-def test_a_pod_that_is_made_while_the_agent_is_dead(lab: Lab, mode: str, family: int) -> None:
-    """Its device gets its program from an agent (finding D10). In mode nftables connections wait for it."""
+def test_a_pod_that_is_created_without_an_agent(lab: Lab, mode: str, family: int) -> None:
+    """Only an agent attaches the program to its device (finding D10). In mode nftables connections wait for that."""
     node, ports = lab.nodes[0], {"tcp": 80, "udp": 53}
     address = cluster_ip(WEB.number).of(family)
     node.agent.kill()
@@ -73,9 +73,9 @@ def test_a_pod_that_is_made_while_the_agent_is_dead(lab: Lab, mode: str, family:
         pod = lab.add_pod(f"late-{family}", node, serve=False)
         for protocol, port in ports.items():
             got = pod.namespace.call(ask, address, port, protocol, timeout=0.5).kind
-            # In mode iptables it is routed away as any other packet.
+            # In mode iptables it is routed like any other packet.
             assert got in ((TIMED_OUT,) if mode == "nftables" else (TIMED_OUT, UNREACHABLE)), protocol
-            assert outcome(clients(lab)[0], cluster_ip(WEB.number), family, protocol, port) == ANSWERED, "of before"
+            assert outcome(clients(lab)[0], cluster_ip(WEB.number), family, protocol, port) == ANSWERED, "an older pod"
         waiting = pod.namespace.start(ask, address, 80, timeout=60.0)
     finally:
         node.agent.start(config(mode))
@@ -86,7 +86,7 @@ def test_a_pod_that_is_made_while_the_agent_is_dead(lab: Lab, mode: str, family:
         assert outcome(pod_client(pod), cluster_ip(WEB.number), family, protocol, port) == ANSWERED
 
 
-def test_a_service_that_comes_and_goes(lab: Lab, mode: str, family: int) -> None:
+def test_a_service_that_is_added_and_removed(lab: Lab, mode: str, family: int) -> None:
     if mode != "nftables":
         pytest.skip("mode iptables never looks at such addresses")
     other = Kind("other", 21)

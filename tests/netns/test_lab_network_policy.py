@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""NetworkPolicy and the fast path: what FORWARD or POSTROUTING denies does not pass, even with help from inside."""
+"""NetworkPolicy and the fast path: a flow that FORWARD or POSTROUTING denies never passes, even if the endpoint helps
+it.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ from pyebpf_proxy.lab.namespace import Namespace
 from tests.netns.policies import KINDS, policy
 from tests.support.fast_lab import FAR, NEAR, Ask, FastWorld, slowness
 from tests.support.lab_tools import wait_until
-from tests.support.new_flows import BOTH, Arrivals, NewFlows, ask_once, entries, fast_ones, flowing, wait_all_made
+from tests.support.new_flows import BOTH, Arrivals, NewFlows, ask_once, ending, entries, wait_all_made, wait_until_fast
 from tests.support.talk import PORT, Talk
 
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
@@ -37,7 +39,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 
 def forge_answers(family: int, source: str, destination: str, port: int, protocol: str) -> None:
-    """In the endpoint: packets from its port to a client's, as if it answered, until the test ends."""
+    """Run in the endpoint: send packets from its port to a client's port, as if it answered, until the test ends."""
     inet = socket.AF_INET if family == 4 else socket.AF_INET6
     head = (IP if family == 4 else IPv6)(src=source, dst=destination)
     if protocol == "udp":
@@ -53,7 +55,7 @@ def forge_answers(family: int, source: str, destination: str, port: int, protoco
 
 @contextlib.contextmanager
 def colluding(pod: Pod, client: str, family: int, ports: dict[str, int]) -> Iterator[None]:
-    """The endpoint sends to the ports of the client from which it is asked; ``client``: the address that it sees."""
+    """The endpoint sends to the client's ports. ``client``: the client's address as the endpoint sees it."""
     ends = pod.address.of(family), client
     tasks = [pod.namespace.start(forge_answers, family, *ends, ports[protocol], protocol) for protocol in BOTH]
     try:
@@ -65,7 +67,7 @@ def colluding(pod: Pod, client: str, family: int, ports: dict[str, int]) -> Iter
 
 @dataclass
 class Way:
-    """A client asks an endpoint by an address of its Service. Rules see ``source``, the endpoint sees ``peer``."""
+    """A client and a frontend of a Service. Rules see ``source``, the endpoint sees ``peer``."""
 
     asker: Namespace
     address: str
@@ -82,7 +84,7 @@ class Way:
 
 
 def ways(world: FastWorld, family: int) -> dict[str, Way]:
-    """By what the test calls them. All but the first two are masqueraded."""
+    """By the names that the tests use. All but the first two are masqueraded."""
     node, near, far, pod = world.node, world.near, world.far, world.client
 
     def of_pod(address: Dual, endpoint: Pod) -> Way:
@@ -97,7 +99,7 @@ def ways(world: FastWorld, family: int) -> dict[str, Way]:
     return {
         "same node": of_pod(NEAR, near),
         "other node": of_pod(FAR, far),
-        # External traffic policy Cluster: an endpoint of the other node.
+        # External traffic policy Cluster, with an endpoint on the other node.
         "NodePort": from_outside(node.address, 30007, far),
         "VIP": from_outside(VIP, PORT, near),
         "hairpin": Way(near.namespace, NEAR.of(family), PORT, near, itself, node.source_towards(near).of(family)),
@@ -119,7 +121,7 @@ def with_vip(fast_world: FastWorld) -> FastWorld:
 
 
 @pytest.mark.parametrize("hook", ["forward", "postrouting"])
-def test_nothing_passes_that_is_denied(fast_world: FastWorld, kind: str, family: int, hook: str) -> None:
+def test_no_denied_packet_passes(fast_world: FastWorld, kind: str, family: int, hook: str) -> None:
     """Also while the endpoint sends to the client's ports, which is allowed (finding D1)."""
     client, near = fast_world.client, fast_world.near
     ends = client.address.of(family), near.address.of(family)
@@ -134,10 +136,10 @@ def test_nothing_passes_that_is_denied(fast_world: FastWorld, kind: str, family:
             for protocol in BOTH
             for own_port in (0, ports[protocol])
         ]
-        with flowing(*flows):
+        with ending(*flows):
             wait_all_made(flows, 12)
         assert [each.answered for each in flows] == [0] * len(flows), _seen(fast_world, family)
-        assert fast_world.count("new_flow_netfilter") > before + 20, "they came to netfilter"
+        assert fast_world.count("new_flow_netfilter") > before + 20, "netfilter has seen the flows"
         assert int(arrivals) == 0
 
 
@@ -151,8 +153,8 @@ def test_nothing_passes_that_is_denied(fast_world: FastWorld, kind: str, family:
         ("iptables-legacy", "postrouting"),
     ],
 )
-def test_nothing_passes_that_is_denied_on_any_way(with_vip: FastWorld, family: int, kind: str, hook: str) -> None:
-    """NodePort and VIP with policy Cluster, a pod and itself, an endpoint of another node (finding D1)."""
+def test_no_denied_packet_passes_at_any_frontend(with_vip: FastWorld, family: int, kind: str, hook: str) -> None:
+    """NodePort and VIP with policy Cluster, hairpin, an endpoint on another node (finding D1)."""
     found = [way for name, way in ways(with_vip, family).items() if name != "same node"]
     arrivals = []
     for pod in (with_vip.near, with_vip.far):
@@ -167,10 +169,10 @@ def test_nothing_passes_that_is_denied_on_any_way(with_vip: FastWorld, family: i
             rules.deny(way.peer if "masqueraded" in hook else way.source, way.endpoint.address.of(family))
             stack.enter_context(colluding(way.endpoint, way.peer, family, ports))
             flows += [way.flows(protocol, own_port) for protocol in BOTH for own_port in (0, ports[protocol])]
-        with flowing(*flows):
+        with ending(*flows):
             wait_all_made(flows, 12)
         assert [each.answered for each in flows] == [0] * len(flows), _seen(with_vip, family)
-        assert with_vip.count("new_flow_netfilter") > before + 100, "they came to netfilter"
+        assert with_vip.count("new_flow_netfilter") > before + 100, "netfilter has seen the flows"
         assert [int(each) for each in arrivals] == [0, 0]
 
 
@@ -185,19 +187,19 @@ def test_another_endpoint_of_the_service_gives_no_permit(fast_world: FastWorld, 
         rules.deny(client.address.of(family), near.address.of(family))
         arrivals = Arrivals(near, client.address.of(family))
         flows = [NewFlows(client.namespace, TWO.of(family), protocol, patience=0.05) for protocol in BOTH]
-        with flowing(*flows):
-            fast_ones(fast_world, *flows)
+        with ending(*flows):
+            wait_until_fast(fast_world, *flows)
             wait_all_made(flows, 20)
         assert int(arrivals) == 0
         for each in flows:
-            assert each.answered < each.made, "half of them are for the other one"
+            assert each.answered < each.made, "half of the flows get the other endpoint"
 
 
 # ---- a policy is added -------------------------------------------------------------------------------------
 
 
-def test_a_policy_that_is_added_counts_at_once(fast_world: FastWorld, ask: Ask, kind: str, family: int) -> None:
-    """New flows are denied within a second; established flows continue, as the rules allow, however young."""
+def test_a_new_policy_applies_at_once(fast_world: FastWorld, ask: Ask, kind: str, family: int) -> None:
+    """New flows are denied within a second; established flows continue, as the rules allow, also young ones."""
     client, near = fast_world.client, fast_world.near
     with policy(fast_world.node.namespace, kind, family) as rules:
         old = [ask(client.namespace, NEAR.of(family), protocol) for protocol in BOTH]
@@ -206,8 +208,8 @@ def test_a_policy_that_is_added_counts_at_once(fast_world: FastWorld, ask: Ask, 
         promoted = fast_world.count("flow_promoted")
         wait_until(lambda: fast_world.count("flow_promoted") > promoted + 1 or _known(fast_world, family), "promoted")
         flows = [NewFlows(client.namespace, NEAR.of(family), protocol) for protocol in BOTH]
-        with flowing(*flows):
-            fast_ones(fast_world, *flows)
+        with ending(*flows):
+            wait_until_fast(fast_world, *flows)
             opened = fast_world.count("new_flow_fast")
             young = [ask(client.namespace, NEAR.of(family), protocol) for protocol in BOTH]
             wait_until(lambda: fast_world.count("new_flow_fast") > opened + 5, "flows that are young")
@@ -222,22 +224,22 @@ def test_a_policy_that_is_added_counts_at_once(fast_world: FastWorld, ask: Ask, 
 
 
 @pytest.mark.parametrize(("kind", "hook"), [("nft set", "forward"), ("iptables-legacy", "postrouting")])
-def test_a_policy_that_is_added_counts_on_every_way(
+def test_a_new_policy_applies_at_every_frontend(
     with_vip: FastWorld, ask: Ask, family: int, kind: str, hook: str
 ) -> None:
-    """As the one before: from and to another machine, masqueraded or not, and of a pod to itself."""
+    """As the test before: from and to another machine, masqueraded or not, and hairpin."""
     found = ways(with_vip, family)
     with policy(with_vip.node.namespace, kind, family, hook=hook) as rules, contextlib.ExitStack() as stack:
         talks: list[Talk] = []
         for name, way in found.items():
             flows = [way.flows(protocol) for protocol in BOTH]
-            with flowing(*flows):
-                # One way at a time: the count does not say whose flows were fast.
-                fast_ones(with_vip, *flows)
+            with ending(*flows):
+                # One frontend at a time: the counter does not show which client's flows were fast.
+                wait_until_fast(with_vip, *flows)
                 talks += [way.talk(ask, protocol) for protocol in BOTH]
             assert {talk.peer for talk in talks[-2:]} == {way.peer}, name
         flows = [way.flows(protocol) for way in found.values() for protocol in BOTH]
-        stack.enter_context(flowing(*flows))
+        stack.enter_context(ending(*flows))
         for each in flows:
             each.wait_answered(10)
         for way in found.values():
@@ -245,7 +247,7 @@ def test_a_policy_that_is_added_counts_on_every_way(
         denied = time.monotonic()
         wait_all_made(flows, 12)
         late = [round(each.last_answered - denied, 2) for each in flows]
-        assert max(late) < 1.0 * slowness(), f"seconds after the rules, in the order of the ways: {late}"
+        assert max(late) < 1.0 * slowness(), f"seconds after the rules, in the order of the frontends: {late}"
         for talk in talks:
             talk.wait(50)
 
@@ -257,7 +259,7 @@ def _seen(world: FastWorld, family: int) -> str:
 
 
 def _known(world: FastWorld, family: int) -> bool:
-    """Conntrack has the flows of both protocols from the client's pod."""
+    """Whether conntrack has the flows of both protocols from the client's pod."""
     node, source = world.node.namespace, world.client.address.of(family)
     return all(
         "ASSURED" in node.run("conntrack", "-L", "-f", f"ipv{family}", "-p", protocol, "--orig-src", source)
@@ -271,21 +273,23 @@ def _known(world: FastWorld, family: int) -> bool:
 def test_a_policy_without_established_ends_flows(
     fast_world: FastWorld, ask: Ask, family: int, kind: str, name: str
 ) -> None:
-    """As with kube-proxy: the rules see their packets, the kernel's flows within a second, young ones after three."""
+    """As with kube-proxy, the rules see their packets: those of kernel's flows within a second, those of young ones
+    after three.
+    """
     way = ways(fast_world, family)[name]
     with policy(fast_world.node.namespace, kind, family, established=False) as rules:
         old = [way.talk(ask, protocol) for protocol in BOTH]
         for talk in old:
             fast_world.fast(talk)
         flows = [way.flows(protocol) for protocol in BOTH]
-        with flowing(*flows):
-            fast_ones(fast_world, *flows)
+        with ending(*flows):
+            wait_until_fast(fast_world, *flows)
             young = [way.talk(ask, protocol) for protocol in BOTH]
             rules.deny(way.source, way.endpoint.address.of(family))
         arrivals = Arrivals(way.endpoint, way.peer)
         for talk in (*old, *young):
-            assert talk.stands(), "it continues"
-        # TCP sends again and again.
+            assert talk.stops(), "the flow continues"
+        # TCP retransmits.
         seen = int(arrivals)
         assert not way.asker.call(ask_once, way.address, way.port, "udp")
         wait_until(lambda: fast_world.count("stack_not_confirmed") > 0, "packets that go the slow way")
@@ -318,21 +322,21 @@ def send_segments(family: int, source: str, address: str, own_port: int, flags: 
 
 
 @pytest.mark.parametrize("what", ["udp", "tcp", "tcp that always ends"])
-def test_a_flow_without_answers_asks_netfilter_again(fast_world: FastWorld, family: int, what: str) -> None:
-    """Two ends that collude could keep it young for ever, and a policy would never count."""
+def test_an_unanswered_flow_passes_netfilter_again(fast_world: FastWorld, family: int, what: str) -> None:
+    """Two colluding ends could keep the flow young for ever, and a policy would never apply to it."""
     client, near, node = fast_world.client, fast_world.near, fast_world.node.namespace
     own_port, source = next(_own_ports), client.address.of(family)
     protocol = what[:3]
     silent = f"meta l4proto {{{{ tcp, udp }}}} th {{}} {own_port} drop"
     chain = ["chain i { type filter hook prerouting priority -300;", *map(silent.format, ("sport", "dport")), "}"]
-    # The kernels of both must not answer by themselves.
+    # Neither kernel may answer by itself.
     for pod in (client, near):
         pod.namespace.run("nft", "-f", "-", stdin="\n".join(["table inet silent {", *chain, "}"]))
     try:
         with policy(node, "nft set", family) as rules:
             flows = NewFlows(client.namespace, NEAR.of(family), protocol)
-            with flowing(flows):
-                fast_ones(fast_world, flows)
+            with ending(flows):
+                wait_until_fast(fast_world, flows)
                 opened = fast_world.count("new_flow_fast")
                 if protocol == "udp":
                     task = client.namespace.start(send_datagrams, NEAR.of(family), own_port)

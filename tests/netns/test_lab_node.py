@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The node's own processes: served at connect and sendmsg, without NAT (spec/service-semantics §§5, 8)."""
+"""The node's own processes: translated at connect and sendmsg, without NAT (spec/service-semantics §§5, 8)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pyebpf_proxy.lab.load import Load, failed
 from pyebpf_proxy.lab.servers import Ports
 from tests.netns.socket_calls import source_info
 from tests.support.lab_services import Kind, write_nodes, write_services
-from tests.support.lab_tools import moved, reasons, wait_until
+from tests.support.lab_tools import counted_between, reasons, wait_until
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs_bpf]
 
@@ -43,7 +43,7 @@ def node_lab() -> Iterator[Lab]:
 
 @pytest.fixture(autouse=True)
 def usual_configuration(node_lab: Lab) -> Iterator[None]:
-    """For tests that restart the agents with other settings; the next one finds them as usual."""
+    """Restore the usual configuration after tests that restart the agents with other settings."""
     yield
     for node in node_lab.nodes:
         if node.agent.process is None:
@@ -51,26 +51,26 @@ def usual_configuration(node_lab: Lab) -> Iterator[None]:
             node.agent.wait_synced()
 
 
-def test_tcp_is_connected_straight_to_the_endpoint(node_lab: Lab, family: int) -> None:
+def test_tcp_is_connected_directly_to_the_endpoint(node_lab: Lab, family: int) -> None:
     node = node_lab.nodes[0]
     before = reasons(node)
     address = WEB.target("ClusterIP", node).address.of(family)
     outcomes = node.namespace.call(ask_many, 20, address, 80)
     assert {outcome.kind for outcome in outcomes} == {ANSWERED}
-    counted = moved(before, reasons(node))
-    assert counted == {"new_flow_socket": 20}, counted  # no packet of it was translated
+    counted = counted_between(before, reasons(node))
+    assert counted == {"new_flow_socket": 20}, counted  # none of its packets was translated
     for outcome in outcomes:
         assert outcome.answer is not None
-        # No NAT on the way: the endpoint sees the very address and port that the socket has.
+        # No NAT: the endpoint sees the socket's own address and port.
         assert outcome.answer.peer == outcome.local
 
 
-# conntrack keeps a flow for two minutes. A port that the kernel draws again would be of that flow, with its source.
+# conntrack keeps a flow for two minutes. A port that was used would belong to that flow, with its source.
 _PORTS = itertools.count(20000)
 
 
 def _bound(place: tuple[str, int], source: str, port: int, protocol: str) -> tuple[str, tuple[str, int], int]:
-    """From a bound and connected socket: the source that the endpoint saw, the socket's own name, and the mark."""
+    """Use a bound, connected socket. Returns the source that the endpoint saw, the socket's own name, and the mark."""
     kind = socket.SOCK_STREAM if protocol == "tcp" else socket.SOCK_DGRAM
     with socket.socket(family_of(place[0]), kind) as sock:
         sock.settimeout(10)
@@ -87,7 +87,7 @@ def _bound(place: tuple[str, int], source: str, port: int, protocol: str) -> tup
 
 @pytest.mark.parametrize("place", ["external", "node port", "loopback"])
 def test_a_bound_source_is_masqueraded(node_lab: Lab, family: int, protocol: str, place: str) -> None:
-    """The endpoint sees the address of the egress interface (§5), whatever the socket is bound to."""
+    """The endpoint sees the address of the egress interface (§5), whatever address the socket is bound to."""
     if place == "loopback" and family == 6:
         return  # NodePorts are not served there
     node = node_lab.nodes[0]
@@ -113,7 +113,9 @@ def test_a_bound_source_is_masqueraded(node_lab: Lab, family: int, protocol: str
 def _messages(
     places: list[tuple[str, int]], source: str, port: int, named: bool, mark: int
 ) -> tuple[list[tuple[str, int]], list[int]]:
-    """Of an unconnected socket, bound or with messages that name their source: whom each asked saw, and the marks."""
+    """Use an unconnected socket that is bound, or messages that set their source. Returns the sources that the servers
+    saw, and the marks.
+    """
     family = family_of(places[0][0])
     with socket.socket(family, socket.SOCK_DGRAM) as sock:
         sock.settimeout(10)
@@ -133,7 +135,7 @@ def _messages(
 @pytest.mark.parametrize("named", [False, True], ids=["bound", "in the message"])
 @pytest.mark.parametrize("place", ["external", "node port", "loopback"])
 def test_the_source_of_a_message_is_masqueraded(node_lab: Lab, family: int, place: str, named: bool) -> None:
-    """The same for unconnected sockets; what they send elsewhere keeps its source, at once and later."""
+    """The same for unconnected sockets; messages to other addresses keep their source, at once and later."""
     if place == "loopback" and family == 6:
         return  # NodePorts are not served there
     node = node_lab.nodes[0]
@@ -145,7 +147,7 @@ def test_the_source_of_a_message_is_masqueraded(node_lab: Lab, family: int, plac
             straight = other.address.of(family), 5353
             WEB.endpoints = (endpoint,)
             node_lab.wait_synced(write_services(node_lab, WEB))
-            # From a loopback address nothing leaves by itself.
+            # Without a proxy no packet from a loopback address leaves the node.
             sources = [(node.address, True), (node.gateway, True)] + ([(LOOPBACK, False)] if family == 4 else [])
             for source, leaves in sources:
                 places = [asked, straight, asked, asked, straight] if leaves else [asked, asked]
@@ -157,7 +159,7 @@ def test_the_source_of_a_message_is_masqueraded(node_lab: Lab, family: int, plac
                     assert mark == (0x4055 if hidden else 0x55)
                 # One flow each, as for conntrack.
                 assert len({peer for where, peer in zip(places, seen, strict=True) if where == asked}) == 1
-                # A bit that the application has set is its own.
+                # A bit that the application has set stays.
                 _, marks = node.namespace.call(_messages, places[:3], source.of(family), next(_PORTS), named, 0x4055)
                 assert set(marks) == {0x4055}
     finally:
@@ -193,30 +195,30 @@ def test_unconnected_udp_to_a_pod_itself_keeps_the_pods_address(node_lab: Lab, f
 
 
 def test_no_endpoints_is_econnrefused(node_lab: Lab, family: int, protocol: str) -> None:
-    """A VIP is not among them: in iptables mode nothing refuses what the node itself sends there (docs/parity.md)."""
+    """Not for a VIP: in iptables mode the node's own packets to a VIP are not refused (docs/parity.md)."""
     node = node_lab.nodes[0]
     for kind in ("ClusterIP", "NodePort"):
         target = EMPTY.target(kind, node)  # type: ignore[arg-type]
         asked = (target.address.of(family), target.ports[protocol])
         outcomes = node.namespace.call(ask_many, 3, *asked, protocol)
         assert {outcome.kind for outcome in outcomes} == {REFUSED}, outcomes
-        # At once, but for a machine that stands still.
+        # At once, unless the machine pauses.
         assert min(outcome.took for outcome in outcomes) < 0.5, outcomes
     if protocol == "udp":
         assert node.namespace.call(ask, *asked, "udp", connected=False).kind == REFUSED
 
 
-def test_only_sockets_of_the_agents_own_namespace(node_lab: Lab, family: int) -> None:
-    """All these processes are in one cgroup. The core has no agent and no route to ClusterIPs: it gets no answer."""
+def test_only_sockets_of_the_agents_namespace_are_translated(node_lab: Lab, family: int) -> None:
+    """All these processes are in one cgroup. The core has no agent and no route to ClusterIPs, so it gets no answer."""
     address = WEB.target("ClusterIP", node_lab.nodes[0]).address.of(family)
     before = [reasons(node) for node in node_lab.nodes]
     outcome = node_lab.core.call(ask, address, 80, timeout=0.5)
     assert outcome.answer is None, outcome
     assert [reasons(node) for node in node_lab.nodes] == before
-    # and each node's programs serve their own node only
+    # and each node's programs serve only their node
     for index, node in enumerate(node_lab.nodes):
         assert node.namespace.call(ask, address, 80).kind == ANSWERED
-        counted = [moved(old, reasons(each)) for old, each in zip(before, node_lab.nodes, strict=True)]
+        counted = [counted_between(old, reasons(each)) for old, each in zip(before, node_lab.nodes, strict=True)]
         assert counted[index] == {"new_flow_socket": 1}
         before = [reasons(each) for each in node_lab.nodes]
 
@@ -246,7 +248,7 @@ def test_node_port_on_loopback_is_for_ipv4_in_iptables_mode(node_lab: Lab, famil
 
 
 def accepted_on_loopback(node: Node) -> int:
-    """kube-proxy's metric of mode iptables, as the agent serves it."""
+    """kube-proxy's metric of mode iptables, from the agent."""
     lines = node.agent.metrics().splitlines()
     (value,) = (line.split()[1] for line in lines if line.startswith(f"{LOOPBACK_METRIC} "))
     return int(float(value))
@@ -264,7 +266,7 @@ def test_node_port_on_loopback_switched_off(node_lab: Lab, config: dict[str, obj
     for protocol, port in WEB.target("NodePort", node).ports.items():
         assert node.namespace.call(ask, "127.0.0.1", port, protocol).kind == REFUSED
         assert node.namespace.call(ask, node.address.v4, port, protocol).kind == ANSWERED
-    # As kube-proxy's: in mode iptables only, with any value of localhostNodePorts.
+    # As with kube-proxy: only in mode iptables, with any value of localhostNodePorts.
     assert (f"\n{LOOPBACK_METRIC} " in node.agent.metrics()) == ("mode" not in config)
     node.agent.stop()
 
@@ -282,7 +284,7 @@ def test_node_port_addresses_select_where_node_ports_are_served(node_lab: Lab, f
 
 
 def test_endpoint_in_the_nodes_own_network(node_lab: Lab, family: int, protocol: str) -> None:
-    """A pod with hostNetwork: its address is the node's own, outside the pod network."""
+    """A pod with hostNetwork: its address is the node's, outside the pod network."""
     first, second = node_lab.nodes
     first.serve(Ports(http=(9080,), echo=(), udp=(9053,)))
     target_port = {"tcp": 9080, "udp": 9053}[protocol]
@@ -312,7 +314,9 @@ def test_endpoint_in_the_nodes_own_network(node_lab: Lab, family: int, protocol:
 
 
 def _until_aborted(address: str, rounds: Connection) -> str:
-    """A connected socket that asks once for each word from the pipe; how its owner learns that it is over."""
+    """A connected socket that sends a request for each word from the pipe; returns how its owner learns that it was
+    ended.
+    """
     with socket.socket(family_of(address), socket.SOCK_DGRAM) as sock:
         sock.connect((address, 53))
         sock.settimeout(10)
@@ -326,8 +330,8 @@ def _until_aborted(address: str, rounds: Connection) -> str:
     return "done"
 
 
-def test_a_connected_udp_socket_learns_that_its_endpoint_is_gone(node_lab: Lab, family: int) -> None:
-    """It is ended when others serve: its owner connects anew, as after any error (§10)."""
+def test_a_connected_udp_socket_ends_with_its_endpoint(node_lab: Lab, family: int) -> None:
+    """The agent ends the socket when other endpoints serve: its owner connects again, as after any error (§10)."""
     node = node_lab.nodes[0]
     both = WEB.endpoints
     channel, other_end = multiprocessing.Pipe()
@@ -346,7 +350,7 @@ def test_a_connected_udp_socket_learns_that_its_endpoint_is_gone(node_lab: Lab, 
             assert answer() == "web-1"
             WEB.endpoints = both
             node_lab.wait_synced(write_services(node_lab, WEB))
-            assert answer() == "web-1", "others that serve as well are no reason"
+            assert answer() == "web-1", "additional endpoints do not end it"
             WEB.endpoints = both[1:]
             node_lab.wait_synced(write_services(node_lab, WEB))
             # A read fails with ECONNABORTED; a write finds the socket unconnected.
@@ -358,8 +362,8 @@ def test_a_connected_udp_socket_learns_that_its_endpoint_is_gone(node_lab: Lab, 
             node_lab.wait_synced(write_services(node_lab, WEB))
 
 
-def test_sockets_survive_the_agent(node_lab: Lab) -> None:
-    """connect continues while the agent is stopped and started."""
+def test_sockets_are_translated_without_the_agent(node_lab: Lab) -> None:
+    """connect() is translated while the agent is stopped and started."""
     node = node_lab.nodes[0]
     target = WEB.target("ClusterIP", node)
     loads = [Load(node.namespace, target.address.v4, 80), Load(node.namespace, target.address.v6, 53, "udp")]

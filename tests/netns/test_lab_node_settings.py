@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The node settings of spec/service-semantics §12, read back in the node's namespace, and what they open and close."""
+"""The node settings of spec/service-semantics §12, read in the node's namespace, and their effect."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pyebpf_proxy.lab.agent import command
 from pyebpf_proxy.lab.client import ANSWERED, ask
 from pyebpf_proxy.lab.cluster import Lab, Node
 from tests.support.lab_services import Kind, write_nodes, write_services
-from tests.support.lab_tools import moved, reasons, wait_until
+from tests.support.lab_tools import counted_between, reasons, wait_until
 from tests.support.logs import Log, Message
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs_bpf]
@@ -40,7 +40,7 @@ TIMEOUTS = {
 
 @pytest.fixture(scope="module")
 def node() -> Iterator[Node]:
-    """One node with one pod that serves; the agent is the test's to start, and is cleaned up after each."""
+    """One node with one pod that serves. Each test starts the agent; clean-up follows."""
     with Lab(nodes=1) as lab:
         WEB.endpoints = (lab.add_pod("web-1", lab.nodes[0]),)
         write_nodes(lab)
@@ -50,7 +50,7 @@ def node() -> Iterator[Node]:
 
 @pytest.fixture(autouse=True)
 def as_before(node: Node) -> Iterator[None]:
-    """Whatever a test has set is as before when it is over: clean-up puts it back."""
+    """Clean-up restores every setting that a test has changed."""
     before = every(node)
     yield
     if node.agent.process is not None:
@@ -60,7 +60,7 @@ def as_before(node: Node) -> Iterator[None]:
 
 
 def every(node: Node) -> dict[str, int]:
-    """All that an agent could set in a network namespace."""
+    """All settings of a network namespace that an agent could change."""
     names = [NETFILTER + name for name, _, _ in TIMEOUTS.values()]
     names += [NETFILTER + name for name in ("max", "tcp_be_liberal", "tcp_ignore_invalid_rst", "tcp_timeout_fin_wait")]
     names += [CONF + name for name in ("route_localnet", "arp_ignore", "arp_announce")] + ["net.ipv4.ip_forward"]
@@ -80,7 +80,7 @@ def set_by_us(node: Node) -> set[str]:
     return set(json.loads((node.agent.directory / "node-settings.json").read_text()))
 
 
-def test_what_the_configuration_names_is_set(node: Node) -> None:
+def test_the_configured_settings_are_set(node: Node) -> None:
     timeouts = {field: text for field, (_, text, _) in TIMEOUTS.items()}
     started(node, conntrack=timeouts | {"tcpBeLiberal": True})
     assert {name: number(node, NETFILTER + name) for name, _, _ in TIMEOUTS.values()} == {
@@ -91,13 +91,13 @@ def test_what_the_configuration_names_is_set(node: Node) -> None:
     assert (number(node, CONF + "arp_ignore"), number(node, CONF + "arp_announce")) == (0, 0)
 
 
-def test_defaults_are_kube_proxys_and_zero_leaves_alone(node: Node) -> None:
+def test_defaults_are_those_of_kube_proxy_and_zero_changes_nothing(node: Node) -> None:
     before = every(node)
     started(node)
     assert number(node, NETFILTER + "tcp_timeout_established") == 86400
     assert number(node, NETFILTER + "tcp_timeout_close_wait") == 3600
     node.agent.stop()
-    assert number(node, NETFILTER + "tcp_timeout_established") == 86400, "an agent that ends leaves everything"
+    assert number(node, NETFILTER + "tcp_timeout_established") == 86400, "an agent that ends keeps all settings"
     node.agent.cleanup()
     nothing = {"maxPerCore": 0, "tcpEstablishedTimeout": "0s", "tcpCloseWaitTimeout": "0s"}
     # The fast path has its own settings.
@@ -124,7 +124,7 @@ def test_sub_second_timeouts_are_zero(node: Node) -> None:
     ],
     ids=["by default", "switched off", "no loopback address", "a loopback address", "nftables", "ipvs"],
 )
-def test_route_localnet_is_set_only_where_localhost_node_ports_are_in_force(
+def test_route_localnet_is_set_only_with_localhost_node_ports(
     node: Node, config: dict[str, Any], expected: int
 ) -> None:
     started(node, **config)
@@ -151,8 +151,8 @@ def test_mode_ipvs(node: Node) -> None:
         node.namespace.sysctl({"net.ipv4.ip_forward": 1})
 
 
-def test_the_machines_own_limit_is_not_set_from_here(node: Node) -> None:
-    """A network namespace may not change it; the agent logs that in one line, and serves."""
+def test_the_machines_conntrack_limit_is_not_set_from_a_namespace(node: Node) -> None:
+    """A network namespace may not change the limit; the agent logs that in one line, and serves."""
     before = number(node, NETFILTER + "max")
     hashsize = Path("/sys/module/nf_conntrack/parameters/hashsize").read_text()
     node.agent.log_file.unlink(missing_ok=True)
@@ -164,7 +164,7 @@ def test_the_machines_own_limit_is_not_set_from_here(node: Node) -> None:
     assert Path("/sys/module/nf_conntrack/parameters/hashsize").read_text() == hashsize
 
 
-def test_restarts_keep_the_first_former_value_and_others_settings_stay(node: Node) -> None:
+def test_restarts_keep_the_original_value_and_foreign_settings_stay(node: Node) -> None:
     started(node, conntrack={"tcpEstablishedTimeout": "100s", "udpTimeout": "41s"})
     node.agent.kill()
     started(node, conntrack={"tcpEstablishedTimeout": "200s", "udpTimeout": "41s"})
@@ -177,15 +177,15 @@ def test_restarts_keep_the_first_former_value_and_others_settings_stay(node: Nod
         assert number(node, NETFILTER + "udp_timeout") == 77
         assert number(node, CONF + "arp_ignore") == former
     finally:
-        node.namespace.sysctl({NETFILTER + "udp_timeout": 30})  # the kernel's own, which as_before compares with
+        node.namespace.sysctl({NETFILTER + "udp_timeout": 30})  # the kernel's default, which as_before compares with
 
 
 def read_only_proc(node: Node, config: dict[str, Any]) -> subprocess.CompletedProcess[str]:
-    """Start an agent whose /proc/sys can only be read, until it ends or has synced once; in its own namespaces."""
+    """Start an agent with a read-only /proc/sys, in its own namespaces, until it ends or has synced once."""
     script = 'mount -o bind /proc/sys /proc/sys && mount -o remount,bind,ro /proc/sys && exec "$@"'
     path = node.agent.folder / "config.yaml"
     path.write_text(json.dumps(node.agent.configuration(config)))
-    # What the fast path needs of the settings is another test's matter.
+    # Another test covers the settings that the fast path needs.
     own = node.agent.folder / "datapath.yaml"
     own.write_text(json.dumps({"apiVersion": API_VERSION, "kind": KIND, "fastPath": False}))
     arguments = ["--config", str(path), "--datapath-config", str(own), "--manifests", str(node.agent.manifests)]
@@ -206,8 +206,8 @@ def read_only_proc(node: Node, config: dict[str, Any]) -> subprocess.CompletedPr
     return subprocess.CompletedProcess(process.args, process.returncode, "", output)
 
 
-def test_what_is_so_already_is_not_written(node: Node) -> None:
-    """With a /proc/sys that can only be read it starts if nothing differs, and otherwise ends with one clear line."""
+def test_settings_that_are_right_are_not_written(node: Node) -> None:
+    """With a read-only /proc/sys the agent starts if no setting differs; otherwise it ends with one clear line."""
     same = {"maxPerCore": 0, "tcpEstablishedTimeout": "100s", "tcpCloseWaitTimeout": "0s"}
     # The fast path has its own settings.
     node.agent.start({"conntrack": same}, own={"fastPath": False})
@@ -229,7 +229,7 @@ def test_what_is_so_already_is_not_written(node: Node) -> None:
 
 
 def test_a_first_start_that_fails_changes_nothing(node: Node) -> None:
-    """The last of three settings is more than the kernel can hold: the two before it are put back at once."""
+    """The last of three settings exceeds the kernel's range: the two before it are restored at once."""
     before = every(node)
     node.agent.log_file.unlink(missing_ok=True)
     node.agent.start(
@@ -255,7 +255,7 @@ def test_oom_score_adj(node: Node) -> None:
         assert node.agent.process is not None
         found = Path(f"/proc/{node.agent.process.pid}/oom_score_adj").read_text().strip()
         if value < int(own) and not effective_capabilities() >> CAP_SYS_RESOURCE & 1:
-            # Not even root may lower it here: that is logged, and nothing else.
+            # Not even root may lower it here: the agent only logs that.
             assert found == own
             Log(node.agent).some(f'{Message.OOM_SCORE_FAILS} value=-999 error="Permission denied"')
         else:
@@ -280,8 +280,8 @@ def _mac(node: Node) -> str:
 
 
 @pytest.mark.parametrize("carried", [TCP(dport=30001, flags="S"), UDP(dport=30001), ICMP()], ids=["TCP", "UDP", "ICMP"])
-def test_loopback_is_closed_to_other_hosts(node: Node, carried: Packet) -> None:
-    """The router sends a packet for 127.0.0.1 straight to the node: it goes nowhere, and is counted."""
+def test_packets_to_loopback_from_other_hosts_are_dropped(node: Node, carried: Packet) -> None:
+    """The router sends a packet for 127.0.0.1 directly to the node: it is dropped and counted."""
     port = WEB.target("NodePort", node).ports["tcp"]
     started(node)
     assert number(node, CONF + "route_localnet") == 1
@@ -289,8 +289,8 @@ def test_loopback_is_closed_to_other_hosts(node: Node, carried: Packet) -> None:
     frame = Ether(dst=_mac(node)) / IP(src="192.0.2.77", dst="127.0.0.1") / carried
     before = reasons(node)
     node.lab.core.call(_send, node.name, bytes(frame))
-    wait_until(lambda: moved(before, reasons(node)), "the packet was counted")
-    assert moved(before, reasons(node)) == {"drop_loopback_destination": 1}
+    wait_until(lambda: counted_between(before, reasons(node)), "the packet was counted")
+    assert counted_between(before, reasons(node)) == {"drop_loopback_destination": 1}
 
 
 def test_without_localhost_node_ports_no_guard_is_needed(node: Node) -> None:
@@ -301,11 +301,11 @@ def test_without_localhost_node_ports_no_guard_is_needed(node: Node) -> None:
     before = reasons(node)
     node.lab.core.call(_send, node.name, bytes(frame))
     wait_until(lambda: _martians(node) > martians, "the kernel has dropped it")
-    assert moved(before, reasons(node)) == {}
+    assert counted_between(before, reasons(node)) == {}
 
 
 def _martians(node: Node) -> int:
-    """How many packets the kernel has not routed for their addresses (IpInAddrErrors and its relatives)."""
+    """How many packets the kernel did not route because of their addresses (IpInAddrErrors and similar counters)."""
     text = node.namespace.run("cat", "/proc/net/stat/rt_cache")
     names, *rows = (line.split() for line in text.splitlines())
     return sum(int(row[names.index("in_martian_dst")], 16) for row in rows)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The agent with a DatapathConfiguration: map sizes that change under connections, no socket programs."""
+"""The agent with a DatapathConfiguration: map sizes that change under connections, and no socket programs."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ SMALL = {
 
 @pytest.fixture(scope="module")
 def small() -> Iterator[Lab]:
-    """One node with two pods that serve and one that asks; the agent is the test's to start."""
+    """One node with two pods that serve and one that asks; each test starts the agent."""
     with Lab(nodes=1) as lab:
         (node,) = lab.nodes
         pods = (lab.add_pod("web-1", node), lab.add_pod("web-2", node))
@@ -59,7 +59,7 @@ def ended(small: Lab) -> Iterator[None]:
 
 
 def shown(node: Node, name: str) -> int:
-    """The size that bpftool shows."""
+    """The size in bpftool's output."""
     found: dict[str, Any] = json.loads(
         node.namespace.run("bpftool", "-j", "map", "show", "pinned", str(node.agent.pin(name)))
     )
@@ -74,8 +74,8 @@ def pods_of(lab: Lab, address: str) -> set[str]:
     return {outcome.answer.pod for outcome in lab.client.call(ask_many, 5, address, 80) if outcome.answer}
 
 
-def go_on(transfers: list[Transfers]) -> None:
-    """Every connection of all gets on by some rounds."""
+def wait_for_progress(transfers: list[Transfers]) -> None:
+    """Every connection makes progress."""
     least = [each.least() for each in transfers]
     wait_until(
         lambda: (
@@ -106,13 +106,13 @@ def test_other_map_sizes_while_connections_run(small: Lab, ending: str) -> None:
     ]  # fmt: skip
     web = WEB.target("LoadBalancer", node).address
     loads = [Load(small.client, web.v4, 80), Load(toolbox, WEB.target("ClusterIP", node).address.v6, 80)]
-    go_on(transfers)
+    wait_for_progress(transfers)
     for sizes in (SMALL, {}, {"slots": 100_000, "affinities": 5000, "devices": 200}):
         getattr(agent, ending)()
         agent.start(own={"maps": sizes})
         agent.wait_synced()
         assert {name: shown(node, snake(name)) for name in sizes} == sizes
-        go_on(transfers)
+        wait_for_progress(transfers)
         assert {address: pods_of(small, address) for address in sticky} == kept
     assert [text for each in transfers if (text := each.stop())] == []
     for load in loads:
@@ -123,7 +123,7 @@ def test_other_map_sizes_while_connections_run(small: Lab, ending: str) -> None:
     assert not list(agent.directory.glob("bpf/**/maps-*"))
 
 
-def test_sizes_that_are_too_small_end_the_start_and_what_is_served_goes_on(small: Lab, family: int) -> None:
+def test_a_start_with_too_small_maps_fails_and_services_continue(small: Lab, family: int) -> None:
     node = small.nodes[0]
     agent = node.agent
     many = Kind("many", 30)
@@ -140,7 +140,9 @@ def test_sizes_that_are_too_small_end_the_start_and_what_is_served_goes_on(small
 
 
 def test_without_socket_programs(small: Lab, family: int, protocol: str) -> None:
-    """Those of a former run go; what passes the node and what its own processes send is served as ever."""
+    """An earlier agent's socket programs are detached; forwarded packets and the node's own requests are still
+    served.
+    """
     node = small.nodes[0]
     agent = node.agent
     agent.start()
@@ -177,7 +179,7 @@ def test_without_socket_programs(small: Lab, family: int, protocol: str) -> None
 
 @pytest.mark.parametrize("family", [4, 6])
 def test_a_cache_at_the_clusterip_serves_the_node_itself(small: Lab, family: int) -> None:
-    """As NodeLocal DNSCache: a process of the node listens at the Service's own address."""
+    """Like NodeLocal DNSCache: a process of the node listens at the Service's own address."""
     node = small.nodes[0]
     address = WEB.target("ClusterIP", node).address.of(family)
     node.agent.start()
@@ -199,7 +201,7 @@ def test_a_cache_at_the_clusterip_serves_the_node_itself(small: Lab, family: int
 
 @pytest.mark.parametrize("family", [4, 6])
 def test_a_cache_with_notrack_rules_serves_pods(small: Lab, family: int) -> None:
-    """NodeLocal DNSCache: raw rules keep conntrack, and so every NAT, from the Service's own address (finding D5)."""
+    """NodeLocal DNSCache: raw rules exclude the Service's own address from conntrack, and so from NAT (finding D5)."""
     node, toolbox = small.nodes[0], small.pods["toolbox"].namespace
     address = WEB.target("ClusterIP", node).address.of(family)
     word = "ip" if family == 4 else "ip6"
@@ -207,7 +209,7 @@ def test_a_cache_with_notrack_rules_serves_pods(small: Lab, family: int) -> None
     node.agent.wait_synced()
     ways = (80, "tcp"), (53, "udp")
     for way in ways:
-        # A pair with a permit, too.
+        # A pair with a permit too.
         outcomes = toolbox.call(ask_many, 20, address, *way)
         assert {outcome.answer.pod for outcome in outcomes if outcome.answer} <= {"web-1", "web-2"}
     node.namespace.run("ip", "address", "add", f"{address}/{32 if family == 4 else 128}", "dev", "lo")
@@ -218,7 +220,7 @@ def test_a_cache_with_notrack_rules_serves_pods(small: Lab, family: int) -> None
     cache = start_servers(node.namespace, {"pod": "cache", "node": node.name}, Ports((80,), (), (53,)))
     try:
         for way in ways:
-            # For a moment a permit from before may lead to a pod still.
+            # For a moment an earlier permit may still lead to a pod.
             wait_until(
                 lambda way=way: (
                     [outcome.answer and outcome.answer.pod for outcome in toolbox.call(ask_many, 20, address, *way)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bpffs with the pins is unmounted while the agent runs: pins, programs and commands must be as before."""
+"""The bpffs with the pins is unmounted while the agent runs: pins, programs and commands must be restored."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def alone() -> Iterator[Node]:
 
 
 def ids(of: Node) -> dict[str, int]:
-    """The id of the object behind every pin, by its path: of maps, links and programs."""
+    """The id of the object behind every pin, by its path: maps, links and programs."""
     found = {}
     folder = of.agent.directory / "bpf"
     for path in sorted(folder.rglob("*")):
@@ -47,7 +47,7 @@ def mount(*arguments: str) -> None:
 
 
 @pytest.mark.parametrize("then", ["nothing", "another bpffs"])
-def test_pins_of_a_bpffs_that_is_unmounted_come_back_at_once(alone: Node, then: str) -> None:
+def test_pins_of_an_unmounted_bpffs_are_restored_at_once(alone: Node, then: str) -> None:
     alone.agent.start()
     alone.agent.wait_synced()
     before = ids(alone)
@@ -66,7 +66,7 @@ def test_pins_of_a_bpffs_that_is_unmounted_come_back_at_once(alone: Node, then: 
     assert alone.namespace.call(has_program, "eth0")
     shown = alone.namespace.run(*command(), "status", "--directory", str(alone.agent.directory), check=False)
     assert "unmounted" not in shown
-    # Others see what the agent writes, and the next agent finds it.
+    # Other programs see what the agent writes, and the next agent finds it.
     alone.agent.wait_synced(alone.lab.write("more.yaml", [service("more", [Port("web", 80, 8080)], cluster_ip(11))]))
     alone.agent.kill()
     alone.agent.start()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The lab itself, without any proxy: if this fails, the other results have no meaning."""
+"""The lab itself, without a proxy: if this fails, the other results have no meaning."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns]
 
 
 @pytest.mark.parametrize("pod_network", ["routed", "bare", "bridge"])
-def test_everybody_reaches_every_pod_untranslated(pod_network: PodNetwork) -> None:
+def test_every_client_reaches_every_pod_untranslated(pod_network: PodNetwork) -> None:
     with Lab(nodes=2, pod_network=pod_network) as lab:
         first, second = lab.nodes
         pods = [lab.add_pod("a", first), lab.add_pod("b", first), lab.add_pod("c", second)]
@@ -50,7 +50,7 @@ def test_outcomes_are_distinguished(lab: Lab, family: int) -> None:
     for protocol in ("tcp", "udp"):
         assert lab.client.call(ask, address, 81, protocol).kind == REFUSED
     assert lab.client.call(ask, address, 81, "udp", connected=False).kind == REFUSED
-    # An unused address: the node resolves it in vain and reports that.
+    # An unused address: the node cannot resolve it and reports that.
     lab.core.ip(f"route add unreachable {cluster_ip(9).of(family)}")
     assert lab.client.call(ask, cluster_ip(9).of(family), 81).kind == UNREACHABLE
     lab.nodes[0].namespace.ip(f"route add blackhole {cluster_ip(8).of(family)}")
@@ -63,7 +63,7 @@ def test_outcomes_are_distinguished(lab: Lab, family: int) -> None:
 def test_a_connection_cut_in_the_middle_is_reset(lab: Lab) -> None:
     pod = lab.add_pod("a", lab.nodes[0])
     task = lab.client.start(ask, pod.address.v4, 8080, reply_size=200_000_000)
-    time.sleep(0.05)  # whether it has begun or not does not matter: it cannot be through
+    time.sleep(0.05)  # the transfer cannot be complete, whether it has begun or not
     pod.stop()
     assert task.result().kind in (RESET, REFUSED)
 
@@ -78,7 +78,7 @@ def test_large_datagrams_and_transfers(lab: Lab, family: int) -> None:
     assert outcome.size == 5_000_000
 
 
-def test_nothing_stays_behind_also_after_an_error() -> None:
+def test_the_lab_is_removed_completely_also_after_an_error() -> None:
     with pytest.raises(LabError, match="no node 'node7'"), Lab(nodes=1) as lab:
         tag = lab.tag
         lab.add_pod("a", lab.nodes[0])
@@ -109,7 +109,7 @@ with Lab(nodes=1) as lab:
 
 
 @pytest.mark.alone  # a demo that runs at the same time also cleans up
-def test_clean_removes_what_a_killed_run_left_and_nothing_else() -> None:
+def test_clean_removes_only_the_leftovers_of_a_killed_run() -> None:
     killed = subprocess.run([sys.executable, "-c", DIES], stdout=subprocess.PIPE, text=True, check=False)
     assert killed.returncode == -signal.SIGKILL
     dead = killed.stdout.strip()
@@ -130,7 +130,7 @@ def test_clean_removes_what_a_killed_run_left_and_nothing_else() -> None:
         assert dead not in file.read()
 
 
-def test_ctrl_c_tears_down() -> None:
+def test_ctrl_c_removes_the_lab() -> None:
     command = [sys.executable, "-c", WAITS]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     assert process.stdout is not None
@@ -161,7 +161,7 @@ def test_the_decision_table_as_written_in_the_rules() -> None:
         assert decide(kind, "pod", external_local=True, detector=False) == ("local", False)
 
 
-def test_expectations_are_made_of_rules_and_addresses(lab: Lab) -> None:
+def test_expectations_follow_from_rules_and_addresses(lab: Lab) -> None:
     first, second = lab.nodes
     near = lab.add_pod("near", first, serve=False)
     far = lab.add_pod("far", second, serve=False)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``socketLB: all``: sockets of pods are translated when they connect, unless tc can do what they cannot."""
+"""``socketLB: all``: sockets of pods are translated at connect, unless only tc can serve them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from pyebpf_proxy.lab.client import ANSWERED, REFUSED, TIMED_OUT, Outcome, ask, ask_many, family_of, read_answer
 from pyebpf_proxy.lab.cluster import Lab, Pod
 from tests.support.lab_services import Kind, write_nodes, write_services
-from tests.support.lab_tools import learned_just_now, reasons, served_by, wait_until
+from tests.support.lab_tools import forget_old_pod_sources, reasons, served_by, wait_until
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs_bpf]
 
@@ -49,21 +49,21 @@ def pods_lab() -> Iterator[Lab]:
 
 @pytest.fixture
 def asker(pods_lab: Lab, family: int) -> Pod:
-    """A pod whose sockets the node knows already."""
+    """A pod whose sockets the node knows."""
     pod = pods_lab.pods["asker"]
     known(pods_lab, pod, family)
     return pod
 
 
 def known(lab: Lab, pod: Pod, family: int) -> None:
-    """tc has seen one of the pod's sockets not long ago."""
+    """tc has recently seen one of the pod's sockets."""
     asked = WEB.target("ClusterIP", lab.nodes[0]).address.of(family), 80
 
     def by_socket() -> bool:
         counted, _ = counted_while(lab, lambda: [pod.namespace.call(ask, *asked)])
         return counted == {"socket": 1}
 
-    learned_just_now(lab.nodes[0])
+    forget_old_pod_sources(lab.nodes[0])
     wait_until(by_socket, "sockets of the pod are translated", 60)
 
 
@@ -73,13 +73,13 @@ def counted_while(lab: Lab, act: Callable[[], list[Outcome]]) -> tuple[dict[str,
     return served_by(before, reasons(lab.nodes[0])), outcomes
 
 
-def test_the_first_socket_is_left_to_tc_and_the_next_are_translated(pods_lab: Lab, family: int) -> None:
+def test_tc_serves_the_first_socket_and_later_ones_are_translated(pods_lab: Lab, family: int) -> None:
     pod = pods_lab.pods["web-1"]
     address = WEB.target("ClusterIP", pods_lab.nodes[0]).address.of(family)
     known(pods_lab, pod, family)
     counted, outcomes = counted_while(pods_lab, lambda: pod.namespace.call(ask_many, 20, address, 80))
     assert {outcome.kind for outcome in outcomes} == {ANSWERED}
-    # Those that chose the pod itself are tc's.
+    # tc serves those that chose the pod itself.
     assert sum(counted.values()) == 20, counted
     for outcome in outcomes:
         assert outcome.answer is not None
@@ -88,7 +88,9 @@ def test_the_first_socket_is_left_to_tc_and_the_next_are_translated(pods_lab: La
             assert outcome.answer.peer == outcome.local
 
 
-def test_nothing_of_it_is_translated_again(pods_lab: Lab, asker: Pod, family: int, protocol: str) -> None:
+def test_packets_of_translated_sockets_are_not_translated_again(
+    pods_lab: Lab, asker: Pod, family: int, protocol: str
+) -> None:
     address = WEB.target("ClusterIP", pods_lab.nodes[0]).address.of(family)
     port = {"tcp": 80, "udp": 53}[protocol]
     counted, outcomes = counted_while(pods_lab, lambda: asker.namespace.call(ask_many, 20, address, port, protocol))
@@ -103,7 +105,7 @@ def test_nothing_of_it_is_translated_again(pods_lab: Lab, asker: Pod, family: in
     assert {outcome.answer.pod for outcome in outcomes if outcome.answer} == {"web-1", "web-2"}
 
 
-def test_what_has_to_be_masqueraded_is_left_to_tc(pods_lab: Lab, asker: Pod, family: int, protocol: str) -> None:
+def test_connections_to_masquerade_are_left_to_tc(pods_lab: Lab, asker: Pod, family: int, protocol: str) -> None:
     node = pods_lab.nodes[0]
     for kind in ("ExternalIP", "LoadBalancer", "NodePort"):
         target = WEB.target(kind, node)  # type: ignore[arg-type]
@@ -114,7 +116,7 @@ def test_what_has_to_be_masqueraded_is_left_to_tc(pods_lab: Lab, asker: Pod, fam
         assert outcomes[0].answer.peer[0] != asker.address.of(family)
 
 
-def test_policy_local_is_short_for_pods(pods_lab: Lab, asker: Pod, family: int, protocol: str) -> None:
+def test_pods_reach_policy_local_directly(pods_lab: Lab, asker: Pod, family: int, protocol: str) -> None:
     node = pods_lab.nodes[0]
     for kind in ("ExternalIP", "LoadBalancer", "NodePort"):
         target = LOCAL.target(kind, node)  # type: ignore[arg-type]
@@ -126,7 +128,7 @@ def test_policy_local_is_short_for_pods(pods_lab: Lab, asker: Pod, family: int, 
             assert outcome.answer.peer == outcome.local
 
 
-def test_affinity_is_the_pods_in_tc_and_socket(pods_lab: Lab, asker: Pod, family: int) -> None:
+def test_tc_and_socket_share_a_pods_affinity(pods_lab: Lab, asker: Pod, family: int) -> None:
     node = pods_lab.nodes[0]
     chosen = set()
     served: Counter[str] = Counter()
@@ -142,17 +144,18 @@ def test_affinity_is_the_pods_in_tc_and_socket(pods_lab: Lab, asker: Pod, family
     assert served == {"socket": 4, "tc": 8}
 
 
-def test_who_chooses_itself_sees_the_node(pods_lab: Lab, asker: Pod, family: int, protocol: str) -> None:
-    """And no less often than anybody else: tc takes over what was chosen at the socket."""
+def test_a_hairpin_connection_sees_the_nodes_address(pods_lab: Lab, asker: Pod, family: int, protocol: str) -> None:
+    """And as often as any other endpoint: tc keeps the choice of the socket program."""
     target = SELF.target("ClusterIP", pods_lab.nodes[0])
     asked = (60, target.address.of(family), target.ports[protocol], protocol)
-    # Separate ports: one of UDP that the kernel draws again belongs to a flow that conntrack knows.
+    # Separate ports: a UDP port that was used belongs to a flow that conntrack knows.
     act = lambda: asker.namespace.call(ask_many, *asked, first_port=20_000)  # noqa: E731
     counted, outcomes = counted_while(pods_lab, act)
     assert {outcome.kind for outcome in outcomes} == {ANSWERED}
     pods = Counter(outcome.answer.pod for outcome in outcomes if outcome.answer)
     assert counted == {"socket": pods["web-2"], "tc": pods["asker"]}, (counted, pods)
-    # Chosen twice, a quarter of 60 would be expected, and 30 when the choice is kept. Five deviations of the latter.
+    # If the endpoint were chosen twice, a quarter of 60 would be expected; 30 if the choice is kept. Five standard
+    # deviations.
     assert pods["asker"] > 30 - 5 * 3.9
     for outcome in outcomes:
         assert outcome.answer is not None
@@ -160,7 +163,7 @@ def test_who_chooses_itself_sees_the_node(pods_lab: Lab, asker: Pod, family: int
         assert own == (outcome.answer.pod == "web-2")
 
 
-def test_no_endpoints_are_refused_and_no_local_ones_dropped_by_tc(
+def test_tc_refuses_without_endpoints_and_drops_without_local_ones(
     pods_lab: Lab, asker: Pod, family: int, protocol: str
 ) -> None:
     for kind, end, patience in ((EMPTY, REFUSED, 10.0), (INSIDE, TIMED_OUT, 0.6)):
@@ -173,7 +176,7 @@ def test_no_endpoints_are_refused_and_no_local_ones_dropped_by_tc(
         assert not [name for name in counted if name.endswith("socket")], counted
 
 
-def test_excluded_pods_are_left_alone(pods_lab: Lab, family: int) -> None:
+def test_sockets_of_excluded_pods_are_not_translated(pods_lab: Lab, family: int) -> None:
     pod = pods_lab.pods["excluded"]
     address = WEB.target("ClusterIP", pods_lab.nodes[0]).address.of(family)
     counted, outcomes = counted_while(pods_lab, lambda: pod.namespace.call(ask_many, 6, address, 80))
@@ -181,8 +184,8 @@ def test_excluded_pods_are_left_alone(pods_lab: Lab, family: int) -> None:
     assert counted == {"tc": 6}
 
 
-def test_a_pod_with_rules_of_its_own_shows_them_what_was_asked(pods_lab: Lab, asker: Pod, family: int) -> None:
-    """A service mesh redirects connections by the address that the application asked for."""
+def test_rules_in_a_pod_see_the_service_address(pods_lab: Lab, asker: Pod, family: int) -> None:
+    """A service mesh redirects connections by the address that the application used."""
     address = WEB.target("ClusterIP", pods_lab.nodes[0]).address.of(family)
     wide = "ip" if family == 4 else "ip6"
     asker.namespace.run("nft", "add", "table", wide, "mesh")
@@ -200,7 +203,7 @@ def test_a_pod_with_rules_of_its_own_shows_them_what_was_asked(pods_lab: Lab, as
     assert counted == {"socket": 6}
 
 
-def test_a_pod_with_two_networks_is_left_alone(pods_lab: Lab, asker: Pod, family: int) -> None:
+def test_sockets_of_a_pod_with_two_networks_are_not_translated(pods_lab: Lab, asker: Pod, family: int) -> None:
     address = WEB.target("ClusterIP", pods_lab.nodes[0]).address.of(family)
     asker.namespace.ip("link add second0 type bridge", "link set second0 up")
     try:
@@ -210,8 +213,8 @@ def test_a_pod_with_two_networks_is_left_alone(pods_lab: Lab, asker: Pod, family
         asker.namespace.ip("link del second0")
 
 
-def test_who_is_outside_is_not_translated(pods_lab: Lab, family: int) -> None:
-    """Its processes are in the same cgroup; its packets come by a router."""
+def test_sockets_of_external_clients_are_not_translated(pods_lab: Lab, family: int) -> None:
+    """Its processes are in the same cgroup; its packets come from a router."""
     target = WEB.target("LoadBalancer", pods_lab.nodes[0])
     counted, outcomes = counted_while(
         pods_lab, lambda: pods_lab.client.call(ask_many, 6, target.address.of(family), 80)
@@ -232,14 +235,14 @@ def _talk(address: str, port: int) -> list[tuple[str, tuple[str, int]]]:
         return [_who(sock, (address, port)) for _ in range(12)]
 
 
-def test_unconnected_udp_keeps_its_endpoint_however_it_began(pods_lab: Lab, family: int) -> None:
+def test_unconnected_udp_keeps_its_first_endpoint(pods_lab: Lab, family: int) -> None:
     target = WEB.target("ClusterIP", pods_lab.nodes[0])
     asked = target.address.of(family), 53
     fresh = pods_lab.add_pod(f"fresh-{family}", pods_lab.nodes[0], serve=False)
-    # Then tc is on its device, and knows it in the other family only.
+    # Then tc is on its device, but knows only its address of the other family.
     known(pods_lab, fresh, 10 - family)
     before = reasons(pods_lab.nodes[0])
-    # The first message of an unknown pod goes by tc, and so do all others of this socket.
+    # tc serves the first message of an unknown pod, and all later ones of this socket.
     for _ in range(6):
         shown = fresh.namespace.call(_talk, *asked)
         assert len({pod for pod, _ in shown}) == 1, shown
@@ -249,7 +252,9 @@ def test_unconnected_udp_keeps_its_endpoint_however_it_began(pods_lab: Lab, fami
 
 
 def _ask_on_command(place: tuple[str, int], connected: bool, rounds: Connection) -> str:
-    """One socket that asks once for each word from the pipe. Reports the server that answered, and its address."""
+    """One socket that sends a request for each word from the pipe. Reports the server that answered, and its
+    address.
+    """
     with socket.socket(family_of(place[0]), socket.SOCK_DGRAM) as sock:
         sock.settimeout(2)
         if connected:
@@ -269,8 +274,8 @@ def _ask_on_command(place: tuple[str, int], connected: bool, rounds: Connection)
 
 
 @pytest.mark.parametrize("connected", [True, False], ids=["connected", "unconnected"])
-def test_a_udp_socket_goes_on_with_another_endpoint(pods_lab: Lab, asker: Pod, family: int, connected: bool) -> None:
-    """A pod's socket need not be closed: packets to a removed endpoint pass the node (spec/service-semantics §10)."""
+def test_a_udp_socket_continues_with_another_endpoint(pods_lab: Lab, asker: Pod, family: int, connected: bool) -> None:
+    """A pod's socket need not be ended: packets to a removed endpoint pass the node (spec/service-semantics §10)."""
     both = WEB.endpoints
     place = WEB.target("ClusterIP", pods_lab.nodes[0]).address.of(family), 53
     channel, other_end = multiprocessing.Pipe()
@@ -293,7 +298,7 @@ def test_a_udp_socket_goes_on_with_another_endpoint(pods_lab: Lab, asker: Pod, f
             for name, endpoints in (("web-1", both), ("web-2", both[1:]), ("web-1", both[:1])):
                 WEB.endpoints = endpoints
                 pods_lab.wait_synced(write_services(pods_lab, WEB))
-                # No message is lost: the first one after the change has its answer.
+                # No message is lost: the first one after the change is answered.
                 assert [answer() for _ in range(3)] == [(name, place)] * 3
             channel.send(False)
             assert task.result() == "done"

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``socketLB: all``: what one pod does with its sockets changes nothing for another, nor what the node takes it for."""
+"""``socketLB: all``: one pod's sockets affect neither another pod's sockets nor the addresses that the node knows for
+it.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +17,13 @@ import pytest
 from pyebpf_proxy.lab.client import ANSWERED, TIMED_OUT, ask, family_of, read_answer
 from pyebpf_proxy.lab.cluster import Lab, Node, Pod
 from tests.support.lab_services import Kind, write_nodes, write_services
-from tests.support.lab_tools import learned_just_now, reasons, served_by, wait_until
+from tests.support.lab_tools import forget_old_pod_sources, reasons, served_by, wait_until
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs_bpf]
 
 WEB = Kind("web", 10)
 OTHERS = tuple(Kind(f"other-{number}", 20 + number) for number in range(6))
-# Pods reach a VIP of policy Local the short way: without masquerading, and the ranges apply to their source.
+# Pods reach a VIP of policy Local directly: without masquerading, and the ranges apply to their source.
 RANGED = Kind("ranged", 11, externalTrafficPolicy="Local")
 CHURN = 100_000
 IP_TRANSPARENT, IPV6_TRANSPARENT = 19, 75
@@ -56,12 +58,14 @@ def known(node: Node, pod: Pod, family: int) -> None:
         pod.namespace.call(ask, *asked)
         return served_by(before, reasons(node)) == {"socket": 1}
 
-    learned_just_now(node)
+    forget_old_pod_sources(node)
     wait_until(by_socket, f"sockets of {pod.name} are translated", 60)
 
 
 def _churn(place: tuple[str, int], count: int) -> int:
-    """So many UDP sockets of one pod through a Service, half of them connected: how many the kernel refused."""
+    """Use a Service from so many UDP sockets of one pod, half of them connected. Returns how many the kernel
+    refused.
+    """
     refused = 0
     for number in range(count):
         with socket.socket(family_of(place[0]), socket.SOCK_DGRAM) as sock:
@@ -76,7 +80,7 @@ def _churn(place: tuple[str, int], count: int) -> int:
 
 
 def _keeps(place: tuple[str, int], others: list[tuple[str, int]], rounds: Connection) -> dict[str, Any]:
-    """Sockets that send requests, and read and report on command."""
+    """Sockets that send requests, read answers and report on command."""
     family = family_of(place[0])
     with (
         socket.socket(family, socket.SOCK_DGRAM) as connected,
@@ -85,7 +89,7 @@ def _keeps(place: tuple[str, int], others: list[tuple[str, int]], rounds: Connec
     ):
         connected.connect(place)
         connected.send(b"who")
-        # More services than a socket has places for, and the first asked again.
+        # More services than a socket has room for, and the first one again.
         for each in (*others, place):
             free.sendto(b"who", each)
             if not select.select([free], [], [], 10)[0]:
@@ -111,8 +115,8 @@ def _keeps(place: tuple[str, int], others: list[tuple[str, int]], rounds: Connec
         }
 
 
-def test_churn_of_one_pod_leaves_another_pods_sockets_alone(lab: Lab, family: int) -> None:
-    """The map that all sockets would share has room for 32 768 (docs/maps.md, finding D16)."""
+def test_many_sockets_of_one_pod_do_not_affect_another_pods_sockets(lab: Lab, family: int) -> None:
+    """If all sockets shared the map, its room would be 32 768 (docs/maps.md, finding D16)."""
     node = lab.nodes[0]
     asker, churner = lab.pods["asker"], lab.pods["churner"]
     known(node, asker, family)
@@ -133,15 +137,15 @@ def test_churn_of_one_pod_leaves_another_pods_sockets_alone(lab: Lab, family: in
         assert task.result() == {"free": place, "peer": place, "connected": place, "stream": stream, "moved": []}
 
 
-def test_a_socket_with_more_services_than_places(lab: Lab, family: int) -> None:
-    """What has no place in the socket is in the maps that all share."""
+def test_a_socket_with_more_services_than_its_storage_holds(lab: Lab, family: int) -> None:
+    """Further services are in the maps that all sockets share."""
     node = lab.nodes[0]
     asker = lab.pods["asker"]
     known(node, asker, family)
     places = [(kind.target("ClusterIP", node).address.of(family), 53) for kind in (WEB, *OTHERS)]
     senders, pods = asker.namespace.call(_talks_to_all, places)
     assert senders == places * 4
-    # Each service keeps the endpoint that it was first asked with.
+    # Each service keeps its first endpoint.
     for number in range(len(places)):
         assert len(set(pods[number :: len(places)])) == 1, pods
 
@@ -159,7 +163,7 @@ def _talks_to_all(places: list[tuple[str, int]]) -> tuple[list[tuple[str, int]],
 
 
 def _forge(source: str, place: tuple[str, int], count: int) -> None:
-    """First packets of UDP sockets with a source that is not the pod's: no answer."""
+    """First packets of UDP sockets with a source that is not the pod's; they get no answer."""
     ipv6 = ":" in source
     for _ in range(count):
         with socket.socket(family_of(source), socket.SOCK_DGRAM) as sock:
@@ -169,12 +173,12 @@ def _forge(source: str, place: tuple[str, int], count: int) -> None:
             sock.sendto(b"forged", place)
 
 
-def test_a_forged_source_is_not_believed(lab: Lab, family: int) -> None:
-    """A pod that is not known yet sends with the address of another: its own gains nothing (finding D16)."""
+def test_a_forged_source_is_not_learned(lab: Lab, family: int) -> None:
+    """A pod that is not known yet sends from another pod's address: it gains nothing (finding D16)."""
     node = lab.nodes[0]
     forger = lab.pods[f"forger-{family}"]
     place = RANGED.target("LoadBalancer", node).address.of(family), 80
-    # Its first packet by the other family brings tc to its device.
+    # Its first packet of the other family makes the agent attach tc to its device.
     known(node, forger, 10 - family)
     forged = lab.pods["web-2"].address.of(family)
     before = reasons(node)
@@ -184,7 +188,7 @@ def test_a_forged_source_is_not_believed(lab: Lab, family: int) -> None:
     outcome = forger.namespace.call(ask, *place, timeout=0.6)
     assert outcome.kind == TIMED_OUT, outcome
     assert "socket" not in served_by(before, reasons(node))
-    # Its own source is learned all the same, and serves.
+    # The pod's own source is learned anyway, and is used.
     known(node, forger, family)
     assert forger.namespace.call(ask, WEB.target("ClusterIP", node).address.of(family), 80).kind == ANSWERED
     assert forger.namespace.call(ask, *place, timeout=0.6).kind == TIMED_OUT
@@ -207,14 +211,16 @@ def bridged() -> Iterator[Lab]:
         yield lab
 
 
-def test_a_neighbour_on_the_bridge_is_not_believed_to_be_another(bridged: Lab, family: int) -> None:
-    """Its address is found by the same bridge, but not by that link address. Pods there are learned by their own."""
+def test_a_forged_source_on_a_bridge_is_not_learned(bridged: Lab, family: int) -> None:
+    """The same bridge leads to its address, but its link address differs. Pods on a bridge are learned by link
+    address.
+    """
     node = bridged.nodes[0]
     forger = bridged.pods[f"forger-{family}"]
     known(node, forger, 10 - family)
     allowed = bridged.pods["allowed"]
     forged = allowed.address.of(family)
-    # The node knows its link address from now on.
+    # From now on the node knows its link address.
     allowed.namespace.call(ask, node.address.of(family), 1, timeout=1.0)
     allowed.namespace.call(ask, WEB.target("ClusterIP", node).address.of(family), 80)
     before = reasons(node)

@@ -17,7 +17,7 @@ from pyebpf_proxy.lab.load import Load, failed, first_answer, last_answer
 from pyebpf_proxy.lab.manifests import Port
 from pyebpf_proxy.lab.scenario import DROPPED_AFTER
 from tests.support.lab_services import Kind, write_nodes, write_services
-from tests.support.lab_tools import moved, reasons, wait_until
+from tests.support.lab_tools import counted_between, reasons, wait_until
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs_bpf]
 
@@ -74,8 +74,8 @@ def test_affinity_ends_with_the_endpoint(policies: Lab, family: int) -> None:
         policies.wait_synced(write_services(policies, STICKY))
 
 
-def test_affinity_that_is_switched_off_and_on_begins_anew(policies: Lab, family: int) -> None:
-    """Long before its time is over. One of three endpoints again comes once in 3^40 runs."""
+def test_affinity_turned_off_and_on_starts_again(policies: Lab, family: int) -> None:
+    """Long before its timeout. The same one of three endpoints by chance: once in 3^40 runs."""
     asked = (STICKY.target("LoadBalancer", policies.nodes[0]).address.of(family), 80)
     sticky = dict(STICKY.spec)
 
@@ -98,7 +98,7 @@ def test_affinity_that_is_switched_off_and_on_begins_anew(policies: Lab, family:
     pytest.fail(f"40 times {first}")
 
 
-def test_source_ranges_guard_the_vip_only(policies: Lab, family: int, protocol: str) -> None:
+def test_source_ranges_apply_only_to_the_vip(policies: Lab, family: int, protocol: str) -> None:
     node = policies.nodes[0]
     vip = CLIENT_ONLY.target("LoadBalancer", node)
     port = vip.ports[protocol]
@@ -108,7 +108,7 @@ def test_source_ranges_guard_the_vip_only(policies: Lab, family: int, protocol: 
     for namespace, source in ((policies.client, other), (policies.pods["toolbox"].namespace, None)):
         outcome = namespace.call(ask, vip.address.of(family), port, protocol, source=source, timeout=DROPPED_AFTER)
         assert outcome.kind == TIMED_OUT, outcome
-    assert moved(before, reasons(node)).get("drop_source_range", 0) >= 2
+    assert counted_between(before, reasons(node)).get("drop_source_range", 0) >= 2
     for name in ("ExternalIP", "NodePort"):
         target = CLIENT_ONLY.target(name, node)  # type: ignore[arg-type]
         asked = (target.address.of(family), target.ports[protocol], protocol)
@@ -142,7 +142,7 @@ def test_endpoints_come_and_go_under_load_without_a_failure(policies: Lab, famil
     for load, samples in zip(loads, results, strict=True):
         lost = failed(samples)
         if load is loads[2] and protocol == "udp":
-            # The node's own socket that waits for an answer of the endpoint that goes is ended with it (§10).
+            # A socket of the node that waits for the removed endpoint's answer is ended with it (§10).
             lost = [s for s in lost if s.kind != RESET or not any(s.begun < synced[i] < s.begun + 4 for i in (1, 3))]
         assert not lost, (load.name, lost[:3])
         arrived = first_answer(samples, "web-3", moments[2])
@@ -152,8 +152,8 @@ def test_endpoints_come_and_go_under_load_without_a_failure(policies: Lab, famil
         assert samples[-1].pod != "web-3"
 
 
-def test_a_udp_flow_leaves_an_endpoint_that_is_gone(policies: Lab, family: int) -> None:
-    """Same client port, so the same flow: the next datagram finds a living endpoint."""
+def test_a_udp_flow_leaves_a_removed_endpoint(policies: Lab, family: int) -> None:
+    """Same client port, so the same flow: the next datagram gets a serving endpoint."""
     node = policies.nodes[0]
     vip = CHANGING.target("LoadBalancer", node)
     asked = (vip.address.of(family), 53, "udp")
@@ -173,7 +173,7 @@ def test_a_udp_flow_leaves_an_endpoint_that_is_gone(policies: Lab, family: int) 
     assert pods == ["web-1"] * 3 + ["web-2"] * 3
 
 
-def test_a_udp_flow_made_before_there_were_endpoints_heals(policies: Lab, family: int) -> None:
+def test_a_udp_flow_from_before_the_first_endpoint_recovers(policies: Lab, family: int) -> None:
     vip = CHANGING.target("LoadBalancer", policies.nodes[0])
     asked = (vip.address.of(family), 53, "udp")
     both = CHANGING.endpoints
@@ -187,19 +187,19 @@ def test_a_udp_flow_made_before_there_were_endpoints_heals(policies: Lab, family
     assert policies.client.call(ask, *asked, source_port=20_100 + family).kind == ANSWERED
 
 
-def test_a_udp_flow_made_before_there_was_the_service_heals(policies: Lab, family: int) -> None:
-    """It was routed on as it came, and conntrack remembers it so."""
+def test_a_udp_flow_from_before_the_service_recovers(policies: Lab, family: int) -> None:
+    """It was routed without translation, and conntrack has such an entry."""
     newborn = Kind("newborn", 15 + family)
     newborn.endpoints = (policies.pods["web-2"],)
     vip = newborn.target("LoadBalancer", policies.nodes[0])
     asked = (vip.address.of(family), 53, "udp")
     assert policies.client.call(ask, *asked, source_port=20_200, timeout=0.3).answer is None
     policies.wait_synced(write_services(policies, newborn))
-    # By this packet, or before it by the clean-up that follows a sync.
+    # By this packet, or before it by the clean-up after a sync.
     assert policies.client.call(ask, *asked, source_port=20_200).kind == ANSWERED
 
 
-def test_a_udp_flow_that_sends_nothing_is_forgotten_too(policies: Lab, family: int) -> None:
+def test_a_silent_udp_flow_is_deleted(policies: Lab, family: int) -> None:
     node = policies.nodes[0]
     vip = CHANGING.target("LoadBalancer", node).address.of(family)
     both = CHANGING.endpoints
@@ -221,7 +221,7 @@ def test_a_udp_flow_that_sends_nothing_is_forgotten_too(policies: Lab, family: i
         return node.namespace.run(*command, "--orig-port-dst", "53")
 
     def is_in_conntrack() -> bool:
-        """Another port each time: with a permit, of flows that other tests have just made, the flow stays young."""
+        """Another port each time: with a permit from flows of other tests, the flow would stay young."""
         nonlocal source
         source += 1
         assert policies.client.call(ask, vip, 53, "udp", source_port=source).kind == ANSWERED
@@ -236,7 +236,7 @@ def test_a_udp_flow_that_sends_nothing_is_forgotten_too(policies: Lab, family: i
         CHANGING.endpoints = both[1:]
         before = flows()
         policies.wait_synced(write_services(policies, CHANGING))
-        assert before.count("udp") == 1, "without a serving endpoint a flow stays"
+        assert before.count("udp") == 1, "a flow stays while no endpoint serves"
         wait_until(lambda: not flows(), "the flow to the endpoint that is gone is deleted")
     finally:
         CHANGING.endpoints = both
@@ -244,7 +244,7 @@ def test_a_udp_flow_that_sends_nothing_is_forgotten_too(policies: Lab, family: i
 
 
 def _echo(address: str, port: int, rounds: object) -> int:
-    """A connection that the other end of the pipe ends; how many echoes came back."""
+    """A connection that ends by a word from the pipe; returns how many echoes came back."""
     done = 0
     with socket.create_connection((address, port), timeout=10) as sock:
         rounds.send("up")  # type: ignore[attr-defined]
@@ -259,7 +259,7 @@ def _echo(address: str, port: int, rounds: object) -> int:
 
 
 def test_a_tcp_connection_outlives_its_endpoints_and_its_service(policies: Lab, family: int) -> None:
-    """Whatever happens to the service, connections that exist continue (§10)."""
+    """Existing connections continue, whatever happens to the service (§10)."""
     echo = Kind("echo", 13)
     echo.ports = [Port("echo", 7, 7007, "TCP", 30013)]
     echo.endpoints = (policies.pods["web-2"],)
@@ -290,7 +290,7 @@ def test_a_tcp_connection_outlives_its_endpoints_and_its_service(policies: Lab, 
 
 
 def test_one_client_port_directly_and_through_the_service(policies: Lab, family: int, protocol: str) -> None:
-    """The endpoint cannot tell the two flows apart unless one of them gets another port on the way."""
+    """The endpoint cannot distinguish the two flows unless one of them gets another source port."""
     pod = policies.pods["web-2"]
     alone = Kind("alone", 14, externalTrafficPolicy="Cluster")
     alone.endpoints = (pod,)
@@ -303,4 +303,4 @@ def test_one_client_port_directly_and_through_the_service(policies: Lab, family:
         outcome = toolbox.call(ask, *asked, source_port=23_000 + family)
         assert outcome.answer is not None, (asked, outcome)
         assert outcome.answer.pod == "web-2"
-        assert outcome.took < 0.9, (asked, outcome)  # nothing had to be sent again
+        assert outcome.took < 0.9, (asked, outcome)  # no retransmission

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Source ports to an endpoint that conntrack has in use already."""
+"""Source ports to an endpoint that conntrack already uses."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs
 
 PORTS = [Port("web", 80, 8080), Port("dns", 80, 5353, "UDP")]
 METRIC = re.compile(r'^pyebpf_proxy_conntrack_refusals_total\{reason="insert_failed"\} (\S+)$', re.MULTILINE)
-#: Young flows have the ports below (docs/fast-path.md).
+#: Young flows have lower ports (docs/fast-path.md).
 FIRST_OF_CONNTRACK = 32768
 #: Above the ports that the kernel gives to sockets.
 TAKEN, FREE = range(61000, 61200), range(62000, 62050)
@@ -35,7 +35,7 @@ def refused(of: Node) -> float:
 
 @contextmanager
 def served(own: dict[str, Any] | None = None) -> Iterator[tuple[Lab, Node, Pod]]:
-    """A node whose agent serves one Service with one endpoint, which is there."""
+    """A node whose agent serves one Service with one endpoint."""
     with Lab(nodes=1) as lab:
         (only,) = lab.nodes
         pod = lab.add_pod("web-1", only)
@@ -48,11 +48,11 @@ def served(own: dict[str, Any] | None = None) -> Iterator[tuple[Lab, Node, Pod]]
 
 
 @pytest.mark.parametrize("protocol", ["tcp", "udp"])
-def test_a_port_that_conntrack_changes_is_none_of_a_young_flow(protocol: str, family: int) -> None:
+def test_conntrack_does_not_choose_the_port_of_a_young_flow(protocol: str, family: int) -> None:
     """A masqueraded flow has the port of one of the node's own sockets, to the same endpoint.
 
-    conntrack gives the second flow another source port.  It knows no young flows: one that has this port would get the
-    replies.
+    conntrack gives the second flow another source port. It does not know young flows: a young flow with that port would
+    get the replies.
     """
     with served() as (_, only, pod):
         first = only.namespace.call(ask, cluster_ip(10).of(family), 80, protocol)

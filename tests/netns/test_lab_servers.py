@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What load balancers and probes ask, asked from outside a node: health, and health check node ports."""
+"""Health and health check node ports, as load balancers and probes see them from outside a node."""
 
 from __future__ import annotations
 
@@ -59,13 +59,13 @@ def fetch(address: str, port: int, path: str) -> tuple[int, dict[str, str], str]
 
 
 def hold(port: int) -> None:
-    """Have a port until killed."""
+    """Occupy a port until killed."""
     with socket.create_server(("0.0.0.0", port)):
         time.sleep(600)
 
 
 def ask(lab: Lab, node: Node, family: int, port: int = PORT, path: str = "/") -> tuple[int, Any]:
-    """Status and JSON body, as the client outside sees them."""
+    """Status and JSON body, as the outside client sees them."""
     status, _, body = lab.client.call(fetch, node.address.of(family), port, path)
     return status, json.loads(body) if body else None
 
@@ -109,7 +109,7 @@ def test_healthz_and_livez_from_outside(lab: Lab, family: int) -> None:
     assert ask(lab, lab.nodes[1], family, 10256, "/healthz")[0] == 200
 
 
-def test_a_port_that_is_taken_is_served_when_it_is_free(lab: Lab) -> None:
+def test_an_occupied_port_is_served_when_it_becomes_free(lab: Lab) -> None:
     node = lab.nodes[1]
     (lab.manifests / "web.yaml").unlink(missing_ok=True)
     wait_until(lambda: ask(lab, node, 4)[0] == 0, "no server listens")
@@ -127,11 +127,11 @@ def test_a_port_that_is_taken_is_served_when_it_is_free(lab: Lab) -> None:
 
 
 def attack(port: int, address: str = "127.0.0.1", source: str = "") -> None:
-    """Abuse a port until killed: rest, trickle, flood, send headers without end.
+    """Abuse a port until killed: rest, trickle, flood, send endless headers.
 
     ``source``: the address of the attacker.
     """
-    os.nice(19)  # the processor is the agent's, so that only what the server uses is felt
+    os.nice(19)  # the agent has priority on the CPU, so that only the server's own load has an effect
     get = b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n"
     pieces = [get * 2000, b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 100_000, b"GET / HTTP/1.1\r\nA: " + b"x" * (2 << 20)]
     place, own = (address, port), (source, 0) if source else None
@@ -153,13 +153,13 @@ def attack(port: int, address: str = "127.0.0.1", source: str = "") -> None:
 
 
 def probes(node: Node) -> float:
-    """How many probes the agent has answered; 0 while its metrics cannot be had."""
+    """How many probes the agent has answered; 0 while its metrics are unavailable."""
     text = node.agent.metrics()
     return sum(float(count) for count in re.findall(r"^kubeproxy_proxy_healthz_total.* (\S+)$", text, re.MULTILINE))
 
 
 def latencies(lab: Lab, count: int) -> list[float]:
-    """Seconds from a write to the end of the sync that took it, sorted."""
+    """Seconds from a write to the end of the sync that included it, sorted."""
     node, found = lab.nodes[0], []
     for number in range(count):
         made, *slices = WEB.objects()
@@ -175,7 +175,7 @@ def latencies(lab: Lab, count: int) -> list[float]:
 
 @pytest.mark.alone
 def test_hostile_clients_do_not_delay_programming(lab: Lab) -> None:
-    """The time from a write to the end of the sync that took it, by the agent's own log, alone and under attack."""
+    """The time from a write to the end of its sync, from the agent's own log, with and without an attack."""
     node = lab.nodes[0]
     write_services(lab, WEB)
     wait_until(lambda: ask(lab, node, 4)[0] == 200, "the service is there")
@@ -186,7 +186,7 @@ def test_hostile_clients_do_not_delay_programming(lab: Lab) -> None:
         before = probes(node)
         attacked = latencies(lab, 60)
         wait_until(lambda: probes(node) > before, "it continues")
-        assert ask(lab, node, 6, 10256, "/livez")[0] == 200  # others are let in meanwhile
+        assert ask(lab, node, 6, 10256, "/livez")[0] == 200  # other clients are accepted meanwhile
     finally:
         for attacker in attackers:
             attacker.stop()
@@ -194,15 +194,15 @@ def test_hostile_clients_do_not_delay_programming(lab: Lab) -> None:
     assert attacked[-1] < 1.5, (alone, attacked)
 
 
-#: The sources of the flood: addresses of the client outside, besides its own.
+#: The sources of the flood: other addresses of the outside client.
 ATTACKERS = [f"198.51.100.{101 + number}" for number in range(8)]
 PROBES = 300
-#: Of the probes of the node itself, in seconds: the 99th of a hundred (issue 15).
+#: Limit for the 99th of a hundred probes of the node itself, in seconds (issue 15).
 SLOWEST = 0.1
 
 
 def probe(address: str, count: int) -> list[tuple[float, int]]:
-    """Seconds and status of so many probes, as a kubelet makes them, each on a connection of its own."""
+    """Seconds and status of so many probes, as a kubelet makes them, each on a separate connection."""
     found = []
     for _ in range(count):
         begun = time.monotonic()
@@ -213,7 +213,7 @@ def probe(address: str, count: int) -> list[tuple[float, int]]:
 
 
 def percentile(found: list[tuple[float, int]], share: float) -> float:
-    """Of the times of probes."""
+    """A percentile of the probes' times."""
     return sorted(seconds for seconds, _ in found)[int(len(found) * share)]
 
 
@@ -221,7 +221,7 @@ def percentile(found: list[tuple[float, int]], share: float) -> float:
 def test_under_a_flood_from_eight_sources_probes_are_answered_and_changes_programmed(
     lab: Lab, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Eight hosts outside flood the health port; the node itself probes it, as a kubelet does, and so does a ninth."""
+    """Eight outside hosts flood the health port; the node itself and a ninth host probe it, as a kubelet does."""
     node = lab.nodes[0]
     write_nodes(lab)
     write_services(lab, WEB)
@@ -255,7 +255,7 @@ def test_under_a_flood_from_eight_sources_probes_are_answered_and_changes_progra
         print(
             f"\n  99 of 100 probes within: {worst_ms}; {flood:.0f} requests of the flood meanwhile; machine {slow:.1f}"
         )
-    assert flood > 500, "the flood went on"
+    assert flood > 500, "the flood has continued"
     assert {status for _, status in own + other} == {200}
     assert worst["node"] < SLOWEST * slow, worst
     assert worst["a ninth source"] < SLOWEST * slow, worst

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the socket path changes must not be seen, by processes of the node and by pods: real sockets, in every way that
-applications use them."""
+"""Processes of the node and pods must not notice what the socket programs change: real sockets, used in every way that
+applications use them.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from tests.netns.io_uring_calls import io_uring_connect, supported
 from tests.netns.small_dns import serve
 from tests.netns.socket_calls import TCP, UDP, Call, tcp_mapped, udp_mapped
 from tests.support.lab_services import Kind, write_nodes, write_services
-from tests.support.lab_tools import learned_just_now, reasons, served_by, wait_until
+from tests.support.lab_tools import forget_old_pod_sources, reasons, served_by, wait_until
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs_bpf]
 
@@ -68,13 +69,13 @@ def side(request: pytest.FixtureRequest, lab: Lab, family: int) -> Side:
         kind = pod.namespace.call(ask, cluster_ip(WEB.number).of(family), 80).kind
         return kind == ANSWERED and served_by(before, reasons(node)) == {"socket": 1}
 
-    learned_just_now(node)
+    forget_old_pod_sources(node)
     wait_until(by_socket, "the pod's sockets are translated", 60)
     return Side(pod.namespace, pod.address.of(family))
 
 
 def check(lab: Lab, side: Side, call: Call, port: int, family: int) -> None:
-    """``call`` gets its answers from the endpoint, by the socket path alone."""
+    """``call`` gets its answers from the endpoint, and only socket programs translate."""
     place = cluster_ip(WEB.number).of(family), port
     before = reasons(lab.nodes[0])
     answers = side.namespace.call(call, place, side.address)
@@ -118,8 +119,8 @@ def _listen(place: tuple[str, int]) -> None:
             connection.close()
 
 
-def test_a_listener_on_the_number_of_a_node_port(lab: Lab, side: Side, family: int) -> None:
-    """It can be had as ever, and what is asked of the NodePort goes to the service."""
+def test_a_listener_on_the_port_of_a_node_port(lab: Lab, side: Side, family: int) -> None:
+    """The port is free to listen on, and requests to the NodePort reach the service."""
     node = lab.nodes[0]
     place = node.address.of(family), WEB.target("NodePort", node).ports["tcp"]
     listener = node.namespace.start(_listen, place)
@@ -136,7 +137,7 @@ def test_a_listener_on_the_number_of_a_node_port(lab: Lab, side: Side, family: i
 
 @pytest.mark.parametrize("name", ["small.test", "big.test"])
 def test_name_resolution_by_the_c_library(lab: Lab, side: Side, family: int, name: str, tmp_path: Path) -> None:
-    """By UDP, and by TCP for what is too large."""
+    """Over UDP, and over TCP for large answers."""
     configuration = tmp_path / "resolv.conf"
     configuration.write_text(f"nameserver {DNS_ADDRESS.of(family)}\noptions timeout:5 attempts:6\n")
     script = f"mount --bind {configuration} /etc/resolv.conf && exec getent ahosts {name}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Datagrams and answers as fast as they go, each from its own port: none is lost."""
+"""Datagrams and answers as fast as possible, each from a separate port: none is lost."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from collections.abc import Iterator
 import pytest
 
 from pyebpf_proxy.lab.cluster import Lab
-from tests.support.fast_lab import FAR, NEAR, FastWorld, made
+from tests.support.fast_lab import FAR, NEAR, FastWorld, build_fast_world
 from tests.support.talk import PORT
 
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
 
 EXCHANGES = 20_000
-#: Every one of these makes an entry of conntrack, of which the machine has a limited number.
+#: Each of these creates a conntrack entry, and the machine has a limited number.
 SLOW_EXCHANGES = 10_000
 AT_ONCE = 16
 
@@ -32,7 +32,7 @@ def fast(request: pytest.FixtureRequest) -> bool:
 @pytest.fixture(scope="module")
 def world(fast: bool) -> Iterator[FastWorld]:
     with Lab() as lab:
-        yield made(lab, {"fastPath": fast})
+        yield build_fast_world(lab, {"fastPath": fast})
 
 
 @pytest.mark.parametrize("origin", ["pod", "pod, far", "outside"])
@@ -53,7 +53,7 @@ def test_no_datagram_is_lost(world: FastWorld, fast: bool, origin: str, family: 
 
 
 def _exchange(address: str, port: int, count: int) -> list[str]:
-    """Questions from ports 2000 to 32000, AT_ONCE of them in flight; those without an answer in ten seconds."""
+    """Requests from ports 2000 to 32000, AT_ONCE of them at a time. Returns those without an answer in ten seconds."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     ports = itertools.cycle(range(2_000, 32_000))
     lost = []

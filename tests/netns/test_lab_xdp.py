@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""XDP on the device that traffic from outside comes in by: real packets, and programs that come, go and are others'."""
+"""XDP on the device of external traffic: real packets, programs that come and go, other software's programs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pyebpf_proxy.lab.client import REFUSED, ask
 from pyebpf_proxy.lab.cluster import Lab, Node
 from pyebpf_proxy.lab.manifests import Port, service, slices
 from tests.netns.xdp_lab import NODE_PORT, XDP, as_nics, counted, offloads, receive, restart, shown, talking
-from tests.support.fast_lab import ON, FastWorld, made
+from tests.support.fast_lab import ON, FastWorld, build_fast_world
 from tests.support.lab_tools import wait_until
 from tests.support.logs import Log, Message
 from tests.support.talk import PORT
@@ -31,7 +31,7 @@ OBJECT = Path(pyebpf_proxy.__file__).parent / "bpf" / "xdp.bpf.o"
 @pytest.fixture(scope="module")
 def shared() -> Iterator[FastWorld]:
     with Lab() as lab:
-        yield made(lab)
+        yield build_fast_world(lab)
 
 
 @pytest.fixture
@@ -45,14 +45,14 @@ def program_id(node: Node) -> int:
 
 
 def new_flows(world: FastWorld) -> int:
-    """Whichever path they took."""
+    """On both paths."""
     return world.count("new_flow_fast") + world.count("new_flow_netfilter")
 
 
 # ---- packets ---------------------------------------------------------------------------------------------------
 
 
-def test_what_is_forwarded_to_another_node_is_sent_back_by_xdp(outside: FastWorld, family: int, protocol: str) -> None:
+def test_xdp_sends_back_packets_for_another_node(outside: FastWorld, family: int, protocol: str) -> None:
     with talking(outside.lab.client, outside.node.address.of(family), protocol, NODE_PORT) as talk:
         counted(outside, "xdp_flow_hit")
         talk.wait()
@@ -61,14 +61,14 @@ def test_what_is_forwarded_to_another_node_is_sent_back_by_xdp(outside: FastWorl
 
 @pytest.mark.parametrize("size", [1400, 40_000], ids=["whole packets", "a stream"])
 def test_large_questions(outside: FastWorld, size: int) -> None:
-    """A direction with large segments is left to tc, for good."""
+    """A direction with large segments is left to tc for good."""
     with talking(outside.lab.client, outside.node.address.v4, "tcp", NODE_PORT, size) as talk:
         counted(outside, "xdp_left_stream")
         talk.wait()
 
 
 def test_jumbo_frames(outside: FastWorld) -> None:
-    """Of several buffers each, on a device with such an MTU."""
+    """Frames of several buffers, on a device with such an MTU."""
     path = [(outside.lab.client, "eth0"), (outside.lab.core, "client0"), (outside.lab.core, "lan0")]
     path += [(outside.lab.core, node.name) for node in outside.lab.nodes]
     path += [(node.namespace, "eth0") for node in outside.lab.nodes]
@@ -84,12 +84,12 @@ def test_jumbo_frames(outside: FastWorld) -> None:
             namespace.ip(f"link set {device} mtu 1500")
 
 
-def test_a_pod_that_takes_no_frames_is_reached_by_tc(outside: FastWorld) -> None:
-    """The peer in a pod has neither XDP nor GRO: what XDP would send there would be lost without a word."""
+def test_tc_serves_a_pod_that_accepts_no_xdp_frames(outside: FastWorld) -> None:
+    """The peer in a pod has neither XDP nor GRO: frames that XDP sends there would be lost silently."""
     web = outside.node.address.v4
     with talking(outside.client.namespace, web, "tcp", NODE_PORT) as talk:
         before = outside.count("xdp_left_device")
-        # Answers come in by eth0, for the pod.
+        # Replies come in through eth0, for the pod.
         wait_until(lambda: outside.count("xdp_left_device") > before + 10, "answers left to tc", 60.0)
         talk.wait()
 
@@ -101,8 +101,8 @@ def test_checksums_that_senders_leave_to_devices_are_left_to_tc(outside: FastWor
         talk.wait()
 
 
-def test_a_wire_whose_other_end_takes_no_frames_is_left_to_tc(outside: FastWorld) -> None:
-    """And is used from the moment when it does: nothing is lost on the way."""
+def test_tc_serves_a_wire_whose_other_end_accepts_no_xdp_frames(outside: FastWorld) -> None:
+    """When the other end begins to accept frames, XDP sends there: no packet is lost."""
     receive(outside, "off")
     with talking(outside.lab.client, outside.node.address.v4, "tcp", NODE_PORT) as talk:
         counted(outside, "xdp_left_device")
@@ -118,18 +118,18 @@ def test_new_flows_without_the_fast_path(outside: FastWorld, family: int, protoc
     with talking(outside.lab.client, outside.node.address.of(family), protocol, NODE_PORT) as talk:
         talk.wait()
         assert talk.peer == outside.node.address.of(family)
-    assert new_flows(outside) == before + 1, "counted once"
+    assert new_flows(outside) == before + 1, "the flow is counted once"
 
 
 def test_generic_mode(outside: FastWorld) -> None:
-    """What is left to tc is served, though the kernel hands it packets without their link header there."""
+    """Packets that are left to tc are served, though the kernel passes them without their link header."""
     node = outside.node
     ports = [Port("tcp", PORT, PORT, "TCP", 30008)]
     outside.lab.write("none.yaml", [service("none", ports, cluster_ip(9)), *slices("none", ports, [])])
     restart(outside, {**XDP, "xdpMode": "generic"})
     refused = outside.count("reject_no_endpoints")
     assert outside.lab.client.call(ask, node.address.v4, 30008, "tcp").kind == REFUSED
-    assert outside.count("reject_no_endpoints") > refused, "by tc, and not by the node's own stack"
+    assert outside.count("reject_no_endpoints") > refused, "tc served it, not the node's own stack"
     wait_until(lambda: shown(outside.node).get("mode") == 2, "XDP in generic mode")
     before = new_flows(outside)
     with talking(outside.lab.client, outside.node.address.v4, "tcp", NODE_PORT) as talk:
@@ -142,7 +142,7 @@ def test_generic_mode(outside: FastWorld) -> None:
 # ---- programs --------------------------------------------------------------------------------------------------
 
 
-def test_a_killed_agent_leaves_it_working_and_the_next_one_puts_its_own_in_place(outside: FastWorld) -> None:
+def test_xdp_works_without_an_agent_and_the_next_one_replaces_the_program(outside: FastWorld) -> None:
     node = outside.node
     first = program_id(node)
     node.agent.kill()
@@ -154,13 +154,13 @@ def test_a_killed_agent_leaves_it_working_and_the_next_one_puts_its_own_in_place
     assert 'pyebpf_proxy_xdp_device{device="eth0",mode="native"} 1' in page
 
 
-def test_turned_off_it_is_taken_off(outside: FastWorld) -> None:
+def test_xdp_is_detached_when_it_is_turned_off(outside: FastWorld) -> None:
     restart(outside, {**ON, "xdpDevices": []})
     wait_until(lambda: not shown(outside.node), "the kernel takes it off")
     assert not list(outside.node.agent.directory.glob("bpf/**/xdp_devices"))
 
 
-def test_cleanup_takes_it_off(outside: FastWorld) -> None:
+def test_cleanup_detaches_xdp(outside: FastWorld) -> None:
     outside.node.agent.stop()
     outside.node.agent.cleanup()
     wait_until(lambda: not shown(outside.node), "the kernel takes it off")
@@ -168,7 +168,7 @@ def test_cleanup_takes_it_off(outside: FastWorld) -> None:
 
 @contextlib.contextmanager
 def foreign(world: FastWorld) -> Iterator[int]:
-    """A foreign program on eth0, by netlink as `ip link` does it; its id."""
+    """A foreign program on eth0, attached by netlink as `ip link` does; returns its id."""
     node = world.node
     path = node.agent.directory / "bpf" / "foreign"
     with Object.open(OBJECT) as loaded:
@@ -221,7 +221,7 @@ def test_devices_that_come_and_go(outside: FastWorld) -> None:
     wait_until(lambda: len(list(node.agent.directory.glob("bpf/**/xdp/*-native"))) == 1, "its pin is gone")
 
 
-def test_devices_that_it_cannot_be_on(outside: FastWorld) -> None:
+def test_devices_that_do_not_support_xdp(outside: FastWorld) -> None:
     node = outside.node
     node.namespace.ip(
         "link add br7 type bridge", "link add port7 type veth peer name far7", "link set port7 master br7"
@@ -235,7 +235,7 @@ def test_devices_that_it_cannot_be_on(outside: FastWorld) -> None:
         node.namespace.ip("link del port7", "link del br7")
 
 
-def test_whether_tags_are_taken_off_is_asked_of_the_device(outside: FastWorld) -> None:
+def test_vlan_offload_is_read_from_the_device(outside: FastWorld) -> None:
     node = outside.node
     assert node.namespace.call(takes_tags_off, "eth0")
     node.namespace.run("ethtool", "-K", "eth0", "rxvlan", "off")
@@ -245,7 +245,7 @@ def test_whether_tags_are_taken_off_is_asked_of_the_device(outside: FastWorld) -
         node.namespace.run("ethtool", "-K", "eth0", "rxvlan", "on")
 
 
-def test_auto_is_no_veth(outside: FastWorld) -> None:
+def test_auto_excludes_veths(outside: FastWorld) -> None:
     restart(outside, {**XDP, "xdpDevices": "auto"})
     wait_until(lambda: not shown(outside.node), "the kernel takes it off")
     Log(outside.node.agent).some(Message.XDP_NOWHERE)

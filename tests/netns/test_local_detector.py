@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is a local pod: traffic of other clients to a ClusterIP is masqueraded (spec/service-semantics §5.1, §6)."""
+"""Which clients are local pods: traffic of others to a ClusterIP is masqueraded (spec/service-semantics §5.1, §6)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BRIDGE = {"detectLocalMode": "BridgeInterface", "detectLocal": {"bridgeInterface
 @pytest.mark.parametrize(
     ("config", "network"), [({"detectLocalMode": "NodeCIDR"}, "routed"), (PREFIX, "routed"), (BRIDGE, "bridge")]
 )
-def test_only_traffic_of_others_is_masqueraded(config: dict[str, object], network: str) -> None:
+def test_only_traffic_of_external_clients_is_masqueraded(config: dict[str, object], network: str) -> None:
     web = Kind("web", 1)
     with Lab(nodes=1, pod_network=network) as lab:  # type: ignore[arg-type]
         node = lab.nodes[0]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Some streams of random events against the slow model (tests/model). ``make test-model`` runs as many as wanted."""
+"""Some streams of random events against the slow model (tests/model). ``make test-model`` runs more."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_the_kernel_agrees_with_the_model_after_every_step(model: Model, seed: i
     run(model, seed, range(STEPS))
 
 
-def test_a_stream_is_shrunk_to_the_steps_that_matter() -> None:
+def test_a_stream_is_reduced_to_the_relevant_steps() -> None:
     tried: list[list[int]] = []
 
     def fails(numbers: object) -> bool:

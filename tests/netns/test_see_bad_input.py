@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whatever stands in the way, every command has one clear answer: tried with each of them."""
+"""Every command gives one clear answer in each bad situation."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs
 
 WEB, NEXT = Kind("web", 10), Kind("web-next", 11)
 EMPTY = Kind("empty", 12)
-#: A question for each command that reads the maps.
+#: A request for each command that reads the maps.
 READERS = {
     "status": (),
     "services": ("web:http",),
@@ -46,7 +46,7 @@ ANSWERS = {
     "flows": model.Flows,
     "doctor": model.Findings,
 }
-#: They continue until they are ended, or read nothing: their own tests try them.
+#: They run until they are ended, or read nothing: their own tests cover them.
 APART = {"completion", "probe", "top", "trace"}
 
 
@@ -57,7 +57,7 @@ def world() -> Iterator[Lab]:
         write_nodes(made)
         write_services(made, WEB, NEXT, EMPTY)
         made.start_agents()
-        # Something to be shown by each.
+        # So that each command has something to show.
         assert made.client.call(ask, vip(12).v4, 80).kind == "refused"
         assert made.client.call(ask, vip(10).v6, 53, "udp").answer is not None
         yield made
@@ -82,7 +82,7 @@ def test_the_answer_matches_its_schema(node: Node, name: str) -> None:
     ran = see(node, *words(name), "-o", "json")
     assert ran.returncode in (0, 1), ran.stderr
     found = msgspec.json.decode(ran.stdout, type=ANSWERS[name], strict=True)
-    # Nothing that is not in the type, either.
+    # And no field that is not in the type.
     assert msgspec.json.decode(msgspec.json.encode(found)) == json.loads(ran.stdout)
 
 
@@ -118,7 +118,7 @@ def test_missing_rights_are_reported(node: Node, name: str) -> None:
     assert ran.stderr == "Error: not permitted to read the BPF maps: run it as root (sudo)\n"
 
 
-def test_doctor_finds_that_it_may_not(node: Node) -> None:
+def test_doctor_reports_missing_rights(node: Node) -> None:
     ran = without_rights(node, "doctor", "-o", "json")
     assert (ran.returncode, ran.stderr) == (1, "")
     last = json.loads(ran.stdout)["findings"][-1]
@@ -199,7 +199,7 @@ def test_another_run_folder_is_reported_as_empty(node: Node, tmp_path: Path, nam
         ),
     ],
 )
-def test_bad_questions(node: Node, question: tuple[str, ...], status: int, text: str) -> None:
+def test_invalid_arguments(node: Node, question: tuple[str, ...], status: int, text: str) -> None:
     assert error(node, *question, status=status) == text
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``doctor`` on a node of the lab: nothing to find at first, then what is broken there is found, with its fix."""
+"""``doctor`` on a node of the lab: first it finds nothing; then it finds what is broken, with the fix."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs
 
 @pytest.fixture(scope="module")
 def node() -> Iterator[Node]:
-    """Without an agent: doctor is asked before an installation, too."""
+    """Without an agent: doctor runs before an installation too."""
     with Lab(nodes=1) as lab:
         write_nodes(lab)
         yield lab.nodes[0]
@@ -54,8 +54,8 @@ def test_a_machine_that_can_carry_services(node: Node) -> None:
     assert node.namespace.run("nft", "list", "ruleset") == ""
 
 
-def test_what_the_kernel_need_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without CAP_SYS_ADMIN a modular conntrack cannot be asked by programs: nothing that is served needs it."""
+def test_optional_features_are_not_required(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without CAP_SYS_ADMIN programs cannot look up a modular conntrack: no Service needs that."""
     load = loading.attempt
 
     def attempt(program: str, settings: Mapping[str, int]) -> None:
@@ -69,8 +69,8 @@ def test_what_the_kernel_need_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["conntrack lookup"].text.startswith("not available, not required: the kernel rejects it: ")
 
 
-def test_what_closes_the_fast_path_is_named(node: Node) -> None:
-    """As the agent sees it: a rule with a quota, an ip rule that selects by ports, a program of others on a device."""
+def test_the_reason_that_closes_the_fast_path_is_named(node: Node) -> None:
+    """As the agent sees it: a rule with a quota, an ip rule that selects by ports, another program on a device."""
     findings(node, see(node, "doctor").returncode)
     run = node.namespace.run
     run("nft", "add", "table", "ip", "counting")
@@ -128,7 +128,7 @@ def test_the_masquerade_bit_is_used_by_other_rules(node: Node) -> None:
         node.namespace.run("nft", "delete table inet firewall")
 
 
-def test_what_does_not_forward_and_rules_of_a_kube_proxy(node: Node) -> None:
+def test_disabled_forwarding_and_rules_of_kube_proxy_are_named(node: Node) -> None:
     node.namespace.sysctl({"net.ipv4.ip_forward": 0})
     node.namespace.run("nft", "add table ip kube-proxy")
     node.namespace.run("nft", "add chain ip kube-proxy services")

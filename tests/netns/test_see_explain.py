@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``explain`` on nodes of the lab: its answer is what happens, on both paths, and it leaves nothing behind."""
+"""``explain`` on nodes of the lab: its answer matches what happens on both paths, and it leaves no trace."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pyebpf_proxy.lab.rules import Destination, decide, expect
 from pyebpf_proxy.see.explain import ask as explain
 from pyebpf_proxy.see.model import Explanation
 from tests.support.lab_services import Kind, write_nodes, write_services
-from tests.support.lab_tools import moved, reasons, wait_until
+from tests.support.lab_tools import counted_between, reasons, wait_until
 from tests.support.see_tools import answer, error, see
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs_bpf]
@@ -60,7 +60,7 @@ def place(address: str, port: int) -> str:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("service", [WEB, NEARBY], ids=["web", "nearby"])
 @pytest.mark.parametrize("source", ["pod", "external"])
-def test_says_what_the_rules_say_and_the_program_does(
+def test_the_answer_matches_the_rules_and_the_program(
     world: Lab, kind: Destination, service: Kind, source: str, family: int
 ) -> None:
     node = world.nodes[0]
@@ -84,12 +84,12 @@ def test_says_what_the_rules_say_and_the_program_does(
     assert seen == pods
 
 
-def test_leaves_nothing_behind(world: Lab) -> None:
+def test_explain_leaves_no_state(world: Lab) -> None:
     node = world.nodes[0]
     before = reasons(node), node.namespace.run("conntrack", "-L"), _affinities(node)
     for words in ((vip(10).v4, "tcp"), (vip(13).v4, "tcp"), (vip(14).v4, "udp"), (vip(12).v4, "tcp")):
         see(node, "explain", CLIENT.v4, f"{words[0]}:{80 if words[1] == 'tcp' else 53}", words[1])
-    assert moved(before[0], reasons(node)) == {}
+    assert counted_between(before[0], reasons(node)) == {}
     assert _flows(node.namespace.run("conntrack", "-L")) == _flows(before[1])
     assert _affinities(node) == before[2] == "[]"
 
@@ -111,16 +111,16 @@ def test_a_missing_fast_path_is_reported(world: Lab) -> None:
 
 
 def one_flow(world: Lab, family: int, port: int = 80) -> str:
-    """A flow of toolbox to a Service of one endpoint; the reason that shows its path."""
+    """A flow of toolbox to a Service with one endpoint; returns the reason that shows its path."""
     node = world.nodes[0]
     before = reasons(node)
     assert world.pods["toolbox"].namespace.call(ask, cluster_ip(16).of(family), port).kind == "answered"
-    (path,) = [name for name in moved(before, reasons(node)) if name.startswith("new_flow_")]
+    (path,) = [name for name in counted_between(before, reasons(node)) if name.startswith("new_flow_")]
     return path
 
 
 def asked(world: Lab, family: int) -> dict[str, Any]:
-    """The answer about the next one."""
+    """The answer about the next flow."""
     source = world.pods["toolbox"].address.of(family)
     (choice,) = answer(world.nodes[0], "explain", source, place(cluster_ip(16).of(family), 80))["endpoints"]
     found: dict[str, Any] = choice
@@ -128,7 +128,7 @@ def asked(world: Lab, family: int) -> dict[str, Any]:
 
 
 def test_the_path_of_the_next_flow_is_shown(world: Lab, family: int) -> None:
-    """Without a permit, with one, with one that is void, with a closed family: each is then tried."""
+    """Without a permit, with one, with a void one, with a closed family: each is then tried."""
     assert (asked(world, family)["path"], asked(world, family)["pathReason"]) == ("netfilter", "slow_no_permit")
     assert one_flow(world, family) == "new_flow_netfilter"
 
@@ -137,7 +137,7 @@ def test_the_path_of_the_next_flow_is_shown(world: Lab, family: int) -> None:
         return one_flow(world, family) == "new_flow_fast"
 
     wait_until(permitted, "young flows", 20.0)
-    # A permit holds for a second, and to ask may take longer: new flows renew it meanwhile.
+    # A permit is valid for a second, and the command may take longer: new flows renew it meanwhile.
     load = Load(world.pods["toolbox"].namespace, cluster_ip(16).of(family), 80, pause=0.05)
     try:
         output = wait_until(lambda: _fast(world, family), "explain sees a permit", 90.0)
@@ -172,7 +172,7 @@ def _closed(world: Lab, family: int) -> dict[str, Any] | None:
 
 
 def test_no_agent_no_fast_path(world: Lab) -> None:
-    """Its word runs out after five seconds."""
+    """The agent's state expires after five seconds."""
     node = world.nodes[0]
     node.agent.kill()
     try:
@@ -184,7 +184,7 @@ def test_no_agent_no_fast_path(world: Lab) -> None:
         node.agent.wait_synced()
 
 
-def test_a_source_that_is_in_no_range(world: Lab) -> None:
+def test_a_source_outside_the_ranges(world: Lab) -> None:
     found = answer(world.nodes[0], "explain", CLIENT.v4, f"{vip(12).v4}:80", status=1)
     assert (found["verdict"], found["reason"]) == ("dropped", "drop_source_range")
     assert found["steps"][-1] == f"{CLIENT.v4} is not in loadBalancerSourceRanges (192.0.2.0/24): dropped"
@@ -212,7 +212,7 @@ def test_affinity_is_seen_and_kept(world: Lab) -> None:
     assert _affinities(node) == before
 
 
-def test_a_flow_that_exists_goes_on(world: Lab) -> None:
+def test_an_existing_flow_continues(world: Lab) -> None:
     node = world.nodes[0]
     outcome = world.client.call(ask, vip(10).v4, 53, "udp")
     assert outcome.local is not None
@@ -241,14 +241,14 @@ def test_a_process_of_the_node(world: Lab) -> None:
 
 
 def test_sctp_of_the_node_is_not_translated_at_its_socket(world: Lab) -> None:
-    """No program is asked about it: nftables translates what leaves."""
+    """No socket program sees SCTP: nftables translates the node's packets."""
     found = answer(world.nodes[0], "explain", world.nodes[0].address.v4, f"{vip(15).v4}:36412", "sctp")
     (choice,) = found["endpoints"]
     assert (choice["masquerade"], choice["masqueradeAs"]) == (True, world.nodes[0].address.v4)
     assert found["program"]["why"].startswith("nftables handles SCTP packets of this node")
 
 
-def test_the_answer_for_people(world: Lab) -> None:
+def test_the_text_output(world: Lab) -> None:
     text = see(world.nodes[0], "explain", CLIENT.v4, f"{vip(10).v4}:80", COLUMNS="100").stdout
     assert "1. 203.0.113.10:80/TCP is a LoadBalancer of default/web:http" in text
     assert "3. externalTrafficPolicy Cluster: all endpoints, masqueraded" in text
@@ -279,5 +279,5 @@ def test_the_answer_for_people(world: Lab) -> None:
         ),
     ],
 )
-def test_bad_questions(world: Lab, words: tuple[str, ...], text: str) -> None:
+def test_invalid_arguments(world: Lab, words: tuple[str, ...], text: str) -> None:
     assert error(world.nodes[0], "explain", *words, status=2) == text

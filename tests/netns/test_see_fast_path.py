@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``status``, ``top`` and ``drops`` show of the fast path with real traffic: permits, ages, causes, waiting."""
+"""What ``status``, ``top`` and ``drops`` show of the fast path with real traffic: permits, ages, reasons, waiting
+packets.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from pyebpf_proxy.see import model
 from tests.netns.top_tools import Watching, watching
 from tests.support.fast_lab import NEAR, ON, Ask, FastWorld
 from tests.support.lab_tools import wait_until
-from tests.support.new_flows import BOTH, NewFlows, ask_once, fast_ones, flowing
+from tests.support.new_flows import BOTH, NewFlows, ask_once, ending, wait_until_fast
 from tests.support.see_tools import answer, see
 from tests.support.talk import PORT
 
@@ -33,22 +35,22 @@ def new_flows(world: FastWorld) -> list[NewFlows]:
 
 
 def test_status_counts_permits(fast_world: FastWorld) -> None:
-    """A pair has one for each protocol, for a second after its last new flow."""
+    """A pair has one permit per protocol, for a second after its last new flow."""
 
     def permits() -> int:
         found: dict[str, Any] = json.loads(see(fast_world.node, "status", "-o", "json").stdout)["fastPath"]
         return int(found["permits"])
 
     flows = new_flows(fast_world)
-    with flowing(*flows):
-        fast_ones(fast_world, *flows)
+    with ending(*flows):
+        wait_until_fast(fast_world, *flows)
         wait_until(lambda: permits() == 2, "two permits")
         assert re.search(r"fast path .* entries, [12] permits; ", see(fast_world.node, "status").stdout)
     wait_until(lambda: permits() == 0, "they have expired")
 
 
 def until(seen: Watching, condition: Callable[[model.TopFastPath], object], what: str) -> model.TopFastPath:
-    """The fast path of the first interval that is so."""
+    """The fast path of the first interval that satisfies the condition."""
 
     def holds() -> bool:
         return seen.last.fast_path is not None and bool(condition(seen.last.fast_path))
@@ -62,8 +64,8 @@ def test_top_shows_permits_and_flows_of_both_ages(fast_world: FastWorld, ask: As
     talk = ask(fast_world.client.namespace, NEAR.v4)
     fast_world.fast(talk)
     flows = new_flows(fast_world)
-    with watching(fast_world.node) as seen, flowing(*flows):
-        fast_ones(fast_world, *flows)
+    with watching(fast_world.node) as seen, ending(*flows):
+        wait_until_fast(fast_world, *flows)
         found = until(
             seen, lambda fast: fast.permits and fast.young and fast.kernel and fast.new_flows["fast"], "all of them"
         )
@@ -86,7 +88,7 @@ def test_top_names_the_rule_that_closes_it(fast_world: FastWorld) -> None:
         until(seen, lambda fast: not fast.closed, "it is open again")
 
 
-def test_top_shows_that_no_agent_keeps_it_open(fast_world: FastWorld) -> None:
+def test_top_shows_a_fast_path_without_an_agent(fast_world: FastWorld) -> None:
     agent = fast_world.node.agent
     agent.kill()
     try:
@@ -99,7 +101,7 @@ def test_top_shows_that_no_agent_keeps_it_open(fast_world: FastWorld) -> None:
 
 
 def test_a_packet_that_waits_for_a_promotion_is_among_the_drops(fast_world: FastWorld, family: int) -> None:
-    """A connection straight to the endpoint, from the port of a young flow: its first SYN is dropped."""
+    """A connection directly to the endpoint, from the port of a young flow: its first SYN is dropped."""
     client, near = fast_world.client, fast_world.near
     before, own_port = fast_world.count("drop_awaiting_promotion"), 0
 
@@ -126,7 +128,7 @@ def test_a_packet_that_waits_for_a_promotion_is_among_the_drops(fast_world: Fast
 
 
 def _two_from_one_port(address: str, endpoint: str, own_port: int) -> None:
-    """A flow to the Service that is young, if there is a permit; then the SYN of another one to its endpoint."""
+    """A flow to the Service that is young if it has a permit; then the SYN of another flow to its endpoint."""
     for _ in range(4):
         assert ask_once(address, PORT, "tcp")
     family = socket.AF_INET6 if ":" in address else socket.AF_INET

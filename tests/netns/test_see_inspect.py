@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The maps by bpftool alone: the way from a VIP to its backends, and the page that shows it (docs/maps.md)."""
+"""The maps read with bpftool only: from a VIP to its backends, and the page that shows it (docs/maps.md)."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs
 
 PAGE = (ROOT / "docs" / "maps.md").read_text()
 HEADERS = "".join(path.read_text() for path in sorted((ROOT / "bpf").glob("*maps.h")))
-# Room for the programs to work in, pinned nowhere, rings of events, or what the kernel does not list: a queue, and
-# storage in sockets. It is not read by hand.
+# Scratch space that is not pinned, rings of events, and maps that the kernel cannot list: a queue, and socket storage.
 NOT_SHOWN = {"flow_drafts", "dry_results", "decisions", "promotions", "connected_revnat", "socket_translations"}
 WEB = Kind("web", 10, externalTrafficPolicy="Local")
 

@@ -47,7 +47,7 @@ def world() -> Iterator[Lab]:
 
 
 def _terminating(lab: Lab) -> None:
-    """``web`` has two more endpoints, one that terminates and still serves, one that is not ready."""
+    """``web`` gets two more endpoints: one that terminates and still serves, and one that is not ready."""
     objects = WEB.objects()
     for each in objects[1:]:
         family = 6 if each["addressType"] == "IPv6" else 4
@@ -154,13 +154,13 @@ def _words(number: int) -> list[str]:
 
 
 def test_diff_against_another_source(node: Node, tmp_path: Path) -> None:
-    """Nothing is wanted there: every service port is one too many, and so is each of its endpoints."""
+    """No service port is wanted there: each one is reported as superfluous, and so is each of its endpoints."""
     found = answer(node, "services", "--diff", "--manifests", str(tmp_path), status=1)["services"]
     assert len(found) == 12
     assert {tuple(view["differences"]) for view in found} == {("in the kernel, but not desired",)}
 
 
-def test_colours_are_for_terminals_alone(node: Node) -> None:
+def test_only_terminals_get_colours(node: Node) -> None:
     shown = _on_a_terminal(node, "services", "default/empty:http")
     assert "\x1b[31mno endpoints" in shown
     assert "\x1b" not in _on_a_terminal(node, "services", "default/empty:http", NO_COLOR="1")
@@ -189,7 +189,7 @@ def _on_a_terminal(node: Node, *arguments: str, **environment: str) -> str:
         (("services", "--diff", "--manifests", "/none"), 3, "the manifests folder /none does not exist"),
     ],
 )
-def test_bad_questions(node: Node, words: tuple[str, ...], status: int, text: str) -> None:
+def test_invalid_arguments(node: Node, words: tuple[str, ...], status: int, text: str) -> None:
     assert error(node, *words, status=status) == text
 
 

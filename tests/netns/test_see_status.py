@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``status``, ``drops`` and ``flows`` on a node of the lab, and their output when something is wrong."""
+"""``status``, ``drops`` and ``flows`` on a node of the lab, also when something is wrong."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from pyebpf_proxy.lab.addresses import CLIENT, cluster_ip, vip
 from pyebpf_proxy.lab.client import ask
 from pyebpf_proxy.lab.cluster import Lab, Node
 from pyebpf_proxy.see.agent import running_agent
-from tests.support.lab_services import Kind, served_elsewhere
-from tests.support.lab_tools import full_conntrack, take_program_off, wait_until
+from tests.support.lab_services import Kind, build_remote_only
+from tests.support.lab_tools import detach_program, full_conntrack, wait_until
 from tests.support.see_tools import NO_SYS_ADMIN, answer, error, see
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs_bpf]
@@ -30,7 +30,7 @@ NEARBY = Kind("nearby", 13, externalTrafficPolicy="Local")
 
 @pytest.fixture(scope="module")
 def world() -> Iterator[Lab]:
-    with served_elsewhere(WEB, EMPTY, NEARBY, empty=EMPTY) as made:
+    with build_remote_only(WEB, EMPTY, NEARBY, empty=EMPTY) as made:
         yield made
 
 
@@ -47,7 +47,7 @@ def warnings(node: Node) -> list[str]:
     return [each["what"] for each in found]
 
 
-def test_right(node: Node) -> None:
+def test_status_of_a_healthy_node(node: Node) -> None:
     found = answer(node, "status")
     assert found["warnings"] == []
     (device,) = found["devices"]
@@ -105,7 +105,7 @@ def test_a_young_flow_is_listed_and_the_fast_path_counts_it(node: Node, world: L
     before = answer(node, "status", status=see(node, "status").returncode)["fastPath"]
 
     def young() -> list[dict[str, Any]]:
-        """UDP: it stays for some seconds, and is no stream, so it is not promoted."""
+        """UDP: it lasts for some seconds, and has few packets, so it is not promoted."""
         for _ in range(3):
             assert world.client.call(ask, vip(10).v4, 53, "udp").kind == "answered"
         found: list[dict[str, Any]] = answer(node, "flows", "age=young", "service=web")["flows"]
@@ -125,7 +125,7 @@ def test_a_young_flow_is_listed_and_the_fast_path_counts_it(node: Node, world: L
     assert fast["slow"]["slow_no_permit"] >= 1
 
 
-def test_filters_that_name_nothing(node: Node) -> None:
+def test_filters_without_a_match(node: Node) -> None:
     fields = "service, client, endpoint, destination, protocol, state, age, path"
     output = error(node, "flows", "servce=web", status=2)
     assert output == f"flows have no field servce: {fields}; did you mean service?"
@@ -170,11 +170,11 @@ def test_a_process_of_the_node_is_distinguished(node: Node) -> None:
 
 
 def test_a_device_without_program_is_named(node: Node, world: Lab) -> None:
-    """The agent puts it back at once, so it must not run."""
+    """The agent would attach it again at once, so it must not run."""
     assert world.client.call(ask, vip(10).v4, 80).kind == "answered"
     node.agent.kill()
     try:
-        assert node.namespace.call(take_program_off, node.agent.directory, "eth0")
+        assert node.namespace.call(detach_program, node.agent.directory, "eth0")
         assert {each["endpointName"] for each in answer(node, "flows")["flows"]} <= {"", "this node"}
         named = answer(node, "flows", "web", "--manifests", str(world.manifests))["flows"]
         assert {each["endpointName"] for each in named} == {"default/web-2"}
@@ -204,8 +204,8 @@ def test_a_device_without_program_is_named(node: Node, world: Lab) -> None:
     ],
     ids=lambda words: words[0],
 )
-def test_what_the_agents_pod_may_do_is_enough(node: Node, words: tuple[str, ...]) -> None:
-    """It lacks CAP_SYS_ADMIN, which the types and constants of loaded programs take (``kubectl exec``)."""
+def test_the_capabilities_of_the_agents_pod_are_enough(node: Node, words: tuple[str, ...]) -> None:
+    """It lacks CAP_SYS_ADMIN, which reading the types and constants of loaded programs needs (``kubectl exec``)."""
     from_socket = see(node, *words, "-o", "json")
     ran = see(node, *words, "-o", "json", through=NO_SYS_ADMIN)
     assert (ran.returncode, ran.stderr) == (from_socket.returncode, from_socket.stderr)
@@ -220,7 +220,7 @@ def test_what_the_agents_pod_may_do_is_enough(node: Node, words: tuple[str, ...]
 
 
 def test_without_rights_and_agent_nothing_wrong_is_shown(node: Node) -> None:
-    """``explain`` once reported that no program is on any device."""
+    """``explain`` once reported that no device has a program."""
     node.agent.kill()
     try:
         words = ("explain", CLIENT.v4, f"{vip(10).v4}:80")
@@ -271,7 +271,7 @@ def test_a_flushed_nft_table_is_named(node: Node, world: Lab) -> None:
 
 def test_a_full_connection_table_is_named(node: Node, world: Lab) -> None:
     with full_conntrack(node.namespace) as top_up:
-        # On a slow machine some entries are given up before the command reads their number.
+        # On a slow machine the kernel evicts some entries before the command reads their number.
         wait_until(lambda: _nearly_full(node, top_up), "status shows a full table")
         assert any(re.match(r"conntrack: \d+ of \d+ in use", text) for text in warnings(node))
         found = wait_until(lambda: _explained(node, top_up), "explain reports it, too")
@@ -289,7 +289,7 @@ def _nearly_full(node: Node, top_up: Callable[[], None]) -> bool:
 
 
 def _explained(node: Node, top_up: Callable[[], None]) -> dict[str, Any] | None:
-    """The answer; None if there was room again when it was asked for."""
+    """The answer; None if there was room again when the command ran."""
     top_up()
     found: dict[str, Any] = json.loads(see(node, "explain", CLIENT.v4, f"{vip(10).v4}:80", "-o", "json").stdout)
     return None if found["verdict"] == "served" else found

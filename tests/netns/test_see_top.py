@@ -64,7 +64,7 @@ def near(found: dict[str, float], name: str, wanted: float) -> bool:
 
 
 def refused(world: Lab) -> None:
-    """One packet: a SYN comes again where the refusal meets a connect() that still holds its socket."""
+    """One packet: a SYN is sent again if the refusal comes while connect() still holds its socket."""
     assert world.client.call(ask, vip(12).v4, 53, "udp").kind == "refused"
 
 
@@ -96,7 +96,7 @@ def test_traffic_of_two_services_is_shown(node: Node, world: Lab, however: str) 
         assert all(each.answer is not None for each in moved)
         sizes = sum(each.size + each.answer.received for each in moved if each.answer is not None)
         assert near(seen.bytes, "default/other:dns 4", sizes + 8 * UDP_HEADERS[4])
-        # A connection with an answer, both ways: more than the two packets that open it.
+        # A connection with an answer: more packets in both directions than the two that open it.
         assert seen.packets["default/web:http 4"] >= 12 * 6
         first, second = (pod.address.v4 for pod in WEB.endpoints)
         assert seen.backends[f"{first}:8080"] + seen.backends[f"{second}:8080"] == pytest.approx(12)
@@ -106,7 +106,7 @@ def test_traffic_of_two_services_is_shown(node: Node, world: Lab, however: str) 
 
 
 def test_flows_of_this_nodes_own_processes_are_counted(node: Node) -> None:
-    """Their packets go straight to the endpoint: their service is unknown."""
+    """Their packets go directly to the endpoint: their service is unknown."""
     with watching(node, "default/web") as seen:
         for _ in range(3):
             answered(node.namespace.call(ask, cluster_ip(10).v4, 80))
@@ -114,8 +114,8 @@ def test_flows_of_this_nodes_own_processes_are_counted(node: Node) -> None:
         assert seen.packets["default/web:http 4"] == 0
 
 
-def test_a_large_answer_is_counted_whole(node: Node, world: Lab) -> None:
-    """With PEP_FAST_PATH=1 most of it goes by the flow cache, which redirects it before anybody else looks."""
+def test_a_large_answer_is_counted_completely(node: Node, world: Lab) -> None:
+    """With PEP_FAST_PATH=1 most of it takes the fast path, which redirects it before other programs see it."""
     size = 2_000_000
     with watching(node) as seen:
         answered(world.client.call(ask, vip(11).v4, 80, reply_size=size))
@@ -125,7 +125,7 @@ def test_a_large_answer_is_counted_whole(node: Node, world: Lab) -> None:
         assert seen.packets["default/other:http 4"] > size / 1460
 
 
-def test_a_service_that_changes_goes_on_to_be_counted(node: Node, world: Lab) -> None:
+def test_a_changed_service_is_still_counted(node: Node, world: Lab) -> None:
     first, second = WEB.endpoints
     with watching(node) as seen:
         try:
@@ -142,7 +142,7 @@ def test_a_service_that_changes_goes_on_to_be_counted(node: Node, world: Lab) ->
         assert seen.backends[f"{second.address.v4}:8080"] >= 0.99
 
 
-def test_a_named_service_is_shown_at_rest_and_others_are_not(node: Node) -> None:
+def test_an_idle_service_is_shown_only_if_it_is_named(node: Node) -> None:
     (line,) = see(node, "top", "web", "--once", "-o", "json").stdout.splitlines()
     found = msgspec.json.decode(line, type=model.Top)
     assert {view.name for view in found.services} == {"default/web:http", "default/web:dns"}
@@ -154,7 +154,7 @@ def test_a_named_service_is_shown_at_rest_and_others_are_not(node: Node) -> None
     assert error(node, "top", "-i", "0", status=2).startswith("argument -i/--interval: 0 is not between 0.1 and 3600")
 
 
-def test_light_attaches_nothing(node: Node, world: Lab) -> None:
+def test_light_attaches_no_program(node: Node, world: Lab) -> None:
     with watching(node, "--light") as seen:
         assert meters(seen.process) == set()
         answered(world.client.call(ask, vip(10).v4, 80))
@@ -164,7 +164,7 @@ def test_light_attaches_nothing(node: Node, world: Lab) -> None:
 
 
 def meters(process: subprocess.Popen[str]) -> set[int]:
-    """Numbers of the programs that a ``top`` has attached."""
+    """Ids of the programs that a ``top`` has attached."""
     found = set()
     for file in Path(f"/proc/{process.pid}/fdinfo").iterdir():
         text = file.read_text()
@@ -180,7 +180,7 @@ def there(program: int) -> bool:
 @pytest.mark.parametrize(
     ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGKILL, -9)]
 )
-def test_however_it_ends_nothing_stays(node: Node, number: int, status: int) -> None:
+def test_any_end_detaches_the_programs(node: Node, number: int, status: int) -> None:
     with watching(node) as seen:
         programs = meters(seen.process)
         assert programs
@@ -191,7 +191,7 @@ def test_however_it_ends_nothing_stays(node: Node, number: int, status: int) -> 
         wait_until(lambda: not any(map(there, programs)), "the kernel takes the programs off")
 
 
-def test_nothing_fits_more_than_40_columns(node: Node, world: Lab) -> None:
+def test_the_output_fits_40_columns(node: Node, world: Lab) -> None:
     answered(world.client.call(ask, vip(10).v4, 80))
     ran = see(node, "top", "web", "--once", COLUMNS="40")
     assert ran.returncode == 0
@@ -233,7 +233,7 @@ class Terminal:
         self.text = ""
 
     def until(self, wanted: str) -> str:
-        """What was drawn until this is on it, escape sequences left out."""
+        """Everything drawn until this text appears, without escape sequences."""
         end = time.monotonic() + 20
         while not re.search(wanted, self.plain()):
             assert time.monotonic() < end, self.plain()
@@ -268,7 +268,7 @@ def terminal(node: Node, width: int, height: int = 12) -> Iterator[Terminal]:
 
 
 @pytest.mark.parametrize("width", [40, 100])
-def test_on_a_terminal_it_is_as_wide_as_that_and_obeys_keys(node: Node, world: Lab, width: int) -> None:
+def test_on_a_terminal_it_uses_the_width_and_reads_keys(node: Node, world: Lab, width: int) -> None:
     with terminal(node, width) as shown:
         shown.until(r"by flows")
         task = world.client.start(many, vip(10).v4, 20)
@@ -292,7 +292,7 @@ def many(address: str, count: int) -> None:
         time.sleep(0.1)
 
 
-def test_a_terminal_is_as_before_after_a_signal(node: Node) -> None:
+def test_a_signal_restores_the_terminal(node: Node) -> None:
     with terminal(node, 80) as shown:
         shown.until("by flows")
         assert not shown.as_before()
@@ -302,7 +302,7 @@ def test_a_terminal_is_as_before_after_a_signal(node: Node) -> None:
 
 
 def test_drops_of_the_last_minute_are_counted(node: Node, world: Lab) -> None:
-    """Also by the maps alone. What came before the minute is only in the count since the maps were made."""
+    """Also from the maps only. Earlier drops are only in the count since the maps were created."""
 
     def count() -> tuple[int, int]:
         found = [each for each in answer(node, "drops", status=1)["drops"] if each["reason"] == "reject_no_endpoints"]
@@ -313,7 +313,7 @@ def test_drops_of_the_last_minute_are_counted(node: Node, world: Lab) -> None:
     assert 1 <= lately <= ever
     for _ in range(2):
         refused(world)
-    # What fell out of the minute meanwhile is less than what came.
+    # Fewer drops have left the last minute than have come.
     assert count()[1] == ever + 2
     assert count()[0] >= 2
     assert re.search(r"LAST MINUTE", see(node, "drops").stdout)

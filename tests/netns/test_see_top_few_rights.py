@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``top`` with an agent that has the DaemonSet's capabilities, which may not read the names of programs."""
+"""``top`` with an agent that has the DaemonSet's capabilities and may not read the names of programs."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def node() -> Iterator[Node]:
         write_services(lab, WEB)
         ran = run_init_only(node)
         assert ran.returncode == 0, ran.stderr
-        # As a container has it: /sys as the host's, which ``ip netns exec`` would mount anew.
+        # As in a container: /sys is the host's. ``ip netns exec`` would mount another one.
         enter = ("nsenter", f"--net=/run/netns/{node.namespace.name}")
         node.agent.start(enter=(*enter, "setpriv", f"--bounding-set={FEW}", f"--inh-caps={FEW}"))
         node.agent.wait_synced()
@@ -50,7 +50,7 @@ def node() -> Iterator[Node]:
 
 @pytest.fixture
 def foreign(node: Node, tmp_path: Path) -> Iterator[int]:
-    """A foreign program in the chain of eth0, after the agent's."""
+    """Another software's program in the chain of eth0, after the agent's."""
     (tmp_path / "foreign.c").write_text(
         'struct __sk_buff;\n__attribute__((section("tc"), used)) int goes_on(struct __sk_buff *skb) { return -1; }\n'
         'char LICENSE[] __attribute__((section("license"), used)) = "GPL";\n'
@@ -76,7 +76,7 @@ def pins(node: Node) -> Path:
 
 
 def logged(node: Node) -> set[str]:
-    """What is known of meters without a pin."""
+    """What the log says about meters without a pin."""
     return {name for name in os.listdir(pins(node)) if name.startswith("meter-")}
 
 
@@ -89,7 +89,7 @@ def chains(node: Node) -> dict[int, list[str]]:
 
 
 def redirects(node: Node, bpf_objects: Path) -> dict[int, int]:
-    """How the fast path sends by each device."""
+    """How the fast path sends through each device."""
     with Object.open(bpf_objects / "tc.bpf.o") as unset:
         layout = unset.btf.struct("node_device")
     table = Map.open_pinned(node.agent.pin("devices"))
@@ -103,14 +103,14 @@ def with_meters(chain: list[str]) -> list[str]:
     return ["meter_l3" if chain[0] == "tc_l3" else "meter_ethernet", *chain] if chain else []
 
 
-def test_the_agent_leaves_the_meters_before_its_programs(node: Node, foreign: int, bpf_objects: Path) -> None:
-    # The foreign program is seen at the next look.
+def test_the_agent_keeps_the_meters_before_its_programs(node: Node, foreign: int, bpf_objects: Path) -> None:
+    # The agent sees the foreign program at its next check.
     time.sleep(LOOK_SECONDS + 0.5)
     chain, redirect = chains(node), redirects(node, bpf_objects)
     device = next(index for index, name in node.namespace.call(socket.if_nameindex) if name == "eth0")
     assert chain[device] == ["tc_ethernet", "goes_on"]
     assert redirect[device] == 0
-    assert any(redirect.values()), "the others are open"
+    assert any(redirect.values()), "the other devices are open"
     with watching(node):
         assert len(logged(node)) == 2
         end = time.monotonic() + 2 * LOOK_SECONDS
@@ -122,8 +122,8 @@ def test_the_agent_leaves_the_meters_before_its_programs(node: Node, foreign: in
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_nothing_is_shown_of_meters_that_are_gone(node: Node, number: int) -> None:
-    """What a killed one leaves is removed by the next."""
+def test_removed_meters_are_not_shown(node: Node, number: int) -> None:
+    """The next ``top`` removes what a killed one leaves."""
     with watching(node) as seen:
         first = logged(node)
         assert len(first) == 2

@@ -11,7 +11,7 @@ import pytest
 from pyebpf_proxy.lab.addresses import CLIENT, vip
 from pyebpf_proxy.lab.cluster import Lab, Node
 from tests.support.lab_services import Kind, write_nodes, write_services
-from tests.support.lab_tools import moved, reasons, wait_until
+from tests.support.lab_tools import counted_between, reasons, wait_until
 from tests.support.see_tools import answer, see
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs_bpf]
@@ -59,7 +59,7 @@ def test_both_programs_are_run_and_agree(node: Node, source: str) -> None:
     assert found["xdp"]["counted"] == ["new_flow_netfilter"]
     endpoints = {each["backend"]: each for each in found["endpoints"]}
     assert found["xdp"]["backend"] in endpoints
-    assert moved(before[0], reasons(node)) == {}
+    assert counted_between(before[0], reasons(node)) == {}
     assert [line for line in node.namespace.run("conntrack", "-L").splitlines() if source in line] == [
         line for line in before[1].splitlines() if source in line
     ]
@@ -76,7 +76,7 @@ def test_xdp_drops_what_it_may_and_leaves_refusals_to_tc(node: Node) -> None:
     assert "Dry run of the tc program: served by 10.244." in text
 
 
-def test_without_its_agent_the_fast_path_rests(node: Node) -> None:
+def test_without_its_agent_the_fast_path_is_off(node: Node) -> None:
     node.agent.kill()
     try:
         wait_until(lambda: not answer(node, "status", status=1)["fastPath"]["watched"], "no agent watches")
@@ -86,8 +86,8 @@ def test_without_its_agent_the_fast_path_rests(node: Node) -> None:
         node.agent.wait_synced()
 
 
-def test_xdp_that_is_on_no_device_is_warned_of(node: Node) -> None:
-    """Its pin is its life."""
+def test_a_warning_names_xdp_without_a_device(node: Node) -> None:
+    """The program stays attached as long as its pin exists."""
     (pin,) = node.agent.pin("services").parents[1].glob("xdp/*")
     pin.unlink()
     wait_until(lambda: '"xdp":' not in node.namespace.run("ip", "-j", "link", "show", "dev", "eth0"), "XDP is off")

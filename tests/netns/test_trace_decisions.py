@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``trace`` on a node of the lab: what the programs decide, as it happens, and how it ends."""
+"""``trace`` on a node of the lab: it shows the programs' decisions as they happen, and how it ends."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pyebpf_proxy.lab.agent import command
 from pyebpf_proxy.lab.client import ask, ask_many
 from pyebpf_proxy.lab.cluster import Lab, Node
 from tests.netns.trace_tools import Trace
-from tests.support.lab_services import Kind, served_elsewhere, write_services
+from tests.support.lab_services import Kind, build_remote_only, write_services
 from tests.support.lab_tools import wait_until
 from tests.support.see_tools import error
 
@@ -26,13 +26,13 @@ pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs
 WEB = Kind("web", 10)
 EMPTY = Kind("empty", 12)
 NEARBY = Kind("nearby", 13, externalTrafficPolicy="Local")
-#: Lines name the program that has decided, also in a run of all tests with XDP.
+#: Lines name the program that decided, so XDP is off here, also when all tests run with XDP.
 TC_ONLY: dict[str, object] = {"xdpDevices": []}
 
 
 @pytest.fixture(scope="module")
 def world() -> Iterator[Lab]:
-    with served_elsewhere(WEB, EMPTY, NEARBY, empty=EMPTY, own=TC_ONLY) as made:
+    with build_remote_only(WEB, EMPTY, NEARBY, empty=EMPTY, own=TC_ONLY) as made:
         yield made
 
 
@@ -42,7 +42,7 @@ def node(world: Lab) -> Node:
 
 
 def everything(world: Lab, node: Node) -> None:
-    """A decision of each kind, the one of Service web last."""
+    """A decision of each kind; the one of Service web is the last."""
     assert world.client.call(ask, vip(12).v6, 53, "udp").kind == "refused"
     assert world.client.call(ask, vip(13).v4, 53, "udp", timeout=0.2).kind == "timed out"
     assert node.namespace.call(ask, cluster_ip(10).v4, 53, "udp").kind == "answered"
@@ -65,7 +65,7 @@ def test_each_decision_is_a_line(world: Lab, node: Node) -> None:
     assert (served["path"], served["verdict"]) == ("netfilter", "served")
     assert (served["reason"], served["slow"]) == ("new_flow_netfilter", "slow_no_permit")
     assert served["masquerade"]
-    # It depends on whether the packet had left when its line was made.
+    # It is empty if the packet had not left when its line was written.
     assert served["masqueradedAs"] == "" or served["masqueradedAs"].startswith(node.address.v4)
     assert (refused["reason"], refused["service"]) == ("reject_no_endpoints", "default/empty:dns")
     assert (refused["destination"], refused["endpoint"], refused["path"]) == (f"[{vip(12).v6}]:53", "", "")
@@ -80,7 +80,7 @@ def test_each_decision_is_a_line(world: Lab, node: Node) -> None:
 
 
 def test_a_young_flow_is_reported_with_its_masquerade(world: Lab, node: Node) -> None:
-    """Its translation is in the flow table before its line is made."""
+    """The line is written after its translation is in the flow table."""
     with Trace(node, "web", "tcp") as trace:
 
         def fast() -> bool:
@@ -117,7 +117,7 @@ def test_filters(world: Lab, node: Node, words: str, reported: set[str]) -> None
     assert len(found) == len(reported)
 
 
-def test_a_service_that_is_made_anew_is_still_reported(world: Lab, node: Node) -> None:
+def test_a_recreated_service_is_still_reported(world: Lab, node: Node) -> None:
     """It has another number then."""
     later, between = Kind("later", 14), Kind("between", 15)
     later.endpoints = between.endpoints = WEB.endpoints
@@ -142,7 +142,7 @@ def test_a_service_that_is_made_anew_is_still_reported(world: Lab, node: Node) -
         (world.manifests / f"{service.name}.yaml").unlink()
 
 
-def test_lines_for_people(world: Lab, node: Node) -> None:
+def test_text_lines(world: Lab, node: Node) -> None:
     with Trace(node, "udp", output="table", COLUMNS="60") as narrow:
         everything(world, node)
     assert max(map(len, narrow.raw)) <= 60
@@ -189,7 +189,7 @@ def test_a_closed_pipe_ends_it(node: Node) -> None:
 
 
 def test_losses_are_reported(world: Lab, node: Node) -> None:
-    """Stopped, it reads nothing; its ring has room for some thirty decisions."""
+    """While stopped it reads nothing; its ring has room for some thirty decisions."""
     with Trace(node, "--buffer", "4") as trace:
         inside = _own_process(trace)
         os.kill(inside, signal.SIGSTOP)
@@ -207,7 +207,7 @@ def _own_process(trace: Trace) -> int:
     return trace.process.pid
 
 
-def test_nothing_remains_of_one_that_was_killed(world: Lab, node: Node) -> None:
+def test_a_killed_trace_leaves_no_state(world: Lab, node: Node) -> None:
     def word() -> int:
         shown = node.namespace.run("bpftool", "-j", "map", "dump", "pinned", str(node.agent.pin("tracing")))
         return int(json.loads(shown)[0]["formatted"]["value"]["process"])

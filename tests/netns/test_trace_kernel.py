@@ -17,7 +17,7 @@ from pyebpf_proxy.lab.client import ask
 from pyebpf_proxy.lab.cluster import Lab, Node
 from pyebpf_proxy.trace.kernel import INTERPRETER, INTERPRETER_VARIABLE
 from tests.netns.trace_tools import Trace
-from tests.support.lab_services import Kind, served_elsewhere
+from tests.support.lab_services import Kind, build_remote_only
 from tests.support.lab_tools import wait_until
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs_bpf]
@@ -36,7 +36,7 @@ def bcc() -> None:
 
 @pytest.fixture(scope="module")
 def world() -> Iterator[Lab]:
-    with served_elsewhere(WEB, NEARBY, own={"xdpDevices": []}) as made:
+    with build_remote_only(WEB, NEARBY, own={"xdpDevices": []}) as made:
         yield made
 
 
@@ -79,17 +79,17 @@ def test_connections_of_the_node_itself(node: Node) -> None:
 
 
 @pytest.mark.usefixtures("bcc")
-def test_a_filter_is_for_the_kernel_too(world: Lab, node: Node) -> None:
+def test_a_filter_applies_to_kernel_events(world: Lab, node: Node) -> None:
     with Trace(node, "nearby", kernel=True) as trace:
         assert world.client.call(ask, vip(10).v4, 80).kind == "answered"
         world.client.call(ask, vip(13).v4, 53, "udp", timeout=0.2)
         trace.until(kind="KernelDrop")
-    # Other labs on this machine have the same addresses, and much traffic: what is lost belongs to them.
+    # Other labs on this machine have the same addresses, and much traffic: lost events belong to them.
     assert {line["service"] for line in trace.lines if line["kind"] != "Lost"} == {"default/nearby:dns"}
 
 
 @pytest.mark.usefixtures("bcc")
-def test_its_process_ends_with_it(node: Node) -> None:
+def test_the_reader_of_kernel_events_ends_with_trace(node: Node) -> None:
     with Trace(node, kernel=True) as trace:
         own = trace.process.pid
         (child,) = Path(f"/proc/{own}/task/{own}/children").read_text().split()
@@ -99,7 +99,7 @@ def test_its_process_ends_with_it(node: Node) -> None:
 
 
 def test_without_bcc(world: Lab, node: Node, tmp_path: Path) -> None:
-    """Decisions are shown, and the package to install is named."""
+    """Decisions are shown, and the message names the package to install."""
     bare = tmp_path / "python3"
     bare.write_text(f'#!/bin/sh\nexec {INTERPRETER} -S "$@"\n')
     bare.chmod(0o755)
@@ -116,7 +116,7 @@ def test_without_bcc(world: Lab, node: Node, tmp_path: Path) -> None:
 
 
 def test_without_a_folder_to_write(world: Lab, node: Node) -> None:
-    """As in the agent's pod, whose root file system is read-only. What it lacks more than that is bcc."""
+    """As in the agent's pod, whose root file system is read-only. The pod also lacks bcc."""
     read_only = 'for path in / /tmp /var/tmp; do mount -o remount,bind,ro "$path" 2>/dev/null; done; cd / && exec "$@"'
     done = subprocess.run(
         [

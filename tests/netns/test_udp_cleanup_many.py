@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stale UDP flows among ten thousand: exactly those are deleted, by ctnetlink alone, and soon."""
+"""Stale UDP flows among ten thousand: exactly those are deleted, only by ctnetlink, and quickly."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class _Services:
 
 
 def _course(family: IPFamily, stale_each: int) -> tuple[set[int], list[Cleaned], float, set[int]]:
-    """Clients' ports of the stale flows, what was done and how long it took, ports of the flows that are left."""
+    """Client ports of the stale flows, what was done and how long it took, client ports of the remaining flows."""
     client, frontend, gone, serving = ADDRESSES[family]
     stale = set(range(1024, 1024 + FLOWS, stale_each))
     create_now(
@@ -100,7 +100,9 @@ def _client_port(flow: ctnetlink.Flow) -> int:
 @pytest.mark.alone
 @pytest.mark.parametrize("stale_each", [10, 1], ids=["a tenth", "all"])
 @pytest.mark.parametrize("family", list(IPFamily), ids=lambda family: family.name)
-def test_exactly_the_stale_ones_and_soon(namespace: Namespace, family: IPFamily, stale_each: int) -> None:
+def test_exactly_the_stale_flows_are_deleted_and_quickly(
+    namespace: Namespace, family: IPFamily, stale_each: int
+) -> None:
     stale, done, seconds, left = namespace.call(_course, family, stale_each)
     print(f"{len(stale)} of {FLOWS} in {seconds * 1000:.0f} ms")
     assert left == set(range(1024, 1024 + FLOWS)) - stale

@@ -19,7 +19,7 @@ from pyebpf_proxy.see import model
 
 
 class Watching:
-    """``top -o json`` as it continues, and the sums of all its intervals."""
+    """A running ``top -o json``, and the sums of all its intervals."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self.process = process
@@ -32,7 +32,7 @@ class Watching:
         self.last = self.next()
 
     def next(self) -> model.Top:
-        """The next interval, as scripts have it; its rates are added."""
+        """The next interval, as scripts get it; its rates are added."""
         assert self.process.stdout is not None
         found = msgspec.json.decode(self.process.stdout.readline(), type=model.Top)
         for view in found.services:
@@ -53,7 +53,7 @@ class Watching:
         return found
 
     def until(self, condition: Callable[[], bool], what: str) -> None:
-        """Read on until the sums are so."""
+        """Read intervals until the sums satisfy the condition."""
         end = time.monotonic() + 20
         while not condition():
             assert time.monotonic() < end, f"{what}: {self.flows}, {self.packets}, {self.bytes}, {self.drops}"
@@ -61,7 +61,7 @@ class Watching:
 
 
 def start(node: Node, *words: str, **given: Any) -> subprocess.Popen[str]:
-    """A ``top`` that continues."""
+    """A ``top`` that runs until it is stopped."""
     known = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
     known["PYEBPF_PROXY_DIRECTORY"] = str(node.agent.directory)
     return subprocess.Popen(

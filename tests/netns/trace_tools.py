@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A ``trace`` that runs on a node of the lab while something happens there."""
+"""A ``trace`` that runs on a node of the lab during a test."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Line = dict[str, Any]
 
 
 class Trace:
-    """``trace -o json`` with these words, once the programs report. ``kernel``: the kernel's events, too."""
+    """``trace -o json`` with these arguments, as soon as the programs report. ``kernel``: also the kernel's events."""
 
     def __init__(self, node: Node, *words: str, output: str = "json", kernel: bool = False, **environment: str) -> None:
         known = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
@@ -33,7 +33,7 @@ class Trace:
             stderr=subprocess.PIPE,
             text=True,
         )
-        #: The messages before it began: what is missing, and that it traces now.
+        #: The messages at its start: what is missing, and that it traces now.
         self.messages: list[str] = []
         self.raw: list[str] = []
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -71,7 +71,7 @@ class Trace:
         return [json.loads(text) for text in list(self.raw)]
 
     def until(self, count: int = 1, **fields: Any) -> list[Line]:
-        """The first ``count`` lines with these fields, when they are there."""
+        """The first ``count`` lines with these fields, as soon as they exist."""
 
         def found() -> list[Line]:
             fitting = [line for line in self.lines if fields.items() <= line.items()]
@@ -80,7 +80,7 @@ class Trace:
         return wait_until(found, f"{count} lines with {fields}; there are {self.raw}")  # type: ignore[no-any-return]
 
     def ended(self) -> int:
-        """The exit status, when it has ended by itself."""
+        """The exit status, as soon as it has ended by itself."""
         status = self.process.wait(20)
         self._reader.join(20)
         return status

@@ -28,19 +28,19 @@ class Transfers:
         self._task: Task[str] = namespace.start(_transfer, self._stop, self._rounds, address, port, count)
 
     def least(self) -> int:
-        """Rounds of the connection that is furthest behind."""
+        """The rounds of the slowest connection."""
         return min(self._rounds)
 
     def done(self) -> bool:
         return self._task.done()
 
     def stop(self) -> str:
-        """End them; what went wrong, empty if nothing."""
+        """End them; returns what went wrong, empty if nothing did."""
         self._stop.set()
         return self._task.result(120)
 
 
-PACE = 0.05  # seconds between two rounds of a transfer: new connections need the machine more
+PACE = 0.05  # seconds between two rounds of a transfer, to leave CPU time for new connections
 
 
 def _transfer(stop: Any, rounds: Any, address: str, port: int, count: int) -> str:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A lab whose first node has XDP on eth0: what it needs, and how to see that packets went by it."""
+"""A lab whose first node has XDP on eth0, with its prerequisites, and how to see that XDP served packets."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NODE_PORT = 30007
 
 
 def as_nics(world: FastWorld) -> FastWorld:
-    """As real NICs are: senders make their checksums, and the other end of the wire takes frames."""
+    """Like real NICs: senders compute their checksums, and the other end of the wire accepts frames."""
     offloads(world, "off")
     receive(world, "on")
     restart(world, XDP)
@@ -39,12 +39,12 @@ def offloads(world: FastWorld, state: str) -> None:
 
 
 def receive(world: FastWorld, state: str) -> None:
-    """Whether the wire's other end, in the core, takes frames of XDP: a veth does with GRO."""
+    """Whether the wire's other end, in the core, accepts frames of XDP: a veth does with GRO."""
     world.lab.core.run("ethtool", "-K", world.node.name, "gro", state)
 
 
 def shown(node: Node, device: str = "eth0") -> dict[str, object]:
-    """The XDP program on a device, as iproute2 sees it; empty: none."""
+    """The XDP program on a device, from iproute2's output; empty: none."""
     (link,) = json.loads(node.namespace.run("ip", "-j", "-d", "link", "show", "dev", device))
     found = link.get("xdp", {})
     return found if isinstance(found, dict) else {}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles programs that a test makes up."""
+"""Compiles BPF programs that tests write."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One node per family for each module of program tests, one set of maps for each of map tests; fresh for every test."""
+"""Each module of program tests shares one node per family, each module of map tests one set of maps. Every test starts
+with empty maps.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ def node(request: pytest.FixtureRequest) -> Iterator[ProgramNode]:
 
 @pytest.fixture
 def world(node: ProgramNode) -> ProgramNode:
-    """The slow path alone, a detector by CIDR."""
+    """Only the slow path, with a local detector by CIDR."""
     node.forget_flows()
     node.settings = {}
     node.load()
@@ -35,7 +37,7 @@ def world(node: ProgramNode) -> ProgramNode:
 
 @pytest.fixture(params=["tc", "xdp"])
 def hooks(request: pytest.FixtureRequest, node: ProgramNode) -> ProgramNode:
-    """tc alone, and XDP before tc: for what must not depend on the hook."""
+    """Once with tc alone and once with XDP before tc, for results that must not depend on the hook."""
     node.forget_flows()
     node.settings = {"xdp": 1} if request.param == "xdp" else {}
     node.load()
@@ -44,7 +46,7 @@ def hooks(request: pytest.FixtureRequest, node: ProgramNode) -> ProgramNode:
 
 @pytest.fixture(scope="module")
 def kernel(bpf_objects: Path) -> Iterator[Loaded]:
-    """The maps of the services, small; their tests share one load."""
+    """Small maps of the services; all their tests share one load."""
     loaded = load(Settings(netns_cookie=1), sizes=SIZES, objects=bpf_objects)
     yield loaded
     loaded.close()
@@ -52,7 +54,7 @@ def kernel(bpf_objects: Path) -> Iterator[Loaded]:
 
 @pytest.fixture
 def loaded(kernel: Loaded) -> Iterator[Loaded]:
-    """The same with empty maps; what a test puts in a map's place is taken out again."""
+    """The same maps, empty; maps that a test replaces are restored."""
     wipe(kernel)
     real = dict(kernel.maps)
     yield kernel

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A node whose fast path is open: packets of flows by name, on both sides of netfilter.
+"""A node whose fast path is open, and flows whose packets a test sends one by one.
 
-What netfilter does between the two is written by hand: a test gives tc_ethernet the packet that comes in, and
-tc_egress the one that leaves, with the record's name that the kernel would have carried in skb->tc_index.
+The tests play the part of netfilter: they give tc_ethernet the packet that comes in, and tc_egress the packet that
+leaves, with the number of the hand-over record that the kernel would carry in skb->tc_index.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ FAR = "02:00:00:00:0f:01"
 NEW = 0xEE000001
 HANDOVER_MARK = 0xB000
 SECOND = 1_000_000_000
-#: bpf_ktime_get_coarse_ns(). Python has no name for it.
+#: The clock of bpf_ktime_get_coarse_ns(). Python has no name for it.
 _CLOCK_MONOTONIC_COARSE = 6
 SNAT_PORTS = (20000, 20999)
 U64 = (1 << 64) - 1
-# A test run takes no tc_index: this program sets it, and continues as the one that is tested.
+# A test run cannot set tc_index: this program sets it, and calls the program under test.
 _NAMED = """
 struct {
     __uint(type, BPF_MAP_TYPE_PROG_ARRAY);
@@ -59,7 +59,7 @@ SEC("tc") int named(struct __sk_buff *skb)
 
 
 def tag_of(key: bytes) -> int:
-    """The tag in the entry of this key (bpf/flow_table.h)."""
+    """The tag in the flow table's entry with this key (bpf/flow_table.h)."""
     words = struct.unpack("<5Q", key)
     turned = [word << by | word >> 64 - by for word, by in zip(words, (0, 7, 14, 28, 21), strict=True)]
     tag = functools.reduce(operator.xor, (word & U64 for word in turned))
@@ -78,7 +78,7 @@ def _named() -> Object:
 
 @contextmanager
 def one_cpu() -> Iterator[None]:
-    """Ingress and egress share the memory of their CPU."""
+    """Hand-over records are per CPU: ingress and egress must run on the same one."""
     cpus = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(cpus)})
     try:
@@ -88,8 +88,8 @@ def one_cpu() -> Iterator[None]:
 
 
 @contextmanager
-def undisturbed() -> Iterator[None]:
-    """No other process on this CPU while milliseconds count."""
+def real_time_priority() -> Iterator[None]:
+    """Give this process real-time priority, for steps where milliseconds count."""
     before = os.sched_getscheduler(0), os.sched_getparam(0)
     os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(50))
     try:
@@ -104,14 +104,14 @@ def device(world: ProgramNode, name: str, **changes: Any) -> None:
 
 
 def fast_node(world: ProgramNode, **settings: Any) -> ProgramNode:
-    """As the agent would leave it: devices known, itself alive; a service of each protocol, and no flow yet."""
+    """The state that the agent writes: devices known, agent alive, a service of each protocol, no flow yet."""
     world.forget_flows()
     world.settings = {}
     low, high = SNAT_PORTS
     world.load(**{"fast_path": 1, "xdp": 0, "snat_port_min": low, "snat_port_max": high, **settings})
     for name in world.devices:
         device(world, name)
-    world.say_of_fast_path()
+    world.write_fast_path_state()
     world.service(["remote"])
     world.service(["remote"], protocol="udp", service=2)
     return world
@@ -119,7 +119,7 @@ def fast_node(world: ProgramNode, **settings: Any) -> ProgramNode:
 
 @dataclass
 class Flow:
-    """A connection of a pod with ``cluster_ip``, whose endpoint is ``remote`` by default."""
+    """A pod's connection to ``cluster_ip``, whose endpoint is ``remote`` by default."""
 
     world: ProgramNode
     protocol: str = "tcp"
@@ -131,21 +131,21 @@ class Flow:
     sport: int = 40000
     entrance: str = "pods"
     exit: str = "nic"
-    #: The source port on the endpoint's side, if it is another one.
+    #: The source port that the endpoint sees, if it differs.
     snat_port: int = 0
     endpoint_port: int = 8080
 
     # ---- packets ------------------------------------------------------------------------------------
 
     def frame(self, reply: bool = False, **more: Any) -> Packet:
-        """As it comes in."""
+        """The packet as it comes in."""
         sender, port = self.masquerade or self.client, self.snat_port or self.sport
         if reply:
             return self.packet(self.endpoint, sender, self.endpoint_port, port, FAR, NODE_MAC, **more)
         return self.packet(self.client, self.frontend, self.sport, self.port, CLIENT_MAC, NODE_MAC, **more)
 
     def expected(self, reply: bool = False, hops: int = 64, **more: Any) -> Packet:
-        """What ``frame`` of the same arguments must become."""
+        """The packet that ``frame`` with the same arguments must become."""
         more["hops"] = hops - 1
         sender, port = self.masquerade or self.client, self.snat_port or self.sport
         if reply:
@@ -177,7 +177,7 @@ class Flow:
     # ---- the programs -------------------------------------------------------------------------------
 
     def run(self, reply: bool = False, frame: Packet | bytes | None = None, by: str = "", **skb: int) -> RunResult:
-        """One packet through the program of the device it comes in by."""
+        """Run one packet through the ingress program, on the device where it comes in."""
         name = by or (self.exit if reply else self.entrance)
         context = SkBuff(ifindex=self.world.devices[name], **skb)
         data = bytes(self.frame(reply) if frame is None else frame)
@@ -194,7 +194,7 @@ class Flow:
         age: int = 0,
         priority: int = 0,
     ) -> RunResult:
-        """The packet that leaves netfilter, whose record has this number."""
+        """The packet that leaves netfilter, with the number of its record."""
         world = self.world
         programs = _named()
         programs.maps["next"].update(bytes(4), world.object.programs["tc_egress"].fd.to_bytes(4, "little"))
@@ -204,39 +204,39 @@ class Flow:
             priority=NEW if new else priority,
             cb=(HANDOVER_MARK | record, 0, 0, 0, 0),
         )
-        # A record is good for 20 ms, which a busy machine may need to come back to this process: it is from the future.
+        # A record is valid for 20 ms, and a busy machine may run this process later: give it a time in the future.
         write_record(world, record, when=now() - age if age else now() + SECOND)
         return programs.programs["named"].test_run(bytes(frame), skb)
 
-    def through(self, reply: bool = False, new: bool = False, **more: Any) -> dict[str, Any]:
-        """In, handed to netfilter, translated as it should be, and out; the record ({}: there was none)."""
+    def pass_netfilter(self, reply: bool = False, new: bool = False, **more: Any) -> dict[str, Any]:
+        """Let a packet in, check that netfilter gets it, translate it and let it out; returns the record ({}: none)."""
         frame = self.frame(reply, **more)
         found = self.run(reply, frame)
         assert found.retval == GO_ON, self.world.reasons()
         assert found.data == bytes(frame), "netfilter translates, not the program"
-        record = taken(self.world)
+        record = pending_record(self.world)
         if record:
             self.leave(self.expected(reply, **more), record["number"], reply, new)
         return record
 
-    def open_slowly(self) -> dict[str, Any]:
-        """The first packet, through netfilter."""
-        return self.through(flags="S", size=0, new=True)
+    def open_through_netfilter(self) -> dict[str, Any]:
+        """Send the first packet through netfilter."""
+        return self.pass_netfilter(flags="S", size=0, new=True)
 
     def permit(self) -> None:
-        """Two flows of the pair have crossed netfilter, both ways."""
+        """Send two flows of the pair through netfilter in both directions, which grants a permit."""
         first = Flow(**{**self.__dict__, "sport": self.sport + 1000})
         port = self.snat_port and self.snat_port + 1
         second = Flow(**{**self.__dict__, "sport": self.sport + 1001, "snat_port": port})
         drop_records(self.world)
         for each in (first, second):
-            each.open_slowly()
-            each.through(reply=True, flags="SA", size=0)
+            each.open_through_netfilter()
+            each.pass_netfilter(reply=True, flags="SA", size=0)
         write_permits(self.world, until=now() + 3600 * SECOND, back_until=now() + 3600 * SECOND)
-        wipe_reasons(self.world)
+        reset_counters(self.world)
 
     def open_young(self) -> RunResult:
-        """The first packet of a flow that is young from then on; what it was rewritten to is looked up."""
+        """Send the first packet of a young flow; reads the source port that it got."""
         found = self.run(frame=self.frame(flags="S", size=0, seq=100, ack=0))
         assert found.retval == REDIRECT, self.world.reasons()
         if self.masquerade:
@@ -244,7 +244,7 @@ class Flow:
         return found
 
     def answer(self) -> None:
-        """The endpoint's part of the handshake, and the client's."""
+        """Complete the handshake."""
         for reply, flags, seq, ack in ((True, "SA", 500, 101), (False, "A", 101, 501)):
             frame = self.frame(reply, flags=flags, size=0, seq=seq, ack=ack)
             assert self.run(reply, frame).retval == REDIRECT, self.world.reasons()
@@ -256,7 +256,7 @@ class Flow:
     # ---- the table ----------------------------------------------------------------------------------
 
     def key(self, reply: bool = False) -> bytes:
-        """``struct flow_key`` of a packet that comes in."""
+        """``struct flow_key`` of an incoming packet."""
         packed = self.world.packed
         sender, port = self.masquerade or self.client, self.snat_port or self.sport
         if reply:
@@ -281,14 +281,14 @@ class Flow:
         return [reply for reply in (False, True) if self.entry(reply) is not None]
 
     def write(self, reply: bool = False, **fields: Any) -> None:
-        """Fields of an entry, as time would have changed them."""
+        """Change fields of an entry."""
         before = self.entry(reply)
         assert before is not None
         layout = self.world.object.btf.struct("flow")
         self.world.object.maps["flows"].update(self.key(reply), layout.pack(**{**before, **fields}))
 
-    def older(self, seconds: float) -> None:
-        """So much time has passed."""
+    def set_back(self, seconds: float) -> None:
+        """Set the times of both entries back."""
         span = int(seconds * SECOND)
         for reply in self.entries():
             entry = self.entry(reply)
@@ -307,7 +307,7 @@ class Flow:
 # ---- maps ------------------------------------------------------------------------------------------
 
 
-def wipe_reasons(world: ProgramNode) -> None:
+def reset_counters(world: ProgramNode) -> None:
     reasons = world.object.maps["counters"]
     for number in range(reasons.max_entries):
         key = number.to_bytes(4, "little")
@@ -315,7 +315,7 @@ def wipe_reasons(world: ProgramNode) -> None:
 
 
 def records(world: ProgramNode) -> list[dict[str, Any]]:
-    """What ingress has handed over, and the observer has not seen."""
+    """Hand-over records that ingress has written and the observer has not used."""
     of, layout = world.object.maps["handovers"], world.object.btf.struct("handover")
     found = []
     for slot in range(of.max_entries):
@@ -323,8 +323,8 @@ def records(world: ProgramNode) -> list[dict[str, Any]]:
     return [record for record in found if record["number"]]
 
 
-def taken(world: ProgramNode) -> dict[str, Any]:
-    """The one record; {}: there is none."""
+def pending_record(world: ProgramNode) -> dict[str, Any]:
+    """The only record; {}: there is none."""
     found = records(world)
     assert len(found) <= 1
     return found[0] if found else {}
@@ -357,13 +357,13 @@ def write_permits(world: ProgramNode, **fields: Any) -> None:
         world.object.maps["permits"].update(key, layout.pack(**{**layout.unpack(value), **fields}))
 
 
-def count_of_young(world: ProgramNode, name: str) -> int:
+def young_flows_of(world: ProgramNode, name: str) -> int:
     value = world.object.maps["young_counts"].lookup(world.devices[name].to_bytes(4, "little"))
     return int.from_bytes(value or b"", "little")
 
 
 def sweep(world: ProgramNode) -> dict[str, int]:
-    """As the agent runs it; what it found."""
+    """Run the sweep as the agent does; returns its result."""
     world.object.programs["sweep_flows"].test_run(bytes(64))
     value = world.object.maps["sweep_results"].lookup(bytes(4)) or b""
     return dict(world.object.btf.struct("sweep_result").unpack(value))  # type: ignore[arg-type]
@@ -377,7 +377,7 @@ def end(world: ProgramNode, key: bytes) -> int:
     return world.object.programs["end_flow"].test_run(bytes(14) + key).retval
 
 
-WAYS: dict[str, dict[str, Any]] = {
+VARIANTS: dict[str, dict[str, Any]] = {
     "own address": {},
     "masqueraded": {"client": "client", "frontend": "vip", "masquerade": "node", "entrance": "nic", "snat_port": 50000},
     "a NodePort, endpoint here": {
@@ -413,26 +413,26 @@ def options(flow: Flow, **more: Any) -> Packet:
 CONFIRM = 3
 
 
-def learned(world: ProgramNode, protocol: str = "tcp", **ends: Any) -> Flow:
-    """Known, and confirmed both ways."""
+def learned_flow(world: ProgramNode, protocol: str = "tcp", **ends: Any) -> Flow:
+    """A kernel's flow that the table has learned, confirmed in both directions."""
     flow = Flow(world, protocol, **ends)
-    flow.through(reply=True)
+    flow.pass_netfilter(reply=True)
     if not flow.entries():
-        flow.through(reply=True)
+        flow.pass_netfilter(reply=True)
     assert flow.entries() == [False, True], world.reasons()
     for _ in range(10):
-        flow.through()
-        # A machine that stands still for 20 ms makes the record too old.
+        flow.pass_netfilter()
+        # If the machine pauses for 20 ms, the record is too old.
         if flow.link()["mtu"]:
             break
     for reply in (False, True):
         flow.write(reply, confirmed_until=now() + 3600 * SECOND)
-    wipe_reasons(world)
+    reset_counters(world)
     return flow
 
 
 def close(flow: Flow) -> None:
-    """FIN both ways, in sequence."""
+    """FIN in both directions, in sequence."""
     flow.answer()
     for reply, flags, seq, ack in ((False, "FA", 101, 501), (True, "FA", 501, 102), (False, "A", 102, 502)):
         assert flow.run(reply, flow.frame(reply, flags=flags, size=0, seq=seq, ack=ack)).retval == REDIRECT
@@ -443,8 +443,8 @@ def close(flow: Flow) -> None:
 _NEXT_SLOT = (0).to_bytes(4, "little")
 
 
-def turn_back(world: ProgramNode, flows: int = 1) -> set[bytes]:
-    """The next flow takes the slot of an earlier one, the last by default. Which slots these are, of any processor."""
+def rewind_recent_flows(world: ProgramNode, flows: int = 1) -> set[bytes]:
+    """Let the next flow take the slot of an earlier one, by default the last. Returns these slots, on all CPUs."""
     turns = world.object.maps["recent_next"]
     values = [max(int.from_bytes(value, "little") - flows, 0) for value in turns.lookup_cpus(_NEXT_SLOT) or []]
     turns.update(_NEXT_SLOT, b"".join(value.to_bytes(4, "little").ljust(8, b"\0") for value in values))
@@ -452,12 +452,12 @@ def turn_back(world: ProgramNode, flows: int = 1) -> set[bytes]:
     return {(value % slots).to_bytes(4, "little") for value in values}
 
 
-def take_slot_of(world: ProgramNode, flow: Flow, sport: int = 43000, flows: int = 1) -> None:
-    """A new flow of the pair, in the slot of this flow, ``flows`` before the next one: it was opened last."""
-    slots = turn_back(world, flows)
+def open_in_slot_of(world: ProgramNode, flow: Flow, sport: int = 43000, flows: int = 1) -> None:
+    """Open a new flow of the pair in the slot of ``flow``, which was opened ``flows`` flows ago."""
+    slots = rewind_recent_flows(world, flows)
     entry = flow.entry()
     assert entry is not None
-    # The flow may have been made older: its slot knows when it began.
+    # The test may have set the flow's times back; the slot holds the time of its start too.
     stamp = (int(entry["started"]) >> 20 & 0xFFFF).to_bytes(2, "little")
     recent = world.object.maps["recent_flows"]
     for slot in slots:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What mutants.py breaks of the flow table: name → (file, what is there, what stands there instead)."""
+"""Mutants of the flow table for mutants.py: name → (file, original text, replacement)."""
 
 from __future__ import annotations
 

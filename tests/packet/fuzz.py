@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random packets through the tc and XDP programs, each compared with an independent reference (fuzz_reference.py).
 
-In rounds: random Services and permits, then packets that share the tables of the round. A packet must be left as it is,
-handed to netfilter for an endpoint that the rules allow, refused, or sent as exactly the packet that its flow asks for.
+A round has random Services and permits, and packets that share its tables. A packet must stay unchanged, be handed to
+netfilter for an allowed endpoint, be refused, or be sent exactly as its flow requires.
 
     python -m tests.packet.fuzz 1000000 7        so many packets, from this seed on; as root
 """
@@ -52,7 +52,7 @@ DESTINATIONS: dict[str, Any] = {"cluster_ip": "ClusterIP", "external_ip": "Exter
 ENDPOINTS = ("remote", "local", "pod", "pod1", "pod2", "pod3", "caller1")
 CLIENTS = ("client", "blocked", "pod", "outside", "remote", "caller1", "unserved_node", "vip")
 ODD = {4: ("127.0.0.1", "0.0.0.0", "255.255.255.255", "224.0.0.1"), 6: ("::1", "::", "ff02::1", "fe80::1")}
-#: What a world is loaded with. Loading costs a second or two, so there are few.
+#: The settings of each world. Loading takes a second or two, so there are few.
 SETTINGS: dict[str, dict[str, int]] = {
     "slow": {},
     "slow, mode nftables": {"nft_mode": 1, "masquerade_all": 1},
@@ -63,11 +63,11 @@ SETTINGS: dict[str, dict[str, int]] = {
 
 
 class WrongPacketError(AssertionError):
-    """A packet that became what it must not."""
+    """A packet with a forbidden outcome."""
 
 
 class Runner:
-    """BPF_PROG_TEST_RUN without anything around it: some microseconds a packet."""
+    """BPF_PROG_TEST_RUN by the system call itself: some microseconds per packet."""
 
     # prog_fd, retval, data_size_in, data_size_out, data_in, data_out, repeat, duration, ctx_size_in, ctx_size_out,
     # ctx_in, ctx_out
@@ -81,7 +81,7 @@ class Runner:
         self._call = ctypes.CDLL(None, use_errno=True).syscall
 
     def run(self, frame: bytes, device: int) -> tuple[int, bytes, int, int]:
-        """Its verdict, the packet, priority and mark. BlockingIOError: the kernel takes no such packet."""
+        """The verdict, the packet, priority and mark. BlockingIOError: the kernel refuses such a packet."""
         size = len(self._context)
         ctypes.memset(self._context, 0, size)
         if self._xdp:
@@ -109,7 +109,7 @@ class Runner:
 
 @dataclass
 class Live:
-    """One direction of a young flow, as its first packet showed it."""
+    """One direction of a young flow, as its first packet set it."""
 
     to: Ends
     device: int
@@ -132,7 +132,7 @@ class Permit:
 
 @dataclass
 class Round:
-    """Tables, and what is known of the flows in them."""
+    """Tables, and the flows that must be in them."""
 
     world: ProgramNode
     name: str
@@ -174,7 +174,7 @@ class Round:
 
     def _open_fast_path(self) -> None:
         world = self.world
-        world.say_of_fast_path()
+        world.write_fast_path_state()
         for device in world.devices.values():
             value = world.object.btf.struct("node_device").pack(redirect=1, mtu=1500)
             world.object.maps["devices"].update(device.to_bytes(4, sys.byteorder), value)
@@ -218,7 +218,7 @@ class Round:
             self.rules.node_ports[service.protocol, node_port] = service
 
     def _write_permits(self) -> None:
-        """Of some pairs, by hand: what the observer would have learned."""
+        """Write permits for some pairs, as the observer would."""
         world, rng = self.world, self.rng
         btf, of = world.object.btf, world.object.maps["permits"]
         link, permit_layout, key_layout = btf.struct("link"), btf.struct("permit"), btf.struct("permit_key")
@@ -288,14 +288,14 @@ class Round:
     # ---- packets -----------------------------------------------------------------------------------
 
     def programs(self) -> list[tuple[str, str]]:
-        """Which run, on which device."""
+        """The programs to run, each with its device."""
         if self.fast:
             return [("tc_ethernet", "pods")] * 5 + [("tc_ethernet", "nic")] * 5
         return [("tc_ethernet", "pods")] * 3 + [("tc_ethernet", "nic"), ("tc_bridge_port", "pods"), ("tc_l3", "nic"),
                                                ("tc_egress", "nic")]  # fmt: skip
 
     def one(self, program: str, device: str, frame: bytes, runners: dict[str, Runner]) -> None:
-        """WrongPacketError, if it becomes what it must not."""
+        """Run one packet. WrongPacketError: its outcome is forbidden."""
         index = self.world.devices[device]
         try:
             if self.name == "xdp" and program == "tc_ethernet":
@@ -305,7 +305,7 @@ class Round:
                         raise WrongPacketError("XDP changed a packet and left it to tc")
                     self._check(program, index, frame, *runners[program].run(frame, index))
                     return
-                # XDP's decision is distinguished from tc's by its verdict alone.
+                # XDP's decision shows only in its verdict.
                 names = {XDP_DROP: SHOT, XDP_TX: REDIRECT, XDP_REDIRECT: REDIRECT}
                 if verdict not in names:
                     raise WrongPacketError(f"XDP's verdict is {verdict}")
@@ -333,7 +333,7 @@ class Round:
         kind = int.from_bytes(frame[12:14], "big")
         link = 0 if program == "tc_l3" else 14
         p = parse(frame, link, kind)
-        if self.loopback_dropped and self._goes_to_loopback(frame, link, kind):
+        if self.loopback_dropped and self._is_to_loopback(frame, link, kind):
             if verdict != SHOT and (link == 0 or frame[:6] == NODE):
                 raise WrongPacketError("a packet to 127.0.0.0/8 continued")
             self.counts["loopback"] += 1
@@ -341,14 +341,14 @@ class Round:
         if p is None or (p.deep and verdict != GO_ON and _fragment(frame, kind) in self.fragments):
             self._without_ports(frame, device, kind, verdict, data, priority)
             return
-        # Only what is sent to this node, or to all; XDP takes its own address only.
+        # tc serves frames for this node and broadcast frames; XDP only those for this node.
         mine = link == 0 or frame[:6] == NODE or bool(frame[0] & 1) or program == "tc_bridge_port"
         live = self.live.get(p.ends) if self.fast and link else None
         if live and self._is_live(p, live, device, frame, verdict, data, priority):
             return
         self._new(p, device, frame, mine, verdict, data, priority)
 
-    def _goes_to_loopback(self, frame: bytes, link: int, kind: int) -> bool:
+    def _is_to_loopback(self, frame: bytes, link: int, kind: int) -> bool:
         return (
             kind == 0x0800
             and len(frame) >= link + 20
@@ -358,7 +358,7 @@ class Round:
         )
 
     def _without_ports(self, frame: bytes, device: int, kind: int, verdict: int, data: bytes, priority: int) -> None:
-        """No packet of no service is changed, except fragments that follow their first one."""
+        """A packet without readable ports stays unchanged, except a fragment that follows its first one."""
         if (verdict, priority) == (GO_ON, 0):
             self.counts["without ports"] += 1
             return
@@ -377,7 +377,9 @@ class Round:
     def _is_live(
         self, p: Parsed, live: Live, device: int, frame: bytes, verdict: int, data: bytes, priority: int
     ) -> bool:
-        """A packet of a flow that is known; False: the flow has ended; the packet has no flow or begins another."""
+        """Check a packet of a known flow. False: the flow has ended, and the packet is checked as one without a
+        flow.
+        """
         if live.device != device or frame[:6] != NODE:
             if verdict == REDIRECT:
                 raise WrongPacketError("a packet that came in elsewhere was sent by its flow")
@@ -401,9 +403,9 @@ class Round:
         if p.odd and (verdict == SHOT or (verdict, priority) == (GO_ON, 0)):
             if p.starts and verdict == SHOT and not live.reply:
                 self._forget(p.ends)
-                self._opened_by_half_a_packet(p, device, self.rules.verdict(p.ends))
+                self._opened_with_cut_checksum(p, device, self.rules.verdict(p.ends))
             return True
-        # It must have ended.
+        # The flow must have ended.
         if self._is_in_table(p.ends):
             raise WrongPacketError(f"a young flow's packet: verdict {verdict}, priority {priority:#x}")
         self._forget(p.ends)
@@ -416,14 +418,14 @@ class Round:
             self.live.pop(gone.other, None)
 
     def _new(self, p: Parsed, device: int, frame: bytes, mine: bool, verdict: int, data: bytes, priority: int) -> None:
-        """A packet of no flow that the table knows."""
+        """A packet whose flow is not in the table."""
         decided = self.rules.verdict(p.ends) if p.starts and mine else None
         if verdict == REDIRECT:
             self._opened(p, device, frame, data, decided)
             return
         if self.fast and verdict == SHOT and self._waits(p, decided):
             if p.odd:
-                self._opened_by_half_a_packet(p, device, decided)
+                self._opened_with_cut_checksum(p, device, decided)
             self.counts["waits for a promotion"] += 1
             return
         if decided is None or decided.kind == "none":
@@ -442,15 +444,15 @@ class Round:
         if (verdict, priority) in allowed:
             self.counts[decided.kind if decided else "no first packet"] += 1
             return
-        # It is harmless if the programs give up on a packet that the kernel refuses.
+        # The programs may ignore a packet that the kernel would refuse.
         if p.odd and ((verdict, priority) == (GO_ON, 0) or (self.fast and verdict == SHOT)):
-            self._opened_by_half_a_packet(p, device, decided)
+            self._opened_with_cut_checksum(p, device, decided)
             self.counts["odd"] += 1
             return
         raise WrongPacketError(f"verdict {verdict}, priority {priority:#x}; allowed: {sorted(allowed)}, {p.ends}")
 
     def _waits(self, p: Parsed, decided: Verdict | None) -> bool:
-        """Whether a young flow has the ports that this one would have behind netfilter."""
+        """Whether a young flow uses the ports that this flow would have behind netfilter."""
         places = [(p.ends.destination, p.ends.destination_port)]
         if decided:
             places += [(address, port) for address, port, _ in decided.backends.values()]
@@ -460,7 +462,7 @@ class Round:
         )
 
     def _opened(self, p: Parsed, device: int, frame: bytes, data: bytes, decided: Verdict | None) -> None:
-        """A flow that is young from this packet on: it has a permit, and no other flow has its ports."""
+        """A packet that opens a young flow: it has a permit, and no other flow uses its ports."""
         if decided is None or decided.kind != "serve":
             raise WrongPacketError(f"sent, and it opens no flow: {p.ends}")
         if p.fragment or p.options or (p.hops <= 1 and not p.odd) or device != self.world.devices["pods"]:
@@ -479,7 +481,7 @@ class Round:
         self._begin(p, device, to, backend, permit, masquerade)
 
     def _permitted(self, p: Parsed, to: Ends, decided: Verdict) -> tuple[int, Permit, bool]:
-        """The backend that a young flow goes to, and its permit."""
+        """The young flow's backend and permit."""
         for backend, (address, port, masquerade) in decided.backends.items():
             permit = self.permits.get((p.ends.source, address, port, p.ends.protocol, masquerade))
             if permit is None or (address, port) != (to.destination, to.destination_port):
@@ -501,13 +503,13 @@ class Round:
         self.live[p.ends] = Live(to, device, permit.out, permit.mtu_out, backend, False, masquerade, back)
         nic = self.world.devices["nic"]
         self.live[back] = Live(p.ends.turned(), nic, permit.back, permit.mtu_back, backend, True, masquerade, p.ends)
-        # More of it, from both sides.
+        # Create more packets of it, from both sides.
         self.pools.live += [p.ends, back]
         del self.pools.live[:-80]
         self.counts["young"] += 1
 
-    def _opened_by_half_a_packet(self, p: Parsed, device: int, decided: Verdict | None) -> None:
-        """One whose checksum is cut off is dropped, but its flow is in the table."""
+    def _opened_with_cut_checksum(self, p: Parsed, device: int, decided: Verdict | None) -> None:
+        """If the checksum is cut off, the packet is dropped, but its flow is in the table."""
         if not self.fast or decided is None or decided.kind != "serve" or p.ends in self.live:
             return
         value = self.world.object.maps["flows"].lookup(self._key(p.ends))
@@ -520,7 +522,7 @@ class Round:
         self._begin(p, device, to, *self._permitted(p, to, decided))
 
     def whole(self) -> None:
-        """No flow is half in the table: a reply's entry without the client's would be useless."""
+        """The table holds no half flow: a reply's entry without the client's would be useless."""
         if not self.fast:
             return
         btf = self.world.object.btf
@@ -568,7 +570,7 @@ def _packed(text: str) -> bytes:
 
 
 def _fragment(frame: bytes, kind: int) -> bytes | None:
-    """What the fragments of a packet have in common; IPv6: where the fragment header comes first."""
+    """What the fragments of a packet have in common. For IPv6, only if the fragment header comes first."""
     if kind == 0x0800 and len(frame) >= 34 and int.from_bytes(frame[20:22], "big") & 0x3FFF:
         return frame[26:34] + frame[18:20] + frame[23:24]
     if kind == 0x86DD and len(frame) >= 62 and frame[20] == 44:
@@ -577,7 +579,7 @@ def _fragment(frame: bytes, kind: int) -> bytes | None:
 
 
 def runners(world: ProgramNode, name: str) -> dict[str, Runner]:
-    """The programs as they are loaded for the round."""
+    """The programs that are loaded for the round."""
     found = {
         each: Runner(world.object.programs[each]) for each in ("tc_ethernet", "tc_bridge_port", "tc_l3", "tc_egress")
     }
@@ -596,7 +598,7 @@ def play(
     only: list[int] | None = None,
     note: Callable[[bytes, str], None] = lambda frame, program: None,
 ) -> None:
-    """One round. ``only``: of its packets, these. ``note`` is called with each frame and its program."""
+    """One round, or only its packets ``only``. ``note`` is called with each frame and its program."""
     made = Round(world, name, seed, counts)
     programs = runners(world, name)
     packets = None if only is None else {*only}
@@ -626,7 +628,7 @@ def _device_of(made: Round, frame: bytes) -> str:
 
 
 def shrunk(world: ProgramNode, name: str, seed: int, last: int) -> list[int]:
-    """The packets of a round that its wrong one needs before it: halves, quarters and so on are left out in turn."""
+    """The fewest packets of a round with the finding: halves, quarters and so on are left out in turn."""
     kept, size = _related(world, name, seed, last), 0
     if not _fails(world, name, seed, [*kept, last]):
         kept = list(range(last))
@@ -645,7 +647,7 @@ def shrunk(world: ProgramNode, name: str, seed: int, last: int) -> list[int]:
 
 
 def _related(world: ProgramNode, name: str, seed: int, last: int) -> list[int]:
-    """The earlier packets from or to one of the places that the last one is from or to."""
+    """The earlier packets that share an end with the last one."""
     seen: list[set[tuple[bytes, int]]] = []
 
     def note(frame: bytes, program: str) -> None:
@@ -655,7 +657,7 @@ def _related(world: ProgramNode, name: str, seed: int, last: int) -> list[int]:
 
     with contextlib.suppress(WrongPacketError):
         play(world, name, seed, last + 1, Counter(), note=note)
-    if len(seen) <= last:  # another one is wrong now: the choice of an endpoint is the kernel's, and random
+    if len(seen) <= last:  # another packet fails now: the kernel chooses endpoints at random
         return list(range(last))
     return [index for index, places in enumerate(seen[:last]) if places & seen[last]]
 
@@ -669,7 +671,7 @@ def _fails(world: ProgramNode, name: str, seed: int, only: list[int]) -> bool:
 
 
 def fuzz(world: ProgramNode, number: int, seed: int, names: tuple[str, ...] = tuple(SETTINGS)) -> Counter[str]:
-    """So many packets, in rounds; WrongPacketError with the case, made small."""
+    """Run so many packets in rounds. WrongPacketError holds the smallest case."""
     counts: Counter[str] = Counter()
     cpus = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {random.Random(seed).choice(sorted(cpus))})

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random packets with a structure: mostly well-formed and for a service, often odd in one way, sometimes in all."""
+"""Random packets with a structure: mostly well-formed and for a Service, often with one oddity, sometimes with many."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ PAYLOAD = bytes(i * 7 & 255 for i in range(2048))
 
 @dataclass
 class Pools:
-    """What packets are made of."""
+    """The values that packets are made of."""
 
     family: int
     sources: Sequence[bytes]
     destinations: Sequence[bytes]
     ports: Sequence[int]
     client_ports: Sequence[int]
-    #: Flows whose first packets should come.
+    #: Flows whose first packets are likely.
     known: list[Ends]
-    #: Directions of flows that have begun.
+    #: Directions of flows that exist.
     live: list[Ends]
 
 
@@ -40,7 +40,7 @@ def checksum(data: bytes) -> int:
 
 
 def make(rng: random.Random, pools: Pools, layer3: bool = False) -> bytes:
-    """One frame; with ``layer3`` the IP packet itself, with an EtherType where a test run looks for it."""
+    """One frame. With ``layer3`` an IP packet, with an EtherType where a test run looks for it."""
     draw = rng.random
     if pools.live and draw() < 0.45:
         ends = rng.choice(pools.live)
@@ -63,7 +63,7 @@ def make(rng: random.Random, pools: Pools, layer3: bool = False) -> bytes:
     if layer3:
         frame = packet
     else:
-        # EtherType: the other family's, a VLAN's, ARP's, none's.
+        # An EtherType: of the other family, VLAN, ARP, or an unknown one.
         kind = 0x0800 if pools.family == 4 else 0x86DD
         if draw() < 0.04:
             kind = rng.choice((0x86DD if kind == 0x0800 else 0x0800, 0x8100, 0x88A8, 0x0806, 0x0600, 64))
@@ -71,7 +71,7 @@ def make(rng: random.Random, pools: Pools, layer3: bool = False) -> bytes:
         frame = mac + PEER + kind.to_bytes(2, "big") + packet
         if draw() < 0.02:
             frame = frame[:12] + rng.choice((b"\x81\0\0\5", b"\x81\0\0\0", b"\x88\xa8\0\7")) + frame[12:]
-    # Sixteen byte pairs are cut or flipped, behind what a test run itself reads.
+    # Cut or flip bytes after the first sixteen: the test run itself reads those.
     if draw() < 0.04:
         frame = frame[: rng.randrange(34 if pools.family == 4 else 54, max(len(frame), 55) + 1)]
     if draw() < 0.06:
@@ -80,7 +80,7 @@ def make(rng: random.Random, pools: Pools, layer3: bool = False) -> bytes:
             changed[rng.randrange(14, min(len(frame), 90))] = rng.randrange(256)
         frame = bytes(changed)
     if draw() < 0.03:
-        frame += bytes(rng.randrange(1, 30))  # the padding of short frames
+        frame += bytes(rng.randrange(1, 30))  # padding, as short frames have
     return frame
 
 
@@ -107,10 +107,10 @@ def _transport(rng: random.Random, ends: Ends, size: int, family: int) -> bytes:
         return whole
     at = 16 if ends.protocol == TCP else 6
     if ends.protocol == UDP and draw > 0.9:
-        return whole  # none
+        return whole  # unchanged
     if draw > 0.86:
         value = rng.getrandbits(16)
-    elif draw > 0.83:  # the pseudo header's alone: a sender on this machine left the rest to a device
+    elif draw > 0.83:  # only the pseudo header's sum: a local sender left the checksum to the device
         value = ~fold(_pseudo(ends, len(whole))) & 0xFFFF
     else:
         data = whole + b"\0" * (len(whole) & 1)

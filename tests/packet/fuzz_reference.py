@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The allowed outcomes of a packet: computed from its bytes and the Services, sharing nothing with the programs.
+"""The allowed outcomes of a packet, computed from its bytes and the Services without the programs' code.
 
 The rules are those of docs/spec/service-semantics; the lab's rules determine endpoints and source of a new flow.
 """
@@ -16,13 +16,13 @@ from pyebpf_proxy.lab.rules import Destination, SourceClass, decide
 TCP, UDP, SCTP = 6, 17, 132
 FIN, SYN, RST, ACK = 1, 2, 4, 16
 CHECKSUM_AT = {TCP: 16, UDP: 6}
-#: Bytes of a transport header that hold all that is decided on.
+#: How many bytes of the transport header the programs read.
 WHOLE = {TCP: 20, UDP: 8, SCTP: 16}
 EXTENSIONS = (0, 43, 60, 51, 44)
 
 
 class Ends(NamedTuple):
-    """A flow as its packets come in."""
+    """Addresses and ports of a flow's incoming packets."""
 
     source: bytes
     destination: bytes
@@ -36,18 +36,18 @@ class Ends(NamedTuple):
 
 @dataclass(slots=True)
 class Parsed:
-    """A packet with ports. ``odd``: the kernel would refuse it anyway, or the programs may give up on it."""
+    """A packet with ports. ``odd``: the kernel would refuse it, or the programs may ignore it."""
 
     ends: Ends
     starts: bool
-    at: int  # where the transport header begins
-    ip: int  # where the IP header begins
-    length: int  # of the IP packet, as its header has it
+    at: int  # offset of the transport header
+    ip: int  # offset of the IP header
+    length: int  # of the IP packet, from its header
     hops: int
     fragment: bool
     options: bool
     odd: bool
-    deep: bool = False  # so many extension headers that the programs do not look for ports
+    deep: bool = False  # more extension headers than the programs look at
 
 
 def is_loopback(address: bytes) -> bool:
@@ -55,7 +55,7 @@ def is_loopback(address: bytes) -> bool:
 
 
 def parse(frame: bytes, link: int, protocol: int) -> Parsed | None:
-    """None: no ports to be read, so it is no Service's."""
+    """None: the packet has no readable ports, so it belongs to no Service."""
     if protocol == 0x0800:
         return _parse4(frame, link)
     return _parse6(frame, link) if protocol == 0x86DD else None
@@ -124,7 +124,7 @@ def _transport(
 
 @dataclass
 class Service:
-    """As it was written into the maps. ``backends``: id of each endpoint's address."""
+    """A Service as it is in the maps. ``backends``: the id for each endpoint's address."""
 
     number: int
     protocol: int
@@ -141,7 +141,7 @@ class Service:
 
 
 class Verdict(NamedTuple):
-    """``backends``: those that may be chosen, each with its address and port, and whether it is masqueraded."""
+    """``backends``: the allowed ones, each with its address and port, and whether it is masqueraded."""
 
     kind: Literal["none", "serve", "reject", "drop"]
     backends: Mapping[int, tuple[bytes, int, bool]] = {}
@@ -152,14 +152,14 @@ NONE = Verdict("none")
 
 @dataclass
 class Rules:
-    """The node's settings and Services."""
+    """The settings and Services of the node."""
 
     pods: str
     detector: bool = True
     masquerade_all: bool = False
     nft_mode: bool = False
     node_addresses: dict[bytes, bool] = field(default_factory=dict)
-    #: By protocol, address and port: what kind of address it is.
+    #: The kind of address, by protocol, address and port.
     frontends: dict[tuple[int, bytes, int], tuple[Service, Destination]] = field(default_factory=dict)
     node_ports: dict[tuple[int, int], Service] = field(default_factory=dict)
 
@@ -172,14 +172,14 @@ class Rules:
         return address in self.node_addresses or (len(address) == 4 and is_loopback(address))
 
     def has_frontend(self, ends: Ends) -> bool:
-        """Whether a Service has this address and port, also where it is not served."""
+        """Whether a Service has this address and port, even if it is not served."""
         return (ends.protocol, ends.destination, ends.destination_port) in self.frontends or (
             ends.protocol,
             ends.destination_port,
         ) in self.node_ports
 
     def verdict(self, ends: Ends) -> Verdict:
-        """Of the first packet of a flow."""
+        """The verdict for the first packet of a flow."""
         found = self.frontends.get((ends.protocol, ends.destination, ends.destination_port))
         if found is None:
             at_port = self.node_ports.get((ends.protocol, ends.destination_port))
@@ -214,7 +214,7 @@ class Rules:
         )
 
     def _unserved(self, service: Service, destination: bytes) -> Verdict:
-        """A NodePort's number at an address that does not serve it: kube-proxy's filter table refuses there, too."""
+        """A NodePort at an address that does not serve it: kube-proxy's filter table refuses it too."""
         if self.nft_mode or not (self.is_node(destination) or is_loopback(destination)):
             return NONE
         if not service.any_endpoints:
@@ -241,12 +241,12 @@ class Rules:
 
 
 def _sum(data: bytes) -> int:
-    """One's complement, by the fact that 2**16 is 1 modulo 0xffff: nothing of how the programs add."""
+    """One's complement sum as a remainder modulo 0xffff: another algorithm than the programs'."""
     return int.from_bytes(data, "big") % 0xFFFF
 
 
 def wrong_rewrite(before: bytes, after: bytes, p: Parsed, to: Ends, macs: bytes, ports: bool = True) -> str:
-    """Why this is not the packet ``before`` on its way ``to``; "": it is. ``ports``: it has any (no later fragment)."""
+    """Why this is not the rewritten packet ``before``; "": it is. ``ports``: it has ports (no later fragment)."""
     size = 4 if len(to.source) == 4 else 16
     at = p.ip + (12 if size == 4 else 8)
     wanted = bytearray(before)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Breaks the data plane, one handling at a time, and shows which packet tests notice.
+"""Break one rule of the data plane at a time, and show which packet tests fail.
 
-    .venv/bin/python -m tests.packet.mutants [NAME…]
+.venv/bin/python -m tests.packet.mutants [NAME…]
 
-Not part of `make test` (it compiles and runs the suite once per mutant). Exit status 1 if a mutant lives.
+Not part of `make test`: it compiles and runs the suite once per mutant. The exit status is 1 if a mutant survives.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from tests import ROOT
 from tests.packet.flow_mutants import FLOW_MUTANTS
 
-# name → (file, what is there, what stands there instead)
+# name → (file, original text, replacement)
 MUTANTS: dict[str, tuple[str, str, str]] = {
     "entries for any TCP segment": ("parse.h", "== TCP_SYN;\n", ">= 0;\n"),
     "connections picked up midstream": ("tc.bpf.c", "skb->priority = PRIORITY_MIDSTREAM;", ""),
@@ -169,7 +169,7 @@ _FLOWS = tuple(
 
 
 def modules(name: str) -> tuple[str, ...]:
-    """What only XDP does, and what the flow table does, has its own modules."""
+    """Mutants of XDP and of the flow table have their own test modules."""
     if name.startswith("XDP: "):
         return _XDP
     return _FLOWS if name.startswith("flows: ") else ("",)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A node for the packet tests: one namespace with real routes, the real programs, and maps written by hand.
+"""A node for the packet tests: one namespace with real routes, the real programs, and maps that the tests write.
 
-Names stand for addresses of both families, so that a case is written once:
+Names stand for addresses of both families, so each case is written once:
 
     world.run("tc_ethernet", world.tcp("pod", "cluster_ip", 80))
 
-Nothing here goes through the control plane: what is tested is what the programs do with given maps.
+The control plane is not involved: the tests show what the programs do with given maps.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ from pyebpf_proxy.datapath.loader.reasons import reasons
 from pyebpf_proxy.datapath.maps.hints import AddressHints
 from pyebpf_proxy.services.model import FrontendKind
 
-# Another object can be named, to see that the tests fail for a program that is wrong (tests/packet/mutants.py).
+# tests/packet/mutants.py names another object here.
 OBJECT = Path(os.environ.get("PEP_TC_OBJECT") or Path(pyebpf_proxy.__file__).parent / "bpf" / "tc.bpf.o")
 XDP_OBJECT = OBJECT.with_name("xdp.bpf.o")
 GO_ON, SHOT = -1, 2
 XDP_DROP, XDP_PASS, XDP_TX, XDP_REDIRECT = 1, 2, 3, 4
-# Every packet goes through XDP before tc, in all tests: the outcome must be the same.
+# If set, every packet of all tests goes through XDP before tc: the outcome must be the same.
 XDP_EVERYWHERE = bool(os.environ.get("PEP_XDP"))
-# The fast path is open to every packet, in all tests: the outcome must be the same, unless the test differs on purpose.
+# If set, the fast path is open in all tests: the outcome must be the same, unless a test differs on purpose.
 FAST_EVERYWHERE = os.environ.get("PEP_FAST_PATH") == "1"
 NODE_MAC = "02:00:00:00:00:02"
 MARK = 0x4000
@@ -101,7 +101,7 @@ SIZES = dict.fromkeys(
 # enum bpf_map_type
 _ARRAY, _PERCPU_ARRAY = 2, 6
 libc = ctypes.CDLL(None, use_errno=True)
-#: The system call's number, and that of its command (include/uapi/linux/bpf.h).
+#: The number of the system call, and of its command (include/uapi/linux/bpf.h).
 _BPF = 280 if platform.machine() == "aarch64" else 321
 _LOOKUP_AND_DELETE = 21
 
@@ -144,7 +144,7 @@ class ProgramNode:
         self.load()
 
     def load(self, **settings: Any) -> Object:
-        """Load the programs with these settings over the world's own; maps start empty but for the node's."""
+        """Load the programs with these settings added to the world's; only the node's maps have entries."""
         probe = Object.open(OBJECT)
         layout = probe.btf.struct("settings")
         probe.close()
@@ -170,7 +170,7 @@ class ProgramNode:
         self.xdp: Program | None = None
         self.has_flow_table = bool(values["fast_path"])
         asked = {**self.settings, **settings}
-        # The tests that do not ask for the fast path do not ask why a flow did not take it.
+        # Tests without the fast path ignore the reasons why a flow did not take it.
         self._unasked = {"SLOW_NO_PERMIT", "STACK_NO_AGENT"} if not asked.get("fast_path") else set()
         rodata = layout.pack(**values)
         if rodata not in self._loaded:
@@ -200,15 +200,15 @@ class ProgramNode:
         self.backend_ids: dict[tuple[str, int], int] = {}
         self._write_node()
         if FAST_EVERYWHERE and values["fast_path"]:
-            self.say_of_fast_path()
+            self.write_fast_path_state()
             for device in self.devices.values():
                 self.object.maps["devices"].update(
                     u32(device), self.object.btf.struct("node_device").pack(redirect=1, mtu=1500)
                 )
         return self.object
 
-    def say_of_fast_path(self, alive: float = 3600.0, **fields: int) -> None:
-        """The word that the agent writes: it lives for so many seconds more, and nothing forbids the fast path."""
+    def write_fast_path_state(self, alive: float = 3600.0, **fields: int) -> None:
+        """Write the state as the agent does: it is alive for so many seconds, and the fast path is open."""
         values = {
             "alive_until": time.clock_gettime_ns(time.CLOCK_MONOTONIC) + int(alive * 1_000_000_000),
             "generation": 1,
@@ -218,7 +218,7 @@ class ProgramNode:
         self.object.maps["fast_path"].update(bytes(4), self.object.btf.struct("fast_path").pack(**values))
 
     def _attach(self, program: Program) -> None:
-        """A test run takes only a device whose queues are those of XDP: one that has any program."""
+        """A test run accepts a device only if an XDP program has set its queues up: attach one."""
         if not self._links:
             with tempfile.TemporaryDirectory() as folder:
                 subprocess.run(["mount", "-t", "bpf", "bpf", folder], check=True)
@@ -240,7 +240,7 @@ class ProgramNode:
         self.object.maps["xdp_devices"].update(u32(self.devices[name]), value)
 
     def _wipe(self) -> None:
-        """Loading takes long (the verifier); tests share objects and begin with empty maps."""
+        """Empty the maps. Loading takes long (the verifier), so tests share objects."""
         for name, of in self.object.maps.items():
             if "." in name or name == "decisions" or name in STORAGE_MAPS:
                 continue  # not a map of bpf/*_maps.h, or it cannot be listed
@@ -272,7 +272,7 @@ class ProgramNode:
         lines = ["link set lo up"]
         for device in ("pods", "nic"):
             lines += [f"link add dev {device} type veth peer name {device}-far", f"link set dev {device}-far up"]
-            # What comes in is for this address: the programs leave other hosts' frames alone.
+            # The devices have the MAC address of incoming frames: the programs leave frames for other hosts alone.
             lines += [f"link set dev {device} address {NODE_MAC} up"]
         lines += [
             f"addr add {v4['pod_gateway']}/24 dev pods",
@@ -287,7 +287,7 @@ class ProgramNode:
         subprocess.run(["ip", "-batch", "-"], input="\n".join(lines), text=True, check=True, capture_output=True)
         for sysctl in ("ipv4/ip_forward", "ipv6/conf/all/forwarding"):
             Path("/proc/sys/net", sysctl).write_text("1")
-        # sysfs shows the namespace that it was mounted in; the socket call asks this one.
+        # sysfs shows the namespace where it was mounted; the system call uses the current one.
         self.devices = {name: socket.if_nametoindex(name) for name in ("pods", "nic")}
 
     def _write_node(self) -> None:
@@ -319,7 +319,7 @@ class ProgramNode:
         ranges: list[str] | None = None,
         **config: int,
     ) -> None:
-        """One service at every kind of frontend, with these endpoints (names), as the control plane would write it."""
+        """Write one service at every kind of frontend with these endpoints (names), as the control plane would."""
         maps, btf, number = self.object.maps, self.object.btf, PROTOCOLS[protocol]
         for name in dict.fromkeys([*cluster, *(local or [])]):
             self.backend_ids[name, service] = self._next_id
@@ -335,7 +335,7 @@ class ProgramNode:
                 self.endpoint(name, of, target_port, protocol)
             self._next_id += 1
         first = self._next_slot
-        # In the order of their addresses, as the writer has them.
+        # In the order of their addresses, as the writer sorts them.
         for name in [*sorted(cluster, key=self.packed), *sorted(local or [], key=self.packed)]:
             maps["slots"].update(u32(self._next_slot), u32(self.backend_ids[name, service]) + bytes(4))
             self._next_slot += 1
@@ -403,7 +403,7 @@ class ProgramNode:
         return self.frame(source, destination, SCTP(sport=sport, dport=port), SCTPChunkInit())
 
     def run_xdp(self, frame: Packet | bytes, device: str = "nic") -> RunResult:
-        """Through XDP, and no further."""
+        """Run a frame through XDP only."""
         assert self.xdp is not None
         return self.xdp.run_frame(bytes(frame), self.devices[device])
 
@@ -416,11 +416,11 @@ class ProgramNode:
             if first.retval == XDP_DROP:
                 return RunResult(SHOT, first.data, first.duration, skb)
             assert first.retval == XDP_PASS
-            assert first.data == bytes(frame), "what goes up is as it came"
+            assert first.data == bytes(frame), "XDP passes the frame on unchanged"
         return self.object.programs[program].test_run(bytes(frame), skb)
 
     def promotions(self) -> list[bytes]:
-        """What was in the queue; it is empty then."""
+        """The entries of the promotion queue; empties it."""
         of, found = self.object.maps["promotions"], []
         value = ctypes.create_string_buffer(of.value_size)
         attributes = struct.pack("=IIQQQ", of.fd, 0, 0, ctypes.addressof(value), 0)
@@ -442,7 +442,9 @@ class ProgramNode:
         return found
 
     def refused(self, reason: str) -> list[tuple[int, int, int]]:
-        """The latest packet that was refused for this reason, as ``drops`` shows it: its ports, and the device."""
+        """Source port, destination port and device of the latest packet refused for this reason, as `drops` shows
+        it.
+        """
         number = self.object.btf.enum("drop_reason")[reason]
         layout = self.object.btf.struct("refused").packer("when", "source_port", "destination_port", "device")
         values = self.object.maps["last_refused"].lookup_cpus(u32(number)) or []
@@ -475,7 +477,7 @@ def insert_entry(
     *extra: str,
     target: str = "",
 ) -> None:
-    """A foreign entry; with `target`, translated to that endpoint's port 8080."""
+    """Insert a conntrack entry of another program; with `target`, translated to that endpoint's port 8080."""
     command = [
         "conntrack",
         "-I",

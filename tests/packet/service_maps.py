@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The contents of the service maps, read from their bytes, with the numbers (ids, slots) taken out.
+"""Reads the service maps from their bytes, and leaves out the numbers (ids, slots).
 
-Written without the writer's own code, so that it can judge it: anything that does not fit together is an assertion.
+It does not use the writer's code, so that it can check the writer. An inconsistency is an assertion error.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PROTOCOLS = {6: "TCP", 17: "UDP", 132: "SCTP"}
 
 
 def rows(loaded: Loaded, name: str) -> dict[Any, dict[str, Any]]:
-    """Entries of a map by key: a number, or a tuple of the key's fields; values as dicts of fields."""
+    """Entries of a map by key: a number or a tuple of the key's fields; values are dicts of fields."""
     family = name[-1] if name[-1] in "46" else ""
     base = name.rstrip("46")
     btf = loaded.tc.btf
@@ -52,7 +52,7 @@ def rows(loaded: Loaded, name: str) -> dict[Any, dict[str, Any]]:
 
 
 def word(loaded: Loaded, name: str, index: int) -> int:
-    """The number in an entry of services or slots. The rest must be zero: no flow was given out."""
+    """The number in an entry of services or slots. The other fields must be zero: no flow was counted."""
     raw = loaded.maps[name].lookup(index.to_bytes(4, sys.byteorder))
     assert raw is not None
     assert raw[4:] == bytes(4)
@@ -64,7 +64,7 @@ def text(value: bytes) -> str:
 
 
 def logical(loaded: Loaded, complete: bool = False) -> dict[str, Any]:
-    """Service ports by name. ``complete``: nothing may be in any map that no active service port needs."""
+    """Service ports by name. ``complete``: no map may have an entry that no active service port needs."""
     configs = rows(loaded, "service_configs")
     names = rows(loaded, "service_names")
     words = loaded.maps["services"].dump()[1]
@@ -121,7 +121,7 @@ def logical(loaded: Loaded, complete: bool = False) -> dict[str, Any]:
                 counts[key] = counts.get(key, 0) + 1
         for (address, port, protocol), value in rows(loaded, f"frontends{family}").items():
             where = f"{ip_address(address)}:{port}/{PROTOCOLS[protocol]}"
-            assert value["service"] in by_id, f"{where} leads to service {value['service']}, which is not in force"
+            assert value["service"] in by_id, f"{where} leads to service {value['service']}, which is not active"
             by_id[value["service"]]["frontends"][where] = value["kind"]
         for (service, address, port, protocol), value in rows(loaded, f"endpoints{family}").items():
             if service:
@@ -132,7 +132,7 @@ def logical(loaded: Loaded, complete: bool = False) -> dict[str, Any]:
             else:
                 expected = counts.pop((address, port, protocol), 0)
                 assert value["backends"] == expected if complete else value["backends"] >= expected
-    assert not counts, "backends in force without their endpoint entry"
+    assert not counts, "active backends without their endpoint entry"
     for entry in result.values():
         entry["serving"].sort()
         entry["frontends"] = dict(sorted(entry["frontends"].items()))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Service ports for the tests of the writer, short to write; and a writer that can be watched, and killed."""
+"""Service ports for the tests of the writer, in a short notation; and a writer that can be watched and killed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def name_of(name: str, family: IPFamily = IPFamily.IPV4, protocol: Protocol = Pr
 
 
 def endpoints(*texts: str) -> tuple[Endpoint, ...]:
-    """ "10.0.0.1:80" or, on this node, "10.0.0.1:80 local"."""
+    """ "10.0.0.1:80", or "10.0.0.1:80 local" for an endpoint on this node."""
     result = []
     for item in texts:
         where, _, place = item.partition(" ")
@@ -83,7 +83,7 @@ class Watched:
 
 
 class WatchedWriter(Writer):
-    """Also the stores through mmap are recorded one by one."""
+    """Also reports each store through mmap."""
 
     watcher: Any = staticmethod(lambda name: None)
 
@@ -118,7 +118,7 @@ def first_plan() -> dict[ServicePortName, ServicePort]:
 
 
 def second_plan() -> dict[ServicePortName, ServicePort]:
-    """Endpoints and addresses added and removed, an address moved, a service port gone, another new."""
+    """Adds and removes endpoints and addresses, moves an address, removes a service port and adds one."""
     web, dns, six = name_of("web"), name_of("dns", protocol=Protocol.UDP), name_of("six", IPFamily.IPV6)
     new = name_of("new")
     return {
@@ -136,7 +136,7 @@ class Killed(BaseException):
 
 
 def kill_at(loaded: Loaded, k: int, after: int = 0) -> Writer:
-    """A writer that dies at its k-th operation (and counts them in ``done`` if it does not)."""
+    """A writer that dies at its k-th operation. If there are fewer, ``done`` is their number."""
     done = [0]
 
     def count(_: str) -> None:

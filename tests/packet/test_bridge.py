@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replies between two ports of one bridge: lifted to the IP layer, which alone can translate them."""
+"""Replies between two ports of one bridge must be sent to the IP layer, where netfilter can translate them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BRIDGE_MAC = "02:00:00:00:00:be"
 
 @pytest.fixture
 def bridged(world: ProgramNode) -> ProgramNode:
-    """A service whose endpoint sits behind a bridge port, and a flow of a pod of the same bridge to it."""
+    """A service whose endpoint is behind a bridge port, and a flow to it from a pod on the same bridge."""
     world.service(["local"])
     layout = world.object.btf.struct("node_device")
     world.object.maps["devices"].update(
@@ -69,7 +69,7 @@ def test_only_on_ports(bridged: ProgramNode) -> None:
 
 
 def fragmented(world: ProgramNode, ports: tuple[int, int], number: int = 7) -> tuple[Packet, Packet]:
-    """A reply in two fragments: the first has the ports, the second has not."""
+    """A reply in two fragments: only the first has the ports."""
     whole = UDP(sport=ports[0], dport=ports[1]) / Raw(b"x" * 72)
     body = bytes(whole.build())
     ether = Ether(src="02:00:00:00:00:01", dst="02:00:00:00:00:02")
@@ -98,7 +98,9 @@ def bridged_udp(world: ProgramNode) -> ProgramNode:
 
 def test_later_fragments_follow_the_first(bridged_udp: ProgramNode) -> None:
     first, later = fragmented(bridged_udp, (8080, 40000))
-    assert bridged_udp.run("tc_bridge_port", later, device="pods").data == bytes(later), "nothing is known of it yet"
+    assert bridged_udp.run("tc_bridge_port", later, device="pods").data == bytes(later), (
+        "the first fragment has not come yet"
+    )
     assert bridged_udp.run("tc_bridge_port", first, device="pods").data[:6].hex(":") == BRIDGE_MAC
     assert bridged_udp.run("tc_bridge_port", later, device="pods").data[:6].hex(":") == BRIDGE_MAC
     _, another = fragmented(bridged_udp, (8080, 40000), number=8)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which endpoint: uniform at random, session affinity and its scope (spec/service-semantics §4)."""
+"""Choice of an endpoint: uniform at random, and session affinity with its scope (spec/service-semantics §4)."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ CLOCK_MONOTONIC_COARSE = 6
 
 
 def chosen(world: ProgramNode, frame: object) -> str:
-    """Runs one first packet; the endpoint's name."""
+    """Run one first packet; returns the endpoint's name."""
     result = world.run("tc_ethernet", frame)  # type: ignore[arg-type]
     assert result.skb is not None
     return next(name for (name, _), number in world.backend_ids.items() if number == result.skb.priority & 0xFFFFFF)
 
 
 def test_the_choice_is_uniform(node: ProgramNode) -> None:
-    """Chi-square over the tags: 3 endpoints, 3 000 packets."""
+    """Chi-square test of 3 000 packets over the tags of 3 endpoints."""
     node.load()
     node.service(["remote", "local", "outside"])
     frame = bytes(node.tcp("pod", "cluster_ip", 80))
@@ -36,11 +36,11 @@ def test_the_choice_is_uniform(node: ProgramNode) -> None:
         tags[result.skb.priority] += 1
     assert len(tags) == 3
     chi_square = sum((n - 1000) ** 2 / 1000 for n in tags.values())
-    assert chi_square < 27.7, tags  # 2 degrees of freedom: one in a million
+    assert chi_square < 27.7, tags  # 2 degrees of freedom: exceeded once in a million runs
 
 
-def test_a_second_run_on_a_packet_leaves_what_the_first_one_chose(node: ProgramNode) -> None:
-    """While the agent moves the program to the head of the chain, it is on the device twice for a moment."""
+def test_a_second_run_on_a_packet_keeps_the_first_choice(node: ProgramNode) -> None:
+    """While the agent moves the program to the head of the chain, it is attached twice for a moment."""
     node.load()
     node.service(["remote", "local", "outside"])
     frame = bytes(node.tcp("pod", "cluster_ip", 80))
@@ -80,14 +80,14 @@ def test_affinity_is_by_client_and_by_service(world: ProgramNode) -> None:
 
 
 def clients(world: ProgramNode, service: int) -> set[bytes]:
-    """Those that are remembered for a service."""
+    """The clients that the map remembers for a service."""
     layout = world.object.btf.struct("affinity_key")
     keys = [layout.unpack(key) for key, _ in world.object.maps["affinities"].items()]
     return {bytes(key["client"]) for key in keys if key["service"] == service}
 
 
 def come(world: ProgramNode, port: int, number: int) -> str:
-    """A connection of one of many clients to the VIP; the endpoint's name."""
+    """Connect one of many clients to the VIP; returns the endpoint's name."""
     frame = bytearray(bytes(world.tcp("client", "vip", port)))
     at = 14 + (14 if world.family == 4 else 22)
     frame[at : at + 2] = number.to_bytes(2, "big")
@@ -95,8 +95,8 @@ def come(world: ProgramNode, port: int, number: int) -> str:
 
 
 @pytest.mark.parametrize("scheduler", [0, 1])
-def test_d15_clients_of_one_service_throw_out_none_of_another(world: ProgramNode, scheduler: int) -> None:
-    """Spoofed sources, as many as one cares to send; the map has 128 places (finding D15)."""
+def test_d15_clients_of_one_service_evict_none_of_another(world: ProgramNode, scheduler: int) -> None:
+    """An attacker may send any number of spoofed sources; the map has room for 128 clients (finding D15)."""
     world.load(scheduler=scheduler)
     world.service(ENDPOINTS, affinity_seconds=100)
     world.service(ENDPOINTS, service=2, port=81, node_port=30081, affinity_seconds=100)
@@ -108,11 +108,11 @@ def test_d15_clients_of_one_service_throw_out_none_of_another(world: ProgramNode
     assert clients(world, 2) == bound
     assert len(bound) == 20
     assert len(clients(world, 1)) == 32
-    assert [come(world, 81, number) for number in range(20)] == others, "they still have their endpoints"
+    assert [come(world, 81, number) for number in range(20)] == others, "its clients keep their endpoints"
     first = [come(world, 80, number) for number in range(32)]
-    assert [come(world, 80, number) for number in range(32)] == first, "so have the first of the flooded service"
+    assert [come(world, 80, number) for number in range(32)] == first, "so do the first clients of the flooded service"
     counts = [int.from_bytes(world.object.maps["affinity_counts"].lookup(u32(n)) or b"", sys.byteorder) for n in (1, 2)]
-    assert counts == [32, 20], "clients that are known are not counted again"
+    assert counts == [32, 20], "known clients are not counted again"
 
 
 def test_affinity_ends_after_its_time_and_is_refreshed_by_new_connections(world: ProgramNode) -> None:
@@ -124,13 +124,13 @@ def test_affinity_ends_after_its_time_and_is_refreshed_by_new_connections(world:
     fields = layout.unpack(value)
     now = time.clock_gettime_ns(CLOCK_MONOTONIC_COARSE)
 
-    # Almost over: the choice stays, and the clock starts anew.
+    # Just before the timeout: the choice stays, and the timeout starts again.
     affinities.update(key, layout.pack(**{**fields, "last_used": now - 55 * 10**9}))
     assert chosen(world, world.tcp("pod", "cluster_ip", 80)) == first
     ((_, value),) = affinities.items()
     assert layout.unpack(value)["last_used"] >= now
 
-    # Over: anything may come, and within 64 tries the other one does.
+    # After the timeout: any endpoint is possible, and the other one comes within 64 tries.
     seen = set()
     for _ in range(64):
         affinities.update(key, layout.pack(**{**fields, "last_used": now - 61 * 10**9}))
@@ -138,8 +138,8 @@ def test_affinity_ends_after_its_time_and_is_refreshed_by_new_connections(world:
     assert seen == set(ENDPOINTS[:2])
 
 
-def test_affinity_to_what_another_cpu_wrote_later(node: ProgramNode) -> None:
-    """Two connections of a client at once: the entry may be younger than the packet that finds it."""
+def test_affinity_to_an_entry_that_another_cpu_wrote_later(node: ProgramNode) -> None:
+    """Two connections of a client at once: the entry may be newer than the packet that reads it."""
     node.load()
     node.service(ENDPOINTS, affinity_seconds=60)
     frame = bytes(node.tcp("client", "vip", 80))
@@ -156,8 +156,8 @@ def test_affinity_to_what_another_cpu_wrote_later(node: ProgramNode) -> None:
         assert again.priority == first.priority
 
 
-def test_affinity_only_counts_within_the_list_that_the_packet_is_entitled_to(world: ProgramNode) -> None:
-    """A pod's connection chose a remote endpoint; the same client as outsider must get a local one."""
+def test_affinity_applies_only_within_the_list_that_the_client_may_use(world: ProgramNode) -> None:
+    """A pod's connection chose a remote endpoint; the same client as an external one must get a local endpoint."""
     world.load(detector4=0, detector6=0)
     world.service(["remote"], ["local"], affinity_seconds=100, external_local=1)
     tags = []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernel's connection table counted for the schedulers of mode ipvs (docs/ipvs-mode.md), entries made by hand."""
+"""Counting conntrack entries for the schedulers of mode ipvs (docs/ipvs-mode.md); the tests insert the entries."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CLIENT6, VIP6, POD6 = ("2001:db8::9", "2001:db8:1::20", "fd00:10:244:2::5")
 
 @pytest.fixture
 def namespace() -> Iterator[None]:
-    """An empty connection table."""
+    """An empty conntrack table."""
     home = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
     assert libc.unshare(0x40000000) == 0
     yield
@@ -50,7 +50,7 @@ def counting(bpf_objects: Path) -> Iterator[Loaded]:
 def flow(
     source: str, address: str, endpoint: str, sport: int, state: str = "", port: int = 80, target: int = 8080
 ) -> None:
-    """One entry: ``source`` asked for ``address``, ``endpoint`` answers. Without a state: UDP."""
+    """Insert one entry: ``source`` connected to ``address``, ``endpoint`` answers. Without a state it is UDP."""
     protocol = ["-p", "tcp", "--state", state] if state else ["-p", "udp"]
     ports = [
         "--sport",
@@ -71,7 +71,7 @@ def route(address: str, endpoint: str, protocol: int = 6, port: int = 80, target
     return Route(protocol, ip_address(address).packed, port, ip_address(endpoint).packed, target)
 
 
-def test_states_are_active_or_not_as_ipvs_has_them(namespace: None) -> None:
+def test_states_count_as_active_or_inactive_as_in_ipvs(namespace: None) -> None:
     active = ["SYN_SENT", "SYN_RECV", "ESTABLISHED"]
     inactive = ["FIN_WAIT", "CLOSE_WAIT", "LAST_ACK", "TIME_WAIT", "CLOSE"]
     for number, state in enumerate([*active, *inactive]):
@@ -86,7 +86,7 @@ def test_states_are_active_or_not_as_ipvs_has_them(namespace: None) -> None:
     }
 
 
-def test_an_entry_that_looks_different_is_read_too(namespace: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_entry_with_other_attributes_is_read(namespace: None, monkeypatch: pytest.MonkeyPatch) -> None:
     for source, address, endpoint in ((CLIENT, VIP, POD), (CLIENT6, VIP6, POD6)):
         flow(source, address, endpoint, 1000, "ESTABLISHED")
         flow(source, address, endpoint, 1001, "TIME_WAIT")
@@ -103,14 +103,14 @@ def test_an_entry_that_looks_different_is_read_too(namespace: None, monkeypatch:
     assert len(read) == 6
 
 
-def test_what_is_not_translated_counts_only_if_it_is_the_nodes_own(namespace: None) -> None:
+def test_untranslated_flows_count_only_if_they_are_from_the_node(namespace: None) -> None:
     flow(CLIENT, POD, POD, 1000, "ESTABLISHED", port=8080)
     flow(NODE, POD, POD, 1001, "ESTABLISHED", port=8080)
     assert flows.count(set()) == {}
     assert flows.count({ip_address(NODE).packed}) == {route(POD, POD, port=8080): Count(1, 0)}
 
 
-def test_a_refused_dump_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_dump_logs_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(uapi, "IPCTNL_MSG_CT_GET", 0x1FF)
     with pytest.raises(flows.RefusedError, match=r"^list of connections: "):
         flows.count(set())
@@ -123,7 +123,7 @@ def test_there_is_room_for_every_backend_and_every_list(counting: Loaded) -> Non
 
 @pytest.mark.parametrize("number", sorted(set(SCHEDULERS.values())))
 def test_packet_and_socket_programs_load_with_every_scheduler(bpf_objects: Path, number: int) -> None:
-    """The verifier, and the 512 bytes of stack."""
+    """They must pass the verifier and fit into 512 bytes of stack."""
     loaded = load(Settings(netns_cookie=1, scheduler=number), sizes=SIZES, objects=bpf_objects)
     assert ("rr_cursor" in loaded.maps) == (number == SCHEDULERS["rr"])
     if number == SCHEDULERS["rr"]:
@@ -131,7 +131,7 @@ def test_packet_and_socket_programs_load_with_every_scheduler(bpf_objects: Path,
     loaded.close()
 
 
-def test_a_restart_adopts_the_counts_and_another_scheduler_takes_them_away(bpf_objects: Path, bpffs: Path) -> None:
+def test_a_restart_adopts_the_counts_and_another_scheduler_removes_them(bpf_objects: Path, bpffs: Path) -> None:
     pins = bpffs / "instance" / "maps"
 
     def start(scheduler: int) -> Loaded:
@@ -158,8 +158,8 @@ def _number(raw: bytes | None) -> int:
     return int.from_bytes(raw or b"", sys.byteorder)
 
 
-def test_counts_reach_the_backends_of_the_service_that_was_asked(namespace: None, counting: Loaded) -> None:
-    """By VIP, by NodePort, and by the node's own sockets; of two services with one endpoint each has its own."""
+def test_counts_reach_the_backends_of_the_right_service(namespace: None, counting: Loaded) -> None:
+    """By VIP, by NodePort and from the node's own sockets. Two services with the same endpoint have separate counts."""
     wipe(counting)
     writer = Writer(counting)
     web, other = name_of("web"), name_of("other")
@@ -182,7 +182,7 @@ def test_counts_reach_the_backends_of_the_service_that_was_asked(namespace: None
     layout = counting.tc.btf.struct("connections")
     key = {number: number.to_bytes(4, sys.byteorder) for number in (remote, local, others, 9999)}
     choices.update(key[remote], (7).to_bytes(4, sys.byteorder))
-    choices.update(key[9999], (3).to_bytes(4, sys.byteorder))  # of a backend that is gone
+    choices.update(key[9999], (3).to_bytes(4, sys.byteorder))  # a backend that does not exist any more
 
     def found() -> dict[int, dict[str, int | bytes]]:
         return {_number(k): layout.unpack(v) for k, v in connections.items()}
@@ -194,10 +194,10 @@ def test_counts_reach_the_backends_of_the_service_that_was_asked(namespace: None
         local: {"active": 1, "inactive": 0, "choices": 0},
         others: {"active": 1, "inactive": 0, "choices": 0},
     }
-    assert _number(choices.lookup(key[remote])) == 7  # the programs' own
+    assert _number(choices.lookup(key[remote])) == 7  # a count of the programs themselves
     assert choices.lookup(key[9999]) is None
 
-    # A restart knows what was written, and takes it back when the flows are gone; a service that goes takes its counts.
+    # A restart keeps the counts, and removes them when the flows end. A removed service loses its counts.
     subprocess.run(["conntrack", "-F"], check=True, capture_output=True)
     writer.apply({other: None})
     writer.collect()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is counted for people: new flows, refusals by service and time, packets by the meter (docs/top.md)."""
+"""What is counted for users: new flows, refusals by service and time, packets by the meter (docs/top.md)."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from tests.packet.program_node import ProgramNode, insert_entry
 
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
 
-#: In the order of their addresses, as slots are.
+#: In the order of their addresses, as in the slots.
 ENDPOINTS = ["local", "remote", "outside"]
 
 
 def counts(world: ProgramNode, slots: int) -> list[int]:
-    """New flows, by slot."""
+    """New flows by slot."""
     found = (world.object.maps["slots"].lookup(number.to_bytes(4, sys.byteorder)) for number in range(1, slots + 1))
     return [struct.unpack("=II", value or bytes(8))[1] for value in found]
 
 
 @pytest.mark.parametrize("affinity", [0, 100])
-def test_a_slot_counts_what_it_was_chosen_for(node: ProgramNode, affinity: int) -> None:
+def test_a_slot_counts_the_flows_that_it_was_chosen_for(node: ProgramNode, affinity: int) -> None:
     node.load()
     node.service(ENDPOINTS, affinity_seconds=affinity)
     frame = bytes(node.tcp("pod", "cluster_ip", 80))
@@ -81,12 +81,12 @@ def test_refusals_are_counted_by_service_and_time(hooks: ProgramNode) -> None:
     assert total == 3
 
 
-def test_a_period_that_is_over_is_not_counted_on(world: ProgramNode) -> None:
+def test_an_old_period_starts_from_zero(world: ProgramNode) -> None:
     world.service([])
     reason = world.object.btf.enum("drop_reason")["REJECT_NO_ENDPOINTS"].to_bytes(4, sys.byteorder)
     lately = world.object.maps["recent_refusals"]
     cpus = len(lately.lookup_cpus(reason) or ())
-    # A minute and more ago, in every place.
+    # More than a minute ago, in every field.
     lately.update(reason, struct.pack("=32I", *[1] * 16, *[7] * 16) * cpus)
     world.run("tc_ethernet", world.tcp("client", "vip", 80))
     words = [struct.unpack("=32I", value) for value in lately.lookup_cpus(reason) or ()]
@@ -109,7 +109,7 @@ def meter(world: ProgramNode, bpf_objects: Path) -> Iterator[Object]:
 
 
 def metered(meter: Object) -> dict[tuple[int, int], tuple[int, int]]:
-    """Packets and bytes, by service and port of the endpoint."""
+    """Packets and bytes by service and endpoint port."""
     layout = meter.btf.struct("meter_key").packer("service", "port")
     found = {}
     for key, value in meter.maps["meters"].items():
@@ -127,14 +127,14 @@ def test_the_meter_counts_both_directions_for_the_endpoint(world: ProgramNode, m
     assert look.test_run(first, context).retval == -1
     insert_entry(world, "tcp", "pod", "cluster_ip", 40000, 80, "--state", "SYN_SENT", target="remote")
     assert look.test_run(first, context).retval == -1
-    # What opens the flow is the service's; what comes after that also the endpoint's.
+    # The packet that opens a flow counts for the service, later ones also for the endpoint.
     assert metered(meter) == {(1, 0): (1, headers + 20), (1, 8080): (1, headers + 20)}
     answer = world.tcp("remote", "pod", 40000, sport=8080, flags="SA")
     assert look.test_run(bytes(answer), context).data == bytes(answer)
     assert metered(meter)[1, 8080] == (2, 2 * (headers + 20))
 
 
-def test_the_meter_counts_what_a_large_packet_will_be_cut_into(world: ProgramNode, meter: Object) -> None:
+def test_the_meter_counts_the_segments_of_a_large_packet(world: ProgramNode, meter: Object) -> None:
     world.service(["remote"])
     headers = 40 if world.family == 4 else 60
     frame = world.frame("client", "cluster_ip", TCP(sport=40000, dport=80, flags="A"), Raw(b"x" * 3000))
@@ -143,7 +143,7 @@ def test_the_meter_counts_what_a_large_packet_will_be_cut_into(world: ProgramNod
     assert metered(meter) == {(1, 0): (3, 3000 + 3 * headers)}
 
 
-def test_the_meter_leaves_out_what_is_no_services(world: ProgramNode, meter: Object) -> None:
+def test_the_meter_ignores_packets_of_no_service(world: ProgramNode, meter: Object) -> None:
     world.service(["remote"])
     context = SkBuff(ifindex=world.devices["nic"])
     for frame in (
@@ -156,7 +156,7 @@ def test_the_meter_leaves_out_what_is_no_services(world: ProgramNode, meter: Obj
 
 
 def test_one_of_many_counts_for_all(world: ProgramNode, meter: Object) -> None:
-    """4 096 packets, one in 16 looked at: 256 are expected, 192 to 320 with all but one in ten thousand draws."""
+    """One packet in 16 of 4 096 is metered: 256 are expected; 192 to 320 with a probability of 99.99 %."""
     world.service(["remote"])
     meter.maps["meter_one_in"].mmap().cast("Q")[0] = 16
     frame = bytes(world.tcp("client", "cluster_ip", 80, flags="A"))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The decision table (spec/service-semantics §5, §7, §8), row by row: named packets in, verdict and reason out.
+"""The decision table (spec/service-semantics §5, §7, §8) row by row: named packets in, verdict and reason out.
 
-Every row runs in both families, through tc alone and through XDP before tc. Whom the packet goes to and whether it is
-masqueraded is read from the tag that the agent's nft table reads.
+Every row runs in both families, with tc alone and with XDP before tc. The tag for the agent's nft table shows the
+endpoint and whether the flow is masqueraded.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernel's conntrack, where it can be looked up: what continues as it is, what gets an endpoint, what must end."""
+"""The conntrack lookup: which flows continue, which get an endpoint, which must end."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
 
 
 def tag(world: ProgramNode, source: str = "pod", protocol: str = "tcp", flags: str = "S") -> int:
-    """What the agent's nft table finds in the priority of a packet to the service's address."""
+    """The tag that the agent's nft table finds in the priority of a packet to the service."""
     made = (
         world.udp(source, "cluster_ip", 80) if protocol == "udp" else world.tcp(source, "cluster_ip", 80, flags=flags)
     )
@@ -27,19 +27,19 @@ def chosen(world: ProgramNode, name: str) -> int:
 
 @pytest.mark.parametrize("state", ["TIME_WAIT", "CLOSE"])
 def test_a_client_that_reuses_the_port_of_an_ended_flow(hooks: ProgramNode, state: str) -> None:
-    """The kernel replaces its entry with this SYN."""
+    """The kernel replaces its entry when it sees this SYN."""
     hooks.service(["local"])
     insert_entry(hooks, "tcp", "pod", "cluster_ip", 40000, 80, "--state", state, target="remote")
     assert tag(hooks) == chosen(hooks, "local")
 
 
-#: SYN_SENT2, both sides open at once, has a greater number than the states of ended flows.
+#: SYN_SENT2, a simultaneous open, has a greater number than the states of ended flows.
 LIVING = ["SYN_SENT", "SYN_RECV", "ESTABLISHED", "FIN_WAIT", "CLOSE_WAIT", "LAST_ACK", "SYN_SENT2"]
 
 
 @pytest.mark.parametrize("state", LIVING)
-def test_a_syn_of_a_living_flow_changes_nothing(world: ProgramNode, state: str) -> None:
-    """A retransmission, above all; the first endpoint stays, even if it left the list meanwhile (finding D14)."""
+def test_a_syn_of_an_open_flow_changes_nothing(world: ProgramNode, state: str) -> None:
+    """Mostly a retransmission: the first endpoint stays, even if it has left the list (finding D14)."""
     world.service(["local"])
     insert_entry(world, "tcp", "pod", "cluster_ip", 40000, 80, "--state", state, target="remote")
     assert tag(world) == 0
@@ -50,7 +50,7 @@ def test_a_syn_of_a_living_flow_changes_nothing(world: ProgramNode, state: str) 
 @pytest.mark.parametrize(
     "rows", [{"any_endpoints": 0}, {"external_local": 1, "any_endpoints": 1}], ids=["reject", "drop"]
 )
-def test_established_flows_survive_what_would_refuse_new_ones(world: ProgramNode, rows: dict[str, int]) -> None:
+def test_established_flows_continue_where_new_ones_are_refused(world: ProgramNode, rows: dict[str, int]) -> None:
     world.service([], **rows)
     insert_entry(world, "tcp", "client", "vip", 40000, 80, "--state", "ESTABLISHED", target="remote")
     for flags in ("S", "A", "PA", "FA", "R"):
@@ -61,9 +61,9 @@ def test_established_flows_survive_what_would_refuse_new_ones(world: ProgramNode
 
 
 @pytest.mark.parametrize("flags", ["A", "PA", "SA", "FA", "R", "RA", "F", "SR", "SF", ""])
-def test_tcp_in_mid_stream_gets_no_endpoint(hooks: ProgramNode, flags: str) -> None:
+def test_midstream_tcp_gets_no_endpoint(hooks: ProgramNode, flags: str) -> None:
     hooks.service(["remote"])
-    # A flow that the table sent is unknown to conntrack: it must not pick up what comes after the flow's end.
+    # conntrack does not know flows of the flow table: it must not pick up packets after such a flow's end.
     assert tag(hooks, flags=flags) == (PRIORITY_MIDSTREAM if hooks.has_flow_table else 0)
     assert not hooks.reasons()
 
@@ -74,7 +74,7 @@ def test_a_syn_with_ecn_bits_opens_a_flow(hooks: ProgramNode) -> None:
 
 
 def test_a_stuck_untranslated_syn_is_translated(hooks: ProgramNode) -> None:
-    """The client began before the programs: its SYN went nowhere, and its retransmission must not follow."""
+    """The client sent its first SYN before the programs were attached; the retransmission must be translated."""
     hooks.service(["remote"])
     insert_entry(hooks, "tcp", "pod", "cluster_ip", 40000, 80, "--state", "SYN_SENT")
     assert tag(hooks) == chosen(hooks, "remote")
@@ -82,7 +82,7 @@ def test_a_stuck_untranslated_syn_is_translated(hooks: ProgramNode) -> None:
     assert hooks.reasons() == {"UNTRANSLATED_FLOW_REPLACED": 1, "NEW_FLOW_NETFILTER": 1}
 
 
-def test_udp_to_a_gone_endpoint_heals_with_the_next_packet(hooks: ProgramNode) -> None:
+def test_udp_to_a_removed_endpoint_gets_another_with_the_next_packet(hooks: ProgramNode) -> None:
     hooks.service(["local"], protocol="udp")
     insert_entry(hooks, "udp", "pod", "cluster_ip", 40000, 80, target="remote")
     assert tag(hooks, protocol="udp") == chosen(hooks, "local")
@@ -90,7 +90,7 @@ def test_udp_to_a_gone_endpoint_heals_with_the_next_packet(hooks: ProgramNode) -
     assert hooks.reasons() == {"STALE_UDP_REPLACED": 1, "NEW_FLOW_NETFILTER": 1}
 
 
-def test_udp_to_an_endpoint_that_serves_but_is_in_no_list_goes_on(world: ProgramNode) -> None:
+def test_udp_to_a_serving_endpoint_that_is_in_no_list_continues(world: ProgramNode) -> None:
     world.service(["local"], protocol="udp")
     world.endpoint("remote", service=1)
     insert_entry(world, "udp", "pod", "cluster_ip", 40000, 80, target="remote")
@@ -114,7 +114,7 @@ def test_udp_that_was_never_translated_gets_an_endpoint(hooks: ProgramNode) -> N
 
 
 def test_without_the_lookup_every_first_packet_gets_an_endpoint(world: ProgramNode) -> None:
-    """netfilter asks its nat rules for the first packet of a flow alone; the tag of a later one is not read."""
+    """netfilter reads its nat rules only for the first packet of a flow; it ignores the tag of later ones."""
     world.load(conntrack_lookup=0)
     world.service(["local"])
     insert_entry(world, "tcp", "pod", "cluster_ip", 40000, 80, "--state", "ESTABLISHED", target="remote")
@@ -122,7 +122,7 @@ def test_without_the_lookup_every_first_packet_gets_an_endpoint(world: ProgramNo
     assert [flow.reply[0] for flow in world.flows()] == [world.address("remote")]
 
 
-def test_sctp_is_netfilters(world: ProgramNode) -> None:
+def test_sctp_is_left_to_netfilter(world: ProgramNode) -> None:
     world.service(["remote"], protocol="sctp")
     result = world.run("tc_ethernet", world.sctp("pod", "cluster_ip", 80))
     assert result.skb is not None

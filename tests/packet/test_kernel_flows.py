@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Flows of the kernel's that the table knows: learned from packets that leave, and confirmed by them each second."""
+"""Kernel's flows in the flow table: learned from packets that leave netfilter, confirmed by such packets each
+second.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +22,13 @@ from tests.packet.fast_node import (
     device,
     drop_records,
     fast_node,
-    learned,
+    learned_flow,
     now,
     one_cpu,
     options,
+    pending_record,
     permits,
     records,
-    taken,
 )
 from tests.packet.program_node import GO_ON, ProgramNode
 
@@ -44,8 +46,8 @@ MASQUERADED = {"client": "client", "frontend": "vip", "masquerade": "node", "ent
 
 @pytest.mark.parametrize("protocol", ["tcp", "udp"])
 @pytest.mark.parametrize("ends", [{}, MASQUERADED], ids=["own address", "masqueraded"])
-def test_packets_are_rewritten_whole(fast: ProgramNode, protocol: str, ends: dict[str, Any]) -> None:
-    flow = learned(fast, protocol, **ends)
+def test_packets_are_rewritten_completely(fast: ProgramNode, protocol: str, ends: dict[str, Any]) -> None:
+    flow = learned_flow(fast, protocol, **ends)
     for size in (0, 1, 1000):
         for reply in (False, True):
             found = flow.run(reply, flow.frame(reply, size=size))
@@ -56,47 +58,47 @@ def test_packets_are_rewritten_whole(fast: ProgramNode, protocol: str, ends: dic
 
 def test_tcp_is_learned_from_the_second_packet_of_the_endpoint(fast: ProgramNode) -> None:
     flow = Flow(fast)
-    assert flow.through(reply=True, flags="SA")["learn"] == 0
-    assert flow.through(reply=True) == {}, "it may end with this one"
+    assert flow.pass_netfilter(reply=True, flags="SA")["learn"] == 0
+    assert flow.pass_netfilter(reply=True) == {}, "one reply is not enough: the connection may end with it"
     assert flow.entries() == []
-    assert flow.through(reply=True)["learn"] == 1
+    assert flow.pass_netfilter(reply=True)["learn"] == 1
     assert flow.entries() == [False, True]
     assert fast.reasons() == {"FLOW_LEARNED": 1}
     entry = flow.entry(True)
     assert entry is not None
     assert (entry["young"], entry["reply"]) == (0, 1)
     assert now() < entry["confirmed_until"] <= now() + SECOND
-    assert flow.entry()["confirmed_until"] == 0, "how the client's packets leave was not seen"  # type: ignore[index]
+    assert flow.entry()["confirmed_until"] == 0, "no packet of the client has left netfilter yet"  # type: ignore[index]
 
 
 def test_udp_is_learned_from_its_first_datagram(fast: ProgramNode) -> None:
     flow = Flow(fast, "udp")
-    flow.through(new=True)
+    flow.pass_netfilter(new=True)
     assert flow.entries() == [False, True]
     assert flow.entry()["confirmed_until"] == 0  # type: ignore[index]
-    flow.through()
+    flow.pass_netfilter()
     assert flow.run().retval == REDIRECT
     assert flow.run(reply=True).retval == GO_ON
 
 
 @pytest.mark.parametrize("protocol", ["tcp", "udp"])
-def test_replies_that_are_not_translated_are_asked_about_once_a_second(fast: ProgramNode, protocol: str) -> None:
+def test_untranslated_replies_get_a_record_once_a_second(fast: ProgramNode, protocol: str) -> None:
     flow = Flow(fast, protocol)
     asked = 0
     for _ in range(40):
         assert flow.run(reply=True).retval == GO_ON
-        record = taken(fast)
+        record = pending_record(fast)
         if record:
             asked += 1
             frame = flow.packet("remote", "pod", 8080, 40000, NODE_MAC, FAR, hops=63)
             flow.leave(frame, record["number"], reply=True)
-    # Two or three at first, and then one with each second that began meanwhile.
+    # Two or three at first, then one for each second that has begun.
     assert 1 <= asked <= 6
     assert flow.entries() == []
     assert not fast.reasons()["FLOW_LEARNED"]
 
 
-def test_who_is_no_endpoint_is_not_asked_about(fast: ProgramNode) -> None:
+def test_replies_of_no_endpoint_get_no_record(fast: ProgramNode) -> None:
     flow = Flow(fast, endpoint="local")
     for _ in range(3):
         assert flow.run(reply=True).retval == GO_ON
@@ -115,9 +117,9 @@ def test_a_marked_packet_is_not_learned_from(fast: ProgramNode) -> None:
 
 @pytest.mark.parametrize("reply", [False, True], ids=["client", "endpoint"])
 def test_each_second_netfilter_sees_a_packet(fast: ProgramNode, reply: bool) -> None:
-    flow = learned(fast)
+    flow = learned_flow(fast)
     flow.write(reply, confirmed_until=now() - 1)
-    record = flow.through(reply)
+    record = flow.pass_netfilter(reply)
     assert record["kind"] == CONFIRM
     entry = flow.entry(reply)
     assert entry is not None
@@ -127,15 +129,15 @@ def test_each_second_netfilter_sees_a_packet(fast: ProgramNode, reply: bool) -> 
 
 
 def test_a_new_generation_is_confirmed_at_once(fast: ProgramNode) -> None:
-    flow = learned(fast)
-    fast.say_of_fast_path(generation=2)
+    flow = learned_flow(fast)
+    fast.write_fast_path_state(generation=2)
     for reply in (False, True):
-        assert flow.through(reply)["kind"] == CONFIRM
+        assert flow.pass_netfilter(reply)["kind"] == CONFIRM
         assert flow.run(reply).retval == REDIRECT
 
 
 def unconfirmed(world: ProgramNode) -> Flow:
-    flow = learned(world)
+    flow = learned_flow(world)
     for reply in (False, True):
         flow.write(reply, confirmed_until=0)
     return flow
@@ -154,17 +156,17 @@ def test_a_flow_that_is_translated_in_another_way_is_forgotten(fast: ProgramNode
     flow = unconfirmed(fast)
     assert flow.run().retval == GO_ON
     left = Flow(**{**flow.__dict__, **OTHERWISE[name]}).expected()
-    flow.leave(left, taken(fast)["number"])
+    flow.leave(left, pending_record(fast)["number"])
     assert flow.entries() == []
     assert fast.reasons()["FLOW_CHANGED"] == 1
 
 
-def test_a_neighbours_new_address_is_followed(fast: ProgramNode) -> None:
+def test_a_new_address_of_the_neighbour_is_used(fast: ProgramNode) -> None:
     flow = unconfirmed(fast)
     flow.run()
     left = flow.expected()
     left[Ether].dst = "02:00:00:00:0f:02"
-    flow.leave(left, taken(fast)["number"])
+    flow.leave(left, pending_record(fast)["number"])
     assert flow.link()["mac_to"].hex(":") == "02:00:00:00:0f:02"
     found = flow.run()
     assert (found.retval, found.data) == (REDIRECT, bytes(left))
@@ -174,17 +176,17 @@ def test_another_egress_interface_is_used(fast: ProgramNode) -> None:
     flow = unconfirmed(fast)
     device(fast, "pods", mtu=1400)
     flow.run()
-    flow.leave(flow.expected(), taken(fast)["number"], by="pods")
+    flow.leave(flow.expected(), pending_record(fast)["number"], by="pods")
     link = flow.link()
     assert (link["device"], link["mtu"]) == (fast.devices["pods"], 1400)
     assert flow.run().retval == REDIRECT
 
 
-def test_by_an_excluded_device_nothing_is_sent(fast: ProgramNode) -> None:
+def test_nothing_is_sent_through_an_excluded_device(fast: ProgramNode) -> None:
     flow = unconfirmed(fast)
     device(fast, "nic", redirect=0)
     for _ in range(2):
-        assert flow.through()["kind"] == CONFIRM
+        assert flow.pass_netfilter()["kind"] == CONFIRM
 
 
 STALE: dict[str, dict[str, Any]] = {
@@ -200,17 +202,17 @@ def test_a_stale_or_forged_record_confirms_nothing(fast: ProgramNode, name: str)
     flow.run()
     fast.devices["lo"] = 1
     try:
-        flow.leave(flow.expected(), taken(fast)["number"], **STALE[name])
+        flow.leave(flow.expected(), pending_record(fast)["number"], **STALE[name])
     finally:
         del fast.devices["lo"]
     assert flow.entry()["confirmed_until"] == 0  # type: ignore[index]
     assert not fast.reasons()["FLOW_CONFIRMED"]
 
 
-def test_another_number_confirms_nothing(fast: ProgramNode) -> None:
+def test_another_record_number_confirms_nothing(fast: ProgramNode) -> None:
     flow = unconfirmed(fast)
     flow.run()
-    flow.leave(flow.expected(), taken(fast)["number"] ^ 0x40)
+    flow.leave(flow.expected(), pending_record(fast)["number"] ^ 0x40)
     assert flow.entry()["confirmed_until"] == 0  # type: ignore[index]
 
 
@@ -218,7 +220,7 @@ def test_a_packet_of_another_protocol_confirms_nothing(fast: ProgramNode) -> Non
     flow = unconfirmed(fast)
     flow.run()
     other = Flow(**{**flow.__dict__, "protocol": "udp"})
-    other.leave(other.expected(), taken(fast)["number"])
+    other.leave(other.expected(), pending_record(fast)["number"])
     assert flow.entries() == [False, True]
     assert flow.entry()["confirmed_until"] == 0  # type: ignore[index]
 
@@ -242,69 +244,69 @@ UNUSUAL = {
 
 
 @pytest.mark.parametrize("name", UNUSUAL)
-def test_what_asks_for_the_kernel_gets_it(fast: ProgramNode, name: str) -> None:
+def test_packets_that_need_the_kernel_are_left_to_it(fast: ProgramNode, name: str) -> None:
     make, reason = UNUSUAL[name]
-    flow = learned(fast)
+    flow = learned_flow(fast)
     frame = make(flow)
     found = flow.run(frame=frame)
     assert (found.retval, found.data) == (GO_ON, bytes(frame))
     if reason:
         assert fast.reasons() == {reason: 1}
-    assert flow.run().retval == REDIRECT, "the next one is sent"
+    assert flow.run().retval == REDIRECT, "the next packet takes the fast path"
 
 
-def test_a_foreign_mark_is_for_the_kernels_rules(fast: ProgramNode) -> None:
-    flow = learned(fast)
+def test_a_packet_with_another_programs_mark_is_left_to_the_kernel(fast: ProgramNode) -> None:
+    flow = learned_flow(fast)
     assert flow.run(mark=7).retval == GO_ON
     assert fast.reasons() == {"STACK_NOT_PLAIN": 1}
 
 
 @pytest.mark.parametrize("flags", ["FA", "R", "RA", "S", "SA"])
 @pytest.mark.parametrize("reply", [False, True], ids=["client", "endpoint"])
-def test_the_kernel_hears_of_the_end_and_is_asked_again(fast: ProgramNode, flags: str, reply: bool) -> None:
-    flow = learned(fast)
+def test_the_kernel_sees_the_end_and_must_confirm_again(fast: ProgramNode, flags: str, reply: bool) -> None:
+    flow = learned_flow(fast)
     frame = flow.frame(reply, flags=flags)
     found = flow.run(reply, frame)
     assert (found.retval, found.data) == (GO_ON, bytes(frame))
     assert fast.reasons()["STACK_ENDING"] == 1
     drop_records(fast)
     for direction in (False, True):
-        assert flow.through(direction)["kind"] == CONFIRM
+        assert flow.pass_netfilter(direction)["kind"] == CONFIRM
 
 
 def test_the_agent_is_dead(fast: ProgramNode) -> None:
-    flow = learned(fast)
-    fast.say_of_fast_path(alive=-1)
+    flow = learned_flow(fast)
+    fast.write_fast_path_state(alive=-1)
     assert flow.run().retval == GO_ON
     assert fast.reasons() == {"STACK_NO_AGENT": 1}
 
 
 def test_the_family_is_closed(fast: ProgramNode) -> None:
-    flow = learned(fast)
-    fast.say_of_fast_path(**{f"closed{fast.family}": fast.object.btf.enum("slow_path_reason")["STACK_RULES"]})
+    flow = learned_flow(fast)
+    fast.write_fast_path_state(**{f"closed{fast.family}": fast.object.btf.enum("slow_path_reason")["STACK_RULES"]})
     assert flow.run().retval == GO_ON
     assert fast.reasons() == {"STACK_RULES": 1}
 
 
 @pytest.mark.parametrize("reply", [False, True], ids=["request", "reply"])
 @pytest.mark.parametrize("flags", ["A", "R", "S"])
-def test_from_another_device_nothing_is_touched(fast: ProgramNode, reply: bool, flags: str) -> None:
-    flow = learned(fast)
+def test_packets_from_another_device_are_not_changed(fast: ProgramNode, reply: bool, flags: str) -> None:
+    flow = learned_flow(fast)
     before = [flow.entry(False), flow.entry(True)]
     flow.run(reply, flow.frame(reply, flags=flags), by="pods" if reply else "nic")
     assert [flow.entry(False), flow.entry(True)] == before
     assert fast.reasons()["STACK_OTHER_DEVICE"] == 1
 
 
-def test_a_datagram_for_an_endpoint_that_is_gone_forgets_the_flow(fast: ProgramNode) -> None:
+def test_a_datagram_to_a_removed_endpoint_deletes_the_flow(fast: ProgramNode) -> None:
     flow = Flow(fast, "udp")
-    flow.through(new=True)
+    flow.pass_netfilter(new=True)
     fast.endpoint("remote", 2, present=False)
-    fast.say_of_fast_path(generation=2)
+    fast.write_fast_path_state(generation=2)
     flow.run()
     assert flow.entries() == []
 
 
-def test_permits_and_flows_are_of_their_own(fast: ProgramNode) -> None:
-    learned(fast)
+def test_permits_and_flows_have_separate_generations(fast: ProgramNode) -> None:
+    learned_flow(fast)
     assert permits(fast) == []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Session affinity where a Service has thousands of endpoints: it holds when the list changes, and costs no walk."""
+"""Session affinity with thousands of endpoints: it survives changes of the list, without a linear search."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def many(bpf_objects: Path) -> Iterator[Loaded]:
 
 
 def plan(family: IPFamily, numbers: range | list[int]) -> ServicePort:
-    """Endpoints by their places after NETWORK, four of each address, in the order of their text, as in plans."""
+    """Four endpoints for each address, at these offsets from NETWORK, in the order of their text, as in plans."""
     base = ip_address(NETWORK[family])
     places = [(base + number // 4, 80 + number % 4) for number in numbers]
     texts = sorted(
@@ -65,11 +65,11 @@ def frames(family: IPFamily, first: int) -> list[bytes]:
 
 
 def run(loaded: Loaded, packets: list[bytes]) -> tuple[list[int], float]:
-    """The backend of each, and the median of what one packet took, in ns."""
+    """The backend of each packet, and the median of its time in ns."""
     program = loaded.tc.programs["tc_ethernet"]
     results = [program.test_run(packet, SkBuff()) for packet in packets]
     tags = [result.skb.priority & 0xFFFFFF for result in results if result.skb is not None]
-    assert all(tags), "each was served"
+    assert all(tags), "each packet gets an endpoint"
     return tags, median(result.duration for result in results)
 
 
@@ -81,13 +81,13 @@ def test_affinity_holds_when_one_endpoint_comes_before_all_others(many: Loaded, 
     assert len(set(first)) > CLIENTS * 0.8
     writer.apply({name_of("web", family): plan(family, range(ENDPOINTS + 1))})
     again, moved = run(many, clients)
-    assert again == first, "every position is another one now"
+    assert again == first, "every position has changed"
     _, new = run(many, frames(family, 10_000))
-    # A walk through half the list takes some 10 000 ns more than a choice at random, halving it some 500.
+    # Walking half the list takes some 10 000 ns more than a random choice, a binary search some 500 ns.
     assert moved < new + 4000, (moved, new)
 
 
-def test_who_was_bound_to_an_endpoint_that_is_gone_costs_no_walk(many: Loaded, family: IPFamily) -> None:
+def test_affinity_to_a_removed_endpoint_needs_no_linear_search(many: Loaded, family: IPFamily) -> None:
     writer = Writer(many)
     writer.apply({name_of("web", family): plan(family, range(ENDPOINTS))})
     clients = frames(family, 0)
@@ -97,13 +97,13 @@ def test_who_was_bound_to_an_endpoint_that_is_gone_costs_no_walk(many: Loaded, f
     kept = [a == b for a, b in zip(first, second, strict=True)]
     assert 0.35 < sum(kept) / CLIENTS < 0.65
     third, _ = run(many, clients)
-    assert third == second, "a client that had to move stays where it went"
+    assert third == second, "a client that got a new endpoint keeps it"
     _, new = run(many, frames(family, 10_000))
     assert took < new + 4000, (took, new)
 
 
-def test_an_adopted_list_in_another_order_is_written_anew(many: Loaded, family: IPFamily) -> None:
-    """As agents wrote it that had the order of the text."""
+def test_an_adopted_list_in_another_order_is_rewritten(many: Loaded, family: IPFamily) -> None:
+    """Earlier agents sorted the list by text."""
     name = name_of("web", family)
     wanted = plan(family, range(1, 201))
     Writer(many).apply({name: wanted})
@@ -128,7 +128,7 @@ def test_an_adopted_list_in_another_order_is_written_anew(many: Loaded, family: 
     ]
     assert [value and value[:4] for value in found] == [value and value[:4] for value in right]
     assert writer[name] == wanted
-    # The next start finds nothing to do.
+    # The next start has nothing to change.
     before = dict(many.maps["service_configs"].items()).keys()
     Writer(many).apply({name: wanted})
     assert dict(many.maps["service_configs"].items()).keys() == before

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packets that arrive for 127.0.0.0/8 (spec/service-semantics §8): route_localnet admits them, the programs do not."""
+"""Packets to 127.0.0.0/8 from outside (spec/service-semantics §8): route_localnet admits them, the programs drop
+them.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ def verdict(world: ProgramNode, frame: Packet, program: str = "tc_ethernet") -> 
 @IPV4
 @pytest.mark.parametrize("source", ["192.0.2.1", "10.244.1.2", "127.0.0.1"])
 @pytest.mark.parametrize("destination", ["127.0.0.0", "127.0.0.1", "127.1.2.3", "127.255.255.255"])
-def test_from_elsewhere_is_dropped_and_counted(world: ProgramNode, source: str, destination: str) -> None:
+def test_loopback_destinations_are_dropped_and_counted(world: ProgramNode, source: str, destination: str) -> None:
     world.load(localhost_node_ports=1)
     world.service(["remote"])
     frame = LINK / IP(src=source, dst=destination) / TCP(dport=PORT, flags="S")
@@ -43,7 +45,7 @@ def test_from_elsewhere_is_dropped_and_counted(world: ProgramNode, source: str, 
     ],
     ids=["an established TCP segment", "UDP", "UDP to no NodePort", "ICMP", "no transport header"],
 )
-def test_whatever_it_carries(world: ProgramNode, rest: Packet) -> None:
+def test_any_protocol_to_loopback_is_dropped(world: ProgramNode, rest: Packet) -> None:
     world.load(localhost_node_ports=1)
     world.service(["remote"], protocol="udp")
     assert verdict(world, LINK / IP(src="192.0.2.1", dst="127.0.0.1") / rest) == (
@@ -53,21 +55,21 @@ def test_whatever_it_carries(world: ProgramNode, rest: Packet) -> None:
 
 
 @IPV4
-def test_later_fragments_too(world: ProgramNode) -> None:
+def test_later_fragments_to_loopback_are_dropped(world: ProgramNode) -> None:
     world.load(localhost_node_ports=1)
     fragment = LINK / IP(src="192.0.2.1", dst="127.0.0.1", proto=17, frag=100) / Raw(b"x" * 40)
     assert verdict(world, fragment) == (SHOT, {"DROP_LOOPBACK_DESTINATION": 1})
 
 
 @IPV4
-def test_on_a_port_of_a_bridge_too(world: ProgramNode) -> None:
+def test_frames_to_loopback_on_a_bridge_port_are_dropped(world: ProgramNode) -> None:
     world.load(localhost_node_ports=1)
     packet = IP(src="192.0.2.1", dst="127.0.0.1") / TCP(dport=PORT, flags="S")
     assert verdict(world, LINK / packet, "tc_bridge_port") == (SHOT, {"DROP_LOOPBACK_DESTINATION": 1})
 
 
 @IPV4
-def test_a_tagged_frame_is_the_vlan_devices(world: ProgramNode) -> None:
+def test_a_tagged_frame_to_loopback_is_left_to_the_vlan_device(world: ProgramNode) -> None:
     world.load(localhost_node_ports=1)
     packet = IP(src="192.0.2.1", dst="127.0.0.1") / TCP(dport=PORT, flags="S")
     assert verdict(world, LINK / Dot1Q(vlan=5) / packet) == (GO_ON, {})
@@ -82,15 +84,15 @@ def test_other_addresses_pass(world: ProgramNode, destination: str) -> None:
 
 
 @IPV4
-def test_a_loopback_source_alone_is_the_kernels_business(world: ProgramNode) -> None:
+def test_a_loopback_source_alone_is_left_to_the_kernel(world: ProgramNode) -> None:
     world.load(localhost_node_ports=1)
     frame = LINK / IP(src="127.0.0.1", dst=world.address("node")) / TCP(dport=9, flags="S")
     assert verdict(world, frame) == (GO_ON, {})
 
 
 @IPV4
-def test_without_localhost_node_ports_it_is_the_kernels_business(world: ProgramNode) -> None:
-    """It drops such packets itself unless other software has set route_localnet; then they are not touched."""
+def test_without_localhost_node_ports_loopback_is_left_to_the_kernel(world: ProgramNode) -> None:
+    """The kernel drops such packets, unless other software has set route_localnet; then they must not be changed."""
     world.service(["remote"])
     frame = LINK / IP(src="192.0.2.1", dst="127.0.0.1") / TCP(dport=PORT, flags="S")
     assert verdict(world, frame) == (GO_ON, {})

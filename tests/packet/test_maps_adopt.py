@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Killed, damaged, interrupted: whatever happened, the next start and the next call make it right."""
+"""After a kill, damage or an error, the next start or the next call repairs the maps."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ pytestmark = pytest.mark.needs_bpf
 
 
 @pytest.mark.parametrize("memory", ["affinities", "socket_flows"])
-def test_an_id_that_a_client_remembers_does_not_come_back(loaded: Loaded, writer: Writer, memory: str) -> None:
+def test_an_id_in_a_clients_affinity_is_not_used_again(loaded: Loaded, writer: Writer, memory: str) -> None:
     web = name_of("web")
     writer.apply({web: service(web, ("10.96.0.1",), "10.0.0.1:80", "10.0.0.2:80")})
     (old, _) = slot_backends(loaded, writer, web)
@@ -88,7 +88,7 @@ def test_killed_at_any_operation_the_next_start_repairs_it(loaded: Loaded) -> No
         except Killed:
             pass
         loaded.maps.update(real)
-        # Whatever is in force is whole, and every address that is wanted before and after leads somewhere.
+        # Every active version is complete, and every address that is wanted before and after leads to a service.
         served = logical(loaded)
         assert {f for entry in served.values() for f in entry["frontends"]} >= {"10.96.0.1:80/TCP", "10.96.0.2:80/UDP"}
         again = Writer(loaded)
@@ -117,7 +117,7 @@ some_endpoints = st.lists(st.integers(1, 5), unique=True, max_size=4).map(sorted
 
 @st.composite
 def plans(draw: st.DrawFn) -> dict[ServicePortName, ServicePort]:
-    """Any state of five service ports that share endpoints, with each of four addresses given to one of them."""
+    """Any state of five service ports that share endpoints. Each of four addresses belongs to one of them."""
     owners = draw(st.lists(st.sampled_from(NAMES), min_size=8, max_size=8))
     result = {}
     for name in draw(st.lists(st.sampled_from(NAMES), unique=True)):
@@ -141,7 +141,7 @@ def plans(draw: st.DrawFn) -> dict[ServicePortName, ServicePort]:
 
 @given(steps=st.lists(st.tuples(plans(), st.integers(0, 60), st.booleans()), min_size=1, max_size=6))
 @hypothesis_settings(max_examples=30, suppress_health_check=list(HealthCheck))
-def test_whatever_happens_the_end_is_what_was_wanted(
+def test_after_any_steps_the_maps_hold_the_last_plan(
     kernel: Loaded, steps: list[tuple[dict[ServicePortName, ServicePort], int, bool]]
 ) -> None:
     real = dict(kernel.maps)
@@ -174,8 +174,8 @@ def test_whatever_happens_the_end_is_what_was_wanted(
 
 
 @pytest.mark.parametrize("new", [name_of("web")._replace(port="https"), name_of("shop")], ids=["port", "service"])
-def test_what_was_renamed_without_an_agent_has_its_address_in_one_step(loaded: Loaded, new: ServicePortName) -> None:
-    """The former name has no claim, the address leads somewhere all the time, and everything else stays as it is."""
+def test_a_service_renamed_without_an_agent_gets_its_address_in_one_step(loaded: Loaded, new: ServicePortName) -> None:
+    """The old name does not keep the address, the address always leads to a service, and everything else stays."""
     old, other = name_of("web"), name_of("other")
     kept = service(other, ("10.96.0.2",), "10.0.0.3:80")
     Writer(loaded).apply({old: service(old, ("10.96.0.1",), "10.0.0.1:80"), other: kept})
@@ -183,7 +183,7 @@ def test_what_was_renamed_without_an_agent_has_its_address_in_one_step(loaded: L
 
     def look(_: str) -> None:
         (owner,) = [v["service"] for key, v in rows(loaded, "frontends4").items() if key[0] == b"\x0a\x60\x00\x01"]
-        assert word(loaded, "services", owner), "the address leads to a service that is in force"
+        assert word(loaded, "services", owner), "the address leads to an active service"
         seen.append(owner)
 
     starting = watch(loaded, look)
@@ -256,7 +256,7 @@ def test_damaged_arrays(loaded: Loaded, writer: Writer, array: str) -> None:
             assert not again.problems
 
 
-def test_an_error_in_the_middle_is_mended_by_the_next_call(loaded: Loaded) -> None:
+def test_the_next_call_repairs_a_partial_change(loaded: Loaded) -> None:
     real = dict(loaded.maps)
     Writer(loaded).apply(second_plan())
     expected = logical(loaded, complete=True)
@@ -267,7 +267,7 @@ def test_an_error_in_the_middle_is_mended_by_the_next_call(loaded: Loaded) -> No
         dying = kill_at(loaded, k)
         with pytest.raises(Killed):
             change_everything(dying)
-        # The same writer, without the plan being given again.
+        # The same writer; the plan is not passed again.
         dying.apply({})
         dying.apply({name: None for name in dying.names if name not in second_plan()})
         dying.apply({} if k > 30 else second_plan())
@@ -275,7 +275,7 @@ def test_an_error_in_the_middle_is_mended_by_the_next_call(loaded: Loaded) -> No
         assert logical(loaded, complete=True) == expected
 
 
-def test_what_others_wrote_while_the_agent_runs_is_found_and_repaired(loaded: Loaded, writer: Writer) -> None:
+def test_entries_that_other_programs_changed_are_repaired(loaded: Loaded, writer: Writer) -> None:
     writer.apply(second_plan(), complete=True)
     writer.collect()
     expected = logical(loaded, complete=True)
@@ -296,7 +296,7 @@ def test_what_others_wrote_while_the_agent_runs_is_found_and_repaired(loaded: Lo
         assert logical(loaded, complete=True) == expected
 
 
-def test_an_entry_that_others_added_is_found_by_the_digest_too(loaded: Loaded, writer: Writer) -> None:
+def test_the_digest_finds_an_entry_that_another_program_added(loaded: Loaded, writer: Writer) -> None:
     writer.apply(second_plan(), complete=True)
     writer.collect()
     assert not overwritten(writer)
@@ -310,7 +310,7 @@ def test_an_entry_that_others_added_is_found_by_the_digest_too(loaded: Loaded, w
     assert table.lookup(key) == value
 
 
-def test_what_the_programs_count_is_not_taken_for_damage(loaded: Loaded, writer: Writer) -> None:
+def test_counters_of_the_programs_are_not_damage(loaded: Loaded, writer: Writer) -> None:
     writer.apply(second_plan(), complete=True)
     writer.collect()
     assert not overwritten(writer)
@@ -321,6 +321,6 @@ def test_what_the_programs_count_is_not_taken_for_damage(loaded: Loaded, writer:
 
 
 def overwritten(writer: Writer) -> bool:
-    """What it finds without a rest since the last time."""
+    """What the digest finds since the last time, without a pause in between."""
     writer._read_back._digest_after = writer._read_back._read_after = 0.0
     return writer.was_overwritten()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is remembered of clients: kept with the service port, forgotten when affinity is off (service-semantics §13)."""
+"""Remembered clients: kept with the service port, forgotten when affinity is turned off (service-semantics §13)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def plan(name: ServicePortName, seconds: int, *more: str) -> ServicePort:
 
 
 def bind(loaded: Loaded, writer: Writer, name: ServicePortName, clients: int, last_used: int = 1) -> None:
-    """As the programs do: so many clients come, all to the first endpoint."""
+    """Enter so many clients for the first endpoint, as the programs do."""
     table = loaded.maps["affinities"]
     backend = slot_backends(loaded, writer, name)[0]
     value = loaded.tc.btf.struct("affinity").pack(last_used=last_used, backend=backend)
@@ -51,22 +51,22 @@ def busy(loaded: Loaded, writer: Writer) -> Writer:
     return writer
 
 
-def test_changes_of_the_service_keep_it(loaded: Loaded, busy: Writer) -> None:
+def test_changes_of_the_service_keep_the_clients(loaded: Loaded, busy: Writer) -> None:
     busy.apply({WEB: plan(WEB, 100, "10.0.0.3:80")})
     busy.apply({WEB: plan(WEB, 50)})
     busy.collect()
     assert bound(loaded, busy, WEB) == 10
 
 
-def test_off_forgets_it_and_only_it(loaded: Loaded, busy: Writer) -> None:
+def test_turning_affinity_off_forgets_the_clients_of_this_service_only(loaded: Loaded, busy: Writer) -> None:
     busy.apply({WEB: plan(WEB, 0)})
-    assert bound(loaded, busy, WEB) == 10, "a program may still be writing"
+    assert bound(loaded, busy, WEB) == 10, "a program may still write"
     busy.collect()
     assert (bound(loaded, busy, WEB), bound(loaded, busy, SHOP)) == (0, 10)
 
 
-def test_on_again_before_that_begins_with_nothing(loaded: Loaded, busy: Writer) -> None:
-    """And what is remembered from then on is not taken away by the clean-up that was due before."""
+def test_turning_affinity_on_again_begins_without_clients(loaded: Loaded, busy: Writer) -> None:
+    """Clients that are remembered from then on survive the clean-up that was due before."""
     busy.apply({WEB: plan(WEB, 0)})
     busy.apply({WEB: plan(WEB, 100)})
     assert bound(loaded, busy, WEB) == 0
@@ -75,7 +75,7 @@ def test_on_again_before_that_begins_with_nothing(loaded: Loaded, busy: Writer) 
     assert (bound(loaded, busy, WEB), bound(loaded, busy, SHOP)) == (3, 10)
 
 
-def test_on_again_during_the_grace_period(loaded: Loaded, busy: Writer) -> None:
+def test_turning_affinity_on_again_during_the_grace_period(loaded: Loaded, busy: Writer) -> None:
     async def turn() -> None:
         busy.apply({WEB: plan(WEB, 0)})
         collecting = asyncio.create_task(busy.collect_async())
@@ -88,7 +88,7 @@ def test_on_again_during_the_grace_period(loaded: Loaded, busy: Writer) -> None:
     assert bound(loaded, busy, WEB) == 3
 
 
-def test_it_is_forgotten_before_the_new_version_is_in_force(
+def test_clients_are_forgotten_before_the_new_version_is_active(
     loaded: Loaded, busy: Writer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     flipped = []
@@ -104,8 +104,8 @@ def test_it_is_forgotten_before_the_new_version_is_in_force(
     assert flipped == [10, 0]
 
 
-def test_killed_before_it_was_forgotten(loaded: Loaded, busy: Writer) -> None:
-    """The next start finds that it is off, and what is left."""
+def test_killed_before_the_clients_were_forgotten(loaded: Loaded, busy: Writer) -> None:
+    """The next start finds affinity off, and deletes the remaining clients."""
     busy.apply({WEB: plan(WEB, 0)})
     again = Writer(loaded)
     again.apply({name: plan(name, seconds) for name, seconds in ((WEB, 0), (SHOP, 100))})
@@ -114,28 +114,28 @@ def test_killed_before_it_was_forgotten(loaded: Loaded, busy: Writer) -> None:
 
 
 def counts(loaded: Loaded, writer: Writer) -> dict[ServicePortName, int]:
-    """What the programs go by."""
+    """The numbers that the programs use for the limit."""
     table = loaded.maps["affinity_counts"]
     numbers = {name: writer.service_id(name).to_bytes(4, sys.byteorder) for name in (WEB, SHOP)}
     return {name: int.from_bytes(table.lookup(key) or b"", sys.byteorder) for name, key in numbers.items()}
 
 
 def test_d15_a_service_port_has_a_quarter_of_the_map(loaded: Loaded, busy: Writer) -> None:
-    """So clients of one cannot use up the places of all (finding D15)."""
+    """So the clients of one service cannot fill the whole map (finding D15)."""
     most = int.from_bytes(loaded.maps["affinity_counts"].lookup(bytes(4)) or b"", sys.byteorder)
     assert most == SIZES["affinities"] // 4
 
 
-def test_d15_clients_that_were_away_for_too_long_make_room(loaded: Loaded, busy: Writer) -> None:
-    """The programs only add. What they remember of clients that stay away is taken off when a share is half used."""
+def test_d15_clients_without_recent_connections_make_room(loaded: Loaded, busy: Writer) -> None:
+    """The programs only add clients. When half of a share is used, clients that stayed away are deleted."""
     busy.recount_clients()
-    assert counts(loaded, busy) == {WEB: 0, SHOP: 0}, "last seen in the first second of this machine"
+    assert counts(loaded, busy) == {WEB: 0, SHOP: 0}, "last seen in the first second after boot"
     assert (bound(loaded, busy, WEB), bound(loaded, busy, SHOP)) == (0, 0)
     bind(loaded, busy, WEB, 10)
     now = time.clock_gettime_ns(time.CLOCK_MONOTONIC)
     bind(loaded, busy, SHOP, 10, now - 99 * 10**9)
     busy.recount_clients()
-    assert (bound(loaded, busy, WEB), bound(loaded, busy, SHOP)) == (10, 10), "nothing is near its share"
+    assert (bound(loaded, busy, WEB), bound(loaded, busy, SHOP)) == (10, 10), "no service port is near its share"
     key = busy.service_id(WEB).to_bytes(4, sys.byteorder)
     loaded.maps["affinity_counts"].update(key, (SIZES["affinities"] // 8).to_bytes(8, sys.byteorder))
     busy.recount_clients()
@@ -151,7 +151,7 @@ def test_d15_affinity_that_is_switched_off_gives_its_share_back(loaded: Loaded, 
     assert counts(loaded, busy)[WEB] == 0
 
 
-def test_a_restart_keeps_the_rest(loaded: Loaded, busy: Writer) -> None:
+def test_a_restart_keeps_all_other_clients(loaded: Loaded, busy: Writer) -> None:
     again = Writer(loaded)
     again.apply({name: plan(name, 100) for name in (WEB, SHOP)})
     again.collect()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Maps that are full, addresses that are taken, names that do not fit: one service port's problem, no other's."""
+"""Full maps, conflicting addresses and names that are too long affect one service port only."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.packet.service_plans import (
 pytestmark = pytest.mark.needs_bpf
 
 
-def test_a_full_backend_map_costs_only_what_does_not_fit(loaded: Loaded, writer: Writer) -> None:
+def test_a_full_backend_map_affects_only_services_that_do_not_fit(loaded: Loaded, writer: Writer) -> None:
     size = SIZES["backends4"]
     big, small, more = name_of("big"), name_of("small"), name_of("more")
     many = [f"10.0.{i >> 8}.{i & 255}:80" for i in range(1, size - 1)]
@@ -41,19 +41,21 @@ def test_a_full_backend_map_costs_only_what_does_not_fit(loaded: Loaded, writer:
     assert problem.name == small
     assert problem.text == f"map backends4 is full ({size - 1} of {size} entries used, 2 needed)"
     served = logical(loaded, complete=True)
-    assert served["shop/small:http/TCP/IPv4"]["cluster"] == ["10.1.0.1:80 remote"], "the last good state stays"
-    assert served["shop/more:http/TCP/IPv4"]["cluster"] == ["10.1.0.9:80 remote"], "others are served"
+    assert served["shop/small:http/TCP/IPv4"]["cluster"] == ["10.1.0.1:80 remote"], (
+        "the last complete version stays active"
+    )
+    assert served["shop/more:http/TCP/IPv4"]["cluster"] == ["10.1.0.9:80 remote"], "other service ports are served"
     assert writer.apply({}) == [], "reported once"
-    assert set(writer.problems) == {small}, "and remembered"
+    assert set(writer.problems) == {small}, "and the problem is kept"
 
     assert writer.apply({big: service(big, ("10.96.0.1",), *many[:10])}) == []
     writer.collect()
-    writer.collect()  # what the second attempt replaced
-    assert len(logical(loaded, complete=True)["shop/small:http/TCP/IPv4"]["cluster"]) == 3, "freed space is used"
+    writer.collect()  # collects what the second attempt replaced
+    assert len(logical(loaded, complete=True)["shop/small:http/TCP/IPv4"]["cluster"]) == 3, "the freed space is used"
     assert writer.problems == {}
 
 
-def test_a_round_may_use_the_room_that_it_makes(loaded: Loaded, writer: Writer) -> None:
+def test_a_change_may_use_the_space_that_it_frees(loaded: Loaded, writer: Writer) -> None:
     size = SIZES["backends4"]
     one, two = name_of("one"), name_of("two")
     writer.apply({one: service(one, ("10.96.0.1",), *[f"10.0.{i >> 8}.{i & 255}:80" for i in range(1, size)])})
@@ -64,8 +66,8 @@ def test_a_round_may_use_the_room_that_it_makes(loaded: Loaded, writer: Writer) 
     assert list(logical(loaded, complete=True)) == ["shop/two:http/TCP/IPv4"]
 
 
-def test_s2_the_last_places_are_for_cluster_ips(loaded: Loaded, writer: Writer) -> None:
-    """External addresses of several namespaces fill the map up to an eighth; they use it when others go."""
+def test_s2_the_last_entries_are_reserved_for_cluster_ips(loaded: Loaded, writer: Writer) -> None:
+    """External addresses of several namespaces fill the map up to an eighth, and use the space that others free."""
     size = SIZES["frontends4"]
     capacity = size - size // 8
     greedy, dns = name_of("greedy"), name_of("dns")
@@ -97,9 +99,9 @@ def test_s2_the_last_places_are_for_cluster_ips(loaded: Loaded, writer: Writer) 
         ("endpoints4", {"serving": 513}, "map endpoints4 is full (0 of 512 entries used, 514 needed)"),
     ],
 )
-def test_every_map_can_be_full(loaded: Loaded, writer: Writer, table: str, plans: dict[str, int], text: str) -> None:
+def test_every_map_may_be_full(loaded: Loaded, writer: Writer, table: str, plans: dict[str, int], text: str) -> None:
     if table == "service_configs":
-        # Tables are as many as services here, so the old versions that are not yet collected fill them.
+        # There are as many service_configs as services, so old versions that are not yet collected fill the map.
         names = [name_of(f"s{i}") for i in range(SIZES["service_configs"] - 1)]
         assert writer.apply({n: service(n, ()) for n in names}) == []
         (problem,) = writer.apply({name_of("one-more"): service(name_of("one-more"), ())})
@@ -119,7 +121,7 @@ def test_every_map_can_be_full(loaded: Loaded, writer: Writer, table: str, plans
         source_ranges=tuple(SourceRange(bytes((10, i >> 8, i & 255, 0)), 24) for i in range(plans.get("ranges", 0))),
     )
     if table == "slots":
-        # Backends are looked at first; make space there so that the slots are what is short.
+        # Backends are checked first: free some, so that slots are what is missing.
         plan = service(web, (), cluster=many[:500] + many[:500], local=many[:200])
     problems = writer.apply({web: plan, other: service(other, ("10.96.0.2",), "10.0.0.1:80")})
     assert [str(p) for p in problems] == [f"shop/web:http/UDP/IPV4: {text}"]
@@ -129,8 +131,8 @@ def test_every_map_can_be_full(loaded: Loaded, writer: Writer, table: str, plans
 @pytest.mark.parametrize(
     "full", ["backends4", "endpoints4", "service_configs", "source_ranges4", "frontends4", "service_names"]
 )
-def test_a_map_that_the_kernel_calls_full(loaded: Loaded, writer: Writer, full: str) -> None:
-    """Foreign entries: the writer learns of them only from the kernel."""
+def test_a_map_that_the_kernel_reports_as_full(loaded: Loaded, writer: Writer, full: str) -> None:
+    """Entries of other programs: the writer learns of them only from the kernel."""
     web, dns = name_of("web"), name_of("dns", protocol=Protocol.UDP)
     ranges = (SourceRange(bytes(4), 0), SourceRange(b"\x0a" + bytes(3), 8))
     old = service(web, ("10.96.0.1",), "10.0.0.1:80")
@@ -159,7 +161,7 @@ def test_a_map_that_the_kernel_calls_full(loaded: Loaded, writer: Writer, full: 
         table.delete(key)
     writer.collect()
     if full not in ("frontends4", "service_names"):
-        assert writer.problems == {}, "tried again by itself: taking the half-written changes away made space"
+        assert writer.problems == {}, "the writer tries again: undoing the partial change freed space"
     writer.apply({web: changed, dns: new})
     assert writer.problems == {}
     writer.collect()
@@ -183,7 +185,7 @@ def test_an_address_that_another_service_port_has(loaded: Loaded, writer: Writer
     assert writer.problems == {}
 
 
-def test_two_that_want_an_address_in_the_round_that_frees_it(loaded: Loaded, writer: Writer) -> None:
+def test_two_service_ports_claim_an_address_when_it_is_freed(loaded: Loaded, writer: Writer) -> None:
     old, one, two = name_of("old"), name_of("one"), name_of("two")
     writer.apply({old: service(old, ("10.96.0.1",), "10.0.0.1:80")})
     (problem,) = writer.apply({n: service(n, ("10.96.0.1",), "10.0.0.2:80") for n in (one, two)} | {old: None})

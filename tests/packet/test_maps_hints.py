@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hints on real maps: no entry is there without its bit. That the programs look at the same bit, every other test of
-this folder shows: they find nothing without.
+"""Hints on real maps: every entry has its bit. All other tests of this folder show that the programs check the same
+bit: without it they find no entry.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ HINTED = ("frontends4", "frontends6", "endpoints4", "endpoints6")
 
 
 def bit_of(address: bytes, port: int) -> int:
-    """bpf/hints.h, once more."""
+    """A second implementation of bpf/hints.h."""
     words = [int.from_bytes(address[at : at + 4], sys.byteorder) for at in range(0, len(address), 4)]
     mixed = words[0] ^ port
     for word, factor in zip(words[1:], (0x85EBCA6B, 0xC2B2AE35, 0x27D4EB2F), strict=False):
@@ -46,7 +46,7 @@ def wanted(loaded: Loaded) -> set[int]:
 
 
 class Watched:
-    """A map whose entries must have their bits when they are written."""
+    """A map that checks that each entry has its bit when it is written."""
 
     def __init__(self, table: Map, loaded: Loaded) -> None:
         self._table, self._loaded = table, loaded
@@ -68,11 +68,11 @@ def test_a_bit_is_there_before_its_entry(loaded: Loaded) -> None:
     loaded.maps.update(watched)  # type: ignore[arg-type]
     Writer(loaded).apply(second_plan())
     assert sum(each.written for each in watched.values()) >= 5
-    assert bits_set(loaded) == wanted(loaded), "none but these"
+    assert bits_set(loaded) == wanted(loaded), "and no other bits"
 
 
 def test_bits_that_are_missing_are_there_after_a_start(loaded: Loaded, writer: Writer) -> None:
-    """As by an agent that knew of no hints."""
+    """As after an agent that wrote no hints."""
     writer.apply(second_plan())
     words = loaded.maps["address_hints"].mmap()
     words[:] = bytes(len(words))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""libbpf in Python: maps, programs, pins, and above all the messages when something is refused."""
+"""The binding to libbpf: maps, programs, pins, and mainly the messages when the kernel refuses something."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_single_entries(opened: Object) -> None:
     assert list(table.items()) == []
 
 
-def test_sizes_are_looked_at_before_the_kernel_reads_memory(opened: Object) -> None:
+def test_sizes_are_checked_before_the_kernel_reads_memory(opened: Object) -> None:
     table = opened.maps["service_configs"]
     with pytest.raises(ValueError, match="map service_configs: key of 3 bytes instead of 4"):
         table.lookup(bytes(3))
@@ -64,7 +64,7 @@ def test_batches(opened: Object) -> None:
     numbers = range(1, 201)
     table.update_batch(b"".join(map(u32, numbers)), b"".join(u32(n) + bytes(table.value_size - 4) for n in numbers))
     assert {key: value[:4] for key, value in table.items()} == {u32(n): u32(n) for n in numbers}
-    # Missing keys, also at both ends, are passed over.
+    # Missing keys, also at both ends, are skipped.
     assert table.delete_batch(b"".join(map(u32, [999, *range(1, 100), 998, 997, *range(100, 150), 996]))) == 149
     assert sorted(int.from_bytes(key, sys.byteorder) for key, _ in table.items()) == list(range(150, 201))
     assert table.delete_batch(table.dump()[0]) == 51
@@ -156,12 +156,12 @@ def test_a_run_with_its_context(tmp_path: Path) -> None:
             o.programs["change"].test_run(bytes(3))
 
 
-def test_the_context_there_and_back() -> None:
+def test_the_context_survives_packing_and_unpacking() -> None:
     skb = SkBuff(1, 2, 3, 4, (5, 6, 7, 8, 9), 10, 11, 12)
     assert SkBuff.unpack(skb.pack()) == skb
 
 
-def test_constants_are_in_force(bpf_objects: Path) -> None:
+def test_constants_take_effect(bpf_objects: Path) -> None:
     loaded = load(Settings(netns_cookie=0x1122334455667788, masquerade_mark=0x8000), objects=bpf_objects)
     for o in (loaded.tc, loaded.sock):
         raw = next(m for name, m in o.maps.items() if name.endswith(".rodata")).lookup(u32(0))
@@ -254,7 +254,7 @@ def test_pinned_maps_are_shared_and_outlive_the_process(bpf_objects: Path, bpffs
         Map.open_pinned(pins / "nothing")
 
 
-def test_a_pin_of_another_kind_is_named(bpf_objects: Path, bpffs: Path) -> None:
+def test_the_error_names_a_pin_of_another_type(bpf_objects: Path, bpffs: Path) -> None:
     pins = bpffs / "maps"
     load(Settings(netns_cookie=1), pin_dir=pins, sizes=SIZES, objects=bpf_objects).close()
     (pins / "slots").rename(pins / "service_configs")
@@ -284,7 +284,7 @@ def test_this_kernel_has_every_feature_or_a_reason(bpf_objects: Path) -> None:
 
 
 def build_tc(folder: Path, source: str) -> None:
-    """Both objects of tc: one of them is loaded where the kernel's functions cannot be used."""
+    """Both objects of tc: one of them is loaded on kernels without the kernel functions."""
     object_file = build(folder, "tc", source)
     object_file.with_name("tc_without_lookup.bpf.o").write_bytes(object_file.read_bytes())
 
@@ -292,7 +292,7 @@ def build_tc(folder: Path, source: str) -> None:
 OBSERVER = 'SEC("tc") int tc_egress(struct __sk_buff *skb) { return -1; }'
 
 
-def test_a_kernel_that_refuses_to_look_conntrack_up(tmp_path: Path) -> None:
+def test_a_kernel_without_conntrack_lookup(tmp_path: Path) -> None:
     body = f"{MAPS} if (settings.conntrack_lookup) {{ {WRONG} }} return -1;"
     build_tc(tmp_path, f'SEC("tc") int tc_ethernet(struct __sk_buff *skb) {{ {body} }} {OBSERVER}')
     build(tmp_path, "sock", SOCKETS)
@@ -305,7 +305,7 @@ def test_a_kernel_that_refuses_to_look_conntrack_up(tmp_path: Path) -> None:
     loaded.close()
 
 
-def test_a_kernel_that_refuses_the_fast_path(tmp_path: Path) -> None:
+def test_a_kernel_without_support_for_the_fast_path(tmp_path: Path) -> None:
     body = f"{MAPS} if (settings.fast_path) {{ {WRONG} }} return -1;"
     build_tc(tmp_path, f'SEC("tc") int tc_ethernet(struct __sk_buff *skb) {{ {body} }} {OBSERVER}')
     build(tmp_path, "sock", SOCKETS)
@@ -313,7 +313,7 @@ def test_a_kernel_that_refuses_the_fast_path(tmp_path: Path) -> None:
     assert (loaded.settings.conntrack_lookup, loaded.settings.fast_path, loaded.why_no_lookup) == (True, False, "")
     output = "the kernel does not accept it: load tc_without_lookup.bpf.o: Permission denied (EACCES): "
     assert loaded.why_not_fast.startswith(output)
-    assert loaded.tc.programs.keys() == {"tc_ethernet"}, "nothing looks at the egress then"
+    assert loaded.tc.programs.keys() == {"tc_ethernet"}, "no program is attached at egress"
     loaded.close()
 
 
@@ -326,7 +326,7 @@ def test_an_object_without_an_observer_has_no_fast_path(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("culprit", ["tc", "sock"])
-def test_what_is_refused_leaves_no_pins(tmp_path: Path, bpffs: Path, culprit: str) -> None:
+def test_a_failed_load_leaves_no_pins(tmp_path: Path, bpffs: Path, culprit: str) -> None:
     wrong = f'SEC("tc") int other(struct __sk_buff *skb) {{ {MAPS} {WRONG} }}'
     right = f'SEC("tc") int other(struct __sk_buff *skb) {{ {MAPS} return -1; }}'
     build_tc(tmp_path, wrong if culprit == "tc" else right)

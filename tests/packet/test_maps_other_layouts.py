@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Flows of a flow table that the new programs do not use: of another layout, or of another size."""
+"""Flows in a flow table that the new programs do not use, because its layout or size differs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.logs import Log, Message
 
 pytestmark = pytest.mark.needs_bpf
 
-#: Room for 12 entries, and a quarter that stays free.
+#: Room for 12 entries; a quarter stays free.
 ENTRIES = 16
 
 
@@ -28,7 +28,7 @@ def instance(bpf_objects: Path, bpffs: Path) -> Iterator[Instance]:
 
 
 class Instance:
-    """An instance with maps of a former layout, v0, and of this one, v2, without programs."""
+    """An instance with maps of an earlier layout, v0, and of the current one, v2, without programs."""
 
     def __init__(self, bpffs: Path, objects: Path, stack: ExitStack) -> None:
         self._objects, self._stack = objects, stack
@@ -57,14 +57,14 @@ class Instance:
         OtherLayouts(self.pins, loaded, writer=None).drain()  # type: ignore[arg-type]
 
     def read(self) -> dict[int, dict[str, Any]]:
-        """The entries of the present table by the client's port."""
+        """The entries of the current table by the client's port."""
         key = self.present.btf.struct("flow_key")
         found = self.present.maps["flows"].items()
         return {int(key.unpack(k)["source_port"]): dict(self.flow.unpack(value)) for k, value in found}
 
 
 def test_a_flow_of_another_layout_belongs_to_no_service_of_the_new_maps(instance: Instance) -> None:
-    """The ids are others' there: the first datagram would look up its endpoint among those of another service."""
+    """Its ids mean other services there: the first datagram would look up its endpoint in the wrong service."""
     instance.write(
         instance.former.maps["flows"],
         1000,
@@ -88,7 +88,7 @@ def test_a_flow_of_another_layout_belongs_to_no_service_of_the_new_maps(instance
     assert [taken[name] for name in ("started", "last_seen", "packets")] == [1, 2, 6]
 
 
-def test_young_flows_and_those_that_are_known_already_are_not_copied(instance: Instance) -> None:
+def test_young_flows_and_flows_of_the_current_table_are_not_copied(instance: Instance) -> None:
     for port, young in ((1000, 1), (1001, 0), (1002, 0)):
         instance.write(instance.former.maps["flows"], port, young=young, packets=1)
     instance.write(instance.present.maps["flows"], 1002, packets=2)
@@ -96,7 +96,7 @@ def test_young_flows_and_those_that_are_known_already_are_not_copied(instance: I
     assert {port: flow["packets"] for port, flow in instance.read().items()} == {1001: 1, 1002: 2}
 
 
-def test_what_does_not_fit_is_left_and_logged(instance: Instance, caplog: pytest.LogCaptureFixture) -> None:
+def test_flows_that_do_not_fit_are_left_out_and_logged(instance: Instance, caplog: pytest.LogCaptureFixture) -> None:
     for port in range(1000, 1000 + ENTRIES):
         instance.write(instance.former.maps["flows"], port)
     with caplog.at_level("INFO"):

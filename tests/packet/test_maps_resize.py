@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Other sizes than those of a former run: everything is still there, also after a kill at any point."""
+"""A start with other map sizes keeps all entries, also after a kill at any point."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.packet.service_plans import first_plan, name_of, slot_backends
 
 pytestmark = pytest.mark.needs_bpf
 
-#: The LRU maps keep places ready for each CPU: small ones would lose entries by themselves.
+#: LRU maps reserve entries for each CPU: small ones would evict entries.
 CAPACITIES = SIZES | dict.fromkeys(("affinities", "socket_revnat4", "socket_revnat6", "socket_flows"), 1024)
 
 
@@ -52,7 +52,7 @@ def affinity(btf: Btf, backend: int, last_used: int) -> bytes:
 
 
 def pinned(pins: Path) -> dict[str, tuple[int, int]]:
-    """Each pin's inode, which a map keeps, and its size."""
+    """The inode of each pin, which stays with its map, and the map's size."""
     found = {}
     for pin in pins.iterdir():
         table = Map.open_pinned(pin)
@@ -65,12 +65,12 @@ def leftovers(pins: Path) -> list[str]:
     return sorted(path.name for path in pins.parent.iterdir() if path != pins)
 
 
-def test_everything_is_there_in_maps_of_other_sizes(bpf_objects: Path, pins: Path) -> None:
+def test_maps_of_other_sizes_hold_all_entries(bpf_objects: Path, pins: Path) -> None:
     web = name_of("web")
     loaded = start(pins, CAPACITIES, bpf_objects)
     Writer(loaded).apply(first_plan())
     expected = logical(loaded, complete=True)
-    # Of a service that is no more: of one without affinity it would be forgotten.
+    # A client of a service that does not exist any more. A service without affinity would lose its clients.
     gone = client(1, service=99)
     loaded.maps["affinities"].update(gone, affinity(loaded.tc.btf, 1, 77))
     loaded.maps["counters"].update(
@@ -86,7 +86,7 @@ def test_everything_is_there_in_maps_of_other_sizes(bpf_objects: Path, pins: Pat
         before = {name: size for name, (_, size) in pinned(pins).items()}
         loaded = start(pins, sizes, bpf_objects)
         changed = {name: (before[name], size) for name, size in sizes.items() if before[name] != size}
-        # As many as services.
+        # There are as many service_configs as services.
         if "services" in changed:
             changed["affinity_counts"] = changed["services"]
         assert loaded.resized == changed
@@ -105,7 +105,7 @@ def test_everything_is_there_in_maps_of_other_sizes(bpf_objects: Path, pins: Pat
         loaded.close()
 
 
-def test_what_does_not_fit_is_named_and_nothing_changes(bpf_objects: Path, pins: Path) -> None:
+def test_an_error_names_the_map_that_is_too_small_and_nothing_changes(bpf_objects: Path, pins: Path) -> None:
     loaded = start(pins, CAPACITIES, bpf_objects)
     for number in range(200):
         loaded.maps["frontends4"].update(bytes((10, 0, 0, number, 80, 0, 6, 0)), bytes(8))
@@ -125,7 +125,7 @@ def test_what_does_not_fit_is_named_and_nothing_changes(bpf_objects: Path, pins:
         assert leftovers(pins) == []
 
 
-def test_slots_of_no_active_service_config_need_no_place(bpf_objects: Path, pins: Path) -> None:
+def test_slots_of_no_active_service_config_need_no_room(bpf_objects: Path, pins: Path) -> None:
     loaded = start(pins, CAPACITIES, bpf_objects)
     loaded.maps["slots"].update(u32(900), u32(5) + bytes(4))
     loaded.close()
@@ -134,7 +134,7 @@ def test_slots_of_no_active_service_config_need_no_place(bpf_objects: Path, pins
     loaded.close()
 
 
-def test_clients_that_are_bound_to_nothing_any_more_need_no_place(bpf_objects: Path, pins: Path) -> None:
+def test_clients_without_a_service_need_no_room(bpf_objects: Path, pins: Path) -> None:
     loaded = start(pins, CAPACITIES | {"affinities": 4096}, bpf_objects)
     now = time.clock_gettime_ns(time.CLOCK_MONOTONIC)
     row = loaded.tc.btf.struct("service_config").pack(service=1, affinity_seconds=60)
@@ -149,7 +149,7 @@ def test_clients_that_are_bound_to_nothing_any_more_need_no_place(bpf_objects: P
     loaded.close()
 
 
-def test_what_the_old_programs_write_until_they_are_replaced(bpf_objects: Path, pins: Path) -> None:
+def test_entries_that_the_old_programs_write_are_copied(bpf_objects: Path, pins: Path) -> None:
     loaded = start(pins, CAPACITIES, bpf_objects)
     btf = loaded.tc.btf
     old = Map.open_pinned(pins / "affinities")
@@ -160,7 +160,7 @@ def test_what_the_old_programs_write_until_they_are_replaced(bpf_objects: Path, 
     assert leftovers(pins) == ["maps-former"]
     old.update(client(1), affinity(btf, 11, 200))  # an old program, later
     old.update(client(4), affinity(btf, 4, 200))
-    loaded.maps["affinities"].update(client(2), affinity(btf, 22, 300))  # a new one
+    loaded.maps["affinities"].update(client(2), affinity(btf, 22, 300))  # a new program
     loaded.attached()
     found = {key: btf.struct("affinity").unpack(value)["backend"] for key, value in loaded.maps["affinities"].items()}
     assert found == {client(1): 11, client(2): 22, client(3): 3, client(4): 4}
@@ -169,7 +169,7 @@ def test_what_the_old_programs_write_until_they_are_replaced(bpf_objects: Path, 
     loaded.close()
 
 
-def test_what_is_brought_over_to_a_full_map_is_let_go(bpf_objects: Path) -> None:
+def test_entries_that_do_not_fit_into_an_lru_map_are_dropped(bpf_objects: Path) -> None:
     with Object.open(bpf_objects / "tc.bpf.o", max_entries={"choices": 4}, programs=()) as opened:
         choices = opened.load().maps["choices"]
         for number in range(4):
@@ -179,7 +179,7 @@ def test_what_is_brought_over_to_a_full_map_is_let_go(bpf_objects: Path) -> None
 
 
 def _maps_only(pins: Path, sizes: dict[str, int], objects: Path) -> tuple[Object, Resize]:
-    """As ``load`` does it, without the verifier's time."""
+    """As ``load`` does, without the time of the verifier."""
     resize = Resize(pins)
     resize.begin()
     maps = Object.open(objects / "tc.bpf.o", pin_dir=pins, max_entries=sizes, programs=(), resized=resize.made).load()
@@ -188,7 +188,7 @@ def _maps_only(pins: Path, sizes: dict[str, int], objects: Path) -> tuple[Object
 
 
 def _dies_at(k: int, work: Callable[[], Any]) -> bool:
-    """Do it in a process that ends by itself at the k-th change, as by kill -9; False: it had fewer."""
+    """Run it in a process that ends at the k-th change, as by kill -9. False: there were fewer changes."""
     child = os.fork()
     if child == 0:
         count = itertools.count(1)
@@ -217,7 +217,7 @@ def _dies_at(k: int, work: Callable[[], Any]) -> bool:
     return code == 9
 
 
-def test_killed_at_any_change_the_next_start_takes_it_up(bpf_objects: Path, bpffs: Path, tmp_path: Path) -> None:
+def test_killed_at_any_change_the_next_start_completes_it(bpf_objects: Path, bpffs: Path, tmp_path: Path) -> None:
     smaller = CAPACITIES | {"affinities": 2048, "frontends4": 600, "services": 300}
     other = CAPACITIES | {"affinities": 1024, "frontends4": 700, "services": 400}
     k = 0
@@ -242,7 +242,7 @@ def test_killed_at_any_change_the_next_start_takes_it_up(bpf_objects: Path, bpff
 
         inode = (pins / "affinities").stat().st_ino
         died = _dies_at(k, change)
-        # As long as programs of before may run, their map is somewhere.
+        # While the old programs may run, their map exists somewhere.
         there = any(path.stat().st_ino == inode for path in pins.parent.rglob("affinities*"))
         assert there or over.exists(), f"killed at change {k}"
         old.update(client(2), affinity(btf, 2, 200))
@@ -270,7 +270,7 @@ def test_the_sizes_of_the_model_are_those_of_the_header(bpf_objects: Path) -> No
     fixed = {"recent_refusals", "refusals", "counters", "last_refused", "dry_results", "node_port_hints", "rr_cursor"}
     fixed |= {"affinity_counts"}
     fixed |= {"address_hints", "fast_path", "tracing", "decisions", "xdp_devices", "xdp_choices"} | STORAGE_MAPS
-    # The fast path's: `flows` by fastPathEntries.
+    # Maps of the fast path: fastPathEntries determines `flows`.
     fixed |= {"flows", "flow_drafts", "flow_fragments", "flow_packet_counts", "promotions", "young_counts", "permits"}
     fixed |= {"handovers", "sweep_results", "recent_flows", "recent_next"}
     assert sizes["rr_cursor"] == sizes["slots"]
@@ -278,7 +278,7 @@ def test_the_sizes_of_the_model_are_those_of_the_header(bpf_objects: Path) -> No
     assert Maps().model_dump() == {n: size for n, size in sizes.items() if n not in fixed}
 
 
-def test_the_memory_that_the_page_names_is_what_the_kernel_takes(bpf_objects: Path) -> None:
+def test_the_page_names_the_memory_that_the_kernel_uses(bpf_objects: Path) -> None:
     if tuple(map(int, os.uname().release.split(".")[:2])) < (6, 4):
         pytest.skip("before Linux 6.4 fdinfo has its own estimate, not what a map takes")
     wrong = {}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The writer on real maps: what a change leaves in them, and in which order."""
+"""The writer on real maps: what a change leaves in them, and the order of its steps."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ pytestmark = pytest.mark.needs_bpf
 NODE_PORT = FrontendKind.NODE_PORT
 
 
-def test_everything_of_a_service_port_is_in_the_maps(loaded: Loaded, writer: Writer) -> None:
+def test_the_maps_hold_everything_of_a_service_port(loaded: Loaded, writer: Writer) -> None:
     web = name_of("web")
     plan = service(
         web,
@@ -87,7 +87,7 @@ def test_ipv6_and_udp(loaded: Loaded, writer: Writer) -> None:
     assert entry["frontends"] == {"fd00:96::a:80/UDP": 1}
 
     writer.apply({dns: service(dns, ("fd00:96::a",), "[fd00::1]:53", serving=serving[1:])})
-    # At once, not after the grace period: flows to an endpoint that no longer serves are stale now.
+    # Not after the grace period: flows to an endpoint that no longer serves are stale now.
     assert logical(loaded)["shop/dns:http/UDP/IPv6"]["serving"] == ["fd00::9:53"]
 
 
@@ -97,7 +97,7 @@ def test_an_endpoint_of_sctp(loaded: Loaded, writer: Writer) -> None:
     assert logical(loaded)["shop/signal:http/SCTP/IPv4"]["cluster"] == ["10.0.0.1:3868 remote"]
 
 
-def test_a_change_keeps_the_ids_of_what_stays(loaded: Loaded, writer: Writer) -> None:
+def test_a_change_keeps_the_ids_of_remaining_endpoints(loaded: Loaded, writer: Writer) -> None:
     web = name_of("web")
     writer.apply({web: service(web, ("10.96.0.1",), "10.0.0.1:80", "10.0.0.2:80")})
     number, (one, two) = writer.service_id(web), slot_backends(loaded, writer, web)
@@ -107,12 +107,12 @@ def test_a_change_keeps_the_ids_of_what_stays(loaded: Loaded, writer: Writer) ->
     writer.collect()
     writer.apply({web: service(web, ("10.96.0.1",), "10.0.0.1:80", "10.0.0.2:80")})
     back = slot_backends(loaded, writer, web)
-    # Affinity to an endpoint that was away is lost (spec/service-semantics §4.1).
+    # An endpoint that was removed loses its clients (spec/service-semantics §4.1).
     assert back[1] == two
     assert back[0] != one
 
 
-def test_an_endpoint_that_returns_before_its_old_self_is_collected_is_a_new_one(loaded: Loaded, writer: Writer) -> None:
+def test_an_endpoint_that_returns_before_collection_gets_a_new_id(loaded: Loaded, writer: Writer) -> None:
     web = name_of("web")
     full = service(web, ("10.96.0.1",), "10.0.0.1:80", "10.0.0.2:80")
     writer.apply({web: full})
@@ -126,7 +126,7 @@ def test_an_endpoint_that_returns_before_its_old_self_is_collected_is_a_new_one(
     assert logical(loaded, complete=True)["shop/web:http/TCP/IPv4"]["cluster"][0] == "10.0.0.1:80 remote"
 
 
-def test_nothing_is_written_where_nothing_changed(loaded: Loaded, writer: Writer) -> None:
+def test_nothing_is_written_without_a_change(loaded: Loaded, writer: Writer) -> None:
     web = name_of("web")
     plan = service(web, ("10.96.0.1",), "10.0.0.1:80")
     writer.apply({web: plan})
@@ -136,7 +136,7 @@ def test_nothing_is_written_where_nothing_changed(loaded: Loaded, writer: Writer
     assert {name: loaded.maps[name].dump() for name in SIZES} == before
 
 
-def test_a_new_frontend_leaves_the_table_alone(loaded: Loaded, writer: Writer) -> None:
+def test_a_new_frontend_does_not_change_the_service_config(loaded: Loaded, writer: Writer) -> None:
     web = name_of("web")
     writer.apply({web: service(web, ("10.96.0.1",), "10.0.0.1:80")})
     table = word(loaded, "services", writer.service_id(web))
@@ -145,13 +145,13 @@ def test_a_new_frontend_leaves_the_table_alone(loaded: Loaded, writer: Writer) -
     assert list(logical(loaded, complete=True)["shop/web:http/TCP/IPv4"]["frontends"]) == ["10.96.0.2:80/TCP"]
 
 
-def test_the_old_version_stays_whole_until_it_is_collected(loaded: Loaded, writer: Writer) -> None:
+def test_the_old_version_stays_complete_until_it_is_collected(loaded: Loaded, writer: Writer) -> None:
     web = name_of("web")
     writer.apply({web: service(web, ("10.96.0.1",), "10.0.0.1:80", "10.0.0.2:80")})
     old_id = word(loaded, "services", writer.service_id(web))
     old = rows(loaded, "service_configs")[old_id]
     writer.apply({web: service(web, ("10.96.0.1",), "10.0.0.3:80")})
-    # A program that fetched the old table's number just before the flip continues with it.
+    # A program that read the old version's number just before the flip continues with it.
     assert rows(loaded, "service_configs")[old_id] == old
     backends = rows(loaded, "backends4")
     seen = [backends[word(loaded, "slots", old["first_slot"] + i)]["address"][3] for i in range(2)]
@@ -161,7 +161,7 @@ def test_the_old_version_stays_whole_until_it_is_collected(loaded: Loaded, write
     logical(loaded, complete=True)
 
 
-def test_nothing_is_taken_away_before_the_grace_period(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_removed_before_the_grace_period(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
     steps: list[str] = []
     writer = watch(loaded, steps.append)
     writer.apply(first_plan())
@@ -175,9 +175,9 @@ def test_nothing_is_taken_away_before_the_grace_period(loaded: Loaded, monkeypat
     )
 
 
-def test_collecting_while_changes_go_on(loaded: Loaded, writer: Writer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_collection_during_changes(loaded: Loaded, writer: Writer, monkeypatch: pytest.MonkeyPatch) -> None:
     def together(meanwhile: Any) -> None:
-        """``meanwhile`` is called in the middle of the grace period."""
+        """Call ``meanwhile`` in the middle of the grace period."""
 
         async def run() -> None:
             waiting, go = asyncio.Event(), threading.Event()
@@ -205,19 +205,19 @@ def test_collecting_while_changes_go_on(loaded: Loaded, writer: Writer, monkeypa
     together(lambda task: writer.apply(second_plan(), complete=True))
     writer.collect()
     expected = logical(loaded, complete=True)
-    # What a change meanwhile leaves behind does not wait for the next change.
+    # What a concurrent change replaces does not wait for the next change.
     writer.apply(first_plan())
     together(lambda task: writer.apply(second_plan(), complete=True))
     assert not writer.has_garbage
     assert logical(loaded, complete=True) == expected
-    # Cancelled in the middle, it forgets nothing.
+    # A cancelled collection forgets nothing.
     writer.apply(first_plan())
     together(lambda task: task.cancel())
     assert writer.has_garbage
     writer.apply(second_plan(), complete=True)
     writer.collect()
     assert logical(loaded, complete=True) == expected
-    # An error meanwhile makes the writer adopt anew, and nothing is taken away twice.
+    # After an error during the collection the writer adopts again, and removes nothing twice.
     writer.apply(first_plan())
 
     def fail(_: Any) -> None:
@@ -280,7 +280,7 @@ def test_a_moved_address_is_never_without_a_service(loaded: Loaded, writer: Writ
     assert list(logical(loaded, complete=True)) == ["shop/new:http/TCP/IPv4"]
 
 
-def test_a_replaced_address_is_there_before_the_old_one_goes(loaded: Loaded, writer: Writer) -> None:
+def test_a_new_address_is_written_before_the_old_one_is_removed(loaded: Loaded, writer: Writer) -> None:
     web = name_of("web")
     writer.apply({web: service(web, ("10.96.0.1",), "10.0.0.1:80")})
 
@@ -293,7 +293,9 @@ def test_a_replaced_address_is_there_before_the_old_one_goes(loaded: Loaded, wri
 
 
 def test_no_address_leads_to_the_endpoints_of_another_version(loaded: Loaded, writer: Writer) -> None:
-    """10.96.0.1 never was an address of 10.0.0.2, nor 10.96.0.2 of 10.0.0.1; the one they share always is there."""
+    """10.96.0.1 never belongs to 10.0.0.2, nor 10.96.0.2 to 10.0.0.1. Their shared address always leads to a
+    service.
+    """
     web = name_of("web")
     versions = {
         "10.96.0.1": service(web, ("10.96.0.1", "10.96.0.9"), "10.0.0.1:80"),
@@ -329,14 +331,14 @@ class Netfilter:
             raise OSError(errno.ENOMEM, "nft: no memory")
         if self.loaded is not None:
             in_use = {word(self.loaded, "slots", i) for i in range(SIZES["slots"])}
-            assert not in_use & set(added), "reported before any packet can choose it"
+            assert not in_use & set(added), "reported before a packet can get it"
         self.elements.update(added)
         for number in removed:
             self.elements.pop(number, None)
 
 
 def test_netfilter_backends_are_reported_in_time(loaded: Loaded) -> None:
-    """Every backend: a tag that netfilter does not know leaves its packet untranslated (finding D6)."""
+    """Every backend is reported: netfilter leaves a packet untranslated if it does not know the tag (finding D6)."""
     table = Netfilter(loaded)
     writer = Writer(loaded, table)
     web, api = name_of("web"), name_of("api")
@@ -349,9 +351,9 @@ def test_netfilter_backends_are_reported_in_time(loaded: Loaded) -> None:
     (kept,), (number,) = (slot_backends(loaded, writer, name) for name in (web, api))
     both = {kept: (ip_address("10.0.0.1").packed, 80), number: (ip_address("172.16.0.1").packed, 6443)}
     assert table.elements == both == writer.netfilter_backends
-    assert Writer(loaded).netfilter_backends == both, "what was adopted is known as well"
+    assert Writer(loaded).netfilter_backends == both, "adopted backends are known too"
     writer.apply({api: None})
-    assert table.elements == both == writer.netfilter_backends, "packets on their way still find it"
+    assert table.elements == both == writer.netfilter_backends, "packets in netfilter still need it"
     writer.collect()
     assert table.elements == {kept: both[kept]} == writer.netfilter_backends
 
@@ -366,7 +368,7 @@ def test_netfilter_backends_are_reported_in_time(loaded: Loaded) -> None:
     assert list(table.elements.values()) == [(ip_address("172.16.0.1").packed, 6443)]
 
 
-def test_ids_that_other_programs_use_are_not_given_to_new_backends(loaded: Loaded) -> None:
+def test_ids_that_drained_programs_use_are_not_given_to_new_backends(loaded: Loaded) -> None:
     web = name_of("web")
     writer = Writer(loaded, foreign_id=5000)
     writer.apply({web: service(web, ("10.96.0.1",), "10.0.0.1:80")})
@@ -377,8 +379,8 @@ def test_ids_that_other_programs_use_are_not_given_to_new_backends(loaded: Loade
     assert min(slot_backends(loaded, again, web)) == kept
 
 
-def test_whether_vips_may_be_sources(loaded: Loaded, writer: Writer) -> None:
-    """As in the plan, also when nothing else differs, and also from a table that a former run has written."""
+def test_the_flag_that_vips_may_be_sources(loaded: Loaded, writer: Writer) -> None:
+    """As in the plan, also if nothing else differs, and also if an earlier run has written the old value."""
     web = name_of("web")
 
     def plan(allowed: bool) -> dict[ServicePortName, ServicePort]:

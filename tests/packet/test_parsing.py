@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every shape that a packet may come in; whatever is odd is the kernel's business and changes nothing."""
+"""Packets of every form. Unusual ones are left to the kernel, unchanged."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def is_untouched(world: ProgramNode, frame: Packet | bytes, program: str = "tc_e
 
 def is_served(world: ProgramNode, frame: Packet | bytes, program: str = "tc_ethernet") -> bool:
     result = world.run(program, frame)
-    assert result.data == bytes(frame), "the kernel translates, not the program"
+    assert result.data == bytes(frame), "netfilter translates, not the program"
     return world.reasons() == {"NEW_FLOW_NETFILTER": 1}
 
 
-def test_arp_and_icmp_are_not_looked_at(world: ProgramNode) -> None:
+def test_arp_and_icmp_are_not_changed(world: ProgramNode) -> None:
     world.service(["remote"])
     echo = ICMP() if world.family == 4 else ICMPv6EchoRequest()
     assert is_untouched(world, world.frame("pod", "cluster_ip", echo, Raw(b"x" * 40)))
@@ -46,7 +46,7 @@ def test_arp_and_icmp_are_not_looked_at(world: ProgramNode) -> None:
 
 @pytest.mark.parametrize("rest", [*range(18), 19, 20, 25])
 def test_truncated_frames(world: ProgramNode, rest: int) -> None:
-    """From the bare IP header (the kernel's test run refuses less) to the whole of TCP's; the window is not read."""
+    """From only the IP header (the kernel's test run accepts no less) to a whole TCP header; the window is not read."""
     world.service(["remote"])
     whole = bytes(world.tcp("pod", "cluster_ip", 80))
     length = 14 + (20 if world.family == 4 else 40) + rest
@@ -64,12 +64,12 @@ def test_a_vlan_tagged_frame_belongs_to_the_vlan_device(world: ProgramNode) -> N
 
 
 def test_a_device_without_ethernet_header(world: ProgramNode) -> None:
-    """The test run gives a frame to Ethernet programs only; the same bytes without the header must not be misread."""
+    """A test run gives a frame only to Ethernet programs. The same bytes without the header must not be misread."""
     world.service(["remote"])
     assert is_untouched(world, world.tcp("pod", "cluster_ip", 80), program="tc_l3")
 
 
-def test_the_first_fragment_is_decided_on_and_later_ones_are_not(world: ProgramNode) -> None:
+def test_only_the_first_fragment_gets_an_endpoint(world: ProgramNode) -> None:
     world.service(["remote"], protocol="udp")
     if world.family == 4:
         base = IP(src=world.address("pod"), dst=world.address("cluster_ip"), id=7)
@@ -126,7 +126,7 @@ def test_ipv6_headers_without_end(node: ProgramNode) -> None:
 
 @pytest.mark.parametrize("version", [0, 4, 5, 6, 15])
 @pytest.mark.parametrize("header_length", [0, 1, 4, 15])
-def test_nonsense_in_the_first_byte(world: ProgramNode, version: int, header_length: int) -> None:
+def test_invalid_first_bytes_of_the_ip_header(world: ProgramNode, version: int, header_length: int) -> None:
     world.service(["remote"])
     frame = bytearray(bytes(world.tcp("pod", "cluster_ip", 80)))
     frame[14] = version << 4 | header_length
@@ -135,5 +135,5 @@ def test_nonsense_in_the_first_byte(world: ProgramNode, version: int, header_len
         assert is_served(world, bytes(frame))
     else:
         world.run("tc_ethernet", bytes(frame))
-        # 15 words of header: the ports are read further on, and are unused.
+        # A header of 15 words: the ports are read after it, and no service has them.
         assert not world.reasons()

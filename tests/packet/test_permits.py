@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Permits: which new flows may be young, and what is no proof of that."""
+"""Permits: which new flows may be young, and which packets grant no permit."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from tests.packet.fast_node import (
     fast_node,
     now,
     one_cpu,
+    pending_record,
     permits,
     records,
-    taken,
-    wipe_reasons,
+    reset_counters,
     write_permits,
     write_record,
 )
@@ -47,41 +47,41 @@ def masqueraded(world: ProgramNode, sport: int = 40000, **more: str) -> Flow:
 
 
 @pytest.mark.parametrize("protocol", ["tcp", "udp"])
-def test_from_the_second_new_flow_on(fast: ProgramNode, protocol: str) -> None:
+def test_the_second_new_flow_grants_the_permit(fast: ProgramNode, protocol: str) -> None:
     for each, seen in zip(pair(fast, protocol), (0, 1), strict=True):
-        each.through(flags="S", new=True)
+        each.pass_netfilter(flags="S", new=True)
         assert len(permits(fast)) == seen
     ((key, permit),) = permits(fast)
     assert (key["device"], key["port"], key["masquerade"]) == (fast.devices["pods"], 8080, 0)
     assert key["client"][: len(fast.packed("pod"))] == fast.packed("pod")
     assert key["endpoint"][: len(fast.packed("remote"))] == fast.packed("remote")
     assert now() < permit["until"] <= now() + SECOND
-    assert permit["back_until"] == 0, "no answer was seen"
+    assert permit["back_until"] == 0, "no reply was seen"
     assert fast.reasons()["PERMIT_GRANTED"] == 1
 
 
-def test_sightings_are_of_the_last_second(fast: ProgramNode) -> None:
+def test_only_flows_of_the_last_second_count(fast: ProgramNode) -> None:
     first, second = pair(fast)
-    first.open_slowly()
+    first.open_through_netfilter()
     flow_packet_counts = fast.object.maps["flow_packet_counts"]
     for key, value in list(flow_packet_counts.items()):
         number = int.from_bytes(value, "little")
         if number:
-            # Three seconds ago: the time is above the count's eight bits.
+            # Three seconds ago: the time is above the eight bits of the count.
             flow_packet_counts.update(key, (number - (3 << 8)).to_bytes(8, "little"))
-    second.open_slowly()
+    second.open_through_netfilter()
     assert permits(fast) == []
 
 
-def test_each_source_is_seen_by_itself(fast: ProgramNode) -> None:
+def test_flows_are_counted_per_source(fast: ProgramNode) -> None:
     for number in range(20):
-        Flow(fast, client=f"caller{number}").open_slowly()
+        Flow(fast, client=f"caller{number}").open_through_netfilter()
     assert permits(fast) == []
 
 
-def test_a_packet_that_begins_no_flow_of_conntracks_grants_nothing(fast: ProgramNode) -> None:
+def test_a_packet_that_begins_no_conntrack_flow_grants_nothing(fast: ProgramNode) -> None:
     for each in pair(fast):
-        each.through(flags="S")
+        each.pass_netfilter(flags="S")
     assert permits(fast) == []
 
 
@@ -94,10 +94,10 @@ NO_PROOF = {
 
 
 @pytest.mark.parametrize("name", NO_PROOF)
-def test_who_leaves_in_another_way_gets_no_permit(fast: ProgramNode, name: str) -> None:
+def test_a_packet_that_leaves_differently_grants_no_permit(fast: ProgramNode, name: str) -> None:
     for each in pair(fast):
         each.run(frame=each.frame(flags="S"))
-        record = taken(fast)
+        record = pending_record(fast)
         left = Flow(**{**each.__dict__, **NO_PROOF[name]})
         left.leave(left.expected(flags="S"), record["number"], new=True)
     assert permits(fast) == []
@@ -111,12 +111,12 @@ STALE = {
 
 
 @pytest.mark.parametrize("name", STALE)
-def test_a_stale_or_forged_record_proves_nothing(fast: ProgramNode, name: str) -> None:
+def test_a_stale_or_forged_record_grants_nothing(fast: ProgramNode, name: str) -> None:
     fast.devices["lo"] = 1
     try:
         for each in pair(fast):
             each.run(frame=each.frame(flags="S"))
-            found = each.leave(each.expected(flags="S"), taken(fast)["number"], new=True, **STALE[name])
+            found = each.leave(each.expected(flags="S"), pending_record(fast)["number"], new=True, **STALE[name])
             assert found.retval == GO_ON
             drop_records(fast)
     finally:
@@ -124,13 +124,13 @@ def test_a_stale_or_forged_record_proves_nothing(fast: ProgramNode, name: str) -
     assert permits(fast) == []
 
 
-def test_a_number_that_names_no_record_proves_nothing(fast: ProgramNode) -> None:
+def test_a_number_without_a_record_grants_nothing(fast: ProgramNode) -> None:
     for each in pair(fast):
         each.run(frame=each.frame(flags="S"))
-        number = taken(fast)["number"]
-        # The same place, another number.
+        number = pending_record(fast)["number"]
+        # The same slot, another number.
         each.leave(each.expected(flags="S"), number ^ 0x40, new=True)
-        assert records(fast), "the record is another packet's"
+        assert records(fast), "the record belongs to another packet"
         drop_records(fast)
     assert permits(fast) == []
 
@@ -138,12 +138,12 @@ def test_a_number_that_names_no_record_proves_nothing(fast: ProgramNode) -> None
 def test_a_record_is_used_once(fast: ProgramNode) -> None:
     first, second = pair(fast)
     first.run(frame=first.frame(flags="S"))
-    number = taken(fast)["number"]
+    number = pending_record(fast)["number"]
     for _ in range(3):
         first.leave(first.expected(flags="S"), number, new=True)
     assert records(fast) == []
     assert permits(fast) == []
-    second.open_slowly()
+    second.open_through_netfilter()
     assert len(permits(fast)) == 1
 
 
@@ -152,16 +152,16 @@ def test_the_priority_is_what_the_kernel_would_have_set(fast: ProgramNode, tos: 
     flow = Flow(fast)
     flow.run(frame=flow.frame(flags="S", tos=tos))
     left = flow.expected(flags="S", tos=tos)
-    found = flow.leave(left, taken(fast)["number"], new=True)
+    found = flow.leave(left, pending_record(fast)["number"], new=True)
     assert found.skb is not None
     assert (found.retval, found.data) == (GO_ON, bytes(left))
     assert found.skb.priority == (priority if fast.family == 4 else 0)
 
 
-def test_other_peoples_priorities_stay(fast: ProgramNode) -> None:
+def test_priorities_of_other_programs_stay(fast: ProgramNode) -> None:
     flow = Flow(fast)
     flow.run(frame=flow.frame(flags="S"))
-    found = flow.leave(flow.expected(flags="S"), taken(fast)["number"], priority=NEW + 1)
+    found = flow.leave(flow.expected(flags="S"), pending_record(fast)["number"], priority=NEW + 1)
     assert found.skb is not None
     assert found.skb.priority == NEW + 1
 
@@ -172,10 +172,10 @@ def test_other_peoples_priorities_stay(fast: ProgramNode) -> None:
 def test_an_answer_completes_the_permit(fast: ProgramNode) -> None:
     flow = Flow(fast)
     for each in pair(fast):
-        each.open_slowly()
-    assert flow.run(frame=flow.frame(flags="S")).retval == GO_ON, "no answer was seen"
+        each.open_through_netfilter()
+    assert flow.run(frame=flow.frame(flags="S")).retval == GO_ON, "no reply was seen"
     drop_records(fast)
-    each.through(reply=True, flags="SA")
+    each.pass_netfilter(reply=True, flags="SA")
     ((_, permit),) = permits(fast)
     assert permit["device_back"] == fast.devices["nic"]
     assert now() < permit["back_until"] <= now() + 3 * SECOND
@@ -189,9 +189,9 @@ def test_an_answer_completes_the_permit(fast: ProgramNode) -> None:
 def test_an_answer_that_is_not_translated_completes_nothing(fast: ProgramNode) -> None:
     first, second = pair(fast)
     for each in (first, second):
-        each.open_slowly()
+        each.open_through_netfilter()
     second.run(reply=True, frame=second.frame(reply=True, flags="SA"))
-    second.leave(second.frame(reply=True, flags="SA"), taken(fast)["number"], reply=True)
+    second.leave(second.frame(reply=True, flags="SA"), pending_record(fast)["number"], reply=True)
     ((_, permit),) = permits(fast)
     assert permit["back_until"] == 0
 
@@ -200,7 +200,7 @@ def test_an_answer_that_is_not_translated_completes_nothing(fast: ProgramNode) -
 
 
 def refused(world: ProgramNode, flow: Flow) -> dict[str, int]:
-    """The reasons why this flow is not young; it is handed to netfilter with its endpoint."""
+    """Why this flow is not young; netfilter gets it with its endpoint."""
     found = flow.run(frame=flow.frame(flags="S"))
     assert found.skb is not None
     assert found.retval == GO_ON
@@ -211,7 +211,7 @@ def refused(world: ProgramNode, flow: Flow) -> dict[str, int]:
     return world.reasons()
 
 
-def test_the_pair_with_a_permit(fast: ProgramNode) -> None:
+def test_a_pair_with_a_permit_opens_young_flows(fast: ProgramNode) -> None:
     flow = Flow(fast)
     flow.permit()
     flow.open_young()
@@ -252,7 +252,7 @@ def test_a_permit_is_for_masqueraded_flows_or_for_others(fast: ProgramNode) -> N
     low, high = SNAT_PORTS
     assert low <= flow.snat_port <= high
     assert flow.entries() == [False, True]
-    # The same permit, for flows that are not.
+    # The same permit for flows that are not masqueraded.
     layout, of = fast.object.btf.struct("permit_key"), fast.object.maps["permits"]
     ((packed, value),) = of.items()
     of.delete(packed)
@@ -271,7 +271,7 @@ def test_a_permit_ends(fast: ProgramNode, field: str) -> None:
 def test_a_new_ruleset_voids_permits(fast: ProgramNode) -> None:
     flow = Flow(fast)
     flow.permit()
-    fast.say_of_fast_path(permit_generation=2)
+    fast.write_fast_path_state(permit_generation=2)
     assert refused(fast, flow)["SLOW_NO_PERMIT"] == 1
 
 
@@ -280,7 +280,7 @@ OTHER_HOST = "02:00:00:00:00:77"
 
 @pytest.mark.parametrize("protocol", ["tcp", "udp"])
 def test_a_frame_for_another_host_opens_nothing(fast: ProgramNode, protocol: str) -> None:
-    """As a bridge floods them, or a device in promiscuous mode takes them; the kernel drops them (finding D12)."""
+    """A bridge floods them, or a device in promiscuous mode accepts them; the kernel drops them (finding D12)."""
     flow = Flow(fast, protocol)
     frame = flow.frame(flags="S", size=0)
     frame.dst = OTHER_HOST
@@ -292,9 +292,9 @@ def test_a_frame_for_another_host_opens_nothing(fast: ProgramNode, protocol: str
         assert (found.retval, found.data, found.skb.priority, found.skb.mark) == (GO_ON, bytes(frame), 0, 0)
         assert (flow.entries(), records(fast), fast.reasons()) == ([], [], {})
         assert flow.run(frame=flow.frame(flags="S", size=0)).retval == (REDIRECT if permitted else GO_ON)
-        assert permitted or records(fast), "the same for this node"
+        assert permitted or records(fast), "the same frame for this node"
         drop_records(fast)
-        wipe_reasons(fast)
+        reset_counters(fast)
 
 
 def test_an_excluded_device(fast: ProgramNode) -> None:
@@ -304,8 +304,8 @@ def test_an_excluded_device(fast: ProgramNode) -> None:
     assert refused(fast, flow) == {"NEW_FLOW_NETFILTER": 1, "STACK_DEVICE": 1}
 
 
-def test_most_datagrams_of_a_pair_proven_lately_leave_no_record(fast: ProgramNode) -> None:
-    """In a flood without answers the observer would learn nothing from them."""
+def test_most_datagrams_of_a_pair_with_a_permit_write_no_record(fast: ProgramNode) -> None:
+    """Otherwise a flood without replies would take every record, and the observer would learn nothing."""
     flow = Flow(fast, "udp")
     flow.permit()
     write_permits(fast, back_until=now() - 1)
@@ -319,7 +319,7 @@ def test_most_datagrams_of_a_pair_proven_lately_leave_no_record(fast: ProgramNod
         if not records(fast):
             break
     assert records(fast) == []
-    # The proof is to be renewed in time.
+    # The permit must be renewed in time.
     write_permits(fast, until=now() + 400_000_000)
     assert refused(fast, flow)["SLOW_NO_PERMIT"] >= 3
 
@@ -327,7 +327,7 @@ def test_most_datagrams_of_a_pair_proven_lately_leave_no_record(fast: ProgramNod
 def test_a_record_names_the_ingress_device(fast: ProgramNode) -> None:
     flow = Flow(fast)
     flow.run(frame=flow.frame(flags="S"))
-    record = taken(fast)
+    record = pending_record(fast)
     assert record["key"] == flow.key()
     assert (record["device"], record["ip_device"]) == (fast.devices["pods"],) * 2
     assert (record["backend"], record["service"]) == (fast.backend_ids["remote", 1], 1)

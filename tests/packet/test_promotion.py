@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Young flows written by hand become the kernel's: the real programs, and the real connection table."""
+"""Promotion of young flows that the tests write, with the real programs and the real conntrack table."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def loaded(bpf_objects: Path) -> Iterator[Loaded]:
 
 @pytest.fixture
 def namespace() -> Iterator[None]:
-    """An empty connection table."""
+    """An empty conntrack table."""
     home = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
     assert libc.unshare(0x40000000) == 0
     yield
@@ -61,14 +61,16 @@ def namespace() -> Iterator[None]:
 
 @dataclass
 class Node:
-    """The maps with flows in them, and the promoter of these programs."""
+    """The maps with flows, and the promoter of these programs."""
 
     loaded: Loaded
     family: int
     promoter: Promoter
 
     def young(self, port: int, age: float = 3.0, **changes: object) -> bytes:
-        """A flow that was answered ``age`` seconds ago and since: its key. Of both entries: ``changes``."""
+        """Write a flow that began ``age`` seconds ago and was answered; returns its key. ``changes`` apply to both
+        entries.
+        """
         options = {"protocol": Protocol.TCP, "masqueraded": False, "closing": 0, "reply": True, "answers": 9}
         options |= {"to": 8080, **changes}
         size = 4 if self.family == 4 else 16
@@ -128,7 +130,7 @@ class Node:
         self.loaded.maps["flows"].update(key, value)
 
     def write(self, key: bytes, **fields: int) -> None:
-        """Fields of the client's direction, and ``young`` and ``packets`` of both."""
+        """Change fields of the client's direction; ``young`` and ``packets`` change in both directions."""
         flow = self.loaded.tc.btf.struct("flow")
         found = self.promoter._flows.read(key) or self.promoter._flows.read(key, young=False)
         assert found is not None
@@ -139,7 +141,7 @@ class Node:
             self.loaded.maps["flows"].update(each, flow.pack(**{**value, **changes}))
 
     def read(self, key: bytes, young: bool = True) -> list[Flow]:
-        """The flow with this key, if it is as ``young``."""
+        """The flow with this key, if ``young`` matches."""
         found = self.promoter._flows.read(key, young)
         return [] if found is None else [found]
 
@@ -151,7 +153,7 @@ class Node:
     def drain(self, on: bool) -> None:
         self.loaded.maps["fast_path"].update(bytes(4), self.loaded.tc.btf.struct("fast_path").pack(draining=int(on)))
 
-    # What is used of see.maps.Pinned:
+    # The parts of see.maps.Pinned that are used.
 
     @property
     def names(self) -> frozenset[str]:
@@ -168,7 +170,7 @@ class Node:
         return self.btf.struct(struct).packer(*fields)
 
     def expire_in(self, seconds: int) -> None:
-        """The timeout of the entry of the client's port 1000."""
+        """Set the timeout of the entry with the client's port 1000."""
         ends = ["-s", CLIENT[self.family], "-d", FRONTEND[self.family], "--sport", "1000", "--dport", "80"]
         command = ["conntrack", "-U", "-p", "tcp", *ends, "-t", str(seconds)]
         subprocess.run(command, check=True, capture_output=True)
@@ -191,7 +193,7 @@ def node(request: pytest.FixtureRequest, loaded: Loaded, namespace: None) -> Ite
 
 @pytest.mark.parametrize("masqueraded", [False, True], ids=["own source", "masqueraded"])
 @pytest.mark.parametrize("protocol", [Protocol.TCP, Protocol.UDP], ids=["TCP", "UDP"])
-def test_a_flow_that_is_due_becomes_the_kernels(node: Node, masqueraded: bool, protocol: Protocol) -> None:
+def test_a_flow_that_is_due_is_promoted(node: Node, masqueraded: bool, protocol: Protocol) -> None:
     key = node.young(1000, protocol=protocol, masqueraded=masqueraded)
     node.promoter.pass_now()
     (line,) = node.listed()
@@ -206,8 +208,8 @@ def test_a_flow_that_is_due_becomes_the_kernels(node: Node, masqueraded: bool, p
     assert (statistics.promoted, statistics.young) == (1, 0)
 
 
-def test_time_outs_are_those_of_now(node: Node) -> None:
-    """They may be changed while the agent runs (finding D14)."""
+def test_current_timeouts_are_used(node: Node) -> None:
+    """Timeouts may change while the agent runs (finding D14)."""
     setting = Path("/proc/sys/net/netfilter/nf_conntrack_tcp_timeout_established")
     for port, seconds in ((1000, 7000), (1001, 5000)):
         setting.write_text(str(seconds))
@@ -218,15 +220,15 @@ def test_time_outs_are_those_of_now(node: Node) -> None:
 
 
 @pytest.mark.parametrize("changes", [{"age": 0.5}, {"closing": 1}, {"reply": False}], ids=["new", "closing", "half"])
-def test_what_is_not_due_stays(node: Node, changes: dict[str, object]) -> None:
+def test_flows_that_are_not_due_stay_young(node: Node, changes: dict[str, object]) -> None:
     node.young(1000, **changes)  # type: ignore[arg-type]
     node.promoter.pass_now()
     assert node.listed() == []
     assert node.promoter.statistics.promoted == 0
 
 
-def test_datagrams_without_an_answer_are_new_to_the_rules(node: Node) -> None:
-    """Else a policy that is added would never count for them."""
+def test_unanswered_datagrams_stay_new_to_the_rules(node: Node) -> None:
+    """As NEW flows, so that policies that are added later apply to them."""
     key = node.young(1000, protocol=Protocol.UDP, answers=0)
     node.promoter.pass_now()
     (line,) = node.listed()
@@ -235,8 +237,8 @@ def test_datagrams_without_an_answer_are_new_to_the_rules(node: Node) -> None:
     assert not node.is_young(key)
 
 
-def test_a_connection_without_an_answer_ends(node: Node) -> None:
-    """Whatever its client continues sending."""
+def test_an_unanswered_connection_ends(node: Node) -> None:
+    """Also if its client continues to send."""
     key = node.young(1000, answers=0)
     waiting = node.young(1001, age=6.0, answers=0)
     node.promoter.pass_now()
@@ -245,7 +247,7 @@ def test_a_connection_without_an_answer_ends(node: Node) -> None:
     assert node.listed() == []
 
 
-def test_what_is_half_closed_and_goes_on_becomes_the_kernels(node: Node) -> None:
+def test_a_half_closed_connection_that_continues_is_promoted(node: Node) -> None:
     key = node.young(1000, age=5.0, closing=1)
     node.promoter.pass_now()
     (line,) = node.listed()
@@ -253,8 +255,8 @@ def test_what_is_half_closed_and_goes_on_becomes_the_kernels(node: Node) -> None
     assert not node.is_young(key)
 
 
-def test_what_ended_since_it_was_asked_for_is_passed_over(node: Node) -> None:
-    """The sweep has asked, then the flow continued: the promoter looks for itself."""
+def test_a_flow_that_ended_since_the_request_is_skipped(node: Node) -> None:
+    """The flow has changed since the sweep requested it: the promoter reads it again."""
     key = node.young(1000, reply=False)
     node.loaded.maps["promotions"]._lib.bpf_map_update_elem(node.loaded.maps["promotions"].fd, promotion_null(), key, 0)
     node.promoter.pass_now()
@@ -269,9 +271,9 @@ def promotion_null() -> object:
 
 
 def test_an_entry_whose_flow_ended_meanwhile_expires_soon(node: Node) -> None:
-    """Between the kernel's answer and the program: it would be there for five days.
+    """The flow ends after the entry was created. The entry would stay for five days.
 
-    It is not deleted: the port's next connection may use it by then, and would be reset.
+    It is not deleted: a new connection may use the port and the entry by then, and would be reset.
     """
     node.young(1000)
     promote = node.promoter._promote
@@ -290,7 +292,7 @@ def test_an_entry_whose_flow_ended_meanwhile_expires_soon(node: Node) -> None:
 
 @pytest.mark.parametrize("to", [8081, 8080], ids=["another endpoint", "the same endpoint"])
 def test_a_port_that_is_reused_meanwhile_keeps_its_own_endpoint(node: Node, to: int) -> None:
-    """The kernel would translate the new connection like the former one, or keep it for days without an answer."""
+    """Otherwise the kernel would translate the new connection like the old one, or keep its entry for days."""
     key = node.young(1000)
     former = node.promoter._flows.read(key)
     assert former is not None
@@ -308,7 +310,7 @@ def test_a_port_that_is_reused_meanwhile_keeps_its_own_endpoint(node: Node, to: 
     assert node.promoter.statistics.promoted == 0
     (line,) = node.listed()
     assert 0 < int(line.split()[2]) <= ABANDONED_SECONDS
-    # It has its own turn: the entry of the former flow is replaced, or taken over.
+    # Its own promotion replaces the old flow's entry, or updates it.
     node.promoter._promote = promote
     node.young(1000, to=to)
     node.promoter.pass_now()
@@ -317,7 +319,7 @@ def test_a_port_that_is_reused_meanwhile_keeps_its_own_endpoint(node: Node, to: 
     assert not node.is_young(key)
 
 
-def test_a_port_that_is_reused_while_conntrack_is_full_waits_anew(node: Node) -> None:
+def test_a_reused_port_waits_its_full_time_while_conntrack_is_full(node: Node) -> None:
     """Only the flow that has waited for so long ends."""
     key = node.young(1000)
     (former,) = (flow.read for flow in [node.promoter._flows.read(key)] if flow is not None)
@@ -330,7 +332,7 @@ def test_a_port_that_is_reused_while_conntrack_is_full_waits_anew(node: Node) ->
 
 
 def test_an_agent_of_an_earlier_version_promotes_by_the_key(node: Node) -> None:
-    """It drains by the programs that are pinned, after the version has been rolled back."""
+    """It drains with the pinned programs, after a rollback of the version."""
     key = node.young(1000)
     promote = node.promoter._promote
     node.promoter._promote = lambda flow: promote(flow[: len(key)])
@@ -339,7 +341,7 @@ def test_an_agent_of_an_earlier_version_promotes_by_the_key(node: Node) -> None:
 
 
 def test_a_flow_that_leaves_the_table_meanwhile_expires_soon(node: Node) -> None:
-    """Another processor sends its RST as that of a young flow, so conntrack does not see it."""
+    """Another CPU sends its RST on the fast path, so conntrack does not see it."""
     node.young(1000)
     promote = node.promoter._promote
 
@@ -363,7 +365,7 @@ def test_a_flow_that_leaves_the_table_meanwhile_expires_soon(node: Node) -> None
 def test_the_entry_of_a_flow_that_was_reset(
     node: Node, masqueraded: bool, closing: int, seconds: int, state: str
 ) -> None:
-    """conntrack leaves it ESTABLISHED for the timeout of CLOSE: the next SYN of this port would follow it."""
+    """conntrack keeps it ESTABLISHED with the timeout of CLOSE: a new SYN from this port would use its endpoint."""
     key = node.young(1000, masqueraded=masqueraded)
     node.promoter.pass_now()
     node.write(key, closing=closing)
@@ -378,7 +380,7 @@ def test_the_entry_of_a_flow_that_was_reset(
 def test_the_entry_of_a_flow_that_was_reset_and_whose_replies_took_the_slow_path(
     node: Node, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The flow table has sent none of them, but conntrack has seen them."""
+    """The flow table has sent no reply, but conntrack has seen them."""
     key = node.young(1000)
     node.promoter.pass_now()
     node.write(key, closing=2, packets=0)
@@ -417,7 +419,7 @@ def test_the_entry_of_another_flow_is_not_closed(node: Node) -> None:
     assert line.split()[3] == "ESTABLISHED"
 
 
-def test_a_flow_that_closes_meanwhile_does_not_stay_for_days(node: Node) -> None:
+def test_a_flow_that_closes_during_promotion_gets_a_short_timeout(node: Node) -> None:
     key = node.young(1000)
     promote = node.promoter._promote
 
@@ -439,8 +441,8 @@ def test_a_flow_that_closes_meanwhile_does_not_stay_for_days(node: Node) -> None
 
 @pytest.mark.parametrize("what", ["to another endpoint", "straight to the endpoint", "in the frontend's name"])
 @pytest.mark.parametrize("protocol", [Protocol.TCP, Protocol.UDP], ids=["TCP", "UDP"])
-def test_an_entry_in_the_way_keeps_no_flow_young(node: Node, protocol: Protocol, what: str) -> None:
-    """Such an entry could keep a flow where no rule sees it."""
+def test_a_conflicting_entry_is_replaced(node: Node, protocol: Protocol, what: str) -> None:
+    """Otherwise such an entry could keep a flow on the fast path, where no rule applies."""
     client, frontend, endpoint = (
         (ip_address(address[node.family]).packed, port)
         for address, port in ((CLIENT, 1000), (FRONTEND, 80), (ENDPOINT, 8080))
@@ -462,7 +464,7 @@ def test_an_entry_in_the_way_keeps_no_flow_young(node: Node, protocol: Protocol,
     assert (statistics.promoted, statistics.failed, statistics.ended) == (1, {}, 0)
 
 
-def test_what_the_kernel_has_already_is_the_kernels(node: Node) -> None:
+def test_a_flow_that_conntrack_knows_is_promoted(node: Node) -> None:
     key = node.young(1000)
     flow = node.promoter._flows.read(key)
     assert flow is not None
@@ -474,7 +476,7 @@ def test_what_the_kernel_has_already_is_the_kernels(node: Node) -> None:
 
 
 @pytest.mark.parametrize("protocol", [Protocol.TCP, Protocol.UDP], ids=["TCP", "UDP"])
-def test_what_the_kernel_has_already_and_has_seen_answered(node: Node, protocol: Protocol) -> None:
+def test_an_entry_that_conntrack_has_seen_answered_stays_assured(node: Node, protocol: Protocol) -> None:
     """The flow began again in the flow table, which has sent no reply since."""
     key = node.young(1000, protocol=protocol)
     flow = node.promoter._flows.read(key)
@@ -488,8 +490,8 @@ def test_what_the_kernel_has_already_and_has_seen_answered(node: Node, protocol:
 
 @pytest.mark.parametrize("node", [4], indirect=True, ids=["IPv4"])
 @pytest.mark.slow
-def test_a_full_table_is_tried_again(node: Node, caplog: pytest.LogCaptureFixture) -> None:
-    """Filled for real, of this namespace alone; the limit is the machine's and stays as it is."""
+def test_promotion_is_tried_again_while_conntrack_is_full(node: Node, caplog: pytest.LogCaptureFixture) -> None:
+    """Really fills the table, for this namespace only; the machine's limit is not changed."""
     limit = int(Path("/proc/sys/net/netfilter/nf_conntrack_max").read_text())
     if limit > 1 << 18:
         pytest.skip(f"nf_conntrack_max of this machine is {limit}: too many entries to make")
@@ -510,7 +512,7 @@ def test_a_full_table_is_tried_again(node: Node, caplog: pytest.LogCaptureFixtur
         assert node.is_young(key)
         assert node.promoter.statistics.failed == {Outcome.FULL: 3}
         assert Log(caplog).only().text.startswith(Message.CONNTRACK_FULL)
-        # Not for ever: no rule that is added meanwhile would see it.
+        # It does not wait forever: rules that are added meanwhile would not apply to it.
         node.young(1001)
         node.promoter.pass_now()
         node.promoter._clock = lambda: time.monotonic() + promotion.UNPROMOTED_SECONDS - 1
@@ -524,7 +526,7 @@ def test_a_full_table_is_tried_again(node: Node, caplog: pytest.LogCaptureFixtur
         assert node.promoter._waiting == {}
         key = node.young(1002)
         node.promoter.pass_now()
-        assert node.is_young(key), "it has only begun to wait"
+        assert node.is_young(key), "its time begins now"
         subprocess.run(
             ["conntrack", "-D", "-s", NODE[node.family], "-p", "tcp", "--dport", "9", "--sport", "20000"],
             check=True,
@@ -554,7 +556,7 @@ def test_flows_lists_young_ones_and_then_the_kernels(node: Node, masqueraded: bo
     assert [kernels[n] for n in same] == [found[1000][n] for n in same]
 
 
-def test_draining_promotes_what_is_new_too(node: Node) -> None:
+def test_draining_promotes_new_flows_too(node: Node) -> None:
     keys = [node.young(1000 + n, age=0.1) for n in range(3000)]
     node.drain(True)
     begin = time.monotonic()
@@ -564,13 +566,13 @@ def test_draining_promotes_what_is_new_too(node: Node) -> None:
     assert len(node.listed()) == 3000
 
 
-def test_draining_reports_what_is_left(node: Node) -> None:
+def test_draining_reports_the_remaining_flows(node: Node) -> None:
     node.young(1000, answers=0)
     node.drain(True)
     assert asyncio.run(_drained(node, 0.2)) == 1
 
 
-def test_draining_promotes_what_is_half_closed(node: Node) -> None:
+def test_draining_promotes_half_closed_flows(node: Node) -> None:
     node.young(1000, age=0.1, closing=1)
     node.drain(True)
     assert asyncio.run(_drained(node, 20.0)) == 0
@@ -597,7 +599,7 @@ def endpoint(node: Node) -> Iterator[None]:
 @pytest.mark.parametrize("others", [False, True], ids=["one address", "several addresses"])
 @pytest.mark.parametrize("protocol", [Protocol.TCP, Protocol.UDP], ids=["TCP", "UDP"])
 def test_flows_end_when_their_source_address_leaves_the_node(node: Node, protocol: Protocol, others: bool) -> None:
-    """The kernel drops entries that it has masqueraded itself, but not those that were created for it (finding D7)."""
+    """The kernel drops entries that it has masqueraded itself, but not those that the agent created (finding D7)."""
     plain = node.young(1000, protocol=protocol)
     promoted = node.young(1001, protocol=protocol, masqueraded=True)
     node.promoter.pass_now()
@@ -612,7 +614,7 @@ def test_flows_end_when_their_source_address_leaves_the_node(node: Node, protoco
 
     here, elsewhere = NODE[node.family], GATEWAY[node.family]
     kept = [
-        # The kernel has masqueraded it: it drops the entry by itself. A rule of other software keeps its entries.
+        # Masqueraded by the kernel, which drops the entry itself. A rule of other software: its entries stay.
         places(1003, here, 40000),
         places(1004, elsewhere, 2004),
         # Not a Service's.
@@ -635,8 +637,8 @@ def test_flows_end_when_their_source_address_leaves_the_node(node: Node, protoco
 
 
 @pytest.mark.usefixtures("endpoint")
-def test_the_loop_ends_them_at_once_and_tries_again(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the kernel refuses once does not stay for good (finding D7)."""
+def test_the_loop_ends_flows_without_a_source_address_and_retries(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failure of the kernel does not keep a flow for good (finding D7)."""
     key = node.young(1000, masqueraded=True, age=0.5)
     monkeypatch.setattr(promotion, "BUSY_SECONDS", 0.1)
     monkeypatch.setattr(promotion, "IDLE_SECONDS", 3600.0)
@@ -668,7 +670,7 @@ def test_the_loop_ends_them_at_once_and_tries_again(node: Node, monkeypatch: pyt
 def test_pinned_flows_are_drained_without_the_agent_that_opened_them(
     bpf_objects: Path, bpffs: Path, namespace: None, family: int, privileged: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also those that are not due, as by ``--cleanup`` or by an agent of another version."""
+    """Also flows that are not due, as ``--cleanup`` or an agent of another version does."""
     if not privileged:
         _forbid_types(monkeypatch)
     settings = Settings(netns_cookie=1, fast_path=True)
@@ -682,9 +684,9 @@ def test_pinned_flows_are_drained_without_the_agent_that_opened_them(
 
 
 def test_draining_for_a_flow_table_of_another_size(bpf_objects: Path, bpffs: Path, namespace: None) -> None:
-    """Young flows become the kernel's, which are taken over; no device's quota is reduced by what is no more.
+    """Young flows become kernel's flows and are copied. No device's quota counts flows that are gone.
 
-    The start is killed before the new programs are attached. The next one does the rest.
+    The start is killed before it attaches the new programs. The next start does the rest.
     """
     settings = Settings(netns_cookie=1, fast_path=True)
 
@@ -695,7 +697,7 @@ def test_draining_for_a_flow_table_of_another_size(bpf_objects: Path, bpffs: Pat
         return dict(loaded.maps["young_counts"].items())
 
     def in_table(loaded: Loaded, keys: Iterable[bytes]) -> list[int]:
-        """Whether each flow is young, of those that are there."""
+        """Whether each existing flow is young."""
         values = [value for key in keys if (value := loaded.maps["flows"].lookup(key))]
         return [int(loaded.tc.btf.struct("flow").unpack(value)["young"]) for value in values]  # type: ignore[call-overload]
 
@@ -729,7 +731,7 @@ def test_draining_for_a_flow_table_of_another_size(bpf_objects: Path, bpffs: Pat
 def test_a_cleanup_drains_the_flow_table_that_the_attached_programs_use(
     bpf_objects: Path, bpffs: Path, namespace: None
 ) -> None:
-    """Also if a start was killed that was about to give it another size."""
+    """Also if a start was killed that was changing the size."""
     settings = Settings(netns_cookie=1, fast_path=True)
     with contextlib.closing(load(settings, bpffs / "maps", {"flows": 4096}, objects=bpf_objects)) as former:
         drain.pin_programs(former.tc.programs, bpffs)
@@ -742,7 +744,7 @@ def test_a_cleanup_drains_the_flow_table_that_the_attached_programs_use(
 
 
 def _forbid_types(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the kernel forbids it a process without CAP_SYS_ADMIN."""
+    """As the kernel does for a process without CAP_SYS_ADMIN."""
 
     def refuse(number: int) -> Btf:
         raise BpfError(f"types {number}", errno.EPERM)
@@ -750,12 +752,12 @@ def _forbid_types(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel_objects, "types", refuse)
 
 
-def test_flows_whose_layout_is_unknown_are_not_touched(bpffs: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """They have another size, and no types. The log says so; nothing is written into the maps."""
+def test_flows_of_an_unknown_layout_are_not_changed(bpffs: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Their size differs and they have no BTF. The log reports it; the maps are not changed."""
     for folder, names in (("maps", drain._MAPS), ("programs", drain._PROGRAMS)):
         (bpffs / folder).mkdir()
         for name in names:
-            # What stands for a program is never used.
+            # The file that stands for a program is never used.
             made = ["bpftool", "map", "create", bpffs / folder / name, "type", "hash", "name", "other"]
             subprocess.run([*made, "key", "4", "value", "4", "entries", "1"], check=True)
     assert drain.drain(bpffs) == 0
@@ -766,7 +768,7 @@ def test_flows_whose_layout_is_unknown_are_not_touched(bpffs: Path, caplog: pyte
 
 
 async def _drained(node: Node, seconds: float) -> int:
-    # asyncio's own thread is made here, in this network namespace.
+    # asyncio creates its thread here, in this network namespace.
     return await node.promoter.drain(seconds)
 
 

@@ -11,24 +11,24 @@ from tests.packet.fast_node import (
     REDIRECT,
     Flow,
     close,
-    count_of_young,
     device,
     fast_node,
     one_cpu,
+    open_in_slot_of,
+    real_time_priority,
+    reset_counters,
+    rewind_recent_flows,
     sweep,
-    take_slot_of,
-    turn_back,
-    undisturbed,
-    wipe_reasons,
     young,
+    young_flows_of,
 )
 from tests.packet.program_node import ProgramNode
 
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
 
-#: Values of struct link's field redirect.
+#: Values of the field redirect of struct link.
 OTHER_MACHINE, POD = 1, 2
-#: Directions with an entry: the client's and that of the replies.
+#: Both directions have an entry: the client's and the replies'.
 BOTH = [False, True]
 
 
@@ -45,7 +45,7 @@ def asked(world: ProgramNode, client: int) -> Flow:
 
 def answer(flow: Flow) -> None:
     assert flow.run(reply=True).retval == REDIRECT
-    wipe_reasons(flow.world)
+    reset_counters(flow.world)
 
 
 @pytest.mark.parametrize(
@@ -54,21 +54,21 @@ def answer(flow: Flow) -> None:
     ids=["a pod, at once", "a pod", "another machine, within a round trip", "another machine"],
 )
 def test_an_answered_query_ends(fast: ProgramNode, client: int, seconds: float, ends: bool) -> None:
-    """The client's next datagram, which continues with the flow, may take a round trip to come."""
+    """The client's next datagram belongs to the same flow. It may arrive a round trip later."""
     flow = asked(fast, client)
-    with undisturbed():
+    with real_time_priority():
         answer(flow)
-        flow.older(seconds)
-        take_slot_of(fast, flow)
+        flow.set_back(seconds)
+        open_in_slot_of(fast, flow)
     assert flow.entries() == ([] if ends else BOTH)
     assert fast.reasons().get("YOUNG_ENDED", 0) == ends
-    assert count_of_young(fast, "pods") == 2 - ends
+    assert young_flows_of(fast, "pods") == 2 - ends
 
 
 def test_a_query_without_an_answer_stays(fast: ProgramNode) -> None:
     flow = asked(fast, POD)
-    flow.older(1.5)
-    take_slot_of(fast, flow)
+    flow.set_back(1.5)
+    open_in_slot_of(fast, flow)
     assert flow.entries() == BOTH
 
 
@@ -76,21 +76,21 @@ def test_two_queries_and_one_answer_stay(fast: ProgramNode) -> None:
     flow = asked(fast, POD)
     answer(flow)
     assert flow.run().retval == REDIRECT
-    flow.older(1.5)
-    take_slot_of(fast, flow)
+    flow.set_back(1.5)
+    open_in_slot_of(fast, flow)
     assert flow.entries() == BOTH
 
 
 @pytest.mark.parametrize(("exchanges", "stays"), [(2, False), (4, True)])
 def test_a_stream_may_pause(fast: ProgramNode, exchanges: int, stays: bool) -> None:
-    """Nothing but its entry knows its endpoint until the agent hands it to the kernel."""
+    """Until the agent promotes the flow, only its entry knows its endpoint."""
     flow = asked(fast, POD)
     answer(flow)
     for _ in range(exchanges - 1):
         assert flow.run().retval == REDIRECT
         answer(flow)
-    flow.older(1.5)
-    take_slot_of(fast, flow)
+    flow.set_back(1.5)
+    open_in_slot_of(fast, flow)
     assert flow.entries() == (BOTH if stays else [])
 
 
@@ -101,38 +101,38 @@ def test_a_connection_ends_if_both_sides_have_closed_it(fast: ProgramNode, close
         close(flow)
     else:
         flow.answer()
-    flow.older(0.1)
-    take_slot_of(fast, flow)
+    flow.set_back(0.1)
+    open_in_slot_of(fast, flow)
     assert flow.entries() == ([] if closed else BOTH)
 
 
-def test_the_slot_of_an_earlier_flow_from_the_same_port_ends_no_other(fast: ProgramNode) -> None:
-    """The client has used its port again.  The new flow has the key of the earlier one, and a slot of its own."""
+def test_the_slot_of_an_earlier_flow_does_not_end_a_new_one_from_its_port(fast: ProgramNode) -> None:
+    """The client uses its port again. The new flow has the same key as the old one, but another slot."""
     earlier = asked(fast, POD)
-    earlier.older(31)
+    earlier.set_back(31)
     sweep(fast)
     assert earlier.entries() == []
     again = Flow(fast, "udp")
     again.open_young()
     answer(again)
-    again.older(0.1)
-    turn_back(fast, 2)
+    again.set_back(0.1)
+    rewind_recent_flows(fast, 2)
     Flow(fast, again.protocol, sport=43000).open_young()
     assert again.entries() == BOTH
-    take_slot_of(fast, again, 43001, 0)
+    open_in_slot_of(fast, again, 43001, 0)
     assert again.entries() == []
 
 
 @pytest.mark.parametrize(("seconds", "ends"), [(0.1, False), (1.1, True)])
 def test_an_old_flow_that_was_used_again_stays_for_a_round_trip(fast: ProgramNode, seconds: float, ends: bool) -> None:
-    """The client has taken its port for another exchange. The next datagram must reach the same endpoint."""
+    """The client has used its port for another exchange. The next datagram must reach the same endpoint."""
     flow = asked(fast, POD)
-    flow.older(5)
-    with undisturbed():
+    flow.set_back(5)
+    with real_time_priority():
         answer(flow)
         assert flow.run().retval == REDIRECT
         answer(flow)
         assert flow.run(reply=True).retval == REDIRECT
-        flow.older(seconds)
-        take_slot_of(fast, flow)
+        flow.set_back(seconds)
+        open_in_slot_of(fast, flow)
     assert flow.entries() == ([] if ends else BOTH)

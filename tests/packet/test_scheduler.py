@@ -17,18 +17,18 @@ from tests.packet.program_node import ProgramNode
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
 
 PODS = [f"pod{i}" for i in range(1, 13)]
-# Chi-square of 12 endpoints, 11 degrees of freedom: one in a million.
+# Chi-square of 12 endpoints, 11 degrees of freedom: exceeded once in a million runs.
 UNLIKELY = 49.3
 
 
 def load(world: ProgramNode, scheduler: str) -> ProgramNode:
-    """The tag names the choice."""
+    """The tag shows the chosen endpoint."""
     world.load(scheduler=SCHEDULERS[scheduler])  # type: ignore[index]
     return world
 
 
 def choose(world: ProgramNode, frame: bytes) -> str:
-    """The endpoint that the frame gets, by name."""
+    """The name of the endpoint that the frame gets."""
     result = world.run("tc_ethernet", frame)
     assert result.skb is not None
     number = result.skb.priority & 0xFFFFFF
@@ -40,7 +40,7 @@ def asks(world: ProgramNode, name: str = "vip", count: int = 1) -> list[str]:
 
 
 def clients(world: ProgramNode, count: int, name: str = "vip", sport: int = 40_000) -> list[bytes]:
-    """First packets of so many different source addresses."""
+    """First packets from so many different source addresses."""
     template = bytes(world.tcp("client", name, 80, sport=sport))
     at, first = (26, "198.51.100.0") if world.family == 4 else (22, "2001:db8:7::")
     size = 4 if world.family == 4 else 16
@@ -49,7 +49,7 @@ def clients(world: ProgramNode, count: int, name: str = "vip", sport: int = 40_0
 
 
 def counted(world: ProgramNode, name: str, active: int, inactive: int = 0, choices: int = 0) -> None:
-    """What the control plane would have counted for an endpoint of service 1."""
+    """Write the counts of an endpoint of service 1, as the control plane would."""
     layout = world.object.btf.struct("connections")
     key = world.backend_ids[name, 1].to_bytes(4, sys.byteorder)
     world.object.maps["connections"].update(key, layout.pack(active=active, inactive=inactive, choices=choices))
@@ -65,15 +65,15 @@ def chi_square(chosen: Iterable[str]) -> float:
 
 
 @pytest.mark.parametrize("name", ["rr", "wrr"])
-def test_rr_goes_around_exactly(node: ProgramNode, name: str) -> None:
+def test_rr_takes_the_endpoints_in_turn(node: ProgramNode, name: str) -> None:
     load(node, name).service(PODS[:5])
     chosen = asks(node, count=50)
     assert set(chosen[:5]) == set(PODS[:5])
     assert chosen == chosen[:5] * 10
 
 
-def test_rr_turns_are_of_each_list_and_each_service(node: ProgramNode) -> None:
-    """A client of policy Local and a pod use two lists; neither moves the other's turn."""
+def test_rr_keeps_a_turn_per_list_and_service(node: ProgramNode) -> None:
+    """A client with policy Local and a pod use two lists, each with its own turn."""
     load(node, "rr").service(["pod1", "pod2", "pod3"], ["pod4", "pod5"], external_local=1)
     local, cluster = [], []
     for _ in range(6):
@@ -85,7 +85,7 @@ def test_rr_turns_are_of_each_list_and_each_service(node: ProgramNode) -> None:
     assert Counter(cluster) == dict.fromkeys(["pod1", "pod2", "pod3"], 4)
 
 
-def test_rr_goes_on_where_the_list_has_changed(node: ProgramNode) -> None:
+def test_rr_continues_when_the_list_changes(node: ProgramNode) -> None:
     load(node, "rr").service(PODS[:4])
     asks(node, count=3)
     node.service(PODS[:3])
@@ -103,7 +103,7 @@ def test_sh_keeps_a_source_and_spreads_sources(node: ProgramNode) -> None:
     assert chi_square(first) < UNLIKELY
 
 
-def test_dh_goes_by_the_destination_alone(node: ProgramNode) -> None:
+def test_dh_hashes_only_the_destination(node: ProgramNode) -> None:
     load(node, "dh").service(PODS)
     by_destination = {}
     for name in ("vip", "external_ip", "cluster_ip"):
@@ -114,7 +114,7 @@ def test_dh_goes_by_the_destination_alone(node: ProgramNode) -> None:
 
 
 def test_mh_keeps_a_client_and_spreads_clients(node: ProgramNode) -> None:
-    """A client is an address and a port: kube-proxy asks IPVS for both."""
+    """A client is an address and a port: kube-proxy sets this option of IPVS."""
     load(node, "mh").service(PODS)
     frames = clients(node, 1200)
     first = [choose(node, frame) for frame in frames]
@@ -124,7 +124,7 @@ def test_mh_keeps_a_client_and_spreads_clients(node: ProgramNode) -> None:
 
 
 def test_mh_moves_only_the_clients_of_an_endpoint_that_goes(node: ProgramNode) -> None:
-    """Whatever the order of the list, and whatever numbers the endpoints have."""
+    """For any order of the list and any ids of the endpoints."""
     load(node, "mh").service(PODS)
     frames = clients(node, 1000)
     before = [choose(node, frame) for frame in frames]
@@ -147,7 +147,7 @@ def test_mh_survives_a_restart(node: ProgramNode) -> None:
 
 
 @pytest.mark.parametrize("name", ["lc", "wlc", "sed", "nq"])
-def test_the_least_loaded_is_filled_up_first(node: ProgramNode, name: str) -> None:
+def test_the_least_loaded_endpoint_is_chosen_first(node: ProgramNode, name: str) -> None:
     load(node, name).service(PODS[:3])
     for pod, active in zip(PODS, (5, 1, 3), strict=False):
         counted(node, pod, active)
@@ -166,15 +166,15 @@ def test_lc_takes_inactive_connections_for_a_256th(node: ProgramNode) -> None:
 
 
 @pytest.mark.parametrize("name", ["sed", "nq"])
-def test_an_idle_one_comes_first(node: ProgramNode, name: str) -> None:
-    """Without active connections, however many are ending."""
+def test_an_idle_endpoint_comes_first(node: ProgramNode, name: str) -> None:
+    """An endpoint without active connections, however many are ending."""
     load(node, name).service(PODS[:3])
     for pod, load_ in zip(PODS, ((1, 0), (0, 10_000), (1, 0)), strict=False):
         counted(node, pod, *load_)
     assert asks(node) == ["pod2"]
 
 
-def test_equals_take_turns(node: ProgramNode) -> None:
+def test_equally_loaded_endpoints_take_turns(node: ProgramNode) -> None:
     load(node, "lc").service(PODS)
     first = set()
     for _ in range(64):
@@ -185,8 +185,8 @@ def test_equals_take_turns(node: ProgramNode) -> None:
     assert len(first) > 4
 
 
-def test_what_was_counted_is_not_counted_again(node: ProgramNode) -> None:
-    """Choices up to a count are in it; those after it are added."""
+def test_counted_choices_are_not_added_again(node: ProgramNode) -> None:
+    """A count includes the choices before it; later ones are added."""
     load(node, "lc").service(PODS[:2])
     assert Counter(asks(node, count=10)) == {"pod1": 5, "pod2": 5}
     counted(node, "pod1", 0, choices=5)
@@ -196,14 +196,14 @@ def test_what_was_counted_is_not_counted_again(node: ProgramNode) -> None:
 
 
 def test_a_count_from_before_a_reset_does_no_harm(node: ProgramNode) -> None:
-    """`connections` has more choices than there are: 0 are added, not four billion."""
+    """`connections` has more choices than `choices`: 0 are added, not four billion."""
     load(node, "lc").service(PODS[:2])
     counted(node, "pod1", 0, choices=1000)
     counted(node, "pod2", 3)
     assert asks(node, count=2) == ["pod1", "pod1"]
 
 
-def test_affinity_goes_before_every_scheduler(node: ProgramNode) -> None:
+def test_affinity_overrides_every_scheduler(node: ProgramNode) -> None:
     for name in SCHEDULERS:
         load(node, name).service(PODS[:4], affinity_seconds=100)
         (first,) = asks(node)
@@ -218,20 +218,20 @@ def test_affinity_goes_before_every_scheduler(node: ProgramNode) -> None:
 # ---- locality ----------------------------------------------------------------------------------------
 
 
-def test_lblc_stays_until_it_is_overloaded_and_another_is_idle(node: ProgramNode) -> None:
+def test_lblc_keeps_an_endpoint_until_it_is_overloaded_and_another_is_idle(node: ProgramNode) -> None:
     load(node, "lblc").service(PODS[:3])
     first, second, third = asks(node, count=3)
     assert first == second
     assert third != first
-    # From now on that is the address's place. The other one is idle until it gets its own.
+    # From now on the address has this endpoint. The other one is idle until it gets its own.
     assert asks(node) == [third]
     (other,) = {*PODS[:3]} - {first, third}
     assert asks(node) == [other]
-    # No endpoint is idle any more: overloaded or not, it stays.
+    # No endpoint is idle any more: the address keeps this one, even if it is overloaded.
     assert set(asks(node, count=5)) == {other}
 
 
-def test_lblc_knows_each_address_by_itself(node: ProgramNode) -> None:
+def test_lblc_keeps_an_endpoint_per_address(node: ProgramNode) -> None:
     load(node, "lblc").service(PODS[:2])
     counted(node, "pod1", 1)
     assert asks(node, "vip") == ["pod2"]
@@ -240,7 +240,7 @@ def test_lblc_knows_each_address_by_itself(node: ProgramNode) -> None:
     assert asks(node, "vip") == ["pod2"]
 
 
-def test_lblc_leaves_an_endpoint_that_is_gone(node: ProgramNode) -> None:
+def test_lblc_replaces_a_removed_endpoint(node: ProgramNode) -> None:
     load(node, "lblc").service(PODS[:3])
     (first,) = asks(node)
     node.service([pod for pod in PODS[:3] if pod != first])
@@ -265,21 +265,21 @@ def members(world: ProgramNode) -> set[int]:
     return {int.from_bytes(raw[at : at + 4], sys.byteorder) for at in range(8, len(raw), 4)} - {0}
 
 
-def test_lblcr_lets_the_set_of_an_address_grow(node: ProgramNode) -> None:
+def test_lblcr_extends_the_set_of_an_address(node: ProgramNode) -> None:
     load(node, "lblcr").service(PODS[:3])
     a, again, b = asks(node, count=3)
     assert a == again
     assert b != a
     assert members(node) == {node.backend_ids[a, 1], node.backend_ids[b, 1]}
-    assert asks(node) == [b]  # the less loaded of the set
-    (c,) = asks(node)  # both have two, the third is idle
+    assert asks(node) == [b]  # the less loaded one of the set
+    (c,) = asks(node)  # both have two connections, the third has none
     assert {a, b, c} == {*PODS[:3]}
     assert len(members(node)) == 3
     assert asks(node) == [c]
     assert Counter(asks(node, count=6)) == dict.fromkeys(PODS[:3], 2)
 
 
-def test_lblcr_tries_with_one_less_after_a_day(node: ProgramNode) -> None:
+def test_lblcr_shrinks_the_set_after_a_day(node: ProgramNode) -> None:
     load(node, "lblcr").service(PODS[:3])
     asks(node, count=3)
     counted(node, "pod3", 1)
@@ -295,7 +295,7 @@ def test_lblcr_tries_with_one_less_after_a_day(node: ProgramNode) -> None:
     assert layout.size == len(raw)
     now = time.clock_gettime_ns(time.CLOCK_MONOTONIC)
     for minutes, left in ((24 * 60 - 1, everybody), (24 * 60 + 1, everybody[1:])):
-        # On a machine that has not been up for a day the number wraps. The sum with a day is right, and a minute ago.
+        # If the machine has been up for less than a day, the number wraps. Adding a day gives the right time.
         raw[:8] = ((now - minutes * 60 * 10**9) % 2**64).to_bytes(8, sys.byteorder)
         sets.update(key, bytes(raw))
         assert asks(node) == ["pod3"]
@@ -305,8 +305,8 @@ def test_lblcr_tries_with_one_less_after_a_day(node: ProgramNode) -> None:
 # ---- nothing for the others --------------------------------------------------------------------------
 
 
-def test_other_modes_have_none_of_it(node: ProgramNode) -> None:
-    """The maps are not there, so the verifier has seen no way to them."""
+def test_other_modes_have_no_scheduler_maps(node: ProgramNode) -> None:
+    """The maps do not exist, so the verifier accepts no access to them."""
     node.load(scheduler=0)
     assert not {"rr_cursor", "connections", "choices", "localities", "locality_sets"} & node.object.maps.keys()
     node.load(scheduler=SCHEDULERS["rr"])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the programs tell of their decisions, to whom, and what of it they leave out themselves."""
+"""Which decisions the programs report, to which readers, and what they filter."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_an_address_of_the_other_family_is_not_the_same_bytes(world: ProgramNode
     listener.rings.close()
 
 
-def test_what_there_is_no_room_for_is_counted(hooks: ProgramNode) -> None:
+def test_events_without_room_are_counted(hooks: ProgramNode) -> None:
     hooks.service([])
     listener = Listener(hooks, 4096)
     listener.control.start(EVERYTHING)
@@ -134,7 +134,7 @@ def test_what_there_is_no_room_for_is_counted(hooks: ProgramNode) -> None:
     listener.rings.close()
 
 
-def test_a_reader_that_died_is_found_out_by_the_next_decision(hooks: ProgramNode) -> None:
+def test_the_next_decision_detects_a_dead_reader(hooks: ProgramNode) -> None:
     hooks.service([])
     listener = Listener(hooks)
     listener.control.start(EVERYTHING)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Flows that conntrack had before the programs were attached: the agent enters those that are masqueraded."""
+"""Flows that conntrack knew before the programs were attached: the agent enters the masqueraded ones."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from pyebpf_proxy.datapath.connections import masqueraded
 from tests.packet.fast_node import (
     CONFIRM,
     REDIRECT,
-    WAYS,
+    VARIANTS,
     Flow,
     fast_node,
     one_cpu,
+    reset_counters,
     sweep,
-    wipe_reasons,
 )
 from tests.packet.program_node import GO_ON, ProgramNode
 
@@ -37,7 +37,7 @@ def fast(node: ProgramNode) -> Iterator[ProgramNode]:
 
 
 def insert(flow: Flow, state: str = "ESTABLISHED") -> None:
-    """As another proxy has left it in conntrack."""
+    """Insert the flow as another proxy would have left it in conntrack."""
     address = flow.world.address
     sender = flow.masquerade or flow.client
     ends = ["-s", address(flow.client), "-d", address(flow.frontend)]
@@ -68,20 +68,20 @@ def empty(fast: ProgramNode) -> Iterator[None]:
     subprocess.run(["conntrack", "-F"], check=True, capture_output=True)
 
 
-def tracked(world: ProgramNode, way: str, protocol: str = "tcp", **ends: object) -> Flow:
-    """One that has the first port of the young flows."""
-    return Flow(world, protocol, **{**WAYS[way], "snat_port": LOW, **ends})  # type: ignore[arg-type]
+def tracked(world: ProgramNode, variant: str, protocol: str = "tcp", **ends: object) -> Flow:
+    """A flow that uses the first source port of young flows."""
+    return Flow(world, protocol, **{**VARIANTS[variant], "snat_port": LOW, **ends})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("protocol", ["tcp", "udp"])
-@pytest.mark.parametrize("way", MASQUERADED)
-def test_no_young_flow_takes_its_source_port(fast: ProgramNode, way: str, protocol: str) -> None:
-    flow = tracked(fast, way, protocol)
+@pytest.mark.parametrize("variant", MASQUERADED)
+def test_no_young_flow_takes_the_source_port_of_a_tracked_flow(fast: ProgramNode, variant: str, protocol: str) -> None:
+    flow = tracked(fast, variant, protocol)
     insert(flow)
     assert enter(fast) == (1, True)
-    assert enter(fast) == (1, True), "once more changes nothing"
+    assert enter(fast) == (1, True), "a second time changes nothing"
     assert flow.entries() == [False, True]
-    another = Flow(fast, protocol, **{**WAYS[way], "sport": flow.sport + 1})
+    another = Flow(fast, protocol, **{**VARIANTS[variant], "sport": flow.sport + 1})
     another.permit()
     ports = set()
     for sport in range(flow.sport + 10, flow.sport + 14):
@@ -90,28 +90,30 @@ def test_no_young_flow_takes_its_source_port(fast: ProgramNode, way: str, protoc
         found = another.run(frame=frame)
         if found.retval == REDIRECT:
             ports.add(int.from_bytes(found.data[another._at : another._at + 2], "big"))
-    assert ports == {HIGH}, "the only one that is free"
+    assert ports == {HIGH}, "the only free port"
 
 
 @pytest.mark.parametrize("protocol", ["tcp", "udp"])
-@pytest.mark.parametrize("way", MASQUERADED)
-def test_it_takes_the_fast_path_once_netfilter_has_shown_how(fast: ProgramNode, way: str, protocol: str) -> None:
-    flow = tracked(fast, way, protocol)
+@pytest.mark.parametrize("variant", MASQUERADED)
+def test_a_tracked_flow_takes_the_fast_path_after_its_first_packets(
+    fast: ProgramNode, variant: str, protocol: str
+) -> None:
+    flow = tracked(fast, variant, protocol)
     insert(flow)
     enter(fast)
     for reply in (False, True):
-        kind = flow.through(reply)["kind"]
+        kind = flow.pass_netfilter(reply)["kind"]
         # Each datagram of a client may be the first one of its flow.
         assert kind == CONFIRM or (protocol == "udp" and not reply)
         assert flow.run(reply).retval == REDIRECT, fast.reasons()
     assert flow.run().data == bytes(flow.expected())
-    # Only from the device that it came from.
-    wipe_reasons(fast)
+    # Only packets from the flow's own device.
+    reset_counters(fast)
     assert flow.run(by="nic" if flow.entrance == "pods" else "pods").retval == GO_ON
     assert fast.reasons()["STACK_OTHER_DEVICE"] == 1
 
 
-def test_what_is_no_open_masqueraded_flow_to_an_endpoint_is_left_out(fast: ProgramNode) -> None:
+def test_only_open_masqueraded_flows_to_endpoints_are_entered(fast: ProgramNode) -> None:
     for number, (changes, state) in enumerate(
         [
             ({}, "TIME_WAIT"),
@@ -140,13 +142,13 @@ def test_a_flow_that_is_translated_differently_leaves_the_table(fast: ProgramNod
     insert(flow)
     enter(fast)
     flow.snat_port = HIGH
-    flow.through()
+    flow.pass_netfilter()
     assert fast.reasons()["FLOW_CHANGED"] == 1
     flow.snat_port = LOW
     assert flow.entries() == []
 
 
-def test_the_sweep_keeps_it_as_any_kernel_flow(fast: ProgramNode) -> None:
+def test_the_sweep_keeps_a_tracked_flow_like_any_kernel_flow(fast: ProgramNode) -> None:
     flow = tracked(fast, "masqueraded")
     insert(flow)
     enter(fast)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one change costs must not grow with the table: counted, not timed, from an object's text to the maps."""
+"""The cost of one change must not grow with the table: counted, not timed, from an object's text to the maps."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TURNS = 20
 
 
 def cost(shape: Shape) -> tuple[Counter[str], int]:
-    """What a change touches, and how many lines of Python are executed for it; collecting what is old is part of it."""
+    """Map entries that a change writes, and Python lines that are executed for it, including collection."""
     phases = Phases()
     try:
         phases.run(everything(shape))
@@ -50,11 +50,11 @@ def few() -> tuple[Counter[str], int]:
     return cost(Shape(FEW, 10))
 
 
-def test_a_change_touches_its_own_service_only(few: tuple[Counter[str], int]) -> None:
+def test_a_change_affects_its_own_service_only(few: tuple[Counter[str], int]) -> None:
     touched, _ = few
     assert touched["objects decoded"] == touched["service ports planned"] == touched["services flipped"] == TURNS
     assert touched["slots written"] == 10 * TURNS
-    # An endpoint comes and one goes, in two maps or three (UDP), and the table.
+    # One endpoint comes and one goes, in two or three maps (UDP), and the table.
     assert 3 * TURNS <= touched["map entries written"] <= 4 * TURNS
     assert 3 * TURNS <= touched["map entries removed"] <= 4 * TURNS
 
@@ -62,16 +62,16 @@ def test_a_change_touches_its_own_service_only(few: tuple[Counter[str], int]) ->
 def test_the_work_for_a_change_does_not_grow_with_the_table(few: tuple[Counter[str], int]) -> None:
     touched, lines = cost(Shape(MANY, 10))
     assert touched == few[0]
-    # A walk over all services would be at least one line for each of them and each change.
+    # A loop over all services would execute at least one line per service and change.
     assert lines < few[1] + TURNS * MANY / 10
 
 
 def test_a_change_in_one_of_many_slices_reads_that_slice_only() -> None:
-    """The list is written whole, that is how it can be flipped; the texts of endpoints are not made again."""
+    """The list is written as a whole, so that it can be flipped. The texts of endpoints are not rebuilt."""
     few_slices, many_slices = Shape(1, 100, 2), Shape(1, 1000, 20)
     touched, lines = cost(few_slices)
     more_touched, more_lines = cost(many_slices)
     assert more_touched["objects decoded"] == touched["objects decoded"]
     assert more_touched["map entries written"] == touched["map entries written"]
-    # Some lines for each endpoint of the service: comprehensions over its lists, and nothing that calls for each.
+    # A few lines per endpoint of the service: comprehensions over its lists, and no call for each endpoint.
     assert more_lines - lines < TURNS * 900 * 14, (lines, more_lines)

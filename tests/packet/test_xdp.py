@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""XDP alone, and XDP before tc: what it does itself, and that what it leaves is as if it had not been there.
+"""XDP alone, and XDP before tc: what XDP does itself, and that it changes nothing for the packets that it leaves to tc.
 
-The decision table goes through both mains in test_decisions; PEP_XDP=1 sends every packet of this folder through both.
+test_decisions sends its table through both; PEP_XDP=1 sends every packet of this folder through both.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
 
 @pytest.fixture
 def before(node: ProgramNode) -> ProgramNode:
-    """A node whose devices carry XDP before tc; no agent that lets flows be young."""
+    """A node whose devices have XDP before tc. The agent allows no young flows."""
     node.forget_flows()
     node.settings = {"xdp": 1}
     node.load()
@@ -32,7 +32,7 @@ def before(node: ProgramNode) -> ProgramNode:
 
 @pytest.fixture
 def scheduled(before: ProgramNode) -> ProgramNode:
-    """The same with a scheduler, round robin: tc must not choose again, so XDP hands over what it has chosen."""
+    """The same with scheduler rr: tc must not choose again, so XDP passes on its choice."""
     before.settings = {"xdp": 1, "scheduler": 1}
     before.load()
     return before
@@ -59,13 +59,13 @@ def test_a_first_packet_goes_up_unchanged_and_tc_hands_it_to_netfilter(
     assert before.reasons() == {"NEW_FLOW_NETFILTER": 1}
 
 
-def test_a_drop_is_given_before_there_is_a_packet(before: ProgramNode) -> None:
+def test_xdp_drops_before_the_kernel_allocates_a_packet(before: ProgramNode) -> None:
     before.service(["remote"], ranges=[f"{before.address('client')}/{32 if before.family == 4 else 128}"])
     assert before.run_xdp(before.tcp("blocked", "vip", 80)).retval == XDP_DROP
     assert before.reasons() == {"DROP_SOURCE_RANGE": 1}
 
 
-def test_loopback_addresses_are_guarded(node: ProgramNode) -> None:
+def test_xdp_drops_packets_to_loopback(node: ProgramNode) -> None:
     if node.family == 6:
         pytest.skip("the guard is of IPv4")
     node.settings = {"xdp": 1, "localhost_node_ports": 1}
@@ -91,7 +91,7 @@ def test_headers_may_have_options(scheduled: ProgramNode) -> None:
     assert len(choices(scheduled)) == 1
 
 
-def test_a_first_fragment_opens_its_flow_as_in_tc(scheduled: ProgramNode) -> None:
+def test_a_first_fragment_opens_a_flow_as_in_tc(scheduled: ProgramNode) -> None:
     scheduled.service(["remote"], protocol="udp")
     assert scheduled.run_xdp(first_fragment(scheduled)).retval == XDP_PASS
     assert len(choices(scheduled)) == 1
@@ -130,7 +130,7 @@ LEFT: dict[str, Callable[[ProgramNode], Packet]] = {
 
 
 @pytest.mark.parametrize("name", LEFT)
-def test_what_is_not_for_xdp_goes_up_untouched(scheduled: ProgramNode, name: str) -> None:
+def test_packets_that_xdp_does_not_serve_pass_unchanged(scheduled: ProgramNode, name: str) -> None:
     for number, protocol in enumerate(("tcp", "udp", "sctp")):
         scheduled.service(["remote"], protocol=protocol, service=1 + number)
     frame = LEFT[name](scheduled)
@@ -140,15 +140,15 @@ def test_what_is_not_for_xdp_goes_up_untouched(scheduled: ProgramNode, name: str
     assert not scheduled.reasons()
 
 
-def test_where_no_flows_may_be_opened_they_are_left_to_tc(scheduled: ProgramNode) -> None:
+def test_new_flows_are_left_to_tc_if_xdp_may_open_none(scheduled: ProgramNode) -> None:
     scheduled.service(["remote"])
     scheduled.xdp_device("nic", starts_flow=0)
     assert scheduled.run_xdp(scheduled.tcp("client", "vip", 80)).retval == XDP_PASS
     assert not choices(scheduled)
 
 
-def test_headers_that_are_not_in_the_first_buffer_go_up(scheduled: ProgramNode) -> None:
-    """A frame that ends in the middle of its headers is nothing to read beyond."""
+def test_packets_with_headers_beyond_the_first_buffer_pass(scheduled: ProgramNode) -> None:
+    """A program must not read beyond a frame that ends within its headers."""
     scheduled.service(["remote"])
     frame = bytes(scheduled.tcp("client", "vip", 80))
     for length in range(14, 14 + (20 if scheduled.family == 4 else 40) + 14):
@@ -157,7 +157,7 @@ def test_headers_that_are_not_in_the_first_buffer_go_up(scheduled: ProgramNode) 
     assert not choices(scheduled)
 
 
-def test_a_refusal_is_tcs_and_counted_once(before: ProgramNode) -> None:
+def test_tc_counts_a_refusal_once(before: ProgramNode) -> None:
     before.service([])
     frame = before.tcp("client", "vip", 80)
     assert before.run_xdp(frame).retval == XDP_PASS
@@ -174,15 +174,15 @@ def choices(world: ProgramNode) -> list[tuple[bytes, bytes]]:
 
 
 def chosen(world: ProgramNode, sport: int) -> int:
-    """The endpoint that tc hands to the agent's nft table, after XDP has seen the packet."""
+    """The endpoint in the tag for the agent's nft table, after XDP has seen the packet."""
     result = world.run("tc_ethernet", world.tcp("client", "cluster_ip", 80, sport=sport))
     assert result.skb is not None
     assert result.skb.priority & 0xFF000000 == PRIORITY_MASQUERADE
     return result.skb.priority & 0xFFFFFF
 
 
-def test_the_endpoint_that_xdp_chose_is_the_one_that_tc_carries_out(scheduled: ProgramNode) -> None:
-    """Not another one: the next turn is another endpoint's."""
+def test_tc_uses_the_endpoint_that_xdp_chose(scheduled: ProgramNode) -> None:
+    """Not another one: round robin would now choose the next."""
     scheduled.service(["outside", "nowhere"])
     tc = scheduled.object.programs["tc_ethernet"]
     for sport in range(41000, 41016):
@@ -192,7 +192,7 @@ def test_the_endpoint_that_xdp_chose_is_the_one_that_tc_carries_out(scheduled: P
         result = tc.test_run(bytes(frame), SkBuff(ifindex=scheduled.devices["nic"]))
         assert result.skb is not None
         assert result.skb.priority == PRIORITY_MASQUERADE | int.from_bytes(choice[4:8], "little")
-        assert not choices(scheduled), "taken over once"
+        assert not choices(scheduled), "used once"
     assert scheduled.reasons() == {"NEW_FLOW_NETFILTER": 16}
 
 
@@ -209,7 +209,7 @@ def test_round_robin_takes_one_turn_for_a_flow_that_both_see(scheduled: ProgramN
 
 
 def test_without_a_scheduler_tc_chooses_by_itself(before: ProgramNode) -> None:
-    """A choice at random is not handed over, which would cost more than another one."""
+    """A random choice is not passed on: that would cost more than choosing again."""
     before.service(["outside", "nowhere"])
     assert "xdp_choices" not in before.object.maps
     seen = {chosen(before, sport) for sport in range(41000, 41032)}
@@ -221,8 +221,8 @@ def test_affinity_is_that_of_the_first_choice(before: ProgramNode) -> None:
     assert len({chosen(before, sport) for sport in range(41000, 41020)}) == 1
 
 
-def test_a_choice_of_another_time_is_not_believed(scheduled: ProgramNode) -> None:
-    """Between the two programs the service may have got another list."""
+def test_a_choice_of_an_older_service_config_is_not_used(scheduled: ProgramNode) -> None:
+    """The service may have got another list between the two programs."""
     scheduled.service(["outside"])
     frame = scheduled.tcp("client", "cluster_ip", 80)
     assert scheduled.run_xdp(frame).retval == XDP_PASS

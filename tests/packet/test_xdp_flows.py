@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""XDP and the flow table: what it sends and as what, which flows it opens, and what is left to tc."""
+"""XDP and the flow table: which packets XDP sends and how, which flows it opens, and what it leaves to tc."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from tests.packet.fast_node import (
     Flow,
     device,
     fast_node,
-    learned,
+    learned_flow,
     now,
     one_cpu,
+    open_in_slot_of,
     records,
-    take_slot_of,
-    wipe_reasons,
+    reset_counters,
     young,
 )
 from tests.packet.program_node import GO_ON, SHOT, XDP_PASS, XDP_REDIRECT, XDP_TX, ProgramNode
@@ -43,8 +43,8 @@ def known(request: pytest.FixtureRequest, fast: ProgramNode) -> Callable[..., Fl
     """A flow that the table knows."""
 
     def make(protocol: str = "tcp", **ends: Any) -> Flow:
-        flow = (young if request.param == "young" else learned)(fast, protocol, **ends)
-        wipe_reasons(fast)
+        flow = (young if request.param == "young" else learned_flow)(fast, protocol, **ends)
+        reset_counters(fast)
         return flow
 
     return make
@@ -53,7 +53,7 @@ def known(request: pytest.FixtureRequest, fast: ProgramNode) -> Callable[..., Fl
 TURNED = {"client": "client", "frontend": "vip", "masquerade": "node", "entrance": "nic", "snat_port": 50000}
 
 
-def through(flow: Flow, reply: bool = False, frame: Packet | bytes | None = None, by: str = "") -> RunResult:
+def run_through_xdp(flow: Flow, reply: bool = False, frame: Packet | bytes | None = None, by: str = "") -> RunResult:
     given = flow.frame(reply) if frame is None else frame
     return flow.world.run_xdp(given, by or (flow.exit if reply else flow.entrance))
 
@@ -61,11 +61,9 @@ def through(flow: Flow, reply: bool = False, frame: Packet | bytes | None = None
 @pytest.mark.parametrize("protocol", ["tcp", "udp"])
 @pytest.mark.parametrize("reply", [False, True], ids=["request", "reply"])
 @pytest.mark.parametrize("size", [0, 1, 512])
-def test_a_frame_becomes_what_tc_would_make_of_it(
-    known: Callable[..., Flow], protocol: str, reply: bool, size: int
-) -> None:
+def test_xdp_rewrites_a_frame_as_tc_would(known: Callable[..., Flow], protocol: str, reply: bool, size: int) -> None:
     flow = known(protocol)
-    found = through(flow, reply, flow.frame(reply, size=size))
+    found = run_through_xdp(flow, reply, flow.frame(reply, size=size))
     assert found.retval == XDP_REDIRECT, flow.world.reasons()
     assert found.data == bytes(flow.expected(reply, size=size))
     by_tc = flow.run(reply, flow.frame(reply, size=size))
@@ -74,15 +72,15 @@ def test_a_frame_becomes_what_tc_would_make_of_it(
 
 
 @pytest.mark.parametrize("reply", [False, True], ids=["request", "reply"])
-def test_what_leaves_by_the_device_it_came_in_by_is_sent_back(known: Callable[..., Flow], reply: bool) -> None:
+def test_xdp_sends_packets_back_through_their_ingress_device(known: Callable[..., Flow], reply: bool) -> None:
     flow = known(**TURNED)
-    found = through(flow, reply)
+    found = run_through_xdp(flow, reply)
     assert (found.retval, found.data) == (XDP_TX, bytes(flow.expected(reply)))
-    # A veth sends nothing back, but takes what is redirected to it.
+    # A veth cannot send a frame back (XDP_TX), but accepts a redirect.
     flow.world.xdp_device("nic", returns=0)
-    assert through(flow, reply).retval == XDP_REDIRECT
+    assert run_through_xdp(flow, reply).retval == XDP_REDIRECT
     flow.world.xdp_device("nic", returns=0, takes=0)
-    assert through(flow, reply).retval == XDP_PASS
+    assert run_through_xdp(flow, reply).retval == XDP_PASS
     assert flow.world.reasons()["XDP_LEFT_DEVICE"] == 1
 
 
@@ -91,17 +89,17 @@ def test_xdp_opens_young_flows(fast: ProgramNode, protocol: str) -> None:
     flow = Flow(fast, protocol)
     flow.permit()
     frame = {"flags": "S", "size": 0, "seq": 100, "ack": 0}
-    found = through(flow, frame=flow.frame(**frame))
+    found = run_through_xdp(flow, frame=flow.frame(**frame))
     assert (found.retval, found.data) == (XDP_REDIRECT, bytes(flow.expected(**frame)))
     assert flow.entries() == [False, True]
     assert fast.reasons() == {"NEW_FLOW_FAST": 1, "XDP_FLOW_HIT": 1}
 
 
-def test_where_no_flows_may_be_opened_tc_does(fast: ProgramNode) -> None:
+def test_tc_opens_young_flows_if_xdp_may_not(fast: ProgramNode) -> None:
     flow = Flow(fast)
     flow.permit()
     fast.xdp_device("pods", starts_flow=0)
-    assert through(flow, frame=flow.frame(flags="S")).retval == XDP_PASS
+    assert run_through_xdp(flow, frame=flow.frame(flags="S")).retval == XDP_PASS
     assert flow.entries() == []
     flow.open_young()
 
@@ -109,7 +107,7 @@ def test_where_no_flows_may_be_opened_tc_does(fast: ProgramNode) -> None:
 def test_without_a_permit_tc_counts_why(fast: ProgramNode) -> None:
     flow = Flow(fast)
     frame = flow.frame(flags="S")
-    found = through(flow, frame=frame)
+    found = run_through_xdp(flow, frame=frame)
     assert (found.retval, found.data) == (XDP_PASS, bytes(frame))
     assert fast.reasons() == {}
     assert flow.run(frame=frame).retval == GO_ON
@@ -122,7 +120,7 @@ def test_a_young_flow_that_xdp_cannot_send_is_sent_by_tc(fast: ProgramNode) -> N
     flow.permit()
     fast.xdp_device("nic", takes=0)
     frame = flow.frame(flags="S", size=0, seq=100, ack=0)
-    found = through(flow, frame=frame)
+    found = run_through_xdp(flow, frame=frame)
     assert (found.retval, found.data) == (XDP_PASS, bytes(frame))
     assert flow.entries() == [False, True]
     by_tc = flow.run(frame=frame)
@@ -132,24 +130,24 @@ def test_a_young_flow_that_xdp_cannot_send_is_sent_by_tc(fast: ProgramNode) -> N
 
 @pytest.mark.parametrize("answers", [0, 1])
 def test_a_query_that_xdp_left_to_tc_ends_like_any_other(fast: ProgramNode, answers: int) -> None:
-    """tc finds the entry already and counts the query, so one answer completes it all the same."""
+    """tc finds the entry and counts the query, so one reply still completes it."""
     fast.xdp_device("nic", takes=0)
     device(fast, "pods", redirect=2)  # a pod
     flow = Flow(fast, "udp")
     flow.permit()
-    assert through(flow).retval == XDP_PASS
+    assert run_through_xdp(flow).retval == XDP_PASS
     assert flow.run().retval == REDIRECT
     for _ in range(answers):
         assert flow.run(reply=True).retval == REDIRECT
-    flow.older(0.1)
-    take_slot_of(fast, flow)
+    flow.set_back(0.1)
+    open_in_slot_of(fast, flow)
     assert flow.entries() == ([] if answers else [False, True])
 
 
 def test_streams_are_left_to_tc(known: Callable[..., Flow]) -> None:
     flow = known()
     frame = flow.frame(size=513)
-    found = through(flow, frame=frame)
+    found = run_through_xdp(flow, frame=frame)
     assert (found.retval, found.data) == (XDP_PASS, bytes(frame))
     assert flow.world.reasons() == {"XDP_LEFT_STREAM": 1}
     assert flow.run(frame=frame).retval == REDIRECT
@@ -157,22 +155,22 @@ def test_streams_are_left_to_tc(known: Callable[..., Flow]) -> None:
 
 def test_large_datagrams_are_no_streams(known: Callable[..., Flow]) -> None:
     flow = known("udp")
-    assert through(flow, frame=flow.frame(size=1400)).retval == XDP_REDIRECT
+    assert run_through_xdp(flow, frame=flow.frame(size=1400)).retval == XDP_REDIRECT
 
 
-def test_udp_without_a_checksum_stays_without_in_xdp(known: Callable[..., Flow]) -> None:
+def test_xdp_adds_no_checksum_to_udp_without_one(known: Callable[..., Flow]) -> None:
     flow = known("udp")
     if flow.world.family == 6:
         pytest.skip("IPv6 has no UDP without a checksum")
     frame = flow.frame()
     frame[UDP].chksum = 0
-    found = through(flow, frame=frame)
+    found = run_through_xdp(flow, frame=frame)
     assert found.retval == XDP_REDIRECT
     assert Ether(found.data)[UDP].chksum == 0
 
 
 def with_partial_checksum(flow: Flow) -> Packet:
-    """As a socket of this machine leaves it to a device: the sum of the pseudo header."""
+    """As a local socket leaves it to a device: only the sum of the pseudo header."""
     frame = flow.frame()
     layer = frame[TCP] if flow.protocol == "tcp" else frame[UDP]
     length = len(layer)
@@ -190,39 +188,39 @@ def with_partial_checksum(flow: Flow) -> Packet:
 def test_a_checksum_that_was_left_to_a_device_is_left_to_tc(known: Callable[..., Flow], protocol: str) -> None:
     flow = known(protocol)
     frame = with_partial_checksum(flow)
-    found = through(flow, frame=frame)
+    found = run_through_xdp(flow, frame=frame)
     assert (found.retval, found.data) == (XDP_PASS, bytes(frame))
     assert flow.world.reasons() == {"XDP_LEFT_CHECKSUM": 1}
 
 
-def test_a_device_that_takes_no_frames_gets_none(known: Callable[..., Flow]) -> None:
+def test_a_device_that_accepts_no_redirects_gets_none(known: Callable[..., Flow]) -> None:
     flow = known()
     flow.world.xdp_device("nic", takes=0)
     frame = flow.frame()
-    found = through(flow, frame=frame)
+    found = run_through_xdp(flow, frame=frame)
     assert (found.retval, found.data) == (XDP_PASS, bytes(frame))
     assert flow.world.reasons() == {"XDP_LEFT_DEVICE": 1}
 
 
-def test_a_device_that_takes_one_buffer_gets_no_jumbo_frames(fast: ProgramNode) -> None:
+def test_a_device_with_one_buffer_gets_no_jumbo_frames(fast: ProgramNode) -> None:
     for name in ("nic", "pods"):
         device(fast, name, mtu=9000)
     flow = young(fast, "udp")
     frame = flow.frame(size=8000)
-    found = through(flow, frame=frame)
+    found = run_through_xdp(flow, frame=frame)
     assert (found.retval, found.data) == (XDP_REDIRECT, bytes(flow.expected(size=8000)))
     fast.xdp_device("nic", takes=1)
-    assert through(flow).retval == XDP_REDIRECT
-    assert through(flow, frame=frame).retval == XDP_PASS
+    assert run_through_xdp(flow).retval == XDP_REDIRECT
+    assert run_through_xdp(flow, frame=frame).retval == XDP_PASS
 
 
 @pytest.mark.parametrize("flags", ["A", "R", "FA", "S"])
 @pytest.mark.parametrize("reply", [False, True], ids=["request", "reply"])
-def test_from_another_device_nothing_is_touched(known: Callable[..., Flow], flags: str, reply: bool) -> None:
+def test_packets_from_another_device_are_not_changed(known: Callable[..., Flow], flags: str, reply: bool) -> None:
     flow = known()
     before = [flow.entry(False), flow.entry(True)]
     frame = flow.frame(reply, flags=flags)
-    found = through(flow, reply, frame, by="pods" if reply else "nic")
+    found = run_through_xdp(flow, reply, frame, by="pods" if reply else "nic")
     assert (found.retval, found.data) == (XDP_PASS, bytes(frame))
     assert [flow.entry(False), flow.entry(True)] == before
 
@@ -232,63 +230,63 @@ def test_frames_for_another_host_are_not_sent(known: Callable[..., Flow]) -> Non
     for at in range(6):
         frame = bytearray(bytes(flow.frame()))
         frame[at] ^= 4
-        found = through(flow, frame=bytes(frame))
+        found = run_through_xdp(flow, frame=bytes(frame))
         assert (found.retval, found.data) == (XDP_PASS, bytes(frame)), at
     assert not flow.world.reasons()
 
 
 @pytest.mark.parametrize("size", [1461, 1500])
-def test_what_is_unusual_goes_to_tc(known: Callable[..., Flow], size: int) -> None:
+def test_unusual_packets_are_left_to_tc(known: Callable[..., Flow], size: int) -> None:
     flow = known("udp")
-    assert through(flow, frame=flow.frame(size=size + 12)).retval == XDP_PASS
-    assert through(flow, frame=flow.frame(hops=1)).retval == XDP_PASS
+    assert run_through_xdp(flow, frame=flow.frame(size=size + 12)).retval == XDP_PASS
+    assert run_through_xdp(flow, frame=flow.frame(hops=1)).retval == XDP_PASS
     assert not flow.world.reasons()
-    assert flow.world.promotions() == [], "tc asks"
+    assert flow.world.promotions() == [], "tc requests the promotion"
 
 
-def test_what_must_be_confirmed_goes_up(fast: ProgramNode) -> None:
-    flow = learned(fast)
+def test_packets_that_need_confirmation_pass(fast: ProgramNode) -> None:
+    flow = learned_flow(fast)
     flow.write(confirmed_until=now() - 1)
     frame = flow.frame()
-    found = through(flow, frame=frame)
+    found = run_through_xdp(flow, frame=frame)
     assert (found.retval, found.data) == (XDP_PASS, bytes(frame))
     assert fast.reasons() == {}
-    flow.through()
+    flow.pass_netfilter()
     flow.write(confirmed_until=now() + 3600 * SECOND)
-    assert through(flow).retval == XDP_REDIRECT
+    assert run_through_xdp(flow).retval == XDP_REDIRECT
 
 
 @pytest.mark.parametrize("flags", ["FA", "RA", "S", "SA"])
-def test_the_kernel_hears_of_the_end_of_its_flow(fast: ProgramNode, flags: str) -> None:
-    flow = learned(fast)
-    assert through(flow, frame=flow.frame(flags=flags)).retval == XDP_PASS
+def test_the_kernel_sees_the_end_of_its_flow(fast: ProgramNode, flags: str) -> None:
+    flow = learned_flow(fast)
+    assert run_through_xdp(flow, frame=flow.frame(flags=flags)).retval == XDP_PASS
     assert [flow.entry(reply)["confirmed_until"] for reply in (False, True)] == [0, 0]  # type: ignore[index]
 
 
 def test_a_reset_in_sequence_ends_a_young_flow(fast: ProgramNode) -> None:
     flow = young(fast)
     flow.answer()
-    assert through(flow, frame=flow.frame(flags="R", size=0, seq=777)).retval == XDP_REDIRECT
+    assert run_through_xdp(flow, frame=flow.frame(flags="R", size=0, seq=777)).retval == XDP_REDIRECT
     assert flow.entries() == [False, True]
-    assert through(flow, frame=flow.frame(flags="R", size=0, seq=101)).retval == XDP_REDIRECT
+    assert run_through_xdp(flow, frame=flow.frame(flags="R", size=0, seq=101)).retval == XDP_REDIRECT
     assert flow.entries() == []
 
 
-def test_a_dead_agents_young_flows_go_on(fast: ProgramNode) -> None:
-    mine, kernels = young(fast), learned(fast, sport=40007)
-    fast.say_of_fast_path(alive=-1)
-    assert through(mine).retval == XDP_REDIRECT
-    assert through(kernels).retval == XDP_PASS
+def test_young_flows_continue_without_an_agent(fast: ProgramNode) -> None:
+    mine, kernels = young(fast), learned_flow(fast, sport=40007)
+    fast.write_fast_path_state(alive=-1)
+    assert run_through_xdp(mine).retval == XDP_REDIRECT
+    assert run_through_xdp(kernels).retval == XDP_PASS
 
 
-def test_on_packets_any_device_does(node: ProgramNode) -> None:
-    """Generic mode: the kernel sends what it made of the frame."""
+def test_generic_xdp_works_on_any_device(node: ProgramNode) -> None:
+    """Generic mode: the kernel sends the frame that the program has changed."""
     with one_cpu():
         fast = fast_node(node, xdp=1, xdp_generic=1)
         for name in ("nic", "pods"):
             fast.xdp_device(name, takes=0, returns=0)
         flow = young(fast)
-        assert through(flow).retval == XDP_REDIRECT
-        assert through(flow, True, flow.frame(True, hops=1)).retval == XDP_PASS
+        assert run_through_xdp(flow).retval == XDP_REDIRECT
+        assert run_through_xdp(flow, True, flow.frame(True, hops=1)).retval == XDP_PASS
         assert flow.run(True, flow.frame(True, hops=1)).retval == SHOT
-        assert Ether(through(flow).data).dst == FAR
+        assert Ether(run_through_xdp(flow).data).dst == FAR

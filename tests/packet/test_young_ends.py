@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How young flows end: by a reset, by both sides' FIN, with their endpoint; and what ends none."""
+"""How young flows end: by a reset, by FIN from both sides, or with their endpoint; and what does not end them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.packet.fast_node import REDIRECT, Flow, close, count_of_young, fast_node, one_cpu, young
+from tests.packet.fast_node import REDIRECT, Flow, close, fast_node, one_cpu, young, young_flows_of
 from tests.packet.program_node import GO_ON, PRIORITY_BACKEND, ProgramNode
 
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
@@ -26,9 +26,9 @@ def test_a_reset_in_sequence_ends_the_flow(fast: ProgramNode, reply: bool) -> No
     frame = {"flags": "R", "size": 0, "seq": 501 if reply else 101}
     found = flow.run(reply, flow.frame(reply, **frame))
     assert found.retval == REDIRECT
-    assert found.data == bytes(flow.expected(reply, **frame)), "the other side hears of it"
+    assert found.data == bytes(flow.expected(reply, **frame)), "the other side gets the reset"
     assert flow.entries() == []
-    assert count_of_young(fast, "pods") == 0
+    assert young_flows_of(fast, "pods") == 0
     assert fast.reasons()["YOUNG_ENDED"] == 1
 
 
@@ -41,7 +41,7 @@ def test_a_forged_reset_ends_nothing(fast: ProgramNode, reply: bool) -> None:
     entry = flow.entry(reply)
     assert entry is not None
     assert entry["closing"] == 1
-    # Acknowledgements alone prove nothing; data shows that the connection lives.
+    # Acknowledgements alone prove nothing; data shows that the connection continues.
     flow.run(reply, flow.frame(reply, size=0, seq=501 if reply else 101))
     assert flow.entry(reply)["closing"] == 1  # type: ignore[index]
     flow.run(reply, flow.frame(reply, size=10, seq=501 if reply else 101))
@@ -49,7 +49,7 @@ def test_a_forged_reset_ends_nothing(fast: ProgramNode, reply: bool) -> None:
 
 
 def test_a_syn_of_the_endpoint_ends_nothing(fast: ProgramNode) -> None:
-    """Both sides may open at once; and an endpoint must not shift what is counted for its client's device."""
+    """Both sides may open at the same time; and an endpoint must not change the quota of its client's device."""
     flow = young(fast)
     flow.answer()
     for _ in range(3):
@@ -57,21 +57,21 @@ def test_a_syn_of_the_endpoint_ends_nothing(fast: ProgramNode) -> None:
         assert found.retval == REDIRECT, fast.reasons()
         assert found.data == bytes(flow.expected(True, flags="S", size=0))
     assert flow.entries() == [False, True]
-    assert (count_of_young(fast, "pods"), count_of_young(fast, "nic")) == (1, 0)
+    assert (young_flows_of(fast, "pods"), young_flows_of(fast, "nic")) == (1, 0)
 
 
 def test_a_syn_of_the_endpoint_after_the_end_is_counted_for_the_client(fast: ProgramNode) -> None:
-    """The flow's entries go, and the device whose client has opened it has one flow less."""
+    """The entries of the flow are deleted, and the client's device has one young flow less."""
     flow = young(fast)
     other = Flow(fast, sport=45000)
     other.open_young()
     close(flow)
-    assert (count_of_young(fast, "pods"), count_of_young(fast, "nic")) == (2, 0)
+    assert (young_flows_of(fast, "pods"), young_flows_of(fast, "nic")) == (2, 0)
     frame = flow.frame(True, flags="S", size=0)
     found = flow.run(reply=True, frame=frame)
     assert (found.retval, found.data) == (GO_ON, bytes(frame))
     assert (flow.entries(), other.entries()) == ([], [False, True])
-    assert (count_of_young(fast, "pods"), count_of_young(fast, "nic")) == (1, 0)
+    assert (young_flows_of(fast, "pods"), young_flows_of(fast, "nic")) == (1, 0)
 
 
 def test_a_connection_that_both_have_closed_makes_room_for_the_next(fast: ProgramNode) -> None:
@@ -82,12 +82,12 @@ def test_a_connection_that_both_have_closed_makes_room_for_the_next(fast: Progra
     fast.endpoint("remote", 1, protocol="tcp")
     found = flow.run(frame=flow.frame(flags="S", size=0, seq=9000, ack=0))
     assert found.retval == REDIRECT
-    assert fast.reasons()["NEW_FLOW_FAST"] == 2, "it is another flow, and was decided on anew"
-    assert count_of_young(fast, "pods") == 1
+    assert fast.reasons()["NEW_FLOW_FAST"] == 2, "it is another flow, with a new choice"
+    assert young_flows_of(fast, "pods") == 1
 
 
 @pytest.mark.parametrize("closed", ["no side", "the client", "a forger"])
-def test_a_syn_of_a_living_flow_goes_where_the_first_went(fast: ProgramNode, closed: str) -> None:
+def test_a_syn_of_an_open_flow_goes_to_the_same_endpoint(fast: ProgramNode, closed: str) -> None:
     flow = young(fast)
     flow.answer()
     if closed == "the client":
@@ -101,7 +101,7 @@ def test_a_syn_of_a_living_flow_goes_where_the_first_went(fast: ProgramNode, clo
     assert fast.reasons()["NEW_FLOW_FAST"] == made == 1
 
 
-def test_a_syn_to_an_endpoint_that_is_gone_gets_another(fast: ProgramNode) -> None:
+def test_a_syn_to_a_removed_endpoint_gets_another(fast: ProgramNode) -> None:
     flow = young(fast)
     flow.answer()
     fast.service(["local"])
@@ -113,21 +113,21 @@ def test_a_syn_to_an_endpoint_that_is_gone_gets_another(fast: ProgramNode) -> No
     assert flow.entries() == []
 
 
-def test_a_datagram_for_an_endpoint_that_is_gone_gets_another(fast: ProgramNode) -> None:
+def test_a_datagram_to_a_removed_endpoint_gets_another(fast: ProgramNode) -> None:
     flow = young(fast, "udp")
     fast.service(["local"], protocol="udp", service=2)
     fast.endpoint("remote", 2, present=False)
-    assert flow.run().retval == REDIRECT, "no packet has shown a change yet"
-    fast.say_of_fast_path(generation=2)
+    assert flow.run().retval == REDIRECT, "no packet has found the change yet"
+    fast.write_fast_path_state(generation=2)
     found = flow.run()
     assert found.skb is not None
     assert (found.retval, found.skb.priority) == (GO_ON, PRIORITY_BACKEND | fast.backend_ids["local", 2])
     assert flow.entries() == []
-    assert count_of_young(fast, "pods") == 0
+    assert young_flows_of(fast, "pods") == 0
 
 
-def test_a_datagram_of_a_living_flow_goes_on(fast: ProgramNode) -> None:
+def test_a_datagram_of_an_open_flow_continues(fast: ProgramNode) -> None:
     flow = young(fast, "udp")
-    fast.say_of_fast_path(generation=2)
+    fast.write_fast_path_state(generation=2)
     assert flow.run().retval == REDIRECT
     assert flow.entry()["generation"] == 2  # type: ignore[index]

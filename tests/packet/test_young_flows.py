@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Young flows: in the table from their first packet on; what they become, what ends them, and what is not sent."""
+"""Young flows: in the table from their first packet on; their rewritten packets, how they end, what the table cannot
+send.
+"""
 
 from __future__ import annotations
 
@@ -18,16 +20,16 @@ from tests.packet.fast_node import (
     NODE_MAC,
     REDIRECT,
     SNAT_PORTS,
-    WAYS,
+    VARIANTS,
     Flow,
-    count_of_young,
     fast_node,
     one_cpu,
     options,
     records,
-    wipe_reasons,
+    reset_counters,
     write_permits,
     young,
+    young_flows_of,
 )
 from tests.packet.program_node import GO_ON, PRIORITY_BACKEND, SHOT, SIZES, ProgramNode
 
@@ -41,9 +43,9 @@ def fast(node: ProgramNode) -> Iterator[ProgramNode]:
 
 
 @pytest.mark.parametrize("protocol", ["tcp", "udp"])
-@pytest.mark.parametrize("way", WAYS)
-def test_packets_are_rewritten_whole(fast: ProgramNode, protocol: str, way: str) -> None:
-    flow = Flow(fast, protocol, **WAYS[way])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_packets_are_rewritten_completely(fast: ProgramNode, protocol: str, variant: str) -> None:
+    flow = Flow(fast, protocol, **VARIANTS[variant])
     flow.permit()
     first = flow.open_young()
     assert first.data == bytes(flow.expected(flags="S", size=0, seq=100, ack=0))
@@ -51,9 +53,9 @@ def test_packets_are_rewritten_whole(fast: ProgramNode, protocol: str, way: str)
         for reply in (True, False):
             found = flow.run(reply, flow.frame(reply, size=size))
             assert found.retval == REDIRECT, fast.reasons()
-            # Checksums are computed anew, without sums of differences.
+            # The expected checksums are computed from scratch.
             assert found.data == bytes(flow.expected(reply, size=size))
-    assert not fast.flows(), "conntrack has not seen it"
+    assert not fast.flows(), "conntrack does not know the flow"
     assert fast.reasons() == {"NEW_FLOW_FAST": 1, "FLOW_HIT": 9}
     for reply in (False, True):
         entry = flow.entry(reply)
@@ -63,14 +65,14 @@ def test_packets_are_rewritten_whole(fast: ProgramNode, protocol: str, way: str)
             int(reply),
             fast.backend_ids["remote", flow_service(flow)],
         )
-    assert count_of_young(fast, flow.entrance) == 1
+    assert young_flows_of(fast, flow.entrance) == 1
 
 
 def flow_service(flow: Flow) -> int:
     return 2 if flow.protocol == "udp" else 1
 
 
-def test_udp_without_a_checksum_stays_without(fast: ProgramNode) -> None:
+def test_udp_without_a_checksum_gets_none(fast: ProgramNode) -> None:
     if fast.family == 6:
         pytest.skip("IPv6 has no UDP without a checksum")
     flow = young(fast, "udp")
@@ -79,10 +81,10 @@ def test_udp_without_a_checksum_stays_without(fast: ProgramNode) -> None:
     assert Ether(flow.run(frame=frame).data)[UDP].chksum == 0
 
 
-def test_masqueraded_flows_have_ports_of_their_own(fast: ProgramNode) -> None:
+def test_masqueraded_flows_get_distinct_ports(fast: ProgramNode) -> None:
     ports = set()
     for number in range(20):
-        flow = Flow(fast, **{**WAYS["masqueraded"], "sport": 40000 + number})
+        flow = Flow(fast, **{**VARIANTS["masqueraded"], "sport": 40000 + number})
         if not number:
             flow.permit()
         flow.open_young()
@@ -92,30 +94,30 @@ def test_masqueraded_flows_have_ports_of_their_own(fast: ProgramNode) -> None:
     assert max(ports) <= SNAT_PORTS[1]
 
 
-def test_no_port_is_left(node: ProgramNode) -> None:
+def test_without_a_free_port_flows_take_the_slow_path(node: ProgramNode) -> None:
     with one_cpu():
         fast = fast_node(node, snat_port_min=20000, snat_port_max=20001)
-        flow = Flow(fast, **WAYS["masqueraded"])
+        flow = Flow(fast, **VARIANTS["masqueraded"])
         flow.permit()
         for number in range(40):
-            each = Flow(fast, **{**WAYS["masqueraded"], "sport": 42000 + number})
+            each = Flow(fast, **{**VARIANTS["masqueraded"], "sport": 42000 + number})
             assert each.run(frame=each.frame(flags="S")).retval in (REDIRECT, GO_ON)
         assert fast.reasons()["NEW_FLOW_FAST"] == 2
         assert fast.reasons()["SLOW_NO_PORT"] == 38
 
 
-def test_without_a_range_masqueraded_flows_are_netfilters(node: ProgramNode) -> None:
+def test_without_a_port_range_masqueraded_flows_take_the_slow_path(node: ProgramNode) -> None:
     with one_cpu():
         fast = fast_node(node, snat_port_min=0, snat_port_max=0)
-        flow = Flow(fast, **WAYS["masqueraded"])
+        flow = Flow(fast, **VARIANTS["masqueraded"])
         flow.permit()
         assert flow.run(frame=flow.frame(flags="S")).retval == GO_ON
         assert fast.reasons()["SLOW_NO_PORT"] == 1
         young(fast)
 
 
-def test_a_flow_to_the_endpoint_itself_has_the_ports(fast: ProgramNode) -> None:
-    """Two frontends, one client port, one endpoint: their answers could not be distinguished."""
+def test_a_port_conflict_at_the_endpoint_gives_another_source_port(fast: ProgramNode) -> None:
+    """Two frontends, one client port, one endpoint: the replies could not be told apart."""
     flow = young(fast)
     fast.service(["remote"], service=3, port=81, node_port=30081)
     other = Flow(fast, port=81)
@@ -123,16 +125,16 @@ def test_a_flow_to_the_endpoint_itself_has_the_ports(fast: ProgramNode) -> None:
     entry = other.entry(False)
     assert entry is not None
     rewrite = fast.object.btf.struct("flow_rewrite").unpack(entry["rewrite"])
-    assert rewrite["source_port"] != flow.sport, "it has another port, as from netfilter"
+    assert rewrite["source_port"] != flow.sport, "it gets another port, as netfilter would choose"
     assert flow.entries() == [False, True]
 
 
 # ---- flows that may not be young------------------------------------------------------------------------
 
 
-def left(world: ProgramNode, flow: Flow, frame: Packet | None = None, **skb: int) -> dict[str, int]:
-    """A first packet that netfilter gets, with its endpoint; why."""
-    wipe_reasons(world)
+def reasons_not_young(world: ProgramNode, flow: Flow, frame: Packet | None = None, **skb: int) -> dict[str, int]:
+    """Why this first packet opens no young flow. Netfilter gets it with its endpoint."""
+    reset_counters(world)
     found = flow.run(frame=flow.frame(flags="S") if frame is None else frame, **skb)
     assert found.skb is not None
     assert found.retval == GO_ON
@@ -144,26 +146,26 @@ def left(world: ProgramNode, flow: Flow, frame: Packet | None = None, **skb: int
 
 def test_the_agent_is_dead(fast: ProgramNode) -> None:
     flow = young(fast)
-    fast.say_of_fast_path(alive=-1)
-    assert left(fast, Flow(fast, sport=40001)) == {"STACK_NO_AGENT": 1}
-    assert flow.run().retval == REDIRECT, "those that are there continue"
+    fast.write_fast_path_state(alive=-1)
+    assert reasons_not_young(fast, Flow(fast, sport=40001)) == {"STACK_NO_AGENT": 1}
+    assert flow.run().retval == REDIRECT, "existing flows continue"
 
 
 @pytest.mark.parametrize("why", ["STACK_IPSEC", "STACK_POLICY_ROUTED", "STACK_RULES"])
 def test_the_family_is_closed(fast: ProgramNode, why: str) -> None:
     flow = young(fast)
     number = fast.object.btf.enum("slow_path_reason")[why]
-    fast.say_of_fast_path(**{f"closed{fast.family}": number})
-    assert left(fast, Flow(fast, sport=40001)) == {why: 1}
-    assert flow.run().retval == REDIRECT, "only this entry can translate its packets"
-    fast.say_of_fast_path(**{f"closed{10 - fast.family}": number})
+    fast.write_fast_path_state(**{f"closed{fast.family}": number})
+    assert reasons_not_young(fast, Flow(fast, sport=40001)) == {why: 1}
+    assert flow.run().retval == REDIRECT, "only its entry can translate its packets"
+    fast.write_fast_path_state(**{f"closed{10 - fast.family}": number})
     Flow(fast, sport=40001).open_young()
 
 
 def test_draining(fast: ProgramNode) -> None:
     flow = young(fast)
-    fast.say_of_fast_path(draining=1)
-    assert left(fast, Flow(fast, sport=40001)) == {"STACK_DRAINING": 1}
+    fast.write_fast_path_state(draining=1)
+    assert reasons_not_young(fast, Flow(fast, sport=40001)) == {"STACK_DRAINING": 1}
     assert flow.run().retval == REDIRECT
 
 
@@ -173,12 +175,12 @@ def test_a_device_has_a_quota(node: ProgramNode) -> None:
         Flow(fast).permit()
         for number in range(3):
             Flow(fast, sport=43000 + number).open_young()
-        assert left(fast, Flow(fast, sport=43003)) == {"SLOW_QUOTA": 1}
-        other = Flow(fast, **WAYS["masqueraded"])
+        assert reasons_not_young(fast, Flow(fast, sport=43003)) == {"SLOW_QUOTA": 1}
+        other = Flow(fast, **VARIANTS["masqueraded"])
         write_permits(fast)
         other.permit()
         other.open_young()
-        assert count_of_young(fast, "pods") == 3
+        assert young_flows_of(fast, "pods") == 3
 
 
 def test_the_table_is_full(fast: ProgramNode) -> None:
@@ -189,12 +191,12 @@ def test_the_table_is_full(fast: ProgramNode) -> None:
     for sport in range(43000, 43000 + SIZES["flows"]):
         frame[at : at + 2] = sport.to_bytes(2, "big")
         made += Flow(fast).run(frame=bytes(frame)).retval == REDIRECT
-    # The kernel has some elements more, one for each CPU.
+    # The kernel preallocates some more elements, one for each CPU.
     assert SIZES["flows"] // 2 - 2 <= made <= SIZES["flows"] // 2 + 16
     reasons = fast.reasons()
     assert reasons["SLOW_TABLE_FULL"] == SIZES["flows"] - made
-    assert Flow(fast, sport=sport).entries() == [], "nothing is left of what had no room"
-    assert count_of_young(fast, "pods") == made
+    assert Flow(fast, sport=sport).entries() == [], "a flow without room leaves no entry"
+    assert young_flows_of(fast, "pods") == made
 
 
 def tagged(flow: Flow, **more: Any) -> Packet:
@@ -204,13 +206,13 @@ def tagged(flow: Flow, **more: Any) -> Packet:
     return frame / Dot1Q(vlan=0, prio=3) / below
 
 
-def test_what_only_the_kernel_can_do_opens_no_young_flow(fast: ProgramNode) -> None:
+def test_packets_that_only_the_kernel_can_handle_open_no_young_flow(fast: ProgramNode) -> None:
     Flow(fast).permit()
     flow = Flow(fast)
-    assert left(fast, flow, options(flow, flags="S")) == {"STACK_OPTIONS": 1}
-    assert left(fast, flow, flow.frame(flags="S", hops=1)) == {"STACK_HOPS": 1}
-    assert left(fast, flow, flow.frame(flags="S", size=1500)) == {"STACK_TOO_BIG": 1}
-    assert left(fast, flow, mark=7) == {"STACK_NOT_PLAIN": 1}
+    assert reasons_not_young(fast, flow, options(flow, flags="S")) == {"STACK_OPTIONS": 1}
+    assert reasons_not_young(fast, flow, flow.frame(flags="S", hops=1)) == {"STACK_HOPS": 1}
+    assert reasons_not_young(fast, flow, flow.frame(flags="S", size=1500)) == {"STACK_TOO_BIG": 1}
+    assert reasons_not_young(fast, flow, mark=7) == {"STACK_NOT_PLAIN": 1}
     assert flow.entries() == []
 
 
@@ -219,7 +221,7 @@ def test_schedulers_that_count_connections_see_each(node: ProgramNode) -> None:
         fast = fast_node(node, scheduler=5)
         flow = Flow(fast)
         flow.permit()
-        assert left(fast, flow) == {"SLOW_NO_PERMIT": 1}
+        assert reasons_not_young(fast, flow) == {"SLOW_NO_PERMIT": 1}
 
 
 def test_a_bare_ack_is_no_first_packet(fast: ProgramNode) -> None:
@@ -234,7 +236,7 @@ def test_a_bare_ack_is_no_first_packet(fast: ProgramNode) -> None:
 
 @pytest.mark.parametrize("reply", [False, True], ids=["request", "reply"])
 @pytest.mark.parametrize("flags", ["A", "R", "FA", "S"])
-def test_from_another_device_nothing_is_touched(fast: ProgramNode, reply: bool, flags: str) -> None:
+def test_packets_from_another_device_are_not_changed(fast: ProgramNode, reply: bool, flags: str) -> None:
     flow = young(fast)
     flow.answer()
     before = [flow.entry(False), flow.entry(True)]
@@ -246,7 +248,7 @@ def test_from_another_device_nothing_is_touched(fast: ProgramNode, reply: bool, 
 
 
 @pytest.mark.parametrize("reply", [False, True], ids=["request", "reply"])
-def test_frames_for_another_host_are_not_the_flows(fast: ProgramNode, reply: bool) -> None:
+def test_frames_for_another_host_do_not_belong_to_the_flow(fast: ProgramNode, reply: bool) -> None:
     flow = young(fast)
     before = [flow.entry(False), flow.entry(True)]
     for at in range(6):
@@ -257,8 +259,8 @@ def test_frames_for_another_host_are_not_the_flows(fast: ProgramNode, reply: boo
     assert [flow.entry(False), flow.entry(True)] == before
 
 
-def test_on_a_bridges_port_too(fast: ProgramNode) -> None:
-    """A port sees frames for other hosts: the entry knows the address that its frames are for."""
+def test_frames_for_another_host_on_a_bridge_port_do_not_belong_to_the_flow(fast: ProgramNode) -> None:
+    """A bridge port sees frames for other hosts: the entry stores the flow's destination MAC address."""
     flow = young(fast)
     frame = flow.frame()
     program = fast.object.programs["tc_bridge_port"]
@@ -289,7 +291,7 @@ def test_the_clients_packet_takes_the_slow_path_to_the_same_endpoint(fast: Progr
         assert (found.retval, found.data) == (GO_ON, bytes(frame))
         assert found.skb.priority == PRIORITY_BACKEND | fast.backend_ids["remote", 1]
     assert fast.reasons()[reason] == 2
-    assert fast.promotions() == [flow.key()], "asked once"
+    assert fast.promotions() == [flow.key()], "requested once"
 
 
 @pytest.mark.parametrize("name", UNUSUAL)
@@ -306,8 +308,8 @@ def test_the_endpoints_packet_waits_for_the_agent(fast: ProgramNode, name: str) 
 
 
 def test_a_masqueraded_flows_packet_waits_for_the_agent(fast: ProgramNode) -> None:
-    """netfilter would take another port."""
-    flow = young(fast, **WAYS["masqueraded"])
+    """netfilter would choose another source port."""
+    flow = young(fast, **VARIANTS["masqueraded"])
     assert flow.run(frame=flow.frame(hops=1)).retval == SHOT
     assert fast.promotions() == [flow.key()]
 
@@ -323,7 +325,7 @@ def test_segments_that_fit_are_sent_as_one(fast: ProgramNode) -> None:
 @pytest.mark.parametrize("mac", ["ff:ff:ff:ff:ff:ff", "01:00:5e:00:00:01", "33:33:00:00:00:01"])
 @pytest.mark.parametrize("protocol", ["tcp", "udp"])
 def test_a_frame_for_many_hosts_opens_no_flow(fast: ProgramNode, protocol: str, mac: str) -> None:
-    """The kernel forwards none of them, and it is the kernel that gets it."""
+    """The kernel gets such a packet, and does not forward it."""
     flow = Flow(fast, protocol)
     flow.permit()
     frame = flow.frame(flags="S", size=0)
@@ -338,7 +340,7 @@ def test_a_frame_for_many_hosts_opens_no_flow(fast: ProgramNode, protocol: str, 
 
 
 def fragments(flow: Flow, reply: bool = False, number: int = 9) -> tuple[Packet, Packet, bytes]:
-    """A datagram in two, and its bytes."""
+    """A datagram in two fragments, and its bytes."""
     whole = flow.frame(reply, size=72)
     transport = whole[UDP]
     body = bytes(transport)
@@ -362,11 +364,11 @@ def cut(world: ProgramNode, whole: Packet, first: bytes, later: bytes, number: i
 
 
 @pytest.mark.parametrize("reply", [False, True], ids=["request", "reply"])
-@pytest.mark.parametrize("way", ["own address", "masqueraded"])
-def test_fragments_follow_the_first(fast: ProgramNode, reply: bool, way: str) -> None:
-    flow = young(fast, "udp", **WAYS[way])
+@pytest.mark.parametrize("variant", ["own address", "masqueraded"])
+def test_fragments_follow_the_first(fast: ProgramNode, reply: bool, variant: str) -> None:
+    flow = young(fast, "udp", **VARIANTS[variant])
     first, later, _ = fragments(flow, reply)
-    assert flow.run(reply, later).retval == GO_ON, "nothing is known of it yet"
+    assert flow.run(reply, later).retval == GO_ON, "the first fragment has not come yet"
     expected = flow.expected(reply, size=72)
     body = bytes(expected[UDP])
     wanted = cut(fast, expected, body[:40], body[40:], 9)
@@ -380,7 +382,7 @@ def test_fragments_follow_the_first(fast: ProgramNode, reply: bool, way: str) ->
 
 @pytest.mark.parametrize("what", ["too big", "last hop"])
 def test_a_first_fragment_that_only_the_kernel_can_handle_is_left_to_it(fast: ProgramNode, what: str) -> None:
-    """It fragments again, or reports the reason to the sender; the later fragments follow the first to it."""
+    """The kernel fragments it again, or reports the error to the sender. Later fragments follow the first one there."""
     flow = young(fast, "udp")
     whole = flow.frame(size=2000, hops=64 if what == "too big" else 1)
     body = bytes(whole[UDP])
@@ -403,15 +405,15 @@ def test_fragments_from_elsewhere_do_not_follow(fast: ProgramNode) -> None:
     assert flow.run(frame=later).retval == GO_ON
 
 
-def test_other_traffic_is_not_touched(fast: ProgramNode) -> None:
+def test_other_traffic_is_not_changed(fast: ProgramNode) -> None:
     flow = young(fast)
-    wipe_reasons(fast)
+    reset_counters(fast)
     frame = flow.packet("client", "elsewhere", 1234, 443, FAR, NODE_MAC)
     found = flow.run(reply=True, frame=frame)
     assert (found.retval, found.data, fast.reasons(), records(fast)) == (GO_ON, bytes(frame), {}, [])
 
 
-def test_off_is_off(node: ProgramNode) -> None:
+def test_without_the_fast_path_no_flow_is_young(node: ProgramNode) -> None:
     node.forget_flows()
     node.settings = {}
     node.load(fast_path=0, xdp=0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One client port, two flows to one endpoint: the answers of both look the same, so the second one waits."""
+"""A client uses one port for two flows to one endpoint: their replies look the same, so the second flow must wait."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from tests.packet.fast_node import (
     FAR,
     NODE_MAC,
     REDIRECT,
-    WAYS,
+    VARIANTS,
     Flow,
     close,
-    count_of_young,
     drop_records,
     fast_node,
     one_cpu,
     options,
-    taken,
+    pending_record,
     write_permits,
     young,
+    young_flows_of,
 )
 from tests.packet.program_node import GO_ON, SHOT, ProgramNode
 
@@ -32,7 +32,7 @@ pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
 
 
 @pytest.fixture(params=["straight to the endpoint", "by another Service"])
-def way(request: pytest.FixtureRequest) -> str:
+def variant(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
@@ -40,7 +40,7 @@ def way(request: pytest.FixtureRequest) -> str:
 def fast(node: ProgramNode) -> Iterator[ProgramNode]:
     with one_cpu():
         world = fast_node(node)
-        # The endpoint is written for no Service, too, as the agent does: packets for it are looked at.
+        # The agent writes each endpoint also for service 0, so that packets for the endpoint itself are checked.
         for protocol in ("tcp", "udp"):
             world.endpoint("remote", 0, protocol=protocol)
         world.service(["remote"], service=3, port=81, node_port=30081)
@@ -49,19 +49,19 @@ def fast(node: ProgramNode) -> Iterator[ProgramNode]:
 
 
 def ended(fast: ProgramNode, protocol: str) -> Flow:
-    """A young flow that is over: closed by both sides, or answered and idle."""
+    """A young flow that has ended: closed by both sides, or answered and idle."""
     flow = young(fast, protocol)
     if protocol == "tcp":
         close(flow)
     else:
         assert flow.run(reply=True).retval == REDIRECT
-        flow.older(0.1)
+        flow.set_back(0.1)
     return flow
 
 
-def second(flow: Flow, way: str) -> Packet:
-    """The first packet of a flow that netfilter is to carry, from the port of ``flow``, to its endpoint."""
-    if way == "by another Service":
+def second(flow: Flow, variant: str) -> Packet:
+    """The first packet of a second flow, for netfilter: from the port of ``flow`` to the same endpoint."""
+    if variant == "by another Service":
         other = Flow(flow.world, flow.protocol, port=81, sport=flow.sport)
         return options(other, flags="S", size=0, seq=7000)
     ports = flow.sport, flow.endpoint_port
@@ -69,24 +69,24 @@ def second(flow: Flow, way: str) -> Packet:
 
 
 @pytest.mark.parametrize("protocol", ["tcp", "udp"])
-def test_it_waits_until_the_kernel_knows_the_first(fast: ProgramNode, way: str, protocol: str) -> None:
+def test_the_second_flow_waits_until_the_first_is_promoted(fast: ProgramNode, variant: str, protocol: str) -> None:
     flow = young(fast, protocol)
     assert flow.run(reply=True).retval == REDIRECT
     flow.run()
-    assert flow.run(frame=second(flow, way)).retval == SHOT
+    assert flow.run(frame=second(flow, variant)).retval == SHOT
     assert fast.reasons()["DROP_AWAITING_PROMOTION"] == 1
-    port = flow.endpoint_port if way == "straight to the endpoint" else 81
+    port = flow.endpoint_port if variant == "straight to the endpoint" else 81
     assert fast.refused("DROP_AWAITING_PROMOTION") == [(flow.sport, port, fast.devices["pods"])]
     assert fast.promotions() == [flow.key()]
     assert flow.entries() == [False, True]
 
 
 @pytest.mark.parametrize("protocol", ["tcp", "udp"])
-def test_another_device_does_not_belong_to_the_client(fast: ProgramNode, way: str, protocol: str) -> None:
-    """A forged one must neither lose the client's packets nor have its flow promoted early."""
+def test_packets_from_another_device_do_not_wait(fast: ProgramNode, variant: str, protocol: str) -> None:
+    """A forged packet must neither drop the client's packets nor promote its flow early."""
     flow = young(fast, protocol)
     flow.run()
-    frame = second(flow, way)
+    frame = second(flow, variant)
     found = flow.run(frame=frame, by="nic")
     assert (found.retval, found.data) == (GO_ON, bytes(frame))
     assert fast.promotions() == []
@@ -94,60 +94,62 @@ def test_another_device_does_not_belong_to_the_client(fast: ProgramNode, way: st
     assert flow.entries() == [False, True]
 
 
-def test_from_another_port_it_goes_on(fast: ProgramNode, way: str) -> None:
+def test_a_flow_from_another_port_does_not_wait(fast: ProgramNode, variant: str) -> None:
     flow = young(fast)
-    assert flow.run(frame=second(Flow(fast, sport=flow.sport + 1), way)).retval == GO_ON
+    assert flow.run(frame=second(Flow(fast, sport=flow.sport + 1), variant)).retval == GO_ON
     assert fast.promotions() == []
 
 
 @pytest.mark.parametrize("protocol", ["tcp", "udp"])
-def test_after_the_end_of_the_first_it_goes_on(fast: ProgramNode, way: str, protocol: str) -> None:
+def test_the_second_flow_does_not_wait_after_the_first_has_ended(
+    fast: ProgramNode, variant: str, protocol: str
+) -> None:
     flow = ended(fast, protocol)
-    assert flow.run(frame=second(flow, way)).retval == GO_ON
-    assert flow.entries() == [], "its answers would go to the first"
-    assert count_of_young(fast, "pods") == 0
+    assert flow.run(frame=second(flow, variant)).retval == GO_ON
+    assert flow.entries() == [], "its replies would go to the first flow"
+    assert young_flows_of(fast, "pods") == 0
     assert fast.reasons()["CLOSING_FLOW_REPLACED"] == 1
     assert fast.promotions() == []
 
 
-def test_a_client_that_alone_has_closed_still_waits(fast: ProgramNode, way: str) -> None:
+def test_the_second_flow_waits_if_only_the_client_has_closed(fast: ProgramNode, variant: str) -> None:
     flow = young(fast)
     flow.answer()
     flow.run(frame=flow.frame(flags="FA", size=0, seq=101, ack=501))
-    assert flow.run(frame=second(flow, way)).retval == SHOT
+    assert flow.run(frame=second(flow, variant)).retval == SHOT
     assert fast.promotions() == [flow.key()]
 
 
-def test_a_flow_that_one_side_has_closed_long_ago_keeps_no_port(fast: ProgramNode, way: str) -> None:
-    """Without an agent nothing else would remove it: its last data may have overtaken the FIN of the other side."""
+def test_a_flow_that_one_side_closed_long_ago_reserves_no_port(fast: ProgramNode, variant: str) -> None:
+    """Without an agent only this would remove it: its last data may have overtaken the other side's FIN."""
     flow = young(fast)
     flow.answer()
     flow.run(frame=flow.frame(flags="FA", size=0, seq=101, ack=501))
-    flow.older(6)
-    assert flow.run(frame=second(flow, way)).retval == GO_ON
+    flow.set_back(6)
+    assert flow.run(frame=second(flow, variant)).retval == GO_ON
     assert flow.entries() == []
     assert fast.promotions() == []
 
 
-def test_a_flow_that_is_only_idle_keeps_its_port(fast: ProgramNode, way: str) -> None:
+def test_an_idle_flow_reserves_its_port(fast: ProgramNode, variant: str) -> None:
     flow = young(fast)
     flow.answer()
-    flow.older(600)
-    assert flow.run(frame=second(flow, way)).retval == SHOT
+    flow.set_back(600)
+    assert flow.run(frame=second(flow, variant)).retval == SHOT
 
 
 # ---- netfilter gives the second flow another source port -----------------------------------------------------
 
 
 def remapped(fast: ProgramNode, flow: Flow) -> RunResult:
-    """A new flow of the same client and endpoint, to which netfilter gives the source port of ``flow``."""
+    """A new flow of the same client and endpoint; netfilter gives it the source port of ``flow``."""
     other = Flow(fast, flow.protocol, sport=flow.sport + 7)
     write_permits(fast, until=0)
     drop_records(fast)
     assert flow.run(frame=options(other, flags="S", size=0, seq=7000)).retval == GO_ON, fast.reasons()
     ports = flow.sport, flow.endpoint_port
     left = flow.packet(flow.client, flow.endpoint, *ports, NODE_MAC, FAR, flags="S", size=0, seq=7000, hops=63)
-    return flow.leave(left, taken(fast)["number"], new=True)
+    return flow.leave(left, pending_record(fast)["number"], new=True)
 
 
 @pytest.mark.parametrize("protocol", ["tcp", "udp"])
@@ -166,27 +168,27 @@ def test_netfilter_chooses_the_port_of_a_young_flow(fast: ProgramNode, protocol:
 def test_netfilter_chooses_the_port_of_a_young_flow_that_has_ended(fast: ProgramNode, protocol: str) -> None:
     flow = ended(fast, protocol)
     assert remapped(fast, flow).retval == GO_ON
-    assert flow.entries() == [], "replies would go to the first"
+    assert flow.entries() == [], "replies would go to the first flow"
     assert fast.reasons()["CLOSING_FLOW_REPLACED"] == 1
     assert fast.promotions() == []
 
 
-def test_netfilter_hides_a_client_behind_the_address_and_port_of_a_masqueraded_young_flow(fast: ProgramNode) -> None:
-    """By a rule of the CNI plugin. The client's device is not that of the young flow: the packet is not forged."""
-    flow = young(fast, **WAYS["masqueraded"])
+def test_netfilter_masquerades_a_client_to_the_address_and_port_of_a_young_flow(fast: ProgramNode) -> None:
+    """By a rule of the CNI plugin. The client's device is not that of the young flow, but the packet is not forged."""
+    flow = young(fast, **VARIANTS["masqueraded"])
     flow.answer()
     other = Flow(fast, sport=flow.sport + 7)
     drop_records(fast)
     assert other.run(frame=options(other, flags="S", size=0, seq=7000)).retval == GO_ON, fast.reasons()
     ports = flow.snat_port, flow.endpoint_port
     left = flow.packet("node", flow.endpoint, *ports, NODE_MAC, FAR, flags="S", size=0, seq=7000, hops=63)
-    assert other.leave(left, taken(fast)["number"], new=True).retval == SHOT
+    assert other.leave(left, pending_record(fast)["number"], new=True).retval == SHOT
     assert fast.promotions() == [flow.key()]
 
 
 def test_source_ports_are_taken_one_after_the_other(fast: ProgramNode) -> None:
-    """One that the endpoint may still have in TIME_WAIT is used again as late as possible."""
-    flow = Flow(fast, **WAYS["masqueraded"])
+    """A port that the endpoint may still have in TIME_WAIT is used again as late as possible."""
+    flow = Flow(fast, **VARIANTS["masqueraded"])
     flow.permit()
     ports = []
     for sport in range(43000, 43008):

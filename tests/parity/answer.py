@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a program answered to a case, freed of what differs from run to run: times, process ids, lines, folders."""
+"""A program's answer to a case, without what differs from run to run: times, process ids, line numbers, folders."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import re
 from typing import Any, NamedTuple
 
-# What kube-proxy logs at every start, or about itself: no answer to the case.
+# Lines that kube-proxy logs at every start, or about itself: they are no answer to the case.
 NOISE = ("Using iptables proxy", "Wrote configuration", "Error running ProxyServer", "FLAG: ", "Updated")
 
 _KLOG = re.compile(r"^([IWEF])\d{4} \d\d:\d\d:\d\d\.\d+ +\d+ [\w.]+:\d+\] (.*)$", re.DOTALL)
@@ -28,7 +28,7 @@ class Answer(NamedTuple):
     document: str | None = None
 
     def fields(self) -> list[str]:
-        """The fields and flags that the error names, in the order in which it does."""
+        """The fields and flags that the error names, in its order."""
         found = _FIELD.findall(self.error)
         for pattern in (_JSON_FIELD, _FLAG):
             found += [next(filter(None, groups)) for groups in pattern.findall(self.error) if any(groups)]
@@ -55,7 +55,7 @@ class Answer(NamedTuple):
 
 
 def of_kube_proxy(status: int, stdout: str, stderr: str, document: str | None, folder: str) -> Answer:
-    """The answer in what kube-proxy printed."""
+    """The answer in kube-proxy's output."""
     error, warnings, usage = "", [], False
     for entry in _entries(stderr):
         severity, message, reason = entry
@@ -65,14 +65,14 @@ def of_kube_proxy(status: int, stdout: str, stderr: str, document: str | None, f
             error = reason or message
         elif severity in "WI" and message and not message.startswith(NOISE):
             warnings.append(f"{message}: {reason}" if reason else message)
-    # Help and usage differ; only that they were shown is compared.
+    # Help and usage differ; the comparison only checks that they were shown.
     output = (
         "usage" if stdout.startswith("The Kubernetes network proxy runs") or (usage and not error) else stdout.strip()
     )
     if _KLOG.match(output) or output.startswith('{"ts":'):
         output = ""  # with split streams, the log is there
     clean = [_clean(text, folder) for text in (error, output)]
-    # Gates are set twice at a start, and warned about each time. A document that could not be written is left empty.
+    # kube-proxy sets gates twice at a start, and warns each time. A document that could not be written is left empty.
     logged = tuple(dict.fromkeys(_clean(text, folder) for text in warnings))
     return Answer(status, clean[0], logged, clean[1], document or None)
 
@@ -129,7 +129,7 @@ def _reason(text: str) -> str:
 
 
 def _unquoted(text: str) -> str:
-    """What Go's %q made of a text, undone."""
+    """Undo the quoting of Go's %q."""
     escapes = {"n": "\n", "t": "\t", "r": "\r", "a": "\a", "b": "\b", "f": "\f", "v": "\v"}
 
     def undo(match: re.Match[str]) -> str:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a case is: a configuration file and a command line, given to both programs."""
+"""A case: a configuration file and a command line for both programs."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 
 HEADER = "apiVersion: kubeproxy.config.k8s.io/v1alpha1\nkind: KubeProxyConfiguration\n"
 
-#: Stand in the arguments for the files of the case's own folder.
+#: Placeholders in arguments for the files of the case's own folder.
 CONFIG = "{dir}/config.yaml"
 OUTPUT = "{dir}/written.yaml"
 
 
 class Case(NamedTuple):
-    """One question. ``file`` is the text of ``config.yaml``, or None; ``arguments`` hold ``{dir}`` for its folder."""
+    """One case. ``file`` is the text of ``config.yaml``, or None; ``arguments`` hold ``{dir}`` for its folder."""
 
     name: str
     arguments: tuple[str, ...]
@@ -54,5 +54,5 @@ def with_flags(name: str, *arguments: str) -> Case:
 
 
 def refused(name: str, *arguments: str) -> Case:
-    """The command line alone, nothing to write: only for what never gets as far as running."""
+    """Only the command line, nothing to write: for cases that end before the program runs."""
     return Case(name, arguments)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Command lines in words (spec/configuration §4): each given with ``--write-config-to`` unless it is refused before."""
+"""Cases of command lines (spec/configuration §4): each has ``--write-config-to`` unless it is rejected earlier."""
 
 from __future__ import annotations
 
 from tests.parity.case import CONFIG, HEADER, OUTPUT, Case, refused, with_fields, with_file, with_flags
 
-# A flag and the values it is given, one case each, as ``--flag=value``.
+# A flag and its values, one case each, as ``--flag=value``.
 VALUES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("bind-address", ("1.2.3.4", "::", "fd00::1", "", "x", "1.2.3", "[::1]", "01.2.3.4", "1.2.3.4:80", "fe80::1%eth0")),
     (
@@ -297,7 +297,7 @@ LINES: tuple[Case, ...] = (
     ),
     with_flags("vmodule with JSON", "--logging-format=json", "--vmodule=a=1"),
     with_flags("verbosity with JSON", "--logging-format=json", "-v=3"),
-    # The two generations together, and precedence.
+    # Both generations of flags together, and precedence.
     with_fields(
         "flags with a file are thrown away",
         "mode: ipvs\noomScoreAdj: 7",
@@ -342,7 +342,7 @@ LINES: tuple[Case, ...] = (
     Case("the file is what is written to", ("--config", CONFIG, "--write-config-to", CONFIG), HEADER.encode()),
     Case("a file, nothing written, a bad value", ("--config", CONFIG), (HEADER + "mode: x\n").encode()),
     Case("a file with equals sign", (f"--config={CONFIG}", f"--write-config-to={OUTPUT}"), HEADER.encode()),
-    # Klog's and the older generation's flags: kube-proxy refuses them, pyebpf-proxy accepts them with a warning.
+    # Klog's and the older generation's flags: kube-proxy rejects them, pyebpf-proxy accepts them with a warning.
     *(
         with_flags(f"an old flag: {flag}", flag)
         for flag in (
@@ -369,6 +369,6 @@ LINES: tuple[Case, ...] = (
 
 
 def cases() -> list[Case]:
-    """Every command line case, each under a name of its own."""
+    """Every command line case, each with its own name."""
     found = [with_flags(f"--{flag}={value}", f"--{flag}={value}") for flag, values in VALUES for value in values]
     return [*found, *LINES]

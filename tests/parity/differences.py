@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where pyebpf-proxy's answers differ from kube-proxy's on purpose. The reasons are in docs/differences.md."""
+"""Intended differences of pyebpf-proxy's answers from kube-proxy's. docs/differences.md gives the reasons."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _own_version(case: Case, expected: Answer, actual: Answer) -> bool:
 
 
 def _all_type_errors(case: Case, expected: Answer, actual: Answer) -> bool:
-    """All type errors of a file, kube-proxy's one first, where it stops."""
+    """All type errors of a file; kube-proxy stops at the first one."""
     if not (expected.error.startswith(_DECODE) and actual.error.startswith(f"{_DECODE}[")):
         return False
     first = expected.error.removeprefix(_DECODE)
@@ -48,20 +48,20 @@ def _field_is_named(case: Case, expected: Answer, actual: Answer) -> bool:
 
 
 def _no_file_in_the_message(case: Case, expected: Answer, actual: Answer) -> bool:
-    """Not the whole file in the message that kind or version is missing."""
+    """The message about a missing kind or version does not repeat the whole file."""
     shown = re.sub(r"( is missing) in '.*'$", r"\1", expected.error, flags=re.DOTALL)
     return shown != expected.error and _same_but(expected, actual, error=shown)
 
 
 def _no_go_inside(case: Case, expected: Answer, actual: Answer) -> bool:
-    """Not the source line of Go's scheme, and not the Go type that a file with no fields is not."""
+    """The message names no source line of Go's scheme and no Go type."""
     shown = re.sub(r' in scheme "[^"]*"$', "", expected.error)
     shown = re.sub(r" into Go value of type struct \{.*$", ": the file holds no fields", shown)
     return shown != expected.error and _same_but(expected, actual, error=shown)
 
 
 def _json_syntax(case: Case, expected: Answer, actual: Answer) -> bool:
-    """What is wrong with the syntax of a JSON file is reported in other words, with its line."""
+    """Syntax errors of a JSON file have other words, with the line."""
     prefix = f"{_DECODE}couldn't get version/kind; json parse error: "
     both = expected.error.startswith(prefix) and re.match(
         re.escape(prefix) + r"(line \d+|invalid character)", actual.error
@@ -77,7 +77,7 @@ def _older_flags(case: Case, expected: Answer, actual: Answer) -> bool:
 
 
 def _without_escapes(document: str) -> str:
-    """A document without what may be written in more than one way: these characters, their escapes, quotes."""
+    """A document without characters that can be written in several ways: these, their escapes, quotes."""
     return re.sub(
         rf"{_UNUSUAL.pattern}|\\\\?(?:x[0-9a-fA-F]{{2}}|u[0-9a-fA-F]{{4}}|U[0-9a-fA-F]{{8}}|[a-zA-Z0-9\"\\_ ])|['\"\\]",
         "",
@@ -86,25 +86,25 @@ def _without_escapes(document: str) -> str:
 
 
 def _unusual_characters(case: Case, expected: Answer, actual: Answer) -> bool:
-    """Texts that kube-proxy cannot write, because its YAML reader refuses them, are written, and others escaped."""
+    """Texts that kube-proxy cannot write, because its YAML reader rejects them, are written, and others are escaped."""
     given = (case.file or b"").decode(errors="replace") + "".join(case.arguments)
     if _UNUSUAL.search(given) is None or actual.status != 0 or actual.document is None:
         return False
     if expected.error == "yaml: control characters are not allowed":
         return True
-    # How such a character is written may differ; all else of the document may not.
+    # The spelling of such a character may differ; the rest of the document must not.
     written = expected.document is not None and expected._replace(document=actual.document) == actual
     return written and _without_escapes(expected.document or "") == _without_escapes(actual.document)
 
 
 def _yaml_syntax(case: Case, expected: Answer, actual: Answer) -> bool:
-    """Broken YAML is refused by both, but with the words for another mistake of those in the file, or another line."""
+    """Both reject broken YAML, but the message may be about another mistake in the file, or another line."""
     both = all(answer.error.startswith(f"{_DECODE}yaml: ") for answer in (expected, actual))
     return both and _same_but(expected, actual, error=actual.error)
 
 
 def _flow_indicators(case: Case, expected: Answer, actual: Answer) -> bool:
-    """``{a:}`` is taken by kube-proxy's YAML library and refused by pyebpf-proxy, ``{a?: 1}`` the other way round."""
+    """kube-proxy's YAML library accepts ``{a:}``, pyebpf-proxy does not; with ``{a?: 1}`` it is the other way round."""
     if re.search(r"yaml: (line \d+: )?found unexpected ':'$", actual.error):
         return actual.status == 1 and "yaml: " not in expected.error
     given = (case.file or b"").decode(errors="replace")
@@ -113,7 +113,7 @@ def _flow_indicators(case: Case, expected: Answer, actual: Answer) -> bool:
 
 
 def _read_as_a_key(actual: Answer) -> bool:
-    """The answer to a file with the key ``a?``: no field has such a name, which is a warning; or another refusal."""
+    """The answer to a file with the key ``a?``: a warning, since no field has that name; or another rejection."""
     if actual.status != 0:
         other = "yaml: " not in actual.error and "json parse error" not in actual.error
         return actual.status == 1 and actual.document is None and actual.error.startswith("failed") and other
@@ -122,7 +122,7 @@ def _read_as_a_key(actual: Answer) -> bool:
 
 
 def _escapes(case: Case, expected: Answer, actual: Answer) -> bool:
-    """``"\\'"`` is taken by kube-proxy's YAML library and refused by pyebpf-proxy, ``"\\/"`` the other way round."""
+    """kube-proxy's YAML library accepts ``"\\'"``, pyebpf-proxy does not; with ``"\\/"`` it is the other way round."""
     given = (case.file or b"").decode(errors="replace")
     refused = [answer.error.endswith("found unknown escape character") for answer in (expected, actual)]
     return ("\\'" in given and refused == [False, True]) or ("\\/" in given and refused == [True, False])
@@ -145,7 +145,7 @@ DIFFERENCES: dict[str, Callable[[Case, Answer, Answer], bool]] = {
 
 
 def difference(case: Case, expected: Answer, actual: Answer) -> str | None:
-    """ "" where the answers are the same, the name of the listed difference, or None: they must not differ so."""
+    """Empty if the answers are equal, the name of a listed difference, or None for one that is not listed."""
     if expected == actual:
         return ""
     return next((name for name, holds in DIFFERENCES.items() if holds(case, expected, actual)), None)

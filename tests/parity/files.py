@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Configuration files in words (spec/configuration §1, §2): name, then the fields after the usual header."""
+"""Cases of configuration files (spec/configuration §1, §2): a name, then the fields after the usual header."""
 
 # A table: one line for each case or series, however long.
 # ruff: noqa: E501
@@ -52,7 +52,7 @@ showHiddenMetricsForVersion: ""
 winkernel: {enableDSR: false, forwardHealthCheckVip: false, networkName: "", rootHnsEndpointName: "", sourceVip: ""}
 """
 
-# Texts with a value: (name in words, field with %s, values). One case each.
+# Texts with a value: (description, field with %s, values). One case each.
 SERIES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("bind address", "bindAddress: %s", (
         '"::"', "::0", "1.2.3.4", "fd00::5", "'[::1]'", "localhost", "''", "1.2.3", "01.002.3.4", "'::ffff:1.2.3.4'",
@@ -330,7 +330,7 @@ BODIES: tuple[tuple[str, str], ...] = (
     ("deep nesting in an unknown field", "a: " + "[" * 200 + "]" * 200),
 )
 
-# The whole file, header included.
+# Whole files, with their header.
 WHOLE: tuple[tuple[str, str | bytes], ...] = (
     ("an empty file", ""),
     ("only white space", "  \n\n"),
@@ -403,7 +403,7 @@ WHOLE: tuple[tuple[str, str | bytes], ...] = (
 
 
 def cases() -> list[Case]:
-    """Every file case, each under its own name."""
+    """Every file case, each with its own name."""
     found = []
     for name, template, values in SERIES:
         found += [with_fields(f"{name}: {value}", template % value) for value in values]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Configuration files and command lines made up from a seed: any field, any value, any order, some of them broken."""
+"""Random configuration files and command lines from a seed: any field, value and order, some of them broken."""
 
 from __future__ import annotations
 
@@ -159,13 +159,13 @@ _CHARACTERS = (
 
 
 def generate(seed: int, count: int) -> list[Case]:
-    """``count`` cases of this seed: files, command lines, and files that were damaged."""
+    """``count`` cases of this seed: files, command lines, and damaged files."""
     kinds = (_file, _file, _command_line, _file, _damaged)
     return [kinds[number % len(kinds)](seed, number) for number in range(count)]
 
 
 def _damaged(seed: int, number: int) -> Case:
-    """A file in words with some characters put in, taken away or changed."""
+    """A file case with some characters added, removed or changed."""
     chance = random.Random(f"damage {seed} {number}")
     text = HEADER + chance.choice([KUBEADM, *(body for _, body in BODIES if len(body) < 300)])
     for _ in range(chance.randint(1, 4)):
@@ -183,7 +183,7 @@ def _file(seed: int, number: int) -> Case:
     nested: dict[str, list[str]] = {}
     lines: list[str] = []
     for name in names:
-        # Mostly values meant for the field: with many wild ones hardly a file would be good.
+        # Mostly values that suit the field: otherwise hardly any file would be valid.
         wild = chance.random() < 0.06
         value = _wild(chance) if wild else chance.choice(_FIELDS[name])
         section, dot, field = name.partition(".")

@@ -22,7 +22,7 @@ _ENDED = "Error running ProxyServer"
 
 
 def ask(case: Case, *, apart: bool = False) -> Answer:
-    """Give the case to the command line; ``apart``: in a separate process."""
+    """Run the command line on the case; ``apart``: in a separate process."""
     with tempfile.TemporaryDirectory(prefix="parity-") as folder:
         if case.file is not None:
             (Path(folder) / "config.yaml").write_bytes(case.file)
@@ -64,7 +64,7 @@ def _answer(status: int, output: str, errors: str, document: str | None, folder:
         elif severity == "warning":
             warnings.append(message)
         elif not severity:
-            # A traceback, or whatever else is no line of the log: part of the answer, and sure to differ.
+            # A traceback, or another line that is not of the log: part of the answer, and certain to differ.
             error += "\n" + line
     shown = "usage" if "\nUsage:\n" in output else output.strip()
     clean = [text.replace(folder, "{dir}").strip() for text in (error, shown)]
@@ -72,7 +72,7 @@ def _answer(status: int, output: str, errors: str, document: str | None, folder:
 
 
 def _parsed(line: str) -> tuple[str, str]:
-    """Severity and message; for what ended a run, its reason."""
+    """Severity and message; for the end of a run, its reason."""
     if line.startswith('{"time": '):
         entry = json.loads(line)
         reason = entry["error"] if entry["message"] == _ENDED else entry["message"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the real kube-proxy answered, as data: the first line names the release, then one line for each case."""
+"""The real kube-proxy's answers as data: the first line names the release, then comes one line for each case."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ GENERATED = 500
 
 
 def all_cases() -> list[Case]:
-    """What is recorded: every case in words, and generated ones of one seed."""
+    """All recorded cases: the fixed ones, and the generated ones of one seed."""
     return [*files.cases(), *commands.cases(), *starts.cases(), *generate(SEED, GENERATED)]
 
 
 def write(release: str, answers: Iterable[tuple[Case, Answer]]) -> int:
-    """Replace the recordings; returns how many there are."""
+    """Replace the recordings; returns their number."""
     lines = [json.dumps({"kube-proxy": release, "seed": SEED})]
     for case, answer in answers:
         lines.append(json.dumps({**case.to_data(), "answer": answer.to_data()}, ensure_ascii=True))
@@ -33,7 +33,7 @@ def write(release: str, answers: Iterable[tuple[Case, Answer]]) -> int:
 
 
 def read() -> tuple[str, list[tuple[Case, Answer]]]:
-    """The release that answered, and each case with its answer."""
+    """The recorded release, and each case with its answer."""
     first, *rest = PATH.read_text().splitlines()
     entries = [json.loads(line) for line in rest]
     return json.loads(first)["kube-proxy"], [

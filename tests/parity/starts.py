@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starts, with nothing to write, up to the first error: flags, files, folders, and the rules of the ports' flags.
+"""Starts without anything to write, up to the first error: flags, files, folders, and the rules of the ports' flags.
 
-Only what ends before anything is asked of an API server or of the kernel.
+Only cases that end before the program uses an API server or the kernel.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ def starts(name: str, fields: str, *arguments: str) -> Case:
 
 
 CASES: tuple[Case, ...] = (
-    # What completes the addresses (spec/configuration §4.4) is seen by what is refused then.
+    # The completion of addresses (spec/configuration §4.4) shows in what is rejected afterwards.
     refused("start: metrics port 0", "--metrics-port=0"),
     refused("start: both ports 0", "--healthz-port=0", "--metrics-port=0"),
     refused("start: metrics port too large", "--metrics-port=70000", "--metrics-bind-address=1.2.3.4"),
@@ -60,7 +60,7 @@ CASES: tuple[Case, ...] = (
     starts("start: a wrong type", "oomScoreAdj: many"),
     starts("start: a bad duration", "configSyncPeriod: 5"),
     starts("start: many bad values", "mode: x\noomScoreAdj: 5000\nbindAddress: y\nconntrack: {min: -1}"),
-    # Steps in their order: complete, logging, validate.
+    # The order of steps: complete, logging, validate.
     starts("start: an unknown gate", "featureGates: {Foo: true}\nmode: x"),
     starts("start: a locked gate", "featureGates: {NFTablesProxyMode: false}\nmode: x"),
     starts("start: logging before validation", "logging: {format: xml}\nmode: x"),
@@ -80,7 +80,7 @@ CASES: tuple[Case, ...] = (
     refused("start: a minimum above the period", "--iptables-sync-period=1s", "--iptables-min-sync-period=2s"),
     refused("start: a period of zero", "--config-sync-period=0"),
     refused("start: shown metrics of another release", "--show-hidden-metrics-for-version=1.20"),
-    # nodePortAddresses: the words of v1.37 are not those of v1.36 (spec/configuration §2.8).
+    # nodePortAddresses: v1.37 and v1.36 have different messages (spec/configuration §2.8).
     *(
         refused(f"start: NodePort addresses {value}", f"--nodeport-addresses={value}")
         for value in (
@@ -111,7 +111,7 @@ CASES: tuple[Case, ...] = (
     refused("start: cleanup with a file that is not there", "--cleanup", "--config={dir}/missing.yaml"),
     refused("start: init only with a bad value", "--init-only", "--proxy-mode=x"),
     refused("start: init only with a file that is not there", "--init-only", "--config={dir}/missing.yaml"),
-    # What live comparisons have found.
+    # Findings of live comparisons.
     with_fields("an escaped apostrophe", r"""hostnameOverride: "a\'b" """),
     with_fields("an escaped slash", r'hostnameOverride: "a\/b"'),
     with_fields("an object with numbers as a frequency", "logging: {flushFrequency: {k1: 2, k0: {k0: 010, k1: null}}}"),
@@ -126,7 +126,7 @@ CASES: tuple[Case, ...] = (
 )
 
 
-#: A start's first step after the checks: access to the API server. Only messages that both have.
+#: The first step of a start after the checks: access to the API server. Only messages that both have.
 ACCESS: tuple[Case, ...] = (
     refused("access: a kubeconfig that is not there", "--kubeconfig={dir}/missing"),
     starts("access: a kubeconfig of the file that is not there", "clientConnection: {kubeconfig: /nonexistent/k}"),

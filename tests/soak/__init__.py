@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A long run under load: what the agent and the kernel hold must stay flat."""
+"""A long run under load: the resources of agent and kernel must not grow."""

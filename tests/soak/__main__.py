@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``python -m tests.soak``: load and churn near the limit of conntrack; writes results.json and docs/soak.svg.
 
-Exit status 1 if something grows or a connection fails.
+The exit status is 1 if a resource grows or a connection fails.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tests.support.damage import CannotBeMadeError, full_conntrack
 
 RESULTS = Path(__file__).with_name("results.json")
 PERIOD = 15.0
-#: A Service changes its endpoints so often a second; every tenth time it is deleted and made again.
+#: How often a second a Service changes its endpoints; every tenth time it is deleted and created again.
 CHANGES = 2.0
 
 
@@ -55,7 +55,7 @@ def run(minutes: float, rate: int, free: int) -> Soak:
                 samples.append(sample(ground, start, group))
                 say(f"{samples[-1]}")
             time.sleep(max(0.0, start + (turn + 1) / CHANGES - time.monotonic()))
-        lost = ground.long_ones_go_on()
+        lost = ground.wait_for_long_connections()
         new, long, _ = ground.end_traffic()
     how: dict[str, int] = {}
     for record in new:
@@ -78,7 +78,7 @@ def run(minutes: float, rate: int, free: int) -> Soak:
 
 @contextmanager
 def own_group() -> Iterator[Path | None]:
-    """A memory cgroup for the agent alone; None: this machine gives none."""
+    """A memory cgroup for the agent alone; None: this machine offers none."""
     with ExitStack() as stack:
         try:
             group = stack.enter_context(cgroup("memory", {}, {}))

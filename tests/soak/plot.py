@@ -16,7 +16,7 @@ PICTURE = ROOT / "docs" / "soak.svg"
 
 
 def draw(run: Soak, path: Path) -> None:
-    """A curve over time for each number that was sampled; the same results make the same file."""
+    """A curve over time for each sampled number; the same results give the same file."""
     minutes = [each.seconds / 60 for each in run.samples]
     panels = (
         ("agent: resident memory, MiB", [each.rss_kib / 1024 for each in run.samples], BLUE),

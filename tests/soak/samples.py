@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a soak measures, and the rule by which it is flat. Pure, except for ``sample``."""
+"""What a soak measures, and the rule for "does not grow". Pure, except for ``sample``."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from tests.faults.ground import Ground
 
 _ENTRIES = re.compile(r'^pyebpf_proxy_map_entries\{map="(\w+)"\} (\S+)$', re.MULTILINE)
 _MEMLOCK = re.compile(r"^memlock:\s+(\d+)$", re.MULTILINE)
-#: Entries of conntrack that are left free: the limit is near all the time, and the load just fits.
+#: Free entries of conntrack: the limit is always near, and the load just fits.
 FREE = 15_000
-#: The first part of a run warms up: caches fill, and the rings of flows.
+#: The first part of a run is the warm-up: caches and the rings of flows fill.
 WARM_UP = 0.15
-#: The last third may have so much more than the first third after the warm-up, and this in absolute numbers.
+#: The allowed growth from the first to the last third after the warm-up, relative and absolute.
 MOST_GROWTH, SLACK = (
     0.03,
     {
@@ -37,7 +37,7 @@ MOST_GROWTH, SLACK = (
 
 
 class Sample(msgspec.Struct, kw_only=True):
-    """One look at the node."""
+    """One measurement of the node."""
 
     seconds: float
     #: Resident memory of the agent.
@@ -52,11 +52,10 @@ class Sample(msgspec.Struct, kw_only=True):
     map_entries: int
     #: Entries of the node's conntrack table.
     conntrack: int
-    #: Connections made by now, and the least number of round trips of the long ones.
+    #: Connections so far, and the smallest number of round trips of the long ones.
     made: int
     rounds: int
-    #: All memory of the kernel that is charged to the agent's cgroup: maps, programs, sockets, and their slabs.
-    #: 0: it was not sampled.
+    #: Kernel memory that is charged to the agent's cgroup: maps, programs, sockets and their slabs. 0: not sampled.
     kernel_kib: int = 0
     #: Slabs of conntrack, of the whole machine; 0: not sampled.
     conntrack_kib: int = 0
@@ -75,12 +74,12 @@ class Soak(msgspec.Struct, kw_only=True):
     how: dict[str, int]
     lost: int
     samples: list[Sample]
-    #: Entries of conntrack that were left free. Results before this field had 3000.
+    #: Free entries of conntrack. Results from before this field had 3000.
     room: int = 3000
 
 
 def sample(ground: Ground, start: float, group: Path | None) -> Sample:
-    """Look once. The agent must run. ``group``: its memory cgroup, in which it is alone."""
+    """Measure once. The agent must run. ``group``: its memory cgroup, which contains nothing else."""
     pid = ground.proxy.pid
     status = Path(f"/proc/{pid}/status").read_text()
     rss = re.search(r"^VmRSS:\s+(\d+) kB$", status, re.MULTILINE)
@@ -107,7 +106,7 @@ def sample(ground: Ground, start: float, group: Path | None) -> Sample:
 
 
 def _kernel_memory(group: Path) -> int:
-    """Bytes, of a cgroup of version 1 or 2."""
+    """In bytes, of a cgroup of version 1 or 2."""
     first = group / "memory.kmem.usage_in_bytes"
     if first.exists():
         return int(first.read_text())
@@ -115,7 +114,7 @@ def _kernel_memory(group: Path) -> int:
 
 
 def _slabs(name: str) -> int:
-    """Bytes of the slabs of a cache; 0: the kernel does not show them."""
+    """Bytes of a cache's slabs; 0: the kernel does not show them."""
     try:
         lines = Path("/proc/slabinfo").read_text().splitlines()
     except OSError:
@@ -139,7 +138,7 @@ def growth(samples: Sequence[Sample], name: str) -> tuple[float, float]:
 
 
 def grown(samples: Sequence[Sample]) -> list[str]:
-    """What is not flat."""
+    """What grows."""
     found = []
     for name, slack in SLACK.items():
         first, last = growth(samples, name)
@@ -149,7 +148,7 @@ def grown(samples: Sequence[Sample]) -> list[str]:
 
 
 def problems(run: Soak) -> list[str]:
-    """What is not flat, and which connections were not answered."""
+    """What grows, and which connections were not answered."""
     found = grown(run.samples)
     if run.failed:
         how = ", ".join(f"{count} {end}" for end, count in sorted(run.how.items()))

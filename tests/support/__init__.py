@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What more than one suite uses. A helper of a single suite stands in the folder of that suite."""
+"""What more than one suite uses. A helper of a single suite is in the folder of that suite."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real API server with a real etcd, on loopback: TLS with a CA of the day, RBAC on, tokens of ServiceAccounts.
+"""A real API server with a real etcd on loopback: TLS with a new CA, RBAC, tokens of ServiceAccounts.
 
-Everything lies in one temporary folder and in two processes that the kernel ends with this one, also when it is killed.
+All files are in one temporary folder. The kernel ends both processes when this one ends, also when it is killed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _libc = ctypes.CDLL(None)
 
 Object = dict[str, Any]
 _KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
-#: Of ``openssl ca``, which alone takes an end in seconds.
+#: ``openssl ca`` alone can set an expiry time to the second.
 _CLIENTS = """[ca]
 default_ca = clients
 [clients]
@@ -53,7 +53,7 @@ commonName = supplied
 
 
 class ApiError(Exception):
-    """The API server refused a request of the tests."""
+    """The API server rejected a request of the tests."""
 
     def __init__(self, code: int, message: str) -> None:
         super().__init__(f"{code}: {message}")
@@ -61,7 +61,9 @@ class ApiError(Exception):
 
 
 class ApiServer:
-    """``with ApiServer() as server``. ``stop`` and ``start`` may follow each other; etcd's data stay unless cleared."""
+    """``with ApiServer() as server``. ``stop`` and ``start`` may follow each other; etcd keeps its data until
+    ``clear``.
+    """
 
     def __init__(self, arguments: tuple[str, ...] = ()) -> None:
         _remove_leftovers()
@@ -89,7 +91,7 @@ class ApiServer:
 
     @property
     def ca(self) -> Path:
-        """The file of the CA of the server's certificate."""
+        """The file with the CA of the server's certificate."""
         return self.folder / "ca.crt"
 
     @property
@@ -101,7 +103,7 @@ class ApiServer:
     # ---- life --------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start what does not run, and wait until it answers."""
+        """Start whichever of the two processes does not run, and wait until the server answers."""
         if self._etcd is None:
             self._etcd = self._run("etcd", *self._etcd_arguments())
             _wait_for("etcd", self._etcd_answers, self._etcd, self.folder / "etcd.log")
@@ -116,14 +118,14 @@ class ApiServer:
             self._server = None
 
     def end(self) -> None:
-        """End both; etcd's data stay."""
+        """End both processes; etcd's data stay."""
         self.kill()
         if self._etcd is not None:
             _end(self._etcd, signal.SIGKILL)
             self._etcd = None
 
     def clear(self) -> None:
-        """End both, and forget every object."""
+        """End both processes and delete all data."""
         self.end()
         shutil.rmtree(self.folder / "etcd", ignore_errors=True)
 
@@ -144,14 +146,14 @@ class ApiServer:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def compact(self) -> None:
-        """Make etcd forget all history until now."""
+        """Make etcd compact its whole history."""
         revision = self._ask_etcd("/v3/maintenance/status")["header"]["revision"]
         self._ask_etcd("/v3/kv/compaction", {"revision": revision})
 
     def put(self, entries: Mapping[str, Object]) -> None:
-        """Write objects into etcd, by their keys there, past the API server, which shows them like all others.
+        """Write objects directly into etcd, by their keys. The API server then shows them like all others.
 
-        For tens of thousands of them. Nothing is checked or allocated: to a Service belongs its IPAddress.
+        For tens of thousands of objects. Nothing is checked or allocated: a Service needs its IPAddress object too.
         """
 
         def text(value: str) -> str:
@@ -186,7 +188,9 @@ class ApiServer:
         return self.request("POST", _collection(item), item)
 
     def apply(self, item: Object) -> Object:
-        """Server-side apply, as ``kubectl apply --server-side --force-conflicts``; status too, where there is one."""
+        """Server-side apply, as ``kubectl apply --server-side --force-conflicts``; also applies the status, if there is
+        one.
+        """
         path = f"{_collection(item)}/{item['metadata']['name']}"
         query = "?fieldManager=tests&force=true"
         made = self.request("PATCH", path + query, json.dumps(item), "application/apply-patch+yaml")
@@ -199,7 +203,7 @@ class ApiServer:
         return self.request("PATCH", path, change, "application/merge-patch+json")
 
     def patch_status(self, item: Object) -> Object:
-        """Write the status of an object, which creating it leaves out."""
+        """Write the status of an object: creating an object does not write it."""
         path = f"{_collection(item)}/{item['metadata']['name']}/status"
         return self.request("PATCH", path, {"status": item["status"]}, "application/merge-patch+json")
 
@@ -207,16 +211,16 @@ class ApiServer:
         return self.request("DELETE", f"{_collection(item)}/{item['metadata']['name']}")
 
     def load(self, path: Path) -> list[Object]:
-        """Every object of a YAML file, applied."""
+        """Apply every object of a YAML file."""
         items = [item for item in yaml.safe_load_all(path.read_text()) if item]
         return [self.apply(item) for item in items]
 
     # ---- accounts ----------------------------------------------------------------------------------------------
 
     def account(self, name: str, rules: list[Object], namespace: str = "kube-system") -> None:
-        """A ServiceAccount that may do what ``rules`` allow (again: from now on no more than that).
+        """A ServiceAccount with exactly these ``rules``; a second call replaces them.
 
-        What it may is so when this returns, if it is what is given; what is taken away may be so a moment later.
+        New rights are in effect when this returns. A right that was removed may still be in effect for a moment.
         """
         self.apply(_object("v1", "ServiceAccount", name, namespace))
         role = _object("rbac.authorization.k8s.io/v1", "ClusterRole", name) | {"rules": rules}
@@ -234,7 +238,7 @@ class ApiServer:
             time.sleep(0.01)
 
     def _may(self, user: str, rule: Object) -> bool:
-        """Whether the server lets this user do all that the rule allows."""
+        """Whether the server allows this user everything in the rule."""
         for group, resource, verb in itertools.product(rule["apiGroups"], rule["resources"], rule["verbs"]):
             asked = {"group": group, "resource": resource, "verb": verb}
             review = {"user": user, "resourceAttributes": asked}
@@ -245,16 +249,16 @@ class ApiServer:
         return True
 
     def token(self, name: str, seconds: int = 3600, namespace: str = "kube-system") -> str:
-        """A token of the ServiceAccount; the server gives none for less than 600 seconds."""
+        """A token of the ServiceAccount; the server issues none for less than 600 seconds."""
         path = f"/api/v1/namespaces/{namespace}/serviceaccounts/{name}/token"
         request = {"apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest"}
         answer = self.request("POST", path, request | {"spec": {"expirationSeconds": seconds}})
         return str(answer["status"]["token"])
 
     def kubeconfig(self, path: Path, user: Object, server: str = "", authority: Path | None = None) -> Path:
-        """Write a kubeconfig for ``user`` (its section) at this server, or at ``server`` before it.
+        """Write a kubeconfig for ``user`` (its section) with this server, or with ``server``, a proxy before it.
 
-        ``authority``: the file of the CA, if it is not this server's own.
+        ``authority``: the file of the CA, if it is not this server's.
         """
         cluster = {"server": server or self.url, "certificate-authority": str(authority or self.ca)}
         config = {
@@ -269,9 +273,9 @@ class ApiServer:
         return path
 
     def client_certificate(self, path: Path, seconds: int = 86400) -> float:
-        """Put a client certificate of an administrator into ``path``.crt and its key into ``path``.key.
+        """Write a client certificate of an administrator into ``path``.crt and its key into ``path``.key.
 
-        Returns when it expires, ``seconds`` from now; as ``time.time``. The files are replaced, first the key.
+        Returns when it expires, ``seconds`` from now, as ``time.time``. The files are replaced, first the key.
         """
         (self.folder / "clients.cnf").write_text(_CLIENTS)
         (self.folder / "clients.txt").write_text("")
@@ -289,9 +293,9 @@ class ApiServer:
         return float(now + seconds)
 
     def rotate_authority(self) -> None:
-        """From now on the server has a certificate of a new CA, ``authority``. It is running, and reads it by itself.
+        """Give the server a certificate of a new CA, ``authority``. The running server reads it by itself.
 
-        Client certificates of the first CA are accepted as before, and ``ca`` holds both.
+        Client certificates of the first CA are still accepted, and ``ca`` holds both.
         """
         self._make_authority("next-ca")
         self.authority = self.folder / "next-ca.crt"
@@ -313,7 +317,7 @@ class ApiServer:
 
     def _make_files(self) -> None:
         self._make_authority("first-ca")
-        #: The CA of the server's certificate; ``ca`` may hold others, too.
+        #: The CA of the server's certificate; ``ca`` may hold others too.
         self.authority = self.folder / "first-ca.crt"
         for ending in ("key", "crt"):
             shutil.copy(self.folder / f"first-ca.{ending}", self.folder / f"ca.{ending}")
@@ -327,7 +331,6 @@ class ApiServer:
         self._openssl("req", "-x509", *_KEY, *files, "-days", "2", "-subj", f"/CN=tests-{name}", *usage)
 
     def _make_server(self, name: str, authority: str) -> None:
-        """A certificate for the server."""
         self._openssl("req", *_KEY, "-keyout", f"{name}.key", "-out", f"{name}.csr", "-subj", "/CN=kube-apiserver")
         (self.folder / "server.ext").write_text("subjectAltName=IP:127.0.0.1,DNS:localhost,DNS:kubernetes.default.svc")
         sign = ("-CA", f"{authority}.crt", "-CAkey", f"{authority}.key", "-CAcreateserial", "-days", "2")
@@ -342,7 +345,7 @@ class ApiServer:
             f"--listen-peer-urls={peer}",
             f"--initial-advertise-peer-urls={peer}",
             f"--initial-cluster=default={peer}",
-            # What a test writes need not outlive it.
+            # The data need not outlive the test.
             "--unsafe-no-fsync",
         ]
 
@@ -363,7 +366,7 @@ class ApiServer:
             f"--service-account-key-file={folder / 'accounts.key'}",
             f"--service-account-signing-key-file={folder / 'accounts.key'}",
             f"--service-cluster-ip-range={SERVICE_RANGES}",
-            # No controller makes the default account of a namespace.
+            # No controller creates the default ServiceAccount of a namespace.
             "--disable-admission-plugins=ServiceAccount",
             "--endpoint-reconciler-type=none",
             *self._arguments,
@@ -388,7 +391,7 @@ class ApiServer:
 
     def _is_ready(self) -> bool:
         self.request("GET", "/readyz")
-        # What every cluster has comes a moment later: the roles that tokens need, the API's own Service.
+        # Objects of every cluster come a moment later: the roles that tokens need, the Service of the API server.
         self.request("GET", "/api/v1/namespaces/default")
         self.request("GET", "/api/v1/namespaces/kube-system")
         self.request("GET", "/api/v1/namespaces/default/services/kubernetes")
@@ -396,7 +399,7 @@ class ApiServer:
 
 
 def replace(path: Path, text: str) -> None:
-    """Write a file anew, so that no reader sees a part of it."""
+    """Replace a file atomically: no reader sees a part of it."""
     new = path.with_name(f".{path.name}.new")
     new.write_text(text)
     new.replace(path)
@@ -436,7 +439,7 @@ def _is_stopped(task: Path) -> bool:
 
 
 def _remove_leftovers() -> None:
-    """Folders of runs that were killed; their processes ended with them."""
+    """Remove the folders of runs that were killed; their processes ended with them."""
     for path in Path(tempfile.gettempdir()).glob("apiserver-*-*"):
         pid = path.name.split("-")[1]
         if pid.isdigit() and not Path("/proc", pid).exists():

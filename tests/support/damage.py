@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conntrack tables that are full, and programs that are detached: what several tests do to a node."""
+"""What several tests do to a node: they fill its conntrack table and detach programs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pyebpf_proxy.datapath.node.attachments import Attachments
 from pyebpf_proxy.datapath.node.mounts import bpffs_candidates, holds_pins, tcx_directory
 from pyebpf_proxy.lab.namespace import Namespace
 
-#: More entries than this take too long to make.
+#: Creating more entries than this takes too long.
 MOST_ENTRIES = 1 << 18
 
 
@@ -27,12 +27,13 @@ class CannotBeMadeError(Exception):
 def full_conntrack(
     namespace: Namespace, answered: bool = True, free: int = 0, seconds: int = 600, protocol: str = "tcp"
 ) -> Iterator[Callable[[], None]]:
-    """As many entries in this namespace's table as there may be, but for ``free``. CannotBeMadeError: too many.
+    """Fill this namespace's conntrack table up to ``free`` entries. CannotBeMadeError: the limit is too high.
 
-    Each entry lasts for ``seconds``; ``protocol``: tcp or udp.
+    Each entry lasts for ``seconds``; ``protocol``: tcp or udp. The result adds entries, to replace flows that have
+    ended.
 
-    Entries of flows that were answered are not given up by the kernel, others are. The limit is the whole machine's,
-    and stays as it is: others are not disturbed. What is given fills the room of flows that have ended meanwhile.
+    The kernel evicts entries of unanswered flows when the table is full, but not those of answered ones. The limit
+    belongs to the whole machine and is not changed: that would affect other tests.
     """
     limit = int(namespace.run("sysctl", "-n", "net.netfilter.nf_conntrack_max"))
     if limit > MOST_ENTRIES:
@@ -56,7 +57,7 @@ def full_conntrack(
 
 
 def enter(namespace: Namespace, lines: Iterable[str]) -> None:
-    """Give conntrack's tool these lines; entries that exist, or do not fit, are left out."""
+    """Pass these lines to conntrack's tool; it skips entries that exist or do not fit."""
     namespace.call(enter_here, "\n".join(lines))
 
 
@@ -71,8 +72,8 @@ def has_program(device: str) -> bool:
     return bool((tcx.available() and tcx.chain(index, tcx.INGRESS)) or tc.filters(index, tc.INGRESS))
 
 
-def take_program_off(directory: Path, device: str) -> bool:
-    """Detaches the programs of the instance with this directory from one device."""
+def detach_program(directory: Path, device: str) -> bool:
+    """Detach the programs of the instance with this directory from one device."""
     for place in filter(holds_pins, bpffs_candidates(directory)):
         attachments = Attachments(directory, tcx_directory(place, directory))
         try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A lab whose first node has the fast path on: its clients and servers, and the path that packets took."""
+"""A lab whose first node has the fast path on, with clients and servers; and which path packets took."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Ask = Callable[..., Talk]
 
 
 class FastWorld(World):
-    """Two nodes; ``client`` is a pod of the first, as ``near``; ``far`` is one of the second."""
+    """Two nodes. ``client`` and ``near`` are pods of the first one, ``far`` is a pod of the second one."""
 
     def __init__(self, lab: Lab, client: Pod, near: Pod, far: Pod) -> None:
         super().__init__(lab)
@@ -35,13 +35,13 @@ class FastWorld(World):
         return reasons(self.node)[name]
 
     def fast(self, talk: Talk) -> None:
-        """The conversation continues, and by the cache."""
+        """The conversation continues, on the fast path."""
         before = self.count("flow_hit")
         talk.wait()
         wait_until(lambda: self.count("flow_hit") > before + 10, "packets sent by the cache", 60.0)
 
 
-def made(lab: Lab, own: dict[str, Any] = ON) -> FastWorld:
+def build_fast_world(lab: Lab, own: dict[str, Any] = ON) -> FastWorld:
     first, second = lab.nodes
     world = FastWorld(
         lab,
@@ -62,8 +62,8 @@ def made(lab: Lab, own: dict[str, Any] = ON) -> FastWorld:
 
 
 @contextlib.contextmanager
-def asking() -> Iterator[Ask]:
-    """Begins conversations, which end with the test."""
+def open_talks() -> Iterator[Ask]:
+    """Start conversations; they end with the test."""
     with contextlib.ExitStack() as stack:
 
         def begin(namespace: Namespace, address: str, protocol: str = "tcp", port: int = PORT, size: int = 100) -> Talk:
@@ -75,13 +75,13 @@ def asking() -> Iterator[Ask]:
         yield begin
 
 
-#: A conversation that stands for longer, in seconds, has been stopped by more than a busy machine.
+#: A conversation that pauses for more seconds than this was stopped by more than a busy machine.
 SLOWEST = 5.0
 
 
 @contextlib.contextmanager
-def at_once(*talks: Talk) -> Iterator[None]:
-    """Whatever happens inside, no conversation stands for longer than a second of a machine that is not busy."""
+def without_pause(*talks: Talk) -> Iterator[None]:
+    """No conversation pauses inside the block for longer than a second, or its equivalent on a busy machine."""
     for talk in talks:
         talk.forget_pause()
     slow = slowness()
@@ -90,13 +90,13 @@ def at_once(*talks: Talk) -> Iterator[None]:
         talk.wait()
     slow = max(slow, slowness())
     for talk in talks:
-        assert talk.pause < 1.0 * slow, f"stood still for {talk.pause:.2f} s on a machine {slow:.1f} times as slow"
+        assert talk.pause < 1.0 * slow, f"paused for {talk.pause:.2f} s on a machine that is {slow:.1f} times slower"
 
 
 def slowness() -> float:
-    """How much longer this machine takes now than one that has nothing else to do: 1.0 at least, SLOWEST at most.
+    """How many times longer than an idle machine this one takes now: from 1.0 to SLOWEST.
 
-    The median: a moment in which this process was not run does not count as a pause of the conversation.
+    The median: a moment without CPU time does not count.
     """
     taken = []
     for _ in range(5):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fixtures of more than one suite. The conftest.py of a suite imports those that it has."""
+"""Fixtures of more than one suite. The conftest.py of a suite imports the ones that it uses."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def protocol(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def bpffs(tmp_path: Path) -> Iterator[Path]:
-    """A bpffs of the test's own."""
+    """A separate bpffs for each test."""
     folder = tmp_path / "bpffs"
     folder.mkdir()
     subprocess.run(["mount", "-t", "bpf", "bpf", folder], check=True)

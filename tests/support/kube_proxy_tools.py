@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules as the real kube-proxy made them, put into a namespace of a test among rules of others."""
+"""Recorded rules of the real kube-proxy, loaded into a test's namespace among other programs' rules."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pyebpf_proxy.lab.namespace import Namespace
 
 DATA = Path(__file__).parent / "kube_proxy"
 
-#: Counters are given, so that a rule that was taken away and put back is seen.
+#: The counters are not zero, so a rule that was removed and added again is noticed.
 FOREIGN = """\
 *mangle
 :KUBE-IPTABLES-HINT - [0:0]
@@ -35,8 +35,8 @@ COMMIT
 [2:120] -A FOREIGN -p udp -m udp --dport 9 -j DROP
 COMMIT
 """
-#: After kube-proxy's, so that its jumps stand in between.
-FOREIGN_LATER = """\
+#: Loaded after kube-proxy's rules, so that kube-proxy's jumps are between these and FOREIGN.
+FOREIGN_AFTER = """\
 *nat
 [5:300] -A PREROUTING -p udp -m udp --dport 10 -j RETURN
 [6:360] -A POSTROUTING -p udp -m udp --dport 10 -j RETURN
@@ -50,7 +50,7 @@ KUBELETS = ("KUBE-FIREWALL", "KUBE-IPTABLES-HINT", "KUBE-KUBELET-CANARY")
 
 
 def recorded(family: int) -> str:
-    """The rules of kube-proxy's mode iptables."""
+    """The rules of kube-proxy in mode iptables."""
     return (DATA / f"iptables-ipv{family}.rules").read_text()
 
 
@@ -59,25 +59,25 @@ def tool(kind: str, family: int, action: str) -> str:
 
 
 def restore(namespace: Namespace, kind: str, family: int, text: str) -> None:
-    """Add to the rules that are there; counters in the text count."""
+    """Add these rules to the existing ones, with the counters of the text."""
     namespace.run(tool(kind, family, "restore"), "--noflush", "--counters", stdin=text)
 
 
 def saved(namespace: Namespace, kind: str, family: int) -> list[str]:
-    """The rules with their counters; without the remarks, which hold the time."""
+    """The rules with their counters, without the comment lines, which contain the time."""
     text = namespace.run(tool(kind, family, "save"), "-c")
     return [line for line in text.splitlines() if not line.startswith("#")]
 
 
 def without_kube_proxy(lines: list[str]) -> list[str]:
-    """What must be left of saved rules: by a simpler rule than the agent's, for these rules."""
+    """The saved rules that must remain, by a simpler criterion than the agent's that suffices for these rules."""
     return [
         line for line in lines if "KUBE-" not in line or "foreign" in line or any(name in line for name in KUBELETS)
     ]
 
 
 def load_kube_proxy(namespace: Namespace, kind: str, family: int, text: str | None = None) -> None:
-    """kube-proxy's rules as recorded (or ``text``), with the nfacct objects that they count in."""
+    """Load kube-proxy's recorded rules (or ``text``) and the nfacct objects that they count in."""
     for name in ("ct_state_invalid_dropped_pkts", "localhost_nps_accepted_pkts"):
         namespace.call(_make_nfacct, name)
     restore(
@@ -86,14 +86,14 @@ def load_kube_proxy(namespace: Namespace, kind: str, family: int, text: str | No
 
 
 def _make_nfacct(name: str) -> None:
-    """NFNL_MSG_ACCT_NEW of the subsystem NFNL_SUBSYS_ACCT (7); there is no library for it."""
+    """Send NFNL_MSG_ACCT_NEW to the subsystem NFNL_SUBSYS_ACCT (7); no library does it."""
     value = name.encode() + b"\0"
     attribute = struct.pack("=HH", 4 + len(value), 1) + value + bytes(-len(value) % 4)
     body = struct.pack("=BBH", socket.AF_UNSPEC, 0, 0) + attribute
     with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 12) as sock:
         sock.send(struct.pack("=IHHII", 16 + len(body), 7 << 8, 0x605, 1, 0) + body)
         code = struct.unpack_from("=i", sock.recv(4096), 16)[0]
-    assert code in (0, -17, -16), code  # -EEXIST, -EBUSY: made before
+    assert code in (0, -17, -16), code  # -EEXIST, -EBUSY: it exists
 
 
 def remove(namespace: Namespace, *exclude_cidrs: str, at_start: bool = False) -> Report:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What kubeadm leaves in a cluster for kube-proxy: its ConfigMap and its DaemonSet, field by field."""
+"""What kubeadm creates in a cluster for kube-proxy, field by field: its ConfigMap and its DaemonSet."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The services that the tests ask: one per kind of policy, all in both families, TCP and UDP."""
+"""The Services of the tests: one for each kind of policy, in both families, for TCP and UDP."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pyebpf_proxy.lab.scenario import Target
 
 
 class Kind:
-    """One service of the tests; its number gives its addresses and NodePorts."""
+    """One Service of the tests; its number determines its addresses and NodePorts."""
 
     def __init__(self, name: str, number: int, **spec: Any) -> None:
         self.name = name
@@ -32,7 +32,7 @@ class Kind:
         return vip(100 + self.number)
 
     def objects(self) -> list[Object]:
-        """The Service and its slices, with the endpoints as they are now."""
+        """The Service and its slices, with the current endpoints."""
         made = service(
             self.name,
             self.ports,
@@ -48,7 +48,7 @@ class Kind:
         return [made, *found]
 
     def target(self, kind: Destination, entrance: Node, at: Node | None = None) -> Target:
-        """This service by one of its addresses. ``at``: the node whose NodePort is asked (default: the entrance)."""
+        """A frontend of this Service. ``at``: the node whose NodePort is used (default: the entrance)."""
         address, ports = {
             "ClusterIP": (cluster_ip(self.number), {"tcp": 80, "udp": 53}),
             "ExternalIP": (self.external_ip, {"tcp": 80, "udp": 53}),
@@ -81,8 +81,8 @@ def write_services(lab: Lab, *kinds: Kind) -> float:
 
 
 @contextmanager
-def served_elsewhere(*kinds: Kind, empty: Kind | None = None, own: dict[str, Any] | None = None) -> Iterator[Lab]:
-    """Two nodes with agents; the one endpoint of these services is a pod of the second node, ``empty`` has none."""
+def build_remote_only(*kinds: Kind, empty: Kind | None = None, own: dict[str, Any] | None = None) -> Iterator[Lab]:
+    """Two nodes with agents. The only endpoint of these Services is a pod of the second node; ``empty`` has none."""
     with Lab(nodes=2) as lab:
         pod = lab.add_pod("web-2", lab.nodes[1])
         for kind in kinds:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Helpers of the lab's tests: clients, what the data plane counted, waiting for a condition."""
+"""Helpers for tests in the lab: clients, the counters of the data plane, waiting for a condition."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from pyebpf_proxy.lab.namespace import Namespace
 from pyebpf_proxy.lab.scenario import Client
 from tests.support import damage as tables
 from tests.support.damage import CannotBeMadeError
+from tests.support.damage import detach_program as detach_program
 from tests.support.damage import has_program as has_program
-from tests.support.damage import take_program_off as take_program_off
 
-#: For nft: another program's NAT, as every node has it. Without any the kernel translates no packet any more, also none
-#: of the connections that conntrack knows.
+#: For nft: another program's NAT, as every node has. Without any NAT rule the kernel translates no packet any more, not
+#: even those of connections that conntrack knows.
 NAT_OF_OTHERS = """table ip keep { chain c { type nat hook prerouting priority 0
  ip daddr 203.0.113.250 tcp dport 1 dnat to 203.0.113.251
  }; }
@@ -56,8 +56,8 @@ def reasons(node: Node) -> dict[str, int]:
     return counts
 
 
-def moved(before: dict[str, int], after: dict[str, int]) -> dict[str, int]:
-    """The reasons that were counted in between: what was decided, whichever way its packets took."""
+def counted_between(before: dict[str, int], after: dict[str, int]) -> dict[str, int]:
+    """The reasons that were counted in between, without the packets' paths."""
     return {
         name: count - before[name]
         for name, count in after.items()
@@ -66,14 +66,15 @@ def moved(before: dict[str, int], after: dict[str, int]) -> dict[str, int]:
 
 
 def served_by(before: dict[str, int], after: dict[str, int]) -> dict[str, int]:
-    """How many new flows tc served ("tc") and how many a socket call ("socket"), and whatever else was decided.
+    """How many new flows tc served ("tc") and how many a socket call ("socket"), and the other reasons that were
+    counted.
 
-    Which path the packets of a flow of tc's take depends on what came before it. What only says why, or what became
-    of the path, is left out: a test of the paths themselves reads ``moved``. So is the end of a former flow from a
-    port that the kernel draws again.
+    The path of a flow that tc serves depends on earlier flows. Reasons that only explain the path are left out; tests
+    of the paths use ``counted_between``. Also left out is a closing flow that was replaced because its port was used
+    again.
     """
     served: dict[str, int] = {}
-    for name, count in moved(before, after).items():
+    for name, count in counted_between(before, after).items():
         if name != "closing_flow_replaced" and not name.startswith(("slow_", "permit_", "young_")):
             name = _SERVED.get(name, name)
             served[name] = served.get(name, 0) + count
@@ -83,8 +84,10 @@ def served_by(before: dict[str, int], after: dict[str, int]) -> dict[str, int]:
 _SERVED = {"new_flow_fast": "tc", "new_flow_netfilter": "tc", "new_flow_socket": "socket"}
 
 
-def learned_just_now(node: Node, seconds: float = 20.0) -> None:
-    """No pod's sockets were learned longer ago: after a minute one is left to tc again, which no test may be amid."""
+def forget_old_pod_sources(node: Node, seconds: float = 20.0) -> None:
+    """Delete the older entries of ``pod_sources``: after a minute tc serves one socket of a pod again, in the middle of
+    a test.
+    """
     table = Map.open_pinned(node.agent.pin("pod_sources"))
     try:
         now = time.clock_gettime_ns(time.CLOCK_MONOTONIC)
@@ -99,7 +102,7 @@ def learned_just_now(node: Node, seconds: float = 20.0) -> None:
 def full_conntrack(
     namespace: Namespace, answered: bool = True, free: int = 0, protocol: str = "tcp"
 ) -> Iterator[Callable[[], None]]:
-    """``tables.full_conntrack``; skips where the machine's limit is too high."""
+    """``tables.full_conntrack``; skips if the machine's limit is too high."""
     try:
         context = tables.full_conntrack(namespace, answered, free, protocol=protocol)
         top_up = context.__enter__()
@@ -111,7 +114,7 @@ def full_conntrack(
 
 
 def wait_until(condition: Callable[[], Any], what: str, deadline: float = 60.0) -> Any:
-    """Poll until ``condition`` is true; its value. Fails with ``what`` after ``deadline`` seconds."""
+    """Poll until ``condition`` is true, and return its value. Fails with ``what`` after ``deadline`` seconds."""
     end = time.monotonic() + deadline
     while not (value := condition()):
         if time.monotonic() > end:
@@ -138,7 +141,7 @@ def route_cluster_ips(lab: Lab, node: Node) -> None:
 
 
 class Capture:
-    """Frames that a device receives or sends, from now on, until one satisfies ``match``."""
+    """Captures the frames that a device receives or sends, from now on, until one satisfies ``match``."""
 
     def __init__(
         self, namespace: Namespace, device: str, match: Callable[[bytes], bool], deadline: float = 10.0
@@ -146,15 +149,15 @@ class Capture:
         wait, ready = multiprocessing.Pipe(duplex=False)
         self._task = namespace.start(_capture, device, match, deadline, ready)
         ready.close()
-        wait.recv()  # from here on nothing is missed
+        wait.recv()  # from here on no frame is missed
         wait.close()
 
     def done(self) -> bool:
-        """Whether the frame has come, or its time is over."""
+        """Whether the frame has come or the time is over."""
         return self._task.done()
 
     def frame(self) -> bytes | None:
-        """The frame (with its Ethernet header); None if none came in time."""
+        """The frame with its Ethernet header; None if none came in time."""
         return self._task.result()
 
 

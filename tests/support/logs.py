@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a test asks of a log: of an agent in the lab, of a container, or of this process (``caplog``).
+"""Search a log: of an agent in the lab, of a container, or of this process (``caplog``).
 
     Log(node.agent).wait(Message.NODE_DELETED)
     line = Log(caplog).only(Message.NODE_IPS_CHANGED, level="info")
     Log(node.agent).none(Message.KUBE_PROXY_RUNS, "iptables")
 
-A message is found by a part of it that ``Message`` names once. A message that is reworded is changed there: a unit test
-fails within seconds if a part is not in the package any more. So a test that a message is absent cannot become empty.
-The log itself has no numbers or names of messages: people read it.
+``Message`` names a part of each message once. If a message is reworded, only that part is changed: a unit test fails
+within seconds if a part is not in the package any more. So a test that a message is absent always tests something.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ import pytest
 
 DEADLINE = 60.0
 _SHOWN = 30
-#: As pyebpf_proxy.common.log writes them: the time, the level, the message and its fields.
+#: The format of pyebpf_proxy.common.log: the time, the level, the message and its fields.
 _LINE = re.compile(r"(?:\d{4}-\d\d-\d\dT[\d:.]+Z )?(debug|info|warning|error) (.*)")
 
 
 class Message(StrEnum):
-    """A stable part of each message that tests look for: one string of the package has it."""
+    """A part of each message that tests look for; exactly one string of the package contains it."""
 
     API_SERVER_BACK = "the API server is reachable again"
     API_SERVER_FAILS = "the API server fails"
@@ -75,7 +74,7 @@ class Message(StrEnum):
 
 
 class Line(NamedTuple):
-    """One line of a log. ``level``: empty for a line that is not the log's own, as those of a traceback."""
+    """One line of a log. ``level`` is empty for a line without one, such as those of a traceback."""
 
     level: str
     text: str
@@ -91,45 +90,45 @@ class HasLog(Protocol):
 
 
 class Log:
-    """A log, read anew at every question. ``parts``: a line has all of them; ``level``: it has this level."""
+    """A log, read again for each search. ``parts``: a line contains all of them; ``level``: it has this level."""
 
     def __init__(self, source: pytest.LogCaptureFixture | HasLog | Sequence[str] | str, after: int = 0) -> None:
         self._source = source
         self._after = after
 
     def from_now(self) -> Log:
-        """The lines that are still to come."""
+        """Only the lines that are logged from now on."""
         return Log(self._source, len(self._all()))
 
     def lines(self, *parts: str, level: str = "") -> list[Line]:
-        """Every line that fits, the oldest first."""
+        """All matching lines, the oldest first."""
         found = self._all()[self._after :]
         return [
             line for line in found if (not level or line.level == level) and all(part in line.text for part in parts)
         ]
 
     def only(self, *parts: str, level: str = "") -> Line:
-        """The line that fits. Fails if none does, or several do."""
+        """The matching line. Fails if there is none, or more than one."""
         found = self.lines(*parts, level=level)
         assert len(found) == 1, self._problem(f"{len(found)} lines, not one,", parts, level)
         return found[0]
 
     def some(self, *parts: str, level: str = "") -> Line:
-        """The newest line that fits. Fails if none does."""
+        """The newest matching line. Fails if there is none."""
         found = self.lines(*parts, level=level)
         assert found, self._problem("no line", parts, level)
         return found[-1]
 
     def none(self, *parts: str, level: str = "") -> None:
-        """Fails if a line fits."""
+        """Fails if a line matches."""
         assert not self.lines(*parts, level=level), self._problem("a line", parts, level)
 
     def last(self) -> Line:
-        """The newest line. Fails if there is none."""
+        """The newest line. Fails if the log is empty."""
         return self.some()
 
     def wait(self, *parts: str, level: str = "", seconds: float = DEADLINE) -> Line:
-        """Wait for a line that fits; the newest. Fails after so many seconds."""
+        """Wait for a matching line, and return the newest. Fails after so many seconds."""
         end = time.monotonic() + seconds
         while not (found := self.lines(*parts, level=level)):
             assert time.monotonic() < end, self._problem(f"after {seconds:g} s no line", parts, level)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""New flows, one after the other, and what arrived of them where: for tests of allowed and denied traffic."""
+"""New flows, one after the other, and how many packets arrived: for tests of allowed and denied traffic."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from tests.support.lab_tools import wait_until
 from tests.support.talk import PORT
 
 BOTH = ("tcp", "udp")
-#: Ports of each, none of which a socket gets by itself: a datagram from one that was used belongs to an older flow,
-#: which rules accept. They last for more than twenty seconds, and are different ones for each client and target.
+#: Each client and target gets its own block of source ports, outside the ephemeral range. A datagram from a port that
+#: was used would belong to an older flow, which rules accept. A block lasts for more than twenty seconds.
 _BLOCK = 1900
 _blocks: defaultdict[tuple[str, str, int, str], Iterator[int]] = defaultdict(
     lambda: itertools.cycle([*range(8_000, 20_000 - _BLOCK, _BLOCK), *range(23_000, 32_500 - _BLOCK, _BLOCK)])
@@ -30,7 +30,7 @@ _blocks: defaultdict[tuple[str, str, int, str], Iterator[int]] = defaultdict(
 
 
 class NewFlows:
-    """A question in its own flow, again and again, until the test ends; each waits ``patience`` seconds."""
+    """One request per flow, in a new flow each time, until the test ends. Each waits ``patience`` seconds."""
 
     def __init__(
         self,
@@ -42,10 +42,10 @@ class NewFlows:
         own_port: int = 0,
     ) -> None:
         context = multiprocessing.get_context("fork")
-        self._state = context.Array("d", [0.0, 0.0, 0.0])  # made, answered, when the last that was answered began
+        self._state = context.Array("d", [0.0, 0.0, 0.0])  # made, answered, when the last answered one began
         blocks = _blocks[namespace.name, address, port, protocol]
         ports = range(own_port, own_port + 1) if own_port else range(first := next(blocks), first + _BLOCK)
-        self._task = namespace.start(_ask_again_and_again, (address, port, protocol, patience), ports, self._state)
+        self._task = namespace.start(_ask_repeatedly, (address, port, protocol, patience), ports, self._state)
 
     @property
     def made(self) -> int:
@@ -57,7 +57,7 @@ class NewFlows:
 
     @property
     def last_answered(self) -> float:
-        """When the last one began that was answered (``time.monotonic``)."""
+        """When the last answered flow began (``time.monotonic``)."""
         return float(self._state[2])
 
     def wait_made(self, more: int = 10) -> None:
@@ -71,7 +71,7 @@ class NewFlows:
         self._task.stop()
 
 
-def _ask_again_and_again(target: tuple[str, int, str, float], ports: range, state: Any) -> None:
+def _ask_repeatedly(target: tuple[str, int, str, float], ports: range, state: Any) -> None:
     for own_port in itertools.cycle(ports):
         begun = time.monotonic()
         if ask_once(*target, own_port):
@@ -82,7 +82,7 @@ def _ask_again_and_again(target: tuple[str, int, str, float], ports: range, stat
 
 
 def ask_once(address: str, port: int, protocol: str, patience: float = 0.5, own_port: int = 0) -> bool:
-    """Whether a question in its own flow is answered. TCP ends with RST: nothing is left behind."""
+    """Whether a request in its own flow is answered. TCP ends with RST, so no connection remains."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     kind = socket.SOCK_STREAM if protocol == "tcp" else socket.SOCK_DGRAM
     with socket.socket(family, kind) as sock:
@@ -102,8 +102,8 @@ def ask_once(address: str, port: int, protocol: str, patience: float = 0.5, own_
 
 
 @contextlib.contextmanager
-def flowing(*flows: NewFlows) -> Iterator[None]:
-    """They end with the block."""
+def ending(*flows: NewFlows) -> Iterator[None]:
+    """The flows end with the block."""
     try:
         yield
     finally:
@@ -112,7 +112,7 @@ def flowing(*flows: NewFlows) -> Iterator[None]:
 
 
 def wait_all_made(flows: Sequence[NewFlows], more: int) -> None:
-    """Wait until each of them has made this many more, all at the same time."""
+    """Wait until each of them has made this many more flows."""
     before = [each.made for each in flows]
     wait_until(
         lambda: all(each.made >= made + more for each, made in zip(flows, before, strict=True)),
@@ -120,8 +120,8 @@ def wait_all_made(flows: Sequence[NewFlows], more: int) -> None:
     )
 
 
-def fast_ones(world: FastWorld, *flows: NewFlows) -> None:
-    """Each of them is answered, and new flows are opened by the flow table."""
+def wait_until_fast(world: FastWorld, *flows: NewFlows) -> None:
+    """All of them are answered, and new flows enter the flow table."""
     for each in flows:
         each.wait_answered()
     before = world.count("new_flow_fast")
@@ -131,7 +131,7 @@ def fast_ones(world: FastWorld, *flows: NewFlows) -> None:
 
 
 class Arrivals:
-    """Packets but RST from one address that come into a pod: counted there, before anything can drop them."""
+    """Counts the packets from one address that come into a pod, without RSTs, before any rule can drop them."""
 
     def __init__(self, pod: Pod, source: str, what: str = "") -> None:
         self._namespace = pod.namespace
@@ -154,7 +154,7 @@ class Arrivals:
 
 
 def entries(world: FastWorld) -> list[dict[str, Any]]:
-    """All of the flow table: ports of the key, and what tests ask of the value."""
+    """The entries of the flow table: the ports of the key, and the fields of the value that tests read."""
     text = world.node.namespace.run("bpftool", "-j", "map", "dump", "pinned", str(world.node.agent.pin("flows")))
     found = []
     for each in json.loads(text):

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ports of this machine's loopback for servers that do not choose their port themselves.
+"""Ports on loopback for servers that do not choose their port themselves.
 
-A port that the kernel has just given and taken back may be given to another process before a server listens: to another
-worker, or to a server that starts at the same time. These are outside of what the kernel gives; each process has its
-own.
+If the kernel assigns a free port and it is released, another process may get it before the server listens. These ports
+are outside the kernel's range, and each process has its own.
 """
 
 from __future__ import annotations
@@ -13,9 +12,9 @@ import errno
 import socket
 from collections.abc import Iterator
 
-#: Below the kernel's own (net.ipv4.ip_local_port_range) and NodePorts.
+#: Below the kernel's own range (net.ipv4.ip_local_port_range) and the NodePorts.
 _FIRST, _BLOCK, _BLOCKS = 20_000, 50, 200
-#: Held until this process ends: an abstract name is gone with it, however it ends.
+#: Held until this process ends: an abstract name disappears with it, however it ends.
 _claims: list[socket.socket] = []
 
 
@@ -32,7 +31,7 @@ def _claimed() -> Iterator[int]:
 
 
 def _is_free(port: int) -> bool:
-    """No server listens there, in neither family."""
+    """Whether no server listens there, in both families."""
     with contextlib.ExitStack() as stack:
         for family, host in ((socket.AF_INET, ""), (socket.AF_INET6, "::")):
             try:

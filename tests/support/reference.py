@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The real kube-proxy: where it is, and what it answers to a case."""
+"""The real kube-proxy: where it is, and its answer to a case."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TIMEOUT = 120.0
 
 
 def kube_proxy() -> Path:
-    """The real kube-proxy; tests/cluster/build.sh makes it."""
+    """The real kube-proxy; tests/cluster/build.sh builds it."""
     return CACHE / "go" / "kube-proxy"
 
 
@@ -30,7 +30,9 @@ def version(program: Path) -> str:
 
 
 def ask(program: Path, case: Case) -> Answer:
-    """Give the case to the real kube-proxy. It gets its own network: a start would clean up the machine's."""
+    """Run the real kube-proxy on the case, in a separate network namespace: its start would clean up the machine's
+    rules.
+    """
     with tempfile.TemporaryDirectory(prefix="parity-") as folder:
         if case.file is not None:
             (Path(folder) / "config.yaml").write_bytes(case.file)
@@ -57,7 +59,7 @@ def ask(program: Path, case: Case) -> Answer:
 
 
 def ask_all(program: Path, cases: Iterable[Case]) -> Iterator[tuple[Case, Answer]]:
-    """Every case with its answer, a few at a time, in the order of ``cases``."""
+    """Every case with its answer, several at a time, in the order of ``cases``."""
     cases = list(cases)
     with ThreadPoolExecutor(max_workers=os.cpu_count() or 2) as pool:
         yield from zip(cases, pool.map(lambda case: ask(program, case), cases), strict=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A port of this machine's loopback, reachable at the same address inside a network namespace."""
+"""A port on loopback that is reachable at the same address inside a network namespace."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from pyebpf_proxy.lab.namespace import set_network_namespace
 
 
 class Relay:
-    """``with Relay(path, port)``: what connects to 127.0.0.1:port in the namespace at ``path`` reaches it here.
+    """``with Relay(path, port)``: connections to 127.0.0.1:port in the namespace at ``path`` reach the same port here.
 
-    ``target``: the port here that new connections lead to, if it is to be another one.
+    ``target``: another port here for new connections.
     """
 
     def __init__(self, namespace: str, port: int) -> None:
@@ -34,13 +34,13 @@ class Relay:
         self.refuse()
 
     def listen(self) -> None:
-        """Take connections, if they are refused now."""
+        """Accept connections, if they are refused now."""
         if self._listener is not None:
             return
         made: list[socket.socket] = []
 
         def listen() -> None:
-            # A thread alone changes its namespace, and ends with it; its socket stays where it was made.
+            # Only this thread changes its namespace, and it ends; its socket stays in that namespace.
             set_network_namespace(self._namespace)
             made.append(socket.create_server(("127.0.0.1", self._port), backlog=64))
 
@@ -51,7 +51,7 @@ class Relay:
         threading.Thread(target=self._accept, args=(self._listener,), daemon=True).start()
 
     def refuse(self) -> None:
-        """End every connection, and let the kernel refuse new ones, as where no server runs."""
+        """End every connection, and let the kernel refuse new ones, as if no server ran."""
         if self._listener is not None:
             # Closing alone would not wake the thread that accepts, and the socket would continue listening.
             self._listener.shutdown(socket.SHUT_RDWR)
@@ -60,14 +60,14 @@ class Relay:
         self.cut()
 
     def hold(self) -> None:
-        """Until ``flow``, nothing arrives: what is sent is lost, and its connection ends then; new ones wait."""
+        """Until ``flow``, no data arrives: sent data is lost, and its connection ends at ``flow``; new ones wait."""
         self._flowing.clear()
 
     def flow(self) -> None:
         self._flowing.set()
 
     def cut(self) -> None:
-        """End every connection; new ones are taken."""
+        """End every connection; new ones are accepted."""
         for connection in list(self._connections):
             try:
                 connection.shutdown(socket.SHUT_RDWR)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tests of a run with workers belong together (``workers``)."""
+"""Which tests must run on one worker (``workers``)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from xdist.scheduler import LoadScopeScheduling
 
 
 class Modules(LoadScopeScheduling):
-    """A module stays on one worker, with its lab and its agents."""
+    """All tests of a module run on one worker, with their lab and agents."""
 
     def __init__(self, config: pytest.Config, log: Any) -> None:
         super().__init__(config, log)

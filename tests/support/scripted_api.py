@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An API server controlled by a test, to the byte; and a source that follows it, with what it delivered and logged.
+"""An API server that a test controls to the byte; and a source that follows it, with what it delivered and logged.
 
-It is for the corners of the protocol that the real one shows only by chance. It answers what it is given, and watches
-otherwise stay open and silent.
+For details of the protocol that the real server shows only by chance. It sends the scripted answers. Watches without a
+script stay open and silent.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ Handler = Callable[["Exchange"], None]
 
 
 class Exchange:
-    """One request, and the means to answer it."""
+    """One request, and the methods to answer it."""
 
     def __init__(self, handler: http.server.BaseHTTPRequestHandler, api: ScriptedApi, body: bytes) -> None:
         parts = urlsplit(handler.path)
@@ -76,7 +76,7 @@ class Exchange:
         self.answer(code, {"kind": "Status", "code": code, "message": message}, headers)
 
     def begin(self) -> None:
-        """A chunked answer begins."""
+        """Begin a chunked answer."""
         self._handler.send_response(200)
         self._handler.send_header("Transfer-Encoding", "chunked")
         self._handler.end_headers()
@@ -88,25 +88,25 @@ class Exchange:
         self.chunk(json.dumps({"type": kind, "object": item}).encode() + b"\n")
 
     def end(self) -> None:
-        """The chunked answer ends in order."""
+        """End the chunked answer properly."""
         self._handler.wfile.write(b"0\r\n\r\n")
 
     def cut(self) -> None:
-        """The connection ends here."""
+        """Close the connection now."""
         self._handler.close_connection = True
 
     def raw(self, data: bytes) -> None:
-        """Bytes without HTTP around them."""
+        """Send bytes without HTTP framing."""
         self._handler.wfile.write(data)
         self._handler.close_connection = True
 
     def hold(self) -> None:
-        """Nothing more, until the server is stopped or ``release`` is called."""
+        """Send nothing more until the server is stopped or ``release`` is called."""
         self._api.held.wait(DEADLINE)
         self.cut()
 
     def initial(self, items: list[Object], version: str) -> None:
-        """The list that begins a watch."""
+        """The list at the beginning of a watch."""
         self.begin()
         for item in items:
             self.event("ADDED", item)
@@ -118,7 +118,7 @@ class Exchange:
 
 
 class ScriptedApi:
-    """``with ScriptedApi() as api``. ``script(resource, handler, …)``: what the next requests for it get, in order."""
+    """``with ScriptedApi() as api``. ``script(resource, handler, …)``: the answers to the next requests, in order."""
 
     def __init__(self) -> None:
         self.requests: list[Exchange] = []
@@ -163,7 +163,7 @@ class ScriptedApi:
         return f"http://127.0.0.1:{self._server.server_address[1]}"
 
     def has(self, resource: str, *items: Object) -> None:
-        """What requests without a script find there."""
+        """What requests without a script get."""
         self._default[resource] = list(items)
 
     def script(self, resource: str, *handlers: Handler) -> None:
@@ -195,7 +195,7 @@ class ScriptedApi:
 
 
 class Following:
-    """A source at work: the batches it delivered, the objects there are by that, and the lines it logged."""
+    """A running source: the batches that it delivered, the resulting objects, and the lines that it logged."""
 
     def __init__(
         self, access: Access, timing: Timing = QUICK, node: str = "node1", observer: Observer | None = None
@@ -203,7 +203,7 @@ class Following:
         self.client = Client(access, Limiter(-1, 0), observer or Silent(), timing)
         self.batches: list[Batch] = []
         self.lines: list[str] = []
-        #: Seconds that the receiver of a batch is busy with it.
+        #: How many seconds the receiver of a batch takes.
         self.busy = 0.0
         self._source = ApiSource(self.client, node)
         self._loop = asyncio.new_event_loop()
@@ -211,7 +211,7 @@ class Following:
         self._handler = _Lines(self.lines)
 
     def begin(self) -> None:
-        """Read, though nothing is taken yet."""
+        """Start reading; batches are not taken yet."""
         self._source.start()
 
     def __enter__(self) -> Following:
@@ -253,7 +253,7 @@ class Following:
         return {name for each, name in self.objects if each == kind}
 
     def logged(self, *parts: str) -> list[str]:
-        """Lines of the log with all of these parts."""
+        """Lines of the log that contain all of these parts."""
         return [str(line) for line in Log(self.lines).lines(*parts)]
 
     def errors(self) -> list[str]:

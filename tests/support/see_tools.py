@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the commands on a node of the lab, as a person there would."""
+"""Runs the commands on a node of the lab, as a user would."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any
 from pyebpf_proxy.lab.agent import command
 from pyebpf_proxy.lab.cluster import Node
 
-#: As in the agent's own pod: what bpf(2) keeps for CAP_SYS_ADMIN cannot be had.
+#: As in the agent's own pod: bpf(2) commands that need CAP_SYS_ADMIN fail.
 NO_SYS_ADMIN = ("setpriv", "--bounding-set", "-sys_admin", "--inh-caps", "-sys_admin")
 
 
 def see(
     node: Node, *arguments: str, through: tuple[str, ...] = (), **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """One command on a node, with its run folder by the environment; ``through``: what runs it."""
+    """Run one command on a node, with its run folder from the environment. ``through``: a program that runs it."""
     # The environment of the tests may have COLUMNS, which would take effect.
     known = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
     known["PYEBPF_PROXY_DIRECTORY"] = str(node.agent.directory)
@@ -34,7 +34,7 @@ def see(
 
 
 def answer(node: Node, *arguments: str, status: int = 0) -> dict[str, Any]:
-    """The answer as scripts have it; the exit status must be ``status``."""
+    """The answer in JSON; the exit status must be ``status``."""
     ran = see(node, *arguments, "-o", "json")
     assert ran.returncode == status, ran.stdout + ran.stderr
     found: dict[str, Any] = json.loads(ran.stdout)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The reasons for which a test may be skipped in CI. With PYEBPF_PROXY_STRICT=1 any other skip fails the run.
 
-Each is a property of the machine or of a parameter, not of the code. What `make setup` installs (fish, zsh, ipset,
-python3-bpfcc, the BPF objects), root, namespaces and BTF are no reasons: CI has them, or it tests nothing.
+Each reason is a property of the machine or of a parameter, not of the code. Root, namespaces, BTF and what `make setup`
+installs (fish, zsh, ipset, python3-bpfcc, the BPF objects) are no reasons: CI has them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 
 class Allowed(NamedTuple):
-    """``reason`` as pytest reports it, ``*`` for any text; ``why`` CI may lack it."""
+    """``reason`` as pytest reports it, ``*`` for any text; ``why`` CI may lack what the test needs."""
 
     reason: str
     why: str

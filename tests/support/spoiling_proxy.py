@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stands between a client and the API server, with TLS on both sides, and spoils what comes back."""
+"""A proxy between a client and the API server, with TLS on both sides, that corrupts the answers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Literal
 
 Mode = Literal["through", "slow", "mute", "garbage", "truncated", "refuse"]
 
-#: How much of an answer comes whole before it is cut: the header and some of the body.
+#: How many bytes of an answer pass before it is cut: the header and part of the body.
 _WHOLE = 700
 
 
@@ -48,7 +48,7 @@ class Proxy:
         return f"https://127.0.0.1:{self.port}"
 
     def set(self, mode: Mode) -> None:
-        """From now on, for connections that are made from now on; those that exist are cut."""
+        """Set how new connections are treated, and cut the existing ones."""
         self.mode = mode
         self.cut()
 
@@ -75,7 +75,7 @@ class Proxy:
         with contextlib.ExitStack() as stack:
             stack.enter_context(contextlib.suppress(OSError, ssl.SSLError))
             there = socket.create_connection(("127.0.0.1", self._server_port))
-            # Handles of the connections without their TLS, which is none of other threads' business.
+            # The sockets below TLS: only the thread of a connection may use its TLS object.
             handles = [stack.enter_context(each.dup()) for each in (raw, there)]
             client = stack.enter_context(self._outer.wrap_socket(raw, server_side=True))
             server = stack.enter_context(self._inner.wrap_socket(there, server_hostname="127.0.0.1"))
@@ -88,14 +88,14 @@ class Proxy:
                 self._handles.remove(handles)
 
     def _pump(self, client: ssl.SSLSocket, server: ssl.SSLSocket, mode: Mode) -> None:
-        """Both ways in one thread, since a TLS connection bears no two; returns when either side has ended."""
+        """Both directions in one thread: a TLS object must not be used by two. Returns when either side has ended."""
         while not self._stopping.is_set():
             ready = [each for each in (client, server) if each.pending()]
             for each in ready or select.select([client, server], [], [], 0.2)[0]:
                 each.settimeout(0.02)
                 try:
                     data = each.recv(65536)
-                except TimeoutError:  # something of TLS itself
+                except TimeoutError:  # a TLS record without data
                     continue
                 if not data:
                     return
@@ -107,7 +107,7 @@ class Proxy:
                     self._answer(client, data, mode)
 
     def _answer(self, client: ssl.SSLSocket, data: bytes, mode: Mode) -> None:
-        """The server's answer, spoilt."""
+        """The server's answer, corrupted."""
         if mode == "through":
             client.sendall(data)
         elif mode == "garbage":

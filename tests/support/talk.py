@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Long conversations in a lab: a server that sends back the client's name, a client that asks until it is stopped."""
+"""Long conversations in a lab: a server that answers with the client's address, and a client that asks until it is
+stopped.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +18,13 @@ from pyebpf_proxy.lab.namespace import Namespace, Task
 
 PORT = 7007
 _SIZE = 8
-#: Environment variable: seconds between an answer and the next question. An emulated processor, which many
-#: conversations at full speed keep busy, has hardly any time left for what a test does meanwhile.
+#: Environment variable: seconds between an answer and the next request. Many clients at full speed would leave an
+#: emulated CPU no time for the test itself.
 PACE = "PEP_TALK_PACE"
 
 
 def serve(pod: Pod) -> Task[None]:
-    """In this pod: what comes is answered with ``peer address, padded to the same length``. Ends with the lab."""
+    """Start a server in this pod. It answers with ``peer address, padded to the same length``. It ends with the lab."""
     wait, ready = multiprocessing.Pipe(duplex=False)
     task = pod.namespace.start(_serve, ready)
     ready.close()
@@ -67,7 +69,7 @@ def _answer(data: bytes, peer: str) -> bytes:
 
 
 class Talk:
-    """A client in ``namespace``: one connection (or UDP socket), one question at a time, until :meth:`end`.
+    """A client in ``namespace``: one connection or UDP socket, one request at a time, until :meth:`end`.
 
     ``gate``, a multiprocessing.Event: its process waits for it before it connects.
     """
@@ -76,7 +78,7 @@ class Talk:
         self, namespace: Namespace, address: str, protocol: str, port: int = PORT, size: int = 100, gate: Any = None
     ) -> None:
         context = multiprocessing.get_context("fork")
-        self._state = context.Array("d", [0.0, 0.0, 0.0])  # answers, when the last one came, longest pause before one
+        self._state = context.Array("d", [0.0, 0.0, 0.0])  # answers, when the last one came, longest pause
         self._peer = context.Array("c", 64)
         self._own_port = context.RawValue("i", 0)
         shared = self._state, self._peer, self._own_port, gate
@@ -88,11 +90,11 @@ class Talk:
 
     @property
     def pause(self) -> float:
-        """The longest time without an answer, in seconds, since `forget_pause`."""
+        """The longest time without an answer in seconds, since `forget_pause`."""
         return max(self._state[2], time.monotonic() - self._state[1])
 
     def forget_pause(self) -> None:
-        """From now on."""
+        """Measure ``pause`` from now on."""
         self._state[2] = 0.0
 
     @property
@@ -102,16 +104,16 @@ class Talk:
 
     @property
     def own_port(self) -> int:
-        """The client's; 0 before it is connected."""
+        """The client's port; 0 before it is connected."""
         return int(self._own_port.value)
 
     @property
     def over(self) -> bool:
-        """Whether its connection was reset, or its process has failed in another way."""
+        """Whether its connection was reset or its process has failed."""
         return self._task.done()
 
     def wait(self, more: int = 20, deadline: float = 60.0) -> float:
-        """Until so many more answers have come: the seconds that the first took. AssertionError if none comes."""
+        """Wait for so many more answers; the seconds that the first one took. AssertionError if none comes."""
         before, begun = self.answers, time.monotonic()
         first = 0.0
         while self.answers < before + more:
@@ -121,8 +123,8 @@ class Talk:
             time.sleep(0.002)
         return first
 
-    def stands(self, seconds: float = 1.5, deadline: float = 60.0) -> bool:
-        """Whether no answer comes any more for so long, within the deadline."""
+    def stops(self, seconds: float = 1.5, deadline: float = 60.0) -> bool:
+        """Whether, within the deadline, no answer comes for so many seconds."""
         begun = time.monotonic()
         while time.monotonic() - begun < deadline:
             before = self.answers
@@ -169,7 +171,8 @@ def _ask(sock: socket.socket, data: bytes, protocol: str) -> bytes | None:
     try:
         sock.sendall(data)
         if protocol == "udp":
-            # Those of questions that were given up come first: a next question for each would never be in step again.
+            # Late answers to earlier requests come first; skip them, or each answer would be taken for the next
+            # request's.
             while (answer := sock.recv(65536))[:_SIZE] != data[:_SIZE]:
                 pass
             return answer

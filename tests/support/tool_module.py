@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programs in folders that are no packages, as modules."""
+"""Import programs from folders that are no packages."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ TOOLS = ROOT / "tools"
 
 
 def tool(name: str, folder: Path = TOOLS) -> ModuleType:
-    """The program NAME.py in a folder, imported."""
+    """Import the program NAME.py from a folder."""
     spec = importlib.util.spec_from_file_location(name, folder / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    # A dataclass finds its module there.
+    # Dataclasses look their module up there.
     sys.modules[name] = module
     spec.loader.exec_module(module)
     return module

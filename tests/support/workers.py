@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several workers run the tests at once (``pytest -n``, which ``make test`` does): which runs what, what runs alone.
+"""Several workers run the tests at once (``pytest -n``, as ``make test`` does): which worker runs which tests.
 
-Tests wait more than they reckon, so there are more workers than CPUs. What a test needs, its labs and agents, is its
-own. What cannot be, because it judges time or touches what the whole machine has, is marked ``alone``.
+Tests mostly wait, so there are more workers than CPUs. Each test has its own labs and agents. A test that measures time
+or changes something that the whole machine shares is marked ``alone``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _FIRST = ("tests/cluster/", "tests/netns/", "tests/packet/")
 
 
 class AloneLock:
-    """A lock between the workers: many tests run at once, or one alone. Two files that all workers lock."""
+    """A lock between the workers: many tests run at once, or one alone. It consists of two files."""
 
     def __init__(self, folder: Path) -> None:
         self._entry, self._lock = (os.open(folder / name, os.O_RDWR | os.O_CREAT) for name in ("entry", "lock"))
@@ -33,7 +33,7 @@ class AloneLock:
     def held(self, alone: bool, next_alone: bool) -> Iterator[None]:
         """Hold the lock. ``next_alone``: the next test of this worker runs alone too, with no test between the two."""
         if not self._kept:
-            # A test that waits to run alone holds the entry: no other test starts meanwhile.
+            # A test that waits to run alone holds the entry lock: no other test starts meanwhile.
             fcntl.flock(self._entry, fcntl.LOCK_EX)
             fcntl.flock(self._lock, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
             fcntl.flock(self._entry, fcntl.LOCK_UN)
@@ -46,7 +46,7 @@ class AloneLock:
 
 
 class Controller:
-    """Plugin of the process that hands out the tests: the lock, and the tests that its workers did not run."""
+    """Plugin of the controller: the lock, and the tests that its workers did not run."""
 
     def __init__(self) -> None:
         self._folder = TemporaryDirectory(prefix="pyebpf-proxy-tests-")
@@ -63,7 +63,7 @@ class Controller:
 
     @pytest.hookimpl
     def pytest_xdist_make_scheduler(self, config: pytest.Config, log: Any) -> Any:
-        # A run without workers does not need xdist either.
+        # A run without workers does not need xdist.
         from tests.support.scheduler import Modules
 
         return Modules(config, log)
@@ -105,7 +105,7 @@ def _is_alone(item: pytest.Item) -> bool:
 
 
 def plugin_of(config: pytest.Config) -> Controller | Worker | None:
-    """What this process is in a run with workers; None in a run without."""
+    """The plugin for this process in a run with workers; None in a run without."""
     if hasattr(config, "workerinput"):
         return Worker(config)
     return Controller() if config.getoption("numprocesses", None) else None

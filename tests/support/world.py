@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A lab with what a suite puts into it: the base of every suite's own world."""
+"""A lab with servers, objects and agents: the base class of each suite's world."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from typing import Self
 from pyebpf_proxy.lab.cluster import Lab, Node
 from pyebpf_proxy.lab.namespace import Namespace
 
-#: The pod that asks and is never asked.
+#: The pod that only sends requests.
 TOOLBOX = "toolbox"
 
 
 class World:
     """``with`` builds it, and ends what it has started. A suite's world extends ``build``.
 
-    ``lab`` runs already, or ``build`` enters it.
+    ``lab`` runs already, or ``build`` starts it.
     """
 
     def __init__(self, lab: Lab) -> None:
         self.lab = lab
-        #: What ends with the world; the newest ends first.
+        #: What ends with the world, the newest first.
         self.at_end = ExitStack()
 
     def __enter__(self) -> Self:
@@ -36,7 +36,7 @@ class World:
         self.close()
 
     def build(self) -> None:
-        """Pods, servers, objects and the proxy."""
+        """Create pods, servers and objects, and start the proxy."""
 
     def close(self) -> None:
         """End what ``build`` and the tests have started."""
@@ -48,7 +48,7 @@ class World:
         return self.lab.nodes[0]
 
     def namespace(self, source: str) -> Namespace:
-        """Where a client is: ``external``, ``node`` (or its name), ``pod`` (the toolbox), or a pod by its name."""
+        """The namespace of a client: ``external``, ``node`` (or its name), ``pod`` (the toolbox), or a pod."""
         if source == "external":
             return self.lab.client
         if source in ("node", self.node.name):

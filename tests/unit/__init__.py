@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests without a kernel's help. The folders mirror the package (repository/test_layout.py checks it)."""
+"""Tests that need no kernel features. The folders mirror the package (repository/test_layout.py checks it)."""

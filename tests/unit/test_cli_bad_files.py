@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files that are no configuration, given to the program: one clear line, status 1, little time and memory."""
+"""Invalid files as configuration: one clear line, status 1, little time and memory."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ def loop(path: Path) -> None:
     path.symlink_to(path)
 
 
-#: Between the test and the measured process: the kernel counts what the process was before its exec, and
-#: the tests' own may be large.
+#: Between the test and the measured process: the kernel counts a process' memory before its exec, and pytest's may be
+#: large.
 MEASURE = """
 import json, resource, subprocess, sys
 status = subprocess.run(sys.argv[1:], stdout=sys.stderr).returncode

@@ -18,11 +18,11 @@ from pyebpf_proxy.cli import main
 from pyebpf_proxy.config.flags import FLAGS, UsageError, parse
 from tests import ROOT
 
-# The program runs without the environment and site-packages (-I -S), so nothing else can tell it where the package is.
+# The program runs without the environment and site-packages (-I -S), so the package's path is given here.
 PATH = f"import sys; sys.path.insert(0, {str(ROOT)!r});"
 
 
-def test_both_ways_to_give_a_value_and_underscores() -> None:
+def test_both_forms_of_a_value_and_underscores() -> None:
     flags = parse(["--config=a=b", "--manifests", "m", "--hostname_override", "h", "--logging-format=json"])
     assert (flags.config, flags.manifests, flags.hostname_override) == ("a=b", "m", "h")
     assert flags.given == {"config", "manifests", "hostname-override", "logging-format"}
@@ -64,8 +64,8 @@ def test_help_lists_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
         assert f"--{flag.name}" in text
 
 
-def test_the_version_waits_for_no_library() -> None:
-    """--version is asked by scripts: what takes long to import must not be imported for it."""
+def test_the_version_imports_no_library() -> None:
+    """Scripts call --version: it must not import what takes long."""
     program = (
         "import sys; before = set(sys.modules); from pyebpf_proxy.cli import main; main(['--version']);"
         "print(*sorted(set(sys.modules) - before))"
@@ -83,20 +83,20 @@ def test_the_version_waits_for_no_library() -> None:
         "pyebpf_proxy.config.flags",
         "pyebpf_proxy.config.gotext",
     }
-    # What these modules need of Python itself is short, too; typing and re are the largest of it.
+    # These modules import few of Python's own; typing and re are the largest.
     assert len(loaded - own) <= 60, loaded - own
     assert not loaded & {"pydantic", "asyncio", "yaml", "pyroute2", "cffi", "msgspec", "logging", "json", "ipaddress"}
 
 
-def test_the_version_and_a_full_document_take_no_more_time_than_a_script_may_wait(tmp_path: Path) -> None:
-    """Processor time, which other work on the machine does not change; a slow machine gets its share more."""
+def test_the_version_and_a_full_document_take_little_time(tmp_path: Path) -> None:
+    """CPU time, which other work on the machine does not change; the limit is higher on a slow machine."""
     file = tmp_path / "config.yaml"
     assert main(["--write-config-to", str(file)]) == 0
     for limit, arguments in (
         (0.15, ["--version"]),
         (0.3, ["--config", str(file), "--write-config-to", str(tmp_path / "out.yaml")]),
     ):
-        # What shares a core's caches and pipelines slows it from one moment to the next: one good try is enough.
+        # Programs that share a core's caches and pipelines slow it at times: one good try is enough.
         tries = []
         while not tries or tries[-1] > limit:
             assert len(tries) < 20, (arguments, limit, tries)
@@ -105,7 +105,7 @@ def test_the_version_and_a_full_document_take_no_more_time_than_a_script_may_wai
 
 
 def processor_time(command: list[str]) -> float:
-    """Seconds of processor that the command took."""
+    """Seconds of CPU time of the command."""
     before = os.times()
     subprocess.run(command, check=True, capture_output=True)
     after = os.times()
@@ -113,7 +113,7 @@ def processor_time(command: list[str]) -> float:
 
 
 def slowness() -> float:
-    """How much slower than a usual machine this one is, 1.0 at least: by a loop that takes 0.1 s there."""
+    """How many times slower than a usual machine this one is, at least 1.0: by a loop that takes 0.1 s there."""
     best = math.inf
     for _ in range(3):
         start = time.process_time()
@@ -129,7 +129,7 @@ def slowness() -> float:
         ("mode: nftables\nmode: ''", 'key \\"mode\\" already set in map'),
     ],
 )
-def test_what_is_accepted_but_not_as_meant_is_a_warning(
+def test_accepted_values_with_another_meaning_are_a_warning(
     text: str, expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "config.yaml"
@@ -150,10 +150,10 @@ def test_what_is_accepted_but_not_as_meant_is_a_warning(
         (["--manifests", "/etc/passwd"], "the manifests folder /etc/passwd is not a folder"),
     ],
 )
-def test_what_is_missing_is_reported_in_one_line(
+def test_missing_files_are_reported_in_one_line(
     arguments: list[str], expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # A name that another folder may have would start an agent on this machine.
+    # Without a folder of the test's own, an agent might start on this machine.
     given = [each.format(dir=tmp_path) for each in arguments]
     assert main([*given, "--directory", str(tmp_path / "run" / "here")]) == 1
     line = capsys.readouterr().err

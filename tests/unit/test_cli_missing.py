@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A machine that lacks something: the real command, one line, status 1, and nothing left behind.
-
-Each run has its own mount and network namespaces, in which what shall be missing is hidden.
-"""
+"""A machine that lacks something: the real command prints one line, ends with status 1 and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -26,7 +23,9 @@ LIBRARIES = f"/usr/lib/{os.uname().machine}-linux-gnu"
 def run(
     tmp_path: Path, hide: str = "", before: str = "", after: str = "", arguments: str = ""
 ) -> subprocess.CompletedProcess[str]:
-    """The agent after ``hide`` (shell commands), started through ``before``; then ``after``, whose output is kept."""
+    """Run the agent after ``hide`` (shell commands), started through ``before``; then ``after``, whose output is
+    returned.
+    """
     manifests = tmp_path / "manifests"
     manifests.mkdir(exist_ok=True)
     script = f"""
@@ -47,7 +46,7 @@ def run(
 
 
 def error(result: subprocess.CompletedProcess[str]) -> str:
-    """The error line, which must be the only one of its kind and the last."""
+    """The error line, which must be the only one and the last line."""
     assert result.returncode == 1, result.stderr
     lines = result.stderr.splitlines()
     assert re.match(r"\S+Z error ", lines[-1]), result.stderr
@@ -108,13 +107,13 @@ def test_the_objects_were_not_built(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "was", "output"),
     [
-        # The same length: everything else of the object stays as it is.
+        # The same length: the rest of the object does not change.
         ("tc.bpf.o", b"masquerade_all", "struct settings differs in masquerade_all, masquerade_xyz"),
         ("sock.bpf.o", b"pod_sockets", "struct settings differs in pod_sockets, pod_sockxyz"),
         ("tc.bpf.o", b"frontend4_key", "no struct frontend4_key"),
     ],
 )
-def test_the_objects_are_of_other_sources(
+def test_the_objects_are_built_from_other_sources(
     tmp_path: Path, bpf_objects: Path, name: str, was: bytes, output: str
 ) -> None:
     raw = (bpf_objects / name).read_bytes()
@@ -142,7 +141,7 @@ def test_cleanup_needs_neither_libbpf_nor_the_objects(tmp_path: Path) -> None:
 
 
 def test_without_rights(tmp_path: Path) -> None:
-    # Root without capabilities: files can still be read, unlike by another user.
+    # Root without capabilities can still read files, unlike another user.
     result = run(tmp_path, before="setpriv --bounding-set=-all --inh-caps=-all")
     expected = "not allowed: CAP_NET_ADMIN and CAP_PERFMON and CAP_BPF missing; run as root"
     assert re.match(expected, error(result))
@@ -155,8 +154,8 @@ def test_cleanup_needs_only_the_network(tmp_path: Path) -> None:
 
 
 @pytest.mark.needs_bpf
-def test_a_start_that_fails_half_way_is_undone(tmp_path: Path) -> None:
-    """The nft table is there and a bpffs is found or mounted when loading fails."""
+def test_a_start_that_fails_halfway_is_undone(tmp_path: Path) -> None:
+    """When loading fails, the nft table exists and a bpffs is found or mounted."""
     broken = tmp_path / "no_object"
     broken.write_text("this is no BPF object")
     result = run(

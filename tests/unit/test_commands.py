@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The commands' front door: help, usage, and that kube-proxy's command line is as it was."""
+"""The entry point of the commands: help, usage, and that kube-proxy's command line is unchanged."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_every_command_is_in_its_page() -> None:
     assert [name for name in sorted(COMMANDS) if f"`pyebpf-proxy {name}" not in page] == []
 
 
-def test_the_schema_is_the_one_of_the_code() -> None:
+def test_the_schema_matches_the_code() -> None:
     wanted = (ROOT / "docs" / "commands.schema.json").read_text()
     assert wanted == tool("commands_schema").text(), (
         "run .venv/bin/python tools/commands_schema.py >docs/commands.schema.json"
@@ -76,14 +76,14 @@ def test_usage_errors_are_one_line_and_status_2(capsys: pytest.CaptureFixture[st
     assert error == "Error: unrecognized arguments: --no-such-flag; see pyebpf-proxy services --help\n"
 
 
-def test_a_word_that_is_no_command_is_refused_as_kube_proxy_does(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_command_is_rejected_as_by_kube_proxy(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["nonsense"]) == 1
     assert capsys.readouterr().err == 'Error: "pyebpf-proxy" does not take any arguments, got ["nonsense"]\n'
     assert main(["sevrices"]) == 1
     assert capsys.readouterr().err.endswith('got ["sevrices"]; did you mean services?\n')
 
 
-def test_the_help_of_all_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_general_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [name for name in COMMANDS if not any(line.startswith(f"  {name} ") for line in lines)] == []
@@ -91,7 +91,7 @@ def test_the_help_of_all_names_every_command(capsys: pytest.CaptureFixture[str])
 
 
 @pytest.mark.parametrize("asked", [["--help"], ["status", "--help"], ["completion", "zsh"], ["--version"]])
-def test_a_reader_that_went_away(asked: list[str]) -> None:
+def test_a_closed_pipe_ends_a_command_quietly(asked: list[str]) -> None:
     """There is no reader from the beginning, so there is no race."""
     reading, writing = os.pipe()
     os.close(reading)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m tests.vagrant``: two machines by vagrant, what course.py tries on them, its table.
+"""``python -m tests.vagrant``: starts two machines with vagrant, runs course.py on them, prints its table.
 
-Where no libvirtd answers, a private one runs for that time (vagrant/libvirt.sh), and this program inside it: then
-whatever ends it, nothing of it is left.
+If no libvirtd answers, a private one runs meanwhile (vagrant/libvirt.sh), with this program inside it: so nothing is
+left, however it ends.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from tests.vagrant.problem import VagrantError
 CACHE = tests.CACHE / "vagrant"
 INSIDE = "--inside"
 _NEEDED = {"vagrant": "vagrant", "qemu-system-x86_64": "qemu-system-x86", "rsync": "rsync", "ssh": "openssh-client"}
-#: Seconds until both have booted; provisioning.
+#: Seconds until both have booted; seconds for provisioning.
 _BOOT, _PROVISION = 1200.0, 2400.0
 
 
 def need() -> None:
-    """VagrantError for the first program that is missing."""
+    """VagrantError for the first missing program."""
     for program, package in _NEEDED.items():
         if shutil.which(program) is None:
             raise VagrantError(f"{program} is missing: apt-get install {package}")
@@ -47,14 +47,14 @@ def need() -> None:
 def choose_driver(kernel: Path | None, scratch: Path) -> tuple[str, str]:
     """``LAB_DRIVER``, or kvm if a kernel prints its first line under it; and why not kvm, or nothing.
 
-    VagrantError for a driver that cannot be.
+    VagrantError for a driver that cannot be used.
     """
     wanted = os.environ.get("LAB_DRIVER", "")
     if wanted not in ("", "kvm", "qemu"):
         raise VagrantError(f"LAB_DRIVER={wanted}: kvm or qemu")
     if wanted == "qemu":
         return "qemu", "LAB_DRIVER=qemu"
-    if kernel is None:  # its own box: its kernel is inside it
+    if kernel is None:  # the user's own box: its kernel is inside it
         why = "" if os.access("/dev/kvm", os.R_OK | os.W_OK) else "there is no /dev/kvm that may be used"
     else:
         try:
@@ -67,7 +67,7 @@ def choose_driver(kernel: Path | None, scratch: Path) -> tuple[str, str]:
 
 
 def _answers() -> bool:
-    """Does a libvirtd of this machine answer."""
+    """Whether a libvirtd of this machine answers."""
     if shutil.which("virsh") is None:
         return False
     return (
@@ -112,7 +112,7 @@ def outside() -> int:
 
 
 def inside(scratch: Path) -> int:
-    """Machines up, everything tried, machines gone; 0 if every row is as it must be."""
+    """Start the machines, try everything, remove the machines; 0 if every row is right."""
     began = time.monotonic()
     vagrant = Vagrant(os.environ["LAB_DRIVER"], CACHE / "home", scratch)
     course = None
@@ -137,7 +137,7 @@ def inside(scratch: Path) -> int:
 
 
 def provision(nodes: Sequence[Node]) -> None:
-    """What ``vagrant provision`` does, on all at once. VagrantError with the script's last words."""
+    """Run ``vagrant provision`` on all at once. VagrantError with the script's last lines."""
     with ThreadPoolExecutor(len(nodes)) as pool:
         for done in [
             pool.submit(node.run, "sudo /srv/pyebpf-proxy/provision.sh --lab", b"", _PROVISION) for node in nodes
@@ -146,7 +146,7 @@ def provision(nodes: Sequence[Node]) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """0: everything as it must be; 1: something was not; 2: nothing could be tried; 130: interrupted."""
+    """0: everything is right; 1: something is not; 2: nothing could be tried; 130: interrupted."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _interrupted)
     try:

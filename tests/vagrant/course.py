@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is tried on the two machines, step by step, and the table of the results."""
+"""The steps on the two machines, and the table of the results."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from tests.vagrant.problem import VagrantError
 
 LINE = "{:<14} {:<8} {:<26} {:<5} {:<4} {:<16} {:<36} {}"
 HEAD = LINE.format("when", "from", "to", "IP", "", "answered by", "what the backend saw, or how long", "")
-#: Requests that every part of the load has to make before, and after, what it is about.
+#: How many requests each part of the load must make before and after the event.
 ENOUGH = 10
-#: Seconds between two requests of one part of the load, by driver. With a fifth of a second, requests are most of what
-#: an emulated processor does, and the agent that is to start waits for minutes.
+#: Seconds between two requests of one part of the load, by driver. With a fifth of a second, requests would take most
+#: of an emulated CPU, and the start of the agent would take minutes.
 PAUSE = {"kvm": 0.2, "qemu": 1.0}
 NEXT = "next"
 
 
 class Row(NamedTuple):
-    """One line of the table; ``problem`` is empty if it is as it must be."""
+    """One line of the table; ``problem`` is empty if it is right."""
 
     when: str
     client: str
@@ -50,7 +50,7 @@ def asked(when: str, answer: Sequence[str]) -> Row:
 
 
 def loaded(when: str, answer: Sequence[Any]) -> Row:
-    """A row of ``guest.load``: no connection may be lost, and each must have been asked often enough."""
+    """A row of ``guest.load``: no connection may be lost, and each must have made enough requests."""
     _, client, what, family, protocol, requests, lost, longest, error = answer
     problem = f"{lost} lost, the first: {error}" if lost else ""
     if not problem and requests < 2 * ENOUGH:
@@ -59,7 +59,7 @@ def loaded(when: str, answer: Sequence[Any]) -> Row:
 
 
 def changed(when: str, name: str, before: dict[str, Any], after: dict[str, Any], version: str, seconds: float) -> Row:
-    """The agent itself: another process, of the version that it must be."""
+    """The agent itself: another process, of the expected version."""
     problem = ""
     if after["process"] in ("0", before["process"]):
         problem = f"process {after['process']} as before"
@@ -70,7 +70,7 @@ def changed(when: str, name: str, before: dict[str, Any], after: dict[str, Any],
 
 
 def next_tree(tree: Path) -> None:
-    """This checkout as if it were the next version: another name, and another layout of the maps."""
+    """This checkout as the next version: another version number, and another map layout."""
     for name in ("pyproject.toml", "README.md", "LICENSE", "NOTICE"):
         shutil.copy(REPOSITORY / name, tree)
     for name in ("pyebpf_proxy", "bpf"):
@@ -99,7 +99,7 @@ def next_site(folder: Path) -> Path:
 
 
 def edit(path: Path, pattern: str, replacement: str) -> None:
-    """Replace the one line that fits. VagrantError if there is none, or more."""
+    """Replace the only matching line. VagrantError if there is none, or more."""
     text, count = re.subn(pattern, replacement, path.read_text(), flags=re.MULTILINE)
     if count != 1:
         raise VagrantError(f"{path.name} has {count} lines like {pattern}")
@@ -107,7 +107,7 @@ def edit(path: Path, pattern: str, replacement: str) -> None:
 
 
 class Course:
-    """The steps; rows are printed as they come, and kept."""
+    """The steps; rows are printed at once, and kept."""
 
     def __init__(self, nodes: Sequence[Node], driver: str) -> None:
         self.nodes = nodes
@@ -115,7 +115,7 @@ class Course:
         self.rows: list[Row] = []
 
     def run(self) -> None:
-        """All of it. VagrantError where a step could not be made at all."""
+        """Run all steps. VagrantError if a step could not be made at all."""
         print("\n" + HEAD, flush=True)
         for node in self.nodes:
             node.install()

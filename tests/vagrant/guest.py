@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``make lab-test`` runs on a node: requests, load, a restart. Results are lines of JSON.
+"""The part of ``make lab-test`` that runs on a node: requests, load, a restart. Results are lines of JSON.
 
-It is copied to the node, and needs nothing but the agent's own installation, whose lab it asks with.
+It is copied to the node, and needs only the agent's own installation, whose lab it uses for requests.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pyebpf_proxy.lab.load import Load, failed
 from pyebpf_proxy.lab.namespace import Namespace, Task
 from pyebpf_proxy.lab.scenario import Client, Target
 
-TIMEOUT = 30.0  # seconds for an answer; an emulated node that installs something is slow
+TIMEOUT = 30.0  # seconds for an answer; an emulated node that installs packages is slow
 PODS = {"node1": ("web-1", "toolbox"), "node2": ("web-2", "web-3")}
 CLUSTER_PORTS = {"tcp": 80, "udp": 53}
 NODE_PORTS = {"tcp": 30080, "udp": 30053}
@@ -42,7 +42,7 @@ class Host(Namespace):
 
 
 class Place:
-    """Both nodes and all pods as the rules see them; only those of this machine can be asked."""
+    """Both nodes and all pods, as the rules see them; requests are only sent from those of this machine."""
 
     def __init__(self) -> None:
         lab = Lab()
@@ -63,7 +63,7 @@ class Place:
         return Client(name, self.host, "node", node.address, node)
 
     def outside(self, name: str) -> Client:
-        """A node that asks another one is like any client outside."""
+        """For another node a node is an external client."""
         node = self.nodes[name]
         return Client(name, self.host, "external", node.address, None)
 
@@ -87,7 +87,7 @@ def pairs(place: Place, here: str) -> list[tuple[Client, Target]]:
 
 
 def ask_all(here: str) -> None:
-    """Every pair, family and protocol; one row a line."""
+    """Every pair, family and protocol; one row per line."""
     for client, target in pairs(Place(), here):
         for family in target.families:
             for protocol in target.ports:
@@ -96,7 +96,9 @@ def ask_all(here: str) -> None:
 
 
 class Talk(NamedTuple):
-    """A connection that lasts: answers, the longest wait for one in seconds, and what ended it (empty: this side)."""
+    """A long connection: answers, the longest wait for one in seconds, and the error that ended it (empty: this
+    side).
+    """
 
     answers: int
     longest: float
@@ -104,7 +106,7 @@ class Talk(NamedTuple):
 
 
 class Stream:
-    """One connection to an echo, held until it is stopped, in its own process."""
+    """One connection to an echo server in its own process, held until it is stopped."""
 
     def __init__(self, namespace: Namespace, address: str, port: int, pause: float) -> None:
         context = get_context("fork")
@@ -118,7 +120,7 @@ class Stream:
 
     @property
     def ended(self) -> bool:
-        """It has ended without being stopped: lost."""
+        """Whether it ended without being stopped: lost."""
         return self._task.done()
 
     def stop(self) -> Talk:
@@ -151,7 +153,7 @@ def _talk(stop: Any, made: Any, address: str, port: int, pause: float) -> Talk:
 
 
 class Work(NamedTuple):
-    """A row of the load: new connections one after the other, or (``streams`` > 0) connections that last."""
+    """A row of the load: new connections one after the other, or (``streams`` > 0) long connections."""
 
     client: str
     what: str
@@ -161,7 +163,7 @@ class Work(NamedTuple):
 
 
 def works(here: str) -> list[Work]:
-    """What is asked from this node while an agent is restarted or replaced."""
+    """The load of this node while an agent is restarted or replaced."""
     if here == "node1":
         return [
             Work("toolbox", "ClusterIP", 4, "tcp", 0),
@@ -198,14 +200,14 @@ def _start(place: Place, work: Work, pause: float) -> list[Load | Stream]:
 def load(here: str, pause: float) -> None:
     """Load from now on, each part with ``pause`` seconds between two requests.
 
-    ``count`` on standard input: the least that one of them has made; another line: the end.
+    ``count`` on standard input: prints the smallest number of requests; another line: the end.
     """
     place = Place()
     running = [(work, _start(place, work, pause)) for work in works(here)]
     for line in sys.stdin:
         if line.strip() != "count":
             break
-        # One that was lost is reported at the end; it must not hold up the others.
+        # A lost one is reported at the end; it must not block the others.
         going = [each for _, several in running for each in several if not (isinstance(each, Stream) and each.ended)]
         print(json.dumps(min((each.made for each in going), default=sys.maxsize)), flush=True)
     for work, several in running:
@@ -213,7 +215,7 @@ def load(here: str, pause: float) -> None:
 
 
 def _came_of(work: Work, several: list[Load | Stream]) -> tuple[str, str, str, str, int, int, float, str]:
-    """Client, what, family, protocol, requests, how many failed, the longest wait in seconds, the first error."""
+    """Client, target, family, protocol, requests, how many failed, the longest wait in seconds, the first error."""
     requests = lost = 0
     longest = 0.0
     error = ""
@@ -241,7 +243,7 @@ def _main_process() -> str:
 
 
 def agent() -> None:
-    """What runs: process, version, and the layouts of the maps that are pinned."""
+    """The running agent: process, version, and the layouts of the pinned maps."""
     version = subprocess.run(["pyebpf-proxy", "--version"], check=True, capture_output=True, text=True).stdout
     layouts = []
     for folder, names, _ in os.walk("/sys/fs/bpf"):
@@ -256,7 +258,7 @@ def restart() -> None:
     while not _synced_since(began):
         if time.time() > began + 600:
             raise SystemExit("the agent has written nothing for 600 s after its restart")
-        time.sleep(1)  # to be asked costs the agent time, which an emulated node has little of
+        time.sleep(1)  # each request costs CPU time, and an emulated node has little
     print(json.dumps({"before": before, "after": _main_process(), "seconds": time.time() - began}))
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``LAB_KERNEL``: another kernel of Debian's under the box's own system, for QEMU to boot without a bootloader.
+"""``LAB_KERNEL``: another Debian kernel under the box's own system, which QEMU boots without a bootloader.
 
-The box's initramfs is taken as it is, and a second one is put behind it: the kernel's modules, and a script that has
-them under the system that is booted, too.
+The box's initramfs is used unchanged. A second one follows it, with the kernel's modules and a script that also
+provides them in the booted system.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from tests.kernels import image
 from tests.kernels.cpio import Archive, join
 from tests.kernels.problem import KernelsError
 
-# Networks as in tests/kernels; and what the machine's disk needs.
+# Modules for networks as in tests/kernels, and for the machine's disk.
 _MODULES = (
     *("kernel/net", "kernel/drivers/net", "kernel/lib", "kernel/crypto", "kernel/arch", "kernel/drivers/char"),
     *("kernel/fs/ext4", "kernel/fs/jbd2", "kernel/fs/fuse", "kernel/drivers/virtio", "kernel/drivers/block"),
 )
 _FILES = ("kernel/fs/mbcache.*",)
 _LEFT_OUT = ("ethernet", "wireless", "wwan", "infiniband", "bluetooth", "mac80211", "drbd", "xen*", "nbd*")
-# After the script of Debian's that is there, which ends udev.
+# After Debian's own script, which ends udev.
 _ORDER = """/scripts/init-bottom/modules "$@"
 [ -e /conf/param.conf ] && . /conf/param.conf
 /scripts/init-bottom/udev "$@"
@@ -41,7 +41,7 @@ cp -a "/usr/lib/modules/$(uname -r)" "$rootmnt/usr/lib/modules/"
 
 
 def make(series: str, box_initrd: Path, target: Path) -> None:
-    """vmlinuz, initrd and release in the folder ``target``, there whole or not at all. KernelsError if it cannot be."""
+    """vmlinuz, initrd and release in the folder ``target``, complete or absent. KernelsError if it fails."""
     if (target / "release").exists():
         return
     if not re.fullmatch(r"\d+\.\d+|newest", series):
@@ -95,7 +95,7 @@ def _left_out(name: str) -> bool:
 
 
 def main(arguments: list[str]) -> int:
-    """SERIES, the box's initramfs, the folder; status 2 and one line if it cannot be."""
+    """SERIES, the box's initramfs, the folder; status 2 and one line if it fails."""
     series, initrd, target = arguments
     try:
         make(series, Path(initrd), Path(target))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The machines: vagrant brings them up, and what runs on them is run by ssh."""
+"""The machines: vagrant starts them, and commands run on them through ssh."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ LOGS = BUILT / "log"
 CONSOLES = Path("/var/log/libvirt/qemu")
 NODES = ("node1", "node2")
 _PYTHON = 'exec sudo env PYTHONDONTWRITEBYTECODE=1 "$(readlink -f /opt/pyebpf-proxy/current)/bin/python"'
-# vagrant's way to show progress, and its report of each machine's settings.
+# vagrant's progress output, and its report of each machine's settings.
 _NOISE = re.compile(r"\x1b|Progress|^==> \w+:  -- |^$")
 
 
 class Vagrant:
-    """Vagrant's commands, their words kept in ``log``. ``scratch``: what goes with the run."""
+    """Vagrant's commands, with their output in ``log``. ``scratch``: removed after the run."""
 
     def __init__(self, driver: str, home: Path, scratch: Path) -> None:
         self._scratch = scratch
@@ -74,7 +74,7 @@ class Vagrant:
         raise VagrantError(f"vagrant {arguments[0]}: {why} ({self.log})")
 
     def up(self, limit: float) -> None:
-        """Boot both. A machine that does not come up is reported with the last lines of its console."""
+        """Boot both. A machine that does not boot is reported with the last lines of its console."""
         try:
             self.run("up", "--no-provision", limit=limit)
         except VagrantError as error:
@@ -84,10 +84,10 @@ class Vagrant:
             raise
 
     def nodes(self) -> list[Node]:
-        """How to reach them. VagrantError if one is not there."""
+        """How to reach them. VagrantError if one is missing."""
         settings = self._scratch / "ssh"
         text = self.run("ssh-config", limit=120)
-        # ssh's own words: everything from the first Host on.
+        # ssh's own lines: everything from the first Host on.
         settings.write_text(text[text.index("Host ") :])
         return [Node(name, settings) for name in NODES]
 
@@ -99,7 +99,7 @@ def _end(process: subprocess.Popen[Any]) -> None:
 
 
 def console_problem(node: str) -> str:
-    """The console of a machine that cannot be reached; empty where there is none, or it booted."""
+    """The console of a machine that cannot be reached; empty if there is none, or it has booted."""
     kept = CONSOLES / f"pyebpf-proxy-{node}.console"
     try:
         text = kept.read_bytes().decode(errors="replace").replace("\r", "")
@@ -110,7 +110,7 @@ def console_problem(node: str) -> str:
 
 
 def judge_console(node: str, text: str) -> str:
-    """One line about a machine by the text of its console; empty if it came as far as its login."""
+    """One line about a machine by the text of its console; empty if it shows its login prompt."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     if not lines:
         return f"{node}: the box does not boot: no word on its console"
@@ -121,11 +121,11 @@ def judge_console(node: str, text: str) -> str:
 
 
 class Node:
-    """One machine, by ssh; one connection for all that is asked."""
+    """One machine, by ssh, with one connection for all commands."""
 
     def __init__(self, name: str, settings: Path) -> None:
         self.name = name
-        # Outside the run's own folder, which goes with it: the end of libvirtd kills ssh, too, and its socket stays.
+        # Outside the run's own folder, which is removed: the end of libvirtd also kills ssh, and its socket stays.
         control = settings.with_name(f"{name}.ssh")
         self._ssh = [
             *("ssh", "-F", str(settings), "-o", "ControlMaster=auto", "-o", f"ControlPath={control}"),
@@ -133,7 +133,7 @@ class Node:
         ]
 
     def run(self, script: str, stdin: bytes = b"", limit: float = 600) -> str:
-        """What a line of shell prints. VagrantError with its last words if it fails."""
+        """The output of a shell command. VagrantError with its last lines if it fails."""
         try:
             done = subprocess.run([*self._ssh, script], input=stdin, capture_output=True, timeout=limit, check=False)
         except subprocess.TimeoutExpired:
@@ -144,19 +144,19 @@ class Node:
         return done.stdout.decode()
 
     def install(self) -> None:
-        """Copy what is run there."""
+        """Copy the programs that run there."""
         self.run("sudo tee /run/lab-guest.py >/dev/null", (Path(__file__).with_name("guest.py")).read_bytes())
 
     def ask(self, *words: str) -> list[Any]:
-        """What guest.py answers, a value a line."""
+        """The answer of guest.py, one value per line."""
         return [json.loads(line) for line in self.run(f"{_PYTHON} /run/lab-guest.py {' '.join(words)}").splitlines()]
 
     def start(self, *words: str) -> Remote:
-        """guest.py, in the same folder."""
+        """Start guest.py, in the same folder."""
         return Remote(self.name, [*self._ssh, f"{_PYTHON} /run/lab-guest.py {' '.join(words)}"])
 
     def send(self, folder: Path, target: str) -> None:
-        """Make a folder of the node equal to a local one; only what differs is sent. VagrantError if it cannot be."""
+        """Make a folder of the node equal to a local one; only differences are sent. VagrantError if it fails."""
         command = ["rsync", "-a", "--delete", "--rsync-path=sudo rsync", "-e", shlex.join(self._ssh[:-2])]
         done = subprocess.run(
             [*command, f"{folder}/", f"{self.name}:{target}/"], capture_output=True, text=True, check=False
@@ -166,7 +166,7 @@ class Node:
 
 
 class Remote:
-    """A process on a node that is talked to by lines."""
+    """A process on a node, controlled by lines on its input."""
 
     def __init__(self, name: str, command: list[str]) -> None:
         self._name = name
@@ -190,7 +190,7 @@ class Remote:
         return VagrantError(f"{self._name}: the load ended by itself: {(errors.strip() or 'no word').splitlines()[-1]}")
 
     def count(self) -> int:
-        """What its slowest part has done by now."""
+        """How many requests its slowest part has made."""
         self._say("count")
         line = self._stdout.readline()
         if not line:
@@ -198,7 +198,7 @@ class Remote:
         return int(json.loads(line))
 
     def wait_for(self, more: int, limit: float = 600) -> None:
-        """Until every part has done so much more. VagrantError if that takes too long."""
+        """Wait until every part has made so many more. VagrantError if that takes too long."""
         wanted, end = self.count() + more, time.monotonic() + limit
         while (have := self.count()) < wanted:
             if time.monotonic() > end:
@@ -206,7 +206,7 @@ class Remote:
             threading.Event().wait(0.5)
 
     def stop(self) -> Iterator[list[Any]]:
-        """End it; its rows."""
+        """End it; returns its rows."""
         self._say("stop")
         for line in self._stdout:
             yield json.loads(line)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ends a run of the lab before it has tried what it is for: one line with the remedy."""
+"""The error that ends a run of the lab early: one line with the remedy."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turns what ``gates`` (the Go program in this folder) prints into pyebpf_proxy/config/gate_table.py."""
+"""Converts the output of ``gates`` (the Go program in this folder) into pyebpf_proxy/config/gate_table.py."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What these tests need of the kernel, as fixtures that skip with the reason."""
+"""Requirements of these tests on the kernel, as fixtures that skip with the reason."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Needs = Callable[..., None]
 
 @pytest.fixture(scope="session")
 def needs_module() -> Needs:
-    """Load kernel modules by name (or find them built in); skip the test if this kernel has one of them not."""
+    """Load kernel modules by name (or find them built in); skip the test if this kernel lacks one of them."""
 
     def needs(*names: str) -> None:
         for name in names:

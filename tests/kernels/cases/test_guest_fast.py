@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The data plane with the DaemonSet's capabilities and nothing configured: flows are young, then the kernel's.
+"""The data plane with the DaemonSet's capabilities and default settings: flows are young, then promoted.
 
-Where conntrack is a module its functions take CAP_SYS_ADMIN, which this agent has not.
+If conntrack is a module, its functions need CAP_SYS_ADMIN, which this agent lacks.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from pyebpf_proxy.lab.cluster import Lab, Node
 from pyebpf_proxy.lab.manifests import Port
 from pyebpf_proxy.lab.namespace import Namespace
 from tests.support.lab_services import Kind, write_nodes, write_services
-from tests.support.lab_tools import moved, reasons, wait_until
+from tests.support.lab_tools import counted_between, reasons, wait_until
 from tests.support.logs import Line, Log, Message
 from tests.support.talk import PORT, Talk, serve
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs_bpf]
 
-# Answers once and closes; answers for as long as it is asked.
+# Answers once and closes; answers until the client ends.
 WEB, LONG = Kind("web", 41), Kind("long", 42)
 LONG.ports = [Port("tcp", PORT, PORT, "TCP", 30042), Port("udp", PORT, PORT, "UDP", 31042)]
-#: The first two make the permit, and a busy machine may let it run out once or twice.
+#: The first two grant the permit, and on a busy machine it may expire once or twice.
 ASKED, YOUNG = 12, 6
 DENY = """table inet deny { chain forward { type filter hook forward priority 0;
  tcp dport 8080 tcp flags syn drop
@@ -51,13 +51,13 @@ def lab() -> Iterator[Lab]:
 
 
 def _start(node: Node) -> None:
-    # As a container has it: /sys as the host's, which ``ip netns exec`` would mount anew.
+    # As in a container: /sys is the host's. ``ip netns exec`` would mount another one.
     node.agent.start(enter=("nsenter", f"--net=/run/netns/{node.namespace.name}", *THREE_CAPABILITIES))
     node.agent.wait_synced()
 
 
 def unexpected(log: Log) -> list[Line]:
-    """Errors, and warnings but those that come with a lab and with few rights."""
+    """Errors, and warnings except those that every lab and few rights cause."""
     known = (Message.NODE_PORT_ADDRESSES_UNSET, Message.OOM_SCORE_FAILS, Message.ONE_VALUE_FOR_ALL)
     lines = [line for line in log.lines() if line.level in ("warning", "error")]
     return [line for line in lines if not any(part in line.text for part in known)]
@@ -85,7 +85,7 @@ def test_the_agent_has_three_capabilities_and_the_fast_path(lab: Lab) -> None:
 def test_short_connections_are_young_and_conntrack_never_sees_them(
     lab: Lab, family: int, protocol: str, by: str
 ) -> None:
-    """A pod asks a ClusterIP; a client outside asks a NodePort, and is masqueraded."""
+    """A pod uses a ClusterIP; an external client uses a NodePort, and is masqueraded."""
     first = lab.nodes[0]
     client, source = lab.pods["asker"].namespace, lab.pods["asker"].address
     if by == "NodePort":
@@ -98,13 +98,13 @@ def test_short_connections_are_young_and_conntrack_never_sees_them(
     assert [outcome.kind for outcome in outcomes] == [ANSWERED] * ASKED
     seen = {outcome.answer.peer[0] for outcome in outcomes if outcome.answer}
     assert seen == {first.address.of(family) if by == "NodePort" else source.of(family)}
-    counted = moved(before, reasons(first))
+    counted = counted_between(before, reasons(first))
     assert counted["new_flow_fast"] >= YOUNG, counted
     assert counted["new_flow_fast"] + counted["new_flow_netfilter"] == ASKED, counted
     assert len(entries(first, source.of(family), address, family)) == known + counted["new_flow_netfilter"]
 
 
-def test_a_flow_that_lasts_becomes_the_kernels(lab: Lab, family: int, protocol: str) -> None:
+def test_a_long_flow_is_promoted(lab: Lab, family: int, protocol: str) -> None:
     first, client = lab.nodes[0], lab.pods["asker"]
     address = LONG.target("ClusterIP", first).address.of(family)
     before = reasons(first)
@@ -116,7 +116,7 @@ def test_a_flow_that_lasts_becomes_the_kernels(lab: Lab, family: int, protocol: 
         found = [line for line in lines if back in line and "[ASSURED]" in line]
         assert found, lines
         assert protocol == "udp" or any(" ESTABLISHED " in line for line in found), found
-        # It continues, each second confirmed by a packet that netfilter has seen.
+        # It continues, confirmed each second by a packet that passes netfilter.
         now = reasons(first)
         talk.wait(500)
         wait_until(lambda: reasons(first)["flow_confirmed"] > now["flow_confirmed"], "netfilter is asked again")
@@ -133,14 +133,14 @@ def _young(lab: Lab, client: Namespace, address: str, protocol: str) -> Talk:
         before = reasons(lab.nodes[0])
         talk = Talk(client, address, protocol)
         talk.wait(1)
-        if moved(before, reasons(lab.nodes[0])).get("new_flow_fast"):
+        if counted_between(before, reasons(lab.nodes[0])).get("new_flow_fast"):
             return talk
         talk.end()
-    pytest.fail(f"no flow was young: {moved(before, reasons(lab.nodes[0]))}")
+    pytest.fail(f"no flow was young: {counted_between(before, reasons(lab.nodes[0]))}")
 
 
 def _greet(address: str, protocol: str, times: int) -> None:
-    """So many flows, one after the other, of one question each."""
+    """So many flows, one after the other, with one request each."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     for _ in range(times):
         with socket.socket(family, socket.SOCK_STREAM if protocol == "tcp" else socket.SOCK_DGRAM) as sock:
@@ -150,13 +150,13 @@ def _greet(address: str, protocol: str, times: int) -> None:
             assert sock.recv(100)
 
 
-def test_what_forward_drops_gets_nothing_through(lab: Lab, family: int) -> None:
-    """A policy that comes: new flows of a pair that has a permit are denied within a second."""
+def test_no_packet_passes_that_forward_drops(lab: Lab, family: int) -> None:
+    """With a new policy, new flows of a pair with a permit are denied within a second."""
     first, client = lab.nodes[0], lab.pods["asker"].namespace
     address = WEB.target("ClusterIP", first).address.of(family)
     before = reasons(first)
     client.call(ask_many, ASKED, address, 80)
-    assert moved(before, reasons(first))["new_flow_fast"] >= YOUNG
+    assert counted_between(before, reasons(first))["new_flow_fast"] >= YOUNG
     first.namespace.run("nft", "-f", "-", stdin=DENY)
     try:
         wait_until(lambda: client.call(ask, address, 80, timeout=0.3).kind != ANSWERED, "denied", 1.5)
@@ -168,7 +168,7 @@ def test_what_forward_drops_gets_nothing_through(lab: Lab, family: int) -> None:
 
 
 def test_conversations_outlive_the_agents_restart(lab: Lab) -> None:
-    """The next agent takes over what the former one had, with no more rights."""
+    """The next agent takes over the old one's state, with the same rights."""
     first, client = lab.nodes[0], lab.pods["asker"].namespace
     address = LONG.target("ClusterIP", first).address
     talks = [_young(lab, client, address.v4, "tcp"), _young(lab, client, address.v6, "udp")]

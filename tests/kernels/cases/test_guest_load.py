@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every program with every setting that changes what the verifier reads: each must load as one with all of them does.
+"""Every program with every setting that changes what the verifier reads: each must load if all together do.
 
-Verifiers differ: some verify a function that is never called, and refuse maps that are not made then.
+Verifiers differ: some verify functions that are never called, and reject maps that do not exist then.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def best() -> Iterator[Loaded]:
-    """What this kernel carries of everything; conntrack's modules come with the table, as for the agent."""
+    """What this kernel supports of everything; conntrack's modules are loaded with the table, as for the agent."""
     table = Table("guest_load")
     table.ensure(Behaviour(masquerade_mark=0x4000))
     try:
@@ -55,13 +55,13 @@ def best() -> Iterator[Loaded]:
         table.remove()
 
 
-def test_nothing_is_refused(best: Loaded) -> None:
-    """With all capabilities. No kernel that these suites name lacks anything of it."""
+def test_no_program_is_refused(best: Loaded) -> None:
+    """With all capabilities. Every kernel that these suites name supports everything."""
     assert not best.refusals
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_each_setting_loads_as_all_together_do(best: Loaded, bpf_objects: Path, name: str) -> None:
+def test_each_setting_loads_like_all_together(best: Loaded, bpf_objects: Path, name: str) -> None:
     wanted = SETTINGS[name]
     loaded = load(Settings(netns_cookie=1, **wanted), sizes=SIZES, objects=bpf_objects)
     try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A kernel that cannot carry the data plane: the agent logs that in one line, ends, and leaves nothing."""
+"""A kernel that cannot run the data plane: the agent logs that in one line, ends, and leaves no state."""
 
 from __future__ import annotations
 

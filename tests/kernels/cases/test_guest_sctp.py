@@ -15,7 +15,7 @@ from pyebpf_proxy.lab.cluster import Lab, Pod
 from pyebpf_proxy.lab.manifests import Port
 from pyebpf_proxy.lab.namespace import Namespace
 from tests.support.lab_services import Kind, write_nodes, write_services
-from tests.support.lab_tools import moved, reasons, wait_until
+from tests.support.lab_tools import counted_between, reasons, wait_until
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs_bpf]
 
@@ -44,11 +44,11 @@ def streams(needs_module: Callable[..., None]) -> Iterator[Lab]:
         yield lab
 
 
-# Bound sockets do not list their other addresses to the peer: several paths are nothing that NAT could follow.
+# Bound sockets do not list their other addresses to the peer: NAT cannot follow several paths.
 
 
 def _serve(name: str, address: str) -> None:
-    """Sends its name and the client's, association after association."""
+    """Send its name and the client's address to each association."""
     with socket.socket(family_of(address), socket.SOCK_STREAM, socket.IPPROTO_SCTP) as listener:
         listener.bind((address, PORT))
         listener.listen(64)
@@ -76,7 +76,7 @@ def _ask(address: str, port: int, source: str = "") -> tuple[str, str]:
 
 
 def _both(namespace: Namespace, address: str, port: int, source: str = "") -> dict[str, str]:
-    """Ask until each endpoint has answered: whom each one saw."""
+    """Ask until each endpoint has answered; returns the source that each one saw."""
     seen: dict[str, str] = {}
 
     def done() -> bool:
@@ -96,8 +96,8 @@ def test_an_outside_client_by_vip_and_node_port(streams: Lab, family: int) -> No
         port = 36412 if what == "LoadBalancer" else 31015
         seen = _both(streams.client, target.address.of(family), port, CLIENT.of(family))
         assert seen == {pod.name: first.source_towards(pod).of(family) for pod in STREAM.endpoints}
-        counted = moved(before, reasons(first))
-        # SCTP is never young.
+        counted = counted_between(before, reasons(first))
+        # SCTP flows are never young.
         assert counted["new_flow_netfilter"] >= 2
         assert "new_flow_fast" not in counted
 
@@ -109,7 +109,7 @@ def test_a_pod_by_cluster_ip_keeps_its_address(streams: Lab, family: int) -> Non
     assert seen == dict.fromkeys(("near", "far"), toolbox.address.of(family))
 
 
-def test_a_pod_that_meets_itself_is_masqueraded(streams: Lab, family: int) -> None:
+def test_a_hairpin_connection_is_masqueraded(streams: Lab, family: int) -> None:
     target = STREAM.target("ClusterIP", streams.nodes[0])
     near = streams.pods["near"]
     seen = _both(near.namespace, target.address.of(family), 36412, near.address.of(family))
@@ -127,5 +127,5 @@ def test_a_service_without_endpoints_is_refused_at_once(streams: Lab, family: in
     first = streams.nodes[0]
     before = reasons(first)
     task = streams.client.start(_ask, EMPTY.target("LoadBalancer", first).address.of(family), 36412)
-    wait_until(lambda: moved(before, reasons(first)).get("reject_no_endpoints"), "the refusal is counted")
+    wait_until(lambda: counted_between(before, reasons(first)).get("reject_no_endpoints"), "the refusal is counted")
     task.stop()

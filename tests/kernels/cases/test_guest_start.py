@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An agent on a machine that was just switched on: conntrack and NAT are modules that are not loaded."""
+"""An agent on a machine that has just booted: conntrack and NAT are modules that are not loaded."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pyebpf_proxy.lab.agent import THREE_CAPABILITIES, command
 from pyebpf_proxy.lab.client import ANSWERED, ask
 from pyebpf_proxy.lab.cluster import Lab
 from tests.support.lab_services import Kind, write_nodes, write_services
-from tests.support.lab_tools import moved, reasons
+from tests.support.lab_tools import counted_between, reasons
 from tests.support.logs import Log, Message
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs_bpf]
@@ -35,8 +35,8 @@ def lab() -> Iterator[Lab]:
         yield made
 
 
-def test_the_agent_brings_conntrack_with_few_rights(lab: Lab) -> None:
-    """The kernel loads modules for a table of nftables; no program is refused for functions that are not there yet."""
+def test_the_agent_loads_conntrack_with_few_rights(lab: Lab) -> None:
+    """The kernel loads modules for an nftables table; programs that need their functions load afterwards."""
     (node,) = lab.nodes
     assert not CONNTRACK.exists()
     node.agent.start(enter=("nsenter", f"--net=/run/netns/{node.namespace.name}", *THREE_CAPABILITIES))
@@ -53,12 +53,12 @@ def test_the_agent_brings_conntrack_with_few_rights(lab: Lab) -> None:
             target = WEB.target("LoadBalancer", node)
             outcome = lab.client.call(ask, target.address.of(family), target.ports[protocol], protocol)
             assert outcome.kind == ANSWERED, (outcome, log)
-    # The first of each pair.
-    assert moved(before, reasons(node))["new_flow_netfilter"] == 4
+    # The first flow of each pair.
+    assert counted_between(before, reasons(node))["new_flow_netfilter"] == 4
 
 
 def test_top_measures_packets_or_reports_that_this_kernel_cannot_attach_its_meter(lab: Lab) -> None:
-    """While the agent of the test before runs."""
+    """While the agent of the previous test runs."""
     (node,) = lab.nodes
     has_place = b"\0BPF_TCX_INGRESS\0" in Path("/sys/kernel/btf/vmlinux").read_bytes()
     top = ["ip", "netns", "exec", node.namespace.name, *command(), "top"]
@@ -76,7 +76,7 @@ def test_top_measures_packets_or_reports_that_this_kernel_cannot_attach_its_mete
                 found = json.loads(process.stdout.readline())
                 flows += found["newFlows"] * found["seconds"]
                 packets += (found["packets"] or 0) * found["seconds"]
-            # A connection with an answer, both ways: more than the two packets that open it.
+            # A connection with an answer: more packets in both directions than the two that open it.
             assert packets >= 6 if has_place else found["packets"] is None
         finally:
             process.kill()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pod networks over tunnels: the way to another node's pods is a vxlan, geneve, ipip or wireguard device."""
+"""Pod networks over tunnels: another node's pods are behind a vxlan, geneve, ipip or wireguard device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pyebpf_proxy.lab.addresses import Dual
 from pyebpf_proxy.lab.client import ANSWERED, ask
 from pyebpf_proxy.lab.cluster import Lab, Node
 from tests.support.lab_services import Kind, write_nodes, write_services
-from tests.support.lab_tools import moved, pod_client, reasons
+from tests.support.lab_tools import counted_between, pod_client, reasons
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs_bpf]
 
@@ -29,7 +29,7 @@ LINKS = {
 
 
 def _address(node: Node) -> Dual:
-    """Of the tunnel's device; packets that are masqueraded into it carry this one."""
+    """The tunnel device's address; packets that are masqueraded into it have it."""
     return Dual(f"10.255.0.{node.number}", f"fd00:255::{node.number}")
 
 
@@ -47,7 +47,7 @@ def underlay(request: pytest.FixtureRequest, needs_module: Callable[..., None]) 
             local, remote = _address(own), _address(other)
             lines = [f"addr add {local.v4}/24 dev under0", "link set under0 up"]
             lines += [f"route replace {other.pod_cidr.v4} via {remote.v4} dev under0 onlink"]
-            if kind != "ipip":  # which carries nothing but IPv4
+            if kind != "ipip":  # ipip carries only IPv4
                 lines += [f"addr add {local.v6}/64 dev under0 nodad"]
                 lines += [f"route replace {other.pod_cidr.v6} via {remote.v6} dev under0 onlink"]
             own.namespace.ip(*lines)
@@ -60,7 +60,7 @@ def underlay(request: pytest.FixtureRequest, needs_module: Callable[..., None]) 
 
 
 def _introduce(first: Node, second: Node) -> None:
-    """Each gets a key; the kernel works out what the other must know of it."""
+    """Each node gets a key; the kernel derives the public key for the other one."""
     keys = {node.number: node.namespace.call(_make_key) for node in (first, second)}
     for own, other in ((first, second), (second, first)):
         own.namespace.call(_add_peer, keys[other.number], other.address.v4)
@@ -124,7 +124,7 @@ def test_the_node_reaches_the_pod(underlay: tuple[Lab, str], family: int) -> Non
 
 
 def test_large_transfers_through_the_tunnel(underlay: tuple[Lab, str], family: int) -> None:
-    """More than a packet each way: the tunnel's MTU is smaller than the client's network's."""
+    """More than a packet in each direction: the tunnel's MTU is smaller than that of the client's network."""
     lab, kind = underlay
     _skip_if_not_carried(kind, family)
     address = WEB.target("LoadBalancer", lab.nodes[0]).address.of(family)
@@ -133,15 +133,16 @@ def test_large_transfers_through_the_tunnel(underlay: tuple[Lab, str], family: i
     assert outcome.size == 300_000
 
 
-def test_a_service_that_a_tunnel_brings_in_is_served(underlay: tuple[Lab, str], family: int) -> None:
-    """A pod of the other node asks this node's NodePort: the request comes out of the tunnel's own device."""
+def test_a_request_from_a_tunnel_is_served(underlay: tuple[Lab, str], family: int) -> None:
+    """A pod of the other node uses this node's NodePort: the request comes out of the tunnel's own device."""
     lab, kind = underlay
     _skip_if_not_carried(kind, family)
     first = lab.nodes[0]
     far = lab.pods["far"]
-    # Answered by itself, over two crossings; LOCAL has no endpoint on the first node: dropped there, and counted.
+    # This node answers over two crossings. LOCAL has no endpoint on the first node: its packets are dropped and
+    # counted.
     assert far.namespace.call(ask, _address(first).of(family), 30000 + WEB.number).kind == ANSWERED
     before = reasons(first)
     outcome = lab.client.call(ask, LOCAL.target("LoadBalancer", first).address.of(family), 80, timeout=1.0)
     assert outcome.kind != ANSWERED
-    assert moved(before, reasons(first)).get("drop_no_local_endpoints")
+    assert counted_between(before, reasons(first)).get("drop_no_local_endpoints")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests of attachment: each in a fresh network namespace that this process enters and leaves again."""
+"""Tests of attachment. Each one runs in a new network namespace, which this process enters and leaves."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.netns.attach.router import CLONE_NEWNET, Router, Shell, check, libc
 
 @pytest.fixture
 def shell() -> Shell:
-    """Runs a script and returns its output; a failing line fails the test."""
+    """Run a script and return its output; a failing line fails the test."""
 
     def run(script: str) -> str:
         done = subprocess.run(["sh", "-ec", script], capture_output=True, text=True, check=False)
@@ -29,7 +29,7 @@ def shell() -> Shell:
 
 @pytest.fixture
 def namespace(shell: Shell) -> Iterator[None]:
-    """A nameless network namespace; it ends with the last descriptor, also when the test is killed."""
+    """A nameless network namespace. It ends with its last descriptor, also if the test is killed."""
     before = os.open("/proc/self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
     check(libc.unshare(CLONE_NEWNET))
     try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests through the router, and what stands for the programs' decisions in the tests of the nft table."""
+"""Requests through the router, and a substitute for the programs' decisions in tests of the nft table."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ def af(family: int) -> int:
 
 
 def decide(shell: Shell, statement: str, match: str = "meta mark 0") -> None:
-    """What the program would have decided for packets from the client that match. The mark 8 is foreign."""
+    """Set the mark or priority of the client's packets that match, as the programs do when they decide. Mark 8 is
+    another program's.
+    """
     shell(f"""nft -f - <<'END'
         table inet decision {{
             chain early {{
@@ -40,7 +42,9 @@ END""")
 
 
 def exchange(router: Router, family: int, protocol: str, destination: tuple[str, int]) -> tuple[str, str]:
-    """One request from the client and an answer. Returns the source the server saw and the one the client saw."""
+    """One request from the client and its answer. Returns the source address that the server saw and the one that the
+    client saw.
+    """
     kind = socket.SOCK_STREAM if protocol == "tcp" else socket.SOCK_DGRAM
     with router.inside("server"):
         server = socket.socket(af(family), kind)

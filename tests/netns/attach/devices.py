@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a device carries, and waiting for what changes it."""
+"""The programs on a device, and waiting for changes of devices."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DEADLINE = 30.0
 
 
 def follow(node: Node | Follower, until: Callable[[], bool]) -> None:
-    """Reads events until the condition holds; looks again only when one has come. Fails after a deadline."""
+    """Read events until the condition holds; checks it only after an event. Fails after a deadline."""
     node.read()
     end = time.monotonic() + DEADLINE
     while not until():
@@ -29,7 +29,7 @@ def follow(node: Node | Follower, until: Callable[[], bool]) -> None:
 
 
 def carried(device: str) -> tuple[list[str], list[str]]:
-    """Names of all BPF programs that a device runs, in their order: at ingress and at egress."""
+    """Names of all BPF programs of a device in their order, at ingress and at egress."""
     index = socket.if_nametoindex(device)
     hooks = tc.qdiscs().get(index, tc.Qdiscs()).hooks
     found = []

@@ -3,7 +3,7 @@
 
     .venv/bin/python -m tests.netns.attach.record_rulesets        as root
 
-Each file of rulesets/ is loaded by its own tool in a new network namespace, then every answer of the kernel is kept.
+Each file of rulesets/ is loaded by its own tool into a new network namespace; then every answer of the kernel is kept.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A network namespace as a router between two others, and what runs scripts there."""
+"""A network namespace that routes between two others."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Router:
 
     @contextmanager
     def inside(self, role: str) -> Iterator[None]:
-        """Sockets made in here belong to that namespace for good."""
+        """Sockets that are created in the block belong to that namespace for good."""
         here = os.open("/proc/self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
         there = os.open(f"/run/netns/{self._names[role]}", os.O_RDONLY | os.O_CLOEXEC)
         try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The socket programs on a cgroup: pinned, replaced in place, gone with their pins. In a cgroup of the test's own."""
+"""The socket programs on a cgroup of the test's own: pinned, replaced in place, detached with their pins."""
 
 from __future__ import annotations
 
@@ -54,27 +54,29 @@ def attach(sock: Object, cgroup: Path, folder: Path) -> None:
 
 
 def ids(shell: Shell, cgroup: Path) -> dict[str, int]:
-    """Names and ids of the programs attached to a cgroup, as bpftool sees them."""
+    """Names and ids of the programs on a cgroup, from bpftool."""
     lines = [line.split() for line in shell(f"bpftool cgroup show {cgroup}").splitlines()]
     return {fields[-1]: int(fields[0]) for fields in lines if fields and fields[0].isdigit()}
 
 
 def left(shell: Shell, cgroup: Path, count: int) -> int:
-    """How many programs are attached, once that is ``count``: the kernel takes a link off some time after its pin."""
+    """How many programs are attached, as soon as it is ``count``: the kernel detaches a link some time after its pin is
+    gone.
+    """
     deadline = time.monotonic() + 30
     while (found := len(ids(shell, cgroup))) != count and time.monotonic() < deadline:
         time.sleep(0.02)
     return found
 
 
-def test_all_eight_are_attached_and_pinned(sock: Object, cgroup: Path, folder: Path, shell: Shell) -> None:
+def test_all_eight_programs_are_attached_and_pinned(sock: Object, cgroup: Path, folder: Path, shell: Shell) -> None:
     attach(sock, cgroup, folder)
     assert sorted(ids(shell, cgroup)) == sorted(cgroups.PROGRAMS)
     assert cgroups.attached(folder) == list(cgroups.PROGRAMS)
     cgroups.detach(folder)
 
 
-def test_they_outlive_the_loader_and_end_with_their_pins(
+def test_programs_outlive_the_loader_and_end_with_their_pins(
     bpf_objects: Path, cgroup: Path, folder: Path, shell: Shell
 ) -> None:
     with Object.open(bpf_objects / "sock.bpf.o") as opened:
@@ -101,7 +103,7 @@ def test_another_run_replaces_the_programs_in_the_same_links(
     cgroups.detach(folder)
 
 
-def test_a_link_to_a_cgroup_that_is_gone_is_made_again(sock: Object, cgroup: Path, folder: Path, shell: Shell) -> None:
+def test_a_link_to_a_removed_cgroup_is_created_again(sock: Object, cgroup: Path, folder: Path, shell: Shell) -> None:
     gone = cgroup.with_name(cgroup.name + "-gone")
     gone.mkdir()
     attach(sock, gone, folder)
@@ -111,7 +113,7 @@ def test_a_link_to_a_cgroup_that_is_gone_is_made_again(sock: Object, cgroup: Pat
     cgroups.detach(folder)
 
 
-def test_a_link_without_a_cgroup_is_known(sock: Object, cgroup: Path, folder: Path, shell: Shell) -> None:
+def test_a_link_without_a_cgroup_is_detected(sock: Object, cgroup: Path, folder: Path, shell: Shell) -> None:
     gone = cgroup.with_name(cgroup.name + "-gone")
     gone.mkdir()
     attach(sock, gone, folder)
@@ -119,7 +121,7 @@ def test_a_link_without_a_cgroup_is_known(sock: Object, cgroup: Path, folder: Pa
     gone.rmdir()
     deadline = time.monotonic() + 30
     while cgroups.detached(folder) != list(cgroups.PROGRAMS):
-        # The kernel takes the programs off some time after the cgroup.
+        # The kernel detaches the programs some time after the cgroup is removed.
         assert time.monotonic() < deadline, cgroups.detached(folder)
         time.sleep(0.02)
     attach(sock, cgroup, folder)
@@ -129,7 +131,7 @@ def test_a_link_without_a_cgroup_is_known(sock: Object, cgroup: Path, folder: Pa
     cgroups.detach(folder)
 
 
-def test_links_to_another_cgroup_are_made_again(sock: Object, cgroup: Path, folder: Path, shell: Shell) -> None:
+def test_links_to_another_cgroup_are_created_again(sock: Object, cgroup: Path, folder: Path, shell: Shell) -> None:
     other = cgroup.with_name(cgroup.name + "-other")
     other.mkdir()
     try:
@@ -142,7 +144,7 @@ def test_links_to_another_cgroup_are_made_again(sock: Object, cgroup: Path, fold
         other.rmdir()
 
 
-def test_what_is_missing_is_added(sock: Object, cgroup: Path, folder: Path, shell: Shell) -> None:
+def test_missing_links_are_added(sock: Object, cgroup: Path, folder: Path, shell: Shell) -> None:
     attach(sock, cgroup, folder)
     (folder / "sendmsg6").unlink()
     assert left(shell, cgroup, 7) == 7

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clean-up leaves a namespace, a cgroup and a bpffs as they were, whatever of it is still there."""
+"""Clean-up restores a namespace, a cgroup and a bpffs, whichever parts of the instance still exist."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.needs_netns, pytest.mark.needs_bpf, pytest.mark.usefix
 
 
 class Instance:
-    """Everything of an instance, attached for real; the bpffs is in its run directory, the cgroup the test's own."""
+    """Everything of an instance, really attached. The bpffs is in its run directory, the cgroup belongs to the test."""
 
     def __init__(self, directory: Path, cgroup: Path, objects: Path, use_tcx: bool) -> None:
         self.use_tcx = use_tcx
@@ -81,7 +81,7 @@ def instance(
 
 
 def machine(shell: Shell, instance: Instance) -> dict[str, str]:
-    """Everything that the agent could leave behind or take away."""
+    """Everything that the agent could leave behind or remove by mistake."""
     devices = [name for _, name in socket.if_nameindex()]
     filters = [shell(f"tc filter show dev {d} {hook}") for d in devices for hook in ("ingress", "egress")]
     bpffs = shell(f"find {instance.directory / 'bpf'} -mindepth 1 2>/dev/null | sort || true")
@@ -95,7 +95,7 @@ def machine(shell: Shell, instance: Instance) -> dict[str, str]:
         "sysctls": shell(
             "sysctl -a 2>/dev/null | grep -E '^net' | grep -vE 'nf_conntrack_(count|buckets)|pktgen|random'"
         ),
-        "mounts": shell(f"mount | grep -E 'on (/sys|{instance.directory})'"),  # not those of other labs
+        "mounts": shell(f"mount | grep -E 'on (/sys|{instance.directory})'"),  # without those of other labs
         "bpffs": "\n".join(line for line in bpffs.splitlines() if not line.endswith(".debug")),
     }
 
@@ -106,15 +106,15 @@ def chains(device: str) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
 
 
 def cleaned(shell: Shell, instance: Instance) -> dict[str, str]:
-    """The same once no program is on the cgroup: the kernel takes a link off some time after its pin."""
+    """The same as soon as no program is on the cgroup: the kernel detaches a link some time after its pin is gone."""
     end = time.monotonic() + 30
     while re.search(r"^\d", shell(f"bpftool cgroup show {instance.cgroup}"), re.MULTILINE) and time.monotonic() < end:
         time.sleep(0.02)
     return machine(shell, instance)
 
 
-def test_everything_is_as_before(instance: Instance, shell: Shell) -> None:
-    # What others had before: a clsact without filters, one with a filter, a table, a pin folder.
+def test_clean_up_restores_everything(instance: Instance, shell: Shell) -> None:
+    # Things of other programs: a clsact without filters, one with a filter, a table, a pin folder.
     shell(f"""
         tc qdisc add dev v0 clsact
         tc qdisc add dev v1 clsact
@@ -133,7 +133,7 @@ def test_everything_is_as_before(instance: Instance, shell: Shell) -> None:
     assert report.problems == []
     assert cleaned(shell, instance) == before
     assert {"tc programs of v0", "tc programs of v3"} <= set(report.removed)
-    assert os.listdir(instance.directory) == ["bpf"], "the mount of others stays, and with it its folder"
+    assert os.listdir(instance.directory) == ["bpf"], "another program's mount and its folder stay"
 
 
 def test_a_second_clean_up_finds_nothing(instance: Instance, shell: Shell) -> None:
@@ -156,7 +156,7 @@ def test_a_second_clean_up_finds_nothing(instance: Instance, shell: Shell) -> No
         "umount {directory}/bpf",
     ],
 )
-def test_half_of_it_is_missing(damage: str, instance: Instance, shell: Shell) -> None:
+def test_clean_up_works_if_parts_are_missing(damage: str, instance: Instance, shell: Shell) -> None:
     instance.start()
     shell(damage.format(table=mounts.table_name(instance.directory), pins=instance.pins, directory=instance.directory))
     report = cleanup(instance.directory, ["lock"])
@@ -185,7 +185,7 @@ def test_one_failing_step_does_not_stop_the_others(
     assert "pyebpf" in after["nft"]
 
 
-def test_files_of_others_in_the_run_directory_stay(instance: Instance, tmp_path: Path) -> None:
+def test_foreign_files_in_the_run_directory_stay(instance: Instance, tmp_path: Path) -> None:
     instance.start()
     (instance.directory / "notes").write_text("mine")
     cleanup(instance.directory, ["lock"])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the node itself sends, by the agent's nft table: its rules come, change and go; chosen endpoints are kept."""
+"""The agent's nft rules for packets of the node itself: created, changed and removed; a flow keeps its endpoint."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ ENDPOINTS = ("10.2.0.2", "10.2.0.3", "10.2.0.4")
 
 
 def service(number: int = 1, ends: Sequence[str] = ENDPOINTS) -> ServicePort:
-    """Number 1 is at the router's VIP."""
+    """Service number 1 is at the router's VIP."""
     listed = tuple(Endpoint(packed(address), 3868, True) for address in ends)
     frontends = (
         Frontend(FrontendKind.CLUSTER_IP, packed(f"10.96.0.{number}"), PORT),
@@ -68,7 +68,7 @@ NOTHING = HostRules(HostTraffic(MARK, detectors={IPFamily.IPV4: PODS, IPFamily.I
 
 
 def with_services(own: HostRules, *plans: ServicePort) -> HostRules:
-    """Those services and no others."""
+    """The state with exactly these services."""
     changed = own.after({plan.name: plan for plan in plans}, complete=True)
     return own if changed is None else changed
 
@@ -81,7 +81,7 @@ _used: set[int] = set()
 
 
 def init() -> bytes:
-    """An INIT from a port that no other came from: of a flow that it knows conntrack keeps the endpoint."""
+    """An INIT from a new source port: conntrack keeps the endpoint of a flow that it knows."""
     while (drawn := sctp.init(PORT))[0] in _used:
         pass
     _used.add(drawn[0])
@@ -89,7 +89,7 @@ def init() -> bytes:
 
 
 def reached(router: Router, shell: Shell, destination: str, times: int) -> Counter[str]:
-    """Which endpoints so many INITs of the node come to."""
+    """Which endpoints so many INITs of the node reach."""
     found: Counter[str] = Counter()
     with ExitStack() as stack:
         with router.inside("server"):
@@ -106,14 +106,14 @@ def reached(router: Router, shell: Shell, destination: str, times: int) -> Count
 
 @pytest.fixture
 def routed(router: Router, shell: Shell) -> Router:
-    """The endpoints are in the server's namespace, and the way to every other address leads there."""
+    """The endpoints are in the server's namespace, and every other address is routed there too."""
     with router.inside("server"):
         shell("; ".join(f"ip addr add {address}/24 dev eth0" for address in ENDPOINTS[1:]))
     shell(f"ip route add default via {router.SERVER[4]}; ip -6 route add default via {router.SERVER[6]}")
     return router
 
 
-def test_without_sctp_services_there_is_nothing_of_it(table: Table, shell: Shell) -> None:
+def test_without_sctp_services_there_are_no_host_rules(table: Table, shell: Shell) -> None:
     table.ensure(Behaviour(MARK))
     before = shell("nft list ruleset")
     table.set_host_rules(NOTHING)
@@ -125,8 +125,8 @@ def test_without_sctp_services_there_is_nothing_of_it(table: Table, shell: Shell
     assert shell("nft list ruleset") == before
 
 
-def test_from_every_state_to_every_other(table: Table, shell: Shell) -> None:
-    """By the differences it comes to the same as made anew."""
+def test_changes_from_every_state_to_every_other(table: Table, shell: Shell) -> None:
+    """An incremental change gives the same rules as a new table."""
     other = service(2, ENDPOINTS[:1])
     states = [
         with_services(NOTHING, *plans)
@@ -155,7 +155,7 @@ def test_from_every_state_to_every_other(table: Table, shell: Shell) -> None:
             assert lines(shell) == wanted
 
 
-def test_a_change_touches_its_own_service_only(table: Table, shell: Shell) -> None:
+def test_a_change_affects_its_own_service_only(table: Table, shell: Shell) -> None:
     def handles(name: str) -> str:
         return "\n".join(
             line for line in shell("nft -a list ruleset").splitlines() if f"chain host4/sctp/default/{name}/" in line
@@ -176,7 +176,7 @@ def test_a_change_touches_its_own_service_only(table: Table, shell: Shell) -> No
 
 
 @pytest.mark.parametrize("how", ["a restart", "nft flush ruleset", "an older shape"])
-def test_it_is_adopted_and_healed(how: str, table: Table, shell: Shell) -> None:
+def test_host_rules_are_adopted_and_repaired(how: str, table: Table, shell: Shell) -> None:
     own = with_services(NOTHING, RICH, PLAIN6)
     table.ensure(Behaviour(MARK))
     table.set_host_rules(own)
@@ -186,7 +186,7 @@ def test_it_is_adopted_and_healed(how: str, table: Table, shell: Shell) -> None:
         table.ensure(Behaviour(MARK))
         assert lines(shell) == wanted
         shell(how)
-        # Where a change finds nothing, all is made again.
+        # If an incremental change fails, all rules are created again.
         table.set_host_rules(with_services(own, RICH))
         table.set_host_rules(own)
     else:
@@ -195,15 +195,15 @@ def test_it_is_adopted_and_healed(how: str, table: Table, shell: Shell) -> None:
         again = Table()
         again.ensure(Behaviour(MARK))
         if how == "a restart":
-            assert lines(shell) == wanted, "it continues until the new agent knows its services"
-        # One service fewer than before: what is not needed any more goes.
+            assert lines(shell) == wanted, "the rules stay until the new agent knows its services"
+        # One service fewer than before: its rules are removed.
         again.set_host_rules(with_services(NOTHING, RICH))
         assert "host6/" not in shell("nft list ruleset")
         again.set_host_rules(own)
     assert lines(shell) == wanted
 
 
-def test_what_the_kernel_refuses_changes_nothing(table: Table, shell: Shell) -> None:
+def test_a_change_that_the_kernel_refuses_has_no_effect(table: Table, shell: Shell) -> None:
     table.ensure(Behaviour(MARK))
     own = with_services(NOTHING, RICH)
     table.set_host_rules(own)
@@ -217,20 +217,18 @@ def test_what_the_kernel_refuses_changes_nothing(table: Table, shell: Shell) -> 
     assert lines(shell) == wanted
 
 
-def test_each_endpoint_in_its_turn_and_with_affinity_always_the_same(
-    routed: Router, table: Table, shell: Shell
-) -> None:
+def test_endpoints_are_chosen_at_random_and_kept_with_affinity(routed: Router, table: Table, shell: Shell) -> None:
     vip = routed.VIP[4]
     table.ensure(Behaviour(MARK))
     own = with_services(NOTHING, service())
     table.set_host_rules(own)
     found = reached(routed, shell, vip, 60)
-    # None of one endpoint comes once in twelve thousand million runs.
+    # One of the endpoints gets no packet once in twelve thousand million runs.
     assert set(found) == set(ENDPOINTS)
     sticky = msgspec.structs.replace(service(), affinity_seconds=600)
     table.set_host_rules(own := with_services(own, sticky))
     (chosen,) = reached(routed, shell, vip, 20)
-    # One memory for all addresses of the service port, through a restart and through changes of other endpoints.
+    # Affinity covers all addresses of the service port, and survives a restart and changes of other endpoints.
     assert set(reached(routed, shell, "203.0.113.1", 20)) == {chosen}
     again = Table()
     again.ensure(Behaviour(MARK))
@@ -245,8 +243,8 @@ def test_each_endpoint_in_its_turn_and_with_affinity_always_the_same(
     assert set(reached(routed, shell, vip, 20)) < set(fewer)
 
 
-def test_endpoints_on_other_nodes_need_no_chains_of_their_own(routed: Router, table: Table, shell: Shell) -> None:
-    """Of a large cluster's nearly all are: a rule with a map chooses among them."""
+def test_remote_endpoints_need_no_chains(routed: Router, table: Table, shell: Shell) -> None:
+    """In a large cluster most endpoints are remote: one rule with a map chooses among them."""
     table.ensure(Behaviour(MARK))
     away = tuple(msgspec.structs.replace(endpoint, local=False) for endpoint in service().cluster)
     table.set_host_rules(with_services(NOTHING, msgspec.structs.replace(service(), cluster=away)))
@@ -259,10 +257,10 @@ ALL = HostRules(HostTraffic(MARK, protocols=frozenset(Protocol)))
 
 @pytest.mark.parametrize("protocol", [Protocol.TCP, Protocol.UDP], ids=["tcp", "udp"])
 @pytest.mark.parametrize("local", [True, False], ids=["here", "elsewhere"])
-def test_all_protocols_where_no_socket_is_translated(
+def test_host_rules_serve_all_protocols_without_socket_programs(
     local: bool, protocol: Protocol, routed: Router, table: Table, shell: Shell
 ) -> None:
-    """One name and port in every protocol: each goes its own way, and only those there are."""
+    """One name and port exists in every protocol: each is served separately, and a removed one is not served."""
     kind = socket.SOCK_STREAM if protocol is Protocol.TCP else socket.SOCK_DGRAM
     ends = tuple(Endpoint(packed(address), 3868, local) for address in ENDPOINTS)
     plan = msgspec.structs.replace(service(), name=NAME._replace(protocol=protocol), cluster=ends)
@@ -288,7 +286,7 @@ def test_all_protocols_where_no_socket_is_translated(
             else:
                 server.recv(100)
     if protocol is Protocol.TCP:
-        assert len(seen) > 1, "one of three endpoints twenty times is no chance"
+        assert len(seen) > 1, "twenty connections reach more than one of three endpoints"
     table.set_host_rules(with_services(ALL, service()))
     with closing(socket.socket(af(4), kind)) as client, pytest.raises((TimeoutError, ConnectionRefusedError, OSError)):
         client.settimeout(0.3)
@@ -316,11 +314,11 @@ table inet pyebpf-proxy {
 
 
 @pytest.mark.parametrize("some", [False, True], ids=["no services", "services"])
-def test_what_an_older_version_has_left_goes(some: bool, table: Table, shell: Shell) -> None:
+def test_rules_of_an_older_version_are_removed(some: bool, table: Table, shell: Shell) -> None:
     wanted = with_services(NOTHING, RICH) if some else NOTHING
     shell(f"nft -f - <<'END'\n{OLDER}\nEND")
     table.ensure(Behaviour(MARK))
-    assert "host_sctp" in shell("nft list ruleset"), "it serves until the services are known"
+    assert "host_sctp" in shell("nft list ruleset"), "the old chain serves until the services are known"
     table.set_host_rules(wanted)
     found = lines(shell)
     assert not [line for line in found if "host_sctp" in line or ("sctp4/" in line and "host4/" not in line)]
@@ -331,7 +329,7 @@ def test_what_an_older_version_has_left_goes(some: bool, table: Table, shell: Sh
     assert lines(shell) == found
 
 
-def test_a_memory_ends(routed: Router, table: Table, shell: Shell) -> None:
+def test_affinity_of_host_rules_expires(routed: Router, table: Table, shell: Shell) -> None:
     table.ensure(Behaviour(MARK))
     table.set_host_rules(with_services(NOTHING, msgspec.structs.replace(service(), affinity_seconds=1)))
 
@@ -339,18 +337,20 @@ def test_a_memory_ends(routed: Router, table: Table, shell: Shell) -> None:
         reached(routed, shell, routed.VIP[4], 1)
         return len(re.findall(r"\bexpires \w+", shell("nft list ruleset")))
 
-    # A machine that stands still meanwhile looks when the second is over.
+    # On a machine that pauses meanwhile, the timeout of a second may be over.
     assert next((count for _ in range(10) if (count := remembered())), 0) == 1
     found = Counter[str]()
     while len(found) < 2:
-        # Each connection is later than a second after the last: the memory is over by then.
+        # Connect only after the entry has expired.
         shell(f"while nft list table inet {table.name} | grep -q expires; do sleep 0.1; done")
         found += reached(routed, shell, routed.VIP[4], 1)
 
 
 @pytest.mark.parametrize(("destination", "verdict"), [("10.96.0.1", "host_reject"), ("203.0.113.2", "host_drop")])
-def test_what_is_refused_is_counted(destination: str, verdict: str, table: Table, routed: Router, shell: Shell) -> None:
-    """No endpoints: refused; no local ones, or outside of the ranges: dropped."""
+def test_refused_packets_are_counted(
+    destination: str, verdict: str, table: Table, routed: Router, shell: Shell
+) -> None:
+    """Without endpoints: rejected. Without local endpoints, or outside the ranges: dropped."""
     refused = service(ends=())
     guarded = msgspec.structs.replace(service(2), source_ranges=(SourceRange(packed("10.99.0.0"), 16),))
     table.ensure(Behaviour(MARK))

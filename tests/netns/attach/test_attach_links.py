@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The node followed through netlink: maps and devices come right after every kind of change, without polling."""
+"""The node followed through netlink: maps and devices are right after every change, without polling."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from tests.netns.attach.router import Shell
 
 pytestmark = [pytest.mark.needs_netns, pytest.mark.needs_bpf, pytest.mark.usefixtures("namespace")]
 
-# The devices that tests here make: others come with a kernel's modules (tunl0, sit0).
+# Devices that these tests create; kernel modules create others (tunl0, sit0).
 MADE = re.compile(r"(v|t|br)\d")
 
 
 class Entry(NamedTuple):
-    """A device as the programs find it: its bridge ("": none) and that one's address."""
+    """A device in the programs' map: its bridge ("": none) and the bridge's address."""
 
     bridge: str = ""
     bridge_mac: str = "00:00:00:00:00:00"
@@ -43,12 +43,12 @@ class Entry(NamedTuple):
 PLAIN = Entry()
 
 
-# Link-local addresses come, and turn valid, whenever the kernel gets round to it.
+# Link-local addresses appear and become valid at any time.
 NO_LINK_LOCAL = "sysctl -qw net.ipv6.conf.default.addr_gen_mode=1"
 
 
 class Harness:
-    """A Node with the maps of the real object, and what it reported."""
+    """A Node with the maps of the real object, and what it has reported."""
 
     def __init__(self, directory: Path, programs: Object, bpffs: Path, use_tcx: bool = True) -> None:
         self.directory = directory
@@ -74,13 +74,13 @@ class Harness:
         return {name: dict(self.programs.maps[name].items()) for name in MAPS}
 
     def node_addresses(self) -> dict[str, bool]:
-        """The node's addresses as the programs find them, and whether each serves NodePorts."""
+        """The node's addresses in the programs' maps, and whether each serves NodePorts."""
         found = self.in_kernel()
         entries = [*found["node_addresses4"].items(), *found["node_addresses6"].items()]
         return {str(ipaddress.ip_address(key)): bool(*struct.unpack("=I", value)) for key, value in entries}
 
     def devices(self) -> dict[str, Entry]:
-        """The test's devices as the programs find them, by name."""
+        """The test's devices in the programs' map, by name."""
         found = {}
         for key, value in self.in_kernel()["devices"].items():
             bridge, mac, *rest = struct.unpack("=I6sBBI", value)
@@ -90,10 +90,10 @@ class Harness:
         return found
 
     def knows(self, devices: dict[str, Entry], addresses: dict[str, bool]) -> bool:
-        """Whether the maps hold exactly this, and the address of the loopback device."""
+        """Whether the maps hold exactly these, and the address of the loopback device."""
         try:
             return self.devices() == devices and self.node_addresses() == addresses | {"::1": False}
-        except OSError:  # a device that is no more
+        except OSError:  # a device that does not exist any more
             return False
 
 
@@ -107,7 +107,7 @@ def harness(
         made.node.close()
 
 
-def test_what_is_there_at_the_start_is_in_the_maps(
+def test_existing_addresses_and_devices_are_in_the_maps(
     namespace: None, tmp_path: Path, programs: Object, bpffs: Path, shell: Shell
 ) -> None:
     shell("ip link add v0 mtu 1400 type veth peer name v1; ip addr add 10.1.0.1/24 dev v0; ip link set v0 up")
@@ -136,8 +136,8 @@ def test_addresses_come_and_go(harness: Harness, shell: Shell) -> None:
     follow(harness.node, lambda: harness.knows({}, {}))
 
 
-def test_addresses_that_leave_the_node_are_noted(harness: Harness, shell: Shell) -> None:
-    """Flows are masqueraded to them (finding D7). An address that another device has, too, has not left."""
+def test_removed_addresses_are_reported(harness: Harness, shell: Shell) -> None:
+    """Flows are masqueraded to them (finding D7). An address that another device also has stays on the node."""
     fast = NodeConfig(fast_path=True)
     harness.node.close()
     node = harness.start(fast)
@@ -158,21 +158,21 @@ def test_addresses_that_leave_the_node_are_noted(harness: Harness, shell: Shell)
     shell("ip addr del 10.1.0.1/32 dev v1")
     follow(node, lambda: "10.1.0.1" not in harness.node_addresses())
     assert (gone(), calls) == ({"10.1.0.1"}, [1])
-    # Nothing is masqueraded to an address of a device that is down, though it is still the node's.
+    # No flow is masqueraded to an address of a device that is down, though the node still has it.
     shell("ip link set v0 down")
     follow(node, lambda: {"10.1.0.2", "fd00::1"} <= gone())
     follow(node, lambda: "fe80::7" not in harness.node_addresses())
     assert gone() == {"10.1.0.1", "10.1.0.2", "10.1.0.3", "fd00::1"}
     assert {"10.1.0.2", "10.1.0.3"} <= set(harness.node_addresses())
-    # And what leaves while no agent runs.
+    # An address that is removed while no agent runs.
     node.close()
     shell("ip addr del 10.1.0.3/32 dev v0")
     harness.start(fast)
     assert gone() == {"10.1.0.3"}
 
 
-def test_devices_that_are_gone_are_named_by_their_number(harness: Harness, shell: Shell) -> None:
-    """Not if another one has got the number by then: what is known by it is that one's, too."""
+def test_removed_devices_are_reported_by_index(harness: Harness, shell: Shell) -> None:
+    """If another device has got the number, entries with it belong to that device."""
     gone: list[int] = []
     harness.node.on_devices_gone = lambda indexes: gone.extend(sorted(indexes))
     shell("ip link add v0 index 7000 type veth peer name v1 index 7001; ip link add v2 index 7002 type bridge")
@@ -199,7 +199,7 @@ def test_a_device_without_ethernet_header_gets_the_other_program(harness: Harnes
     assert carried("t1") == (["tc_ethernet"], ["tc_egress"])
 
 
-def test_a_bridge_s_ports_carry_programs_and_the_bridge_does_not(harness: Harness, shell: Shell) -> None:
+def test_ports_of_a_bridge_have_programs_and_the_bridge_has_none(harness: Harness, shell: Shell) -> None:
     harness.attach()
     shell("ip link add v0 type veth peer name v1; ip link add br0 type bridge; ip link set v0 master br0")
     port, bridge = socket.if_nametoindex("v0"), socket.if_nametoindex("br0")
@@ -222,7 +222,8 @@ def test_a_device_that_stops_being_an_entrance_loses_its_filter(harness: Harness
     follow(harness.node, lambda: harness.knows({"v0": PLAIN, "v1": PLAIN}, {}))
     harness.attach()
     harness.node.close()
-    # While no agent runs: an entrance becomes none. (A rename cannot do that; a program on a bridge stands for it.)
+    # A device stops being an entrance while no agent runs. A rename cannot do that: a program on a bridge stands for
+    # it.
     shell("ip link add br0 type bridge")
     attachments = Attachments(harness.directory, harness.bpffs / "tcx", harness.use_tcx)
     bridge = socket.if_nametoindex("br0")
@@ -236,13 +237,13 @@ def test_a_device_that_stops_being_an_entrance_loses_its_filter(harness: Harness
     assert "clsact" not in shell("tc qdisc show dev br0")
 
 
-def test_a_restart_replaces_programs_and_writes_nothing_that_is_right(harness: Harness, shell: Shell) -> None:
+def test_a_restart_replaces_programs_and_rewrites_no_right_entry(harness: Harness, shell: Shell) -> None:
     shell(f"{NO_LINK_LOCAL}; ip link add v0 type veth peer name v1")
     shell("ip addr add 10.1.0.1/24 dev v0; ip link set v0 up; ip link set v1 up")
     follow(harness.node, lambda: harness.knows({"v0": PLAIN, "v1": PLAIN}, {"10.1.0.1": True}))
     harness.attach()
     harness.node.close()
-    # Left over from a former run: gone after the start. An entry that is right: not written again.
+    # A leftover entry of an earlier run is deleted at the start; a right one is not written again.
     harness.programs.maps["node_addresses4"].update(bytes([9, 9, 9, 9]), struct.pack("=I", 1))
     written = []
     for name in MAPS:
@@ -254,7 +255,7 @@ def test_a_restart_replaces_programs_and_writes_nothing_that_is_right(harness: H
 
 
 class Recording:
-    """A map that notes what is written to it."""
+    """A map that records its writes."""
 
     def __init__(self, real: object, written: list[tuple[str, str, bytes]]) -> None:
         self._real = real
@@ -272,7 +273,7 @@ class Recording:
         return self._real.items()
 
 
-def test_another_configuration_is_taken_in(harness: Harness, shell: Shell) -> None:
+def test_another_configuration_is_applied(harness: Harness, shell: Shell) -> None:
     shell("ip link add v0 type veth peer name v1; ip addr add 10.1.0.1/24 dev v0; ip addr add 10.2.0.1/24 dev v0")
     devices = {"v0": PLAIN, "v1": PLAIN}
     follow(harness.node, lambda: harness.knows(devices, {"10.1.0.1": True, "10.2.0.1": True}))
@@ -295,7 +296,7 @@ def test_a_filter_that_was_removed_comes_back(how: str, harness: Harness, shell:
     assert any("v0: the agent's tc program is gone" in report for report in harness.reports)
 
 
-def test_a_full_map_is_logged_once_and_the_rest_is_served(
+def test_a_full_map_is_logged_once_and_other_entries_are_written(
     namespace: None, tmp_path: Path, bpf_objects: Path, bpffs: Path, shell: Shell
 ) -> None:
     shell("ip link add v0 type veth peer name v1")
@@ -312,10 +313,10 @@ def test_a_full_map_is_logged_once_and_the_rest_is_served(
         harness.node.close()
 
 
-def test_lost_messages_are_made_up_for(
+def test_lost_messages_cause_a_full_read(
     namespace: None, tmp_path: Path, programs: Object, bpffs: Path, shell: Shell, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """More events, unread, than the socket's buffer holds."""
+    """More unread events than the socket's buffer holds."""
     monkeypatch.setattr(follower, "LARGE_BUFFER", 4096)
     harness = Harness(tmp_path, programs, bpffs)
     shell("ip link add v0 type veth peer name v1")
@@ -326,13 +327,13 @@ def test_lost_messages_are_made_up_for(
     received = harness.node._follower._events.received
     monkeypatch.setattr(harness.node._follower._events, "received", lambda: lost.append(list(received())) or lost[-1])
     follow(harness.node, lambda: "10.0.99.1" in harness.node_addresses())
-    assert any(None in each for each in lost), "the buffer held everything: the test proves nothing"
+    assert any(None in each for each in lost), "the buffer has overflowed"
     assert harness.knows({"v0": PLAIN, "v1": PLAIN}, {f"10.0.{i}.1": True for i in range(100)})
     harness.node.close()
 
 
 def as_ip_shows_it(shell: Shell) -> tuple[dict[str, Entry], dict[str, bool], dict[str, bool]]:
-    """iproute2's answer: the test's devices that packets enter by, the node's addresses, and which are secondary."""
+    """The test's devices where packets enter, the node's addresses, and which are secondary, according to iproute2."""
     links = {link["ifname"]: link for link in json.loads(shell("ip -j -d addr show"))}
     entries, addresses, secondary = {}, {}, {}
     for name, link in links.items():
@@ -347,7 +348,7 @@ def as_ip_shows_it(shell: Shell) -> tuple[dict[str, Entry], dict[str, bool], dic
 
 
 def as_followed(follower: Follower) -> tuple[dict[str, Entry], dict[str, bool], dict[str, bool]]:
-    """What the agent makes of the messages that it read."""
+    """What the agent derives from the messages."""
     links = follower.state.links
     wanted = plan(follower.state, NodeConfig())
     entries = {
@@ -364,10 +365,12 @@ def as_followed(follower: Follower) -> tuple[dict[str, Entry], dict[str, bool], 
     return entries, addresses, secondary
 
 
-def test_what_is_followed_is_what_the_kernel_shows_after_any_sequence_of_changes(namespace: None, shell: Shell) -> None:
-    """Promotion of secondary addresses, one address on two devices, ports that move: by iproute2's own listing."""
+def test_the_followed_state_matches_the_kernel_after_any_changes(namespace: None, shell: Shell) -> None:
+    """Promotion of secondary addresses, one address on two devices, ports that move: compared with iproute2's
+    listing.
+    """
     shell(f"sysctl -qw net.ipv4.conf.all.promote_secondaries=1; {NO_LINK_LOCAL}")
-    # Two devices of one bridge may get the same address; whether the kernel notices depends on the time.
+    # Two devices of one bridge may get the same address; whether the kernel detects that depends on timing.
     shell("sysctl -qw net.ipv6.conf.all.accept_dad=0 net.ipv6.conf.default.accept_dad=0")
     shell("ip link add br0 type bridge; ip link add v0 type veth peer name v1; ip link add v2 type veth peer name v3")
     shell("ip link set br0 address 02:00:00:00:00:05")
@@ -388,7 +391,7 @@ def test_what_is_followed_is_what_the_kernel_shows_after_any_sequence_of_changes
                 f"ip addr del fd0{subnet}::{host}/64 dev {device}",
                 f"ip addr change fd0{subnet}::{host}/64 dev {device} preferred_lft 0",
                 f"ip link set {device} down; ip link set {device} up",
-                # One end of each veth only: both would make a loop, and frames circle in it for ever.
+                # Only one end of each veth: both would form a loop, in which frames circle for ever.
                 f"ip link set {chance.choice(['v0', 'v2'])} {chance.choice(['master br0', 'nomaster'])}",
             ]
         )
@@ -402,7 +405,7 @@ def test_what_is_followed_is_what_the_kernel_shows_after_any_sequence_of_changes
     follower.close()
 
 
-def test_what_others_wrote_into_the_maps_is_put_right(harness: Harness, shell: Shell) -> None:
+def test_foreign_changes_of_the_maps_are_corrected(harness: Harness, shell: Shell) -> None:
     shell("ip link add v0 type veth peer name v1; ip addr add 192.0.2.1/24 dev v0; ip link set v0 up")
     follow(harness.node, lambda: "192.0.2.1" in harness.node_addresses())
     right = harness.in_kernel()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""bpffs and cgroup2, found or mounted, from inside and outside of a mount namespace of one's own.
+"""bpffs and cgroup2 are found or mounted, from inside and outside of a private mount namespace.
 
-Each test runs in a child with private mounts and its own process namespace, so that "process 1" is the
-test's and nothing of the machine's mounts is changed.
+Each test runs in a child process with private mounts and its own PID namespace. So process 1 belongs to the test, and
+the machine's mounts do not change.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ def as_process_1(work):
 """
 
 
-def in_machine_of_its_own(script: str, tmp_path: Path) -> str:
-    """Runs a script as process 1 of new process and mount namespaces, /sys without bpffs and cgroup2."""
+def run_in_private_machine(script: str, tmp_path: Path) -> str:
+    """Run a script as process 1 of new PID and mount namespaces; /sys has no bpffs and no cgroup2."""
     path = tmp_path / "script.py"
     path.write_text(PRELUDE + textwrap.dedent(script))
     setup = 'mount --make-rprivate /; umount -l /sys; mount -t sysfs none /sys; exec "$@"'
@@ -89,7 +89,7 @@ def in_machine_of_its_own(script: str, tmp_path: Path) -> str:
 
 
 def test_a_bpffs_is_mounted_once_and_unmounted_at_the_end(tmp_path: Path) -> None:
-    in_machine_of_its_own(
+    run_in_private_machine(
         """
         assert mounted() == []
         place = mounts.ensure_bpffs(directory)
@@ -105,8 +105,8 @@ def test_a_bpffs_is_mounted_once_and_unmounted_at_the_end(tmp_path: Path) -> Non
     )
 
 
-def test_from_a_private_mount_namespace_process_1_s_is_used_and_pins_outlive_us(tmp_path: Path) -> None:
-    in_machine_of_its_own(
+def test_a_private_mount_namespace_uses_the_bpffs_of_process_1_and_pins_outlive_it(tmp_path: Path) -> None:
+    run_in_private_machine(
         """
         def agent():
             leave_init()
@@ -133,8 +133,8 @@ def test_from_a_private_mount_namespace_process_1_s_is_used_and_pins_outlive_us(
     )
 
 
-def test_a_bpffs_that_was_there_stays_mounted(tmp_path: Path) -> None:
-    in_machine_of_its_own(
+def test_an_existing_bpffs_stays_mounted(tmp_path: Path) -> None:
+    run_in_private_machine(
         """
         sh("mount -t bpf bpf /sys/fs/bpf; mkdir /sys/fs/bpf/others")
         place = mounts.ensure_bpffs(directory)
@@ -151,8 +151,8 @@ def test_a_bpffs_that_was_there_stays_mounted(tmp_path: Path) -> None:
     )
 
 
-def test_our_bpffs_stays_while_others_or_other_instances_are_in_it(tmp_path: Path) -> None:
-    in_machine_of_its_own(
+def test_the_agents_bpffs_stays_while_other_pins_are_in_it(tmp_path: Path) -> None:
+    run_in_private_machine(
         """
         other = directory.parent / "other"
         place = mounts.ensure_bpffs(directory).path
@@ -175,7 +175,7 @@ def test_our_bpffs_stays_while_others_or_other_instances_are_in_it(tmp_path: Pat
 
 
 def test_a_bpffs_in_the_run_directory_is_preferred(tmp_path: Path) -> None:
-    in_machine_of_its_own(
+    run_in_private_machine(
         """
         sh(f"mount -t bpf bpf /sys/fs/bpf; mkdir -p {directory}/bpf; mount -t bpf bpf {directory}/bpf")
         assert mounts.ensure_bpffs(directory).path == directory / "bpf"
@@ -185,7 +185,7 @@ def test_a_bpffs_in_the_run_directory_is_preferred(tmp_path: Path) -> None:
 
 
 def test_without_access_to_process_1_the_own_mount_is_used_with_a_warning(tmp_path: Path) -> None:
-    in_machine_of_its_own(
+    run_in_private_machine(
         """
         def agent():
             leave_init()
@@ -206,7 +206,7 @@ def test_without_access_to_process_1_the_own_mount_is_used_with_a_warning(tmp_pa
 
 
 def test_one_clear_error_when_nothing_can_be_mounted(tmp_path: Path) -> None:
-    in_machine_of_its_own(
+    run_in_private_machine(
         """
         def agent():
             os.setresuid(65534, 65534, 65534)
@@ -227,7 +227,7 @@ def test_one_clear_error_when_nothing_can_be_mounted(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("where", ["/sys/fs/cgroup", "/sys/fs/cgroup/unified", "/mnt", ""])
 def test_cgroup2_is_found_wherever_it_is(where: str, tmp_path: Path) -> None:
-    in_machine_of_its_own(
+    run_in_private_machine(
         f"""
         where = {where!r}
         sh("mount -t tmpfs none /mnt")
@@ -253,7 +253,7 @@ def test_cgroup2_is_found_wherever_it_is(where: str, tmp_path: Path) -> None:
 
 
 def test_cgroup2_of_process_1_is_found_from_a_private_mount_namespace(tmp_path: Path) -> None:
-    in_machine_of_its_own(
+    run_in_private_machine(
         """
         sh("mount -t cgroup2 none /sys/fs/cgroup")
 
@@ -268,7 +268,7 @@ def test_cgroup2_of_process_1_is_found_from_a_private_mount_namespace(tmp_path: 
     )
 
 
-def test_instances_have_names_of_their_own() -> None:
+def test_instances_have_distinct_names() -> None:
     names = [
         mounts.instance_name(Path(p)) for p in ("/run/pyebpf-proxy", "/run/pyebpf-proxy/", "/a/b", "/a-b", "/c/b", "/")
     ]
@@ -280,7 +280,7 @@ def test_instances_have_names_of_their_own() -> None:
 
 
 def test_the_fork_hands_back_the_error(tmp_path: Path) -> None:
-    in_machine_of_its_own(
+    run_in_private_machine(
         """
         def agent():
             leave_init()
@@ -299,7 +299,7 @@ def test_the_fork_hands_back_the_error(tmp_path: Path) -> None:
 
 
 def test_the_hosts_mounts_are_found_even_where_process_1_is_guarded() -> None:
-    """Started as `ip netns exec` starts it, on this very machine, whatever its process 1 lets root see."""
+    """Started as `ip netns exec` does, on this machine, whatever root may see of its process 1."""
     script = """
         import os
         from pyebpf_proxy.datapath.node import mounts

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which messages of the kernel about neighbours invalidate the known link addresses."""
+"""Which of the kernel's messages about neighbours invalidate the known link addresses."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.needs_netns, pytest.mark.usefixtures("namespace")]
 
 ADDRESS = {4: "192.0.2.7", 6: "2001:db8::7"}
 FIRST, SECOND = "02:00:00:00:00:01", "02:00:00:00:00:02"
-#: From an entry to another one: whether frames would go wrong by the former.
+#: From one entry to another: whether the old one would send frames to the wrong address.
 STEPS = {
     "a new one": ("", f"lladdr {FIRST} nud reachable", False),
     "another link address": (f"lladdr {FIRST} nud reachable", f"lladdr {SECOND} nud reachable", True),
@@ -29,20 +29,20 @@ STEPS = {
 @pytest.fixture
 def neighbours(shell: Shell) -> Iterator[Neighbours]:
     shell("ip link add v0 type veth peer name v1; ip link set v1 up; ip link set v0 up")
-    # Before anything else is reported of them: there is no neighbour of a device without addresses.
+    # A device without addresses has no neighbours, so no other message comes first.
     found = Neighbours()
     yield found
     found.close()
 
 
 def reported(neighbours: Neighbours) -> bool:
-    """What can be read already: the kernel reports before `ip` ends."""
-    assert select.select([neighbours], [], [], 30.0)[0], "nothing is reported"
+    """What can be read now: the kernel sends the message before `ip` ends."""
+    assert select.select([neighbours], [], [], 30.0)[0], "no message came"
     return neighbours.read()
 
 
 @pytest.mark.parametrize("step", STEPS)
-def test_what_counts(neighbours: Neighbours, shell: Shell, family: int, step: str) -> None:
+def test_neighbour_changes_that_matter(neighbours: Neighbours, shell: Shell, family: int, step: str) -> None:
     before, after, counts = STEPS[step]
     if before:
         shell(f"ip neigh replace {ADDRESS[family]} {before} dev v0")
@@ -52,7 +52,7 @@ def test_what_counts(neighbours: Neighbours, shell: Shell, family: int, step: st
     assert reported(neighbours) == counts
 
 
-def test_those_that_are_there_already_are_known(neighbours: Neighbours, shell: Shell, family: int) -> None:
+def test_existing_neighbours_are_known(neighbours: Neighbours, shell: Shell, family: int) -> None:
     shell(f"ip neigh replace {ADDRESS[family]} lladdr {FIRST} dev v0 nud permanent")
     later = Neighbours()
     try:
@@ -62,8 +62,8 @@ def test_those_that_are_there_already_are_known(neighbours: Neighbours, shell: S
         later.close()
 
 
-def test_what_was_lost_counts(neighbours: Neighbours, shell: Shell) -> None:
-    """More is reported than the socket has room for, and what counts is behind it."""
+def test_lost_neighbour_messages_count_as_a_change(neighbours: Neighbours, shell: Shell) -> None:
+    """More messages than the socket has room for; the relevant one is lost."""
     shell(f"ip neigh replace 192.0.2.7 lladdr {FIRST} dev v0 nud permanent")
     assert not reported(neighbours)
     lines = (f"neigh replace 10.{n >> 8}.{n & 255}.1 lladdr {FIRST} dev v0 nud permanent" for n in range(900))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The agent's nftables table: what it does to packets that carry a program's decision, and what it leaves alone.
+"""The agent's nftables table: what it does to packets with a program's decision, and which packets it leaves alone.
 
-In place of the program a chain of the test's own sets the packet's priority and mark, early in prerouting.
+Instead of the programs, a chain of the test sets the packet's priority and mark, early in prerouting.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def test_the_chosen_backend_is_reached_with_the_client_s_address(
 
 
 @pytest.mark.parametrize("protocol", ["tcp", "udp"])
-def test_the_masquerade_bit_hides_the_client_and_only_that_bit_is_cleared(
+def test_the_masquerade_bit_masquerades_and_only_that_bit_is_cleared(
     protocol: str, family: int, router: Router, table: Table, shell: Shell
 ) -> None:
     table.ensure(Behaviour(MARK))
@@ -108,7 +108,7 @@ def test_other_packets_are_left_alone(family: int, router: Router, table: Table,
 def test_an_entry_written_into_conntrack_is_translated_and_its_bit_cleared(
     family: int, router: Router, table: Table, shell: Shell
 ) -> None:
-    """Such a flow meets no nat chain: a promoted flow looks to the kernel like this."""
+    """Such a flow passes no nat chain: it looks to the kernel like a promoted flow."""
     table.ensure(Behaviour(MARK))
     decide(shell, f"meta mark set {MARK | 8:#x}")
     with router.inside("server"):
@@ -134,7 +134,7 @@ def test_an_entry_written_into_conntrack_is_translated_and_its_bit_cleared(
     assert counted(shell, "others kept") > 0
 
 
-def test_conntrack_is_live_only_with_the_table(family: int, router: Router, table: Table, shell: Shell) -> None:
+def test_conntrack_is_active_only_with_the_table(family: int, router: Router, table: Table, shell: Shell) -> None:
     def tracked() -> bool:
         exchange(router, family, "udp", (router.SERVER[family], 8080))
         return router.CLIENT[family] in shell(f"conntrack -L -f ipv{family} 2>/dev/null")
@@ -158,7 +158,7 @@ def test_reject_is_a_port_unreachable_from_the_node(
     kind = socket.SOCK_STREAM if protocol == "tcp" else socket.SOCK_DGRAM
     icmp = socket.IPPROTO_ICMP if family == 4 else socket.IPPROTO_ICMPV6
     with closing(socket.socket(af(family), kind)) as listener:
-        # A listener on the node must not see it: else a closed port would explain the refusal.
+        # A listener on the node must not get the packet: otherwise a closed port would explain the rejection.
         listener.bind((router.TOWARDS_SERVER[family], 9090))
         if protocol == "tcp":
             listener.listen()
@@ -219,15 +219,15 @@ def test_nothing_is_written_without_a_change(table: Table, shell: Shell) -> None
     shell("nft add table inet foreign")
     table.ensure(Behaviour(MARK))
     fresh = handles()
-    assert fresh != before, "after any change the rules are written afresh"
+    assert fresh != before, "after any change the rules are rewritten"
     table.ensure(Behaviour(MARK))
     assert handles() == fresh
     generation = table._generation()
     table.update(TARGETS, [5])
-    assert table._generation() == generation, "what is there already is not written"
+    assert table._generation() == generation, "existing elements are not written"
 
 
-def test_a_change_before_our_own_is_not_overlooked(table: Table, shell: Shell) -> None:
+def test_a_foreign_change_before_the_agents_own_is_noticed(table: Table, shell: Shell) -> None:
     table.ensure(Behaviour(MARK))
     shell(f"nft flush chain inet {table.name} translate")
     table.update(TARGETS)
@@ -238,7 +238,9 @@ def test_a_change_before_our_own_is_not_overlooked(table: Table, shell: Shell) -
 def test_a_table_that_is_deleted_right_after_a_change_without_effect_is_restored(
     table: Table, shell: Shell, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Such a change makes no new generation of the rules, and the deletion one: together they look like a change."""
+    """Such a change does not increase the ruleset's generation, but the deletion does: together they look like a
+    change.
+    """
     other = Table()
     for each in (table, other):
         each.ensure(Behaviour(MARK))
@@ -283,7 +285,7 @@ def test_update_changes_adds_and_removes(table: Table, shell: Shell) -> None:
 
 
 @pytest.mark.parametrize("how", ["nft flush ruleset", f"nft flush table inet {nft.TABLE}"])
-def test_a_table_that_others_flushed_is_made_again_whole(how: str, table: Table, shell: Shell) -> None:
+def test_a_flushed_table_is_restored_completely(how: str, table: Table, shell: Shell) -> None:
     table.ensure(Behaviour(MARK))
     table.update(TARGETS)
     wanted = shell("nft list ruleset")

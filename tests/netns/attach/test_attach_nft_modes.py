@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The agent's nftables table where kube-proxy's modes differ: INVALID packets, addresses without an entry."""
+"""The agent's nftables table where kube-proxy's modes differ: INVALID packets, and addresses without a frontend."""
 
 from __future__ import annotations
 
@@ -23,13 +23,15 @@ pytestmark = [pytest.mark.needs_netns, pytest.mark.usefixtures("namespace")]
 
 
 def refused(router: Router, family: int, destination: str, where: str, patience: float = SECONDS) -> str:
-    """What a UDP datagram to a closed or unknown address brings: ``refused`` or, for so many seconds, ``nothing``."""
+    """The result of a UDP datagram to a closed or unknown address: ``refused``, or ``nothing`` after so many
+    seconds.
+    """
     with router.inside(where) if where else nullcontext():
         sender = socket.socket(af(family), socket.SOCK_DGRAM)
     with closing(sender):
         sender.settimeout(patience)
         sender.connect((destination, 4242))
-        # What is dropped or rejected at output is also refused to the sender at once.
+        # If the output hook drops or rejects a packet, sendto() fails too.
         with suppress(PermissionError):
             sender.send(b"anybody?")
         try:
@@ -47,7 +49,7 @@ UNALLOCATED = {4: "10.96.3.3", 6: "fd96::303"}
 
 @pytest.fixture
 def left(shell: Shell, router: Router) -> Callable[[], int]:
-    """How many datagrams of these tests the node has sent on towards the server, which has every service address."""
+    """How many datagrams of these tests the node has forwarded to the server, which has every service address."""
     shell(f"""
         ip route add default via {router.SERVER[4]}
         ip route add default via {router.SERVER[6]}
@@ -69,7 +71,7 @@ def test_a_cluster_ip_rejects_undefined_ports_and_other_service_addresses_drop(
 ) -> None:
     vip = packed(router.VIP[family])
     table.ensure(Behaviour(MARK))
-    # Reached, and closed there: with the table of iptables mode nothing stands in the way.
+    # The datagram reaches the server, where the port is closed: the table of mode iptables does not stop it.
     assert refused(router, family, UNALLOCATED[family], where) == "refused"
     assert left() == 1
     table.ensure(Behaviour(MARK, refuse_unknown=True))
@@ -83,7 +85,7 @@ def test_a_cluster_ip_rejects_undefined_ports_and_other_service_addresses_drop(
     assert left() == 2
 
 
-def test_what_is_served_at_a_cluster_ip_is_translated_before(
+def test_served_ports_of_a_cluster_ip_are_translated_first(
     family: int, router: Router, table: Table, shell: Shell
 ) -> None:
     vip = packed(router.VIP[family])
@@ -99,15 +101,15 @@ def test_an_address_of_the_node_is_never_unknown(router: Router, table: Table, l
     own = packed(router.TOWARDS_SERVER[4])
     table.ensure(Behaviour(MARK, refuse_unknown=True))
     table.set_addresses("service_cidrs", [(own, 24)])
-    # Closed, so refused by the node's own stack.
+    # The port is closed, so the node itself refuses.
     assert refused(router, 4, router.TOWARDS_SERVER[4], "client") == "refused"
 
 
 @pytest.mark.parametrize("drop_invalid", [True, False])
-def test_invalid_packets_are_not_forwarded_where_that_is_asked_for(
+def test_invalid_packets_are_dropped_if_so_configured(
     drop_invalid: bool, router: Router, table: Table, shell: Shell
 ) -> None:
-    """An answer to an echo request that was not sent is INVALID to conntrack."""
+    """conntrack considers an echo reply without a request INVALID."""
     table.ensure(Behaviour(MARK, drop_invalid=drop_invalid))
     reply = struct.pack("!BBHHH", 0, 0, 0xFFFF - 0x0107, 0x0100, 7)
     with router.inside("server"):
@@ -117,13 +119,13 @@ def test_invalid_packets_are_not_forwarded_where_that_is_asked_for(
     with closing(receiver), closing(sender):
         receiver.settimeout(SECONDS)
         sender.sendto(reply, (router.SERVER[4], 0))
-        # What follows the reply shows that the reply is not merely late.
+        # A later packet arrives: so the reply is not only late.
         sender.sendto(struct.pack("!BBHHH", 8, 0, 0xFFFF - 0x0800 - 0x0100 - 8, 0x0100, 8), (router.SERVER[4], 0))
         first = receiver.recv(100)[20]
     assert first == (8 if drop_invalid else 0)
 
 
-def test_sets_are_adopted_and_healed(table: Table, shell: Shell) -> None:
+def test_sets_are_adopted_and_repaired(table: Table, shell: Shell) -> None:
     ips = [(packed("10.96.0.1"), 32), (packed("fd96::1"), 128)]
     table.ensure(Behaviour(MARK, refuse_unknown=True))
     table.set_addresses("cluster_ips", ips)
@@ -138,7 +140,7 @@ def test_sets_are_adopted_and_healed(table: Table, shell: Shell) -> None:
     again.set_addresses("cluster_ips", ips)
     again.set_addresses("service_cidrs", CIDRS)
     assert again._generation() == generation
-    # The other mode has no such chains and sets, and asking for them does nothing.
+    # The other mode has no such chains and sets, and updating them does nothing.
     third = Table()
     third.ensure(Behaviour(MARK, drop_invalid=True))
     third.set_addresses("cluster_ips", ips)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the agent's nftables table makes of the tag in a packet's priority: masquerade, proof of a new flow, the rest.
+"""What the agent's nftables table does with the tag in a packet's priority: masquerade, proof of a new flow, and
+others.
 
-In place of the programs a chain of the test's own sets the priority, early in prerouting.
+Instead of the programs, a chain of the test sets the priority, early in prerouting.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ TRANSLATED = "meta priority set eb12:3456"
 
 
 def watch(shell: Shell) -> None:
-    """Counts packets that leave towards the server, behind everybody's rules, by what their priority is."""
+    """Count the packets that leave towards the server by their priority, after all other rules."""
     names = {
         "plain": "meta priority and ffff:fff0 == 0:0",
         "proof": "meta priority ee00:0001",
@@ -56,20 +57,18 @@ def ready(table: Table, router: Router, family: int, behaviour: Behaviour, port:
 
 
 @pytest.mark.parametrize("protocol", ["tcp", "udp"])
-def test_the_masquerade_tag_hides_the_client(
-    protocol: str, family: int, router: Router, table: Table, shell: Shell
-) -> None:
+def test_the_masquerade_tag_masquerades(protocol: str, family: int, router: Router, table: Table, shell: Shell) -> None:
     ready(table, router, family, Behaviour(MARK))
     decide(shell, f"{MASQUERADED} meta mark set 8")
     seen, answered = exchange(router, family, protocol, (router.VIP[family], 80))
     assert (seen, answered) == (router.TOWARDS_SERVER[family], router.VIP[family])
     late = shell("nft list chain inet decision late")
-    assert re.search(r'packets 0 bytes 0 comment "proxy bit left"', late), "the proxy's bit is cleared"
+    assert re.search(r'packets 0 bytes 0 comment "proxy bit left"', late), "the masquerade bit is cleared"
     assert not re.search(r'packets 0 bytes 0 comment "others kept"', late)
 
 
 def test_a_mark_that_is_restored_erases_no_masquerade(family: int, router: Router, table: Table, shell: Shell) -> None:
-    """CONNMARK --restore-mark without a mask, in mangle PREROUTING, as CNIs and QoS scripts have it (finding D9)."""
+    """CONNMARK --restore-mark without a mask in mangle PREROUTING, as CNIs and QoS scripts use it (finding D9)."""
     ready(table, router, family, Behaviour(MARK))
     decide(shell, MASQUERADED)
     shell("""
@@ -85,7 +84,9 @@ def test_a_mark_that_is_restored_erases_no_masquerade(family: int, router: Route
 def test_masqueraded_ports_are_in_the_range(
     beside: bool, family: int, router: Router, table: Table, shell: Shell
 ) -> None:
-    """Young flows have the other ports. A kube-proxy that starts later has the same bit, and masquerades to all."""
+    """Young flows use the other ports. A kube-proxy that starts later has the same bit, and masquerades to all
+    ports.
+    """
     ready(table, router, family, Behaviour(MARK, conntrack_ports=(50000, 50009)))
     decide(shell, MASQUERADED)
     if beside:
@@ -114,7 +115,7 @@ def test_masqueraded_ports_are_in_the_range(
 
 @pytest.mark.parametrize("tag", [TRANSLATED, MASQUERADED], ids=["translated", "masqueraded"])
 @pytest.mark.parametrize("protocol", ["tcp", "udp"])
-def test_only_the_first_packet_of_a_translated_flow_is_proven(
+def test_only_the_first_packet_of_a_translated_flow_gets_the_proof(
     tag: str, protocol: str, family: int, router: Router, table: Table, shell: Shell
 ) -> None:
     ready(table, router, family, Behaviour(MARK, prove_new=True))
@@ -125,10 +126,10 @@ def test_only_the_first_packet_of_a_translated_flow_is_proven(
     assert found.pop("proof") == 1
     assert found.keys() <= {"plain"}
     exchange(router, family, "udp", (router.SERVER[family], 8080))
-    assert left(shell).get("proof") == 1, "what is not translated is not proven"
+    assert left(shell).get("proof") == 1, "an untranslated flow gets no proof"
 
 
-def test_what_others_drop_is_not_proven(family: int, router: Router, table: Table, shell: Shell) -> None:
+def test_packets_that_other_rules_drop_get_no_proof(family: int, router: Router, table: Table, shell: Shell) -> None:
     ready(table, router, family, Behaviour(MARK, prove_new=True))
     decide(shell, TRANSLATED)
     watch(shell)
@@ -144,7 +145,7 @@ def test_what_others_drop_is_not_proven(family: int, router: Router, table: Tabl
     assert "proof" not in left(shell)
 
 
-def test_what_the_node_itself_sends_is_not_proven(family: int, router: Router, table: Table, shell: Shell) -> None:
+def test_packets_of_the_node_itself_get_no_proof(family: int, router: Router, table: Table, shell: Shell) -> None:
     ready(table, router, family, Behaviour(MARK, prove_new=True))
     watch(shell)
     ip, server = ("ip", router.SERVER[4]) if family == 4 else ("ip6", f"[{router.SERVER[6]}]")
@@ -165,7 +166,7 @@ def test_what_the_node_itself_sends_is_not_proven(family: int, router: Router, t
 
 
 def test_a_foreign_priority_stays(family: int, router: Router, table: Table, shell: Shell) -> None:
-    """A CLASSIFY target or the like: nothing is proven then, and the packet keeps what it was given."""
+    """For example by a CLASSIFY target: then the flow gets no proof, and the packet keeps that priority."""
     ready(table, router, family, Behaviour(MARK, prove_new=True))
     decide(shell, TRANSLATED)
     watch(shell)
@@ -177,7 +178,7 @@ def test_a_foreign_priority_stays(family: int, router: Router, table: Table, she
     exchange(router, family, "udp", (router.VIP[family], 80))
     found = left(shell)
     assert found["foreign"] >= 1
-    assert found.keys() <= {"foreign", "plain"}, "plain is what the kernel itself sent before the rule was there"
+    assert found.keys() <= {"foreign", "plain"}, "only packets sent before the rule existed are plain"
 
 
 @pytest.mark.parametrize("prove", [False, True], ids=["", "prove"])
@@ -187,7 +188,7 @@ def test_a_foreign_priority_stays(family: int, router: Router, table: Table, she
     ids=["known", "known masqueraded", "unknown", "unknown masqueraded", "reject"],
 )
 def test_no_tag_leaves_the_node(tag: str, prove: bool, family: int, router: Router, table: Table, shell: Shell) -> None:
-    """Also not with IPv6, whose priority the kernel leaves alone, nor of packets of flows that are established."""
+    """Also for IPv6, where the kernel does not reset the priority, and for packets of established flows."""
     ready(table, router, family, Behaviour(MARK, prove_new=prove))
     watch(shell)
     exchange(router, family, "udp", (router.SERVER[family], 8080))
@@ -209,7 +210,7 @@ def test_no_tag_leaves_the_node(tag: str, prove: bool, family: int, router: Rout
 
 
 def test_the_kernel_itself_resets_the_priority_of_ipv4_alone(router: Router, shell: Shell) -> None:
-    """Why there is a rule for it. A kernel that does it for both needs none: see ``clear_mark``."""
+    """This is why the rule exists. A kernel that does it for both families needs none: see ``clear_mark``."""
     decide(shell, TRANSLATED)
     watch(shell)
     exchange(router, 4, "udp", (router.SERVER[4], 8080))
@@ -225,7 +226,7 @@ def test_the_kernel_itself_resets_the_priority_of_ipv4_alone(router: Router, she
 def test_untracked_packets_to_an_address_of_the_node_are_left_alone(
     tag: str, family: int, router: Router, table: Table, shell: Shell
 ) -> None:
-    """NodeLocal DNSCache: the Service's address is one of this node's, and raw-table rules set NOTRACK (finding D5)."""
+    """NodeLocal DNSCache: the node has the Service's address, and raw-table rules set NOTRACK (finding D5)."""
     ready(table, router, family, Behaviour(MARK, drop_invalid=True, refuse_unknown=True, prove_new=True))
     table.set_addresses("cluster_ips", [(packed(router.VIP[family]), 32 if family == 4 else 128)])
     decide(shell, tag, "meta l4proto udp")
@@ -259,7 +260,7 @@ def test_untracked_packets_to_an_address_of_the_node_are_left_alone(
 def test_a_defined_port_is_not_refused_where_no_program_has_chosen(
     protocol: str, family: int, router: Router, table: Table, shell: Shell
 ) -> None:
-    """A pod that was made a moment ago: the first packet is lost, and the next one is served (finding D10)."""
+    """A pod that was created a moment ago: its first packet is lost, and the next one is served (finding D10)."""
     table.ensure(Behaviour(MARK, refuse_unknown=True))
     vip = packed(router.VIP[family])
     number = {"tcp": 6, "udp": 17}[protocol]
@@ -286,7 +287,7 @@ def test_a_defined_port_is_not_refused_where_no_program_has_chosen(
         asks(80)
 
 
-def test_defined_ports_are_adopted_and_healed(table: Table, shell: Shell) -> None:
+def test_defined_ports_are_adopted_and_repaired(table: Table, shell: Shell) -> None:
     keys = {port_key(packed("10.96.0.1"), 6, 80), port_key(packed("fd00::1"), 132, 65535)}
     table.ensure(Behaviour(MARK, refuse_unknown=True))
     table.set_ports(keys)
@@ -347,7 +348,7 @@ table inet pyebpf-proxy {
 
 
 def test_a_table_of_an_older_version_is_replaced_in_one_step(family: int, router: Router, shell: Shell) -> None:
-    """Its elements serve what the programs that are still attached choose; no packet meets half a table."""
+    """Its elements serve what the attached programs still choose; no packet meets a partial table."""
     shell(f"nft -f - <<'END'\n{OLDER}\nEND")
     table = Table()
     before = table._generation()

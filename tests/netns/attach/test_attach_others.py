@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The agent's programs on devices with foreign programs: first at ingress, last at egress, and never in their way."""
+"""The agent's programs on devices with other programs: first at ingress, last at egress, and without disturbing
+them.
+"""
 
 from __future__ import annotations
 
@@ -30,16 +32,16 @@ pytestmark = [pytest.mark.needs_netns, pytest.mark.needs_bpf, pytest.mark.usefix
 
 FAST = NodeConfig(fast_path=True)
 OURS = (["tc_ethernet"], ["tc_egress"])
-#: Ends the chain: what is behind it sees nothing (Cilium's do so).
+#: Ends the chain: later programs get no packet (as Cilium's programs do).
 ENDS = """
 struct __sk_buff;
 __attribute__((section("tc"), used)) int ends_chain(struct __sk_buff *skb) { return 0; }
 __attribute__((section("tc"), used)) int goes_on(struct __sk_buff *skb) { return -1; }
 char LICENSE[] __attribute__((section("license"), used)) = "GPL";
 """
-# A classic program: every kernel with cls_bpf has it.
+# A classic BPF program: every kernel with cls_bpf supports it.
 OTHERS = "bpf bytecode '1,6 0 0 4294967295' flowid 1:1"
-# As the CNI plugin `bandwidth` does it, through netlink, with NLM_F_EXCL.
+# As the CNI plugin `bandwidth` does through netlink, with NLM_F_EXCL.
 LIMIT_TO_POD = "tc qdisc add dev pod root handle 1: tbf rate 10mbit burst 32k latency 25ms"
 LIMIT_FROM_POD = """
     ip link add bwp type ifb; ip link set bwp up
@@ -63,7 +65,7 @@ def foreign(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Object]:
 
 @pytest.fixture
 def pod(namespace: None, shell: Shell) -> Iterator[int]:
-    """The device `pod`, whose other end is in its own network namespace."""
+    """The device `pod`; its other end is in a separate network namespace."""
     name = f"pep-{os.getpid()}-pod"
     shell(f"ip netns add {name}; ip link add pod type veth peer name eth0 netns {name}; ip link set pod up")
     yield socket.if_nametoindex("pod")
@@ -107,7 +109,7 @@ Put = Callable[[str, int, int], None]
 
 @pytest.fixture
 def put(foreign: Object) -> Iterator[Put]:
-    """Attaches a foreign program to a device, at a hook's head or tail."""
+    """Attach another software's program to a device, at the head or tail of a hook."""
     links: list[int] = []
 
     def attach(program: str, device: int, where: int, hook: int = tcx.INGRESS) -> None:
@@ -135,8 +137,8 @@ def test_a_pod_s_device_without_others(agent: Agent, pod: int, shell: Shell) -> 
 
 
 @pytest.mark.parametrize("program", ["ends_chain", "goes_on"])
-def test_an_earlier_program_comes_after_the_agents(program: str, agent: Agent, pod: int, put: Put) -> None:
-    """Also one that ends the chain: it would keep every packet from the agent's program (finding D2)."""
+def test_an_existing_program_runs_after_the_agents(program: str, agent: Agent, pod: int, put: Put) -> None:
+    """Also a program that ends the chain: it would keep every packet from the agent's program (finding D2)."""
     put(program, pod, tcx.BEFORE)
     node = agent.start()
     assert carried("pod") == (["tc_ethernet", program], ["tc_egress"])
@@ -144,14 +146,14 @@ def test_an_earlier_program_comes_after_the_agents(program: str, agent: Agent, p
     assert agent.written(pod)[0] == REDIRECT_NONE
 
 
-def test_a_later_program_is_noticed_and_comes_after_the_agents(agent: Agent, pod: int, put: Put) -> None:
+def test_a_later_program_is_detected_and_runs_after_the_agents(agent: Agent, pod: int, put: Put) -> None:
     node = agent.start()
     before = tcx.chain(pod, tcx.INGRESS)
     put("ends_chain", pod, tcx.BEFORE)
     assert carried("pod")[0] == ["ends_chain", "tc_ethernet"]
     node.look()
     assert carried("pod")[0] == ["tc_ethernet", "ends_chain"]
-    assert tcx.chain(pod, tcx.INGRESS)[:1] == before, "the program itself, not what stood in for it"
+    assert tcx.chain(pod, tcx.INGRESS)[:1] == before, "the program itself, not the stand-in"
     assert agent.written(pod)[0] == REDIRECT_NONE
     assert sorted(os.listdir(agent.folder)) == sorted(
         f"{index}-{hook}" for index in node.attached for hook in ("ingress", "egress")
@@ -164,7 +166,7 @@ def test_a_later_program_is_noticed_and_comes_after_the_agents(agent: Agent, pod
     )
 
 
-def test_who_keeps_going_to_the_head_is_left_there(agent: Agent, pod: int, foreign: Object) -> None:
+def test_a_program_that_keeps_moving_to_the_head_is_left_there(agent: Agent, pod: int, foreign: Object) -> None:
     node = agent.start()
     for _ in range(30):
         link = tcx.attach(foreign.programs["goes_on"].fd, pod, tcx.INGRESS, tcx.BEFORE)
@@ -200,8 +202,8 @@ def test_filters_and_qdiscs_come_and_go(agent: Agent, pod: int, shell: Shell) ->
 
 
 @pytest.mark.parametrize("first", [True, False], ids=["before", "after"])
-def test_the_bandwidth_plugin_has_its_qdiscs(first: bool, agent: Agent, pod: int, shell: Shell) -> None:
-    """It fails if the agent's qdisc is there before (finding D2)."""
+def test_the_bandwidth_plugin_can_add_its_qdiscs(first: bool, agent: Agent, pod: int, shell: Shell) -> None:
+    """The plugin fails if the agent's qdisc exists first (finding D2)."""
     if first:
         shell(LIMIT_TO_POD + LIMIT_FROM_POD)
     node = agent.start()
@@ -256,8 +258,8 @@ def _link_id(pin: Path) -> int:
         os.close(link)
 
 
-def test_a_move_that_was_cut_short_by_kill_9(agent: Agent, pod: int, put: Put, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At every step of it: the agent's program is on the device all the time, and the next run puts it in order."""
+def test_kill_9_during_a_move(agent: Agent, pod: int, put: Put, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed at every step: the agent's program stays on the device, and the next run restores the order."""
     agent.start().close()
     fd = agent.programs.programs["tc_ethernet"].fd
     for step in range(1, 5):
@@ -276,7 +278,7 @@ def test_a_move_that_was_cut_short_by_kill_9(agent: Agent, pod: int, put: Put, m
         os.close(link)
 
 
-def test_what_stands_in_during_a_move_runs_the_program(agent: Agent, bpffs: Path, foreign: Object) -> None:
+def test_the_stand_in_during_a_move_runs_the_program(agent: Agent, bpffs: Path, foreign: Object) -> None:
     for name, verdict in (("ends_chain", 0), ("goes_on", -1)):
         with tcx.stand_in(foreign.programs[name].fd, bpffs / "table") as fd:
             program = SimpleNamespace(fd=fd, name="pep_move", _lib=lib())
@@ -286,7 +288,7 @@ def test_what_stands_in_during_a_move_runs_the_program(agent: Agent, bpffs: Path
 
 
 def _die_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kills this process after the stand-in is loaded, attached, the old link off, the new one updated."""
+    """Kill this process after one of the steps: stand-in loaded, attached, old link detached, new one updated."""
     left = [step]
 
     def counting(real: Callable[..., object]) -> Callable[..., object]:
@@ -310,7 +312,7 @@ def _die_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("others", ["", f"tc filter add dev pod ingress pref 300 {OTHERS}"])
-def test_an_earlier_version_s_filter_goes_and_no_packet_is_without_the_program(
+def test_an_older_versions_filter_is_replaced_without_a_gap(
     others: str, agent: Agent, pod: int, shell: Shell, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fds = {name: program.fd for name, program in agent.programs.programs.items()}
@@ -328,7 +330,7 @@ def test_an_earlier_version_s_filter_goes_and_no_packet_is_without_the_program(
     assert ["tc_ethernet", "tc_ethernet"] in seen
     assert all(each and len(set(each)) == 1 for each in seen), "two programs that decide differently, or none"
     assert carried("pod") == OURS
-    # While a clsact comes or goes the kernel drops what is sent: it stays, and another start leaves it alone.
+    # While a clsact is created or deleted, the kernel drops packets: it stays, and the next start keeps it.
     assert "clsact" in shell("tc qdisc show dev pod")
     assert not [each for each in tc.filters(pod, tc.INGRESS) if each.own]
     agent.node.close()
@@ -349,7 +351,7 @@ def _and_look(real: Callable[..., object], seen: list[list[str]]) -> Callable[..
     return call
 
 
-def test_clean_up_leaves_others_alone(agent: Agent, pod: int, put: Put, shell: Shell) -> None:
+def test_clean_up_leaves_other_programs_alone(agent: Agent, pod: int, put: Put, shell: Shell) -> None:
     shell(LIMIT_TO_POD + LIMIT_FROM_POD)
     put("ends_chain", pod, tcx.BEFORE)
     put("goes_on", pod, tcx.AFTER, tcx.EGRESS)
@@ -374,7 +376,7 @@ def test_without_tcx_foreign_filters_come_after_the_agents(agent: Agent, pod: in
     follow(node, lambda: limit(node, pod) == (REDIRECT_PEER, ""))
 
 
-def test_without_tcx_an_ingress_qdisc_has_no_egress_for_us(agent: Agent, pod: int, shell: Shell) -> None:
+def test_without_tcx_an_ingress_qdisc_offers_no_egress_hook(agent: Agent, pod: int, shell: Shell) -> None:
     shell("tc qdisc add dev pod ingress")
     node = agent.start(use_tcx=False)
     assert carried("pod") == (["tc_ethernet"], [])
@@ -387,7 +389,7 @@ def test_without_tcx_an_ingress_qdisc_has_no_egress_for_us(agent: Agent, pod: in
 # ---- bridges ----------------------------------------------------------------------------
 
 
-def test_a_bridge_that_does_something_to_frames_closes_its_ports(agent: Agent, pod: int, shell: Shell) -> None:
+def test_a_bridge_that_processes_frames_closes_its_ports(agent: Agent, pod: int, shell: Shell) -> None:
     shell("ip link add br0 type bridge; ip link set pod master br0")
     node = agent.start()
     assert carried("pod") == (["tc_bridge_port"], ["tc_egress"])
@@ -407,7 +409,7 @@ def test_a_bridge_that_does_something_to_frames_closes_its_ports(agent: Agent, p
 
 
 def test_nothing_is_left_after_the_instances_clean_up(agent: Agent, pod: int, tmp_path: Path) -> None:
-    """The same by the command's own way: the pins lie where the agent puts them."""
+    """By the command itself, which finds the pins where the agent has put them."""
     directory = tmp_path / "run"
     (directory / "bpf").mkdir(parents=True)
     subprocess.run(["mount", "-t", "bpf", "bpf", directory / "bpf"], check=True)
@@ -421,7 +423,7 @@ def test_nothing_is_left_after_the_instances_clean_up(agent: Agent, pod: int, tm
         subprocess.run(["umount", "-l", directory / "bpf"], check=True)
 
 
-def test_a_link_that_is_taken_off_just_before_others_are_listed_comes_back(agent: Agent, pod: int) -> None:
+def test_a_link_that_is_detached_just_before_listing_comes_back(agent: Agent, pod: int) -> None:
     node = agent.start()
     node.look()
     link = tcx.open_pinned(agent.folder / f"{pod}-egress")

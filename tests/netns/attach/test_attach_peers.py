@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""XDP in a pod: what the agent learns of a veth's other end, and how packets are sent there then."""
+"""XDP in a pod: what the agent learns about a veth's other end, and how packets are then sent there."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ PASS = """
 __attribute__((section("xdp"), used)) int pass(void *frame) { return 2; }
 char LICENSE[] __attribute__((section("license"), used)) = "GPL";
 """
-#: What the DaemonSet gives.
+#: The capabilities of the DaemonSet.
 FEW = "-all,+bpf,+net_admin,+perfmon"
-# Run by itself: what the other ends of all veths are known as.
+# Run as a separate process: what is known about the other ends of all veths.
 ASK = """
 from pyebpf_proxy.datapath.node.follower import Follower
 follower = Follower()
@@ -43,7 +43,9 @@ print({follower.state.links[index].name: peer for index, peer in follower.state.
 
 
 class Pod(NamedTuple):
-    """``device``: `pod`, this end of the veth; ``xdp`` puts the program on the other end: "xdpdrv", or takes it off."""
+    """``device``: `pod`, the node's end of the veth. ``xdp`` attaches a program to the other end ("xdpdrv"), or
+    detaches it.
+    """
 
     device: int
     xdp: Callable[..., None]
@@ -117,7 +119,7 @@ def test_a_program_comes_and_goes(start: Callable[[], Node], pod: Pod, programs:
         pod.xdp("xdpdrv")
         follow(node, lambda: limit(node, pod.device) == (REDIRECT_DEVICE, PROGRAM))
         assert written(programs, pod.device) == REDIRECT_DEVICE
-        assert moves, "known flows take notice"
+        assert moves, "known flows learn of it"
         pod.xdp("xdpdrv", off=True)
         follow(node, lambda: limit(node, pod.device) == (REDIRECT_PEER, ""))
         assert written(programs, pod.device) == REDIRECT_PEER
@@ -128,7 +130,7 @@ def test_a_program_that_was_there_before_the_agent(start: Callable[[], Node], po
     assert limit(start(), pod.device) == (REDIRECT_DEVICE, PROGRAM)
 
 
-def test_generic_xdp_sees_packets_all_the_same(start: Callable[[], Node], pod: Pod) -> None:
+def test_generic_xdp_sees_redirected_packets(start: Callable[[], Node], pod: Pod) -> None:
     node = start()
     pod.xdp("xdpgeneric")
     node.read()
@@ -136,14 +138,14 @@ def test_generic_xdp_sees_packets_all_the_same(start: Callable[[], Node], pod: P
     assert limit(node, pod.device) == (REDIRECT_PEER, "")
 
 
-def test_where_no_message_comes_the_next_look_finds_it(start: Callable[[], Node], pod: Pod, shell: Shell) -> None:
+def test_without_a_message_the_next_check_finds_the_program(start: Callable[[], Node], pod: Pod, shell: Shell) -> None:
     shell("ethtool -K pod tso off tx-udp-segmentation off tx-sctp-segmentation off tx-gso-list off")
     node = start()
     for off, wanted in ((False, (REDIRECT_DEVICE, PROGRAM)), (True, (REDIRECT_PEER, ""))):
         before = limit(node, pod.device)
         pod.xdp("xdpdrv", off)
         node.read()
-        assert limit(node, pod.device) == before, "no message came: this kernel reports it, the test shows nothing"
+        assert limit(node, pod.device) == before, "no message came: if this kernel sends one, the test shows nothing"
         node.look()
         assert limit(node, pod.device) == wanted
 
@@ -159,15 +161,15 @@ def test_the_capabilities_of_the_daemonset_are_enough(pod: Pod) -> None:
     assert known_with(FEW) == f"{{'pod': '{PROGRAM}'}}"
 
 
-def test_offload_decides_where_the_peer_may_not_be_read(pod: Pod) -> None:
+def test_offload_decides_if_the_peer_may_not_be_read(pod: Pod) -> None:
     without = FEW.replace(",+net_admin", "")
     assert known_with(without) == "{'pod': ''}"
     pod.xdp("xdpdrv")
     assert known_with(without) == f"{{'pod': '{peers.MAY_BE.format('EACCES')}'}}"
 
 
-def test_the_other_end_has_gone_elsewhere(pod: Pod, shell: Shell) -> None:
-    """The veth's own message has its new place."""
+def test_the_other_end_moves_to_another_namespace(pod: Pod, shell: Shell) -> None:
+    """The veth's own message has the new place of its peer."""
     follower = Follower()
     shell("ip link add host type veth peer name moves; ip link set host up; ip link set moves up")
     index = socket.if_nametoindex("host")
@@ -185,7 +187,7 @@ def pod_namespace() -> str:
     return f"pep-{os.getpid()}-peer"
 
 
-def test_many_are_asked_in_turns(pod: Pod) -> None:
+def test_many_peers_are_asked_in_batches(pod: Pod) -> None:
     pod.xdp("xdpdrv")
     follower = Follower()
     veth = follower.state.links[pod.device]
@@ -199,8 +201,8 @@ def test_many_are_asked_in_turns(pod: Pod) -> None:
     assert peers.read([Link(1, "lo", 772)]) == {}
 
 
-def test_refusals_are_among_the_answers(pod: Pod) -> None:
-    """Each question has its own answer, in the order of the questions."""
+def test_errors_are_among_the_answers(pod: Pod) -> None:
+    """Each question gets its own answer, in the order of the questions."""
     here = [struct.pack("=BxHiII", 0, 0, index, 0, 0) for index in (1, 999_999, pod.device)]
     with RequestSocket(socket.NETLINK_ROUTE) as netlink:
         answers = netlink.get_many(RTM_GETLINK, here * 40)

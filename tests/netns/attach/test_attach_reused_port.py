@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What conntrack makes of a client's port that is used again soon: why ``tests/changes/checker.py`` excuses an answer.
+"""What conntrack does when a client soon uses a port again: why ``tests/changes/checker.py`` excuses such an answer.
 
 A client that resets its connection may have sent an acknowledgement just before, from another CPU, and the reset may
-overtake it. The endpoint answers the late one with its own reset. The kernel forgets the entry of a connection
-that was reset when the client's next SYN comes, but only if the client's reset was the last packet; here it was not, so
-the SYN continues unjudged, by the old entry's translation. No BPF program has a part in that, only address
-translation by nftables: it is so with every proxy.
+overtake it. The endpoint answers the late acknowledgement with its own reset. When the client's next SYN comes, the
+kernel forgets the entry of the reset connection only if the client's reset was the last packet. Here it was not, so the
+SYN is translated by the old entry. No BPF program is involved, only address translation by nftables: every proxy
+behaves so.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _RESET = b"\1\0\0\0\0\0\0\0"  # struct linger: on, no time
 
 
 def connects(router: Router, server: socket.socket) -> bool:
-    """From always the same port to the VIP, and is greeted; the client resets it."""
+    """Connect to the VIP from a fixed port and receive a greeting; then the client resets the connection."""
     with router.inside("client"):
         client = socket.socket()
     with closing(client):
@@ -52,12 +52,12 @@ def connects(router: Router, server: socket.socket) -> bool:
 
 
 def flags(frame: bytes) -> int:
-    """Of a TCP segment in an Ethernet frame without IP options."""
+    """The flags of a TCP segment in an Ethernet frame without IP options."""
     return frame[14 + 20 + 13] if frame[12:14] == b"\x08\x00" and frame[23] == socket.IPPROTO_TCP else 0
 
 
 def last_acknowledgement(watcher: socket.socket) -> bytes:
-    """The client's last frame that only acknowledged something."""
+    """The client's last frame that was only an acknowledgement."""
     found = b""
     watcher.setblocking(False)
     with suppress(BlockingIOError):
@@ -70,7 +70,7 @@ def last_acknowledgement(watcher: socket.socket) -> bytes:
 
 
 def wait_for_a_reset(watcher: socket.socket) -> None:
-    """From the endpoint: it knows of no connection any more."""
+    """Wait for the endpoint's reset: it knows the connection no longer."""
     watcher.settimeout(SECONDS)
     while True:
         frame, address = watcher.recvfrom(2000)
@@ -88,14 +88,14 @@ def test_a_port_that_is_used_again(overtaken: bool, router: Router, table: Table
         with router.inside("server"):
             server = stack.enter_context(closing(socket.create_server((router.SERVER[4], 8080))))
         with router.inside("client"):
-            # So that a frame seen here has its checksum, and can be sent once more.
+            # So that a captured frame has its checksum, and can be sent again.
             shell("ethtool -K eth0 tx off")
             watcher = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(_ETH_P_ALL))
         stack.enter_context(closing(watcher))
         watcher.bind(("eth0", _ETH_P_ALL))
         server.settimeout(SECONDS)
         assert connects(router, server)
-        # The service goes: this address is not translated any more.
+        # The service is removed: this address is not translated any more.
         shell("nft delete table inet decision")
         if overtaken:
             watcher.send(last_acknowledgement(watcher))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The agent's filter on a device: next to others, replaced in place, and gone without a trace."""
+"""The agent's filter on a device: next to other filters, replaced in place, and removed completely."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pyebpf_proxy.datapath.node import tc
 from pyebpf_proxy.datapath.node.tc import EGRESS, INGRESS, NAME, Filters
 from tests.netns.attach.router import Shell
 
-# A classic program: every kernel with cls_bpf has it.
+# A classic BPF program: every kernel with cls_bpf supports it.
 OTHERS = "bpf bytecode '1,6 0 0 4294967295' flowid 1:1"
 
 pytestmark = [pytest.mark.needs_netns, pytest.mark.needs_bpf, pytest.mark.usefixtures("namespace")]
@@ -86,7 +86,7 @@ def test_a_second_attach_replaces_the_program_in_place(
     assert found["prog"]["name"] == "tc_l3"
 
 
-def test_another_run_replaces_the_program_and_still_knows_whose_the_clsact_is(
+def test_another_run_replaces_the_program_and_knows_who_created_the_clsact(
     filters: Filters, device: int, fds: tuple[int, int], shell: Shell, tmp_path: Path
 ) -> None:
     before = everything(shell)
@@ -100,9 +100,7 @@ def test_another_run_replaces_the_program_and_still_knows_whose_the_clsact_is(
 
 
 @pytest.mark.parametrize("qdisc", ["clsact", "ingress"])
-def test_a_qdisc_that_was_there_stays(
-    qdisc: str, filters: Filters, device: int, fds: tuple[int, int], shell: Shell
-) -> None:
+def test_an_existing_qdisc_stays(qdisc: str, filters: Filters, device: int, fds: tuple[int, int], shell: Shell) -> None:
     shell(f"tc qdisc add dev v0 {qdisc}")
     before = everything(shell)
     filters.attach(device, "v0", fds[0])
@@ -126,7 +124,7 @@ def test_foreign_filters_stay_and_run_before_and_after_the_agents(
 
 
 @pytest.mark.parametrize("hook", ["ingress", "egress"])
-def test_our_clsact_stays_while_others_have_a_filter_on_it(
+def test_the_agents_clsact_stays_while_it_has_foreign_filters(
     hook: str, filters: Filters, device: int, fds: tuple[int, int], shell: Shell
 ) -> None:
     filters.attach(device, "v0", fds[0])
@@ -139,10 +137,12 @@ def test_our_clsact_stays_while_others_have_a_filter_on_it(
 @pytest.mark.parametrize(
     "others", [f"protocol all handle 0xeb {OTHERS}", "protocol ip u32 match u32 0 0", f"protocol ip {OTHERS}"]
 )
-def test_a_filter_of_others_at_our_priority_is_not_touched(
+def test_a_foreign_filter_at_the_agents_priority_stays(
     others: str, filters: Filters, device: int, fds: tuple[int, int], shell: Shell
 ) -> None:
-    """A foreign filter of the same handle, of another kind, or of one protocol: the agent's has the next priority."""
+    """A foreign filter with the same handle, of another kind, or for one protocol: the agent's gets the next
+    priority.
+    """
     shell("tc qdisc add dev v0 clsact")
     shell(f"tc filter add dev v0 ingress pref 1 {others}")
     shell(f"tc filter add dev v0 egress pref 65535 {others}")
@@ -155,7 +155,7 @@ def test_a_filter_of_others_at_our_priority_is_not_touched(
     assert everything(shell) == before
 
 
-def test_ours_is_before_another_program_of_its_priority(
+def test_the_agents_filter_is_before_another_of_the_same_priority(
     filters: Filters, device: int, fds: tuple[int, int], shell: Shell
 ) -> None:
     shell("tc qdisc add dev v0 clsact")
@@ -165,7 +165,7 @@ def test_ours_is_before_another_program_of_its_priority(
 
 
 @pytest.mark.parametrize("others", ["", f"tc filter add dev v0 ingress pref 3 {OTHERS}"])
-def test_a_filter_of_an_earlier_version_gives_way(
+def test_a_filter_of_an_earlier_version_is_replaced(
     others: str, filters: Filters, device: int, fds: tuple[int, int], shell: Shell
 ) -> None:
     before = everything(shell)
@@ -189,7 +189,7 @@ def test_a_program_that_the_kernel_refuses_leaves_no_qdisc(filters: Filters, dev
     assert filters.recorded() == []
 
 
-def test_a_device_that_is_gone_is_no_error(filters: Filters, device: int, fds: tuple[int, int], shell: Shell) -> None:
+def test_a_removed_device_is_no_error(filters: Filters, device: int, fds: tuple[int, int], shell: Shell) -> None:
     filters.attach(device, "v0", fds[0])
     shell("ip link del v0")
     assert not filters.attach(device, "v0", fds[0])

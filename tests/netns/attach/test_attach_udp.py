@@ -46,8 +46,8 @@ def test_translated_flows_are_listed_and_deleted_one_by_one(
     assert "tcp" in shell("conntrack -L 2>/dev/null")
 
 
-def test_a_flow_that_has_another_endpoint_by_now_stays(family: int, router: Router, table: Table, shell: Shell) -> None:
-    """Between the list and the deletion its next datagram came: the flow is the same, its entry is not."""
+def test_a_flow_with_a_new_endpoint_stays(family: int, router: Router, table: Table, shell: Shell) -> None:
+    """Its next datagram came between the listing and the deletion: the flow is the same, but its entry is new."""
     table.ensure(Behaviour(MARK))
     inserted(shell, router, family, 40001)
     listed = list(ctnetlink.udp_flows(IPFamily(family)))
@@ -57,7 +57,7 @@ def test_a_flow_that_has_another_endpoint_by_now_stays(family: int, router: Rout
     assert [flow.replier_port for flow in ctnetlink.udp_flows(IPFamily(family))] == [5354]
 
 
-def test_many_flows_come_in_many_messages(router: Router, table: Table, shell: Shell) -> None:
+def test_a_long_list_of_flows_takes_several_messages(router: Router, table: Table, shell: Shell) -> None:
     table.ensure(Behaviour(MARK))
     with router.inside("client"):
         sender = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)

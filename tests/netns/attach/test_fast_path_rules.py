@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The map ``fast_path`` while other software changes rulesets, neighbours and routing rules."""
+"""The map ``fast_path`` while other software changes rulesets, neighbours and ip rules."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SOON = 1.0
 
 
 class Node:
-    """A fast path with the real map, followed by the test's loop."""
+    """A fast path with the real map, in the test's event loop."""
 
     def __init__(self, programs: Object, **options: Any) -> None:
         self.map = programs.maps["fast_path"]
@@ -38,7 +38,7 @@ class Node:
         return self.layout.unpack(value)
 
     async def until(self, name: str, value: int, other: bool = False) -> float:
-        """Seconds until a field has a value, or another one."""
+        """Seconds until a field has this value, or with ``other`` a different one."""
         begin = time.monotonic()
         while (self.state()[name] == value) is other:
             assert time.monotonic() - begin < 5, self.state()
@@ -89,7 +89,7 @@ def test_a_rule_closes_the_family_and_opens_it_again(which: str, programs: Objec
     run(scene)
 
 
-def test_the_words_are_kept_for_people(programs: Object, shell: Shell) -> None:
+def test_the_reason_is_kept_in_words(programs: Object, shell: Shell) -> None:
     shell("iptables-legacy -A FORWARD -m limit --limit 5/sec -j ACCEPT; ip rule add dport 80 lookup 100")
     node = Node(programs)
     try:
@@ -106,7 +106,7 @@ def test_the_words_are_kept_for_people(programs: Object, shell: Shell) -> None:
         node.fast.close()
 
 
-def test_iptables_legacy_is_looked_at_every_two_seconds(programs: Object, shell: Shell) -> None:
+def test_iptables_legacy_is_read_every_two_seconds(programs: Object, shell: Shell) -> None:
     async def scene() -> None:
         async with following(programs) as node:
             for command, closes in (("-A", True), ("-D", False)):
@@ -118,7 +118,7 @@ def test_iptables_legacy_is_looked_at_every_two_seconds(programs: Object, shell:
     run(scene)
 
 
-def test_changes_of_our_own_table_void_no_permits(programs: Object, shell: Shell) -> None:
+def test_changes_of_the_agents_table_void_no_permits(programs: Object, shell: Shell) -> None:
     table = Table("pyebpf-proxy-test")
     table.ensure(Behaviour(0x4000))
 
@@ -135,7 +135,7 @@ def test_changes_of_our_own_table_void_no_permits(programs: Object, shell: Shell
     run(scene)
 
 
-def test_elements_of_others_void_permits_and_are_not_read(
+def test_changed_elements_of_foreign_sets_void_permits_and_are_not_read(
     programs: Object, shell: Shell, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shell("nft 'table inet mine { set blocked { type ipv4_addr; }; chain a { ip saddr @blocked drop; }; }'")
@@ -157,7 +157,7 @@ def test_elements_of_others_void_permits_and_are_not_read(
     run(scene)
 
 
-def test_a_mark_closes_it_when_a_rule_of_routing_comes(programs: Object, shell: Shell) -> None:
+def test_a_mark_closes_the_family_when_an_ip_rule_uses_it(programs: Object, shell: Shell) -> None:
     shell("iptables -t mangle -A PREROUTING -j MARK --set-mark 7")
 
     async def scene() -> None:
@@ -171,7 +171,7 @@ def test_a_mark_closes_it_when_a_rule_of_routing_comes(programs: Object, shell: 
     run(scene)
 
 
-def test_a_device_of_the_same_name_that_is_one_of_ethernet(programs: Object, shell: Shell) -> None:
+def test_a_device_of_the_same_name_with_ethernet_headers(programs: Object, shell: Shell) -> None:
     shell("ip tuntap add two mode tun; iptables -A FORWARD -o two -j LOG")
 
     async def scene() -> None:
@@ -200,8 +200,8 @@ def test_a_device_of_the_same_name_that_is_one_of_ethernet(programs: Object, she
         ("uidrange 5-6 lookup 100", True),
     ],
 )
-def test_rules_of_routing(rule: str, closes: bool, programs: Object, shell: Shell) -> None:
-    """Those that tell flows of the same two hosts apart close it. Others are part of the way that was learned."""
+def test_ip_rules(rule: str, closes: bool, programs: Object, shell: Shell) -> None:
+    """Rules that distinguish flows of the same two hosts close it. Others belong to the learned route."""
 
     async def scene() -> None:
         async with following(programs) as node:
@@ -214,7 +214,7 @@ def test_rules_of_routing(rule: str, closes: bool, programs: Object, shell: Shel
     run(scene)
 
 
-def test_a_neighbour_that_changes_moves_the_generation(programs: Object, shell: Shell) -> None:
+def test_a_changed_neighbour_increments_the_generation(programs: Object, shell: Shell) -> None:
     shell(
         "ip link add one type veth peer other; ip link set one up; ip link set other up;ip addr add 10.1.1.1/24 dev one"
     )
@@ -226,7 +226,7 @@ def test_a_neighbour_that_changes_moves_the_generation(programs: Object, shell: 
             before = node.state()["generation"]
             shell(f"ip neigh add {neighbour}:01")
             await asyncio.sleep(0.2)
-            assert node.state()["generation"] == before, "nothing was sent to it yet"
+            assert node.state()["generation"] == before, "no packet was sent to it yet"
             shell(f"ip neigh replace {neighbour}:02")
             await node.until("generation", before + 1)
             shell("ip neigh del 10.1.1.2 dev one")
@@ -246,7 +246,7 @@ def test_draining_and_the_end(programs: Object) -> None:
     assert node.state()["alive_until"] == 0
     after = Node(programs)
     try:
-        # Permits and entries of a former agent are void.
+        # Permits and entries of an earlier agent are void.
         assert after.state()["generation"] == first["generation"] + 1
         assert after.state()["permit_generation"] == first["permit_generation"] + 1
         assert after.state()["draining"] == 0
@@ -254,7 +254,7 @@ def test_draining_and_the_end(programs: Object) -> None:
         after.fast.close()
 
 
-def test_a_program_without_the_reason_closes_all_the_same(programs: Object, shell: Shell, bpf_objects: Path) -> None:
+def test_a_program_without_the_reason_closes_too(programs: Object, shell: Shell, bpf_objects: Path) -> None:
     shell("iptables -A FORWARD -j LOG")
     reasons = {name: number for name, number in programs.btf.enum("slow_path_reason").items() if name != "STACK_RULES"}
     fast = FastPath(programs.maps["fast_path"], programs.btf.struct("fast_path"), reasons)

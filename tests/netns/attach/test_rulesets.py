@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rulesets of others, made by their own tools in a network namespace: which of them close the fast path, and why."""
+"""Rulesets of other software, created by its own tools: which of them close the fast path, and why."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ SETS = "for set in cali40s cali40d KUBE-SRC; do ipset create $set hash:net; done
 
 
 def closed() -> dict[int, str]:
-    """By family, the words; nothing for one that is open."""
+    """The reason for each closed family."""
     return {family: str(verdict) for family, verdict in kernel.read().verdicts.items() if verdict.closes}
 
 
 @pytest.mark.parametrize("variant", ["nft", "legacy"])
 @pytest.mark.parametrize("name", FILES)
-def test_common_rulesets_leave_it_open(name: str, variant: str, shell: Shell) -> None:
+def test_common_rulesets_keep_the_fast_path_open(name: str, variant: str, shell: Shell) -> None:
     if "--match-set" in (FOLDER / f"{name}.iptables").read_text():
         shell(SETS)
     text = (
@@ -35,20 +35,22 @@ def test_common_rulesets_leave_it_open(name: str, variant: str, shell: Shell) ->
     )
     shell(f"iptables-{variant}-restore <<'END'\n{text}END")
     assert shell(f"iptables-{variant}-save").count("-A ") == len(re.findall("^-A ", text, re.MULTILINE)), (
-        "all are there"
+        "all rules are loaded"
     )
     assert closed() == {}
 
 
 @pytest.mark.parametrize("name", ["calico", "firewalld", "plain"])
-def test_common_nftables_rulesets_leave_it_open(name: str, shell: Shell) -> None:
+def test_common_nftables_rulesets_keep_the_fast_path_open(name: str, shell: Shell) -> None:
     shell(f"nft -f {FOLDER / name}.nft")
     assert closed() == {}
 
 
 @pytest.mark.parametrize("pods", [True, False], ids=["with a policy", "without one"])
-def test_a_policy_that_asks_a_process_closes_it(pods: bool, shell: Shell) -> None:
-    """kindnet's: a packet whose flow its process has not accepted goes there. Sets of pods may be filled any time."""
+def test_a_policy_with_a_queue_closes_the_fast_path(pods: bool, shell: Shell) -> None:
+    """kindnet's policy: a packet goes to its process unless the process has accepted the flow. Pod sets may be filled
+    at any time.
+    """
     rule = "nft 'table inet queues { chain a { queue flags bypass to 100; }; }'"
     if subprocess.run(["sh", "-ec", rule], capture_output=True, check=False).returncode:
         pytest.skip("this kernel has no nft_queue")
@@ -65,7 +67,7 @@ def test_a_policy_that_asks_a_process_closes_it(pods: bool, shell: Shell) -> Non
         )
 
 
-#: Of iptables: table, chain, rule, and the word that is shown.
+#: For iptables: table, chain, rule, and the word that is shown.
 RULES = {
     "limit": ("filter", "FORWARD", "-m limit --limit 10/sec -j ACCEPT", "limit"),
     "hashlimit": ("filter", "FORWARD", "-m hashlimit --hashlimit-upto 5/sec --hashlimit-name a -j ACCEPT", "hashlimit"),
@@ -105,9 +107,9 @@ def test_a_rule_that_must_see_each_packet(which: str, variant: str, family: int,
     names = {4: ("TTL --ttl-set", "TTL", "192.0.2.1"), 6: ("HL --hl-set", "HL", "2001:db8::1")}[family]
     rule, words = rule.format(ttl=names[0], address=names[2]), words.format(TTL=names[1])
     tool = f"{'iptables' if family == 4 else 'ip6tables'}-{variant}"
-    # Behind its own chain, so that what it jumps to is looked at, and after a rule that closes nothing.
+    # In a separate chain, so that jump targets are read, and after a rule that closes nothing.
     shell(f"{tool} -t {table} -A {chain} -p icmp -j RETURN; {tool} -t {table} -N own; {tool} -t {table} -A own {rule}")
-    assert closed() == {}, "nothing leads to it"
+    assert closed() == {}, "no rule jumps to it"
     shell(f"{tool} -t {table} -A {chain} -j own")
     of = {"legacy": f"{tool} table", "nft": "nftables table ip6" if family == 6 else "nftables table ip"}[variant]
     where = f"{of} {table}, chain own, rule "
@@ -210,7 +212,7 @@ PASSED = {
     [(rules, True) for rules in DROPPED.values()] + [(rules, False) for rules in PASSED.values()],
     ids=[*DROPPED, *PASSED],
 )
-def test_a_log_of_what_is_dropped_closes_nothing(rules: str, is_open: bool, shell: Shell) -> None:
+def test_a_log_before_a_drop_closes_nothing(rules: str, is_open: bool, shell: Shell) -> None:
     shell(f"""nft -f - <<'END'
     table inet mine {{
         chain last {{
@@ -242,17 +244,17 @@ END""")
     ],
 )
 @pytest.mark.parametrize("variant", ["nft", "legacy"])
-def test_marks_close_it_where_a_rule_of_routing_goes_by_them(
+def test_marks_close_the_fast_path_if_an_ip_rule_uses_them(
     variant: str, mark: str, rule: str, closes: bool, shell: Shell
 ) -> None:
     shell(f"iptables-{variant} -t mangle -A PREROUTING {mark}")
-    assert closed() == {}, "no packet passes it"
+    assert closed() == {}, "no packet passes the rule"
     negated = "not " if rule.startswith("not ") else ""
     shell(f"ip rule add {negated}{rule.removeprefix('not ')} lookup 100")
     assert set(closed()) == ({4} if closes else set())
 
 
-def test_marks_of_flows_close_it_once_they_are_restored(shell: Shell) -> None:
+def test_connection_marks_close_the_fast_path_if_they_are_restored(shell: Shell) -> None:
     """The rules of Amazon's CNI plugin."""
     shell(
         "ip rule add fwmark 0x80/0x80 lookup main;"
@@ -280,8 +282,8 @@ def test_marks_of_nftables(rule: str, closes: bool, shell: Shell) -> None:
     assert set(closed()) == ({4} if closes else set())
 
 
-def test_filters_of_tc_are_asked_for_where_marks_are_set(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a filter by marks looks like is in tests/unit: not every kernel has one."""
+def test_tc_filters_are_read_if_rules_set_marks(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    """tests/unit has filters by mark: not every kernel supports them."""
     seen: list[bytes] = []
 
     def note(message: bytes) -> bool:
@@ -297,14 +299,14 @@ def test_filters_of_tc_are_asked_for_where_marks_are_set(shell: Shell, monkeypat
     assert seen == [], "no rule sets marks"
     shell("iptables -t mangle -A POSTROUTING -j MARK --set-mark 6")
     assert closed() == {}
-    assert len(seen) == 6, "a filter of this kind is three messages"
+    assert len(seen) == 6, "such a filter takes three messages"
     monkeypatch.setattr(kernel, "goes_by_mark", lambda message: True)
     assert "MARK" in closed()[4]
 
 
 @pytest.mark.parametrize("variant", ["nft", "legacy"])
 def test_rules_for_a_device_that_the_fast_path_never_uses(variant: str, shell: Shell) -> None:
-    """What Tailscale and PPP have: the largest segment is set for packets to the tunnel."""
+    """Tailscale and PPP set the maximum segment size of packets to the tunnel."""
     shell("ip tuntap add tun0 mode tun; ip link add tun1 type veth peer other")
     clamp = f"iptables-{variant} -t mangle -%s FORWARD %s -p tcp --tcp-flags SYN,RST SYN -j TCPMSS --clamp-mss-to-pmtu"
     for devices, closes in {
@@ -321,13 +323,13 @@ def test_rules_for_a_device_that_the_fast_path_never_uses(variant: str, shell: S
         shell(clamp % ("D", devices))
 
 
-def test_tables_that_are_not_there_are_not_made(shell: Shell) -> None:
+def test_reading_creates_no_tables(shell: Shell) -> None:
     shell("iptables-legacy -A FORWARD -j LOG")
     assert "iptables-legacy table filter, chain FORWARD, rule 1: LOG" in closed()[4]
     assert shell("cat /proc/net/ip_tables_names /proc/net/ip6_tables_names").split() == ["filter"]
 
 
-def test_our_own_table_and_the_one_of_kube_proxy_are_left_out(shell: Shell) -> None:
+def test_the_tables_of_the_agent_and_of_kube_proxy_are_ignored(shell: Shell) -> None:
     rules = "{ chain a { type filter hook forward priority 0; log; }; }"
     shell(f"nft 'table inet pyebpf-proxy {rules}; table inet pyebpf-proxy-two {rules}; table ip kube-proxy {rules}'")
     assert closed() == {}
@@ -335,6 +337,6 @@ def test_our_own_table_and_the_one_of_kube_proxy_are_left_out(shell: Shell) -> N
     assert set(closed()) == {4, 6}
 
 
-def test_a_table_that_sleeps(shell: Shell) -> None:
+def test_a_dormant_table(shell: Shell) -> None:
     shell("nft 'table inet mine { flags dormant; chain a { type filter hook forward priority 0; log; }; }'")
     assert closed() == {}

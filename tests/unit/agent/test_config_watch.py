@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What happens to the configuration file, and what of that ends the agent (spec/configuration §6)."""
+"""Changes of the configuration file, and which of them end the agent (spec/configuration §6)."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def rename(file: Path) -> None:
 
 
 def rename_and_put_another_there(file: Path) -> None:
-    """As vim does it with ``backupcopy=no``."""
+    """As vim does with ``backupcopy=no``."""
     rename(file)
     file.write_text("kind: another\n")
 
@@ -77,11 +77,11 @@ def read(file: Path) -> None:
 
 
 async def outcome(watch: ConfigWatch, act: Callable[[], None]) -> str:
-    """The error that ends the wait; "" if what happened was seen and does nothing."""
+    """The error that ends the wait; "" if the change was seen and has no effect."""
     waiting = asyncio.create_task(watch.wait())
     await asyncio.sleep(0)
     act()
-    for _ in range(10):  # an event that is there is delivered in the next turn of the loop
+    for _ in range(10):  # an event that has arrived is delivered in the next iteration of the loop
         await asyncio.sleep(0)
         if waiting.done():
             break
@@ -107,7 +107,7 @@ def test_everything_else_does_nothing(file: Path, act: Callable[[Path], None]) -
     watch.close()
 
 
-def test_a_write_before_anybody_waits_is_seen(file: Path) -> None:
+def test_a_write_before_the_wait_is_seen(file: Path) -> None:
     watch = ConfigWatch(file)
     append(file)
     assert asyncio.run(outcome(watch, lambda: None)) == config_watch.UPDATED
@@ -129,7 +129,7 @@ def test_the_file_is_watched_that_a_link_leads_to(file: Path) -> None:
 
 
 @pytest.mark.parametrize("both", [True, False])
-def test_our_own_file_is_watched_too(file: Path, both: bool) -> None:
+def test_the_datapath_file_is_watched_too(file: Path, both: bool) -> None:
     own = file.with_name("datapath.yaml")
     own.write_text("kind: DatapathConfiguration\n")
     watch = ConfigWatch(file if both else None, own)
@@ -160,7 +160,7 @@ def test_a_file_that_cannot_be_watched(file: Path) -> None:
         ConfigWatch(file)
 
 
-def test_errors_of_the_watch_are_the_agents(file: Path) -> None:
+def test_errors_of_the_watch_are_agent_errors(file: Path) -> None:
     watch = ConfigWatch(file)
     append(file)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When the agent begins and ends for the sake of its Node's object (spec/configuration §5.3)."""
+"""When the agent begins and ends because of its Node object (spec/configuration §5.3)."""
 
 from __future__ import annotations
 
@@ -54,14 +54,14 @@ def end_of(life: NodeLife, play: Callable[[], Awaitable[None]]) -> str:
     return asyncio.run(main())
 
 
-def test_nothing_is_waited_for_where_pod_cidrs_are_not_needed() -> None:
+def test_there_is_no_wait_if_pod_cidrs_are_not_needed() -> None:
     life = NodeLife("here", needs_pod_cidrs=False)
     assert not life.ready
     life.listed()
     assert life.ready
 
 
-def test_pod_cidrs_are_waited_for_and_end_the_wait() -> None:
+def test_the_wait_ends_when_pod_cidrs_exist() -> None:
     life = NodeLife("here", needs_pod_cidrs=True)
 
     async def play() -> None:
@@ -77,10 +77,10 @@ def test_pod_cidrs_are_waited_for_and_end_the_wait() -> None:
     assert end_of(life, play) == ""
 
 
-def test_pod_cidrs_that_are_there_at_once_need_no_wait() -> None:
+def test_existing_pod_cidrs_need_no_wait() -> None:
     life = NodeLife("here", needs_pod_cidrs=True)
     life.take([node(cidrs=CIDR)])
-    assert not life.ready  # not everything has been listed
+    assert not life.ready  # not all resources have been listed
     life.listed()
     assert life.ready
 
@@ -122,7 +122,7 @@ def test_other_pod_cidrs_end_the_agent(cidrs: tuple[str, ...]) -> None:
     assert end_of(life, play) == f'PodCIDRs changed for the node "here": now {now}, at the start 10.0.0.0/24'
 
 
-def test_other_pod_cidrs_are_nothing_where_they_are_not_needed() -> None:
+def test_other_pod_cidrs_are_ignored_if_they_are_not_needed() -> None:
     life = NodeLife("here", needs_pod_cidrs=False)
     life.take([node(cidrs=CIDR)])
 
@@ -163,7 +163,7 @@ def test_a_deleted_node_keeps_its_facts(caplog: pytest.LogCaptureFixture) -> Non
     Log(caplog).only(Message.NODE_DELETED)
 
 
-def test_before_the_start_a_node_may_come_and_go() -> None:
+def test_a_node_may_be_created_and_deleted_before_the_start() -> None:
     life = NodeLife("here", needs_pod_cidrs=False)
     assert life.take([node(), gone()]) == [node(), gone()]
     life.listed()

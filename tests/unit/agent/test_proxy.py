@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The agent's loop: what is programmed, when, and in which order. The packages around it are recording fakes."""
+"""The agent's loop: what is programmed, when, and in which order. The other packages are recording fakes."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def name(text: str) -> ServicePortName:
 
 
 def change(text: str, gone: bool = False) -> Change:
-    # The planner below only looks at the name.
+    # The planner below only reads the name.
     return Change("Service", "ns", text, None if gone else object())  # type: ignore[arg-type]
 
 
 class Script:
-    """A source that plays a coroutine function."""
+    """A source that runs a coroutine function."""
 
     def __init__(self, play: Callable[[Callable[[Batch], None]], Awaitable[None]]) -> None:
         self._play = play
@@ -80,7 +80,7 @@ class Names:
 
 
 class Recorder:
-    """A data plane that writes down what it is asked; ``failures`` syncs fail."""
+    """A data plane that records its calls; ``failures`` syncs fail."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, list[str]]] = []
@@ -169,7 +169,7 @@ class RecordedAgent:
         self.events.append(of)
 
     def run(self, play: Callable[[Callable[[Batch], None]], Awaitable[None]], effective: Effective) -> None:
-        """Play, then end the agent by SIGTERM."""
+        """Run ``play``, then end the agent by SIGTERM."""
 
         async def play_then_stop(deliver: Callable[[Batch], None]) -> None:
             await play(deliver)
@@ -208,7 +208,7 @@ def test_nothing_is_programmed_before_everything_has_been_listed(agent: Recorded
     assert agent.metrics.syncs == [True]
 
 
-def test_an_empty_folder_is_a_complete_list_too(agent: RecordedAgent) -> None:
+def test_an_empty_folder_is_a_complete_list(agent: RecordedAgent) -> None:
     async def play(deliver: Callable[[Batch], None]) -> None:
         deliver(Batch([], complete=True))
         await until(lambda: bool(agent.datapath.calls))
@@ -227,7 +227,7 @@ def test_changes_inside_the_minimum_period_are_one_sync(agent: RecordedAgent) ->
         deliver(Batch([change("b", gone=True)], complete=True))
         await until(lambda: bool(agent.applied()))
 
-    # Long compared with what a busy machine may take from one to the other.
+    # Much longer than a busy machine needs between the two changes.
     agent.run(play, settings(minimum="400ms", retry="5000ms"))
     assert agent.applied() == [["-b", "c", "d"]]
 
@@ -249,7 +249,7 @@ def test_after_a_failed_sync_everything_is_compared_again(agent: RecordedAgent) 
     assert agent.metrics.full == [True, False, True, True, False]
 
 
-def test_what_fails_at_the_start_ends_the_agent_with_the_reason(agent: RecordedAgent) -> None:
+def test_an_error_at_the_start_ends_the_agent_with_the_reason(agent: RecordedAgent) -> None:
     agent.datapath.fail_start = True
 
     async def play(deliver: Callable[[Batch], None]) -> None:
@@ -261,7 +261,7 @@ def test_what_fails_at_the_start_ends_the_agent_with_the_reason(agent: RecordedA
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_cycles_are_not_searched_for_while_everything_is_made(
+def test_garbage_collection_is_off_during_the_first_sync(
     agent: RecordedAgent, monkeypatch: pytest.MonkeyPatch, fails: bool
 ) -> None:
     searched: list[tuple[str, bool]] = []
@@ -296,7 +296,7 @@ def test_cycles_are_not_searched_for_while_everything_is_made(
     assert searched == first + ([] if fails else later)
 
 
-def test_other_nodes_reach_the_data_plane_before_the_changes_that_came_with_them(agent: RecordedAgent) -> None:
+def test_new_node_facts_reach_the_data_plane_before_changes_of_the_same_batch(agent: RecordedAgent) -> None:
     async def play(deliver: Callable[[Batch], None]) -> None:
         deliver(Batch([], complete=True))
         await until(lambda: bool(agent.datapath.calls))
@@ -324,7 +324,7 @@ def test_a_node_whose_addresses_are_unknown_is_reported(
     assert bool(Log(caplog).lines(Message.NO_ADDRESS_OF_NODE)) is not known
 
 
-def test_removals_wait_until_nothing_happens(agent: RecordedAgent) -> None:
+def test_removals_wait_for_an_idle_moment(agent: RecordedAgent) -> None:
     async def play(deliver: Callable[[Batch], None]) -> None:
         deliver(Batch([], complete=True))
         await until(lambda: ("collect", []) in agent.datapath.calls)
@@ -398,7 +398,7 @@ def test_messages_of_the_planner_are_logged_and_cause_an_event_if_they_have_a_re
     assert agent.metrics.problems == [22, 22]
 
 
-def test_what_others_change_is_mended_every_sync_period(agent: RecordedAgent) -> None:
+def test_foreign_changes_are_repaired_every_sync_period(agent: RecordedAgent) -> None:
     async def play(deliver: Callable[[Batch], None]) -> None:
         await asyncio.sleep(0.05)
         assert agent.datapath.calls == []
@@ -409,7 +409,7 @@ def test_what_others_change_is_mended_every_sync_period(agent: RecordedAgent) ->
     assert agent.datapath.calls[0][0] == "start"
 
 
-def test_maps_that_others_wrote_into_are_compared_with_everything(agent: RecordedAgent) -> None:
+def test_maps_with_foreign_changes_are_compared_completely(agent: RecordedAgent) -> None:
     async def play(deliver: Callable[[Batch], None]) -> None:
         deliver(Batch([change("a"), change("b")], complete=True))
         await until(lambda: bool(agent.datapath.calls))
@@ -421,7 +421,7 @@ def test_maps_that_others_wrote_into_are_compared_with_everything(agent: Recorde
     assert [call for call, _ in agent.datapath.calls].count("apply all") == 1
 
 
-def test_a_source_that_breaks_ends_the_agent(agent: RecordedAgent) -> None:
+def test_an_error_of_the_source_ends_the_agent(agent: RecordedAgent) -> None:
     async def play(deliver: Callable[[Batch], None]) -> None:
         raise FatalError("the folder is gone")
 

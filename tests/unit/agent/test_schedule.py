@@ -13,7 +13,7 @@ def sync(schedule: Schedule, start: float, end: float, ok: bool = True) -> bool:
     return wanted
 
 
-def test_nothing_is_planned_before_the_first_change() -> None:
+def test_no_sync_is_planned_before_the_first_change() -> None:
     assert Schedule(1, 30).delay(100) is None
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Contenders compared: what is judged, and when a packet counts as dearer than at the base commit."""
+"""Comparison of contenders: which rows are judged, and when a packet costs more than at the base commit."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def judged(made: list[Row]) -> dict[str, bool]:
     return {row.what: row.met for row in made if row.met is not None}
 
 
-def test_a_ratio_is_that_of_the_rounds_not_of_the_medians() -> None:
-    # The machine was half as fast in the second round: both were.
+def test_a_ratio_is_computed_per_round_not_from_medians() -> None:
+    # The machine was half as fast in the second round, for both.
     row = ratio("x", "/s", [100, 52, 99], "y", [100, 50, 100], least=1.0)
     assert row.judged.median == 1.0
     assert row.goal == "≥ 1.0 ×"
@@ -62,25 +62,25 @@ def test_without_a_goal_nothing_is_judged() -> None:
     assert absolute("x", "ns", [1], 1.0).met is None
 
 
-def test_what_is_absolute_is_judged_at_normal_speed() -> None:
+def test_absolute_goals_are_judged_at_normal_speed() -> None:
     row = more("x", "ns", [80.0, 82.0], "an empty program", [40.0, 40.0], 2.0, 25)
     assert row.judged.median == 41.0
     assert (row.at_normal_speed, row.met, row.goal) == (20.5, True, "≤ 25 ns more")
 
 
-def test_who_did_not_take_part_has_no_row() -> None:
+def test_a_missing_contender_has_no_row() -> None:
     samples = {"pod": {NONE: [100.0], OURS: [90.0]}}
     made = list(rows(samples, "load", "/s", [(OURS, NONE), (OURS, NFTABLES), (XDP, NONE)], {(OURS, NONE): 1.0}))
     assert [(row.what, row.met) for row in made] == [("load, pod: pyebpf-proxy (defaults)", False)]
 
 
-def test_goals_of_short_connections_go_by_the_way() -> None:
+def test_goals_of_short_connections_depend_on_the_path() -> None:
     rates = {NONE: [100.0], NFTABLES: [80.0], OURS: [96.0]}
     made = judged(list(connect.table({cell(way, 4): rates for way in WAYS})))
-    assert list(made.values()) == [False, False, True]  # 1.0, 1.0, and 0.95 where it is masqueraded
+    assert list(made.values()) == [False, False, True]  # 1.0, 1.0, and 0.95 with masquerading
 
 
-def test_goals_of_one_connection_go_by_the_way() -> None:
+def test_goals_of_one_connection_depend_on_the_path() -> None:
     rates = {NONE: [100.0], OURS: [103.0]}
     assert list(judged(list(exchange.table({cell(way, 6): rates for way in WAYS}))).values()) == [False, True, True]
 
@@ -101,7 +101,7 @@ def test_goals_of_latency_are_upper_ones() -> None:
     assert list(made.values()) == [False, False]
 
 
-def test_the_throttle_of_real_time_tasks_is_put_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_throttle_of_real_time_tasks_is_restored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     throttle = tmp_path / "sched_rt_runtime_us"
     throttle.write_text("950000\n")
     monkeypatch.setattr(loads, "THROTTLE", throttle)
@@ -111,7 +111,9 @@ def test_the_throttle_of_real_time_tasks_is_put_back(tmp_path: Path, monkeypatch
     assert throttle.read_text() == "950000\n"
 
 
-def test_what_another_load_has_lifted_is_not_put_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_throttle_that_another_load_has_lifted_is_not_restored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     throttle = tmp_path / "sched_rt_runtime_us"
     throttle.write_text("-1\n")
     monkeypatch.setattr(loads, "THROTTLE", throttle)
@@ -120,7 +122,7 @@ def test_what_another_load_has_lifted_is_not_put_back(tmp_path: Path, monkeypatc
     assert throttle.read_text() == "950000\n"
 
 
-def test_the_throttle_is_put_back_when_the_bench_is_killed(tmp_path: Path) -> None:
+def test_the_throttle_is_restored_when_the_bench_is_killed(tmp_path: Path) -> None:
     throttle = tmp_path / "sched_rt_runtime_us"
     throttle.write_text("950000\n")
     program = (
@@ -138,7 +140,9 @@ def test_the_throttle_is_put_back_when_the_bench_is_killed(tmp_path: Path) -> No
 
 @pytest.mark.needs_root
 def test_the_server_of_short_connections_closes_what_its_client_has_ended(bpf_objects: Path) -> None:
-    """It has real-time priority: a connection that it is woken for and never closes takes the CPU (finding D18)."""
+    """It has real-time priority: if it were woken for a connection and did not close it, it would use the whole CPU
+    (finding D18).
+    """
     with socket.create_server(("::1", 0), family=socket.AF_INET6) as free:
         port = free.getsockname()[1]
     command = [str(TOOLS / "connections"), "serve", str(port)]
@@ -153,7 +157,7 @@ def test_the_server_of_short_connections_closes_what_its_client_has_ended(bpf_ob
             server.kill()
 
 
-def test_rounds_go_on_until_they_are_steady() -> None:
+def test_rounds_continue_until_they_are_steady() -> None:
     key = cell("pod", 4)
     near = {"rates": {key: {NONE: [100.0] * 5, OURS: [98.0, 99.0, 100.0, 101.0, 102.0]}}}
     far = {"rates": {key: {NONE: [100.0] * 5, OURS: [90.0, 95.0, 100.0, 105.0, 110.0]}}}
@@ -188,12 +192,12 @@ def test_goals_of_udp_are_those_of_tc_and_of_xdp() -> None:
     assert made == [(f"≥ {goal} ×", met) for goal, met in (*tc, *xdp)]
 
 
-def test_what_a_packet_costs_has_a_goal_if_it_is_of_no_service() -> None:
+def test_the_cost_of_a_packet_of_no_service_has_a_goal() -> None:
     made = packet.table({f"{kind}: TCP, IPv4": [26.0] for kind in packet.KINDS}, 1.0)
     assert [row.met for row in made] == [None, None, False, False, None, None]  # each side, both, XDP, first packets
 
 
-def test_real_packets_of_no_service_are_judged_by_how_much_more_they_take() -> None:
+def test_real_packets_of_no_service_are_judged_by_their_extra_time() -> None:
     assert [row.met for row in passing.table([520.0, 525.0], [500.0, 505.0], 1.0)] == [True]
     assert [row.met for row in passing.table([530.0, 535.0], [500.0, 505.0], 1.0)] == [False]
 
@@ -220,7 +224,7 @@ def test_the_overview_has_ten_lines_of_four_contenders() -> None:
     assert lines[11].endswith("| – | – | – | **99.0 /s (0.99)** |")
 
 
-def test_what_people_wrote_around_the_marks_stays() -> None:
+def test_text_around_the_marks_stays() -> None:
     page = f"before\n<!-- goals: {report._NOTE}\nold\n{report._END}\nafter\n"
     made = report.between(page, report.GOALS, "new")
     assert made == page.replace("old", "\nnew")
@@ -246,7 +250,7 @@ def test_the_page_has_all_marks() -> None:
     ],
     ids=["dearer", "not much", "a clock's tick", "only now and then", "in moments of all kinds", "from nothing"],
 )
-def test_a_packet_is_dearer_than_at_the_base(base: list[float], changed: list[float], worse: bool) -> None:
+def test_a_packet_costs_more_than_at_the_base(base: list[float], changed: list[float], worse: bool) -> None:
     assert check.judge("row", base, changed).worse is worse
 
 

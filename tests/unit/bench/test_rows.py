@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of the cluster figure: what is judged, against what; results in words."""
+"""The table of the cluster figure: which results are judged against what, and the results in words."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_missed_goals_are_reported(run: dict[str, Any], missed: str) -> None:
     assert all(missed in what for what in failed)
 
 
-def test_a_change_that_never_came_is_missed() -> None:
+def test_a_change_that_never_came_is_a_missed_goal() -> None:
     run = run_of(OURS, 1, 10, 100)
     run["many"][5]["in_force"] = None
     runs = [run, run_of(NFTABLES, 4, 1000, 200), run_of(IPTABLES, 4, 1000, 200)]
@@ -71,7 +71,7 @@ def test_a_first_packet_is_judged_without_the_empty_program() -> None:
     samples = {variant.what: [1000.0] * 5 for variant in first.VARIANTS} | {first.EMPTY: [100.0] * 5}
     assert all(judged(first.rows(samples)).values())
     dear = first.VARIANTS[2].what
-    samples[dear] = [1460.0] * 5  # 1.46 times, and 1.51 without what the empty program takes
+    samples[dear] = [1460.0] * 5  # 1.46 times, and 1.51 without the time of the empty program
     assert [what for what, met in judged(first.rows(samples)).items() if not met] == [f"{dear}; ≤ 1.5 times"]
 
 
@@ -92,7 +92,7 @@ def test_the_command_line_sets_how_much_is_measured() -> None:
 
 
 @pytest.mark.parametrize(("commit", "left"), [("this", {100}), ("another", set())])
-def test_runs_of_other_sizes_stay_if_they_are_of_the_same_commit(commit: str, left: set[int]) -> None:
+def test_runs_of_other_sizes_are_kept_from_the_same_commit(commit: str, left: set[int]) -> None:
     here = {"commit": "this", "kernel": "k", "processor": "p", "cpus": 2}
     runs = [run_of(OURS, 1, 10, 100), run_of(OURS, 1, 10, 100) | {"services": 30_000}]
     samples = {"runs": runs, "speed_seconds": [0.2]}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a load's CPU time goes: what a sample of perf is counted as."""
+"""Where a load's CPU time goes: how a sample of perf is classified."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_a_sample_is_counted_as_the_nearest_that_has_a_name(chain: list[str], co
     assert kind(chain) == counted
 
 
-def test_the_timers_interrupt_is_counted_as_what_it_came_upon() -> None:
+def test_a_timer_interrupt_counts_for_the_interrupted_code() -> None:
     timer = ["handle_softirqs", "__irq_exit_rcu", "sysvec_apic_timer_interrupt", "asm_sysvec_apic_timer_interrupt"]
     assert kind([*timer, "_copy_to_iter", "tcp_recvmsg"]) == "copying"
 
@@ -50,7 +50,7 @@ def test_samples_are_those_of_the_load_and_of_the_kernels_thread() -> None:
     assert found == {"copying": 1, OTHERS: 1, "devices and their queues": 1, PROGRAM: 1}
 
 
-def test_a_column_for_each_contender_and_a_sum_without_what_is_none_of_it() -> None:
+def test_a_column_for_each_contender_and_a_sum_without_other_tasks() -> None:
     found = {"none": [{"TCP": 10.0, OTHERS: 7.0}], "ours": [{"TCP": 10.0, "the BPF programs": 2.0}] * 3}
     lines = list(table(found, "kB"))
     assert lines[0] == "| nanoseconds for one kB | no proxy | pyebpf-proxy (defaults) |"

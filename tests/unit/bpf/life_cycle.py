@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The life of one flow in the fast path, as a model that is searched exhaustively (test_life_cycle.py).
 
-One client port, one endpoint. Two processors run packets, sweeps and the agent's promotions, interleaved at each access
-to the flow table; the agent may die and start again, permits lapse and are voided, rules change, the table is drained.
-A step is one access to shared memory. Of time the model knows only this: what takes a second of silence or longer does
-not coincide with a packet of the flow. Packets of one direction are handled one after the other, as receive queues do.
-Functions, states and fields have the names of bpf/*.h, where a docstring names
-them; the test looks them up there, and the order of their accesses, too.
+One client port, one endpoint. Two CPUs run packets, sweeps and the agent's promotions, interleaved at each access to
+the flow table. The agent may die and start again, permits expire and are voided, rules change, the table is drained. A
+step is one access to shared memory. The model has one assumption about time: what takes a second of silence or longer
+does not coincide with a packet of the flow. Packets of one direction are handled in order, as receive queues do.
+Functions, states and fields that a docstring names have the names of bpf/*.h. The test checks these names, and the
+order of the accesses.
 
     python -m tests.unit.bpf.life_cycle        everything at once: more than a million states
 """
@@ -17,15 +17,15 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-#: enum closing of flow_send.h; 0: neither was seen.
+#: enum closing of flow_send.h; 0: neither side.
 CLOSING, CLOSING_IN_SEQUENCE = 1, 2
-#: Of a connection, as its two ends know it.
+#: State of a connection, as its two ends know it.
 NO_CONNECTION, SYN_SENT, ESTABLISHED, OVER = range(4)
 CLIENT, ENDPOINT = 0, 1
 
 
 class Entry(NamedTuple):
-    """``struct flow`` of flow_maps.h: the fields that decide. ``confirmed``: confirmed_until lies ahead."""
+    """``struct flow`` of flow_maps.h: the relevant fields. ``confirmed``: confirmed_until is in the future."""
 
     young: bool = True
     closing: int = 0
@@ -45,7 +45,7 @@ class State(NamedTuple):
     draining: bool = False
     denied: bool = False  # a rule denies new flows of the pair
     connection: int = NO_CONNECTION
-    fin: tuple[bool, bool] = (False, False)  # sent and heard of, by side
+    fin: tuple[bool, bool] = (False, False)  # sent and received, by side
     cpus: tuple[tuple[Any, ...] | None, ...] = (None, None)
 
     @property
@@ -53,11 +53,11 @@ class State(NamedTuple):
         return self.connection == ESTABLISHED and self.fin != (True, True)
 
 
-class Broken(Exception):  # noqa: N818 - a property that does not hold is no error of the search
-    """A property does not hold."""
+class Broken(Exception):  # noqa: N818 - a violated property is no error of the search
+    """A property is violated."""
 
 
-#: What a thread becomes, or None at its end, and the state after this step.
+#: The next state of a thread, or None at its end, and the state after this step.
 Step = tuple[State, tuple[Any, ...] | None]
 
 
@@ -70,7 +70,7 @@ def with_entry(state: State, side: int, entry: Entry | None) -> State:
 
 
 def changed(state: State, side: int, **fields: Any) -> State:
-    """Fields of an entry written in place; an element that was deleted meanwhile belongs to no flow any more."""
+    """Write fields of an entry in place; an element that was deleted meanwhile belongs to no flow any more."""
     entry = entry_of(state, side)
     return state if entry is None else with_entry(state, side, entry._replace(**fields))
 
@@ -80,7 +80,7 @@ def changed(state: State, side: int, **fields: Any) -> State:
 
 def packets(state: State, forged_twice: bool) -> Iterator[tuple[Any, ...]]:
     """What the ends may send now. FORGED: a RST out of sequence. ODD: data that only the kernel can handle."""
-    # A port is used again when no packet of its former connection is on its way.
+    # A port is used again when no packet of its old connection is on its way.
     busy = any(thread is not None and not is_agent(thread) for thread in state.cpus)
     ended = state.connection in (NO_CONNECTION, OVER) or state.fin == (True, True)
     if state.connection == SYN_SENT or (ended and not busy):
@@ -88,7 +88,7 @@ def packets(state: State, forged_twice: bool) -> Iterator[tuple[Any, ...]]:
     if state.connection == SYN_SENT:
         yield "lookup", ENDPOINT, "SYNACK"
     if state.lives:
-        # A limit (docs/fast-path.md): a side that seems to close by a forged RST, and one that does, end the flow.
+        # A limit (docs/fast-path.md): a forged RST for one side and a FIN of the other end the flow.
         kinds_now = {thread[2] for thread in state.cpus if thread is not None and len(thread) > 2}
         closing = {entry.closing for entry in (state.there, state.reply) if entry} - {0}
         forged = "FORGED" in kinds_now or CLOSING in closing
@@ -104,7 +104,7 @@ def packets(state: State, forged_twice: bool) -> Iterator[tuple[Any, ...]]:
 
 
 def delivered(state: State, side: int, kind: str) -> State:
-    """The other end has the packet, translated."""
+    """The other end gets the packet, translated."""
     if kind == "SYN":
         if state.lives and state.connection == ESTABLISHED:
             return state
@@ -117,7 +117,9 @@ def delivered(state: State, side: int, kind: str) -> State:
 
 
 def to_netfilter(state: State, side: int, kind: str, tagged: bool) -> State:
-    """Conntrack translates what it knows, and what the tag requests (hand_to_netfilter, leave_young: set_choice)."""
+    """Conntrack translates flows that it knows, and as the tag requests (hand_to_netfilter, leave_young:
+    set_choice).
+    """
     if state.conntrack:
         return delivered(state, side, kind)
     if side == CLIENT and tagged:
@@ -126,7 +128,7 @@ def to_netfilter(state: State, side: int, kind: str, tagged: bool) -> State:
         return delivered(state._replace(conntrack=True), side, kind)
     if side == CLIENT:
         return state  # PRIORITY_MIDSTREAM: dropped, no connection begins with it
-    # A SYN-ACK that comes after five seconds may: the client has sent another SYN by then, and refuses this one.
+    # A SYN-ACK that comes after five seconds may: the client has sent another SYN by then, and rejects this one.
     if state.lives and kind != "SYNACK":
         raise Broken("an endpoint's packet of a live connection continues untranslated")
     return state
@@ -143,7 +145,7 @@ def step_packet(state: State, thread: tuple[Any, ...]) -> Iterator[Step]:
             yield state, ("judge", side, kind)
         else:
             yield state, ("young" if entry.young else "kernels", side, kind)
-    elif at == "judge":  # judge_syn: may_keep_endpoint holds, the endpoint serves on
+    elif at == "judge":  # judge_syn: may_keep_endpoint is true, the endpoint still serves
         there, reply = state.there, state.reply
         both = there and reply and there.closing == reply.closing == CLOSING_IN_SEQUENCE
         yield state, (("forget", side, kind, "unknown") if reply is None or both else ("young", side, kind))
@@ -168,7 +170,7 @@ def step_packet(state: State, thread: tuple[Any, ...]) -> Iterator[Step]:
     elif at == "ending":
         after = changed(state, 1 - side, confirmed=False)
         yield to_netfilter(after, side, kind if kind != "FORGED" else "DATA", kind == "SYN"), None
-    elif at == "confirm":  # the observer: netfilter has let the packet through
+    elif at == "confirm":  # the observer: netfilter has accepted the packet
         passes = state.conntrack and not state.denied and state.alive
         yield (changed(state, side, confirmed=True) if passes and kernel(state, side) else state), None
     elif at == "unknown":
@@ -184,7 +186,7 @@ def step_packet(state: State, thread: tuple[Any, ...]) -> Iterator[Step]:
         if state.reply is None:
             yield state._replace(reply=Entry()), ("count", side, kind)
         else:
-            yield state, ("taken", side, kind)  # another port is taken, or SLOW_NO_PORT
+            yield state, ("taken", side, kind)  # another port is in use, or SLOW_NO_PORT
     elif at == "count":  # count_young
         yield state._replace(count=state.count + 1), ("insert there", side, kind)
     elif at == "insert there":
@@ -204,7 +206,7 @@ def step_packet(state: State, thread: tuple[Any, ...]) -> Iterator[Step]:
 
 
 def send_young(state: State, side: int, kind: str) -> Iterator[Step]:
-    if kind == "ODD":  # leave_young: request_promotion, and the client's packet begins conntrack's entry
+    if kind == "ODD":  # leave_young: request_promotion, and the client's packet creates conntrack's entry
         after = state._replace(promotions=True)
         if side == CLIENT:
             yield to_netfilter(after, side, "DATA", True), None
@@ -220,7 +222,7 @@ def send_young(state: State, side: int, kind: str) -> Iterator[Step]:
 
 
 def forget(state: State, thread: tuple[Any, ...]) -> Iterator[Step]:
-    """forget_flow: the other direction first; the removal of the client's direction removes the flow."""
+    """forget_flow: the other direction first; deleting the client's direction deletes the flow."""
     at, side, kind, then = thread[:4]
     if at == "forget":
         gone = entry_of(state, 1 - side)
@@ -246,13 +248,13 @@ def kernel(state: State, side: int) -> bool:
 
 
 def step_agent(state: State, thread: tuple[Any, ...]) -> Iterator[Step]:
-    """sweep_flows; Promoter._hand_over: the queue, ctnetlink, promote_flow, and what follows where the flow is gone."""
+    """sweep_flows; Promoter._hand_over: the queue, ctnetlink, promote_flow, and what follows if the flow has ended."""
     at = thread[0]
     if at == "sweep":
         there, reply = state.there, state.reply
         if there is None or not there.young:
-            # A reply's entry without the client's is a leftover; the kernel's flow may be forgotten when it is stale.
-            # It has been there for a second (CLOSING_NS), so no program is about to insert the other one.
+            # A reply's entry without the client's is a leftover; a kernel's flow may be deleted when it is stale. It
+            # has existed for a second (CLOSING_NS), so no program is about to insert the other entry.
             inserting = any(cpu and cpu[0] in ("count", "insert there") for cpu in state.cpus)
             if reply is not None and there is None and reply.young and not inserting:
                 yield state, ("sweep leftover",)
@@ -293,7 +295,7 @@ def step_agent(state: State, thread: tuple[Any, ...]) -> Iterator[Step]:
 
 
 AGENT = ("sweep", "sweep leftover", "read", "create", "promote", "promote there", "promote count", "abandon")
-#: Where the agent is itself, and not a program that it runs.
+#: States in which the agent itself runs, and not one of its programs.
 BETWEEN_PROGRAMS = ("sweep", "read", "create", "promote", "abandon")
 
 
@@ -312,7 +314,7 @@ def successors(state: State, forged_twice: bool = False) -> Iterator[tuple[str, 
     for number, thread in enumerate(state.cpus):
         if thread is None:
             if number and state.cpus[0] is None:
-                continue  # two idle processors are alike
+                continue  # two idle CPUs are equivalent
             begun = [] if any(map(is_sweep_end, state.cpus)) else [*packets(state, forged_twice)]
             # Receive queues keep the order of one direction.
             under_way = {thread[1] for thread in state.cpus if thread is not None and not is_agent(thread)}
@@ -365,7 +367,7 @@ def environment(state: State) -> Iterator[tuple[str, State]]:
 
 
 def check(state: State) -> None:
-    """What must hold always. Between the steps of a function less holds: only at rest is everything checked."""
+    """The invariants. Between the steps of a function fewer hold: only at rest all are checked."""
     if state.cpus != (None, None):
         return
     young = state.there is not None and state.there.young
@@ -376,9 +378,9 @@ def check(state: State) -> None:
 
 
 def explore(forged_twice: bool = False, without: tuple[str, ...] = (), limit: int = 3_000_000) -> int:
-    """How many states can be reached; Broken, with the shortest way there, if a property does not hold in one.
+    """How many states can be reached. Broken, with the shortest path, if a property is violated in one.
 
-    ``without``: packets and events that are left out, by words of their names.
+    ``without``: packets and events to leave out, by parts of their names.
     """
     begin = State()
     came: dict[State, tuple[State, str] | None] = {begin: None}
@@ -400,7 +402,7 @@ def explore(forged_twice: bool = False, without: tuple[str, ...] = (), limit: in
 
 
 def way(came: dict[State, tuple[State, str] | None], state: State) -> list[str]:
-    """What led to a state."""
+    """The steps that led to a state."""
     lines = [f"  = {state}"]
     while (before := came[state]) is not None:
         state, what = before

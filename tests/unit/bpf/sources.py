@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The functions of the BPF programs, as their sources have them."""
+"""The functions of the BPF programs, from their sources."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _FUNCTION = re.compile(
 
 
 class Function(NamedTuple):
-    """``body`` has no comments. The entry points of the programs are not among them."""
+    """``body`` has no comments. The entry points of the programs are not included."""
 
     file: str
     name: str

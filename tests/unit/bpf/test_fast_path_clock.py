@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fast path uses clocks that cannot be set: a jump of the time of day changes nothing."""
+"""The fast path uses clocks that cannot be set: a change of the system time has no effect."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import pytest
 
 from tests import ROOT
 
-#: CLOCK_MONOTONIC, and CLOCK_BOOTTIME, which runs while the machine sleeps: neither can be set.
+#: CLOCK_MONOTONIC and CLOCK_BOOTTIME, which also runs while the machine sleeps; neither can be set.
 NOT_TO_BE_SET = {"bpf_ktime_get_ns", "bpf_ktime_get_coarse_ns", "bpf_ktime_get_boot_ns"}
 
 
-def test_the_programs_ask_for_no_other_time() -> None:
+def test_the_programs_use_no_other_clock() -> None:
     sources = {path.name: path.read_text() for path in (ROOT / "bpf").glob("*.[ch]")}
     found = {name: set(re.findall(r"\b(bpf_ktime\w+|bpf_jiffies\w*)\(", text)) for name, text in sources.items()}
     assert found["flow_send.h"] == {"bpf_ktime_get_coarse_ns"}
@@ -24,12 +24,12 @@ def test_the_programs_ask_for_no_other_time() -> None:
     ("path", "calls"),
     [
         ("node/fast_path.py", {"clock_gettime_ns"}),
-        ("rulesets/watch.py", {"clock_gettime", "thread_time"}),  # the latter is the CPU's time of a thread
+        ("rulesets/watch.py", {"clock_gettime", "thread_time"}),  # the latter is a thread's CPU time
         ("rulesets/kernel.py", set()),
     ],
 )
-def test_the_agent_asks_for_no_other_time(path: str, calls: set[str]) -> None:
+def test_the_agent_uses_no_other_clock(path: str, calls: set[str]) -> None:
     text = (ROOT / "pyebpf_proxy" / "datapath" / path).read_text()
     assert set(re.findall(r"\btime\.(?!CLOCK)(\w+)\(", text)) == calls
     assert set(re.findall(r"CLOCK_\w+", text)) <= {"CLOCK_MONOTONIC"}
-    assert set(re.findall(r"\.call_(\w+)\(", text)) <= {"later", "soon_threadsafe"}, "loops have a monotonic clock, too"
+    assert set(re.findall(r"\.call_(\w+)\(", text)) <= {"later", "soon_threadsafe"}, "loops have a monotonic clock too"

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The life of a flow (life_cycle.py): every state that its model can reach, and that the model is of these programs."""
+"""The life of a flow (life_cycle.py): every reachable state of the model, and whether the model matches the
+programs.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,8 @@ from tests.unit.bpf import life_cycle
 from tests.unit.bpf.sources import functions
 
 MODEL = Path(life_cycle.__file__)
-#: What is left out, for a search of some seconds, and how many states there are at least. life_cycle.py, started by
-#: itself, leaves out nothing and takes a minute.
+#: What is left out for a search of some seconds, and the minimum number of states. life_cycle.py itself leaves out
+#: nothing and takes a minute.
 PARTS = {
     "how connections end": (("draining", "dies", "rule", "ODD"), 80_000),
     "the agent dies and starts again": (("draining", "rule", "FORGED", "FIN"), 80_000),
@@ -25,18 +27,18 @@ PARTS = {
 
 
 @pytest.mark.parametrize("part", PARTS)
-def test_no_entry_is_lost_and_nothing_passes_untranslated_or_against_a_rule(part: str) -> None:
+def test_every_state_satisfies_the_invariants(part: str) -> None:
     without, least = PARTS[part]
     assert life_cycle.explore(without=without) > least
 
 
 def test_a_forged_reset_on_a_flow_that_one_side_has_closed_ends_it() -> None:
-    """The limit that docs/fast-path.md names; the search finds it, so it would find more of the kind."""
+    """docs/fast-path.md names this limit. The search finds it, so it would find similar ones."""
     with pytest.raises(life_cycle.Broken, match="a live connection is lost"):
         life_cycle.explore(forged_twice=True, without=("draining", "dies", "rule", "ODD"))
 
 
-# Changes of the model, as a developer might change the programs, and what they break.
+# Changes of the model, as a developer might change the programs, and which property they violate.
 MUTANTS = {
     "promoted before conntrack has it": (
         '(("create",) if found else None)',
@@ -78,7 +80,7 @@ MUTANTS = {
 
 
 @pytest.mark.parametrize("name", MUTANTS)
-def test_the_search_finds_what_is_wrong(name: str) -> None:
+def test_the_search_finds_each_mutant(name: str) -> None:
     old, new, what = MUTANTS[name]
     source = MODEL.read_text()
     assert source.count(old) == 1
@@ -92,7 +94,7 @@ def test_the_search_finds_what_is_wrong(name: str) -> None:
         del sys.modules["life_cycle_changed"]
 
 
-# What each function accesses, in the order of the model's steps.
+# The accesses of each function, in the order of the model's steps.
 ORDER = {
     "young.h:open_young": ["why_not_young(", "&permits", "->permit_generation", "insert_young("],
     "young.h:insert_young": [
@@ -143,7 +145,7 @@ def test_the_programs_access_the_table_in_the_order_of_the_model(function: str) 
         assert (at := found.find(access, at)) >= 0, f"{function}: {access!r} is not where the model has it"
 
 
-def test_the_agent_asks_conntrack_before_it_promotes() -> None:
+def test_the_agent_creates_the_entry_before_it_promotes() -> None:
     text = (ROOT / "pyebpf_proxy" / "datapath" / "connections" / "promotion.py").read_text()
     body = text.partition("def _hand_over(")[2].partition("\n    def ")[0]
     calls = ("self._flows.read(key)", "create.create(", "self._promote(", "create.abandon(")
@@ -151,7 +153,7 @@ def test_the_agent_asks_conntrack_before_it_promotes() -> None:
     assert places == sorted(places)
 
 
-def test_names_of_the_model_are_those_of_the_programs() -> None:
+def test_the_model_uses_the_names_of_the_programs() -> None:
     headers = {path.name: path.read_text() for path in (ROOT / "bpf").glob("*.[hc]")}
     for name in ("CLOSING", "CLOSING_IN_SEQUENCE"):
         assert re.search(rf"\b{name} = {getattr(life_cycle, name)},", headers["flow_send.h"])

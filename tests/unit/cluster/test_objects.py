@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``pyebpf-proxy cluster``: its objects are those of deploy/, what it changes can be undone, the agent needs none."""
+"""``pyebpf-proxy cluster``: its objects are those of deploy/, its changes can be undone, and the agent needs none of
+it.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ def test_the_objects_in_the_package_are_those_of_deploy() -> None:
     assert ran.returncode == 0
 
 
-def test_the_agent_runs_where_it_is_asked_for_and_pods_are_replaced_by_command_only() -> None:
+def test_the_agent_runs_on_selected_nodes_and_only_commands_replace_pods() -> None:
     daemon_set = objects.agent("registry.example/x:1")[-1]
     specification = daemon_set["spec"]["template"]["spec"]
     assert specification["nodeSelector"] == {"kubernetes.io/os": "linux", objects.AGENT: "true"}
@@ -103,7 +105,7 @@ def test_kube_proxys_daemonset_is_changed_and_restored(affinity: Any, strategy: 
     assert objects.unprepare(original) is None
 
 
-def test_what_a_pods_status_means() -> None:
+def test_the_meaning_of_a_pods_status() -> None:
     def pod(state: dict[str, Any], phase: str = "Pending", **more: Any) -> Any:
         status = {"phase": phase, "containerStatuses": [{"state": state, "restartCount": 0, **more}]}
         container = {"image": "x:1"}
@@ -123,7 +125,7 @@ def test_what_a_pods_status_means() -> None:
     crashed = pod({"waiting": {"reason": "CrashLoopBackOff"}}, lastState={"terminated": {"message": "CAP_BPF missing"}})
     assert crashed.hopeless == "the container ends again and again: CAP_BPF missing"
     assert crashed.ran
-    # A kubelet's own message for it says only how long it waits; the log's last lines say why.
+    # The kubelet's own message says only how long it waits; the log's last lines give the reason.
     waits = "back-off 20s restarting failed container=pyebpf-proxy pod=pyebpf-proxy-q8zkv_kube-system(0e9f4c6a-5d0f)"
     log = "2026-11-23T09:00:01.120Z info starting version=0.1.0\nError: the kernel has no BTF\n\n"
     waiting = {"waiting": {"reason": "CrashLoopBackOff", "message": waits}}
@@ -155,7 +157,7 @@ def test_without_the_library_one_line_has_the_remedy() -> None:
 
 
 def test_a_closed_pipe_does_not_stop_the_command_halfway() -> None:
-    """A node that is being taken over would have no proxy."""
+    """The command would leave a node without a proxy."""
     code = (
         "from pyebpf_proxy.cluster.output import Output; import sys\n"
         "output = Output(False)\n"
@@ -169,7 +171,7 @@ def test_a_closed_pipe_does_not_stop_the_command_halfway() -> None:
     assert (ran.stdout, ran.stderr) == ("line\n", "continued 141\n")
 
 
-def test_the_reader_of_the_help_may_close_the_pipe() -> None:
+def test_a_closed_pipe_ends_the_help_quietly() -> None:
     command = [sys.executable, "-m", "pyebpf_proxy", "cluster", "install", "--help"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None

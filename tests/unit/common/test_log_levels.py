@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``-v`` and ``--vmodule``: whose debug messages are written."""
+"""``-v`` and ``--vmodule``: which packages' debug messages are written."""
 
 from __future__ import annotations
 

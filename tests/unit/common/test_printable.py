@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names are data: what others chose reaches neither a terminal nor a reader of lines as anything but text."""
+"""Foreign names are only text: neither a terminal nor a reader of lines interprets them."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from pyebpf_proxy.services import pods
 from pyebpf_proxy.trace import events
 from pyebpf_proxy.trace.lines import printed
 
-#: A clear screen, a title, a new line, a NUL, a C1 control sequence, and text that runs the other way.
+#: A clear screen, a title, a new line, a NUL, a C1 control sequence, and right-to-left text.
 EVIL = "web\x1b[2J\x1b]0;owned\x07\nnext\0x\x9b31m\u202egpj\x7f"
 SHOWN = r"web\x1b[2J\x1b]0;owned\x07\nnext\x00x\x9b31m\u202egpj\x7f"
 CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u202e]")
 
 
-def test_controls_are_escapes_and_text_stays() -> None:
+def test_control_characters_are_escaped_and_text_stays() -> None:
     assert printable(EVIL) == SHOWN
     assert printable("größer, 漢字 ✓ a/b:c") == "größer, 漢字 ✓ a/b:c"
     assert printable("half \udc80") == r"half \udc80"
@@ -50,7 +50,7 @@ def own_log() -> Iterator[None]:
 
 @pytest.mark.parametrize("form", ["text", "json"])
 @pytest.mark.usefixtures("own_log")
-def test_a_line_of_the_log_is_one_line_of_text(form: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_log_message_is_one_printable_line(form: str, capsys: pytest.CaptureFixture[str]) -> None:
     log.configure(form)  # type: ignore[arg-type]
     log.Logger("x").error(f"from {EVIL}", error="\x1b]0;owned\x07", name="a b\x9b31m")
     shown = capsys.readouterr().err
@@ -64,7 +64,7 @@ def test_a_line_of_the_log_is_one_line_of_text(form: str, capsys: pytest.Capture
 
 
 @pytest.mark.usefixtures("own_log")
-def test_the_text_of_an_exception_is_lines_of_text(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_text_of_an_exception_is_printable(capsys: pytest.CaptureFixture[str]) -> None:
     log.configure("text")
     try:
         raise ValueError("\x1b[2J\r")
@@ -89,13 +89,13 @@ def test_tables_and_sentences_show_escapes() -> None:
         assert safe(line) == line
 
 
-def test_what_was_put_together_elsewhere_keeps_our_colours_only(capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_the_commands_own_colours_are_kept(capsys: pytest.CaptureFixture[str]) -> None:
     line = Terminal(80, colour=True).paint("good", "green") + EVIL
     assert safe(line) == f"\x1b[32mgood\x1b[0m{SHOWN}"
 
 
 @pytest.mark.parametrize("form", ["table", "json", "name"])
-def test_an_answer_is_text(form: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_answer_is_printable(form: str, capsys: pytest.CaptureFixture[str]) -> None:
     import argparse
 
     show(argparse.Namespace(output=form), model.Lost(time="t", what=EVIL, count=1), [EVIL], [EVIL])
@@ -106,8 +106,8 @@ def test_an_answer_is_text(form: str, capsys: pytest.CaptureFixture[str]) -> Non
         assert shown == f"{SHOWN}\n"
 
 
-def test_the_name_of_a_process_in_trace_is_text() -> None:
-    """A process chooses its name (PR_SET_NAME), and is one that anybody may start."""
+def test_the_name_of_a_process_in_trace_is_printable() -> None:
+    """A process chooses its name (PR_SET_NAME), and any user may start one."""
     layout = Struct("=Q16s16s16sHHHBBIIIHIBBB16s")
     none = bytes(16)
     raw = layout.pack(1, none, none, none, 1, 2, 3, 6, 0, 0, 0, 0, 1, 7, 0, 0, 0, "x\x1b[2J\n\x9b1m".encode())
@@ -140,7 +140,7 @@ def a_slice(*names: str | None) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("bad", [EVIL, "a\0b", "a/b", "Web", "web-", "x" * 254, "a\nb", "é"])
-def test_a_pods_name_that_is_none_is_left_out_and_moves_no_other(bad: str) -> None:
+def test_an_invalid_pod_name_is_left_out_and_shifts_no_other(bad: str) -> None:
     (found,) = decode_document(a_slice("web-1", bad, None, "web-3"))
     assert found.object is not None
     assert list(pods.unpacked(found.object.pods)) == ["web-1", "", "", "web-3"]
@@ -150,7 +150,7 @@ def test_a_pods_name_that_is_none_is_left_out_and_moves_no_other(bad: str) -> No
     assert not CONTROL.search(message)
 
 
-def test_good_names_are_not_logged_and_leave_nothing_behind() -> None:
+def test_valid_names_are_not_logged_and_leave_no_state() -> None:
     (found,) = decode_document(a_slice("web-1", "a.b-c.d", None))
     assert found.messages == ()
     assert found.object is not None

@@ -53,14 +53,14 @@ def test_a_killed_agent_leaves_no_lock(tmp_path: Path) -> None:
     directory.release()
 
 
-def test_a_folder_that_was_made_for_nothing_is_taken_away(tmp_path: Path) -> None:
+def test_an_unused_folder_is_removed(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path / "a" / "b")
     directory.acquire()
     directory.release(remove=True)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_others_keep_in_the_folder_stays(tmp_path: Path) -> None:
+def test_foreign_files_in_the_folder_stay(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path / "run")
     directory.acquire()
     (tmp_path / "run" / "note").touch()
@@ -99,7 +99,7 @@ def test_a_folder_that_cannot_be_made_is_reported(tmp_path: Path) -> None:
 
 @contextmanager
 def as_other_user(program: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
-    """A program of a local user, in the standard library alone, when it has printed a line."""
+    """A local user's program, standard library only; returns when it has printed a line."""
     started = subprocess.Popen(
         [sys.executable, "-I", "-c", program, *arguments], stdout=subprocess.PIPE, text=True, user=65534, group=65534
     )
@@ -122,7 +122,7 @@ HOLD = (
 
 @pytest.fixture
 def open_folder() -> Iterator[Path]:
-    """A folder that every user may look into: pytest's own are root's alone."""
+    """A folder that every user may open: pytest's own are only for root."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder).chmod(0o755)
         yield Path(folder)
@@ -145,14 +145,14 @@ def test_no_other_user_can_take_the_lock(open_folder: Path) -> None:
 
 
 @pytest.mark.needs_root
-def test_a_former_releases_folder_and_lock_are_closed_without_waiting_for_their_holder(open_folder: Path) -> None:
+def test_permissions_of_an_older_releases_folder_and_lock_are_fixed_while_held(open_folder: Path) -> None:
     path = open_folder / "run"
     path.mkdir(mode=0o755)
     (path / "lock").touch(mode=0o644)
     with as_other_user(HOLD, str(path / "lock")) as user:
         directory = RunDirectory(path)
         directory.acquire()
-        assert user.poll() is None  # it has its lock still, and no other has it
+        assert user.poll() is None  # it still has its lock, which no other process has
         assert modes(path) == (0o700, 0o600)
         with pytest.raises(FatalError, match="another agent"):
             RunDirectory(path).acquire()
@@ -168,7 +168,7 @@ def test_a_former_release_s_agent_keeps_its_lock(
     with (path / "lock").open("w") as former:
         (path / "lock").chmod(0o644)
         fcntl.flock(former, fcntl.LOCK_EX)
-        if listens:  # in its own container: nothing is seen of its process
+        if listens:  # in its own container: its process cannot be seen
             listener = run_directory.listening_socket(path)
             monkeypatch.setattr(run_directory, "lock_holder", lambda lock: None)
         with pytest.raises(FatalError, match="another agent"):
@@ -190,12 +190,13 @@ def test_a_folder_with_another_purpose_keeps_its_mode(tmp_path: Path) -> None:
 def test_why_the_folder_cannot_be_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert run_directory.obstacle(tmp_path) == ""
     assert run_directory.obstacle(tmp_path / "none") == ""
-    # Block sizes, blocks, free blocks, those for others, inodes, free inodes, those for others, flags, length of names.
+    # Block size, blocks, free blocks, those for other users, inodes, free inodes, those for other users, flags, name
+    # length.
     for fields, why in (
         ((4096, 4096, 256, 15, 0, 100, 9, 9, 0, 255), "its file system is full"),
         ((4096, 4096, 256, 16, 0, 100, 9, 9, 0, 255), ""),
         ((4096, 4096, 256, 99, 99, 100, 0, 0, 0, 255), "its file system has no inode left"),
-        # A file system without blocks or inodes of its own, as some overlays.
+        # A file system without its own blocks or inodes, as some overlays.
         ((4096, 4096, 0, 0, 0, 0, 0, 0, 0, 255), ""),
         ((4096, 4096, 256, 99, 99, 100, 9, 9, os.ST_RDONLY, 255), "it is read-only"),
     ):
@@ -204,7 +205,7 @@ def test_why_the_folder_cannot_be_written_to(tmp_path: Path, monkeypatch: pytest
 
 
 def test_an_agent_in_another_container_is_named_by_its_command_line(tmp_path: Path) -> None:
-    """Its number means nothing outside of its PID namespace, nor is it in /proc/locks there."""
+    """Its process number has no meaning outside its PID namespace, and /proc/locks does not have it there."""
     directory = RunDirectory(tmp_path / "run")
     directory.acquire()
     program = (

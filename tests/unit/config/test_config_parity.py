@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What kube-proxy answered to files and command lines, as recorded, compared with what pyebpf-proxy answers now."""
+"""kube-proxy's recorded answers to files and command lines, compared with pyebpf-proxy's."""
 
 from __future__ import annotations
 
@@ -20,40 +20,40 @@ DOCUMENT = ROOT / "docs" / "differences.md"
 
 
 def shown(case: Case, expected: Answer, answer: Answer) -> str:
-    """All that is needed to see why the two differ."""
+    """Everything that is needed to see why the two differ."""
     file = (case.file or b"").decode(errors="replace")
     return f"{case.name}: {case.arguments}\n{file}\nkube-proxy: {expected}\npyebpf-proxy: {answer}"
 
 
 @pytest.mark.parametrize(("case", "expected"), RECORDED, ids=[case.name for case, _ in RECORDED])
-def test_the_answer_is_kube_proxys(case: Case, expected: Answer) -> None:
+def test_the_answer_equals_kube_proxys(case: Case, expected: Answer) -> None:
     answer = proxy.ask(case)
     assert difference(case, expected, answer) is not None, shown(case, expected, answer)
-    # Whatever differs: what is refused there for a value is refused here for the same ones.
+    # Whatever differs: a value that kube-proxy rejects is rejected here for the same fields.
     assert set(expected.fields()) <= set(answer.fields()) or answer.status == 0, shown(case, expected, answer)
 
 
 @pytest.mark.parametrize(("case", "expected"), RECORDED[::60], ids=[case.name for case, _ in RECORDED[::60]])
-def test_the_program_itself_answers_so_too(case: Case, expected: Answer) -> None:
+def test_the_installed_program_gives_the_same_answer(case: Case, expected: Answer) -> None:
     answer = proxy.ask(case, apart=True)
     assert difference(case, expected, answer) is not None, shown(case, expected, answer)
 
 
-def test_recordings_are_of_the_release_that_is_followed() -> None:
+def test_recordings_are_of_the_supported_release() -> None:
     assert f"Kubernetes {KUBERNETES_VERSION}" == RELEASE
 
 
-def test_every_case_is_recorded_as_it_stands() -> None:
-    """A case that was changed or added asks for `make record`."""
+def test_every_case_is_recorded_in_its_current_form() -> None:
+    """A case that was changed or added needs `make record`."""
     assert [case for case, _ in RECORDED] == recordings.all_cases()
     assert len(RECORDED) >= 400
 
 
-def test_names_of_cases_are_their_own() -> None:
+def test_names_of_cases_are_unique() -> None:
     assert [name for name, count in Counter(case.name for case, _ in RECORDED).items() if count > 1] == []
 
 
-def test_every_difference_is_written_down_with_a_reason_and_is_real() -> None:
+def test_every_difference_has_a_reason_on_the_page_and_occurs() -> None:
     text = DOCUMENT.read_text().partition("\n## In the answers\n")[2].partition("\n## ")[0]
     titles = re.findall(r"^### (.+)$", text, re.MULTILINE)
     assert sorted(titles) == sorted(DIFFERENCES)
@@ -61,7 +61,7 @@ def test_every_difference_is_written_down_with_a_reason_and_is_real() -> None:
     assert found == {"", *DIFFERENCES}
 
 
-def test_t9_a_key_with_a_question_mark_is_no_excuse_for_any_other_answer() -> None:
+def test_t9_a_key_with_a_question_mark_excuses_no_other_answer() -> None:
     case, expected = next(each for each in RECORDED if each[0].name == "a key with a question mark, in braces")
     answer = proxy.ask(case)
     assert difference(case, expected, answer) == "flow indicators"

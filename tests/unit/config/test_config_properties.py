@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What holds for every duration, quantity, address, CIDR and port range: round trips, and one canonical form."""
+"""Properties of every duration, quantity, address, CIDR and port range: round trips, and one canonical form."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_quantity_is_its_number_times_its_unit(number: int, unit: str) -> None
     limit = (1 << 63) - 1
     quantity = quantities.parse(f"{number}{unit}")
     assert quantity.value == (min(value, limit) if unit.endswith("i") else value)
-    # From here on kube-proxy has no unit to write, and writes none: 1000E becomes 1.
+    # From here on kube-proxy has no unit, and writes none: 1000E becomes 1.
     if quantity.value < 10**21:
         assert quantities.parse(quantity.text).value == quantity.value
 
@@ -78,7 +78,7 @@ def test_a_quantity_is_its_number_times_its_unit(number: int, unit: str) -> None
 def test_an_address_with_a_port_comes_apart_again(address: addresses.Address, port: int) -> None:
     joined = addresses.join_host_port(str(address), port)
     assert addresses.split_host_port(joined) == (str(address), str(port))
-    # What has a port keeps it; what has none gets one, but for port 0.
+    # A text with a port keeps it; one without gets one, except port 0.
     assert addresses.append_port(joined, 9) == joined
     assert addresses.append_port(str(address), port) == (joined if port else "")
 
@@ -114,7 +114,7 @@ def test_a_port_range_survives_its_text(one: int, other: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["x", "1-", "-1", "5-3", "65536", "1-65536", "1+x", "1--2", "٣"])
-def test_what_is_no_port_range(text: str) -> None:
+def test_invalid_port_ranges(text: str) -> None:
     with pytest.raises(ValueError, match="port"):
         port_ranges.parse(text)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""--datapath-config: every field good and bad, every error by its path, bounds on bad input."""
+"""--datapath-config: every field with valid and invalid values, every error with its path, bounds on bad input."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_excluded_pods() -> None:
     assert [str(network) for network in found.socket_lb_exclude] == ["10.244.9.0/24", "fd00:9::/64"]
 
 
-def test_what_has_no_effect_any_more_is_read_and_named() -> None:
+def test_fields_without_effect_are_read_and_reported() -> None:
     own = read("lane: netfilter\npodNetwork: [10.0.0.0/8, 'fd00::/48']\n")
     assert without_effect(own) == ["lane", "podNetwork"]
     assert without_effect(read("fastPath: auto")) == []
@@ -216,7 +216,7 @@ def test_json_is_read_with_its_duplicates() -> None:
     assert errors("", double) == "[lane: duplicate field, maps.slots: duplicate field]"
 
 
-def test_flags_win() -> None:
+def test_flags_override_the_file() -> None:
     own = read("directory: /run/file\nmanifests: /etc/file\n")
     found = settings(own)
     assert (str(found.directory), str(found.manifests)) == ("/run/file", "/etc/file")
@@ -224,7 +224,7 @@ def test_flags_win() -> None:
     assert (str(found.directory), str(found.manifests)) == ("/run/flag", "/etc/flag")
 
 
-def test_cleanup_takes_the_folder_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cleanup_uses_the_folder_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "own.yaml"
     path.write_text(HEADER + "directory: /run/of-the-file\n")
     cleaned: list[Path] = []
@@ -277,7 +277,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("also", [[], ["--cleanup"], ["--write-config-to"]], ids=str)
 def test_the_command_line_names_the_file(tmp_path: Path, also: list[str]) -> None:
-    """A mistake is reported with every command, and nothing is done."""
+    """An error is reported by every command, and nothing is done."""
     path, written = tmp_path / "own.yaml", tmp_path / "written"
     path.write_text(HEADER + "lane: fast\n")
     also = [*also, str(written)] if also == ["--write-config-to"] else also
@@ -289,7 +289,7 @@ def test_the_command_line_names_the_file(tmp_path: Path, also: list[str]) -> Non
     assert not written.exists()
 
 
-def test_what_is_written_is_kube_proxys_alone(tmp_path: Path) -> None:
+def test_only_kube_proxys_configuration_is_written(tmp_path: Path) -> None:
     path = tmp_path / "own.yaml"
     path.write_text(HEADER + "lane: netfilter\nmaps: {slots: 512}\n")
     for name, arguments in (("with", ["--datapath-config", str(path)]), ("without", [])):
@@ -310,7 +310,7 @@ def test_a_file_of_an_older_release_gets_one_warning(tmp_path: Path) -> None:
 
 # ---- properties -----------------------------------------------------------------------------------------------
 
-#: Not IPv4 written as IPv6, which is refused.
+#: Without IPv4 networks in IPv6 notation, which are rejected.
 networks = (
     st.ip_addresses()
     .flatmap(lambda ip: st.integers(0, ip.max_prefixlen).map(lambda n: ipaddress.ip_network((ip, n), strict=False)))
@@ -374,7 +374,7 @@ names = st.sampled_from(
 
 
 @given(names, values)
-def test_any_value_is_taken_or_named(name: str, value: object) -> None:
+def test_any_value_is_accepted_or_named(name: str, value: object) -> None:
     field, _, inner = name.partition(".")
     document = {"apiVersion": API_VERSION, "kind": KIND, field: {inner: value} if inner else value}
     try:
@@ -385,7 +385,7 @@ def test_any_value_is_taken_or_named(name: str, value: object) -> None:
         assert re.match(rf"\[?{re.escape(name)}[.:\[]", output), output
 
 
-def test_the_example_is_good() -> None:
+def test_the_example_is_valid() -> None:
     config = datapath_config.read(ROOT / "examples" / "datapath-config.yaml")
     assert config.maps.model_dump() == Maps().model_dump()
     document = yaml.safe_load((ROOT / "examples" / "datapath-config.yaml").read_text())

@@ -54,7 +54,7 @@ def test_a_duration_is_read_and_written_as_go_does(text: str, nanoseconds: int, 
         ("٣s", 'time: invalid duration "\\xd9\\xa3s"'),
     ],
 )
-def test_what_go_refuses_is_refused_with_its_words(text: str, message: str) -> None:
+def test_what_go_rejects_is_rejected_with_its_message(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=r"^time: ") as caught:
         durations.parse(text)
     assert str(caught.value) == message

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``ipvs.scheduler``: which names there are, when it counts, and what a wrong one does (docs/ipvs-mode.md)."""
+"""``ipvs.scheduler``: valid names, when it applies, and the effect of an invalid one (docs/ipvs-mode.md)."""
 
 from __future__ import annotations
 

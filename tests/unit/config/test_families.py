@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Warnings about a configuration that doesn't fit the Node, and what is fatal (spec/configuration §5.4)."""
+"""Warnings about a configuration that does not fit the Node, and which mismatches are fatal (spec/configuration
+§5.4).
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,7 @@ BOTH, SIX_FIRST = ips("192.0.2.1", "2001:db8::1"), ips("2001:db8::1", "192.0.2.1
         (("10.0.0.0/8", "fd00::/8"), V4, ["10.0.0.0/8", "fd00::/8"]),
     ],
 )
-def test_the_word_primary(words: tuple[str, ...], node_ips: dict[IPFamily, bytes], expected: list[str]) -> None:
+def test_the_value_primary(words: tuple[str, ...], node_ips: dict[IPFamily, bytes], expected: list[str]) -> None:
     assert node_port_cidrs(words, node_ips) == expected
 
 
@@ -182,7 +184,7 @@ def test_the_other_family_only(
 
 
 def kernel(folder: Path, ipv6: str) -> Path:
-    """A /proc with IPv6 that is ``there``, ``off`` or ``missing``."""
+    """A /proc where IPv6 is ``there``, ``off`` or ``missing``."""
     if ipv6 != "missing":
         (folder / "net").mkdir()
         (folder / "net/if_inet6").touch()
@@ -206,12 +208,12 @@ def test_a_single_stack_node_with_pods_of_the_other_family_does_not_start(tmp_pa
     )
 
 
-def test_a_primary_family_that_the_kernel_has_not(tmp_path: Path) -> None:
+def test_a_primary_family_that_the_kernel_lacks(tmp_path: Path) -> None:
     with pytest.raises(FatalError, match=r'^no support for primary IP family "IPv6"$'):
         node_checks.check(FamilyValues(), NodeFacts(node_ips=V6), kernel(tmp_path, "missing"))
 
 
-def test_warnings_are_logged_and_end_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_warnings_are_logged_and_do_not_end_the_agent(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     facts = NodeFacts(node_ips=V4, node_cidrs={IPFamily.IPV6: ip_network("fd00::/64")})
     node_checks.check(FamilyValues(), facts, kernel(tmp_path, "there"))
     output = [UNSET, "cluster is IPv4-primary but node.spec.podCIDRs contains only IPv6 addresses"]

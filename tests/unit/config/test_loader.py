@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A configuration file: decoding, defaults, validation, what the packages receive (spec/configuration §§1–5)."""
+"""A configuration file: decoding, defaults, validation, and the resulting settings (spec/configuration §§1–5)."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Loaded(NamedTuple):
 
 
 def load(path: Path | None) -> Loaded:
-    """As at a start with this file, or without one."""
+    """Load as at a start with this file, or without one."""
     warnings: list[str] = []
     arguments = [] if path is None else ["--config", str(path)]
     return Loaded(complete(flags.parse(arguments), lambda text, file: warnings.append(text)), warnings)
@@ -80,7 +80,7 @@ def settings(config: KubeProxyConfiguration, *arguments: str) -> Effective:
     return effective(config, flags.parse(arguments))
 
 
-def test_the_file_that_kubeadm_writes_is_taken_without_a_warning(read) -> None:
+def test_the_file_of_kubeadm_causes_no_warning(read) -> None:
     loaded = read(KUBEADM)
     assert loaded.warnings == []
     assert loaded.config.client_connection.kubeconfig == "/var/lib/kube-proxy/kubeconfig.conf"
@@ -203,7 +203,7 @@ def test_the_flag_overrides_the_nodes_name_of_the_file(read) -> None:
         settings(config.model_copy(update={"hostname_override": "  "}))
 
 
-def test_files_that_are_none(tmp_path: Path) -> None:
+def test_invalid_files(tmp_path: Path) -> None:
     files = {name: tmp_path / name for name in ("missing", "nul", "big", "binary", "fifo", "values", "deep", "aliases")}
     files["nul"].write_bytes(b"a: \0b\n")
     with files["big"].open("wb") as file:
@@ -245,7 +245,7 @@ def test_a_file_that_may_not_be_read(tmp_path: Path) -> None:
 
 
 def load_without_rights(folder: Path) -> str:
-    """The error of a reader who is not root, in its own process."""
+    """The error for a reader who is not root, in its own process."""
     path = folder / "closed"
     path.touch(0)
     for parent in (folder, *folder.parents):

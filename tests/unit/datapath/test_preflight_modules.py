@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels whose conntrack is a module: which capability is missing for lookups from BPF, in words."""
+"""Kernels whose conntrack is a module: the message about the capability that lookups from BPF need."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NET_ADMIN, SYS_ADMIN, PERFMON, BPF = 1 << 12, 1 << 21, 1 << 38, 1 << 39
 
 
 def test_a_kernel_without_namespace_cookies_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As 5.10: it refuses the option as every kernel refuses an unknown one."""
+    """As 5.10: it rejects the option as every kernel rejects an unknown one."""
     (need,) = (need for need in preflight.needs() if need.what == "namespace cookies")
     assert need.look() == "SO_NETNS_COOKIE"
     monkeypatch.setattr(preflight, "SO_NETNS_COOKIE", 9999)

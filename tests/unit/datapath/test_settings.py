@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which source ports the programs masquerade with, and which the kernel: the ranges do not overlap."""
+"""The ranges of source ports for masquerading by the programs and by the kernel do not overlap."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from pyebpf_proxy.datapath.netfilter.nft_rules import Behaviour
 from pyebpf_proxy.datapath.settings import local_ports, snat_ports, with_fast_path_support
 
 
-def test_the_kernel_s_default_leaves_both_their_half() -> None:
+def test_the_kernels_default_range_is_shared_equally() -> None:
     ports = snat_ports((32768, 60999))
     assert ports is not None
     assert (ports.fast, ports.netfilter) == (range(1024, 32768), range(32768, 65536))
 
 
-def test_where_sockets_have_low_ports_the_programs_end_below() -> None:
+def test_with_low_ephemeral_ports_the_programs_range_ends_below() -> None:
     ports = snat_ports((10000, 65535))
     assert ports is not None
     assert (ports.fast, ports.netfilter) == (range(1024, 10000), range(10000, 65536))
-    assert snat_ports((50000, 60000)) == snat_ports((32768, 60999)), "a higher range gives them no more"
+    assert snat_ports((50000, 60000)) == snat_ports((32768, 60999)), "a higher range gives the programs no more ports"
 
 
-def test_with_too_few_ports_there_are_none() -> None:
+def test_with_too_few_ports_the_programs_get_none() -> None:
     least = snat_ports((1024 + 4096, 65535))
     assert least is not None
     assert len(least.fast) == 4096
@@ -32,7 +32,7 @@ def test_with_too_few_ports_there_are_none() -> None:
 
 
 @given(st.tuples(st.integers(1, 65535), st.integers(1, 65535)).map(sorted))
-def test_no_port_is_in_two_parts(bounds: list[int]) -> None:
+def test_the_port_ranges_do_not_overlap(bounds: list[int]) -> None:
     ports = snat_ports((bounds[0], bounds[1]))
     if ports is None:
         return
@@ -43,7 +43,7 @@ def test_no_port_is_in_two_parts(bounds: list[int]) -> None:
     assert max(ports.netfilter) == 65535
 
 
-def test_the_table_does_for_the_fast_path_what_it_needs_and_only_then() -> None:
+def test_the_table_supports_the_fast_path_only_if_it_is_on() -> None:
     made = with_fast_path_support(Behaviour(0x4000, drop_invalid=True), True)
     ports = snat_ports(local_ports())
     assert made.prove_new
@@ -51,6 +51,6 @@ def test_the_table_does_for_the_fast_path_what_it_needs_and_only_then() -> None:
     assert with_fast_path_support(made, False) == Behaviour(0x4000, drop_invalid=True)
 
 
-def test_this_machine_has_a_range() -> None:
+def test_this_machine_has_a_port_range() -> None:
     first, last = local_ports()
     assert 1 <= first <= last <= 65535

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""deploy/: every kustomization builds, and what it builds keeps to what docs/deploy.md promises."""
+"""deploy/: every kustomization builds, and the result matches docs/deploy.md."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NAMES = [str(path.relative_to(DEPLOY)) for path in KUSTOMIZATIONS]
 KUBEADM = DEPLOY / "overlays" / "kubeadm"
 BACK = DEPLOY / "overlays" / "kubeadm-back"
 OURS = KUSTOMIZATIONS
-#: Folders of the node that the pod may see; each has its reason in docs/deploy.md.
+#: Folders of the node that the pod may see; docs/deploy.md gives the reason for each.
 HOST_PATHS = {
     "/run/pyebpf-proxy",
     "/sys/fs/bpf/pyebpf-proxy",
@@ -44,7 +44,7 @@ def pod(objects: tuple[Object, ...]) -> Object:
 
 
 @pytest.mark.parametrize("folder", KUSTOMIZATIONS, ids=NAMES)
-def test_it_builds_and_every_object_is_named_once(folder: Path) -> None:
+def test_kustomizations_build_and_objects_are_unique(folder: Path) -> None:
     names = [(each["kind"], each["metadata"].get("namespace"), each["metadata"]["name"]) for each in build(folder)]
     assert names
     assert len(names) == len(set(names))
@@ -66,12 +66,12 @@ def test_every_file_is_used() -> None:
 
 
 @pytest.mark.parametrize("folder", OURS, ids=lambda folder: folder.name)
-def test_names_labels_and_image_fit_together(folder: Path) -> None:
+def test_names_labels_and_image_are_consistent(folder: Path) -> None:
     objects = build(folder)
     daemon_set = one(objects, "DaemonSet")
     labels = pod(objects)["metadata"]["labels"]
     assert daemon_set["spec"]["selector"]["matchLabels"].items() <= labels.items()
-    assert "app.kubernetes.io/version" not in labels, "a selector or a template with the version restarts every pod"
+    assert "app.kubernetes.io/version" not in labels, "a version in a selector or template would restart every pod"
     assert container(daemon_set)["image"].rpartition(":")[2] == __version__
     for each in objects:
         if each["metadata"]["name"] == "pyebpf-proxy":
@@ -88,7 +88,7 @@ def test_names_labels_and_image_fit_together(folder: Path) -> None:
     assert binding["roleRef"]["name"] == one(objects, "ClusterRole")["metadata"]["name"]
 
 
-def test_the_role_grants_nothing_beyond_what_is_asked() -> None:
+def test_the_role_grants_only_the_used_rights() -> None:
     granted = {
         (group, resource, verb)
         for rule in one(manifests.base(), "ClusterRole")["rules"]
@@ -109,7 +109,7 @@ def test_the_role_grants_nothing_beyond_what_is_asked() -> None:
 
 
 @pytest.mark.parametrize("folder", OURS, ids=lambda folder: folder.name)
-def test_the_container_may_as_little_as_possible(folder: Path) -> None:
+def test_the_container_has_minimal_rights(folder: Path) -> None:
     objects = build(folder)
     specification = pod(objects)["spec"]
     security = container(one(objects, "DaemonSet"))["securityContext"]
@@ -126,10 +126,10 @@ def test_the_container_may_as_little_as_possible(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("component", [None, "ipvs"])
-def test_t13_what_the_runtimes_apparmor_profile_denies_is_not_mounted_to_be_written(
+def test_t13_no_path_that_the_apparmor_profile_denies_is_mounted_writable(
     component: str | None, tmp_path: Path
 ) -> None:
-    """It denies by path: what the agent writes of /sys/fs/bpf and /proc/sys is mounted elsewhere."""
+    """It denies by path: the agent writes /sys/fs/bpf and /proc/sys through other mounts."""
     assert apparmor.denies_write("/sys/fs/bpf/pyebpf-proxy/tc")
     assert apparmor.denies_write("/proc/sys/net/netfilter/nf_conntrack_max")
     assert not apparmor.denies_write("/sys/fs/cgroup/kubepods/cgroup.procs")
@@ -141,7 +141,7 @@ def test_t13_what_the_runtimes_apparmor_profile_denies_is_not_mounted_to_be_writ
 
 
 @pytest.mark.parametrize("folder", OURS, ids=lambda folder: folder.name)
-def test_volumes_and_mounts_fit_together(folder: Path) -> None:
+def test_volumes_and_mounts_are_consistent(folder: Path) -> None:
     objects = build(folder)
     volumes = [volume["name"] for volume in pod(objects)["spec"]["volumes"]]
     mounts = container(one(objects, "DaemonSet"))["volumeMounts"]
@@ -153,7 +153,7 @@ def test_volumes_and_mounts_fit_together(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("folder", OURS, ids=lambda folder: folder.name)
-def test_it_runs_on_every_node_and_is_not_evicted(folder: Path) -> None:
+def test_the_agent_runs_on_every_node_and_is_not_evicted(folder: Path) -> None:
     specification = pod(build(folder))["spec"]
     assert specification["hostNetwork"] is True
     assert specification["priorityClassName"] == "system-node-critical"
@@ -168,12 +168,12 @@ def test_it_runs_on_every_node_and_is_not_evicted(folder: Path) -> None:
 def test_probes_ask_the_agent_itself_and_no_port(folder: Path) -> None:
     agent = container(one(build(folder), "DaemonSet"))
     probes = {name: agent[name]["exec"]["command"] for name in ("startupProbe", "livenessProbe", "readinessProbe")}
-    assert not any("httpGet" in agent[name] for name in probes), "a port can be flooded, or be another's"
+    assert not any("httpGet" in agent[name] for name in probes), "a port can be flooded, or belong to another process"
     assert agent["terminationMessagePolicy"] == "FallbackToLogsOnError", "cluster install says why an agent ended"
     start = agent["startupProbe"]
     assert start["periodSeconds"] == 1, "a pod is ready within two seconds of its start"
     assert start["periodSeconds"] * start["failureThreshold"] == 300, "a slow start is not ended"
-    # ready is no while a node is being deleted, which is no reason to kill its agent.
+    # `ready` fails while a node is being deleted, which is no reason to kill its agent.
     assert probes == {
         "startupProbe": ["pyebpf-proxy", "probe", "live"],
         "livenessProbe": ["pyebpf-proxy", "probe", "live"],
@@ -213,7 +213,7 @@ def test_kubeadm_uses_its_own_configuration() -> None:
 
 @pytest.mark.parametrize("folder", KUSTOMIZATIONS, ids=NAMES)
 def test_no_kustomization_has_kube_proxys_daemonset(folder: Path) -> None:
-    """apply would remove its containers where it was made by apply, and delete would delete it."""
+    """`apply` would remove its containers if it was created by apply, and `delete` would delete it."""
     assert "kube-proxy" not in [each["metadata"]["name"] for each in build(folder)]
 
 
@@ -221,12 +221,12 @@ def test_parking_and_unparking_undo_each_other() -> None:
     files = [yaml.safe_load((DEPLOY / "kube-proxy" / f"{name}.yaml").read_text()) for name in ("park", "unpark")]
     selectors = [each["spec"]["template"]["spec"].pop("nodeSelector") for each in files]
     assert selectors == [{"pyebpf-proxy/parked": "true"}, {"pyebpf-proxy/parked": None}]
-    assert files == [{"spec": {"template": {"spec": {}}}}] * 2, "all else of it is kubeadm's"
+    assert files == [{"spec": {"template": {"spec": {}}}}] * 2, "the other fields are kubeadm's"
 
 
 @pytest.mark.parametrize("folder", OURS, ids=lambda folder: folder.name)
-def test_an_overlay_of_ones_own_names_the_image(tmp_path: Path, folder: Path) -> None:
-    """As docs/deploy.md shows it, for every folder that runs the image, the rollback included."""
+def test_a_users_overlay_names_the_image(tmp_path: Path, folder: Path) -> None:
+    """As docs/deploy.md shows it, for every folder that runs the image, including the rollback."""
     relative = Path("/".join([".."] * (len(tmp_path.parts) - 1))) / str(folder).lstrip("/")
     name = "registry.example:5000/team/pyebpf-proxy"
     (tmp_path / "kustomization.yaml").write_text(
@@ -237,7 +237,7 @@ def test_an_overlay_of_ones_own_names_the_image(tmp_path: Path, folder: Path) ->
 
 @pytest.mark.parametrize("folder", OURS, ids=lambda folder: folder.name)
 def test_there_is_no_default_image(folder: Path) -> None:
-    """An image that was not chosen must not be pulled from a public registry: a runtime refuses names with capitals."""
+    """An image that was not chosen must not be pulled from a public registry: runtimes reject names with capitals."""
     name = container(one(build(folder), "DaemonSet"))["image"].rpartition(":")[0]
     assert name == "REGISTRY/pyebpf-proxy"
     assert name.lower() != name
@@ -254,8 +254,8 @@ def test_cleaning_up_needs_one_capability_and_no_api() -> None:
     assert not {"livenessProbe", "startupProbe"} & agent.keys()
 
 
-def test_the_file_of_the_base_is_what_kustomize_makes_of_it() -> None:
-    """Tests that run without kubectl take the file itself."""
+def test_the_file_of_the_base_equals_its_kustomize_output() -> None:
+    """Tests without kubectl use the file itself."""
     built, file = pod(manifests.base())["spec"], manifests.base_daemon_set()["spec"]["template"]["spec"]
     (container_built,), (container_file,) = built.pop("containers"), file.pop("containers")
     assert container_built | {"image": ""} == container_file | {"image": ""}
@@ -278,14 +278,14 @@ def test_the_component_adds_one_capability(tmp_path: Path) -> None:
     assert added == [*manifests.capabilities(one(manifests.base(), "DaemonSet")), "SYS_ADMIN"]
 
 
-def test_the_component_for_selinux_sets_the_type_and_nothing_else(tmp_path: Path) -> None:
+def test_the_component_for_selinux_sets_only_the_type(tmp_path: Path) -> None:
     """container-selinux has this type for containers that administer the node."""
     plain, typed = (pod(each)["spec"] for each in (manifests.base(), with_component(tmp_path, "selinux")))
     assert typed["securityContext"].pop("seLinuxOptions") == {"type": "spc_t"}
     assert typed == plain
 
 
-def test_s12_what_the_image_is_made_of_is_pinned() -> None:
+def test_s12_the_contents_of_the_image_are_pinned() -> None:
     text = (DEPLOY / "Dockerfile").read_text()
     bases = re.findall(r"^FROM (\S+)", text, re.MULTILINE)
     assert len(bases) == text.count("\nARG SNAPSHOT=") == 2
@@ -294,7 +294,7 @@ def test_s12_what_the_image_is_made_of_is_pinned() -> None:
 
 
 def test_s12_the_packages_of_the_image_are_those_of_one_day(tmp_path: Path) -> None:
-    """The sources as Debian's image has them; the command that changes them is the script's own."""
+    """The sources of Debian's image; the command that changes them is the script's own."""
     lines = (DEPLOY / "image" / "stage.sh").read_text().splitlines()
     (number,) = (i for i, line in enumerate(lines) if line.strip().startswith("sed -i"))
     sources = tmp_path / "debian.sources"
@@ -313,8 +313,8 @@ def test_s12_the_packages_of_the_image_are_those_of_one_day(tmp_path: Path) -> N
     assert found == [f"{archive}/debian/20251201T000000Z", f"{archive}/debian-security/20251201T000000Z"]
 
 
-def test_s12_packages_of_no_day_are_an_error(tmp_path: Path) -> None:
-    """The script ends before it asks for packages; with ARCHIVE=mirror it does not."""
+def test_s12_a_build_without_a_snapshot_date_fails(tmp_path: Path) -> None:
+    """The script ends before it downloads packages; with ARCHIVE=mirror it does not."""
     (tmp_path / "bin").mkdir()
     for name in ("apt-get", "rm"):
         (tmp_path / "bin" / name).write_text(f'#!/bin/sh\necho {name} "$@" >>{tmp_path}/called\n')

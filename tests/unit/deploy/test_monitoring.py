@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""deploy/components/prometheus-operator: the same alerts as the rule file, and pods that are really found."""
+"""deploy/components/prometheus-operator: the same alerts as the rule file, and its selectors match the pods."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_the_component_adds_two_objects_and_changes_nothing(tmp_path: Path) -> N
 
 
 def test_pods_of_both_families_are_scraped_as_kube_proxys_job() -> None:
-    """The relabelling, carried out as Prometheus does it."""
+    """The relabelling, evaluated as Prometheus does."""
     (endpoint,) = yaml.safe_load((COMPONENT / "podmonitor.yaml").read_text())["spec"]["podMetricsEndpoints"]
 
     def labels(address: str) -> Object:
@@ -58,5 +58,5 @@ def test_pods_of_both_families_are_scraped_as_kube_proxys_job() -> None:
 
 
 def test_the_pod_declares_no_port() -> None:
-    """The scheduler would keep it on the node, and the pod could not start where a kube-proxy runs that declares it."""
+    """The scheduler would reserve it on the node, and the pod could not start beside a kube-proxy that declares it."""
     assert "ports" not in manifests.container(manifests.base_daemon_set())

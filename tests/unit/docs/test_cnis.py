@@ -16,7 +16,7 @@ RULES = ROOT / "tests" / "netns" / "attach" / "rulesets"
 
 
 def rows(section: str) -> dict[str, list[str]]:
-    """The cells of each row of a section's table, by the first."""
+    """The cells of each row of a section's table, by the first cell."""
     text = re.split(rf"^## {section}$", PAGE, flags=re.MULTILINE)[1].partition("\n## ")[0]
     table = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
     return {cells[0]: cells for cells in table[2:]}
@@ -31,7 +31,7 @@ def test_the_tests_that_it_names_exist() -> None:
 @pytest.mark.parametrize(
     ("file", "row"), [("calico", "Calico, iptables"), ("flannel", "flannel"), ("kube-router", "kube-router")]
 )
-def test_the_version_is_that_of_the_recording(file: str, row: str) -> None:
+def test_versions_are_those_of_the_recordings(file: str, row: str) -> None:
     head = (RULES / f"{file}.iptables").read_text().splitlines()[0]
     recorded = re.search(r"# \S+ v?(\d+(?:\.\d+)?)", head)
     assert recorded, head
@@ -39,8 +39,8 @@ def test_the_version_is_that_of_the_recording(file: str, row: str) -> None:
     assert cells[1].split(",")[0] == recorded.group(1)
 
 
-def test_what_the_checks_know_is_on_the_page() -> None:
-    """By the first word of what doctor and cluster check call it."""
+def test_the_plugins_of_the_checks_are_on_the_page() -> None:
+    """By the first word of the name that doctor and cluster check use."""
     named = {clash.text.split()[0] for clash in cni._SERVE_THEMSELVES.values()}
     named |= set(cni._BY_KIND) | {text.split()[0] for text, _ in check._CNI.values()}
     assert {name for name in named if name.lower() not in PAGE.lower()} == set()

@@ -18,7 +18,7 @@ PAGES = (
     *("quick-start.md", "runbook.md", "troubleshooting.md", "migrating-from-kube-proxy.md", "deploy.md", "cluster.md"),
     *("upgrade.md", "limits.md"),
 )
-#: A line of a block, after its prompt, or a piece of inline code.
+#: A line of a block, after its prompt, or inline code.
 WRITTEN = re.compile(r"^(?:# )?(pyebpf-proxy .*)$|`(pyebpf-proxy [^`]*)`|-- (pyebpf-proxy .*)$", re.MULTILINE)
 END = re.compile(r"[|;&>…]")
 

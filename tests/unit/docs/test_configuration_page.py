@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pages of docs/ that are made from the models and the flags: still up to date."""
+"""The pages of docs/ that are generated from models and flags are up to date."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.parity import recordings
 from tests.support.tool_module import tool
 
 
-def test_the_page_is_what_the_models_say() -> None:
+def test_the_page_matches_the_models() -> None:
     shown = (ROOT / "docs" / "configuration.md").read_text()
     assert shown == tool("configuration_page").page(), (
         "run .venv/bin/python tools/configuration_page.py >docs/configuration.md"
@@ -28,7 +28,7 @@ def test_the_page_of_the_datapath_options_matches_the_model() -> None:
     assert shown == tool("configuration_page").datapath_page(), f"run {command}"
 
 
-def test_every_option_of_our_own_has_a_line_with_its_effect() -> None:
+def test_every_option_of_the_agent_has_a_line_with_its_effect() -> None:
     text = (ROOT / "docs" / "datapath-configuration.md").read_text()
     fields = re.findall(r"^\| `([\w.]+)` \| \S.* \| .* \| \S.* \|$", text, re.MULTILINE)
     names = [str(info.alias) for info in DatapathConfiguration.model_fields.values()]
@@ -48,7 +48,7 @@ def test_an_empty_configuration_is_written_as_kube_proxy_writes_it() -> None:
     _, recorded = recordings.read()
     (answer,) = (answer for case, answer in recorded if case.name == "no field at all")
     assert answer.document is not None
-    # The document of the release, word for word; the recordings hold many more.
+    # The release's document, word for word; the recordings contain many more.
     assert answer.document.startswith("apiVersion: kubeproxy.config.k8s.io/v1alpha1\nbindAddress: 0.0.0.0\n")
     assert (
         document(tool("configuration_page").complete(tool("configuration_page").parse([]), lambda text, file: None))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Links and anchors of all pages lead somewhere, and the site's navigation has every page. Part of ``make lint``."""
+"""Links and anchors of all pages resolve, and the site's navigation has every page. Part of ``make lint``."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def anchors(page: Path) -> set[str]:
 
 
 def lost(page: Path, text: str) -> list[str]:
-    """The links of this text, on this page, that lead nowhere."""
+    """The links of this text, on this page, that do not resolve."""
     found = []
     for place, heading in LINK.findall(BLOCK.sub("", text)):
         target = page.parent / place if place else page
@@ -33,13 +33,13 @@ def lost(page: Path, text: str) -> list[str]:
     return found
 
 
-def test_links_of_the_pages_lead_somewhere() -> None:
+def test_links_of_the_pages_resolve() -> None:
     pages = own_files(".md")
     assert len(pages) > 50
     assert {relative(page): links for page in pages if (links := lost(page, page.read_text()))} == {}
 
 
-def test_a_link_that_leads_nowhere_is_found() -> None:
+def test_a_broken_link_is_found() -> None:
     page = ROOT / "docs" / "README.md"
     text = "[a](lab.md) [b](no.md) [c](lab.md#no-such-heading) [d](https://example.org/no)\n```\n[e](no.md)\n```\n"
     assert lost(page, text) == ["no.md", "lab.md#no-such-heading"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures with a source are made from its current text, can be read in both colour schemes, and are used."""
+"""Pictures with a source are up to date, readable in both colour schemes, and used."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def test_the_picture_is_made_from_its_source(source: Path) -> None:
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.stem)
-def test_every_colour_has_one_for_dark_pages(source: Path) -> None:
+def test_every_colour_has_a_dark_variant(source: Path) -> None:
     assert set(COLOUR.findall(source.read_text())) <= PICTURES.DARK.keys()
     root = ElementTree.parse(DOCS / f"{source.stem}.svg").getroot()
     painted = {each.get(what) for each in root.iter() for what in ("fill", "stroke")} - {None, "none", "transparent"}
     assert painted <= PICTURES.DARK.keys()
-    # Graphviz writes no colour for black: text without one cannot be read on a dark page.
+    # Graphviz writes no colour for black: such text cannot be read on a dark page.
     assert [each.text for each in root.iter("{http://www.w3.org/2000/svg}text") if each.get("fill") is None] == []
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/quick-start.md quotes the commands as they are."""
+"""docs/quick-start.md quotes the commands' real output."""
 
 from __future__ import annotations
 

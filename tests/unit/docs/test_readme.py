@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""README.md stays short, and reviews have one checklist."""
+"""README.md stays short, and there is one review checklist."""
 
 from __future__ import annotations
 

@@ -35,9 +35,9 @@ def test_every_alert_links_to_its_section() -> None:
     assert linked == {name: f"{PAGE}#{name.lower()}" for name in sections()}
 
 
-def test_every_section_answers_what_an_alert_asks() -> None:
+def test_every_section_has_the_required_headings() -> None:
     parts = ("**Meaning.**", "**Confirm", "**Likely causes", "**Do.**", "**Resolves**")
-    # Sections that refer to another one join these headings.
+    # Sections that refer to another one combine these headings.
     joined = {"**Likely causes": "causes", "**Do.**": "what to do"}
     missing = {
         (name, part)
@@ -49,7 +49,9 @@ def test_every_section_answers_what_an_alert_asks() -> None:
 
 
 def test_metrics_that_appear_only_in_trouble_exist() -> None:
-    """A healthy agent that reads a folder, as in tests/netns/test_deploy_capabilities.py, does not expose them."""
+    """A healthy agent with a folder of manifests, as in tests/netns/test_deploy_capabilities.py, does not
+    expose them.
+    """
     trouble = {"closed": {4: {"reason": "stack_rules"}}, "promotion": {"young": 0, "failed": {"full": 1}}}
     client = ClientMetrics()
     client.connected("services", False)

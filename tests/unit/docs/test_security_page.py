@@ -10,7 +10,7 @@ from tests import ROOT
 PAGE = (ROOT / "docs" / "security.md").read_text()
 
 
-def test_every_test_that_the_page_names_exists() -> None:
+def test_every_test_on_the_page_exists() -> None:
     files = (ROOT / "tests").rglob("test_*.py")
     there = {name for path in files for name in re.findall(r"^def (test_\w+)", path.read_text(), re.MULTILINE)}
     named = set(re.findall(r"`(test_\w+)`", PAGE))

@@ -14,16 +14,16 @@ from tests.unit.repository.files import own_files, relative
 SPEC = ROOT / "docs" / "spec"
 PAGES = sorted(page.stem for page in SPEC.glob("*.md"))
 HEADING = re.compile(r"^#+ (\d+(?:\.\d+)*)\.? ", re.MULTILINE)
-# Headers of bpf/ are ASCII: service-semantics may do without the sign there.
+# Headers of bpf/ are ASCII: there service-semantics may be without the sign.
 SIGN = r"(?:§{1,2} ?|(?<=service-semantics )(?=\d))"
 NUMBER = r"\d+(?:\.\d+)*"
 NEXT = r"(?:(?:,| and| to|–)\s*§{0,2}" + NUMBER + r"(?!\s*(?:ms|s|%)\b))*"
 REFERENCE = re.compile(
     rf"(?P<rfc>RFC \d+,? )?(?:(?P<page>{'|'.join(PAGES)})(?:\.md)?\s+)?(?P<numbers>{SIGN}{NUMBER}{NEXT})"
 )
-# A name of a page without a number still determines which page the following bare numbers are of.
+# A page's name without a number also determines the page of the following bare numbers.
 NAMED = re.compile(rf"\b(?:spec/({'|'.join(PAGES)})|(service-semantics))\b")
-# Where a line ends within a reference, the next one begins with the sign of a comment.
+# If a reference continues on the next line, that line begins with the sign of a comment.
 COMMENT = re.compile(r"\n[ \t]*(?:#:?|\*|//)?[ \t]*")
 #: This file's own examples do not resolve.
 EXCEPT = {"tests/unit/docs/test_spec_references.py"}
@@ -35,7 +35,7 @@ def headings(page: str) -> set[str]:
 
 
 def references(text: str, page: str = "") -> list[tuple[str, str]]:
-    """(page, number) of every reference in ``text``; a bare § is of the page named last, ``page`` before that."""
+    """(page, number) of every reference in ``text``; a bare § belongs to the page named last, first to ``page``."""
     flat = COMMENT.sub(" ", text)
     named = [(found.start(), found.group(1) or found.group(2)) for found in NAMED.finditer(flat)]
     found = []
@@ -49,7 +49,7 @@ def references(text: str, page: str = "") -> list[tuple[str, str]]:
 
 
 def unresolved(text: str, page: str = "") -> list[str]:
-    """The references of ``text`` that lead to no heading."""
+    """The references of ``text`` without a heading."""
     return [
         f"{of or 'no page named'} §{number}"
         for of, number in references(text, page)
@@ -97,5 +97,5 @@ def test_references_are_found_all_over_the_tree() -> None:
         ("RFC 5961 §5.2", []),
     ],
 )
-def test_a_reference_that_leads_nowhere_is_found(text: str, expected: list[str]) -> None:
+def test_a_broken_reference_is_found(text: str, expected: list[str]) -> None:
     assert unresolved(text) == expected

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A manifest source that runs on a real folder while a scenario changes it, and what it delivered."""
+"""A manifest source on a real folder while a test changes the folder, and what it delivered."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Watcher:
         await self.until(lambda: self.ports == ports)
 
     async def settled(self, directory: Path) -> None:
-        """Everything that happened until now has been seen: a change made now is, and deletions are final."""
+        """Wait until the source has seen everything so far: it sees a new change, and deletions are final."""
         marker = directory / "marker.json"
         marker.write_text(text(marker=1))
         await self.until(lambda: self.ports.get("marker") == 1)
@@ -90,7 +90,7 @@ def run(directory: Path, scenario: Callable[[Watcher], Coroutine[Any, Any, None]
         try:
             await asyncio.wait({task, body}, return_when=asyncio.FIRST_COMPLETED)
             if task.done():
-                await task  # its error is the finding
+                await task  # its error is the result
             await body
         finally:
             for each in (task, body):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files in, changes out: last good states, doubles, and files that come and go."""
+"""Files in, changes out: last valid states, duplicates, and files that appear and disappear."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_only_objects_that_differ_are_delivered(folder: Folder) -> None:
     assert folder.messages == []
 
 
-def test_a_file_that_goes_takes_its_objects_along(folder: Folder) -> None:
+def test_a_deleted_file_removes_its_objects(folder: Folder) -> None:
     folder.write("a.yaml", service("x"), service("y"))
     folder.write("b.yaml", service("z"))
     assert [change.name for change in folder.remove("a.yaml")] == ["x", "y"]
@@ -79,7 +79,7 @@ def test_a_file_that_goes_takes_its_objects_along(folder: Folder) -> None:
     assert folder.ports == {"z": 80}
 
 
-def test_an_object_that_goes_bad_keeps_its_last_good_state(folder: Folder) -> None:
+def test_an_object_that_becomes_invalid_keeps_its_last_valid_state(folder: Folder) -> None:
     folder.write("a.yaml", service("x"), service("y"))
     folder.write("a.yaml", service("x", 70000), service("y", 81))
     assert folder.ports == {"x": 80, "y": 81}
@@ -101,7 +101,7 @@ def test_an_object_that_goes_bad_keeps_its_last_good_state(folder: Folder) -> No
     assert folder.ports == {}
 
 
-def test_a_bad_text_takes_nothing_away(folder: Folder) -> None:
+def test_an_unreadable_text_removes_no_object(folder: Folder) -> None:
     folder.write("a.yaml", service("x"), service("y"))
     folder.write("a.yaml", service("x", 81), "z: [\n")
     assert folder.ports == {"x": 81, "y": 80}
@@ -112,7 +112,7 @@ def test_a_bad_text_takes_nothing_away(folder: Folder) -> None:
     assert folder.ports == {"x": 81}
 
 
-def test_an_object_without_a_name_may_be_any_of_the_file(folder: Folder) -> None:
+def test_an_object_without_a_name_may_be_any_object_of_the_file(folder: Folder) -> None:
     folder.write("a.yaml", service("x"), service("y"))
     folder.write("a.yaml", service("x", 81), service(""))
     assert folder.ports == {"x": 81, "y": 80}
@@ -137,8 +137,8 @@ def test_the_last_file_by_name_counts(folder: Folder) -> None:
     assert folder.messages[3:] == ["a.yaml: Service default/x: is in this file more than once, the last one counts"]
 
 
-def test_a_file_that_leaves_counts_less_than_any_other(folder: Folder) -> None:
-    """A file is renamed: the old name is still remembered when the new one is read."""
+def test_a_deleted_file_has_the_lowest_priority(folder: Folder) -> None:
+    """A file is renamed: the old name is still known when the new one is read."""
     folder.write("z.yaml", service("x", 1))
     folder.catalogue.read("a.yaml", service("x", 2).encode())
     (change,) = folder.catalogue.changes(leaving={"z.yaml"})
@@ -164,7 +164,7 @@ contents = st.dictionaries(st.sampled_from("xyz"), st.integers(1, 3), max_size=3
 
 @settings(max_examples=300)
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.none() | contents), max_size=15))
-def test_it_does_not_matter_how_the_files_came_to_be(steps: list[tuple[str, dict[str, int] | None]]) -> None:
+def test_the_order_of_file_changes_does_not_matter(steps: list[tuple[str, dict[str, int] | None]]) -> None:
     folder = Folder()
     files: dict[str, dict[str, int]] = {}
     for name, content in steps:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Objects with something wrong in them are counted, by both sources alike (docs/objects.md)."""
+"""Both sources count invalid objects in the same way (docs/objects.md)."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_a_folder_counts_objects_by_file() -> None:
     folder.read("a.json", GOOD)
     assert folder.bad == dict.fromkeys(("Service", "EndpointSlice", "Node", "ServiceCIDR", "unreadable"), (0, 0))
     folder.read("a.json", IN_PART)
-    assert counts() == {"EndpointSlice": (0, 1)}  # an object, whatever is wrong in it
+    assert counts() == {"EndpointSlice": (0, 1)}  # an object, however invalid
     assert len(output) == 2
     folder.read("b.json", REFUSED)
     folder.read("b.json", REFUSED)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Documents to objects: both syntaxes, lists, and the messages about bad texts."""
+"""Documents to objects: both syntaxes, lists, and the messages about invalid texts."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def one(text: str) -> Decoded:
     return decoded
 
 
-def test_json_and_yaml_say_the_same() -> None:
+def test_json_and_yaml_give_the_same_objects() -> None:
     for document in (SERVICE, SLICE, {"apiVersion": "v1", "kind": "List", "items": [SERVICE, SLICE]}):
         from_json = list(decode_json(json.dumps(document).encode()))
         assert from_json == list(decode_yaml(yaml.safe_dump(document).encode()))
@@ -49,7 +49,7 @@ def test_a_byte_order_mark_is_no_part_of_the_text() -> None:
         assert str(decoded.key) == "Service prod/web"
 
 
-def test_json_and_yaml_say_the_same_of_bad_objects() -> None:
+def test_json_and_yaml_give_the_same_messages_about_bad_objects() -> None:
     for path, value in (("clusterIP", 7), ("clusterIP", "x"), ("ports", [{"port": "80"}]), ("externalIPs", [[]])):
         document = {**SERVICE, "spec": {**SERVICE["spec"], path: value}}
         (from_json,) = decode_json(json.dumps(document).encode())
@@ -59,7 +59,7 @@ def test_json_and_yaml_say_the_same_of_bad_objects() -> None:
         assert from_json.messages[0].startswith(f"Service prod/web: spec.{path}")
 
 
-def test_what_the_api_server_would_have_filled_in() -> None:
+def test_defaults_of_the_api_server_are_filled_in() -> None:
     (decoded,) = decode_json(json.dumps(SERVICE).encode())
     assert isinstance(decoded.object, Service)
     assert decoded.object.spec.cluster_ips == ("10.96.0.1",)
@@ -86,7 +86,7 @@ def test_items_of_a_typed_list_may_be_bare() -> None:
     assert list(decode_json(b'{"apiVersion": "v1", "kind": "ServiceList", "items": null}')) == []
 
 
-def test_yaml_of_a_person() -> None:
+def test_handwritten_yaml() -> None:
     text = """\ufeff# a comment
 ---
 ---
@@ -114,7 +114,7 @@ spec: {clusterIP: 10.96.0.1, ports: [{port: 80}]}
         (b"kind: !Ref x\n", "line 1: bad YAML: could not determine a constructor for the tag '!Ref'"),
         (b"a: b\nc: \x01\n", "line 2: bad YAML: control characters are not allowed"),
         (b"a: b\nc: \xff\n", "line 2: bad YAML: invalid leading UTF-8 octet"),
-        # These would overflow the stack of the C library, and end the process.
+        # These would overflow the stack of the C library and end the process.
         (b"a: 1\nb: " + b"[" * 100_000, "line 2: bad YAML: more than 100 levels of nesting"),
         (b"- " * 100_000, "line 1: bad YAML: more than 100 levels of nesting"),
         (b"".join(b" " * i + b"a:\n" for i in range(3000)), "line 101: bad YAML: more than 100 levels of nesting"),
@@ -143,7 +143,7 @@ def test_bad_json_is_reported_with_its_line(text: bytes, message: str) -> None:
     assert message in str(caught.value)
 
 
-def test_documents_before_a_bad_one_are_there() -> None:
+def test_documents_before_a_bad_one_are_used() -> None:
     documents = decode_yaml(json.dumps(SERVICE).encode() + b"\n---\nx: 1\n---\ny: [\n")
     found = [next(documents), next(documents)]
     with pytest.raises(UnreadableError, match="line 6"):
@@ -156,7 +156,7 @@ def test_many_brackets_are_not_deep() -> None:
     assert all(decoded.object is not None for decoded in decode_yaml(text))
 
 
-def test_nothing_is_no_error() -> None:
+def test_an_empty_text_is_no_error() -> None:
     for text in (b"", b"\n", b"# nothing\n", b"---\n---\n"):
         assert list(decode_yaml(text)) == []
     assert list(decode_json(b" \n")) == []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Objects with a million entries: bounded before Python objects are made of them, and others are served (issue 15)."""
+"""Objects with a million entries are bounded before Python objects are created, and others are served (issue 15)."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ MILLIONS: list[tuple[Kind, bytes]] = [
 
 
 def cost(call: Callable[[], object]) -> tuple[float, int]:
-    """Seconds on a machine that is not busy, and the most bytes of Python objects at one time."""
+    """Seconds on an idle machine, and the maximum of bytes in Python objects."""
     slow = slowness()
     begun = time.monotonic()
     call()
@@ -65,8 +65,8 @@ def is_refused(decoded: Decoded, kind: Kind) -> bool:
 
 @pytest.mark.alone
 @pytest.mark.parametrize(("kind", "data"), MILLIONS, ids=["source ranges", "endpoints"])
-def test_a_million_entries_make_no_objects(kind: Kind, data: bytes) -> None:
-    """As the API server sends it, as a file, and within a list, of which the rest is used."""
+def test_a_million_entries_create_no_objects(kind: Kind, data: bytes) -> None:
+    """As from the API server, as a file, and in a list whose other objects are used."""
     assert is_refused(decode_object(kind, data), kind)
     seconds, size = cost(lambda: decode_object(kind, data))
     assert (seconds < 0.5, size < MIB) == (True, True), (seconds, size)
@@ -86,7 +86,7 @@ def test_a_million_entries_make_no_objects(kind: Kind, data: bytes) -> None:
 
 
 @pytest.mark.parametrize(("kind", "data"), MILLIONS, ids=["source ranges", "endpoints"])
-def test_what_was_good_before_stays(kind: Kind, data: bytes) -> None:
+def test_the_last_valid_state_stays(kind: Kind, data: bytes) -> None:
     lines: list[str] = []
     inventory = Inventory(kind, lines.append)
     small = many(SERVICE if kind == "Service" else SLICE, RANGE if kind == "Service" else ENDPOINT, 2)
@@ -109,7 +109,7 @@ def test_what_was_good_before_stays(kind: Kind, data: bytes) -> None:
     [("Service", SERVICE, RANGE), ("Service", SERVICE, b'"?"'), ("EndpointSlice", SLICE, ENDPOINT)],
     ids=["source ranges", "bad source ranges", "endpoints"],
 )
-def test_the_largest_object_that_is_read_is_bounded_too(kind: Kind, shape: bytes, entry: bytes) -> None:
+def test_the_largest_accepted_object_is_bounded(kind: Kind, shape: bytes, entry: bytes) -> None:
     data = many(shape, entry, decode.MOST_VALUES - 20)
     assert decode.MOST_VALUES - 20 < data.count(b",") <= decode.MOST_VALUES
     decoded = decode_object(kind, data)
@@ -121,7 +121,7 @@ def test_the_largest_object_that_is_read_is_bounded_too(kind: Kind, shape: bytes
 
 
 def test_a_large_object_with_few_values_is_read() -> None:
-    """An annotation is not decoded; it may hold whatever its owner likes."""
+    """An annotation is not decoded; it may have any size."""
     data = GOOD.replace(b'"name": "good"', b'"name": "good", "annotations": {"a": "%s"}' % (b"x," * 100_000))
     decoded = decode_object("Service", data)
     assert decoded.object is not None
@@ -129,7 +129,7 @@ def test_a_large_object_with_few_values_is_read() -> None:
 
 
 def test_a_number_of_more_than_64_bits_is_refused_in_every_service() -> None:
-    """Also in one that is not served and so not checked: it could be decoded, and not encoded again."""
+    """Also in a Service that is not served and so not checked: it could be decoded, but not encoded again."""
     lines: list[str] = []
     inventory = Inventory("Service", lines.append)
     data = b'{"metadata": {"name": "a"}, "spec": {"type": "ExternalName", "ports": [{"port": 99999999999999999999}]}}'
@@ -152,7 +152,7 @@ def test_each_family_keeps_some_of_its_source_ranges() -> None:
     )
 
 
-def test_many_errors_of_one_object_are_a_hundred_lines_and_a_number() -> None:
+def test_many_errors_of_one_object_are_shortened_to_a_hundred_lines() -> None:
     decoded = decode_object("Service", many(SERVICE, b'"?"', 1000))
     assert len(decoded.messages) == 101
     # The 1000 entries, and that the address is open to every source.

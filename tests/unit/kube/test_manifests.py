@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files in a real folder and real inotify events, in the ways in which files really change."""
+"""Files in a real folder with real inotify events, changed as programs do."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_an_empty_folder_is_complete(tmp_path: Path) -> None:
     run(tmp_path, scenario)
 
 
-def test_a_change_costs_its_file_only(tmp_path: Path) -> None:
+def test_a_change_reads_only_its_file(tmp_path: Path) -> None:
     for i in range(1, 40):
         (tmp_path / f"{i}.yaml").write_text(text(i))
 
@@ -65,14 +65,14 @@ def in_place(path: Path, content: str) -> None:
 
 
 def rename_into_place(path: Path, content: str) -> None:
-    """As sed -i, and most programs that are careful."""
+    """As `sed -i` and most careful programs do."""
     temporary = path.with_name("sedX1y2")
     temporary.write_text(content)
     temporary.replace(path)
 
 
 def backup_then_write(path: Path, content: str) -> None:
-    """As vim with its usual settings: the old file is renamed away, a new one is written slowly."""
+    """As vim with default settings: the old file is renamed, and a new one is written slowly."""
     path.rename(path.with_name(path.name + "~"))
     with path.open("w") as file:
         for character in content:
@@ -146,8 +146,8 @@ def test_a_quick_rewrite_of_equal_size_is_seen(tmp_path: Path) -> None:
     run(tmp_path, scenario)
 
 
-def test_the_stamp_of_a_file_just_written_is_not_trusted(tmp_path: Path) -> None:
-    """It may be written again within one tick of the kernel's clock for files, and keep its stamp."""
+def test_the_stamp_of_a_recently_written_file_is_not_trusted(tmp_path: Path) -> None:
+    """The file may be written again within one tick of the file system's clock, and keep its stamp."""
     path = tmp_path / "a.yaml"
     source = ManifestSource(tmp_path, print)
     path.write_text(text(a=1))
@@ -160,7 +160,7 @@ def test_the_stamp_of_a_file_just_written_is_not_trusted(tmp_path: Path) -> None
     assert not source._is_unchanged("a.yaml")
 
 
-def test_bad_files_cost_nothing_else(tmp_path: Path) -> None:
+def test_bad_files_affect_no_other_file(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text(text(a=1))
     (tmp_path / "b.json").write_text(text(b=1))
 
@@ -186,7 +186,7 @@ def test_bad_files_cost_nothing_else(tmp_path: Path) -> None:
     ]
 
 
-def test_what_is_no_file_is_reported_at_the_start(tmp_path: Path) -> None:
+def test_entries_that_are_no_files_are_reported_at_the_start(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "a.yaml")
     (tmp_path / "b.yaml").write_text(text(b=1))
 
@@ -202,7 +202,7 @@ def test_what_is_no_file_is_reported_at_the_start(tmp_path: Path) -> None:
 
 
 def test_a_file_that_becomes_unreadable_and_readable_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Root may read everything, so the refusal itself is made here; the events are the kernel's."""
+    """Root may read everything, so the test makes the refusal; the events are the kernel's."""
     path = tmp_path / "a.yaml"
     path.write_text(text(a=1))
     really_open = os.open
@@ -231,13 +231,13 @@ def test_a_file_that_becomes_unreadable_and_readable_again(tmp_path: Path, monke
 
 
 @pytest.mark.parametrize("hidden", ["file", "folder"])
-def test_a_change_that_was_missed_for_lack_of_descriptors_is_read_later(
+def test_a_change_missed_without_free_descriptors_is_read_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hidden: str
 ) -> None:
-    """No event reports that there are some again. The kernel's refusal is made here."""
+    """No event reports that descriptors are available again. The test makes the kernel's refusal."""
     path = tmp_path / "a.yaml"
     path.write_text(text(a=1))
-    # It leads nowhere yet: only a look at the folder shows when it does.
+    # The link has no target yet: only a check of the folder shows when it has.
     (tmp_path / "b.yaml").symlink_to("..data/b.yaml")
     lacking = True
 
@@ -277,7 +277,7 @@ def test_a_change_that_was_missed_for_lack_of_descriptors_is_read_later(
 
 
 def test_a_deletion_waits_a_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However slow an editor is between renaming the old file away and closing the new one."""
+    """However long an editor takes between renaming the old file and closing the new one."""
     monkeypatch.setattr(manifests, "DELETION_DELAY", 0.01)
     path = tmp_path / "a.yaml"
     path.write_text(text(a=1))

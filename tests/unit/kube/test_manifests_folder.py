@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The manifests folder as a whole: swapped, turned, gone and back, and watched with real inotify events."""
+"""The manifests folder as a whole: swapped, switched, removed and restored, with real inotify events."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.unit.kube.manifest_watcher import Watcher, run, text
 
 
 def swap(directory: Path, revision: str, files: dict[str, str]) -> None:
-    """What the kubelet does to a ConfigMap volume: a new hidden folder, and ``..data`` renamed over to it."""
+    """As the kubelet updates a ConfigMap volume: a new hidden folder, and ``..data`` is renamed over to it."""
     data = directory / f"..{revision}"
     data.mkdir()
     for name, content in files.items():
@@ -73,7 +73,7 @@ def test_a_swap_reads_only_what_changed(tmp_path: Path) -> None:
     run(tmp_path, scenario)
 
 
-def test_the_folder_goes_and_comes_back(tmp_path: Path) -> None:
+def test_the_folder_is_removed_and_restored(tmp_path: Path) -> None:
     folder = tmp_path / "above" / "manifests"
     folder.mkdir(parents=True)
     (folder / "a.yaml").write_text(text(a=1, b=1))
@@ -97,7 +97,7 @@ def test_the_folder_goes_and_comes_back(tmp_path: Path) -> None:
 
 
 def test_the_folder_is_removed_with_everything_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its files go one by one first, but a missing folder does not mean that objects were deleted."""
+    """Its files are removed one by one first, but a missing folder does not mean that objects were deleted."""
     monkeypatch.setattr(manifests, "DELETION_DELAY", 2.0)
     folder = tmp_path / "manifests"
     folder.mkdir()
@@ -114,7 +114,7 @@ def test_the_folder_is_removed_with_everything_in_it(tmp_path: Path, monkeypatch
     run(folder, scenario)
 
 
-def test_the_folder_is_a_symbolic_link_that_is_turned(tmp_path: Path) -> None:
+def test_the_folder_is_a_symbolic_link_that_changes(tmp_path: Path) -> None:
     for revision in ("1", "2"):
         (tmp_path / revision).mkdir()
         (tmp_path / revision / "a.yaml").write_text(text(a=int(revision)))
@@ -132,7 +132,7 @@ def test_the_folder_is_a_symbolic_link_that_is_turned(tmp_path: Path) -> None:
     run(link, scenario)
 
 
-def test_nothing_is_complete_before_the_folder_is_there(tmp_path: Path) -> None:
+def test_nothing_is_complete_before_the_folder_exists(tmp_path: Path) -> None:
     folder = tmp_path / "a" / "b" / "c"
 
     async def scenario(watcher: Watcher) -> None:
@@ -147,8 +147,8 @@ def test_nothing_is_complete_before_the_folder_is_there(tmp_path: Path) -> None:
     run(folder, scenario)
 
 
-def test_more_events_than_the_kernel_keeps(tmp_path: Path) -> None:
-    """The queue overflows while it is not read: all files are read again, nothing is missed."""
+def test_an_overflow_of_the_event_queue(tmp_path: Path) -> None:
+    """The queue overflows while it is not read: then all files are read again, and no change is missed."""
     limit = int(Path("/proc/sys/fs/inotify/max_queued_events").read_text())
     if limit > 50_000:
         pytest.skip(f"fs.inotify.max_queued_events is {limit}: filling that takes too long")
@@ -159,19 +159,19 @@ def test_more_events_than_the_kernel_keeps(tmp_path: Path) -> None:
         (tmp_path / "z.yaml").write_text(text(z=1))
         await watcher.shows(gone=1, z=1)
         watcher.reads.clear()
-        for i in range(limit // 2 + 1):  # two events each, in the one step in which the source cannot run
+        for i in range(limit // 2 + 1):  # two events each, in one step in which the source cannot run
             (tmp_path / f"{i}.txt").touch()
         (tmp_path / "a.yaml").write_text(text(a=1))
         (tmp_path / "gone.yaml").unlink()
         z_written = (tmp_path / "z.yaml").stat()
         os.utime(tmp_path / "z.yaml", ns=(0, z_written.st_mtime_ns + 1))  # no separate event
         await watcher.shows(a=1, z=1)
-        assert "z.yaml" in watcher.reads  # so everything was looked at
+        assert "z.yaml" in watcher.reads  # so every file was checked
 
     run(tmp_path, scenario)
 
 
-def test_a_file_of_a_gigabyte_is_not_read_and_costs_no_other_anything(tmp_path: Path) -> None:
+def test_a_huge_file_is_not_read_and_affects_no_other(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text(text(a=1))
 
     async def scenario(watcher: Watcher) -> None:
@@ -187,8 +187,8 @@ def test_a_file_of_a_gigabyte_is_not_read_and_costs_no_other_anything(tmp_path: 
     ]
 
 
-def test_no_inotify_to_be_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A node full of watchers: one line that names the limit to raise."""
+def test_inotify_is_unavailable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node with too many watches: one line names the limit to raise."""
 
     def refusing(**_: object) -> INotify:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))

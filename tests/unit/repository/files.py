@@ -11,7 +11,7 @@ GENERATED = {".git", ".venv", "build", "dist", "__pycache__", ".mypy_cache", ".r
 
 
 def own_files(*suffixes: str) -> list[Path]:
-    """Files people write, by suffix (all for none); generated folders left out."""
+    """Files that people write, by suffix (all for none), without generated folders."""
     return sorted(
         path
         for path in ROOT.rglob("*")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Findings of reviews: each that was mended is named by the tests that would notice its return."""
+"""Findings of reviews: tests name each fixed one that they would detect again."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tests import ROOT
 
-#: Of the data plane. A docstring names one as ``finding D7``.
+#: Findings about the data plane. A docstring names one as ``finding D7``.
 DATA_PLANE = {f"D{number}" for number in range(1, 19)}
 NAME = re.compile(r"\bfinding (D\d+)\b", re.IGNORECASE)
 
@@ -27,8 +27,8 @@ def test_every_finding_is_named_by_a_test() -> None:
         for test, findings in named(path).items():
             for finding in findings:
                 found.setdefault(finding, []).append(test)
-    assert DATA_PLANE - set(found) == set(), "no test shows that they are mended"
-    assert set(found) - DATA_PLANE == set(), "nothing is known of them"
+    assert DATA_PLANE - set(found) == set(), "no test shows that they are fixed"
+    assert set(found) - DATA_PLANE == set(), "unknown findings"
 
 
 def test_a_finding_is_read_from_docstrings_alone(tmp_path: Path) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names and phrases that were replaced do not come back, and docs/glossary.md explains every map."""
+"""Replaced names and phrases do not return, and docs/glossary.md explains every map."""
 
 from __future__ import annotations
 
@@ -37,20 +37,20 @@ PHRASES = (
     "everything of ours",
     "What to run",
 )
-#: Not in the code and the pages of SCOPES: people who are no role, "told" of programs, and names without a meaning.
+#: Banned in the code and pages of SCOPES: people without a role, "told" of programs, and names without a meaning.
 WORDS = re.compile(
     r"\b[Nn]obody|\b[Ss]omebody|\b[Ww]hoever|\b(?:is|are|was|were)\s+told\b|\bway\s+back\b|\b[Oo]urs\b|"
     r"\b(?:class|struct|enum) (?:Beside|Former|Outside|Some|Board|Paper|Known|passage|table)\b"
 )
 SCOPES = ("bpf/", "pyebpf_proxy/", "docs/", "tests/", "deploy/")
-#: Results keep the labels of their measurement; a passwd file and a DNS zone name a user; the licence is its own text.
+#: Results keep the labels of their measurement; a passwd file and a DNS zone name a user; the licence is fixed.
 LABELS = (
     *("tests/faults/", "docs/reliability.md", "tests/unit/suites/test_faults_page.py", "tests/unit/bench/"),
     *("tests/e2e/images.py", "tests/e2e/coredns.yaml", "bpf/LICENSE"),
 )
-#: Identifiers as whole words, phrases also across the end of a line.
+#: Identifiers as whole words; phrases also across line ends.
 BANNED = re.compile(r"(?<!\w)(?:" + "|".join(IDENTIFIERS) + r")(?!\w)|" + "|".join(PHRASES).replace(" ", r"\s+"))
-#: Pages about names, this test, licences, and code that reads what older versions wrote.
+#: Pages about names, this test, licences, and code that reads files of older versions.
 EXEMPT = {
     "docs/glossary.md",
     "CHANGELOG.md",
@@ -84,7 +84,7 @@ def texts() -> Iterator[tuple[str, str]]:
 
 
 def hits(pattern: re.Pattern[str], name: str, text: str) -> list[str]:
-    """The places where it occurs."""
+    """The places where the pattern matches."""
     return [f"{name}:{text.count(chr(10), 0, hit.start()) + 1}: {hit.group()}" for hit in pattern.finditer(text)]
 
 

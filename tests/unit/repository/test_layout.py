@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where tests and their helpers stand (tests/README.md), and how modules import each other."""
+"""The places of tests and their helpers (tests/README.md), and how modules import each other."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ OTHERS = {
 
 
 def problem(test: Path) -> str:
-    """Why this test file, a path below tests/unit, stands in the wrong place; empty if it does not."""
+    """Why this test file, a path below tests/unit, is in the wrong place; empty if it is not."""
     *folders, name = test.parts
     if folders and folders[0] in OTHERS:
         return ""
@@ -40,7 +40,7 @@ def problem(test: Path) -> str:
     return f"{package.relative_to(ROOT)} has no module that {name} begins with; name it after a module or the package"
 
 
-def test_unit_tests_stand_where_the_package_has_what_they_test() -> None:
+def test_unit_tests_mirror_the_package() -> None:
     files = [path.relative_to(UNIT) for path in sorted(UNIT.rglob("test_*.py"))]
     assert len(files) > 80
     assert {str(file): problem(file) for file in files if problem(file)} == {}
@@ -73,7 +73,7 @@ def imported(tree: ast.Module) -> Iterator[tuple[int, str]]:
 
 
 def test_every_folder_with_modules_is_a_package() -> None:
-    # The folder of the Go module has a script only.
+    # The folder of the Go module has only a script.
     folders = {path.parent for path in TESTS.rglob("*.py")} - {TESTS / "cluster" / "kubernetes"}
     assert {str(folder.relative_to(ROOT)) for folder in folders if not (folder / "__init__.py").exists()} == set()
 
@@ -89,12 +89,12 @@ def test_imports_have_full_names_and_helpers_are_no_tests() -> None:
     assert found == []
 
 
-def test_no_module_changes_where_python_looks_for_modules() -> None:
+def test_no_module_changes_the_search_path() -> None:
     changed = []
     for name, tree in modules():
         for node in ast.walk(tree):
             target = getattr(node, "func", None) or getattr(node, "target", None)
             if target is not None and ast.unparse(target).startswith("sys.path"):
                 changed.append(name)
-    # atheris is in its own environment (make fuzz).
+    # atheris is in a separate environment (make fuzz).
     assert changed == ["tests/fuzz/__main__.py"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The repository itself: what every file owes, what the Makefile offers, what a wheel carries."""
+"""The repository: requirements for every file, the targets of the Makefile, the contents of a wheel."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from tests.changes import mutants as agent_mutants
 from tests.packet import mutants as packet_mutants
 from tests.unit.repository.files import own_files, relative
 
-# A name of a package host in the tree ties every build to it; mirrors are the machine's own configuration.
-# Written with classes of one letter, so that this file does not name them either.
+# A package host in the tree would tie every build to it; mirrors are the machine's own configuration. The pattern has
+# classes of one letter, so that this file does not name the hosts either.
 PACKAGE_HOST = re.compile(
     r"p[y]pi\.org|p[y]thonhosted\.|deb\.[d]ebian\.org|security\.[d]ebian\.org|archive\.[u]buntu|"
     r"--(extra-)?index-[u]rl|--trusted-[h]ost|proxy\.[g]olang|registry\.[n]pmjs|crates\.[i]o",
     re.IGNORECASE,
 )
-# docs/data-plane.md names the function that decides each question.
+# docs/data-plane.md names the function that makes each decision.
 HEADING = "## The decision table as it is implemented"
 NAMED = re.compile(r"`(\w+)\(\)`")
 DEFINED_IN_C = re.compile(r"^(?:[a-z_]\w*[ \t*]+)+(\w+)\([^;{}]*\)\s*\{", re.MULTILINE)
@@ -119,7 +119,7 @@ def test_setup_reports_what_is_missing_in_one_line(tmp_path: Path) -> None:
 
 
 def test_build_reports_a_missing_clang_in_one_line(bpf_objects: Path) -> None:
-    """`bpf_objects` first, so that vmlinux.h is there and clang is the one thing missing."""
+    """`bpf_objects` first, so that vmlinux.h exists and only clang is missing."""
     source = "pyebpf_proxy/bpf/tc.bpf.o"
     ran = subprocess.run(
         [
@@ -145,7 +145,7 @@ def test_build_reports_a_missing_clang_in_one_line(bpf_objects: Path) -> None:
 
 @pytest.fixture(scope="module")
 def wheel(bpf_objects: Path, tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
-    """A wheel built from a copy of the tree: a build leaves folders behind, and others work in this one."""
+    """A wheel built from a copy of the tree: a build leaves folders behind, and other tests use this tree."""
     tree = tmp_path_factory.mktemp("wheel")
     for name in ("pyproject.toml", "README.md", "LICENSE", "NOTICE"):
         if (ROOT / name).exists():
@@ -217,7 +217,7 @@ def test_every_function_that_the_packet_page_names_exists() -> None:
 
 
 def test_every_mutant_changes_something() -> None:
-    """They are run by hand: one that no longer fits would be found missing too late."""
+    """Mutants are run by hand, so an outdated one would be noticed late."""
     sources = {path.name: path.read_text() for path in (ROOT / "bpf").glob("*.[ch]")}
     assert [name for name, (file, old, _) in packet_mutants.MUTANTS.items() if old not in sources[file]] == []
     texts = {each.file: (ROOT / "pyebpf_proxy" / each.file).read_text() for each in agent_mutants.MUTANTS.values()}
@@ -240,7 +240,7 @@ GENERATED_PAGES = {"docs/performance.md", "docs/configuration.md"}
 
 
 def too_long(page: str) -> list[int]:
-    """The numbers of lines of prose with more than 120 characters. Tables, code and long words may be longer."""
+    """The numbers of prose lines with more than 120 characters. Tables, code and long words may be longer."""
     found, code = [], False
     for number, line in enumerate(page.splitlines(), 1):
         if line.lstrip().startswith("```"):

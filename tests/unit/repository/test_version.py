@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The version stands in pyproject.toml; wherever else it has to stand, it is the same."""
+"""The version is defined in pyproject.toml; all other places have the same one."""
 
 from __future__ import annotations
 

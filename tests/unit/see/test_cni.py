@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CNI configuration files: what clashes is found and named with its fix, what does not is left in peace."""
+"""CNI configuration files: conflicts are named with their fix, other files cause no message."""
 
 from __future__ import annotations
 
@@ -40,7 +40,9 @@ def found(tmp_path: Path, *plugins: dict[str, Any], cilium: object = None) -> cn
         ({"type": "antrea"}, False, "AntreaProxy"),
     ],
 )
-def test_what_clashes_is_named_with_its_fix(tmp_path: Path, plugin: dict[str, Any], bad: bool, words: str) -> None:
+def test_conflicting_plugins_are_named_with_the_fix(
+    tmp_path: Path, plugin: dict[str, Any], bad: bool, words: str
+) -> None:
     (clash,) = found(tmp_path, PTP, plugin).clashes
     assert clash.bad is bad
     assert words in clash.text
@@ -55,7 +57,7 @@ def test_cilium_that_serves_services(tmp_path: Path, mode: object) -> None:
 
 
 @pytest.mark.parametrize("mode", [None, False, "false", "disabled"])
-def test_what_does_not_clash(tmp_path: Path, mode: object) -> None:
+def test_plugins_without_conflict(tmp_path: Path, mode: object) -> None:
     read = found(tmp_path, PTP, {"type": "portmap"}, {"type": "cilium-cni"}, {"type": "calico"}, cilium=mode)
     assert read.clashes == []
     assert read.plugins == ["ptp", "portmap", "cilium-cni", "calico"]
@@ -71,7 +73,7 @@ def test_the_first_file_counts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"plugins": ["ptp"]}', '"ptp"', "{\x00"])
-def test_a_file_that_is_none_is_named(tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_file_is_named(tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "net.d"
     folder.mkdir()
     (folder / "10-net.conf").write_text(text)
@@ -81,7 +83,7 @@ def test_a_file_that_is_none_is_named(tmp_path: Path, text: str, monkeypatch: py
     assert finding.text.startswith(f"{folder}/10-net.conf cannot be read: ")
 
 
-def test_doctor_reports_each_clash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_reports_each_conflict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write(tmp_path / "net.d", {"type": "bandwidth"}, {"type": "calico", "linuxDataplane": "BPF"})
     monkeypatch.setattr(cni, "read", lambda mark, read=cni.read: read(mark, (folder,)))
     assert [(each.state, bool(each.remedy)) for each in doctor._cni(MARK)] == [("warning", True), ("bad", True)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Completion, asked of the shells themselves."""
+"""Completion, tested in the shells themselves."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pyebpf_proxy.see import COMMANDS
 from tests import ROOT
 
 PORTS = ("default/web:dns", "default/web:http")
-#: What is typed, and what is offered. Bash takes : for the end of a word, so there names have no ports.
+#: The typed text and the offers. For bash a : ends a word, so names have no ports there.
 CASES = [
     ("serv", {"services"}),
     ("services --di", {"--diff", "--directory"}),
@@ -38,7 +38,7 @@ Ask = Callable[[str], set[str]]
 
 
 def script(shell: str) -> str:
-    """As a person gets it."""
+    """The script as a user gets it."""
     run = [sys.executable, "-m", "pyebpf_proxy", "completion", shell]
     return subprocess.run(run, capture_output=True, text=True, check=True, cwd=ROOT).stdout
 
@@ -50,7 +50,7 @@ def _run(*command: str) -> list[str]:
 
 
 def bash(folder: Path) -> Ask:
-    """Bash without a person at it: what it would offer is in COMPREPLY."""
+    """Bash without a terminal: its offers are in COMPREPLY."""
     (folder / "script").write_text(script("bash"))
 
     def ask(typed: str) -> set[str]:
@@ -72,7 +72,7 @@ def bash(folder: Path) -> Ask:
 
 
 def fish(folder: Path) -> Ask:
-    """Fish has a word for it."""
+    """Fish has a command that lists completions."""
     (folder / "script").write_text(script("fish"))
 
     def ask(typed: str) -> set[str]:
@@ -88,7 +88,7 @@ def fish(folder: Path) -> Ask:
 
 
 class Zsh:
-    """A zsh on a terminal: it completes only what is typed. What it offers it writes to a file."""
+    """A zsh on a terminal: it completes only typed text. It writes its offers to a file."""
 
     SETUP = """
     PS1='> ' LISTMAX=10000
@@ -131,14 +131,14 @@ class Zsh:
                 self.shown += os.read(self.terminal, 4096).decode(errors="replace")
 
     def ask(self, typed: str) -> set[str]:
-        """What a tab offers behind that."""
+        """The offers after a tab."""
         self.output.write_text("")
         os.write(self.terminal, f"\x15pyebpf-proxy {typed}\t".encode())
         self._until(lambda: self.output.read_text().endswith(".\n"))
         return {line.rstrip("/") for line in self.output.read_text().splitlines()} - {"", "."}
 
     def close(self) -> None:
-        """It ends with its terminal."""
+        """The shell ends with its terminal."""
         os.close(self.terminal)
         os.waitpid(self.pid, 0)
 
@@ -153,7 +153,7 @@ class Zsh:
     ],
 )
 def shell(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Ask]]:
-    """A shell by name, and how it is asked."""
+    """A shell by name, and a function that asks it."""
     folder = tmp_path_factory.mktemp("shell")
     name: str = request.param
     if name.startswith("zsh"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``doctor``: replies between two ports of a bridge that netfilter does not see there."""
+"""``doctor``: replies between two ports of a bridge that netfilter does not see."""
 
 from __future__ import annotations
 
@@ -33,8 +33,10 @@ def refuse(monkeypatch: pytest.MonkeyPatch, refused: bool) -> None:
 
 @pytest.mark.parametrize("attached", [True, False])
 @pytest.mark.parametrize("lookup", [True, False])
-def test_they_need_the_lookup(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, attached: bool, lookup: bool) -> None:
-    """The attached programs count. Another process may load what the agent may not."""
+def test_bridged_replies_need_the_lookup(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, attached: bool, lookup: bool
+) -> None:
+    """The attached programs count. Another process may load programs that the agent may not."""
     refuse(monkeypatch, lookup if attached else not lookup)
     monkeypatch.setattr(doctor, "_settings", lambda directory: {"conntrack_lookup": lookup} if attached else None)
     (finding,) = found(monkeypatch, tmp_path, "0")
@@ -43,7 +45,7 @@ def test_they_need_the_lookup(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, a
     assert ("are not translated" in finding.text) is not lookup
 
 
-def test_netfilter_translates_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_bridged_replies_that_netfilter_translates(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     refuse(monkeypatch, True)
     monkeypatch.setattr(doctor, "_settings", lambda directory: None)
     assert found(monkeypatch, tmp_path, "1") == []

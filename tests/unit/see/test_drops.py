@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``drops`` as text: what a reason means, and what to do."""
+"""``drops`` as text: the meaning of a reason, and the remedy."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def drop(reason: str, **given: object) -> model.Drop:
 
 
 def test_a_packet_that_waits_for_a_promotion() -> None:
-    """It is no error: the sender's next attempt gets through. If it persists, the remedy names conntrack."""
+    """It is no error: the sender's next attempt succeeds. If it persists, the remedy names conntrack."""
     found = drop(
         "drop_awaiting_promotion",
         last_minute=962,

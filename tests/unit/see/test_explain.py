@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""That a program which does not follow the rules is detected."""
+"""``explain`` detects a program that does not follow the rules."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def found(view: Explanation) -> list[str]:
     return list(disagreements(view, DECISION, view.program))
 
 
-def test_agreement_is_none() -> None:
+def test_agreement_causes_no_message() -> None:
     assert found(answer()) == []
 
 

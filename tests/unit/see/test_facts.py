@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Remedies that ``status`` and ``doctor`` give when nftables cannot be read, or has lost the agent's table."""
+"""Remedies of ``status`` and ``doctor`` if nftables cannot be read, or the agent's table is missing."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def test_with_the_binding_nothing_has_to_be_installed(monkeypatch: pytest.Monkey
     def refused(command: str) -> list[dict[str, Any]]:
         raise OSError("nftables: Operation not permitted")
 
-    # The spec only says that it can be imported.
+    # The spec only means that the module can be imported.
     monkeypatch.setattr(facts, "find_spec", lambda name: object())
     monkeypatch.setattr(facts, "nft", refused)
     (finding,) = doctor._mark_users(tmp_path, 0x4000)
     assert "install" not in finding.remedy
 
 
-def test_status_says_why_it_cannot_read_the_table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_status_reports_why_it_cannot_read_the_table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def refused(directory: Path) -> int:
         raise OSError(errno.EPERM, os.strerror(errno.EPERM))
 

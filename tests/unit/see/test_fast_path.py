@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fast path in ``status`` and ``top``, from maps that are made up."""
+"""The fast path in ``status`` and ``top``, from fake maps."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pyebpf_proxy.see.top_fast_path import FastPath, line
 STRUCTS = {"fast_path": Struct("=QIIIII"), "sweep_result": Struct("=II"), "permit": Struct("=QQI")}
 REASONS = {"NOT_SLOW": 0, "STACK_RULES": 5, "STACK_IPSEC": 7}
 SECOND = 10**9
-#: Of permits that are valid.
+#: The generation of valid permits.
 GENERATION = 3
 
 
@@ -38,7 +38,7 @@ class Table:
 
 
 class Maps:
-    """As the programs and the agent would have written them."""
+    """Maps with the contents that the programs and the agent write."""
 
     names = frozenset(fast_path.MAPS)
 
@@ -47,7 +47,7 @@ class Maps:
         self.alive_until = now + 60 * SECOND
         self.closed4, self.closed6, self.draining = "NOT_SLOW", "NOT_SLOW", False
         self.entries, self.young = 0, 0
-        #: Valid until, also for answers; the generation.
+        #: Valid until, also for replies; the generation.
         self.permits: list[tuple[int, int, int]] = []
         self.counted: defaultdict[str, int] = defaultdict(int)
 
@@ -83,7 +83,7 @@ def maps() -> Maps:
 
 @pytest.fixture
 def reported(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What the agent says when it is asked; ``asked``: how often it was."""
+    """The agent's reply; ``asked``: how often it was requested."""
     answer: dict[str, Any] = {"asked": 0, "closed": {}}
 
     def state(directory: Path) -> dict[str, Any]:
@@ -122,11 +122,11 @@ def test_flows_of_both_ages_are_told_apart(maps: Maps) -> None:
     assert text.startswith("12 young flows, about 18 in conntrack, 61 of 1000 entries, ")
 
 
-def test_what_closes_a_family_is_said_with_the_rule_that_the_agent_names(maps: Maps) -> None:
+def test_status_names_the_rule_that_closes_a_family(maps: Maps) -> None:
     maps.closed6 = "STACK_RULES"
     rule = {"reason": "stack_rules", "text": "table ip6 filter, chain FORWARD: limit"}
     assert fast_path.text(read(maps, closed={"6": rule}))[1:] == [f"closed for IPv6: stack_rules, {rule['text']}"]
-    # The agent's word of another reason is of another time.
+    # The agent's text for another reason is outdated.
     maps.closed6 = "STACK_IPSEC"
     assert fast_path.text(read(maps, closed={"6": rule}))[1:] == ["closed for IPv6: stack_ipsec"]
 
@@ -134,7 +134,7 @@ def test_what_closes_a_family_is_said_with_the_rule_that_the_agent_names(maps: M
 # ---- top -----------------------------------------------------------------------------------------------------
 
 
-def test_top_says_what_the_table_holds_and_which_way_new_flows_take(maps: Maps, reported: dict[str, Any]) -> None:
+def test_top_shows_the_flow_table_and_the_paths_of_new_flows(maps: Maps, reported: dict[str, Any]) -> None:
     maps.counted |= {"new_flow_fast": 1000, "new_flow_netfilter": 50}
     shown = FastPath(maps.pinned, Path("/run/nowhere"))
     maps.entries, maps.young = 6824, 12
@@ -150,10 +150,10 @@ def test_top_says_what_the_table_holds_and_which_way_new_flows_take(maps: Maps, 
     assert again is not None
     assert again.new_flows == {"fast": 0, "netfilter": 0, "socket": 0}
     assert line(again) == "fast path: open · young 12 · kernel 3400 · permits 1"
-    assert reported["asked"] == 0, "the agent has work of its own"
+    assert reported["asked"] == 0, "the agent has other work"
 
 
-def test_top_names_what_closes_it(maps: Maps, reported: dict[str, Any]) -> None:
+def test_top_names_the_rule_that_closes_a_family(maps: Maps, reported: dict[str, Any]) -> None:
     shown = FastPath(maps.pinned, Path("/run/nowhere"))
 
     def state() -> str:
@@ -172,17 +172,17 @@ def test_top_names_what_closes_it(maps: Maps, reported: dict[str, Any]) -> None:
     asked = reported["asked"]
     maps.alive_until = 0
     assert state() == "fast path: closed: stack_no_agent, no agent follows rules and routes"
-    assert reported["asked"] == asked, "there is none"
+    assert reported["asked"] == asked, "there is no fast path"
 
 
-def test_without_a_fast_path_top_says_so(maps: Maps) -> None:
+def test_top_reports_a_missing_fast_path(maps: Maps) -> None:
     maps.names = frozenset()
     shown = FastPath(maps.pinned, Path("/run/nowhere"))
     assert line(shown.look(1.0)) == "fast path: off"
 
 
 @pytest.mark.parametrize("count", [0, 900])
-def test_counters_that_began_anew_give_no_negative_rate(maps: Maps, count: int) -> None:
+def test_counters_that_were_reset_give_no_negative_rate(maps: Maps, count: int) -> None:
     maps.counted["new_flow_fast"] = 1000
     shown = FastPath(maps.pinned, Path("/run/nowhere"))
     maps.counted["new_flow_fast"] = count

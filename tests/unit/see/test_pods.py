@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names of pods for a command that keeps running: looked up when they are new or old, and never for too long."""
+"""Pod names for a command that keeps running: looked up when they are new or old, and never for too long."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Agent:
         return {address: name for address, name in self.known.items() if address in addresses}
 
 
-def test_what_is_known_is_not_asked_for_again_until_it_is_old() -> None:
+def test_known_names_are_looked_up_again_only_when_they_are_old() -> None:
     agent = Agent()
     pods = agent.pods()
     assert pods.names([A, B]) == {A: "default/web-1", B: ""}
@@ -41,7 +41,7 @@ def test_what_is_known_is_not_asked_for_again_until_it_is_old() -> None:
     assert agent.asked == [{A, B}, {A}]
 
 
-def test_an_agent_that_takes_its_time_is_asked_less() -> None:
+def test_a_slow_agent_is_asked_less_often() -> None:
     """One second at the beginning, then a twentieth of the time."""
     agent = Agent(took=2.0)
     pods = agent.pods()

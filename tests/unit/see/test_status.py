@@ -27,6 +27,6 @@ def test_a_run_folder_without_room_is_named(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_missing_optional_feature_is_no_warning() -> None:
-    """A stock kernel gives the lookup functions of conntrack to CAP_SYS_ADMIN only, not to the DaemonSet."""
+    """A stock kernel allows conntrack's lookup functions only with CAP_SYS_ADMIN, which the DaemonSet lacks."""
     (warning,) = status._about_refusals({"conntrack lookup": "it needs CAP_SYS_ADMIN", "XDP": "too old"})
     assert warning.what == "XDP is not available: too old"

@@ -21,7 +21,7 @@ QUIET = {SYNCED: [900.0, 901.0], QUEUED: [899.0, 899.0], HEARD: [940.0, 950.0, 9
         ({}, 0.0),
         ({HEARD: [], CONNECTED: []}, 0.0),  # manifests
         ({QUEUED: [990.0, 990.0]}, 10.0),
-        ({SYNCED: [980.0, 999.0], QUEUED: [990.0, 990.0]}, 10.0),  # one family has it, the other waits
+        ({SYNCED: [980.0, 999.0], QUEUED: [990.0, 990.0]}, 10.0),  # one family is synced, the other waits
         ({CONNECTED: [1.0, 0.0, 1.0]}, 60.0),
         ({CONNECTED: [0.0, 0.0, 0.0], HEARD: [700.0, 710.0, 720.0], QUEUED: [990.0, 990.0]}, 300.0),
         ({SYNCED: [0.0, 0.0]}, None),  # no sync yet

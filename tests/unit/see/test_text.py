@@ -40,7 +40,7 @@ NAMES = [
         ("web-next:http", [NAMES[2]]),
     ],
 )
-def test_what_a_name_names(wanted: str, found: list[ServicePortName]) -> None:
+def test_the_services_that_a_name_matches(wanted: str, found: list[ServicePortName]) -> None:
     assert matching(wanted, NAMES) == found
 
 
@@ -56,7 +56,7 @@ def test_what_a_name_names(wanted: str, found: list[ServicePortName]) -> None:
         ("", "no Service is called "),
     ],
 )
-def test_names_of_no_service_or_of_many(wanted: str, text: str) -> None:
+def test_names_that_match_none_or_several(wanted: str, text: str) -> None:
     with pytest.raises(QuestionError) as caught:
         matching(wanted, NAMES)
     assert str(caught.value) == text
@@ -76,7 +76,7 @@ ROWS = [
 
 @pytest.mark.parametrize("width", [20, 30, 40, 60, 80, 200])
 @pytest.mark.parametrize("colour", [False, True])
-def test_a_table_fits_and_loses_nothing(width: int, colour: bool) -> None:
+def test_a_table_fits_without_losing_text(width: int, colour: bool) -> None:
     lines = table(Terminal(width, colour), HEAD, ROWS)
     shown = [ESCAPE.sub("", line) for line in lines]
     assert max(map(len, shown)) <= width
@@ -91,7 +91,7 @@ def _text(cell: str | Cell) -> str:
     return cell.text if isinstance(cell, Cell) else cell
 
 
-def test_a_wide_table_is_one_line_a_row() -> None:
+def test_a_wide_table_has_one_line_per_row() -> None:
     assert table(Terminal(), HEAD, ROWS) == [
         "NAME              ADDRESS                   WHY",
         "default/web:http  [fd00:10:244:1::10]:8080  is wanted, and not in the kernel",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``top`` without a kernel: rates, shares, order, and a picture that fits its terminal."""
+"""``top`` without a kernel: rates, shares, order, and output that fits its terminal."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def found(**changes: object) -> model.Top:
     return top(SERVICES, BACKENDS, sample, **given)  # type: ignore[arg-type]
 
 
-def test_rates_are_of_a_second_and_of_what_came_since() -> None:
+def test_rates_are_per_second_and_of_the_last_interval() -> None:
     made = found()
     web, other = ordered(made.services, "flows")
     assert (web.name, web.new_flows, web.packets, web.bytes, web.drops) == ("default/web:http", 4, 9, 740, 0)
@@ -53,7 +53,7 @@ def test_rates_are_of_a_second_and_of_what_came_since() -> None:
         ("10.0.0.1:8080", 3, 5, 0.75, True),
         ("10.0.0.2:8080", 1, 0, 0.25, False),
     ]
-    # No new flow: the share is of the bytes.
+    # No new flow: the share is one of bytes.
     assert (other.drops, [b.share for b in other.backends]) == (2, [1.0])
     assert (made.new_flows, made.packets, made.bytes, made.drops, made.at_rest) == (4, 14, 1240, 3, 1)
     assert [(each.reason, each.drops) for each in made.reasons] == [
@@ -62,7 +62,7 @@ def test_rates_are_of_a_second_and_of_what_came_since() -> None:
     ]
 
 
-def test_what_is_named_is_there_at_rest_and_nothing_else_is() -> None:
+def test_named_services_are_shown_when_idle() -> None:
     made = found(named={SERVICES[3].name}, whole=True)
     assert [(view.name, [b.share for b in view.backends]) for view in made.services] == [("default/quiet:http", [0])]
     assert found(namespace="elsewhere").services == []
@@ -91,14 +91,14 @@ def test_numbers_have_three_digits_at_most(number: float | None, text: str) -> N
     assert short(number) == text
 
 
-def test_of_many_packets_few_are_looked_at() -> None:
+def test_of_many_packets_few_are_sampled() -> None:
     assert [one_in(packets) for packets in (0, MOST_PACKETS, MOST_PACKETS + 1, 10 * MOST_PACKETS)] == [1, 1, 2, 16]
     assert one_in(1e12) == 256
 
 
 @pytest.mark.parametrize("width", [20, 40, 57, 58, 78, 200])
 @pytest.mark.parametrize("height", [5, 12])
-def test_the_picture_fits(width: int, height: int) -> None:
+def test_the_screen_fits_the_terminal(width: int, height: int) -> None:
     screen = Screen("flows", 3, 1.0)
     made = found()
     made.notes = ["packets and bytes are not measured: " + "a reason that is long " * 5]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tests of the servers share: a server on loopback, requests of a well-behaved client and of others."""
+"""Shared by the tests of the servers: a server on loopback, requests of well-behaved and of other clients."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Answer(NamedTuple):
 
 @contextmanager
 def serving(handler: Handler, limit: int = 64) -> Iterator[tuple[int, Pool]]:
-    """A server on a free port of loopback: its port and its connections."""
+    """A server on a free port of loopback; returns its port and its connections."""
     server = Server()
     pool = server.pool(limit)
     port = free_port()
@@ -39,7 +39,7 @@ def serving(handler: Handler, limit: int = 64) -> Iterator[tuple[int, Pool]]:
 def answers(port: int, host: str = "127.0.0.1") -> bool:
     try:
         socket.create_connection((host, port), timeout=5).close()
-    except (ConnectionRefusedError, ConnectionResetError):  # reset: its listener was closed just then
+    except (ConnectionRefusedError, ConnectionResetError):  # reset: its listener was closed at that moment
         return False
     return True
 
@@ -62,7 +62,7 @@ def get(port: int, path: str = "/", method: str = "GET", host: str = "127.0.0.1"
 
 
 def raw(port: int, *pieces: bytes, half_close: bool = False) -> bytes:
-    """Everything that comes back until the server closes the connection."""
+    """Everything that arrives until the server closes the connection."""
     with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
         try:
             for piece in pieces:

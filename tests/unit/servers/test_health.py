@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``/healthz`` and ``/livez``: a table of what happened when, and the exact bytes (spec/service-semantics §11.2)."""
+"""``/healthz`` and ``/livez``: a table of events and results, and the exact bytes (spec/service-semantics §11.2)."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_times_are_written_as_go_writes_them(seconds: float, shown: str) -> None
     assert text(seconds) == shown
 
 
-#: What happened when ("q4": queued for IPv4, "u6": IPv6 updated), when it is asked, the families that keep up then.
+#: Events ("q4": queued for IPv4, "u6": IPv6 updated), the time of the request, the healthy families.
 TABLE = [
     ("starting up is healthy", [], 0, {}),
     ("starting up for ever is healthy too", [("q4", 0)], 1000, {}),
@@ -108,7 +108,7 @@ def test_the_bytes_before_the_first_sync() -> None:
     assert served.ask("/healthz") == (503, never + '"nodeEligible":false,"healthy":true}')
 
 
-def test_a_node_that_goes_concerns_healthz_only() -> None:
+def test_a_node_in_deletion_affects_only_healthz() -> None:
     served = ServedPages()
     served.health.updated(V4, at(1))
     served.now = 5
@@ -121,7 +121,7 @@ def test_a_node_that_goes_concerns_healthz_only() -> None:
     assert served.counted == [("/healthz", 503), ("/livez", 200)]
 
 
-def test_a_late_sync_concerns_both() -> None:
+def test_a_late_sync_affects_both() -> None:
     served = ServedPages()
     served.health.updated(V4, at(1))
     served.health.updated(V6, at(3))
@@ -135,7 +135,7 @@ def test_a_late_sync_concerns_both() -> None:
     assert served.counted == [("/healthz", 503), ("/livez", 503)]
 
 
-def test_there_is_nothing_else() -> None:
+def test_other_paths_do_not_exist() -> None:
     served = ServedPages()
     for path in ("/", "/healthz/", "/readyz", "/metrics"):
         answer = served.pages(Request("GET", path))

@@ -75,7 +75,7 @@ def test_the_answer(checks: HealthCheckNode) -> None:
     assert get(port).body.decode() == BODY % (0, "true")
     checks.ports.sync({S4: HealthCheck(port, 1)})
     until(lambda: get(port).status == 200)
-    # A proxy that doesn't keep up reports that here too.
+    # A proxy that is behind reports that here too.
     checks.health.updated(V6, Moment(0, 0))
     checks.health.queued(V6, Moment(0, 0))
     checks.now = 60
@@ -90,13 +90,13 @@ def test_ports_follow_their_services(checks: HealthCheckNode) -> None:
     with socket.create_connection(("127.0.0.1", one), timeout=20) as held:
         checks.ports.sync({S4: HealthCheck(two, 1)})
         until(lambda: answers(two) and not answers(one) and not answers(one, "::1"))
-        with pytest.raises(ConnectionResetError):  # what was connected is cut off
+        with pytest.raises(ConnectionResetError):  # existing connections are closed
             while held.recv(1):
                 pass
             raise ConnectionResetError
     checks.ports.sync({})
     until(lambda: not answers(two))
-    # A port may go from one Service to another in one sync.
+    # A port may move from one Service to another in one sync.
     checks.ports.sync({S4: HealthCheck(two, 1)})
     until(lambda: answers(two))
     checks.ports.sync({T4: HealthCheck(two, 5)})
@@ -105,7 +105,7 @@ def test_ports_follow_their_services(checks: HealthCheckNode) -> None:
         try:
             return str(json.loads(get(two).body)["service"]["name"])
         except (OSError, http.client.HTTPException):
-            return ""  # just then one was closed and the other opened
+            return ""  # at that moment one was closed and the other opened
 
     until(lambda: served() == "t")
     assert checks.events == []
@@ -140,7 +140,7 @@ def test_all_addresses_or_none_and_again_at_the_next_sync(
     Log(caplog).only(Message.HEALTH_CHECK_PORT_FAILS)
 
 
-def test_one_that_cannot_be_had_costs_the_others_nothing(checks: HealthCheckNode) -> None:
+def test_an_occupied_port_affects_no_other(checks: HealthCheckNode) -> None:
     port = free_port()
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
@@ -170,5 +170,5 @@ def test_where_they_listen(configured: list[str], four: tuple[str, ...], six: tu
     assert listen_addresses(configured, node_ips, LOCAL) == {V4: four, V6: six}
 
 
-def test_primary_without_a_node_is_everywhere() -> None:
+def test_primary_without_a_node_means_all_addresses() -> None:
     assert listen_addresses(["primary"], [], LOCAL) == {V4: ("0.0.0.0",), V6: ("::",)}

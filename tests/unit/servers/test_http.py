@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The HTTP core on real sockets: clients as they should be, and clients as they should not."""
+"""The HTTP core on real sockets, with correct and with hostile clients."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_the_contents_of_a_request_reach_the_handler(echoing: tuple[int, Pool]) 
 def test_one_connection_carries_many_requests_and_head_has_no_body(echoing: tuple[int, Pool]) -> None:
     port, pool = echoing
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
-    for method in ("HEAD", "GET", "POST", "HEAD", "GET"):  # a body after HEAD would be taken for the next answer
+    for method in ("HEAD", "GET", "POST", "HEAD", "GET"):  # a body after HEAD would be read as the next answer
         connection.request(method, "/x")
         answer = connection.getresponse()
         assert answer.getheader("Content-Length") == str(len(f"{method} /x  0 "))
@@ -85,7 +85,7 @@ def test_a_half_closed_peer_gets_its_answer(echoing: tuple[int, Pool]) -> None:
     assert raw(port, GET, half_close=True).endswith(b"GET /  0 ")
 
 
-def test_a_whole_url_is_taken_for_its_path(echoing: tuple[int, Pool]) -> None:
+def test_only_the_path_of_a_full_url_is_used(echoing: tuple[int, Pool]) -> None:
     port, _ = echoing
     found = raw(port, b"GET http://node:10256/healthz?a=b HTTP/1.1\r\nHost: x\r\n\r\n", half_close=True)
     assert found.endswith(b"GET /healthz a=b 0 ")
@@ -121,8 +121,8 @@ def test_refusals_are_answered(echoing: tuple[int, Pool], request_: bytes, statu
     assert pool.kept == 0
 
 
-def test_whatever_comes_is_answered_or_refused_and_others_are_served(caplog: pytest.LogCaptureFixture) -> None:
-    """Pieces of requests, whole and broken, in any order and any cut."""
+def test_any_input_is_answered_or_rejected_and_others_are_served(caplog: pytest.LogCaptureFixture) -> None:
+    """Pieces of requests, whole and broken, in any order and with any cut."""
     lines = (
         "GET / HTTP/1.1 | PUT /a?b HTTP/1.0 | HEAD * HTTP/1.1 | CONNECT x:1 HTTP/1.1 | PRI * HTTP/2.0 | Host: x |"
         "Content-Length: 3 | Content-Length: -1 | Transfer-Encoding: chunked | Connection: close | Connection: keep |"
@@ -149,13 +149,13 @@ def test_whatever_comes_is_answered_or_refused_and_others_are_served(caplog: pyt
     Log(caplog).none(Message.INTERNAL_ERROR)
 
 
-def test_a_header_below_the_limit_is_taken(echoing: tuple[int, Pool]) -> None:
+def test_a_header_below_the_limit_is_accepted(echoing: tuple[int, Pool]) -> None:
     port, _ = echoing
     request = b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\nA: " + b"x" * ((1 << 20) - 100) + b"\r\n\r\n"
     assert raw(port, request[:5], request[5:900000], request[900000:]).endswith(b"GET /  0 ")
 
 
-def test_a_handler_that_fails_is_one_answer_with_500(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failing_handler_gives_one_answer_with_500(caplog: pytest.LogCaptureFixture) -> None:
     def fail(request: Request) -> Response:
         raise RuntimeError("no")
 
@@ -176,13 +176,13 @@ def test_requests_that_never_end_are_cut_off(monkeypatch: pytest.MonkeyPatch) ->
             while not cut:
                 time.sleep(0.01)
                 try:
-                    slow.sendall(b"b")  # a byte now and then is not enough to stay
+                    slow.sendall(b"b")  # a byte now and then does not keep the connection
                 except OSError:
                     cut = True
         until(lambda: len(pool) == 0)
 
 
-def test_who_does_not_read_is_cut_off_and_costs_little(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clients_that_do_not_read_are_cut_off_early(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "WRITE_SECONDS", 0.3)
     monkeypatch.setattr(server_module, "SWEEP_SECONDS", 0.05)
     calls = 0
@@ -196,14 +196,14 @@ def test_who_does_not_read_is_cut_off_and_costs_little(monkeypatch: pytest.Monke
         deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         deaf.sendall(GET * 1000)
         until(lambda: calls > 0 and len(pool) == 0)
-    assert calls < 300  # what the kernel's buffers take
+    assert calls < 300  # the size of the kernel's buffers
 
 
 @pytest.mark.alone
-def test_hostile_clients_do_not_hold_up_the_thread_that_programs() -> None:
-    """What takes 1 ms alone is done often enough, and never late by much, while others do their worst.
+def test_hostile_clients_do_not_delay_the_programming_thread() -> None:
+    """Work that takes 1 ms alone is done often enough, and never much too late, while hostile clients run.
 
-    The clients are other processes: what they use of the processor is not what the server uses.
+    The clients are other processes: their CPU time is not the server's.
     """
     import subprocess
     import sys
@@ -232,10 +232,10 @@ def test_hostile_clients_do_not_hold_up_the_thread_that_programs() -> None:
             late = []
             while time.monotonic() - began < 3:
                 before = time.monotonic()
-                time.sleep(0.001)  # gives the interpreter away, as a system call does
+                time.sleep(0.001)  # yields the interpreter, as a system call does
                 late.append(time.monotonic() - before - 0.001)
             spent, elapsed = time.process_time() - spent, time.monotonic() - began
-            assert 0.02 * elapsed < spent < 0.4 * elapsed  # they ask for all of it
+            assert 0.02 * elapsed < spent < 0.4 * elapsed  # they request all of it
             late.sort()
             assert late[len(late) // 2] < 0.05
             assert late[-1] < 1

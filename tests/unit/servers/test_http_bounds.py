@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a client can cost: connections, processor time by source, memory; shown with clients that want more."""
+"""The limits for clients: connections, CPU time by source, memory; tested with clients that want more."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_a_thousand_idle_connections_do_not_keep_others_out() -> None:
             connection.close()
 
 
-def test_the_connection_that_has_rested_longest_goes_first() -> None:
+def test_the_longest_idle_connection_is_closed_first() -> None:
     closed = []
 
     class One:
@@ -55,7 +55,7 @@ def test_the_connection_that_has_rested_longest_goes_first() -> None:
     assert closed == ["b"]
 
 
-def test_one_source_has_a_part_of_a_pool_and_the_node_goes_last() -> None:
+def test_a_source_has_a_share_of_a_pool_and_the_node_is_closed_last() -> None:
     closed = []
 
     class One:
@@ -81,7 +81,7 @@ def test_one_source_has_a_part_of_a_pool_and_the_node_goes_last() -> None:
     assert len(pool) == 8
 
 
-def test_a_source_gets_its_share_of_the_processor_and_no_more() -> None:
+def test_a_source_gets_only_its_share_of_cpu_time() -> None:
     sources = Sources(share=0.25, burst=0.05)
     flood, probe = sources.of("10.0.0.1", "10.0.0.9"), sources.of("10.0.0.2", "10.0.0.9")
     now = used = 0.0
@@ -100,7 +100,7 @@ def test_a_source_gets_its_share_of_the_processor_and_no_more() -> None:
     assert len(sources) == 0
 
 
-def test_all_sources_together_get_no_more_than_one_share() -> None:
+def test_all_sources_together_get_only_one_share() -> None:
     sources = Sources(share=0.2, burst=0.0)
     many = [sources.of(f"10.0.0.{number}", "10.1.0.1") for number in range(50)]
     for source in many:
@@ -145,22 +145,22 @@ FLOOD = (
 
 
 def waited_for_a_processor() -> float:
-    """Seconds that this process' threads were ready to run and others ran."""
+    """How many seconds this process' threads were ready to run while others ran."""
     return sum(int((task / "schedstat").read_text().split()[1]) for task in Path("/proc/self/task").iterdir()) / 1e9
 
 
 @pytest.mark.alone
-def test_a_flood_from_eight_sources_does_not_hold_up_a_probe(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The 99th percentile of the node's own probes is below 100 ms, and the floods have a share, no more.
+def test_a_flood_from_eight_sources_does_not_delay_a_probe(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The 99th percentile of the node's own probes is below 100 ms, and the floods get only their share.
 
-    What a busy machine makes everybody wait for a processor is left out: eight senders run on it, and other tests.
+    Waits for a CPU on a busy machine are not counted: eight senders run on it, and other tests.
     """
     import subprocess
     import sys
 
     monkeypatch.setattr(bounds, "is_own", lambda peer, here: peer == "127.0.0.1")
     with serving(echo, limit=128) as (port, _):
-        # Lowest priority: what is measured is the server, not a machine with two processors for eight senders.
+        # Lowest priority: the test measures the server, not a machine with two CPUs for eight senders.
         flood = ["nice", "-n", "19", sys.executable, "-c", FLOOD, str(port)]
         clients = [subprocess.Popen([*flood, f"127.0.0.{number}"]) for number in range(2, 10)]
         try:
@@ -181,8 +181,8 @@ def test_a_flood_from_eight_sources_does_not_hold_up_a_probe(monkeypatch: pytest
     assert share < 0.5
 
 
-def test_all_that_hostile_connections_make_us_hold_is_counted_and_bounded() -> None:
-    """Requests without an end, of every kind: what h11 holds of them counts, too."""
+def test_the_memory_of_hostile_connections_is_counted_and_bounded() -> None:
+    """Endless requests of every kind: the memory of h11 for them counts too."""
     large = b"a" * 200_000
     kinds = [
         b"GET / HTTP/1.1\r\nHost: x\r\nA: " + large,  # no end of the header
@@ -212,8 +212,8 @@ def test_all_that_hostile_connections_make_us_hold_is_counted_and_bounded() -> N
             tracemalloc.stop()
             for client, _ in clients:
                 client.close()
-        assert kept > 1 << 20, "it is counted"
-        # What is allowed to all, what a small one may have, a read of each pass; and the connections themselves.
+        assert kept > 1 << 20, "the memory is counted"
+        # The limit for all, the allowance of a small request, one read of each pass, and the connections themselves.
         assert most < (4 << 20) + (1 << 20) + 512 * ((16 << 10) + (12 << 10)), f"{most >> 20} MiB"
         until(lambda: len(pool) == 0)
         assert pool.kept == 0

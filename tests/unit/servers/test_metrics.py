@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The metrics: what happens to objects in, the page as Prometheus reads it out (spec/metrics)."""
+"""The metrics: changes of objects in, the page out, as Prometheus reads it (spec/metrics)."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ SYNC = f"{K}sync_proxy_rules_"
 
 
 class ObservedAgent:
-    """Observer and planner as the agent has them, and a clock that stands."""
+    """Observer and planner as in the agent, and a clock that does not run."""
 
     def __init__(self) -> None:
         self.metrics = Metrics(DatapathNumbers(lambda: REASONS, lambda: MAPS, view=lambda: VIEW))
@@ -83,7 +83,7 @@ class ObservedAgent:
         self.observer.synced(0.003, ok, full, problems)
 
     def __getitem__(self, key: str | tuple[str, ...]) -> float | None:
-        """The value of a sample: its name, then its label values."""
+        """The value of a sample, by its name and its label values."""
         name, *labels = (key,) if isinstance(key, str) else key
         return self.page().get((name, *labels))
 
@@ -184,7 +184,7 @@ def test_service_changes(agent: ObservedAgent) -> None:
 def test_endpoint_changes(agent: ObservedAgent) -> None:
     total, pending = f"{SYNC}endpoint_changes_total", f"{SYNC}endpoint_changes_pending"
     agent.change(endpoints("here"), endpoints("there", name="s-2"), endpoints(name="f", kind="FQDN"))
-    assert (agent[total], agent[pending]) == (2, 2)  # only those of a family, by that one
+    assert (agent[total], agent[pending]) == (2, 2)  # only the endpoints of a family, by that family
     agent.sync()
     assert (agent[total], agent[pending]) == (2, 0)
     agent.change(endpoints(gone=True), endpoints(name="f", kind="FQDN", gone=True))
@@ -193,7 +193,7 @@ def test_endpoint_changes(agent: ObservedAgent) -> None:
 
 def test_network_programming(agent: ObservedAgent) -> None:
     count, total = f"{K}network_programming_duration_seconds_count", f"{K}network_programming_duration_seconds_sum"
-    assert agent[count, "IPv4"] is None  # nothing before the first observation, as kube-proxy's
+    assert agent[count, "IPv4"] is None  # absent before the first observation, as in kube-proxy
     agent.seconds = 10
     agent.change(
         endpoints("here", trigger="2026-11-21T05:38:25Z"),  # 5 s after the start
@@ -258,7 +258,7 @@ def test_no_local_endpoints(
     assert (agent[name, "IPv4", "internal"], agent[name, "IPv4", "external"]) == (0, 0)
 
 
-def test_our_own(agent: ObservedAgent) -> None:
+def test_the_agents_own_metrics(agent: ObservedAgent) -> None:
     agent.change(service(), endpoints("here"), Change("Node", "", "here", Node()))
     agent.sync(problems=1)
     page = agent.page()
@@ -297,7 +297,7 @@ def test_the_fast_path(agent: ObservedAgent) -> None:
 
 
 def test_counters_of_every_kubernetes_program_have_their_names_in_their_headers() -> None:
-    """As kube-proxy has them: ``_total`` once."""
+    """As in kube-proxy: ``_total`` once."""
     registry = Registry()
     add_build(registry, {}, 3)
     plain = text(registry, "*/*")[1].decode()
@@ -310,7 +310,7 @@ def test_counters_of_every_kubernetes_program_have_their_names_in_their_headers(
 
 
 @pytest.mark.parametrize("commit", ["", "0123abc"])
-def test_the_build_is_named(commit: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_build_info(commit: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if commit:
         monkeypatch.setenv("PYEBPF_PROXY_COMMIT", commit)
     else:
@@ -339,7 +339,7 @@ def test_answers_of_the_health_server(agent: ObservedAgent) -> None:
     assert (agent[f"{K}proxy_livez_total", "200"], agent[f"{K}proxy_livez_total", "503"]) == (None, 1)
 
 
-def test_both_formats_say_the_same(agent: ObservedAgent) -> None:
+def test_both_formats_have_the_same_content(agent: ObservedAgent) -> None:
     agent.seconds = 10
     agent.change(service(), endpoints("here", trigger="2026-11-21T05:38:25Z"))
     agent.sync()
@@ -360,8 +360,8 @@ def test_both_formats_say_the_same(agent: ObservedAgent) -> None:
     assert samples(read_text(plain.decode())) == samples(read_openmetrics(open_.decode()))
 
 
-def test_a_scrape_costs_little_however_many_services_there_are(agent: ObservedAgent) -> None:
-    """Processor time of the thread, which is also how long the interpreter is taken from the one that programs."""
+def test_the_cost_of_a_scrape_does_not_depend_on_the_services(agent: ObservedAgent) -> None:
+    """CPU time of the thread: meanwhile the programming thread cannot use the interpreter."""
     for number in range(10_000):
         made = service(f"s{number}", internal_traffic_policy="Local")
         agent.change(made, endpoints("there", name=f"s{number}-1", of=f"s{number}", trigger="2026-11-21T05:38:25Z"))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The metrics server's pages (spec/service-semantics §11.3); where both agree, the texts are kube-proxy v1.36.3's."""
+"""The metrics server's pages (spec/service-semantics §11.3); common texts are kube-proxy v1.36.3's."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_generic_health() -> None:
     "path",
     ["/", "/livez", "/healthz/", "/healthz/x", "/metrics/", "/debug/flags/v", "/debug/pprof/", "/debug/pprof/heap"],
 )
-def test_what_is_not_there(path: str) -> None:
+def test_paths_that_do_not_exist(path: str) -> None:
     assert get(mux(), path) == Response(404, (UTF8, NOSNIFF), b"404 page not found\n")
 
 
@@ -195,7 +195,7 @@ def test_statusz_structured(status_page: Mux) -> None:
         ("garbage", "406 application/json"),
     ],
 )
-def test_which_form_is_given(status_page: Mux, accept: str, outcome: str) -> None:
+def test_content_negotiation(status_page: Mux, accept: str, outcome: str) -> None:
     answer = get(status_page, "/s", accept)
     media = dict(answer.headers)["Content-Type"].partition(";")[0]
     if outcome.startswith("406"):
@@ -230,7 +230,7 @@ def test_verbosity_is_set_while_it_runs(capsys: pytest.CaptureFixture[str]) -> N
     assert b"<tr>v<br>" in get(pages, "/debug/flags/").body
 
 
-def test_profiles_are_not_there_and_say_so() -> None:
+def test_profiles_are_reported_as_unavailable() -> None:
     for path in ("/debug/pprof", "/debug/pprof/", "/debug/pprof/heap"):
         answer = get(mux(profiling=True), path)
         assert answer.status == 404

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The servers as the agent has them: their addresses, and what happens when one cannot be had."""
+"""The servers as the agent starts them: their addresses, and the effect of an address in use."""
 
 from __future__ import annotations
 
@@ -163,8 +163,10 @@ def probe(folder: Path, what: str) -> tuple[int, str]:
     return ran.returncode, (ran.stdout + ran.stderr).strip()
 
 
-def test_probes_ask_the_agent_and_no_other_holder_of_its_port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A running kube-proxy answers 10256: that does not make the agent ready."""
+def test_probes_ask_the_agent_and_not_another_process_on_its_port(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A running kube-proxy answers on 10256: that does not make the agent ready."""
     monkeypatch.setattr(server_module, "BIND_RETRY_SECONDS", 0.05)
     silent = f"the agent of {tmp_path} does not answer: [Errno 2] No such file or directory"
     assert probe(tmp_path, "live") == (1, silent)

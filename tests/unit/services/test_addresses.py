@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Addresses and prefixes as kube-proxy reads them; Python's ipaddress is the second opinion."""
+"""Addresses and prefixes as kube-proxy reads them, compared with Python's ipaddress."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pyebpf_proxy.services.addresses import (
 
 
 @given(st.ip_addresses())
-def test_an_address_reads_as_ipaddress_reads_it(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> None:
+def test_addresses_are_read_as_by_ipaddress(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> None:
     if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped:
         return
     packed = parse_address(str(address))
@@ -41,7 +41,7 @@ def test_an_address_reads_as_ipaddress_reads_it(address: ipaddress.IPv4Address |
         ("FD00::1", "fd00::1"),
     ],
 )
-def test_other_ways_of_writing(text: str, canonical: str) -> None:
+def test_other_notations(text: str, canonical: str) -> None:
     packed = parse_address(text)
     assert packed is not None
     assert format_address(packed) == canonical
@@ -57,9 +57,7 @@ def test_no_address(text: str) -> None:
 
 
 @given(st.ip_addresses(), st.integers(0, 128))
-def test_a_prefix_reads_as_ipaddress_reads_it(
-    address: ipaddress.IPv4Address | ipaddress.IPv6Address, length: int
-) -> None:
+def test_prefixes_are_read_as_by_ipaddress(address: ipaddress.IPv4Address | ipaddress.IPv6Address, length: int) -> None:
     if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped:
         return
     prefix = parse_prefix(f" {address}/{length}\n")
@@ -105,7 +103,7 @@ def test_usable(text: str, usable: bool) -> None:
     assert (unusable_reason(packed) is None) == usable
 
 
-def test_link_local_addresses_are_good_for_services() -> None:
+def test_services_may_have_link_local_addresses() -> None:
     for text in ("169.254.20.10", "fe80::1"):
         packed = parse_address(text)
         assert packed is not None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which health check node ports there are and what they count, from objects (spec/service-semantics §11.1)."""
+"""Which health check node ports exist and what they count, from objects (spec/service-semantics §11.1)."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def planner() -> Planner:
     return Planner(PlanSettings(node_name="here"))
 
 
-def test_a_port_is_there_without_endpoints_and_follows_the_service(planner: Planner) -> None:
+def test_a_port_exists_without_endpoints_and_follows_the_service(planner: Planner) -> None:
     planner.update([service()])
     assert planner.health_checks == {V4: HealthCheck(31000, 0)}
     planner.update([service(health_check_node_port=31001)])
@@ -83,7 +83,7 @@ def test_a_port_is_there_without_endpoints_and_follows_the_service(planner: Plan
         {"ports": ()},
     ],
 )
-def test_services_that_have_none(planner: Planner, spec: dict[str, object]) -> None:
+def test_services_without_a_health_check(planner: Planner, spec: dict[str, object]) -> None:
     planner.update([service(), endpoints(endpoint("10.1.0.1"))])
     planner.update([service(**spec)])
     assert planner.health_checks == {}
@@ -100,12 +100,12 @@ def test_services_that_have_none(planner: Planner, spec: dict[str, object]) -> N
         ([], 0),
     ],
 )
-def test_what_is_counted(planner: Planner, members: list[Endpoint], count: int) -> None:
+def test_which_endpoints_are_counted(planner: Planner, members: list[Endpoint], count: int) -> None:
     planner.update([endpoints(*members, ports=2), service()])
     assert planner.health_checks == {V4: HealthCheck(31000, count)}
 
 
-def test_an_address_in_two_slices_counts_once_and_families_apart(planner: Planner) -> None:
+def test_an_address_in_two_slices_counts_once_per_family(planner: Planner) -> None:
     planner.update([service(families=("IPv4", "IPv6"))])
     planner.update([endpoints(endpoint("10.1.0.1")), endpoints(endpoint("10.1.0.1"), endpoint("10.1.0.2"), name="s-2")])
     planner.update([endpoints(endpoint("fd00:1::1"), name="s-6", family="IPv6")])
@@ -116,7 +116,7 @@ def test_an_address_in_two_slices_counts_once_and_families_apart(planner: Planne
     assert planner.health_checks[V4].local == 0
 
 
-def test_it_stays_the_same_object_when_nothing_changes(planner: Planner) -> None:
+def test_the_object_stays_the_same_without_a_change(planner: Planner) -> None:
     planner.update([service(), endpoints(endpoint("10.1.0.1"), endpoint("10.1.9.1", "there"))])
     before = planner.health_checks
     planner.update([endpoints(endpoint("10.1.0.1"), endpoint("10.1.9.2", "there"))])

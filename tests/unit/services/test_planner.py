@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The planner over time: what a change brings out, and that it never matters how a state was reached."""
+"""The planner over time: the result of a change, and that the path to a state does not matter."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_slice_moves_to_another_service(planner: Planner) -> None:
     assert list(delta) == [name_of("b")]
 
 
-def test_what_does_not_matter_brings_nothing_out(planner: Planner) -> None:
+def test_irrelevant_changes_give_no_delta(planner: Planner) -> None:
     first = endpoint_slice("web-1", "web", "10.244.1.1", "10.244.1.2")
     planner.update([service("web"), first])
     assert planner.update([first]) == {}
@@ -67,8 +67,8 @@ def test_what_does_not_matter_brings_nothing_out(planner: Planner) -> None:
     assert planner.update([endpoint_slice("web-2", "web", endpoints=[not_ready])]) == {}
 
 
-def test_of_doubles_the_slice_that_is_last_by_name_counts() -> None:
-    """Whichever came first: the plan after a restart is the plan before it."""
+def test_of_duplicates_the_last_slice_by_name_counts() -> None:
+    """Whichever came first: a restart must give the same plan."""
     here = endpoint_slice("b", "web", endpoints=[{"addresses": ["10.244.1.1"], "nodeName": NODE}])
     there = endpoint_slice("a", "web", endpoints=[{"addresses": ["10.244.1.1"], "nodeName": "node-2"}])
     for order in ([here, there], [there, here]):
@@ -86,7 +86,7 @@ def test_only_the_last_of_several_changes_counts(planner: Planner) -> None:
     assert planner.update([*there_and_back, endpoint_slice("web-1", "web", "10.244.1.1")]) == {}
 
 
-def test_label_of_another_proxy_takes_the_service_away(planner: Planner) -> None:
+def test_the_label_of_another_proxy_removes_the_service(planner: Planner) -> None:
     change = service("web")
     planner.update([change])
     assert isinstance(change.object, Service)
@@ -104,7 +104,7 @@ def test_a_renamed_port_is_another_service_port(planner: Planner) -> None:
     assert not planner.conflicts
 
 
-def test_a_slice_costs_its_service_only(planner: Planner, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slice_affects_only_its_service(planner: Planner, monkeypatch: pytest.MonkeyPatch) -> None:
     for i in range(50):
         change = endpoint_slice(f"s{i}-1", f"s{i}", f"10.244.1.{i + 1}")
         planner.update([service(f"s{i}", f"10.96.1.{i + 1}"), change])
@@ -128,7 +128,7 @@ def test_a_slice_costs_its_service_only(planner: Planner, monkeypatch: pytest.Mo
 # ---- this node and the others -----------------------------------------------------------------------------------
 
 
-def test_our_zone_decides_over_every_service(planner: Planner) -> None:
+def test_the_nodes_zone_affects_every_service(planner: Planner) -> None:
     in_zone = [
         {"addresses": [f"10.244.1.{i}"], "hints": {"forZones": [{"name": zone}]}} for i, zone in ((1, "a"), (2, "b"))
     ]
@@ -141,7 +141,8 @@ def test_our_zone_decides_over_every_service(planner: Planner) -> None:
 
 def test_external_ips_are_served_unless_the_gate_forbids_it() -> None:
     """Policies stay: a Service of type ClusterIP with external IPs may have externalTrafficPolicy
-    (spec/service-semantics §1.3)."""
+    (spec/service-semantics §1.3).
+    """
     web = service("web", externalIPs=["203.0.113.1"], externalTrafficPolicy="Local")
     for allowed, expected in ((True, ["10.96.0.1:80", "203.0.113.1:80"]), (False, ["10.96.0.1:80"])):
         planner = Planner(PlanSettings(NODE, external_ips=allowed))
@@ -284,7 +285,7 @@ def changes(draw: st.DrawFn) -> Change:
 
 @settings(max_examples=100)
 @given(st.lists(st.lists(changes(), min_size=1, max_size=4), min_size=1, max_size=8), st.randoms(use_true_random=False))
-def test_it_does_not_matter_how_a_state_was_reached(batches: list[list[Change]], shuffle: random.Random) -> None:
+def test_the_path_to_a_state_does_not_matter(batches: list[list[Change]], shuffle: random.Random) -> None:
     """The deltas add up to the plan of the last state, in any order."""
     planner = Planner(PlanSettings(NODE))
     state: dict[tuple[str, str, str], Change] = {}
@@ -306,7 +307,7 @@ def test_it_does_not_matter_how_a_state_was_reached(batches: list[list[Change]],
     assert fresh.overlaps == planner.overlaps
     assert set(planner.names) == set(programmed)
     assert fresh.facts == planner.facts
-    # And nothing is served at one address by two.
+    # And no address is served by two.
     served = [
         (frontend.address, frontend.port, name.protocol)
         for name, port in programmed.items()
@@ -317,10 +318,10 @@ def test_it_does_not_matter_how_a_state_was_reached(batches: list[list[Change]],
 
 @settings(max_examples=400)
 @given(slice_endpoints, st.booleans(), st.booleans(), st.sampled_from(["", "a", "b"]))
-def test_lists_are_those_of_the_specification(
+def test_lists_follow_the_specification(
     documents: list[dict[str, Any]], use_cluster: bool, use_local: bool, zone: str
 ) -> None:
-    """spec/service-semantics §1.4 and §3 once more, without any thought of speed; duplicates as v1.36 has them."""
+    """A slow second implementation of spec/service-semantics §1.4 and §3; duplicates as in v1.36."""
     change = endpoint_slice("e", "s", endpoints=documents)
     view = endpoints.view_slice(change.object, NODE)  # type: ignore[arg-type]
     assert view is not None
@@ -344,7 +345,7 @@ def test_lists_are_those_of_the_specification(
             "nodes": {hint["name"] for hint in hints.get("forNodes", [])},
         }
         text = f"{document['addresses'][0]}:8080"
-        if text in merged and new["terminating"]:  # whatever the earlier is, as v1.36 has it
+        if text in merged and new["terminating"]:  # whatever the earlier one is, as in v1.36
             continue
         merged[text] = new
     ready = {text for text, it in merged.items() if it["ready"]}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Addresses that two Services name, or a Service and a Node (docs/objects.md)."""
+"""Addresses that two Services claim, or a Service and a Node (docs/objects.md)."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_the_loser_is_served_when_the_winner_leaves(planner: Planner) -> None:
     assert not planner.conflicts
 
 
-def test_a_slice_of_the_loser_does_not_win(planner: Planner) -> None:
+def test_a_slice_does_not_change_the_winner(planner: Planner) -> None:
     planner.update([service(name, f"10.96.0.{i}", externalIPs=["203.0.113.1"]) for i, name in ((1, "a"), (2, "b"))])
     delta = planner.update([endpoint_slice("b-1", "b", "10.244.1.1")])
     assert frontends(delta[name_of("b")]) == ["10.96.0.2:80"]
@@ -64,7 +64,7 @@ def test_a_slice_of_the_loser_does_not_win(planner: Planner) -> None:
         ("yesterday", "2024-01-01T00:00:00Z", "b"),
     ],
 )
-def test_the_older_wins(planner: Planner, created_a: str, created_b: str, winner: str) -> None:
+def test_the_older_service_wins(planner: Planner, created_a: str, created_b: str, winner: str) -> None:
     ports = [{"port": 80, "nodePort": 30080}]
     planner.update(
         [
@@ -76,7 +76,7 @@ def test_the_older_wins(planner: Planner, created_a: str, created_b: str, winner
     assert conflict.winner.name == winner
 
 
-def test_a_service_made_anew_is_younger(planner: Planner) -> None:
+def test_a_recreated_service_is_younger(planner: Planner) -> None:
     old = service("b", "10.96.0.2", created="2024-01-01T00:00:00Z", externalIPs=["203.0.113.1"])
     planner.update([service("a", created="2024-02-01T00:00:00Z", externalIPs=["203.0.113.1"]), old])
     new = service("b", "10.96.0.2", created="2024-03-01T00:00:00Z", externalIPs=["203.0.113.1"])
@@ -85,7 +85,7 @@ def test_a_service_made_anew_is_younger(planner: Planner) -> None:
     assert frontends(delta[name_of("b")]) == ["10.96.0.2:80"]
 
 
-def test_an_address_that_is_a_nodes_too_is_logged_and_served(planner: Planner) -> None:
+def test_an_address_that_a_node_has_too_is_logged_and_served(planner: Planner) -> None:
     balancer = {"loadBalancer": {"ingress": [{"ip": "192.0.2.9"}]}}
     planner.update([service("web", ports=[{"port": 80, "nodePort": 30080}], status=balancer)])
     assert planner.overlaps == frozenset()
@@ -119,7 +119,7 @@ def balancer(*addresses: str) -> dict[str, object]:
     return {"loadBalancer": {"ingress": [{"ip": address} for address in addresses]}}
 
 
-def test_an_external_ip_that_was_there_first_does_not_take_a_cluster_ip(planner: Planner) -> None:
+def test_an_older_external_ip_does_not_take_a_cluster_ip(planner: Planner) -> None:
     thief = elsewhere(service("thief", "10.96.0.66", created=OLD, externalIPs=["10.96.0.10"], ports=[{"port": 53}]))
     planner.update([thief])
     delta = planner.update([service("dns", "10.96.0.10", created=YOUNG, ports=[{"port": 53}])])
@@ -129,21 +129,21 @@ def test_an_external_ip_that_was_there_first_does_not_take_a_cluster_ip(planner:
         "Service tenant/thief: spec.externalIPs: 10.96.0.10:53/TCP is already used by Service default/dns,"
         " not served there"
     )
-    # Nor when it comes again.
+    # Nor if it is created again.
     delta = planner.update([gone(thief), thief])
     assert name_of("dns") not in delta
     assert planner.conflicts == {theft}
 
 
 @pytest.mark.parametrize("others", [{"status": balancer("203.0.113.9")}, {"externalIPs": ["203.0.113.9"]}])
-def test_a_load_balancers_address_comes_before_an_external_ip(planner: Planner, others: dict[str, object]) -> None:
+def test_a_vip_has_precedence_over_an_external_ip(planner: Planner, others: dict[str, object]) -> None:
     planner.update([elsewhere(service("thief", "10.96.0.66", created=OLD, externalIPs=["203.0.113.9"]))])
     planner.update([service("web", created=YOUNG, **others)])
     (conflict,) = planner.conflicts
     assert conflict.name.name == ("thief" if "status" in others else "web")
 
 
-def test_a_service_that_names_another_kind_of_address_is_ranked_anew(planner: Planner) -> None:
+def test_a_service_with_a_new_kind_of_address_is_ranked_again(planner: Planner) -> None:
     young = service("young", created=YOUNG, externalIPs=["203.0.113.9"])
     planner.update([service("old", "10.96.0.2", created=OLD, externalIPs=["203.0.113.9"]), young])
     delta = planner.update([service("young", created=YOUNG, status=balancer("203.0.113.9"))])
@@ -168,7 +168,7 @@ THIEF = name_of("thief")._replace(namespace="tenant")
 
 @pytest.mark.parametrize("how", [{"externalIPs": [NODE_IP]}, {"status": balancer(NODE_IP)}])
 @pytest.mark.parametrize("order", ["thief, service, node", "node, service, thief", "service, node, thief", "at once"])
-def test_the_node_port_of_another_namespace_is_not_taken(planner: Planner, how: dict[str, object], order: str) -> None:
+def test_a_node_port_of_another_namespace_stays(planner: Planner, how: dict[str, object], order: str) -> None:
     changes = {"thief": thief(**how), "service": service("web", ports=HTTP), "node": node(NODE, internal_ip=NODE_IP)}
     for each in [changes.values()] if order == "at once" else [[changes[which]] for which in order.split(", ")]:
         planner.update(each)
@@ -177,7 +177,7 @@ def test_the_node_port_of_another_namespace_is_not_taken(planner: Planner, how: 
     assert str(refused).endswith(
         f": {NODE_IP}:30080/TCP is NodePort 30080/TCP of Service default/web on Node {NODE}: refused, not served there"
     )
-    # What is over is over: the NodePort goes, comes back, and the Node has another address.
+    # The conflict ends: the NodePort is removed, returns, and the Node gets another address.
     delta = planner.update([gone(changes["service"])])
     assert frontends(delta[THIEF]) == [*AT_NODE]
     assert not planner.conflicts
@@ -189,7 +189,7 @@ def test_the_node_port_of_another_namespace_is_not_taken(planner: Planner, how: 
 
 
 def test_a_tenant_may_name_its_own_node_ports_and_other_ports_of_a_node(planner: Planner) -> None:
-    """As kube-proxy does, and as it was recorded (tests/flows: external-ip-at-a-node-port, -of-the-node)."""
+    """As kube-proxy's recordings show (tests/flows: external-ip-at-a-node-port, -of-the-node)."""
     planner.update([node(NODE, internal_ip=NODE_IP), service("web", ports=HTTP)])
     delta = planner.update([thief(externalIPs=[NODE_IP])._replace(namespace="default")])
     assert frontends(delta[name_of("thief")]) == [*AT_NODE]
@@ -225,7 +225,7 @@ def test_the_cluster_keeps_its_own_ports_and_ranges(planner: Planner, first: boo
     assert not planner.conflicts
 
 
-def test_what_is_checked_can_be_chosen() -> None:
+def test_the_checks_are_configurable() -> None:
     changes = [node(NODE, internal_ip=NODE_IP), service("web", ports=HTTP), service_cidr("10.96.0.0/16")]
     changes.append(thief(externalIPs=[NODE_IP, "10.96.7.7"], ports=[{"port": 30080}, {"port": 81, "name": "b"}]))
     lost = {}
@@ -244,7 +244,7 @@ def test_what_is_checked_can_be_chosen() -> None:
 # ---- messages -------------------------------------------------------------------------------------------------------
 
 
-def test_each_is_logged_once_and_again_when_it_comes_back(planner: Planner) -> None:
+def test_each_conflict_is_logged_once_and_again_when_it_returns(planner: Planner) -> None:
     stolen = thief(externalIPs=[NODE_IP])
     planner.update([node(NODE, internal_ip=NODE_IP), service("web", ports=HTTP), stolen])
     for _ in range(2):
@@ -260,7 +260,7 @@ def test_each_is_logged_once_and_again_when_it_comes_back(planner: Planner) -> N
         planner.update([stolen])
 
 
-def test_many_conflicts_are_few_lines_and_cost_nothing_while_others_change(
+def test_many_conflicts_give_few_lines_and_no_work_for_other_changes(
     planner: Planner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = []
@@ -270,7 +270,7 @@ def test_many_conflicts_are_few_lines_and_cost_nothing_while_others_change(
     ports = [{"port": port, "name": f"p{port}"} for port in range(1, 51)]
     planner.update([service("first", externalIPs=addresses, ports=ports, created=OLD)])
     planner.update([service(name, "10.96.0.9", externalIPs=addresses, ports=ports) for name in ("second", "third")])
-    assert planner.lost == 2 * 50 * 40 + 50  # and the ClusterIP that both of the later ones name
+    assert planner.lost == 2 * 50 * 40 + 50  # and the ClusterIP that both later ones claim
     lines, _ = planner.new_messages()
     assert len(lines) == 2 * (LINES + 1)
     assert len(made) == 2 * LINES

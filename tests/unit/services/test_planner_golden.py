@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Objects in, plan out: golden/NAME.yaml is what a person would write, golden/NAME.plan what is to be programmed.
+"""Objects in, plan out: golden/NAME.yaml is written by hand, golden/NAME.plan is the resulting program.
 
-A rule that changes shows as a difference in a .plan file, which is read like any other change and, if it is meant,
-written with ``GOLDEN=write pytest tests/unit/services/test_planner_golden.py``.
+A changed rule shows as a difference in a .plan file. It is reviewed like any other change and, if intended, written
+with ``GOLDEN=write pytest tests/unit/services/test_planner_golden.py``.
 """
 
 from __future__ import annotations

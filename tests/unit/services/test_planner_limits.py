@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one Service may take: the rest of it is served, it is logged, and others lose nothing (docs/objects.md)."""
+"""The limits of one Service: what exceeds them is logged, the rest is served, and others are unaffected
+(docs/objects.md).
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,7 @@ def messages(planner: Planner) -> list[str]:
 
 
 def test_addresses_times_ports_are_bounded_and_cluster_ips_stay(planner: Planner) -> None:
-    """11 KB of Service that would be 65 792 frontends."""
+    """A Service of 11 KB that would have 65 792 frontends."""
     status = {"loadBalancer": {"ingress": [{"ip": "198.51.100.1"}]}}
     big = service("big", ports=ports(256), externalIPs=addresses(256), status=status)
     delta = planner.update([big])
@@ -66,7 +68,7 @@ def test_ports_are_bounded(planner: Planner) -> None:
     ]
 
 
-def test_source_ranges_are_bounded_and_those_left_out_allow_no_client(planner: Planner) -> None:
+def test_source_ranges_are_bounded_and_the_rest_allows_no_client(planner: Planner) -> None:
     ranges = [f"{address}/32" for address in addresses(MOST_RANGES + 5, "10.0.0.0")]
     status = {"loadBalancer": {"ingress": [{"ip": "198.51.100.1"}]}}
     delta = planner.update([service("big", loadBalancerSourceRanges=ranges, status=status)])
@@ -90,7 +92,7 @@ def wide_slice(name: str, of: str, first: str, count: int, numbers: list[dict[st
 
 
 def test_endpoints_times_ports_are_bounded(planner: Planner) -> None:
-    """1000 ports and 1000 endpoints would be a million: the first ports are served whole, one more in part."""
+    """1000 ports and 1000 endpoints would be a million: the first ports are served completely, one more partly."""
     many = ports(1000)
     planner.update([service("good", "10.96.0.2"), endpoint_slice("good-1", "good", "10.244.9.9")])
     delta = planner.update(
@@ -122,7 +124,7 @@ def test_usual_objects_cause_no_message(planner: Planner) -> None:
 
 
 def test_the_oldest_are_first_when_everything_is_written(planner: Planner) -> None:
-    """Maps that are too small for all have the cluster's own Services, which were made with it."""
+    """Maps that are too small for all contain the cluster's own Services, which are the oldest."""
     times = {
         "young": "2025-01-01T00:00:00Z",
         "dns": "2020-01-01T00:00:00Z",

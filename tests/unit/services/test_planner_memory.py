@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an endpoint takes in the plan: a hundred thousand of them are kept, so 100 bytes are 10 MB."""
+"""The memory of an endpoint in the plan: with a hundred thousand of them, 100 bytes are 10 MB."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from pyebpf_proxy.kube.source import Change, Kind
 from pyebpf_proxy.services.planner import Planner, PlanSettings
 
 SERVICES = 20
-#: On a 64-bit machine it is 90: the endpoint 40, its address 37, its place in a list 8, in its slice 5.
+#: 90 on a 64-bit machine: the endpoint 40, its address 37, its place in a list 8, in its slice 5.
 MOST_BYTES = 110
 
 
 def _bytes_kept(endpoints: int) -> int:
-    """By a planner that has taken in SERVICES slices of so many endpoints; the objects themselves are gone."""
+    """The memory of a planner with SERVICES slices of so many endpoints, after the objects are gone."""
     documents: list[tuple[Kind, bytes]] = []
     for number in range(SERVICES):
         service = workload.service(number)
         endpoint_slice = workload.endpoint_slice(number, number * endpoints, endpoints)
-        # Of UDP a second list is kept.
+        # For UDP a second list is kept.
         service["spec"]["ports"][0]["protocol"] = endpoint_slice["ports"][0]["protocol"] = "TCP"
         documents.append(("Service", json.dumps(service).encode()))
         documents.append(("EndpointSlice", json.dumps(endpoint_slice).encode()))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ServiceCIDRs: the ranges of which nftables mode drops what is no Service's (spec/service-semantics §9)."""
+"""ServiceCIDRs: ranges where nftables mode drops packets to addresses of no Service (spec/service-semantics §9)."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_the_ranges_of_all_objects_count(planner: Planner) -> None:
     }
 
 
-def test_one_that_changes_or_goes_takes_its_ranges_along(planner: Planner) -> None:
+def test_a_changed_or_deleted_object_removes_its_ranges(planner: Planner) -> None:
     planner.update([cidrs("kubernetes", "10.96.0.0/16"), cidrs("more", "10.97.0.0/24")])
     planner.update([cidrs("more", "10.98.0.0/24")])
     assert planner.facts.service_cidrs == {ip_network("10.96.0.0/16"), ip_network("10.98.0.0/24")}
@@ -40,7 +40,7 @@ def test_one_that_changes_or_goes_takes_its_ranges_along(planner: Planner) -> No
     assert planner.facts.service_cidrs == {ip_network("10.96.0.0/16")}
 
 
-def test_a_range_that_is_none_costs_the_others_nothing(planner: Planner) -> None:
+def test_an_invalid_range_affects_no_other(planner: Planner) -> None:
     planner.update([cidrs("kubernetes", "10.96.0.0/16", "nonsense", "10.96.0.0/99")])
     assert planner.facts.service_cidrs == {ip_network("10.96.0.0/16")}
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names of pods, kept small and found again."""
+"""Names of pods, stored compactly and found again."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ NAMES = st.text(string.ascii_lowercase + string.digits + "-.", min_size=1, max_s
 
 
 @given(st.lists(st.one_of(st.just(""), NAMES, NAMES.map(lambda rest: f"web-7d9f8b6c5-{rest}")), max_size=12))
-def test_what_is_packed_is_found_again(names: list[str]) -> None:
+def test_packed_names_are_found_again(names: list[str]) -> None:
     assert list(pods.unpacked(pods.packed(names))) == (names if any(names) else [])
 
 
-def test_names_of_a_replica_set_take_their_last_letters() -> None:
+def test_names_of_a_replica_set_store_only_their_suffix() -> None:
     names = [f"checkout-frontend-7d9f8b6c5-{i:05d}" for i in range(100)]
     assert len(pods.packed(names)) < 7 * len(names)
 
@@ -52,7 +52,7 @@ def planner() -> Planner:
     found = Planner(PlanSettings(node_name="node1"))
     found.update(
         [
-            # The one in the middle cannot be used: names must not slip.
+            # The middle one is invalid: the names must not shift.
             made_slice(
                 "shop",
                 "web-a",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the Services of one namespace may take together: an eighth of every map stays for others (docs/objects.md)."""
+"""The limits of all Services of a namespace together: an eighth of every map stays for others (docs/objects.md)."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def externals(count: int) -> list[str]:
     return [str(ip_address("203.0.113.0") + number) for number in range(count)]
 
 
-def test_s2_a_namespace_with_many_services_leaves_room_to_others(planner: Planner) -> None:
+def test_s2_a_namespace_with_many_services_leaves_room_for_others(planner: Planner) -> None:
     """Each Service is within its own bounds; together they would fill the maps."""
     planner.update([aged(f"s{i:02}", 2000 + i, 4, ip=f"10.96.1.{i}") for i in range(10)])
     assert [len(of(planner, f"s{i:02}")) for i in range(10)] == [4, 4, 4, 0, 0, 0, 0, 0, 0, 0]
@@ -61,7 +61,7 @@ def test_s2_a_namespace_with_many_services_leaves_room_to_others(planner: Planne
     assert len(of(planner, "dns", "kube-system")) == 4
 
 
-def test_s2_what_finds_no_room_is_not_made(planner: Planner, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_s2_objects_without_room_are_not_built(planner: Planner, monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
 
     def counted(*arguments: Any) -> Iterable[ServicePort]:
@@ -86,7 +86,7 @@ def test_s2_older_services_come_first_and_room_that_is_freed_is_used(planner: Pl
 
 
 def test_s2_cluster_ips_come_before_all_other_addresses(planner: Planner) -> None:
-    """The oldest Service names many external IPs: the ClusterIPs of younger ones are served all the same."""
+    """The oldest Service names many external IPs, but the ClusterIPs of younger ones are served."""
     greedy = aged("greedy", 2000, 2, externalIPs=externals(10))
     planner.update([greedy, *(aged(f"s{i}", 2010 + i, 4, ip=f"10.96.1.{i}") for i in range(3))])
     assert [len(port.frontends) for port in of(planner, "greedy")] == [1, 1]
@@ -101,8 +101,8 @@ def test_s2_cluster_ips_come_before_all_other_addresses(planner: Planner) -> Non
     assert [len(port.frontends) for port in of(planner, "greedy")] == [11, 11]
 
 
-def test_s2_source_ranges_count_by_port_and_without_room_nothing_is_open(planner: Planner) -> None:
-    """1024 ranges of 1024 ports are a million entries. A balancer's address whose sources are not checked is closed."""
+def test_s2_source_ranges_count_by_port_and_a_vip_without_room_is_closed(planner: Planner) -> None:
+    """1024 ranges of 1024 ports are a million entries. A VIP whose ranges do not fit is closed."""
     ranges = [f"10.{i}.0.0/16" for i in range(4)]
     one = aged("one", 2001, 1, status=VIP, loadBalancerSourceRanges=ranges)
     two = aged("two", 2002, 1, status=VIP, loadBalancerSourceRanges=ranges, ip="10.96.0.2")
@@ -147,7 +147,7 @@ def test_s2_endpoints_of_udp_count_twice(planner: Planner) -> None:
     assert len(port.cluster) == len(port.serving) == 7
 
 
-def test_s2_a_slice_that_is_cut_is_named(planner: Planner, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_s2_a_truncated_slice_is_named(planner: Planner, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(endpoints, "MOST_IN_SLICE", 3)
     planner.update([aged("web", 2001), slice_of("web", 5, "10.0.0.0")])
     problems, _ = planner.new_messages()
@@ -185,7 +185,7 @@ def _drawn(rng: random.Random) -> Change:
 
 
 def test_s2_the_shares_do_not_depend_on_the_order() -> None:
-    """What is served is the same for a planner that has seen only the last state."""
+    """A planner that has seen only the last state serves the same."""
     cut = 0
     for seed in range(100):
         rng = random.Random(seed)

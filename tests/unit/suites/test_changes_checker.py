@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The checker of changes under load catches each kind of violation, and nothing that is right."""
+"""The checker of changes under load detects each kind of violation, and accepts everything that is allowed."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ MS = 0.001
 
 
 def timeline(*phases: Allowed, sticky: bool = False) -> Timeline:
-    """Phases of a second each; each is programmed 100 ms after it was asked for."""
+    """Phases of a second each; each is programmed 100 ms after it was requested."""
     made = Timeline()
     for number, rule in enumerate(phases):
         made.change(f"phase {number}", float(number), number + 0.1, [rule] * 2, [sticky] * 2)
@@ -57,7 +57,7 @@ def at(
     return Record(begun, begun + took, target, end, name if end == ANSWERED else "", count)
 
 
-def test_what_is_allowed_is_no_violation() -> None:
+def test_allowed_outcomes_are_no_violation() -> None:
     line = timeline(ONE, BOTH, TWO)
     assert judged(line, at(0.5), at(1.05, "two:1"), at(1.5), at(1.6, "two:1"), at(2.05), at(2.5, "two:1")) == []
 
@@ -72,16 +72,12 @@ def test_what_is_allowed_is_no_violation() -> None:
         (2.1, 1.0, []),  # it began in time, and a busy machine let it end late
     ],
 )
-def test_an_endpoint_that_has_gone_may_answer_until_the_change_is_certain(
-    begun: float, took: float, rule: list[str]
-) -> None:
+def test_a_removed_endpoint_may_answer_until_the_change_is_certain(begun: float, took: float, rule: list[str]) -> None:
     assert judged(timeline(ONE, BOTH, TWO), at(begun, took=took)) == rule
 
 
 @pytest.mark.parametrize(("begun", "took", "rule"), [(1 - 3 * MS, MS, ["early"]), (1 - MS, 3 * MS, []), (1.0, MS, [])])
-def test_an_endpoint_that_comes_may_not_answer_before_it_was_asked_for(
-    begun: float, took: float, rule: list[str]
-) -> None:
+def test_a_new_endpoint_may_not_answer_before_it_was_requested(begun: float, took: float, rule: list[str]) -> None:
     assert judged(timeline(ONE, BOTH), at(begun, "two:1", took=took)) == rule
 
 
@@ -90,15 +86,13 @@ def test_an_endpoint_that_comes_may_not_answer_before_it_was_asked_for(
     [
         (REMEMBERED - MS, 4000, 0, "one:1", []),
         (REMEMBERED + MS, 4000, 0, "one:1", ["late"]),
-        (-MS / 2, 4000, 0, "one:1", ["late"]),  # it was there still
+        (-MS / 2, 4000, 0, "one:1", ["late"]),  # it still existed
         (1.0, 4001, 0, "one:1", ["late"]),
         (1.0, 4000, 1, "one:1", ["late"]),
         (1.0, 4000, 0, "three:1", ["late"]),
     ],
 )
-def test_a_port_that_is_used_again_may_meet_the_entry_of_before(
-    since: float, port: int, target: int, name: str, rule: list[str]
-) -> None:
+def test_a_reused_port_may_meet_the_old_entry(since: float, port: int, target: int, name: str, rule: list[str]) -> None:
     """Only the same port to the same address, soon, and only to the server that answered before."""
     line = timeline(Allowed(frozenset({"one:1", "three:1"})), TWO)
     late = at(1.5)._replace(port=4000)
@@ -108,11 +102,13 @@ def test_a_port_that_is_used_again_may_meet_the_entry_of_before(
     assert entries.excused == (not rule)
 
 
-def test_old_entries_lead_few_connections() -> None:
-    """More of them than a machine shows came to the wrong server for another reason, so the course fails."""
+def test_old_entries_affect_few_connections() -> None:
+    """If there are more than machines show, connections reached the wrong server for another reason, and the course
+    fails.
+    """
 
     def led(count: int) -> Entries:
-        """As many connections that each meet the entry of one before."""
+        """So many connections that each meet an older entry."""
         line = timeline(ONE, TWO)
         before = [at(1.0)._replace(port=4000 + number) for number in range(count)]
         late = [at(1.5)._replace(port=4000 + number) for number in range(count)]
@@ -127,7 +123,7 @@ def test_old_entries_lead_few_connections() -> None:
     assert [violation.rule for violation in check_misled(led(4), 60_000)] == ["misled"]
 
 
-def test_a_violation_names_simultaneous_connections_and_the_former_one_of_the_port() -> None:
+def test_a_violation_names_simultaneous_connections_and_the_last_one_of_the_port() -> None:
     former, simultaneous, late = (at(begun)._replace(port=4000) for begun in (0.5, 1.5 + 3 * MS, 1.5))
     line = timeline(ONE, TWO)
     records = [former, simultaneous._replace(name="two:1", port=4001), late]
@@ -136,11 +132,11 @@ def test_a_violation_names_simultaneous_connections_and_the_former_one_of_the_po
     assert found.text.endswith(f"; at that moment -1000.0 ms {VIP}: answered one:1; +3.0 ms {VIP}: answered two:1")
 
 
-def test_a_stranger_is_wrong() -> None:
+def test_an_answer_of_an_unknown_server_is_wrong() -> None:
     assert judged(timeline(ONE, BOTH), at(0.5, "three:1"), at(0.6, "one:2")) == ["wrong", "wrong"]
 
 
-def test_a_connection_is_refused_only_while_that_may_be() -> None:
+def test_a_connection_is_refused_only_while_that_is_allowed() -> None:
     line = timeline(ONE, NONE, ONE)
     ends = [at(moment, end=REFUSED) for moment in (0.5, 0.98, 1.01, 1.5, 2.05, 2.2)]
     assert judged(line, *ends) == ["refused", "refused", "refused"]
@@ -148,11 +144,11 @@ def test_a_connection_is_refused_only_while_that_may_be() -> None:
     assert judged(line, at(1.5, end=SILENT, took=4)) == ["silent"]
 
 
-def test_only_what_is_dropped_may_stay_silent() -> None:
+def test_only_dropped_connections_may_stay_unanswered() -> None:
     line = timeline(ONE, DROPPED, ONE)
     assert judged(line, at(1.5, end=SILENT, took=4), at(1.2, took=1.5, count=1)) == []
     assert judged(line, at(0.5, end=SILENT, took=0.3)) == ["silent"]
-    # The change came while it waited: that its first packets were lost is no less wrong.
+    # The change came while it waited; its lost first packets are still a violation.
     assert judged(line, at(0.05, end=SILENT, took=4)) == ["silent"]
 
 
@@ -164,14 +160,14 @@ def test_a_lost_packet_is_seen_although_the_connection_was_made() -> None:
     assert judged(line, at(0.5, took=1.02)) == []
 
 
-def test_a_client_of_ipv6_may_overhear_the_first_refusal() -> None:
+def test_an_ipv6_client_may_miss_the_first_refusal() -> None:
     line = timeline(NONE, ONE)
     late = at(0.95, took=1.02, count=1)
     assert judged(line, late) == ["lost"]
     assert not check(line, [VIP._replace(family=6)], [late])
 
 
-def test_what_breaks_off_is_always_wrong() -> None:
+def test_a_broken_connection_is_always_wrong() -> None:
     assert judged(timeline(ONE, NONE), at(0.5, end=BROKEN), at(1.5, end=BROKEN)) == ["broken", "broken"]
 
 
@@ -185,9 +181,9 @@ def test_affinity_is_one_endpoint_for_all_addresses_of_the_service() -> None:
     line = timeline(BOTH, BOTH, sticky=True)
     assert judged(line, at(0.5), at(0.6, target=1)) == []
     assert judged(line, at(0.5), at(0.6, "two:1", target=1)) == ["affinity"]
-    # The change of something else is no reason to forget.
+    # Another change does not end affinity.
     assert judged(line, at(0.5), at(1.5, "two:1")) == ["affinity"]
-    # While affinity begins two at a time may both be the first.
+    # While affinity begins, two connections at a time may both be the first.
     assert judged(line, at(0.05), at(0.06, "two:1"), at(0.5)) == []
 
 
@@ -197,7 +193,7 @@ def test_affinity_ends_with_the_endpoint() -> None:
     assert judged(line, at(0.5), at(1.5, "two:1"), at(2.5)) == ["affinity"]
 
 
-def test_who_may_answer_must_be_chosen_now_and_then() -> None:
+def test_every_allowed_server_must_be_chosen_sometimes() -> None:
     many = [at(0.5 + i * MS) for i in range(48)]
     assert judged(timeline(BOTH), *many) == ["unused", "unused"]
     assert judged(timeline(BOTH), *many[:47]) == []
@@ -210,7 +206,7 @@ def test_a_server_that_answers_when_the_phase_is_over_was_chosen() -> None:
     many = [at(0.5 + i * MS) for i in range(48)]
     line = timeline(BOTH, BOTH)
     assert judged(line, *many, at(0.6, "two:1", took=0.6)) == []
-    # Chosen later is not chosen.
+    # A later choice does not count.
     assert judged(line, *many, at(1.05, "two:1")) == ["unused", "unused"]
     assert judged(timeline(BOTH), *many, at(0.7, "two:1")) == []
     assert judged(timeline(BOTH, sticky=True), *many) == []
@@ -252,7 +248,7 @@ def test_lists_of_endpoints() -> None:
     local = SHOP._replace(external_local=True, internal_local=True)
     assert names(local) == names(local, POD_IP) == {"here"}
     assert names(local, VIP._replace(source="pod")) == {"here", "there"}
-    # The local list's fallback does not ask what is elsewhere.
+    # The local list's fallback ignores remote endpoints.
     assert names(local._replace(endpoints=(HERE.ending(), THERE))) == {"here"}
     assert allowed(local._replace(endpoints=(THERE,)), VIP, "node1").ends == {SILENT}
     assert allowed(local._replace(endpoints=(THERE.starting(),)), VIP, "node1").ends == {REFUSED}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""tests/e2e/load.c: its rate, and that it names what fails."""
+"""tests/e2e/load.c: its rate, and its report of failures."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def listens(port: int) -> bool:
 
 
 def lines(load: Path, *arguments: str, until: int) -> list[str]:
-    """What it prints in so many seconds of its own count, and at its end."""
+    """Its output in so many seconds by its own count, and at its end."""
     process = subprocess.Popen([load, "ask", *arguments], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     said: list[str] = []
@@ -63,7 +63,7 @@ def test_connections_at_a_rate(load: Path) -> None:
     assert counts == sorted(counts)
 
 
-def test_what_fails_is_named_and_counted(load: Path) -> None:
+def test_failures_are_named_and_counted(load: Path) -> None:
     port = str(free_port())
     said = lines(load, "20", "127.0.0.1", port, until=2)
     failures = [line for line in said if not line.startswith("asked")]

@@ -34,7 +34,7 @@ def spec(state: str, *texts: str, message: str = "", kind: str = "It") -> dict[s
     } | failure
 
 
-def test_report_keeps_what_ran_and_what_a_spec_itself_skipped() -> None:
+def test_the_report_keeps_specs_that_ran_or_skipped_themselves() -> None:
     read = results.read_report(
         report(
             spec("passed", "[sig-network] Services", "should serve"),
@@ -108,7 +108,7 @@ def test_from_the_start_of_a_container_to_a_ready_pod() -> None:
     assert switch.ready_after({"status": status}) == 2.0
 
 
-def test_filters_leave_out_what_cannot_run_here() -> None:
+def test_filters_leave_out_specs_that_cannot_run_here() -> None:
     left_out = re.compile("|".join(specs.LEFT_OUT.values()))
     assert left_out.search("[sig-network] LoadBalancers [Feature:LoadBalancer] [Slow] should")
     assert not left_out.search("[sig-network] Services should be able to change the type from NodePort to ExternalName")
@@ -127,5 +127,5 @@ def test_missing_program_is_one_line(tmp_path: Path) -> None:
     assert re.fullmatch(r"e2e: .* (is missing|needs root).*\n", done.stderr)
 
 
-def test_page_is_that_of_the_results() -> None:
+def test_the_page_matches_the_results() -> None:
     assert (ROOT / "docs/kubernetes-e2e.md").read_text() == page.text(), "run python -m tests.e2e page"

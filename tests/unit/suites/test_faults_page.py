@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/reliability.md agrees with its results; and the evaluation of records of connections under a fault."""
+"""docs/reliability.md matches its results; and the evaluation of connections' records under a fault."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def fault(**fields: object) -> Fault:
     return Fault("name", "words", of_process.stopped, **fields)  # type: ignore[arg-type]
 
 
-def test_the_page_is_made_of_the_results() -> None:
+def test_the_page_matches_the_results() -> None:
     assert page.PAGE.read_text() == page.page(page.read()), "run python -m tests.faults --page"
 
 
@@ -62,7 +62,7 @@ def test_rates_and_failures_are_counted_from_the_records() -> None:
     assert found["traffic_right"] == 0.0
 
 
-def test_right_again_is_when_the_last_connection_begins_that_fails() -> None:
+def test_recovery_is_when_the_last_failing_connection_begins() -> None:
     found = measure.judge([record(1.0), record(12.0), record(23.5, "refused"), record(24.0)], MOMENTS)
     assert found["traffic_right"] == 1.5
 
@@ -82,7 +82,7 @@ def test_each_broken_promise_is_named(fields: dict[str, object], output: str) ->
     assert measure.problems(fault(), outcome(**fields), None) == [output]
 
 
-def test_what_a_fault_refuses_is_counted_and_named_by_status() -> None:
+def test_refusals_of_a_fault_are_counted_and_named_by_status() -> None:
     refusing, counted, named = fault(refuses=True), {"slow_no_port": 1}, ["conntrack: full"]
     nowhere, nameless = "refusals are not counted", "`status` does not name it"
     by_chance = {"flow_changed": 3}
@@ -103,7 +103,7 @@ def test_failed_connections_are_named_somewhere() -> None:
         assert measure.problems(fault(), outcome(failed=1, **fields), None) == []
 
 
-def test_goals_that_the_numbers_alone_do_not_meet_say_why() -> None:
+def test_goals_that_the_numbers_alone_do_not_meet_have_a_reason() -> None:
     whole_node = fault(affects_all=True)
     assert page._goals(whole_node, outcome(rate=23.0), outcome(rate=3.0)) == (
         "met: it concerns every new connection, and kube-proxy keeps 3 % of the rate"
@@ -124,7 +124,7 @@ def test_each_row_has_the_commit_that_it_was_measured_at() -> None:
 
 
 class Page:
-    """A proxy that has only metrics."""
+    """A proxy that only has metrics."""
 
     def metrics(self) -> str:
         return """pyebpf_proxy_reasons_total{reason="slow_quota"} 7.0
@@ -149,7 +149,7 @@ def test_counters_of_every_kind_are_read() -> None:
     }
 
 
-def test_what_kube_proxy_loses_too_is_no_broken_promise() -> None:
+def test_losses_that_kube_proxy_has_too_are_no_broken_promise() -> None:
     assert measure.problems(fault(), outcome(lost=2), outcome(lost=2)) == []
     assert measure.problems(fault(api=True), outcome(change_right=29.0), None) == []
     whole_node = fault(affects_all=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tools that find and report differences of flows: the reducer, made-up objects, SCTP packets made by hand."""
+"""Tools that find and report differences of flows: the reducer, random objects, SCTP packets that tests build."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.kernels.guest import Outcome
 from tests.kernels.image import Kernel
 
 
-def test_a_failure_is_reduced_to_what_it_takes() -> None:
+def test_a_failure_is_reduced_to_its_causes() -> None:
     """It fails while some service has a terminating endpoint and affinity under masqueradeAll."""
 
     def fails(scenario: Scenario) -> bool:
@@ -52,8 +52,8 @@ def test_a_failure_is_reduced_to_what_it_takes() -> None:
     assert eval(as_code(found), names) == found
 
 
-def test_t2_what_was_seen_once_is_not_thrown_away_by_another_look() -> None:
-    """Silence may be a matter of chance. A wrong endpoint is not, however seldom it comes."""
+def test_t2_an_outcome_that_was_seen_once_counts() -> None:
+    """A lost answer can be chance. A wrong endpoint cannot, however rare it is."""
     right, wrong = "local-1:8080 <- client", "remote-1:8080 <- node"
     assert with_evidence(Seen.of([right, wrong]), Seen.of([right])) == Seen.of([right, wrong])
     assert with_evidence(Seen.of([DROPPED, right]), Seen.of([right])) == Seen.of([right])
@@ -64,12 +64,12 @@ def test_t2_what_was_seen_once_is_not_thrown_away_by_another_look() -> None:
 def test_t2_a_busy_machine_may_lose_one_answer_in_fifty() -> None:
     assert not Silence(1000, 20).too_much(50)
     assert Silence(1000, 21).too_much(50)
-    assert Silence(0, 0).too_much(50)  # nothing was asked
+    assert Silence(0, 0).too_much(50)  # no request was made
     assert not Silence(2000, 60).is_more_than(Silence(1000, 20))
     assert Silence(2000, 61).is_more_than(Silence(1000, 20))
 
 
-def test_t9_an_excuse_holds_only_for_the_outcomes_that_it_is_about() -> None:
+def test_t9_a_difference_explains_only_its_own_outcomes() -> None:
     flow = Flow("node1", "NodePort:30080 on 127.0.0.1", "127.0.0.1", 30080, "tcp", local=True)
     ground = Ground("iptables", {"clusterCIDR": "0.0.0.0/1,::/0"})
     lost, served = Seen.of([DROPPED]), Seen.of(["local-1:8080 <- node"])
@@ -92,14 +92,14 @@ def test_t9_an_excuse_holds_only_for_the_outcomes_that_it_is_about() -> None:
         (True, "iptables", {}),
     ],
 )
-def test_t9_a_loss_on_loopback_is_excused_only_as_the_page_limits_it(
+def test_t9_a_loss_on_loopback_is_explained_only_within_the_pages_limits(
     local: bool, mode: str, config: dict[str, str]
 ) -> None:
     flow = Flow("node1", "NodePort:30080 on 127.0.0.1", "127.0.0.1", 30080, "tcp", local=local)
     assert difference(flow, Ground(mode, config), Seen.of([DROPPED]), Seen.of(["local-1:8080 <- node"])) is None
 
 
-def test_t9_the_other_excuses_hold_in_their_mode_only() -> None:
+def test_t9_the_other_differences_apply_only_in_their_mode() -> None:
     datagram = Flow("node1", "a by NodePort:53", "192.0.2.10", 30053, "udp", local=True)
     lost, refused = Seen.of([DROPPED]), Seen.of(["refused"])
     assert difference(datagram, Ground("iptables", {}), lost, refused) == "datagrams to NodePorts of the node itself"
@@ -130,8 +130,8 @@ def test_a_reducer_without_time_changes_nothing() -> None:
     assert reduce(scenario, lambda _: True, 0) == scenario
 
 
-def test_made_up_objects_have_no_undefined_duplicates() -> None:
-    """An endpoint that several slices have is in one state, or once terminating and once not."""
+def test_random_objects_have_no_undefined_duplicates() -> None:
+    """If several slices have an endpoint, it is in one state, or once terminating and once not."""
     seen = 0
     for seed in range(60):
         for scenario in scenarios(seed, "iptables", 3):
@@ -160,7 +160,7 @@ def test_the_checksum_of_sctp_is_that_of_the_rfc() -> None:
 
 
 @pytest.mark.parametrize("family", [4, 6])
-def test_an_answer_is_read_only_by_whom_it_is_for(family: int) -> None:
+def test_an_answer_is_read_only_by_its_receiver(family: int) -> None:
     flow = Flow("client", "it", "::1" if family == 6 else "127.0.0.1", 36412, "sctp")
     port, packet = sctp.init(flow.port)
     assert sctp.is_whole(packet)
@@ -189,7 +189,7 @@ def test_every_rule_names_flows_that_exist_and_every_scenario_shows_a_rule() -> 
     shown = set()
     for rule, flows in rows:
         for text in re.findall(r"`([^`]+)`", flows):
-            # The name of a scenario may have a colon, too.
+            # The name of a scenario may contain a colon too.
             found = max((name for name in names if text == name or text.startswith(f"{name}: ")), key=len, default="")
             assert found, f"{rule}: no scenario {text}"
             begin = text.removeprefix(found).removeprefix(": ")

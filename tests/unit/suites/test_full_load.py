@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a full load says of its connections: lost, moved and repeated ones are found, and nothing else."""
+"""The result of a full load: lost, moved and repeated connections are found, and no others."""
 
 from __future__ import annotations
 
@@ -49,18 +49,18 @@ def test_long_ones_count_rounds_and_not_repeated_packets() -> None:
     assert found(outcome(long=(flow(end=SILENT, count=30), flow(end=MOVED)))) == {"lost": 1, "moved": 1}
 
 
-def test_a_packet_is_repeated_while_the_machine_stands_still() -> None:
+def test_retransmissions_during_a_pause_of_the_machine_do_not_count() -> None:
     assert found(outcome(flow(1.0, count=1), stalls=(Stall(1.1, 1.4),))) == {}
     assert found(outcome(flow(1.0, count=1), stalls=(Stall(1.6, 3.0), Stall(1.1, 1.2)))) == {"repeated": 1}
 
 
-def test_after_the_end_of_the_service_only_what_was_answered_counts() -> None:
+def test_after_the_end_of_the_service_only_answered_connections_count() -> None:
     silent, broken = flow(5.0, SILENT, ""), flow(5.0, BROKEN, "one:1")
     assert found(outcome(silent, broken), until=4.0) == {"lost": 1}
     assert found(outcome(silent, broken), until=6.0) == {"lost": 2}
 
 
-def test_the_report_describes_what_is_wrong() -> None:
+def test_the_report_describes_the_problems() -> None:
     many = [flow(number / 4) for number in range(40)]
     outcome(*many).report()
     with pytest.raises(AssertionError, match=r"1 lost: 1 UDP from pod to \[10\.96\.0\.1\]:80: timed out"):

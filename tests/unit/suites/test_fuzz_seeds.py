@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The inputs that a search of parsers begins with, which include what former searches found (tests/fuzz)."""
+"""The first inputs of a search of parsers, including the findings of earlier searches (tests/fuzz)."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ def test_every_target_has_seeds_and_a_corpus() -> None:
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_the_parser_survives(name: str) -> None:
-    """Whole, and cut anywhere."""
+    """Complete, and cut anywhere."""
     for seed in SEEDS[name]:
         for length in {0, 1, len(seed) // 3, len(seed) // 2, len(seed) - 1, len(seed)}:
             TARGETS[name](seed[:length])
 
 
 @pytest.mark.parametrize("name", TARGETS)
-def test_the_parser_survives_what_searches_have_kept(name: str) -> None:
+def test_the_parser_survives_the_kept_corpus(name: str) -> None:
     kept = corpus(name)
     assert kept
     for data in kept:
         TARGETS[name](data)
 
 
-def test_what_is_kept_reaches_more_than_the_seeds() -> None:
-    """Of one small parser: a corpus that reaches nothing would be of no use."""
+def test_the_kept_corpus_reaches_more_than_the_seeds() -> None:
+    """For one small parser: a corpus must reach more lines than the seeds."""
     name = "rtnetlink"
     known = set().union(*(reached(TARGETS[name], seed) for seed in SEEDS[name]))
     assert known

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The runner of ``make test-kernels``: its messages when something is missing or fails, and that nothing stays."""
+"""The runner of ``make test-kernels``: its messages when something is missing or fails, and its clean-up."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ KERNEL = Kernel("6.1", "6.1.0-1-cloud-amd64", Path("vmlinuz"), Path("modules.cpi
 
 
 def qemu(folder: Path, script: str) -> guest.Machine:
-    """A program in QEMU's place that does what a bad boot does."""
+    """A program instead of QEMU that behaves like a bad boot."""
     program = folder / "qemu"
     program.write_text(f"#!/bin/sh\n{script}\n")
     program.chmod(0o755)
@@ -47,7 +47,7 @@ def qemu(folder: Path, script: str) -> guest.Machine:
         ("echo VM_EXIT 1", "it ended before its tests did; last words: VM_EXIT 1"),
     ],
 )
-def test_a_boot_that_goes_wrong_has_one_line(tmp_path: Path, script: str, problem: str) -> None:
+def test_a_failed_boot_is_reported_in_one_line(tmp_path: Path, script: str, problem: str) -> None:
     seconds = 1 if "sleep" in script else 60
     outcome = guest.run(qemu(tmp_path, script), tmp_path / "vmlinuz", None, tmp_path / "results", seconds)
     assert re.fullmatch(problem, outcome.problem)
@@ -63,7 +63,7 @@ _SENDS = """
 
 
 def test_a_guest_that_ends_well_leaves_its_results(tmp_path: Path) -> None:
-    """The second serial port is a file of QEMU's: what comes there is a tar."""
+    """The second serial port is a file of QEMU: its content is a tar."""
     (tmp_path / "probe.json").write_text('{"path": "fast"}')
     script = _SENDS.format(folder=tmp_path, names="probe.json") + "echo VM_EXIT 0"
     outcome = guest.run(qemu(tmp_path, script), tmp_path / "vmlinuz", None, tmp_path / "results", 60)
@@ -71,8 +71,8 @@ def test_a_guest_that_ends_well_leaves_its_results(tmp_path: Path) -> None:
     assert report.read(KERNEL, outcome, tmp_path / "results").probe == {"path": "fast"}
 
 
-def test_a_guest_that_crashes_leaves_what_had_ended(tmp_path: Path) -> None:
-    """Each suite's results are their own tar."""
+def test_a_crashed_guest_leaves_the_results_of_finished_suites(tmp_path: Path) -> None:
+    """The results of each suite are a separate tar."""
     (tmp_path / "probe.json").write_text('{"path": "fast"}')
     (tmp_path / "start.status").write_text("0")
     script = _SENDS.format(folder=tmp_path, names="probe.json start.status") + "echo Kernel panic"
@@ -83,7 +83,7 @@ def test_a_guest_that_crashes_leaves_what_had_ended(tmp_path: Path) -> None:
 
 
 def _boot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> int:
-    """The runner with a QEMU that does this, and everything else in the cache; its exit status."""
+    """The runner with such a QEMU, and everything else in the cache; returns its exit status."""
     count = f"echo x >>{tmp_path / 'boots'}\n"
     machine = qemu(tmp_path, count + script)
     for name in ("vmlinuz", "modules.cpio", "root.cpio"):
@@ -107,10 +107,8 @@ def test_only_silent_guests_are_tried_again(
     assert (tmp_path / "boots").read_text() == "x\n" * boots
 
 
-def test_what_another_run_left_is_there_until_this_one_has_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Runs at the same time share the place where results are kept; each has its own until then."""
+def test_results_of_another_run_stay_until_this_one_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Concurrent runs share the final place of results; each has its own place until then."""
     kept = tmp_path / "results" / "6.1" / "console.log"
     kept.parent.mkdir(parents=True)
     kept.write_text("words of another")
@@ -118,7 +116,7 @@ def test_what_another_run_left_is_there_until_this_one_has_ended(
     assert kept.read_text().splitlines()[1:] == ["words of another", "words of this one"]
 
 
-def test_results_that_are_cut_off_are_a_problem(tmp_path: Path) -> None:
+def test_truncated_results_are_a_problem(tmp_path: Path) -> None:
     script = "for word; do case $word in file:*) echo x >${word#file:}; esac; done; echo VM_EXIT 0"
     outcome = guest.run(qemu(tmp_path, script), tmp_path / "vmlinuz", None, tmp_path / "results", 60)
     assert outcome.problem == "its results cannot be read"
@@ -126,7 +124,7 @@ def test_results_that_are_cut_off_are_a_problem(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_an_interrupted_run_leaves_no_guest(tmp_path: Path, number: signal.Signals) -> None:
-    """Also where nothing can be tidied up: the guest dies with its runner."""
+    """Also if it cannot clean up: the guest dies with its runner."""
     mark = tmp_path / "pid"
     machine = qemu(tmp_path, f"echo $$ >{mark}.new; mv {mark}.new {mark}; exec sleep 600")
     code = (
@@ -157,7 +155,7 @@ def _wait(condition: Callable[[], bool]) -> None:
         ({"QEMU": "true", "ACCEL": "fast"}, "ACCEL=fast: kvm or tcg"),
     ],
 )
-def test_what_the_environment_names_wrongly(
+def test_invalid_environment_variables(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, environment: dict[str, str], words: str
 ) -> None:
     for name, value in environment.items():
@@ -175,14 +173,14 @@ def test_what_the_environment_names_wrongly(
         (["6.1"], "SUITES: there is no packets; there are all, "),
     ],
 )
-def test_words_that_mean_nothing(
+def test_unknown_words(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     arguments: list[str],
     words: str,
 ) -> None:
-    """One line and status 2, and nothing is left of the run."""
+    """One line and status 2, and the run leaves no files."""
     monkeypatch.setenv("SUITES", "packets" if "SUITES" in words else "")
     monkeypatch.setattr(runner.image, "CACHE", tmp_path)
     monkeypatch.setattr(runner.os, "geteuid", lambda: 0)
@@ -205,7 +203,7 @@ def test_without_qemu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def test_without_kvm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A /dev/kvm under which no kernel prints a line is not used: emulation is, with the reason."""
+    """If no kernel prints a line under /dev/kvm, the runner uses emulation and names the reason."""
     monkeypatch.delenv("ACCEL", raising=False)
     machine = guest.choose_machine(qemu(tmp_path, "exit 1").command, tmp_path / "vmlinuz", tmp_path)
     assert machine.accelerator == "tcg"
@@ -228,7 +226,7 @@ def test_without_a_mirror(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
         debian.mirrors.cache_clear()
 
 
-def test_an_archive_is_what_the_kernel_reads(tmp_path: Path) -> None:
+def test_the_kernel_can_read_an_archive(tmp_path: Path) -> None:
     (tmp_path / "tree" / "left").mkdir(parents=True)
     (tmp_path / "tree" / "file").write_text("five!")
     os.utime(tmp_path / "tree" / "file", (1, 0x12345678))
@@ -281,10 +279,10 @@ def test_the_table_has_counts_and_reasons(tmp_path: Path) -> None:
         ("__import__('time').sleep(60)", 1, ["out of time"]),
     ],
 )
-def test_a_suite_is_a_fork_whose_end_is_reported(
+def test_a_suite_is_a_fork_and_its_end_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, limit: int, failed: list[str]
 ) -> None:
-    """What runs in the guest, here: its results are sent, and are read as the runner does."""
+    """The code of the guest runs here: its results are sent, and are read as the runner does."""
     (tmp_path / "test_suite.py").write_text(f"def test_one(): {body}\n")
     monkeypatch.setattr(inside, "RESULTS", tmp_path)
     monkeypatch.setattr(inside, "_OUT", tmp_path / "sent.tar")
@@ -301,7 +299,7 @@ def test_a_suite_is_a_fork_whose_end_is_reported(
 def test_agents_of_a_suite_have_few_rights_where_it_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, few_rights: bool
 ) -> None:
-    """By a variable of the process that runs the suite; the next suite's has it not."""
+    """By a variable of the process that runs the suite; the next suite's process does not have it."""
     wanted = "1" if few_rights else None
     (tmp_path / "test_suite.py").write_text(
         f"import os\ndef test_one(): assert os.environ.get({FEW_RIGHTS!r}) == {wanted!r}\n"

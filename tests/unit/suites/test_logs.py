@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The helper that tests ask logs by: what it finds, its message when it finds nothing, and that its messages exist."""
+"""The helper for logs: what it finds, its message when it finds nothing, and that its messages exist in the package."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_lines_are_found_by_level_and_parts() -> None:
 
 
 @pytest.mark.parametrize("question", ["only", "some", "wait"])
-def test_a_line_that_is_missing_is_shown_with_those_that_are_there(question: str) -> None:
+def test_a_missing_line_is_reported_with_the_existing_ones(question: str) -> None:
     more = {"seconds": 0.0} if question == "wait" else {}
     with pytest.raises(
         AssertionError, match=r"(?s)'NodeIPs.*' of level error; the newest of 3 lines:\n.*info programs"
@@ -49,14 +49,14 @@ def test_a_line_that_is_missing_is_shown_with_those_that_are_there(question: str
         getattr(Log(TEXT), question)(Message.NODE_IPS_CHANGED, level="error", **more)
 
 
-def test_a_line_that_must_not_be_there_or_is_there_twice_is_shown() -> None:
+def test_an_unexpected_or_duplicate_line_is_shown() -> None:
     with pytest.raises(AssertionError, match=r"a line with 'Node is being deleted'"):
         Log(TEXT).none(Message.NODE_DELETED)
     with pytest.raises(AssertionError, match=r"2 lines, not one, with 'Node is being deleted'"):
         Log(TEXT + TEXT).only(Message.NODE_DELETED)
 
 
-def test_records_of_this_process_and_lines_that_are_still_to_come(caplog: pytest.LogCaptureFixture) -> None:
+def test_records_of_this_process_and_later_lines(caplog: pytest.LogCaptureFixture) -> None:
     logger = log.Logger("x")
     logger.warning("two words", device="eth0", none=None)
     later = Log(caplog).from_now()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The reasons for which CI may skip a test: every one of the tree is on the list, or is one that fails CI."""
+"""The reasons for which CI may skip a test: every reason in the tree is on the list, or fails CI."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from tests import ROOT
 from tests.support.skips import ALLOWED, is_allowed, unexpected
 
 #: What CI has, since `make setup` runs on Debian and installs the packages; and what the agent must do. Such a skip
-#: fails it.
+#: fails CI.
 FAILS_CI = {"not Debian: no box is built here", "apt is Debian's", "1 has no bcc: 1", "no program on 1"}
-#: Where a reason is computed; the list has what they may say.
+#: Where a reason is computed; the list has its possible texts.
 COMPUTED = {
     "tests/conftest.py",
     "tests/netns/test_faults.py",
@@ -33,11 +33,11 @@ def sources() -> Iterator[Path]:
 
 
 def reasons(path: Path) -> Iterator[str]:
-    """The reason of each skip of a module, 1 for what it fills in; empty for one that is computed."""
+    """The reason of each skip of a module, with 1 for a placeholder; empty for a computed one."""
     for call in ast.walk(ast.parse(path.read_text())):
         if not isinstance(call, ast.Call) or ast.unparse(call.func) not in (
             *("pytest.skip", "pytest.mark.skip", "pytest.mark.skipif"),
-            "CannotBeMadeError",  # of a fault, which then is skipped
+            "CannotBeMadeError",  # of a fault, which is then skipped
         ):
             continue
         given = [keyword.value for keyword in call.keywords if keyword.arg == "reason"] or call.args[:1]
@@ -56,7 +56,7 @@ def test_t6_every_reason_in_the_tree_is_on_the_list_or_fails_ci() -> None:
     assert {reason for _, reason in found if reason and not is_allowed(reason)} == FAILS_CI
 
 
-def test_t6_no_reason_of_the_list_is_left_over() -> None:
+def test_t6_every_reason_on_the_list_is_used() -> None:
     texts = [path.read_text() for path in sources()]
     pieces = {each.reason: max(each.reason.split("*"), key=len) for each in ALLOWED}
     assert [reason for reason, piece in pieces.items() if not any(piece in text for text in texts)] == []
@@ -67,7 +67,7 @@ def test_t6_no_reason_of_the_list_is_left_over() -> None:
     "reason",
     ["fish is missing: make setup, or apt-get install fish", "not root: run as root", "no program on eth0", ""],
 )
-def test_what_ci_has_is_no_reason(reason: str) -> None:
+def test_features_of_ci_are_no_reason(reason: str) -> None:
     assert unexpected(["ipip carries IPv4 only", reason]) == [reason]
 
 

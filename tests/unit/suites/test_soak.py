@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When the samples of a soak are flat."""
+"""When the samples of a soak count as flat."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.soak.samples import SLACK, Sample, Soak, growth, problems
 
 
 def samples(**leak: float) -> list[Sample]:
-    """An hour, a sample a minute; ``leak``: how much a field gains in each of them."""
+    """An hour with a sample per minute; ``leak``: how much a field grows per sample."""
     usual = {"rss_kib": 60000, "fds": 130, "map_kib": 80000, "flows": 900, "map_entries": 60}
     usual |= {"kernel_kib": 60000, "conntrack_kib": 66000}
     return [
@@ -18,7 +18,7 @@ def samples(**leak: float) -> list[Sample]:
             conntrack=260000,
             made=300 * 60 * minute,
             rounds=minute,
-            # The start is not judged: memory is still allocated then.
+            # The start is not judged: memory is still being allocated then.
             **{
                 name: int(value * (0.8 if minute < 5 else 1) + leak.get(name, 0) * minute)
                 for name, value in usual.items()

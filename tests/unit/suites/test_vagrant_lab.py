@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The lab of machines, as far as it can be tried without one: bad input, the table, its own libvirtd's end."""
+"""The lab of machines, as far as it can be tested without machines: bad input, the table, the end of its own
+libvirtd.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ VAGRANT = ROOT / "vagrant"
 
 
 def programs(folder: Path, *names: str, **others: str) -> str:
-    """A PATH with nothing but these; ``others``: by another program's name."""
+    """A PATH with only these programs; ``others``: a name for another program."""
     folder.mkdir(exist_ok=True)
     for name, real in [*((name, name) for name in names), *others.items()]:
         found = shutil.which(real)
@@ -33,7 +35,7 @@ def programs(folder: Path, *names: str, **others: str) -> str:
 
 
 def refused(*command: str | Path, **environment: str) -> str:
-    """The one line of a command that ends by itself with a status that is not 0."""
+    """The only line of a command that ends by itself with a status that is not 0."""
     ran = subprocess.run(
         command, env=os.environ | environment, cwd=ROOT, capture_output=True, text=True, check=False, timeout=60
     )
@@ -59,8 +61,8 @@ def test_drivers_are_kvm_and_qemu(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert choose_driver(None, tmp_path) == ("qemu", "LAB_DRIVER=qemu")
 
 
-def test_kvm_is_asked_for_by_booting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is no kernel prints nothing under KVM, on any machine: the requested driver cannot be used."""
+def test_kvm_is_tested_by_booting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that is no kernel prints nothing under KVM: the requested driver cannot be used."""
     if shutil.which("qemu-system-x86_64") is None:
         pytest.skip("qemu-system-x86 is not installed")
     kernel = tmp_path / "vmlinuz"
@@ -87,7 +89,7 @@ def test_the_box_needs_debootstrap(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("script", ["libvirt.sh", "prepare.sh", "provision.sh"])
-def test_scripts_say_how_they_are_used(script: str) -> None:
+def test_scripts_print_their_usage(script: str) -> None:
     line = refused(VAGRANT / script, "nonsense")
     assert line.startswith(f"{script}: usage: ")
 
@@ -128,21 +130,21 @@ def test_vagrant_accepts_the_file(tmp_path: Path) -> None:
 
 
 def processes_of(state: Path) -> list[str]:
-    """What runs with this folder as its state."""
+    """The processes with this folder as their state."""
     found = []
     wanted = f"LAB_STATE={state}".encode()
     for path in Path("/proc").glob("[0-9]*/environ"):
         try:
             if wanted in path.read_bytes().split(b"\0"):
                 found.append(path.parent.name)
-        except OSError:  # gone meanwhile
+        except OSError:  # ended meanwhile
             pass
     return found
 
 
 @pytest.mark.needs_root
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
-def test_a_libvirtd_of_our_own_ends_with_its_script(tmp_path: Path, how: signal.Signals) -> None:
+def test_a_private_libvirtd_ends_with_its_script(tmp_path: Path, how: signal.Signals) -> None:
     """No process, no mount, no device is left, however it ends."""
     if shutil.which("libvirtd", path=f"{os.environ['PATH']}:/usr/sbin") is None:
         pytest.skip("libvirtd is not installed: tools/setup.sh packages vagrant/debian-packages.txt")
@@ -179,7 +181,7 @@ def test_the_console_of_a_machine_that_does_not_boot_is_shown() -> None:
     assert judge_console("node1", "Debian GNU/Linux 12 node1 ttyS0\n\nnode1 login: ") == ""
 
 
-def test_a_row_is_wrong_where_a_connection_is_lost_or_nothing_was_asked() -> None:
+def test_a_row_is_wrong_if_a_connection_is_lost_or_no_request_was_made() -> None:
     def row(requests: int, lost: int, error: str = "") -> str:
         return loaded("restart", ["node1", "toolbox", "ClusterIP", "IPv4", "tcp", requests, lost, 0.3, error]).problem
 
@@ -200,7 +202,7 @@ def test_an_agent_that_was_not_replaced_is_reported() -> None:
     assert row("200", "1") == "version 1, not 1+next"
 
 
-def test_the_table_counts_what_is_wrong() -> None:
+def test_the_table_counts_the_wrong_rows() -> None:
     good = asked("at first", ["node1", "toolbox", "web ClusterIP", "IPv4", "tcp", "web-1", "10.244.1.11", ""])
     bad = good._replace(problem="web-2 never answered")
     assert good.text().endswith(" ok")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs with workers: what runs at the same time, and that what did not run is listed as in a run without."""
+"""Runs with workers: what runs at the same time, and that tests that did not run are listed as in a run without."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def run(folder: Path, files: dict[str, str], *arguments: str) -> subprocess.Comp
     )
 
 
-def test_modules_run_at_once_and_what_did_not_run_is_listed(tmp_path: Path) -> None:
+def test_modules_run_at_once_and_tests_that_did_not_run_are_listed(tmp_path: Path) -> None:
     files = {
         "test_one.py": TOGETHER.format(name="one", other="two"),
         "test_two.py": TOGETHER.format(name="two", other="one"),
@@ -89,10 +89,10 @@ def test_modules_run_at_once_and_what_did_not_run_is_listed(tmp_path: Path) -> N
     assert " 4 passed, 2 skipped" in done.stdout
 
 
-def test_who_is_alone_is_alone(tmp_path: Path) -> None:
+def test_tests_marked_alone_run_alone(tmp_path: Path) -> None:
     files = {"test_alone.py": ALONE, "test_many.py": MANY, "test_more.py": MANY}
     done = run(tmp_path, files, "-n", "3")
     assert done.returncode == 0, done.stdout + done.stderr
     notes = (tmp_path / "notes").read_text().split("\n")
-    # And those of one module came one after the other.
+    # And the tests of one module ran one after the other.
     assert notes[notes.index("alone") + 1] == "alone"

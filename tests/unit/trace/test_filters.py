@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FILTER words of ``trace``: what they mean, for views and for the programs; and messages about unknown ones."""
+"""FILTER words of ``trace``: their meaning for views and for the programs; and messages about unknown ones."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_ipv6_with_a_port() -> None:
     assert not chosen.fits(decision(source="[2001:db8::2]:40001"))
 
 
-def test_a_process_is_for_the_reader_alone() -> None:
+def test_only_the_reader_filters_by_process() -> None:
     chosen = Filter(["process=curl"], KNOWN)
     assert chosen.wanted == {"reasons": ALL}
     assert chosen.fits(decision(process="curl", pid=7))
@@ -104,7 +104,7 @@ def test_a_process_is_for_the_reader_alone() -> None:
 def test_services_are_renumbered() -> None:
     chosen = Filter(["web:http"], KNOWN)
     assert chosen.renumber({name("web", "http"): 9, name("shop", "http"): 1})["services"] == (9,)
-    # None at all must not mean any; more than there is room for are left to the reader.
+    # No service at all must not mean any; services beyond the room are left to the reader.
     assert len(chosen.renumber({})["services"]) == 1
     many = {name("web", "http", IPFamily.IPV4)._replace(namespace=f"n{i}"): i for i in range(20)}
     assert Filter(["n3/web"], KNOWN._replace(services=many)).wanted["services"] == (3,)
@@ -127,7 +127,7 @@ def test_services_are_renumbered() -> None:
         ("port=", "port= needs a value"),
     ],
 )
-def test_words_that_mean_nothing(word: str, output: str) -> None:
+def test_unknown_words(word: str, output: str) -> None:
     with pytest.raises(QuestionError) as raised:
         Filter([word], KNOWN)
     assert str(raised.value) == output

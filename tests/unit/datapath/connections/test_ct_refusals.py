@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What conntrack refused within the last minute, from counters that only rise."""
+"""Conntrack's refusals within the last minute, from counters that only increase."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def test_a_flow_is_stale_when_others_serve_and_its_endpoint_does_not(destination
     services = known(dns(POD_A))
     assert not services.is_stale(IPFamily.IPV4, destination, POD_A)
     assert services.is_stale(IPFamily.IPV4, destination, POD_B)
-    # Never translated: the service address itself is what answers.
+    # Never translated: the service address itself is the endpoint in the entry.
     assert services.is_stale(IPFamily.IPV4, destination, destination)
     # The port counts too.
     assert services.is_stale(IPFamily.IPV4, destination, (POD_A[0], 5354))
@@ -52,7 +52,7 @@ def test_a_flow_is_stale_when_others_serve_and_its_endpoint_does_not(destination
 @pytest.mark.parametrize(
     "destination", [(VIP, 54), (NODE, 53), (NODE, 30054)], ids=["other port", "other address", "no NodePort"]
 )
-def test_flows_to_what_is_no_service_port_are_left_alone(destination: tuple[bytes, int]) -> None:
+def test_flows_to_no_service_port_are_not_stale(destination: tuple[bytes, int]) -> None:
     assert not known(dns(POD_A)).is_stale(IPFamily.IPV4, destination, POD_B)
 
 

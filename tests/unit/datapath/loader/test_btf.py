@@ -43,7 +43,7 @@ def test_a_struct(btf: Btf) -> None:
     assert layout.unpack(raw)["port"] == 0x1234
 
 
-def test_a_packer_leaves_out_what_is_not_named(btf: Btf) -> None:
+def test_a_packer_sets_unnamed_fields_to_zero(btf: Btf) -> None:
     packer = btf.struct("backend4").packer("port", "service")
     assert packer.pack(80, 7) == bytes(4) + struct.pack("=HBBI", 80, 0, 0, 7) + bytes(4)
     assert packer.unpack(packer.pack(80, 7)) == (80, 7)
@@ -51,7 +51,7 @@ def test_a_packer_leaves_out_what_is_not_named(btf: Btf) -> None:
         btf.struct("backend4").packer("service", "port")
 
 
-def test_names_that_are_not_there(btf: Btf) -> None:
+def test_unknown_names(btf: Btf) -> None:
     with pytest.raises(StaleObjectError, match="no struct nonsense"):
         btf.struct("nonsense")
     with pytest.raises(StaleObjectError, match="struct service_config has no field nonsense"):
@@ -96,7 +96,7 @@ def test_settings_fill_their_variable(btf: Btf) -> None:
     assert offset % 8 == 0
 
 
-def test_not_btf() -> None:
+def test_invalid_btf() -> None:
     for raw in (b"", b"\x7fELF" + bytes(40)):
         with pytest.raises(ValueError, match="not BTF"):
             Btf(raw, "nothing.bpf.o")
@@ -125,7 +125,7 @@ def test_every_struct_is_as_bpftool_reads_it(btf: Btf, bpf_objects: Path) -> Non
     assert compared > 25
 
 
-def test_names_of_service_ports_there_and_back(btf: Btf) -> None:
+def test_names_of_service_ports_survive_packing_and_unpacking(btf: Btf) -> None:
     layouts = Layouts(btf)
     for name in (
         ServicePortName("default", "kubernetes", "", Protocol.TCP, IPFamily.IPV4),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The grace period: asked of the kernel, waited for where it refuses."""
+"""The grace period: by membarrier(), or by waiting if the kernel refuses it."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import pytest
 from pyebpf_proxy.datapath.loader import grace
 
 
-def test_the_kernel_is_asked() -> None:
-    # Every kernel since 4.3 but those booted with nohz_full.
+def test_membarrier_is_used() -> None:
+    # Every kernel since 4.3, unless booted with nohz_full.
     assert grace.membarrier()
 
 
-def test_waiting_where_the_kernel_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_agent_waits_if_the_kernel_refuses_membarrier(monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[float] = []
     monkeypatch.setattr(time, "sleep", slept.append)
     grace.wait()
     assert slept == []
-    # A command that no kernel knows.
+    # An unknown command.
     monkeypatch.setattr(grace, "_MEMBARRIER_CMD_GLOBAL", 1 << 30)
     assert not grace.membarrier()
     grace.wait()

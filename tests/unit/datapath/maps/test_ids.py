@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Numbers and ranges that are given out: never twice, freed ones not soon again, none lost."""
+"""Allocation of numbers and ranges: never twice, freed ones not soon again, none lost."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from pyebpf_proxy.datapath.maps.ids import Ids
 from pyebpf_proxy.datapath.maps.ranges import Ranges
 
 
-def test_ids_rise_and_a_freed_one_does_not_come_back_soon() -> None:
+def test_ids_increase_and_a_freed_one_is_not_reused_soon() -> None:
     ids = Ids(100)
     assert ids.take(3) == [1, 2, 3]
     ids.free([2, 3])
     assert ids.take(2) == [4, 5]
 
 
-def test_ids_start_above_what_is_in_use_and_what_is_remembered() -> None:
+def test_ids_start_above_those_in_use_and_remembered() -> None:
     assert Ids(100, {7, 3}).take(1) == [8]
     assert Ids(100, {7, 3}, start=50).take(1) == [50]
 
 
-def test_ids_wrap_around_and_pass_over_what_is_in_use() -> None:
+def test_ids_wrap_around_and_skip_those_in_use() -> None:
     ids = Ids(6, {2, 4})
     assert ids.take(2) == [5, 1]
     assert ids.available == 1
@@ -55,14 +55,14 @@ def test_ids_are_never_given_twice(steps: list[int], limit: int) -> None:
         assert ids.available == limit - 1 - len(used)
 
 
-def test_a_range_of_nothing_costs_nothing() -> None:
+def test_an_empty_range_takes_no_room() -> None:
     ranges = Ranges(0)
     assert ranges.take(0) == 0
     ranges.free(0, 0)
     assert ranges.take(1) is None
 
 
-def test_the_smallest_range_that_fits_is_taken() -> None:
+def test_the_smallest_fitting_range_is_used() -> None:
     ranges = Ranges(100)
     starts = [ranges.take(n) for n in (5, 1, 2, 1, 80)]
     assert starts == [0, 5, 6, 8, 9]
@@ -82,7 +82,7 @@ def test_neighbours_are_joined() -> None:
     assert ranges.available == 0
 
 
-def test_ranges_that_were_taken_before() -> None:
+def test_ranges_that_are_in_use_at_the_start() -> None:
     ranges, fits = Ranges.without(20, [(4, 4), (0, 2), (6, 4), (19, 2), (5, 0), (10, 1)])
     assert fits == [True, True, False, False, True, True]
     assert ranges.available == 20 - 4 - 2 - 1
@@ -104,7 +104,7 @@ def test_ranges_never_overlap_and_nothing_is_lost(steps: list[tuple[bool, int]])
         assert len(cells) == len(set(cells))
         assert all(0 <= cell < 40 for cell in cells)
         assert ranges.available == 40 - len(cells)
-        # An allocator made from what is held has the same free ranges.
+        # An allocator that is created from the allocated ranges has the same free ranges.
         again, fits = Ranges.without(40, held)
         assert all(fits)
         assert again._ends == ranges._ends

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is to be written for a change, step by step, without a kernel. One line for each entry of a map."""
+"""The writes for a change, step by step, without a kernel. One line for each map entry."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def plan(name: ServicePortName, frontends: list[str], cluster: list[str], **more
 
 
 def written(btf: Btf, change: Change | None) -> str:
-    """The change as the maps will show it; fields that are zero are left out."""
+    """The change as it appears in the maps; zero fields are left out."""
     assert change is not None
     lines = []
     family = change.name.family.value
@@ -119,7 +119,7 @@ def written(btf: Btf, change: Change | None) -> str:
 
 
 def commit(mirror: Mirror, change: Change | None) -> Garbage:
-    """What the writer does with the mirror when all went well."""
+    """What the writer does with the mirror after success."""
     assert change is not None
     garbage = Garbage()
     for key in change.frontend_deletes:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which iptables rules, virtual servers and ipsets are kube-proxy's to remove: the decisions, without a kernel."""
+"""Which iptables rules, virtual servers and ipsets of kube-proxy are removed: the decisions, without a kernel."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BUILT_IN = ":PREROUTING ACCEPT [0:0]\n:POSTROUTING ACCEPT [0:0]\n"
 
 
 @pytest.mark.parametrize("name", ["iptables-ipv4", "iptables-ipv6", "ipvs"])
-def test_every_chain_and_jump_of_kube_proxy_goes(name: str) -> None:
+def test_every_chain_and_jump_of_kube_proxy_is_removed(name: str) -> None:
     text = (RECORDED / f"{name}.rules").read_text()
     script = plan(text).script
     chains = [line.split()[0] for line in text.splitlines() if line.startswith(":KUBE-")]
@@ -60,7 +60,7 @@ def test_names(table: str, chain: str, removed: bool) -> None:
     assert is_kube_proxys(table, chain) is removed
 
 
-def test_nothing_of_kube_proxy_nothing_to_do() -> None:
+def test_without_rules_of_kube_proxy_there_is_nothing_to_do() -> None:
     assert plan("").script == ""
     assert (
         plan(f"*nat\n{BUILT_IN}:KUBE-KUBELET-CANARY - [0:0]\n-A PREROUTING -j KUBE-KUBELET-CANARY\nCOMMIT\n").script
@@ -77,7 +77,7 @@ def test_nothing_of_kube_proxy_nothing_to_do() -> None:
         '-A MINE -m comment --comment "kubernetes service portals" -j KUBE-SERVICES',
     ],
 )
-def test_a_chain_that_a_rule_of_others_names_stays_with_all_that_it_leads_to(rule: str) -> None:
+def test_a_chain_that_a_foreign_rule_uses_stays_with_its_targets(rule: str) -> None:
     planned = plan(
         f"*nat\n{BUILT_IN}:MINE - [0:0]\n:KUBE-SERVICES - [0:0]\n:KUBE-SVC-A - [0:0]\n:KUBE-SEP-A - [0:0]\n"
         f":KUBE-SVC-B - [0:0]\n{rule}\n"
@@ -93,7 +93,7 @@ def test_a_chain_that_a_rule_of_others_names_stays_with_all_that_it_leads_to(rul
     assert planned.kept == [f"table nat: chain KUBE-SERVICES stays, {why}: {rule[3:]}"]
 
 
-def test_words_in_comments_are_no_jumps() -> None:
+def test_comments_are_no_jumps() -> None:
     planned = plan(
         f"*nat\n{BUILT_IN}:KUBE-SERVICES - [0:0]\n"
         r'-A PREROUTING -m comment --comment "a \" -j KUBE-SERVICES b" -j RETURN'
@@ -127,9 +127,7 @@ FORWARD = (
         ("ACCEPT", "", False),
     ],
 )
-def test_where_forward_drops_kube_proxys_accepts_stay_at_a_start_and_go_at_cleanup(
-    policy: str, rule: str, drops: bool
-) -> None:
+def test_with_forward_policy_drop_kube_proxys_accepts_stay_until_cleanup(policy: str, rule: str, drops: bool) -> None:
     text = FORWARD.format(policy, rule)
     assert plan(text).forward_drops is drops
     assert "-X KUBE-FORWARD" in plan(text).script

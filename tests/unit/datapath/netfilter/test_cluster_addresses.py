@@ -50,7 +50,7 @@ def test_an_address_that_moves_between_ports_stays() -> None:
     assert known.apply({name(3): port(3, A), name(2): None}) == NOTHING
 
 
-def test_what_has_no_cluster_ip_changes_nothing() -> None:
+def test_a_port_without_a_cluster_ip_changes_nothing() -> None:
     known = ClusterAddresses()
     assert known.apply({name(1): port(1, None), name(9): None}) == NOTHING
 
@@ -63,7 +63,7 @@ def test_a_complete_change_removes_all_others() -> None:
 
 
 @given(st.lists(st.dictionaries(st.integers(0, 4), st.sampled_from([None, b"", A, B]), max_size=4)))
-def test_it_agrees_with_counting_anew(steps: list[dict[int, bytes | None]]) -> None:
+def test_the_result_equals_a_new_count(steps: list[dict[int, bytes | None]]) -> None:
     known = ClusterAddresses()
     wanted: dict[int, bytes] = {}
     seen: set[bytes] = set()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Netlink: the encoding, and that one package has it."""
+"""Netlink: the encoding, and that only one package implements it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ assert not found, found
 """
 
 
-def test_a_start_imports_nothing_of_pyroute2() -> None:
+def test_a_start_does_not_import_pyroute2() -> None:
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
@@ -59,7 +59,7 @@ def test_no_other_package_opens_netlink_or_knows_its_headers() -> None:
     assert found == []
 
 
-#: What differs from the kernel's name, as the kernel's expression. Messages of nfnetlink have their subsystem here.
+#: Names that differ from the kernel's, with the kernel's expression. Messages of nfnetlink include their subsystem.
 OWN_NAMES = {
     "TC_H_CLSACT_INGRESS": "TC_H_MAKE(TC_H_CLSACT, TC_H_MIN_INGRESS)",
     "TC_H_CLSACT_EGRESS": "TC_H_MAKE(TC_H_CLSACT, TC_H_MIN_EGRESS)",
@@ -73,7 +73,7 @@ NEWER = {"NFTA_SET_COUNT"}
 
 
 def test_numbers_and_sizes_are_those_of_the_kernels_headers(tmp_path: Path) -> None:
-    """The compiler checks each name: whether the header that uapi names has it, with this value."""
+    """The compiler checks for each name whether the header has it with this value."""
     gcc = shutil.which("gcc")
     assert gcc, "make setup installs it"
     headers = ["sys/socket.h", "linux/netfilter.h", *re.findall(r"include/uapi/(linux/[\w/]+\.h)", SOURCE)]
@@ -133,7 +133,7 @@ def test_the_kernels_reason_is_in_the_error(capped: bool) -> None:
     assert error_text(body, 0) == "Device or resource busy"
 
 
-def test_a_refusal_names_the_request() -> None:
+def test_an_error_names_the_request() -> None:
     with Rtnetlink() as netlink, pytest.raises(NetlinkError, match=r"^delete nothing: ") as refused:
         netlink.change(uapi.RTM_DELLINK, 0, uapi.IFINFOMSG.pack(0, 0, 0x7FFFFFFF, 0, 0), "delete nothing")
     assert refused.value.errno in (errno.ENODEV, errno.EPERM)
@@ -162,7 +162,7 @@ def test_families_of_generic_netlink() -> None:
 
 
 class Full:
-    """A socket whose buffer ran over once."""
+    """A socket whose buffer has overflowed once."""
 
     def __init__(self) -> None:
         self.said: list[OSError | bytes] = [OSError(errno.ENOBUFS, "full"), b"message", BlockingIOError()]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which node settings a configuration asks for, and what is done to files that stand for them (below a folder)."""
+"""Which node settings a configuration requires, and their effect on files below a folder that stands for /."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def names(text: str, cpus: int = 4) -> dict[str, int]:
         ("mode: ipvs\nipvs: {tcpTimeout: 999ms}", {"net/ipv4/ip_forward": 1}),
     ],
 )  # fmt: skip
-def test_what_a_configuration_asks_for(text: str, differs: dict[str, int | None]) -> None:
+def test_the_settings_that_a_configuration_requires(text: str, differs: dict[str, int | None]) -> None:
     found = {name: value for name, value in names(text).items() if "/vs/" not in name}
     assert ("net/ipv4/vs/conntrack" in names(text)) == ("mode: ipvs" in text)
     want: dict[str, int | None] = dict(BY_DEFAULT)
@@ -81,7 +81,7 @@ def test_what_a_configuration_asks_for(text: str, differs: dict[str, int | None]
     assert found == {name: value for name, value in want.items() if value is not None}
 
 
-def test_order_is_kube_proxys() -> None:
+def test_the_order_is_that_of_kube_proxy() -> None:
     found = list(names("conntrack: {tcpBeLiberal: true, udpTimeout: 40s, udpStreamTimeout: 2m}"))
     assert [name.removeprefix(NETFILTER) for name in found] == [
         "max", f"/{HASHSIZE}", "tcp_timeout_established", "tcp_timeout_close_wait", "tcp_be_liberal",
@@ -188,7 +188,7 @@ EVERYTHING = KernelSettings(
 
 
 def refuse(monkeypatch: pytest.MonkeyPatch, path: Path, number: int, mode: int | None = None) -> None:
-    """Opening this file for writing is refused, as the kernel refuses it even to root."""
+    """Opening this file for writing fails, as the kernel refuses it even to root."""
     real = os.open
 
     def fake(name: Any, flags: int, *rest: Any, **more: Any) -> int:
@@ -201,7 +201,7 @@ def refuse(monkeypatch: pytest.MonkeyPatch, path: Path, number: int, mode: int |
         path.chmod(mode)
 
 
-def test_everything_is_written_and_put_back(tree: Tree) -> None:
+def test_all_settings_are_written_and_restored(tree: Tree) -> None:
     before = {path: path.read_text().strip() for path in tree.root.rglob("*") if path.is_file()}
     tree.apply(EVERYTHING)
     assert {name: tree.netfilter(name) for name in ("max", "tcp_timeout_established", "tcp_timeout_close_wait")} == {
@@ -226,7 +226,7 @@ def test_everything_is_written_and_put_back(tree: Tree) -> None:
 
 
 def test_settings_stay_while_a_kube_proxy_runs(tree: Tree) -> None:
-    """It has asked for the same at its start, and does not ask again."""
+    """It has written the same settings at its start, and does not write them again."""
     tree.apply(ESTABLISHED)
     assert sysctls.hold(node_settings.LIBERAL, tree.directory, tree.root) == ""
     value = tree.netfilter("tcp_timeout_established")
@@ -250,7 +250,7 @@ def test_the_settings_of_the_fast_path_are_restored_last(tree: Tree) -> None:
     assert not sysctls.changed(node_settings.LIBERAL, tree.directory)
 
 
-def test_what_is_so_already_is_not_written(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_that_are_right_are_not_written(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
     tree.apply(EVERYTHING)
     sysctls.adjust_oom_score(-999, tree.root)
     record = tree.record()
@@ -269,13 +269,13 @@ def test_a_larger_hash_table_stays(tree: Tree) -> None:
     assert (tree.netfilter("max"), tree.get(HASHSIZE)) == ("1000", "65536")
 
 
-def test_the_first_former_value_stays(tree: Tree) -> None:
+def test_the_original_value_stays_recorded(tree: Tree) -> None:
     tree.apply(ESTABLISHED)
     tree.apply(KernelSettings(Conntrack(tcp_established=1000)))
     assert tree.record() == {
         f"proc/sys/{NETFILTER}tcp_timeout_established": {"was": "432000", "wrote": "1000"},
     }
-    tree.apply(KernelSettings())  # no longer asked for: kube-proxy leaves it, and clean-up still knows
+    tree.apply(KernelSettings())  # no longer required: kube-proxy keeps it, and clean-up still knows the old value
     assert tree.netfilter("tcp_timeout_established") == "1000"
     tree.restore()
     assert tree.netfilter("tcp_timeout_established") == "432000"
@@ -313,7 +313,7 @@ def test_a_missing_setting_ends_the_start(tree: Tree) -> None:
     assert tree.record() == {}
 
 
-def test_settings_of_ipvs_need_not_be_there_but_are_set_where_they_are(tree: Tree) -> None:
+def test_settings_of_ipvs_are_set_only_if_they_exist(tree: Tree) -> None:
     tree.apply(KernelSettings(ipvs=Ipvs()))
     tree.put("proc/sys/net/ipv4/vs/conntrack", "0")
     tree.apply(KernelSettings(ipvs=Ipvs()))
@@ -342,7 +342,7 @@ def test_a_read_only_sys_is_an_event_on_the_node(tree: Tree, monkeypatch: pytest
 
 
 def test_in_a_container_the_mount_of_the_node_is_written(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
-    """/proc/sys and /sys are read-only there, /host/proc/sys/net is not; the hash table is had by its other name."""
+    """/proc/sys and /sys are read-only there, /host/proc/sys/net is not; the hash table has another name."""
     for name, value in (("max", "262144"), ("buckets", "65536"), ("udp_timeout", "30")):
         tree.put(f"host/proc/sys/{NETFILTER}{name}", value)
     refuse(monkeypatch, tree.root / HASHSIZE, errno.EROFS)
@@ -364,7 +364,7 @@ def test_another_refusal_of_the_hash_table_ends_the_start(tree: Tree, monkeypatc
 
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS])
-def test_what_is_the_machines_stays_in_another_network_namespace(
+def test_settings_of_the_machine_stay_in_another_network_namespace(
     tree: Tree, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     """As the kernel shows it there: without write permission."""
@@ -378,7 +378,7 @@ def test_what_is_the_machines_stays_in_another_network_namespace(
 def test_a_hash_table_of_the_machine_stays_in_another_network_namespace(
     tree: Tree, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its limit is as wanted, its size is not, and the kernel refuses to change it from there."""
+    """Its limit is right, its size is not, and the kernel does not allow changing it from there."""
     refuse(monkeypatch, tree.root / HASHSIZE, errno.EOPNOTSUPP)
     tree.apply(KernelSettings(Conntrack(max_per_core=1, min=300000, tcp_established=900)))
     assert (tree.get(HASHSIZE), tree.netfilter("tcp_timeout_established")) == ("65536", "900")
@@ -391,7 +391,7 @@ def test_no_permission_for_a_writable_limit_ends_the_start(tree: Tree, monkeypat
         tree.apply(KernelSettings(Conntrack(max_per_core=1, min=1000000)))
 
 
-def test_a_value_that_is_not_taken_over_ends_the_start(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_value_that_does_not_take_effect_ends_the_start(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "write", lambda descriptor, content: len(content))
     limit = tree.put(f"proc/sys/{NETFILTER}udp_timeout", "30")
     real = os.open
@@ -419,7 +419,9 @@ def test_the_oom_score_is_only_logged(tree: Tree, monkeypatch: pytest.MonkeyPatc
     assert tree.get("proc/self/oom_score_adj") == "-998"
 
 
-def test_what_cannot_be_put_back_is_a_problem_and_stays_remembered(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_setting_that_cannot_be_restored_is_reported_and_stays_recorded(
+    tree: Tree, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tree.apply(KernelSettings(Conntrack(tcp_established=900, udp=40)))
     with monkeypatch.context() as patch:
         refuse(patch, tree.root / f"proc/sys/{NETFILTER}udp_timeout", errno.EROFS)
@@ -431,7 +433,7 @@ def test_what_cannot_be_put_back_is_a_problem_and_stays_remembered(tree: Tree, m
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{", '{"a": 1}', '{"a": {"was": "1"}}'])
-def test_a_broken_record_costs_nothing_else(tree: Tree, content: str) -> None:
+def test_a_broken_record_affects_no_other_setting(tree: Tree, content: str) -> None:
     (tree.directory / sysctls.RECORD).write_text(content)
     tree.apply(ESTABLISHED)
     assert tree.netfilter("tcp_timeout_established") == "900"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From links, addresses and configuration to what the maps of the node must hold."""
+"""From links, addresses and configuration to the contents of the node's maps."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def state(*links: Link, addresses: tuple[InterfaceAddress, ...] = ()) -> State:
 
 
 def test_addresses_that_flows_may_be_masqueraded_to() -> None:
-    """Those of devices that are up, but not the link-local one that every device has (finding D7)."""
+    """Addresses of devices that are up, except the link-local one that every device has (finding D7)."""
     down = ETH1._replace(up=False)
     found = state(
         ETH0,
@@ -111,7 +111,7 @@ def test_addresses_that_flows_may_be_masqueraded_to() -> None:
     ],
     ids=lambda value: value.name if isinstance(value, Link) else None,
 )
-def test_program_of_a_device_without_master(link: Link, program: str | None) -> None:
+def test_the_program_of_a_device_without_master(link: Link, program: str | None) -> None:
     assert node.program_for(link, {9: link}) == program
 
 
@@ -249,16 +249,16 @@ def redirects(
 
 
 def test_packets_go_straight_into_a_pod_behind_a_veth() -> None:
-    """The plan asks for what the programs can do (finding D14)."""
+    """The plan requests what the programs support (finding D14)."""
     assert redirects(ETH0, POD) == {"eth0": (REDIRECT_DEVICE, ""), "veth7": (REDIRECT_PEER, "")}
     assert plan(state(POD), FAST).devices[7].mtu == 1450
 
 
-def test_nothing_is_sent_where_the_fast_path_is_off() -> None:
+def test_no_device_has_a_redirect_without_the_fast_path() -> None:
     assert redirects(ETH0, POD, config=NodeConfig()) == {"eth0": (REDIRECT_NONE, ""), "veth7": (REDIRECT_NONE, "")}
 
 
-def test_a_veth_within_this_network_namespace_goes_by_its_queue() -> None:
+def test_a_veth_within_this_network_namespace_uses_its_queue() -> None:
     mode, why = redirects(POD._replace(peer_netns=None))["veth7"]
     assert (mode, why) == (REDIRECT_DEVICE, "the peer of the veth is in this network namespace")
 
@@ -279,11 +279,11 @@ def test_a_veth_within_this_network_namespace_goes_by_its_queue() -> None:
         (Others(unobserved="no egress"), REDIRECT_NONE, "the agent's program is not at its egress: no egress"),
     ],
 )
-def test_what_others_have_on_a_pod_s_device(others: Others, mode: int, why: str) -> None:
+def test_foreign_programs_on_a_pods_device(others: Others, mode: int, why: str) -> None:
     assert redirects(POD, veth7=others)["veth7"] == (mode, why)
 
 
-def test_a_program_at_the_other_end_gets_its_packets_by_the_queue() -> None:
+def test_with_a_program_at_the_other_end_packets_use_the_queue() -> None:
     other = POD._replace(ifindex=9, name="veth9")
     found = state(POD, other)
     found.peers = {POD.ifindex: "an XDP program is at the peer of the veth", other.ifindex: ""}
@@ -294,7 +294,7 @@ def test_a_program_at_the_other_end_gets_its_packets_by_the_queue() -> None:
 
 
 @pytest.mark.parametrize("others", [Others(qdisc="mq"), Others(qdisc="htb"), Others(egress=("tcx program foo",))])
-def test_an_uplink_s_queue_and_egress_are_met_by_the_fast_path(others: Others) -> None:
+def test_fast_path_packets_pass_an_uplinks_queue_and_egress(others: Others) -> None:
     assert redirects(ETH0, eth0=others)["eth0"] == (REDIRECT_DEVICE, "")
 
 
@@ -335,7 +335,7 @@ def test_packets_go_straight_into_a_pod_behind_a_bridge_s_port() -> None:
         (BRIDGE, "", Others(ingress=("tcx program foo",)), "on bridge cni0: tcx program foo"),
     ],
 )
-def test_what_a_bridge_does_closes_its_ports(bridge: Link, rules: str, others: Others, why: str) -> None:
+def test_features_of_a_bridge_close_its_ports(bridge: Link, rules: str, others: Others, why: str) -> None:
     assert redirects(bridge, PORT, bridge_rules=rules, cni0=others)["veth6"] == (REDIRECT_NONE, why)
     assert redirects(bridge, POD, bridge_rules=rules, cni0=others)["veth7"] == (REDIRECT_PEER, "")
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which devices carry XDP, why others do not, and what frames may be sent by: pure."""
+"""Which devices get XDP, why others do not, and through which devices frames may be sent. Pure."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def test_every_physical_device_with_xdp_and_no_other() -> None:
     assert planned("*").refused == {}
 
 
-def test_where_the_kernel_does_not_tell_the_driver_is_asked() -> None:
+def test_the_driver_decides_if_the_kernel_does_not_report_xdp() -> None:
     links = {link.ifindex: link for link in (NIC, OLD, POD)}
     found = plan(links, PROGRAMS, None, XdpConfig(("*",)), lambda name: False)
     assert found.attach == {2: "eth0", 3: "eth1"}
-    assert found.entries[2] == Entry(MAC, 1, 1, 0), "sent back, one buffer at a time; not redirected to"
+    assert found.entries[2] == Entry(MAC, 1, 1, 0), "XDP_TX with one buffer; no redirect to it"
 
 
-def test_named_devices_are_tried_or_refused_with_the_reason() -> None:
+def test_named_devices_are_used_or_rejected_with_the_reason() -> None:
     found = planned("eth1", "pod1", "port", "br0", "tun0", "none")
     assert found.attach == {3: "eth1", 4: "pod1"}
     assert found.refused == {
@@ -50,7 +50,7 @@ def test_named_devices_are_tried_or_refused_with_the_reason() -> None:
     }
 
 
-def test_tags_that_are_taken_off_before_xdp_are_in_the_way_only_where_there_are_vlans() -> None:
+def test_vlan_offload_prevents_xdp_only_if_there_are_vlans() -> None:
     assert planned("eth0").attach == {2: "eth0"}
     tagged = planned("eth0", links=(NIC, VLAN))
     assert tagged.attach == {}
@@ -58,11 +58,11 @@ def test_tags_that_are_taken_off_before_xdp_are_in_the_way_only_where_there_are_
     assert planned("eth0", links=(NIC, VLAN), tags=False).attach == {2: "eth0"}
 
 
-def test_what_frames_may_be_sent_by() -> None:
+def test_through_which_devices_frames_may_be_sent() -> None:
     found = planned("eth0", "pod1").entries
     assert found[2] == Entry(MAC, 1, 2, 2)
-    assert found[4] == Entry(MAC, 1, 0, 0), "its peer is not ready: whatever is sent there is lost"
-    assert found[6] == Entry(bytes(6), 0, 0, 2), "no program, but frames may be redirected to it"
+    assert found[4] == Entry(MAC, 1, 0, 0), "its peer is not ready: frames sent there are lost"
+    assert found[6] == Entry(bytes(6), 0, 0, 2), "no program, but a redirect to it works"
     assert 3 not in found
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernel's answers about rulesets (recorded by tests/netns/attach/record_rulesets.py), and what is made of it."""
+"""The kernel's answers about rulesets (recorded by tests/netns/attach/record_rulesets.py), and their evaluation."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def closed(*found: Table, marks: dict[int, list[Mark]] | None = None) -> dict[in
 
 
 @pytest.mark.parametrize("name", RECORDED)
-def test_what_was_recorded_leaves_it_open(name: str) -> None:
+def test_recorded_rulesets_keep_the_fast_path_open(name: str) -> None:
     found = tables(name)
     assert sum(len(chain.rules) for table in found for chain in table.chains.values()) > 1
     assert closed(*found) == {}
@@ -77,7 +77,7 @@ def test_nothing_recorded_is_unknown(name: str) -> None:
     [("ufw by iptables-legacy", "FORWARD"), ("ufw by ip6tables-legacy", "FORWARD"), ("plain", "forward")],
 )
 def test_the_same_with_a_policy_that_accepts(name: str, chain: str) -> None:
-    """Then what is logged at the end is not dropped."""
+    """Then packets that are logged at the end are not dropped."""
     found = tables(name)
     for table in found:
         table.chains[chain].policy_drops = False
@@ -131,7 +131,7 @@ def test_expressions_that_take_packets_elsewhere(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["quantum", "match", "target"])
-def test_what_is_not_known_closes(name: str) -> None:
+def test_unknown_expressions_close(name: str) -> None:
     part = expression(name, attribute(1, b"NDPI\0"), attribute(2, b"\0\0\0\1"))
     assert part.kind is Kind.UNKNOWN
     assert "unknown" in part.words
@@ -154,20 +154,20 @@ def forward(*parts: Part, name: str = "table") -> Table:
     return Table(name, frozenset({4, 6}), {"forward": Chain("forward", hook=True, rules=[Rule("1", parts)])})
 
 
-def test_more_rules_than_are_shown() -> None:
+def test_further_rules_are_counted_in_the_reason() -> None:
     table = forward(Part(Kind.LOGS, "log"))
     table.chains["forward"].rules *= 8
     assert closed(table)[4].endswith("; and 3 more rules")
 
 
-def test_what_cannot_be_read_closes() -> None:
+def test_unreadable_rules_close() -> None:
     verdicts = judge(Rulesets(unread={6: ["ip6tables-legacy could not be read: no"]}))
     assert not verdicts[4].closes
     assert str(verdicts[6]) == "ip6tables-legacy could not be read: no"
 
 
 def test_chains_that_jump_in_a_circle_end() -> None:
-    """The kernel refuses them; a reading while they change may show them."""
+    """The kernel rejects them; a read during a change may show them."""
     log = Rule("1", (Part(Kind.LOGS, "log"),))
     table = forward(Part(Kind.JUMP, target="one"))
     table.chains["one"] = Chain("one", rules=[log, Rule("2", (Part(Kind.JUMP, target="two"),))])
@@ -233,7 +233,7 @@ MAPS = frozenset({(1, "foreign", "verdicts")})
     ("data", "expected"),
     [
         (AGENTS + AGENTS + END, (False, False)),
-        (AGENTS + END + END, (True, True)),  # nothing was reported of the second
+        (AGENTS + END + END, (True, True)),  # no message about the second commit
         (reported(NEW_RULE, 2, "agent", "a") + END, (True, True)),  # of another family
         (reported(NEW_RULE, 1, "foreign", "a") + END, (True, True)),
         (reported(NEW_ELEMENT, 1, "foreign", "blocked") + END, (True, False)),
@@ -242,11 +242,11 @@ MAPS = frozenset({(1, "foreign", "verdicts")})
         (reported(NEW_RULE, 1, "foreign", "a"), (False, False)),  # its end is still to come
     ],
 )
-def test_whose_commit_it_was(data: bytes, expected: tuple[bool, bool]) -> None:
+def test_whether_a_commit_was_the_agents(data: bytes, expected: tuple[bool, bool]) -> None:
     assert Commits("agent").take(data, MAPS) == expected
 
 
-def test_a_commit_that_comes_in_pieces() -> None:
+def test_a_commit_in_several_reads() -> None:
     commits = Commits("agent")
     assert commits.take(reported(NEW_RULE, 1, "foreign", "a") + AGENTS, MAPS) == (False, False)
     assert commits.take(AGENTS, MAPS) == (False, False)

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The way to the API server: kubeconfigs in kube-proxy's words, the pod's account, proxies, exec plugins, limits."""
+"""Access to the API server: kubeconfigs with kube-proxy's messages, the pod's account, proxies, exec plugins,
+limits.
+"""
 
 from __future__ import annotations
 
@@ -42,9 +44,9 @@ def user(fields: str) -> str:
     return f"{CONTEXT}{SERVER}users: [{{name: u, user: {{{fields}}}}}]\n"
 
 
-#: Each line has the one before twice.
+#: Each line contains the one before twice.
 LAUGHS = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 30))
-#: kube-proxy v1.36.3's message about each file, as tried.
+#: kube-proxy v1.36.3's actual message about each file.
 MISTAKES = {
     "": "invalid configuration: no configuration has been provided, try setting KUBERNETES_MASTER environment variable",
     "foo: [": "error loading config file",
@@ -68,14 +70,14 @@ MISTAKES = {
     user("token: a, username: b"): "more than one authentication method found for u; found [token basicAuth],"
     " only one is allowed",
     user("as-groups: [x]"): "requesting uid, groups or user-extra for u without impersonating a user",
-    # In other words, where kube-proxy names Go types.
+    # Messages with other words, because kube-proxy names Go types.
     "clusters: 3": "clusters: expected array, got int",
     "[]": "it is not a mapping, so not a kubeconfig",
     "a: &a [*a]": "yaml: the value of an anchor contains itself",
     "a: &a {b: {c: *a}}": "yaml: the value of an anchor contains itself",
     LAUGHS: "yaml: document contains excessive aliasing",
     "[" * 5000: "error loading config file",
-    # Here kube-proxy prints both, with their tokens.
+    # Here kube-proxy prints both users, with their tokens.
     "users: [{name: u, user: {token: SECRET}}, {name: u}]": 'config": users: duplicate name "u"',
     f"{SERVER}contexts: [{{name: a}}, {{name: b}}, {{name: a}}]": 'contexts: duplicate name "a"',
 }
@@ -95,7 +97,7 @@ def test_a_kubeconfig_with_a_mistake(tmp_path: Path, text: str) -> None:
 
 
 @pytest.mark.parametrize("what", ["kubeconfig", "certificate-authority", "tokenFile"])
-def test_files_of_a_gigabyte_are_not_read(tmp_path: Path, what: str) -> None:
+def test_huge_files_are_not_read(tmp_path: Path, what: str) -> None:
     large = tmp_path / "large"
     large.touch()
     os.truncate(large, 1 << 30)
@@ -111,7 +113,7 @@ def test_files_of_a_gigabyte_are_not_read(tmp_path: Path, what: str) -> None:
 
 
 @pytest.mark.parametrize("length", [b"Content-Length: 536870912", b"Transfer-Encoding: chunked"])
-def test_an_answer_without_end_is_given_up(length: bytes) -> None:
+def test_an_endless_answer_is_aborted(length: bytes) -> None:
     def serve(listener: socket.socket) -> None:
         asking, _ = listener.accept()
         asking.recv(65536)
@@ -132,7 +134,7 @@ def test_an_answer_without_end_is_given_up(length: bytes) -> None:
             tracemalloc.stop()
 
 
-def test_a_kubeconfig_that_is_not_there() -> None:
+def test_a_missing_kubeconfig() -> None:
     with pytest.raises(FatalError, match=r"^stat /nonexistent: no such file or directory$"):
         find("/nonexistent", "", {})
 
@@ -143,7 +145,7 @@ def test_a_kubeconfig_that_is_a_folder(tmp_path: Path) -> None:
     assert str(error.value) == f'error loading config file "{tmp_path}": read {tmp_path}: is a directory'
 
 
-def test_everything_of_a_kubeconfig_counts(tmp_path: Path) -> None:
+def test_all_fields_of_a_kubeconfig_are_used(tmp_path: Path) -> None:
     for name in ("ca", "crt", "key", "token"):
         (tmp_path / name).write_text(name)
     (tmp_path / "kubeconfig").write_text(
@@ -177,12 +179,12 @@ def test_everything_of_a_kubeconfig_counts(tmp_path: Path) -> None:
     assert "secret" not in repr(Access("https://x", token="secret", password="secret"))
 
 
-def test_master_goes_before_the_kubeconfig_and_may_stand_alone(tmp_path: Path) -> None:
+def test_master_overrides_the_kubeconfig_and_suffices_alone(tmp_path: Path) -> None:
     path = tmp_path / "kubeconfig"
     path.write_text(user("token: t"))
     assert find(str(path), "https://192.0.2.9", {}) == Access("https://192.0.2.9", token="t")
     assert find("", "192.0.2.9:8080", {}) == Access("http://192.0.2.9:8080")
-    # Over plain HTTP no credentials are sent.
+    # No credentials are sent over plain HTTP.
     assert find(str(path), "http://192.0.2.9", {}) == Access("http://192.0.2.9")
 
 
@@ -223,7 +225,7 @@ def test_a_token_file_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert TOKEN_SECONDS <= 60
 
 
-def test_no_token_file_is_a_trouble_and_no_end(tmp_path: Path) -> None:
+def test_a_missing_token_file_is_reported_and_does_not_end_the_agent(tmp_path: Path) -> None:
     with pytest.raises(TroubleError, match=r"the token file .* cannot be read"):
         Credentials(Access("https://x", token_file=str(tmp_path / "token"))).headers()
 
@@ -234,13 +236,13 @@ def test_user_and_password() -> None:
 
 
 @pytest.mark.parametrize("tls", [Tls(ca_data=b"nonsense"), Tls(certificate_data=b"nonsense", key_data=b"nonsense")])
-def test_certificates_that_are_none(tls: Tls) -> None:
+def test_invalid_certificates(tls: Tls) -> None:
     with pytest.raises(TroubleError, match=r"no certificate as PEM|not usable"):
         Credentials(Access("https://x", tls)).context()
 
 
 def test_a_context_that_threads_share_is_not_changed_by_connecting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """OpenSSL frees what is replaced there, and another thread's handshake may be reading it."""
+    """OpenSSL frees the replaced context, while another thread's handshake may read it."""
     changed = []
     monkeypatch.setattr(ssl.SSLContext, "set_alpn_protocols", lambda _, protocols: changed.append(protocols))
     with ScriptedApi() as api:
@@ -278,13 +280,13 @@ def answer(**status: Any) -> str:
     return f"print(json.dumps({document!r}).replace('COUNT', str(count)))"
 
 
-def test_a_program_gives_a_token_and_is_asked_again_when_it_has_expired(tmp_path: Path) -> None:
+def test_a_plugin_provides_a_token_and_runs_again_when_it_has_expired(tmp_path: Path) -> None:
     past = (datetime.now(UTC) - timedelta(seconds=1)).isoformat().replace("+00:00", "Z")
     credentials = plugin(tmp_path, COUNTING + answer(token="tokenCOUNT", expirationTimestamp=past))
     assert [credentials.headers() for _ in range(2)] == [[("Authorization", f"Bearer token{n}")] for n in (1, 2)]
 
 
-def test_a_program_is_not_asked_before_its_answer_expires(tmp_path: Path) -> None:
+def test_a_plugin_does_not_run_before_its_answer_expires(tmp_path: Path) -> None:
     future = (datetime.now(UTC) + timedelta(hours=1)).isoformat()
     credentials = plugin(tmp_path, COUNTING + answer(token="tokenCOUNT", expirationTimestamp=future))
     assert credentials.headers() == credentials.headers() == [("Authorization", "Bearer token1")]
@@ -320,7 +322,7 @@ count = 1
         ("count = 1\n" + answer(token=7), "not an ExecCredential"),
     ],
 )
-def test_a_program_that_fails_is_named(tmp_path: Path, program: str, words: str) -> None:
+def test_a_failing_plugin_is_named(tmp_path: Path, program: str, words: str) -> None:
     with pytest.raises(TroubleError) as error:
         plugin(tmp_path, program).headers()
     assert words in str(error.value)
@@ -361,7 +363,7 @@ def test_proxies_of_the_environment_as_go_reads_them(url: str, no_proxy: str, ex
     assert proxy_for(url, {"HTTPS_PROXY": "proxy:3128", "NO_PROXY": no_proxy}) == expected
 
 
-def test_the_limit_is_a_bucket() -> None:
+def test_the_limit_is_a_token_bucket() -> None:
     now = 0.0
     limiter = Limiter(2.0, 3, lambda: now)
     assert [limiter.take() for _ in range(5)] == [0, 0, 0, 0.5, 1.0]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""List and watch: the protocol's corners, against a server that the test controls."""
+"""List and watch: the details of the protocol, against a server that the test controls."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def api() -> Iterator[ScriptedApi]:
 
 
 def refuse_streams(exchange: Exchange) -> None:
-    """As a server that does not know sendInitialEvents."""
+    """As a server does that does not support sendInitialEvents."""
     exchange.status(422, "sendInitialEvents: Forbidden")
 
 
-def test_the_list_comes_as_the_beginning_of_the_watch(api: ScriptedApi) -> None:
+def test_the_watch_begins_with_the_list(api: ScriptedApi) -> None:
     def first(exchange: Exchange) -> None:
         exchange.initial([service("a"), service("b", "10.96.0.2")], "7")
         exchange.event("DELETED", service("a", version="8"))
@@ -63,7 +63,7 @@ def test_the_list_comes_as_the_beginning_of_the_watch(api: ScriptedApi) -> None:
     assert asked.headers["Accept"] == "application/json"
 
 
-def test_the_first_list_goes_on_in_parts(api: ScriptedApi) -> None:
+def test_the_first_list_is_delivered_in_parts(api: ScriptedApi) -> None:
     def first(exchange: Exchange) -> None:
         exchange.begin()
         for number in range(1200):
@@ -76,7 +76,7 @@ def test_the_first_list_goes_on_in_parts(api: ScriptedApi) -> None:
         assert not source.complete
 
 
-def test_what_is_read_before_anybody_takes_it_waits(api: ScriptedApi) -> None:
+def test_objects_that_are_not_taken_yet_wait(api: ScriptedApi) -> None:
     source = Following(Access(api.url))
     source.begin()
     wait_until(lambda: len(api.asked("services")) == len(api.asked("endpointslices")) == len(api.asked("nodes")) == 1)
@@ -87,7 +87,7 @@ def test_what_is_read_before_anybody_takes_it_waits(api: ScriptedApi) -> None:
     assert len(api.asked("services")) == 1
 
 
-def test_the_first_list_is_read_no_faster_than_it_is_taken(api: ScriptedApi) -> None:
+def test_the_first_list_is_read_only_as_fast_as_it_is_taken(api: ScriptedApi) -> None:
     def first(exchange: Exchange) -> None:
         services = [service(f"s{number}", f"10.96.{number // 250}.{number % 250 + 1}") for number in range(6000)]
         exchange.initial(services, "7")
@@ -98,11 +98,11 @@ def test_the_first_list_is_read_no_faster_than_it_is_taken(api: ScriptedApi) -> 
     source.busy = 0.1
     with source:
         source.until(lambda: len(source.names("Service")) == 6000)
-    # What had come already when more came, and that.
+    # Changes that had arrived when more came, and those.
     assert max(len(batch.changes) for batch in source.batches) < MOST_WAITING + 2 * PART
 
 
-def test_an_older_server_is_asked_for_pages_and_then_watched_from_there(api: ScriptedApi) -> None:
+def test_an_older_server_is_listed_in_pages_and_then_watched(api: ScriptedApi) -> None:
     api.script(
         "services",
         refuse_streams,
@@ -120,7 +120,7 @@ def test_an_older_server_is_asked_for_pages_and_then_watched_from_there(api: Scr
     assert first["labelSelector"] == second["labelSelector"] == watch["labelSelector"]
 
 
-def test_a_page_that_has_expired_means_the_whole_list_in_one_piece(api: ScriptedApi) -> None:
+def test_an_expired_page_causes_a_list_without_pages(api: ScriptedApi) -> None:
     api.script(
         "services",
         refuse_streams,
@@ -129,13 +129,13 @@ def test_a_page_that_has_expired_means_the_whole_list_in_one_piece(api: Scripted
         lambda exchange: exchange.listed([service("b", "10.96.0.2")], "9"),
     )
     with following(api) as source:
-        # "a" was there and is not any more: it was delivered, and taken back.
+        # "a" existed before: it was delivered, and is withdrawn.
         source.until(lambda: source.complete and source.names("Service") == {"b"})
     assert "limit" not in api.asked("services")[3].query
 
 
 @pytest.mark.parametrize("how", ["status", "event"])
-def test_expired_history_means_listing_again_and_the_difference(api: ScriptedApi, how: str) -> None:
+def test_expired_history_causes_a_new_list_and_delivers_the_difference(api: ScriptedApi, how: str) -> None:
     def expire(exchange: Exchange) -> None:
         if how == "status":
             exchange.status(410, "too old resource version")
@@ -166,7 +166,7 @@ def test_expired_history_means_listing_again_and_the_difference(api: ScriptedApi
     assert [exchange.query.get("resourceVersion") for exchange in api.asked("services")] == [None, "5", None]
 
 
-def test_a_watch_that_ends_in_order_goes_on_where_it_was(api: ScriptedApi) -> None:
+def test_a_watch_that_ends_properly_is_resumed(api: ScriptedApi) -> None:
     def first(exchange: Exchange) -> None:
         exchange.initial([], "5")
         exchange.event("ADDED", service("a", version="6"))
@@ -180,7 +180,7 @@ def test_a_watch_that_ends_in_order_goes_on_where_it_was(api: ScriptedApi) -> No
     assert api.asked("services")[1].query["resourceVersion"] == "42"
 
 
-def test_a_watch_that_breaks_is_resumed_without_a_word(api: ScriptedApi) -> None:
+def test_a_broken_watch_is_resumed_without_a_message(api: ScriptedApi) -> None:
     def first(exchange: Exchange) -> None:
         exchange.initial([service("a")], "5")
         exchange.cut()
@@ -192,8 +192,8 @@ def test_a_watch_that_breaks_is_resumed_without_a_word(api: ScriptedApi) -> None
         assert source.errors() == []
 
 
-def test_a_server_that_restarts_and_has_no_history_is_no_trouble(api: ScriptedApi) -> None:
-    """The watch breaks, the next one is refused (410), and the list is there: not a word, and no wait."""
+def test_a_restarted_server_without_history_causes_no_message(api: ScriptedApi) -> None:
+    """The watch breaks, the next one is refused (410), and the list succeeds: no message, and no wait."""
 
     def first(exchange: Exchange) -> None:
         exchange.initial([service("a")], "5")
@@ -220,7 +220,7 @@ GARBAGE = {
 
 
 @pytest.mark.parametrize("what", GARBAGE)
-def test_garbage_is_logged_once_and_costs_nothing(api: ScriptedApi, what: str) -> None:
+def test_garbage_is_logged_once_and_loses_no_object(api: ScriptedApi, what: str) -> None:
     def broken(exchange: Exchange) -> None:
         exchange.begin()
         exchange.event("ADDED", service("b", "10.96.0.2", version="6"))
@@ -281,7 +281,7 @@ def test_nothing_is_complete_before_all_three_are_listed(api: ScriptedApi) -> No
                 source.until(lambda: source.complete)
 
 
-def test_a_node_without_addresses_is_waited_for(api: ScriptedApi) -> None:
+def test_the_source_waits_for_addresses_of_the_node(api: ScriptedApi) -> None:
     def first(exchange: Exchange) -> None:
         exchange.initial([node(address=None)], "5")
         api.held.wait(20)
@@ -298,7 +298,7 @@ def test_a_node_without_addresses_is_waited_for(api: ScriptedApi) -> None:
 
 
 @pytest.mark.parametrize(("there", "what"), [(True, "be assigned IPs"), (False, "exist")])
-def test_a_node_is_not_waited_for_for_ever(api: ScriptedApi, there: bool, what: str) -> None:
+def test_the_wait_for_the_node_is_limited(api: ScriptedApi, there: bool, what: str) -> None:
     api.has("nodes", *([node(address=None)] if there else []))
     with following(api) as source:
         source.until(lambda: source.complete)
@@ -341,7 +341,7 @@ BAD = {
 
 
 def bad_objects(metrics: ClientMetrics) -> dict[str, tuple[float, float]]:
-    """Refused, and used in part, by kind."""
+    """Rejected objects, and objects that are used in part, by kind."""
     gauge = next(of for of in metrics.families if isinstance(of, Gauge) and of.name == "pyebpf_proxy_bad_objects")
     kinds = ("Service", "EndpointSlice", "Node")
     return {kind: (gauge.get(kind, "refused"), gauge.get(kind, "used_in_part")) for kind in kinds}
@@ -349,7 +349,7 @@ def bad_objects(metrics: ClientMetrics) -> dict[str, tuple[float, float]]:
 
 @pytest.mark.parametrize("what", BAD)
 @pytest.mark.parametrize("streams", [True, False])
-def test_a_bad_object_is_named_once_and_costs_no_other_anything(api: ScriptedApi, what: str, streams: bool) -> None:
+def test_a_bad_object_is_named_once_and_affects_no_other(api: ScriptedApi, what: str, streams: bool) -> None:
     bad, message = BAD[what]
     others = [service("a"), service("z", "10.96.0.2")]
     if not streams:
@@ -364,7 +364,7 @@ def test_a_bad_object_is_named_once_and_costs_no_other_anything(api: ScriptedApi
         assert bad_objects(metrics) == {"Service": (1, 0), "EndpointSlice": (0, 0), "Node": (0, 0)}
 
 
-def test_an_object_that_goes_bad_keeps_its_last_good_state(api: ScriptedApi) -> None:
+def test_an_object_that_becomes_invalid_keeps_its_last_valid_state(api: ScriptedApi) -> None:
     def first(exchange: Exchange) -> None:
         exchange.initial([service("a")], "5")
         for version in ("6", "7"):
@@ -382,7 +382,7 @@ def test_an_object_that_goes_bad_keeps_its_last_good_state(api: ScriptedApi) -> 
         assert "its last good state stays" in line
 
 
-def test_what_does_not_matter_is_not_delivered(api: ScriptedApi) -> None:
+def test_irrelevant_changes_are_not_delivered(api: ScriptedApi) -> None:
     def first(exchange: Exchange) -> None:
         exchange.initial([service("a")], "5")
         noted = service("a", version="6")

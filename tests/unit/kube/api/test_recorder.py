@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Events: what is written for them, series, and what an API server that refuses them costs."""
+"""Events: their content, series, and the effect of an API server that rejects them."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def posted(api: ScriptedApi) -> list[Exchange]:
     return [request for request in list(api.requests) if request.method == "POST"]
 
 
-def test_an_event_on_a_node_lies_in_the_default_namespace(api: ScriptedApi, events: EventRecorder) -> None:
+def test_an_event_on_a_node_is_in_the_default_namespace(api: ScriptedApi, events: EventRecorder) -> None:
     starting(events)
     wait_until(lambda: posted(api))
     (request,) = posted(api)
@@ -82,7 +82,7 @@ def test_an_event_on_a_service_is_in_its_namespace(api: ScriptedApi, events: Eve
     assert 1000 < len(body["note"].encode()) <= 1024
 
 
-def test_what_comes_again_is_a_series(api: ScriptedApi, events: EventRecorder) -> None:
+def test_a_repeated_event_is_a_series(api: ScriptedApi, events: EventRecorder) -> None:
     for _ in range(5):
         starting(events)
     events.event(NODE, "Normal", "Other", "StartKubeProxy", "")
@@ -94,7 +94,7 @@ def test_what_comes_again_is_a_series(api: ScriptedApi, events: EventRecorder) -
     assert again.headers["Content-Type"] == "application/merge-patch+json"
 
 
-def test_a_series_whose_event_has_expired_begins_anew(api: ScriptedApi, events: EventRecorder) -> None:
+def test_a_series_whose_event_has_expired_starts_again(api: ScriptedApi, events: EventRecorder) -> None:
     starting(events)
     wait_until(lambda: posted(api))
     api.script(json.loads(posted(api)[0].body)["metadata"]["name"], lambda exchange: exchange.status(404, "not found"))
@@ -102,13 +102,13 @@ def test_a_series_whose_event_has_expired_begins_anew(api: ScriptedApi, events: 
     wait_until(lambda: len(posted(api)) == 2)
 
 
-def test_a_server_that_fails_is_tried_again(api: ScriptedApi, events: EventRecorder) -> None:
+def test_a_failed_request_is_repeated(api: ScriptedApi, events: EventRecorder) -> None:
     api.script("events", *[lambda exchange: exchange.status(503, "not now")] * 3)
     starting(events)
     wait_until(lambda: len(posted(api)) == 4)
 
 
-def test_refused_events_are_logged_once_and_are_no_trouble(
+def test_rejected_events_are_logged_once_and_are_no_failure(
     api: ScriptedApi, events: EventRecorder, caplog: pytest.LogCaptureFixture
 ) -> None:
     refused = [lambda exchange: exchange.status(403, 'events.events.k8s.io is forbidden: User "x" cannot create')] * 3
@@ -129,10 +129,10 @@ def test_recording_never_waits(api: ScriptedApi, events: EventRecorder) -> None:
     wait_until(lambda: len(posted(api)) > recorder.MOST_WAITING)
 
 
-def test_an_event_whose_answer_was_lost_is_not_made_again(
+def test_an_event_whose_answer_was_lost_is_not_created_twice(
     api: ScriptedApi, events: EventRecorder, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The second try finds it there: that is as good as having made it."""
+    """The second attempt finds the Event there, and counts as successful."""
     api.script("events", lambda exchange: exchange.cut(), lambda exchange: exchange.status(409, "already exists"))
     starting(events)
     wait_until(lambda: len(posted(api)) == 2)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Troubles are logged once: what counts as one outage, and when another cause of it is logged."""
+"""Failures are logged once: what counts as one outage, and when a new cause is logged."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_one_outage_is_one_line_for_all_resources() -> None:
     assert logged.lines[2:] == [": refused"]
 
 
-def test_troubles_are_listed_until_they_are_over() -> None:
+def test_failures_are_listed_until_they_are_over() -> None:
     logged = Logged()
     assert logged.log.troubles() == {}
     logged.log.failed("services", TroubleError("refused", shared=True))
@@ -47,7 +47,7 @@ def test_troubles_are_listed_until_they_are_over() -> None:
     assert logged.log.troubles() == {}
 
 
-def test_a_new_cause_is_logged_while_the_trouble_continues() -> None:
+def test_a_new_cause_of_a_failure_is_logged() -> None:
     logged = Logged()
     logged.log.failed("nodes", TroubleError("refused", shared=True))
     for text in ("reset", "refused", "reset"):
@@ -60,7 +60,7 @@ def test_a_new_cause_is_logged_while_the_trouble_continues() -> None:
     assert logged.lines == [": refused", ": reset"]
 
 
-def test_troubles_of_one_resource_are_logged_with_it() -> None:
+def test_failures_of_one_resource_are_logged_with_its_name() -> None:
     logged = Logged()
     for resource in ("services", "nodes", "services"):
         logged.log.failed(resource, TroubleError("forbidden"))
