@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``pyebpf-proxy cluster`` with a real API server: takeover and way back to kube-proxy, with faults in between.
+"""``pyebpf-proxy cluster`` with a real API server: takeover and return to kube-proxy, with faults in between.
 
 Kubelets and the DaemonSet controller are simulated (simulated_nodes.py); requests, validation, rights, Leases and
 watches are real. In each test a recorder checks that no node is ever without a proxy.
