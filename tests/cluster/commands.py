@@ -24,8 +24,8 @@ CONFIG_MAP = "/api/v1/namespaces/kube-system/configmaps/kube-proxy"
 @contextlib.contextmanager
 def watched(server: ApiServer, folder: Path) -> Iterator[SimulatedNodes]:
     """Three nodes with kube-proxy, and a recorder that fails the test if a node is without a proxy."""
-    with made(server, folder, NAMES) as nodes:
-        nodes.until(lambda pods: proxies(pods) == taken(), "kube-proxy runs everywhere")
+    with simulated_cluster(server, folder, NAMES) as nodes:
+        nodes.until(lambda pods: proxies(pods) == served_by_agent(), "kube-proxy runs everywhere")
         with Recorder(server) as recorder:
             yield nodes
         assert recorder.served == set(NAMES), "the recorder has not seen the nodes"
@@ -33,7 +33,7 @@ def watched(server: ApiServer, folder: Path) -> Iterator[SimulatedNodes]:
 
 
 @contextlib.contextmanager
-def made(server: ApiServer, folder: Path, names: list[str]) -> Iterator[SimulatedNodes]:
+def simulated_cluster(server: ApiServer, folder: Path, names: list[str]) -> Iterator[SimulatedNodes]:
     """Nodes, kubeadm's objects, and ``admin.conf`` in the folder."""
     server.kubeconfig(folder / "admin.conf", {"token": ADMIN_TOKEN})
     server.apply(kubeadm.config_map("https://192.0.2.1:6443"))
@@ -74,7 +74,7 @@ def daemon_set(server: ApiServer, name: str = "kube-proxy") -> Any:
     return server.request("GET", f"{SETS}/{name}")
 
 
-def taken(*nodes: str) -> dict[str, list[str]]:
+def served_by_agent(*nodes: str) -> dict[str, list[str]]:
     return {node: ["pyebpf-proxy" if node in nodes else "kube-proxy"] for node in NAMES}
 
 

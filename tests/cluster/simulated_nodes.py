@@ -25,7 +25,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from tests.cluster import agent_says
+from tests.cluster import agent_answers
 from tests.support.apiserver import ADMIN_TOKEN, ApiError, ApiServer, Object
 
 SYSTEM = "/api/v1/namespaces/kube-system/pods"
@@ -66,7 +66,7 @@ class SimulatedNodes:
         self._since: dict[str, float] = {}
         self._logs: dict[str, str] = {}
         #: What a command in a pod of this node returns: its exit status, its output, its errors.
-        self.execute: Callable[[str, list[str]], tuple[int, bytes, bytes]] = agent_says.answer
+        self.execute: Callable[[str, list[str]], tuple[int, bytes, bytes]] = agent_answers.answer
         self._numbers = 0
         #: Nodes that were dead: a test may also set the condition itself.
         self._lost: set[str] = set()

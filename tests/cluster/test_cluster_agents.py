@@ -21,7 +21,7 @@ from pyebpf_proxy.lab.addresses import cluster_ip
 from pyebpf_proxy.lab.agent import command
 from pyebpf_proxy.lab.cluster import Lab
 from pyebpf_proxy.lab.manifests import Port, node, service, slices
-from tests.cluster.commands import IMAGE, made, run
+from tests.cluster.commands import IMAGE, run, simulated_cluster
 from tests.cluster.simulated_nodes import SimulatedNodes
 from tests.support.apiserver import ADMIN_TOKEN, ApiServer, Object
 
@@ -69,7 +69,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def nodes(server: ApiServer, lab: Lab, folder: Path) -> Iterator[SimulatedNodes]:
     """The cluster of these nodes after the takeover, with the Services and the pods as API objects."""
-    with made(server, folder, [each.name for each in lab.nodes]) as started:
+    with simulated_cluster(server, folder, [each.name for each in lab.nodes]) as started:
 
         def execute(name: str, words: list[str]) -> tuple[int, bytes, bytes]:
             assert words[0] == "pyebpf-proxy"

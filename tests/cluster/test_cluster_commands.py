@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``pyebpf-proxy cluster`` with a real API server: takeover and way back to kube-proxy, with faults in between.
+"""``pyebpf-proxy cluster`` with a real API server: takeover and return to kube-proxy, with faults in between.
 
 Kubelets and the DaemonSet controller are simulated (simulated_nodes.py); requests, validation, rights, Leases and
 watches are real. In each test a recorder checks that no node is ever without a proxy.
@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from pyebpf_proxy.cluster.objects import AGENT, PARKED
-from tests.cluster.commands import IMAGE, NAMES, command, daemon_set, now, proxies, run, started, taken
+from tests.cluster.commands import IMAGE, NAMES, command, daemon_set, now, proxies, run, served_by_agent, started
 from tests.cluster.simulated_nodes import SETS, SYSTEM, SimulatedNodes
 from tests.support.apiserver import ApiError, ApiServer
 
@@ -36,7 +36,7 @@ def test_takeover_with_a_canary_and_back(cluster: SimulatedNodes, server: ApiSer
     output = run(tmp_path, "install", "--image", IMAGE, "--canary", "1")
     assert "[1/1] n1: taken over, and verified" in output
     assert "2 nodes left to kube-proxy" in output
-    assert now(server) == taken("n1")
+    assert now(server) == served_by_agent("n1")
     assert daemon_set(server, "pyebpf-proxy")["spec"]["template"]["spec"]["containers"][0]["image"] == IMAGE
     assert "1 of 3 nodes" in run(tmp_path, "status")
     assert "nothing to do" in run(tmp_path, "install", "--canary", "1")
@@ -45,12 +45,12 @@ def test_takeover_with_a_canary_and_back(cluster: SimulatedNodes, server: ApiSer
     assert len(kept & before) == 2
     document = json.loads(run(tmp_path, "install", "-o", "json"))
     assert (document["done"], document["error"]) == (["n2", "n3"], None)
-    assert now(server) == taken(*NAMES)
+    assert now(server) == served_by_agent(*NAMES)
     table = json.loads(run(tmp_path, "status", "-o", "json"))
     assert [row["state"] for row in table["nodes"]] == ["taken over"] * 3
     assert table["takenOver"] == 3
     assert "all objects of pyebpf-proxy are removed" in run(tmp_path, "rollback")
-    assert now(server) == taken()
+    assert now(server) == served_by_agent()
     assert daemon_set(server)["spec"] == original, "kubeadm's DaemonSet is unchanged"
     assert "pyebpf-proxy/before" not in daemon_set(server)["metadata"].get("annotations", {})
     for path in (f"{SETS}/pyebpf-proxy", "/apis/rbac.authorization.k8s.io/v1/clusterroles/pyebpf-proxy"):
@@ -68,7 +68,7 @@ def test_after_kubeadm_has_rewritten_the_daemonset(cluster: SimulatedNodes, serv
     original = daemon_set(server)
     output = run(tmp_path, "install", "--image", IMAGE)
     assert "left out, because their kubelets do not report: n3" in output
-    assert now(server) == taken("n1", "n2")
+    assert now(server) == served_by_agent("n1", "n2")
     rewritten = daemon_set(server) | {"spec": original["spec"]}
     rewritten["metadata"]["annotations"].pop("pyebpf-proxy/before")
     server.request("PUT", f"{SETS}/kube-proxy", rewritten)
@@ -80,10 +80,10 @@ def test_after_kubeadm_has_rewritten_the_daemonset(cluster: SimulatedNodes, serv
     cluster.until(lambda pods: proxies(pods)["n2"] == ["kube-proxy"], "the agent of n2 has not programmed it any more")
     output = run(tmp_path, "install", "--timeout", "3", status=1)
     assert "n2: the agent has not programmed the node" in output
-    assert now(server) == taken("n1")
+    assert now(server) == served_by_agent("n1")
     cluster.faults.never_programmed.clear()
     run(tmp_path, "install")
-    assert now(server) == taken("n1", "n2")
+    assert now(server) == served_by_agent("n1", "n2")
 
 
 @pytest.mark.parametrize("fault", ["image", "kernel", "ready", "programmed", "service"])
@@ -111,7 +111,7 @@ def test_a_node_with_a_failed_step_is_given_back(
     early = fault in ("image", "kernel")
     end = "nothing was changed there" if early else "the node was given back to kube-proxy"
     assert error.endswith(f"; {end}; done before: n1")
-    assert now(server) == taken("n1")
+    assert now(server) == served_by_agent("n1")
     if early:
         # The agent has not been requested there.
         assert server.request("GET", "/api/v1/nodes/n2")["metadata"]["labels"].keys().isdisjoint({AGENT, PARKED})
@@ -121,7 +121,7 @@ def test_a_node_with_a_failed_step_is_given_back(
         # After the repair, the same command continues.
         cluster.faults.missing.clear()
         run(tmp_path, "install")
-        assert now(server) == taken(*NAMES)
+        assert now(server) == served_by_agent(*NAMES)
 
 
 def test_a_wrong_image_name_is_corrected_by_another_install(
@@ -130,11 +130,11 @@ def test_a_wrong_image_name_is_corrected_by_another_install(
     wrong = "registry.example/pyebpf-prxy:1"
     cluster.faults.missing |= {(wrong, name) for name in NAMES}
     assert "the image cannot be pulled" in run(tmp_path, "install", "--image", wrong, "--timeout", "3", status=1)
-    assert now(server) == taken()
+    assert now(server) == served_by_agent()
     run(tmp_path, "install", "--image", IMAGE, "--canary", "10%")
-    assert now(server) == taken("n1")
+    assert now(server) == served_by_agent("n1")
     assert "[1/1] n2: taken over" in run(tmp_path, "install", "--canary", "50%")
-    assert now(server) == taken("n1", "n2")
+    assert now(server) == served_by_agent("n1", "n2")
 
 
 def test_an_unfit_node_is_refused_before_anything_is_changed(
@@ -149,7 +149,7 @@ def test_an_unfit_node_is_refused_before_anything_is_changed(
     with pytest.raises(ApiError, match="not found"):
         daemon_set(server, "pyebpf-proxy")
     run(tmp_path, "install", "--image", IMAGE, "--nodes", "kubernetes.io/hostname in (n1, n2)")
-    assert now(server) == taken("n1", "n2")
+    assert now(server) == served_by_agent("n1", "n2")
 
 
 @pytest.mark.parametrize("moment", ["before it is programmed", "after kube-proxy is parked", "before its label"])
@@ -191,7 +191,7 @@ def test_a_node_that_fails_during_the_takeover(
     cluster.until(lambda pods: proxies(pods)["n2"] == kube_proxy_too, "n2 is back, with a proxy")
     cluster.until(lambda pods: is_up(server, "n2"), "its kubelet reports")
     run(tmp_path, "install")
-    assert now(server) == taken(*NAMES)
+    assert now(server) == served_by_agent(*NAMES)
 
 
 def is_up(server: ApiServer, name: str) -> bool:
@@ -219,7 +219,7 @@ def test_the_question_before_changes(cluster: SimulatedNodes, server: ApiServer,
     question = f"context tests, {server.url}: install there? [y/N] "
     if answer == "y":
         assert (process.returncode, asked) == (0, question), said
-        assert now(server) == taken("n1")
+        assert now(server) == served_by_agent("n1")
         return
     assert (process.returncode, said, asked) == (1, "", f"{question}Error: not confirmed: nothing was changed\n")
     with pytest.raises(ApiError, match="not found"):
@@ -236,7 +236,7 @@ def test_the_api_server_is_down_for_a_while(cluster: SimulatedNodes, server: Api
     assert process.returncode == 0, output
     assert "the API server does not answer (" in output
     assert "the API server answers again" in output
-    assert now(server) == taken(*NAMES)
+    assert now(server) == served_by_agent(*NAMES)
 
 
 def test_ctrl_c_and_kill_leave_a_proxy_and_the_next_command_continues(
@@ -259,7 +259,7 @@ def test_ctrl_c_and_kill_leave_a_proxy_and_the_next_command_continues(
     past = {"spec": {"renewTime": "2026-01-01T00:00:00.000000Z"}}
     server.request("PATCH", path, past, "application/merge-patch+json")
     run(tmp_path, "install")
-    assert now(server) == taken(*NAMES)
+    assert now(server) == served_by_agent(*NAMES)
 
 
 def test_two_installs_at_once(cluster: SimulatedNodes, server: ApiServer, tmp_path: Path) -> None:
@@ -269,4 +269,4 @@ def test_two_installs_at_once(cluster: SimulatedNodes, server: ApiServer, tmp_pa
     (refused,) = (text for process, text in zip(both, output, strict=True) if process.returncode)
     assert "another command" in refused
     assert "taken over" not in refused
-    assert now(server) == taken(*NAMES)
+    assert now(server) == served_by_agent(*NAMES)

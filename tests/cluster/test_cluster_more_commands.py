@@ -21,8 +21,8 @@ import yaml
 
 from pyebpf_proxy import __version__
 from pyebpf_proxy.see import model
-from tests.cluster import agent_says
-from tests.cluster.commands import CONFIG_MAP, IMAGE, NAMES, NEWER, daemon_set, made, run
+from tests.cluster import agent_answers
+from tests.cluster.commands import CONFIG_MAP, IMAGE, NAMES, NEWER, daemon_set, run, simulated_cluster
 from tests.cluster.simulated_nodes import SETS, SYSTEM, SimulatedNodes
 from tests.support.apiserver import ADMIN_TOKEN, ApiError, ApiServer, Object
 
@@ -39,7 +39,7 @@ def server() -> Iterator[ApiServer]:
 @pytest.fixture
 def installed(server: ApiServer, tmp_path: Path) -> Iterator[SimulatedNodes]:
     """Two nodes after the takeover. No recorder: while a pod is replaced, the attached programs carry the traffic."""
-    with made(server, tmp_path, NAMES[:2]) as nodes:
+    with simulated_cluster(server, tmp_path, NAMES[:2]) as nodes:
         run(tmp_path, "install", "--image", IMAGE)
         yield nodes
 
@@ -87,10 +87,10 @@ def test_status_asks_the_agents_and_names_those_that_differ(
     said = run(tmp_path, "status")
     assert "FAST PATH  DROPS  BEHIND" in said
     assert f"n1    pyebpf-proxy  taken over  0         {__version__}    open       0      0 s" in said
-    other = agent_says.status()
+    other = agent_answers.status()
     other.version, other.kernel, other.features = "0.2.0", "6.12.1-amd64", ["fast path"]
     other.agent.behind_seconds = 300.0
-    other.drops = [agent_says.drop(7, 2)]
+    other.drops = [agent_answers.drop(7, 2)]
     other.warnings = [model.Trouble(what="conntrack: 9 of 10 in use", remedy="raise it")]
     assert other.fast_path is not None
     other.fast_path.closed4, other.fast_path.why4 = "stack_rules", "nftables table ip mine, chain forward: log"
@@ -98,7 +98,7 @@ def test_status_asks_the_agents_and_names_those_that_differ(
     def execute(node: str, words: list[str]) -> tuple[int, bytes, bytes]:
         if node == "n3":
             return 3, b"", b"Error: maps of another layout\n"
-        return (0, model.encode(other).encode(), b"") if node == "n2" else agent_says.answer(node, words)
+        return (0, model.encode(other).encode(), b"") if node == "n2" else agent_answers.answer(node, words)
 
     cluster.execute = execute
     said = run(tmp_path, "status", status=1)
@@ -107,7 +107,7 @@ def test_status_asks_the_agents_and_names_those_that_differ(
     for line in (
         "warning  n3: agent: no answer: maps of another layout",
         f"warning  version: nodes differ: {__version__} on n1; 0.2.0 on n2",
-        f"good     kernel: nodes differ: {agent_says.KERNEL} on n1; 6.12.1-amd64 on n2",
+        f"good     kernel: nodes differ: {agent_answers.KERNEL} on n1; 6.12.1-amd64 on n2",
         "warning  features: nodes differ: nftables mode, fast path on n1; fast path on n2",
         "good     n2: fast path: closed for IPv4: stack_rules, nftables table ip mine, chain forward: log",
         "warning  n2: agent: behind the API server for 5 min",
@@ -195,7 +195,7 @@ def test_bad_input_is_one_line(cluster: SimulatedNodes, server: ApiServer, tmp_p
     """Nothing is changed: the recorder and the pods show it."""
     python = [sys.executable, "-m", "pyebpf_proxy", "cluster"]
 
-    def say(*arguments: str, status: int, **environment: str) -> str:
+    def output_of(*arguments: str, status: int, **environment: str) -> str:
         variables = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), **environment}
         done = subprocess.run(
             [*python, *arguments], env=variables, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
@@ -204,35 +204,41 @@ def test_bad_input_is_one_line(cluster: SimulatedNodes, server: ApiServer, tmp_p
         return only_error(done.stdout + done.stderr)
 
     admin = ("--kubeconfig", str(tmp_path / "admin.conf"))
-    assert say("status", status=3).startswith("Error: no kubeconfig: ")
-    assert "no context other in the kubeconfig; it has: tests" in say("status", *admin, "--context", "other", status=3)
-    assert "not confirmed, since stdin is no terminal; add --yes" in say("install", *admin, status=2)
-    assert "no image is named: --image" in say("install", *admin, "--yes", status=2)
-    assert "no node matches" in say("install", *admin, "--yes", "--nodes", "no=such", status=2)
-    assert "see pyebpf-proxy cluster" in say("instal", *admin, status=2)
+    assert output_of("status", status=3).startswith("Error: no kubeconfig: ")
+    assert "no context other in the kubeconfig; it has: tests" in output_of(
+        "status", *admin, "--context", "other", status=3
+    )
+    assert "not confirmed, since stdin is no terminal; add --yes" in output_of("install", *admin, status=2)
+    assert "no image is named: --image" in output_of("install", *admin, "--yes", status=2)
+    assert "no node matches" in output_of("install", *admin, "--yes", "--nodes", "no=such", status=2)
+    assert "see pyebpf-proxy cluster" in output_of("instal", *admin, status=2)
     (tmp_path / "broken.conf").write_text("{")
-    broken = say("status", "--kubeconfig", str(tmp_path / "broken.conf"), status=3)
+    broken = output_of("status", "--kubeconfig", str(tmp_path / "broken.conf"), status=3)
     assert broken.startswith(f"Error: no kubeconfig: {tmp_path}/broken.conf is not valid YAML: line 1; ")
-    gone = say("status", "--kubeconfig", str(tmp_path / "gone.conf"), status=3)
+    gone = output_of("status", "--kubeconfig", str(tmp_path / "gone.conf"), status=3)
     assert gone.startswith(f"Error: no kubeconfig: {tmp_path}/gone.conf does not exist; ")
     server.account("viewer", [{"apiGroups": [""], "resources": ["nodes", "pods"], "verbs": ["list", "get"]}])
     viewer = server.kubeconfig(tmp_path / "viewer.conf", {"token": server.token("viewer")})
-    output = say("install", "--kubeconfig", str(viewer), "--yes", "--image", IMAGE, status=3)
+    output = output_of("install", "--kubeconfig", str(viewer), "--yes", "--image", IMAGE, status=3)
     assert output.startswith("Error: not allowed: this user may not patch nodes; ")
     assert "create, delete pods in kube-system; " in output
     assert "get, create, patch, delete daemonsets.apps in kube-system; " in output
     stranger = server.kubeconfig(tmp_path / "stranger.conf", {"token": "unknown"})
-    assert "does not accept the kubeconfig's credentials" in say("status", "--kubeconfig", str(stranger), status=3)
+    assert "does not accept the kubeconfig's credentials" in output_of(
+        "status", "--kubeconfig", str(stranger), status=3
+    )
     unreachable = server.kubeconfig(tmp_path / "unreachable.conf", {"token": ADMIN_TOKEN}, "https://127.0.0.1:1")
-    assert "the API server at https://127.0.0.1:1 does not answer: " in say(
+    assert "the API server at https://127.0.0.1:1 does not answer: " in output_of(
         "status", "--kubeconfig", str(unreachable), status=3
     )
     data = server.request("GET", CONFIG_MAP)["data"]["config.conf"]
     changed = {"data": {"config.conf": data.replace("mode: ''", "mode: ipvs")}}
     server.request("PATCH", CONFIG_MAP, changed, "application/merge-patch+json")
-    assert "kube-proxy runs in mode ipvs" in say("install", *admin, "--yes", "--image", IMAGE, status=1)
+    assert "kube-proxy runs in mode ipvs" in output_of("install", *admin, "--yes", "--image", IMAGE, status=1)
     server.request("DELETE", CONFIG_MAP)
-    assert "there is no ConfigMap kube-system/kube-proxy" in say("install", *admin, "--yes", "--image", IMAGE, status=1)
+    assert "there is no ConfigMap kube-system/kube-proxy" in output_of(
+        "install", *admin, "--yes", "--image", IMAGE, status=1
+    )
     with pytest.raises(ApiError, match="not found"):
         daemon_set(server, "pyebpf-proxy")
 
@@ -279,7 +285,7 @@ def test_sysdump_has_everything_for_a_report_and_no_secret(
     assert "1 of 3 nodes served by pyebpf-proxy" in files["status.txt"]
     said_by = {name: yaml.safe_load(text) for name, text in files.items() if name.startswith("agents/")}
     assert said_by.keys() == {f"agents/n1/{what}.yaml" for what in ("status", "drops", "flows")}
-    assert said_by["agents/n1/status.yaml"]["kernel"] == agent_says.KERNEL
+    assert said_by["agents/n1/status.yaml"]["kernel"] == agent_answers.KERNEL
     assert said_by["agents/n1/drops.yaml"]["drops"][0]["count"] == 3
     flows = said_by["agents/n1/flows.yaml"]
     assert (flows["flows"], flows["byService"], flows["byPath"]) == (1, {"default/web:http": 1}, {"fast": 1})
@@ -287,13 +293,13 @@ def test_sysdump_has_everything_for_a_report_and_no_secret(
     assert " info ready " in agent
     everything = "\n".join(files.values())
     assert "mode: ''" in files["kube-proxy.config.yaml"]
-    assert agent_says.CLIENT not in everything, "clients are counted, not listed"
+    assert agent_answers.CLIENT not in everything, "clients are counted, not listed"
     assert secret not in everything
     assert token not in everything
     assert files["kube-proxy.config.yaml"].count("REDACTED") == 3
     assert "exists already" in run(tmp_path, "sysdump", "--file", str(target), status=2)
     # It names a node that does not answer, and one that is left out because of its many flows.
-    busy = agent_says.status()
+    busy = agent_answers.status()
     busy.conntrack = model.Fill(name="conntrack", used=200_000, capacity=262_144)
     cluster.execute = lambda node, words: (
         (0, model.encode(busy).encode(), b"") if "status" in words else (3, b"", b"no")

@@ -26,8 +26,8 @@ from pyebpf_proxy.lab.manifests import Port, node, service, slices
 from pyebpf_proxy.lab.namespace import Namespace
 from pyebpf_proxy.lab.servers import Ports
 from tests.deb.machine import ROOT, Machine, make_root
-from tests.support.talk import PORT as LONG
-from tests.support.talk import Talk, serve
+from tests.support.conversation import PORT as LONG
+from tests.support.conversation import Conversation, serve
 
 pytestmark = [pytest.mark.slow, pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs_bpf]
 
@@ -92,14 +92,14 @@ def wait_until(condition: Callable[[], object], deadline: float = 30.0) -> None:
 
 
 @contextmanager
-def talking(client: Namespace, address: str) -> Iterator[Talk]:
+def talking(client: Namespace, address: str) -> Iterator[Conversation]:
     """One long connection with requests and answers."""
-    talk = Talk(client, address, "tcp", LONG)
+    conversation = Conversation(client, address, "tcp", LONG)
     try:
-        talk.wait()
-        yield talk
+        conversation.wait()
+        yield conversation
     finally:
-        talk.end()
+        conversation.end()
 
 
 def state(machine: Machine) -> str:
@@ -148,18 +148,18 @@ def test_upgraded_without_losing_a_connection_then_removed_and_purged(
     serve(pod)
     with ExitStack() as stack:
         places = [vip(1).v4, vip(1).v6]
-        talks = [stack.enter_context(talking(lab.client, address)) for address in places]
+        conversations = [stack.enter_context(talking(lab.client, address)) for address in places]
         loads = [Load(lab.client, address, 80) for address in places]
         time.sleep(1)
-        before = [talk.answers for talk in talks]
+        before = [conversation.answers for conversation in conversations]
         machine.run("dpkg", "-i", "/root/later.deb")
         machine.wait_for(" ready ", count=2)
         time.sleep(1)
         assert f"Version: {__version__}+1" in machine.run("dpkg", "-s", "pyebpf-proxy")
         assert state(machine) == "active", "a service that ran is started again"
-        for talk in talks:
-            talk.wait(20)
-        assert all(talk.answers > was for talk, was in zip(talks, before, strict=True))
+        for conversation in conversations:
+            conversation.wait(20)
+        assert all(conversation.answers > was for conversation, was in zip(conversations, before, strict=True))
         assert not (machine.root / "run/pyebpf-proxy-unit/restart").exists()
         # Removed, including the kernel's state, since no program is left that could remove it later.
         samples = [sample for load in loads for sample in load.stop()]

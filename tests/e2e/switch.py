@@ -189,7 +189,7 @@ def ready_after(pod: dict[str, Any]) -> float:
 
 
 def run(record: bool) -> int:
-    """Takeover and way back by the commands, with faults and restarts. 1 if a connection failed."""
+    """Takeover and return by the commands, with faults and restarts. 1 if a connection failed."""
     cluster = Cluster()
     if not cluster.proxy.startswith("kube-proxy"):
         raise E2EError("this needs a cluster with kube-proxy: make cluster-up PROXY=kube-proxy")

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from pyebpf_proxy.lab.agent import FEW_RIGHTS
-from tests.support.talk import PACE
+from tests.support.conversation import PACE
 
 
 @dataclass(frozen=True)

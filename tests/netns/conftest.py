@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import pytest
 
 from pyebpf_proxy.lab.cluster import Lab
-from tests.support.fast_lab import FAR, Ask, FastWorld, build_fast_world, open_talks
+from tests.support.conversation import Conversation
+from tests.support.fast_lab import FAR, Ask, FastWorld, build_fast_world, open_conversations
 from tests.support.fixtures import bpffs, family, protocol
-from tests.support.talk import Talk
 
 __all__ = ["bpffs", "family", "protocol"]
 
@@ -32,13 +32,13 @@ def fast_world() -> Iterator[FastWorld]:
 @pytest.fixture
 def ask() -> Iterator[Ask]:
     """Starts conversations; they end with the test."""
-    with open_talks() as begin:
+    with open_conversations() as begin:
         yield begin
 
 
 @pytest.fixture
-def far(fast_world: FastWorld, ask: Ask) -> Talk:
+def far(fast_world: FastWorld, ask: Ask) -> Conversation:
     """A pod's connection to a pod on the other node, on the fast path."""
-    talk = ask(fast_world.client.namespace, FAR.v4)
-    fast_world.fast(talk)
-    return talk
+    conversation = ask(fast_world.client.namespace, FAR.v4)
+    fast_world.fast(conversation)
+    return conversation

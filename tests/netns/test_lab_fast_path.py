@@ -13,11 +13,11 @@ import pytest
 from pyebpf_proxy.lab.addresses import Dual
 from pyebpf_proxy.lab.cluster import Lab
 from pyebpf_proxy.lab.namespace import Namespace
+from tests.support.conversation import PORT, Conversation
 from tests.support.fast_lab import FAR, LIBERAL, NEAR, ON, Ask, FastWorld, build_fast_world
 from tests.support.lab_tools import wait_until
 from tests.support.new_flows import NewFlows, ask_once, ending, entries, wait_until_fast
 from tests.support.see_tools import answer
-from tests.support.talk import PORT, Talk
 
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
 
@@ -33,15 +33,15 @@ def bridged() -> Iterator[FastWorld]:
 
 @pytest.mark.parametrize("address", [FAR, NEAR], ids=["other node", "same node"])
 def test_pod_to_cluster_ip(fast_world: FastWorld, ask: Ask, address: Dual, family: int, protocol: str) -> None:
-    talk = ask(fast_world.client.namespace, address.of(family), protocol)
-    fast_world.fast(talk)
-    assert talk.peer == fast_world.client.address.of(family)
+    conversation = ask(fast_world.client.namespace, address.of(family), protocol)
+    fast_world.fast(conversation)
+    assert conversation.peer == fast_world.client.address.of(family)
 
 
 def test_client_to_node_port(fast_world: FastWorld, ask: Ask, family: int, protocol: str) -> None:
-    talk = ask(fast_world.lab.client, fast_world.node.address.of(family), protocol, 30007)
-    fast_world.fast(talk)
-    assert talk.peer == fast_world.node.address.of(family), "masqueraded"
+    conversation = ask(fast_world.lab.client, fast_world.node.address.of(family), protocol, 30007)
+    fast_world.fast(conversation)
+    assert conversation.peer == fast_world.node.address.of(family), "masqueraded"
 
 
 @pytest.mark.parametrize("size", [1400, 40_000], ids=["whole packets", "a stream"])
@@ -51,14 +51,14 @@ def test_large_requests(fast_world: FastWorld, ask: Ask, size: int, family: int)
 
 @pytest.mark.parametrize("address", [FAR, NEAR], ids=["other node", "same bridge"])
 def test_pods_on_a_bridge(bridged: FastWorld, ask: Ask, address: Dual, family: int, protocol: str) -> None:
-    talk = ask(bridged.client.namespace, address.of(family), protocol)
+    conversation = ask(bridged.client.namespace, address.of(family), protocol)
     if address is FAR:
-        bridged.fast(talk)
-    talk.wait()
-    assert talk.peer == bridged.client.address.of(family)
+        bridged.fast(conversation)
+    conversation.wait()
+    assert conversation.peer == bridged.client.address.of(family)
 
 
-def test_flows_shows_the_flow_table(fast_world: FastWorld, far: Talk) -> None:
+def test_flows_shows_the_flow_table(fast_world: FastWorld, far: Conversation) -> None:
     port = FAR.v4 + f":{PORT}"
     assert port in {flow["destination"] for flow in answer(fast_world.node, "flows")["flows"] if flow["fastPath"]}
     far.wait()
@@ -117,12 +117,12 @@ def test_listeners_of_conntracks_events(
         flows = NewFlows(asker, address, protocol)
         with ending(flows):
             wait_until_fast(fast_world, flows)
-            talks = [ask(asker, address, protocol) for _ in range(4)]
-            told = {talk.own_port for talk in talks if events.of(talk.own_port)}
+            conversations = [ask(asker, address, protocol) for _ in range(4)]
+            reported = {each.own_port for each in conversations if events.of(each.own_port)}
             found = {e["source_port"] for e in entries(fast_world) if e["young"]}
-        young = [talk.own_port for talk in talks if talk.own_port in found]
+        young = [each.own_port for each in conversations if each.own_port in found]
         assert young, "one of the flows is young"
-        assert not told & set(young), "conntrack has no young flow"
+        assert not reported & set(young), "conntrack has no young flow"
         for port in young:
             wait_until(lambda port=port: events.of(port), "it is promoted")
             node.run("conntrack", "-D", "-f", f"ipv{family}", "-p", protocol, "--sport", str(port))
@@ -139,7 +139,7 @@ def test_listeners_of_conntracks_events(
 # ---- what closes it --------------------------------------------------------------------------------------------------
 
 
-def test_policy_routing_closes_the_fast_path_and_its_end_opens_it(fast_world: FastWorld, far: Talk) -> None:
+def test_policy_routing_closes_the_fast_path_and_its_end_opens_it(fast_world: FastWorld, far: Conversation) -> None:
     before = fast_world.count("stack_policy_routed")
     fast_world.node.namespace.ip("rule add dport 7 lookup main")
     try:
@@ -150,7 +150,7 @@ def test_policy_routing_closes_the_fast_path_and_its_end_opens_it(fast_world: Fa
     fast_world.fast(far)
 
 
-def test_a_rule_that_counts_closes_the_fast_path_and_its_end_opens_it(fast_world: FastWorld, far: Talk) -> None:
+def test_a_rule_that_counts_closes_the_fast_path_and_its_end_opens_it(fast_world: FastWorld, far: Conversation) -> None:
     before = fast_world.count("stack_rules")
     node = fast_world.node.namespace
     hook = "type filter hook forward priority 0"
@@ -163,7 +163,7 @@ def test_a_rule_that_counts_closes_the_fast_path_and_its_end_opens_it(fast_world
     fast_world.fast(far)
 
 
-def test_ipsec_closes_the_fast_path(fast_world: FastWorld, far: Talk) -> None:
+def test_ipsec_closes_the_fast_path(fast_world: FastWorld, far: Conversation) -> None:
     policy = "xfrm policy {} src 198.18.0.0/15 dst 198.18.0.0/15 dir fwd"
     try:
         fast_world.node.namespace.ip(policy.format("add"))
@@ -195,7 +195,7 @@ KEEP = """table ip keep { chain c { type nat hook prerouting priority 0;
  ip daddr 203.0.113.250 tcp dport 1 dnat to 203.0.113.251; }; }"""
 
 
-def test_a_connection_survives_starts_and_stops_of_the_agent(fast_world: FastWorld, far: Talk) -> None:
+def test_a_connection_survives_starts_and_stops_of_the_agent(fast_world: FastWorld, far: Conversation) -> None:
     """One connection during all changes; few starts, since each takes seconds."""
     agent, namespace = fast_world.node.agent, fast_world.node.namespace
 

@@ -61,9 +61,9 @@ def test_forward_policy_drop_as_docker_sets_it(fast_world: FastWorld, ask: Ask, 
                 others.wait_made(5)
                 assert others.answered == 0
         assert int(arrivals) == 0
-        talks = [ask(fast_world.client.namespace, NEAR.of(family), protocol) for protocol in BOTH]
-        for talk in talks:
-            fast_world.fast(talk)
+        conversations = [ask(fast_world.client.namespace, NEAR.of(family), protocol) for protocol in BOTH]
+        for conversation in conversations:
+            fast_world.fast(conversation)
 
 
 def test_flannels_masquerade_rules(fast_world: FastWorld, ask: Ask, family: int) -> None:
@@ -86,13 +86,13 @@ def test_flannels_masquerade_rules(fast_world: FastWorld, ask: Ask, family: int)
         new_ones_are_fast(fast_world, family)
         for address in (NEAR, FAR):
             for protocol in BOTH:
-                talk = ask(fast_world.client.namespace, address.of(family), protocol)
-                fast_world.fast(talk)
-                assert talk.peer == fast_world.client.address.of(family)
+                conversation = ask(fast_world.client.namespace, address.of(family), protocol)
+                fast_world.fast(conversation)
+                assert conversation.peer == fast_world.client.address.of(family)
         for protocol in BOTH:
-            talk = ask(fast_world.lab.client, fast_world.node.address.of(family), protocol, 30007)
-            fast_world.fast(talk)
-            assert talk.peer == fast_world.node.address.of(family)
+            conversation = ask(fast_world.lab.client, fast_world.node.address.of(family), protocol, 30007)
+            fast_world.fast(conversation)
+            assert conversation.peer == fast_world.node.address.of(family)
 
 
 @pytest.mark.parametrize(
@@ -105,9 +105,9 @@ def test_marks_that_are_restored(fast_world: FastWorld, ask: Ask, family: int, l
     with rules(fast_world.node.namespace, family, "*mangle", line, "COMMIT"):
         for protocol in BOTH:
             for _ in range(3):
-                talk = ask(fast_world.lab.client, fast_world.node.address.of(family), protocol, 30007)
-                assert talk.peer == fast_world.node.address.of(family), "masqueraded"
-            fast_world.fast(talk)
+                conversation = ask(fast_world.lab.client, fast_world.node.address.of(family), protocol, 30007)
+                assert conversation.peer == fast_world.node.address.of(family), "masqueraded"
+            fast_world.fast(conversation)
 
 
 def test_conntrack_zones(fast_world: FastWorld, ask: Ask, family: int) -> None:
@@ -119,8 +119,10 @@ def test_conntrack_zones(fast_world: FastWorld, ask: Ask, family: int) -> None:
         with ending(*flows):
             for each in flows:
                 each.wait_answered(20)
-            talks = [ask(fast_world.client.namespace, NEAR.of(family), protocol) for protocol in BOTH for _ in range(3)]
-        ports = {talk.own_port for talk in talks}
+            conversations = [
+                ask(fast_world.client.namespace, NEAR.of(family), protocol) for protocol in BOTH for _ in range(3)
+            ]
+        ports = {each.own_port for each in conversations}
         wait_until(lambda: not ports & {e["source_port"] for e in entries(fast_world) if e["young"]}, "none is young")
-        for talk in talks:
-            talk.wait(100)
+        for conversation in conversations:
+            conversation.wait(100)

@@ -17,11 +17,11 @@ import pytest
 from pyebpf_proxy.lab.addresses import cluster_ip
 from pyebpf_proxy.lab.cluster import Lab, Pod
 from pyebpf_proxy.lab.manifests import Port, service, slices
+from tests.support.conversation import Conversation
 from tests.support.fast_lab import NEAR, Ask, FastWorld, build_fast_world
 from tests.support.lab_tools import full_conntrack, wait_until
 from tests.support.logs import Log, Message
 from tests.support.new_flows import BOTH, NewFlows, ask_once, ending, entries, wait_until_fast
-from tests.support.talk import Talk
 
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
 
@@ -159,15 +159,17 @@ def flooding(pods: list[Pod], family: int) -> Iterator[list[Flood]]:
             flood.end()
 
 
-def packets(world: FastWorld, talk: Talk) -> int:
+def packets(world: FastWorld, conversation: Conversation) -> int:
     """How many packets of the client the table has sent for this conversation; -1: the flow is not in the table."""
-    return next((e["packets"] for e in entries(world) if e["source_port"] == talk.own_port and not e["reply"]), -1)
+    return next(
+        (e["packets"] for e in entries(world) if e["source_port"] == conversation.own_port and not e["reply"]), -1
+    )
 
 
-def goes_by_the_table(world: FastWorld, talk: Talk) -> None:
-    before = packets(world, talk)
-    talk.wait(20)
-    wait_until(lambda: packets(world, talk) > before + 10, "the table sends its packets")
+def goes_by_the_table(world: FastWorld, conversation: Conversation) -> None:
+    before = packets(world, conversation)
+    conversation.wait(20)
+    wait_until(lambda: packets(world, conversation) > before + 10, "the table sends its packets")
 
 
 def all_answered(flows: list[NewFlows]) -> None:
@@ -212,8 +214,8 @@ def test_the_table_is_full(small: Small, ask: Ask, family: int) -> None:
     """New flows of any client take the slow path. Existing flows stay on the fast path."""
     world = small.world
     old = [ask(world.client.namespace, NEAR.of(family), protocol) for protocol in BOTH]
-    for talk in old:
-        goes_by_the_table(world, talk)
+    for conversation in old:
+        goes_by_the_table(world, conversation)
     flows = new_flows_of(world.client, family)
     with ending(*flows):
         wait_until_fast(world, *flows)
@@ -221,10 +223,10 @@ def test_the_table_is_full(small: Small, ask: Ask, family: int) -> None:
             young = [ask(world.client.namespace, NEAR.of(family), protocol) for protocol in BOTH]
             before = world.count("slow_table_full")
             wait_until(lambda: world.count("slow_table_full") > before + 200, "the table is full")
-            for talk in old:
-                goes_by_the_table(world, talk)
-            for talk in young:
-                talk.wait(100)
+            for conversation in old:
+                goes_by_the_table(world, conversation)
+            for conversation in young:
+                conversation.wait(100)
             for each in flows:
                 each.wait_made(30)
             asked = [flood.asked for flood in floods]
@@ -236,8 +238,8 @@ def test_the_table_is_full(small: Small, ask: Ask, family: int) -> None:
         wait_until(lambda: len(entries(world)) < ENTRIES // 2, "what is over is swept")
         wait_until_fast(world, *flows)
         all_answered(flows)
-    for talk in (*old, *young):
-        talk.wait(50)
+    for conversation in (*old, *young):
+        conversation.wait(50)
 
 
 # ---- conntrack -----------------------------------------------------------------------------------------------
@@ -257,7 +259,7 @@ def young_ports(world: FastWorld) -> set[int]:
     return {e["source_port"] for e in entries(world) if e["young"] and not e["reply"]}
 
 
-def begin(world: FastWorld, ask: Ask, count: int) -> list[Talk]:
+def begin(world: FastWorld, ask: Ask, count: int) -> list[Conversation]:
     namespace = world.client.namespace
     return [ask(namespace, NEAR.of(family), protocol) for protocol in BOTH for family in FAMILIES for _ in range(count)]
 
@@ -275,21 +277,21 @@ def test_young_flows_continue_while_conntrack_is_full(small: Small, ask: Ask) ->
         with ending(*flows):
             wait_until_fast(world, *flows)
             top_up()
-            talks: list[Talk] = []
+            conversations: list[Conversation] = []
             began = time.monotonic()
 
             def are_young() -> bool:
-                talks.extend(begin(world, ask, 3))
+                conversations.extend(begin(world, ask, 3))
                 for _ in range(9):
                     top_up()
-                return len(young_ports(world) & {talk.own_port for talk in talks}) >= 6
+                return len(young_ports(world) & {each.own_port for each in conversations}) >= 6
 
             def refused() -> bool:
                 nonlocal began
                 top_up()
                 if log.lines(Message.CONNTRACK_FULL):
                     return True
-                if not young_ports(world) & {talk.own_port for talk in talks}:
+                if not young_ports(world) & {each.own_port for each in conversations}:
                     # On a slow machine the kernel had room for all of them.
                     began = time.monotonic()
                     wait_until(are_young, "enough of them are young")
@@ -298,7 +300,7 @@ def test_young_flows_continue_while_conntrack_is_full(small: Small, ask: Ask) ->
             # A permit may expire on a machine that pauses for a second.
             wait_until(are_young, "enough of them are young")
             wait_until(refused, "the agent reports that conntrack is full")
-        ports = {talk.own_port for talk in talks}
+        ports = {each.own_port for each in conversations}
 
         def check_time() -> None:
             if time.monotonic() > began + 25:
@@ -307,18 +309,18 @@ def test_young_flows_continue_while_conntrack_is_full(small: Small, ask: Ask) ->
         # The kernel sometimes makes room by evicting an unanswered entry: in the end all flows are promoted.
         gone_on: set[int] = set()
         for answers in (5, 50):
-            for talk in talks:
+            for conversation in conversations:
                 check_time()
                 top_up()
-                talk.wait(answers)
-                gone_on |= young_ports(world) & {talk.own_port}
+                conversation.wait(answers)
+                gone_on |= young_ports(world) & {conversation.own_port}
         check_time()
         assert gone_on, "there was room for all flows"
     wait_until(lambda: not young_ports(world) & ports, "all are promoted")
     wait_until(lambda: assured(world) >= ports, "conntrack has them")
     log.wait(Message.CONNTRACK_TAKES_AGAIN)
-    for talk in talks:
-        goes_by_the_table(world, talk)
+    for conversation in conversations:
+        goes_by_the_table(world, conversation)
 
 
 @pytest.mark.parametrize("flood", ["tcp", "udp"])
@@ -329,8 +331,8 @@ def test_conntrack_is_full_of_unanswered_flows(small: Small, ask: Ask, flood: st
     """
     world = small.world
     old = begin(world, ask, 1)
-    for talk in old:
-        goes_by_the_table(world, talk)
+    for conversation in old:
+        goes_by_the_table(world, conversation)
     with full_conntrack(world.node.namespace, answered=False, protocol=flood) as top_up:
         flows = new_flows(world)
         floods = [OneWay(small.hogs[0], family) for family in FAMILIES]
@@ -349,10 +351,10 @@ def test_conntrack_is_full_of_unanswered_flows(small: Small, ask: Ask, flood: st
         finally:
             for each in floods:
                 each.end()
-        for talk in (*old, *fresh):
+        for conversation in (*old, *fresh):
             top_up()
-            talk.wait(50)
-    ports = {talk.own_port for talk in fresh}
+            conversation.wait(50)
+    ports = {each.own_port for each in fresh}
     wait_until(lambda: not young_ports(world) & ports, "all are promoted")
-    for talk in (*old, *fresh):
-        goes_by_the_table(world, talk)
+    for conversation in (*old, *fresh):
+        goes_by_the_table(world, conversation)

@@ -15,10 +15,10 @@ import pytest
 from pyebpf_proxy.lab.addresses import cluster_ip
 from pyebpf_proxy.lab.manifests import Port, service, slices
 from pyebpf_proxy.lab.namespace import Namespace
-from tests.support.fast_lab import ON, FastWorld, open_talks
+from tests.support.conversation import PORT, Conversation
+from tests.support.fast_lab import ON, FastWorld, open_conversations
 from tests.support.lab_tools import NAT_OF_OTHERS, wait_until
 from tests.support.new_flows import BOTH, NewFlows, ending, entries, wait_until_fast
-from tests.support.talk import PORT, Talk
 
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
 
@@ -47,12 +47,12 @@ def node(two: FastWorld) -> FastWorld:
 
 
 @contextlib.contextmanager
-def young_and_old(world: FastWorld, family: int) -> Iterator[list[Talk]]:
+def young_and_old(world: FastWorld, family: int) -> Iterator[list[Conversation]]:
     """Conversations of every age: some are kernel's flows, some are young."""
-    with open_talks() as ask, contextlib.ExitStack() as stack:
+    with open_conversations() as ask, contextlib.ExitStack() as stack:
         namespace, address = world.client.namespace, TWO.of(family)
-        talks = [ask(namespace, address, protocol) for protocol in BOTH for _ in range(2)]
-        promoted = [talk.own_port for talk in talks]
+        conversations = [ask(namespace, address, protocol) for protocol in BOTH for _ in range(2)]
+        promoted = [each.own_port for each in conversations]
         wait_until(lambda: assured(world, family) >= set(promoted), "the first are in conntrack, and assured")
         flows = [NewFlows(namespace, address, protocol) for protocol in BOTH]
         stack.enter_context(ending(*flows))
@@ -60,32 +60,32 @@ def young_and_old(world: FastWorld, family: int) -> Iterator[list[Talk]]:
             wait_until_fast(world, each)
         fresh = begun_at_once(world, stack, family)
         found = {e["source_port"] for e in entries(world) if e["young"]}
-        assert len(found & {talk.own_port for talk in fresh}) >= 6, "most of them are young"
+        assert len(found & {each.own_port for each in fresh}) >= 6, "most of them are young"
         for each in flows:
             each.end()
-        before = endpoints(world, family, [*talks, *fresh])
-        yield [*talks, *fresh]
-        for talk in (*talks, *fresh):
-            talk.wait(50)
-        after = endpoints(world, family, [*talks, *fresh])
+        before = endpoints(world, family, [*conversations, *fresh])
+        yield [*conversations, *fresh]
+        for conversation in (*conversations, *fresh):
+            conversation.wait(50)
+        after = endpoints(world, family, [*conversations, *fresh])
         assert {port: after[port] for port in before if port in after} == {
             port: before[port] for port in before if port in after
         }
 
 
-def begun_at_once(world: FastWorld, stack: contextlib.ExitStack, family: int) -> list[Talk]:
+def begun_at_once(world: FastWorld, stack: contextlib.ExitStack, family: int) -> list[Conversation]:
     """Twelve conversations that are all young when the last one has begun: so their processes are started before."""
     gate = multiprocessing.get_context("fork").Event()
-    talks = []
+    conversations = []
     for protocol in BOTH:
         for _ in range(6):
-            talk = Talk(world.client.namespace, TWO.of(family), protocol, gate=gate)
-            stack.callback(talk.end)
-            talks.append(talk)
+            conversation = Conversation(world.client.namespace, TWO.of(family), protocol, gate=gate)
+            stack.callback(conversation.end)
+            conversations.append(conversation)
     gate.set()
-    for talk in talks:
-        talk.wait(1)
-    return talks
+    for conversation in conversations:
+        conversation.wait(1)
+    return conversations
 
 
 def assured(world: FastWorld, family: int) -> set[int]:
@@ -99,9 +99,9 @@ def listed(namespace: Namespace, source: str, family: int) -> list[tuple[int, st
     return [(int(line.split("sport=")[1].split()[0]), line) for line in lines]
 
 
-def endpoints(world: FastWorld, family: int, talks: list[Talk]) -> dict[int, str]:
+def endpoints(world: FastWorld, family: int, conversations: list[Conversation]) -> dict[int, str]:
     """The endpoint for each of the client's ports, as far as conntrack knows."""
-    ports = {talk.own_port for talk in talks}
+    ports = {each.own_port for each in conversations}
     found = listed(world.node.namespace, world.client.address.of(family), family)
     return {port: line.split("src=")[2].split()[0] for port, line in found if port in ports}
 
@@ -118,33 +118,36 @@ def nothing_young(world: FastWorld) -> bool:
 
 
 def test_cleanup(node: FastWorld, family: int) -> None:
-    with young_and_old(node, family) as talks:
+    with young_and_old(node, family) as conversations:
         node.node.agent.stop()
         node.node.agent.cleanup()
-        for talk in talks:
-            talk.wait(100)
-        assert assured(node, family) >= {talk.own_port for talk in talks}
+        for conversation in conversations:
+            conversation.wait(100)
+        assert assured(node, family) >= {each.own_port for each in conversations}
 
 
 def test_a_restart_without_the_fast_path(node: FastWorld, family: int) -> None:
-    with young_and_old(node, family) as talks:
+    with young_and_old(node, family) as conversations:
         node.node.agent.stop()
         node.node.agent.start(own={"fastPath": False})
         node.node.agent.wait_synced()
-        for talk in talks:
-            talk.wait(100)
-        assert assured(node, family) >= {talk.own_port for talk in talks}
+        for conversation in conversations:
+            conversation.wait(100)
+        assert assured(node, family) >= {each.own_port for each in conversations}
         node.node.agent.stop()
 
 
 def test_a_restart(node: FastWorld, family: int) -> None:
-    with young_and_old(node, family) as talks:
+    with young_and_old(node, family) as conversations:
         node.node.agent.stop()
-        for talk in talks:
-            talk.wait(20)
+        for conversation in conversations:
+            conversation.wait(20)
         node.node.agent.start(own=ON)
         node.node.agent.wait_synced()
-        wait_until(lambda: assured(node, family) >= {talk.own_port for talk in talks}, "all are promoted")
+        wait_until(
+            lambda: assured(node, family) >= {each.own_port for each in conversations},
+            "all are promoted",
+        )
 
 
 def by_the_table(world: FastWorld, family: int) -> dict[int, str]:
@@ -160,16 +163,16 @@ def by_the_table(world: FastWorld, family: int) -> dict[int, str]:
 @pytest.mark.parametrize("size", [8192, 2048], ids=["larger", "smaller"])
 def test_a_restart_with_another_size_of_the_flow_table(node: FastWorld, family: int, size: int) -> None:
     """All flows are promoted before the new table is used, and no device loses a part of its quota."""
-    with young_and_old(node, family) as talks:
+    with young_and_old(node, family) as conversations:
         where = by_the_table(node, family)
         node.node.agent.stop()
         node.node.agent.start(own={"fastPathEntries": size})
         node.node.agent.wait_synced()
-        for talk in talks:
-            talk.wait(100)
-        ports = {talk.own_port for talk in talks}
+        for conversation in conversations:
+            conversation.wait(100)
+        ports = {each.own_port for each in conversations}
         wait_until(lambda: assured(node, family) >= ports, "conntrack has all of them", 20.0)
-        now = endpoints(node, family, talks)
+        now = endpoints(node, family, conversations)
         young = where.keys() & ports
         assert len(young) >= 6
         assert {port: now[port] for port in young} == {port: where[port] for port in young}
@@ -194,18 +197,18 @@ def test_masqueraded_flows_keep_their_source_ports_in_a_flow_table_of_another_si
     def has_it() -> bool:
         return any(e["reply"] and e["destination_port"] == port for e in entries(node))
 
-    with open_talks() as ask:
+    with open_conversations() as ask:
         flows = [NewFlows(asker, own, protocol, port=30007) for protocol in BOTH]
         with ending(*flows):
             wait_until_fast(node, *flows)
-            talks = [ask(asker, own, protocol, 30007) for protocol in BOTH for _ in range(4)]
+            conversations = [ask(asker, own, protocol, 30007) for protocol in BOTH for _ in range(4)]
         node.node.agent.stop()
         node.node.namespace.run("conntrack", "-I", "-p", "tcp", "--state", "ESTABLISHED", "-t", "600", *ends)
         assert not has_it()
         node.node.agent.start(own={"fastPathEntries": 8192})
         node.node.agent.wait_synced()
-        for talk in talks:
-            talk.wait(100)
+        for conversation in conversations:
+            conversation.wait(100)
         wait_until(has_it, "the flow table has the flow", 20.0)
     node.node.agent.stop()
     node.node.namespace.run("conntrack", "-D", "-p", "tcp", "-s", client)
@@ -213,7 +216,7 @@ def test_masqueraded_flows_keep_their_source_ports_in_a_flow_table_of_another_si
 
 def test_a_killed_agent_is_started_again(node: FastWorld, family: int) -> None:
     """New flows take the slow path after five seconds. Young flows stay young until an agent runs again."""
-    with young_and_old(node, family) as talks:
+    with young_and_old(node, family) as conversations:
         namespace, address = node.client.namespace, TWO.of(family)
         flows = [NewFlows(namespace, address, protocol, patience=5.0) for protocol in BOTH]
         with ending(*flows):
@@ -228,11 +231,14 @@ def test_a_killed_agent_is_started_again(node: FastWorld, family: int) -> None:
             for each in flows:
                 each.wait_answered(50)
             assert node.count("new_flow_fast") == fast
-            for talk in talks:
-                talk.wait(50)
+            for conversation in conversations:
+                conversation.wait(50)
             node.node.agent.start(own=ON)
             node.node.agent.wait_synced()
-            wait_until(lambda: assured(node, family) >= {talk.own_port for talk in talks}, "all are promoted")
+            wait_until(
+                lambda: assured(node, family) >= {each.own_port for each in conversations},
+                "all are promoted",
+            )
             for each in flows:
                 each.wait_answered(20)
         # One may still wait for its answer.

@@ -23,10 +23,10 @@ from pyebpf_proxy.lab.addresses import cluster_ip
 from pyebpf_proxy.lab.manifests import Port, service, slices
 from pyebpf_proxy.lab.namespace import Namespace
 from tests.netns.tcp_ends import End
+from tests.support.conversation import PORT
 from tests.support.fast_lab import NEAR, FastWorld
 from tests.support.lab_tools import Capture, wait_until
 from tests.support.new_flows import entries
-from tests.support.talk import PORT
 
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
 

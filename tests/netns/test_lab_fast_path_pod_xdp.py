@@ -14,9 +14,9 @@ import pytest
 
 from pyebpf_proxy.datapath.loader.libbpf import Map, Object
 from pyebpf_proxy.datapath.node.plan import REDIRECT_DEVICE, REDIRECT_PEER
+from tests.support.conversation import Conversation
 from tests.support.fast_lab import NEAR, Ask, FastWorld, without_pause
 from tests.support.lab_tools import wait_until
-from tests.support.talk import Talk
 
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
 
@@ -91,35 +91,35 @@ def xdp(fast_world: FastWorld, program: Path, bpf_objects: Path) -> Iterator[Pod
 def test_a_pods_xdp_sees_fast_path_packets(
     fast_world: FastWorld, ask: Ask, xdp: PodXdp, family: int, protocol: str
 ) -> None:
-    talk = ask(fast_world.client.namespace, NEAR.of(family), protocol)
-    fast_world.fast(talk)
+    conversation = ask(fast_world.client.namespace, NEAR.of(family), protocol)
+    fast_world.fast(conversation)
     xdp.wait(REDIRECT_PEER)
-    with without_pause(talk):
+    with without_pause(conversation):
         xdp.on("xdpdrv")
         xdp.wait(REDIRECT_DEVICE)
     # A young flow keeps its learned route until it is promoted.
-    wait_until(lambda: _share(xdp, talk) > 0.9, "the program sees every question", 10.0)
-    fast_world.fast(talk)
-    assert _share(xdp, talk) > 0.9
-    with without_pause(talk):
+    wait_until(lambda: _share(xdp, conversation) > 0.9, "the program sees every question", 10.0)
+    fast_world.fast(conversation)
+    assert _share(xdp, conversation) > 0.9
+    with without_pause(conversation):
         xdp.off("xdpdrv")
         xdp.wait(REDIRECT_PEER)
-    fast_world.fast(talk)
+    fast_world.fast(conversation)
 
 
 def test_generic_xdp_sees_packets_of_either_redirect(fast_world: FastWorld, ask: Ask, xdp: PodXdp) -> None:
-    talk = ask(fast_world.client.namespace, NEAR.v4)
-    fast_world.fast(talk)
+    conversation = ask(fast_world.client.namespace, NEAR.v4)
+    fast_world.fast(conversation)
     xdp.on("xdpgeneric")
-    fast_world.fast(talk)
-    assert _share(xdp, talk) > 0.9
+    fast_world.fast(conversation)
+    assert _share(xdp, conversation) > 0.9
     assert xdp.redirect() == REDIRECT_PEER
 
 
-def _share(xdp: PodXdp, talk: Talk) -> float:
+def _share(xdp: PodXdp, conversation: Conversation) -> float:
     """The share of the requests within half a second that the program has seen. Each is at least one packet."""
     # The program's count is read before and after the requests, so packets in between count for it.
-    seen, answers = xdp.seen(), talk.answers
+    seen, answers = xdp.seen(), conversation.answers
     time.sleep(0.5)
-    found = talk.answers - answers
+    found = conversation.answers - answers
     return (xdp.seen() - seen) / max(found, 1)

@@ -18,10 +18,10 @@ from pyebpf_proxy.lab.cluster import Pod
 from pyebpf_proxy.lab.manifests import Port, service, slices
 from pyebpf_proxy.lab.namespace import Namespace
 from tests.netns.tcp_ends import End, exchange_data
+from tests.support.conversation import PORT
 from tests.support.fast_lab import Ask, FastWorld
 from tests.support.lab_tools import Capture, wait_until
 from tests.support.new_flows import BOTH, NewFlows, ending, entries, wait_until_fast
-from tests.support.talk import PORT
 
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
 
@@ -198,10 +198,10 @@ def test_no_flow_is_moved(scene: Scene, ask: Ask, family: int, protocol: str) ->
     flows = NewFlows(world.client.namespace, TWO.of(family), protocol)
     with ending(flows):
         wait_until_fast(world, flows)
-        talks = [ask(world.client.namespace, TWO.of(family), protocol) for _ in range(4)]
-    ports = [talk.own_port for talk in talks]
-    for talk in talks:
-        talk.wait()
+        conversations = [ask(world.client.namespace, TWO.of(family), protocol) for _ in range(4)]
+    ports = [each.own_port for each in conversations]
+    for conversation in conversations:
+        conversation.wait()
     before = {port: places(scene, port) for port in ports}
     assert all(len(found) == 1 for found in before.values()), before
     for port in ports:
@@ -210,10 +210,10 @@ def test_no_flow_is_moved(scene: Scene, ask: Ask, family: int, protocol: str) ->
             scene.attacker.namespace.call(send_datagrams, family, source, target, 10)
         else:
             scene.attacker.namespace.call(send, family, source, target, [("S", n << 20, 0) for n in range(10)])
-    for talk in talks:
-        talk.wait(50)
+    for conversation in conversations:
+        conversation.wait(50)
     wait_until(lambda: not any(_is_young(scene, port) for port in ports), "all are promoted")
-    for talk in talks:
-        talk.wait(50)
+    for conversation in conversations:
+        conversation.wait(50)
     after = {port: places(scene, port) for port in ports}
     assert all(after[port] <= before[port] for port in ports), (before, after)

@@ -15,10 +15,10 @@ from pyebpf_proxy.lab.addresses import cluster_ip
 from pyebpf_proxy.lab.cluster import Node, Pod
 from pyebpf_proxy.lab.manifests import Object, Port, service, slices
 from pyebpf_proxy.lab.namespace import LabError
+from tests.support.conversation import PORT, Conversation, serve
 from tests.support.fast_lab import FAR, Ask, FastWorld, without_pause
 from tests.support.lab_tools import Capture, full_conntrack, wait_until
 from tests.support.new_flows import NewFlows, ending, wait_until_fast
-from tests.support.talk import PORT, Talk, serve
 
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
 
@@ -28,14 +28,14 @@ MOVED = cluster_ip(9)
 
 @pytest.mark.parametrize("protocol", ["tcp", "udp"])
 def test_the_neighbours_entry_is_deleted(fast_world: FastWorld, ask: Ask, protocol: str) -> None:
-    talk = ask(fast_world.client.namespace, FAR.v4, protocol)
-    fast_world.fast(talk)
-    with without_pause(talk):
+    conversation = ask(fast_world.client.namespace, FAR.v4, protocol)
+    fast_world.fast(conversation)
+    with without_pause(conversation):
         fast_world.node.namespace.ip(f"neigh del {fast_world.lab.nodes[1].address.v4} dev eth0")
-    fast_world.fast(talk)
+    fast_world.fast(conversation)
 
 
-def test_the_neighbour_has_another_link_address(fast_world: FastWorld, far: Talk) -> None:
+def test_the_neighbour_has_another_link_address(fast_world: FastWorld, far: Conversation) -> None:
     other = fast_world.lab.nodes[1]
     old = link_address(other)
     try:
@@ -58,20 +58,20 @@ def tell(fast_world: FastWorld, other: Node, address: str) -> None:
 
 
 def test_the_mtu_is_lowered(fast_world: FastWorld, ask: Ask) -> None:
-    talk = ask(fast_world.client.namespace, FAR.v4, size=20_000)
-    fast_world.fast(talk)
+    conversation = ask(fast_world.client.namespace, FAR.v4, size=20_000)
+    fast_world.fast(conversation)
     other = fast_world.lab.nodes[1].namespace
     back = f"route replace {fast_world.node.pod_cidr.v4} via {fast_world.node.address.v4}"
     # The device also accepts no longer frames: a local veth would, unless its other end has XDP.
     other.ip(f"{back} mtu 1300")
     try:
-        with without_pause(talk):
+        with without_pause(conversation):
             fast_world.node.namespace.ip("link set dev eth0 mtu 1300")
-        fast_world.fast(talk)
+        fast_world.fast(conversation)
     finally:
         fast_world.node.namespace.ip("link set dev eth0 mtu 1500")
         other.ip(back)
-    fast_world.fast(talk)
+    fast_world.fast(conversation)
 
 
 @contextlib.contextmanager
@@ -89,7 +89,7 @@ def second_device(fast_world: FastWorld) -> Iterator[None]:
         fast_world.lab.core.ip("link del second")
 
 
-def test_the_route_changes_to_another_device(fast_world: FastWorld, far: Talk) -> None:
+def test_the_route_changes_to_another_device(fast_world: FastWorld, far: Conversation) -> None:
     other, lan = fast_world.lab.nodes[1], fast_world.node.namespace
     with second_device(fast_world):
         try:
@@ -165,22 +165,22 @@ def test_the_source_address_of_masqueraded_flows_leaves_the_node(fast_world: Fas
     asker, address = fast_world.lab.client, fast_world.node.address.of(family)
     with masqueraded_to(fast_world, family) as sources:
 
-        def begin(count: int) -> list[Talk]:
+        def begin(count: int) -> list[Conversation]:
             flows = [NewFlows(asker, address, protocol, port=30007) for protocol in ("tcp", "udp")]
             with ending(*flows):
                 wait_until_fast(fast_world, *flows)
                 return [ask(asker, address, protocol, 30007) for protocol in ("tcp", "udp") for _ in range(count)]
 
-        talks = begin(4)
-        assert {talk.peer for talk in talks} == {sources.first}
+        conversations = begin(4)
+        assert {conversation.peer for conversation in conversations} == {sources.first}
 
         def are_promoted() -> bool:
             # The kernel itself uses other ports.
             promoted = clients_ports(fast_world, family, sources.first, below=32768)
-            return all({talk.own_port for talk in some} & promoted for some in (talks[:4], talks[4:]))
+            return all({each.own_port for each in some} & promoted for some in (conversations[:4], conversations[4:]))
 
         wait_until(are_promoted, "flows of both protocols are promoted")
-        talks += begin(2)
+        conversations += begin(2)
         fast_world.node.namespace.ip(
             address_line("del", sources.first, sources),
             address_line("add", sources.second, sources),
@@ -188,12 +188,16 @@ def test_the_source_address_of_masqueraded_flows_leaves_the_node(fast_world: Fas
         )
         # It would still send to the old address, and netfilter would translate those packets.
         fast_world.lab.nodes[1].namespace.ip(f"neigh del {sources.first} dev eth0")
-        tcp, udp = [*talks[:4], *talks[8:10]], [*talks[4:8], *talks[10:]]
-        for talk in udp:
+        tcp, udp = [*conversations[:4], *conversations[8:10]], [*conversations[4:8], *conversations[10:]]
+        for conversation in udp:
             # The second address, or for a moment another one of the node.
-            wait_until(lambda talk=talk: talk.peer != sources.first, "datagrams have another source address", 20.0)
-            talk.wait()
-        wait_until(lambda: all(talk.over for talk in tcp), "the connections were reset")
+            wait_until(
+                lambda each=conversation: each.peer != sources.first,
+                "datagrams have another source address",
+                20.0,
+            )
+            conversation.wait()
+        wait_until(lambda: all(conversation.over for conversation in tcp), "the connections were reset")
         wait_until(lambda: not clients_ports(fast_world, family, sources.first, below=65536), "no entry is left")
         assert ask(asker, address, "tcp", 30007).peer != sources.first
 
@@ -202,22 +206,22 @@ def moved_service(pod: Pod) -> list[Object]:
     return [service("moved", BOTH, MOVED), *slices("moved", BOTH, [(pod.address, pod.node.name)])]
 
 
-def test_the_endpoints_device_is_deleted(fast_world: FastWorld, ask: Ask, far: Talk) -> None:
+def test_the_endpoints_device_is_deleted(fast_world: FastWorld, ask: Ask, far: Conversation) -> None:
     """The endpoint's device. When the service has another endpoint, datagrams go there; other flows are not
     affected.
     """
     gone = fast_world.lab.add_pod(f"gone-{len(fast_world.lab.pods)}", fast_world.node, serve=False)
     serve(gone)
     fast_world.node.agent.wait_synced(fast_world.lab.write("moved.yaml", moved_service(gone)))
-    talk = ask(fast_world.client.namespace, MOVED.v4, "udp")
-    fast_world.fast(talk)
+    conversation = ask(fast_world.client.namespace, MOVED.v4, "udp")
+    fast_world.fast(conversation)
     before = fast_world.count("drop_rewrite_failed")
     with without_pause(far):
         fast_world.node.namespace.ip(f"link del {gone.device}")
-    assert talk.stops()
+    assert conversation.stops()
     fast_world.lab.write("moved.yaml", moved_service(fast_world.far))
     with without_pause(far):
-        fast_world.fast(talk)
+        fast_world.fast(conversation)
     assert fast_world.count("drop_rewrite_failed") == before
     assert not entries(fast_world, "udp", gone.address.v4), "the entry of the removed endpoint"
 
@@ -230,24 +234,24 @@ def entries(fast_world: FastWorld, protocol: str, endpoint: str) -> list[str]:
 
 @pytest.mark.parametrize("protocol", ["tcp", "udp"])
 def test_the_conntrack_entry_is_deleted(fast_world: FastWorld, ask: Ask, protocol: str) -> None:
-    talk = ask(fast_world.client.namespace, FAR.v4, protocol)
-    fast_world.fast(talk)
+    conversation = ask(fast_world.client.namespace, FAR.v4, protocol)
+    fast_world.fast(conversation)
     before = fast_world.count("flow_changed")
     fast_world.node.namespace.run("conntrack", "-D", "-p", protocol, "--orig-dst", FAR.v4)
     if protocol == "udp":
-        with without_pause(talk):
+        with without_pause(conversation):
             pass
-        fast_world.fast(talk)
+        fast_world.fast(conversation)
         return
     # As without the fast path: the connection is not translated any more.
-    assert talk.stops()
+    assert conversation.stops()
     wait_until(lambda: fast_world.count("flow_changed") > before, "the flow is taken out of the table", 60.0)
     again = ask(fast_world.client.namespace, FAR.v4)
     with without_pause(again):
         fast_world.fast(again)
 
 
-def test_a_bond_fails_over(fast_world: FastWorld, far: Talk) -> None:
+def test_a_bond_fails_over(fast_world: FastWorld, far: Conversation) -> None:
     """The bond is the device of an entry; the bond itself chooses the port for each packet."""
     node, core = fast_world.node.namespace, fast_world.lab.core
     try:
@@ -271,7 +275,7 @@ def test_a_bond_fails_over(fast_world: FastWorld, far: Talk) -> None:
         node.ip(f"route replace {other.pod_cidr.v4} via {other.address.v4}")
 
 
-def test_the_conntrack_table_is_full(fast_world: FastWorld, far: Talk) -> None:
+def test_the_conntrack_table_is_full(fast_world: FastWorld, far: Conversation) -> None:
     """Established flows continue; flows of a pair without a permit are refused until there is room."""
     node = fast_world.node.namespace
     hits = fast_world.count("flow_hit")

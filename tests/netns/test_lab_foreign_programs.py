@@ -23,11 +23,11 @@ from pyebpf_proxy.lab.agent import FEW_RIGHTS
 from pyebpf_proxy.lab.cluster import Lab
 from pyebpf_proxy.lab.namespace import Namespace
 from tests.netns.foreign_programs import ENDS, GOES_ON, Foreign, attached, chain, compiled
+from tests.support.conversation import PORT, Conversation
 from tests.support.fast_lab import FAR, NEAR, ON, Ask, FastWorld, build_fast_world
 from tests.support.lab_tools import Capture, wait_until
 from tests.support.new_flows import BOTH, NewFlows, ending, wait_until_fast
 from tests.support.see_tools import answer, see
-from tests.support.talk import PORT, Talk
 
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
 
@@ -85,7 +85,7 @@ def new_flows(world: FastWorld, device: str) -> list[NewFlows]:
     ]
 
 
-def conversations(world: FastWorld, ask: Ask, device: str) -> list[Talk]:
+def begin_conversations(world: FastWorld, ask: Ask, device: str) -> list[Conversation]:
     return [
         ask(namespace, address.of(family), protocol, port)
         for namespace, address, port in places(world, device)
@@ -99,17 +99,17 @@ def all_answered(flows: list[NewFlows]) -> None:
     assert [each.made - each.answered <= 1 for each in flows] == [True] * len(flows)
 
 
-def sees_every_question(program: Foreign, talks: list[Talk]) -> None:
+def sees_every_question(program: Foreign, conversations: list[Conversation]) -> None:
     """For longer than a flow is young, and longer than the confirmation of a kernel's flow."""
     begun = time.monotonic()
     while time.monotonic() < begun + LONG:
         before = int(program)
-        answers = [talk.answers for talk in talks]
-        for talk in talks:
-            talk.wait(20)
-        more = sum(talk.answers for talk in talks) - sum(answers)
+        answers = [conversation.answers for conversation in conversations]
+        for conversation in conversations:
+            conversation.wait(20)
+        more = sum(conversation.answers for conversation in conversations) - sum(answers)
         # The first answer of each may belong to an earlier request.
-        assert int(program) - before >= more - len(talks)
+        assert int(program) - before >= more - len(conversations)
 
 
 # ---- at ingress ----------------------------------------------------------------------------------------------
@@ -160,12 +160,12 @@ def test_a_program_at_ingress(world: FastWorld, ask: Ask, foreign: Path, where: 
             for each in flows:
                 each.wait_answered(10)
             all_answered(flows)
-        talks = conversations(world, ask, device)
-        sees_every_question(behind, talks)
+        conversations = begin_conversations(world, ask, device)
+        sees_every_question(behind, conversations)
         assert state(world, other)["redirect"] != CLOSED, "the other device stays open"
     assert wait_for(world, device, PEER) == ""
-    for talk in talks:
-        world.fast(talk)
+    for conversation in conversations:
+        world.fast(conversation)
     flows = new_flows(world, device)
     with ending(*flows):
         wait_until_fast(world, *flows)
@@ -194,9 +194,11 @@ def test_a_program_at_the_egress_of_a_pods_device(world: FastWorld, ask: Ask, fo
             if program == GOES_ON:
                 wait_until_fast(world, *flows)
             all_answered(flows)
-        talks = [ask(world.client.namespace, NEAR.of(family), protocol) for family in FAMILIES for protocol in BOTH]
+        conversations = [
+            ask(world.client.namespace, NEAR.of(family), protocol) for family in FAMILIES for protocol in BOTH
+        ]
         hits = world.count("flow_hit")
-        sees_every_question(egress, talks)
+        sees_every_question(egress, conversations)
         if program == GOES_ON:
             assert world.count("flow_hit") > hits + 500, "on the fast path"
     assert wait_for(world, device, PEER) == ""
@@ -212,14 +214,14 @@ def test_a_filter_at_the_egress_of_a_pods_device(world: FastWorld, ask: Ask) -> 
         assert wait_for(world, device, QUEUE) == "behind the fast path: clsact egress filter pref 7 bpf"
         for family in FAMILIES:
             for protocol in BOTH:
-                talk = ask(world.client.namespace, NEAR.of(family), protocol)
-                world.fast(talk)
-                question = partial(is_question, family=family, own_port=talk.own_port)
+                conversation = ask(world.client.namespace, NEAR.of(family), protocol)
+                world.fast(conversation)
+                question = partial(is_question, family=family, own_port=conversation.own_port)
                 for _ in range(3):
                     # A packet that is put directly into the pod does not pass here.
                     sent = Capture(node, device, question)
                     assert sent.frame() is not None
-                talk.end()
+                conversation.end()
     finally:
         node.run("tc", "qdisc", "del", "dev", device, "clsact")
     assert wait_for(world, device, PEER) == ""

@@ -21,10 +21,10 @@ from pyebpf_proxy.lab.cluster import Pod
 from pyebpf_proxy.lab.manifests import Port, service, slices
 from pyebpf_proxy.lab.namespace import Namespace
 from tests.netns.policies import KINDS, policy
+from tests.support.conversation import PORT, Conversation
 from tests.support.fast_lab import FAR, NEAR, Ask, FastWorld, slowness
 from tests.support.lab_tools import wait_until
 from tests.support.new_flows import BOTH, Arrivals, NewFlows, ask_once, ending, entries, wait_all_made, wait_until_fast
-from tests.support.talk import PORT, Talk
 
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
 
@@ -79,7 +79,7 @@ class Way:
     def flows(self, protocol: str, own_port: int = 0) -> NewFlows:
         return NewFlows(self.asker, self.address, protocol, self.port, own_port=own_port)
 
-    def talk(self, ask: Ask, protocol: str) -> Talk:
+    def conversation(self, ask: Ask, protocol: str) -> Conversation:
         return ask(self.asker, self.address, protocol, self.port)
 
 
@@ -203,8 +203,8 @@ def test_a_new_policy_applies_at_once(fast_world: FastWorld, ask: Ask, kind: str
     client, near = fast_world.client, fast_world.near
     with policy(fast_world.node.namespace, kind, family) as rules:
         old = [ask(client.namespace, NEAR.of(family), protocol) for protocol in BOTH]
-        for talk in old:
-            fast_world.fast(talk)
+        for conversation in old:
+            fast_world.fast(conversation)
         promoted = fast_world.count("flow_promoted")
         wait_until(lambda: fast_world.count("flow_promoted") > promoted + 1 or _known(fast_world, family), "promoted")
         flows = [NewFlows(client.namespace, NEAR.of(family), protocol) for protocol in BOTH]
@@ -219,8 +219,8 @@ def test_a_new_policy_applies_at_once(fast_world: FastWorld, ask: Ask, kind: str
             for each in flows:
                 late = each.last_answered - denied
                 assert late < 1.0 * slowness(), f"a flow that began {late:.2f} s after the rule is answered"
-        for talk in (*old, *young):
-            talk.wait(100)
+        for conversation in (*old, *young):
+            conversation.wait(100)
 
 
 @pytest.mark.parametrize(("kind", "hook"), [("nft set", "forward"), ("iptables-legacy", "postrouting")])
@@ -230,14 +230,14 @@ def test_a_new_policy_applies_at_every_frontend(
     """As the test before: from and to another machine, masqueraded or not, and hairpin."""
     found = ways(with_vip, family)
     with policy(with_vip.node.namespace, kind, family, hook=hook) as rules, contextlib.ExitStack() as stack:
-        talks: list[Talk] = []
+        conversations: list[Conversation] = []
         for name, way in found.items():
             flows = [way.flows(protocol) for protocol in BOTH]
             with ending(*flows):
                 # One frontend at a time: the counter does not show which client's flows were fast.
                 wait_until_fast(with_vip, *flows)
-                talks += [way.talk(ask, protocol) for protocol in BOTH]
-            assert {talk.peer for talk in talks[-2:]} == {way.peer}, name
+                conversations += [way.conversation(ask, protocol) for protocol in BOTH]
+            assert {conversation.peer for conversation in conversations[-2:]} == {way.peer}, name
         flows = [way.flows(protocol) for way in found.values() for protocol in BOTH]
         stack.enter_context(ending(*flows))
         for each in flows:
@@ -248,8 +248,8 @@ def test_a_new_policy_applies_at_every_frontend(
         wait_all_made(flows, 12)
         late = [round(each.last_answered - denied, 2) for each in flows]
         assert max(late) < 1.0 * slowness(), f"seconds after the rules, in the order of the frontends: {late}"
-        for talk in talks:
-            talk.wait(50)
+        for conversation in conversations:
+            conversation.wait(50)
 
 
 def _seen(world: FastWorld, family: int) -> str:
@@ -278,17 +278,17 @@ def test_a_policy_without_established_ends_flows(
     """
     way = ways(fast_world, family)[name]
     with policy(fast_world.node.namespace, kind, family, established=False) as rules:
-        old = [way.talk(ask, protocol) for protocol in BOTH]
-        for talk in old:
-            fast_world.fast(talk)
+        old = [way.conversation(ask, protocol) for protocol in BOTH]
+        for conversation in old:
+            fast_world.fast(conversation)
         flows = [way.flows(protocol) for protocol in BOTH]
         with ending(*flows):
             wait_until_fast(fast_world, *flows)
-            young = [way.talk(ask, protocol) for protocol in BOTH]
+            young = [way.conversation(ask, protocol) for protocol in BOTH]
             rules.deny(way.source, way.endpoint.address.of(family))
         arrivals = Arrivals(way.endpoint, way.peer)
-        for talk in (*old, *young):
-            assert talk.stops(), "the flow continues"
+        for conversation in (*old, *young):
+            assert conversation.stops(), "the flow continues"
         # TCP retransmits.
         seen = int(arrivals)
         assert not way.asker.call(ask_once, way.address, way.port, "udp")

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 import pytest
 
 from pyebpf_proxy.lab.cluster import Lab
+from tests.support.conversation import PORT
 from tests.support.fast_lab import FAR, NEAR, FastWorld, build_fast_world
-from tests.support.talk import PORT
 
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
 

@@ -18,10 +18,10 @@ from pyebpf_proxy.lab.client import REFUSED, ask
 from pyebpf_proxy.lab.cluster import Lab, Node
 from pyebpf_proxy.lab.manifests import Port, service, slices
 from tests.netns.xdp_lab import NODE_PORT, XDP, as_nics, counted, offloads, receive, restart, shown, talking
+from tests.support.conversation import PORT
 from tests.support.fast_lab import ON, FastWorld, build_fast_world
 from tests.support.lab_tools import wait_until
 from tests.support.logs import Log, Message
-from tests.support.talk import PORT
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_bpf, pytest.mark.needs_netns]
 
@@ -53,18 +53,18 @@ def new_flows(world: FastWorld) -> int:
 
 
 def test_xdp_sends_back_packets_for_another_node(outside: FastWorld, family: int, protocol: str) -> None:
-    with talking(outside.lab.client, outside.node.address.of(family), protocol, NODE_PORT) as talk:
+    with talking(outside.lab.client, outside.node.address.of(family), protocol, NODE_PORT) as conversation:
         counted(outside, "xdp_flow_hit")
-        talk.wait()
-        assert talk.peer == outside.node.address.of(family), "masqueraded"
+        conversation.wait()
+        assert conversation.peer == outside.node.address.of(family), "masqueraded"
 
 
 @pytest.mark.parametrize("size", [1400, 40_000], ids=["whole packets", "a stream"])
 def test_large_questions(outside: FastWorld, size: int) -> None:
     """A direction with large segments is left to tc for good."""
-    with talking(outside.lab.client, outside.node.address.v4, "tcp", NODE_PORT, size) as talk:
+    with talking(outside.lab.client, outside.node.address.v4, "tcp", NODE_PORT, size) as conversation:
         counted(outside, "xdp_left_stream")
-        talk.wait()
+        conversation.wait()
 
 
 def test_jumbo_frames(outside: FastWorld) -> None:
@@ -76,9 +76,9 @@ def test_jumbo_frames(outside: FastWorld) -> None:
     for namespace, device in path:
         namespace.ip(f"link set {device} mtu 9000")
     try:
-        with talking(outside.lab.client, outside.node.address.v4, "udp", NODE_PORT, 8000) as talk:
+        with talking(outside.lab.client, outside.node.address.v4, "udp", NODE_PORT, 8000) as conversation:
             counted(outside, "xdp_flow_hit")
-            talk.wait()
+            conversation.wait()
     finally:
         for namespace, device in reversed(path):
             namespace.ip(f"link set {device} mtu 1500")
@@ -87,37 +87,37 @@ def test_jumbo_frames(outside: FastWorld) -> None:
 def test_tc_serves_a_pod_that_accepts_no_xdp_frames(outside: FastWorld) -> None:
     """The peer in a pod has neither XDP nor GRO: frames that XDP sends there would be lost silently."""
     web = outside.node.address.v4
-    with talking(outside.client.namespace, web, "tcp", NODE_PORT) as talk:
+    with talking(outside.client.namespace, web, "tcp", NODE_PORT) as conversation:
         before = outside.count("xdp_left_device")
         # Replies come in through eth0, for the pod.
         wait_until(lambda: outside.count("xdp_left_device") > before + 10, "answers left to tc", 60.0)
-        talk.wait()
+        conversation.wait()
 
 
 def test_checksums_that_senders_leave_to_devices_are_left_to_tc(outside: FastWorld, protocol: str) -> None:
     offloads(outside, "on")
-    with talking(outside.lab.client, outside.node.address.v4, protocol, NODE_PORT) as talk:
+    with talking(outside.lab.client, outside.node.address.v4, protocol, NODE_PORT) as conversation:
         counted(outside, "xdp_left_checksum")
-        talk.wait()
+        conversation.wait()
 
 
 def test_tc_serves_a_wire_whose_other_end_accepts_no_xdp_frames(outside: FastWorld) -> None:
     """When the other end begins to accept frames, XDP sends there: no packet is lost."""
     receive(outside, "off")
-    with talking(outside.lab.client, outside.node.address.v4, "tcp", NODE_PORT) as talk:
+    with talking(outside.lab.client, outside.node.address.v4, "tcp", NODE_PORT) as conversation:
         counted(outside, "xdp_left_device")
-        talk.wait()
+        conversation.wait()
         receive(outside, "on")
         counted(outside, "xdp_flow_hit")
-        talk.wait()
+        conversation.wait()
 
 
 def test_new_flows_without_the_fast_path(outside: FastWorld, family: int, protocol: str) -> None:
     restart(outside, {"xdpDevices": ["eth0"]})
     before = new_flows(outside)
-    with talking(outside.lab.client, outside.node.address.of(family), protocol, NODE_PORT) as talk:
-        talk.wait()
-        assert talk.peer == outside.node.address.of(family)
+    with talking(outside.lab.client, outside.node.address.of(family), protocol, NODE_PORT) as conversation:
+        conversation.wait()
+        assert conversation.peer == outside.node.address.of(family)
     assert new_flows(outside) == before + 1, "the flow is counted once"
 
 
@@ -132,8 +132,8 @@ def test_generic_mode(outside: FastWorld) -> None:
     assert outside.count("reject_no_endpoints") > refused, "tc served it, not the node's own stack"
     wait_until(lambda: shown(outside.node).get("mode") == 2, "XDP in generic mode")
     before = new_flows(outside)
-    with talking(outside.lab.client, outside.node.address.v4, "tcp", NODE_PORT) as talk:
-        talk.wait()
+    with talking(outside.lab.client, outside.node.address.v4, "tcp", NODE_PORT) as conversation:
+        conversation.wait()
         assert new_flows(outside) == before + 1
     restart(outside, XDP)
     wait_until(lambda: shown(outside.node).get("mode") == 1, "XDP in native mode again")
@@ -189,8 +189,8 @@ def test_a_foreign_program_is_never_replaced(outside: FastWorld) -> None:
         restart(outside, XDP)
         assert program_id(node) == other
         Log(node.agent).some(f"{Message.XDP_NOT_ON}eth0: it already has another XDP program, which stays")
-        with talking(outside.lab.client, node.address.v4, "tcp", NODE_PORT) as talk:
-            talk.wait()
+        with talking(outside.lab.client, node.address.v4, "tcp", NODE_PORT) as conversation:
+            conversation.wait()
         node.agent.stop()
         node.agent.cleanup()
         assert program_id(node) == other

@@ -10,9 +10,9 @@ import pytest
 
 from pyebpf_proxy.lab.cluster import Lab, Node
 from tests.netns.xdp_lab import NODE_PORT, as_nics, counted, talking
+from tests.support.conversation import Conversation
 from tests.support.fast_lab import FastWorld, build_fast_world, without_pause
 from tests.support.lab_tools import Capture, wait_until
-from tests.support.talk import Talk
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_bpf, pytest.mark.needs_netns]
 
@@ -26,14 +26,14 @@ def outside() -> Iterator[FastWorld]:
 
 
 @pytest.fixture
-def far(outside: FastWorld, protocol: str) -> Iterator[Talk]:
+def far(outside: FastWorld, protocol: str) -> Iterator[Conversation]:
     """The outside client's conversation with a pod on the other node, sent back by XDP."""
-    with talking(outside.lab.client, outside.node.address.v4, protocol, NODE_PORT) as talk:
+    with talking(outside.lab.client, outside.node.address.v4, protocol, NODE_PORT) as conversation:
         counted(outside, "xdp_flow_hit")
-        yield talk
+        yield conversation
 
 
-def test_a_neighbour_has_another_link_address(outside: FastWorld, far: Talk) -> None:
+def test_a_neighbour_has_another_link_address(outside: FastWorld, far: Conversation) -> None:
     other = outside.lab.nodes[1]
     old = other.namespace.run("cat", "/sys/class/net/eth0/address").strip()
 
@@ -56,13 +56,13 @@ def test_a_neighbour_has_another_link_address(outside: FastWorld, far: Talk) -> 
 
 
 @pytest.mark.parametrize("how", ["del {} dev eth0", "replace {} lladdr 02:00:00:00:0e:03 dev eth0 nud failed"])
-def test_a_neighbours_entry_is_deleted(outside: FastWorld, far: Talk, how: str) -> None:
+def test_a_neighbours_entry_is_deleted(outside: FastWorld, far: Conversation, how: str) -> None:
     with without_pause(far):
         outside.node.namespace.ip("neigh " + how.format(outside.lab.nodes[1].address.v4))
     counted(outside, "xdp_flow_hit")
 
 
-def test_the_flow_table_is_updated(outside: FastWorld, far: Talk) -> None:
+def test_the_flow_table_is_updated(outside: FastWorld, far: Conversation) -> None:
     """At once, and not only when the entry's second is over."""
     node = outside.node
     address = outside.lab.nodes[1].address.v4

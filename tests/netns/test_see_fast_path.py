@@ -16,11 +16,11 @@ import pytest
 
 from pyebpf_proxy.see import model
 from tests.netns.top_tools import Watching, watching
+from tests.support.conversation import PORT
 from tests.support.fast_lab import NEAR, ON, Ask, FastWorld
 from tests.support.lab_tools import wait_until
 from tests.support.new_flows import BOTH, NewFlows, ask_once, ending, wait_until_fast
 from tests.support.see_tools import answer, see
-from tests.support.talk import PORT
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs_bpf]
 
@@ -61,8 +61,8 @@ def until(seen: Watching, condition: Callable[[model.TopFastPath], object], what
 
 
 def test_top_shows_permits_and_flows_of_both_ages(fast_world: FastWorld, ask: Ask) -> None:
-    talk = ask(fast_world.client.namespace, NEAR.v4)
-    fast_world.fast(talk)
+    conversation = ask(fast_world.client.namespace, NEAR.v4)
+    fast_world.fast(conversation)
     flows = new_flows(fast_world)
     with watching(fast_world.node) as seen, ending(*flows):
         wait_until_fast(fast_world, *flows)

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 
 from pyebpf_proxy.lab.cluster import Node
 from pyebpf_proxy.lab.namespace import Namespace
+from tests.support.conversation import PORT, Conversation
 from tests.support.fast_lab import ON, FastWorld
 from tests.support.lab_tools import wait_until
-from tests.support.talk import PORT, Talk
 
 XDP = {**ON, "xdpDevices": ["eth0"]}
 NODE_PORT = 30007
@@ -51,13 +51,15 @@ def shown(node: Node, device: str = "eth0") -> dict[str, object]:
 
 
 @contextlib.contextmanager
-def talking(namespace: Namespace, address: str, protocol: str, port: int = PORT, size: int = 100) -> Iterator[Talk]:
-    talk = Talk(namespace, address, protocol, port, size)
+def talking(
+    namespace: Namespace, address: str, protocol: str, port: int = PORT, size: int = 100
+) -> Iterator[Conversation]:
+    conversation = Conversation(namespace, address, protocol, port, size)
     try:
-        talk.wait()
-        yield talk
+        conversation.wait()
+        yield conversation
     finally:
-        talk.end()
+        conversation.end()
 
 
 def counted(world: FastWorld, name: str, more: int = 10) -> None:

@@ -13,15 +13,15 @@ from pyebpf_proxy.lab.addresses import cluster_ip
 from pyebpf_proxy.lab.cluster import Lab, Pod
 from pyebpf_proxy.lab.manifests import Port, node, service, slices
 from pyebpf_proxy.lab.namespace import Namespace
+from tests.support.conversation import PORT, Conversation, serve
 from tests.support.lab_tools import reasons, wait_until
-from tests.support.talk import PORT, Talk, serve
 from tests.support.world import World
 
 LIBERAL = "net.netfilter.nf_conntrack_tcp_be_liberal"
 ON = {"fastPathEntries": 4096}
 PORTS = [Port("tcp", PORT, PORT, "TCP", 30007), Port("udp", PORT, PORT, "UDP", 30007)]
 FAR, NEAR = cluster_ip(7), cluster_ip(8)
-Ask = Callable[..., Talk]
+Ask = Callable[..., Conversation]
 
 
 class FastWorld(World):
@@ -34,10 +34,10 @@ class FastWorld(World):
     def count(self, name: str) -> int:
         return reasons(self.node)[name]
 
-    def fast(self, talk: Talk) -> None:
+    def fast(self, conversation: Conversation) -> None:
         """The conversation continues, on the fast path."""
         before = self.count("flow_hit")
-        talk.wait()
+        conversation.wait()
         wait_until(lambda: self.count("flow_hit") > before + 10, "packets sent by the cache", 60.0)
 
 
@@ -62,15 +62,17 @@ def build_fast_world(lab: Lab, own: dict[str, Any] = ON) -> FastWorld:
 
 
 @contextlib.contextmanager
-def open_talks() -> Iterator[Ask]:
+def open_conversations() -> Iterator[Ask]:
     """Start conversations; they end with the test."""
     with contextlib.ExitStack() as stack:
 
-        def begin(namespace: Namespace, address: str, protocol: str = "tcp", port: int = PORT, size: int = 100) -> Talk:
-            talk = Talk(namespace, address, protocol, port, size)
-            stack.callback(talk.end)
-            talk.wait()
-            return talk
+        def begin(
+            namespace: Namespace, address: str, protocol: str = "tcp", port: int = PORT, size: int = 100
+        ) -> Conversation:
+            conversation = Conversation(namespace, address, protocol, port, size)
+            stack.callback(conversation.end)
+            conversation.wait()
+            return conversation
 
         yield begin
 
@@ -80,17 +82,19 @@ SLOWEST = 5.0
 
 
 @contextlib.contextmanager
-def without_pause(*talks: Talk) -> Iterator[None]:
+def without_pause(*conversations: Conversation) -> Iterator[None]:
     """No conversation pauses inside the block for longer than a second, or its equivalent on a busy machine."""
-    for talk in talks:
-        talk.forget_pause()
+    for conversation in conversations:
+        conversation.forget_pause()
     slow = slowness()
     yield
-    for talk in talks:
-        talk.wait()
+    for conversation in conversations:
+        conversation.wait()
     slow = max(slow, slowness())
-    for talk in talks:
-        assert talk.pause < 1.0 * slow, f"paused for {talk.pause:.2f} s on a machine that is {slow:.1f} times slower"
+    for conversation in conversations:
+        assert conversation.pause < 1.0 * slow, (
+            f"paused for {conversation.pause:.2f} s on a machine that is {slow:.1f} times slower"
+        )
 
 
 def slowness() -> float:

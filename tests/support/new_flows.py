@@ -16,9 +16,9 @@ from typing import Any
 
 from pyebpf_proxy.lab.cluster import Pod
 from pyebpf_proxy.lab.namespace import Namespace
+from tests.support.conversation import PORT
 from tests.support.fast_lab import FastWorld
 from tests.support.lab_tools import wait_until
-from tests.support.talk import PORT
 
 BOTH = ("tcp", "udp")
 #: Each client and target gets its own block of source ports, outside the ephemeral range. A datagram from a port that

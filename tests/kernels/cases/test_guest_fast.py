@@ -18,10 +18,10 @@ from pyebpf_proxy.lab.client import ANSWERED, ask, ask_many
 from pyebpf_proxy.lab.cluster import Lab, Node
 from pyebpf_proxy.lab.manifests import Port
 from pyebpf_proxy.lab.namespace import Namespace
+from tests.support.conversation import PORT, Conversation, serve
 from tests.support.lab_services import Kind, write_nodes, write_services
 from tests.support.lab_tools import counted_between, reasons, wait_until
 from tests.support.logs import Line, Log, Message
-from tests.support.talk import PORT, Talk, serve
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs_bpf]
 
@@ -108,7 +108,7 @@ def test_a_long_flow_is_promoted(lab: Lab, family: int, protocol: str) -> None:
     first, client = lab.nodes[0], lab.pods["asker"]
     address = LONG.target("ClusterIP", first).address.of(family)
     before = reasons(first)
-    talk = _young(lab, client.namespace, address, protocol)
+    conversation = _young(lab, client.namespace, address, protocol)
     try:
         wait_until(lambda: reasons(first)["flow_promoted"] > before["flow_promoted"], "the kernel has the flow")
         lines = entries(first, client.address.of(family), address, family)
@@ -118,24 +118,24 @@ def test_a_long_flow_is_promoted(lab: Lab, family: int, protocol: str) -> None:
         assert protocol == "udp" or any(" ESTABLISHED " in line for line in found), found
         # It continues, confirmed each second by a packet that passes netfilter.
         now = reasons(first)
-        talk.wait(500)
+        conversation.wait(500)
         wait_until(lambda: reasons(first)["flow_confirmed"] > now["flow_confirmed"], "netfilter is asked again")
         assert reasons(first)["flow_hit"] > now["flow_hit"] + 500
-        assert talk.peer == client.address.of(family)
+        assert conversation.peer == client.address.of(family)
     finally:
-        talk.end()
+        conversation.end()
 
 
-def _young(lab: Lab, client: Namespace, address: str, protocol: str) -> Talk:
+def _young(lab: Lab, client: Namespace, address: str, protocol: str) -> Conversation:
     """A conversation whose first packet opened it in the flow table."""
     for _ in range(10):
         client.call(_greet, address, protocol, 4)
         before = reasons(lab.nodes[0])
-        talk = Talk(client, address, protocol)
-        talk.wait(1)
+        conversation = Conversation(client, address, protocol)
+        conversation.wait(1)
         if counted_between(before, reasons(lab.nodes[0])).get("new_flow_fast"):
-            return talk
-        talk.end()
+            return conversation
+        conversation.end()
     pytest.fail(f"no flow was young: {counted_between(before, reasons(lab.nodes[0]))}")
 
 
@@ -171,15 +171,15 @@ def test_conversations_outlive_the_agents_restart(lab: Lab) -> None:
     """The next agent takes over the old one's state, with the same rights."""
     first, client = lab.nodes[0], lab.pods["asker"].namespace
     address = LONG.target("ClusterIP", first).address
-    talks = [_young(lab, client, address.v4, "tcp"), _young(lab, client, address.v6, "udp")]
+    conversations = [_young(lab, client, address.v4, "tcp"), _young(lab, client, address.v6, "udp")]
     try:
         first.agent.kill()
         _start(first)
         before = reasons(first)
-        for talk in talks:
-            talk.wait(200)
+        for conversation in conversations:
+            conversation.wait(200)
         assert reasons(first)["flow_hit"] > before["flow_hit"]
         assert unexpected(Log(first.agent)) == []
     finally:
-        for talk in talks:
-            talk.end()
+        for conversation in conversations:
+            conversation.end()

@@ -31,7 +31,7 @@ from tests.netns.attach.router import Shell
 pytestmark = [pytest.mark.needs_netns, pytest.mark.needs_bpf, pytest.mark.usefixtures("namespace")]
 
 FAST = NodeConfig(fast_path=True)
-OURS = (["tc_ethernet"], ["tc_egress"])
+AGENT_ONLY = (["tc_ethernet"], ["tc_egress"])
 #: Ends the chain: later programs get no packet (as Cilium's programs do).
 ENDS = """
 struct __sk_buff;
@@ -127,7 +127,7 @@ def limit(node: Node, index: int) -> tuple[int, str]:
 
 def test_a_pod_s_device_without_others(agent: Agent, pod: int, shell: Shell) -> None:
     node = agent.start()
-    assert carried("pod") == OURS
+    assert carried("pod") == AGENT_ONLY
     assert limit(node, pod) == (REDIRECT_PEER, "")
     assert agent.written(pod) == (REDIRECT_PEER, 1500)
     assert "qdisc noqueue" in shell("tc qdisc show dev pod")
@@ -197,7 +197,7 @@ def test_filters_and_qdiscs_come_and_go(agent: Agent, pod: int, shell: Shell) ->
     assert agent.written(pod)[0] == REDIRECT_NONE
     shell("tc qdisc del dev pod clsact")
     follow(node, lambda: limit(node, pod) == (REDIRECT_PEER, ""))
-    assert carried("pod") == OURS
+    assert carried("pod") == AGENT_ONLY
     assert agent.written(pod)[0] == REDIRECT_PEER
 
 
@@ -213,7 +213,7 @@ def test_the_bandwidth_plugin_can_add_its_qdiscs(first: bool, agent: Agent, pod:
         shell(LIMIT_FROM_POD)
     follow(node, lambda: limit(node, pod)[0] == REDIRECT_NONE)
     assert limit(node, pod)[1].startswith("after the agent's program: ingress filter pref 49152 u32")
-    assert carried("pod") == OURS
+    assert carried("pod") == AGENT_ONLY
 
 
 def test_a_device_that_appears_later(agent: Agent, shell: Shell) -> None:
@@ -221,7 +221,7 @@ def test_a_device_that_appears_later(agent: Agent, shell: Shell) -> None:
     shell("ip link add late type veth peer name late1")
     index = socket.if_nametoindex("late")
     follow(node, lambda: index in node.attached)
-    assert carried("late") == OURS
+    assert carried("late") == AGENT_ONLY
     shell("ip link del late")
     follow(node, lambda: index not in node.attached)
     assert [name for name in os.listdir(agent.folder) if name.startswith(f"{index}-")] == []
@@ -234,7 +234,7 @@ def test_a_link_that_was_detached_comes_back(agent: Agent, pod: int) -> None:
     os.close(link)
     assert carried("pod")[0] == []
     node.look()
-    assert carried("pod") == OURS
+    assert carried("pod") == AGENT_ONLY
     assert agent.reports == ["device pod: the agent's tc program is gone, attaching it again"]
 
 
@@ -329,7 +329,7 @@ def test_an_older_versions_filter_is_replaced_without_a_gap(
     monkeypatch.undo()
     assert ["tc_ethernet", "tc_ethernet"] in seen
     assert all(each and len(set(each)) == 1 for each in seen), "two programs that decide differently, or none"
-    assert carried("pod") == OURS
+    assert carried("pod") == AGENT_ONLY
     # While a clsact is created or deleted, the kernel drops packets: it stays, and the next start keeps it.
     assert "clsact" in shell("tc qdisc show dev pod")
     assert not [each for each in tc.filters(pod, tc.INGRESS) if each.own]
@@ -370,7 +370,7 @@ def test_clean_up_leaves_other_programs_alone(agent: Agent, pod: int, put: Put, 
 def test_without_tcx_foreign_filters_come_after_the_agents(agent: Agent, pod: int, shell: Shell) -> None:
     shell(f"tc qdisc add dev pod clsact; tc filter add dev pod ingress pref 2 {OTHERS}")
     node = agent.start(use_tcx=False)
-    assert carried("pod") == OURS
+    assert carried("pod") == AGENT_ONLY
     assert limit(node, pod) == (REDIRECT_NONE, "after the agent's program: clsact filter pref 2 bpf")
     shell("tc filter del dev pod ingress pref 2")
     follow(node, lambda: limit(node, pod) == (REDIRECT_PEER, ""))
@@ -416,7 +416,7 @@ def test_nothing_is_left_after_the_instances_clean_up(agent: Agent, pod: int, tm
     try:
         agent.directory, agent.folder = directory, tcx_directory(directory / "bpf", directory)
         agent.start()
-        assert carried("pod") == OURS
+        assert carried("pod") == AGENT_ONLY
         assert "tc programs of pod" in cleanup(directory).removed
         assert carried("pod") == ([], [])
     finally:
@@ -432,4 +432,4 @@ def test_a_link_that_is_detached_just_before_listing_comes_back(agent: Agent, po
     # As after a change of another device.
     node._see_others()
     node.look()
-    assert carried("pod") == OURS
+    assert carried("pod") == AGENT_ONLY

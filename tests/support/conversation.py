@@ -68,7 +68,7 @@ def _answer(data: bytes, peer: str) -> bytes:
     return text.ljust(len(data), b" ")[: len(data)]
 
 
-class Talk:
+class Conversation:
     """A client in ``namespace``: one connection or UDP socket, one request at a time, until :meth:`end`.
 
     ``gate``, a multiprocessing.Event: its process waits for it before it connects.
@@ -82,7 +82,7 @@ class Talk:
         self._peer = context.Array("c", 64)
         self._own_port = context.RawValue("i", 0)
         shared = self._state, self._peer, self._own_port, gate
-        self._task = namespace.start(_talk, address, port, protocol, size, *shared)
+        self._task = namespace.start(_converse, address, port, protocol, size, *shared)
 
     @property
     def answers(self) -> int:
@@ -137,7 +137,9 @@ class Talk:
         self._task.stop()
 
 
-def _talk(address: str, port: int, protocol: str, size: int, state: Any, peer: Any, own_port: Any, gate: Any) -> None:
+def _converse(
+    address: str, port: int, protocol: str, size: int, state: Any, peer: Any, own_port: Any, gate: Any
+) -> None:
     pace = float(os.environ.get(PACE, "0.001"))
     if gate is not None:
         gate.wait()
