@@ -162,7 +162,7 @@ def local_ports() -> tuple[int, int]:
 
 
 def udp_stream_seconds() -> int:
-    """Seconds after which conntrack has certainly forgotten an idle UDP flow: its timeout and a margin, at least 180."""
+    """Seconds after which conntrack has forgotten an idle UDP flow: its timeout and a margin, 180 at least."""
     try:
         return max(180, int(_UDP_STREAM.read_text()) + 60)
     except (OSError, ValueError):

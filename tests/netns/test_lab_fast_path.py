@@ -178,7 +178,7 @@ def test_ipsec_closes_the_fast_path(fast_world: FastWorld, far: Conversation) ->
     fast_world.fast(far)
 
 
-def test_a_setting_that_another_program_changes_is_set_again(fast_world: FastWorld, far: Talk) -> None:
+def test_a_setting_that_another_program_changes_is_set_again(fast_world: FastWorld, far: Conversation) -> None:
     """A strict conntrack takes the packets of the fast path's connections for invalid."""
     fast_world.fast(far)
     namespace = fast_world.node.namespace

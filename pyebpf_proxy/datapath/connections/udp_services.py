@@ -23,7 +23,7 @@ class UdpServices:
         return bool(self._ports)
 
     def apply(self, delta: Mapping[ServicePortName, ServicePort | None], complete: bool = False) -> bool:
-        """Apply changes; ``complete``: there are no other ports. True if a port has other serving endpoints than before."""
+        """Apply changes; ``complete``: there are no other ports. True if the serving endpoints of a port change."""
         touched = False
         new: list[ServicePort] = []
         if complete:

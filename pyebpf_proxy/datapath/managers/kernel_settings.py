@@ -72,7 +72,9 @@ class FastPathSettings(Manager):
         except OSError as error:
             refused = f"{setting.name} cannot be read: {error.strerror or error}"
         if not refused:
-            _log.warning("another program changed a setting that the fast path needs; it is set again", setting=setting.name)
+            _log.warning(
+                "another program changed a setting that the fast path needs; it is set again", setting=setting.name
+            )
             self._lost.pop(setting.name, None)
         elif self._lost.get(setting.name) != refused:
             _log.error("established connections of the fast path may end", error=refused)

@@ -239,7 +239,7 @@ def test_settings_stay_while_a_kube_proxy_runs(tree: Tree) -> None:
 
 
 def test_the_settings_of_the_fast_path_are_restored_last(tree: Tree) -> None:
-    """Also if the configuration asks for one of them: strict conntrack would end connections that still use the path."""
+    """This includes a setting that the configuration asks for: connections still use the fast path."""
     tree.apply(EVERYTHING)
     assert sysctls.hold(node_settings.LIBERAL, tree.directory, tree.root) == ""
     assert sysctls.changed(node_settings.LIBERAL, tree.directory)
