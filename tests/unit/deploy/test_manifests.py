@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from pyebpf_proxy import __version__
+from pyebpf_proxy.cluster.objects import AGENT, PARKED
 from pyebpf_proxy.common.kube_proxy_health import DEFAULT, VARIABLE
 from pyebpf_proxy.config.complete import complete
 from pyebpf_proxy.config.flags import parse
@@ -220,8 +221,10 @@ def test_no_kustomization_has_kube_proxys_daemonset(folder: Path) -> None:
 def test_parking_and_unparking_undo_each_other() -> None:
     files = [yaml.safe_load((DEPLOY / "kube-proxy" / f"{name}.yaml").read_text()) for name in ("park", "unpark")]
     selectors = [each["spec"]["template"]["spec"].pop("nodeSelector") for each in files]
-    assert selectors == [{"pyebpf-proxy/parked": "true"}, {"pyebpf-proxy/parked": None}]
+    assert selectors == [{"pyebpf-proxy/no-node": "true"}, {"pyebpf-proxy/no-node": None}]
     assert files == [{"spec": {"template": {"spec": {}}}}] * 2, "all else of it is kubeadm's"
+    # `cluster install` gives nodes these labels: as a selector one would select just the nodes that are taken over.
+    assert not {AGENT, PARKED} & {key for each in selectors for key in each}
 
 
 @pytest.mark.parametrize("folder", OURS, ids=lambda folder: folder.name)
