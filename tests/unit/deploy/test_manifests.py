@@ -253,6 +253,7 @@ def test_cleaning_up_needs_one_capability_and_no_api() -> None:
     # kube-proxy's pod is ready before it has programmed anything.
     assert steps[:2] == ["pyebpf-proxy probe kube-proxy", "pyebpf-proxy --cleanup --keep-kube-proxy-rules"]
     assert {"name": VARIABLE, "value": DEFAULT} in agent["env"]
+    assert pod(objects)["spec"]["automountServiceAccountToken"] is False
     assert agent["securityContext"]["capabilities"]["add"] == ["NET_ADMIN", "BPF"]
     assert not {"livenessProbe", "startupProbe"} & agent.keys()
 
