@@ -61,6 +61,12 @@ _FIELDS = {
 }
 
 
+#: Fields of the pod that a component replaces, in every DaemonSet.
+_REPLACED = {
+    "/spec/template/spec/securityContext/seccompProfile": "        seccompProfile:\n          type: RuntimeDefault\n"
+}
+
+
 class ChartError(Exception):
     """Something in deploy/ that this cannot express; one line."""
 
@@ -119,6 +125,8 @@ def daemon_set() -> str:
     cleaning = cleanup()
     for operation in component("selinux"):
         text, cleaning = (set_field(each, operation, "selinux") for each in (text, cleaning))
+    for operation in component("crio"):
+        text, cleaning = (replace_field(each, operation, "crio") for each in (text, cleaning))
     return f"{{{{- if .Values.cleanup }}}}\n{cleaning}{{{{- else }}}}\n{text}{{{{- end }}}}\n"
 
 
@@ -157,6 +165,17 @@ def set_field(text: str, operation: dict[str, Any], value: str) -> str:
     field = yaml.safe_dump({path.rpartition("/")[2]: operation["value"]}, sort_keys=False)
     block = f"{{{{- if .Values.{value} }}}}\n{textwrap.indent(field, ' ' * indent)}{{{{- end }}}}\n"
     return replaced(text, before, before + block)
+
+
+def replace_field(text: str, operation: dict[str, Any], value: str) -> str:
+    """The DaemonSet with another value of a field of the pod, if that value is set."""
+    path = operation["path"]
+    if operation["op"] != "replace" or path not in _REPLACED:
+        raise ChartError(f"{operation['op']} at {path} is not known here")
+    old = _REPLACED[path]
+    indent = " " * (len(old) - len(old.lstrip()))
+    new = textwrap.indent(yaml.safe_dump({path.rpartition("/")[2]: operation["value"]}), indent)
+    return replaced(text, old, f"{{{{- if .Values.{value} }}}}\n{new}{{{{- else }}}}\n{old}{{{{- end }}}}\n")
 
 
 def cleanup() -> str:

@@ -80,7 +80,12 @@ CASES: dict[str, tuple[dict[str, Any], str, list[str]]] = {
     "conntrack-lookup": (BLANKS | {"conntrackLookup": True}, "base", ["conntrack-lookup"]),
     "ipvs": (BLANKS | {"ipvs": True}, "base", ["ipvs"]),
     "selinux": (BLANKS | {"selinux": True}, "base", ["selinux"]),
-    "cleanup with selinux": ({"cleanup": True, "selinux": True}, "overlays/kubeadm-back/cleanup", ["selinux"]),
+    "crio": (BLANKS | {"crio": True}, "base", ["crio"]),
+    "cleanup with selinux and crio": (
+        {"cleanup": True, "selinux": True, "crio": True},
+        "overlays/kubeadm-back/cleanup",
+        ["selinux", "crio"],
+    ),
     "prometheus-operator": (BLANKS | {"prometheusOperator": True}, "base", ["prometheus-operator"]),
     "all at once": (
         {
@@ -88,10 +93,11 @@ CASES: dict[str, tuple[dict[str, Any], str, list[str]]] = {
             "conntrackLookup": True,
             "ipvs": True,
             "selinux": True,
+            "crio": True,
             "prometheusOperator": True,
         },
         "overlays/kubeadm",
-        ["conntrack-lookup", "ipvs", "selinux", "prometheus-operator"],
+        ["conntrack-lookup", "ipvs", "selinux", "crio", "prometheus-operator"],
     ),
 }
 

@@ -289,6 +289,14 @@ def test_the_component_for_selinux_sets_the_type_and_nothing_else(tmp_path: Path
     assert typed == plain
 
 
+def test_the_component_for_crio_takes_the_profile_away_and_nothing_else(tmp_path: Path) -> None:
+    """CRI-O's default profile refuses bpf() to holders of CAP_BPF."""
+    plain, free = (pod(each)["spec"] for each in (manifests.base(), with_component(tmp_path, "crio")))
+    assert free["securityContext"].pop("seccompProfile") == {"type": "Unconfined"}
+    assert plain["securityContext"].pop("seccompProfile") == {"type": "RuntimeDefault"}
+    assert free == plain
+
+
 def test_s12_what_the_image_is_made_of_is_pinned() -> None:
     text = (DEPLOY / "Dockerfile").read_text()
     bases = re.findall(r"^FROM (\S+)", text, re.MULTILINE)
