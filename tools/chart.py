@@ -52,7 +52,7 @@ _NAMESPACE = "  namespace: {{ .Release.Namespace }}\n"
 #: A pod mounts only ConfigMaps of its own namespace.
 _NEAR = (
     '{{- if and (eq .Values.kubeProxyConfigMap "kube-proxy") (ne .Release.Namespace "kube-system") }}\n'
-    "{{- fail \"kubeProxyConfigMap: kubeadm's ConfigMap kube-proxy is in kube-system, and pods elsewhere cannot mount it:"
+    "{{- fail \"kubeProxyConfigMap: kubeadm's ConfigMap kube-proxy is in kube-system; pods elsewhere cannot mount it:"
     ' install with --namespace kube-system, or copy it under another name" }}\n'
     "{{- end }}\n"
 )
