@@ -153,6 +153,15 @@ def test_volumes_and_mounts_fit_together(folder: Path) -> None:
             assert mount["readOnly"] is True
 
 
+def test_the_page_has_what_the_kubelet_says_without_bpffs() -> None:
+    """No folder can be made in sysfs: the container is not started, and the agent's own message is never printed."""
+    volumes = manifests.base_daemon_set()["spec"]["template"]["spec"]["volumes"]
+    (pins,) = (volume for volume in volumes if volume.get("hostPath", {}).get("path", "").startswith("/sys/fs/bpf"))
+    assert pins["hostPath"]["type"] == "DirectoryOrCreate"
+    failed = f'MountVolume.SetUp failed for volume "{pins["name"]}" : mkdir {pins["hostPath"]["path"]}: '
+    assert f"{failed}operation not permitted" in (ROOT / "docs" / "troubleshooting.md").read_text()
+
+
 @pytest.mark.parametrize("folder", OURS, ids=lambda folder: folder.name)
 def test_it_runs_on_every_node_and_is_not_evicted(folder: Path) -> None:
     specification = pod(build(folder))["spec"]
