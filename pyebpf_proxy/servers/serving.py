@@ -116,7 +116,7 @@ class Servers:
         self._server.open_socket(listener, handler, self._server.pool(CONNECTIONS))
 
     def _ready(self, request: Request) -> Response:
-        """``/healthz``; 503 until the node is programmed, and while another process serves ``/healthz`` on this node."""
+        """``/healthz``; 503 until the node is programmed, and while another process serves ``/healthz`` here."""
         if self._health_missing:
             return _not_ready(f"this agent does not serve the health address: {self._health_missing}")
         if not self._health.programmed:

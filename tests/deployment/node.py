@@ -88,7 +88,7 @@ def contained(
 
 
 def wait_ready(node: Node, container: Container, deadline: float = 90.0) -> None:
-    """Ask the container's probes as the kubelet does, until all succeed; an agent that is ready has programmed the node."""
+    """Ask the container's probes as the kubelet does, until all succeed. A ready agent has programmed the node."""
     for name in ("startupProbe", "readinessProbe", "livenessProbe"):
         container.wait_for(functools.partial(probe_succeeds, container, name), f"{name} succeeds", deadline)
     assert re.search(r"^\S+ info ready ", container.log(), re.MULTILINE), container.log()

@@ -8,7 +8,6 @@ import json
 import socket
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -220,7 +219,7 @@ def test_an_agent_is_ready_when_it_has_programmed_the_node_and_not_before(tmp_pa
             # A probe that is under way succeeds with the sync: the kubelet's next one is seconds later.
             with ThreadPoolExecutor(1) as pool:
                 asked = pool.submit(probe, tmp_path, "ready")
-                time.sleep(0.5)
+                await asyncio.sleep(0.5)
                 servers.observer.synced(0.1, ok=True, full=True)
                 assert asked.result()[0] == 0
             assert (get(port, "/healthz").status, get(port, "/livez").status) == (200, 200)
