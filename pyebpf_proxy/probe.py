@@ -11,17 +11,28 @@ from __future__ import annotations
 import os
 import socket
 import sys
+import time
 
 PAGES = {"live": "/livez", "ready": "/readyz"}
 _SECONDS = 4.0
+#: How long to ask again while the agent has not programmed the node. The kubelet allows a probe 5 s.
+_RETRY_SECONDS = 3.0
+_PAUSE = 0.1
 _MOST_BYTES = 64 << 10
 
 
 def probe(what: str, folder: str = "") -> int:
-    """Ask the agent; ``what`` is a key of PAGES. The result: 0 for yes, else 1, and the reason is on stderr."""
+    """Ask the agent; ``what``: a key of PAGES. 0: yes; 1: no, or the agent does not answer (stderr has the reason).
+
+    It waits a little for an agent that is about to program the node: the kubelet's next probe is seconds away.
+    """
     folder = folder or os.environ.get("PYEBPF_PROXY_DIRECTORY") or "/run/pyebpf-proxy"
+    end = time.monotonic() + _RETRY_SECONDS
     try:
-        status, body = _ask(folder, PAGES[what])
+        status, body, again = _ask(folder, PAGES[what])
+        while again and time.monotonic() < end:
+            time.sleep(_PAUSE)
+            status, body, again = _ask(folder, PAGES[what])
     except (OSError, ValueError) as error:
         print(f"the agent of {folder} does not answer: {error}", file=sys.stderr)
         return 1
@@ -29,7 +40,8 @@ def probe(what: str, folder: str = "") -> int:
     return 0 if status == 200 else 1
 
 
-def _ask(folder: str, page: str) -> tuple[int, str]:
+def _ask(folder: str, page: str) -> tuple[int, str, bool]:
+    """Status and body, and whether to ask again soon."""
     descriptor = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking:
@@ -45,4 +57,4 @@ def _ask(folder: str, page: str) -> tuple[int, str]:
     words = head.split(maxsplit=2)
     if len(words) < 2:
         raise ValueError("it closed the connection")
-    return int(words[1]), body.strip()
+    return int(words[1]), body.strip(), "\r\nretry-after:" in head.lower()

@@ -24,6 +24,7 @@ import yaml
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from pyebpf_proxy import __version__
+from pyebpf_proxy.common.kube_proxy_health import DEFAULT, VARIABLE
 
 DEPLOY = Path(__file__).resolve().parents[1] / "deploy"
 NAME = "pyebpf-proxy"
@@ -39,13 +40,33 @@ CHART = {
 _NAMED = (
     'required "image.repository: the image in your registry (deploy/Dockerfile builds it)" .Values.image.repository'
 )
-_IMAGE = f'"{{{{ {_NAMED} }}}}:{{{{ .Values.image.tag | default .Chart.AppVersion }}}}"'
+_IMAGE = (
+    f'"{{{{ {_NAMED} }}}}:{{{{ .Values.image.tag | default .Chart.AppVersion }}}}'
+    '{{ with .Values.image.digest }}@{{ . }}{{ end }}"'
+)
 _LABELS = """  labels:
     app.kubernetes.io/name: pyebpf-proxy
     app.kubernetes.io/version: {{ .Chart.AppVersion }}
 """
 _NAMESPACE = "  namespace: {{ .Release.Namespace }}\n"
-#: Lists to which a component's patch adds, by path: the key in deploy/base/daemonset.yaml, and the items' indentation.
+#: A pod mounts only ConfigMaps of its own namespace.
+_NEAR = (
+    '{{- if and (eq .Values.kubeProxyConfigMap "kube-proxy") (ne .Release.Namespace "kube-system") }}\n'
+    "{{- fail \"kubeProxyConfigMap: kubeadm's ConfigMap kube-proxy is in kube-system; pods elsewhere cannot mount it:"
+    ' install with --namespace kube-system, or copy it under another name" }}\n'
+    "{{- end }}\n"
+)
+#: The agent reads its configuration only when it starts: a change of it replaces the pods.
+_CHECKSUM = (
+    "{{- if not .Values.kubeProxyConfigMap }}\n"
+    '{{- $made := include (print $.Template.BasePath "/configmap.yaml") . | fromYaml }}\n'
+    "      annotations:\n"
+    "        checksum/config: {{ $made.data | toYaml | sha256sum }}\n"
+    "{{- end }}\n"
+)
+#: Values that replace what a list or a map of the pod has.
+_BLOCKS = ("tolerations", "resources")
+#: Where a component's patch adds to: the last line of that list in deploy/base/daemonset.yaml, and its indentation.
 _LISTS = {
     "/spec/template/spec/containers/0/volumeMounts/-": ("volumeMounts", 12),
     "/spec/template/spec/volumes/-": ("volumes", 8),
@@ -58,6 +79,12 @@ _FIELDS = {
         "      securityContext:\n        seccompProfile:\n          type: RuntimeDefault\n",
         8,
     )
+}
+
+
+#: Fields of the pod that a component replaces, in every DaemonSet.
+_REPLACED = {
+    "/spec/template/spec/securityContext/seccompProfile": "        seccompProfile:\n          type: RuntimeDefault\n"
 }
 
 
@@ -102,6 +129,8 @@ def config_map() -> str:
 def daemon_set() -> str:
     """The DaemonSet of the agent, with values for the changes of overlays and components; or the one that cleans up."""
     text = base("daemonset")
+    labels = f"    metadata:\n      labels:\n        k8s-app: {NAME}\n"
+    text = replaced(text, labels, labels + _CHECKSUM)
     text = replaced(text, f"image: {IMAGE}\n", f"image: {_IMAGE}\n")
     text = replaced(text, "imagePullPolicy: IfNotPresent", "imagePullPolicy: {{ .Values.image.pullPolicy }}")
     patch = yaml.safe_load((DEPLOY / "overlays" / "kubeadm" / "daemonset.yaml").read_text())
@@ -119,7 +148,32 @@ def daemon_set() -> str:
     cleaning = cleanup()
     for operation in component("selinux"):
         text, cleaning = (set_field(each, operation, "selinux") for each in (text, cleaning))
-    return f"{{{{- if .Values.cleanup }}}}\n{cleaning}{{{{- else }}}}\n{text}{{{{- end }}}}\n"
+    for operation in component("crio"):
+        text, cleaning = (replace_field(each, operation, "crio") for each in (text, cleaning))
+    text, cleaning = (for_the_cluster(each) for each in (text, cleaning))
+    return f"{{{{- if .Values.cleanup }}}}\n{cleaning}{{{{- else }}}}\n{_NEAR}{text}{{{{- end }}}}\n"
+
+
+def for_the_cluster(text: str) -> str:
+    """A DaemonSet with the values that only a cluster's administrator can know."""
+    account = f"      serviceAccountName: {NAME}\n"
+    text = replaced(text, account, account + listed("imagePullSecrets", "      imagePullSecrets:\n"))
+    selector = "      nodeSelector:\n        kubernetes.io/os: linux\n"
+    text = replaced(text, selector, selector + listed("nodeSelector"))
+    for key in _BLOCKS:
+        pattern = re.compile(rf"^( +){key}:\n((?:\1[ -].*\n)+)", re.MULTILINE)
+        found = pattern.search(text)
+        if found is None:
+            raise ChartError(f"the pod has no {key}")
+        value = f"{{{{ toYaml .Values.{key} | indent {len(found[1]) + 2} }}}}"
+        block = f"{{{{- if .Values.{key} }}}}\n{value}\n{{{{- else }}}}\n{found[2]}{{{{- end }}}}\n"
+        text = text[: found.start(2)] + block + text[found.end(2) :]
+    return text
+
+
+def listed(value: str, head: str = "") -> str:
+    """A value's entries in the pod's specification, if it has any."""
+    return f"{{{{- with .Values.{value} }}}}\n{head}{{{{ toYaml . | indent 8 }}}}\n{{{{- end }}}}\n"
 
 
 def component(name: str) -> list[dict[str, Any]]:
@@ -159,6 +213,17 @@ def set_field(text: str, operation: dict[str, Any], value: str) -> str:
     return replaced(text, before, before + block)
 
 
+def replace_field(text: str, operation: dict[str, Any], value: str) -> str:
+    """The DaemonSet with another value of a field of the pod, if that value is set."""
+    path = operation["path"]
+    if operation["op"] != "replace" or path not in _REPLACED:
+        raise ChartError(f"{operation['op']} at {path} is not known here")
+    old = _REPLACED[path]
+    indent = " " * (len(old) - len(old.lstrip()))
+    new = textwrap.indent(yaml.safe_dump({path.rpartition("/")[2]: operation["value"]}), indent)
+    return replaced(text, old, f"{{{{- if .Values.{value} }}}}\n{new}{{{{- else }}}}\n{old}{{{{- end }}}}\n")
+
+
 def cleanup() -> str:
     """The DaemonSet that cleans up, as kustomize builds it."""
     folder = DEPLOY / "overlays" / "kubeadm-back" / "cleanup"
@@ -169,6 +234,8 @@ def cleanup() -> str:
     text = yaml.safe_dump(found, sort_keys=False, width=1000)
     text = replaced(text, f"image: {IMAGE}:{__version__}\n", f"image: {_IMAGE}\n")
     text = replaced(text, "imagePullPolicy: IfNotPresent", "imagePullPolicy: {{ .Values.image.pullPolicy }}")
+    variable = f"- name: {VARIABLE}\n          value: "
+    text = replaced(text, f"{variable}{DEFAULT}\n", f"{variable}{{{{ .Values.kubeProxyHealth | quote }}}}\n")
     return _described(text, namespaced=True)
 
 

@@ -79,6 +79,11 @@ class Health:
         self._oldest.pop(family, None)
         self._updated[family] = now
 
+    @property
+    def programmed(self) -> bool:
+        """Whether everything was written once, for each family."""
+        return self._updated.keys() >= FAMILIES.keys()
+
     def report(self, now: Moment) -> Report:
         """The current health."""
         oldest = self._oldest.copy()

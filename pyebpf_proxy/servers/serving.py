@@ -30,6 +30,8 @@ from pyebpf_proxy.services.node_facts import NodeFacts
 CONNECTIONS = 128
 #: Before the agent exits, it waits so long for the last Event to be sent.
 EVENT_SECONDS = 2.0
+#: Tells ``pyebpf-proxy probe ready`` to wait for the first sync.
+RETRY = ("Retry-After", "1")
 
 _log = Logger("servers")
 
@@ -69,7 +71,7 @@ class Servers:
         self._loop = asyncio.get_running_loop()
         self._unserved: asyncio.Future[None] = self._loop.create_future()
         self._server = server.Server()
-        health = Health(2 * settings.sync_period)
+        self._health = health = Health(2 * settings.sync_period)
         mode_iptables = not settings.nft_mode and settings.scheduler is None
         self.metrics = Metrics(datapath, mode_iptables and settings.socket_lb != "off")
         self.metrics.registry.add(*more)
@@ -114,10 +116,11 @@ class Servers:
         self._server.open_socket(listener, handler, self._server.pool(CONNECTIONS))
 
     def _ready(self, request: Request) -> Response:
-        """``/healthz``, with status 503 while another process on this node has bound the health server's address."""
+        """``/healthz``; 503 until the node is programmed, and while another process serves ``/healthz`` here."""
         if self._health_missing:
-            text = f"this agent does not serve the health address: {self._health_missing}\n"
-            return Response(503, TEXT_HEADERS, text.encode())
+            return _not_ready(f"this agent does not serve the health address: {self._health_missing}")
+        if not self._health.programmed:
+            return _not_ready("this agent has not programmed the node yet: its log says what it waits for", RETRY)
         return self._health_pages(request._replace(path="/healthz"))
 
     async def guard(self) -> None:
@@ -161,3 +164,7 @@ class Servers:
     def _end(self, error: str) -> None:
         if not self._unserved.done():
             self._unserved.set_exception(FatalError(error))
+
+
+def _not_ready(reason: str, *more: tuple[str, str]) -> Response:
+    return Response(503, (*TEXT_HEADERS, *more), f"{reason}\n".encode())

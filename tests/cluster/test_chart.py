@@ -80,7 +80,12 @@ CASES: dict[str, tuple[dict[str, Any], str, list[str]]] = {
     "conntrack-lookup": (BLANKS | {"conntrackLookup": True}, "base", ["conntrack-lookup"]),
     "ipvs": (BLANKS | {"ipvs": True}, "base", ["ipvs"]),
     "selinux": (BLANKS | {"selinux": True}, "base", ["selinux"]),
-    "cleanup with selinux": ({"cleanup": True, "selinux": True}, "overlays/kubeadm-back/cleanup", ["selinux"]),
+    "crio": (BLANKS | {"crio": True}, "base", ["crio"]),
+    "cleanup with selinux and crio": (
+        {"cleanup": True, "selinux": True, "crio": True},
+        "overlays/kubeadm-back/cleanup",
+        ["selinux", "crio"],
+    ),
     "prometheus-operator": (BLANKS | {"prometheusOperator": True}, "base", ["prometheus-operator"]),
     "all at once": (
         {
@@ -88,10 +93,11 @@ CASES: dict[str, tuple[dict[str, Any], str, list[str]]] = {
             "conntrackLookup": True,
             "ipvs": True,
             "selinux": True,
+            "crio": True,
             "prometheusOperator": True,
         },
         "overlays/kubeadm",
-        ["conntrack-lookup", "ipvs", "selinux", "prometheus-operator"],
+        ["conntrack-lookup", "ipvs", "selinux", "crio", "prometheus-operator"],
     ),
 }
 
@@ -101,8 +107,47 @@ def test_helm_renders_what_kustomize_builds(case: str, helm: Render, chart: Path
     values, resource, components = CASES[case]
     made, expected = by_name(rendered(helm, chart, values)), by_name(kustomized(tmp_path, resource, components))
     assert made.keys() == expected.keys()
+    template = made["DaemonSet", "pyebpf-proxy"]["spec"]["template"]
+    # Only the chart's, and only where it makes the ConfigMap: with kustomize the agents are restarted by hand.
+    assert ("annotations" in template["metadata"]) == (("ConfigMap", "pyebpf-proxy") in made)
+    template["metadata"].pop("annotations", None)
     for name, item in made.items():
         assert item == expected[name], name
+
+
+def test_another_configuration_is_another_pod(helm: Render, chart: Path) -> None:
+    """The agent reads it only when it starts."""
+
+    def template(values: dict[str, str]) -> Object:
+        found: Object = by_name(rendered(helm, chart, BLANKS | values))["DaemonSet", "pyebpf-proxy"]
+        return dict(found["spec"]["template"])
+
+    assert template({}) == template({})
+    assert template({}) != template({"clusterCIDR": "10.1.0.0/16"}) != template({"controlPlaneEndpoint": "a:6443"})
+
+
+def test_what_only_the_administrator_knows_is_a_value(helm: Render, chart: Path) -> None:
+    """Of both DaemonSets: the clean-up runs on the same nodes."""
+    values: dict[str, Any] = {
+        "image": {"repository": IMAGE, "digest": f"sha256:{'0' * 64}"},
+        "imagePullSecrets": [{"name": "registry"}],
+        "nodeSelector": {"canary": "true"},
+        "tolerations": [{"key": "a", "operator": "Exists"}, {"key": "b", "operator": "Exists"}],
+        "resources": {"requests": {"cpu": "100m"}, "limits": {"memory": "1Gi"}},
+        "kubeProxyConfigMap": "kube-proxy",
+        "kubeProxyHealth": "192.0.2.1:10356",
+    }
+    for cleanup in (False, True):
+        daemon_set = by_name(rendered(helm, chart, values | {"cleanup": cleanup}))["DaemonSet", "pyebpf-proxy"]
+        specification = daemon_set["spec"]["template"]["spec"]
+        container = manifests.container(daemon_set)
+        assert container["image"] == f"{IMAGE}:{__version__}@sha256:{'0' * 64}"
+        assert specification["nodeSelector"] == {"kubernetes.io/os": "linux", "canary": "true"}
+        for name in ("imagePullSecrets", "tolerations"):
+            assert specification[name] == values[name]
+        assert container["resources"] == values["resources"]
+        health = {"name": "KUBE_PROXY_HEALTH", "value": "192.0.2.1:10356"}
+        assert (health in container["env"]) == cleanup
 
 
 def test_every_overlay_and_component_is_a_case() -> None:
@@ -116,7 +161,7 @@ def test_every_overlay_and_component_is_a_case() -> None:
 def test_the_caller_sets_the_tag_and_the_namespace(helm: Render, chart: Path) -> None:
     file = chart.parent / "tag.yaml"
     image = {"repository": IMAGE, "tag": "1.2.3", "pullPolicy": "Always"}
-    file.write_text(yaml.safe_dump({"image": image, "kubeProxyConfigMap": "kube-proxy", "prometheusOperator": True}))
+    file.write_text(yaml.safe_dump({"image": image, "kubeProxyConfigMap": "a-copy", "prometheusOperator": True}))
     output = helm("template", "any-name", chart, "--namespace", "elsewhere", "--values", file)
     objects = [each for each in yaml.safe_load_all(output) if each]
     namespaces = {each["kind"]: each["metadata"].get("namespace") for each in objects}
@@ -133,10 +178,12 @@ def test_the_caller_sets_the_tag_and_the_namespace(helm: Render, chart: Path) ->
 @pytest.mark.parametrize(
     ("values", "output"),
     [
-        ([], "image.repository: the image in your registry"),
+        (["kubeProxyConfigMap=a-copy"], "image.repository: the image in your registry"),
         (["image.repository=a/b"], "clusterCIDR: the pod network"),
         (["image.repository=a/b", "clusterCIDR=10.0.0.0/8"], "controlPlaneEndpoint: HOST:PORT"),
         (["image.repository=a/b", "clustercidr=10.0.0.0/8"], "clustercidr"),
+        (["image.repository=a/b", "kubeProxyConfigMap=kube-proxy"], "install with --namespace kube-system"),
+        (["image.repository=a/b", "image.digest=latest"], "digest"),
     ],
 )
 def test_missing_or_misspelt_values_are_named(values: list[str], output: str, helm: Render, chart: Path) -> None:

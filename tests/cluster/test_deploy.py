@@ -115,7 +115,7 @@ def test_the_commands_of_the_page_in_both_directions(cluster: ApiServer, kubectl
             if word in ("apply", "delete", "patch", "rollout", "restart") or word.startswith("deploy/")
         )
         seen.append(action)
-        parked = "pyebpf-proxy/parked" in daemon_set(cluster, "kube-proxy")["spec"]["template"]["spec"]["nodeSelector"]
+        parked = "pyebpf-proxy/no-node" in daemon_set(cluster, "kube-proxy")["spec"]["template"]["spec"]["nodeSelector"]
         if "status" in arguments:
             assert "successfully rolled out" in output
         elif "--dry-run=server" in arguments:

@@ -29,7 +29,15 @@ from tests.cluster.account import Account
 from tests.deployment import manifests
 from tests.deployment.container import Container, die_with_parent
 from tests.deployment.manifests import DEPLOY
-from tests.deployment.node import ACCOUNT_FOLDER, add_volume, contained, pod_of, use_folder, wait_ready
+from tests.deployment.node import (
+    ACCOUNT_FOLDER,
+    add_volume,
+    contained,
+    pod_of,
+    probe_succeeds,
+    use_folder,
+    wait_ready,
+)
 from tests.support import kubeadm
 from tests.support.apiserver import ADMIN_TOKEN, ApiServer
 from tests.support.logs import Log, Message
@@ -162,6 +170,28 @@ def test_the_agent_runs_beside_kube_proxy_during_the_takeover(server: ApiServer,
         wait_ready(only, agent)
         assert only.namespace.call(ask, cluster_ip(11).v4, 80).kind == ANSWERED
         assert agent.terminate() == 0
+
+
+def test_an_agent_that_may_not_list_endpoints_is_live_and_not_ready(server: ApiServer, small: Lab) -> None:
+    """A roll-out of such a release stops: no node after this one gets an agent that follows nothing."""
+    role = "/apis/rbac.authorization.k8s.io/v1/clusterroles/pyebpf-proxy"
+    rules = server.request("GET", role)["rules"]
+    fewer = [rule for rule in rules if "endpointslices" not in rule["resources"]]
+
+    def grant(wanted: list[dict[str, Any]]) -> None:
+        server.request("PATCH", role, {"rules": wanted}, "application/merge-patch+json")
+
+    with started(server, small, {"clusterCIDR": ",".join(POD_CIDR)}) as container:
+        grant(fewer)
+        try:
+            container.start()
+            container.wait_for(lambda: "endpointslices" in container.log(), "it logs what it may not list")
+            container.wait_for(lambda: probe_succeeds(container, "livenessProbe"), "livenessProbe succeeds")
+            assert not probe_succeeds(container, "readinessProbe")
+        finally:
+            grant(rules)
+        wait_ready(small.nodes[0], container)
+        assert container.terminate() == 0
 
 
 def test_kube_proxy_takes_over_again(server: ApiServer, small: Lab, tmp_path: Path) -> None:

@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import os
+import re
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -86,24 +88,23 @@ def contained(
 
 
 def wait_ready(node: Node, container: Container, deadline: float = 90.0) -> None:
-    """Run the container's probes as the kubelet does until all succeed; then wait for the first sync.
-
-    As with kube-proxy, the probes succeed before that: no sync is late until one is requested.
-    """
-    (agent,) = container.pod["containers"]
+    """Ask the container's probes as the kubelet does, until all succeed. A ready agent has programmed the node."""
     for name in ("startupProbe", "readinessProbe", "livenessProbe"):
-        program, *arguments = agent[name]["exec"]["command"]
-        assert program == "pyebpf-proxy"
-
-        def succeeds(arguments: Sequence[str] = tuple(arguments)) -> bool:
-            return _probe(container.folder / "run", arguments)
-
-        container.wait_for(succeeds, f"{name} succeeds", deadline)
-    container.wait_for(lambda: len(_synced(node)) == 2, "both families are programmed", deadline)
+        container.wait_for(functools.partial(probe_succeeds, container, name), f"{name} succeeds", deadline)
+    assert re.search(r"^\S+ info ready ", container.log(), re.MULTILINE), container.log()
+    container.wait_for(lambda: len(_synced(node)) == 2, "the metrics have both families' syncs", deadline)
 
 
 def _synced(node: Node) -> list[float]:
     return [stamp for stamp in node.agent.synced().values() if stamp]
+
+
+def probe_succeeds(container: Container, name: str) -> bool:
+    """Whether one of the container's probes succeeds now."""
+    (agent,) = container.pod["containers"]
+    program, *arguments = agent[name]["exec"]["command"]
+    assert program == "pyebpf-proxy"
+    return _probe(container.folder / "run", arguments)
 
 
 def _probe(folder: Path, arguments: Sequence[str]) -> bool:

@@ -78,6 +78,8 @@ def text() -> str:
     parts = [_HEAD]
     single: dict[str, list[Spec]] = {name: found[name][1] for name in PROXIES if name in found}
     parts.append(_table(single))
+    if dashes := _not_run(single):
+        parts.append(dashes)
     parts.append(_times({name: found[name][0] for name in single}))
     dual = {name: found[f"{name}-dual"][1] for name in PROXIES if f"{name}-dual" in found}
     if dual:
@@ -142,6 +144,15 @@ def _table(runs: Mapping[str, list[Spec]]) -> str:
     totals = map(results.total, columns.values())
     lines.append("| **all** | " + " | ".join(f"**{_cell(total)}**" for total in totals) + " |")
     return "\n".join(lines) + "\n"
+
+
+def _not_run(runs: Mapping[str, list[Spec]]) -> str:
+    """What a dash in the table means; nothing where there is none."""
+    groups = {spec.group for specs in runs.values() for spec in specs}
+    lacking = [_title(name) for name, specs in runs.items() if groups - {spec.group for spec in specs}]
+    if not lacking:
+        return ""
+    return f"A dash: not run with this proxy. Nothing shows here how {' and '.join(lacking)} does there.\n"
 
 
 def _cell(count: dict[str, int] | None) -> str:

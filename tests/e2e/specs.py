@@ -37,9 +37,12 @@ BALANCED = (_LONG, _NEEDS_BALANCER)
 _ONE_NODE = (
     "the load balancer of this cluster sends all requests of a client to one node: the kernel hashes addresses only"
 )
-#: Specs that may fail: regular expressions of their names, with reasons.
-_KNOWN = {r"LoadBalancers .*switch session affinity for LoadBalancer service with Local traffic policy": _ONE_NODE}
-KNOWN: dict[str, dict[str, str]] = dict.fromkeys(clusters.PROXIES, _KNOWN)
+#: Specs that may fail, by proxy: regular expressions of their names, with reasons. Only what was recorded with it.
+KNOWN: dict[str, dict[str, str]] = {proxy: {} for proxy in clusters.PROXIES} | {
+    "pyebpf-proxy": {
+        r"LoadBalancers .*switch session affinity for LoadBalancer service with Local traffic policy": _ONE_NODE
+    }
+}
 _LIMIT = 3600
 
 

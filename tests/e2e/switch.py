@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,8 @@ RATE = 1000
 MISSING_IMAGE = "registry.invalid/pyebpf-proxy:1"
 #: How long connections are recorded after a step.
 _AFTER = 5.0
+#: How long logs may be out of reach: a kubelet or a runtime is being restarted.
+LOGS_SECONDS = 60.0
 _AGENTS = ("-n", "kube-system", "-l", "k8s-app=pyebpf-proxy")
 
 
@@ -47,6 +50,8 @@ class Load:
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
+        #: By pod: how many connections were counted last.
+        self._counted: dict[str, int] = {}
 
     def __enter__(self) -> Load:
         text = _LOAD.read_text()
@@ -60,8 +65,13 @@ class Load:
         self._cluster.kubectl("-n", _SPACE, "delete", "pods", "-l", "app=ask")
         for kind in ("daemonset/pod", "daemonset/node"):
             self._cluster.kubectl("-n", _SPACE, "rollout", "status", kind, "--timeout=120s")
+        self.watch()
         wait_for("connections succeed", lambda: self.count()[0] > 2 * RATE, 60)
         return self
+
+    def watch(self) -> None:
+        """Each pod of now must be counted from now on."""
+        self._counted = dict.fromkeys(self._pods(), 0)
 
     def __exit__(self, *_: object) -> None:
         self._cluster.kubectl("delete", "--ignore-not-found", "-f", _LOAD, check=False)
@@ -70,12 +80,40 @@ class Load:
         chosen = ("-n", _SPACE, "logs", "-l", "app=ask", "--tail=-1", "--max-log-requests=20", "--prefix")
         return self._cluster.kubectl(*chosen, check=False)
 
+    def _pods(self) -> dict[str, int]:
+        """How often each pod that opens connections has been restarted."""
+        chosen = ("-n", _SPACE, "get", "pods", "-l", "app=ask", "-o", "json")
+        staying = [
+            pod
+            for pod in json.loads(self._cluster.kubectl(*chosen))["items"]
+            if "deletionTimestamp" not in pod["metadata"]
+        ]
+        return {
+            pod["metadata"]["name"]: sum(each["restartCount"] for each in pod["status"].get("containerStatuses", ()))
+            for pod in staying
+        }
+
+    def _latest(self) -> dict[str, tuple[int, int]]:
+        """By pod: its connections and those that failed, as far as its log can be read now."""
+        found = re.findall(r"^\[pod/([^/\s]+)/\S+\] asked (\d+) failed (\d+)$", self._logs(), re.MULTILINE)
+        return {pod: (int(asked), int(failed)) for pod, asked, failed in found}
+
     def count(self) -> tuple[int, int]:
-        """How many connections, and how many have failed."""
-        latest: dict[str, tuple[int, int]] = {}
-        for pod, asked, failed in re.findall(r"^\[(\S+)\] asked (\d+) failed (\d+)$", self._logs(), re.MULTILINE):
-            latest[pod] = (int(asked), int(failed))
-        return sum(asked for asked, _ in latest.values()), sum(failed for _, failed in latest.values())
+        """How many connections, and how many have failed. E2EError if that is not known of each pod."""
+        end = time.monotonic() + LOGS_SECONDS
+        latest = self._latest()
+        while unknown := [pod for pod, asked in self._counted.items() if latest.get(pod, (-1, 0))[0] < asked]:
+            if time.monotonic() > end:
+                raise E2EError(f"connections cannot be counted: the log of {', '.join(unknown)} has fewer than before")
+            time.sleep(1)
+            latest = self._latest()
+        restarts = self._pods()
+        lost = [pod for pod in self._counted if restarts.get(pod) != 0]
+        if lost:
+            raise E2EError(f"failures may have been lost: {', '.join(lost)} was restarted or replaced")
+        counts = {pod: latest[pod] for pod in self._counted}
+        self._counted = {pod: asked for pod, (asked, _) in counts.items()}
+        return sum(asked for asked, _ in counts.values()), sum(failed for _, failed in counts.values())
 
     def failures(self) -> list[str]:
         """A line for each failed connection."""
@@ -135,6 +173,8 @@ class Run:
         seconds = time.monotonic() - began
         time.sleep(_AFTER)
         asked, failed = (now - then for now, then in zip(self._load.count(), before, strict=True))
+        if not asked:
+            raise E2EError(f"{what}: no connection was opened meanwhile")
         self.steps.append(Step(what, status, round(seconds, 1), asked, failed))
         ended = "" if status is None else f"exit status {status}, "
         print(f"{what}: {ended}{seconds:.0f} s: {asked} connections, {failed} failed", flush=True)
@@ -197,14 +237,23 @@ def run(record: bool) -> int:
         made = Run(cluster, load)
         try:
             _steps(made, cluster)
-        finally:
-            asked, failed = load.count()
-            print(f"\n{asked} connections, {failed} failed")
-            for line in load.failures():
-                print(line, file=sys.stderr)
+        except BaseException:
+            with suppress(E2EError):
+                _show(load)
+            raise
+        failed = _show(load)
         if record:
             print(f"written: {save(made, cluster.proxy)}")
     return 1 if failed else 0
+
+
+def _show(load: Load) -> int:
+    """Print the connections of the whole run; how many have failed."""
+    asked, failed = load.count()
+    print(f"\n{asked} connections, {failed} failed")
+    for line in load.failures():
+        print(line, file=sys.stderr)
+    return failed
 
 
 def _steps(made: Run, cluster: Cluster) -> None:

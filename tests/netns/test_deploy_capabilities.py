@@ -240,8 +240,22 @@ def test_t13_with_an_older_runtimes_profile_the_agent_names_what_is_refused(smal
         assert "Operation not permitted" in Log(container).last().text, container.log()
 
 
+def test_with_the_component_for_crio_it_serves_without_a_profile(small: Lab) -> None:
+    """What remains is what the manifest gives: the capabilities, and no new privileges."""
+    component = yaml.safe_load((manifests.DEPLOY / "components" / "crio" / "kustomization.yaml").read_text())
+    (operation,) = yaml.safe_load(component["patches"][0]["patch"])
+    specification = pod(small)
+    specification["securityContext"]["seccompProfile"] = operation["value"]
+    with contained(small.nodes[0], specification) as container:
+        container.start()
+        wait_ready(small.nodes[0], container)
+        for status in container.statuses():
+            assert "\nSeccomp:\t0\n" in status
+            assert "\nNoNewPrivs:\t1\n" in status
+
+
 def test_t13_the_agent_serves_under_the_apparmor_profile(small: Lab) -> None:
-    """Writing below /sys/fs is denied by path, also on a writable mount; the agent's pins are elsewhere."""
+    """Writing below /sys/fs is denied by path, also on a mount that is writable; the agent has its pins elsewhere."""
     if not apparmor.enabled():
         pytest.skip("this kernel has no AppArmor; suite container of make test-kernels has it")
     specification = pod(small)

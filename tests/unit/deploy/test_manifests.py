@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from pyebpf_proxy import __version__
+from pyebpf_proxy.cluster.objects import AGENT, PARKED
 from pyebpf_proxy.common.kube_proxy_health import DEFAULT, VARIABLE
 from pyebpf_proxy.config.complete import complete
 from pyebpf_proxy.config.flags import parse
@@ -152,6 +153,15 @@ def test_volumes_and_mounts_are_consistent(folder: Path) -> None:
             assert mount["readOnly"] is True
 
 
+def test_the_page_has_what_the_kubelet_says_without_bpffs() -> None:
+    """No folder can be made in sysfs: the container is not started, and the agent's own message is never printed."""
+    volumes = manifests.base_daemon_set()["spec"]["template"]["spec"]["volumes"]
+    (pins,) = (volume for volume in volumes if volume.get("hostPath", {}).get("path", "").startswith("/sys/fs/bpf"))
+    assert pins["hostPath"]["type"] == "DirectoryOrCreate"
+    failed = f'MountVolume.SetUp failed for volume "{pins["name"]}" : mkdir {pins["hostPath"]["path"]}: '
+    assert f"{failed}operation not permitted" in (ROOT / "docs" / "troubleshooting.md").read_text()
+
+
 @pytest.mark.parametrize("folder", OURS, ids=lambda folder: folder.name)
 def test_the_agent_runs_on_every_node_and_is_not_evicted(folder: Path) -> None:
     specification = pod(build(folder))["spec"]
@@ -220,8 +230,10 @@ def test_no_kustomization_has_kube_proxys_daemonset(folder: Path) -> None:
 def test_parking_and_unparking_undo_each_other() -> None:
     files = [yaml.safe_load((DEPLOY / "kube-proxy" / f"{name}.yaml").read_text()) for name in ("park", "unpark")]
     selectors = [each["spec"]["template"]["spec"].pop("nodeSelector") for each in files]
-    assert selectors == [{"pyebpf-proxy/parked": "true"}, {"pyebpf-proxy/parked": None}]
-    assert files == [{"spec": {"template": {"spec": {}}}}] * 2, "the other fields are kubeadm's"
+    assert selectors == [{"pyebpf-proxy/no-node": "true"}, {"pyebpf-proxy/no-node": None}]
+    assert files == [{"spec": {"template": {"spec": {}}}}] * 2, "all else of it is kubeadm's"
+    # `cluster install` gives nodes these labels: as a selector one would select just the nodes that are taken over.
+    assert not {AGENT, PARKED} & {key for each in selectors for key in each}
 
 
 @pytest.mark.parametrize("folder", OURS, ids=lambda folder: folder.name)
@@ -250,6 +262,7 @@ def test_cleaning_up_needs_one_capability_and_no_api() -> None:
     # kube-proxy's pod is ready before it has programmed anything.
     assert steps[:2] == ["pyebpf-proxy probe kube-proxy", "pyebpf-proxy --cleanup --keep-kube-proxy-rules"]
     assert {"name": VARIABLE, "value": DEFAULT} in agent["env"]
+    assert pod(objects)["spec"]["automountServiceAccountToken"] is False
     assert agent["securityContext"]["capabilities"]["add"] == ["NET_ADMIN", "BPF"]
     assert not {"livenessProbe", "startupProbe"} & agent.keys()
 
@@ -283,6 +296,14 @@ def test_the_component_for_selinux_sets_only_the_type(tmp_path: Path) -> None:
     plain, typed = (pod(each)["spec"] for each in (manifests.base(), with_component(tmp_path, "selinux")))
     assert typed["securityContext"].pop("seLinuxOptions") == {"type": "spc_t"}
     assert typed == plain
+
+
+def test_the_component_for_crio_takes_the_profile_away_and_nothing_else(tmp_path: Path) -> None:
+    """CRI-O's default profile refuses bpf() to holders of CAP_BPF."""
+    plain, free = (pod(each)["spec"] for each in (manifests.base(), with_component(tmp_path, "crio")))
+    assert free["securityContext"].pop("seccompProfile") == {"type": "Unconfined"}
+    assert plain["securityContext"].pop("seccompProfile") == {"type": "RuntimeDefault"}
+    assert free == plain
 
 
 def test_s12_the_contents_of_the_image_are_pinned() -> None:

@@ -35,8 +35,17 @@ def test_the_component_adds_two_objects_and_changes_nothing(tmp_path: Path) -> N
         ("PrometheusRule", "kube-system"),
     }
     monitor = one(with_it, "PodMonitor")
-    labels = one(with_it, "DaemonSet")["spec"]["template"]["metadata"]["labels"]
-    assert monitor["spec"]["selector"]["matchLabels"].items() <= labels.items()
+    selector = monitor["spec"]["selector"]
+    (absent,) = selector["matchExpressions"]
+    assert absent["operator"] == "DoesNotExist"
+
+    def is_scraped(folder: Path) -> bool:
+        labels = one(build(folder), "DaemonSet")["spec"]["template"]["metadata"]["labels"]
+        return selector["matchLabels"].items() <= labels.items() and absent["key"] not in labels
+
+    assert is_scraped(DEPLOY / "base")
+    # While that runs, kube-proxy has the port: its metrics would come twice.
+    assert not is_scraped(DEPLOY / "overlays" / "kubeadm-back" / "cleanup")
 
 
 def test_pods_of_both_families_are_scraped_as_kube_proxys_job() -> None:

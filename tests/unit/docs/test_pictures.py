@@ -40,5 +40,17 @@ def test_every_colour_has_a_dark_variant(source: Path) -> None:
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.stem)
+def test_what_the_picture_names_of_deploy_is_there(source: Path) -> None:
+    """Paths are shown from a folder of deploy/, or of its overlays."""
+    folders = (ROOT / "deploy", ROOT / "deploy" / "overlays")
+    known = {path.name for folder in folders for path in folder.iterdir() if path.is_dir()}
+    words = re.sub(r"<[^>]*>", " ", source.read_text()).split()
+    named = [word.rstrip(":,;.") for word in words if word.partition("/")[0] in known and "/" in word]
+    assert [name for name in named if not any((folder / name).exists() for folder in folders)] == []
+    if source.stem == "takeover":
+        assert {"kube-proxy/unpark.yaml", "kubeadm-back/cleanup"} <= {*named}
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.stem)
 def test_the_picture_is_on_a_page(source: Path) -> None:
     assert [page.name for page in DOCS.glob("*.md") if f"]({source.stem}.svg)" in page.read_text()] != []

@@ -8,6 +8,7 @@ import json
 import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -185,6 +186,7 @@ def test_probes_ask_the_agent_and_not_another_process_on_its_port(
                 until((tmp_path / "agent.sock").exists)
                 taken = f"listen tcp 127.0.0.1:{port}: bind: address already in use"
                 until(lambda: taken in probe(tmp_path, "ready")[1])
+                servers.observer.synced(0.1, ok=True, full=True)
                 assert probe(tmp_path, "ready")[0] == 1
                 assert probe(tmp_path, "live")[0] == 0
                 other.close()
@@ -196,3 +198,34 @@ def test_probes_ask_the_agent_and_not_another_process_on_its_port(
                 servers.stop()
 
         asyncio.run(main())
+
+
+def test_an_agent_is_ready_when_it_has_programmed_the_node_and_not_before(tmp_path: Path) -> None:
+    """The pages of kube-proxy succeed before that, and still do; the kubelet's readiness probe must not."""
+    port = free_port()
+
+    async def main() -> None:
+        local = Local(tmp_path, lambda addresses: {}, dict)
+        servers = make(Events(), f"--healthz-bind-address=127.0.0.1:{port}", "--metrics-bind-address=", local=local)
+        servers.start()
+        try:
+            until(lambda: answers(port) and (tmp_path / "agent.sock").exists())
+            servers.observer.changed([Change("Node", "", "here", Node())], complete=True)
+            assert (get(port, "/healthz").status, get(port, "/livez").status) == (200, 200)
+            assert probe(tmp_path, "live")[0] == 0
+            unprogrammed = "this agent has not programmed the node yet: its log says what it waits for"
+            assert probe(tmp_path, "ready") == (1, unprogrammed)
+            servers.observer.queued()
+            servers.observer.synced(0.1, ok=False, full=True)
+            assert probe(tmp_path, "ready") == (1, unprogrammed)
+            # A probe that is under way succeeds with the sync: the kubelet's next one is seconds later.
+            with ThreadPoolExecutor(1) as pool:
+                asked = pool.submit(probe, tmp_path, "ready")
+                await asyncio.sleep(0.5)
+                servers.observer.synced(0.1, ok=True, full=True)
+                assert asked.result()[0] == 0
+            assert (get(port, "/healthz").status, get(port, "/livez").status) == (200, 200)
+        finally:
+            servers.stop()
+
+    asyncio.run(main())

@@ -15,6 +15,7 @@ import pytest
 
 from tests import ROOT
 from tests.e2e import page, results, specs, switch
+from tests.e2e.problem import E2EError
 from tests.e2e.results import Spec
 
 
@@ -100,6 +101,77 @@ def test_the_page_shows_times_and_the_steps_of_a_switch(tmp_path: Path, monkeypa
     assert "ready 2 s after" in shown.replace("\n", " ")
 
 
+class LoadedCluster:
+    """kubectl of a cluster with the pods of the load. ``logs``: by pod, its last line; ``restarts``: by pod."""
+
+    def __init__(self) -> None:
+        self.logs = {"pod-a": "asked 100 failed 0", "node-b": "asked 50 failed 2"}
+        self.restarts = dict.fromkeys(self.logs, 0)
+
+    def kubectl(self, *arguments: str, check: bool = True) -> str:
+        if "logs" in arguments:
+            return "".join(f"[pod/{pod}/ask] {line}\n" for pod, line in self.logs.items())
+        items = [
+            {"metadata": {"name": pod}, "status": {"containerStatuses": [{"restartCount": count}]}}
+            for pod, count in self.restarts.items()
+        ]
+        return json.dumps({"items": items})
+
+
+@pytest.fixture
+def loaded(monkeypatch: pytest.MonkeyPatch) -> LoadedCluster:
+    monkeypatch.setattr(switch, "LOGS_SECONDS", 0)
+    monkeypatch.setattr(switch, "_AFTER", 0)
+    monkeypatch.setattr(switch.time, "sleep", lambda seconds: None)
+    return LoadedCluster()
+
+
+def load_of(cluster: LoadedCluster) -> switch.Load:
+    load = switch.Load(cast(Any, cluster))
+    load.watch()
+    return load
+
+
+def test_connections_of_all_pods_are_counted(loaded: LoadedCluster) -> None:
+    load = load_of(loaded)
+    loaded.logs["of-before"] = "asked 7 failed 7"
+    assert load.count() == (150, 2)
+    loaded.logs["pod-a"] = "asked 120 failed 1"
+    assert load.count() == (170, 3)
+
+
+@pytest.mark.parametrize("line", ["", "asked 99 failed 0"], ids=["cannot be read", "another log"])
+def test_what_cannot_be_counted_is_no_zero(loaded: LoadedCluster, line: str) -> None:
+    """kubectl logs fails, and a run would end with "0 failed"."""
+    load = load_of(loaded)
+    load.count()
+    loaded.logs["pod-a"] = line
+    with pytest.raises(E2EError, match="the log of pod-a has fewer than before"):
+        load.count()
+
+
+def test_a_pod_that_was_restarted_has_lost_its_failures(loaded: LoadedCluster) -> None:
+    load = load_of(loaded)
+    loaded.restarts["node-b"] = 1
+    with pytest.raises(E2EError, match="node-b was restarted or replaced"):
+        load.count()
+    del loaded.restarts["node-b"]
+    with pytest.raises(E2EError, match="node-b was restarted or replaced"):
+        load.count()
+
+
+def test_a_step_without_a_connection_shows_nothing(loaded: LoadedCluster) -> None:
+    made = switch.Run(cast(Any, None), load_of(loaded))
+    with pytest.raises(E2EError, match="nothing: no connection was opened meanwhile"):
+        made._step("nothing", lambda: None)
+
+    def serve() -> None:
+        loaded.logs["pod-a"] = "asked 130 failed 1"
+
+    made._step("something", serve)
+    assert [(step.connections, step.failed) for step in made.steps] == [(30, 1)]
+
+
 def test_from_the_start_of_a_container_to_a_ready_pod() -> None:
     status = {
         "containerStatuses": [{"state": {"running": {"startedAt": "2026-11-23T10:00:01Z"}}}],
@@ -112,6 +184,15 @@ def test_filters_leave_out_specs_that_cannot_run_here() -> None:
     left_out = re.compile("|".join(specs.LEFT_OUT.values()))
     assert left_out.search("[sig-network] LoadBalancers [Feature:LoadBalancer] [Slow] should")
     assert not left_out.search("[sig-network] Services should be able to change the type from NodePort to ExternalName")
+
+
+def test_a_spec_may_fail_only_where_it_was_recorded_that_it_does() -> None:
+    """A reason that was never seen with a proxy would hide its first failure."""
+    recorded = {path.stem: results.load(path)[1] for path in results.FOLDER.glob("*.json") if path != results.SWITCH}
+    for proxy, known in specs.KNOWN.items():
+        ran = [*recorded.get(proxy, ()), *recorded.get(f"{proxy}-dual", ())]
+        for pattern in known:
+            assert any(each.state == "failed" and re.search(pattern, each.name) for each in ran), (proxy, pattern)
 
 
 def test_missing_program_is_one_line(tmp_path: Path) -> None:
