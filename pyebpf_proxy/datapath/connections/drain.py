@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import errno
 import os
-import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
 from pyebpf_proxy.common.log import Logger
-from pyebpf_proxy.datapath.connections.promotion import SOON_SECONDS, promoter
+from pyebpf_proxy.datapath.connections.promotion import promoter
 from pyebpf_proxy.datapath.loader import kernel_objects, tcx
 from pyebpf_proxy.datapath.loader._libbpf import lib
 from pyebpf_proxy.datapath.loader.btf import Btf, StaleObjectError
@@ -89,17 +88,10 @@ def drain(pins: Path, seconds: float = DRAIN_SECONDS) -> int:
             _log.warning("flows of another version could not be drained", pins=pins, error=str(error))
             return 0
         maps["fast_path"].update(_ZERO, drains)
-        end = time.monotonic() + seconds
-        found.pass_now()
-        while found.statistics.young and time.monotonic() < end:
-            time.sleep(SOON_SECONDS)
-            before = found.statistics.promoted
-            found.pass_now()
-            if found.statistics.promoted == before:
-                break
-        if found.statistics.promoted or found.statistics.young:
-            _log.info("the fast path is drained", promoted=found.statistics.promoted, left=found.statistics.young)
-        return found.statistics.young
+        left = found.drain(seconds)
+        if found.statistics.promoted or left:
+            _log.info("the fast path is drained", promoted=found.statistics.promoted, left=left)
+        return left
 
 
 def types_of(flows: Map, fast_path: Map) -> Btf:
