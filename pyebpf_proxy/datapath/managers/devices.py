@@ -61,6 +61,7 @@ class TcPrograms(Manager):
             pin_programs(loaded.tc.programs, self._bpffs.pins)
         node.attach({name: program.fd for name, program in loaded.tc.programs.items()})
         self._opened.callback(node.follow(asyncio.get_running_loop(), _log.error))
+        self._run(node.keep_looking(_log.error), "look at devices")
 
 
 class XdpPrograms(Manager):

@@ -53,8 +53,17 @@ class FastPathManager(Manager):
         low, high = loaded.settings.snat_port_min, loaded.settings.snat_port_max
         ports = range(low, high + 1) if low else range(0)
         layout = btf.struct("fast_path")
-        fast_path = FastPath(state_map, layout, reasons, self._nft.table.name, self._heed_rules, holds=bool(ports))
-        self.fast_path = fast_path
+        promotion = promoter(loaded.maps, loaded.tc.programs, btf, ports)
+        fast_path = FastPath(
+            state_map,
+            layout,
+            reasons,
+            self._nft.table.name,
+            self._heed_rules,
+            holds=bool(ports),
+            passes=lambda: promotion.statistics.passes,
+        )
+        self.fast_path, self.promoter = fast_path, promotion
         # What a flow has learned depends on devices and endpoints.
         if self._xdp.frames is not None:
             self._xdp.frames.on_written = fast_path.devices_moved
@@ -66,13 +75,12 @@ class FastPathManager(Manager):
         young_counts.keep_only(loaded.maps["young_counts"], self._node_maps.node.indexes)
         self._opened.callback(fast_path.close)
         fast_path.follow(asyncio.get_running_loop())
-        self.promoter = promoter(loaded.maps, loaded.tc.programs, btf, ports)
         self._sources_gone()
-        self._opened.callback(asyncio.create_task(self.promoter.run(), name="promoter").cancel)
+        self._run(promotion.run(), "promoter")
         # Otherwise a former run has done it, for the same flow table, and since then no other proxy has masqueraded a
         # new flow.
         if fast_path.draining:
-            self._opened.callback(asyncio.create_task(self._enter(fast_path, ports), name="masqueraded flows").cancel)
+            self._run(self._enter(fast_path, ports), "masqueraded flows", may_end=True)
         _log.info("flows take the fast path", entries=loaded.maps["flows"].max_entries)
 
     async def _enter(self, fast_path: FastPath, ports: range) -> None:
@@ -89,7 +97,7 @@ class FastPathManager(Manager):
                 partial(run_for_flow, loaded.tc.programs["enter_flow"]),
                 loaded.settings.flow_quota // 2,
             )
-        except OSError as error:
+        except (OSError, RuntimeError, MemoryError) as error:  # RuntimeError: no thread could be started
             _log.error("masqueraded flows in conntrack could not be read; new flows may break them", error=str(error))
         else:
             if not complete:
