@@ -59,7 +59,7 @@ class Datapath:
         udp_flows = UdpFlows(programs, lambda cleaned: self.on_cleaned(cleaned))
         take_over = TakeOver(bpffs, programs, service_maps)
         sockets = SocketPrograms(effective, bpffs, programs)
-        self._xdp = xdp = XdpPrograms(effective, bpffs, programs, node_maps)
+        self._xdp = xdp = XdpPrograms(effective, bpffs, programs, node_maps, lambda: take_over.others.release_xdp())
         self._fast_path = FastPathManager(effective, nft, programs, node_maps, xdp, udp_flows)
         self._pins = Pins(bpffs)
         self._conntrack = ConntrackStatistics()

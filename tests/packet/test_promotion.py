@@ -18,7 +18,7 @@ from struct import Struct
 import pytest
 
 from pyebpf_proxy.datapath.connections import create, drain, promotion
-from pyebpf_proxy.datapath.connections.create import ABANDONED_SECONDS, Entry, Outcome
+from pyebpf_proxy.datapath.connections.create import ABANDONED_SECONDS, Entry, Outcome, Result
 from pyebpf_proxy.datapath.connections.promotion import Flow, Promoter
 from pyebpf_proxy.datapath.loader import kernel_objects
 from pyebpf_proxy.datapath.loader.btf import Btf
@@ -321,10 +321,10 @@ def test_a_port_that_is_reused_while_conntrack_is_full_waits_anew(node: Node) ->
     """Only the flow that has waited for so long ends."""
     key = node.young(1000)
     (former,) = (flow.read for flow in [node.promoter._flows.read(key)] if flow is not None)
-    node.promoter._waiting = {former: time.monotonic() - promotion.UNPROMOTED_SECONDS}
+    node.promoter._asked = {key: promotion.Refused(former, time.monotonic() - promotion.UNPROMOTED_SECONDS)}
     node.loaded.maps["flows"].delete(key)
     node.young(1000, age=0.5)
-    node.promoter._end_what_waits([former])
+    node.promoter._end_what_waits()
     assert node.is_young(key)
     assert node.promoter.statistics.ended == 0
 
@@ -521,7 +521,7 @@ def test_a_full_table_is_tried_again(node: Node, caplog: pytest.LogCaptureFixtur
         assert list(node.loaded.maps["flows"].items()) == []
         assert node.promoter.statistics.ended == 2
         assert Log(caplog).last().text.startswith(Message.FLOWS_ENDED)
-        assert node.promoter._waiting == {}
+        assert node.promoter._asked == {}
         key = node.young(1002)
         node.promoter.pass_now()
         assert node.is_young(key), "it has only begun to wait"
@@ -534,6 +534,65 @@ def test_a_full_table_is_tried_again(node: Node, caplog: pytest.LogCaptureFixtur
     assert not node.is_young(key)
     assert Log(caplog).last().text.startswith(Message.CONNTRACK_TAKES_AGAIN)
     subprocess.run(["conntrack", "-F"], check=True, capture_output=True)
+
+
+@pytest.mark.parametrize("node", [4], indirect=True, ids=["IPv4"])
+def test_while_conntrack_is_full_every_flow_has_its_turn(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also flows for which the queue has no room. No pass asks for more than a part of them."""
+    flows = node.loaded.maps["promotions"].max_entries * 3 // 2
+    for port in range(1000, 1000 + flows):
+        node.young(port)
+    tried: list[set[int]] = []
+
+    def full(netlink: object, entries: Iterable[Entry], seconds: object) -> list[Result]:
+        tried.append({entry.client[1] for entry in entries})
+        return [Result(Outcome.FULL, errno.ENOMEM) for _ in tried[-1]]
+
+    monkeypatch.setattr(create, "create", full)
+    passes = -(-flows // promotion.AT_ONCE)
+    for _ in range(2 * passes):
+        node.promoter.pass_now()
+    assert set().union(*tried) == set(range(1000, 1000 + flows))
+    assert [len(each) for each in tried] == [promotion.AT_ONCE] * 2 * passes
+    node.promoter._clock = lambda: time.monotonic() + promotion.UNPROMOTED_SECONDS
+    node.promoter.pass_now()
+    assert node.promoter.statistics.ended == flows
+    assert list(node.loaded.maps["flows"].items()) == []
+
+
+@pytest.mark.parametrize("age", [0.5, 3.0], ids=["asked for by a packet", "due"])
+def test_what_an_interrupted_pass_has_taken_from_the_queue_is_tried_again(
+    node: Node, monkeypatch: pytest.MonkeyPatch, age: float
+) -> None:
+    """A packet asks once, until the flow is due."""
+    key = node.young(1000, age=age)
+    queue = node.loaded.maps["promotions"]
+    queue._lib.bpf_map_update_elem(queue.fd, promotion_null(), key, 0)
+    with monkeypatch.context() as broken:
+        broken.setattr(create, "time_outs", _no_descriptors)
+        with pytest.raises(OSError, match="Too many open files"):
+            node.promoter.pass_now()
+        assert node.promoter.statistics.passes == 0
+    node.promoter.pass_now()
+    assert not node.is_young(key)
+    assert node.promoter.statistics.passes == 1
+
+
+def test_a_flow_ends_though_every_pass_is_interrupted(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise no new rule would ever see it."""
+    key = node.young(1000)
+    monkeypatch.setattr(create, "time_outs", _no_descriptors)
+    for after in (0, promotion.UNPROMOTED_SECONDS):
+        node.promoter._clock = lambda after=after: time.monotonic() + after  # type: ignore[misc]
+        assert node.loaded.maps["flows"].lookup(key) is not None
+        with pytest.raises(OSError, match="Too many open files"):
+            node.promoter.pass_now()
+    assert node.loaded.maps["flows"].lookup(key) is None
+    assert node.promoter.statistics.ended == 1
+
+
+def _no_descriptors() -> None:
+    raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
 
 @pytest.mark.parametrize("masqueraded", [False, True], ids=["own source", "masqueraded"])
@@ -558,7 +617,7 @@ def test_draining_promotes_what_is_new_too(node: Node) -> None:
     keys = [node.young(1000 + n, age=0.1) for n in range(3000)]
     node.drain(True)
     begin = time.monotonic()
-    assert asyncio.run(_drained(node, 20.0)) == 0
+    assert node.promoter.drain(20.0) == 0
     print("3000 flows drained in", time.monotonic() - begin)
     assert not any(map(node.is_young, keys))
     assert len(node.listed()) == 3000
@@ -567,13 +626,26 @@ def test_draining_promotes_what_is_new_too(node: Node) -> None:
 def test_draining_reports_what_is_left(node: Node) -> None:
     node.young(1000, answers=0)
     node.drain(True)
-    assert asyncio.run(_drained(node, 0.2)) == 1
+    assert node.promoter.drain(0.2) == 1
+
+
+@pytest.mark.parametrize("node", [4], indirect=True, ids=["IPv4"])
+def test_draining_promotes_more_flows_than_the_queue_has_room_for(node: Node) -> None:
+    flows = node.loaded.maps["promotions"].max_entries * 3 // 2
+    for port in range(1000, 1000 + flows):
+        node.young(port, age=0.1)
+    node.drain(True)
+    begin = time.monotonic()
+    assert node.promoter.drain(60.0) == 0
+    print(flows, "flows drained in", time.monotonic() - begin)
+    assert node.promoter.statistics.promoted == flows
+    assert len(node.listed()) == flows
 
 
 def test_draining_promotes_what_is_half_closed(node: Node) -> None:
     node.young(1000, age=0.1, closing=1)
     node.drain(True)
-    assert asyncio.run(_drained(node, 20.0)) == 0
+    assert node.promoter.drain(20.0) == 0
     assert len(node.listed()) == 1
 
 
@@ -765,13 +837,19 @@ def test_flows_whose_layout_is_unknown_are_not_touched(bpffs: Path, caplog: pyte
     word.close()
 
 
-async def _drained(node: Node, seconds: float) -> int:
-    # asyncio's own thread is made here, in this network namespace.
-    return await node.promoter.drain(seconds)
-
-
-def test_the_loop_promotes(node: Node) -> None:
+@pytest.mark.parametrize("error", [OSError("not now"), RuntimeError("can't start new thread"), MemoryError()])
+def test_the_loop_promotes(node: Node, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    """Also after an error that passes."""
+    monkeypatch.setattr(promotion, "IDLE_SECONDS", 0.1)
     key = node.young(1000)
+    real, errors = node.promoter._sweep, [error]
+
+    def sweep(ask_from: int) -> promotion.Swept:
+        if errors:
+            raise errors.pop()
+        return real(ask_from)
+
+    node.promoter._sweep = sweep
 
     async def until_promoted() -> None:
         task = asyncio.create_task(node.promoter.run())

@@ -142,6 +142,14 @@ class FlowReader:
         reset = not young and CLOSING_IN_SEQUENCE in (closing, closing_too)
         return Flow(entry, bool(closing or closing_too), key, answer_key, started, reset)
 
+    def is_kernels(self, flow: Masqueraded) -> bool:
+        """Whether the key is still that of this flow of the kernel, and not of a later one."""
+        there = self._flows.lookup(flow.key)
+        if there is None:
+            return False
+        _, started, _, young, _, _ = self._flow.unpack(there)
+        return not young and flow_read(flow.key, started) == flow.read
+
     def masqueraded(self, entries: Iterable[tuple[bytes, bytes]], sources: Collection[bytes]) -> Iterator[Masqueraded]:
         """Those of these keys and values that are masqueraded to one of these (packed) addresses."""
         for key, there in entries:
@@ -440,7 +448,7 @@ def promoter(
         for flow in flows.masqueraded(maps["flows"].items(), addresses):
             if flow.young:
                 ended += end(flow.read)
-            else:
+            elif flows.is_kernels(flow):
                 for key in (flow.answer_key, flow.key):
                     maps["flows"].delete(key)
         return ended

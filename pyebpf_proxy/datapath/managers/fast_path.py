@@ -60,7 +60,8 @@ class FastPathManager(Manager):
             reasons,
             self._nft.table.name,
             self._heed_rules,
-            holds=bool(ports),
+            holds=bool(ports) or not loaded.settings.conntrack_lookup,
+            snat_ports=ports,
             passes=lambda: promotion.statistics.passes,
         )
         self.fast_path, self.promoter = fast_path, promotion
@@ -77,14 +78,17 @@ class FastPathManager(Manager):
         fast_path.follow(asyncio.get_running_loop())
         self._sources_gone()
         self._run(promotion.run(), "promoter")
-        # Otherwise a former run has done it, for the same flow table, and since then no other proxy has masqueraded a
-        # new flow.
+        # Otherwise a former run has done it, for the same flow table and these ports, and since then no other proxy has
+        # opened a new flow.
         if fast_path.draining:
-            self._run(self._enter(fast_path, ports), "masqueraded flows", may_end=True)
+            self._run(self._enter(fast_path, ports), "conntrack's flows", may_end=True)
         _log.info("flows take the fast path", entries=loaded.maps["flows"].max_entries)
 
     async def _enter(self, fast_path: FastPath, ports: range) -> None:
-        """Flows that conntrack has masqueraded keep their source ports: before any new flow takes one."""
+        """Before any flow is young: flows that conntrack has masqueraded keep their source ports.
+
+        If programs cannot look them up, UDP flows that conntrack has translated keep their endpoints, too.
+        """
         loaded = self._programs.loaded
         addresses = {address.packed for address in self._node_maps.node.addresses}
         try:
@@ -96,14 +100,15 @@ class FastPathManager(Manager):
                 loaded.tc.btf,
                 partial(run_for_flow, loaded.tc.programs["enter_flow"]),
                 loaded.settings.flow_quota // 2,
+                datagrams=not loaded.settings.conntrack_lookup,
             )
         except (OSError, RuntimeError, MemoryError) as error:  # RuntimeError: no thread could be started
-            _log.error("masqueraded flows in conntrack could not be read; new flows may break them", error=str(error))
+            _log.error("flows in conntrack could not be read; new flows may break them", error=str(error))
         else:
             if not complete:
-                _log.warning("conntrack has more masqueraded flows than fit; new flows may break some", known=entered)
+                _log.warning("conntrack has more flows than fit; new flows may break some", known=entered)
             elif entered:
-                _log.info("masqueraded flows in conntrack keep their source ports", flows=entered)
+                _log.info("flows in conntrack keep their source ports and endpoints", flows=entered)
         fast_path.admit()
 
     def _sources_gone(self) -> None:

@@ -100,8 +100,8 @@ class FastPath:
 
     ``layout`` is that of its value, ``reasons`` are numbers of enum slow_path_reason by name, ``own_table`` is the
     name of this instance's nftables table. ``heed_rules`` False: rules of other software do not close it, they only
-    cause warnings. ``holds``: no flow enters the fast path until :meth:`admit`, unless a former run has admitted flows;
-    :attr:`draining` shows which. ``passes``: how many passes the promoter has completed; if that stays the same for ten
+    cause warnings. ``holds``: no flow enters the fast path until :meth:`admit`, unless a former run has admitted flows
+    whose source ports had all of ``snat_ports``; :attr:`draining` shows which. ``passes``: how many passes the promoter has completed; if that stays the same for ten
     seconds, both families are closed.
     Create it, then give :meth:`follow` a loop. :meth:`close` sends every packet to the kernel again.
     """
@@ -114,6 +114,7 @@ class FastPath:
         own_table: str = "pyebpf-proxy",
         heed_rules: bool = True,
         holds: bool = False,
+        snat_ports: range = range(0),
         passes: Callable[[], int] | None = None,
     ) -> None:
         self._map = state_map
@@ -133,7 +134,10 @@ class FastPath:
         #: Rules that would close it with ``heed_rules``.
         self.warnings: dict[int, str] = {}
         #: No new flow enters the fast path.
-        self.draining = holds and (not before.get("generation") or bool(before.get("draining")))
+        self.draining = holds and (
+            not before.get("generation") or bool(before.get("draining")) or not _has_had(before, snat_ports)
+        )
+        self._snat_ports = (snat_ports[0], snat_ports[-1]) if snat_ports else (0, 0)
         self._on_node: dict[int, ClosedReason] = {}
         self._by_rules: dict[int, Verdict] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -319,12 +323,20 @@ class FastPath:
             closed4=self._number(4),
             closed6=self._number(6),
             draining=int(self.draining),
+            snat_port_min=self._snat_ports[0],
+            snat_port_max=self._snat_ports[1],
         )
         self._map.update(bytes(4), value)
 
     def _number(self, family: int) -> int:
         why = self.closed.get(family)
         return 0 if why is None else self._reasons.get(why.code, self._reasons[_ROUTED])
+
+
+def _has_had(before: Mapping[str, int | bytes], ports: range) -> bool:
+    """Whether no one but young flows has taken these source ports in the former run."""
+    low, high = int(before.get("snat_port_min", 0)), int(before.get("snat_port_max", 0))
+    return not ports or (bool(low) and low <= ports[0] and ports[-1] <= high)
 
 
 def _is_slow(link: bytes, known: frozenset[str]) -> bool:

@@ -15,6 +15,7 @@ import pytest
 from pyebpf_proxy.datapath.loader.libbpf import Object
 from pyebpf_proxy.datapath.netfilter.nft import Table
 from pyebpf_proxy.datapath.netfilter.nft_rules import Behaviour
+from pyebpf_proxy.datapath.node import fast_path
 from pyebpf_proxy.datapath.node.fast_path import ClosedReason, FastPath
 
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns, pytest.mark.usefixtures("namespace")]
@@ -252,6 +253,28 @@ def test_draining_and_the_end(programs: Object) -> None:
         assert after.state()["draining"] == 0
     finally:
         after.fast.close()
+
+
+def test_it_closes_while_no_flow_is_handed_to_conntrack(programs: Object, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The promoter hangs, or each of its passes fails: no new rule would meet the young flows."""
+    monkeypatch.setattr(fast_path, "BEAT_SECONDS", 0.02)
+    passes = 0
+
+    async def scene() -> None:
+        nonlocal passes
+        async with following(programs, passes=lambda: passes) as node:
+            closed = node.reasons["STACK_NO_AGENT"]
+            for _ in range(20):
+                passes += 1
+                await asyncio.sleep(0.02)
+            assert (node.state()["closed4"], node.state()["closed6"]) == (0, 0)
+            await node.until("closed4", closed)
+            assert node.state()["closed6"] == closed
+            passes += 1
+            await node.until("closed4", 0)
+            assert node.fast.closed == {}
+
+    run(scene)
 
 
 def test_a_program_without_the_reason_closes_all_the_same(programs: Object, shell: Shell, bpf_objects: Path) -> None:
