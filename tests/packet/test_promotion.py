@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import errno
 import os
 import subprocess
@@ -14,19 +15,24 @@ from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
 from struct import Struct
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from pyebpf_proxy.common.errors import FatalError
 from pyebpf_proxy.datapath.connections import create, drain, promotion
 from pyebpf_proxy.datapath.connections.create import ABANDONED_SECONDS, Entry, Outcome, Result
 from pyebpf_proxy.datapath.connections.promotion import Flow, Promoter
-from pyebpf_proxy.datapath.loader import kernel_objects
+from pyebpf_proxy.datapath.loader import kernel_objects, programs
 from pyebpf_proxy.datapath.loader.btf import Btf
 from pyebpf_proxy.datapath.loader.libbpf import BpfError, Map
 from pyebpf_proxy.datapath.loader.programs import Loaded, Settings, load
+from pyebpf_proxy.datapath.managers.former_run import TakeOver
 from pyebpf_proxy.datapath.maps import former_flows
 from pyebpf_proxy.see import flows, young
 from pyebpf_proxy.services.model import Protocol
+from pyebpf_proxy.services.node_facts import NodeFacts
 from tests.packet.fast_node import tag_of
 from tests.packet.program_node import enter_namespace, libc
 from tests.support.logs import Log, Message
@@ -707,6 +713,24 @@ def test_flows_end_when_their_source_address_leaves_the_node(node: Node, protoco
 
 
 @pytest.mark.usefixtures("endpoint")
+def test_a_later_flow_with_the_key_does_not_end(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The client has used its port again since the table was read."""
+    key = node.young(1000, masqueraded=True)
+    node.promoter.pass_now()
+    read = node.promoter._flows.masqueraded
+
+    def late(*arguments: Any) -> list[promotion.Masqueraded]:
+        found = list(read(*arguments))
+        assert [flow.young for flow in found] == [False]
+        node.young(1000, masqueraded=True, age=0.5)
+        return found
+
+    monkeypatch.setattr(node.promoter._flows, "masqueraded", late)
+    node.promoter.pass_now({ip_address(NODE[node.family]).packed})
+    assert node.is_young(key)
+
+
+@pytest.mark.usefixtures("endpoint")
 def test_the_loop_ends_them_at_once_and_tries_again(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the kernel refuses once does not stay for good (finding D7)."""
     key = node.young(1000, masqueraded=True, age=0.5)
@@ -796,6 +820,49 @@ def test_draining_for_a_flow_table_of_another_size(bpf_objects: Path, bpffs: Pat
             assert state["draining"] == 1, "until the new programs are attached"
             loaded.attached()
             assert not (bpffs / "maps-former").exists()
+
+
+@pytest.mark.parametrize("refused", [False, True], ids=["not configured", "refused by the kernel"])
+def test_flows_are_drained_for_programs_without_a_fast_path(
+    bpf_objects: Path, bpffs: Path, namespace: None, monkeypatch: pytest.MonkeyPatch, refused: bool
+) -> None:
+    """As by a new version whose programs the kernel does not accept. Nothing of the former run stays in memory."""
+    pins = bpffs / "v2"
+    settings = Settings(netns_cookie=1, fast_path=True)
+    with contextlib.closing(load(settings, pins / "maps", objects=bpf_objects)) as former:
+        drain.pin_programs(former.tc.programs, pins)
+        node = Node(former, 4, promotion.promoter(former.maps, former.tc.programs, former.tc.btf))
+        key = node.young(1000, age=0.1)
+        monkeypatch.setattr(programs, "fast_path_is_built", lambda path: False)
+        settings = dataclasses.replace(settings, fast_path=refused)
+        with contextlib.closing(load(settings, pins / "maps", objects=bpf_objects)) as loaded:
+            assert bool(loaded.why_not_fast) == refused
+            manager = TakeOver(_with(pins=pins), _with(loaded=loaded), _with(writer=None))
+            manager.start(NodeFacts(), {})
+            assert not node.is_young(key)
+            assert len(node.listed()) == 1
+            loaded.attached()
+            drain.unpin_programs(pins)
+            left = {path.name for path in pins.rglob("*")}
+            assert not left & {"flows", "promotions", "sweep_flows", "promote_flow", drain.PROGRAMS}
+
+
+def _with(**attributes: Any) -> Any:
+    return SimpleNamespace(**attributes)
+
+
+@pytest.mark.parametrize("error", [BpfError("a map", errno.EMFILE), FatalError("tc.bpf.o is missing")])
+def test_an_error_of_a_drain_is_logged(
+    bpffs: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception
+) -> None:
+    """The start, or the clean-up, continues: only young flows are at stake."""
+
+    def refuse(pins: Path, seconds: float) -> int:
+        raise error
+
+    monkeypatch.setattr(drain, "_drain", refuse)
+    assert drain.drain(bpffs) == 0
+    assert str(error) in Log(caplog).only("the fast path could not be drained", level="error").text
 
 
 def test_a_cleanup_drains_the_flow_table_that_the_attached_programs_use(

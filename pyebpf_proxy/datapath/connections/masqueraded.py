@@ -3,8 +3,8 @@
 
 Young flows have source ports of their own, which the agent's masquerade rule does not use. Another proxy uses all
 ports: kube-proxy masquerades with ``--random-fully``. Its flows go on after the agent has replaced it, so no young flow
-may take one of their ports. Nor may a young flow continue one of its UDP flows, to another endpoint: if the programs cannot
-look flows up in conntrack, they know only what is in the flow table.
+may take one of their ports. Nor may a young flow continue one of its UDP flows, to another endpoint: if the programs
+cannot look flows up in conntrack, they know only what is in the flow table.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ def enter(
     """Enter the open flows of :func:`masqueraded` into the flow table; how many, and whether those are all.
 
     ``enter_flow`` runs the program of that name with a ``struct tracked_flow`` (bpf/observer.h) and returns whether the
-    table has the flow. ``most``: entered at most. TCP comes first, since a datagram's flow has probably ended; UDP flows
-    that are not masqueraded come last. OSError.
+    table has the flow. ``most``: entered at most. TCP comes first, since a datagram's flow has probably ended. UDP
+    flows that are not masqueraded come last. OSError.
     """
     key = btf.struct("flow_key").packer("source", "destination", "source_port", "destination_port", "protocol", "ipv6")
     of_tcp: list[bytes] = []

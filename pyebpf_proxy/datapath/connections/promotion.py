@@ -408,7 +408,9 @@ class Promoter:
 
     def _end_what_waits(self) -> None:
         now = self._clock()
-        over = [(key, each.flow) for key, each in self._asked.items() if each and now - each.since >= UNPROMOTED_SECONDS]
+        over = [
+            (key, each.flow) for key, each in self._asked.items() if each and now - each.since >= UNPROMOTED_SECONDS
+        ]
         ended = 0
         for key, flow in over:
             ended += self._end(flow)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Maps of another layout, from an agent of another version: what connections need is taken over, then they are removed.
 
-That is session affinity, the translations of UDP sockets, and the kernel's flows of the fast path, whose source ports no
-young flow may take. Everything else is written anew from the objects. Service ports and endpoints have other ids in the
-new maps, so the affinity of each client is translated, and flows get none (maps/former_flows.py). Maps whose keys or
-values have another size cannot be used.
+That is session affinity, the translations of UDP sockets, and the kernel's flows of the fast path, whose source ports
+no young flow may take. Everything else is written anew from the objects. Service ports and endpoints have other ids in
+the new maps, so the affinity of each client is translated, and flows get none (maps/former_flows.py). Maps whose keys
+or values have another size cannot be used.
 """
 
 from __future__ import annotations

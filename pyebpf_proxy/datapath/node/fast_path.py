@@ -101,8 +101,8 @@ class FastPath:
     ``layout`` is that of its value, ``reasons`` are numbers of enum slow_path_reason by name, ``own_table`` is the
     name of this instance's nftables table. ``heed_rules`` False: rules of other software do not close it, they only
     cause warnings. ``holds``: no flow enters the fast path until :meth:`admit`, unless a former run has admitted flows
-    whose source ports had all of ``snat_ports``; :attr:`draining` shows which. ``passes``: how many passes the promoter has completed; if that stays the same for ten
-    seconds, both families are closed.
+    and its source ports included ``snat_ports``; :attr:`draining` shows which. ``passes``: how many passes the promoter
+    has completed; if that stays the same for ten seconds, both families are closed.
     Create it, then give :meth:`follow` a loop. :meth:`close` sends every packet to the kernel again.
     """
 

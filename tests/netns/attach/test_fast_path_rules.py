@@ -255,6 +255,27 @@ def test_draining_and_the_end(programs: Object) -> None:
         after.fast.close()
 
 
+def test_it_holds_until_the_flows_on_its_ports_are_known(programs: Object) -> None:
+    """conntrack may have masqueraded flows to ports that the young flows of the former run did not have."""
+    drains = []
+    for ports, admits in (
+        (range(0), True),
+        (range(1024, 20000), False),
+        (range(1024, 20000), True),
+        (range(1024, 20000), True),
+        (range(1024, 32768), True),
+        (range(2000, 32768), True),
+        (range(1024, 32768), True),
+    ):
+        node = Node(programs, holds=bool(ports), snat_ports=ports)
+        drains.append(node.fast.draining)
+        assert node.state()["draining"] == drains[-1]
+        if admits:
+            node.fast.admit()
+        node.fast.close()
+    assert drains == [False, True, True, False, True, False, True]
+
+
 def test_it_closes_while_no_flow_is_handed_to_conntrack(programs: Object, monkeypatch: pytest.MonkeyPatch) -> None:
     """The promoter hangs, or each of its passes fails: no new rule would meet the young flows."""
     monkeypatch.setattr(fast_path, "BEAT_SECONDS", 0.02)
