@@ -255,8 +255,9 @@ struct fast_path {
 	__u32 permit_generation;	/* changes with the rulesets: older permits are void */
 	enum slow_path_reason closed4;	/* NOT_SLOW: IPv4 may take the fast path */
 	enum slow_path_reason closed6;
-	__u32 draining;		/* no new young flows; existing ones are promoted */
-	__u32 zero;
+	__u32 draining;		/* no new young flows; existing ones go to the kernel */
+	__u16 snat_port_min;	/* source ports that only young flows take, while not draining; 0 and 0: none */
+	__u16 snat_port_max;
 };
 
 struct {

@@ -21,7 +21,9 @@ struct sweep {
 	__u64 udp_idle;		/* a young UDP flow ends when it was idle for this long */
 	__u32 draining;
 	__u32 pressed;		/* half of the table is in use */
-	__u32 crowded;		/* young flows use three eighths of it; nothing else knows their endpoints */
+	__u32 crowded;		/* three eighths of it by young flows, whose endpoints nothing else knows */
+	__u32 from;		/* promotions are requested from this entry on, counted from 1 */
+	__u32 full_at;		/* the entry at which the queue was full; 0: it was not */
 };
 
 /* Nanoseconds from `then` to the start of the sweep; 0 if `then` is later: flows start and continue during a sweep. */
@@ -145,6 +147,7 @@ __noinline int sweep_flow(const struct flow_key *entry_key, struct flow *f, stru
 	struct flow_key key, other_key;
 	struct flow_rewrite a;
 	struct flow *other;
+	int requested;
 	__u64 idle;
 	__u32 tag;
 	bool over;
@@ -190,9 +193,15 @@ __noinline int sweep_flow(const struct flow_key *entry_key, struct flow *f, stru
 	}
 	if (!other || !is_due_for_promotion(&key, f, other, idle, s))
 		return 0;
-	/* What has failed before is requested again with each sweep: the conntrack table may have been full. */
+	/* Otherwise, if conntrack is full, the first flows of the table would fill the queue each time. */
+	if (s->found.entries < s->from)
+		return 0;
+	/* Requested with each sweep, until it is promoted: an agent that took an earlier request may have ended. */
 	f->promote = NO_REQUEST;
-	s->found.requested += request_promotion(&key, &a, f);
+	requested = request_promotion(&key, &a, f);
+	s->found.requested += requested;
+	if (!requested && !s->full_at)
+		s->full_at = s->found.entries;
 	return 0;
 }
 
@@ -206,12 +215,16 @@ static long sweep_entry(void *map __attribute__((unused)), const struct flow_key
 	return 0;
 }
 
-static __always_inline int sweep(void)
+/*
+ * Requests promotions from the entry `from` on.  Returns the entry at which the queue was full, where the next sweep
+ * should begin to request; 0: it was not full.
+ */
+static __always_inline int sweep(__u32 from)
 {
 	__u32 zero = 0;
 	struct sweep_result *result = bpf_map_lookup_elem(&sweep_results, &zero);
 	struct fast_path *state = fast_path_state();
-	struct sweep s = {};
+	struct sweep s = { .from = from };
 
 	if (!result || !state)
 		return 0;
@@ -227,7 +240,7 @@ static __always_inline int sweep(void)
 	s.udp_idle = (s.crowded ? 2 : result->young > settings.flow_quota / 2 ? 10 : 30) * NANOSECONDS;
 	bpf_for_each_map_elem(&flows, sweep_entry, &s, 0);
 	*result = s.found;
-	return 0;
+	return s.full_at;
 }
 
 /*

@@ -273,11 +273,18 @@ int tc_egress(struct __sk_buff *skb)
 	return observe(skb);
 }
 
-/* Only the agent runs sweep_flows, promote_flow, end_flow and enter_flow. */
+/*
+ * The agent alone runs sweep_flows, promote_flow, end_flow and enter_flow.  Data of the first: a link header of zeros,
+ * and what the former run has returned.
+ */
 SEC("tc")
-int sweep_flows(struct __sk_buff *skb __attribute__((unused)))
+int sweep_flows(struct __sk_buff *skb)
 {
-	return settings.fast_path ? sweep() : 0;
+	__u32 from = 0;
+
+	if (!settings.fast_path || bpf_skb_load_bytes(skb, ETH_HLEN, &from, sizeof(from)))
+		return 0;
+	return sweep(from);
 }
 
 /* Data of the next two programs: a link header of zeros and a struct flow_read, or its key alone. */

@@ -114,7 +114,7 @@ async def _serve(
     servers = Servers(settings, shown, planner, numbers, datapath.addresses, cluster.events, cluster.metrics, local)
     observer = servers.observer
     datapath.on_cleaned = lambda cleaned: observer.reconciled(cleaned.family, cleaned.seconds, cleaned.flows)
-    guards = [servers.guard, *([watch.wait] if watch is not None else [])]
+    guards = [servers.guard, datapath.guard, *([watch.wait] if watch is not None else [])]
     servers.start()
     if cluster.events is not None:
         cluster.events.event(

@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from pyebpf_proxy.common.errors import DatapathError
+from pyebpf_proxy.common.errors import DatapathError, FatalError
 from pyebpf_proxy.common.log import Logger
 from pyebpf_proxy.common.run_directory import obstacle
 from pyebpf_proxy.config.addresses import Address
@@ -58,7 +59,7 @@ class Datapath:
         udp_flows = UdpFlows(programs, lambda cleaned: self.on_cleaned(cleaned))
         take_over = TakeOver(bpffs, programs, service_maps)
         sockets = SocketPrograms(effective, bpffs, programs)
-        self._xdp = xdp = XdpPrograms(effective, bpffs, programs, node_maps)
+        self._xdp = xdp = XdpPrograms(effective, bpffs, programs, node_maps, lambda: take_over.others.release_xdp())
         self._fast_path = FastPathManager(effective, nft, programs, node_maps, xdp, udp_flows)
         self._pins = Pins(bpffs)
         self._conntrack = ConntrackStatistics()
@@ -106,6 +107,11 @@ class Datapath:
         ]
         self._stack = ExitStack()
         self._running = False
+        #: The first task of a manager that has ended unexpectedly.
+        self._ended: asyncio.Task[None] | None = None
+        self._has_ended = asyncio.Event()
+        for manager in self._managers:
+            manager.on_task_ended = self._task_ended
 
     # ---- start and end -----------------------------------------------------------------------------------------
 
@@ -178,6 +184,18 @@ class Datapath:
         with _in_words():
             for manager in self._started():
                 await manager.collect()
+
+    async def guard(self) -> None:
+        """Wait until a task of a manager ends unexpectedly: its error, DatapathError or FatalError."""
+        await self._has_ended.wait()
+        assert self._ended is not None
+        with _in_words():
+            self._ended.result()
+        raise FatalError(f"internal error: the task {self._ended.get_name()} ended unexpectedly")
+
+    def _task_ended(self, task: asyncio.Task[None]) -> None:
+        self._ended = self._ended or task
+        self._has_ended.set()
 
     def _started(self) -> Iterable[Manager]:
         if not self._running:

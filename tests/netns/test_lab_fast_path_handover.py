@@ -134,6 +134,10 @@ def test_a_restart_without_the_fast_path(node: FastWorld, family: int) -> None:
         for conversation in conversations:
             conversation.wait(100)
         assert assured(node, family) >= {each.own_port for each in conversations}
+        # Nothing keeps the former flow table in memory.
+        pins = {path.name for path in (node.node.agent.directory / "bpf").rglob("*")}
+        assert "services" in pins
+        assert not pins & {"programs", "flows", "promotions", "fast_path"}
         node.node.agent.stop()
 
 

@@ -11,6 +11,7 @@ import functools
 import operator
 import os
 import struct
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -362,9 +363,14 @@ def young_flows_of(world: ProgramNode, name: str) -> int:
     return int.from_bytes(value or b"", "little")
 
 
+def ask_from(world: ProgramNode, entry: int) -> int:
+    """A sweep that asks for promotions from this entry on: where the queue was full."""
+    return world.object.programs["sweep_flows"].test_run(bytes(14) + entry.to_bytes(4, sys.byteorder)).retval
+
+
 def sweep(world: ProgramNode) -> dict[str, int]:
-    """Run the sweep as the agent does; returns its result."""
-    world.object.programs["sweep_flows"].test_run(bytes(64))
+    """As the agent runs it; what it found."""
+    ask_from(world, 0)
     value = world.object.maps["sweep_results"].lookup(bytes(4)) or b""
     return dict(world.object.btf.struct("sweep_result").unpack(value))  # type: ignore[arg-type]
 

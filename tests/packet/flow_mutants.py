@@ -203,6 +203,8 @@ FLOW_MUTANTS: dict[str, tuple[str, str, str]] = {
     "flows: promoted at once": ("sweep.h", "if (age < YOUNG_NS)", "if (false)"),
     "flows: datagram and answer promoted": ("sweep.h", " && is_stream(f, reply)", ""),
     "flows: draining promotes none": ("sweep.h", "if (s->draining)\n\t\treturn true;", ""),
+    "flows: the first flows of the table fill the queue": ("sweep.h", "if (s->found.entries < s->from)", "if (false)"),
+    "flows: a full queue is not noticed": ("sweep.h", "\t\ts->full_at = s->found.entries;\n", "\t\t;\n"),
     "flows: orphans stay": ("sweep.h", "if (!other && idle > CLOSING_NS &&", "if (false &&"),
     "flows: new halves swept": ("sweep.h", "if (!other && idle > CLOSING_NS &&", "if (!other &&"),
     "flows: ended though the kernel has it": ("sweep.h", "f->reply || !f->young || (", "f->reply || ("),

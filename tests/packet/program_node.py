@@ -103,6 +103,7 @@ _ARRAY, _PERCPU_ARRAY = 2, 6
 libc = ctypes.CDLL(None, use_errno=True)
 #: The number of the system call, and of its command (include/uapi/linux/bpf.h).
 _BPF = 280 if platform.machine() == "aarch64" else 321
+_UPDATE = 2
 _LOOKUP_AND_DELETE = 21
 
 
@@ -428,6 +429,15 @@ class ProgramNode:
             found.append(value.raw)
         assert ctypes.get_errno() == errno.ENOENT
         return found
+
+    def fill_promotions(self, key: bytes) -> None:
+        """The queue has no space left: this key is in every place."""
+        of = self.object.maps["promotions"]
+        value = ctypes.create_string_buffer(key, of.value_size)
+        attributes = struct.pack("=IIQQQ", of.fd, 0, 0, ctypes.addressof(value), 0)
+        while not libc.syscall(_BPF, _UPDATE, attributes, len(attributes)):
+            pass
+        assert ctypes.get_errno() == errno.E2BIG
 
     # ---- the outcome ------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ import pytest
 
 from pyebpf_proxy.datapath.loader.libbpf import Map
 from pyebpf_proxy.datapath.loader.programs import Loaded
+from pyebpf_proxy.datapath.maps.hints import AddressHints
 from pyebpf_proxy.datapath.maps.writer import Writer
 from tests.packet.service_plans import second_plan
 
@@ -78,3 +79,23 @@ def test_bits_that_are_missing_are_there_after_a_start(loaded: Loaded, writer: W
     words[:] = bytes(len(words))
     Writer(loaded)
     assert bits_set(loaded) == wanted(loaded) != set()
+
+
+def test_a_word_that_has_the_bit_is_not_written(loaded: Loaded) -> None:
+    """A program may be setting another bit of it."""
+    hints = AddressHints(loaded.maps["address_hints"], loaded.tc.btf)
+    key = loaded.tc.btf.struct("endpoint4_key").pack(address=bytes((10, 0, 0, 1)), port=80, protocol=6)
+    written: list[int] = []
+
+    class Words(list[int]):
+        def __setitem__(self, at: Any, word: Any) -> None:
+            written.append(at)
+            super().__setitem__(at, word)
+
+    hints._words = Words(hints._words)  # type: ignore[assignment]
+    for _ in range(2):
+        hints.add_all("endpoints4", key)
+    assert len(written) <= 1
+    written.clear()
+    hints.add_all("endpoints4", key)
+    assert written == []

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import errno
 import os
 import subprocess
@@ -14,19 +15,24 @@ from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
 from struct import Struct
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from pyebpf_proxy.common.errors import FatalError
 from pyebpf_proxy.datapath.connections import create, drain, promotion
-from pyebpf_proxy.datapath.connections.create import ABANDONED_SECONDS, Entry, Outcome
+from pyebpf_proxy.datapath.connections.create import ABANDONED_SECONDS, Entry, Outcome, Result
 from pyebpf_proxy.datapath.connections.promotion import Flow, Promoter
-from pyebpf_proxy.datapath.loader import kernel_objects
+from pyebpf_proxy.datapath.loader import kernel_objects, programs
 from pyebpf_proxy.datapath.loader.btf import Btf
 from pyebpf_proxy.datapath.loader.libbpf import BpfError, Map
 from pyebpf_proxy.datapath.loader.programs import Loaded, Settings, load
+from pyebpf_proxy.datapath.managers.former_run import TakeOver
 from pyebpf_proxy.datapath.maps import former_flows
 from pyebpf_proxy.see import flows, young
 from pyebpf_proxy.services.model import Protocol
+from pyebpf_proxy.services.node_facts import NodeFacts
 from tests.packet.fast_node import tag_of
 from tests.packet.program_node import enter_namespace, libc
 from tests.support.logs import Log, Message
@@ -323,10 +329,10 @@ def test_a_reused_port_waits_its_full_time_while_conntrack_is_full(node: Node) -
     """Only the flow that has waited for so long ends."""
     key = node.young(1000)
     (former,) = (flow.read for flow in [node.promoter._flows.read(key)] if flow is not None)
-    node.promoter._waiting = {former: time.monotonic() - promotion.UNPROMOTED_SECONDS}
+    node.promoter._asked = {key: promotion.Refused(former, time.monotonic() - promotion.UNPROMOTED_SECONDS)}
     node.loaded.maps["flows"].delete(key)
     node.young(1000, age=0.5)
-    node.promoter._end_refused([former])
+    node.promoter._end_refused()
     assert node.is_young(key)
     assert node.promoter.statistics.ended == 0
 
@@ -523,7 +529,7 @@ def test_promotion_is_tried_again_while_conntrack_is_full(node: Node, caplog: py
         assert list(node.loaded.maps["flows"].items()) == []
         assert node.promoter.statistics.ended == 2
         assert Log(caplog).last().text.startswith(Message.FLOWS_ENDED)
-        assert node.promoter._waiting == {}
+        assert node.promoter._asked == {}
         key = node.young(1002)
         node.promoter.pass_now()
         assert node.is_young(key), "its time begins now"
@@ -536,6 +542,65 @@ def test_promotion_is_tried_again_while_conntrack_is_full(node: Node, caplog: py
     assert not node.is_young(key)
     assert Log(caplog).last().text.startswith(Message.CONNTRACK_TAKES_AGAIN)
     subprocess.run(["conntrack", "-F"], check=True, capture_output=True)
+
+
+@pytest.mark.parametrize("node", [4], indirect=True, ids=["IPv4"])
+def test_while_conntrack_is_full_every_flow_has_its_turn(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also flows for which the queue has no room. No pass asks for more than a part of them."""
+    flows = node.loaded.maps["promotions"].max_entries * 3 // 2
+    for port in range(1000, 1000 + flows):
+        node.young(port)
+    tried: list[set[int]] = []
+
+    def full(netlink: object, entries: Iterable[Entry], seconds: object) -> list[Result]:
+        tried.append({entry.client[1] for entry in entries})
+        return [Result(Outcome.FULL, errno.ENOMEM) for _ in tried[-1]]
+
+    monkeypatch.setattr(create, "create", full)
+    passes = -(-flows // promotion.AT_ONCE)
+    for _ in range(2 * passes):
+        node.promoter.pass_now()
+    assert set().union(*tried) == set(range(1000, 1000 + flows))
+    assert [len(each) for each in tried] == [promotion.AT_ONCE] * 2 * passes
+    node.promoter._clock = lambda: time.monotonic() + promotion.UNPROMOTED_SECONDS
+    node.promoter.pass_now()
+    assert node.promoter.statistics.ended == flows
+    assert list(node.loaded.maps["flows"].items()) == []
+
+
+@pytest.mark.parametrize("age", [0.5, 3.0], ids=["asked for by a packet", "due"])
+def test_what_an_interrupted_pass_has_taken_from_the_queue_is_tried_again(
+    node: Node, monkeypatch: pytest.MonkeyPatch, age: float
+) -> None:
+    """A packet asks once, until the flow is due."""
+    key = node.young(1000, age=age)
+    queue = node.loaded.maps["promotions"]
+    queue._lib.bpf_map_update_elem(queue.fd, promotion_null(), key, 0)
+    with monkeypatch.context() as broken:
+        broken.setattr(create, "time_outs", _no_descriptors)
+        with pytest.raises(OSError, match="Too many open files"):
+            node.promoter.pass_now()
+        assert node.promoter.statistics.passes == 0
+    node.promoter.pass_now()
+    assert not node.is_young(key)
+    assert node.promoter.statistics.passes == 1
+
+
+def test_a_flow_ends_though_every_pass_is_interrupted(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise no new rule would ever see it."""
+    key = node.young(1000)
+    monkeypatch.setattr(create, "time_outs", _no_descriptors)
+    for after in (0, promotion.UNPROMOTED_SECONDS):
+        node.promoter._clock = lambda after=after: time.monotonic() + after  # type: ignore[misc]
+        assert node.loaded.maps["flows"].lookup(key) is not None
+        with pytest.raises(OSError, match="Too many open files"):
+            node.promoter.pass_now()
+    assert node.loaded.maps["flows"].lookup(key) is None
+    assert node.promoter.statistics.ended == 1
+
+
+def _no_descriptors() -> None:
+    raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
 
 @pytest.mark.parametrize("masqueraded", [False, True], ids=["own source", "masqueraded"])
@@ -560,7 +625,7 @@ def test_draining_promotes_new_flows_too(node: Node) -> None:
     keys = [node.young(1000 + n, age=0.1) for n in range(3000)]
     node.drain(True)
     begin = time.monotonic()
-    assert asyncio.run(_drained(node, 20.0)) == 0
+    assert node.promoter.drain(20.0) == 0
     print("3000 flows drained in", time.monotonic() - begin)
     assert not any(map(node.is_young, keys))
     assert len(node.listed()) == 3000
@@ -569,13 +634,26 @@ def test_draining_promotes_new_flows_too(node: Node) -> None:
 def test_draining_reports_the_remaining_flows(node: Node) -> None:
     node.young(1000, answers=0)
     node.drain(True)
-    assert asyncio.run(_drained(node, 0.2)) == 1
+    assert node.promoter.drain(0.2) == 1
+
+
+@pytest.mark.parametrize("node", [4], indirect=True, ids=["IPv4"])
+def test_draining_promotes_more_flows_than_the_queue_has_room_for(node: Node) -> None:
+    flows = node.loaded.maps["promotions"].max_entries * 3 // 2
+    for port in range(1000, 1000 + flows):
+        node.young(port, age=0.1)
+    node.drain(True)
+    begin = time.monotonic()
+    assert node.promoter.drain(60.0) == 0
+    print(flows, "flows drained in", time.monotonic() - begin)
+    assert node.promoter.statistics.promoted == flows
+    assert len(node.listed()) == flows
 
 
 def test_draining_promotes_half_closed_flows(node: Node) -> None:
     node.young(1000, age=0.1, closing=1)
     node.drain(True)
-    assert asyncio.run(_drained(node, 20.0)) == 0
+    assert node.promoter.drain(20.0) == 0
     assert len(node.listed()) == 1
 
 
@@ -637,8 +715,26 @@ def test_flows_end_when_their_source_address_leaves_the_node(node: Node, protoco
 
 
 @pytest.mark.usefixtures("endpoint")
-def test_the_loop_ends_flows_without_a_source_address_and_retries(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A failure of the kernel does not keep a flow for good (finding D7)."""
+def test_a_later_flow_with_the_key_does_not_end(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The client has used its port again since the table was read."""
+    key = node.young(1000, masqueraded=True)
+    node.promoter.pass_now()
+    read = node.promoter._flows.masqueraded
+
+    def late(*arguments: Any) -> list[promotion.Masqueraded]:
+        found = list(read(*arguments))
+        assert [flow.young for flow in found] == [False]
+        node.young(1000, masqueraded=True, age=0.5)
+        return found
+
+    monkeypatch.setattr(node.promoter._flows, "masqueraded", late)
+    node.promoter.pass_now({ip_address(NODE[node.family]).packed})
+    assert node.is_young(key)
+
+
+@pytest.mark.usefixtures("endpoint")
+def test_the_loop_ends_them_at_once_and_tries_again(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the kernel refuses once does not stay for good (finding D7)."""
     key = node.young(1000, masqueraded=True, age=0.5)
     monkeypatch.setattr(promotion, "BUSY_SECONDS", 0.1)
     monkeypatch.setattr(promotion, "IDLE_SECONDS", 3600.0)
@@ -728,6 +824,49 @@ def test_draining_for_a_flow_table_of_another_size(bpf_objects: Path, bpffs: Pat
             assert not (bpffs / "maps-former").exists()
 
 
+@pytest.mark.parametrize("refused", [False, True], ids=["not configured", "refused by the kernel"])
+def test_flows_are_drained_for_programs_without_a_fast_path(
+    bpf_objects: Path, bpffs: Path, namespace: None, monkeypatch: pytest.MonkeyPatch, refused: bool
+) -> None:
+    """As by a new version whose programs the kernel does not accept. Nothing of the former run stays in memory."""
+    pins = bpffs / "v2"
+    settings = Settings(netns_cookie=1, fast_path=True)
+    with contextlib.closing(load(settings, pins / "maps", objects=bpf_objects)) as former:
+        drain.pin_programs(former.tc.programs, pins)
+        node = Node(former, 4, promotion.promoter(former.maps, former.tc.programs, former.tc.btf))
+        key = node.young(1000, age=0.1)
+        monkeypatch.setattr(programs, "fast_path_is_built", lambda path: False)
+        settings = dataclasses.replace(settings, fast_path=refused)
+        with contextlib.closing(load(settings, pins / "maps", objects=bpf_objects)) as loaded:
+            assert bool(loaded.why_not_fast) == refused
+            manager = TakeOver(_with(pins=pins), _with(loaded=loaded), _with(writer=None))
+            manager.start(NodeFacts(), {})
+            assert not node.is_young(key)
+            assert len(node.listed()) == 1
+            loaded.attached()
+            drain.unpin_programs(pins)
+            left = {path.name for path in pins.rglob("*")}
+            assert not left & {"flows", "promotions", "sweep_flows", "promote_flow", drain.PROGRAMS}
+
+
+def _with(**attributes: Any) -> Any:
+    return SimpleNamespace(**attributes)
+
+
+@pytest.mark.parametrize("error", [BpfError("a map", errno.EMFILE), FatalError("tc.bpf.o is missing")])
+def test_an_error_of_a_drain_is_logged(
+    bpffs: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception
+) -> None:
+    """The start, or the clean-up, continues: only young flows are at stake."""
+
+    def refuse(pins: Path, seconds: float) -> int:
+        raise error
+
+    monkeypatch.setattr(drain, "_drain", refuse)
+    assert drain.drain(bpffs) == 0
+    assert str(error) in Log(caplog).only("the fast path could not be drained", level="error").text
+
+
 def test_a_cleanup_drains_the_flow_table_that_the_attached_programs_use(
     bpf_objects: Path, bpffs: Path, namespace: None
 ) -> None:
@@ -767,13 +906,19 @@ def test_flows_of_an_unknown_layout_are_not_changed(bpffs: Path, caplog: pytest.
     word.close()
 
 
-async def _drained(node: Node, seconds: float) -> int:
-    # asyncio creates its thread here, in this network namespace.
-    return await node.promoter.drain(seconds)
-
-
-def test_the_loop_promotes(node: Node) -> None:
+@pytest.mark.parametrize("error", [OSError("not now"), RuntimeError("can't start new thread"), MemoryError()])
+def test_the_loop_promotes(node: Node, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    """Also after an error that passes."""
+    monkeypatch.setattr(promotion, "IDLE_SECONDS", 0.1)
     key = node.young(1000)
+    real, errors = node.promoter._sweep, [error]
+
+    def sweep(ask_from: int) -> promotion.Swept:
+        if errors:
+            raise errors.pop()
+        return real(ask_from)
+
+    node.promoter._sweep = sweep
 
     async def until_promoted() -> None:
         task = asyncio.create_task(node.promoter.run())

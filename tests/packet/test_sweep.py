@@ -15,6 +15,7 @@ from tests.packet.fast_node import (
     SNAT_PORTS,
     VARIANTS,
     Flow,
+    ask_from,
     device,
     end,
     fast_node,
@@ -71,6 +72,20 @@ def test_what_a_sweep_finds(fast: ProgramNode) -> None:
     assert sweep(fast) == {"entries": 4, "young": 1, "ended": 0, "requested": 0}
     flow.set_back(3)
     assert sweep(fast) == {"entries": 4, "young": 1, "ended": 0, "requested": 1}
+    assert fast.promotions() == [flow.key()]
+
+
+def test_a_sweep_asks_from_where_the_queue_was_full(fast: ProgramNode) -> None:
+    """While conntrack is full, the first flows of the table would take each place of the queue every time."""
+    flow = answered(fast)
+    flow.older(3)
+    fast.fill_promotions(Flow(fast, sport=44000).key())
+    full_at = ask_from(fast, 0)
+    assert 1 <= full_at <= 4
+    assert flow.key() not in fast.promotions()
+    assert ask_from(fast, full_at + 1) == 0
+    assert fast.promotions() == [], "it has had its turn"
+    assert ask_from(fast, full_at) == 0
     assert fast.promotions() == [flow.key()]
 
 

@@ -48,7 +48,7 @@ def insert(flow: Flow, state: str = "ESTABLISHED") -> None:
     subprocess.run(["conntrack", "-I", "-p", flow.protocol, *ends, "-t", "60", *more], check=True, capture_output=True)
 
 
-def enter(world: ProgramNode, most: int = 100) -> tuple[int, bool]:
+def enter(world: ProgramNode, most: int = 100, datagrams: bool = False) -> tuple[int, bool]:
     subject = world.object
     program = subject.programs["enter_flow"]
     addresses = {world.packed(name) for name in ("node", "pod_gateway")}
@@ -59,6 +59,7 @@ def enter(world: ProgramNode, most: int = 100) -> tuple[int, bool]:
         subject.btf,
         lambda flow: program.test_run(bytes(14) + flow).retval != 0,
         most,
+        datagrams,
     )
 
 
@@ -133,6 +134,32 @@ def test_tcp_comes_first_if_there_are_too_many(fast: ProgramNode) -> None:
     for flow in flows:
         insert(flow)
     assert enter(fast, most=1) == (1, False)
+    assert [bool(flow.entries()) for flow in flows] == [False, True]
+
+
+def test_without_the_conntrack_lookup_a_datagram_keeps_its_endpoint(node: ProgramNode) -> None:
+    """Another proxy has chosen it, and the client has a permit for another endpoint."""
+    with one_cpu():
+        fast = fast_node(node, conntrack_lookup=False)
+        fast.endpoint("remote", 0, protocol="udp")
+        flow = Flow(fast, "udp")
+        insert(flow)
+        insert(Flow(fast, "tcp"))
+        assert enter(fast) == (0, True), "they are not masqueraded"
+        assert enter(fast, datagrams=True) == (1, True)
+        assert flow.entries() == [False, True]
+        flow.permit()
+        assert flow.run().retval == GO_ON
+        entry = flow.entry()
+        assert entry is not None
+        assert not entry["young"]
+
+
+def test_masqueraded_datagrams_come_before_others(fast: ProgramNode) -> None:
+    flows = [Flow(fast, "udp", sport=41000), tracked(fast, "masqueraded", "udp")]
+    for flow in flows:
+        insert(flow)
+    assert enter(fast, 1, datagrams=True) == (1, False)
     assert [bool(flow.entries()) for flow in flows] == [False, True]
 
 

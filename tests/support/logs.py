@@ -46,7 +46,7 @@ class Message(StrEnum):
     HEALTH_CHECK_PORT_FAILS = "health check node port cannot be served"
     INTERNAL_ERROR = "internal error, please report it"
     KERNEL_REFUSES = "the kernel does not accept it: "
-    MASQUERADED_FLOWS = "masqueraded flows in conntrack keep their source ports"
+    MASQUERADED_FLOWS = "flows in conntrack keep their source ports"
     KUBE_PROXY_REMOVED = "removed what kube-proxy left behind"
     KUBE_PROXY_REST = "not everything that kube-proxy left behind could be removed"
     KUBE_PROXY_RUNS = " runs alongside this agent: "

@@ -50,13 +50,13 @@ class Connections:
         self._said = ""
 
     async def run(self) -> None:
-        """Count forever. An error is logged once; the last count stays in use."""
+        """Count forever. If the kernel refuses it, that is logged once; the last count stays in use."""
         while True:
             begin = time.monotonic()
             try:
                 await self.count()
                 self._said = ""
-            except OSError as error:
+            except (OSError, RuntimeError, MemoryError) as error:  # RuntimeError: no thread could be started
                 if str(error) != self._said:
                     _log.error("connections could not be counted, retrying", error=str(error))
                 self._said = str(error)

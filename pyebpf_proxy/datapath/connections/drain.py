@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import errno
 import os
-import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
+from pyebpf_proxy.common.errors import FatalError
 from pyebpf_proxy.common.log import Logger
-from pyebpf_proxy.datapath.connections.promotion import SOON_SECONDS, promoter
+from pyebpf_proxy.datapath.connections.promotion import promoter
 from pyebpf_proxy.datapath.loader import kernel_objects, tcx
 from pyebpf_proxy.datapath.loader._libbpf import lib
 from pyebpf_proxy.datapath.loader.btf import Btf, StaleObjectError
@@ -60,12 +60,30 @@ def pin_programs(programs: Mapping[str, Program], pins: Path) -> None:
             tcx.pin(programs[name].fd, folder / name)
 
 
+def unpin_programs(pins: Path) -> None:
+    """Remove the pins of :func:`pin_programs`, which keep the flow table in memory. OSError."""
+    folder = pins / PROGRAMS
+    if folder.is_dir():
+        for name in _PROGRAMS:
+            (folder / name).unlink(missing_ok=True)
+        folder.rmdir()
+
+
 def drain(pins: Path, seconds: float = DRAIN_SECONDS) -> int:
     """Stop new young flows; promote those of the pinned flow table.
 
     ``pins``: the folder of one layout version. Returns how many young flows are left after ``seconds`` at most: those
-    without a reply, and those that conntrack had no space for. 0 also if there is nothing to drain. OSError, BpfError.
+    without a reply, and those that conntrack had no space for. 0 also if there is nothing to drain. Errors are logged,
+    since only flows of a few seconds are at stake: the caller continues.
     """
+    try:
+        return _drain(pins, seconds)
+    except (OSError, FatalError) as error:
+        _log.error("the fast path could not be drained, young flows end", pins=pins, error=str(error))
+        return 0
+
+
+def _drain(pins: Path, seconds: float) -> int:
     places = {name: pins / "maps" / name for name in _MAPS}
     # While its size changes, the programs of the former run still use the flow table that has been replaced.
     places["flows"] = [*former_pins(pins / "maps", "flows"), places["flows"]][0]
@@ -89,17 +107,10 @@ def drain(pins: Path, seconds: float = DRAIN_SECONDS) -> int:
             _log.warning("flows of another version could not be drained", pins=pins, error=str(error))
             return 0
         maps["fast_path"].update(_ZERO, drains)
-        end = time.monotonic() + seconds
-        found.pass_now()
-        while found.statistics.young and time.monotonic() < end:
-            time.sleep(SOON_SECONDS)
-            before = found.statistics.promoted
-            found.pass_now()
-            if found.statistics.promoted == before:
-                break
-        if found.statistics.promoted or found.statistics.young:
-            _log.info("the fast path is drained", promoted=found.statistics.promoted, left=found.statistics.young)
-        return found.statistics.young
+        left = found.drain(seconds)
+        if found.statistics.promoted or left:
+            _log.info("the fast path is drained", promoted=found.statistics.promoted, left=left)
+        return left
 
 
 def types_of(flows: Map, fast_path: Map) -> Btf:

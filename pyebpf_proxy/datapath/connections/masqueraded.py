@@ -2,8 +2,9 @@
 """Conntrack entries of masqueraded flows to endpoints: finds them, and enters them into the flow table.
 
 Young flows have source ports of their own, which the agent's masquerade rule does not use. Another proxy uses all
-ports: kube-proxy masquerades with ``--random-fully``. Its flows continue after the agent has replaced it, so no young
-flow may take one of their ports.
+ports: kube-proxy masquerades with ``--random-fully``. Its flows go on after the agent has replaced it, so no young flow
+may take one of their ports. Nor may a young flow continue one of its UDP flows, to another endpoint: if the programs
+cannot look flows up in conntrack, they know only what is in the flow table.
 """
 
 from __future__ import annotations
@@ -33,21 +34,29 @@ _PORTS = struct.Struct("=HH")
 
 
 def masqueraded(
-    addresses: Collection[bytes], ports: range, is_endpoint: IsEndpoint
+    addresses: Collection[bytes], ports: range, is_endpoint: IsEndpoint, datagrams: bool = False
 ) -> Iterator[tuple[IPFamily, TrackedEntry]]:
     """Entries whose replies go from an endpoint to one of these (packed) addresses and ports, not to the client.
 
+    ``datagrams``: also UDP flows from the client itself to an endpoint that it has not named.
     In the network namespace of the calling thread; not a snapshot. OSError.
     """
     for family, size in _SIZES.items():
-        wanted = {address for address in addresses if len(address) == size}
-        for message in _dump(family, wanted) if wanted and ports else ():
+        wanted = {address for address in addresses if len(address) == size} if ports else set()
+        if not wanted and not datagrams:
+            continue
+        for message in _dump(family, set() if datagrams else wanted):
             entry = read_entry(message)
             original, reply = entry.original, entry.reply
-            if original is None or reply is None or original.source == reply.destination:
+            if original is None or reply is None:
                 continue
-            endpoint, (source, source_port) = reply.ends
-            if source in wanted and source_port in ports and is_endpoint(reply.protocol, endpoint):
+            endpoint, seen = reply.ends
+            client, frontend = original.ends
+            if client[0] != seen[0]:
+                fits = seen[0] in wanted and seen[1] in ports
+            else:
+                fits = datagrams and reply.protocol == Protocol.UDP and client == seen and frontend != endpoint
+            if fits and is_endpoint(reply.protocol, endpoint):
                 yield family, entry
 
 
@@ -58,16 +67,20 @@ def enter(
     btf: Btf,
     enter_flow: Callable[[bytes], bool],
     most: int,
+    datagrams: bool = False,
 ) -> tuple[int, bool]:
     """Enter the open flows of :func:`masqueraded` into the flow table; how many, and whether those are all.
 
     ``enter_flow`` runs the program of that name with a ``struct tracked_flow`` (bpf/observer.h) and returns whether the
-    table has the flow. ``most``: entered at most, TCP first, since a datagram's flow has probably ended. OSError.
+    table has the flow. ``most``: entered at most. TCP comes first, since a datagram's flow has probably ended. UDP
+    flows that are not masqueraded come last. OSError.
     """
     key = btf.struct("flow_key").packer("source", "destination", "source_port", "destination_port", "protocol", "ipv6")
-    found: dict[bool, list[bytes]] = {True: [], False: []}
+    of_tcp: list[bytes] = []
+    of_udp: list[bytes] = []
+    unmasqueraded: list[bytes] = []
     complete = True
-    for family, entry in masqueraded(addresses, ports, is_endpoint):
+    for family, entry in masqueraded(addresses, ports, is_endpoint, datagrams):
         original, reply, tcp = entry.original, entry.reply, entry.tcp_state != 0
         assert original is not None
         assert reply is not None
@@ -75,15 +88,16 @@ def enter(
             continue
         if reply.protocol not in (Protocol.TCP, Protocol.UDP):
             continue
-        if len(found[tcp]) >= most:
-            complete = False
-            continue
         (client, client_port), (frontend, frontend_port) = original.ends
         (endpoint, endpoint_port), (source, source_port) = reply.ends
+        found = of_tcp if tcp else unmasqueraded if client == source else of_udp
+        if len(found) >= most:
+            complete = False
+            continue
         packed = key.pack(client, frontend, client_port, frontend_port, reply.protocol, family is IPFamily.IPV6)
         ends = source.ljust(16, b"\0") + endpoint.ljust(16, b"\0")
-        found[tcp].append(packed + ends + _PORTS.pack(source_port, endpoint_port))
-    flows = found[True] + found[False]
+        found.append(packed + ends + _PORTS.pack(source_port, endpoint_port))
+    flows = of_tcp + of_udp + unmasqueraded
     return sum(map(enter_flow, flows[:most])), complete and len(flows) <= most
 
 

@@ -15,7 +15,7 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple, Protocol
@@ -34,14 +34,13 @@ from pyebpf_proxy.services.model import Protocol as IpProtocol
 
 #: Seconds from one pass to the next: with young flows, and without any.
 BUSY_SECONDS, IDLE_SECONDS = 0.5, 1.0
-#: The same if a pass left some in the queue, and while draining.
+#: The same if a pass promoted flows and left others, and while draining.
 SOON_SECONDS = 0.05
-#: The most flows of one pass.
+#: The most flows of one request to conntrack.
 AT_ONCE = 4096
 #: A flow that conntrack does not accept for this long is ended. Otherwise no new netfilter rule would ever see it.
 UNPROMOTED_SECONDS = 30.0
 _ETHERNET_HEADER = bytes(14)
-_FRAME = bytes(60)
 _ZERO = bytes(4)
 
 _log = Logger("datapath")
@@ -56,7 +55,7 @@ class Table(Protocol):
 class Requests(Protocol):
     """The used part of ``Queue``."""
 
-    def pop(self, most: int) -> list[bytes]: ...
+    def pop(self) -> list[bytes]: ...
 
 
 def run_for_flow(program: Program, data: bytes) -> bool:
@@ -144,6 +143,14 @@ class FlowReader:
         reset = not young and CLOSING_IN_SEQUENCE in (closing, closing_too)
         return Flow(entry, bool(closing or closing_too), key, answer_key, started, reset)
 
+    def is_kernels(self, flow: Masqueraded) -> bool:
+        """Whether the key is still that of this flow of the kernel, and not of a later one."""
+        there = self._flows.lookup(flow.key)
+        if there is None:
+            return False
+        _, started, _, young, _, _ = self._flow.unpack(there)
+        return not young and flow_read(flow.key, started) == flow.read
+
     def masqueraded(self, entries: Iterable[tuple[bytes, bytes]], sources: Collection[bytes]) -> Iterator[Masqueraded]:
         """Those of these keys and values that are masqueraded to one of these (packed) addresses."""
         for key, there in entries:
@@ -155,6 +162,22 @@ class FlowReader:
             if source != client and source[: 16 if ipv6 else 4] in sources:
                 answer_key = self._key.pack(endpoint, source, endpoint_port, source_port, protocol, ipv6)
                 yield Masqueraded(bool(young), key, answer_key, flow_read(key, started))
+
+
+class Swept(NamedTuple):
+    """The result of a sweep."""
+
+    #: How many young flows it found.
+    young: int
+    #: Where the next sweep should begin to ask for promotions, because the queue was full; 0: all were asked for.
+    ask_from: int = 0
+
+
+class Refused(NamedTuple):
+    """A flow (``Flow.read``) that is not promoted yet, and since when, by the promoter's clock."""
+
+    flow: bytes
+    since: float
 
 
 @dataclass
@@ -173,12 +196,14 @@ class Statistics:
     young: int = 0
     #: Flows that were ended because their source address has left the node.
     sources_gone: int = 0
+    #: Passes that the kernel did not interrupt by an error.
+    passes: int = 0
 
 
 class Promoter:
     """Promotes young flows, in the network namespace of the calling thread.
 
-    ``sweep`` runs the program and returns how many young flows it found; ``promote`` and ``end`` run the programs of
+    ``sweep`` runs the program, with ``Swept.ask_from`` of the former run; ``promote`` and ``end`` run the programs of
     that name with a flow (``Flow.read``) and return whether it was still there. ``end_masqueraded`` ends
     every flow that is masqueraded to one of the given addresses, young or promoted, and returns how many it ended.
     """
@@ -187,7 +212,7 @@ class Promoter:
         self,
         flows: FlowReader,
         requests: Requests,
-        sweep: Callable[[], int],
+        sweep: Callable[[int], Swept],
         promote: Callable[[bytes], bool],
         end: Callable[[bytes], bool],
         end_masqueraded: Callable[[Collection[bytes]], int] = lambda addresses: 0,
@@ -204,8 +229,11 @@ class Promoter:
         #: Addresses that have left the node since the last pass; in the loop's thread.
         self._gone: set[bytes] = set()
         self._wake = asyncio.Event()
-        #: Flows that conntrack did not accept, and since when, by ``Flow.read``.
-        self._waiting: dict[bytes, float] = {}
+        #: Keys that the programs have asked for, in the order in which they are tried. A flow that was due stays until
+        #: it is promoted or has ended; None: it was not read yet.
+        self._asked: dict[bytes, Refused | None] = {}
+        self._ask_from = 0
+        #: The last pass left flows that were not tried.
         self._more = False
         self._full = False
         self._said = ""
@@ -213,19 +241,22 @@ class Promoter:
         self._one_pass = asyncio.Lock()
 
     async def run(self) -> None:
-        """Promote forever. An error is logged once, and the pass is retried."""
+        """Promote forever. If the kernel refuses something, that is logged once, and the pass is retried."""
         logged = ""
         while True:
+            before = self.statistics.promoted
             try:
                 await self.pass_once()
                 logged = ""
-            except OSError as error:
+            except (OSError, RuntimeError, MemoryError) as error:  # RuntimeError: no thread could be started
                 if str(error) != logged:
                     _log.error("flows could not be handed to conntrack, retrying", error=str(error))
                 logged = str(error)
-            busy = BUSY_SECONDS if self.statistics.young else IDLE_SECONDS
+            pause = BUSY_SECONDS if self.statistics.young else IDLE_SECONDS
+            if self._more and self.statistics.promoted > before:
+                pause = SOON_SECONDS
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._wake.wait(), SOON_SECONDS if self._more else busy)
+                await asyncio.wait_for(self._wake.wait(), pause)
 
     def sources_gone(self, addresses: Collection[bytes]) -> None:
         """End the flows that are masqueraded to these (packed) addresses, which have left the node, without delay.
@@ -236,56 +267,94 @@ class Promoter:
         self._wake.set()
 
     async def pass_once(self) -> None:
-        """One sweep, and the promotions that are due, in another thread. OSError."""
+        """One sweep, and the promotions that are due, in another thread. OSError, RuntimeError, MemoryError."""
         async with self._one_pass:
             self._wake.clear()
             gone, self._gone = self._gone, set()
             try:
                 await asyncio.to_thread(self.pass_now, gone)
-            except OSError:
+            except (OSError, RuntimeError, MemoryError):
                 self._gone |= gone
                 raise
 
-    async def drain(self, seconds: float) -> int:
-        """Promote until a sweep finds no young flow, ``seconds`` at most; how many are left. OSError.
+    def drain(self, seconds: float) -> int:
+        """Promote until no young flow is left that can be promoted, ``seconds`` at most; how many are left. OSError.
 
-        The map ``fast_path`` must have ``draining`` set: then every answered flow is due.
+        The map ``fast_path`` must have ``draining`` set: then every answered flow is due. In the caller's thread.
         """
-        end = time.monotonic() + seconds
-        while True:
-            await self.pass_once()
-            # This sweep counted before the promotions of this pass. Only the next sweep shows how many are left.
-            if not self.statistics.young or time.monotonic() >= end:
-                return await asyncio.to_thread(self._sweep) if self.statistics.young else 0
-            await asyncio.sleep(SOON_SECONDS)
+        end = self._clock() + seconds
+        self.pass_now()
+        while self.statistics.young and self._clock() < end:
+            time.sleep(SOON_SECONDS)
+            before = self.statistics.promoted
+            self.pass_now()
+            if self.statistics.promoted == before and not self._more:
+                break
+        # The number is from before the last promotions.
+        if self.statistics.young:
+            self._look()
+        return self.statistics.young
 
     def pass_now(self, gone: Collection[bytes] = ()) -> None:
-        """The same as :meth:`pass_once`, in the caller's thread. ``gone``: as for :meth:`sources_gone`."""
-        self.statistics.young = self._sweep()
-        requests = self._requests.pop(AT_ONCE)
-        self._more = len(requests) == AT_ONCE
-        keys = list(dict.fromkeys([*(read[: self._flows.key_size] for read in self._waiting), *requests]))
-        if keys:
-            self._hand_over(keys)
-        # After the promotions, which may include some of these flows.
+        """The same as :meth:`pass_once`, in the caller's thread. ``gone``: as for :meth:`sources_gone`. OSError."""
+        self._look()
+        for key in self._requests.pop():
+            self._asked.setdefault(key)
+        try:
+            self._hand_over()
+        finally:
+            self._end_refused()
+        self.statistics.passes += 1
+        # Last: this pass may have promoted some of them.
         if gone:
             self._end_sources(gone)
 
-    def _hand_over(self, keys: Iterable[bytes]) -> None:
+    def _look(self) -> None:
+        self.statistics.young, self._ask_from = self._sweep(self._ask_from)
+
+    def _hand_over(self) -> None:
+        """Try what was asked for. If conntrack is full the rest has its turn in the next passes. OSError."""
         begin = time.monotonic()
+        keys, tried = list(self._asked), 0
+        failed: list[tuple[Flow, Result]] = []
+        is_full = False
+        while keys and not is_full:
+            batch, keys = keys[:AT_ONCE], keys[AT_ONCE:]
+            due, reset = self._read(batch)
+            refused = self._promote_all(due, reset) if due or reset else []
+            # In this order, so that those that fail are the next pass's last.
+            waiting = {flow.key: self._asked[flow.key] for flow, _ in refused}
+            for key in batch:
+                del self._asked[key]
+            self._asked |= waiting
+            tried += len(due)
+            failed += refused
+            is_full = any(result.outcome is Outcome.FULL for _, result in refused)
+        self._more = bool(keys or self._ask_from)
+        if tried:
+            self._note(failed, tried)
+            self.statistics.last_seconds = time.monotonic() - begin
+        else:
+            # The flows that conntrack had no space for have ended. The next time is logged again.
+            self._full = False
+
+    def _read(self, keys: Iterable[bytes]) -> tuple[list[Flow], list[Entry]]:
+        """Of these keys, the young flows, which wait from now on, and the kernel's flows that were reset. BpfError."""
+        now = self._clock()
         due: list[Flow] = []
         reset: list[Entry] = []
         for key in keys:
             if flow := self._flows.read(key):
                 due.append(flow)
+                known = self._asked[key]
+                if known is None or known.flow != flow.read:
+                    self._asked[key] = Refused(flow.read, now)
             elif (flow := self._flows.read(key, young=False)) and flow.reset:
                 reset.append(flow.entry)
-        if not due:
-            self._waiting.clear()
-            # The flows that conntrack had no space for have ended. The next time is logged again.
-            self._full = False
-        if not due and not reset:
-            return
+        return due, reset
+
+    def _promote_all(self, due: Sequence[Flow], reset: Sequence[Entry]) -> list[tuple[Flow, Result]]:
+        """Give these flows conntrack entries, and close those of ``reset``: what conntrack did not accept. OSError."""
         with RequestSocket(NETLINK_NETFILTER) as netlink:
             seconds = create.time_outs()
             results = create.create(netlink, [flow.entry for flow in due], seconds)
@@ -311,8 +380,7 @@ class Promoter:
         if still_open and (why := os.strerror(still_open[-1])) != self._said_open:
             self._said_open = why
             _log.info("conntrack does not close the entry of a connection that was reset", error=why)
-        self._note(failed, len(due))
-        self.statistics.last_seconds = time.monotonic() - begin
+        return failed
 
     def _end_sources(self, gone: Collection[bytes]) -> None:
         ended = self._end_masqueraded(gone)
@@ -322,7 +390,6 @@ class Promoter:
 
     def _note(self, failed: list[tuple[Flow, Result]], tried: int) -> None:
         full = [flow for flow, result in failed if result.outcome is Outcome.FULL]
-        self._end_refused([flow.read for flow, _ in failed])
         self.statistics.failed.update(result.outcome for _, result in failed)
         self.statistics.last_error = str(failed[-1][1]) if failed else ""
         if full and not self._full:
@@ -340,14 +407,15 @@ class Promoter:
             _log.error("conntrack refuses a flow", error=refused)
         self._said = refused or self._said
 
-    def _end_refused(self, flows: Iterable[bytes]) -> None:
-        """End flows that conntrack has refused for too long. ``flows``: those that failed now, as ``Flow.read``."""
+    def _end_refused(self) -> None:
         now = self._clock()
-        self._waiting = {flow: self._waiting.get(flow, now) for flow in flows}
-        over = [flow for flow, since in self._waiting.items() if now - since >= UNPROMOTED_SECONDS]
-        ended = sum(map(self._end, over))
-        for flow in over:
-            del self._waiting[flow]
+        over = [
+            (key, each.flow) for key, each in self._asked.items() if each and now - each.since >= UNPROMOTED_SECONDS
+        ]
+        ended = 0
+        for key, flow in over:
+            ended += self._end(flow)
+            del self._asked[key]
         if ended:
             self.statistics.ended += ended
             _log.warning("flows that conntrack did not accept were ended", flows=ended, after=UNPROMOTED_SECONDS)
@@ -364,10 +432,11 @@ def promoter(
     results, layout = maps["sweep_results"], btf.struct("sweep_result")
     sweep_flows, promote_flow, end_flow = programs["sweep_flows"], programs["promote_flow"], programs.get("end_flow")
 
-    def sweep() -> int:
-        sweep_flows.test_run(_FRAME)
+    def sweep(ask_from: int) -> Swept:
+        # 0: also of a program that a version without this result has pinned.
+        full_at = sweep_flows.test_run(_ETHERNET_HEADER + ask_from.to_bytes(4, sys.byteorder)).retval
         value = results.lookup(_ZERO)
-        return int(layout.unpack(value)["young"]) if value else 0
+        return Swept(int(layout.unpack(value)["young"]) if value else 0, full_at)
 
     def end(flow: bytes) -> bool:
         # Draining uses the programs pinned by a former run, and does not last that long.
@@ -382,7 +451,7 @@ def promoter(
         for flow in flows.masqueraded(maps["flows"].items(), addresses):
             if flow.young:
                 ended += end(flow.read)
-            else:
+            elif flows.is_kernels(flow):
                 for key in (flow.answer_key, flow.key):
                     maps["flows"].delete(key)
         return ended

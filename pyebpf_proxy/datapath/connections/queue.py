@@ -17,11 +17,11 @@ class Queue:
         self._map = table
         self._lib = _libbpf.lib()
 
-    def pop(self, most: int) -> list[bytes]:
-        """Up to ``most`` values, the oldest first; fewer: the queue is empty. BpfError."""
+    def pop(self) -> list[bytes]:
+        """All values, the oldest first; if some are added meanwhile, no more than there is room for. BpfError."""
         value = ffi.new("char[]", self._map.value_size)
         values: list[bytes] = []
-        while len(values) < most:
+        while len(values) < self._map.max_entries:
             result = self._lib.bpf_map_lookup_and_delete_elem(self._map.fd, ffi.NULL, value)
             if result == -errno.ENOENT:
                 break

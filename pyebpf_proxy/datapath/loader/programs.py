@@ -9,6 +9,7 @@ the verifier, so it never checks what the kernel lacks.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -158,9 +159,14 @@ class Loaded:
         return {what: why for what, why in named.items() if why}
 
     def attached(self) -> None:
-        """Called when no program of a former run is attached any more: copies the last entries of its maps."""
+        """Called when no program of a former run is attached any more: copies its last entries into the new maps.
+
+        Maps that only the former run used, as its flow table, lose their pins: until now they could be drained.
+        """
         if self._resize is not None:
             self._resize.finish(self.maps, self.tc.btf)
+            for name in _unused(self.settings):
+                (self._resize.pins / name).unlink(missing_ok=True)
 
     def close(self) -> None:
         """Close the descriptors; pinned and attached objects stay."""
@@ -191,24 +197,19 @@ def load(
         resize.begin()
     before = _pins(pin_dir)
     sizes = _with_schedulers(sizes or {})
-    tc: Object | None = None
     try:
-        tc, settings, why_no_lookup, why_not_fast = _load_tc(settings, pin_dir, sizes, objects)
-        sock, why_not_pods = _load_sock(settings, pin_dir, sizes, tc, objects)
-        try:
+        with ExitStack() as opened:
+            tc, settings, why_no_lookup, why_not_fast = _load_tc(settings, pin_dir, sizes, objects)
+            opened.callback(tc.close)
+            sock, why_not_pods = _load_sock(settings, pin_dir, sizes, tc, objects)
+            opened.callback(sock.close)
             xdp, why_not_xdp = _load_xdp(settings, pin_dir, sizes, tc, objects)
+            if xdp is not None:
+                opened.callback(xdp.close)
             loaded = Loaded(tc, sock, settings, why_no_lookup, resize, why_not_pods, why_not_fast, xdp, why_not_xdp)
-            if pin_dir is not None:
-                # Pins of a former run with another scheduler. The programs of that run still hold their maps.
-                for name in _unused(settings):
-                    (pin_dir / name).unlink(missing_ok=True)
+            opened.pop_all()
             return loaded
-        except BaseException:
-            sock.close()
-            raise
     except BaseException as error:
-        if tc is not None:
-            tc.close()
         if resize is not None:
             resize.abandon()
         for pin in _pins(pin_dir) - before:

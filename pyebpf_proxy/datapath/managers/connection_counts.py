@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 from pyebpf_proxy.common.bpf_constants import LEAST_CONNECTIONS
 from pyebpf_proxy.datapath.connections.counts import Connections
 from pyebpf_proxy.datapath.managers.manager import Delta, Manager
@@ -26,5 +24,4 @@ class ConnectionCounts(Manager):
         if loaded.settings.scheduler < LEAST_CONNECTIONS:
             return
         connections = Connections(loaded.maps, loaded.tc.btf, writer.backends_of, writer.has_backend)
-        task = asyncio.create_task(connections.run(), name="connections")
-        self._opened.callback(task.cancel)
+        self._run(connections.run(), "connections")

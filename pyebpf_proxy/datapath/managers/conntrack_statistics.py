@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 from pyebpf_proxy.datapath.connections.ct_refusals import ConntrackRefusals
@@ -19,8 +18,7 @@ class ConntrackStatistics(Manager):
         self._refusals = ConntrackRefusals()
 
     def start(self, facts: NodeFacts, wanted: Delta) -> None:
-        task = asyncio.create_task(self._refusals.run(), name="conntrack's refusals")
-        self._opened.callback(task.cancel)
+        self._run(self._refusals.run(), "conntrack's refusals", may_end=True)
 
     def refusals(self) -> dict[str, Any]:
         """The result of ``ConntrackRefusals.view``. Safe in any thread."""

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from pyebpf_proxy.common.log import Logger
 from pyebpf_proxy.config.effective import Effective
@@ -61,22 +61,33 @@ class TcPrograms(Manager):
             pin_programs(loaded.tc.programs, self._bpffs.pins)
         node.attach({name: program.fd for name, program in loaded.tc.programs.items()})
         self._opened.callback(node.follow(asyncio.get_running_loop(), _log.error))
+        self._run(node.keep_looking(_log.error), "look at devices")
 
 
 class XdpPrograms(Manager):
     """Attaches the XDP program to the configured devices, if there are any, and from then on follows their features."""
 
-    def __init__(self, effective: Effective, bpffs: Bpffs, programs: Programs, node_maps: NodeMaps) -> None:
+    def __init__(
+        self,
+        effective: Effective,
+        bpffs: Bpffs,
+        programs: Programs,
+        node_maps: NodeMaps,
+        release_former: Callable[[], None],
+    ) -> None:
+        """``release_former`` detaches the programs of other layouts, whose links cannot be updated."""
         super().__init__()
         self._effective = effective
         self._bpffs = bpffs
         self._programs = programs
         self._node_maps = node_maps
+        self._release_former = release_former
         #: None: XDP is off.
         self.frames: Frames | None = None
 
     def start(self, facts: NodeFacts, wanted: Delta) -> None:
         config, folder = xdp_config(self._effective), self._bpffs.pins / "xdp"
+        self._release_former()
         self.frames = attach_frames(self._programs.loaded, self._node_maps.node, config, folder)
         if self.frames is not None:
             self._opened.callback(self.frames.close)

@@ -53,9 +53,19 @@ class FastPathManager(Manager):
         low, high = loaded.settings.snat_port_min, loaded.settings.snat_port_max
         ports = range(low, high + 1) if low else range(0)
         layout = btf.struct("fast_path")
-        fast_path = FastPath(state_map, layout, reasons, self._nft.table.name, self._heed_rules, holds=bool(ports))
-        self.fast_path = fast_path
-        # Flows and permits depend on devices and endpoints.
+        promotion = promoter(loaded.maps, loaded.tc.programs, btf, ports)
+        fast_path = FastPath(
+            state_map,
+            layout,
+            reasons,
+            self._nft.table.name,
+            self._heed_rules,
+            holds=bool(ports) or not loaded.settings.conntrack_lookup,
+            snat_ports=ports,
+            passes=lambda: promotion.statistics.passes,
+        )
+        self.fast_path, self.promoter = fast_path, promotion
+        # What a flow has learned depends on devices and endpoints.
         if self._xdp.frames is not None:
             self._xdp.frames.on_written = fast_path.devices_moved
         self._node_maps.node.on_devices = fast_path.devices_moved
@@ -66,17 +76,19 @@ class FastPathManager(Manager):
         young_counts.keep_only(loaded.maps["young_counts"], self._node_maps.node.indexes)
         self._opened.callback(fast_path.close)
         fast_path.follow(asyncio.get_running_loop())
-        self.promoter = promoter(loaded.maps, loaded.tc.programs, btf, ports)
         self._sources_gone()
-        self._opened.callback(asyncio.create_task(self.promoter.run(), name="promoter").cancel)
-        # Not draining: a former run has entered these flows into the same flow table, and since then no other proxy has
-        # masqueraded a new flow.
+        self._run(promotion.run(), "promoter")
+        # Otherwise a former run has done it, for the same flow table and these ports, and since then no other proxy has
+        # opened a new flow.
         if fast_path.draining:
-            self._opened.callback(asyncio.create_task(self._enter(fast_path, ports), name="masqueraded flows").cancel)
+            self._run(self._enter(fast_path, ports), "conntrack's flows", may_end=True)
         _log.info("flows take the fast path", entries=loaded.maps["flows"].max_entries)
 
     async def _enter(self, fast_path: FastPath, ports: range) -> None:
-        """Enter flows that conntrack has masqueraded: no new flow may take their source ports. Then admit new flows."""
+        """Before any flow is young: flows that conntrack has masqueraded keep their source ports.
+
+        If programs cannot look them up, UDP flows that conntrack has translated keep their endpoints, too.
+        """
         loaded = self._programs.loaded
         addresses = {address.packed for address in self._node_maps.node.addresses}
         try:
@@ -88,14 +100,15 @@ class FastPathManager(Manager):
                 loaded.tc.btf,
                 partial(run_for_flow, loaded.tc.programs["enter_flow"]),
                 loaded.settings.flow_quota // 2,
+                datagrams=not loaded.settings.conntrack_lookup,
             )
-        except OSError as error:
-            _log.error("masqueraded flows in conntrack could not be read; new flows may break them", error=str(error))
+        except (OSError, RuntimeError, MemoryError) as error:  # RuntimeError: no thread could be started
+            _log.error("flows in conntrack could not be read; new flows may break them", error=str(error))
         else:
             if not complete:
-                _log.warning("conntrack has more masqueraded flows than fit; new flows may break some", known=entered)
+                _log.warning("conntrack has more flows than fit; new flows may break some", known=entered)
             elif entered:
-                _log.info("masqueraded flows in conntrack keep their source ports", flows=entered)
+                _log.info("flows in conntrack keep their source ports and endpoints", flows=entered)
         fast_path.admit()
 
     def _sources_gone(self) -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from pyebpf_proxy.common.log import Logger
+from pyebpf_proxy.datapath.connections.drain import drain, unpin_programs
 from pyebpf_proxy.datapath.loader import grace
 from pyebpf_proxy.datapath.managers.bpffs import Bpffs
 from pyebpf_proxy.datapath.managers.devices import NodeMaps
@@ -22,6 +23,8 @@ _log = Logger("datapath")
 class TakeOver(Manager):
     """Takes over session affinity and flows from maps of other layouts, and flows from a table of another size.
 
+    Drains the flow table of a former run if the new programs have no fast path.
+
     ``start`` sets ``others``.
     """
 
@@ -39,6 +42,9 @@ class TakeOver(Manager):
         self.others.take_over()
         self.others.drain()
         drain_resized(pins, loaded.maps, loaded.tc.btf)
+        if not loaded.settings.fast_path:
+            # Not configured, or refused by the kernel. The new programs will not use the flows of a former run.
+            drain(pins)
 
 
 class Retirement(Manager):
@@ -69,6 +75,7 @@ class Retirement(Manager):
         # Copies the entries that programs of a former run have written into maps that were resized meanwhile.
         loaded.attached()
         if not loaded.settings.fast_path:
+            unpin_programs(self._bpffs.pins)
             self._fast_path_settings.restore()
         _log.info("attached", devices=len(devices), cgroup=self._sockets.cgroup, pins=self._bpffs.pins)
         self._take_over.others.retire()

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import asyncio
+from collections.abc import Callable, Collection, Coroutine, Mapping
 from contextlib import ExitStack
+from typing import Any
 
 from pyebpf_proxy.services.model import ServicePort, ServicePortName
 from pyebpf_proxy.services.node_facts import NodeFacts
@@ -23,6 +25,8 @@ class Manager:
     def __init__(self) -> None:
         #: What ``start`` has opened: ``close`` calls it in reverse.
         self._opened = ExitStack()
+        #: Called with a task of :meth:`_run` that has ended unexpectedly, in the loop's thread.
+        self.on_task_ended: Callable[[asyncio.Task[None]], None] = lambda task: None
 
     def start(self, facts: NodeFacts, wanted: Delta) -> None:
         """Bring the kernel to the wanted state; adopt that of a former run."""
@@ -43,6 +47,17 @@ class Manager:
     def problems(self) -> Collection[str]:
         """What differs from the wanted state, as text."""
         return ()
+
+    def _run(self, work: Coroutine[Any, Any, None], name: str, may_end: bool = False) -> None:
+        """Run ``work`` in the loop until ``close``. The agent ends if it raises or, unless ``may_end``, returns."""
+        task = asyncio.create_task(work, name=name)
+
+        def ended(task: asyncio.Task[None]) -> None:
+            if not task.cancelled() and (task.exception() is not None or not may_end):
+                self.on_task_ended(task)
+
+        task.add_done_callback(ended)
+        self._opened.callback(task.cancel)
 
     def close(self) -> None:
         """Release everything, also after a failed ``start``. What serves packets stays in the kernel."""

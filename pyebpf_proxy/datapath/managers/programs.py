@@ -10,7 +10,6 @@ from dataclasses import replace
 
 from pyebpf_proxy.common.log import Logger
 from pyebpf_proxy.config.effective import Effective
-from pyebpf_proxy.datapath.connections.drain import drain
 from pyebpf_proxy.datapath.loader.libbpf import Map
 from pyebpf_proxy.datapath.loader.programs import Loaded, load
 from pyebpf_proxy.datapath.loader.reasons import reasons
@@ -46,9 +45,6 @@ class Programs(Manager):
             fast_path=bool(effective.fast_path) and not refused,
             mark_datagrams=self._nft.mark_datagrams,
         )
-        if not wanted_settings.fast_path:
-            # The new programs do not use the flows of a former run that had a fast path.
-            drain(pins)
         self.loaded = loaded = load(wanted_settings, pins / "maps", map_sizes(effective))
         if why := refused or loaded.why_not_fast:
             loaded.why_not_fast = why

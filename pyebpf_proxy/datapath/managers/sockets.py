@@ -41,8 +41,7 @@ class SocketPrograms(Manager):
         if self._off:
             return
         self._attach()
-        task = asyncio.create_task(self._follow(), name="look at socket programs")
-        self._opened.callback(task.cancel)
+        self._run(self._follow(), "look at socket programs")
 
     def refresh(self) -> None:
         """Attach again what others have detached, as the kernel does when a cgroup is removed."""

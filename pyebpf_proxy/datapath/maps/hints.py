@@ -108,14 +108,17 @@ class AddressHints:
 
     def add_all(self, name: str, keys: bytes) -> None:
         """Add concatenated keys of the map with that name."""
-        words = self._words
         if name.endswith("4"):
             for address, port in self._fields[name].iter_unpack(keys):
-                bit = (address ^ port) * _SPREAD >> 32 - ADDRESS_HINT_BITS & (1 << ADDRESS_HINT_BITS) - 1
-                words[bit >> 6] |= 1 << (bit & 63)
+                self._set((address ^ port) * _SPREAD >> 32 - ADDRESS_HINT_BITS & (1 << ADDRESS_HINT_BITS) - 1)
             return
         second, third, fourth = _MIX
         for a, b, c, d, port in self._fields[name].iter_unpack(keys):
             mixed = a ^ port ^ b * second ^ c * third ^ d * fourth
-            bit = mixed * _SPREAD >> 32 - ADDRESS_HINT_BITS & (1 << ADDRESS_HINT_BITS) - 1
-            words[bit >> 6] |= 1 << (bit & 63)
+            self._set(mixed * _SPREAD >> 32 - ADDRESS_HINT_BITS & (1 << ADDRESS_HINT_BITS) - 1)
+
+    def _set(self, bit: int) -> None:
+        at, mask = bit >> 6, 1 << (bit & 63)
+        # The word is not written if it has the bit: a program may be setting another one.
+        if not self._words[at] & mask:
+            self._words[at] |= mask

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Maps of another layout, from an agent of another version: takes over what connections need, then removes the maps.
 
-Session affinity and the kernel's flows of the fast path are taken over: no young flow may take their source ports.
-Everything else is written anew from the objects. Service ports and endpoints have other ids in the new maps. So the
-affinity of each client is translated, and flows get no ids (maps/former_flows.py). Maps whose keys or values have
-another size cannot be used.
+That is session affinity, the translations of UDP sockets, and the kernel's flows of the fast path, whose source ports
+no young flow may take. Everything else is written anew from the objects. Service ports and endpoints have other ids in
+the new maps, so the affinity of each client is translated, and flows get none (maps/former_flows.py). Maps whose keys
+or values have another size cannot be used.
 """
 
 from __future__ import annotations
 
 import re
-from contextlib import ExitStack
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 
 from pyebpf_proxy.datapath.connections.drain import drain
@@ -22,9 +22,12 @@ from pyebpf_proxy.datapath.maps.layouts import Layouts
 from pyebpf_proxy.datapath.maps.resize import merge
 from pyebpf_proxy.datapath.maps.writer import Writer
 from pyebpf_proxy.datapath.node import cgroups
+from pyebpf_proxy.datapath.node.xdp import release
 from pyebpf_proxy.services.model import IPFamily, ServicePortName
 
 _READ = ("affinities", "service_names", "backends4", "backends6")
+#: The destination of a socket as its application sees it. They have no ids.
+_SOCKETS = ("socket_revnat4", "socket_revnat6")
 
 
 class OtherLayouts:
@@ -47,8 +50,15 @@ class OtherLayouts:
                 take_over_flows(pins / "flows", pins / "fast_path", self._maps["flows"], self._btf)
 
     def take_over(self) -> int:
-        """Take over the session affinity there; returns how many. Can be repeated: the newest connection counts."""
+        """Take over session affinity and sockets; how many clients. Can be repeated: the newest connection counts."""
+        for folder in self.folders:
+            self._take_over_sockets(folder / "maps")
         return sum(self._take_over(folder / "maps") for folder in self.folders)
+
+    def release_xdp(self) -> None:
+        """Detach the XDP programs of the other layouts: a device can have one. OSError."""
+        for folder in self.folders:
+            release(folder / "xdp")
 
     def retire(self) -> None:
         """The new programs are attached: take over what was written meanwhile, and remove the other layouts."""
@@ -60,6 +70,15 @@ class OtherLayouts:
                     pin.unlink(missing_ok=True)
                 inner.rmdir()
             folder.rmdir()
+
+    def _take_over_sockets(self, pins: Path) -> None:
+        for name in _SOCKETS:
+            if name not in self._maps or not (pins / name).exists():
+                continue
+            with closing(Map.open_pinned(pins / name)) as old:
+                new = self._maps[name]
+                if (old.key_size, old.value_size) == (new.key_size, new.value_size):
+                    merge(list(old.items()), new, with_time=False)
 
     def _take_over(self, pins: Path) -> int:
         if not all((pins / name).exists() for name in _READ):
@@ -79,7 +98,8 @@ class OtherLayouts:
         layouts = self._layouts
         names: dict[bytes, ServicePortName] = {}
         for key, value in old["service_names"].items():
-            names[key] = layouts.unpack_name(value)
+            with suppress(ValueError):  # not a name
+                names[key] = layouts.unpack_name(value)
         endpoints = {
             layouts.u32.unpack(key)[0]: layouts.backend[family].unpack(value)[:2]
             for family in IPFamily

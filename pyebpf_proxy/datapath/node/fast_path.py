@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Follows changes that the fast path does not see: routes, devices, neighbours, rulesets, ip rules and IPsec.
 
-The map ``fast_path`` has two counters. ``generation`` changes with routes, devices, neighbours and endpoints: then the
-programs send a packet of each kernel's flow through netfilter before they send others. ``permit_generation`` changes
-with every ruleset: new flows need new permits. A family is closed while the node has something that every packet must
-pass: IPsec, ip rules that select by more than addresses, devices and marks, and rules that count, log or rewrite.
-The state is valid only while the agent lives: it extends the validity every second, to 5 s from then.
+The map ``fast_path`` has two numbers. ``generation`` changes with routes, devices, neighbours and endpoints: then the
+programs send a packet of each flow through netfilter before they continue. ``permit_generation`` changes with every
+ruleset: new flows need new permits. A family is closed while the node has something that every packet must pass:
+IPsec, ip rules that select by more than addresses, devices and marks, and rules that count, log or rewrite.
+The state is valid only while the agent lives: it extends the validity every second, to 5 s from then. Both families are
+closed while no flows are handed to conntrack: rules would not see new ones.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import asyncio
 import errno
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Protocol
@@ -42,10 +43,13 @@ _NEXT_HOPS = (uapi.RTNLGRP_NEXTHOP,)
 
 TRUST_SECONDS = 5.0
 BEAT_SECONDS = 1.0
+#: The fast path is closed after so many beats without a complete pass of the promoter. A pass takes a second at most.
+UNSERVED_BEATS = 10
 #: Seconds until rules that could not be read are read again, since no event reports when they can be read: the first
 #: time, and at most. In between it doubles.
 UNREAD_SECONDS, LONGEST_UNREAD_SECONDS = 0.5, 5.0
 _IPSEC, _ROUTED, _RULES = "STACK_IPSEC", "STACK_POLICY_ROUTED", "STACK_RULES"
+_NO_AGENT = "STACK_NO_AGENT"
 _log = Logger("datapath")
 
 
@@ -96,8 +100,9 @@ class FastPath:
 
     ``layout`` is that of its value, ``reasons`` are numbers of enum slow_path_reason by name, ``own_table`` is the
     name of this instance's nftables table. ``heed_rules`` False: rules of other software do not close it, they only
-    cause warnings. ``holds``: no flow enters the fast path until :meth:`admit`, unless a former run has admitted flows;
-    :attr:`draining` shows which.
+    cause warnings. ``holds``: no flow enters the fast path until :meth:`admit`, unless a former run has admitted flows
+    and its source ports included ``snat_ports``; :attr:`draining` shows which. ``passes``: how many passes the promoter
+    has completed; if that stays the same for ten seconds, both families are closed.
     Create it, then give :meth:`follow` a loop. :meth:`close` sends every packet to the kernel again.
     """
 
@@ -109,11 +114,16 @@ class FastPath:
         own_table: str = "pyebpf-proxy",
         heed_rules: bool = True,
         holds: bool = False,
+        snat_ports: range = range(0),
+        passes: Callable[[], int] | None = None,
     ) -> None:
         self._map = state_map
         self._layout = layout
         self._reasons = reasons
         self._heed_rules = heed_rules
+        self._passes = passes
+        #: The number at the last beat, and how many beats it has been the same.
+        self._passes_seen, self._beats_unserved = 0, 0
         before = layout.unpack(found) if (found := state_map.lookup(bytes(4))) else {}
         # Entries and permits of a former run are pinned: their confirmations and permits must become void.
         self._generation, self._permit_generation = (
@@ -124,7 +134,10 @@ class FastPath:
         #: Rules that would close it with ``heed_rules``.
         self.warnings: dict[int, str] = {}
         #: No new flow enters the fast path.
-        self.draining = holds and (not before.get("generation") or bool(before.get("draining")))
+        self.draining = holds and (
+            not before.get("generation") or bool(before.get("draining")) or not _has_had(before, snat_ports)
+        )
+        self._snat_ports = (snat_ports[0], snat_ports[-1]) if snat_ports else (0, 0)
         self._on_node: dict[int, ClosedReason] = {}
         self._by_rules: dict[int, Verdict] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -206,8 +219,23 @@ class FastPath:
 
     def _beat(self) -> None:
         assert self._loop is not None
-        self._write()
+        # First: this beat may fail.
         self._timer = self._loop.call_later(BEAT_SECONDS, self._beat)
+        if self._passes is not None:
+            self._see_passes(self._passes())
+        self._write()
+
+    def _see_passes(self, passes: int) -> None:
+        # Beats and not seconds: the loop may have been busy for long, and the promoter waited for it.
+        was_served = self._is_served
+        self._beats_unserved = self._beats_unserved + 1 if passes == self._passes_seen else 0
+        self._passes_seen = passes
+        if was_served is not self._is_served:
+            self._decide()
+
+    @property
+    def _is_served(self) -> bool:
+        return self._beats_unserved < UNSERVED_BEATS
 
     def _read(self, source: Subscription) -> None:
         look = source is self._policies
@@ -267,7 +295,9 @@ class FastPath:
             verdict = self._by_rules.get(family)
             if verdict is not None and verdict.closes and not self._heed_rules:
                 warnings[family] = str(verdict)
-            if family in self._on_node:
+            if not self._is_served:
+                closed[family] = ClosedReason(_NO_AGENT, "the agent does not hand flows to conntrack")
+            elif family in self._on_node:
                 closed[family] = self._on_node[family]
             elif verdict is not None and verdict.closes and self._heed_rules:
                 closed[family] = ClosedReason(_RULES, str(verdict))
@@ -293,12 +323,20 @@ class FastPath:
             closed4=self._number(4),
             closed6=self._number(6),
             draining=int(self.draining),
+            snat_port_min=self._snat_ports[0],
+            snat_port_max=self._snat_ports[1],
         )
         self._map.update(bytes(4), value)
 
     def _number(self, family: int) -> int:
         why = self.closed.get(family)
         return 0 if why is None else self._reasons.get(why.code, self._reasons[_ROUTED])
+
+
+def _has_had(before: Mapping[str, int | bytes], ports: range) -> bool:
+    """Whether no one but young flows has taken these source ports in the former run."""
+    low, high = int(before.get("snat_port_min", 0)), int(before.get("snat_port_max", 0))
+    return not ports or (bool(low) and low <= ports[0] and ports[-1] <= high)
 
 
 def _is_slow(link: bytes, known: frozenset[str]) -> bool:

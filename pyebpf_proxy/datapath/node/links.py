@@ -265,7 +265,7 @@ class Node:
         return wrong
 
     def follow(self, loop: asyncio.AbstractEventLoop, error: Callable[..., None]) -> Callable[[], None]:
-        """Follow the node from now on: :meth:`read` when netlink has messages, :meth:`look` every few seconds.
+        """Follow the node from now on: :meth:`read` when netlink has messages.
 
         ``error`` is called with errors as text. Returns a function that stops following; call it before :meth:`close`.
         """
@@ -276,22 +276,22 @@ class Node:
             except OSError as problem:
                 error("a change of devices could not be followed", error=str(problem))
 
-        async def look() -> None:
-            while True:
-                await asyncio.sleep(LOOK_SECONDS)
-                try:
-                    self.look()
-                except OSError as problem:
-                    error("other programs on devices could not be listed", error=str(problem))
+        descriptor = self.fileno()
+        loop.add_reader(descriptor, read)
 
         def stop() -> None:
             loop.remove_reader(descriptor)
-            task.cancel()
 
-        descriptor = self.fileno()
-        loop.add_reader(descriptor, read)
-        task = loop.create_task(look(), name="look at devices")
         return stop
+
+    async def keep_looking(self, error: Callable[..., None]) -> None:
+        """:meth:`look` every few seconds, until cancelled. ``error`` is called with errors as text."""
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            try:
+                self.look()
+            except OSError as problem:
+                error("other programs on devices could not be listed", error=str(problem))
 
     def _bridges(self) -> list[int]:
         return [index for index, link in self._follower.state.links.items() if link.kind == "bridge"]

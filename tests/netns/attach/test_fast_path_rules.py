@@ -15,6 +15,7 @@ import pytest
 from pyebpf_proxy.datapath.loader.libbpf import Object
 from pyebpf_proxy.datapath.netfilter.nft import Table
 from pyebpf_proxy.datapath.netfilter.nft_rules import Behaviour
+from pyebpf_proxy.datapath.node import fast_path
 from pyebpf_proxy.datapath.node.fast_path import ClosedReason, FastPath
 
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns, pytest.mark.usefixtures("namespace")]
@@ -254,7 +255,50 @@ def test_draining_and_the_end(programs: Object) -> None:
         after.fast.close()
 
 
-def test_a_program_without_the_reason_closes_too(programs: Object, shell: Shell, bpf_objects: Path) -> None:
+def test_it_holds_until_the_flows_on_its_ports_are_known(programs: Object) -> None:
+    """conntrack may have masqueraded flows to ports that the young flows of the former run did not have."""
+    drains = []
+    for ports, admits in (
+        (range(0), True),
+        (range(1024, 20000), False),
+        (range(1024, 20000), True),
+        (range(1024, 20000), True),
+        (range(1024, 32768), True),
+        (range(2000, 32768), True),
+        (range(1024, 32768), True),
+    ):
+        node = Node(programs, holds=bool(ports), snat_ports=ports)
+        drains.append(node.fast.draining)
+        assert node.state()["draining"] == drains[-1]
+        if admits:
+            node.fast.admit()
+        node.fast.close()
+    assert drains == [False, True, True, False, True, False, True]
+
+
+def test_it_closes_while_no_flow_is_handed_to_conntrack(programs: Object, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The promoter hangs, or each of its passes fails: no new rule would meet the young flows."""
+    monkeypatch.setattr(fast_path, "BEAT_SECONDS", 0.02)
+    passes = 0
+
+    async def scene() -> None:
+        nonlocal passes
+        async with following(programs, passes=lambda: passes) as node:
+            closed = node.reasons["STACK_NO_AGENT"]
+            for _ in range(20):
+                passes += 1
+                await asyncio.sleep(0.02)
+            assert (node.state()["closed4"], node.state()["closed6"]) == (0, 0)
+            await node.until("closed4", closed)
+            assert node.state()["closed6"] == closed
+            passes += 1
+            await node.until("closed4", 0)
+            assert node.fast.closed == {}
+
+    run(scene)
+
+
+def test_a_program_without_the_reason_closes_all_the_same(programs: Object, shell: Shell, bpf_objects: Path) -> None:
     shell("iptables -A FORWARD -j LOG")
     reasons = {name: number for name, number in programs.btf.enum("slow_path_reason").items() if name != "STACK_RULES"}
     fast = FastPath(programs.maps["fast_path"], programs.btf.struct("fast_path"), reasons)
