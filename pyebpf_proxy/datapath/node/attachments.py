@@ -140,6 +140,7 @@ class Attachments:
             except BpfError as error:
                 if error.errno not in tc.GONE:
                     raise
+        self._links.keep_names({number for both in found.values() for chain in both for number in chain})
         return found
 
     def _attach_filters(self, ifindex: int, device: str, program_fd: int, egress_fd: int | None) -> bool:

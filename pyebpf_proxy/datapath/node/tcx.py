@@ -116,6 +116,11 @@ class Links:
                 found.append(f"tcx program {name or f'number {number}'}")
         return tuple(found)
 
+    def keep_names(self, programs: Container[int]) -> None:
+        """Forgets the names of all other programs: a CNI plugin may load new ones for each pod."""
+        for number in [number for number in self._names if number not in programs]:
+            del self._names[number]
+
     def _pin(self, ifindex: int, hook: int) -> Path:
         return self._folder / f"{ifindex}-{HOOKS[hook]}"
 

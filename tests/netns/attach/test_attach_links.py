@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import json
 import random
@@ -16,7 +17,7 @@ from typing import NamedTuple
 import pytest
 
 from pyebpf_proxy.datapath.loader.libbpf import Object
-from pyebpf_proxy.datapath.node import follower
+from pyebpf_proxy.datapath.node import follower, links
 from pyebpf_proxy.datapath.node.attachments import Attachments
 from pyebpf_proxy.datapath.node.follower import Follower
 from pyebpf_proxy.datapath.node.links import MAPS, Node
@@ -310,6 +311,78 @@ def test_a_full_map_is_logged_once_and_the_rest_is_served(
         shell("ip addr del 10.1.0.1/24 dev v0; ip addr del 10.2.0.1/24 dev v0")
         follow(harness.node, lambda: set(harness.node_addresses()) - {"::1"} == {f"10.{n}.0.1" for n in range(3, 7)})
         harness.node.close()
+
+
+def test_an_attachment_that_failed_is_tried_again(
+    harness: Harness, shell: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No file descriptor, for a moment: nothing reports when there is one again."""
+    monkeypatch.setattr(links, "LOOK_SECONDS", 0.0)
+    harness.attach()
+    attach = harness.node._attachments.attach
+
+    def refuse(*_: object) -> bool:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(harness.node._attachments, "attach", refuse)
+    shell("ip link add v0 type veth peer name v1")
+    indexes = {socket.if_nametoindex("v0"), socket.if_nametoindex("v1")}
+    follow(harness.node, lambda: indexes <= harness.node.indexes)
+    harness.node.look()
+    assert not indexes & harness.node.attached.keys()
+    assert len([report for report in harness.reports if "Too many open files" in report]) == 2, "once for each device"
+    monkeypatch.setattr(harness.node._attachments, "attach", attach)
+    harness.node.look()
+    assert indexes <= harness.node.attached.keys()
+    assert carried("v0") == (["tc_ethernet"], ["tc_egress"])
+    assert harness.node.devices[min(indexes)].program == "tc_ethernet"
+
+
+def test_a_list_that_failed_after_lost_messages_is_read_again(
+    harness: Harness, shell: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    harness.attach()
+    shell("ip link add v0 type veth peer name v1")
+    index = socket.if_nametoindex("v0")
+    seen = harness.node._follower
+    received, list_all = seen._events.received, seen._requests.list_all
+
+    def refuse(*_: object) -> list[bytes]:
+        raise OSError(errno.EAGAIN, "the list changed while it was read")
+
+    monkeypatch.setattr(seen._events, "received", lambda: [*received(), None])
+    monkeypatch.setattr(seen._requests, "list_all", refuse)
+    with pytest.raises(OSError, match="the list changed"):
+        harness.node.read()
+    monkeypatch.setattr(seen._events, "received", received)
+    with pytest.raises(OSError, match="the list changed"):
+        harness.node.look()
+    monkeypatch.setattr(seen._requests, "list_all", list_all)
+    harness.node.look()
+    assert index in harness.node.attached
+
+
+def test_devices_that_left_are_forgotten_though_the_ends_of_veths_cannot_be_asked(
+    harness: Harness, shell: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    harness.attach()
+    shell("ip link add v0 type veth peer name v1")
+    index = socket.if_nametoindex("v0")
+    follow(harness.node, lambda: index in harness.node.attached)
+    gone: list[int] = []
+    harness.node.on_devices_gone = lambda indexes: gone.extend(indexes)
+
+    def refuse(*_: object) -> dict[int, str]:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as without:
+        without.setattr(harness.node._follower._peers, "read", refuse)
+        shell("ip link del v0")
+        follow(harness.node, lambda: index in gone)
+    shell("ip link add v2 type veth peer name v3")
+    harness.node.look()
+    assert socket.if_nametoindex("v2") in harness.node.attached
+    assert not harness.node._follower.stale
 
 
 def test_lost_messages_are_made_up_for(

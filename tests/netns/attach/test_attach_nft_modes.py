@@ -10,7 +10,6 @@ import struct
 from collections.abc import Callable
 from contextlib import closing, nullcontext, suppress
 
-import msgspec
 import pytest
 
 from pyebpf_proxy.config import flags
@@ -156,7 +155,7 @@ def test_sets_are_adopted_and_healed(table: Table, shell: Shell) -> None:
 
 def test_service_cidrs_may_overlap(table: Table, shell: Shell) -> None:
     """As while the cluster's range is extended: a wider ServiceCIDR is added, later the first one is deleted."""
-    settings = msgspec.structs.replace(effective(complete(flags.parse([]), lambda text, file: None), flags.parse([])))
+    settings = effective(complete(flags.parse([]), lambda text, file: None), flags.parse([]))
     nft = NftTable(settings)
     nft.table = table
     table.ensure(Behaviour(MARK, refuse_unknown=True))
