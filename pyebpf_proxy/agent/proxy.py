@@ -83,6 +83,7 @@ class Observer(Protocol):
     def queued(self) -> None: ...
     def planned(self, delta: Delta) -> None: ...
     def synced(self, seconds: float, ok: bool, full: bool, problems: int) -> None: ...
+    def period_passed(self) -> None: ...
 
 
 class Proxy:
@@ -303,6 +304,7 @@ class Proxy:
         while True:
             await asyncio.sleep(self._mend_seconds)
             if self._running:
+                self._metrics.period_passed()
                 if self._read_facts() != self._facts:
                     # The last sync could not apply them.
                     self._request()

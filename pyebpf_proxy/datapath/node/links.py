@@ -254,6 +254,7 @@ class Node:
         """
         if self._follower.stale:
             self.read()
+        self._attachments.pin()
         retried = self._retry()
         peers = self._follower.look_at_peers()
         rules = bridge_rules() if self._bridges() else ""

@@ -330,12 +330,51 @@ def test_an_attachment_that_failed_is_tried_again(
     follow(harness.node, lambda: indexes <= harness.node.indexes)
     harness.node.look()
     assert not indexes & harness.node.attached.keys()
-    assert len([report for report in harness.reports if "Too many open files" in report]) == 2, "once for each device"
     monkeypatch.setattr(harness.node._attachments, "attach", attach)
     harness.node.look()
     assert indexes <= harness.node.attached.keys()
     assert carried("v0") == (["tc_ethernet"], ["tc_egress"])
     assert harness.node.devices[min(indexes)].program == "tc_ethernet"
+    assert len([report for report in harness.reports if "Too many open files" in report]) == 2, "once for each device"
+
+
+@pytest.mark.parametrize("harness", [True], ids=["tcx"], indirect=True)
+def test_without_a_bpffs_a_new_device_is_served_and_pinned_later(harness: Harness, shell: Shell) -> None:
+    harness.attach()
+    bpffs, folder = harness.bpffs, harness.bpffs / "tcx"
+    shell(f"mkdir {bpffs}-aside; mount --bind {bpffs} {bpffs}-aside; mount -t tmpfs none {bpffs}")
+    try:
+        shell("ip link add v0 type veth peer name v1")
+        index = socket.if_nametoindex("v0")
+        follow(harness.node, lambda: index in harness.node.attached)
+        assert carried("v0") == (["tc_ethernet"], ["tc_egress"])
+    finally:
+        shell(f"umount {bpffs}; umount {bpffs}-aside")
+    harness.node.look()
+    assert {f"{index}-ingress", f"{index}-egress"} <= {pin.name for pin in folder.iterdir()}
+    harness.node.close()
+    assert carried("v0") == (["tc_ethernet"], ["tc_egress"])
+
+
+@pytest.mark.parametrize("harness", [False], ids=["clsact"], indirect=True)
+def test_a_new_device_gets_its_program_though_the_run_folder_is_read_only(harness: Harness, shell: Shell) -> None:
+    harness.attach()
+    shell("ip link add v0 type veth peer name v1")
+    before = socket.if_nametoindex("v0")
+    follow(harness.node, lambda: before in harness.node.attached)
+    records = harness.directory / "clsact"
+    shell(f"mount --bind {records} {records}; mount -o remount,bind,ro {records}")
+    try:
+        shell("ip link add v2 type veth peer name v3")
+        after = socket.if_nametoindex("v2")
+        follow(harness.node, lambda: after in harness.node.attached)
+        assert carried("v2") == (["tc_ethernet"], ["tc_egress"])
+        gone: list[int] = []
+        harness.node.on_devices_gone = lambda indexes: gone.extend(indexes)
+        shell("ip link del v0; ip link add v4 type veth peer name v5")
+        follow(harness.node, lambda: before in gone and socket.if_nametoindex("v4") in harness.node.attached)
+    finally:
+        shell(f"umount {records}")
 
 
 def test_a_list_that_failed_after_lost_messages_is_read_again(

@@ -142,6 +142,9 @@ class Counter:
         self.full.append(full)
         self.problems.append(problems)
 
+    def period_passed(self) -> None:
+        pass
+
 
 def settings(minimum: str = "1ms", retry: str = "1000ms") -> Effective:
     config = complete(flags.parse([]), lambda text, file: None)
