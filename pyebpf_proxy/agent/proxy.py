@@ -86,6 +86,7 @@ class Observer(Protocol):
     def queued(self) -> None: ...
     def planned(self, delta: Delta) -> None: ...
     def synced(self, seconds: float, ok: bool, full: bool, problems: int) -> None: ...
+    def period_passed(self) -> None: ...
 
 
 class Proxy:
@@ -226,19 +227,29 @@ class Proxy:
         changes, self._changes = self._changes, []
         delta = self._planner.update(changes)
         self._metrics.planned(delta)
-        facts = self._read_facts()
-        if facts != self._facts:
-            self._datapath.node_changed(facts)
-            self._facts = facts
+        unapplied = self._apply_facts()
         if full:
             self._datapath.refresh()
         if full or self._failed:
             # What a failed sync has written is unknown: compare everything again.
             delta = {name: self._planner.get(name) for name in self._planner.names}
         problems = self._datapath.apply(delta, full or self._failed)
+        problems = [*problems, *unapplied]
         if delta:
             _log.info("synced", service_ports=len(delta), problems=len(problems) or None)
         return problems
+
+    def _apply_facts(self) -> Collection[str]:
+        """Apply new facts about the Nodes. The result: problems. Services must change even if these facts cannot."""
+        facts = self._read_facts()
+        if facts == self._facts:
+            return ()
+        try:
+            self._datapath.node_changed(facts)
+        except DatapathError as error:
+            return [f"a change of Nodes or ServiceCIDRs is not applied, will retry: {error}"]
+        self._facts = facts
+        return ()
 
     def _begin(self) -> Collection[str]:
         """The first sync: write everything, then attach."""
@@ -299,6 +310,10 @@ class Proxy:
         while True:
             await asyncio.sleep(self._refresh_seconds)
             if self._running:
+                self._metrics.period_passed()
+                if self._read_facts() != self._facts:
+                    # The last sync could not apply them.
+                    self._request()
                 try:
                     overwritten = self._datapath.refresh()
                 except DatapathError as error:
@@ -307,8 +322,11 @@ class Proxy:
                 if overwritten and not self._failed:
                     _log.error("another program has changed the service maps; comparing them with all Services")
                     self._failed = True
-                    self._schedule.request(time.monotonic())
-                    self._wake.set()
+                    self._request()
+
+    def _request(self) -> None:
+        self._schedule.request(time.monotonic())
+        self._wake.set()
 
     async def _collect(self) -> None:
         pause = COLLECT_AGAIN_SECONDS

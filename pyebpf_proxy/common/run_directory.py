@@ -89,8 +89,10 @@ class RunDirectory:
             else:
                 # If a clean-up has removed the file between open() and flock(), this lock is void.
                 if self._is_still(descriptor):
-                    os.truncate(descriptor, 0)
-                    os.write(descriptor, _note())
+                    # Only for people: a full file system must not keep the agent from starting.
+                    with contextlib.suppress(OSError):
+                        os.truncate(descriptor, 0)
+                        os.write(descriptor, _note())
                     return descriptor
         except BaseException:
             os.close(descriptor)

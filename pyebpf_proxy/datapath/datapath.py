@@ -6,7 +6,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 from pyebpf_proxy.common.errors import DatapathError, FatalError
 from pyebpf_proxy.common.log import Logger
@@ -158,32 +159,40 @@ class Datapath:
 
     def apply(self, delta: Delta, complete: bool = False) -> Collection[str]:
         """Write the changed service ports; ``complete``: there are no others. Returns all problems as text."""
-        with _in_words():
+        with _Failures() as failures:
             for manager in self._started():
-                manager.apply(delta, complete)
+                with failures.noted():
+                    manager.apply(delta, complete)
         return self._problems()
 
     def node_changed(self, facts: NodeFacts) -> None:
         """Apply new Node facts: ServiceCIDRs, and which node addresses serve NodePorts. New flows use them."""
-        with _in_words():
+        with _Failures() as failures:
             for manager in self._started():
-                manager.node_changed(facts)
+                with failures.noted():
+                    manager.node_changed(facts)
 
     def refresh(self) -> bool:
         """Repair what others changed, which costs little if they did not. Changes of devices are followed by netlink.
 
         True: others have written into the service maps, and :meth:`apply` must be called with everything.
         """
-        with _in_words():
+        overwritten = False
+        with _Failures() as failures:
             for manager in self._started():
-                manager.refresh()
-            return self._service_maps.writer.was_overwritten()
+                with failures.noted():
+                    manager.refresh()
+            with failures.noted():
+                # If this call fails, the next one returns the same.
+                overwritten = self._service_maps.writer.was_overwritten()
+        return overwritten
 
     async def collect(self) -> None:
         """Remove old versions once no program can be reading them; then end stale UDP flows and sockets."""
-        with _in_words():
+        with _Failures() as failures:
             for manager in self._started():
-                await manager.collect()
+                with failures.noted():
+                    await manager.collect()
 
     async def guard(self) -> None:
         """Wait until a task of a manager ends unexpectedly: its error, DatapathError or FatalError."""
@@ -243,6 +252,29 @@ class Datapath:
             "netlinkOverruns": overruns(),
             "runFolder": obstacle(self._effective.directory),
         }
+
+
+class _Failures:
+    """A failure of one manager must not keep the next ones from their part: they are raised together at the end."""
+
+    def __init__(self) -> None:
+        self._texts: dict[str, None] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if kind is None and self._texts:
+            raise DatapathError("; ".join(self._texts))
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """Note an error of the kernel, and continue after the block."""
+        try:
+            with _in_words():
+                yield
+        except DatapathError as error:
+            self._texts[str(error)] = None
 
 
 @contextmanager

@@ -39,7 +39,11 @@ def _finding(what: str, state: str, text: str, remedy: str = "") -> model.Findin
 
 
 def _families() -> Found:
-    on_node = closed_on_node()
+    try:
+        on_node = closed_on_node()
+    except OSError as error:
+        yield _finding("ip rules", "warning", f"they cannot be listed: {error}", "run it as root, on the node")
+        on_node = {}
     verdicts = kernel.read().verdicts
     for family in (4, 6):
         what = f"fast path, IPv{family}"

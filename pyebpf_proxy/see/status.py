@@ -98,7 +98,14 @@ def read(directory: Path) -> model.Status:
 @contextlib.contextmanager
 def _pinned(directory: Path, gone: str) -> Iterator[Pinned]:
     """The pinned maps. ``gone``: why the agent does not find its pins, or "". Raises SeeError."""
-    lost = SeeError(f"the pins are gone: {gone}; traffic continues, restart the agent") if gone else None
+    lost = (
+        SeeError(
+            f"the pins are gone: {gone}; traffic continues until the agent ends; mount a bpffs there again, the agent"
+            " then pins everything in it"
+        )
+        if gone
+        else None
+    )
     try:
         pinned = Pinned(directory)
     except SeeError as error:
@@ -122,8 +129,8 @@ def _about_run_folder(directory: Path) -> Iterator[model.Trouble]:
     if why := obstacle(directory):
         yield model.Trouble(
             what=f"the run folder {directory} cannot be written to: {why}",
-            remedy="traffic and changes continue, but an agent that is restarted now may not start: free space there,"
-            " or mount it read-write",
+            remedy="traffic and changes continue, but an agent that is restarted now may not start, and without tcx"
+            " --cleanup leaves the qdiscs of devices that come meanwhile: free space there, or mount it read-write",
         )
 
 

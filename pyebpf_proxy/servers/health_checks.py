@@ -69,7 +69,9 @@ class HealthCheckPorts:
         self._last: Mapping[HealthCheckName, HealthCheck] = {}
         self._failing = False
         self._wanted: Mapping[HealthCheckName, HealthCheck] = {}
-        self._open: dict[HealthCheckName, tuple[int, list[Open]]] = {}
+        self._open: dict[HealthCheckName, tuple[tuple[int, tuple[str, ...]], list[Open]]] = {}
+        #: As of the last call.
+        self._listened: Addresses = {}
         self._said: dict[HealthCheckName, str] = {}
 
     def sync(self, wanted: Mapping[HealthCheckName, HealthCheck]) -> None:
@@ -77,15 +79,24 @@ class HealthCheckPorts:
         if wanted is self._last and not self._failing:
             return
         self._last = wanted
-        self._server.call(self._apply, wanted, self._addresses())
+        self._change()
+
+    def retry(self) -> None:
+        """Between syncs: open listeners that failed to open, and those of new addresses of this node."""
+        if self._last and (self._failing or self._addresses() != self._listened):
+            self._change()
+
+    def _change(self) -> None:
+        self._listened = self._addresses()
+        self._server.call(self._apply, self._last, self._listened)
 
     # ---- the servers' thread -----------------------------------------------------------------------------------
 
     def _apply(self, wanted: Mapping[HealthCheckName, HealthCheck], addresses: Addresses) -> None:
         self._wanted = wanted
         # Close first: a new listener may use a port that becomes free.
-        for name, (port, opened) in list(self._open.items()):
-            if name not in wanted or wanted[name].port != port:
+        for name, (listening, opened) in list(self._open.items()):
+            if name not in wanted or (wanted[name].port, addresses[name.family]) != listening:
                 self._close(opened)
                 del self._open[name]
         for name in [name for name in self._said if name not in wanted]:
@@ -93,7 +104,8 @@ class HealthCheckPorts:
         for name, check in wanted.items():
             if name not in self._open:
                 try:
-                    self._open[name] = check.port, self._listen(name, check.port, addresses[name.family])
+                    places = addresses[name.family]
+                    self._open[name] = (check.port, places), self._listen(name, check.port, places)
                     self._said.pop(name, None)
                 except BindError as error:
                     self._log_error(name, check.port, str(error))

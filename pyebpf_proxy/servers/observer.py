@@ -55,14 +55,16 @@ class Observer:
         node_name: str,
         clock: Callable[[], Moment] = Moment.now,
         applied: Callable[[], None] = lambda: None,
+        period: Callable[[], None] = lambda: None,
     ) -> None:
-        """``applied`` is called after every successful sync."""
+        """``applied`` is called after every successful sync, ``period`` every syncPeriod."""
         self._metrics = metrics
         self._health = health
         self._known = known
         self._node_name = node_name
         self._clock = clock
         self._applied = applied
+        self._period = period
         self._start = clock().wall
         self._no_local = NoLocal()
         self._pending_services: set[tuple[str, str]] = set()
@@ -133,6 +135,10 @@ class Observer:
         self._triggers.clear()
         self._service_of_new.clear()
         self._applied()
+
+    def period_passed(self) -> None:
+        """A syncPeriod has passed, perhaps without a sync."""
+        self._period()
 
     def reconciled(self, family: IPFamily, seconds: float, deleted: int) -> None:
         """The conntrack clean-up of a family has ended. ``deleted``: the number of deleted flows."""

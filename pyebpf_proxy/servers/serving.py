@@ -86,6 +86,7 @@ class Servers:
             planner,
             settings.node_name,
             applied=lambda: ports.sync(planner.health_checks),
+            period=ports.retry,
         )
         self._health_pages = HealthPages(health, self.observer.node_eligible, self.metrics.count)
         self._metrics_pages = metrics_pages(shown, self.metrics, settings.enable_profiling)

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shlex
+import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -46,6 +48,17 @@ def mount(*arguments: str) -> None:
     subprocess.run(arguments, check=True)
 
 
+def serves(of: Node) -> bool:
+    """Whether programs are on the device, and those of sockets refuse a Service without endpoints at once."""
+    return of.namespace.call(refused) and of.namespace.call(has_program, "eth0")
+
+
+def refused() -> bool:
+    with socket.socket() as client:
+        client.settimeout(5.0)
+        return client.connect_ex((cluster_ip(10).v4, 80)) in (errno.ECONNREFUSED, errno.EPERM)
+
+
 @pytest.mark.parametrize("then", ["nothing", "another bpffs"])
 def test_pins_of_an_unmounted_bpffs_are_restored_at_once(alone: Node, then: str) -> None:
     alone.agent.start()
@@ -81,6 +94,7 @@ def test_a_missing_right_to_mount_is_logged(alone: Node) -> None:
     enter = ("ip", "netns", "exec", alone.namespace.name, "setpriv", "--bounding-set=-sys_admin")
     alone.agent.start(enter=enter)
     alone.agent.wait_synced()
+    before = ids(alone)
     place = str(alone.agent.directory / "bpf")
     mount("umount", "-l", place)
     try:
@@ -88,5 +102,24 @@ def test_a_missing_right_to_mount_is_logged(alone: Node) -> None:
         status = shlex.join([*command(), "status", "--directory", str(alone.agent.directory)])
         shown = alone.namespace.run("sh", "-c", f"{status} 2>&1", check=False)
         assert "the pins are gone" in shown
+        assert serves(alone)
     finally:
         mount("mount", "-t", "bpf", "bpffs", place)
+    wait_until(lambda: ids(alone) == before, "all pins with the objects of before", 10.0)
+    assert serves(alone)
+    alone.agent.kill()
+    assert serves(alone), "the new pins hold everything"
+
+
+def test_pins_that_are_removed_come_back_and_nothing_is_detached(alone: Node) -> None:
+    alone.agent.start()
+    alone.agent.wait_synced()
+    before = ids(alone)
+    folder = alone.agent.directory / "bpf"
+    links = [path for path in before if "/links/" in path]
+    assert len(links) == 8
+    for path in links:
+        (folder / path).unlink()
+    wait_until(lambda: ids(alone) == before, "the same links", 10.0)
+    assert "pins of socket programs were removed, they are there again" in alone.agent.log()
+    assert serves(alone)

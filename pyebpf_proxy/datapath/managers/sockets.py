@@ -34,45 +34,56 @@ class SocketPrograms(Manager):
         self._programs = programs
         #: How the cgroup hierarchy was found, for the log.
         self.cgroup = "none"
-        #: Why programs that others detached are not attached again; empty: they are.
+        self._links: cgroups.SocketLinks | None = None
+        #: Why programs that others detached are not attached again, or why their pins are missing; empty: neither.
         self._problem = ""
 
     def start(self, facts: NodeFacts, wanted: Delta) -> None:
         if self._off:
             return
-        self._attach()
+        self._links = cgroups.SocketLinks(self._bpffs.pins / "links")
+        self._opened.callback(self._links.close)
+        self._attach(self._links)
         self._run(self._follow(), "look at socket programs")
 
     def refresh(self) -> None:
-        """Attach again what others have detached, as the kernel does when a cgroup is removed."""
-        names = [] if self._off else cgroups.detached(self._bpffs.pins / "links")
-        before, self._problem = self._problem, ""
-        if not names:
+        """Attach again what others have detached, as the kernel does when a cgroup is removed; pin it again."""
+        if self._links is None:
             return
+        before, self._problem = self._problem, ""
+        names = self._links.detached()
         try:
-            self._attach()
+            if names:
+                self._attach(self._links)
+            pinned = self._links.pin()
         except OSError as error:
-            self._problem = str(error)
+            if still := self._links.detached():
+                self._problem = f"socket programs are detached ({','.join(still)}): {error}"
+            else:
+                self._problem = f"socket programs are attached only until the agent ends, their pins are gone: {error}"
             if self._problem != before:
-                _log.error("socket programs were detached, and cannot be attached again", error=self._problem)
-        else:
+                _log.error(self._problem)
+            return
+        if names:
             _log.warning("socket programs were detached, they are attached again", programs=",".join(names))
+        if pinned:
+            _log.warning("pins of socket programs were removed, they are there again", programs=",".join(pinned))
 
     @property
     def problems(self) -> Collection[str]:
-        return [f"socket programs are detached: {self._problem}"] if self._problem else []
+        return [self._problem] if self._problem else []
 
     async def _follow(self) -> None:
         while True:
             await asyncio.sleep(LOOK_SECONDS)
             self.refresh()
 
-    def _attach(self) -> None:
+    def _attach(self, links: cgroups.SocketLinks) -> None:
         cgroup = mounts.open_cgroup2()
         if cgroup.warning:
             _log.warning(cgroup.warning)
         try:
-            cgroups.attach(self._programs.loaded.sock.programs, cgroup.descriptor, self._bpffs.pins / "links")
+            links.attach(self._programs.loaded.sock.programs, cgroup.descriptor)
         finally:
             os.close(cgroup.descriptor)
         self.cgroup = cgroup.found

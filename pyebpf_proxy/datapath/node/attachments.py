@@ -41,6 +41,11 @@ class Attachments:
 
     def close(self) -> None:
         self._filters.close()
+        self._links.close()
+
+    def pin(self) -> None:
+        """Pins what could not be pinned before."""
+        self._links.pin()
 
     def attach(self, ifindex: int, device: str, program_fd: int, egress_fd: int | None) -> bool:
         """Attaches the programs, or replaces former ones. ``egress_fd`` None: no egress program.
@@ -140,6 +145,7 @@ class Attachments:
             except BpfError as error:
                 if error.errno not in tc.GONE:
                     raise
+        self._links.keep_names({number for both in found.values() for chain in both for number in chain})
         return found
 
     def _attach_filters(self, ifindex: int, device: str, program_fd: int, egress_fd: int | None) -> bool:

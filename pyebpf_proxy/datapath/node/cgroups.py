@@ -1,16 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """The programs for the node's own sockets, on the root of the cgroup2 hierarchy, with pinned links.
 
-Pins keep the programs attached when the agent is gone; :meth:`Link.update` replaces a program atomically. A program
+Pins keep the programs attached when the agent is gone; :meth:`Link.update` replaces a program atomically. While the
+agent runs it also holds the links open, so that they outlive their pins. A program
 filters by its network namespace's cookie, so instances of several namespaces can share one cgroup.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from pyebpf_proxy.datapath.loader import tcx
 from pyebpf_proxy.datapath.loader.libbpf import BpfError, Link, Program
 
 # The names of the programs in bpf/sock.bpf.c; their ELF sections define where each is attached.
@@ -26,51 +30,100 @@ PROGRAMS = (
 )
 
 
-def attach(programs: Mapping[str, Program], cgroup_fd: int, folder: Path) -> None:
-    """Attaches every one of :data:`PROGRAMS` and pins its link in ``folder``; replaces those of a former run.
+class SocketLinks:
+    """The links of :data:`PROGRAMS`, pinned in ``folder`` and held open until :meth:`close`."""
 
-    Raises BpfError; programs attached before that stay.
-    """
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    hierarchy = os.fstat(cgroup_fd).st_ino
-    for name in PROGRAMS:
-        _attach(programs[name], cgroup_fd, hierarchy, folder / name)
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._held: dict[str, Link] = {}
 
+    def close(self) -> None:
+        """Release the links; what is pinned stays attached."""
+        for link in self._held.values():
+            link.close()
+        self._held.clear()
 
-def _attach(program: Program, cgroup_fd: int, hierarchy: int, pin: Path) -> None:
-    if pin.exists():
-        link = Link.open_pinned(pin)
+    def attach(self, programs: Mapping[str, Program], cgroup_fd: int) -> None:
+        """Attach and pin every program; replace those of a former run.
+
+        BpfError, OSError of the folder: programs attached before that stay, as long as they are held.
+        """
+        hierarchy = os.fstat(cgroup_fd).st_ino
+        for name in PROGRAMS:
+            if not self._update(name, programs[name], hierarchy):
+                link = programs[name].attach_cgroup(cgroup_fd)
+                with contextlib.suppress(OSError):
+                    (self._folder / name).unlink()  # of a link that has lost its cgroup
+                self._hold(name, link)
+        self.pin()
+
+    def pin(self) -> list[str]:
+        """Pin the links whose pins are missing: their names. BpfError, OSError of the folder."""
+        missing = [name for name in self._held if not (self._folder / name).exists()]
+        if missing:
+            self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        for name in missing:
+            # libbpf would refuse to pin a link a second time.
+            tcx.pin(self._held[name].fd, self._folder / name)
+        return missing
+
+    def detached(self) -> list[str]:
+        """Names of the programs whose link has lost its cgroup: it was removed, or the link was detached."""
+        return [name for name in PROGRAMS if name not in self._held or _is_detached(self._held[name])]
+
+    def _update(self, name: str, program: Program, hierarchy: int) -> bool:
+        """Replace the program of the existing link. False: there is none on this cgroup."""
+        pin = self._folder / name
+        if name not in self._held and pin.exists():
+            self._hold(name, Link.open_pinned(pin))
+        link = self._held.get(name)
+        if link is None:
+            return False
         try:
             # The id of a cgroup is the inode number of its folder.
             if link.attached_to("cgroup_id") == hierarchy:
                 link.update(program)
-                return
+                return True
         except BpfError:
-            pass  # the cgroup of the link was removed, or the program has another type: create a new link
-        finally:
-            link.close()
-    link = program.attach_cgroup(cgroup_fd)
+            pass  # its cgroup was removed, or the program has another type: create a new link
+        return False
+
+    def _hold(self, name: str, link: Link) -> None:
+        if name in self._held:
+            self._held[name].close()
+        self._held[name] = link
+
+
+def attach(programs: Mapping[str, Program], cgroup_fd: int, folder: Path) -> None:
+    """As :meth:`SocketLinks.attach`, for a caller that keeps nothing open."""
+    links = SocketLinks(folder)
     try:
-        pin.unlink(missing_ok=True)
-        link.pin(pin)
+        links.attach(programs, cgroup_fd)
     finally:
-        link.close()
+        links.close()
 
 
 def detached(folder: Path) -> list[str]:
-    """Names of the programs whose pinned link has lost its cgroup: it was removed, or the link was detached."""
+    """Names of the programs without a pinned link, or whose link has lost its cgroup."""
     found = []
-    for name in attached(folder):
+    for name in PROGRAMS:
         try:
             link = Link.open_pinned(folder / name)
-            try:
-                if not link.attached_to("cgroup_id"):
-                    found.append(name)
-            finally:
-                link.close()
-        except OSError:
-            continue  # the pin has just gone, or there is no descriptor: unknown
+        except OSError as error:
+            if error.errno == errno.ENOENT:
+                found.append(name)
+            continue  # there is no descriptor: unknown
+        if _is_detached(link):
+            found.append(name)
+        link.close()
     return found
+
+
+def _is_detached(link: Link) -> bool:
+    try:
+        return not link.attached_to("cgroup_id")
+    except OSError:
+        return False  # there is no descriptor: unknown
 
 
 def attached(folder: Path) -> list[str]:

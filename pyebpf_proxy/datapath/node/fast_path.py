@@ -45,8 +45,8 @@ TRUST_SECONDS = 5.0
 BEAT_SECONDS = 1.0
 #: The fast path is closed after so many beats without a complete pass of the promoter. A pass takes a second at most.
 UNSERVED_BEATS = 10
-#: Seconds until rules that could not be read are read again, since no event reports when they can be read: the first
-#: time, and at most. In between it doubles.
+#: Seconds until what could not be read is read again, since no event reports when it can be read: the first time, and
+#: at most. In between it doubles.
 UNREAD_SECONDS, LONGEST_UNREAD_SECONDS = 0.5, 5.0
 _IPSEC, _ROUTED, _RULES = "STACK_IPSEC", "STACK_POLICY_ROUTED", "STACK_RULES"
 _NO_AGENT = "STACK_NO_AGENT"
@@ -78,21 +78,41 @@ class ClosedReason:
 
 
 def closed_on_node() -> dict[int, ClosedReason]:
-    """The families that policy routing and IPsec of this network namespace close."""
+    """The families that policy routing and IPsec of this network namespace close. OSError."""
     found = {}
-    try:
-        ipsec = _has_ipsec()
-        for family, number in ((4, socket.AF_INET), (6, socket.AF_INET6)):
-            if ipsec:
-                found[family] = ClosedReason(_IPSEC, "there are IPsec policies")
-            elif selecting := [rule for rule in policy_routing.rules(number) if rule.selects]:
-                first = selecting[0]
-                found[family] = ClosedReason(_ROUTED, f"ip rule {first.priority} selects by {first.selects}")
-    except OSError as error:
-        _log.error("ip rules could not be listed, the fast path is closed", error=str(error))
-        why = ClosedReason(_ROUTED, f"ip rules could not be listed: {error}")
-        found = {4: why, 6: why}
+    ipsec = _has_ipsec()
+    for family, number in ((4, socket.AF_INET), (6, socket.AF_INET6)):
+        if ipsec:
+            found[family] = ClosedReason(_IPSEC, "there are IPsec policies")
+        elif selecting := [rule for rule in policy_routing.rules(number) if rule.selects]:
+            first = selecting[0]
+            found[family] = ClosedReason(_ROUTED, f"ip rule {first.priority} selects by {first.selects}")
     return found
+
+
+class _Retry:
+    """Calls ``work`` again after a failure: after UNREAD_SECONDS, then after twice as long, and so on."""
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        self._work = work
+        self._timer: asyncio.TimerHandle | None = None
+        self._wait = UNREAD_SECONDS
+
+    def failed(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Call it later."""
+        self.cancel()
+        self._timer = loop.call_later(self._wait, self._work)
+        self._wait = min(2 * self._wait, LONGEST_UNREAD_SECONDS)
+
+    def succeeded(self) -> None:
+        """The next failure is the first one again."""
+        self.cancel()
+        self._wait = UNREAD_SECONDS
+
+    def cancel(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
 
 class FastPath:
@@ -141,8 +161,11 @@ class FastPath:
         self._on_node: dict[int, ClosedReason] = {}
         self._by_rules: dict[int, Verdict] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._unread: asyncio.TimerHandle | None = None
-        self._unread_wait = UNREAD_SECONDS
+        self._rules_retry = _Retry(lambda: self._rules.again())
+        self._node_retry = _Retry(self._look_again)
+        self._neighbours_retry = _Retry(self._read_neighbours)
+        #: Why policy routing and IPsec cannot be read; empty: they are read.
+        self._unreadable = ""
         with ExitStack() as undo:
             self._routes = undo.enter_context(Subscription(uapi.NETLINK_ROUTE, _GROUPS, _NEXT_HOPS))
             try:
@@ -171,7 +194,9 @@ class FastPath:
         loop.add_reader(self._neighbours, self._read_neighbours)
         self._rules.follow(loop)
         if self._rules.reading.unread:
-            self._reread()
+            self._rules_retry.failed(loop)
+        if self._unreadable:
+            self._node_retry.failed(loop)
         self._beat()
 
     def moved(self) -> None:
@@ -203,8 +228,8 @@ class FastPath:
         """Stop following; the fast path turns itself off."""
         if self._loop is not None:
             self._timer.cancel()
-            if self._unread is not None:
-                self._unread.cancel()
+            for retry in (self._rules_retry, self._node_retry, self._neighbours_retry):
+                retry.cancel()
             self._loop.remove_reader(self._routes)
             if self._policies is not None:
                 self._loop.remove_reader(self._policies)
@@ -262,13 +287,33 @@ class FastPath:
         except OSError as error:
             _log.error("changes of neighbours could not be followed", error=str(error))
             moved = True
+            if self._loop is not None:
+                self._neighbours_retry.failed(self._loop)
+        else:
+            self._neighbours_retry.succeeded()
         if moved:
             self.moved()
 
     def _look(self) -> None:
-        """Read policy routing and IPsec."""
-        self._on_node = closed_on_node()
+        """Read policy routing and IPsec. While they cannot be read, the fast path is closed."""
+        before, self._unreadable = self._unreadable, ""
+        try:
+            self._on_node = closed_on_node()
+        except OSError as error:
+            self._unreadable = str(error)
+            if self._unreadable != before:
+                _log.error("ip rules could not be listed, the fast path is closed", error=self._unreadable)
+            why = ClosedReason(_ROUTED, f"ip rules could not be listed: {error}")
+            self._on_node = {4: why, 6: why}
+            if self._loop is not None:
+                self._node_retry.failed(self._loop)
+        else:
+            self._node_retry.succeeded()
         self._decide()
+
+    def _look_again(self) -> None:
+        self._look()
+        self._write()
 
     def _take_rules(self, reading: Reading) -> None:
         """The rulesets were read."""
@@ -277,16 +322,9 @@ class FastPath:
         if hasattr(self, "_rules"):
             self._write()
         if not reading.unread:
-            self._unread_wait = UNREAD_SECONDS
+            self._rules_retry.succeeded()
         elif self._loop is not None:
-            self._reread()
-
-    def _reread(self) -> None:
-        assert self._loop is not None
-        if self._unread is not None:
-            self._unread.cancel()
-        self._unread = self._loop.call_later(self._unread_wait, self._rules.again)
-        self._unread_wait = min(2 * self._unread_wait, LONGEST_UNREAD_SECONDS)
+            self._rules_retry.failed(self._loop)
 
     def _decide(self) -> None:
         closed: dict[int, ClosedReason] = {}

@@ -37,6 +37,8 @@ class Follower:
 
     def __init__(self) -> None:
         self.state = State()
+        #: Changes may be missing in ``state``. The next :meth:`read` lists everything again.
+        self.stale = False
         self._peers = Peers()
         self._requests = Rtnetlink()
         try:
@@ -55,7 +57,7 @@ class Follower:
         self._requests.close()
 
     def refresh(self) -> None:
-        """Lists everything again."""
+        """Lists everything again. OSError: ``state`` is as before."""
         fresh = State()
         every_link = bytes(uapi.IFINFOMSG.size) + WITHOUT_STATISTICS
         for found in self._requests.list_all(uapi.RTM_GETLINK, every_link, "list of links"):
@@ -66,14 +68,19 @@ class Follower:
             entry = _address(found)
             if entry is not None:
                 fresh.addresses[_key(entry)] = entry
-        self.state.links, self.state.addresses = fresh.links, fresh.addresses
-        self.state.peers = self._peers.read(fresh.links.values())
+        peers = self._peers.read(fresh.links.values())
+        self.state.links, self.state.addresses, self.state.peers = fresh.links, fresh.addresses, peers
+        self.stale = False
 
     def read(self) -> Events:
-        """Processes received messages. If some were lost, everything is listed again."""
-        received = list(self._events.received())
+        """Processes received messages. If some were lost, everything is listed again.
+
+        OSError: this failed, and ``stale`` stays set, because no message reports when it would succeed.
+        """
         seen = Events()
-        if None in received:
+        stale, self.stale = self.stale, True  # until all that was received has been processed
+        received = list(self._events.received())
+        if stale or None in received:
             before = set(self.state.links)
             self.refresh()
             seen.changed = True
@@ -88,8 +95,13 @@ class Follower:
             elif kind in _TC:
                 seen.filters.add(uapi.TCMSG.unpack_from(message)[1])
         links = self.state.links
-        # XDP at one end of a veth changes the features of the other end (veth_xdp_set()), which causes a message.
-        seen.changed |= self._take_peers(self._peers.read(links[index] for index in seen.links if index in links))
+        try:
+            # XDP at one end of a veth changes the features of the other end (veth_xdp_set()), which causes a message.
+            peers = self._peers.read(links[index] for index in seen.links if index in links)
+        except OSError:
+            return seen  # still stale; what the messages have said counts
+        seen.changed |= self._take_peers(peers)
+        self.stale = False
         return seen
 
     def look_at_peers(self) -> bool:

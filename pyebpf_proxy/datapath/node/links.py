@@ -32,6 +32,8 @@ REATTACH_SECONDS = 60.0
 # Netlink does not report tcx programs and bridge rules, and not always the other end of a veth: these are checked at
 # this interval.
 LOOK_SECONDS = 3.0
+# A program that could not be attached is tried again after LOOK_SECONDS, then after twice as long, at most after this.
+LONGEST_RETRY_SECONDS = 60.0
 
 
 class NodeMap(Protocol):
@@ -94,6 +96,14 @@ class DeviceState(NamedTuple):
     others: Others
 
 
+class _Failure(NamedTuple):
+    """A program could not be attached to a device. ``due``: when to try again, after ``wait`` seconds."""
+
+    text: str
+    wait: float
+    due: float
+
+
 class Node:
     """Devices and addresses of the network namespace in which it is created.
 
@@ -131,6 +141,7 @@ class Node:
         self._programs: Mapping[str, int] = {}
         self._attached: dict[int, str] = {}
         self._reattached: dict[int, list[float]] = {}
+        self._failures: dict[int, _Failure] = {}
         self._attachments = Attachments(directory, pins, use_tcx)
         try:
             self._follower = Follower()
@@ -225,6 +236,7 @@ class Node:
         for index in events.gone:
             self._attached.pop(index, None)
             self._reattached.pop(index, None)
+            self._failures.pop(index, None)
             self._attachments.forget(index)
         if gone := events.gone - self.indexes:
             self.on_devices_gone(gone)
@@ -237,19 +249,24 @@ class Node:
     def look(self) -> None:
         """Checks what netlink does not report: other tcx programs, bridge rules, XDP at the other end of a veth.
 
-        Takes a few microseconds per device.
+        Repeats what failed, since netlink does not report when it would succeed. Takes a few microseconds per device.
+        OSError.
         """
+        if self._follower.stale:
+            self.read()
+        self._attachments.pin()
+        retried = self._retry()
         peers = self._follower.look_at_peers()
         rules = bridge_rules() if self._bridges() else ""
         before, self._chains = self._chains, self._attachments.chains(self._watched())
         changed = [index for index, chain in self._chains.items() if chain != before.get(index)]
-        if not changed and not peers and rules == self._follower.state.bridge_rules:
+        if not changed and not peers and not retried and rules == self._follower.state.bridge_rules:
             return
         for index in changed:
             if index in self._attached and self._check(index):
                 # The program is not what was found: the next look checks again.
                 self._chains.pop(index, None)
-        if self._see_others() or peers:
+        if self._see_others() or peers or retried:
             self._replan()
 
     def read_back(self) -> list[str]:
@@ -366,13 +383,30 @@ class Node:
                 written[key] = value
 
     def _attach(self, index: int, name: str) -> None:
+        """A failure is reported, and tried again later: see :meth:`_retry`."""
         device = self._name(index)
+        before = self._failures.pop(index, None)
         try:
             egress = self._programs[TC_EGRESS] if self._is_observed(name) else None
             if self._attachments.attach(index, device, self._programs[name], egress):
                 self._attached[index] = name
         except OSError as error:
-            self._report_once(str(error))
+            text = str(error)
+            if before is None or before.text != text:
+                self._report(text)
+            wait = LOOK_SECONDS if before is None else min(2 * before.wait, LONGEST_RETRY_SECONDS)
+            self._failures[index] = _Failure(text, wait, time.monotonic() + wait)
+
+    def _retry(self) -> bool:
+        """Attaches programs that could not be attached. Whether one is attached now."""
+        now = time.monotonic()
+        due = [index for index, failure in self._failures.items() if failure.due <= now]
+        for index in due:
+            if index in self._wanted.programs:
+                self._attach(index, self._wanted.programs[index])
+            else:
+                del self._failures[index]
+        return any(index in self._attached and index not in self._failures for index in due)
 
     def _detach(self, index: int) -> None:
         self._attached.pop(index, None)

@@ -8,6 +8,7 @@ means that a known link address was replaced or is no longer valid.
 from __future__ import annotations
 
 import socket
+from itertools import chain
 
 from pyebpf_proxy.datapath.netlink import uapi
 from pyebpf_proxy.datapath.netlink.messages import messages, values
@@ -24,6 +25,8 @@ class Neighbours:
 
     def __init__(self) -> None:
         self._known: dict[_Key, bytes] = {}
+        #: Neighbours may be missing in ``_known``: list them again.
+        self._stale = True
         self._events = Subscription(uapi.NETLINK_ROUTE, [uapi.RTNLGRP_NEIGH])
         try:
             self._list()
@@ -36,16 +39,20 @@ class Neighbours:
         return self._events.fileno()
 
     def read(self) -> bool:
-        """Process new messages. True: a link address that flows may use has changed. OSError."""
+        """Process new messages: whether packets may still be sent to a wrong address.
+
+        OSError: call it again later, also without messages.
+        """
+        stale, self._stale = self._stale, True  # until all that was received has been processed
+        received = list(self._events.received())
+        if stale or None in received:  # Messages were lost.
+            self._list()
+            return True
         moved = False
-        for data in self._events.received():
-            if data is None:  # Messages were lost.
-                self._list()
-                moved = True
-                continue
-            for kind, _, _, message in messages(data):
-                if kind in (uapi.RTM_NEWNEIGH, uapi.RTM_DELNEIGH):
-                    moved |= self.note(message, kind == uapi.RTM_DELNEIGH)
+        for kind, _, _, message in chain.from_iterable(messages(data) for data in received if data):
+            if kind in (uapi.RTM_NEWNEIGH, uapi.RTM_DELNEIGH):
+                moved |= self.note(message, kind == uapi.RTM_DELNEIGH)
+        self._stale = False
         return moved
 
     def note(self, message: bytes, gone: bool = False) -> bool:
@@ -68,6 +75,7 @@ class Neighbours:
         with RequestSocket(uapi.NETLINK_ROUTE) as netlink:
             for message in netlink.dump(uapi.RTM_GETNEIGH, uapi.NDMSG.pack(socket.AF_UNSPEC, 0, 0, 0, 0, 0, 0)):
                 self.note(message)
+        self._stale = False
 
 
 def _read(message: bytes) -> tuple[_Key, bytes] | None:

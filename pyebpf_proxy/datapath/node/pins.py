@@ -3,7 +3,8 @@
 
 Without its last mount a bpffs ends, and with it every pin: programs are detached from devices, and commands find no
 maps. So the agent holds a second, detached mount of it (open_tree(2)), which no process sees and which prevents no
-unmounting. The kernel reports changes of mounts by poll(2) of mountinfo. If the pins are gone then, the agent mounts
+unmounting. Without CAP_SYS_ADMIN it holds the mount itself, by a descriptor: ``umount`` fails then, and after
+``umount -l`` the file system stays, with its pins and programs, until the agent ends. The kernel reports changes of mounts by poll(2) of mountinfo. If the pins are gone then, the agent mounts
 what it holds at the same place: the same file system, with the pins of others too. If another bpffs is there by now,
 it pins its own objects there again, at the same paths.
 """
@@ -102,7 +103,13 @@ class KeptPins:
             return
         before, self.why_not = self.why_not, f"the bpffs at {place} was unmounted, and {problem or self._why_not_held}"
         if self.why_not != before:
-            _log.error("the pins are gone: traffic continues, but commands find nothing", why=self.why_not)
+            _log.error(f"the pins are gone: {self._consequence}, and commands find nothing", why=self.why_not)
+
+    @property
+    def _consequence(self) -> str:
+        if self._held >= 0:
+            return "traffic continues until the agent ends"
+        return "programs were detached and are attached again, until the agent ends"
 
     def close(self) -> None:
         """Stop following; the pins stay as they are."""
@@ -119,8 +126,11 @@ class KeptPins:
         try:
             held = _clone(view, moved)
         except OSError as error:
-            self._why_not_held = f"the agent may not hold it: {error.strerror or error}"
-            return
+            try:
+                held = os.open(view.point, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+            except OSError:
+                self._why_not_held = f"the agent may not hold it: {error.strerror or error}"
+                return
         if not (Path(f"/proc/self/fd/{held}") / self._marker).is_dir():
             # Another program was faster: another file system is mounted there by now.
             os.close(held)

@@ -6,7 +6,8 @@ last one. Everything else on the device is left alone: an existing clsact or ing
 filters run before or after the proxy's (its programs return TC_ACT_UNSPEC to continue). An ingress qdisc has no egress.
 
 A clsact created by the proxy is recorded as an empty file ``<directory>/clsact/<ifindex>-<name>``, written before the
-qdisc is created. The qdisc is removed if it is recorded and neither of its hooks has a filter left, but only when the
+qdisc is created. Without a record, since the folder is read-only or full, the qdisc stays when the proxy is removed.
+The qdisc is removed if it is recorded and neither of its hooks has a filter left, but only when the
 device is left for good: the kernel stops the device's queues while a clsact comes or goes, and drops what is sent then.
 """
 
@@ -16,12 +17,14 @@ import errno
 from pathlib import Path
 from typing import NamedTuple
 
+from pyebpf_proxy.common.log import Logger
 from pyebpf_proxy.datapath.netlink import uapi
 from pyebpf_proxy.datapath.netlink.messages import attribute, number, text, values, word, zero_terminated
 from pyebpf_proxy.datapath.netlink.request import RequestSocket
 from pyebpf_proxy.datapath.netlink.rtnetlink import NetlinkError, Rtnetlink
 
 NAME = "pyebpf-proxy"
+_log = Logger("datapath")
 HANDLE = 0xEB
 CLSACT_HANDLE = 0xFFFF0000
 CLSACT_PARENT = uapi.TC_H_CLSACT
@@ -122,7 +125,10 @@ class Filters:
     def forget(self, ifindex: int) -> None:
         """Drops the record of a device that is gone: its qdisc is gone, too, and its ifindex may be reused."""
         for entry in self._record(ifindex):
-            entry.unlink(missing_ok=True)
+            try:
+                entry.unlink(missing_ok=True)
+            except OSError as error:
+                _log.warning("the record of a clsact stays", record=str(entry), error=error.strerror)
 
     def _record(self, ifindex: int) -> list[Path]:
         # By ifindex only, because CNI plugins rename their devices. The name is for people.
@@ -133,8 +139,11 @@ class Filters:
         recorded = self._record(ifindex)
         if not recorded:
             # Written first: an agent killed between the two steps must not leave an unrecorded qdisc.
-            self._records.mkdir(parents=True, exist_ok=True, mode=0o755)
-            (self._records / f"{ifindex}-{device}").touch()
+            try:
+                self._records.mkdir(parents=True, exist_ok=True, mode=0o755)
+                (self._records / f"{ifindex}-{device}").touch()
+            except OSError as error:
+                _log.warning("a clsact has no record, --cleanup will leave it", device=device, error=error.strerror)
         flags = uapi.NLM_F_CREATE | uapi.NLM_F_EXCL
         try:
             self._netlink.change(uapi.RTM_NEWQDISC, flags, _clsact(ifindex), f"clsact of {device}: add")

@@ -35,6 +35,8 @@ class Links:
         self._folder = folder
         self._chain = chain
         self._names: dict[int, str] = {}
+        #: Links that could not be pinned: held open, so that their programs serve until the agent ends.
+        self._unpinned: dict[tuple[int, int], int] = {}
         #: The program of each link, by device and hook.
         self.programs: dict[tuple[int, int], int] = {}
         for pin in sorted(folder.iterdir()) if folder.is_dir() else ():
@@ -53,7 +55,7 @@ class Links:
 
     def attach(self, ifindex: int, hook: int, program_fd: int) -> None:
         """Attaches the program at its end of the chain, or replaces a former one. BpfError."""
-        self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self.pin()
         number = tcx.described(program_fd)["prog_id"]
         self._finish_move(ifindex, hook)
         if not self._replace(ifindex, hook, program_fd):
@@ -63,8 +65,22 @@ class Links:
         if not self.is_in_place(ifindex, hook):
             self._move(ifindex, hook, program_fd)
 
+    def pin(self) -> None:
+        """Pins the links that could not be pinned. One that still cannot be stays held."""
+        for key, link in list(self._unpinned.items()):
+            with contextlib.suppress(OSError):
+                self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+                tcx.pin(link, self._pin(*key))
+                self._release(key)
+
+    def close(self) -> None:
+        """Programs whose links are pinned stay attached."""
+        for key in list(self._unpinned):
+            self._release(key)
+
     def detach(self, ifindex: int, hook: int) -> bool:
         """Detaches the program. False if there was none."""
+        self._release((ifindex, hook))
         self._finish_move(ifindex, hook)
         self._table(ifindex, hook).unlink(missing_ok=True)
         found = self.programs.pop((ifindex, hook), None) is not None
@@ -86,6 +102,7 @@ class Links:
         """Removes what is left of a device that is gone."""
         for hook in HOOKS:
             self.programs.pop((ifindex, hook), None)
+            self._release((ifindex, hook))
             for pin in (self._pin(ifindex, hook), self._moved(ifindex, hook), self._table(ifindex, hook)):
                 pin.unlink(missing_ok=True)
 
@@ -116,6 +133,11 @@ class Links:
                 found.append(f"tcx program {name or f'number {number}'}")
         return tuple(found)
 
+    def keep_names(self, programs: Container[int]) -> None:
+        """Forgets the names of all other programs: a CNI plugin may load new ones for each pod."""
+        for number in [number for number in self._names if number not in programs]:
+            del self._names[number]
+
     def _pin(self, ifindex: int, hook: int) -> Path:
         return self._folder / f"{ifindex}-{HOOKS[hook]}"
 
@@ -138,8 +160,9 @@ class Links:
     def _replace(self, ifindex: int, hook: int, program_fd: int) -> bool:
         """False: there is no link, or its device is gone and the ifindex was reused."""
         pin = self._pin(ifindex, hook)
+        held = self._unpinned.get((ifindex, hook))
         try:
-            link = tcx.open_pinned(pin)
+            link = tcx.open_pinned(pin) if held is None else os.dup(held)
         except BpfError as error:
             if error.errno == errno.ENOENT:
                 return False
@@ -153,16 +176,29 @@ class Links:
                 raise
         finally:
             os.close(link)
+        self._release((ifindex, hook))
         pin.unlink(missing_ok=True)
         return False
 
-    @staticmethod
-    def _create(ifindex: int, hook: int, program_fd: int, pin: Path) -> None:
+    def _create(self, ifindex: int, hook: int, program_fd: int, pin: Path) -> None:
         link = tcx.attach(program_fd, ifindex, hook, tcx.BEFORE if hook == INGRESS else tcx.AFTER)
         try:
+            self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             tcx.pin(link, pin)
-        finally:
+        except OSError:
+            if pin == self._moved(ifindex, hook):
+                os.close(link)
+                raise
+            # The bpffs is gone. A device without a pin is served better than not at all.
+            self._release((ifindex, hook))
+            self._unpinned[ifindex, hook] = link
+        else:
             os.close(link)
+
+    def _release(self, key: tuple[int, int]) -> None:
+        """Close a link that is held without a pin."""
+        if key in self._unpinned:
+            os.close(self._unpinned.pop(key))
 
     def _move(self, ifindex: int, hook: int, program_fd: int) -> None:
         """Moves the program to its end of the chain: attaches a second link there, then detaches the first one.

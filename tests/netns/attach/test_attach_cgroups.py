@@ -152,3 +152,27 @@ def test_missing_links_are_added(sock: Object, cgroup: Path, folder: Path, shell
     assert len(ids(shell, cgroup)) == 8
     cgroups.detach(folder)
     shutil.rmtree(folder)
+
+
+def test_links_outlive_their_pins_and_are_pinned_again(sock: Object, cgroup: Path, folder: Path, shell: Shell) -> None:
+    links = cgroups.SocketLinks(folder)
+    fd = os.open(cgroup, os.O_RDONLY | os.O_DIRECTORY)
+    links.attach(sock.programs, fd)
+    before = ids(shell, cgroup)
+    (folder / "connect4").unlink()
+    assert cgroups.detached(folder) == ["connect4"]
+    shutil.rmtree(folder)
+    assert links.detached() == []
+    # The kernel takes a link off some time after its last pin.
+    time.sleep(0.5)
+    assert ids(shell, cgroup) == before
+    assert links.pin() == list(cgroups.PROGRAMS)
+    assert links.pin() == cgroups.detached(folder) == []
+    shell(f"bpftool link detach pinned {folder}/connect6")
+    assert links.detached() == ["connect6"]
+    links.attach(sock.programs, fd)
+    os.close(fd)
+    links.close()
+    assert cgroups.detached(folder) == []
+    assert ids(shell, cgroup) == before
+    cgroups.detach(folder)

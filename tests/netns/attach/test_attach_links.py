@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import json
 import random
@@ -16,7 +17,7 @@ from typing import NamedTuple
 import pytest
 
 from pyebpf_proxy.datapath.loader.libbpf import Object
-from pyebpf_proxy.datapath.node import follower
+from pyebpf_proxy.datapath.node import follower, links
 from pyebpf_proxy.datapath.node.attachments import Attachments
 from pyebpf_proxy.datapath.node.follower import Follower
 from pyebpf_proxy.datapath.node.links import MAPS, Node
@@ -313,7 +314,118 @@ def test_a_full_map_is_logged_once_and_other_entries_are_written(
         harness.node.close()
 
 
-def test_lost_messages_cause_a_full_read(
+def test_an_attachment_that_failed_is_tried_again(
+    harness: Harness, shell: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No file descriptor, for a moment: nothing reports when there is one again."""
+    monkeypatch.setattr(links, "LOOK_SECONDS", 0.0)
+    harness.attach()
+    attach = harness.node._attachments.attach
+
+    def refuse(*_: object) -> bool:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(harness.node._attachments, "attach", refuse)
+    shell("ip link add v0 type veth peer name v1")
+    indexes = {socket.if_nametoindex("v0"), socket.if_nametoindex("v1")}
+    follow(harness.node, lambda: indexes <= harness.node.indexes)
+    harness.node.look()
+    assert not indexes & harness.node.attached.keys()
+    monkeypatch.setattr(harness.node._attachments, "attach", attach)
+    harness.node.look()
+    assert indexes <= harness.node.attached.keys()
+    assert carried("v0") == (["tc_ethernet"], ["tc_egress"])
+    assert harness.node.devices[min(indexes)].program == "tc_ethernet"
+    assert len([report for report in harness.reports if "Too many open files" in report]) == 2, "once for each device"
+
+
+@pytest.mark.parametrize("harness", [True], ids=["tcx"], indirect=True)
+def test_without_a_bpffs_a_new_device_is_served_and_pinned_later(harness: Harness, shell: Shell) -> None:
+    harness.attach()
+    bpffs, folder = harness.bpffs, harness.bpffs / "tcx"
+    shell(f"mkdir {bpffs}-aside; mount --bind {bpffs} {bpffs}-aside; mount -t tmpfs none {bpffs}")
+    try:
+        shell("ip link add v0 type veth peer name v1")
+        index = socket.if_nametoindex("v0")
+        follow(harness.node, lambda: index in harness.node.attached)
+        assert carried("v0") == (["tc_ethernet"], ["tc_egress"])
+    finally:
+        shell(f"umount {bpffs}; umount {bpffs}-aside")
+    harness.node.look()
+    assert {f"{index}-ingress", f"{index}-egress"} <= {pin.name for pin in folder.iterdir()}
+    harness.node.close()
+    assert carried("v0") == (["tc_ethernet"], ["tc_egress"])
+
+
+@pytest.mark.parametrize("harness", [False], ids=["clsact"], indirect=True)
+def test_a_new_device_gets_its_program_though_the_run_folder_is_read_only(harness: Harness, shell: Shell) -> None:
+    harness.attach()
+    shell("ip link add v0 type veth peer name v1")
+    before = socket.if_nametoindex("v0")
+    follow(harness.node, lambda: before in harness.node.attached)
+    records = harness.directory / "clsact"
+    shell(f"mount --bind {records} {records}; mount -o remount,bind,ro {records}")
+    try:
+        shell("ip link add v2 type veth peer name v3")
+        after = socket.if_nametoindex("v2")
+        follow(harness.node, lambda: after in harness.node.attached)
+        assert carried("v2") == (["tc_ethernet"], ["tc_egress"])
+        gone: list[int] = []
+        harness.node.on_devices_gone = lambda indexes: gone.extend(indexes)
+        shell("ip link del v0; ip link add v4 type veth peer name v5")
+        follow(harness.node, lambda: before in gone and socket.if_nametoindex("v4") in harness.node.attached)
+    finally:
+        shell(f"umount {records}")
+
+
+def test_a_list_that_failed_after_lost_messages_is_read_again(
+    harness: Harness, shell: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    harness.attach()
+    shell("ip link add v0 type veth peer name v1")
+    index = socket.if_nametoindex("v0")
+    seen = harness.node._follower
+    received, list_all = seen._events.received, seen._requests.list_all
+
+    def refuse(*_: object) -> list[bytes]:
+        raise OSError(errno.EAGAIN, "the list changed while it was read")
+
+    monkeypatch.setattr(seen._events, "received", lambda: [*received(), None])
+    monkeypatch.setattr(seen._requests, "list_all", refuse)
+    with pytest.raises(OSError, match="the list changed"):
+        harness.node.read()
+    monkeypatch.setattr(seen._events, "received", received)
+    with pytest.raises(OSError, match="the list changed"):
+        harness.node.look()
+    monkeypatch.setattr(seen._requests, "list_all", list_all)
+    harness.node.look()
+    assert index in harness.node.attached
+
+
+def test_devices_that_left_are_forgotten_though_the_ends_of_veths_cannot_be_asked(
+    harness: Harness, shell: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    harness.attach()
+    shell("ip link add v0 type veth peer name v1")
+    index = socket.if_nametoindex("v0")
+    follow(harness.node, lambda: index in harness.node.attached)
+    gone: list[int] = []
+    harness.node.on_devices_gone = lambda indexes: gone.extend(indexes)
+
+    def refuse(*_: object) -> dict[int, str]:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as without:
+        without.setattr(harness.node._follower._peers, "read", refuse)
+        shell("ip link del v0")
+        follow(harness.node, lambda: index in gone)
+    shell("ip link add v2 type veth peer name v3")
+    harness.node.look()
+    assert socket.if_nametoindex("v2") in harness.node.attached
+    assert not harness.node._follower.stale
+
+
+def test_lost_messages_are_made_up_for(
     namespace: None, tmp_path: Path, programs: Object, bpffs: Path, shell: Shell, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """More unread events than the socket's buffer holds."""

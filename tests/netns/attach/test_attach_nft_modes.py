@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import re
 import socket
 import struct
@@ -11,8 +12,14 @@ from contextlib import closing, nullcontext, suppress
 
 import pytest
 
+from pyebpf_proxy.config import flags
+from pyebpf_proxy.config.complete import complete
+from pyebpf_proxy.config.effective import effective
+from pyebpf_proxy.datapath.managers.cluster_sets import ClusterSets
+from pyebpf_proxy.datapath.managers.nft_table import NftTable
 from pyebpf_proxy.datapath.netfilter.nft import Table
 from pyebpf_proxy.datapath.netfilter.nft_rules import Behaviour
+from pyebpf_proxy.services.node_facts import NodeFacts
 from tests.netns.attach.datagrams import BACKEND, MARK, SECONDS, af, decide, exchange, packed
 from tests.netns.attach.router import Router, Shell
 
@@ -146,3 +153,26 @@ def test_sets_are_adopted_and_repaired(table: Table, shell: Shell) -> None:
     third.set_addresses("cluster_ips", ips)
     assert "cluster_ips4" not in shell("nft list ruleset")
     assert "ct state invalid" in shell("nft list ruleset")
+
+
+def test_service_cidrs_may_overlap(table: Table, shell: Shell) -> None:
+    """As while the cluster's range is extended: a wider ServiceCIDR is added, later the first one is deleted."""
+    settings = effective(complete(flags.parse([]), lambda text, file: None), flags.parse([]))
+    nft = NftTable(settings)
+    nft.table = table
+    table.ensure(Behaviour(MARK, refuse_unknown=True))
+    sets = ClusterSets(settings, nft)
+    first, wide, inside, six = "10.96.0.0/16", "10.96.0.0/12", "10.97.0.0/16", "fd96::/112"
+    steps = [
+        ([first, six], {"10.96.0.0/16", "fd96::/112"}),
+        ([first, wide, six], {"10.96.0.0/12", "fd96::/112"}),
+        ([first, wide, inside], {"10.96.0.0/12"}),
+        ([first, inside], {"10.96.0.0/15"}),
+        ([first], {"10.96.0.0/16"}),
+        ([wide], {"10.96.0.0/12"}),
+        ([], set()),
+    ]
+    for cidrs, wanted in steps:
+        sets.node_changed(NodeFacts(service_cidrs=frozenset(map(ipaddress.ip_network, cidrs))))
+        shown = shell(f"nft list set inet {table.name} service_cidrs4; nft list set inet {table.name} service_cidrs6")
+        assert set(re.findall(r"[0-9a-f.:]+/\d+", shown)) == wanted

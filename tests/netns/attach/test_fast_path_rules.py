@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -15,7 +16,7 @@ import pytest
 from pyebpf_proxy.datapath.loader.libbpf import Object
 from pyebpf_proxy.datapath.netfilter.nft import Table
 from pyebpf_proxy.datapath.netfilter.nft_rules import Behaviour
-from pyebpf_proxy.datapath.node import fast_path
+from pyebpf_proxy.datapath.node import fast_path, policy_routing
 from pyebpf_proxy.datapath.node.fast_path import ClosedReason, FastPath
 
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns, pytest.mark.usefixtures("namespace")]
@@ -62,6 +63,52 @@ def run(scene: Callable[[], Awaitable[None]]) -> None:
         await scene()
 
     asyncio.run(whole())
+
+
+def refuse(*_: object) -> None:
+    raise OSError(errno.EMFILE, "Too many open files")
+
+
+def test_rules_that_could_once_not_be_listed_close_it_only_until_they_can(
+    programs: Object, shell: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scene() -> None:
+        async with following(programs) as node:
+            with monkeypatch.context() as without:
+                without.setattr(policy_routing, "rules", refuse)
+                shell("ip rule add to 192.0.2.0/24 priority 77 table main")
+                await node.until("closed4", 0, other=True)
+                assert "Too many open files" in node.fast.closed[4].text
+            await node.until("closed4", 0)
+            assert not node.fast.closed
+
+    run(scene)
+
+
+def test_neighbours_that_could_once_not_be_listed_are_listed_again(
+    programs: Object, shell: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shell("ip link add v0 type veth peer name v1; ip link set v1 up; ip link set v0 up")
+
+    async def scene() -> None:
+        async with following(programs) as node:
+            known = node.fast._neighbours
+            received = known._events.received
+            with monkeypatch.context() as without:
+                without.setattr(known._events, "received", lambda: [*received(), None])
+                without.setattr(known, "_list", refuse)
+                shell("ip neigh replace 192.0.2.7 lladdr 02:00:00:00:00:01 dev v0 nud permanent")
+                while not known._stale:
+                    await asyncio.sleep(0.005)
+            begin = time.monotonic()
+            while known._stale:
+                assert time.monotonic() - begin < 5
+                await asyncio.sleep(0.005)
+            before = node.state()["generation"]
+            shell("ip neigh replace 192.0.2.7 lladdr 02:00:00:00:00:02 dev v0 nud permanent")
+            await node.until("generation", before, other=True)
+
+    run(scene)
 
 
 CHANGES = {

@@ -85,6 +85,7 @@ class Recorder:
     def __init__(self) -> None:
         self.calls: list[tuple[str, list[str]]] = []
         self.failures = self.failing_collects = 0
+        self.node_failures = 0
         self.fail_start = False
         self.overwritten = False
         self.problems: list[str] = []
@@ -105,6 +106,9 @@ class Recorder:
         return self.problems
 
     def node_changed(self, facts: NodeFacts) -> None:
+        if self.node_failures:
+            self.node_failures -= 1
+            raise DatapathError("interval overlaps")
         self.calls.append(("node", []))
 
     def refresh(self) -> bool:
@@ -141,6 +145,9 @@ class Counter:
         self.syncs.append(ok)
         self.full.append(full)
         self.problems.append(problems)
+
+    def period_passed(self) -> None:
+        pass
 
 
 def settings(minimum: str = "1ms", retry: str = "1000ms") -> Effective:
@@ -249,7 +256,29 @@ def test_after_a_failed_sync_everything_is_compared_again(agent: RecordedAgent) 
     assert agent.metrics.full == [True, False, True, True, False]
 
 
-def test_an_error_at_the_start_ends_the_agent_with_the_reason(agent: RecordedAgent) -> None:
+def test_facts_that_cannot_be_applied_are_a_problem_and_services_still_change(
+    agent: RecordedAgent, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def play(deliver: Callable[[Batch], None]) -> None:
+        deliver(Batch([change("a")], complete=True))
+        await until(lambda: bool(agent.datapath.calls))
+        agent.datapath.node_failures = 2
+        agent.facts = NodeFacts(node_addresses=frozenset({bytes(4)}))
+        deliver(Batch([change("b")], complete=True))
+        await until(lambda: bool(agent.applied()))
+        assert ("node", []) not in agent.datapath.calls
+        # Without another change of objects: again until it succeeds.
+        await until(lambda: ("node", []) in agent.datapath.calls and len(agent.metrics.problems) > 3)
+
+    agent.run(play, settings(retry="20ms"))
+    assert agent.applied()[0] == ["b"]
+    assert all(agent.metrics.syncs)
+    assert agent.metrics.problems[:3] == [0, 1, 1]
+    assert agent.metrics.problems[-1] == 0
+    Log(caplog).only("interval overlaps", level="error")
+
+
+def test_what_fails_at_the_start_ends_the_agent_with_the_reason(agent: RecordedAgent) -> None:
     agent.datapath.fail_start = True
 
     async def play(deliver: Callable[[Batch], None]) -> None:

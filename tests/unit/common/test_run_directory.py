@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import ipaddress
 import json
@@ -95,6 +96,20 @@ def test_a_folder_that_cannot_be_made_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(FatalError, match=r"cannot be used: Not a directory; name another one with --directory"):
         RunDirectory(tmp_path / "file" / "run").acquire()
+
+
+def test_a_full_file_system_does_not_keep_the_agent_from_starting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "write", full)
+    directory = RunDirectory(tmp_path / "run")
+    directory.acquire()
+    with pytest.raises(FatalError, match="another agent"):
+        RunDirectory(tmp_path / "run").acquire()
+    directory.release()
 
 
 @contextmanager

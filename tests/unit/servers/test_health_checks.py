@@ -172,3 +172,21 @@ def test_where_they_listen(configured: list[str], four: tuple[str, ...], six: tu
 
 def test_primary_without_a_node_means_all_addresses() -> None:
     assert listen_addresses(["primary"], [], LOCAL) == {V4: ("0.0.0.0",), V6: ("::",)}
+
+
+def test_between_syncs_a_port_that_was_taken_is_tried_again_and_new_addresses_are_listened_on(
+    checks: HealthCheckNode,
+) -> None:
+    port = free_port()
+    checks.addresses = {V4: ("127.0.0.1",), V6: ()}
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", port))
+        other.listen()
+        checks.ports.sync({S4: HealthCheck(port, 1)})
+        until(lambda: checks.ports._failing)
+    checks.ports.retry()
+    until(lambda: answers(port))
+    assert not answers(port, "127.0.0.2")
+    checks.addresses = {V4: ("127.0.0.1", "127.0.0.2"), V6: ()}
+    checks.ports.retry()
+    until(lambda: answers(port) and answers(port, "127.0.0.2"))
