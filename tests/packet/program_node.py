@@ -152,6 +152,7 @@ class ProgramNode:
         values: dict[str, Any] = {
             "masquerade_mark": MARK,
             "flow_quota": 16384,
+            "udp_stream_seconds": 180,
             "detector4": 1,
             "detector6": 1,
             "conntrack_lookup": 1,
