@@ -145,9 +145,12 @@ def test_a_restart_adopts_the_counts_and_another_scheduler_removes_them(bpf_obje
         first.close()
         again = start(scheduler)
         assert again.maps[name].lookup(key) == value
+        again.attached()
         again.close()
     assert not (pins / "choices").exists()
-    start(0).close()
+    random = start(0)
+    random.attached()
+    random.close()
     assert not {"rr_cursor", "connections", "choices"} & {pin.name for pin in pins.iterdir()}
     fresh = start(LEAST_CONNECTIONS)
     assert fresh.maps["choices"].lookup(key) is None

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import asyncio
-import errno
+import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -321,6 +321,28 @@ def test_it_holds_until_the_flows_on_its_ports_are_known(programs: Object) -> No
             node.fast.admit()
         node.fast.close()
     assert drains == [False, True, True, False, True, False, True]
+
+
+def test_rules_are_read_again_after_no_thread_could_be_started(
+    programs: Object, shell: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scene() -> None:
+        async with following(programs) as node:
+            await asyncio.sleep(0.5)
+            start, refused = threading.Thread.start, []
+
+            def refuse_once(thread: threading.Thread) -> None:
+                if thread.name == "rulesets" and not refused:
+                    refused.append(thread)
+                    raise RuntimeError("can't start new thread")
+                start(thread)
+
+            monkeypatch.setattr(threading.Thread, "start", refuse_once)
+            shell("iptables -A FORWARD -j LOG")
+            await node.until("closed4", node.reasons["STACK_RULES"])
+            assert refused
+
+    run(scene)
 
 
 def test_it_closes_while_no_flow_is_handed_to_conntrack(programs: Object, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -147,7 +147,7 @@ def test_the_programs_access_the_table_in_the_order_of_the_model(function: str) 
 
 def test_the_agent_creates_the_entry_before_it_promotes() -> None:
     text = (ROOT / "pyebpf_proxy" / "datapath" / "connections" / "promotion.py").read_text()
-    body = text.partition("def _hand_over(")[2].partition("\n    def ")[0]
+    body = text.partition("def _hand_over(")[2].partition("def _end_sources(")[0]
     calls = ("self._flows.read(key)", "create.create(", "self._promote(", "create.abandon(")
     places = [body.index(call) for call in calls]
     assert places == sorted(places)
