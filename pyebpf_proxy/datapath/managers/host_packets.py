@@ -8,10 +8,13 @@ from collections.abc import Collection
 from pyebpf_proxy.config.effective import Effective
 from pyebpf_proxy.datapath.managers.manager import Delta, Manager
 from pyebpf_proxy.datapath.managers.nft_table import NftTable
-from pyebpf_proxy.datapath.netfilter.host_rules import HostRules
+from pyebpf_proxy.datapath.netfilter.host_rules import MOST_CHAINS, HostRules
 from pyebpf_proxy.datapath.netfilter.nft import NftError
 from pyebpf_proxy.datapath.settings import host_traffic
 from pyebpf_proxy.services.node_facts import NodeFacts
+
+#: Service ports over the limit that are named.
+_SHOWN = 8
 
 
 class HostPackets(Manager):
@@ -47,4 +50,13 @@ class HostPackets(Manager):
 
     @property
     def problems(self) -> Collection[str]:
-        return [self._problem] if self._problem else []
+        found = [self._problem] if self._problem else []
+        crowded = sorted(self._rules.crowded) if hasattr(self, "_rules") else []
+        found += [
+            f"service port {name}: connections of the node itself have no session affinity, and none to itself is"
+            f" masqueraded: its namespace has more than {MOST_CHAINS} endpoints that need a chain in nftables"
+            for name in crowded[:_SHOWN]
+        ]
+        if len(crowded) > _SHOWN:
+            found.append(f"{len(crowded) - _SHOWN} more service ports: connections of the node have no session affinity")
+        return found

@@ -4,7 +4,8 @@
 Connections of the node's own processes are translated by programs at their sockets. The kernel does not run these for
 SCTP, and ``socketLB: off`` has none; after the output hook it is too late for address translation. So nftables decides
 here as kube-proxy's nftables mode does: with a chain for each kind of address of a service port
-(spec/service-semantics §5), one for each endpoint, and with session affinity a set of clients for each endpoint.
+(spec/service-semantics §5), one for each endpoint of this node, and with session affinity one for each endpoint, and a
+set of its clients. These are limited for each namespace, since the kernel's work grows with their square.
 ``decide()`` of bpf/policy.h is the same table for packets from the node.
 
 ==================  =======================  ===============================================================
@@ -46,6 +47,9 @@ _ADDRESS = {IPFamily.IPV4: "ipv4_addr", IPFamily.IPV6: "ipv6_addr"}
 _LOOPBACK = {IPFamily.IPV4: "127.0.0.0/8", IPFamily.IPV6: "::1"}
 #: Up to this many endpoints are chosen by one rule each.
 _FEW = 16
+#: Chains of endpoints that the service ports of one namespace may have. A service port beyond it, those with the most
+#: endpoints first, has none: without session affinity, and without masquerading of the node's packets to itself.
+MOST_CHAINS = 1024
 #: Maximum length of a chain's name without the endpoint's address; the kernel's limit is 255.
 _LONGEST = 180
 
@@ -69,6 +73,7 @@ class HostTraffic(NamedTuple):
 class _Rules:
     """The rules of one service port: rules by chain, sets of clients, and verdicts by (map, key)."""
 
+    with_chains: bool = True
     chains: dict[str, list[str]] = field(default_factory=dict)
     sets: dict[str, str] = field(default_factory=dict)
     elements: dict[tuple[str, str], str] = field(default_factory=dict)
@@ -96,6 +101,10 @@ class HostRules:
         self._traffic = traffic
         self._plans: dict[ServicePortName, ServicePort] = {}
         self._rules: dict[ServicePortName, _Rules] = {}
+        #: The number of chains of endpoints that each service port needs, by namespace.
+        self._needs: dict[str, dict[ServicePortName, int]] = {}
+        #: Service ports that get none of them.
+        self.crowded: frozenset[ServicePortName] = frozenset()
 
     def __bool__(self) -> bool:
         return bool(self._rules)
@@ -111,13 +120,35 @@ class HostRules:
         new = HostRules(self._traffic)
         new._plans = {**self._plans}
         new._rules = {**self._rules}
+        new._needs = {**self._needs}
         for name, plan in changed.items():
             if plan is None:
                 del new._plans[name], new._rules[name]
             else:
                 new._plans[name] = plan
-                new._rules[name] = _rules(plan, self._traffic)
+        new._share(changed, self.crowded)
+        for name in [*changed, *sorted((new.crowded ^ self.crowded) - changed.keys())]:
+            if name in new._plans:
+                new._rules[name] = _rules(new._plans[name], self._traffic, name not in new.crowded)
         return new
+
+    def _share(self, changed: Iterable[ServicePortName], crowded: Collection[ServicePortName]) -> None:
+        """Bring ``_needs`` and ``crowded``, before the change ``crowded``, up to date with the changed plans."""
+        namespaces: dict[str, list[ServicePortName]] = {}
+        for name in changed:
+            namespaces.setdefault(name.namespace, []).append(name)
+        found = {name for name in crowded if name.namespace not in namespaces}
+        for namespace, names in namespaces.items():
+            needs = {**self._needs.get(namespace, {})}
+            for name in names:
+                needs.pop(name, None)
+                if name in self._plans and (number := _chains_of_endpoints(self._plans[name])):
+                    needs[name] = number
+            self._needs[namespace] = needs
+            if not needs:
+                del self._needs[namespace]
+            found.update(_beyond(needs))
+        self.crowded = frozenset(found)
 
     def with_traffic(self, traffic: HostTraffic) -> HostRules | None:
         """The same service ports with another configuration; None if it is the same."""
@@ -257,9 +288,30 @@ def _texts(networks: Iterable[Network]) -> str:
 # ---- one service port ---------------------------------------------------------------------------------------------
 
 
-def _rules(plan: ServicePort, traffic: HostTraffic) -> _Rules:
-    """The rows of spec/service-semantics §5 for packets from the node; one function for each kind of address."""
-    made = _Rules()
+def _chains_of_endpoints(plan: ServicePort) -> int:
+    """The number of chains of endpoints that ``_choice`` makes."""
+    if plan.affinity_seconds:
+        return len({*plan.cluster, *plan.local})
+    return sum(endpoint.local for endpoint in {*plan.cluster, *plan.local})
+
+
+def _beyond(needs: Mapping[ServicePortName, int]) -> Iterator[ServicePortName]:
+    """The service ports of a namespace that get no chains of endpoints; those with the most endpoints first."""
+    if sum(needs.values()) <= MOST_CHAINS:
+        return
+    left = MOST_CHAINS
+    for name in sorted(needs, key=lambda name: (needs[name], name)):
+        left -= needs[name]
+        if left < 0:
+            yield name
+
+
+def _rules(plan: ServicePort, traffic: HostTraffic, with_chains: bool) -> _Rules:
+    """The rows of spec/service-semantics §5 for packets from the node; one function for each kind of address.
+
+    ``with_chains``: endpoints may have chains.
+    """
+    made = _Rules(with_chains=with_chains)
     family = plan.name.family
     base, protocol = _base(plan.name), _protocol(plan.name.protocol)
     for frontend in plan.frontends:
@@ -356,30 +408,36 @@ def _choice(
 ) -> Iterator[str]:
     """§4: the remembered endpoint, else a random one."""
     ip = _IP[plan.name.family]
-    if len(listed) > 1 and not plan.affinity_seconds and not any(endpoint.local for endpoint in listed):
-        # No endpoint is on this node, so none has an address of the node, and none needs hairpin. In a large cluster
-        # this is almost every list, and a chain for each endpoint would take minutes.
-        texts = [(ipaddress.ip_address(endpoint.address), endpoint.port) for endpoint in listed]
-        numbered = ", ".join(f"{number} : {address} . {port}" for number, (address, port) in enumerate(texts))
-        protocol = _protocol(plan.name.protocol)
-        if len(texts) <= _FEW:
-            # An anonymous map is slow: to name it the kernel walks all of the table's, half a minute for thousands.
-            for number, (address, port) in enumerate(texts):
-                left = len(texts) - number
-                chance = f"numgen random mod {left} 0 " if left > 1 else ""
-                to = f"[{address}]" if ip == "ip6" else str(address)
-                yield f"meta l4proto {protocol} {chance}dnat {ip} to {to}:{port}"
-            return
-        yield f"meta l4proto {protocol} dnat {ip} to numgen random mod {len(texts)} map {{ {numbered} }}"
-        return
-    chains = [_endpoint(plan, endpoint, traffic, base, made) for endpoint in listed]
-    if plan.affinity_seconds:
+    chained: Sequence[Endpoint] = listed
+    others: Sequence[Endpoint] = ()
+    if not (made.with_chains and plan.affinity_seconds):
+        # In a large cluster almost every endpoint is on another node, and a chain for each takes minutes. Only an
+        # endpoint on this node can have one of its addresses, and hairpin.
+        chained = [endpoint for endpoint in listed if endpoint.local and made.with_chains]
+        others = [endpoint for endpoint in listed if not (endpoint.local and made.with_chains)]
+    chains = [_endpoint(plan, endpoint, traffic, base, made) for endpoint in chained]
+    if made.with_chains and plan.affinity_seconds:
         yield from (f"{ip} saddr @{chain} goto {chain}" for chain in chains)
-    if len(chains) == 1:
-        yield f"goto {chains[0]}"
+    if len(chains) <= _FEW:
+        # An anonymous map is slow: to name it the kernel walks all of the table's, half a minute for thousands.
+        yield from (f"{_chance(len(listed) - number)}goto {chain}" for number, chain in enumerate(chains))
     else:
         verdicts = ", ".join(f"{number} : goto {chain}" for number, chain in enumerate(chains))
-        yield f"numgen random mod {len(chains)} vmap {{ {verdicts} }}"
+        yield f"numgen random mod {len(listed)} vmap {{ {verdicts} }}"
+    protocol = _protocol(plan.name.protocol)
+    texts = [(ipaddress.ip_address(endpoint.address), endpoint.port) for endpoint in others]
+    if len(texts) <= _FEW:
+        for number, (address, port) in enumerate(texts):
+            to = f"[{address}]" if ip == "ip6" else str(address)
+            yield f"meta l4proto {protocol} {_chance(len(texts) - number)}dnat {ip} to {to}:{port}"
+    else:
+        numbered = ", ".join(f"{number} : {address} . {port}" for number, (address, port) in enumerate(texts))
+        yield f"meta l4proto {protocol} dnat {ip} to numgen random mod {len(texts)} map {{ {numbered} }}"
+
+
+def _chance(left: int) -> str:
+    """The beginning of a rule that is to match one of so many packets."""
+    return f"numgen random mod {left} 0 " if left > 1 else ""
 
 
 def _endpoint(plan: ServicePort, endpoint: Endpoint, traffic: HostTraffic, base: str, made: _Rules) -> str:

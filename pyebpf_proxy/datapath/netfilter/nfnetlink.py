@@ -33,6 +33,8 @@ _HOOKS = ("prerouting", "input", "forward", "output", "postrouting")
 #: An attribute has 16 bits for its length; this many elements of the largest size stay below that.
 _IN_A_MESSAGE = 1000
 _TRIES, _REHASH = 5, 0.05
+#: Attempts to list what changes meanwhile, and the seconds between them.
+_ATTEMPTS, _PAUSE = 10, 0.005
 
 
 class Shape(NamedTuple):
@@ -69,6 +71,13 @@ class Channel:
 
     def __init__(self) -> None:
         self._socket = RequestSocket(uapi.NETLINK_NETFILTER)
+        try:
+            # Otherwise every refusal returns the whole message: the answers to a large transaction overflow the buffer.
+            self._socket.without_bodies()
+        except BaseException:
+            self._socket.close()
+            raise
+        self._sequence = 0
 
     def close(self) -> None:
         """Close the socket."""
@@ -76,11 +85,15 @@ class Channel:
 
     def generation(self) -> int | None:
         """The current generation of the ruleset: the kernel counts every committed transaction of the namespace."""
-        self._socket.send(_message(uapi.NFT_MSG_GETGEN, 0, 1, b"", family=0))
-        for kind, _, _, body in messages(self._socket.receive()):
-            if kind == uapi.NFT_MSG_NEWGEN and uapi.NFTA_GEN_ID in (found := _values(body)):
-                return int(struct.unpack(">I", found[uapi.NFTA_GEN_ID])[0])
-        return None
+        sequence = self._next()
+        self._socket.send(_message(uapi.NFT_MSG_GETGEN, 0, sequence, b"", family=0))
+        while True:
+            for kind, _, number, body in messages(self._socket.receive()):
+                if number != sequence:
+                    continue  # the answer to an earlier request
+                if kind == uapi.NFT_MSG_NEWGEN and uapi.NFTA_GEN_ID in (found := _values(body)):
+                    return int(struct.unpack(">I", found[uapi.NFTA_GEN_ID])[0])
+                return None
 
     def has_table(self, table: str) -> bool:
         """Whether the table of family inet with this name exists."""
@@ -141,35 +154,45 @@ class Channel:
         changes = list(_bodies(table, steps))
         if not changes:
             return False
-        last, subsystem = len(changes), uapi.NFNL_SUBSYS_NFTABLES
-        parts = [_message(uapi.NFNL_MSG_BATCH_BEGIN, 0, 0, b"", family=0, resource=subsystem)]
+        sequence, subsystem = self._next(), uapi.NFNL_SUBSYS_NFTABLES
+        parts = [_message(uapi.NFNL_MSG_BATCH_BEGIN, 0, sequence, b"", family=0, resource=subsystem)]
         # The kernel answers every refused message. Otherwise the answer to the last message confirms the commit.
         for number, (kind, flags, body) in enumerate(changes, 1):
-            parts.append(_message(kind, flags | (uapi.NLM_F_ACK if number == last else 0), number, body))
-        parts.append(_message(uapi.NFNL_MSG_BATCH_END, 0, last + 1, b"", family=0, resource=subsystem))
+            parts.append(_message(kind, flags | (uapi.NLM_F_ACK if number == len(changes) else 0), sequence, body))
+        parts.append(_message(uapi.NFNL_MSG_BATCH_END, 0, sequence, b"", family=0, resource=subsystem))
         # The whole batch is one datagram.
         self._socket.send(b"".join(parts))
-        self._await(last)
+        self._await(sequence)
         return True
 
-    def _await(self, last: int) -> None:
+    def _next(self) -> int:
+        self._sequence = self._sequence + 1 & 0xFFFFFFFF
+        return self._sequence
+
+    def _await(self, wanted: int) -> None:
+        """The answer to a transaction; OSError with the first refusal. Only the last message asks for an answer."""
         while True:
             for kind, _, sequence, body in messages(self._socket.receive()):
-                number = error_number(body) if kind == uapi.NLMSG_ERROR else None
+                if kind != uapi.NLMSG_ERROR or sequence != wanted:
+                    continue
+                number = error_number(body)
                 if number:
-                    self._socket.discard()  # the other answers to the refused transaction
                     raise OSError(number, os.strerror(number))
-                if number == 0 and sequence == last:
-                    return
+                return
 
     def _dump(self, kind: int, attributes: bytes) -> tuple[list[bytes], bool]:
         """Bodies of the answers; and whether the requested object is missing."""
-        while True:
-            self._socket.send(_message(kind, uapi.NLM_F_DUMP, 1, attributes))
+        for attempt in range(_ATTEMPTS):
+            if attempt:
+                time.sleep(_PAUSE)
+            wanted = self._next()
+            self._socket.send(_message(kind, uapi.NLM_F_DUMP, wanted, attributes))
             bodies: list[bytes] = []
             interrupted, number = False, None
             while number is None:
-                for answer, flags, _, body in messages(self._socket.receive()):
+                for answer, flags, sequence, body in messages(self._socket.receive()):
+                    if sequence != wanted:
+                        continue  # the answer to an earlier request
                     interrupted |= bool(flags & uapi.NLM_F_DUMP_INTR)
                     if answer in (uapi.NLMSG_DONE, uapi.NLMSG_ERROR):
                         number = error_number(body)
@@ -181,6 +204,7 @@ class Channel:
                 raise OSError(number, os.strerror(number))
             if not number and not interrupted:
                 return bodies, False
+        raise OSError(errno.EAGAIN, "the rules changed while they were read, ten times in a row")
 
 
 def _unpacked(raw: bytes, shape: Shape) -> Iterator[tuple[bytes, bytes]]:

@@ -77,8 +77,7 @@ class RequestSocket:
         ``flags``: in addition to NLM_F_REQUEST and NLM_F_ACK. The kernel handles them in order, also after a failure.
         OSError if it does not answer at all.
         """
-        # Without this option every refusal returns the whole message.
-        self._socket.setsockopt(SOL_NETLINK, NETLINK_CAP_ACK, 1)
+        self.without_bodies()
         numbers: list[int] = []
         for at in range(0, len(bodies), _AT_ONCE):
             numbers += self._request_some(kind, flags | NLM_F_REQUEST | NLM_F_ACK, bodies[at : at + _AT_ONCE])
@@ -93,6 +92,10 @@ class RequestSocket:
                     numbers[number] = error_number(body)
                     answered += 1
         return numbers
+
+    def without_bodies(self) -> None:
+        """Refusals must not return the whole message. OSError."""
+        self._socket.setsockopt(SOL_NETLINK, NETLINK_CAP_ACK, 1)
 
     def get_many(self, kind: int, bodies: Sequence[bytes]) -> list[bytes | int]:
         """Get many objects of one kind: for each, in order, the answer without its netlink header, or an errno.
@@ -137,14 +140,6 @@ class RequestSocket:
     def receive(self) -> bytes:
         """The next datagram; waits for it. OSError."""
         return self._socket.recv(_RECEIVE_BYTES)
-
-    def discard(self) -> None:
-        """Discard what has arrived. OSError."""
-        try:
-            while True:
-                self._socket.recv(_RECEIVE_BYTES, socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            pass
 
 
 def _batch(kind: int, flags: int, bodies: Sequence[bytes]) -> bytes:

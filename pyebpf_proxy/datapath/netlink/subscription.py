@@ -24,6 +24,11 @@ _RECEIVE_BYTES = 1 << 17
 #: Of a subscription that many messages may come for at once.
 LARGE_BUFFER = 8 << 20
 
+#: Datagrams of one call of ``received``: a process that changes routes all the time must not hold up the loop.
+_AT_ONCE = 1000
+#: A datagram takes at least this many bytes of a receive buffer.
+_LEAST_BYTES = 512
+
 _NAMES = {
     NETLINK_ROUTE: "route",
     NETLINK_NETFILTER: "netfilter",
@@ -55,6 +60,8 @@ class Subscription:
         kind = socket.SOCK_RAW | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK
         self._name = _NAMES.get(protocol, str(protocol))
         self._socket = socket.socket(socket.AF_NETLINK, kind, protocol)
+        #: Datagrams were dropped, and those before the gap may still be in the buffer.
+        self._overrun = False
         try:
             if buffer:
                 try:
@@ -89,17 +96,42 @@ class Subscription:
         self._socket.close()
 
     def received(self) -> Iterator[bytes | None]:
-        """The datagrams that have arrived, without waiting; None where the kernel dropped some: list again. OSError."""
-        while True:
+        """The datagrams that have arrived, without waiting; at most 1000, others with the next call. OSError.
+
+        None, as the last one: the kernel dropped some. Those from before are void and discarded: list again.
+        """
+        for _ in range(_AT_ONCE):
+            if self._overrun:
+                self._discard()
+                yield None
+                return
             try:
                 yield self._socket.recv(_RECEIVE_BYTES)
             except BlockingIOError:
                 return
             except OSError as error:
-                if error.errno != errno.ENOBUFS:
-                    raise
-                _overruns[self._name] = _overruns.get(self._name, 0) + 1
-                yield None
+                self._note_overrun(error)
+
+    def _note_overrun(self, error: OSError) -> None:
+        if error.errno != errno.ENOBUFS:
+            raise error
+        self._overrun = True
+        _overruns[self._name] = _overruns.get(self._name, 0) + 1
+
+    def _discard(self) -> None:
+        """Discard what was in the buffer before the gap, which would undo what a list says.
+
+        That is no more than fits into the buffer, however fast others send.
+        """
+        self._overrun = False
+        for _ in range(self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF) // _LEAST_BYTES):
+            try:
+                self._socket.recv(1)
+            except BlockingIOError:
+                self._overrun = False
+                return
+            except OSError as error:
+                self._note_overrun(error)
 
     def received_or_logged(self, what: str) -> list[bytes | None]:
         """:meth:`received` as a list. An error is logged as "``what`` could not be followed", and ends the list."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 import ipaddress
 import re
 import socket
+import time
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
@@ -361,3 +362,17 @@ def test_refused_packets_are_counted(
         client.sendto(init(), (destination, 0))
     chain = shell(f"nft list chain inet {table.name} {verdict}")
     assert "counter packets 1 " in chain
+
+
+def test_a_tenant_s_service_with_many_endpoints_is_quickly_there(table: Table, shell: Shell) -> None:
+    ends = tuple(Endpoint((0x0A000000 + n).to_bytes(4), 3868, False) for n in range(32768))
+    plan = msgspec.structs.replace(service(), cluster=ends, local=(), affinity_seconds=600)
+    rules = NOTHING
+    table.ensure(Behaviour(MARK))
+    for number in (1000, len(ends)):
+        rules = with_services(rules, msgspec.structs.replace(plan, cluster=ends[:number]))
+        begin = time.monotonic()
+        table.set_host_rules(rules)
+        assert time.monotonic() - begin < 10.0
+    assert bool(rules.crowded)
+    assert shell(f"nft list table inet {table.name}").count("chain host4/sctp") < 10

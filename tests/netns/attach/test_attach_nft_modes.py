@@ -17,8 +17,9 @@ from pyebpf_proxy.config.complete import complete
 from pyebpf_proxy.config.effective import effective
 from pyebpf_proxy.datapath.managers.cluster_sets import ClusterSets
 from pyebpf_proxy.datapath.managers.nft_table import NftTable
+from pyebpf_proxy.datapath.netfilter.nfnetlink import Channel, Step
 from pyebpf_proxy.datapath.netfilter.nft import Table
-from pyebpf_proxy.datapath.netfilter.nft_rules import Behaviour
+from pyebpf_proxy.datapath.netfilter.nft_rules import MAP_SHAPES, Behaviour
 from pyebpf_proxy.services.node_facts import NodeFacts
 from tests.netns.attach.datagrams import BACKEND, MARK, SECONDS, af, decide, exchange, packed
 from tests.netns.attach.router import Router, Shell
@@ -176,3 +177,18 @@ def test_service_cidrs_may_overlap(table: Table, shell: Shell) -> None:
         sets.node_changed(NodeFacts(service_cidrs=frozenset(map(ipaddress.ip_network, cidrs))))
         shown = shell(f"nft list set inet {table.name} service_cidrs4; nft list set inet {table.name} service_cidrs6")
         assert set(re.findall(r"[0-9a-f.:]+/\d+", shown)) == wanted
+
+
+def test_after_a_large_transaction_was_refused_answers_are_right(table: Table, shell: Shell) -> None:
+    """The kernel answers each of its messages, and these are more than the socket's buffer holds."""
+    channel = Channel()
+    step = Step(False, "backends4", MAP_SHAPES["backends4"], [n.to_bytes(4) + bytes(8) for n in range(400_000)])
+    for _ in range(2):
+        with pytest.raises(OSError, match=r"No such file|No buffer space"):
+            channel.change(table.name, [step])
+        assert not channel.has_table(table.name)
+        assert channel.generation() is not None
+    table.ensure(Behaviour(MARK))
+    assert channel.has_table(table.name)
+    assert channel.generation() == table._generation()
+    channel.close()

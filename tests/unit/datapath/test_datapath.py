@@ -64,7 +64,7 @@ def test_every_manager_gets_its_turn_though_others_fail(fails: bool) -> None:
     ]
     for call in calls:
         if fails:
-            with pytest.raises(DatapathError, match="^no nft; no map$"):
+            with pytest.raises(DatapathError, match=r"^no nft; no map$"):
                 call()
         else:
             call()

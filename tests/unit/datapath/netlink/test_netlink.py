@@ -165,7 +165,7 @@ class Full:
     """A socket whose buffer has overflowed once."""
 
     def __init__(self) -> None:
-        self.said: list[OSError | bytes] = [OSError(errno.ENOBUFS, "full"), b"message", BlockingIOError()]
+        self.said: list[OSError | bytes] = [OSError(errno.ENOBUFS, "full"), b"message", BlockingIOError(), BlockingIOError()]
 
     def recv(self, size: int) -> bytes:
         found = self.said.pop(0)
@@ -173,8 +173,38 @@ class Full:
             raise found
         return found
 
+    def getsockopt(self, *_: int) -> int:
+        return 1 << 20
+
     def close(self) -> None:
         pass
+
+
+class Endless(Full):
+    """A socket that is filled faster than it is read; every tenth time its buffer has overrun."""
+
+    def __init__(self, overruns: bool) -> None:
+        self.calls = 0
+        self.overruns = overruns
+
+    def recv(self, size: int) -> bytes:
+        self.calls += 1
+        assert self.calls < 100_000, "reading does not end"
+        if self.overruns and not self.calls % 10:
+            raise OSError(errno.ENOBUFS, "full")
+        return b"message"
+
+
+@pytest.mark.parametrize("overruns", [False, True])
+def test_reading_ends_though_others_send_without_a_pause(overruns: bool) -> None:
+    with Subscription(uapi.NETLINK_ROUTE, []) as events:
+        events._socket.close()
+        events._socket = Endless(overruns)  # type: ignore[assignment]
+        for _ in range(3):
+            found = list(events.received())
+            assert len(found) <= 1000
+            assert (found[-1] is None) is overruns
+            assert None not in found[:-1]
 
 
 def test_dropped_notifications_are_counted_by_protocol() -> None:
@@ -182,7 +212,9 @@ def test_dropped_notifications_are_counted_by_protocol() -> None:
     with Subscription(uapi.NETLINK_ROUTE, []) as events:
         events._socket.close()
         events._socket = Full()  # type: ignore[assignment]
-        assert list(events.received()) == [None, b"message"]
+        # What was there before the gap is void.
+        assert list(events.received()) == [None]
+        assert list(events.received()) == []
     assert {name: overruns()[name] - before[name] for name in before if overruns()[name] != before[name]} == {
         "route": 1
     }
