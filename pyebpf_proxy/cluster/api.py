@@ -7,21 +7,24 @@ the server refuses for lack of rights ends the command.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from pyebpf_proxy.cluster.errors import ClusterError
+from pyebpf_proxy.cluster.errors import ClusterError, StoppedError
 from pyebpf_proxy.see.answers import NO_ANSWER
 
 Object = dict[str, Any]
 
 #: How long, in seconds, a server that has answered before may be unreachable.
 PATIENCE = 300.0
-_REQUEST_SECONDS = 30
+_REQUEST_SECONDS = 30.0
+#: Of a request that is not worth waiting for.
+_LAST_SECONDS = 5.0
 _PAUSE = 1.0
 #: Statuses after which the same request may succeed.
 _LATER = frozenset({0, 429, 500, 502, 503, 504})
@@ -75,6 +78,11 @@ class RefusedError(Exception):
         self.status = status
         self.reason = reason
 
+    @property
+    def by_webhook(self) -> bool:
+        """Whether an admission webhook could not be asked: the API server itself answers."""
+        return self.status == 500 and "failed calling webhook" in str(self)
+
 
 class Api:
     """The cluster of one context of the kubeconfig."""
@@ -103,6 +111,8 @@ class Api:
         self._say = say
         self._answered = False
         self._away = False
+        self._patience = PATIENCE
+        self._request_seconds = _REQUEST_SECONDS
 
     # ---- requests ------------------------------------------------------------------------------------------------
 
@@ -121,12 +131,12 @@ class Api:
         RefusedError if the server refuses; ClusterError if it does not answer in time. ``later``: statuses after which
         the request is repeated.
         """
-        end = time.monotonic() + PATIENCE
+        end = time.monotonic() + self._patience
         while True:
             try:
                 answer = self._once(method, path, body, content, query or {}, text)
             except RefusedError as refused:
-                if refused.status not in later:
+                if refused.status not in later or refused.by_webhook:
                     raise
                 why = str(refused)
             else:
@@ -136,13 +146,23 @@ class Api:
                     self._say("the API server answers again")
                 return answer
             if not self._answered:
-                raise ClusterError(f"the API server at {self.url} does not answer: {why}", NO_ANSWER)
+                raise StoppedError(f"the API server at {self.url} does not answer: {why}", NO_ANSWER)
             if time.monotonic() > end:
-                raise ClusterError(f"the API server has not answered for {PATIENCE:.0f} s: {why}", NO_ANSWER)
+                raise StoppedError(f"the API server has not answered for {PATIENCE:.0f} s: {why}", NO_ANSWER)
             if not self._away:
                 self._away = True
                 self._say(f"the API server does not answer ({why}): trying again")
             time.sleep(_PAUSE)
+
+    @contextlib.contextmanager
+    def last_words(self) -> Iterator[None]:
+        """For what a command that ends leaves behind: each request is made once, and none raises an error."""
+        self._patience, self._request_seconds = 0.0, _LAST_SECONDS
+        try:
+            with contextlib.suppress(ClusterError, RefusedError):
+                yield
+        finally:
+            self._patience, self._request_seconds = PATIENCE, _REQUEST_SECONDS
 
     def _once(self, method: str, path: str, body: Any, content: str, query: Mapping[str, str], text: bool) -> Any:
         from kubernetes.client.exceptions import OpenApiException
@@ -158,7 +178,7 @@ class Api:
                 body=body,
                 auth_settings=["BearerToken"],
             )
-            response = self._client.call_api(*serialized, _request_timeout=_REQUEST_SECONDS)
+            response = self._client.call_api(*serialized, _request_timeout=self._request_seconds)
             data: bytes = response.read()  # type: ignore[no-untyped-call]
         except (HTTPError, OSError, OpenApiException) as error:
             raise RefusedError(0, "NoAnswer", _shortened(error)) from None
@@ -206,9 +226,11 @@ class Api:
                 return dict(self.request("GET", kind.path(metadata.get("namespace", ""), metadata["name"])))
             raise
 
-    def patch(self, kind: Kind, name: str, change: Object, namespace: str = "", part: str = "") -> Object:
-        """Apply a merge patch. ``part``: the subresource to patch, such as ``status``."""
-        query = {"fieldManager": MANAGER}
+    def patch(
+        self, kind: Kind, name: str, change: Object, namespace: str = "", part: str = "", dry_run: bool = False
+    ) -> Object:
+        """A merge patch. ``part``: of that subresource, such as ``status``."""
+        query = {"fieldManager": MANAGER} | ({"dryRun": "All"} if dry_run else {})
         path = f"{kind.path(namespace, name)}/{part}".rstrip("/")
         return dict(self.request("PATCH", path, change, MERGE, query))
 
@@ -223,9 +245,15 @@ class Api:
             raise
         return True
 
-    def log(self, pod: str, namespace: str, most_bytes: int = 1 << 20, previous: bool = False) -> str:
-        """The beginning of a pod's log; "" if the pod has none, or if its kubelet does not return it."""
+    def log(
+        self, pod: str, namespace: str, most_bytes: int = 1 << 20, previous: bool = False, last_lines: int = 0
+    ) -> str:
+        """The beginning of a pod's log; "" while it has none, or while its kubelet does not give it.
+
+        ``last_lines``: not from the beginning, but the last so many lines.
+        """
         query = {"limitBytes": str(most_bytes)} | ({"previous": "true"} if previous else {})
+        query |= {"tailLines": str(last_lines)} if last_lines else {}
         path = f"{PODS.path(namespace, pod)}/log"
         try:
             return str(self.request("GET", path, query=query, text=True, later=frozenset({0, 429})))

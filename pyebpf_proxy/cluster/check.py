@@ -13,7 +13,7 @@ from pyebpf_proxy.cluster.errors import ClusterError
 from pyebpf_proxy.cluster.model import View
 from pyebpf_proxy.cluster.objects import NAMESPACE
 from pyebpf_proxy.cluster.output import Finding
-from pyebpf_proxy.see.answers import NO_ANSWER, QUESTION
+from pyebpf_proxy.see.answers import NO_ANSWER, QUESTION, listed
 
 #: The rights that ``install`` and ``rollback`` need: verb, group, resource, namespace.
 RIGHTS = (
@@ -24,6 +24,7 @@ RIGHTS = (
     *((verb, "", "serviceaccounts", NAMESPACE) for verb in ("create", "patch", "delete")),
     *((verb, "coordination.k8s.io", "leases", NAMESPACE) for verb in ("get", "create", "patch")),
     ("get", "", "configmaps", NAMESPACE),
+    *task_pod.RIGHTS,
     *(
         (verb, "rbac.authorization.k8s.io", resource, "")
         for resource in ("clusterroles", "clusterrolebindings")
@@ -54,10 +55,15 @@ def rights(api: Api, wanted: Iterable[tuple[str, str, str, str]]) -> None:
         raise ClusterError(f"not allowed: this user may not {'; '.join(missing)}", NO_ANSWER)
 
 
-def blocking(api: Api, found: View) -> None:
-    """ClusterError if something in the cluster rules out an installation."""
+def selected(found: View) -> None:
+    """ClusterError if no node is selected."""
     if not found.nodes:
         raise ClusterError("no node matches --nodes; kubectl get nodes --show-labels lists the labels", QUESTION)
+
+
+def blocking(api: Api, found: View) -> None:
+    """ClusterError for what makes an installation pointless."""
+    selected(found)
     if found.kube_proxy_set is None:
         raise ClusterError(
             f"there is no DaemonSet {NAMESPACE}/{objects.KUBE_PROXY}: this command takes nodes over from kube-proxy;"
@@ -70,6 +76,8 @@ def blocking(api: Api, found: View) -> None:
             " deploy/components/ipvs: this command does not do it (docs/ipvs-mode.md)"
         )
     model.installed_image(found)
+    if not any(found.is_ours(node) or node in found.kube_proxies for node in found.nodes):
+        raise ClusterError("kube-proxy runs on none of these nodes: this command takes nodes over from kube-proxy")
 
 
 def fit_nodes(found: View, nodes: Iterable[str]) -> None:
@@ -87,23 +95,39 @@ def fit_nodes(found: View, nodes: Iterable[str]) -> None:
 def examine(api: Api, found: View, image: str, seconds: float) -> Iterator[Finding]:
     """Every finding; those about nodes come last. ``image``: "" to skip the check of the image."""
     yield from _server(api)
-    try:
-        blocking(api, found)
-    except ClusterError as error:
-        text, _, remedy = str(error).partition("; ")
-        yield Finding("kube-proxy", "bad", text, remedy)
-    else:
-        mode = model.kube_proxy_configuration(api).get("mode") or "iptables"
-        yield Finding("kube-proxy", "good", f"kubeadm's DaemonSet and ConfigMap, mode {mode}")
+    yield from _allowed("kube-proxy", _kube_proxy(api, found))
     yield from _rights(api)
-    yield from _cni(api)
-    yield from _admission(api, image or "pyebpf-proxy", next(iter(found.nodes), ""))
+    yield from _allowed("CNI", _cni(api))
+    yield from _allowed("admission", _admission(api, image or "pyebpf-proxy", next(iter(found.nodes), "")))
     for name, node in found.nodes.items():
         yield from _node(name, node)
     if image:
         yield from _image(api, found, image, seconds)
     else:
         yield Finding(IMAGE, "warning", "not checked", "name it: --image REGISTRY/pyebpf-proxy:TAG")
+
+
+def _allowed(what: str, findings: Iterator[Finding]) -> Iterator[Finding]:
+    """The findings; a warning instead of what this user may not look at."""
+    try:
+        yield from findings
+    except RefusedError as refused:
+        yield Finding(what, "warning", f"not checked: {refused}", "use an administrator's kubeconfig")
+
+
+def _kube_proxy(api: Api, found: View) -> Iterator[Finding]:
+    try:
+        blocking(api, found)
+        mode = model.kube_proxy_configuration(api).get("mode") or "iptables"
+    except ClusterError as error:
+        text, _, remedy = str(error).partition("; ")
+        yield Finding("kube-proxy", "bad", text, remedy)
+        return
+    yield Finding("kube-proxy", "good", f"kubeadm's DaemonSet and ConfigMap, mode {mode}")
+    without = [node for node in found.nodes if not found.is_ours(node) and node not in found.kube_proxies]
+    if without:
+        text = f"it does not run on {listed(without)}"
+        yield Finding("kube-proxy", "warning", text, "install leaves these nodes out")
 
 
 def _server(api: Api) -> Iterator[Finding]:
@@ -156,6 +180,8 @@ def _admission(api: Api, image: str, node: str) -> Iterator[Finding]:
     try:
         api.create(PODS, {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": specification}, dry_run=True)
     except RefusedError as refused:
+        if "cannot create resource" in str(refused):
+            raise  # a right of this user, not admission
         remedy = f"admit pods of {NAMESPACE} with hostNetwork, hostPath and NET_ADMIN, BPF, PERFMON"
         yield Finding("admission", "bad", f"the agent's pod is refused: {refused}", remedy)
         return
@@ -168,6 +194,10 @@ def _node(name: str, node: Object) -> Iterator[Finding]:
     info = node["status"].get("nodeInfo") or {}
     kernel, runtime = info.get("kernelVersion", ""), info.get("containerRuntimeVersion", "")
     number = tuple(map(int, re.findall(r"\d+", kernel)[:2]))
+    if not kernel:
+        remedy = "it is left out until its kubelet reports"
+        yield Finding("node", "warning", "its kubelet has never reported", remedy, name)
+        return
     text = f"Linux {kernel}, {info.get('architecture', '?')}, {runtime}, kubelet {info.get('kubeletVersion', '?')}"
     if number < _OLDEST_KERNEL:
         yield Finding("node", "bad", f"{text}: the kernel is older than 5.14", "docs/kernels.md", name)
@@ -196,15 +226,24 @@ def _old_runtime(runtime: str) -> str:
 
 
 def _image(api: Api, found: View, image: str, seconds: float) -> Iterator[Finding]:
-    """Pull and run the image on each node."""
+    """The image on each node whose kubelet reports: pulled, and run for a moment."""
 
     def one(node: str) -> Finding:
+        if not found.is_up(node):
+            return Finding(IMAGE, "warning", "not checked: the node's kubelet does not report", "", node)
         try:
             task_pod.run(api, "check", node, image, ["pyebpf-proxy", "cluster", "on-node", "fit"], seconds)
-        except ClusterError as error:
+        except (ClusterError, RefusedError) as error:
             remedy = "make the image available to the node, or name another one" if "pull" in str(error) else ""
             return Finding(IMAGE, "bad", str(error), remedy, node)
         return Finding(IMAGE, "good", f"{image} runs, and the kernel has BTF", "", node)
 
-    with ThreadPoolExecutor(_AT_ONCE) as pool:
+    pool = ThreadPoolExecutor(_AT_ONCE)
+    try:
         yield from pool.map(one, found.nodes)
+    except BaseException:
+        # Without their pods the waits end.
+        pool.shutdown(wait=False, cancel_futures=True)
+        task_pod.stop_checks(api)
+        raise
+    pool.shutdown()

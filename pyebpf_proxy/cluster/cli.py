@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from pyebpf_proxy.cluster.canary import Canary, canary
@@ -63,7 +64,7 @@ def parser() -> argparse.ArgumentParser:
         each.add_argument(
             "-o", "--output", choices=("text", "json"), default="text", help="json: one document, at the end"
         )
-        if name in ("check", "install", "upgrade", "test"):
+        if name in ("check", "install", "upgrade", "rollback", "test"):
             each.add_argument("--image", default="", metavar="NAME", help="the agent's image, with its tag")
         if name == "services":
             each.add_argument(
@@ -116,8 +117,30 @@ def main(arguments: Sequence[str]) -> int:
             sys.stdout.flush()  # also for --help, which raises SystemExit
     except BrokenPipeError:
         return closed_pipe()
-    except KeyboardInterrupt:
-        return 128 + signal.SIGINT
+    except KeyboardInterrupt as ended:
+        return _status_of(ended)
+
+
+@contextlib.contextmanager
+def _ended_as_by_ctrl_c() -> Iterator[None]:
+    """SIGTERM and SIGHUP, of a closed terminal, end a command as Ctrl-C does, so that it cleans up."""
+
+    def end(number: int, _frame: object) -> None:
+        raise KeyboardInterrupt(number)
+
+    numbers = [each for each in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(each) == signal.SIG_DFL]
+    for number in numbers:  # not with nohup, which ignores it
+        signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            signal.signal(number, signal.SIG_DFL)
+
+
+def _status_of(ended: KeyboardInterrupt) -> int:
+    """The exit status: 130 for Ctrl-C."""
+    return 128 + int(ended.args[0] if ended.args else signal.SIGINT)
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -135,7 +158,8 @@ def _run(options: argparse.Namespace) -> int:
         api = Api(options.kubeconfig, options.context, output.say)
         if options.command in _CHANGING and not getattr(options, "dry_run", False):
             _ask(api.context, api.url, options)
-        status = _CALLS[options.command](api, output, options)
+        with _ended_as_by_ctrl_c():
+            status = _CALLS[options.command](api, output, options)
     except (ClusterError, RefusedError) as error:
         status = error.status if isinstance(error, ClusterError) else NOT_RIGHT
         text = str(error)
@@ -144,9 +168,9 @@ def _run(options: argparse.Namespace) -> int:
             status, text = NO_ANSWER, f"not allowed: {refused}"
         output.document["error"] = text
         fail(text, status)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as ended:
         output.document["error"] = "interrupted"
-        status = 128 + signal.SIGINT
+        status = _status_of(ended)
     output.end()
     return status or output.status
 
@@ -207,23 +231,23 @@ def _explain(api: Api, output: Output, options: argparse.Namespace) -> int:
 
 
 def _install(api: Api, output: Output, options: argparse.Namespace) -> int:
-    from pyebpf_proxy.cluster.install import Command
+    from pyebpf_proxy.cluster.install import Install
 
-    Command(api, output, options.nodes, options.timeout).install(options.image, options.canary, options.dry_run)
+    Install(api, output, options.nodes, options.timeout).run(options.image, options.canary, options.dry_run)
     return 0
 
 
 def _upgrade(api: Api, output: Output, options: argparse.Namespace) -> int:
-    from pyebpf_proxy.cluster.install import Command
+    from pyebpf_proxy.cluster.upgrade import Upgrade
 
-    Command(api, output, options.nodes, options.timeout).upgrade(options.image)
+    Upgrade(api, output, options.nodes, options.timeout).run(options.image)
     return 0
 
 
 def _rollback(api: Api, output: Output, options: argparse.Namespace) -> int:
-    from pyebpf_proxy.cluster.install import Command
+    from pyebpf_proxy.cluster.rollback import Rollback
 
-    Command(api, output, options.nodes, options.timeout).rollback()
+    Rollback(api, output, options.nodes, options.timeout).run(options.image)
     return 0
 
 

@@ -11,10 +11,10 @@ from typing import Any
 from pyebpf_proxy.cluster import check, peer, task_pod
 from pyebpf_proxy.cluster.api import NAMESPACES, PODS, SERVICES, Api, Object
 from pyebpf_proxy.cluster.errors import ClusterError
-from pyebpf_proxy.cluster.model import Pod, View, installed_image, pod_of
-from pyebpf_proxy.cluster.output import Output
+from pyebpf_proxy.cluster.model import View, installed_image, pod_of, view
+from pyebpf_proxy.cluster.output import Output, counted
 from pyebpf_proxy.cluster.task_pod import wait_until
-from pyebpf_proxy.see.answers import QUESTION
+from pyebpf_proxy.see.answers import NO_ANSWER, QUESTION
 
 NAMESPACE = "pyebpf-proxy-test"
 _LABEL = {"app": "pyebpf-proxy-test"}
@@ -32,7 +32,10 @@ RIGHTS = (
 )
 #: More than one packet on every link, jumbo frames included.
 _LARGE = 64 << 10
-_OUTSIDE_SECONDS = 2.0
+#: Other nodes whose NodePorts a node, and a pod on it, connect to.
+_NEIGHBOURS = 5
+#: From one look at the pods to the next: the list is long.
+_LOOK_SECONDS = 1.0
 
 Row = dict[str, Any]
 
@@ -43,11 +46,16 @@ def run(api: Api, output: Output, found: View, image: str, seconds: float) -> bo
     image = image or (installed_image(found) if found.agent_set is not None else "")
     if not image:
         raise ClusterError("no image is named: --image REGISTRY/pyebpf-proxy:TAG", QUESTION)
+    check.selected(found)
+    down = [node for node in found.nodes if not found.is_up(node)]
+    found = found._replace(nodes={node: item for node, item in found.nodes.items() if node not in down})
+    if down:
+        output.say(f"left out, because their kubelets do not report: {', '.join(down)}")
     if not found.nodes:
-        raise ClusterError("no node matches --nodes; kubectl get nodes --show-labels lists the labels", QUESTION)
+        raise ClusterError("the kubelets of these nodes do not report", NO_ANSWER)
     rows: list[Row] = []
     try:
-        _remove(api, seconds)
+        _remove(api)
         wait_until(
             lambda: api.get(NAMESPACES, NAMESPACE) is None, f"the namespace {NAMESPACE} does not go away", seconds
         )
@@ -57,14 +65,21 @@ def run(api: Api, output: Output, found: View, image: str, seconds: float) -> bo
         )
         services = {name: api.create(SERVICES, _service(name)) for name in _SERVICES}
         services["balanced"] = _balance(api, services["balanced"])
+        names = set()
         for node in found.nodes:
             for host in (False, True):
-                api.create(PODS, _pod(found, node, host, image, services))
-        output.say(f"{2 * len(found.nodes)} pods test connectivity, on {len(found.nodes)} nodes, with {image}")
-        rows = list(_results(api, output, 2 * len(found.nodes), seconds))
+                pod = _pod(found, node, host, image, services)
+                names.add(pod["metadata"]["name"])
+                api.create(PODS, pod)
+        output.say(f"{len(names)} pods test connectivity, on {counted(len(found.nodes), 'node')}, with {image}")
+        rows = list(_results(api, output, names, seconds))
         rows += _from_outside(found, services["web"])
-    finally:
-        _remove(api, seconds)
+    except BaseException:
+        with api.last_words():
+            _remove(api)
+        raise
+    _remove(api)
+    wait_until(lambda: not _left(api, found), "the pods of the test do not go away", seconds)
     return _show(rows, output)
 
 
@@ -136,11 +151,22 @@ def _plan(found: View, node: str, host: bool, services: dict[str, Object]) -> It
         yield row("load balancer VIP", vip["ip"], 80, "UDP", unreachable=host)
     ports = {each["protocol"]: each["nodePort"] for each in services["web"]["spec"]["ports"]}
     families = {ipaddress.ip_address(address).version for address in _cluster_ips(services["web"])}
-    for other in found.nodes:
+    local = next(each["nodePort"] for each in services["local"]["spec"]["ports"] if each["protocol"] == "TCP")
+    for other in _neighbours(list(found.nodes), node):
         for address in _addresses(found.nodes[other]):
-            if ipaddress.ip_address(address).version in families:
-                for protocol, port in ports.items():
-                    yield row(f"NodePort of {other}", address, port, protocol)
+            if ipaddress.ip_address(address).version not in families:
+                continue
+            for protocol, port in ports.items():
+                yield row(f"NodePort of {other}", address, port, protocol)
+            if host and other != node:
+                # Only for clients outside: to pods, and to the node itself, the policy does not apply.
+                yield row(f"NodePort of {other}, policy Local", address, local, only=other, always=True)
+
+
+def _neighbours(nodes: list[str], node: str) -> list[str]:
+    """The node and those after it in a ring: each node's NodePorts are asked for by as many others."""
+    at = nodes.index(node)
+    return (nodes[at:] + nodes[:at])[: 1 + _NEIGHBOURS]
 
 
 def _cluster_ips(service: Object) -> list[str]:
@@ -152,25 +178,26 @@ def _addresses(node: Object) -> list[str]:
     return [each["address"] for each in listed if each["type"] == "InternalIP"]
 
 
-def _results(api: Api, output: Output, pods: int, seconds: float) -> Iterator[Row]:
-    """Wait until all pods have finished. The result: the rows of each pod."""
+def _results(api: Api, output: Output, names: set[str], seconds: float) -> Iterator[Row]:
+    """The rows of each pod, as soon as all have finished. ``names``: of the pods."""
     logs: dict[str, str] = {}
 
     def ended(step: Callable[[], None]) -> bool:
-        for item in api.objects(PODS, NAMESPACE):
-            pod: Pod = pod_of(item)
-            if pod.name in logs:
-                continue
-            log = api.log(pod.name, NAMESPACE)
+        present = {pod.name: pod for pod in map(pod_of, api.objects(PODS, NAMESPACE))}
+        for name in sorted(names - logs.keys()):
+            pod = present.get(name)
+            if pod is None or pod.deleted:
+                raise ClusterError(f"pod {NAMESPACE}/{name} of the test was deleted before it had finished")
+            log = api.log(name, NAMESPACE)
             if peer.DONE in log.splitlines():
-                logs[pod.name] = log
+                logs[name] = log
                 step()
             elif pod.hopeless:
                 raise ClusterError(f"{pod.node}: a pod of the test does not run: {pod.hopeless}")
-        return len(logs) == len(api.objects(PODS, NAMESPACE))
+        return logs.keys() == names
 
-    with output.progress("pods done", pods) as step:
-        wait_until(lambda: ended(step), "not all pods have finished", seconds)
+    with output.progress("pods done", len(names)) as step:
+        wait_until(lambda: ended(step), "not all pods have finished", seconds, period=_LOOK_SECONDS)
     for _, log in sorted(logs.items()):
         for line in log.splitlines():
             if line.startswith("{"):
@@ -191,14 +218,20 @@ def _from_outside(found: View, service: Object) -> Iterator[Row]:
             yield row
 
 
-def _remove(api: Api, seconds: float) -> None:
-    """Remove everything that the test creates, and its namespace."""
+def _remove(api: Api) -> None:
+    """Delete everything that the test makes. Pods of a node that has died meanwhile stay until it is back."""
+    api.delete(NAMESPACES, NAMESPACE)
     for name in _SERVICES:
         api.delete(SERVICES, name, NAMESPACE)
     for item in api.objects(PODS, NAMESPACE):
         api.delete(PODS, item["metadata"]["name"], NAMESPACE)
-    wait_until(lambda: not api.objects(PODS, NAMESPACE), "the pods of the test do not go away", seconds)
-    api.delete(NAMESPACES, NAMESPACE)
+
+
+def _left(api: Api, found: View) -> list[str]:
+    """Pods of the test on nodes whose kubelets report."""
+    pods = [pod for pod in map(pod_of, api.objects(PODS, NAMESPACE)) if pod.node in found.nodes]
+    present = view(api) if pods else found
+    return [pod.name for pod in pods if pod.node in present.nodes and present.is_up(pod.node)]
 
 
 def _show(rows: list[Row], output: Output) -> bool:

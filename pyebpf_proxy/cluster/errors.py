@@ -15,4 +15,15 @@ class ClusterError(Exception):
 
 
 class NodeLostError(ClusterError):
-    """A node's kubelet has stopped reporting: waiting for a pod on this node is pointless."""
+    """A node's kubelet has stopped reporting: nothing that is asked of the node will happen."""
+
+
+class NodeGoneError(NodeLostError):
+    """The node does not exist any more."""
+
+
+class StoppedError(ClusterError):
+    """This command can change nothing any more, and so undo nothing.
+
+    The API server does not answer, or another command has taken over.
+    """

@@ -6,30 +6,37 @@ from __future__ import annotations
 import datetime
 import getpass
 import os
+import secrets
 import socket
 import threading
+import time
+from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
 from pyebpf_proxy.cluster.api import LEASES, Api, Object, RefusedError
-from pyebpf_proxy.cluster.errors import ClusterError
+from pyebpf_proxy.cluster.errors import ClusterError, StoppedError
 from pyebpf_proxy.cluster.objects import NAMESPACE
 
 NAME = "pyebpf-proxy-cluster"
 SECONDS = 60
 _RENEW = SECONDS / 4
+#: No two machines' clocks differ by so many seconds.
+_LONG_AGO = 3600
+_LOOK_SECONDS = 1.0
 _FORMAT = "%Y-%m-%dT%H:%M:%S.%fZ"
 
 
 class Lease:
-    """``with Lease(api, "install")`` takes the Lease; ClusterError if another command holds it."""
+    """``with Lease(api, "install", say)``; ClusterError if another command holds it."""
 
-    def __init__(self, api: Api, what: str) -> None:
+    def __init__(self, api: Api, what: str, say: Callable[[str], None]) -> None:
         self._api = api
-        self._holder = f"{what} by {_user()}, process {os.getpid()}"
+        self._say = say
+        # The last part tells two containers apart that have the same host name and process number.
+        self._holder = f"{what} by {_user()}, process {os.getpid()}-{secrets.token_hex(3)}"
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._renew, daemon=True)
-        self.lost = ""
 
     def __enter__(self) -> Self:
         self._take()
@@ -37,38 +44,61 @@ class Lease:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        """Release the Lease, if the API server answers; otherwise it expires."""
         self._ended.set()
-        self._thread.join(timeout=5)
-        if not self.lost:
-            self._api.patch(LEASES, NAME, {"spec": {"holderIdentity": None}}, NAMESPACE)
+        with self._api.last_words():
+            self._thread.join(timeout=1)
+            found = self._api.get(LEASES, NAME, NAMESPACE)
+            if found is not None and _holder(found) == self._holder:
+                self._write(found, {"holderIdentity": None})
 
     def check(self) -> None:
-        """ClusterError if another command has taken the Lease meanwhile."""
-        if self.lost:
-            raise ClusterError(f"another command has taken over: {self.lost}; this one stops")
+        """StoppedError if another command has taken the Lease meanwhile."""
+        found = self._api.get(LEASES, NAME, NAMESPACE)
+        if found is not None and _holder(found) not in (self._holder, ""):
+            raise StoppedError(f"another command has taken over: {_holder(found)}; this one stops")
 
     def _take(self) -> None:
         found = self._api.get(LEASES, NAME, NAMESPACE)
         if found is None:
             body = {"apiVersion": LEASES.version, "kind": "Lease", "spec": self._spec()}
-            made = self._api.create(LEASES, body | {"metadata": {"name": NAME, "namespace": NAMESPACE}})
-            if made["spec"].get("holderIdentity") == self._holder:
+            found = self._api.create(LEASES, body | {"metadata": {"name": NAME, "namespace": NAMESPACE}})
+            if _holder(found) == self._holder:
                 return
-            found = made
-        holder = found["spec"].get("holderIdentity") or ""
-        remaining = _remaining(found)
-        if holder and holder != self._holder and remaining > 0:
-            raise ClusterError(
-                f"another command changes this cluster: {holder}; wait until it ends. If it was killed, its"
-                f" Lease expires in {remaining:.0f} s"
-            )
-        change = {"metadata": {"resourceVersion": found["metadata"]["resourceVersion"]}, "spec": self._spec()}
+        if _holder(found) not in (self._holder, ""):
+            self._require_expired(found)
         try:
-            self._api.patch(LEASES, NAME, change, NAMESPACE)
+            self._write(found, self._spec())
         except RefusedError as refused:
             if refused.status == 409:
                 raise ClusterError("another command began to change this cluster at the same time") from None
             raise
+
+    def _require_expired(self, found: Object) -> None:
+        """ClusterError if the holder still renews the Lease.
+
+        Its time is that of another machine's clock. Where it is not recent by this one's, the Lease is watched for as
+        long as it lasts: only one that is not renewed meanwhile has expired.
+        """
+        busy = f"another command changes this cluster: {_holder(found)}; wait until it ends"
+        seconds = float(found["spec"].get("leaseDurationSeconds") or SECONDS)
+        age = _age(found)
+        if 0 <= age <= seconds:
+            raise ClusterError(f"{busy}. If it was killed, its Lease expires in {seconds - age:.0f} s")
+        if age > _LONG_AGO:
+            return
+        self._say(f"waiting for {seconds:.0f} s: does another command still run? {_holder(found)}")
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            time.sleep(_LOOK_SECONDS)
+            now = self._api.get(LEASES, NAME, NAMESPACE)
+            if now is not None and now["metadata"]["resourceVersion"] != found["metadata"]["resourceVersion"]:
+                raise ClusterError(busy)
+
+    def _write(self, found: Object, specification: Object) -> None:
+        """Change the Lease, if nobody has changed it since. RefusedError, status 409."""
+        change = {"metadata": {"resourceVersion": found["metadata"]["resourceVersion"]}, "spec": specification}
+        self._api.patch(LEASES, NAME, change, NAMESPACE)
 
     def _spec(self) -> Object:
         now = datetime.datetime.now(datetime.UTC).strftime(_FORMAT)
@@ -78,22 +108,25 @@ class Lease:
         while not self._ended.wait(_RENEW):
             try:
                 found = self._api.get(LEASES, NAME, NAMESPACE)
-                if found is not None and found["spec"].get("holderIdentity") not in (self._holder, None):
-                    self.lost = str(found["spec"]["holderIdentity"])
-                    return
-                self._api.patch(LEASES, NAME, {"spec": self._spec()}, NAMESPACE)
+                if found is None or _holder(found) not in (self._holder, ""):
+                    return  # check() reports it
+                if not self._ended.is_set():
+                    self._write(found, self._spec())
             except (RefusedError, ClusterError):
                 continue  # the main thread has the same problem, and reports it
 
 
-def _remaining(lease: Object) -> float:
-    specification = lease["spec"]
+def _holder(lease: Object) -> str:
+    return lease["spec"].get("holderIdentity") or ""
+
+
+def _age(lease: Object) -> float:
+    """Seconds since the last renewal, by this machine's clock; infinite if the Lease does not say."""
     try:
-        renewed = datetime.datetime.strptime(specification["renewTime"], _FORMAT).replace(tzinfo=datetime.UTC)
+        renewed = datetime.datetime.strptime(lease["spec"]["renewTime"], _FORMAT).replace(tzinfo=datetime.UTC)
     except (KeyError, ValueError):
-        return 0.0
-    age = (datetime.datetime.now(datetime.UTC) - renewed).total_seconds()
-    return float(specification.get("leaseDurationSeconds", SECONDS)) - age
+        return float("inf")
+    return (datetime.datetime.now(datetime.UTC) - renewed).total_seconds()
 
 
 def _user() -> str:

@@ -11,8 +11,9 @@ import yaml
 
 from pyebpf_proxy.cluster import objects
 from pyebpf_proxy.cluster.api import CONFIG_MAPS, DAEMON_SETS, NODES, PODS, Api, Object
-from pyebpf_proxy.cluster.errors import ClusterError, NodeLostError
-from pyebpf_proxy.cluster.objects import AGENT, KUBE_PROXY, NAME, NAMESPACE, PARKED
+from pyebpf_proxy.cluster.errors import ClusterError, NodeGoneError, NodeLostError
+from pyebpf_proxy.cluster.objects import AGENT, CLEANING, KUBE_PROXY, NAME, NAMESPACE, ON, PARKED
+from pyebpf_proxy.config import addresses
 
 #: Reasons of a waiting container that do not resolve themselves.
 _HOPELESS = {
@@ -26,6 +27,11 @@ _HOPELESS = {
 }
 #: The agent's log line once the node is programmed, as text and as JSON.
 _PROGRAMMED = re.compile(r'^\S+ info ready |"message": ?"ready"', re.MULTILINE)
+#: Its first log line.
+_STARTS = re.compile(r'^\S+ info pyebpf-proxy starts |"message": ?"pyebpf-proxy starts"', re.MULTILINE)
+#: Where kube-proxy serves its health if its configuration does not say, and from where the node itself reaches it.
+_HEALTH_PORT = 10256
+_LOOPBACK = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
 class Pod(NamedTuple):
@@ -68,7 +74,7 @@ def pod_of(item: Object) -> Pod:
         # If a container ends repeatedly, the kubelet's message has only the waiting time, not the reason.
         said = [waiting.get("message"), ended.get("message")]
         why = next(filter(None, reversed(said) if reason == "CrashLoopBackOff" else said), "") or reason
-        hopeless = f"{_HOPELESS[reason]}: {_one_line(why)}"
+        hopeless = f"{_HOPELESS[reason]}: {one_line(why)}"
     elif status.get("phase") == "Failed":
         hopeless = (ended.get("message") or status.get("message") or status.get("reason") or "the pod failed").strip()
     conditions = {each["type"]: each["status"] for each in status.get("conditions") or ()}
@@ -82,14 +88,15 @@ def pod_of(item: Object) -> Pod:
         ready=conditions.get("Ready") == "True",
         deleted="deletionTimestamp" in item["metadata"],
         restarts=int(container.get("restartCount", 0)),
-        hopeless=_one_line(hopeless),
+        hopeless=one_line(hopeless),
         ran="running" in state or bool(ended) or int(container.get("restartCount", 0)) > 0,
-        message=_one_line(ended.get("message") or ""),
+        message=one_line(ended.get("message") or ""),
         since=(state.get("running") or {}).get("startedAt") or "",
     )
 
 
-def _one_line(text: str) -> str:
+def one_line(text: str) -> str:
+    """The last line of a text that is not empty, shortened."""
     lines = [line for line in text.strip().splitlines() if line.strip()]
     return " ".join(lines[-1].split())[:400] if lines else ""
 
@@ -104,13 +111,27 @@ class View(NamedTuple):
     kube_proxy_set: Object | None
 
     def has(self, node: str, label: str) -> bool:
-        """Whether the node has this label of pyebpf-proxy, with the value "true"."""
-        return has_label(self.nodes[node], label)
+        """Whether the node has one of our labels, with any value."""
+        return bool(self.label(node, label))
+
+    def label(self, node: str, label: str) -> str:
+        """The value of one of our labels; "" if the node does not have it."""
+        return label_of(self.nodes[node], label)
+
+    def is_ours(self, node: str) -> bool:
+        """Whether an agent runs there, or has run there and is not cleaned up."""
+        return self.has(node, AGENT) or self.has(node, PARKED) or node in self.agents
+
+    def is_cleaning(self, node: str) -> bool:
+        """Whether the agent has ended, and the clean-up of what it attached has not."""
+        return self.label(node, AGENT) == CLEANING
 
     def is_up(self, node: str) -> bool:
-        """Whether the node's kubelet reports. Without it, no pod starts or ends."""
-        conditions = self.nodes[node]["status"].get("conditions") or ()
-        return all(each["status"] == "True" for each in conditions if each["type"] == "Ready")
+        """Whether the node's kubelet reports: without it no pod starts or ends."""
+        status = self.nodes[node]["status"]
+        conditions = status.get("conditions") or ()
+        has_reported = bool((status.get("nodeInfo") or {}).get("kernelVersion"))
+        return has_reported and all(each["status"] == "True" for each in conditions if each["type"] == "Ready")
 
     def proxy(self, node: str) -> str:
         """The names of the proxies that run on the node, or "none"."""
@@ -118,25 +139,26 @@ class View(NamedTuple):
         return " and ".join(names) or "none"
 
     def is_done(self, node: str) -> bool:
-        """Whether the node is taken over: the agent is ready, and kube-proxy does not run."""
+        """Taken over: the agent alone, ready, and verified."""
         pod = self.agents.get(node)
-        return self.has(node, PARKED) and pod is not None and pod.ready and node not in self.kube_proxies
+        parked = self.label(node, PARKED) == ON
+        return parked and pod is not None and pod.ready and node not in self.kube_proxies
 
 
 def require_kubelet(api: Api, node: str) -> Object:
     """The node's object. NodeLostError if there is none, or if the kubelet has stopped reporting."""
     found = api.get(NODES, node)
     if found is None:
-        raise NodeLostError("the node does not exist any more")
+        raise NodeGoneError("the node does not exist any more")
     conditions = found["status"].get("conditions") or ()
     if any(each["type"] == "Ready" and each["status"] == "Unknown" for each in conditions):
         raise NodeLostError("the node's kubelet does not report any more")
     return found
 
 
-def has_label(node: Object, label: str) -> bool:
-    """Whether a node's object has this label of pyebpf-proxy, with the value "true"."""
-    return (node["metadata"].get("labels") or {}).get(label) == "true"
+def label_of(node: Object, label: str) -> str:
+    """The value of one of our labels in a node's object; "" if it does not have it."""
+    return str((node["metadata"].get("labels") or {}).get(label, ""))
 
 
 def view(api: Api, selector: str = "") -> View:
@@ -162,8 +184,12 @@ def pods(api: Api, labels: str, node: str = "") -> dict[str, Pod]:
 
 
 def is_programmed(api: Api, pod: Pod) -> bool:
-    """Whether this agent has programmed its node since it started."""
-    return says_programmed(api.log(pod.name, NAMESPACE))
+    """Whether this agent has programmed its node since its start, as its log says.
+
+    An agent may be ready before. It counts only where the log is so long that its beginning is gone.
+    """
+    log = api.log(pod.name, NAMESPACE)
+    return says_programmed(log) or (pod.ready and bool(log) and not _STARTS.search(log))
 
 
 def says_programmed(log: str) -> bool:
@@ -190,12 +216,19 @@ def kube_proxy_configuration(api: Api) -> dict[str, Any]:
     return configuration
 
 
+def kube_proxy_health(configuration: dict[str, Any]) -> str:
+    """Host and port at which a node's own processes reach the health page of its kube-proxy."""
+    address = addresses.append_port(str(configuration.get("healthzBindAddress") or "0.0.0.0"), _HEALTH_PORT)
+    host, port = addresses.split_host_port(address) or ("", str(_HEALTH_PORT))
+    return addresses.join_host_port(_LOOPBACK.get(host, host), int(port) if port.isdecimal() else _HEALTH_PORT)
+
+
 def installed_image(found: View) -> str:
     """The agent's image; "" if it is not installed. ClusterError if it was installed in another way."""
     if found.agent_set is None:
         return ""
     selector = found.agent_set["spec"]["template"]["spec"].get("nodeSelector") or {}
-    if selector.get(AGENT) != "true":
+    if selector.get(AGENT) != ON:
         raise ClusterError(
             f"DaemonSet {NAMESPACE}/{NAME} was not made by this command: it runs on all nodes, not on those with the"
             f" label {AGENT}; go back to kube-proxy first (docs/migrating-from-kube-proxy.md), or go on without this"

@@ -17,15 +17,18 @@ NAME = "pyebpf-proxy"
 KUBE_PROXY = "kube-proxy"
 #: Selects the pods of both proxies.
 PROXIES = f"k8s-app in ({KUBE_PROXY},{NAME})"
-#: The agent runs on nodes with this label.
+#: A node's label. The agent runs where it is ``ON``; ``CLEANING``: the agent has ended, what it attached may be there.
 AGENT = "pyebpf-proxy/agent"
-#: kube-proxy does not run on nodes with this label.
+#: A node's label. kube-proxy does not run where it is set: ``UNVERIFIED``, and ``ON`` once the node has been verified.
 PARKED = "pyebpf-proxy/parked"
-#: Annotation of kube-proxy's DaemonSet: the original values of the fields that were changed.
+ON, CLEANING, UNVERIFIED = "true", "cleaning", "unverified"
+#: On kube-proxy's DaemonSet: its update strategy as it was before.
 BEFORE = "pyebpf-proxy/before"
-#: Label of task pods.
+#: On the agent's DaemonSet: the pod template of the image before the last upgrade.
+FORMER = "pyebpf-proxy/former"
+#: On task pods: which task.
 TASK = "pyebpf-proxy/task"
-_ONLY_LABELLED = {AGENT: "true"}
+_READ = {AGENT: ON}
 
 
 def _load(name: str) -> list[Object]:
@@ -49,41 +52,94 @@ def template_image(daemon_set: Object) -> str:
     return str(daemon_set["spec"]["template"]["spec"]["containers"][0]["image"])
 
 
-def task_pod(name: str, node: str, image: str, command: list[str], environment: dict[str, str] | None = None) -> Object:
-    """A pod that does one thing on one node and ends: the clean-up pod of deploy/ with another command."""
+def upgraded(present: Object, image: str) -> Object:
+    """The agent's DaemonSet with this image; the present template stays in its annotation if it has another one."""
+    daemon_set = agent(image)[-1]
+    if former := _former(present) if template_image(present) == image else present["spec"]["template"]:
+        daemon_set["metadata"]["annotations"] = {FORMER: json.dumps(former)}
+    return daemon_set
+
+
+def downgraded(present: Object, image: str) -> Object:
+    """The agent's DaemonSet with the template that ran this image before, or with the client's if that is not known."""
+    daemon_set = agent(image)[-1]
+    for template in (present["spec"]["template"], _former(present)):
+        if template and template["spec"]["containers"][0]["image"] == image:
+            daemon_set["spec"]["template"] = template
+    return daemon_set
+
+
+def _former(daemon_set: Object) -> Object | None:
+    text = (daemon_set["metadata"].get("annotations") or {}).get(FORMER)
+    return dict(json.loads(text)) if text else None
+
+
+# ---- task pods -----------------------------------------------------------------------------------------------------
+
+CLEAN_UP = ["/bin/sh", "-c", "pyebpf-proxy probe kube-proxy && pyebpf-proxy --cleanup --keep-kube-proxy-rules"]
+#: Tasks of ``cluster check`` and those before a node is changed: no other pod has to go for them.
+_NOT_CRITICAL = frozenset({"check", "fit", "try"})
+#: Tasks in a pod of the pod network: they connect, as any pod does.
+ON_POD_NETWORK = frozenset({"try", "connect"})
+_LOCK = "/run/xtables.lock"
+
+
+def task_pod(
+    what: str, name: str, node: str, image: str, command: list[str], environment: dict[str, str] | None = None
+) -> Object:
+    """A pod that does one thing on one node and ends: the clean-up's of deploy/, with another command.
+
+    ``what``: the task. ``environment`` replaces variables of the same name.
+    """
     daemon_set = _load("cleanup.yaml")[-1]
     specification = copy.deepcopy(daemon_set["spec"]["template"]["spec"])
     (container,) = specification["containers"]
     for field in ("readinessProbe", "resources"):
         container.pop(field, None)
-    container |= {"image": image, "command": command}
-    if command != CLEAN_UP:
-        container["securityContext"]["capabilities"]["add"].remove("BPF")  # only the clean-up opens maps
-    container["env"] += [{"name": key, "value": value} for key, value in (environment or {}).items()]
-    # nodeName instead of a selector: the pod also starts on nodes that the scheduler would avoid.
+    variables = {each["name"]: each for each in container["env"]}
+    variables |= {key: {"name": key, "value": value} for key, value in (environment or {}).items()}
+    container |= {"image": image, "command": command, "env": list(variables.values())}
+    # nodeName, not a selector: it starts also where the scheduler would not put it.
     specification |= {"nodeName": node, "restartPolicy": "Never"}
     specification.pop("serviceAccountName", None)
     specification["automountServiceAccountToken"] = False
+    if what in _NOT_CRITICAL:
+        specification.pop("priorityClassName")
+    capabilities = container["securityContext"]["capabilities"]
+    if what in ON_POD_NETWORK:
+        capabilities.pop("add")
+        container.pop("volumeMounts")
+        for field in ("volumes", "hostNetwork"):
+            specification.pop(field)
+    elif what != "clean":
+        # The tools of iptables-legacy need this right and the lock; only the clean-up opens maps.
+        capabilities["add"] = ["NET_ADMIN", "NET_RAW"]
+        container["volumeMounts"].append({"mountPath": _LOCK, "name": "xtables-lock"})
+        lock = {"name": "xtables-lock", "hostPath": {"path": _LOCK, "type": "FileOrCreate"}}
+        specification["volumes"].append(lock)
     return {
         "apiVersion": "v1",
         "kind": "Pod",
-        "metadata": {"name": name, "namespace": NAMESPACE, "labels": {TASK: "true"}},
+        "metadata": {"name": name, "namespace": NAMESPACE, "labels": {TASK: what}},
         "spec": specification,
     }
 
 
-CLEAN_UP = ["/bin/sh", "-c", "pyebpf-proxy probe kube-proxy && pyebpf-proxy --cleanup --keep-kube-proxy-rules"]
-
-
 # ---- kube-proxy's DaemonSet ----------------------------------------------------------------------------------------
 
+_REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
 _UNLESS_PARKED = {"key": PARKED, "operator": "DoesNotExist"}
 
 
-def is_prepared(kube_proxy: Object) -> bool:
-    """Whether the DaemonSet excludes parked nodes. An upgrade by kubeadm may have reverted this."""
+def spares_parked(kube_proxy: Object) -> bool:
+    """Whether the DaemonSet leaves parked nodes out. An upgrade by kubeadm may have undone it."""
     terms = _terms(kube_proxy["spec"]["template"]["spec"].get("affinity"))
     return bool(terms) and all(_UNLESS_PARKED in term.get("matchExpressions", []) for term in terms)
+
+
+def is_prepared(kube_proxy: Object) -> bool:
+    """Whether the DaemonSet leaves parked nodes out, and replaces no pod by itself."""
+    return spares_parked(kube_proxy) and kube_proxy["spec"]["updateStrategy"]["type"] == "OnDelete"
 
 
 def prepare(kube_proxy: Object) -> Object:
@@ -95,14 +151,13 @@ def prepare(kube_proxy: Object) -> Object:
         # A node needs to match only one term, but all expressions of it: so each term gets the expression.
         if _UNLESS_PARKED not in term.setdefault("matchExpressions", []):
             term["matchExpressions"].append(_UNLESS_PARKED)
-    required = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": terms}}
-    affinity["nodeAffinity"] = (affinity.get("nodeAffinity") or {}) | required
-    annotations = kube_proxy["metadata"].get("annotations") or {}
-    before = annotations.get(BEFORE) or json.dumps(
-        {"affinity": specification.get("affinity"), "updateStrategy": kube_proxy["spec"].get("updateStrategy")}
-    )
+    affinity["nodeAffinity"] = (affinity.get("nodeAffinity") or {}) | {_REQUIRED: {"nodeSelectorTerms": terms}}
+    strategy = kube_proxy["spec"]["updateStrategy"]
+    before = _before(kube_proxy)
+    if before is None or strategy["type"] != "OnDelete":
+        before = {"updateStrategy": strategy}
     return {
-        "metadata": {"annotations": {BEFORE: before}},
+        "metadata": {"annotations": {BEFORE: json.dumps(before)}},
         "spec": {
             "updateStrategy": {"type": "OnDelete", "rollingUpdate": None},
             "template": {"spec": {"affinity": affinity}},
@@ -111,19 +166,35 @@ def prepare(kube_proxy: Object) -> Object:
 
 
 def unprepare(kube_proxy: Object) -> Object | None:
-    """The merge patch that restores the affinity of kube-proxy's DaemonSet; None if it was not changed."""
-    before = _before(kube_proxy)
-    if before is None:
+    """The merge patch that takes our expression out of kube-proxy's affinity; None: it is not there.
+
+    What others have changed in the affinity meanwhile stays.
+    """
+    affinity = kube_proxy["spec"]["template"]["spec"].get("affinity") or {}
+    terms = _terms(affinity)
+    if not any(_UNLESS_PARKED in term.get("matchExpressions", []) for term in terms):
         return None
-    return {"spec": {"template": {"spec": {"affinity": _replacement(before["affinity"])}}}}
+    kept = [each for term in terms if (each := _without_ours(term))]
+    left: Object | None = {"nodeAffinity": {_REQUIRED: {"nodeSelectorTerms": kept} if kept else None}}
+    if not kept and affinity["nodeAffinity"].keys() == {_REQUIRED}:
+        left = {"nodeAffinity": None} if len(affinity) > 1 else None
+    return {"spec": {"template": {"spec": {"affinity": left}}}}
 
 
 def restore_strategy(kube_proxy: Object) -> Object | None:
-    """The merge patch that restores the update strategy and removes the annotation; None if nothing was changed."""
+    """The merge patch for the rest of what was changed. A strategy that others have set meanwhile stays."""
     before = _before(kube_proxy)
     if before is None:
         return None
-    return {"metadata": {"annotations": {BEFORE: None}}, "spec": {"updateStrategy": before["updateStrategy"]}}
+    patch: Object = {"metadata": {"annotations": {BEFORE: None}}}
+    if kube_proxy["spec"]["updateStrategy"]["type"] == "OnDelete":
+        patch["spec"] = {"updateStrategy": before["updateStrategy"]}
+    return patch
+
+
+def was_changed(kube_proxy: Object) -> bool:
+    """Whether an installation has changed the DaemonSet, and no rollback has restored all of it."""
+    return _before(kube_proxy) is not None
 
 
 def _before(kube_proxy: Object) -> dict[str, Any] | None:
@@ -131,17 +202,13 @@ def _before(kube_proxy: Object) -> dict[str, Any] | None:
     return json.loads(text) if text else None
 
 
-def _replacement(affinity: Object | None) -> Object | None:
-    """The affinity for a merge patch, with None for the field that the patch must remove."""
-    if affinity is None:
-        return None
-    node = affinity.get("nodeAffinity")
-    if node is None:
-        return affinity | {"nodeAffinity": None}
-    return affinity | {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": None} | node}
+def _without_ours(term: Object) -> Object:
+    """A term of the affinity; empty if there was nothing else in it."""
+    left = [each for each in term.get("matchExpressions", ()) if each != _UNLESS_PARKED]
+    others = {name: value for name, value in term.items() if name != "matchExpressions"}
+    return others | ({"matchExpressions": left} if left else {})
 
 
 def _terms(affinity: Object | None) -> list[Object]:
     node = (affinity or {}).get("nodeAffinity") or {}
-    required = node.get("requiredDuringSchedulingIgnoredDuringExecution") or {}
-    return list(required.get("nodeSelectorTerms") or [])
+    return list((node.get(_REQUIRED) or {}).get("nodeSelectorTerms") or [])

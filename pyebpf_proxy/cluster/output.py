@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import sys
@@ -58,6 +59,10 @@ class Output:
                 self._bar.console.print(Text.from_ansi(text), soft_wrap=True)
         except BrokenPipeError:
             self.status = closed_pipe()
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            self.status = closed_pipe()  # the terminal was closed
 
     def say(self, text: str) -> None:
         """Print one or several lines; nothing with -o json."""

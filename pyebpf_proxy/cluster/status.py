@@ -3,15 +3,18 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections.abc import Iterator, Mapping
 
-from pyebpf_proxy.cluster import agents, model
+from pyebpf_proxy.cluster import agents, model, objects
 from pyebpf_proxy.cluster.agents import Asked
-from pyebpf_proxy.cluster.model import View
-from pyebpf_proxy.cluster.objects import AGENT, NAME, NAMESPACE, PARKED, PROXIES, is_prepared
+from pyebpf_proxy.cluster.api import Object
+from pyebpf_proxy.cluster.model import Pod, View
+from pyebpf_proxy.cluster.objects import AGENT, KUBE_PROXY, NAME, NAMESPACE, ON, PARKED, PROXIES
 from pyebpf_proxy.cluster.output import Finding, Output, counted
+from pyebpf_proxy.see.answers import listed
 
 HEAD = ["NODE", "PROXY", "STATE", "RESTARTS", "VERSION", "FAST PATH", "DROPS", "BEHIND"]
+_GO_ON = "pyebpf-proxy cluster install goes on, cluster rollback undoes it"
 KEYS = ["node", "proxy", "state", "restarts", "version", "fastPath", "drops", "behind"]
 
 
@@ -41,6 +44,8 @@ def show(found: View, asked: Asked, output: Output) -> list[Finding]:
 def state(found: View, node: str) -> str:
     """Which of the two proxies serves the node, or how far its takeover is, in a few words."""
     pod, agent, parked = found.agents.get(node), found.has(node, AGENT), found.has(node, PARKED)
+    if found.is_cleaning(node):
+        return "agent ends" if pod is not None else "kube-proxy, clean-up not finished"
     if not agent and not parked:
         return "kube-proxy" if pod is None else "agent ends"
     if found.is_done(node):
@@ -49,40 +54,70 @@ def state(found: View, node: str) -> str:
         return pod.hopeless
     if pod is None:
         return "agent is missing"
-    return "agent not ready" if parked else "agent alongside kube-proxy"
+    if not parked:
+        return "agent alongside kube-proxy"
+    is_alone = pod.ready and node not in found.kube_proxies
+    return "not verified" if is_alone and found.label(node, PARKED) != ON else "agent not ready"
 
 
 def problems(found: View, wanted: str) -> list[Finding]:
-    """What an administrator should look at. ``wanted``: the DaemonSet's image, or ""."""
-    wrong = []
-    for node in found.nodes:
-        pod = found.agents.get(node)
-        usable = [each for each in (pod, found.kube_proxies.get(node)) if each is not None and each.usable]
-        if not usable:
-            text = "no proxy runs; the programs or rules of the last one carry the traffic"
-            remedy = f"kubectl -n {NAMESPACE} describe pods -l '{PROXIES}' --field-selector spec.nodeName={node}"
-            wrong.append(Finding("proxy", "bad", text, remedy, node))
-        elif found.has(node, PARKED) and not found.is_done(node):
-            text = f"not taken over: {state(found, node)}"
-            wrong.append(
-                Finding(
-                    "proxy", "warning", text, "pyebpf-proxy cluster install goes on, cluster rollback undoes it", node
-                )
-            )
-        elif found.has(node, AGENT) and not found.has(node, PARKED):
-            text = "both proxies run: an installation was stopped here"
-            wrong.append(
-                Finding(
-                    "proxy", "warning", text, "pyebpf-proxy cluster install goes on, cluster rollback undoes it", node
-                )
-            )
-    images = Counter(pod.image for node, pod in found.agents.items() if node in found.nodes and not pod.deleted)
-    for image, count in sorted(images.items()):
+    """What an administrator has to look at. ``wanted``: the agent's DaemonSet's image, or ""."""
+    wrong = [each for node in found.nodes if (each := _of_node(found, node)) is not None]
+    for image, nodes in _by_image(found, found.agents).items():
         if image != wanted:
-            text = f"{counted(count, 'node')} with {image}, the DaemonSet has {wanted or 'been deleted'}"
+            text = f"{counted(len(nodes), 'node')} with {image}, the DaemonSet has {wanted or 'been deleted'}"
             wrong.append(Finding("version", "warning", text, "pyebpf-proxy cluster upgrade"))
-    taken = [node for node in found.nodes if found.has(node, PARKED)]
-    if taken and found.kube_proxy_set is not None and not is_prepared(found.kube_proxy_set):
-        text = "its DaemonSet was rewritten, so that it runs on all nodes again (kubeadm upgrade does this)"
-        wrong.append(Finding("kube-proxy", "warning", text, "pyebpf-proxy cluster install"))
+    if found.kube_proxy_set is not None:
+        wrong += _of_kube_proxy(found, found.kube_proxy_set)
     return wrong
+
+
+def _of_node(found: View, node: str) -> Finding | None:
+    """What is wrong between the two proxies of a node."""
+    pods = (found.agents.get(node), found.kube_proxies.get(node))
+    if not any(each is not None and each.usable for each in pods):
+        text = "no proxy runs; the programs or rules of the last one carry the traffic"
+        remedy = f"kubectl -n {NAMESPACE} describe pods -l '{PROXIES}' --field-selector spec.nodeName={node}"
+        return Finding("proxy", "bad", text, remedy, node)
+    if found.is_cleaning(node):
+        text = "what the agent attached is still there: the clean-up has not finished"
+        return Finding("proxy", "warning", text, "pyebpf-proxy cluster rollback goes on", node)
+    if found.has(node, PARKED) and not found.is_done(node):
+        return Finding("proxy", "warning", f"not taken over: {state(found, node)}", _GO_ON, node)
+    if found.has(node, AGENT) and not found.has(node, PARKED):
+        return Finding("proxy", "warning", "both proxies run: an installation was stopped here", _GO_ON, node)
+    return None
+
+
+def _of_kube_proxy(found: View, kube_proxy: Object) -> Iterator[Finding]:
+    """Of kube-proxy's DaemonSet, while nodes are taken over."""
+    taken = [node for node in found.nodes if found.has(node, PARKED)]
+    what = KUBE_PROXY
+    if taken and not objects.spares_parked(kube_proxy):
+        if objects.was_changed(kube_proxy):
+            text = "it runs on all nodes again: a rollback has not finished, or its DaemonSet was rewritten"
+            remedy = "pyebpf-proxy cluster rollback goes on, cluster install parks it again"
+            yield Finding(what, "warning", text, remedy)
+        else:
+            text = "its DaemonSet was rewritten, so that it runs on all nodes again (kubeadm upgrade does this)"
+            yield Finding(what, "warning", text, "pyebpf-proxy cluster install")
+    elif taken and not objects.is_prepared(kube_proxy):
+        text = "the update strategy of its DaemonSet was changed: its pods are replaced"
+        yield Finding(what, "warning", text, "pyebpf-proxy cluster install sets OnDelete again")
+    if not objects.was_changed(kube_proxy):
+        return
+    wanted = objects.template_image(kube_proxy)
+    for image, nodes in _by_image(found, found.kube_proxies).items():
+        if image != wanted:
+            text = f"{image} runs on {listed(nodes)}, its DaemonSet has {wanted}: nothing replaces the pods (OnDelete)"
+            remedy = f"kubectl -n {NAMESPACE} delete pod NAME, one node after the other"
+            yield Finding(what, "warning", text, remedy)
+
+
+def _by_image(found: View, pods: Mapping[str, Pod]) -> dict[str, list[str]]:
+    """The nodes by the image of their pod, without pods that end."""
+    by_image: dict[str, list[str]] = {}
+    for node, pod in sorted(pods.items()):
+        if node in found.nodes and not pod.deleted:
+            by_image.setdefault(pod.image, []).append(node)
+    return dict(sorted(by_image.items()))

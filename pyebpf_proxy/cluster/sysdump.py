@@ -41,10 +41,10 @@ from pyebpf_proxy.see import model
 from pyebpf_proxy.see.answers import QUESTION
 from pyebpf_proxy.see.text import Terminal
 
-REDACTED = "REDACTED"
-#: Only this much of each log, from its beginning.
-_LOG_BYTES = 4 << 20
-#: A node with more conntrack entries is not asked for its flows: the answer is large and costs CPU time there.
+BLOT = "REDACTED"
+#: Of each log, the beginning, which has the start, and the end.
+_FIRST_BYTES, _LAST_BYTES, _LAST_LINES = 64 << 10, 8 << 20, 20_000
+#: A node with more entries in conntrack is not asked for its flows: it would cost its processor, and the answer is big.
 _MOST_FLOWS = 20_000
 #: How many Services the summary of flows lists, at most.
 _MOST_SERVICES = 50
@@ -111,9 +111,9 @@ def _parts(api: Api, nodes: str, seconds: float) -> Iterator[Part]:
         return
     for pod in pods:
         name = pod["metadata"]["name"]
-        yield f"logs/{name}.log", partial(api.log, name, NAMESPACE, _LOG_BYTES)
+        yield f"logs/{name}.log", partial(_log, api, name)
         if any(each.get("restartCount") for each in pod.get("status", {}).get("containerStatuses") or ()):
-            yield f"logs/{name}.previous.log", partial(api.log, name, NAMESPACE, _LOG_BYTES, previous=True)
+            yield f"logs/{name}.previous.log", partial(_log, api, name, previous=True)
 
 
 def _objects(api: Api) -> Iterator[Part]:
@@ -128,6 +128,15 @@ def _objects(api: Api) -> Iterator[Part]:
     }
     for name, (kind, namespace, labels) in lists.items():
         yield f"{name}.yaml", partial(api.objects, kind, namespace, labels)
+
+
+def _log(api: Api, pod: str, previous: bool = False) -> str:
+    """A pod's log; of a long one the beginning and the end."""
+    last = api.log(pod, NAMESPACE, _LAST_BYTES, previous, _LAST_LINES)
+    if last.count("\n") < _LAST_LINES:
+        return last
+    first = api.log(pod, NAMESPACE, _FIRST_BYTES, previous).rpartition("\n")[0]
+    return f"{first}\n\n[...]\n\n{last}"
 
 
 def _config_map(api: Api, name: str) -> Object:

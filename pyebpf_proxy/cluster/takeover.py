@@ -1,122 +1,201 @@
 # SPDX-License-Identifier: Apache-2.0
 """Takes one node over from kube-proxy, and gives it back. At every moment, one of the two has programmed the node.
 
-Takeover: the agent starts alongside kube-proxy. Once it has programmed the node, kube-proxy is parked. Then the agent
-binds the health port and becomes ready. Giving back: kube-proxy starts alongside the agent, and the clean-up waits
-until kube-proxy has programmed the node. Every step can be repeated, so the next command continues one that was killed.
+To the agent: the agent starts alongside kube-proxy; once it has programmed the node, kube-proxy is parked; then the
+agent holds the health port and is ready. Back: kube-proxy starts alongside the agent, and the clean-up waits until it
+has programmed the node. Every step can be repeated, so a command that was killed is continued by the next one: the
+node's labels say where it stands until the last step is done.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
-from pyebpf_proxy.cluster import objects, task_pod
-from pyebpf_proxy.cluster.api import DAEMON_SETS, NODES, PODS, Api, Object
-from pyebpf_proxy.cluster.errors import ClusterError, NodeLostError
-from pyebpf_proxy.cluster.model import Pod, has_label, is_programmed, pods
-from pyebpf_proxy.cluster.objects import AGENT, KUBE_PROXY, NAME, NAMESPACE, PARKED
+from pyebpf_proxy.cluster import objects, reasons, task_pod
+from pyebpf_proxy.cluster.api import DAEMON_SETS, NODES, PODS, Api, Object, RefusedError
+from pyebpf_proxy.cluster.errors import ClusterError, NodeGoneError
+from pyebpf_proxy.cluster.model import Pod, is_programmed, label_of, pods
+from pyebpf_proxy.cluster.objects import AGENT, CLEANING, KUBE_PROXY, NAME, NAMESPACE, ON, PARKED, UNVERIFIED
+from pyebpf_proxy.cluster.on_node import NO_RULE, REACHED, WARNING
 from pyebpf_proxy.cluster.task_pod import wait_on_node, wait_until
+from pyebpf_proxy.common.kube_proxy_health import VARIABLE as HEALTH
 
 Say = Callable[[str], None]
 _AGENTS, _KUBE_PROXIES = f"k8s-app={NAME}", f"k8s-app={KUBE_PROXY}"
+_ON_NODE = ["pyebpf-proxy", "cluster", "on-node"]
 
 
-def take(api: Api, node: str, image: str, targets: list[str], seconds: float, say: Say) -> None:
-    """Give the node to the agent. After a ClusterError, the caller must give it back; kube-proxy may still serve it."""
-    label(api, node, AGENT, True)
-    say("the agent starts alongside kube-proxy")
-    wait_programmed(api, node, seconds)
-    say("the agent has programmed the node; kube-proxy is parked")
-    label(api, node, PARKED, True)
-    gone = "kube-proxy's pod does not end"
-    wait_on_node(api, node, lambda: node not in pods(api, _KUBE_PROXIES, node), gone, seconds)
-    wait_ready(api, node, seconds)
-    verify(api, node, image, targets, seconds)
+class Site(NamedTuple):
+    """What the steps on all nodes have in common."""
+
+    api: Api
+    #: Of the task pods.
+    image: str
+    #: Services that are connected to (``task_pod.targets``).
+    targets: list[str]
+    #: Where kube-proxy serves its health page on each node.
+    health: str
+    #: For each step.
+    seconds: float
+    #: ClusterError if this command may not change anything any more.
+    go_on: Callable[[], None]
+
+    def run(self, what: str, node: str, task: str, targets: list[str]) -> list[str]:
+        """Run a task of ``on_node`` in a task pod. The result is its output; ClusterError if it fails."""
+        command = [*_ON_NODE, task, *" ".join(targets).split()]
+        return task_pod.run(self.api, what, node, self.image, command, self.seconds).splitlines()
 
 
-def wait_programmed(api: Api, node: str, seconds: float) -> Pod:
-    """Wait until the agent's pod has programmed the node. ClusterError; it comes at once if the pod cannot start."""
+class Reached(NamedTuple):
+    """Targets that can be connected to, from the node itself and from a pod on it."""
 
-    def programmed(pod: Pod) -> bool:
-        # The log of a ready pod may have been rotated, so that the line is gone.
-        return pod.ready or is_programmed(api, pod)
-
-    late, hopeless = "the agent has not programmed the node", "the agent does not start"
-    return _wait_pod(api, _AGENTS, node, programmed, late, hopeless, seconds)
+    node: list[str]
+    pod: list[str]
 
 
-def wait_ready(api: Api, node: str, seconds: float) -> Pod:
-    """Wait until the agent's pod is ready."""
-    late = "the agent's pod is not ready"
-    return _wait_pod(api, _AGENTS, node, lambda pod: pod.ready, late, "the agent ended", seconds)
+# ---- to the agent --------------------------------------------------------------------------------------------------
 
 
-def _wait_pod(
-    api: Api, labels: str, node: str, good: Callable[[Pod], bool], late: str, hopeless: str, seconds: float
-) -> Pod:
-    """Wait until the proxy's pod on the node is usable and ``good``.
+def try_image(site: Site, node: str) -> Reached:
+    """Run the image on the node for a moment: it can be pulled, and the kernel is fit. ClusterError if not.
 
-    ClusterError with the text ``late`` after the time, or with ``hopeless`` at once if the pod cannot start.
+    The result: what the present proxy serves there.
     """
+
+    def reached(what: str, task: str) -> list[str]:
+        lines = site.run(what, node, task, site.targets)
+        return [line.removeprefix(REACHED) for line in lines if line.startswith(REACHED)]
+
+    return Reached(reached("fit", "fit"), reached("try", "try") if site.targets else [])
+
+
+def take(site: Site, node: str, before: Reached, say: Say) -> None:
+    """Give the node to the agent. ClusterError: kube-proxy still serves it, or the caller must give it back.
+
+    ``before``: what kube-proxy serves there, and the agent must.
+    """
+    api = site.api
+    # A clean-up that another command began must not remove what the agent attaches.
+    task_pod.remove(api, task_pod.name_of("clean", node), node, site.seconds)
+    label(site, node, AGENT, ON)
+    say("the agent starts alongside kube-proxy")
+    wait_programmed(site, node)
+    say("the agent has programmed the node; kube-proxy is parked")
+    label(site, node, PARKED, UNVERIFIED)
+
+    def why() -> str:
+        kube_proxy = api.get(DAEMON_SETS, KUBE_PROXY, NAMESPACE)
+        return "" if kube_proxy is None or objects.spares_parked(kube_proxy) else "its DaemonSet was rewritten"
+
+    gone = "kube-proxy's pod does not end"
+    wait_on_node(api, node, lambda: node not in pods(api, _KUBE_PROXIES, node), gone, site.seconds, why)
+    wait_ready(site, node)
+    verify(site, node, before, say)
+    label(site, node, PARKED, ON)
+
+
+def wait_programmed(site: Site, node: str) -> Pod:
+    """Until the agent's pod runs and says that the node is programmed. ClusterError, at once if it never will."""
+    late, hopeless = "the agent has not programmed the node", "the agent does not start"
+    return _wait_pod(site, NAME, node, lambda pod: is_programmed(site.api, pod), late, hopeless)
+
+
+def wait_ready(site: Site, node: str) -> Pod:
+    """Until the agent's pod is ready."""
+    return _wait_pod(site, NAME, node, lambda pod: pod.ready, "the agent's pod is not ready", "the agent ended")
+
+
+def _wait_pod(site: Site, proxy: str, node: str, good: Callable[[Pod], bool], late: str, hopeless: str) -> Pod:
+    """Until the proxy's pod on the node is usable and good. ClusterError: ``late``; ``hopeless``, at once."""
+    api = site.api
     found: Pod | None = None
 
     def come() -> bool:
         nonlocal found
-        found = pods(api, labels, node).get(node)
+        found = pods(api, f"k8s-app={proxy}", node).get(node)
         if found is not None and found.hopeless:
             raise ClusterError(f"{hopeless}: {found.hopeless}")
         return found is not None and found.usable and good(found)
 
-    wait_on_node(api, node, come, late, seconds)
+    def why() -> str:
+        return reasons.of_daemon_set(api, proxy) if found is None else reasons.of_pod(api, found.name)
+
+    wait_on_node(api, node, come, late, site.seconds, why)
     assert found is not None
     return found
 
 
-def try_image(api: Api, node: str, image: str, seconds: float) -> None:
-    """Run the image on the node briefly. ClusterError if it cannot be pulled, or if the kernel lacks a requirement."""
-    task_pod.run(api, "fit", node, image, ["pyebpf-proxy", "cluster", "on-node", "fit"], seconds)
+def unpark_lost(site: Site, node: str) -> str:
+    """For a node that was lost on its way to the agent: once it is back, kube-proxy starts there, too.
 
-
-def unpark_lost(api: Api, node: str) -> None:
-    """Remove the parked label of a node that was lost during its takeover: once it is back, kube-proxy also starts."""
+    The result: why it could not be done, or "".
+    """
     try:
-        label(api, node, PARKED, False)
-    except NodeLostError:
-        pass  # the node does not exist any more
+        label(site, node, PARKED, "")
+    except NodeGoneError:
+        pass
+    except (ClusterError, RefusedError) as error:
+        return str(error)
+    return ""
 
 
-def verify(api: Api, node: str, image: str, targets: list[str], seconds: float) -> None:
-    """Remove rules that kube-proxy wrote while both proxies ran, and connect from the node to real Services."""
-    command = ["pyebpf-proxy", "cluster", "on-node", "verify", *" ".join(targets).split()]
-    task_pod.run(api, "verify", node, image, command, seconds)
+def verify(site: Site, node: str, before: Reached, say: Say) -> None:
+    """Connect to what was reached before, from the node and from a pod. ClusterError.
+
+    It also removes the rules that kube-proxy wrote while both ran; what stays of them and is harmless is said.
+    """
+    for line in site.run("verify", node, "verify", before.node):
+        if line.startswith(WARNING):
+            say(line)
+    if before.pod:
+        site.run("connect", node, "connect", before.pod)
 
 
-def give_back(api: Api, node: str, image: str, targets: list[str], seconds: float, say: Say) -> None:
-    """Give the node back to kube-proxy, and remove everything of the agent from it. Raises ClusterError."""
+def replace(site: Site, node: str, old: Pod, say: Say) -> Pod:
+    """Replace the agent's pod by one of the DaemonSet's present template. The attached programs carry the traffic."""
+    site.go_on()
+    site.api.delete(PODS, old.name, NAMESPACE, old.uid)
+    _wait_new(site, _AGENTS, node, old, "no new pod of the agent comes")
+    wait_programmed(site, node)
+    say("the new agent has programmed the node")
+    return wait_ready(site, node)
+
+
+# ---- back to kube-proxy --------------------------------------------------------------------------------------------
+
+
+def give_back(site: Site, node: str, say: Say) -> None:
+    """Give the node back to kube-proxy, and remove everything of the agent from it. ClusterError.
+
+    The node keeps the label AGENT until the last step is done: what a former agent attached is removed, too.
+    """
+    api = site.api
     agent = pods(api, _AGENTS, node).get(node)
-    parked = has(api, node, PARKED)
-    attached = parked or (agent is not None and agent.ran)
-    label(api, node, PARKED, False)
+    parked = bool(label_now(api, node, PARKED))
+    label(site, node, PARKED, "")
     old = pods(api, _KUBE_PROXIES, node).get(node)
     if old is not None and agent is not None and _has_removed_rules(api, agent, old, parked):
-        # kube-proxy rewrites them only at its next full sync: in mode nftables within an hour. A new pod writes them
-        # at its start.
-        api.delete(PODS, old.name, NAMESPACE, old.uid)
-        _wait_new(api, _KUBE_PROXIES, node, old, "no new pod of kube-proxy comes, and the agent stays", seconds)
-    late = "kube-proxy's pod does not run, and the agent stays"
-    hopeless = "kube-proxy does not start, and the agent stays"
-    _wait_pod(api, _KUBE_PROXIES, node, lambda pod: True, late, hopeless, seconds)
-    if attached:
-        # kube-proxy's health server cannot be asked: the agent has bound the port.
-        command = ["pyebpf-proxy", "cluster", "on-node", "kube-proxy", *" ".join(targets).split()]
-        task_pod.run(api, "await", node, image, command, seconds)
+        # kube-proxy would write them again at its next full sync: in mode nftables within an hour.
+        _restart_kube_proxy(site, node, old)
+    kube_proxy = _wait_kube_proxy(site, node)
+    try:
+        _await_rules(site, node)
+    except ClusterError as error:
+        if NO_RULE not in str(error):
+            raise
+        # An agent that does not run now may have removed them.
+        say(f"{error}; kube-proxy is restarted")
+        _restart_kube_proxy(site, node, kube_proxy)
+        _wait_kube_proxy(site, node)
+        _await_rules(site, node)
     say("kube-proxy has programmed the node; the agent ends")
-    label(api, node, AGENT, False)
+    label(site, node, AGENT, CLEANING)
     gone = "the agent's pod does not end"
-    wait_on_node(api, node, lambda: node not in pods(api, _AGENTS, node), gone, seconds)
-    if attached:
-        # The agent's programs stay attached until here.
-        task_pod.run(api, "clean", node, image, objects.CLEAN_UP, seconds)
+    wait_on_node(api, node, lambda: node not in pods(api, _AGENTS, node), gone, site.seconds)
+    # Its programs are attached until here.
+    task_pod.run(api, "clean", node, site.image, objects.CLEAN_UP, site.seconds, {HEALTH: site.health})
+    label(site, node, AGENT, "")
     say("kube-proxy serves the node")
 
 
@@ -126,37 +205,50 @@ def _has_removed_rules(api: Api, agent: Pod, kube_proxy: Pod, parked: bool) -> b
     return later and agent.usable and is_programmed(api, agent)
 
 
-def _wait_new(api: Api, labels: str, node: str, old: Pod, late: str, seconds: float) -> None:
-    """Wait until another pod has replaced this one. ClusterError with the text ``late`` after the time."""
+def _restart_kube_proxy(site: Site, node: str, old: Pod) -> None:
+    """A new kube-proxy writes all rules at its start."""
+    site.go_on()
+    site.api.delete(PODS, old.name, NAMESPACE, old.uid)
+    _wait_new(site, _KUBE_PROXIES, node, old, "no new pod of kube-proxy comes, and the agent stays")
+
+
+def _wait_kube_proxy(site: Site, node: str) -> Pod:
+    late = "kube-proxy's pod does not run, and the agent stays"
+    hopeless = "kube-proxy does not start, and the agent stays"
+    return _wait_pod(site, KUBE_PROXY, node, lambda pod: True, late, hopeless)
+
+
+def _await_rules(site: Site, node: str) -> None:
+    """Until kube-proxy has rules for the targets. Its health page cannot tell: the agent holds the port."""
+    site.run("await", node, "kube-proxy", site.targets)
+
+
+def _wait_new(site: Site, labels: str, node: str, old: Pod, late: str) -> None:
+    """Until another pod has taken this one's place. ClusterError: ``late``."""
 
     def replaced() -> bool:
-        found = pods(api, labels, node).get(node)
+        found = pods(site.api, labels, node).get(node)
         return found is not None and found.uid != old.uid
 
-    wait_on_node(api, node, replaced, late, seconds)
+    wait_on_node(site.api, node, replaced, late, site.seconds)
 
 
-def replace(api: Api, node: str, old: Pod, seconds: float, say: Say) -> Pod:
-    """Replace the agent's pod by one of the DaemonSet's current template. Attached programs serve traffic meanwhile."""
-    api.delete(PODS, old.name, NAMESPACE, old.uid)
-    _wait_new(api, _AGENTS, node, old, "no new pod of the agent comes", seconds)
-    wait_programmed(api, node, seconds)
-    say("the new agent has programmed the node")
-    return wait_ready(api, node, seconds)
+# ---- labels and DaemonSets -----------------------------------------------------------------------------------------
 
 
-def has(api: Api, node: str, name: str) -> bool:
-    """Whether the node has this label of pyebpf-proxy. NodeLostError if there is no such node."""
+def label_now(api: Api, node: str, name: str) -> str:
+    """The present value of one of our labels; "" if the node does not have it. NodeGoneError."""
     found = api.get(NODES, node)
     if found is None:
-        raise NodeLostError("the node does not exist any more")
-    return has_label(found, name)
+        raise NodeGoneError("the node does not exist any more")
+    return label_of(found, name)
 
 
-def label(api: Api, node: str, name: str, on: bool) -> None:
-    """Set or remove a label of pyebpf-proxy."""
-    if has(api, node, name) != on:
-        api.patch(NODES, node, {"metadata": {"labels": {name: "true" if on else None}}})
+def label(site: Site, node: str, name: str, value: str) -> None:
+    """Give one of our labels this value, or remove it (""). ClusterError if another command has taken over."""
+    if label_now(site.api, node, name) != value:
+        site.go_on()
+        site.api.patch(NODES, node, {"metadata": {"labels": {name: value or None}}})
 
 
 def patch_kube_proxy(api: Api, change: Callable[[Object], Object | None], seconds: float) -> None:

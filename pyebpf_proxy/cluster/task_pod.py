@@ -7,15 +7,23 @@ import hashlib
 import time
 from collections.abc import Callable
 
-from pyebpf_proxy.cluster import objects
+from pyebpf_proxy.cluster import objects, reasons
 from pyebpf_proxy.cluster.api import PODS, SERVICES, SLICES, Api, Object
 from pyebpf_proxy.cluster.errors import ClusterError
-from pyebpf_proxy.cluster.model import pod_of, require_kubelet
+from pyebpf_proxy.cluster.model import one_line, pod_of, require_kubelet
 from pyebpf_proxy.cluster.objects import NAMESPACE
 
 POLL_SECONDS = 0.3
 #: How often a wait checks whether the node's kubelet still reports.
 _LOOK_SECONDS = 3.0
+#: Services that every cluster has: namespace and name.
+_TARGETS = (("default", "kubernetes"), ("kube-system", "kube-dns"))
+#: What ``targets`` needs.
+RIGHTS = tuple(
+    right
+    for namespace, _ in _TARGETS
+    for right in (("get", "", "services", namespace), ("list", "discovery.k8s.io", "endpointslices", namespace))
+)
 
 
 def name_of(what: str, node: str) -> str:
@@ -25,11 +33,17 @@ def name_of(what: str, node: str) -> str:
 
 
 def wait_until(
-    condition: Callable[[], bool], what: str, seconds: float, look: Callable[[], object] | None = None
+    condition: Callable[[], bool],
+    what: str,
+    seconds: float,
+    look: Callable[[], object] | None = None,
+    why: Callable[[], str] | None = None,
+    period: float = POLL_SECONDS,
 ) -> None:
     """Wait for the condition. ClusterError if it is not met in time; ``what`` describes the problem to the user.
 
-    ``look`` is called every few seconds, and raises an error if the condition can never be met.
+    ``look``: called every few seconds, to raise an error if it never will. ``why``: the reason for the error, or "".
+    ``period``: seconds from one look at the condition to the next.
     """
     now = time.monotonic()
     end, next_look = now + seconds, now + _LOOK_SECONDS
@@ -39,13 +53,21 @@ def wait_until(
             look()
             next_look = now + _LOOK_SECONDS
         if now > end:
-            raise ClusterError(f"{what}: not within {seconds:.0f} s")
-        time.sleep(POLL_SECONDS)
+            reason = why() if why is not None else ""
+            raise ClusterError(f"{what}: not within {seconds:.0f} s{f': {reason}' if reason else ''}")
+        time.sleep(period)
 
 
-def wait_on_node(api: Api, node: str, condition: Callable[[], bool], what: str, seconds: float) -> None:
-    """Like ``wait_until``, for something that the node's kubelet does. NodeLostError if the kubelet stops reporting."""
-    wait_until(condition, what, seconds, lambda: require_kubelet(api, node))
+def wait_on_node(
+    api: Api,
+    node: str,
+    condition: Callable[[], bool],
+    what: str,
+    seconds: float,
+    why: Callable[[], str] | None = None,
+) -> None:
+    """As ``wait_until``, for something that the node's kubelet does. NodeLostError if the kubelet stops reporting."""
+    wait_until(condition, what, seconds, lambda: require_kubelet(api, node), why)
 
 
 def run(
@@ -57,30 +79,42 @@ def run(
     seconds: float,
     environment: dict[str, str] | None = None,
 ) -> str:
-    """Run a command in a pod on a node, then remove the pod. The result is the output; ClusterError if it fails."""
-    pod = objects.task_pod(name_of(what, node), node, image, command, environment)
+    """Run a command on a node and remove its pod. The result is its output; ClusterError if it fails."""
+    pod = objects.task_pod(what, name_of(what, node), node, image, command, environment)
     name = pod["metadata"]["name"]
-    remove(api, name, node, seconds)  # a command that was killed may have left one
-    made = api.create(PODS, pod)
+    remove(api, name, node, seconds)  # of a command that was killed
     try:
-        found = pod_of(made)
+        output = _output(api, what, node, api.create(PODS, pod), seconds)
+    except BaseException:
+        with api.last_words():
+            api.delete(PODS, name, NAMESPACE)
+        raise
+    api.delete(PODS, name, NAMESPACE)
+    return output
 
-        def ended() -> bool:
-            nonlocal found
-            item = api.get(PODS, name, NAMESPACE)
-            if item is None:
-                raise ClusterError(f"{what}: another program deleted its pod")
-            found = pod_of(item)
-            return found.phase in ("Succeeded", "Failed") or bool(found.hopeless)
 
-        wait_on_node(api, node, ended, f"{what}: the pod does not end", seconds)
-        if found.phase == "Failed":
-            raise ClusterError(f"{what}: {found.hopeless or found.message or 'the pod failed'}")
-        if found.phase != "Succeeded":
-            raise ClusterError(found.hopeless)
-        return api.log(name, NAMESPACE)
-    finally:
-        api.delete(PODS, name, NAMESPACE)
+def _output(api: Api, what: str, node: str, made: Object, seconds: float) -> str:
+    """What a task pod has written, once it has succeeded. ClusterError if it fails, or does not end in time."""
+    found = pod_of(made)
+    name = found.name
+
+    def ended() -> bool:
+        nonlocal found
+        item = api.get(PODS, name, NAMESPACE)
+        if item is None:
+            raise ClusterError(f"{what}: another program deleted its pod")
+        found = pod_of(item)
+        return found.phase in ("Succeeded", "Failed") or bool(found.hopeless)
+
+    def why() -> str:
+        return reasons.of_pod(api, name) or one_line(api.log(name, NAMESPACE))
+
+    wait_on_node(api, node, ended, f"{what}: the pod does not end", seconds, why)
+    if found.phase == "Failed":
+        raise ClusterError(f"{what}: {found.hopeless or found.message or 'the pod failed'}")
+    if found.phase != "Succeeded":
+        raise ClusterError(found.hopeless)
+    return api.log(name, NAMESPACE)
 
 
 def remove(api: Api, name: str, node: str, seconds: float) -> None:
@@ -91,22 +125,33 @@ def remove(api: Api, name: str, node: str, seconds: float) -> None:
 
 
 def remove_all(api: Api) -> None:
-    """Delete task pods that a killed command has left."""
-    for each in api.objects(PODS, NAMESPACE, f"{objects.TASK}=true"):
+    """Task pods that a killed command left. Those of a ``cluster check`` stay: it may run at the same time."""
+    for each in api.objects(PODS, NAMESPACE, f"{objects.TASK},{objects.TASK}!=check"):
         api.delete(PODS, each["metadata"]["name"], NAMESPACE)
 
 
+def stop_checks(api: Api) -> None:
+    """Delete the pods of a ``cluster check`` that ends early, as far as the API server answers."""
+    with api.last_words():
+        for each in api.objects(PODS, NAMESPACE, f"{objects.TASK}=check"):
+            api.delete(PODS, each["metadata"]["name"], NAMESPACE)
+
+
 def targets(api: Api) -> list[str]:
-    """TCP Services that almost every cluster has, as ``ADDRESS PORT``, for a connection test. Those without endpoints
-    are left out."""
+    """For a test of connectivity: Services that every cluster has, as far as they have endpoints.
+
+    ``ADDRESS PORT`` of each Service's first TCP port, and ``ADDRESS 53/UDP`` of a DNS server.
+    """
     found = []
-    for namespace, name in (("default", "kubernetes"), ("kube-system", "kube-dns")):
+    for namespace, name in _TARGETS:
         service = api.get(SERVICES, name, namespace)
         if service is None or not _has_endpoints(api, namespace, name):
             continue
         addresses = service["spec"].get("clusterIPs") or [service["spec"].get("clusterIP")]
-        ports = [port["port"] for port in service["spec"].get("ports", ()) if port.get("protocol", "TCP") == "TCP"]
-        found += [f"{address} {ports[0]}" for address in addresses if ports and address not in (None, "None")]
+        listed = [(port["port"], port.get("protocol", "TCP")) for port in service["spec"].get("ports", ())]
+        ports = [str(port) for port, protocol in listed if protocol == "TCP"][:1]
+        ports += ["53/UDP"] if (53, "UDP") in listed else []
+        found += [f"{address} {port}" for address in addresses for port in ports if address not in (None, "None")]
     return found
 
 

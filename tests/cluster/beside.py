@@ -44,6 +44,8 @@ class Side:
 
     def __init__(self, name: str, server: ApiServer, folder: Path) -> None:
         self.name = name
+        #: A folder of programs that come first.
+        self.programs: Path | None = None
         self.namespace = Namespace(f"{name}-{os.getpid()}-{next(_numbers)}")
         self._server = server
         self._folder = folder
@@ -99,9 +101,13 @@ class Side:
         program = [str(kube_proxy())]
         if self.name == "agent":
             program = [*command(), "--directory", str(self._folder / "state")]
+        environment = dict(os.environ)
+        if self.programs is not None:
+            environment["PATH"] = f"{self.programs}:{environment['PATH']}"
         with open(self.log, "wb") as log:
             self._process = subprocess.Popen(
                 ["ip", "netns", "exec", self.namespace.name, *program, "--config", str(path)],
+                env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

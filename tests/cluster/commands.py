@@ -12,20 +12,21 @@ from pathlib import Path
 from typing import Any
 
 from pyebpf_proxy.cli import main
+from pyebpf_proxy.cluster.objects import AGENT
 from tests.cluster.simulated_nodes import SETS, SYSTEM, Recorder, SimulatedNodes
 from tests.support import kubeadm
 from tests.support.apiserver import ADMIN_TOKEN, ApiServer, Object
 
 NAMES = ["n1", "n2", "n3"]
 IMAGE, NEWER = "registry.example/pyebpf-proxy:1", "registry.example/pyebpf-proxy:2"
+LEASE = "/apis/coordination.k8s.io/v1/namespaces/kube-system/leases/pyebpf-proxy-cluster"
 CONFIG_MAP = "/api/v1/namespaces/kube-system/configmaps/kube-proxy"
 
 
 @contextlib.contextmanager
 def watched(server: ApiServer, folder: Path) -> Iterator[SimulatedNodes]:
-    """Three nodes with kube-proxy, and a recorder that fails the test if a node is without a proxy."""
-    with simulated_cluster(server, folder, NAMES) as nodes:
-        nodes.until(lambda pods: proxies(pods) == served_by_agent(), "kube-proxy runs everywhere")
+    """Three nodes on which kube-proxy runs, and a recorder that fails the test if one is without a proxy."""
+    with made(server, folder, NAMES) as nodes:
         with Recorder(server) as recorder:
             yield nodes
         assert recorder.served == set(NAMES), "the recorder has not seen the nodes"
@@ -33,13 +34,19 @@ def watched(server: ApiServer, folder: Path) -> Iterator[SimulatedNodes]:
 
 
 @contextlib.contextmanager
-def simulated_cluster(server: ApiServer, folder: Path, names: list[str]) -> Iterator[SimulatedNodes]:
-    """Nodes, kubeadm's objects, and ``admin.conf`` in the folder."""
+def made(server: ApiServer, folder: Path, names: list[str]) -> Iterator[SimulatedNodes]:
+    """Nodes on which kube-proxy runs, kubeadm's objects, and ``admin.conf`` in the folder.
+
+    At the end, each node with programs of an agent must have the label by which the commands know it.
+    """
     server.kubeconfig(folder / "admin.conf", {"token": ADMIN_TOKEN})
     server.apply(kubeadm.config_map("https://192.0.2.1:6443"))
     with SimulatedNodes(server, names, folder) as nodes:
         server.create(kubeadm.daemon_set())
+        nodes.until(lambda pods: proxies(pods).keys() == set(names), "kube-proxy runs everywhere")
         yield nodes
+        forgotten = [name for name in sorted(nodes.attached) if AGENT not in labels(server, name)]
+        assert forgotten == [], "an agent's programs are attached, and no label says so"
 
 
 def proxies(pods: dict[str, Object]) -> dict[str, list[str]]:
@@ -68,6 +75,18 @@ def run(folder: Path, *arguments: str, status: int = 0) -> str:
     text = output.getvalue() + errors.getvalue()
     assert ended == status, text
     return text
+
+
+def labels(server: ApiServer, node: str) -> dict[str, str]:
+    """Of a node; empty if it does not exist any more."""
+    items = server.request("GET", "/api/v1/nodes")["items"]
+    return next((each["metadata"].get("labels", {}) for each in items if each["metadata"]["name"] == node), {})
+
+
+def expire_lease(server: ApiServer) -> None:
+    """As long after a command was killed."""
+    past = {"spec": {"renewTime": "2026-01-01T00:00:00.000000Z"}}
+    server.request("PATCH", LEASE, past, "application/merge-patch+json")
 
 
 def daemon_set(server: ApiServer, name: str = "kube-proxy") -> Any:

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Simulates the parts of a cluster that the tests' API server lacks: a DaemonSet controller, and kubelets.
 
-The controller follows the real one's rules for node selectors, affinity, OnDelete and RollingUpdate. A kubelet reports
-the states of its node's pods as a real one does: the image is pulled or not, the container runs, its probes succeed, it
-ends. It serves logs at the port in the Node, where the real API server fetches them. Nothing runs in the pods. The
-condition ``Programmed``, which no command reads, stands for the work of a proxy's pod.
+The controller follows the real one's rules for node selectors, affinity, OnDelete and RollingUpdate. A kubelet takes
+its node's pods through the states that a real one reports: the image is pulled or not, the container runs, its probes
+succeed, it ends; and it serves logs at the port that the Node names, where the real API server asks for them. Nothing
+runs in the pods. What a proxy's pod stands for is a condition of it that no command reads: ``Programmed``. And
+``attached`` has the nodes on which an agent's programs are attached: they outlive its pod, until a clean-up succeeds.
 """
 
 from __future__ import annotations
@@ -42,14 +43,23 @@ class Faults:
         #: (image, node): the image cannot be pulled there.
         self.missing: set[tuple[str, str]] = set()
         self.never_ready: set[str] = set()
-        self.never_programmed: set[str] = set()
+        #: Nodes, or (image, node).
+        self.never_programmed: set[str | tuple[str, str]] = set()
+        #: Agents there are ready before they have programmed the node, as far as nothing else holds the health port.
+        self.ready_early: set[str] = set()
+        #: The DaemonSet controller makes no pods of the agent there.
+        self.no_pods: set[str] = set()
         #: Their kubelets report nothing more, and end no pod.
         self.dead: set[str] = set()
         #: Errors of failing task pods, by a part of their name and the node.
         self.tasks: dict[tuple[str, str], str] = {}
         #: Task pods that do not end, by the same key.
         self.hanging: set[tuple[str, str]] = set()
-        #: Results of rows of `cluster test`, by their text.
+        #: What task pods that succeed say besides, by the same.
+        self.says: dict[tuple[str, str], str] = {}
+        #: (node, "ADDRESS PORT"): what neither proxy serves there.
+        self.unreached: set[tuple[str, str]] = set()
+        #: What a row of `cluster test` found, by its text.
         self.rows: dict[str, str] = {}
 
 
@@ -61,6 +71,10 @@ class SimulatedNodes:
         self.names = names
         self.faults = Faults()
         self.problems: list[str] = []
+        #: Nodes on which programs are attached.
+        self.attached: set[str] = set()
+        #: Task pods that have ended.
+        self.ran: list[Object] = []
         self._folder = folder
         self._ended = threading.Event()
         self._since: dict[str, float] = {}
@@ -197,7 +211,7 @@ class SimulatedNodes:
         for node_name, node in nodes.items():
             here = [pod for pod in mine if pod["spec"]["nodeName"] == node_name]
             wanted = _fits(template["spec"], node["metadata"].get("labels", {}))
-            if wanted and not here:
+            if wanted and not here and not (name == "pyebpf-proxy" and node_name in self.faults.no_pods):
                 self._numbers += 1
                 self._create(daemon_set, f"{name}-{revision[:5]}-{self._numbers}", node_name, revision)
             for pod in here:
@@ -255,43 +269,64 @@ class SimulatedNodes:
             self._status(pod, "Pending", {"waiting": waiting}, started=False)
             return
         plan = next((each["value"] for each in container.get("env", ()) if each["name"] == "PEER_PLAN"), None)
+        if any(what in name and at == node for what, at in self.faults.hanging):
+            return
         if plan is not None:
             # A pod of `cluster test`: its rows have the results of the faults, or the expected ones.
             rows = [row | self._found(row) for row in json.loads(plan)]
             self._logs[name] = "".join(f"{json.dumps(row)}\n" for row in rows) + "done\n"
             self._status(pod, "Running", {"running": {}}, True, True)
             return
-        if kind == "task" and any(what in name and at == node for what, at in self.faults.hanging):
-            return
         if kind == "task":
-            wrong = next((text for (what, at), text in self.faults.tasks.items() if what in name and at == node), "")
-            self._logs[name] = wrong or "all is well\n"
-            # These two wait for a kube-proxy that has programmed the node.
-            waits = ("await" in name or "clean" in name) and not any(
-                each["metadata"].get("labels", {}).get("k8s-app") == "kube-proxy"
-                and each["spec"]["nodeName"] == node
-                and _conditions(each).get("Programmed") == "True"
-                for each in pods.values()
-            )
-            if age > 0.3 and not waits:
-                ended = {"exitCode": 1 if wrong else 0, "message": wrong, "reason": "Error" if wrong else "Completed"}
-                self._status(pod, "Failed" if wrong else "Succeeded", {"terminated": ended}, started=False)
+            if "pyebpf-proxy/task" in metadata.get("labels", {}):
+                self._task(pod, pods, age)
             return
         if age < 0.2:
             return
         programmed, ready = age > 0.4, age > 0.4
         if kind == "pyebpf-proxy":
-            programmed = programmed and node not in self.faults.never_programmed
-            self._logs[name] = "2026-01-01T00:00:00.000Z info starting\n"
+            programmed = programmed and self.faults.never_programmed.isdisjoint((node, (image, node)))
+            self._logs[name] = "2026-01-01T00:00:00.000Z info pyebpf-proxy starts version=1\n"
             if programmed:
+                self.attached.add(node)
                 self._logs[name] += "2026-01-01T00:00:00.100Z info ready objects=3 service_ports=1 seconds=0.1\n"
             # Another process, kube-proxy, has the health port.
             kube_proxy_runs = any(
                 each["metadata"].get("labels", {}).get("k8s-app") == "kube-proxy" and each["spec"]["nodeName"] == node
                 for each in pods.values()
             )
-            ready = programmed and not kube_proxy_runs and node not in self.faults.never_ready
+            early = age > 0.4 and node in self.faults.ready_early
+            ready = (programmed or early) and not kube_proxy_runs and node not in self.faults.never_ready
         self._status(pod, "Running", {"running": {}}, True, ready, programmed)
+
+    def _task(self, pod: Object, pods: dict[str, Object], age: float) -> None:
+        """One step of a task pod."""
+        name, node = pod["metadata"]["name"], pod["spec"]["nodeName"]
+        (container,) = pod["spec"]["containers"]
+        what = pod["metadata"]["labels"]["pyebpf-proxy/task"]
+        wrong = next((text for (part, at), text in self.faults.tasks.items() if part in name and at == node), "")
+        words = container["command"][4:] if what in ("fit", "try", "verify", "connect") else []
+        places = [" ".join(pair) for pair in zip(words[::2], words[1::2], strict=True)]
+        lacking = [place for place in places if (node, place) in self.faults.unreached]
+        if lacking and what in ("verify", "connect"):
+            wrong = f"no connection to the Service at {lacking[0]}: timed out"
+        said = "".join(f"reached {place}\n" for place in places if place not in lacking)
+        said += next((text for (part, at), text in self.faults.says.items() if part in name and at == node), "")
+        self._logs[name] = f"{said}{wrong or 'all is well'}\n"
+        # These two wait for a kube-proxy that has programmed the node.
+        waits = what in ("await", "clean") and not any(
+            each["metadata"].get("labels", {}).get("k8s-app") == "kube-proxy"
+            and each["spec"]["nodeName"] == node
+            and _conditions(each).get("Programmed") == "True"
+            for each in pods.values()
+        )
+        if age <= 0.3 or waits or pod["status"]["phase"] in ("Failed", "Succeeded"):
+            return
+        if what == "clean" and not wrong:
+            self.attached.discard(node)
+        self.ran.append(pod)
+        ended = {"exitCode": 1 if wrong else 0, "message": wrong, "reason": "Error" if wrong else "Completed"}
+        self._status(pod, "Failed" if wrong else "Succeeded", {"terminated": ended}, started=False)
 
     def _found(self, row: Object) -> Object:
         wrong = self.faults.rows.get(row["to"])

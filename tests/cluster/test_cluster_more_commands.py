@@ -20,9 +20,10 @@ import pytest
 import yaml
 
 from pyebpf_proxy import __version__
+from pyebpf_proxy.cluster import objects
 from pyebpf_proxy.see import model
-from tests.cluster import agent_answers
-from tests.cluster.commands import CONFIG_MAP, IMAGE, NAMES, NEWER, daemon_set, run, simulated_cluster
+from tests.cluster import agent_says
+from tests.cluster.commands import CONFIG_MAP, IMAGE, NAMES, NEWER, daemon_set, made, run, started
 from tests.cluster.simulated_nodes import SETS, SYSTEM, SimulatedNodes
 from tests.support.apiserver import ADMIN_TOKEN, ApiError, ApiServer, Object
 
@@ -74,6 +75,37 @@ def test_upgrade_node_by_node_until_one_fails(installed: SimulatedNodes, server:
     assert "[1/1] n2: upgraded, and verified" in run(tmp_path, "upgrade", "--image", NEWER)
     assert images(server) == {"n1": NEWER, "n2": NEWER}
     assert "2 of 2 nodes" in run(tmp_path, "status")
+
+
+def test_ready_is_no_proof_that_the_new_agent_has_programmed_the_node(
+    installed: SimulatedNodes, server: ApiServer, tmp_path: Path
+) -> None:
+    """The former agent's programs still answer, so that a connection does not show it either."""
+    installed.faults.ready_early.add("n1")
+    installed.faults.never_programmed.add((NEWER, "n1"))
+    output = run(tmp_path, "upgrade", "--image", NEWER, "--timeout", "4", status=1)
+    assert "n1: the agent has not programmed the node: not within 4 s" in output
+    assert f"; the agent of {IMAGE} runs there again" in output
+    assert images(server) == {"n1": IMAGE, "n2": IMAGE}
+
+
+def test_a_failed_upgrade_restores_the_template_and_applies_the_new_rights(
+    installed: SimulatedNodes, server: ApiServer, tmp_path: Path
+) -> None:
+    """The installation is of another version: its pods have a variable more, its role a rule less."""
+    older = objects.agent(IMAGE)[-1]
+    older["spec"]["template"]["spec"]["containers"][0]["env"].append({"name": "OLDER", "value": "1"})
+    query = "?fieldManager=pyebpf-proxy-cluster&force=true"
+    server.request("PATCH", f"{SETS}/pyebpf-proxy{query}", json.dumps(older), "application/apply-patch+yaml")
+    role = "/apis/rbac.authorization.k8s.io/v1/clusterroles/pyebpf-proxy"
+    rules = server.request("GET", role)["rules"]
+    server.request("PATCH", role, {"rules": rules[:-1]}, "application/merge-patch+json")
+    before = daemon_set(server, "pyebpf-proxy")["spec"]["template"]
+    installed.faults.tasks["verify", "n2"] = "no connection to the Service at 10.96.0.1 port 443: timed out"
+    run(tmp_path, "upgrade", "--image", NEWER, status=1)
+    assert daemon_set(server, "pyebpf-proxy")["spec"]["template"] == before
+    assert images(server) == {"n1": NEWER, "n2": IMAGE}
+    assert server.request("GET", role)["rules"] == rules
 
 
 # ---- status --------------------------------------------------------------------------------------------------------
@@ -336,6 +368,8 @@ def test_connectivity_is_tested_on_every_node_and_pods_are_removed(
                     assert (source, f"{what}, {family}") in asked
             for other in NAMES:
                 assert (source, f"NodePort of {other}, UDP, IPv4") in asked
+                local = (source, f"NodePort of {other}, policy Local, TCP, IPv4")
+                assert (local in asked) == (source.startswith("node") and other != node)
         assert (f"pod on {node}", "ClusterIP, hairpin, TCP, IPv6") in asked
         assert (f"node {node}", "ClusterIP, hairpin, TCP, IPv6") not in asked
     # From this machine no node address accepts a connection.
@@ -346,6 +380,15 @@ def test_connectivity_is_tested_on_every_node_and_pods_are_removed(
     failed = [line.split("  ")[0] for line in output.splitlines() if "FAILED" in line and "timed out" in line]
     assert failed == ["node n1", "node n2", "pod on n1", "pod on n2"]
     assert " 4 failed" in output.splitlines()[-1]
+    cluster.faults.hanging.add(("-pod-", "n1"))
+    process = started(tmp_path, "test", "--image", IMAGE)
+    cluster.until(lambda pods: any("-pod-n1-" in name for name in pods), "a pod of the test is there")
+    (name,) = (name for name in cluster._pods() if "-pod-n1-" in name)
+    server.request("DELETE", f"/api/v1/namespaces/pyebpf-proxy-test/pods/{name}")
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 1, said
+    assert f"pod pyebpf-proxy-test/{name} of the test was deleted before it had finished" in said
+    cluster.faults.hanging.clear()
     cluster.faults.missing.add((IMAGE, "n3"))
     assert "n3: a pod of the test does not run: the image cannot be pulled" in run(
         tmp_path, "test", "--image", IMAGE, status=1

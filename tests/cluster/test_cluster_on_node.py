@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from pyebpf_proxy.cluster import peer
+from pyebpf_proxy.cluster import objects, peer
 from pyebpf_proxy.lab.addresses import Dual, cluster_ip, vip
 from pyebpf_proxy.lab.cluster import Lab
 from pyebpf_proxy.lab.manifests import Port, node, service, slices
@@ -30,11 +32,24 @@ def server() -> Iterator[ApiServer]:
     yield from running()
 
 
-@pytest.mark.parametrize("mode", ["iptables", "nftables"])
-def test_rules_are_awaited_and_removed(server: ApiServer, tmp_path: Path, mode: str) -> None:
-    """The task waits until kube-proxy has written its rules; ``verify`` removes its leftovers, and sends a request to
-    the Service.
+def tools(folder: Path, kind: str) -> Path:
+    """A folder in which ``iptables`` and its like are of this kind, as kube-proxy's image chooses them."""
+    folder.mkdir()
+    for command, action in itertools.product(("iptables", "ip6tables"), ("", "-save", "-restore")):
+        (folder / f"{command}{action}").symlink_to(shutil.which(f"{command}-{kind}{action}") or "/nowhere")
+    return folder
+
+
+@pytest.mark.parametrize(("mode", "kind"), [("iptables", "nft"), ("iptables", "legacy"), ("nftables", "nft")])
+def test_rules_are_awaited_and_removed(server: ApiServer, tmp_path: Path, mode: str, kind: str) -> None:
+    """Kube-proxy's rules are found once it has written them; ``verify`` removes what it left, and asks the Service.
+
+    With the capabilities of the task pods and no others. What another program uses stays, and is named.
     """
+    pod = objects.task_pod("verify", "e", "n1", "x:1", ["true"])
+    (container,) = pod["spec"]["containers"]
+    added = ",".join(f"+{name.lower()}" for name in container["securityContext"]["capabilities"]["add"])
+    few_rights = ["setpriv", f"--bounding-set=-all,{added}", f"--inh-caps=-all,{added}"]
     endpoint = Dual("198.51.100.7", "2001:db8::7")
     addresses = [{"type": "InternalIP", "address": NODE_IP}]
     server.apply({"apiVersion": "v1", "kind": "Node", "metadata": {"name": NODE}, "status": {"addresses": addresses}})
@@ -42,15 +57,16 @@ def test_rules_are_awaited_and_removed(server: ApiServer, tmp_path: Path, mode: 
         server.apply(item)
     places = [cluster_ip(11).v4, "80", cluster_ip(11).v6, "80"]
     with Side("kube-proxy", server, tmp_path) as side:
+        side.programs = tools(tmp_path / "programs", kind)
 
         def task(*arguments: str) -> subprocess.CompletedProcess[str]:
             command = [sys.executable, "-m", "pyebpf_proxy", "cluster", "on-node", *arguments]
-            inside = ["ip", "netns", "exec", side.namespace.name, *command]
+            inside = ["ip", "netns", "exec", side.namespace.name, *few_rights, *command]
             return subprocess.run(inside, capture_output=True, text=True, check=False, timeout=100)
 
         command = [sys.executable, "-m", "pyebpf_proxy", "cluster", "on-node", "kube-proxy", *places]
         waiting = subprocess.Popen(
-            ["ip", "netns", "exec", side.namespace.name, *command],
+            ["ip", "netns", "exec", side.namespace.name, *few_rights, *command],
             stdout=subprocess.PIPE,
             text=True,
         )
@@ -60,10 +76,18 @@ def test_rules_are_awaited_and_removed(server: ApiServer, tmp_path: Path, mode: 
         output, _ = waiting.communicate(timeout=30)
         assert (waiting.returncode, output) == (0, "all is well\n")
         side.stop()
+        if mode == "iptables":
+            # As portmap with externalSetMarkChain.
+            side.namespace.run(f"iptables-{kind}", "-t", "nat", "-N", "CNI-HOSTPORT-SETMARK")
+            side.namespace.run(f"iptables-{kind}", "-t", "nat", "-A", "CNI-HOSTPORT-SETMARK", "-j", "KUBE-MARK-MASQ")
         done = task("verify")
         assert done.returncode == 0, done
         assert "removed what kube-proxy left behind: " in done.stdout
-        left = side.namespace.run("iptables-save") + side.namespace.run("nft", "list", "tables")
+        kept = (
+            f"warning: iptables-{kind} IPv4: table nat: chain KUBE-MARK-MASQ stays, because a rule of another program"
+        )
+        assert (kept in done.stdout) == (mode == "iptables"), done
+        left = side.namespace.run(f"iptables-{kind}-save") + side.namespace.run("nft", "list", "tables")
         assert "KUBE-SVC" not in left
         assert "kube-proxy" not in left
         done = task("fit")
@@ -78,10 +102,12 @@ def test_verify_connects_to_services() -> None:
         listening = [
             sys.executable,
             "-c",
-            "import socket, time; s = socket.create_server(('127.0.0.1', 80)); time.sleep(60)",
+            "import socket; s = socket.create_server(('127.0.0.1', 80))\n"
+            "u = socket.socket(socket.AF_INET, socket.SOCK_DGRAM); u.bind(('127.0.0.1', 53))\n"
+            "while True: data, who = u.recvfrom(512); u.sendto(data[:2], who)",
         ]
         with subprocess.Popen(["ip", "netns", "exec", namespace.name, *listening]) as process:
-            command = [sys.executable, "-m", "pyebpf_proxy", "cluster", "on-node", "verify", "127.0.0.1", "80"]
+            command = [sys.executable, "-m", "pyebpf_proxy", "cluster", "on-node", "connect", "127.0.0.1", "80"]
             results = [
                 subprocess.run(
                     ["ip", "netns", "exec", namespace.name, *command, *more],
@@ -89,13 +115,13 @@ def test_verify_connects_to_services() -> None:
                     text=True,
                     check=False,
                 )
-                for more in ([], ["127.0.0.1", "81"])
+                for more in (["127.0.0.1", "53/UDP"], ["127.0.0.1", "81"])
             ]
             process.kill()
     finally:
         namespace.remove()
     assert [each.returncode for each in results] == [0, 1], results
-    assert results[0].stdout == "connected to the Service at 127.0.0.1 port 80\nall is well\n"
+    assert results[0].stdout == "reached 127.0.0.1 80\nreached 127.0.0.1 53/UDP\nall is well\n"
     assert results[1].stdout.splitlines()[-1] == "no connection to the Service at 127.0.0.1 port 81: Connection refused"
 
 

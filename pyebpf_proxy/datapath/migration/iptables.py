@@ -99,22 +99,34 @@ def legacy_tables(family: int) -> list[str]:
         return []
 
 
+def saved(variant: Variant) -> str:
+    """All rules as the variant's tool saves them; "" if none can be kube-proxy's. ToolError, OSError."""
+    tables = _tables(variant)
+    if not tables:
+        return ""
+    text = _run(variant, "save")
+    if unreadable := _unreadable(variant, tables, text):
+        raise ToolError("; ".join(unreadable))
+    return text
+
+
+def _tables(variant: Variant) -> set[str]:
+    """The tables that may hold rules of kube-proxy."""
+    if variant.kind == "legacy":
+        return set(legacy_tables(variant.family))
+    chains = Ruleset().chains(FAMILIES[variant.family])
+    return {table for table, names in chains.items() if any(is_kube_proxys(table, name) for name in names)}
+
+
 def _remove(variant: Variant, keep_forward: bool) -> Plan:
     """Reads and removes the rules of one variant; returns the last plan."""
-    if variant.kind == "nft":
-        chains = Ruleset().chains(FAMILIES[variant.family])
-        tables = {table for table, names in chains.items() if any(is_kube_proxys(table, name) for name in names)}
-    else:
-        tables = set(legacy_tables(variant.family))
+    tables = _tables(variant)
     if not tables:
         return Plan()
     for attempt in range(ATTEMPTS):
-        saved = _run(variant, "save")
-        planned = plan(saved, keep_forward=keep_forward)
-        # iptables-nft leaves out a table with rules that it cannot read.
-        unreadable = [table for table in sorted(tables) if f"*{table}\n" not in saved] if variant.kind == "nft" else []
-        if unreadable:
-            planned.kept += [f"table {table} holds rules that iptables cannot read; use nft" for table in unreadable]
+        text = _run(variant, "save")
+        planned = plan(text, keep_forward=keep_forward)
+        planned.kept += _unreadable(variant, tables, text)
         if not planned.script:
             return planned
         try:
@@ -125,6 +137,14 @@ def _remove(variant: Variant, keep_forward: bool) -> Plan:
         else:
             return planned
     raise AssertionError("unreachable")
+
+
+def _unreadable(variant: Variant, tables: set[str], text: str) -> list[str]:
+    """The tables that the tool left out: iptables-nft does so if it cannot read a rule. One line each."""
+    if variant.kind == "legacy":
+        return []
+    left_out = [table for table in sorted(tables) if f"*{table}\n" not in text]
+    return [f"table {table} holds rules that iptables cannot read; use nft" for table in left_out]
 
 
 def _has_canary(variant: Variant) -> bool:

@@ -51,6 +51,10 @@ class Ruleset:
             status, _, _ = self._nft.cmd(f"list chain {family} {table} {chain}")
         return not status
 
+    def table(self, family: str, name: str) -> str:
+        """The rules of a table, as JSON."""
+        return self._run(f"list table {family} {name}")
+
     def delete_table(self, family: str, name: str) -> None:
         self._run(f"delete table {family} {name}")
 

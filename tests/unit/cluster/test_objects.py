@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 
 from pyebpf_proxy.cluster import objects
-from pyebpf_proxy.cluster.model import pod_of
+from pyebpf_proxy.cluster.model import kube_proxy_health, pod_of
 from tests import ROOT
 
+REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
 OURS = {"key": objects.PARKED, "operator": "DoesNotExist"}
 THEIRS = {"key": "kubernetes.io/arch", "operator": "In", "values": ["amd64"]}
 
@@ -34,10 +35,15 @@ def test_the_agent_runs_on_selected_nodes_and_only_commands_replace_pods() -> No
     assert specification["containers"][0]["image"] == "registry.example/x:1"
 
 
-def test_a_task_pod_has_one_capability_and_no_token() -> None:
-    specification = objects.task_pod("e", "n1", "x:1", ["true"])["spec"]
+@pytest.mark.parametrize("what", ["fit", "verify", "await"])
+def test_a_task_pod_may_use_iptables_and_has_no_token(what: str) -> None:
+    specification = objects.task_pod(what, "e", "n1", "x:1", ["true"])["spec"]
     (container,) = specification["containers"]
-    assert container["securityContext"]["capabilities"] == {"add": ["NET_ADMIN"], "drop": ["ALL"]}
+    # iptables-legacy needs NET_RAW and its lock.
+    assert container["securityContext"]["capabilities"] == {"add": ["NET_ADMIN", "NET_RAW"], "drop": ["ALL"]}
+    paths = {each["hostPath"]["path"] for each in specification["volumes"] if "hostPath" in each}
+    assert "/run/xtables.lock" in paths
+    assert ("priorityClassName" in specification) == (what != "fit"), "no pod is evicted for a trial"
     assert specification["automountServiceAccountToken"] is False
     assert (specification["nodeName"], specification["restartPolicy"]) == ("n1", "Never")
     assert "readinessProbe" not in container
@@ -45,8 +51,37 @@ def test_a_task_pod_has_one_capability_and_no_token() -> None:
 
 def test_the_clean_up_may_call_bpf_too() -> None:
     """The runtimes' seccomp profile allows it only with this capability."""
-    (container,) = objects.task_pod("e", "n1", "x:1", objects.CLEAN_UP)["spec"]["containers"]
+    (container,) = objects.task_pod("clean", "e", "n1", "x:1", objects.CLEAN_UP)["spec"]["containers"]
     assert container["securityContext"]["capabilities"] == {"add": ["NET_ADMIN", "BPF"], "drop": ["ALL"]}
+
+
+def test_a_variable_of_a_task_pod_replaces_the_one_of_its_name() -> None:
+    pod = objects.task_pod("clean", "e", "n1", "x:1", objects.CLEAN_UP, {"KUBE_PROXY_HEALTH": "[::1]:10356"})
+    variables = [(each["name"], each.get("value")) for each in pod["spec"]["containers"][0]["env"]]
+    assert sorted(variables, key=str) == [("KUBE_PROXY_HEALTH", "[::1]:10356"), ("NODE_NAME", None)]
+
+
+def test_a_pod_on_the_pod_network_has_no_right() -> None:
+    specification = objects.task_pod("connect", "e", "n1", "x:1", ["true"])["spec"]
+    assert not specification.keys() & {"hostNetwork", "volumes"}
+    (container,) = specification["containers"]
+    assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+
+
+@pytest.mark.parametrize(
+    ("address", "expected"),
+    [
+        ("", "127.0.0.1:10256"),
+        ("0.0.0.0:10256", "127.0.0.1:10256"),
+        ("0.0.0.0:10356", "127.0.0.1:10356"),
+        ("0.0.0.0", "127.0.0.1:10256"),
+        ("[::]:10356", "[::1]:10356"),
+        ("192.0.2.11:10256", "192.0.2.11:10256"),
+        ("2001:db8::1", "[2001:db8::1]:10256"),
+    ],
+)
+def test_where_kube_proxy_serves_its_health(address: str, expected: str) -> None:
+    assert kube_proxy_health({"healthzBindAddress": address}) == expected
 
 
 def merged(target: Any, patch: Any) -> Any:
@@ -105,7 +140,47 @@ def test_kube_proxys_daemonset_is_changed_and_restored(affinity: Any, strategy: 
     assert objects.unprepare(original) is None
 
 
-def test_the_meaning_of_a_pods_status() -> None:
+@pytest.mark.parametrize("affinity", AFFINITIES, ids=["none", "of pods", "preferred", "required"])
+def test_what_others_change_meanwhile_stays(affinity: Any) -> None:
+    """An administrator adds to kube-proxy's affinity, and sets another update strategy."""
+    update: Any = {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 0, "maxUnavailable": 1}}
+    template: Any = {"spec": {"affinity": affinity} if affinity else {}}
+    original: Any = {"metadata": {}, "spec": {"updateStrategy": update, "template": template}}
+    prepared = merged(original, objects.prepare(original))
+    added = {"key": "example.org/proxy", "operator": "Exists"}
+    edited = copy.deepcopy(prepared)
+    terms = edited["spec"]["template"]["spec"]["affinity"]["nodeAffinity"][REQUIRED]["nodeSelectorTerms"]
+    for term in terms:
+        term["matchExpressions"].insert(0, added)
+    edited["spec"]["template"]["spec"]["affinity"]["podAffinity"] = {"preferred": []}
+    edited["spec"]["updateStrategy"] = {"type": "RollingUpdate", "rollingUpdate": {"maxUnavailable": "20%"}}
+    assert not objects.is_prepared(edited)
+    assert objects.spares_parked(edited), "no node has to be unparked for it"
+    again = merged(edited, objects.prepare(edited))
+    assert again["spec"]["updateStrategy"] == {"type": "OnDelete"}
+    for before, strategy in ((edited, edited), (again, edited)):
+        back = merged(before, objects.unprepare(before))
+        back = merged(back, objects.restore_strategy(back))
+        assert back["spec"]["updateStrategy"] == strategy["spec"]["updateStrategy"]
+        present = back["spec"]["template"]["spec"]["affinity"]
+        assert present["podAffinity"] == {"preferred": []}
+        kept = present["nodeAffinity"][REQUIRED]["nodeSelectorTerms"]
+        assert all(added in term["matchExpressions"] and OURS not in term["matchExpressions"] for term in kept)
+        assert len(kept) == len(terms)
+
+
+def test_the_agents_former_template_comes_back() -> None:
+    old = objects.agent("x:1")[-1]
+    old["spec"]["template"]["spec"]["containers"][0]["env"].append({"name": "OLD", "value": "1"})
+    new = objects.upgraded(old, "x:2")
+    assert objects.template_image(new) == "x:2"
+    again = objects.upgraded(new, "x:2")
+    assert objects.downgraded(again, "x:1")["spec"]["template"] == old["spec"]["template"]
+    assert objects.downgraded(old, "x:1")["spec"]["template"] == old["spec"]["template"]
+    assert objects.template_image(objects.downgraded(old, "x:0")) == "x:0", "one that is not known"
+
+
+def test_what_a_pods_status_means() -> None:
     def pod(state: dict[str, Any], phase: str = "Pending", **more: Any) -> Any:
         status = {"phase": phase, "containerStatuses": [{"state": state, "restartCount": 0, **more}]}
         container = {"image": "x:1"}

@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, cast
 
 import yaml
 
 from pyebpf_proxy.cluster import sysdump
+from pyebpf_proxy.cluster.api import Api
 
 KEY = "-----BEGIN EC PRIVATE KEY-----\nHIDE1\nHIDE2\n-----END EC PRIVATE KEY-----\n"
 KUBECONFIG = """\
@@ -92,3 +93,23 @@ def test_credentials_in_a_log() -> None:
     assert "HIDE" not in text
     assert text.startswith("info ready\nwarning refused url=https://REDACTED@10.0.0.1/ name=x\n")
     assert text.endswith("info ends\n")
+
+
+class Logs:
+    """An API server with one pod's log."""
+
+    def __init__(self, lines: int) -> None:
+        self.text = "".join(f"line {number}\n" for number in range(lines))
+
+    def log(self, pod: str, namespace: str, most_bytes: int, previous: bool, last_lines: int = 0) -> str:
+        lines = self.text.splitlines(keepends=True)
+        return "".join(lines[-last_lines:])[:most_bytes]
+
+
+def test_of_a_long_log_the_beginning_and_the_end() -> None:
+    assert sysdump._log(cast(Api, Logs(3)), "p") == Logs(3).text
+    text = sysdump._log(cast(Api, Logs(60_000)), "p")
+    assert text.startswith("line 0\nline 1\n")
+    assert "\n[...]\n" in text
+    assert text.endswith("line 59999\n")
+    assert text.count("\n") < 30_000

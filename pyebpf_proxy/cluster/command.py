@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ``cluster install``, ``upgrade`` and ``rollback`` have in common: one node after the other, under a Lease."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from pyebpf_proxy.cluster import check, model, task_pod
+from pyebpf_proxy.cluster.api import Api, Object, RefusedError
+from pyebpf_proxy.cluster.errors import ClusterError
+from pyebpf_proxy.cluster.lease import Lease
+from pyebpf_proxy.cluster.model import View, view
+from pyebpf_proxy.cluster.output import Output
+from pyebpf_proxy.cluster.takeover import Say, Site
+
+_ROLE_SECONDS = 10.0
+
+
+class Command:
+    """One run of one command: where, what it may do, and what it has done."""
+
+    #: As on the command line.
+    name = ""
+
+    def __init__(self, api: Api, output: Output, selector: str, seconds: float) -> None:
+        self.api = api
+        self.output = output
+        self.seconds = seconds
+        self.lease = Lease(api, self.name, output.say)
+        self._selector = selector
+        self._done: list[str] = []
+        output.document |= {"context": api.context, "done": self._done, "error": None}
+
+    def view(self) -> View:
+        """The selected nodes. ClusterError: there is none, or this user lacks a right."""
+        check.rights(self.api, check.RIGHTS)
+        found = view(self.api, self._selector)
+        check.selected(found)
+        return found
+
+    def again(self) -> View:
+        """The same, now that no other command changes it."""
+        return view(self.api, self._selector)
+
+    def site(self, image: str) -> Site:
+        """What the steps on all nodes need. Read before anything is changed: it may be refused."""
+        health = model.kube_proxy_health(model.kube_proxy_configuration(self.api))
+        return Site(self.api, image, task_pod.targets(self.api), health, self.seconds, self.lease.check)
+
+    def apply(self, items: list[Object], dry_run: bool = False) -> None:
+        """Create or change objects. ClusterError names one that is refused.
+
+        The API server may look at a ClusterRole for who binds it, and knows a new one only a moment later.
+        """
+        end = time.monotonic() + _ROLE_SECONDS
+        for item in items:
+            while True:
+                try:
+                    self.api.apply(item, dry_run)
+                except RefusedError as refused:
+                    if item["kind"] == "ClusterRoleBinding" and refused.status == 404:
+                        if dry_run:
+                            break
+                        if time.monotonic() < end:
+                            time.sleep(task_pod.POLL_SECONDS)
+                            continue
+                    raise ClusterError(f"{item['kind']} {item['metadata']['name']} is refused: {refused}") from None
+                break
+
+    def leave_out(self, nodes: list[str], why: str) -> None:
+        """Name nodes that the command leaves out."""
+        if nodes:
+            self.output.say(f"left out, because {why}: {', '.join(nodes)}")
+
+    def leave_out_down(self, found: View) -> None:
+        """Name those on which nothing would happen."""
+        self.leave_out([node for node in found.nodes if not found.is_up(node)], "their kubelets do not report")
+
+    def each(self, todo: list[str], what: str, do: Callable[[str, Say], bool]) -> None:
+        """``do`` for one node after the other; False: the node was left out. ``what``: for the progress bar."""
+        with self.output.progress(what, len(todo)) as step:
+            for number, node in enumerate(todo, 1):
+                self.lease.check()
+                if do(node, _prefixed(self.output.say, f"[{number}/{len(todo)}] {node}: ")):
+                    self._done.append(node)
+                step()
+
+    @property
+    def done_before(self) -> str:
+        """For the end of an error: the nodes that are done."""
+        return f"; done before: {', '.join(self._done)}" if self._done else ""
+
+
+def _prefixed(say: Say, prefix: str) -> Say:
+    return lambda text: say(prefix + text)

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``cluster rollback``: nodes are given back to kube-proxy."""
+
+from __future__ import annotations
+
+from pyebpf_proxy.cluster import objects, scheduling, takeover, task_pod
+from pyebpf_proxy.cluster.api import RefusedError, kind_of
+from pyebpf_proxy.cluster.command import Command
+from pyebpf_proxy.cluster.errors import ClusterError, NodeGoneError, StoppedError
+from pyebpf_proxy.cluster.model import installed_image, view
+from pyebpf_proxy.cluster.objects import KUBE_PROXY, NAMESPACE
+from pyebpf_proxy.cluster.output import counted
+from pyebpf_proxy.cluster.takeover import Say, Site
+from pyebpf_proxy.see.answers import QUESTION
+
+
+class Rollback(Command):
+    """``cluster rollback``."""
+
+    name = "rollback"
+
+    def run(self, image: str) -> None:
+        """Give nodes back to kube-proxy; after the last one, remove all objects. ``image``: of the task pods."""
+        found = self.view()
+        if found.kube_proxy_set is None:
+            raise ClusterError(f"there is no DaemonSet {NAMESPACE}/{KUBE_PROXY}: the agent stays, it is the only proxy")
+        image = image or installed_image(found)
+        if not image and any(map(found.is_ours, found.nodes)):
+            raise ClusterError(
+                f"there is no DaemonSet {NAMESPACE}/{objects.NAME} any more; name the image for the clean-up: --image"
+                " REGISTRY/pyebpf-proxy:TAG; nothing was changed",
+                QUESTION,
+            )
+        site = self.site(image)
+        with self.lease:
+            self._give_back_all(site)
+
+    def _give_back_all(self, site: Site) -> None:
+        api, say = self.api, self.output.say
+        found, every = self.again(), view(api)
+        kube_proxy = found.kube_proxy_set
+        assert kube_proxy is not None
+        ours = [node for node in found.nodes if found.is_ours(node) and found.is_up(node)]
+        todo = [node for node in ours if scheduling.selects(kube_proxy, found.nodes[node])]
+        only = [node for node in ours if node not in todo]
+        last = not [node for node in every.nodes if every.is_ours(node) and node not in todo]
+        say(f"{counted(len(todo), 'node')} to give back: {', '.join(todo) or 'nothing to do'}")
+        self.leave_out_down(found)
+        task_pod.remove_all(api)
+        if last:
+            # kube-proxy starts beside the agents, with the very template that it had: no pod is replaced later.
+            takeover.patch_kube_proxy(api, objects.unprepare, self.seconds)
+        self.each(todo, "nodes given back", lambda node, tell: self._give_back(site, node, tell))
+        if last:
+            takeover.patch_kube_proxy(api, objects.restore_strategy, self.seconds)
+            for item in reversed(objects.agent(site.image)):
+                metadata = item["metadata"]
+                api.delete(kind_of(item), metadata["name"], metadata.get("namespace", ""))
+            say("all objects of pyebpf-proxy are removed; kube-proxy's DaemonSet is as it was")
+        if only:
+            raise ClusterError(
+                f"{', '.join(only)}: the node selector or affinity of kube-proxy's DaemonSet excludes the node; the"
+                f" agent stays there, it is the only proxy{self.done_before}"
+            )
+
+    def _give_back(self, site: Site, node: str, say: Say) -> bool:
+        """One node. False: it does not exist any more."""
+        try:
+            takeover.give_back(site, node, say)
+        except KeyboardInterrupt:
+            say("stopped here; a proxy serves the node. Go on with cluster rollback")
+            raise
+        except NodeGoneError as gone:
+            say(str(gone))
+            return False
+        except StoppedError as stopped:
+            text = f"{node}: {stopped}; a proxy serves the node; repeat the command to go on"
+            raise StoppedError(text, stopped.status) from None
+        except (ClusterError, RefusedError) as error:
+            raise ClusterError(f"{node}: {error}; repeat the command to go on") from None
+        return True

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``cluster upgrade``: agents are replaced by those of another image, each verified before the next."""
+
+from __future__ import annotations
+
+from pyebpf_proxy.cluster import model, objects, takeover, task_pod
+from pyebpf_proxy.cluster.api import DAEMON_SETS, Object, RefusedError
+from pyebpf_proxy.cluster.command import Command
+from pyebpf_proxy.cluster.errors import ClusterError, NodeLostError, StoppedError
+from pyebpf_proxy.cluster.model import Pod, installed_image
+from pyebpf_proxy.cluster.objects import NAME, NAMESPACE
+from pyebpf_proxy.cluster.output import counted
+from pyebpf_proxy.cluster.takeover import Say, Site
+
+
+class Upgrade(Command):
+    """``cluster upgrade``."""
+
+    name = "upgrade"
+
+    def run(self, image: str) -> None:
+        """Replace the agents by those of another image. ClusterError: the node that failed has the former image."""
+        api, say = self.api, self.output.say
+        before = installed_image(self.view())
+        if not before:
+            raise ClusterError("the agent is not installed: pyebpf-proxy cluster install")
+        site = self.site(image or before)
+        with self.lease:
+            found = self.again()
+            others = {node: pod for node, pod in sorted(found.agents.items()) if pod.image != site.image}
+            todo = [node for node in others if node in found.nodes and found.is_up(node)]
+            say(f"{counted(len(todo), 'node')} to upgrade to {site.image}: {', '.join(todo) or 'nothing to do'}")
+            self.leave_out_down(found)
+            task_pod.remove_all(api)
+            if todo:
+                # Rights first: the new agent may need more than the old one.
+                self.apply(objects.agent(site.image)[:-1])
+            self.each(todo, "nodes upgraded", lambda node, tell: self._upgrade(site, node, others[node], tell))
+            if any(pod.image == site.image for pod in model.pods(api, f"k8s-app={NAME}").values()):
+                api.apply(objects.upgraded(self._daemon_set(), site.image))
+
+    def _daemon_set(self) -> Object:
+        found = self.api.get(DAEMON_SETS, NAME, NAMESPACE)
+        if found is None:
+            raise ClusterError(f"DaemonSet {NAMESPACE}/{NAME} does not exist any more")
+        return found
+
+    def _upgrade(self, site: Site, node: str, old: Pod, say: Say) -> bool:
+        """One node. ClusterError: which image runs there."""
+        # The old agent runs until the image is on the node and has run there.
+        try:
+            before = takeover.try_image(site, node)
+        except StoppedError as stopped:
+            raise StoppedError(f"{node}: {stopped}; the agent of {old.image} stays", stopped.status) from None
+        except (ClusterError, RefusedError) as error:
+            raise ClusterError(f"{node}: {error}; the agent of {old.image} stays") from None
+        again = f"cluster upgrade --image {site.image} goes on"
+        try:
+            self.api.apply(objects.upgraded(self._daemon_set(), site.image))
+            say("the image is available; replacing the agent")
+            takeover.replace(site, node, old, say)
+            takeover.verify(site, node, before, say)
+        except KeyboardInterrupt:
+            say(f"stopped here; what the last agent attached carries the traffic; {again}")
+            raise
+        except NodeLostError as lost:
+            raise ClusterError(f"{node}: {lost}. Once it is back, {again}") from None
+        except StoppedError as stopped:
+            text = f"{node}: {stopped}; what the last agent attached carries the traffic; {again}"
+            raise StoppedError(text, stopped.status) from None
+        except (ClusterError, RefusedError) as error:
+            say(f"failed: {error}; the agent of {old.image} comes back")
+            self._downgrade(site, node, old, str(error), say)
+            raise ClusterError(f"{node}: {error}; the agent of {old.image} runs there again") from None
+        say("upgraded, and verified")
+        return True
+
+    def _downgrade(self, site: Site, node: str, old: Pod, error: str, say: Say) -> None:
+        """Bring the former agent back. ClusterError if that fails, too."""
+        try:
+            self.api.apply(objects.downgraded(self._daemon_set(), old.image))
+            failed = model.pods(self.api, f"k8s-app={NAME}", node).get(node)
+            if failed is not None and failed.image != old.image:
+                takeover.replace(site, node, failed, say)
+            takeover.wait_ready(site, node)
+        except (ClusterError, RefusedError) as second:
+            raise ClusterError(
+                f"{node}: {error}; the agent of {old.image} does not come back either: {second}; what the last"
+                " agent attached carries the traffic: pyebpf-proxy cluster rollback --nodes"
+            ) from None
