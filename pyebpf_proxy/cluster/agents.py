@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The agents' reports for ``cluster status``: a summary of each agent's ``status``, and where the agents differ."""
+"""The agents' own reports, for ``cluster status``: their ``status``, in short, and where they differ."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from pyebpf_proxy.see import model
 from pyebpf_proxy.see.answers import listed
 from pyebpf_proxy.see.text import ago
 
-#: An answer is a few kilobytes: a node that takes longer has another problem.
+#: An answer is a few kilobytes: a node that is slower has another problem.
 _SECONDS = 30.0
-#: A healthy agent stays below: a watch that ends on schedule resumes within seconds, and bookmarks come every minute.
+#: A watch that ends on schedule is back within seconds, and its last bookmark is at most a minute old.
 _BEHIND_SECONDS = 120.0
 
 
 class Asked(NamedTuple):
-    """The agents' answers by node, and the nodes without an answer. ``why``: why no agent was asked, or ""."""
+    """The agents' answers by node, and the nodes without one. ``why``: why no agent was asked, "" if they were."""
 
     answers: Mapping[str, model.Status]
     problems: list[model.NodeProblem]
@@ -34,7 +34,7 @@ NOT_ASKED = Asked({}, [])
 
 
 def ask_all(api: Api, found: View, seconds: float) -> Asked:
-    """Ask every agent for its status, if this user may run commands in the agents' pods."""
+    """Ask every agent for its status, where this user may run commands in their pods."""
     if not any(node in found.agents for node in found.nodes):
         return NOT_ASKED
     if missing := api.missing_rights(ask.RIGHTS):
@@ -46,7 +46,7 @@ def ask_all(api: Api, found: View, seconds: float) -> Asked:
 
 
 def cells(status: model.Status | None) -> list[str]:
-    """Cells of a node's row: version, fast path, drops, how far it is behind; all empty without an answer."""
+    """Of a node's row: version, fast path, drops, how far behind; empty without an answer."""
     if status is None:
         return ["", "", "", ""]
     behind = status.agent.behind_seconds
@@ -60,7 +60,7 @@ def cells(status: model.Status | None) -> list[str]:
 
 
 def fast_path(status: model.Status) -> str:
-    """The state of the fast path, in a few words."""
+    """In a few words."""
     path = status.fast_path
     if path is None:
         return "none"
@@ -71,12 +71,12 @@ def fast_path(status: model.Status) -> str:
 
 
 def drops(status: model.Status) -> tuple[int, int]:
-    """How many packets and socket calls were refused or dropped: in total, and in the last minute."""
+    """Packets and socket calls refused or dropped: all, and those of the last minute."""
     return sum(each.count for each in status.drops), sum(each.last_minute or 0 for each in status.drops)
 
 
 def document(status: model.Status | None) -> dict[str, Any] | None:
-    """A node's part of the JSON document."""
+    """A node's part of the document."""
     if status is None:
         return None
     total, lately = drops(status)
@@ -94,7 +94,7 @@ def document(status: model.Status | None) -> dict[str, Any] | None:
 
 
 def _closed(status: model.Status) -> dict[str, str]:
-    """By IP family, why its packets take the slow path."""
+    """By family, why its packets take the slow path."""
     path = status.fast_path
     if path is None:
         return {}
@@ -102,13 +102,13 @@ def _closed(status: model.Status) -> dict[str, str]:
 
 
 def findings(asked: Asked) -> Iterator[Finding]:
-    """Nodes without an answer, differences between nodes, and the agents' own warnings."""
+    """Nodes without an answer, differences between nodes, and what the agents warn of."""
     for problem in asked.problems:
         yield Finding("agent", "warning", f"no answer: {problem.text}", "", problem.node)
     yield from _differences(asked)
     closed = _grouped(asked, lambda status: [f"{family}: {why}" for family, why in _closed(status).items()])
     for text, nodes in closed.items():
-        # A closed fast path is no problem: Services work on the slow path.
+        # Services work, at netfilter's speed.
         yield Finding("fast path", "good", f"closed for {text}", "", listed(nodes))
     for node, status in asked.answers.items():
         if (status.agent.behind_seconds or 0.0) > _BEHIND_SECONDS:
@@ -119,8 +119,8 @@ def findings(asked: Asked) -> Iterator[Finding]:
         yield Finding("agent", "warning", text, remedies[text], listed(nodes))
 
 
-class _Property(NamedTuple):
-    """A property that should be the same on all nodes. ``texts`` returns one text."""
+class _Alike(NamedTuple):
+    """What nodes should have alike. ``texts``: one text."""
 
     what: str
     state: State
@@ -128,11 +128,11 @@ class _Property(NamedTuple):
     texts: Callable[[model.Status], list[str]]
 
 
-_PROPERTIES = (
-    _Property("version", "warning", "pyebpf-proxy cluster upgrade", lambda status: [status.version]),
-    # No warning: kernels differ while nodes are updated.
-    _Property("kernel", "good", "", lambda status: [status.kernel]),
-    _Property(
+_ALIKE = (
+    _Alike("version", "warning", "pyebpf-proxy cluster upgrade", lambda status: [status.version]),
+    # They differ while nodes are updated.
+    _Alike("kernel", "good", "", lambda status: [status.kernel]),
+    _Alike(
         "features",
         "warning",
         "pyebpf-proxy status on a node names those that are not available there",
@@ -142,15 +142,15 @@ _PROPERTIES = (
 
 
 def _differences(asked: Asked) -> Iterator[Finding]:
-    for each in _PROPERTIES:
-        found = _grouped(asked, each.texts)
+    for alike in _ALIKE:
+        found = _grouped(asked, alike.texts)
         if len(found) > 1:
-            text = "; ".join(f"{value} on {listed(nodes)}" for value, nodes in found.items())
-            yield Finding(each.what, each.state, f"nodes differ: {text}", each.remedy)
+            text = "; ".join(f"{each} on {listed(nodes)}" for each, nodes in found.items())
+            yield Finding(alike.what, alike.state, f"nodes differ: {text}", alike.remedy)
 
 
 def _grouped(asked: Asked, texts: Callable[[model.Status], list[str]]) -> dict[str, list[str]]:
-    """Nodes by text; the text with the most nodes comes first."""
+    """Nodes by text, those with most nodes first."""
     found: dict[str, list[str]] = {}
     for node, status in asked.answers.items():
         for text in texts(status):

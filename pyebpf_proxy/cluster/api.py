@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests to the API server, through the kubernetes library. Objects are plain dictionaries.
+"""Requests to the API server, by the kubernetes library: objects are plain dictionaries.
 
-A request is repeated while the server does not answer, so every request here may safely be made twice. A request that
-the server refuses for lack of rights ends the command.
+A request is repeated while the server does not answer: each one here may be made twice. One that is refused for lack of
+rights ends the command.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pyebpf_proxy.see.answers import NO_ANSWER
 
 Object = dict[str, Any]
 
-#: How long, in seconds, a server that has answered before may be unreachable.
+#: For how long a server that has answered before may be away.
 PATIENCE = 300.0
 _REQUEST_SECONDS = 30.0
 #: Of a request that is not worth waiting for.
@@ -30,12 +30,12 @@ _PAUSE = 1.0
 _LATER = frozenset({0, 429, 500, 502, 503, 504})
 JSON, MERGE, APPLY = "application/json", "application/merge-patch+json", "application/apply-patch+yaml"
 MANAGER = "pyebpf-proxy-cluster"
-#: The WebSocket protocol for commands in pods: output, errors and exit status have one channel each.
+#: The protocol of commands in pods: output, errors and the exit status in channels.
 _CHANNELS = "v4.channel.k8s.io"
 
 
 class Kind(NamedTuple):
-    """A resource: its API group and version (``apps/v1``), its name, and whether it is namespaced."""
+    """A resource: API group and version (``apps/v1``), its name, and whether it is in namespaces."""
 
     version: str
     name: str
@@ -85,7 +85,7 @@ class RefusedError(Exception):
 
 
 class Api:
-    """The cluster of one context of the kubeconfig."""
+    """One cluster, as the chosen context of the kubeconfig names it."""
 
     def __init__(self, kubeconfig: str = "", context: str = "", say: Callable[[str], None] = lambda text: None) -> None:
         import yaml
@@ -126,10 +126,9 @@ class Api:
         text: bool = False,
         later: frozenset[int] = _LATER,
     ) -> Any:
-        """The decoded answer, or the plain text if ``text``.
+        """The answer, decoded. ``text``: as it is. RefusedError; ClusterError if the server does not answer in time.
 
-        RefusedError if the server refuses; ClusterError if it does not answer in time. ``later``: statuses after which
-        the request is repeated.
+        ``later``: statuses after which the request is repeated.
         """
         end = time.monotonic() + self._patience
         while True:
@@ -216,7 +215,7 @@ class Api:
         return dict(self.request("PATCH", path, item, APPLY, query))
 
     def create(self, kind: Kind, item: Object, dry_run: bool = False) -> Object:
-        """Create an object. If it exists already, return it: an earlier attempt may have created it."""
+        """A new object. That it exists already is no error: a former attempt may have made it."""
         query = {"fieldManager": MANAGER, "fieldValidation": "Strict"} | ({"dryRun": "All"} if dry_run else {})
         metadata = item["metadata"]
         try:
@@ -235,7 +234,7 @@ class Api:
         return dict(self.request("PATCH", path, change, MERGE, query))
 
     def delete(self, kind: Kind, name: str, namespace: str = "", uid: str = "") -> bool:
-        """Delete an object; False if it did not exist. With ``uid``, another object of the same name is kept."""
+        """False: it did not exist. ``uid``: only that object, not another one of its name."""
         body = {"preconditions": {"uid": uid}} if uid else None
         try:
             self.request("DELETE", kind.path(namespace, name), body)
@@ -265,7 +264,7 @@ class Api:
     # ---- commands in pods ----------------------------------------------------------------------------------------
 
     def execute(self, pod: str, namespace: str, command: Sequence[str], seconds: float) -> tuple[int, str, str]:
-        """Run a command in a pod's only container. The result: exit status, stdout, stderr. Raises RefusedError."""
+        """Run a command in a pod's only container: its exit status, what it printed, its errors. RefusedError."""
         from kubernetes.stream import ws_client
         from websocket import WebSocketBadStatusException, WebSocketException
 
@@ -273,7 +272,7 @@ class Api:
         path = f"{PODS.path(namespace, pod)}/exec"
         _, url, headers, *_ = self._client.param_serialize("GET", path, auth_settings=["BearerToken"])
         query = [*(("command", word) for word in command), ("stdout", "true"), ("stderr", "true")]
-        # Every API server supports v4, and passes it to the kubelet unchanged.
+        # v4: every API server has it, and passes it to the kubelet as it is.
         wanted = {name.lower(): value for name, value in headers.items()} | {"sec-websocket-protocol": _CHANNELS}
         try:
             place = stream.get_websocket_url(url, query)
@@ -293,7 +292,7 @@ class Api:
     # ---- rights --------------------------------------------------------------------------------------------------
 
     def missing_rights(self, wanted: Iterable[tuple[str, str, str, str]]) -> list[str]:
-        """Those of ``wanted`` (verb, API group, resource, namespace) that this user lacks: one text per resource."""
+        """What this user may not do: of (verb, API group, resource, namespace), in words, one text per resource."""
         missing: dict[str, list[str]] = {}
         for verb, group, resource, namespace in wanted:
             name, _, part = resource.partition("/")
@@ -311,7 +310,7 @@ class Api:
 
 
 def _unusable(kubeconfig: str, error: Exception) -> str:
-    """Why the kubeconfig cannot be used."""
+    """Why there is no kubeconfig."""
     import yaml
 
     name = kubeconfig or os.environ.get("KUBECONFIG", "~/.kube/config")
@@ -330,7 +329,7 @@ def _unusable(kubeconfig: str, error: Exception) -> str:
 
 
 def _exit_status(ended: Object) -> int:
-    """The exit status of a command, from the status object at its end. RefusedError if the command did not run."""
+    """Of a command, as the status object at its end has it. RefusedError if it was not run."""
     if ended.get("status") == "Success":
         return 0
     for cause in (ended.get("details") or {}).get("causes") or ():
@@ -349,7 +348,7 @@ def _refused(status: int, body: bytes) -> RefusedError:
 
 
 def _shortened(error: Exception) -> str:
-    """The innermost error as text: urllib3 wraps it several times."""
+    """The innermost reason: urllib3 wraps it several times."""
     reason = getattr(error, "reason", None)
     if isinstance(reason, Exception):
         return _shortened(reason)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Asks all agents at once: a command runs in each agent's pod, and its JSON output is the answer."""
+"""Questions to all agents at once: a command runs in each agent's pod, and its JSON is the answer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pyebpf_proxy.cluster.objects import NAMESPACE
 from pyebpf_proxy.see import model
 from pyebpf_proxy.see.answers import NO_ANSWER, NOT_RIGHT, QUESTION, RIGHT, SeeError
 
-#: Commands in pods use a WebSocket. This needs the verb get, and since Kubernetes 1.35 also create.
+#: A command in a pod is a WebSocket: get, and since Kubernetes 1.35 also create.
 RIGHTS = (("get", "", "pods/exec", NAMESPACE), ("create", "", "pods/exec", NAMESPACE))
 _AT_ONCE = 16
 
@@ -28,7 +28,7 @@ class UnknownError(SeeError):
 
 
 def one(api: Api, pod: Pod, command: Sequence[str], kind: type[A], seconds: float) -> A:
-    """The answer of one agent. ClusterError if it does not answer; UnknownError if it has no such Service."""
+    """The answer of one agent. ClusterError: there is none; UnknownError: it has no such Service."""
     try:
         status, said, errors = api.execute(pod.name, NAMESPACE, ["pyebpf-proxy", *command, "-o", "json"], seconds)
     except RefusedError as error:
@@ -47,7 +47,7 @@ def one(api: Api, pod: Pod, command: Sequence[str], kind: type[A], seconds: floa
 def everywhere(
     api: Api, found: View, command: Sequence[str], kind: type[A], seconds: float
 ) -> tuple[dict[str, A | None], list[model.NodeProblem]]:
-    """The answers by node (None: the agent does not have what was asked for), then the nodes without an answer."""
+    """The answers by node; None: it does not have what was asked for. Then the nodes without an answer."""
     nodes = [node for node in found.nodes if node in found.agents]
 
     def ask(node: str) -> A | ClusterError | None:

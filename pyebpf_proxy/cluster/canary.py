@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``--canary N`` and ``--canary N%``: after how many nodes an installation stops."""
+"""``--canary N`` and ``--canary N%``: with how many nodes an installation stops."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ class Canary(NamedTuple):
     is_share: bool = False
 
     def of(self, nodes: int) -> int:
-        """The number for a cluster of ``nodes``. A share is rounded up: 10% of three nodes is one node."""
+        """How many of so many nodes. A share is rounded up: 10% of three nodes is one node."""
         return -(-nodes * self.number // 100) if self.is_share else self.number
 
 
 def canary(text: str) -> Canary:
-    """Parse the option's value. ValueError if it is neither a number from 1 on nor a share from 1% to 100%."""
+    """The option's value. ValueError if it is neither a number from 1 nor a share from 1% to 100%."""
     number = text.removesuffix("%")
     if not number.isascii() or not number.isdecimal() or int(number) < 1:
         raise ValueError(text)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``cluster check``: can pyebpf-proxy run in a cluster? It changes nothing; short-lived pods try the image on nodes."""
+"""``cluster check``: whether a cluster is fit. Nothing is changed; pods of a moment try the image on each node."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pyebpf_proxy.cluster.objects import NAMESPACE
 from pyebpf_proxy.cluster.output import Finding
 from pyebpf_proxy.see.answers import NO_ANSWER, QUESTION, listed
 
-#: The rights that ``install`` and ``rollback`` need: verb, group, resource, namespace.
+#: What ``install`` and ``rollback`` do: verb, group, resource, namespace.
 RIGHTS = (
     *(("list", "", "nodes", ""), ("get", "", "nodes", ""), ("patch", "", "nodes", "")),
     *((verb, "", "pods", NAMESPACE) for verb in ("list", "get", "create", "delete")),
@@ -32,25 +32,25 @@ RIGHTS = (
     ),
 )
 READ = (("list", "", "nodes", ""), ("list", "", "pods", NAMESPACE), ("get", "apps", "daemonsets", NAMESPACE))
-#: The oldest and newest version of the API server that this release supports.
+#: Of the API server: this release is made for these.
 _VERSIONS = (1, 33), (1, 36)
 _OLDEST_KERNEL, _TESTED_KERNEL = (5, 14), (6, 1)
 _ARCHITECTURES = frozenset({"amd64", "arm64"})
 _TESTED_ARCHITECTURE = "amd64"
 _AT_ONCE = 8
-#: DaemonSets of CNI plugins that serve Services themselves, always or if so configured: the problem, the remedy.
+#: DaemonSets of CNIs that serve Services themselves, always or by a setting.
 _CNI = {
     "antrea-agent": ("AntreaProxy implements ClusterIPs for pods", "set antreaProxy.enable: false"),
     "ovnkube-node": ("OVN-Kubernetes implements Services itself", "do not install pyebpf-proxy"),
     "kube-router": ("kube-router may implement Services itself", "start it with --run-service-proxy=false"),
 }
 
-#: The name of the findings about the image, one for each node.
+#: Findings about the image: one of each node.
 IMAGE = "image"
 
 
 def rights(api: Api, wanted: Iterable[tuple[str, str, str, str]]) -> None:
-    """ClusterError if this user lacks a right; it names all that are missing."""
+    """ClusterError names what this user may not do."""
     if missing := api.missing_rights(wanted):
         raise ClusterError(f"not allowed: this user may not {'; '.join(missing)}", NO_ANSWER)
 
@@ -81,7 +81,7 @@ def blocking(api: Api, found: View) -> None:
 
 
 def fit_nodes(found: View, nodes: Iterable[str]) -> None:
-    """ClusterError names the nodes on which the agent cannot run, as far as their Node objects show this."""
+    """ClusterError names the nodes on which the agent cannot run, as far as their objects tell."""
     unfit = [
         f"{each.where}: {each.text} ({each.remedy})"
         for name in nodes
@@ -93,7 +93,7 @@ def fit_nodes(found: View, nodes: Iterable[str]) -> None:
 
 
 def examine(api: Api, found: View, image: str, seconds: float) -> Iterator[Finding]:
-    """Every finding; those about nodes come last. ``image``: "" to skip the check of the image."""
+    """Every finding; those of the nodes last. ``image``: "" to leave it out."""
     yield from _server(api)
     yield from _allowed("kube-proxy", _kube_proxy(api, found))
     yield from _rights(api)
@@ -171,11 +171,11 @@ def _cni(api: Api) -> Iterator[Finding]:
 
 
 def _admission(api: Api, image: str, node: str) -> Iterator[Finding]:
-    """Whether the API server admits the agent's pod: quotas, Pod Security, webhooks, policies."""
+    """The pod, as the API server takes it or not: quotas, Pod Security, webhooks, policies."""
     template = objects.agent(image)[-1]["spec"]["template"]
     specification = template["spec"] | {"nodeName": node}
     specification.pop("nodeSelector")
-    specification.pop("serviceAccountName")  # the installation creates it
+    specification.pop("serviceAccountName")  # made by the installation
     metadata = {"name": "pyebpf-proxy-check", "namespace": NAMESPACE, "labels": template["metadata"]["labels"]}
     try:
         api.create(PODS, {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": specification}, dry_run=True)

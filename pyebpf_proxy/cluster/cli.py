@@ -25,10 +25,10 @@ COMMANDS = {
     "status": "show what runs on each node, what its agent reports, and where nodes differ; exit status 1: a problem",
     "services": "compare the service ports of all nodes; exit status 1 if nodes differ",
     "explain": "explain a connection of a pod to a Service: the answer of its node's agent, then where nodes differ",
-    "install": "take nodes over from kube-proxy, one after the other, each verified; continues where it was stopped",
+    "install": "take nodes over from kube-proxy, one after the other, each verified; goes on where it was stopped",
     "upgrade": "replace the agents by those of another image, one after the other, each verified",
     "rollback": "give nodes back to kube-proxy; after the last one, remove all objects",
-    "test": "test connectivity from pods and nodes to test Services, on every node; removes everything at the end",
+    "test": "test connectivity from pods and nodes to test Services, on every node; cleans up after itself",
     "sysdump": "write an archive for a bug report: objects, logs and each agent's report, without secrets",
 }
 _CHANGING = frozenset({"install", "upgrade", "rollback", "test"})
@@ -56,10 +56,10 @@ def parser() -> argparse.ArgumentParser:
             name, help=text, description=text[0].upper() + text[1:] + ".", epilog=_STATUSES, allow_abbrev=False
         )
         each.add_argument("--kubeconfig", default="", metavar="FILE", help="default: $KUBECONFIG, else ~/.kube/config")
-        each.add_argument("--context", default="", metavar="NAME", help="default: the kubeconfig's current context")
+        each.add_argument("--context", default="", metavar="NAME", help="default: the kubeconfig's current one")
         each.add_argument("--nodes", default="", metavar="SELECTOR", help="only nodes with these labels")
         each.add_argument(
-            "--timeout", type=_seconds, default=300.0, metavar="SECONDS", help="limit for each step; default 300"
+            "--timeout", type=_seconds, default=300.0, metavar="SECONDS", help="for each step; default 300"
         )
         each.add_argument(
             "-o", "--output", choices=("text", "json"), default="text", help="json: one document, at the end"
@@ -71,15 +71,15 @@ def parser() -> argparse.ArgumentParser:
                 "name", nargs="?", default="", metavar="NAME", help="[NAMESPACE/]NAME[:PORT], or a prefix"
             )
         if name == "explain":
-            each.add_argument("pod", metavar="POD", help="[NAMESPACE/]NAME; the default namespace is default")
+            each.add_argument("pod", metavar="POD", help="[NAMESPACE/]NAME; namespace default without it")
             each.add_argument(
-                "service", metavar="SERVICE", help="[NAMESPACE/]NAME[:PORT]; the default namespace is the pod's"
+                "service", metavar="SERVICE", help="[NAMESPACE/]NAME[:PORT]; the pod's namespace without one"
             )
         if name == "sysdump":
             each.add_argument("--file", default="", metavar="FILE", help="default: pyebpf-proxy-sysdump-TIME.tar.gz")
         if name == "install":
             each.add_argument(
-                "--canary", type=_canary, metavar="N", help="stop when N nodes, or N%% of all nodes, are taken over"
+                "--canary", type=_canary, metavar="N", help="stop when N nodes, or N%% of all, are taken over"
             )
             each.add_argument("--dry-run", action="store_true", help="print objects and nodes; change nothing")
         if name in _CHANGING:
@@ -176,7 +176,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _ask(context: str, url: str, options: argparse.Namespace) -> None:
-    """Ask the user to confirm the cluster. ClusterError if it is not the intended one."""
+    """ClusterError if this is not the cluster that was meant."""
     if options.yes:
         return
     if not sys.stdin.isatty():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``cluster test``: pods and nodes connect to test Services through every kind of address. Then all are removed."""
+"""``cluster test``: pods and nodes connect to test Services, through every kind of address. Cleans up."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from pyebpf_proxy.see.answers import NO_ANSWER, QUESTION
 NAMESPACE = "pyebpf-proxy-test"
 _LABEL = {"app": "pyebpf-proxy-test"}
 _SERVICES = ("web", "local", "balanced")
-#: Addresses of the documentation ranges: no network routes them, so an answer proves that a proxy translated them.
+#: Of the ranges for documentation: no network routes them, so that only a proxy on the way can answer.
 _VIPS = {4: "203.0.113.253", 6: "2001:db8:7a:7a::253"}
-#: No load balancer controller knows this class, so none creates a load balancer for the test.
+#: No load balancer's controller knows this class, so that none makes a load balancer for the test.
 _CLASS = "pyebpf-proxy/test"
 RIGHTS = (
     *((verb, "", "namespaces", "") for verb in ("get", "create", "delete")),
@@ -41,7 +41,7 @@ Row = dict[str, Any]
 
 
 def run(api: Api, output: Output, found: View, image: str, seconds: float) -> bool:
-    """Test from every node of the view. True if no connection failed."""
+    """Test from every node of the view; True: everything was reached."""
     check.rights(api, RIGHTS)
     image = image or (installed_image(found) if found.agent_set is not None else "")
     if not image:
@@ -96,7 +96,7 @@ def _service(name: str) -> Object:
 
 
 def _balance(api: Api, service: Object) -> Object:
-    """Assign VIPs to the Service, as a load balancer controller does."""
+    """Give the Service its VIPs, as a load balancer's controller does."""
     families = {ipaddress.ip_address(address).version for address in _cluster_ips(service)}
     vips = [{"ip": _VIPS[family]} for family in sorted(families)]
     change = {"status": {"loadBalancer": {"ingress": vips}}}
@@ -128,7 +128,7 @@ def _pod(found: View, node: str, host: bool, image: str, services: dict[str, Obj
 
 
 def _plan(found: View, node: str, host: bool, services: dict[str, Object]) -> Iterator[Row]:
-    """The connections to try from a node, or from a pod on it."""
+    """What is asked from a node, or from a pod on it."""
 
     def row(to: str, address: str, port: int, protocol: str = "TCP", **more: Any) -> Row:
         family = f"IPv{ipaddress.ip_address(address).version}"
@@ -146,7 +146,7 @@ def _plan(found: View, node: str, host: bool, services: dict[str, Object]) -> It
     for address in _cluster_ips(services["local"]):
         yield row("ClusterIP, policy Local", address, 80, only=node, always=True)
     for vip in services["balanced"]["status"]["loadBalancer"]["ingress"]:
-        # On a node without a default route, connect() fails before any proxy sees the address.
+        # A node without a default route refuses the address before any proxy sees it.
         yield row("load balancer VIP", vip["ip"], 80, unreachable=host)
         yield row("load balancer VIP", vip["ip"], 80, "UDP", unreachable=host)
     ports = {each["protocol"]: each["nodePort"] for each in services["web"]["spec"]["ports"]}
@@ -205,7 +205,7 @@ def _results(api: Api, output: Output, names: set[str], seconds: float) -> Itera
 
 
 def _from_outside(found: View, service: Object) -> Iterator[Row]:
-    """Connections from this machine to the NodePorts. A node that this machine cannot reach is no failure."""
+    """From this machine to the NodePorts, as far as it reaches the nodes: what it does not reach is no failure."""
     port = next(each["nodePort"] for each in service["spec"]["ports"] if each["protocol"] == "TCP")
     for node, item in found.nodes.items():
         listed = item["status"].get("addresses") or ()

@@ -7,7 +7,7 @@ from pyebpf_proxy.see.answers import NOT_RIGHT
 
 
 class ClusterError(Exception):
-    """The text has the problem, and the remedy if there is one. ``status``: the exit status."""
+    """The problem, and the remedy if there is one. ``status``: the exit status."""
 
     def __init__(self, text: str, status: int = NOT_RIGHT) -> None:
         super().__init__(text)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``cluster explain POD SERVICE``: the agent of the pod's node explains the connection; then all nodes are compared."""
+"""``cluster explain POD SERVICE``: what happens to a connection of a pod, by the agent of its node; then all nodes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SERVED = "served"
 
 
 class Question(NamedTuple):
-    """The connection to explain, in one IP family."""
+    """One family: from where to where."""
 
     source: str
     destination: str
@@ -31,7 +31,7 @@ class Question(NamedTuple):
 
 
 def run(api: Api, output: Output, found: View, pod_name: str, service_name: str, seconds: float) -> bool:
-    """Print the answer. True if the connection is served, and the Service is the same on all nodes."""
+    """Print the answer. True: the connection is served, and all nodes have the Service alike."""
     namespace, pod_name = _name(pod_name, "pod")
     pod = api.get(PODS, pod_name, namespace)
     if pod is None:
@@ -77,7 +77,7 @@ def run(api: Api, output: Output, found: View, pod_name: str, service_name: str,
 
 
 def _name(text: str, what: str, namespace: str = "default") -> tuple[str, str]:
-    """Namespace and name of ``[NAMESPACE/]NAME``."""
+    """``[NAMESPACE/]NAME``."""
     first, slash, rest = text.partition("/")
     found = (first, rest) if slash else (namespace, first)
     if not all(found) or "/" in found[1]:
@@ -86,7 +86,7 @@ def _name(text: str, what: str, namespace: str = "default") -> tuple[str, str]:
 
 
 def _port(service: Object, wanted: str) -> dict[str, Any]:
-    """The port with this name or number; if ``wanted`` is empty, the only port."""
+    """The port of that name or number; without one, the only port."""
     name = f"{service['metadata']['namespace']}/{service['metadata']['name']}"
     specification = service["spec"]
     if specification.get("type") == "ExternalName" or specification.get("clusterIP") in ("None", "", None):
@@ -102,7 +102,7 @@ def _port(service: Object, wanted: str) -> dict[str, Any]:
 
 
 def _questions(service: Object, port: dict[str, Any], sources: list[str]) -> Iterator[Question]:
-    """One question for each IP family that pod and Service share. ClusterError if they share none."""
+    """For each family that pod and Service share. ClusterError: there is none."""
     addresses = service["spec"].get("clusterIPs") or [service["spec"]["clusterIP"]]
     by_family = {ipaddress.ip_address(each).version: each for each in sources}
     shared = [(by_family[version], each) for each in addresses if (version := _family(each)) in by_family]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Lease that lets only one command at a time change a cluster. A thread renews it."""
+"""One command at a time changes a cluster: a Lease, renewed in a thread."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class Lease:
                 if not self._ended.is_set():
                     self._write(found, self._spec())
             except (RefusedError, ClusterError):
-                continue  # the main thread has the same problem, and reports it
+                continue  # the main thread meets the same problem, and reports it
 
 
 def _holder(lease: Object) -> str:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Nodes, the pods of both proxies on them, and what a pod's status means."""
+"""What runs where: nodes, the pods of both proxies, and what a pod's status means."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pyebpf_proxy.cluster.errors import ClusterError, NodeGoneError, NodeLostErr
 from pyebpf_proxy.cluster.objects import AGENT, CLEANING, KUBE_PROXY, NAME, NAMESPACE, ON, PARKED
 from pyebpf_proxy.config import addresses
 
-#: Reasons of a waiting container that do not resolve themselves.
+#: Reasons of a waiting container that do not go away by themselves.
 _HOPELESS = {
     "ImagePullBackOff": "the image cannot be pulled",
     "InvalidImageName": "the name of the image is invalid",
@@ -35,7 +35,7 @@ _LOOPBACK = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
 class Pod(NamedTuple):
-    """The fields of a pod with one container that these commands use."""
+    """A pod of one container, as far as it matters here."""
 
     name: str
     uid: str
@@ -47,23 +47,23 @@ class Pod(NamedTuple):
     ready: bool
     deleted: bool
     restarts: int
-    #: Why the container cannot start; "" if it can, or if it is too early to know.
+    #: Why the container cannot start; "" if it can, or if it may be early.
     hopeless: str
     #: Whether the container has ever run.
     ran: bool
-    #: The termination message of a container that has ended.
+    #: What a container that has ended wrote.
     message: str
-    #: When the container started, in the format of the API; "" if it does not run.
+    #: When the container started, as the API writes times; "" if it does not run.
     since: str
 
     @property
     def usable(self) -> bool:
-        """Whether the pod runs and is not terminating."""
+        """It runs and is not terminating."""
         return self.started and not self.deleted
 
 
 def pod_of(item: Object) -> Pod:
-    """The Pod that a pod object describes."""
+    """A pod's object in short."""
     status = item.get("status", {})
     container: Mapping[str, Any] = next(iter(status.get("containerStatuses") or ()), {})
     state, last = container.get("state") or {}, container.get("lastState") or {}
@@ -71,7 +71,7 @@ def pod_of(item: Object) -> Pod:
     reason = waiting.get("reason", "")
     hopeless = ""
     if reason in _HOPELESS:
-        # If a container ends repeatedly, the kubelet's message has only the waiting time, not the reason.
+        # For a container that ends again and again, the kubelet's own message says only how long it waits.
         said = [waiting.get("message"), ended.get("message")]
         why = next(filter(None, reversed(said) if reason == "CrashLoopBackOff" else said), "") or reason
         hopeless = f"{_HOPELESS[reason]}: {one_line(why)}"
@@ -102,7 +102,7 @@ def one_line(text: str) -> str:
 
 
 class View(NamedTuple):
-    """The cluster at one moment. Of several pods of a proxy on a node, it has the one that is not being deleted."""
+    """The cluster at one moment. Pods by node; of several on a node, the one that stays."""
 
     nodes: dict[str, Object]
     agents: dict[str, Pod]
@@ -134,7 +134,7 @@ class View(NamedTuple):
         return has_reported and all(each["status"] == "True" for each in conditions if each["type"] == "Ready")
 
     def proxy(self, node: str) -> str:
-        """The names of the proxies that run on the node, or "none"."""
+        """Which proxy runs there."""
         names = [name for name, pods in ((KUBE_PROXY, self.kube_proxies), (NAME, self.agents)) if node in pods]
         return " and ".join(names) or "none"
 
@@ -146,7 +146,7 @@ class View(NamedTuple):
 
 
 def require_kubelet(api: Api, node: str) -> Object:
-    """The node's object. NodeLostError if there is none, or if the kubelet has stopped reporting."""
+    """The node's object. NodeLostError if there is none, or if the node's controller has given its kubelet up."""
     found = api.get(NODES, node)
     if found is None:
         raise NodeGoneError("the node does not exist any more")
@@ -162,7 +162,7 @@ def label_of(node: Object, label: str) -> str:
 
 
 def view(api: Api, selector: str = "") -> View:
-    """A View of the Linux nodes that match the selector."""
+    """Linux nodes that match the selector."""
     nodes = api.objects(NODES, labels=selector)
     linux = [
         each for each in nodes if (each["status"].get("nodeInfo") or {}).get("operatingSystem", "linux") == "linux"
@@ -177,9 +177,9 @@ def view(api: Api, selector: str = "") -> View:
 
 
 def pods(api: Api, labels: str, node: str = "") -> dict[str, Pod]:
-    """Pods that match the labels, by node."""
+    """Pods by node."""
     found = [pod_of(each) for each in api.objects(PODS, NAMESPACE, labels, f"spec.nodeName={node}" if node else "")]
-    # A pod that is being deleted counts only if the node has no other.
+    # A pod that is being deleted counts only where there is no other.
     return {pod.node: pod for pod in sorted(found, key=lambda pod: not pod.deleted) if pod.node}
 
 
@@ -198,7 +198,7 @@ def says_programmed(log: str) -> bool:
 
 
 def kube_proxy_configuration(api: Api) -> dict[str, Any]:
-    """The configuration in kubeadm's ConfigMap, which the agent uses. ClusterError if it is not as expected."""
+    """What kubeadm's ConfigMap has, on which the agent runs. ClusterError where it is not as expected."""
     config_map = api.get(CONFIG_MAPS, KUBE_PROXY, NAMESPACE)
     where = f"ConfigMap {NAMESPACE}/{KUBE_PROXY}"
     if config_map is None:
@@ -224,7 +224,7 @@ def kube_proxy_health(configuration: dict[str, Any]) -> str:
 
 
 def installed_image(found: View) -> str:
-    """The agent's image; "" if it is not installed. ClusterError if it was installed in another way."""
+    """The agent's image; "" if it is not installed. ClusterError: it was installed in another way."""
     if found.agent_set is None:
         return ""
     selector = found.agent_set["spec"]["template"]["spec"].get("nodeSelector") or {}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The objects to apply. ``tools/cluster_objects.py`` renders those of ``deploy/`` into this folder."""
+"""The objects that are applied: those of ``deploy/``, rendered into this folder by ``tools/cluster_objects.py``."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def _load(name: str) -> list[Object]:
 
 
 def agent(image: str) -> list[Object]:
-    """deploy/overlays/kubeadm with this image, for labelled nodes only. Only these commands replace pods (OnDelete)."""
+    """deploy/overlays/kubeadm with this image, on nodes with the label; pods are replaced only by these commands."""
     items = _load("agent.yaml")
     daemon_set = items[-1]
     specification = daemon_set["spec"]["template"]["spec"]
     specification["containers"][0]["image"] = image
-    specification["nodeSelector"] = {**specification["nodeSelector"], **_ONLY_LABELLED}
+    specification["nodeSelector"] = {**specification["nodeSelector"], **_READ}
     daemon_set["spec"]["updateStrategy"] = {"type": "OnDelete"}
     return items
 
@@ -143,12 +143,12 @@ def is_prepared(kube_proxy: Object) -> bool:
 
 
 def prepare(kube_proxy: Object) -> Object:
-    """The merge patch that excludes parked nodes from kube-proxy's DaemonSet. With OnDelete, it replaces no pod."""
+    """The merge patch with which kube-proxy spares parked nodes. No pod is replaced by it: OnDelete."""
     specification = kube_proxy["spec"]["template"]["spec"]
     affinity = copy.deepcopy(specification.get("affinity") or {})
     terms = _terms(affinity) or [{}]
     for term in terms:
-        # A node needs to match only one term, but all expressions of it: so each term gets the expression.
+        # Terms are alternatives, the expressions of a term are not.
         if _UNLESS_PARKED not in term.setdefault("matchExpressions", []):
             term["matchExpressions"].append(_UNLESS_PARKED)
     affinity["nodeAffinity"] = (affinity.get("nodeAffinity") or {}) | {_REQUIRED: {"nodeSelectorTerms": terms}}

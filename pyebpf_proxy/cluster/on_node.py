@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The commands that task pods run on a node. They do not use the kubernetes library.
+"""What task pods run, inside a pod on the node: needs nothing of the kubernetes library.
 
 ``pyebpf-proxy cluster on-node TASK [ADDRESS PORT …]``; a port is ``443``, or ``53/UDP`` for a DNS query.
 
@@ -64,7 +64,7 @@ def places_of(arguments: list[str]) -> list[Place]:
 
 
 def fit() -> list[str]:
-    """Requirements that this node does not meet."""
+    """Problems of this node."""
     problems = []
     if not Path("/sys/kernel/btf/vmlinux").exists():
         problems.append("the kernel has no BTF (/sys/kernel/btf/vmlinux, CONFIG_DEBUG_INFO_BTF)")
@@ -169,7 +169,7 @@ def _rules() -> tuple[dict[str, str], list[str]]:
 
 
 def main(arguments: list[str]) -> int:
-    """Run one command. Status 1: there are problems, which the last line lists."""
+    """The command line; status 1 with the problems on the last line."""
     what, *rest = arguments
     if what == "peer":
         from pyebpf_proxy.cluster import peer

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Output of the commands: plain lines during the work, or one JSON document at the end."""
+"""What the commands print: plain lines as they go, or one JSON document at the end."""
 
 from __future__ import annotations
 
@@ -36,16 +36,17 @@ def counted(number: int, what: str) -> str:
 
 
 class Output:
-    """Writes lines at once, or with ``-o json`` the ``document`` at the end.
+    """Lines are written at once. ``document``: what ``-o json`` prints at the end.
 
-    If the reader closes the pipe, the command continues without output: the takeover of a node must not stop halfway.
+    When the reader closes the pipe, the command goes on without output: a node that is being taken over must not be
+    left halfway.
     """
 
     def __init__(self, as_json: bool, terminal: texts.Terminal | None = None) -> None:
         self.as_json = as_json
         self.terminal = texts.terminal() if terminal is None else terminal
         self.document: dict[str, Any] = {}
-        #: Exit status of a successful command: 0, or that of a closed pipe.
+        #: Exit status if the command itself is successful: 0, or that of a closed pipe.
         self.status = 0
         self._bar: Progress | None = None
 
@@ -65,16 +66,16 @@ class Output:
             self.status = closed_pipe()  # the terminal was closed
 
     def say(self, text: str) -> None:
-        """Print one or several lines; nothing with -o json."""
+        """One line or several; none with -o json."""
         if not self.as_json:
-            # Names and messages of the cluster are untrusted.
+            # Names and messages come from the cluster.
             self._print("\n".join(map(texts.safe, text.split("\n"))))
 
     @contextlib.contextmanager
     def progress(self, what: str, total: int | None) -> Iterator[Callable[[], None]]:
-        """Show a progress bar below the lines, only on a terminal. Call the result after each of ``total`` steps.
+        """A bar below the lines, on a terminal only. The result is called after each of ``total`` steps.
 
-        ``total`` is None if the number is not known; 0: no bar.
+        None: their number is not known; 0: no bar.
         """
         if self.as_json or total == 0 or not sys.stdout.isatty() or os.environ.get("TERM", "dumb") == "dumb":
             yield lambda: None
@@ -91,7 +92,7 @@ class Output:
                 self._bar = None
 
     def findings(self, findings: list[Finding]) -> None:
-        """Print all findings, and the remedies of those that are not good."""
+        """All of them, the good ones too, and what to do about the others."""
         self.document["findings"] = [each._asdict() for each in findings]
         for each in findings:
             where = f"{each.where}: " if each.where else ""
@@ -100,16 +101,16 @@ class Output:
                 self.say(f"         {each.remedy}")
 
     def table(self, name: str, head: list[str], rows: list[list[str]], keys: list[str]) -> None:
-        """Print rows as a table; with -o json, they become objects with these keys."""
+        """Rows of text; with -o json objects with these keys."""
         self.document[name] = [dict(zip(keys, row, strict=True)) for row in rows]
         self.lines(head, rows)
 
     def lines(self, head: list[str], rows: list[list[str]]) -> None:
-        """Print rows as a table that is not part of the document."""
+        """Rows of text as a table; not part of the document."""
         for line in texts.table(self.terminal, head, rows):
             self.say(line)
 
     def end(self) -> None:
-        """Print the JSON document, with -o json."""
+        """Print the JSON document, if that was asked for."""
         if self.as_json:
             self._print(json.dumps(self.document, indent=2))

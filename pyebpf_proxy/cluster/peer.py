@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pods of ``cluster test``: each is a server, and connects to Services. It does not use the kubernetes library.
+"""The pods of ``cluster test``: each answers, and asks Services. Needs nothing of the kubernetes library.
 
-The environment variable ``PEER_PLAN`` has the connections to try: a list of rows as JSON. Each row is repeated until it
-succeeds or its time is over, and its result is printed as one line of JSON. The last line is ``done``.
+What is asked is in the environment (``PEER_PLAN``: a list of rows as JSON). Each row becomes one line of JSON on
+stdout, then ``done``. A row is repeated until it succeeds or its time is over.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ PORT = 8080
 DONE = "done"
 _SECONDS = 3.0
 _PATIENCE = 30.0
-#: How many connections a row makes, at most, to reach one particular endpoint of several.
+#: How often a row that wants one certain endpoint of several is asked, each time by a new connection.
 _TRIES = 200
 
 
 def main(environment: dict[str, str] | None = None) -> int:
-    """Start the server if PEER_NAME is set, and try the rows. A server runs until SIGTERM. Status 1: a row failed."""
+    """Serve, if PEER_NAME is set; ask the rows; go on serving until SIGTERM. Status 1: a row failed."""
     environment = dict(os.environ) if environment is None else environment
     name = environment.get("PEER_NAME", "")
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
@@ -50,7 +50,7 @@ def main(environment: dict[str, str] | None = None) -> int:
 def ask(row: dict[str, Any], patience: float = _PATIENCE) -> dict[str, Any]:
     """The row with ``ok``, and ``detail``: the server that answered, or the reason why none did.
 
-    ``ok`` is None if the row may lack a route (``unreachable``), and has none.
+    ``ok`` is None if the row may lack a route (``unreachable``), and does.
     """
     end = time.monotonic() + patience
     while True:
@@ -68,7 +68,7 @@ def ask(row: dict[str, Any], patience: float = _PATIENCE) -> dict[str, Any]:
 
 
 def _wanted(row: dict[str, Any]) -> str:
-    """The endpoint that answered. ValueError if the row requires a particular one, and it never answered."""
+    """Who answered: the endpoint that the row wants, if it wants one."""
     only, seen = row.get("only", ""), set()
     for _ in range(_TRIES if only and not row.get("always") else 1):
         who = _once(row)
@@ -104,14 +104,14 @@ def _once(row: dict[str, Any]) -> str:
 
 
 def serve(name: str, port: int = PORT) -> None:
-    """Start server threads. TCP clients get the name and their own data back, UDP clients the name."""
+    """Answer in threads of this process: TCP with the name and what was sent, UDP with the name."""
     for kind, answer in ((socket.SOCK_STREAM, _tcp), (socket.SOCK_DGRAM, _udp)):
         sock = _listening(kind, port)
         threading.Thread(target=answer, args=(sock, name.encode()), daemon=True).start()
 
 
 def _listening(kind: socket.SocketKind, port: int) -> socket.socket:
-    """A listening socket for both families, or for IPv4 if the node has no IPv6."""
+    """For both families; for IPv4 where there is no IPv6."""
     try:
         sock = socket.socket(socket.AF_INET6, kind)
         sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
@@ -146,5 +146,5 @@ def _udp(sock: socket.socket, name: bytes) -> None:
             _, who = sock.recvfrom(65536)
             sock.sendto(name, who)
         except OSError as error:
-            # An ICMP error in response to an earlier answer.
+            # An ICMP error of an earlier answer.
             print(f"UDP: {error}", file=sys.stderr)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``cluster services``: compares the service ports of all nodes, and shows where nodes differ."""
+"""``cluster services``: what all nodes serve, side by side, and where they differ."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from pyebpf_proxy.see import model
 from pyebpf_proxy.see.answers import QUESTION, listed
 
 RIGHTS = (("list", "discovery.k8s.io", "endpointslices", ""),)
-#: Agents do not answer at the same moment, and the cluster may change: a difference counts only if it is seen twice.
+#: Nodes are asked one after the other while the cluster changes: a difference counts if it is there twice.
 _SETTLE_SECONDS = 2.0
 HEAD = ["SERVICE", "PROTO", "FAMILY", "FRONTENDS", "ENDPOINTS", "NODES"]
 
 
 class Key(NamedTuple):
-    """Identifies a service port of one IP family."""
+    """A service port of one IP family."""
 
     name: str
     protocol: str
@@ -42,7 +42,7 @@ def key_of(service: model.ServiceView | model.ClusterService) -> Key:
 
 
 class Facts(NamedTuple):
-    """What should be the same on every node. Local lists differ by design, and are left out."""
+    """What every node should have alike. Endpoints of the policy Local are a node's own, and are left out."""
 
     frontends: frozenset[str]
     endpoints: frozenset[str]
@@ -50,7 +50,7 @@ class Facts(NamedTuple):
 
 
 class Compared(NamedTuple):
-    """The service ports of all nodes, compared."""
+    """All nodes side by side. ``unknown``: none of those that answered has what was asked for."""
 
     nodes: list[str]
     services: list[model.ClusterService]
@@ -58,14 +58,14 @@ class Compared(NamedTuple):
 
     @property
     def is_bad(self) -> bool:
-        """Whether there is anything that an administrator should look at."""
+        """Whether an administrator has to look at something."""
         return bool(self.problems) or any(
             not each.expected for service in self.services for each in service.differences
         )
 
 
 def facts(service: model.ServiceView) -> Facts:
-    """One node's view of a service port, reduced to what should be the same on every node."""
+    """One node's view of a service port, as far as nodes are alike."""
     return Facts(
         frozenset(f"{join_host_port(each.address, each.port)} {each.kind}" for each in service.frontends),
         frozenset(each.address for each in service.endpoints if "cluster" in each.lists),
@@ -86,7 +86,7 @@ def compare(answers: Mapping[str, model.Services | None], hinted: Collection[str
             seen.setdefault(key_of(each), {})[node] = facts(each)
     result = []
     for key, by_node in sorted(seen.items()):
-        # Counter keeps the order of nodes: if two variants are equally common, the first node's counts.
+        # Counter keeps the order of nodes, so that of equally many the first counts.
         usual = Counter(by_node.values()).most_common(1)[0][0]
         service = key.name.partition(":")[0]
         differences = [
@@ -109,7 +109,7 @@ def compare(answers: Mapping[str, model.Services | None], hinted: Collection[str
 
 
 def _differences(own: Facts | None, usual: Facts) -> Iterator[tuple[str, bool]]:
-    """Each difference in words, and whether it is about endpoints."""
+    """In words; whether it is about endpoints."""
     if own is None:
         yield "does not have it", False
         return
@@ -127,7 +127,7 @@ def _differences(own: Facts | None, usual: Facts) -> Iterator[tuple[str, bool]]:
 
 
 def read(api: Api, found: View, name: str, seconds: float) -> Compared:
-    """Ask all agents; if they differ, ask again after a moment. ``name``: "" for all service ports."""
+    """Ask all agents; where they differ, once more after a moment. ``name``: "" for all service ports."""
     command = ["services", *([name] if name else [])]
     answers, problems = ask.everywhere(api, found, command, model.Services, seconds)
     services = compare(answers)
@@ -147,7 +147,7 @@ def read(api: Api, found: View, name: str, seconds: float) -> Compared:
 
 
 def _hinted(api: Api) -> set[str]:
-    """Services with topology hints: different nodes may use different endpoints."""
+    """Services of which different nodes use different endpoints, as their slices say."""
     try:
         slices = api.objects(SLICES)
     except RefusedError:
@@ -161,7 +161,7 @@ def _hinted(api: Api) -> set[str]:
 
 
 def show(compared: Compared, output: Output) -> None:
-    """Print the table, then the differences."""
+    """The table, then what differs."""
     answer = model.ClusterServices(nodes=compared.nodes, services=compared.services, problems=compared.problems)
     output.document |= msgspec.to_builtins(answer)
     output.lines(HEAD, [_row(each, compared.nodes) for each in compared.services])
@@ -180,7 +180,7 @@ def _row(service: model.ClusterService, nodes: Sequence[str]) -> list[str]:
 
 
 def say_differences(compared: Compared, output: Output) -> None:
-    """Print one line for each difference and each node without an answer, then a summary."""
+    """One line for each difference and each node without an answer, then a summary."""
     for service in compared.services:
         key = key_of(service)
         for each in service.differences:

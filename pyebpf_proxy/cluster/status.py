@@ -19,8 +19,8 @@ KEYS = ["node", "proxy", "state", "restarts", "version", "fastPath", "drops", "b
 
 
 def show(found: View, asked: Asked, output: Output) -> list[Finding]:
-    """Print the table. The result: what an administrator should look at."""
-    # This raises ClusterError for a DaemonSet that was created by hand: the labels of nodes do not apply to it.
+    """The table, and what an administrator has to look at."""
+    # ClusterError before the table: the labels of nodes mean nothing for a DaemonSet that was made by hand.
     wanted = model.installed_image(found)
     rows = []
     for node in found.nodes:
@@ -42,7 +42,7 @@ def show(found: View, asked: Asked, output: Output) -> list[Finding]:
 
 
 def state(found: View, node: str) -> str:
-    """Which of the two proxies serves the node, or how far its takeover is, in a few words."""
+    """In a few words: where the node stands between the two proxies."""
     pod, agent, parked = found.agents.get(node), found.has(node, AGENT), found.has(node, PARKED)
     if found.is_cleaning(node):
         return "agent ends" if pod is not None else "kube-proxy, clean-up not finished"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``cluster sysdump``: one archive for a bug report. It reads no Secrets, and redacts credentials in other objects."""
+"""``cluster sysdump``: one archive for a bug report. Secrets are not read, and credentials are blotted out."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ BLOT = "REDACTED"
 _FIRST_BYTES, _LAST_BYTES, _LAST_LINES = 64 << 10, 8 << 20, 20_000
 #: A node with more entries in conntrack is not asked for its flows: it would cost its processor, and the answer is big.
 _MOST_FLOWS = 20_000
-#: How many Services the summary of flows lists, at most.
+#: Services in the summary of flows.
 _MOST_SERVICES = 50
-#: Names of fields and variables that hold credentials. "token-file" and "secretName" do not match.
+#: Names of fields and variables that hold credentials. "token-file" and "secretName" do not.
 _SENSITIVE = (
     r"[\w.-]*(?:token|password|passwd|credentials?|secret|access[-_]?key|api[-_]?key|private[-_]?key|"
     r"client-key-data|client-certificate-data)"
@@ -56,7 +56,7 @@ _SENSITIVE = (
 _NAME = re.compile(_SENSITIVE, re.IGNORECASE)
 #: A line of YAML or JSON with such a name.
 _LINE = re.compile(rf"^(\s*-?\s*\"?{_SENSITIVE}\"?:)[ \t]+\S.*$", re.MULTILINE | re.IGNORECASE)
-#: Recognised anywhere in a text: a signed token, a private key, user and password of a URL.
+#: Wherever they stand: a signed token, a private key, the user of a URL.
 _TOKEN = re.compile(r"\beyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*")
 _PRIVATE_KEY = re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?-----END [A-Z ]*PRIVATE KEY-----", re.DOTALL)
 _URL_USER = re.compile(r"(?<=://)[^/\s\"'@]+:[^/\s\"'@]*(?=@)")
@@ -67,14 +67,14 @@ Part = tuple[str, Callable[[], Any]]
 def write(api: Api, output: Output, path: str, nodes: str, seconds: float) -> list[str]:
     """Write the archive. The result: parts that are missing from it, each with the reason.
 
-    ``nodes``: selects the nodes whose agents are asked.
+    ``nodes``: the selector of those whose agents are asked.
     """
     stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
     folder = f"pyebpf-proxy-sysdump-{stamp}"
     target = Path(path or f"{folder}.tar.gz")
     missing: list[str] = []
     try:
-        # "x": do not replace an existing archive.
+        # "x": an archive that is there already is not replaced.
         with tarfile.open(target, "x:gz") as archive:
             target.chmod(0o600)
             with output.progress("parts of the archive", None) as step:
@@ -152,7 +152,7 @@ def _same(content: Any) -> Any:
 
 
 def _asked(api: Api, nodes: str, seconds: float) -> Iterator[Part]:
-    """The output of ``cluster status``, and the status of each agent."""
+    """What ``cluster status`` prints, and what each agent says of itself."""
     try:
         found = view(api, nodes)
         asked = agents.ask_all(api, found, seconds)
@@ -170,7 +170,7 @@ def _asked(api: Api, nodes: str, seconds: float) -> Iterator[Part]:
 
 
 def _more(api: Api, found: View, asked: agents.Asked, seconds: float) -> Iterator[Part]:
-    """Drops and a summary of flows, of the nodes that have answered."""
+    """Of the nodes that answer: drops, and flows in short."""
     busy = [
         node
         for node, answer in asked.answers.items()
@@ -200,7 +200,7 @@ def _more(api: Api, found: View, asked: agents.Asked, seconds: float) -> Iterato
 
 
 def summary(flows: Sequence[model.FlowView]) -> dict[str, Any]:
-    """How many flows of each kind there are. Addresses of clients are not collected."""
+    """How many flows there are of each kind; addresses of clients stay on the node."""
     services = Counter(each.service for each in flows).most_common(_MOST_SERVICES)
     return {
         "flows": len(flows),
@@ -221,13 +221,13 @@ def _status(found: View, asked: agents.Asked) -> str:
 
     try:
         status.show(found, asked, Collected(as_json=False, terminal=Terminal()))
-    except ClusterError as error:  # these commands have not installed the agent
+    except ClusterError as error:  # the agent was not installed by these commands
         lines.append(str(error))
     return "\n".join(lines) + "\n"
 
 
 class _Blocks(yaml.SafeDumper):
-    """Writes texts with several lines as blocks."""
+    """Texts of several lines as blocks."""
 
 
 def _block(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
@@ -238,20 +238,20 @@ _Blocks.add_representer(str, _block)
 
 
 def _text(content: Any) -> str:
-    """The content as YAML, or unchanged if it is text; without credentials."""
+    """As YAML, but for text; without credentials."""
     if isinstance(content, str):
-        return _redacted(content)
+        return _blotted(content)
     return yaml.dump(_trimmed(content), Dumper=_Blocks, sort_keys=False)
 
 
-def _redacted(text: str) -> str:
-    """A text without the credentials that their form, or a name in the same line, reveals."""
-    text = _PRIVATE_KEY.sub(REDACTED, _TOKEN.sub(REDACTED, text))
-    return _LINE.sub(rf"\1 {REDACTED}", _URL_USER.sub(REDACTED, text))
+def _blotted(text: str) -> str:
+    """A text without the credentials that can be recognised by their form, or by their name in the same line."""
+    text = _PRIVATE_KEY.sub(BLOT, _TOKEN.sub(BLOT, text))
+    return _LINE.sub(rf"\1 {BLOT}", _URL_USER.sub(BLOT, text))
 
 
 def _trimmed(content: Any) -> Any:
-    """The content without credentials, and without the copies of an object in its own metadata."""
+    """Without copies of the object in its own metadata, and without credentials."""
     if isinstance(content, list):
         return [_trimmed(each) for each in content]
     item: Object = copy.deepcopy(content)
@@ -265,7 +265,7 @@ def _trimmed(content: Any) -> Any:
 
 
 def _document(text: str) -> str:
-    """A text of a ConfigMap. A document with credentials, such as a kubeconfig, is written again without them."""
+    """A text of a ConfigMap. A document that holds credentials, such as a kubeconfig, is written anew without them."""
     try:
         documents = list(yaml.safe_load_all(text))
     except yaml.YAMLError:
@@ -278,18 +278,18 @@ def _document(text: str) -> str:
 
 def _without_credentials(value: Any) -> Any:
     if isinstance(value, str):
-        return _redacted(value)
+        return _blotted(value)
     if isinstance(value, list):
         return [_without_credentials(each) for each in value]
     if not isinstance(value, dict):
         return value
     clean = {
-        name: REDACTED if type(each) in (str, int) and _NAME.fullmatch(str(name)) else _without_credentials(each)
+        name: BLOT if type(each) in (str, int) and _NAME.fullmatch(str(name)) else _without_credentials(each)
         for name, each in value.items()
     }
-    # A variable of a container, or of an exec plugin in a kubeconfig.
+    # A variable of a container, or of the command of a kubeconfig.
     if isinstance(clean.get("value"), str) and _NAME.fullmatch(str(clean.get("name", ""))):
-        clean["value"] = REDACTED
+        clean["value"] = BLOT
     return clean
 
 

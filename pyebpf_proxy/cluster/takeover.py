@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Takes one node over from kube-proxy, and gives it back. At every moment, one of the two has programmed the node.
+"""One node from kube-proxy to the agent, and back. At each moment one of the two has programmed the node.
 
 To the agent: the agent starts alongside kube-proxy; once it has programmed the node, kube-proxy is parked; then the
 agent holds the health port and is ready. Back: kube-proxy starts alongside the agent, and the clean-up waits until it
@@ -200,7 +200,7 @@ def give_back(site: Site, node: str, say: Say) -> None:
 
 
 def _has_removed_rules(api: Api, agent: Pod, kube_proxy: Pod, parked: bool) -> bool:
-    """Whether the agent started after this kube-proxy, and has therefore removed its rules."""
+    """Whether an agent that started after this kube-proxy has removed its rules."""
     later = not parked or agent.since > kube_proxy.since
     return later and agent.usable and is_programmed(api, agent)
 
@@ -252,7 +252,7 @@ def label(site: Site, node: str, name: str, value: str) -> None:
 
 
 def patch_kube_proxy(api: Api, change: Callable[[Object], Object | None], seconds: float) -> None:
-    """Change kube-proxy's DaemonSet, and wait until the DaemonSet controller has observed the change."""
+    """Change kube-proxy's DaemonSet, and wait until its controller knows."""
     found = api.get(DAEMON_SETS, KUBE_PROXY, NAMESPACE)
     if found is None:
         return

@@ -14,7 +14,7 @@ from pyebpf_proxy.cluster.model import one_line, pod_of, require_kubelet
 from pyebpf_proxy.cluster.objects import NAMESPACE
 
 POLL_SECONDS = 0.3
-#: How often a wait checks whether the node's kubelet still reports.
+#: How often a wait looks whether the node's kubelet still reports.
 _LOOK_SECONDS = 3.0
 #: Services that every cluster has: namespace and name.
 _TARGETS = (("default", "kubernetes"), ("kube-system", "kube-dns"))
@@ -27,7 +27,7 @@ RIGHTS = tuple(
 
 
 def name_of(what: str, node: str) -> str:
-    """The name of a task pod: at most 63 characters, whatever the node's name."""
+    """A pod's name: 63 characters, whatever the node is called."""
     short = hashlib.sha256(node.encode()).hexdigest()[:8]
     return f"pyebpf-proxy-{what}-{node.replace('.', '-')[:30].strip('-')}-{short}"
 
@@ -40,7 +40,7 @@ def wait_until(
     why: Callable[[], str] | None = None,
     period: float = POLL_SECONDS,
 ) -> None:
-    """Wait for the condition. ClusterError if it is not met in time; ``what`` describes the problem to the user.
+    """ClusterError, "what" in the words of the user, if the condition does not come true in time.
 
     ``look``: called every few seconds, to raise an error if it never will. ``why``: the reason for the error, or "".
     ``period``: seconds from one look at the condition to the next.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two nodes with the same name, each in a network namespace: one runs the real kube-proxy, the other the agent.
+"""Two nodes of one name, each in a network namespace: on one the real kube-proxy, on the other the agent.
 
-Both use the same API server, which each sees at the same address of its own loopback.
+Both read the same API server, which each sees at the same address of its own loopback.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _numbers = itertools.count()
 
 
 class Answer(NamedTuple):
-    """An answer without its Date; status 0 if no server listens."""
+    """An answer without its Date; status 0 when no server listens."""
 
     status: int
     headers: dict[str, str]
@@ -75,12 +75,12 @@ class Side:
         self.namespace.remove()
 
     def start(self, config: Object) -> None:
-        """Start it with this configuration, and wait until it has programmed both families."""
+        """Start it with this configuration, and wait until both families are programmed."""
         self._begin(config)
         self.until(lambda: self.get(10256, "/livez").body.count("lastUpdated") == 3, "both families are programmed")
 
     def run(self, config: Object) -> int:
-        """Start it with a configuration that makes it end; returns its exit status."""
+        """Start it with a configuration that it cannot live with; its exit status."""
         self._begin(config)
         assert self._process is not None
         return self._process.wait(timeout=WAIT_SECONDS)
@@ -92,7 +92,7 @@ class Side:
             "kind": "KubeProxyConfiguration",
             "clientConnection": {"kubeconfig": str(kubeconfig)},
             "hostnameOverride": NODE,
-            # The tests do not change this machine's conntrack limits.
+            # The tables of this machine are not the tests'.
             "conntrack": {"maxPerCore": 0, "min": 0, "tcpEstablishedTimeout": "0s", "tcpCloseWaitTimeout": "0s"},
             **config,
         }
@@ -127,7 +127,7 @@ class Side:
         return self.namespace.call(_get, host, port, path, accept)
 
     def until(self, condition: Callable[[], Any], what: str) -> None:
-        """Wait for a condition; fails with the end of the log."""
+        """Wait for a condition; the log's end if it never comes."""
         end = time.monotonic() + WAIT_SECONDS
         while not condition():
             ended = self._process is not None and self._process.poll() is not None
@@ -138,7 +138,7 @@ class Side:
 
 
 def both(sides: Sequence[Side], look: Callable[[Side], Any], wanted: Callable[[Any], bool], what: str) -> list[Any]:
-    """Wait until each side shows the wanted result; returns both."""
+    """What each side shows as soon as it is as wanted."""
     for side in sides:
         side.until(lambda side=side: wanted(look(side)), what)  # type: ignore[misc]
     return [look(side) for side in sides]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``pyebpf-proxy cluster`` in tests: a cluster with simulated nodes, the commands, and their effects."""
+"""``pyebpf-proxy cluster`` in tests: a cluster with simulated nodes, the commands, and what they leave."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def watched(server: ApiServer, folder: Path) -> Iterator[SimulatedNodes]:
     with made(server, folder, NAMES) as nodes:
         with Recorder(server) as recorder:
             yield nodes
-        assert recorder.served == set(NAMES), "the recorder has not seen the nodes"
+        assert recorder.served == set(NAMES), "the recorder has not seen them"
         assert recorder.gaps == []
 
 
@@ -68,7 +68,7 @@ def command(folder: Path, *arguments: str) -> list[str]:
 
 
 def run(folder: Path, *arguments: str, status: int = 0) -> str:
-    """The command's output, then its errors. It runs in this process: importing the library takes a second."""
+    """The command's output, then its errors. In this process: importing the library takes a second."""
     output, errors = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
         ended = main(command(folder, *arguments)[3:])
@@ -93,7 +93,7 @@ def daemon_set(server: ApiServer, name: str = "kube-proxy") -> Any:
     return server.request("GET", f"{SETS}/{name}")
 
 
-def served_by_agent(*nodes: str) -> dict[str, list[str]]:
+def taken(*nodes: str) -> dict[str, list[str]]:
     return {node: ["pyebpf-proxy" if node in nodes else "kube-proxy"] for node in NAMES}
 
 

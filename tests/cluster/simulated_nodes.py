@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Simulates the parts of a cluster that the tests' API server lacks: a DaemonSet controller, and kubelets.
+"""What the API server of the tests lacks of a cluster: a DaemonSet controller, and kubelets that only report.
 
 The controller follows the real one's rules for node selectors, affinity, OnDelete and RollingUpdate. A kubelet takes
 its node's pods through the states that a real one reports: the image is pulled or not, the container runs, its probes
@@ -37,10 +37,10 @@ _STEP = 0.1
 
 
 class Faults:
-    """What goes wrong: names of nodes. Tests change them at any time."""
+    """What goes wrong. Names of nodes; tests change them while it runs."""
 
     def __init__(self) -> None:
-        #: (image, node): the image cannot be pulled there.
+        #: (image, node): it cannot be pulled there.
         self.missing: set[tuple[str, str]] = set()
         self.never_ready: set[str] = set()
         #: Nodes, or (image, node).
@@ -51,9 +51,9 @@ class Faults:
         self.no_pods: set[str] = set()
         #: Their kubelets report nothing more, and end no pod.
         self.dead: set[str] = set()
-        #: Errors of failing task pods, by a part of their name and the node.
+        #: What task pods say when they fail, by a word of their name and the node.
         self.tasks: dict[tuple[str, str], str] = {}
-        #: Task pods that do not end, by the same key.
+        #: Task pods that do not end, by the same.
         self.hanging: set[tuple[str, str]] = set()
         #: What task pods that succeed say besides, by the same.
         self.says: dict[tuple[str, str], str] = {}
@@ -79,10 +79,10 @@ class SimulatedNodes:
         self._ended = threading.Event()
         self._since: dict[str, float] = {}
         self._logs: dict[str, str] = {}
-        #: What a command in a pod of this node returns: its exit status, its output, its errors.
+        #: What a command in a pod of this node does: its exit status, its output, its errors.
         self.execute: Callable[[str, list[str]], tuple[int, bytes, bytes]] = agent_answers.answer
         self._numbers = 0
-        #: Nodes that were dead: a test may also set the condition itself.
+        #: Nodes that have been dead: a test may also set the condition itself.
         self._lost: set[str] = set()
         self._connections = threading.local()
         self._listener: ThreadingHTTPServer | None = None
@@ -117,14 +117,14 @@ class SimulatedNodes:
         assert not self.problems, self.problems
 
     def until(self, condition: Callable[[dict[str, Object]], Any], what: str, seconds: float = 30.0) -> None:
-        """Wait until the pods satisfy the condition."""
+        """Wait until the pods are so."""
         end = time.monotonic() + seconds
         while not condition(self._pods()):
             assert time.monotonic() < end, f"still not: {what}: {[_short(pod) for pod in self._pods().values()]}"
             time.sleep(0.05)
 
     def _ask(self, method: str, path: str, body: Object | None = None, content: str = "application/json") -> Object:
-        """As ApiServer.request, but with one connection per thread: a new one costs more than most requests."""
+        """As ApiServer.request, but on one connection for each thread: a new one costs more than most requests."""
         kept = self._connections
         connection: http.client.HTTPSConnection | None = getattr(kept, "connection", None)
         try:
@@ -144,7 +144,7 @@ class SimulatedNodes:
             if connection is not None:
                 connection.close()
             if was_kept:
-                return self._ask(method, path, body, content)  # the server was killed since
+                return self._ask(method, path, body, content)  # of a server that was killed since
             raise
         kept.used = True
         answer = json.loads(text) if text.startswith(b"{") else {"message": text.decode(errors="replace")}
@@ -166,7 +166,7 @@ class SimulatedNodes:
                     self._report(pod, pods)
                 self._finalize()
             except (OSError, http.client.HTTPException, ssl.SSLError):
-                continue  # the server is down, as a test wants it
+                continue  # the API server is away, as a test wants it
             except ApiError as error:
                 # The object was changed or deleted in between, or the server is still starting.
                 if error.code not in (401, 403, 404, 409, 429, 500, 503):
@@ -176,9 +176,7 @@ class SimulatedNodes:
                 return
 
     def _give_up(self, nodes: dict[str, Object]) -> None:
-        """The node controller's part: set the condition of a node whose kubelet has stopped reporting, or reports
-        again.
-        """
+        """The node controller's part: the condition of a node whose kubelet has stopped reporting, or is back."""
         for name, node in nodes.items():
             ready = next(
                 (each["status"] for each in node["status"].get("conditions", ()) if each["type"] == "Ready"), ""
@@ -190,7 +188,7 @@ class SimulatedNodes:
                 self._ask("PATCH", f"/api/v1/nodes/{name}/status", {"status": {"conditions": [condition]}}, _MERGE)
 
     def _finalize(self) -> None:
-        """The namespace controller's part: remove a namespace in deletion when it is empty."""
+        """The namespace controller's part: one that is being deleted goes once it is empty."""
         for item in self._ask("GET", "/api/v1/namespaces")["items"]:
             name = item["metadata"]["name"]
             if (
@@ -272,7 +270,7 @@ class SimulatedNodes:
         if any(what in name and at == node for what, at in self.faults.hanging):
             return
         if plan is not None:
-            # A pod of `cluster test`: its rows have the results of the faults, or the expected ones.
+            # A pod of `cluster test`: what it found is the fault's, or as it should be.
             rows = [row | self._found(row) for row in json.loads(plan)]
             self._logs[name] = "".join(f"{json.dumps(row)}\n" for row in rows) + "done\n"
             self._status(pod, "Running", {"running": {}}, True, True)
@@ -290,7 +288,7 @@ class SimulatedNodes:
             if programmed:
                 self.attached.add(node)
                 self._logs[name] += "2026-01-01T00:00:00.100Z info ready objects=3 service_ports=1 seconds=0.1\n"
-            # Another process, kube-proxy, has the health port.
+            # Another process, kube-proxy, holds the health port.
             kube_proxy_runs = any(
                 each["metadata"].get("labels", {}).get("k8s-app") == "kube-proxy" and each["spec"]["nodeName"] == node
                 for each in pods.values()
@@ -347,7 +345,7 @@ class SimulatedNodes:
         self._ask("PATCH", f"{_path(pod)}/status", {"status": status}, _MERGE)
 
     def _kubelet(self) -> ThreadingHTTPServer:
-        """The port of every node: it serves only logs."""
+        """The port of every node: logs only."""
         certificate, key = self._folder / "kubelet.crt", self._folder / "kubelet.key"
         command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
         command += ["-keyout", str(key), "-out", str(certificate), "-days", "2", "-subj", "/CN=kubelet"]
@@ -368,7 +366,7 @@ class SimulatedNodes:
                 self.wfile.write(body)
 
             def _execute(self, pod: str, command: list[str]) -> None:
-                """A command in a pod: a WebSocket with channels for its output, its errors and its end."""
+                """A command in a pod: a WebSocket with a channel for its output, its errors, and its end."""
                 key = self.headers["Sec-WebSocket-Key"] + "258EAFA5-E914-47DA-95CA-C5AB0DC85B11"
                 self.send_response(101)
                 self.send_header("Upgrade", "websocket")
@@ -404,9 +402,9 @@ class SimulatedNodes:
 
 
 class Recorder:
-    """Watches the pods of both DaemonSets, and records when a node had no proxy.
+    """Watches the pods of both DaemonSets, and notes each moment at which a node had no proxy.
 
-    A proxy is a pod that has programmed its node and is not terminating. A node counts from its first proxy on.
+    A proxy is a pod that has programmed its node and is not terminating. Nodes count from their first proxy on.
     """
 
     def __init__(self, server: ApiServer) -> None:
@@ -451,7 +449,7 @@ class Recorder:
                 line = answer.readline()
             except TimeoutError:
                 connection.close()
-                return  # nothing for a second; the next list shows what was missed
+                return  # nothing for a second; list again, which shows what was missed
             if not line:
                 return
             event = json.loads(line)
@@ -509,7 +507,7 @@ def _short(pod: Object) -> str:
 
 
 def _fits(specification: Object, labels: dict[str, str]) -> bool:
-    """Evaluate node selector and required affinity, as the scheduler and the controller do."""
+    """Node selector and required affinity, as the scheduler and the controller read them."""
     if any(labels.get(key) != value for key, value in (specification.get("nodeSelector") or {}).items()):
         return False
     affinity = ((specification.get("affinity") or {}).get("nodeAffinity") or {}).get(

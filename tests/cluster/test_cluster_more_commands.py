@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``pyebpf-proxy cluster`` with a real API server: upgrade, check, test, sysdump, bad input.
+"""``pyebpf-proxy cluster`` against a real API server: upgrade, check, test, sysdump, bad input.
 
 Kubelets and the DaemonSet controller are simulated (simulated_nodes.py); requests, validation, rights, Leases and
-watches are real. In each test a recorder checks that no node is ever without a proxy.
+watches are real. In each test a recorder looks for a moment at which a node has no proxy.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import yaml
 from pyebpf_proxy import __version__
 from pyebpf_proxy.cluster import objects
 from pyebpf_proxy.see import model
-from tests.cluster import agent_says
+from tests.cluster import agent_answers
 from tests.cluster.commands import CONFIG_MAP, IMAGE, NAMES, NEWER, daemon_set, made, run, started
 from tests.cluster.simulated_nodes import SETS, SYSTEM, SimulatedNodes
 from tests.support.apiserver import ADMIN_TOKEN, ApiError, ApiServer, Object
@@ -39,8 +39,8 @@ def server() -> Iterator[ApiServer]:
 
 @pytest.fixture
 def installed(server: ApiServer, tmp_path: Path) -> Iterator[SimulatedNodes]:
-    """Two nodes after the takeover. No recorder: while a pod is replaced, the attached programs carry the traffic."""
-    with simulated_cluster(server, tmp_path, NAMES[:2]) as nodes:
+    """Two nodes, taken over. No recorder: while a pod is replaced, what it attached carries the traffic."""
+    with made(server, tmp_path, NAMES[:2]) as nodes:
         run(tmp_path, "install", "--image", IMAGE)
         yield nodes
 
@@ -50,10 +50,12 @@ def images(server: ApiServer) -> dict[str, str]:
     return {each["spec"]["nodeName"]: each["spec"]["containers"][0]["image"] for each in pods}
 
 
-def test_upgrade_node_by_node_until_one_fails(installed: SimulatedNodes, server: ApiServer, tmp_path: Path) -> None:
+def test_upgrade_node_by_node_and_not_where_it_fails(
+    installed: SimulatedNodes, server: ApiServer, tmp_path: Path
+) -> None:
     output = run(tmp_path, "install", "--image", NEWER, status=1)
     assert f"{IMAGE} is installed; for another image: pyebpf-proxy cluster upgrade --image {NEWER}" in output
-    # An image that cannot be pulled replaces nothing: the old agent still runs.
+    # What cannot be pulled replaces nothing: the old agent has not even been touched.
     before = {each["metadata"]["uid"] for each in server.request("GET", SYSTEM)["items"]}
     installed.faults.missing.add((NEWER, "n1"))
     output = run(tmp_path, "upgrade", "--image", NEWER, status=1)
@@ -61,7 +63,7 @@ def test_upgrade_node_by_node_until_one_fails(installed: SimulatedNodes, server:
     assert f"the agent of {IMAGE} stays" in output
     installed.until(lambda pods: {each["metadata"]["uid"] for each in pods.values()} == before, "the task pod is gone")
     installed.faults.missing.clear()
-    # A pod that does not become ready is replaced by the old version.
+    # What does not become ready is replaced by what was there before.
     installed.faults.tasks["verify", "n2"] = "no connection to the Service at 10.96.0.1 port 443: timed out"
     output = run(tmp_path, "upgrade", "--image", NEWER, status=1)
     assert "[1/2] n1: upgraded, and verified" in output
@@ -154,7 +156,7 @@ def test_status_asks_the_agents_and_names_those_that_differ(
     assert second["fastPathClosed"].keys() == {"IPv4"}
     assert second["warnings"] == [{"what": "conntrack: 9 of 10 in use", "remedy": "raise it"}]
     assert third is None
-    # A user who may not run commands in pods still sees the rest.
+    # Who may not run commands in pods still sees the rest.
     rules = [
         {"apiGroups": [""], "resources": ["nodes", "pods"], "verbs": ["list"]},
         {"apiGroups": ["apps"], "resources": ["daemonsets"], "verbs": ["get"]},
@@ -224,10 +226,10 @@ def only_error(output: str) -> str:
 
 
 def test_bad_input_is_one_line(cluster: SimulatedNodes, server: ApiServer, tmp_path: Path) -> None:
-    """Nothing is changed: the recorder and the pods show it."""
+    """And nothing is done: the recorder and the pods show it."""
     python = [sys.executable, "-m", "pyebpf_proxy", "cluster"]
 
-    def output_of(*arguments: str, status: int, **environment: str) -> str:
+    def say(*arguments: str, status: int, **environment: str) -> str:
         variables = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), **environment}
         done = subprocess.run(
             [*python, *arguments], env=variables, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
@@ -236,46 +238,40 @@ def test_bad_input_is_one_line(cluster: SimulatedNodes, server: ApiServer, tmp_p
         return only_error(done.stdout + done.stderr)
 
     admin = ("--kubeconfig", str(tmp_path / "admin.conf"))
-    assert output_of("status", status=3).startswith("Error: no kubeconfig: ")
-    assert "no context other in the kubeconfig; it has: tests" in output_of(
-        "status", *admin, "--context", "other", status=3
-    )
-    assert "not confirmed, since stdin is no terminal; add --yes" in output_of("install", *admin, status=2)
-    assert "no image is named: --image" in output_of("install", *admin, "--yes", status=2)
-    assert "no node matches" in output_of("install", *admin, "--yes", "--nodes", "no=such", status=2)
-    assert "see pyebpf-proxy cluster" in output_of("instal", *admin, status=2)
+    assert say("status", status=3).startswith("Error: no kubeconfig: ")
+    assert "no context other in the kubeconfig; it has: tests" in say("status", *admin, "--context", "other", status=3)
+    assert "not confirmed, since stdin is no terminal; add --yes" in say("install", *admin, status=2)
+    assert "no image is named: --image" in say("install", *admin, "--yes", status=2)
+    assert "no node matches" in say("install", *admin, "--yes", "--nodes", "no=such", status=2)
+    assert "see pyebpf-proxy cluster" in say("instal", *admin, status=2)
     (tmp_path / "broken.conf").write_text("{")
-    broken = output_of("status", "--kubeconfig", str(tmp_path / "broken.conf"), status=3)
+    broken = say("status", "--kubeconfig", str(tmp_path / "broken.conf"), status=3)
     assert broken.startswith(f"Error: no kubeconfig: {tmp_path}/broken.conf is not valid YAML: line 1; ")
-    gone = output_of("status", "--kubeconfig", str(tmp_path / "gone.conf"), status=3)
+    gone = say("status", "--kubeconfig", str(tmp_path / "gone.conf"), status=3)
     assert gone.startswith(f"Error: no kubeconfig: {tmp_path}/gone.conf does not exist; ")
     server.account("viewer", [{"apiGroups": [""], "resources": ["nodes", "pods"], "verbs": ["list", "get"]}])
     viewer = server.kubeconfig(tmp_path / "viewer.conf", {"token": server.token("viewer")})
-    output = output_of("install", "--kubeconfig", str(viewer), "--yes", "--image", IMAGE, status=3)
+    output = say("install", "--kubeconfig", str(viewer), "--yes", "--image", IMAGE, status=3)
     assert output.startswith("Error: not allowed: this user may not patch nodes; ")
     assert "create, delete pods in kube-system; " in output
     assert "get, create, patch, delete daemonsets.apps in kube-system; " in output
     stranger = server.kubeconfig(tmp_path / "stranger.conf", {"token": "unknown"})
-    assert "does not accept the kubeconfig's credentials" in output_of(
-        "status", "--kubeconfig", str(stranger), status=3
-    )
+    assert "does not accept the kubeconfig's credentials" in say("status", "--kubeconfig", str(stranger), status=3)
     unreachable = server.kubeconfig(tmp_path / "unreachable.conf", {"token": ADMIN_TOKEN}, "https://127.0.0.1:1")
-    assert "the API server at https://127.0.0.1:1 does not answer: " in output_of(
+    assert "the API server at https://127.0.0.1:1 does not answer: " in say(
         "status", "--kubeconfig", str(unreachable), status=3
     )
     data = server.request("GET", CONFIG_MAP)["data"]["config.conf"]
     changed = {"data": {"config.conf": data.replace("mode: ''", "mode: ipvs")}}
     server.request("PATCH", CONFIG_MAP, changed, "application/merge-patch+json")
-    assert "kube-proxy runs in mode ipvs" in output_of("install", *admin, "--yes", "--image", IMAGE, status=1)
+    assert "kube-proxy runs in mode ipvs" in say("install", *admin, "--yes", "--image", IMAGE, status=1)
     server.request("DELETE", CONFIG_MAP)
-    assert "there is no ConfigMap kube-system/kube-proxy" in output_of(
-        "install", *admin, "--yes", "--image", IMAGE, status=1
-    )
+    assert "there is no ConfigMap kube-system/kube-proxy" in say("install", *admin, "--yes", "--image", IMAGE, status=1)
     with pytest.raises(ApiError, match="not found"):
         daemon_set(server, "pyebpf-proxy")
 
 
-def test_without_kube_proxy_nothing_is_changed(server: ApiServer, tmp_path: Path) -> None:
+def test_without_kube_proxy_nothing_is_done(server: ApiServer, tmp_path: Path) -> None:
     server.kubeconfig(tmp_path / "admin.conf", {"token": ADMIN_TOKEN})
     with SimulatedNodes(server, ["n1"], tmp_path):
         output = only_error(run(tmp_path, "install", "--image", IMAGE, status=1))
@@ -294,7 +290,7 @@ def contents(path: Path) -> dict[str, str]:
         return {name: file.read().decode() for name, file in files.items() if file is not None}
 
 
-def test_sysdump_has_everything_for_a_report_and_no_secret(
+def test_sysdump_has_what_a_report_needs_and_no_secret(
     cluster: SimulatedNodes, server: ApiServer, tmp_path: Path
 ) -> None:
     server.account("visitor", [])
@@ -330,7 +326,7 @@ def test_sysdump_has_everything_for_a_report_and_no_secret(
     assert token not in everything
     assert files["kube-proxy.config.yaml"].count("REDACTED") == 3
     assert "exists already" in run(tmp_path, "sysdump", "--file", str(target), status=2)
-    # It names a node that does not answer, and one that is left out because of its many flows.
+    # A node that does not answer, and one that is not asked for its many flows, are named.
     busy = agent_answers.status()
     busy.conntrack = model.Fill(name="conntrack", used=200_000, capacity=262_144)
     cluster.execute = lambda node, words: (
@@ -349,7 +345,7 @@ def test_sysdump_has_everything_for_a_report_and_no_secret(
 # ---- test ----------------------------------------------------------------------------------------------------------
 
 
-def test_connectivity_is_tested_on_every_node_and_pods_are_removed(
+def test_connectivity_is_tested_on_every_node_and_nothing_stays(
     cluster: SimulatedNodes, server: ApiServer, tmp_path: Path
 ) -> None:
     document = json.loads(run(tmp_path, "test", "--image", IMAGE, "-o", "json"))
@@ -372,7 +368,7 @@ def test_connectivity_is_tested_on_every_node_and_pods_are_removed(
                 assert (local in asked) == (source.startswith("node") and other != node)
         assert (f"pod on {node}", "ClusterIP, hairpin, TCP, IPv6") in asked
         assert (f"node {node}", "ClusterIP, hairpin, TCP, IPv6") not in asked
-    # From this machine no node address accepts a connection.
+    # Nothing listens at the nodes' addresses, as seen from here.
     outside = {row["result"] for row in document["rows"] if row["from"] == "this machine"}
     assert outside == {"not tested"}
     cluster.faults.rows["NodePort of n2, TCP, IPv4"] = "timed out"

@@ -94,7 +94,7 @@ def test_rules_are_awaited_and_removed(server: ApiServer, tmp_path: Path, mode: 
         assert (done.returncode, done.stdout) == (0, "all is well\n")
 
 
-def test_verify_connects_to_services() -> None:
+def test_services_are_connected_to() -> None:
     namespace = Namespace(f"task-{os.getpid()}")
     namespace.create()
     try:
@@ -129,7 +129,7 @@ def test_verify_connects_to_services() -> None:
 
 
 def test_peers_ask_and_answer_through_the_agent() -> None:
-    """Real pods behind a real agent: reachable Services of `cluster test` are reached, others are reported."""
+    """Real pods behind a real agent: what `cluster test` requests is reached, and what is not is reported."""
     ports = [Port("tcp", 80, peer.PORT, node_port=30080), Port("udp", 80, peer.PORT, "UDP", node_port=30080)]
     with Lab(nodes=1) as lab:
         (only,) = lab.nodes

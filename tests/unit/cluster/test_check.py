@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``cluster check``: its messages about untested versions and architectures."""
+"""``cluster check``: what it says of versions and architectures that nothing was tested on."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pyebpf_proxy.cluster.api import Api
 
 
 class Server:
-    """An API server with a version."""
+    """An API server that knows its version."""
 
     url = "https://192.0.2.1:6443"
 

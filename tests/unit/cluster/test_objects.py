@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``pyebpf-proxy cluster``: its objects are those of deploy/, its changes can be undone, and the agent needs none of
-it.
-"""
+"""``pyebpf-proxy cluster``: its objects are those of deploy/, what it changes can be undone, the agent needs none."""
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ def test_the_objects_in_the_package_are_those_of_deploy() -> None:
     assert ran.returncode == 0
 
 
-def test_the_agent_runs_on_selected_nodes_and_only_commands_replace_pods() -> None:
+def test_the_agent_runs_where_it_is_asked_for_and_pods_are_replaced_by_command_only() -> None:
     daemon_set = objects.agent("registry.example/x:1")[-1]
     specification = daemon_set["spec"]["template"]["spec"]
     assert specification["nodeSelector"] == {"kubernetes.io/os": "linux", objects.AGENT: "true"}
@@ -200,7 +198,7 @@ def test_what_a_pods_status_means() -> None:
     crashed = pod({"waiting": {"reason": "CrashLoopBackOff"}}, lastState={"terminated": {"message": "CAP_BPF missing"}})
     assert crashed.hopeless == "the container ends again and again: CAP_BPF missing"
     assert crashed.ran
-    # The kubelet's own message says only how long it waits; the log's last lines give the reason.
+    # A kubelet's own message for it says only how long it waits; the log's last lines say why.
     waits = "back-off 20s restarting failed container=pyebpf-proxy pod=pyebpf-proxy-q8zkv_kube-system(0e9f4c6a-5d0f)"
     log = "2026-11-23T09:00:01.120Z info starting version=0.1.0\nError: the kernel has no BTF\n\n"
     waiting = {"waiting": {"reason": "CrashLoopBackOff", "message": waits}}
@@ -232,7 +230,7 @@ def test_without_the_library_one_line_has_the_remedy() -> None:
 
 
 def test_a_closed_pipe_does_not_stop_the_command_halfway() -> None:
-    """The command would leave a node without a proxy."""
+    """A node that is being taken over would have no proxy."""
     code = (
         "from pyebpf_proxy.cluster.output import Output; import sys\n"
         "output = Output(False)\n"
@@ -246,7 +244,7 @@ def test_a_closed_pipe_does_not_stop_the_command_halfway() -> None:
     assert (ran.stdout, ran.stderr) == ("line\n", "continued 141\n")
 
 
-def test_a_closed_pipe_ends_the_help_quietly() -> None:
+def test_the_reader_of_the_help_may_close_the_pipe() -> None:
     command = [sys.executable, "-m", "pyebpf_proxy", "cluster", "install", "--help"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None

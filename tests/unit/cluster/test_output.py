@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The commands' progress output: a bar below the lines, only on a terminal."""
+"""What the commands print while they work: a bar below the lines on a terminal, and only there."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ output.end()
 
 
 def on_terminal(program: str, term: str) -> str:
-    """The output of a program on a terminal."""
+    """What a program writes to a terminal."""
     leader, follower = os.openpty()
     environment = {**os.environ, "TERM": term, "COLUMNS": "100"}
     process = subprocess.Popen([sys.executable, "-c", program], stdin=follower, stdout=follower, env=environment)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``cluster sysdump``: what it removes from an object, a ConfigMap's texts and a log."""
+"""``cluster sysdump``: what is left out of an object, a ConfigMap's texts and a log."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_credentials_in_a_config_map() -> None:
     assert "HIDE" not in text
     for kept in ("tokenFile: /var/run/secrets/", "eu-west-1", "AWS_REGION", "name: json", "@proxy:3128"):
         assert kept in text
-    # A text without credentials stays unchanged, in lines.
+    # A text without credentials stays as it is, in lines.
     assert "    config.conf: |\n      mode: nftables\n      # kept\n      clusterCIDR: 10.244.0.0/16\n" in text
 
 

@@ -165,7 +165,12 @@ class Full:
     """A socket whose buffer has overflowed once."""
 
     def __init__(self) -> None:
-        self.said: list[OSError | bytes] = [OSError(errno.ENOBUFS, "full"), b"message", BlockingIOError(), BlockingIOError()]
+        self.said: list[OSError | bytes] = [
+            OSError(errno.ENOBUFS, "full"),
+            b"message",
+            BlockingIOError(),
+            BlockingIOError(),
+        ]
 
     def recv(self, size: int) -> bytes:
         found = self.said.pop(0)
