@@ -26,7 +26,7 @@ CONFIG_MAP = "/api/v1/namespaces/kube-system/configmaps/kube-proxy"
 @contextlib.contextmanager
 def watched(server: ApiServer, folder: Path) -> Iterator[SimulatedNodes]:
     """Three nodes on which kube-proxy runs, and a recorder that fails the test if one is without a proxy."""
-    with made(server, folder, NAMES) as nodes:
+    with simulated_cluster(server, folder, NAMES) as nodes:
         with Recorder(server) as recorder:
             yield nodes
         assert recorder.served == set(NAMES), "the recorder has not seen them"
@@ -34,7 +34,7 @@ def watched(server: ApiServer, folder: Path) -> Iterator[SimulatedNodes]:
 
 
 @contextlib.contextmanager
-def made(server: ApiServer, folder: Path, names: list[str]) -> Iterator[SimulatedNodes]:
+def simulated_cluster(server: ApiServer, folder: Path, names: list[str]) -> Iterator[SimulatedNodes]:
     """Nodes on which kube-proxy runs, kubeadm's objects, and ``admin.conf`` in the folder.
 
     At the end, each node with programs of an agent must have the label by which the commands know it.
@@ -93,7 +93,7 @@ def daemon_set(server: ApiServer, name: str = "kube-proxy") -> Any:
     return server.request("GET", f"{SETS}/{name}")
 
 
-def taken(*nodes: str) -> dict[str, list[str]]:
+def served_by_agent(*nodes: str) -> dict[str, list[str]]:
     return {node: ["pyebpf-proxy" if node in nodes else "kube-proxy"] for node in NAMES}
 
 

@@ -13,7 +13,19 @@ from pathlib import Path
 import pytest
 
 from pyebpf_proxy.cluster.objects import AGENT
-from tests.cluster.commands import IMAGE, NAMES, NEWER, daemon_set, labels, made, now, proxies, run, started, taken
+from tests.cluster.commands import (
+    IMAGE,
+    NAMES,
+    NEWER,
+    daemon_set,
+    labels,
+    now,
+    proxies,
+    run,
+    served_by_agent,
+    simulated_cluster,
+    started,
+)
 from tests.cluster.simulated_nodes import SETS, SYSTEM, SimulatedNodes
 from tests.support.apiserver import ApiServer
 
@@ -28,7 +40,7 @@ def server() -> Iterator[ApiServer]:
 
 @pytest.fixture
 def unwatched(server: ApiServer, tmp_path: Path) -> Iterator[SimulatedNodes]:
-    with made(server, tmp_path, NAMES) as nodes:
+    with simulated_cluster(server, tmp_path, NAMES) as nodes:
         yield nodes
 
 
@@ -131,7 +143,7 @@ def test_the_control_plane_comes_last(cluster: SimulatedNodes, server: ApiServer
     server.request("PATCH", "/api/v1/nodes/n1", role, MERGE)
     assert "# nodes, in this order: n2, n3, n1" in run(tmp_path, "install", "--image", IMAGE, "--dry-run")
     run(tmp_path, "install", "--image", IMAGE, "--canary", "1")
-    assert now(server) == taken("n2")
+    assert now(server) == served_by_agent("n2")
 
 
 def test_a_node_that_is_half_taken_over_comes_first_and_counts(
@@ -139,7 +151,7 @@ def test_a_node_that_is_half_taken_over_comes_first_and_counts(
 ) -> None:
     server.request("PATCH", "/api/v1/nodes/n3", {"metadata": {"labels": {AGENT: "true"}}}, MERGE)
     run(tmp_path, "install", "--image", IMAGE, "--canary", "1")
-    assert now(server) == taken("n3")
+    assert now(server) == served_by_agent("n3")
 
 
 # ---- upgrade -------------------------------------------------------------------------------------------------------

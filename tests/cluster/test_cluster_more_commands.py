@@ -23,7 +23,7 @@ from pyebpf_proxy import __version__
 from pyebpf_proxy.cluster import objects
 from pyebpf_proxy.see import model
 from tests.cluster import agent_answers
-from tests.cluster.commands import CONFIG_MAP, IMAGE, NAMES, NEWER, daemon_set, made, run, started
+from tests.cluster.commands import CONFIG_MAP, IMAGE, NAMES, NEWER, daemon_set, run, simulated_cluster, started
 from tests.cluster.simulated_nodes import SETS, SYSTEM, SimulatedNodes
 from tests.support.apiserver import ADMIN_TOKEN, ApiError, ApiServer, Object
 
@@ -40,7 +40,7 @@ def server() -> Iterator[ApiServer]:
 @pytest.fixture
 def installed(server: ApiServer, tmp_path: Path) -> Iterator[SimulatedNodes]:
     """Two nodes, taken over. No recorder: while a pod is replaced, what it attached carries the traffic."""
-    with made(server, tmp_path, NAMES[:2]) as nodes:
+    with simulated_cluster(server, tmp_path, NAMES[:2]) as nodes:
         run(tmp_path, "install", "--image", IMAGE)
         yield nodes
 

@@ -17,7 +17,19 @@ from pyebpf_proxy.cluster import check, objects
 from pyebpf_proxy.cluster.api import Api
 from pyebpf_proxy.cluster.objects import AGENT, PARKED
 from pyebpf_proxy.cluster.task_pod import name_of
-from tests.cluster.commands import CONFIG_MAP, IMAGE, NAMES, NEWER, daemon_set, labels, made, now, run, started, taken
+from tests.cluster.commands import (
+    CONFIG_MAP,
+    IMAGE,
+    NAMES,
+    NEWER,
+    daemon_set,
+    labels,
+    now,
+    run,
+    served_by_agent,
+    simulated_cluster,
+    started,
+)
 from tests.cluster.simulated_nodes import SETS, SYSTEM, SimulatedNodes
 from tests.support.apiserver import ApiError, ApiServer, Object
 
@@ -86,7 +98,7 @@ def account(
 
 def test_the_rights_that_are_asked_for_suffice(server: ApiServer, tmp_path: Path, target: str) -> None:
     """Without a recorder: an upgrade replaces agents, and what they attached carries the traffic."""
-    with made(server, tmp_path, NAMES[:2]) as nodes:
+    with simulated_cluster(server, tmp_path, NAMES[:2]) as nodes:
         account(server, tmp_path, "operator")
         run(tmp_path, "install", "--image", IMAGE)
         run(tmp_path, "upgrade", "--image", NEWER)
@@ -147,7 +159,7 @@ def test_what_kube_proxy_does_not_serve_is_not_asked_of_the_agent(
     said = run(tmp_path, "install", "--image", IMAGE, "--canary", "1")
     named = target.replace(" ", " port ")
     assert f"n1: a pod does not reach {named} by kube-proxy: it will not be tested with the agent" in said
-    assert now(server) == taken("n1")
+    assert now(server) == served_by_agent("n1")
     (verified,) = (pod for pod in cluster.ran if pod["metadata"]["labels"][objects.TASK] == "verify")
     assert verified["spec"]["containers"][0]["command"][4:] == []
     # What kube-proxy serves is asked for, from the node and from a pod.
@@ -161,7 +173,7 @@ def test_what_kube_proxy_does_not_serve_is_not_asked_of_the_agent(
     cluster.faults.tasks["connect", "n3"] = "no connection to the Service at 10.96.0.1 port 443: timed out"
     error = only_error(run(tmp_path, "install", status=1))
     assert error.startswith("Error: n3: connect: no connection to the Service at 10.96.0.1 port 443: timed out; ")
-    assert now(server) == taken("n1", "n2")
+    assert now(server) == served_by_agent("n1", "n2")
 
 
 def test_rules_that_stay_and_are_harmless_are_shown(cluster: SimulatedNodes, server: ApiServer, tmp_path: Path) -> None:

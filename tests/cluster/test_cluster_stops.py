@@ -27,12 +27,12 @@ from tests.cluster.commands import (
     NEWER,
     expire_lease,
     labels,
-    made,
     now,
     proxies,
     run,
+    served_by_agent,
+    simulated_cluster,
     started,
-    taken,
 )
 from tests.cluster.simulated_nodes import SETS, SYSTEM, SimulatedNodes
 from tests.support.apiserver import ApiServer
@@ -49,7 +49,7 @@ def server() -> Iterator[ApiServer]:
 @pytest.fixture
 def unwatched(server: ApiServer, tmp_path: Path) -> Iterator[SimulatedNodes]:
     """Two nodes without a recorder: for tests that end an agent's pod, whose programs carry the traffic."""
-    with made(server, tmp_path, NAMES[:2]) as nodes:
+    with simulated_cluster(server, tmp_path, NAMES[:2]) as nodes:
         yield nodes
 
 
@@ -99,7 +99,7 @@ def test_a_clean_up_that_did_not_end_is_not_forgotten(
             assert "n1: stopped here; a proxy serves the node. Go on with cluster rollback" in said
             cluster.until(lambda pods: len(pods) == 3, "its task pod is deleted")
     assert_it_goes_on(cluster, server, tmp_path)
-    assert now(server) == taken()
+    assert now(server) == served_by_agent()
 
 
 def test_a_failed_installation_that_could_not_be_cleaned_up_is_not_forgotten(
@@ -140,7 +140,7 @@ def test_install_takes_a_node_whose_clean_up_did_not_end(
     cluster.faults.tasks["clean", "n1"] = "the map services cannot be opened"
     run(tmp_path, "rollback", status=1)
     run(tmp_path, "install", "--canary", "1")
-    assert now(server) == taken("n1"), "it comes first, and counts"
+    assert now(server) == served_by_agent("n1"), "it comes first, and counts"
     assert labels(server, "n1")[AGENT] == ON
 
 
@@ -189,7 +189,7 @@ def test_a_kube_proxy_without_rules_is_restarted(cluster: SimulatedNodes, server
     said, _ = process.communicate(timeout=60)
     assert process.returncode == 0, said
     assert "n1: await: kube-proxy has no rule for the Service at 10.96.0.1; kube-proxy is restarted" in said
-    assert now(server) == taken()
+    assert now(server) == served_by_agent()
 
 
 def kube_proxy_of(server: ApiServer, node: str) -> str:
@@ -210,7 +210,7 @@ def test_what_was_not_verified_is_verified(
     process.kill()
     process.wait()
     expire_lease(server)
-    cluster.until(lambda pods: now(server) == taken("n1"), "kube-proxy's pod is gone")
+    cluster.until(lambda pods: now(server) == served_by_agent("n1"), "kube-proxy's pod is gone")
     assert labels(server, "n1")[PARKED] == UNVERIFIED
     said = run(tmp_path, "status", status=1)
     assert "warning  n1: proxy: not taken over: not verified" in said
@@ -224,7 +224,7 @@ def test_what_was_not_verified_is_verified(
         cluster.faults.tasks["verify", "n1"] = "no connection to the Service at 10.96.0.1 port 443: timed out"
         said = run(tmp_path, "install", "--canary", "1", status=1)
         assert only_error(said).endswith("; the node was given back to kube-proxy")
-        assert now(server) == taken()
+        assert now(server) == served_by_agent()
 
 
 # ---- the API server ------------------------------------------------------------------------------------------------
@@ -262,7 +262,7 @@ def test_an_outage_ends_with_the_nodes_name(
     cluster.faults.never_ready.clear()
     expire_lease(server)
     run(tmp_path, "install")
-    assert now(server) == taken(*NAMES)
+    assert now(server) == served_by_agent(*NAMES)
 
 
 def test_ctrl_c_during_an_outage(cluster: SimulatedNodes, server: ApiServer, tmp_path: Path) -> None:
@@ -315,11 +315,11 @@ def test_a_lease_that_is_renewed_counts_whatever_its_clock_says(
         ended.set()
         thread.join()
     assert "another command changes this cluster: install by somebody" in only_error(said)
-    assert now(server) == taken()
+    assert now(server) == served_by_agent()
     # Nobody renews it now.
     said = run(tmp_path, "install", "--image", IMAGE, "--canary", "1")
     assert "waiting for 3 s: does another command still run? install by somebody" in said
-    assert now(server) == taken("n1")
+    assert now(server) == served_by_agent("n1")
 
 
 def test_a_command_that_has_lost_the_lease_changes_no_node(
