@@ -217,7 +217,10 @@ class Watch:
             if self._loop is not None:
                 done(found, took)
 
-        threading.Thread(target=run, name="rulesets", daemon=True).start()
+        try:
+            threading.Thread(target=run, name="rulesets", daemon=True).start()
+        except RuntimeError as error:  # no more threads are allowed for now
+            loop.call_soon(finish, error, 0.0)
 
     def _take(self, found: Reading | Exception, took: float) -> None:
         self._reading = False
