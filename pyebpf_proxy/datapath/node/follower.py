@@ -128,6 +128,8 @@ class Follower:
             for key in [key for key in self.state.addresses if key[0] == index]:
                 del self.state.addresses[key]
             return
+        if uapi.IFLA_MTU not in values(message, uapi.IFINFOMSG.size):
+            return  # of Wi-Fi (net/wireless/wext-core.c): an event, without the device's properties
         link = _link(message)
         seen.links.add(index)
         if self.state.links.get(index) != link:

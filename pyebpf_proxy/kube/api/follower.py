@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -21,6 +22,7 @@ from pyebpf_proxy.kube.api.inventory import Inventory
 from pyebpf_proxy.kube.api.messages import (
     Bookmark,
     Event,
+    Identity,
     Page,
     Status,
     read_bookmark,
@@ -39,6 +41,8 @@ PAGE = 500
 PART = 500
 #: Larger than any object that etcd accepts.
 MOST_BYTES_OF_EVENT = 64 * 1024 * 1024
+#: After this many failures in a row, list again instead of watching from the same version.
+MOST_WITH_ONE_VERSION = 3
 _END_OF_LIST = "k8s.io/initial-events-end"
 
 _log = Logger("api")
@@ -91,6 +95,11 @@ class Follower:
                     self._fail(gone, log=self._failures > 1)
                 except TroubleError as trouble:
                     self._fail(trouble, log=True)
+                except StoppedError:
+                    raise
+                except Exception as error:  # a thread that ends would leave this resource as it is for ever
+                    self._version = ""
+                    self._fail(_internal(error), log=True)
         except StoppedError:
             pass
         finally:
@@ -122,6 +131,9 @@ class Follower:
                 log = False
             else:
                 delay = max(delay, timing.forbidden)
+        elif self._failures >= MOST_WITH_ONE_VERSION and trouble.code not in (429, 503):
+            # As client-go does at once: what cannot be read from there would fail for ever.
+            self._version = ""
         if log:
             self._troubles.failed(self._resource.name, trouble)
         if isinstance(trouble, GoneError) and self._failures <= 2:
@@ -204,8 +216,15 @@ class Follower:
             keys.append(read.key)
         changes += self._inventory.change(read)
 
-    def _deliver_part(self, changes: list[Change]) -> None:
-        """Deliver a part of the first list. Later lists are delivered as a whole, so that they are one update."""
+    def _take_back(self, event: Event, changes: list[Change], keys: list[ObjectKey]) -> None:
+        """An object of the list was deleted before the list was complete."""
+        identity = self._identity(event)
+        gone = (identity.namespace, identity.name)
+        changes += self._inventory.remove(*gone)
+        keys[:] = [key for key in keys if (key.namespace, key.name) != gone]
+
+    def _pass_on(self, changes: list[Change]) -> None:
+        """Deliver a part of the first list; nothing is programmed before its end. Later lists give one difference."""
         if len(changes) >= PART and not self._was_listed:
             self._deliver(self._resource, changes[:], False)
             changes.clear()
@@ -252,7 +271,9 @@ class Follower:
                         keys = None
                     elif event.type in ("ADDED", "MODIFIED"):
                         self._take(event.object, changes, keys)
-                        self._deliver_part(changes)
+                        self._pass_on(changes)
+                    elif event.type == "DELETED":
+                        self._take_back(event, changes, keys)
                 total += len(lines)
                 if keys is None:
                     if changes:
@@ -341,16 +362,22 @@ class Follower:
             raise self._error(event)
         if event.type not in ("ADDED", "MODIFIED", "DELETED"):
             raise self._garbage(ValueError(f"an event of type {event.type[:20]}"))
-        try:
-            identity = read_identity(event.object).metadata
-            if event.type == "DELETED":
-                changes += self._inventory.remove(identity.namespace, identity.name)
-            else:
+        identity = self._identity(event)
+        if event.type == "DELETED":
+            changes += self._inventory.remove(identity.namespace, identity.name)
+        else:
+            try:
                 changes += self._inventory.change(self._inventory.read(event.object))
-        except (msgspec.DecodeError, UnicodeDecodeError, UnreadableError) as error:
-            raise self._garbage(error) from None
+            except UnreadableError as error:
+                raise self._garbage(error) from None
         self._count_bad()
         self._version = identity.resource_version or self._version
+
+    def _identity(self, event: Event) -> Identity:
+        try:
+            return read_identity(event.object).metadata
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise self._garbage(error) from None
 
     def _count_bad(self) -> None:
         self._client.observer.bad(self._resource.kind, self._inventory.refused, self._inventory.in_part)
@@ -380,3 +407,9 @@ class Follower:
         return TroubleError(
             f"the answer for {self._resource.name} cannot be parsed ({text}); the rest is ignored", shared=False
         )
+
+
+def _internal(error: Exception) -> TroubleError:
+    where = traceback.extract_tb(error.__traceback__)[-1:]
+    at = f" at {where[0].name}:{where[0].lineno}" if where else ""
+    return TroubleError(f"unexpected {type(error).__name__}{at}, please report this: {error}", shared=False)

@@ -7,11 +7,12 @@ import gzip
 import json
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from pyebpf_proxy.kube.api.access import Access
-from pyebpf_proxy.kube.api.follower import PART
+from pyebpf_proxy.kube.api.follower import PART, Follower
 from pyebpf_proxy.kube.api.source import MOST_WAITING
 from pyebpf_proxy.servers.client_metrics import ClientMetrics
 from pyebpf_proxy.servers.numbers import Gauge
@@ -395,3 +396,54 @@ def test_irrelevant_changes_are_not_delivered(api: ScriptedApi) -> None:
     with following(api) as source:
         source.until(lambda: source.names("Service") == {"a", "b"})
         assert sum(change.name == "a" for change in source.changes) == 1
+
+
+def test_an_object_that_is_deleted_before_the_list_is_complete_is_gone(api: ScriptedApi) -> None:
+    def first(exchange: Exchange) -> None:
+        exchange.begin()
+        exchange.event("ADDED", service("a"))
+        exchange.event("ADDED", service("b", "10.96.0.2"))
+        exchange.event("DELETED", service("a", version="8"))
+        end = {"resourceVersion": "9", "annotations": {"k8s.io/initial-events-end": "true"}}
+        exchange.event("BOOKMARK", {"kind": "Service", "apiVersion": "v1", "metadata": end})
+        exchange.hold()
+
+    api.script("services", first)
+    with following(api) as source:
+        source.until(lambda: source.complete)
+        assert source.names("Service") == {"b"}
+
+
+def test_a_version_from_which_nothing_can_be_read_means_listing_again(api: ScriptedApi) -> None:
+    def garbage(exchange: Exchange) -> None:
+        exchange.begin()
+        exchange.event("NONSENSE", service("a"))
+
+    def good(exchange: Exchange) -> None:
+        exchange.initial([service("b", "10.96.0.2")], "7")
+        exchange.hold()
+
+    def first(exchange: Exchange) -> None:
+        exchange.initial([service("a")], "5")
+        exchange.event("NONSENSE", service("a"))
+
+    api.script("services", first, garbage, garbage, good)
+    with following(api) as source:
+        source.until(lambda: source.complete and source.names("Service") == {"b"})
+    assert [exchange.query.get("resourceVersion") for exchange in api.asked("services")] == [None, "5", "5", None]
+
+
+def test_an_unexpected_error_does_not_end_the_thread(api: ScriptedApi, monkeypatch: pytest.MonkeyPatch) -> None:
+    listed = Follower._listed
+    failures = [ValueError("nobody expects this")]
+
+    def fail(self: Follower, *of: Any) -> None:
+        if self._resource.name == "services" and failures:
+            raise failures.pop()
+        listed(self, *of)
+
+    monkeypatch.setattr(Follower, "_listed", fail)
+    api.has("services", service("a"))
+    with following(api) as source:
+        source.until(lambda: source.complete and source.names("Service") == {"a"})
+        assert any("unexpected ValueError" in error for error in source.errors())
