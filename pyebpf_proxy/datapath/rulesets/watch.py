@@ -220,7 +220,7 @@ class Watch:
         try:
             threading.Thread(target=run, name="rulesets", daemon=True).start()
         except RuntimeError as error:  # no more threads are allowed for now
-            loop.call_soon(finish, error, 0.0)
+            loop.call_soon_threadsafe(finish, error, 0.0)
 
     def _take(self, found: Reading | Exception, took: float) -> None:
         self._reading = False

@@ -223,7 +223,7 @@ class Follower:
         changes += self._inventory.remove(*gone)
         keys[:] = [key for key in keys if (key.namespace, key.name) != gone]
 
-    def _pass_on(self, changes: list[Change]) -> None:
+    def _deliver_part(self, changes: list[Change]) -> None:
         """Deliver a part of the first list; nothing is programmed before its end. Later lists give one difference."""
         if len(changes) >= PART and not self._was_listed:
             self._deliver(self._resource, changes[:], False)
@@ -271,7 +271,7 @@ class Follower:
                         keys = None
                     elif event.type in ("ADDED", "MODIFIED"):
                         self._take(event.object, changes, keys)
-                        self._pass_on(changes)
+                        self._deliver_part(changes)
                     elif event.type == "DELETED":
                         self._take_back(event, changes, keys)
                 total += len(lines)

@@ -112,33 +112,6 @@ def test_neighbours_that_could_once_not_be_listed_are_listed_again(
     run(scene)
 
 
-def test_rules_are_read_again_after_no_thread_could_be_started(
-    programs: Object, shell: Shell, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def no_thread(*_: object) -> None:
-        refused.append(True)
-        raise RuntimeError("can't start new thread")
-
-    refused: list[bool] = []
-    shell("nft 'table inet mine { chain forward { type filter hook forward priority 0; }; }'")
-
-    async def scene() -> None:
-        async with following(programs) as node:
-            with monkeypatch.context() as without:
-                without.setattr(threading.Thread, "start", no_thread)
-                node.fast._rules.again()
-                while not refused:
-                    await asyncio.sleep(0.005)
-            await asyncio.sleep(0.05)
-            shell("nft add rule inet mine forward limit rate 10/second accept")
-            begin = time.monotonic()
-            while node.state()["closed4"] == 0:
-                assert time.monotonic() - begin < 15
-                await asyncio.sleep(0.01)
-
-    run(scene)
-
-
 CHANGES = {
     "nft": ("nft add rule inet mine forward limit rate 10/second accept", "nft flush chain inet mine forward"),
     "iptables-nft": ("iptables-nft -A FORWARD -j LOG", "iptables-nft -D FORWARD -j LOG"),
