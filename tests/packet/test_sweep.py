@@ -78,7 +78,7 @@ def test_what_a_sweep_finds(fast: ProgramNode) -> None:
 def test_a_sweep_asks_from_where_the_queue_was_full(fast: ProgramNode) -> None:
     """While conntrack is full, the first flows of the table would take each place of the queue every time."""
     flow = answered(fast)
-    flow.older(3)
+    flow.set_back(3)
     fast.fill_promotions(Flow(fast, sport=44000).key())
     full_at = ask_from(fast, 0)
     assert 1 <= full_at <= 4
