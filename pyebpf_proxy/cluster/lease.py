@@ -96,7 +96,7 @@ class Lease:
                 raise ClusterError(busy)
 
     def _write(self, found: Object, specification: Object) -> None:
-        """Change the Lease, if nobody has changed it since. RefusedError, status 409."""
+        """Change the Lease, if no other command has changed it since. RefusedError, status 409."""
         change = {"metadata": {"resourceVersion": found["metadata"]["resourceVersion"]}, "spec": specification}
         self._api.patch(LEASES, NAME, change, NAMESPACE)
 

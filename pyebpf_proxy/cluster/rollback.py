@@ -40,9 +40,9 @@ class Rollback(Command):
         found, every = self.again(), view(api)
         kube_proxy = found.kube_proxy_set
         assert kube_proxy is not None
-        ours = [node for node in found.nodes if found.is_ours(node) and found.is_up(node)]
-        todo = [node for node in ours if scheduling.selects(kube_proxy, found.nodes[node])]
-        only = [node for node in ours if node not in todo]
+        served = [node for node in found.nodes if found.is_ours(node) and found.is_up(node)]
+        todo = [node for node in served if scheduling.selects(kube_proxy, found.nodes[node])]
+        only = [node for node in served if node not in todo]
         last = not [node for node in every.nodes if every.is_ours(node) and node not in todo]
         say(f"{counted(len(todo), 'node')} to give back: {', '.join(todo) or 'nothing to do'}")
         self.leave_out_down(found)

@@ -122,7 +122,7 @@ def test_nodes_without_kube_proxy_are_not_taken_over_and_keep_an_agent(
     assert "kube-proxy runs on none of these nodes" in run(
         tmp_path, "install", "--nodes", "kubernetes.io/hostname=n3", status=1
     )
-    # Somebody has brought an agent there: without it the node would have no proxy.
+    # An administrator has brought an agent there: without it the node would have no proxy.
     server.request("PATCH", "/api/v1/nodes/n3", {"metadata": {"labels": {AGENT: "true"}}}, MERGE)
     unwatched.until(lambda pods: proxies(pods).get("n3") == ["pyebpf-proxy"], "the agent runs on n3")
     error = only_error(run(tmp_path, "rollback", status=1))

@@ -286,7 +286,7 @@ def test_ctrl_c_during_an_outage(cluster: SimulatedNodes, server: ApiServer, tmp
 # ---- the Lease -----------------------------------------------------------------------------------------------------
 
 
-def lease(server: ApiServer, seconds_ago: float, holder: str = "install by somebody") -> None:
+def lease(server: ApiServer, seconds_ago: float, holder: str = "install by operator@laptop") -> None:
     """Hold the Lease for 3 s, by a clock that is wrong by so much."""
     then = datetime.datetime.now(datetime.UTC) - datetime.timedelta(seconds=seconds_ago)
     specification = {"holderIdentity": holder, "leaseDurationSeconds": 3}
@@ -314,11 +314,11 @@ def test_a_lease_that_is_renewed_counts_whatever_its_clock_says(
     finally:
         ended.set()
         thread.join()
-    assert "another command changes this cluster: install by somebody" in only_error(said)
+    assert "another command changes this cluster: install by operator@laptop" in only_error(said)
     assert now(server) == served_by_agent()
-    # Nobody renews it now.
+    # It is not renewed any more.
     said = run(tmp_path, "install", "--image", IMAGE, "--canary", "1")
-    assert "waiting for 3 s: does another command still run? install by somebody" in said
+    assert "waiting for 3 s: does another command still run? install by operator@laptop" in said
     assert now(server) == served_by_agent("n1")
 
 
@@ -329,12 +329,12 @@ def test_a_command_that_has_lost_the_lease_changes_no_node(
     cluster.faults.never_programmed.add("n1")
     process = started(tmp_path, "install", "--image", IMAGE)
     cluster.until(lambda pods: AGENT in labels(server, "n1"), "n1 has the label")
-    lease(server, 0, "rollback by somebody")
+    lease(server, 0, "rollback by operator@laptop")
     cluster.faults.never_programmed.clear()
     said, _ = process.communicate(timeout=60)
     assert process.returncode == 1, said
-    assert "n1: another command has taken over: rollback by somebody; this one stops" in only_error(said)
+    assert "n1: another command has taken over: rollback by operator@laptop; this one stops" in only_error(said)
     assert PARKED not in labels(server, "n1")
     found: Any = server.request("GET", LEASE)
-    assert found["spec"]["holderIdentity"] == "rollback by somebody", "it does not take it back"
+    assert found["spec"]["holderIdentity"] == "rollback by operator@laptop", "it does not take it back"
     expire_lease(server)

@@ -13,6 +13,7 @@ import pytest
 from pyebpf_proxy.cluster import objects
 from pyebpf_proxy.cluster.model import kube_proxy_health, pod_of
 from tests import ROOT
+from tests.support.merge_patch import merged
 
 REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
 OURS = {"key": objects.PARKED, "operator": "DoesNotExist"}
@@ -80,19 +81,6 @@ def test_a_pod_on_the_pod_network_has_no_right() -> None:
 )
 def test_where_kube_proxy_serves_its_health(address: str, expected: str) -> None:
     assert kube_proxy_health({"healthzBindAddress": address}) == expected
-
-
-def merged(target: Any, patch: Any) -> Any:
-    """RFC 7386."""
-    if not isinstance(patch, dict):
-        return patch
-    result = dict(target) if isinstance(target, dict) else {}
-    for key, value in patch.items():
-        if value is None:
-            result.pop(key, None)
-        else:
-            result[key] = merged(result.get(key), value)
-    return result
 
 
 AFFINITIES: list[Any] = [

@@ -9,7 +9,7 @@ import pytest
 
 from pyebpf_proxy.cluster import objects, status
 from pyebpf_proxy.cluster.model import View, pod_of
-from tests.unit.cluster.test_objects import merged
+from tests.support.merge_patch import merged
 
 
 def kube_proxy(image: str) -> Any:
