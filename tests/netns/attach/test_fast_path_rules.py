@@ -99,7 +99,7 @@ def test_neighbours_that_could_once_not_be_listed_are_listed_again(
                 without.setattr(known._events, "received", lambda: [*received(), None])
                 without.setattr(known, "_list", refuse)
                 shell("ip neigh replace 192.0.2.7 lladdr 02:00:00:00:00:01 dev v0 nud permanent")
-                while not known._stale:
+                while not known._stale:  # noqa: ASYNC110 - what is waited for has no event
                     await asyncio.sleep(0.005)
             begin = time.monotonic()
             while known._stale:
@@ -127,7 +127,7 @@ def test_rules_are_read_again_after_no_thread_could_be_started(
             with monkeypatch.context() as without:
                 without.setattr(threading.Thread, "start", no_thread)
                 node.fast._rules.again()
-                while not refused:
+                while not refused:  # noqa: ASYNC110 - what is waited for has no event
                     await asyncio.sleep(0.005)
             await asyncio.sleep(0.05)
             shell("nft add rule inet mine forward limit rate 10/second accept")
