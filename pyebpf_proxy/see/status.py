@@ -97,15 +97,9 @@ def read(directory: Path) -> model.Status:
 
 @contextlib.contextmanager
 def _pinned(directory: Path, gone: str) -> Iterator[Pinned]:
-    """The pinned maps. ``gone``: why the agent does not find its pins, or "". Raises SeeError."""
-    lost = (
-        SeeError(
-            f"the pins are gone: {gone}; traffic continues until the agent ends; mount a bpffs there again, the agent"
-            " then pins everything in it"
-        )
-        if gone
-        else None
-    )
+    """``gone``: why the agent does not find its pins; "": it does. SeeError."""
+    remedy = "traffic continues until the agent ends; mount a bpffs there, and the agent pins everything in it"
+    lost = SeeError(f"the pins are gone: {gone}; {remedy}") if gone else None
     try:
         pinned = Pinned(directory)
     except SeeError as error:

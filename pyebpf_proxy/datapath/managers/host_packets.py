@@ -58,7 +58,5 @@ class HostPackets(Manager):
             for name in crowded[:_SHOWN]
         ]
         if len(crowded) > _SHOWN:
-            found.append(
-                f"{len(crowded) - _SHOWN} more service ports: connections of the node have no session affinity"
-            )
+            found.append(f"{len(crowded) - _SHOWN} more service ports: the node's connections have no session affinity")
         return found

@@ -3,11 +3,10 @@
 
 Without its last mount a bpffs ends, and with it every pin: programs are detached from devices, and commands find no
 maps. So the agent holds a second, detached mount of it (open_tree(2)), which no process sees and which prevents no
-unmounting. Without CAP_SYS_ADMIN it holds the mount itself, by a descriptor: ``umount`` fails then, and after
-``umount -l`` the file system stays, with its pins and programs, until the agent ends. The kernel reports changes of
-mounts by poll(2) of mountinfo. If the pins are gone then, the agent mounts what it holds at the same place: the same
-file system, with the pins of others too. If another bpffs is there by now, it pins its own objects there again, at the
-same paths.
+unmounting. Without CAP_SYS_ADMIN it holds the mount itself, by a descriptor: ``umount`` fails then, and after ``umount
+-l`` the file system stays, with its pins and programs, until the agent ends. The kernel reports changes of mounts by
+poll(2) of mountinfo. If the pins are gone then, the agent mounts what it holds at the same place: the same file system,
+with the pins of others too. If another bpffs is there by now, it pins its own objects there again, at the same paths.
 """
 
 from __future__ import annotations

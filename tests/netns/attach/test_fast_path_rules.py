@@ -99,7 +99,7 @@ def test_neighbours_that_could_once_not_be_listed_are_listed_again(
                 without.setattr(known._events, "received", lambda: [*received(), None])
                 without.setattr(known, "_list", refuse)
                 shell("ip neigh replace 192.0.2.7 lladdr 02:00:00:00:00:01 dev v0 nud permanent")
-                while not known._stale:  # noqa: ASYNC110
+                while not known._stale:  # noqa: ASYNC110 - what is waited for has no event
                     await asyncio.sleep(0.005)
             begin = time.monotonic()
             while known._stale:

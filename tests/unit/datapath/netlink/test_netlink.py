@@ -165,12 +165,8 @@ class Full:
     """A socket whose buffer has overflowed once."""
 
     def __init__(self) -> None:
-        self.said: list[OSError | bytes] = [
-            OSError(errno.ENOBUFS, "full"),
-            b"message",
-            BlockingIOError(),
-            BlockingIOError(),
-        ]
+        end = [BlockingIOError(), BlockingIOError()]
+        self.said: list[OSError | bytes] = [OSError(errno.ENOBUFS, "full"), b"message", *end]
 
     def recv(self, size: int) -> bytes:
         found = self.said.pop(0)

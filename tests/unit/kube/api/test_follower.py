@@ -435,7 +435,7 @@ def test_a_version_from_which_nothing_can_be_read_means_listing_again(api: Scrip
 
 def test_an_unexpected_error_does_not_end_the_thread(api: ScriptedApi, monkeypatch: pytest.MonkeyPatch) -> None:
     listed = Follower._listed
-    failures = [ValueError("nobody expects this")]
+    failures = [ValueError("unknown value")]
 
     def fail(self: Follower, *of: Any) -> None:
         if self._resource.name == "services" and failures:
