@@ -19,7 +19,7 @@
 #define EPERM_ 1
 #define ECONNREFUSED_ 111
 #define ETIMEDOUT_ 110
-#define SOCKET_FLOW_SECONDS 30		/* conntrack's timeout of a UDP flow without replies */
+#define PEER_ITSELF (~0U)	/* no backend id: the destination is the endpoint that the socket is connected to */
 
 #ifndef fallthrough
 #define fallthrough __attribute__((fallthrough))
@@ -85,6 +85,39 @@ static __always_inline bool is_specified(const union address *a)
 	return a->words[0] | a->words[1] | a->words[2] | a->words[3];
 }
 
+/*
+ * A message of a connected socket that names its peer, as the application knows the peer: 1, and `b` filled if that is
+ * a service, whose endpoint the socket is connected to.  The socket gets replies from this endpoint only, so there is
+ * no other choice, and no policy counts: the flow exists.  A peer that was not translated stays so for the same reason.
+ */
+static __noinline int names_peer(struct bpf_sock_addr *ctx, const struct packet *p, struct backend *b)
+{
+	struct place at = {}, original = {};
+	struct bpf_sock *sk = socket_of(ctx);
+
+	if (!sk || FIELD(sk->state) != BPF_TCP_ESTABLISHED)
+		return 0;
+	if (p->ipv6) {
+		at.address.words[0] = FIELD(sk->dst_ip6[0]);
+		at.address.words[1] = FIELD(sk->dst_ip6[1]);
+		at.address.words[2] = FIELD(sk->dst_ip6[2]);
+		at.address.words[3] = FIELD(sk->dst_ip6[3]);
+	} else {
+		at.address.v4 = FIELD(sk->dst_ip4);
+	}
+	at.port = bpf_ntohs(FIELD(sk->dst_port));
+	if (at.port == p->destination_port && same_address(&at.address, &p->destination, p->ipv6))
+		return 1;
+	if (!find_original(sk, bpf_get_socket_cookie(ctx), &at, UDP, p->ipv6, &original))
+		return 0;
+	if (original.port != p->destination_port || !same_address(&original.address, &p->destination, p->ipv6))
+		return 0;
+	b->address = at.address;
+	b->port = at.port;
+	b->id = PEER_ITSELF;
+	return 1;
+}
+
 /* The source that the route would give an unbound socket: for an address of the node, that address itself. */
 static __always_inline void likely_source(struct packet *p)
 {
@@ -141,6 +174,8 @@ __noinline long translate(struct bpf_sock_addr *ctx, struct packet *p, bool data
 	/* The kernel treats the unspecified address as loopback. */
 	if (!p->ipv6 && !p->destination.v4)
 		p->destination.v4 = bpf_htonl(0x7f000001);
+	if (datagram && names_peer(ctx, p, b))
+		return ALLOW;
 	if (!find_own_frontend(p, &f))
 		return ALLOW;
 	/* A local cache, such as NodeLocal DNSCache, listens at the ClusterIP itself. */
@@ -223,6 +258,8 @@ __noinline long translate_for_pod(struct bpf_sock_addr *ctx, struct packet *p, b
 
 	/* As in judge_syn(): the verifier checks this function also where pod_sockets is off. */
 	if (!settings.pod_sockets || !p || !b || !find_frontend(p, &f))
+		return ALLOW;
+	if (datagram && names_peer(ctx, p, b))
 		return ALLOW;
 	key.service = f.service;
 	key.kind = f.kind;
