@@ -30,6 +30,7 @@ _FLOWS_LEAST, _FLOWS_MOST = 4096, 1 << 17
 _BE_LIBERAL = Path("/proc/sys/net/netfilter/nf_conntrack_tcp_be_liberal")
 # Of this network namespace; also used for IPv6.
 _LOCAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_UDP_TIMEOUT = Path("/proc/sys/net/netfilter/nf_conntrack_udp_timeout")
 _STRONG_MEMORY = ("x86_64", "i386", "i586", "i686", "s390x", "s390")
 # Neither uses source ports below 1024. A part smaller than _FEWEST would soon be used up.
 _FIRST_PORT, _KERNELS_FIRST, _LAST_PORT, _FEWEST = 1024, 32768, 65535, 4096
@@ -54,6 +55,8 @@ def settings(effective: Effective, facts: NodeFacts) -> Settings:
         masquerade_mark=effective.masquerade_mark,
         masquerade_all=effective.masquerade_all,
         fast_path=bool(effective.fast_path),
+        udp_seconds=_seconds(_UDP_TIMEOUT, 30),
+        udp_stream_seconds=_seconds(_UDP_TIMEOUT.with_name(f"{_UDP_TIMEOUT.name}_stream"), 120),
         snat_port_min=ports.fast.start if ports is not None else 0,
         snat_port_max=ports.fast.stop - 1 if ports is not None else 0,
         # Two entries per flow, and half of them for one device.
@@ -172,6 +175,14 @@ def netns_cookie() -> int:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         cookie: int = struct.unpack("=Q", probe.getsockopt(socket.SOL_SOCKET, SO_NETNS_COOKIE, 8))[0]
     return cookie
+
+
+def _seconds(setting: Path, default: int) -> int:
+    """A timeout of conntrack; ``default``, the kernel's, where it cannot be read."""
+    try:
+        return int(setting.read_text())
+    except (OSError, ValueError):
+        return default
 
 
 def _packed(cidrs: Mapping[IPFamily, Network], family: IPFamily) -> tuple[bytes, bytes]:
