@@ -7,6 +7,7 @@ import errno
 import itertools
 import multiprocessing
 import socket
+import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 
@@ -17,7 +18,7 @@ from pyebpf_proxy.lab.client import ANSWERED, REFUSED, ask, ask_many, family_of,
 from pyebpf_proxy.lab.cluster import Lab, Node
 from pyebpf_proxy.lab.load import Load, failed
 from pyebpf_proxy.lab.servers import Ports
-from tests.netns.socket_calls import source_info
+from tests.netns.socket_calls import ask_on_command, source_info
 from tests.support.lab_services import Kind, write_nodes, write_services
 from tests.support.lab_tools import moved, reasons, wait_until
 
@@ -192,6 +193,33 @@ def test_unconnected_udp_to_a_pod_itself_keeps_the_pods_address(node_lab: Lab, f
     assert outcome.peer == asked, outcome
 
 
+def _answered(place: tuple[str, int], asker: tuple[str, int]) -> tuple[str, int]:
+    """A server at ``place`` answers a client at ``asker``: from where, as the client sees it."""
+    family = family_of(place[0])
+    with socket.socket(family, socket.SOCK_DGRAM) as server, socket.socket(family, socket.SOCK_DGRAM) as client:
+        server.bind(place)
+        client.bind(asker)
+        for sock in (server, client):
+            sock.settimeout(5)
+        for _ in range(2):
+            client.sendto(b"question", place)
+            text, sender = server.recvfrom(100)
+            assert sender[:2] == asker
+            server.sendto(text, sender)
+            text, sender = client.recvfrom(100)
+            assert text == b"question"
+        return sender[0], sender[1]
+
+
+def test_an_answer_to_the_number_of_a_node_port(node_lab: Lab, family: int) -> None:
+    """A client of a server on the node, whose port happens to be a NodePort's number, gets its answer."""
+    node = node_lab.nodes[0]
+    for address in (node.address.of(family), LOOPBACK.of(family)):
+        for kind in (WEB, EMPTY):
+            place, asker = (address, 5999), (address, kind.target("NodePort", node).ports["udp"])
+            assert node.namespace.call(_answered, place, asker) == place
+
+
 def test_no_endpoints_is_econnrefused(node_lab: Lab, family: int, protocol: str) -> None:
     """A VIP is not among them: in iptables mode nothing refuses what the node itself sends there (docs/parity.md)."""
     node = node_lab.nodes[0]
@@ -356,6 +384,86 @@ def test_a_connected_udp_socket_learns_that_its_endpoint_is_gone(node_lab: Lab, 
         finally:
             WEB.endpoints = both
             node_lab.wait_synced(write_services(node_lab, WEB))
+
+
+def test_an_unconnected_socket_keeps_an_endpoint_that_terminates(node_lab: Lab, family: int) -> None:
+    """While it serves, and whatever the policies are by now: they are for new flows (§§5, 10)."""
+    node = node_lab.nodes[0]
+    place = WEB.target("LoadBalancer", node).address.of(family), 53
+    channel, other_end = multiprocessing.Pipe()
+    both = WEB.endpoints
+    with channel:
+        try:
+            WEB.endpoints = both[:1]
+            node_lab.wait_synced(write_services(node_lab, WEB))
+            task = node.namespace.start(ask_on_command, place, False, other_end)
+            other_end.close()
+            assert channel.recv() == ("up", place)
+
+            def answers() -> set[str]:
+                found = set()
+                for _ in range(4):
+                    channel.send(True)
+                    pod, sender = channel.recv()
+                    assert sender == place, pod
+                    found.add(pod)
+                return found
+
+            assert answers() == {"web-1"}
+            WEB.endpoints = both
+            for serving, ranges, expected in (
+                (True, [], "web-1"),
+                (True, ["192.0.2.99/32", "2001:db8::99/128"], "web-1"),
+                (False, [], "web-2"),
+            ):
+                made = WEB.objects()
+                made[0]["spec"]["loadBalancerSourceRanges"] = ranges
+                for each in made[1:]:
+                    conditions = {"ready": False, "serving": serving, "terminating": True}
+                    each["endpoints"][0]["conditions"] = conditions
+                node_lab.wait_synced(node_lab.write("web.yaml", made))
+                new = node.namespace.call(ask, *place, "udp", connected=False, timeout=2)
+                assert (new.answer is None) == bool(ranges), new
+                assert answers() == {expected}, (serving, ranges)
+            channel.send(False)
+            assert task.result() == "done"
+        finally:
+            WEB.endpoints = both
+            node_lab.wait_synced(write_services(node_lab, WEB))
+
+
+def _asked_at(place: tuple[str, int], moments: list[float], count: int) -> list[set[str]]:
+    """Unconnected sockets that all ask at these moments (seconds): who answered each of them."""
+    socks = [socket.socket(family_of(place[0]), socket.SOCK_DGRAM) for _ in range(count)]
+    found: list[set[str]] = [set() for _ in socks]
+    begin = time.monotonic()
+    for moment in moments:
+        time.sleep(max(0.0, begin + moment - time.monotonic()))
+        for sock, pods in zip(socks, found, strict=True):
+            sock.settimeout(5)
+            sock.sendto(b"who", place)
+            pods.add(read_answer(sock.recvfrom(65536)[0]).pod)
+    for sock in socks:
+        sock.close()
+    return found
+
+
+def test_an_unconnected_socket_keeps_its_endpoint_by_the_timeouts_of_conntrack(node_lab: Lab, family: int) -> None:
+    """The longer one is for a flow that is answered after two seconds."""
+    node = node_lab.nodes[0]
+    node.agent.stop()
+    node.agent.start({"conntrack": {"udpTimeout": "2s", "udpStreamTimeout": "60s"}})
+    try:
+        node.agent.wait_synced()
+        place = WEB.target("ClusterIP", node).address.of(family), 53
+        changed = [len(pods) for pods in node.namespace.call(_asked_at, place, [0, 3], 16)]
+        assert set(changed) == {1, 2}
+        kept = [len(pods) for pods in node.namespace.call(_asked_at, place, [0, 1, 2, 3, 6], 16)]
+        assert set(kept) == {1}
+    finally:
+        node.agent.stop()
+        node.namespace.run("sysctl", "-qw", "net.netfilter.nf_conntrack_udp_timeout=30")
+        node.namespace.run("sysctl", "-qw", "net.netfilter.nf_conntrack_udp_timeout_stream=120")
 
 
 def test_sockets_survive_the_agent(node_lab: Lab) -> None:
