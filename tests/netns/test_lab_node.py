@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import itertools
 import multiprocessing
+import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 
 import pytest
@@ -384,6 +386,83 @@ def test_a_connected_udp_socket_learns_that_its_endpoint_is_gone(node_lab: Lab, 
         finally:
             WEB.endpoints = both
             node_lab.wait_synced(write_services(node_lab, WEB))
+
+
+def _ends(answer: Callable[[], str]) -> None:
+    wait_until(lambda: os.strerror(errno.EDESTADDRREQ) in answer(), "the socket is ended", 30)
+
+
+@contextlib.contextmanager
+def _connected(node: Node, place: tuple[str, int]) -> Iterator[Callable[[], str]]:
+    """A connected UDP socket: the function asks once, and returns who answered, or the error."""
+    channel, other_end = multiprocessing.Pipe()
+    with channel:
+        task = node.namespace.start(ask_on_command, place, True, other_end)
+        other_end.close()
+        assert channel.recv() == ("up", place)
+
+        def answer() -> str:
+            channel.send(True)
+            return str(channel.recv()[0])
+
+        yield answer
+        channel.send(False)
+        assert task.result() == "done"
+
+
+def test_a_socket_that_was_connected_before_there_was_the_service_is_ended(node_lab: Lab, family: int) -> None:
+    """No program runs when it sends. Its owner connects again, and the socket is translated (§10)."""
+    node = node_lab.nodes[0]
+    late = Kind(f"late-{family}", 20 + family)
+    late.endpoints = WEB.endpoints
+    place = late.target("ClusterIP", node).address.of(family), 53
+    with _connected(node, place) as answer:
+        node_lab.wait_synced(write_services(node_lab, late))
+        _ends(answer)
+    with _connected(node, place) as answer:
+        assert answer().startswith("web-")
+
+
+def test_a_socket_lives_from_its_entry_in_conntrack_and_no_longer(node_lab: Lab, family: int) -> None:
+    """As after a take-over from kube-proxy: nft rules have translated its flow, which programs cannot see."""
+    node = node_lab.nodes[0]
+    place = WEB.target("ClusterIP", node).address.of(family), 53
+    node.agent.stop()
+    node.agent.start(own={"socketLB": "off"})
+    node.agent.wait_synced()
+    with _connected(node, place) as answer:
+        pod = answer()
+        assert pod.startswith("web-")
+        node.agent.stop()
+        node.agent.start()
+        node.agent.wait_synced()
+        begin = time.monotonic()
+        while time.monotonic() < begin + 12:
+            assert answer() == pod
+            time.sleep(1)
+        node.namespace.run("conntrack", "-D", "-p", "udp", "--dport", "53", "-f", f"ipv{family}")
+        _ends(answer)
+
+
+def test_a_mark_that_is_restored_on_output_erases_no_masquerade(node_lab: Lab, family: int, protocol: str) -> None:
+    """CONNMARK --restore-mark in mangle OUTPUT, which comes before NAT."""
+    node = node_lab.nodes[0]
+    target = WEB.target("LoadBalancer", node)
+    asked = target.address.of(family), target.ports[protocol]
+    both = WEB.endpoints
+    node.namespace.run("nft", "add table inet mangling")
+    try:
+        node.namespace.run("nft", "add chain inet mangling restore { type route hook output priority -150 ; }")
+        node.namespace.run("nft", "add rule inet mangling restore meta mark set ct mark")
+        WEB.endpoints = both[1:]
+        node_lab.wait_synced(write_services(node_lab, WEB))
+        source = node.gateway.of(family)
+        seen, _, _ = node.namespace.call(_bound, asked, source, next(_PORTS), protocol)
+        assert seen == node.source_towards(both[1]).of(family)
+    finally:
+        node.namespace.run("nft", "delete table inet mangling")
+        WEB.endpoints = both
+        node_lab.wait_synced(write_services(node_lab, WEB))
 
 
 def test_an_unconnected_socket_keeps_an_endpoint_that_terminates(node_lab: Lab, family: int) -> None:
