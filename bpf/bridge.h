@@ -61,16 +61,19 @@ static __noinline int redirect_reply_to_bridge(struct __sk_buff *skb, const stru
 {
 	struct node_device *port;
 	struct fragments key = {};
-	__u32 redirected = 1;
+	__u32 redirected = fragment_time();
 
 	if (!p || !settings.conntrack_lookup || !comes_from_endpoint(p))
 		return 0;
+	/* As forget_fragments(). */
+	if (p->fragment && is_fragment(skb, &key))
+		bpf_map_delete_elem(&bridged_fragments, &key);
 	port = port_of_bridge(skb->ifindex);
 	if (!port || is_for_bridge(skb, port) ||
 	    !is_translated_reply(skb, p) || !set_bridge_mac(skb, port))
 		return 0;
 	count(BRIDGED_REPLY_REDIRECTED);
-	if (is_fragment(skb, &key))
+	if (p->fragment)
 		bpf_map_update_elem(&bridged_fragments, &key, &redirected, BPF_ANY);
 	return 1;
 }
@@ -83,9 +86,14 @@ static __noinline int redirect_fragment_to_bridge(struct __sk_buff *skb)
 {
 	struct node_device *port;
 	struct fragments key = {};
+	__u32 *redirected;
 
-	if (!is_fragment(skb, &key) || !bpf_map_lookup_elem(&bridged_fragments, &key))
+	if (!is_fragment(skb, &key))
 		return 0;
+	redirected = bpf_map_lookup_elem(&bridged_fragments, &key);
+	if (!redirected || !is_same_datagram(*redirected))
+		return 0;
+	*redirected = fragment_time();
 	port = port_of_bridge(skb->ifindex);
 	return port && set_bridge_mac(skb, port);
 }

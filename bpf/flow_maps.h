@@ -51,7 +51,7 @@ struct flow_rewrite {
 	__u32 port_sum;
 	struct link out;
 	__u8 mac_in[6];		/* frames for another address are not for this node */
-	__u8 zero[2];
+	__u16 fragment_sent;	/* in flow_fragments: when the newest fragment was sent (fragments.h) */
 	__u32 tag_again;
 };
 

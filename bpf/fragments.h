@@ -40,6 +40,34 @@ static __always_inline bool is_fragment(struct __sk_buff *skb, struct fragments 
 	return false;
 }
 
+/*
+ * The 16-bit id of an IPv4 packet comes round, soon if the pair of hosts is busy.  A later fragment belongs to a known
+ * first one only if the fragment before it came within this time.
+ */
+#define FRAGMENT_GAP NANOSECONDS
+
+/* A time in units of 2^27 ns, 0.13 s.  It comes round after two hours and a half. */
+static __always_inline __u16 fragment_time(void)
+{
+	return bpf_ktime_get_coarse_ns() >> 27;
+}
+
+static __always_inline bool is_same_datagram(__u16 sent)
+{
+	return (__u16)(fragment_time() - sent) <= FRAGMENT_GAP >> 27;
+}
+
+/* A first fragment begins another packet: the later fragments of an earlier one with its id do not count any more. */
+static __noinline int forget_fragments(struct __sk_buff *skb)
+{
+	struct fragments key = {};
+
+	if (!is_fragment(skb, &key))
+		return 0;
+	bpf_map_delete_elem(&flow_fragments, &key);
+	return 0;
+}
+
 /* The part of the rewriting that every fragment needs: addresses and the hop count. */
 static __noinline int rewrite_addresses(struct __sk_buff *skb, const struct flow_rewrite *a, bool ipv6)
 {
@@ -81,7 +109,7 @@ static __noinline int rewrite_addresses(struct __sk_buff *skb, const struct flow
  * Sends the first fragment of a young flow's datagram; the later ones follow it.  It leaves to the kernel a fragment
  * that must be fragmented again, or that the kernel must answer with an ICMP error.
  */
-static __noinline int send_first_fragment(struct __sk_buff *skb, const struct packet *p, const struct flow_rewrite *a)
+static __noinline int send_first_fragment(struct __sk_buff *skb, const struct packet *p, struct flow_rewrite *a)
 {
 	struct fragments key = {};
 	__be16 ports[2];
@@ -89,6 +117,8 @@ static __noinline int send_first_fragment(struct __sk_buff *skb, const struct pa
 
 	if (!p || !a || p->protocol != UDP || p->hops <= 1 || p->length > a->out.mtu || !is_fragment(skb, &key))
 		return NOT_SENT;
+	/* In the flow itself, where nothing reads it, because a copy would need too much of the stack. */
+	a->fragment_sent = fragment_time();
 	bpf_map_update_elem(&flow_fragments, &key, a, BPF_ANY);
 	ports[0] = bpf_htons(a->source_port);
 	ports[1] = bpf_htons(a->destination_port);
@@ -113,8 +143,9 @@ static __noinline int send_later_fragment(struct __sk_buff *skb)
 	if (!is_fragment(skb, &key))
 		return NOT_SENT;
 	a = bpf_map_lookup_elem(&flow_fragments, &key);
-	if (!a || a->device_in != skb->ifindex || !is_for(skb, a->mac_in))
+	if (!a || a->device_in != skb->ifindex || !is_for(skb, a->mac_in) || !is_same_datagram(a->fragment_sent))
 		return NOT_SENT;
+	a->fragment_sent = fragment_time();
 	if (rewrite_addresses(skb, a, skb->protocol == bpf_htons(ETH_P_IPV6))) {
 		count(DROP_REWRITE_FAILED);
 		return DROPPED;

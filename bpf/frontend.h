@@ -104,6 +104,22 @@ static __always_inline bool find_frontend(const struct packet *p, struct fronten
 	return true;
 }
 
+/* Whether this is a serving endpoint of that service (UDP). */
+static __always_inline bool serves_udp(__u32 service, const union address *address, __u16 port, bool ipv6)
+{
+	if (ipv6) {
+		struct endpoint6_key key = { .service = service, .port = port, .protocol = UDP };
+
+		__builtin_memcpy(key.address, address, 16);
+		return bpf_map_lookup_elem(&endpoints6, &key);
+	} else {
+		struct endpoint4_key key = { .service = service, .port = port, .protocol = UDP };
+
+		__builtin_memcpy(key.address, address, 4);
+		return bpf_map_lookup_elem(&endpoints4, &key);
+	}
+}
+
 /* The current version of a service; NULL while it is being removed. */
 static __always_inline struct service_config *active_config(__u32 id, __u32 *config_id)
 {

@@ -126,17 +126,7 @@ __noinline int find_socket_state(struct __sk_buff *skb, const struct packet *p, 
 /* Whether the packet's destination is a serving endpoint of that service (UDP). */
 static __noinline int serves(__u32 service, const struct packet *p)
 {
-	if (p->ipv6) {
-		struct endpoint6_key key = { .service = service, .port = p->destination_port, .protocol = UDP };
-
-		__builtin_memcpy(key.address, &p->destination, 16);
-		return !!bpf_map_lookup_elem(&endpoints6, &key);
-	} else {
-		struct endpoint4_key key = { .service = service, .port = p->destination_port, .protocol = UDP };
-
-		__builtin_memcpy(key.address, &p->destination, 4);
-		return !!bpf_map_lookup_elem(&endpoints4, &key);
-	}
+	return serves_udp(service, &p->destination, p->destination_port, p->ipv6);
 }
 
 /*

@@ -30,7 +30,8 @@ struct settings {
 	__u64 netns_cookie;		/* sockets of this network namespace are served */
 	__u32 masquerade_mark;		/* one bit */
 	__u32 flow_quota;		/* how many young flows one device may have open at a time */
-	__u32 udp_stream_seconds;	/* conntrack has forgotten a UDP flow that was idle for so long */
+	__u32 udp_seconds;		/* conntrack's timeouts: of a UDP flow without replies, */
+	__u32 udp_stream_seconds;	/* and of one with replies */
 	__u16 snat_port_min;		/* source ports of masqueraded young flows; 0: none */
 	__u16 snat_port_max;
 	__u8 pod_cidr4[4];
@@ -58,7 +59,8 @@ struct settings {
 const volatile struct settings settings SEC(".rodata") = {
 	.masquerade_mark = 0x4000,
 	.flow_quota = 8192,
-	.udp_stream_seconds = 180,
+	.udp_seconds = 30,
+	.udp_stream_seconds = 120,
 	.conntrack_lookup = 1,
 };
 

@@ -205,14 +205,70 @@ static __always_inline int outgoing6(struct bpf_sock_addr *ctx, bool datagram)
 	return ALLOW;
 }
 
-/* Reverse translation: the application sees the address that it connected or sent to. */
-static __noinline int original_destination(struct bpf_sock_addr *ctx, const struct place *at, bool ipv6,
-					   struct place *original)
+/*
+ * A message of a socket on the node whose port is also a NodePort's number: what is sent back must reach it, and not the
+ * service.  An entry that leads to itself tells that (answers_asker() in translate.h).
+ */
+static __noinline int note_asker(__u64 cookie, const struct place *at, bool ipv6)
 {
-	return !!find_original(socket_of(ctx), bpf_get_socket_cookie(ctx), at, protocol_of(ctx), ipv6, original);
+	struct socket_translation t = { .port = at->port, .original_port = at->port, .ipv6 = ipv6 };
+
+	if (!is_node_address(&at->address, ipv6) && !(ipv6 && is_loopback6(&at->address)))
+		return 0;
+	__builtin_memcpy(t.address, &at->address, 16);
+	__builtin_memcpy(t.original, &at->address, 16);
+	return share_peer(cookie, UDP, &t);
 }
 
-static __always_inline int incoming4(struct bpf_sock_addr *ctx)
+/* A reply keeps the flow of an unconnected socket alive, as in conntrack.  `original`: where the application had sent. */
+static __noinline int note_reply(__u64 cookie, const struct place *original, bool ipv6, __u64 now)
+{
+	struct socket_flow_key key = { .cookie = cookie };
+	struct affinity *flow;
+	struct frontend f = {};
+	struct packet p = {};
+
+	p.destination = original->address;
+	p.destination_port = original->port;
+	p.protocol = UDP;
+	p.ipv6 = ipv6;
+	if (!find_own_frontend(&p, &f))
+		return 0;
+	key.service = f.service;
+	key.kind = f.kind;
+	flow = bpf_map_lookup_elem(&socket_flows, &key);
+	if (!flow)
+		return 0;
+	flow->last_used = now;
+	flow->position |= ANSWERED;
+	return 0;
+}
+
+/*
+ * Reverse translation: the application sees the address that it connected or sent to.  `received`: a message came from
+ * there.  In the shared maps it is noted once in 2^30 ns, about a second, because that takes several lookups.
+ */
+static __noinline int original_destination(struct bpf_sock_addr *ctx, const struct place *at, bool ipv6, bool received,
+					   struct place *original)
+{
+	__u64 cookie = bpf_get_socket_cookie(ctx), now = received ? bpf_ktime_get_ns() : 0;
+	__u8 *answered = NULL, second = now >> 30;
+
+	if (stored_original(socket_of(ctx), at, ipv6, original, now))
+		return 1;
+	if (!shared_original(cookie, at, protocol_of(ctx), ipv6, original, &answered)) {
+		if (received && may_be_node_port(at->port))
+			note_asker(cookie, at, ipv6);
+		return 0;
+	}
+	if (received && *answered != second) {
+		*answered = second;
+		note_reply(cookie, original, ipv6, now);
+	}
+	return 1;
+}
+
+static __always_inline int incoming4(struct bpf_sock_addr *ctx, bool received)
 {
 	struct place at = {}, original = {};
 
@@ -220,14 +276,14 @@ static __always_inline int incoming4(struct bpf_sock_addr *ctx)
 		return ALLOW;
 	at.address.v4 = ctx->user_ip4;
 	at.port = bpf_ntohs(ctx->user_port);
-	if (original_destination(ctx, &at, false, &original)) {
+	if (original_destination(ctx, &at, false, received, &original)) {
 		ctx->user_ip4 = original.address.v4;
 		ctx->user_port = bpf_htons(original.port);
 	}
 	return ALLOW;
 }
 
-static __always_inline int incoming6(struct bpf_sock_addr *ctx)
+static __always_inline int incoming6(struct bpf_sock_addr *ctx, bool received)
 {
 	struct place at = {}, original = {};
 	bool mapped;
@@ -236,7 +292,7 @@ static __always_inline int incoming6(struct bpf_sock_addr *ctx)
 		return ALLOW;
 	at.port = bpf_ntohs(ctx->user_port);
 	mapped = read_address6(ctx, &at.address);
-	if (!original_destination(ctx, &at, !mapped, &original))
+	if (!original_destination(ctx, &at, !mapped, received, &original))
 		return ALLOW;
 	write_address6(ctx, &original.address, mapped);
 	ctx->user_port = bpf_htons(original.port);
@@ -270,25 +326,25 @@ int sendmsg6(struct bpf_sock_addr *ctx)
 SEC("cgroup/recvmsg4")
 int recvmsg4(struct bpf_sock_addr *ctx)
 {
-	return incoming4(ctx);
+	return incoming4(ctx, true);
 }
 
 SEC("cgroup/recvmsg6")
 int recvmsg6(struct bpf_sock_addr *ctx)
 {
-	return incoming6(ctx);
+	return incoming6(ctx, true);
 }
 
 SEC("cgroup/getpeername4")
 int getpeername4(struct bpf_sock_addr *ctx)
 {
-	return incoming4(ctx);
+	return incoming4(ctx, false);
 }
 
 SEC("cgroup/getpeername6")
 int getpeername6(struct bpf_sock_addr *ctx)
 {
-	return incoming6(ctx);
+	return incoming6(ctx, false);
 }
 
 char LICENSE[] SEC("license") = "Dual BSD/GPL";

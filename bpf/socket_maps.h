@@ -38,11 +38,11 @@ struct socket_translation {
 	__u64 last_used;	/* bpf_ktime_get_ns(); 0: free */
 	__u32 service;
 	__u32 backend;		/* 0: tc chooses it */
-	__u32 position;		/* as in struct affinity */
+	__u32 began;		/* when the flow to it began, and whether it was answered (socket_storage.h) */
 	__u32 kind;		/* enum frontend_kind; 0: the socket uses another endpoint of the service by now */
 	__u8 address[16];
 	__u8 original[16];
-	__u16 port;
+	__u16 port;		/* 0: the application addresses this endpoint itself by now */
 	__u16 original_port;
 	__u8 ipv6;
 	__u8 moved;
@@ -78,19 +78,22 @@ struct socket_revnat6_key {
 	__u8 zero[5];
 };
 
-/* The destination as the application sees it. */
+/*
+ * The destination as the application sees it.  If this is the address of the key: a socket of the node that has asked
+ * this one, and whose port is a NodePort's number.
+ */
 struct socket_revnat4_value {
 	__u8 address[4];
 	__u16 port;
 	__u8 moved;	/* tc has chosen another endpoint for the socket since (pods.h) */
-	__u8 zero;
+	__u8 answered;	/* when a reply was last noted (sock.bpf.c) */
 };
 
 struct socket_revnat6_value {
 	__u8 address[16];
 	__u16 port;
 	__u8 moved;	/* tc has chosen another endpoint for the socket since (pods.h) */
-	__u8 zero;
+	__u8 answered;	/* when a reply was last noted (sock.bpf.c) */
 };
 
 struct {
@@ -108,8 +111,9 @@ struct {
 } socket_revnat6 SEC(".maps");
 
 /*
- * Which backend an unconnected UDP socket uses for a service, as conntrack would remember it.  Service 0: the proxy has
- * set the masquerade bit of the socket (sock.bpf.c).
+ * Which backend an unconnected UDP socket uses for a service, as conntrack would remember it: `position` tells when the
+ * flow began, and whether it was answered (socket_storage.h).  Service 0: the proxy set the masquerade bit of the
+ * socket (sock.bpf.c).
  */
 struct socket_flow_key {
 	__u64 cookie;

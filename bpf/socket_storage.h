@@ -9,6 +9,28 @@
 
 #include "backend.h"
 
+/*
+ * The field `position` of a socket's flow, which has no position in a list: when the flow began, in units of 2^20 ns.
+ * The lowest bit tells whether it was answered.
+ */
+#define ANSWERED 1U
+#define STREAM_AGE (2 * NANOSECONDS >> 20)	/* conntrack: younger flows with replies get the shorter timeout */
+
+static __always_inline __u32 beginning(__u64 now)
+{
+	return (__u32)(now >> 20) & ~ANSWERED;
+}
+
+/* Whether conntrack would still have a flow with this record. */
+static __always_inline bool is_alive(__u64 last_used, __u32 began, __u64 now)
+{
+	__u32 age = beginning(last_used) - (began & ~ANSWERED);
+	__u32 seconds = (began & ANSWERED) && age > STREAM_AGE ? settings.udp_stream_seconds : settings.udp_seconds;
+
+	/* Another CPU may have written last_used since `now`. */
+	return now < last_used + seconds * NANOSECONDS;
+}
+
 static __always_inline bool is_at(const __u8 *address, const union address *wanted)
 {
 	const __u32 *a = (const void *)address;
@@ -40,10 +62,10 @@ static __always_inline struct socket_translations *translations_of(struct bpf_so
 
 /*
  * From socket storage: fills `original` and returns the `moved` flag, else NULL.  `at`: the endpoint; an IPv4 address
- * is followed by zeros.
+ * is followed by zeros.  `reply`: when a reply came from there; 0: none, this is only a look.
  */
 static __always_inline __u8 *stored_original(struct bpf_sock *sk, const struct place *at, bool ipv6,
-					     struct place *original)
+					     struct place *original, __u64 reply)
 {
 	struct connected_revnat_value *revnat = connected_revnat_of(sk, 0);
 	struct socket_translations *all;
@@ -84,13 +106,18 @@ static __always_inline __u8 *stored_original(struct bpf_sock *sk, const struct p
 		__builtin_memcpy(&original->address, t->original, 16);
 		original->port = t->original_port;
 		moved = &t->moved;
+		if (reply) {
+			t->last_used = reply;
+			t->began |= ANSWERED;
+		}
 	}
 	bpf_spin_unlock(&all->lock);
 	return moved;
 }
 
+/* `answered`: receives where the entry has the time of the last reply. */
 static __always_inline __u8 *shared_original(__u64 cookie, const struct place *at, enum protocol protocol, bool ipv6,
-					     struct place *original)
+					     struct place *original, __u8 **answered)
 {
 	if (ipv6) {
 		struct socket_revnat6_key key = { .cookie = cookie, .port = at->port, .protocol = protocol };
@@ -102,6 +129,7 @@ static __always_inline __u8 *shared_original(__u64 cookie, const struct place *a
 			return NULL;
 		__builtin_memcpy(&original->address, revnat->address, 16);
 		original->port = revnat->port;
+		*answered = &revnat->answered;
 		return &revnat->moved;
 	} else {
 		struct socket_revnat4_key key = { .cookie = cookie, .port = at->port, .protocol = protocol };
@@ -113,6 +141,7 @@ static __always_inline __u8 *shared_original(__u64 cookie, const struct place *a
 			return NULL;
 		__builtin_memcpy(&original->address, revnat->address, 4);
 		original->port = revnat->port;
+		*answered = &revnat->answered;
 		return &revnat->moved;
 	}
 }
@@ -121,9 +150,9 @@ static __always_inline __u8 *shared_original(__u64 cookie, const struct place *a
 static __always_inline __u8 *find_original(struct bpf_sock *sk, __u64 cookie, const struct place *at,
 					   enum protocol protocol, bool ipv6, struct place *original)
 {
-	__u8 *moved = stored_original(sk, at, ipv6, original);
+	__u8 *moved = stored_original(sk, at, ipv6, original, 0), *answered;
 
-	return moved ? moved : shared_original(cookie, at, protocol, ipv6, original);
+	return moved ? moved : shared_original(cookie, at, protocol, ipv6, original, &answered);
 }
 
 #endif

@@ -10,28 +10,38 @@
  * function as the key of a map.
  */
 
-#define DEFERRED_FLOW_SECONDS 180		/* longer than conntrack's timeout of a UDP flow with replies */
+/* Longer than conntrack's timeout of a UDP flow with replies. */
+static __always_inline __u64 deferred_flow_ns(void)
+{
+	return (settings.udp_stream_seconds + 60ULL) * NANOSECONDS;
+}
 
 /* ---- maps that all sockets share ----------------------------------------------- */
 
-/* Records the endpoint and the original destination of `t`. */
+/* Records the endpoint and the original destination of `t`.  A socket that keeps sending has the record already. */
 static __noinline int share_peer(__u64 cookie, enum protocol protocol, const struct socket_translation *t)
 {
 	long failed;
 
 	if (t->ipv6) {
 		struct socket_revnat6_key key = { .cookie = cookie, .port = t->port, .protocol = protocol };
-		struct socket_revnat6_value revnat = { .port = t->original_port };
+		struct socket_revnat6_value revnat = { .port = t->original_port }, *same;
 
 		__builtin_memcpy(key.address, t->address, 16);
 		__builtin_memcpy(revnat.address, t->original, 16);
+		same = protocol == UDP ? bpf_map_lookup_elem(&socket_revnat6, &key) : NULL;
+		if (same && !same->moved && same->port == revnat.port && is_at(same->address, (const void *)t->original))
+			return 0;
 		failed = bpf_map_update_elem(&socket_revnat6, &key, &revnat, BPF_ANY);
 	} else {
 		struct socket_revnat4_key key = { .cookie = cookie, .port = t->port, .protocol = protocol };
-		struct socket_revnat4_value revnat = { .port = t->original_port };
+		struct socket_revnat4_value revnat = { .port = t->original_port }, *same;
 
 		__builtin_memcpy(key.address, t->address, 4);
 		__builtin_memcpy(revnat.address, t->original, 4);
+		same = protocol == UDP ? bpf_map_lookup_elem(&socket_revnat4, &key) : NULL;
+		if (same && !same->moved && same->port == revnat.port && *(__u32 *)same->address == *(__u32 *)t->original)
+			return 0;
 		failed = bpf_map_update_elem(&socket_revnat4, &key, &revnat, BPF_ANY);
 	}
 	if (failed)
@@ -51,12 +61,15 @@ static __always_inline struct bpf_sock *socket_of(struct bpf_sock_addr *ctx)
 static __noinline int share_translation(const struct socket_flow_key *key, __u32 backend)
 {
 	struct socket_flow_key own = *key;
-	struct affinity value = { .last_used = bpf_ktime_get_ns(), .backend = backend };
+	__u64 now = bpf_ktime_get_ns();
+	struct affinity value = { .last_used = now, .backend = backend, .position = beginning(now) };
 	struct affinity *last = bpf_map_lookup_elem(&socket_flows, &own);
 
 	/* Updated in place, which is cheaper. */
 	if (last && last->backend == backend) {
-		last->last_used = value.last_used;
+		if (!is_alive(last->last_used, last->position, now))
+			last->position = value.position;
+		last->last_used = now;
 		return 0;
 	}
 	bpf_map_update_elem(&socket_flows, &own, &value, BPF_ANY);
@@ -105,6 +118,56 @@ __noinline int note_connected(struct bpf_sock_addr *ctx, const struct packet *p,
 	return share_places(bpf_get_socket_cookie(ctx), p, b);
 }
 
+/*
+ * The application addresses an endpoint itself: what the socket gets from there is no reply of a service any more.  A
+ * message of a connected socket changes nothing, because the socket gets replies of its peer only.
+ */
+__noinline int forget_original(struct bpf_sock_addr *ctx, const struct packet *p, bool datagram)
+{
+	struct connected_revnat_value *revnat;
+	struct bpf_sock *sk = socket_of(ctx);
+	struct socket_translations *all;
+	int i;
+
+	if (!p || (datagram && sk && FIELD(sk->state) == BPF_TCP_ESTABLISHED))
+		return 0;
+	revnat = connected_revnat_of(sk, 0);
+	if (revnat) {
+		bpf_spin_lock(&revnat->lock);
+		if (revnat->port == p->destination_port && revnat->ipv6 == p->ipv6 &&
+		    is_at(revnat->address, &p->destination))
+			revnat->port = 0;
+		bpf_spin_unlock(&revnat->lock);
+	}
+	all = translations_of(sk, 0);
+	if (all) {
+		bpf_spin_lock(&all->lock);
+		for (i = 0; i < SOCKET_PEERS; i++) {
+			struct socket_translation *t = &all->translations[i];
+
+			if (t->port == p->destination_port && t->ipv6 == p->ipv6 && is_at(t->address, &p->destination))
+				t->port = 0;
+		}
+		bpf_spin_unlock(&all->lock);
+	}
+	if (p->ipv6) {
+		struct socket_revnat6_key key = {
+			.cookie = bpf_get_socket_cookie(ctx), .port = p->destination_port, .protocol = p->protocol
+		};
+
+		__builtin_memcpy(key.address, &p->destination, 16);
+		bpf_map_delete_elem(&socket_revnat6, &key);
+	} else {
+		struct socket_revnat4_key key = {
+			.cookie = bpf_get_socket_cookie(ctx), .port = p->destination_port, .protocol = p->protocol
+		};
+
+		__builtin_memcpy(key.address, &p->destination, 4);
+		bpf_map_delete_elem(&socket_revnat4, &key);
+	}
+	return 0;
+}
+
 /* ---- an unconnected UDP socket ------------------------------------------------- */
 
 /* The last translation of the socket for that service; false: none yet. */
@@ -126,7 +189,7 @@ __noinline int last_translation(struct bpf_sock_addr *ctx, const struct socket_f
 			if (t->service == key->service && t->kind == key->kind) {
 				last->last_used = t->last_used;
 				last->backend = t->backend;
-				last->position = t->position;
+				last->position = t->began;
 				found = 1;
 			}
 		}
@@ -151,14 +214,14 @@ static __noinline int move_out(__u64 cookie, struct socket_translations *all, __
 	bpf_spin_lock(&all->lock);
 	was = all->translations[at % SOCKET_PEERS];
 	bpf_spin_unlock(&all->lock);
-	if (!was.last_used || bpf_ktime_get_ns() - was.last_used > DEFERRED_FLOW_SECONDS * NANOSECONDS)
+	if (!was.last_used || bpf_ktime_get_ns() - was.last_used > deferred_flow_ns())
 		return 0;
 	if (was.kind) {
 		key.service = was.service;
 		key.kind = was.kind;
 		share_translation(&key, was.backend);
 	}
-	return was.backend ? share_peer(cookie, UDP, &was) : 0;
+	return was.backend && was.port ? share_peer(cookie, UDP, &was) : 0;
 }
 
 /*
@@ -218,11 +281,12 @@ __noinline int note_translation(struct bpf_sock_addr *ctx, const struct socket_f
 		if (all->translations[i].service == key->service && all->translations[i].kind == key->kind)
 			all->translations[i].kind = 0;
 	t = &all->translations[at % SOCKET_PEERS];
+	if (at >= SOCKET_PEERS || !is_alive(t->last_used, t->began, now))
+		t->began = beginning(now);
 	t->last_used = now;
 	t->service = key->service;
 	t->kind = key->kind;
 	t->backend = b->id;
-	t->position = 0;
 	set_places(t, p, b);
 	t->moved = 0;
 	bpf_spin_unlock(&all->lock);

@@ -31,7 +31,7 @@ static __always_inline int leave_young(struct __sk_buff *skb, const struct packe
 	int verdict;
 
 	if (reason == STACK_FRAGMENT) {
-		verdict = send_first_fragment(skb, p, a);
+		verdict = send_first_fragment(skb, p, &f->rewrite);
 		if (verdict != NOT_SENT) {
 			note_sent(f, p, bpf_ktime_get_coarse_ns());
 			return verdict;
@@ -91,7 +91,8 @@ static __always_inline int serve(struct __sk_buff *skb, struct packet *p, const 
 		return TC_ACT_UNSPEC;
 	/* The kfunc cannot look up SCTP. An SCTP flow is opened by an INIT only. */
 	if (settings.conntrack_lookup && p->protocol != SCTP) {
-		if (flow_exists(skb, p, f->service, config->any_endpoints)) {
+		/* At an address without NodePorts the flow is not of the service, which may only refuse it. */
+		if (flow_exists(skb, p, f->service, config->any_endpoints && f->kind != UNSERVED_NODE_PORT)) {
 			if (known)
 				hand_over_confirm(skb, p, ip_device(skb));
 			return TC_ACT_UNSPEC;
@@ -220,6 +221,8 @@ static __always_inline int ingress(struct __sk_buff *skb, __u32 link, bool bridg
 	if (!bridge_port && link && skb->pkt_type == PACKET_OTHERHOST)
 		return TC_ACT_UNSPEC;
 	fast = settings.fast_path && link == ETH_HLEN;
+	if (fast && p.fragment)
+		forget_fragments(skb);
 	if (fast && p.protocol != SCTP) {
 		if (may_be_known(&p)) {
 			verdict = send_by_table(skb, &p, skb->ifindex);

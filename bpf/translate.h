@@ -18,7 +18,7 @@
 #define EPERM_ 1
 #define ECONNREFUSED_ 111
 #define ETIMEDOUT_ 110
-#define SOCKET_FLOW_SECONDS 30		/* conntrack's timeout of a UDP flow without replies */
+#define PEER_ITSELF (~0U)	/* no backend id: the destination is the endpoint that the socket is connected to */
 
 #ifndef fallthrough
 #define fallthrough __attribute__((fallthrough))
@@ -38,17 +38,22 @@ static __noinline int find_own_frontend(const struct packet *p, struct frontend 
 	return 1;
 }
 
-/* An unconnected UDP socket keeps its endpoint as long as it keeps sending and the endpoint serves. */
-static __noinline int last_endpoint(struct bpf_sock_addr *ctx, const struct socket_flow_key *key,
-				    const struct endpoint_selection *e, bool ipv6, struct backend *b)
+/*
+ * An unconnected UDP socket keeps its endpoint as long as conntrack would keep the flow, and the endpoint serves
+ * (service-semantics 10).  The lists do not matter: an endpoint that terminates may be in none, and still serve.
+ */
+__noinline int last_endpoint(struct bpf_sock_addr *ctx, const struct socket_flow_key *key, bool ipv6, struct backend *b)
 {
 	struct affinity last = {};
 
-	if (!last_translation(ctx, key, &last) || !last.backend)
+	if (!key || !b || !last_translation(ctx, key, &last) || !last.backend)
 		return 0;
-	if (bpf_ktime_get_ns() - last.last_used > SOCKET_FLOW_SECONDS * NANOSECONDS)
+	if (!is_alive(last.last_used, last.position, bpf_ktime_get_ns()))
 		return 0;
-	return position_in_list(e, ipv6, last.backend, last.position) && load_backend(last.backend, ipv6, b);
+	if (load_backend(last.backend, ipv6, b) && serves_udp(key->service, &b->address, b->port, ipv6))
+		return 1;
+	b->id = 0;
+	return 0;
 }
 
 /*
@@ -84,6 +89,66 @@ static __always_inline bool is_specified(const union address *a)
 	return a->words[0] | a->words[1] | a->words[2] | a->words[3];
 }
 
+/*
+ * A message of a connected socket that names its peer, as the application knows the peer: 1, and `b` filled if that is
+ * a service, whose endpoint the socket is connected to.  The socket gets replies from this endpoint only, so there is
+ * no other choice, and no policy counts: the flow exists.  A peer that was not translated stays so for the same reason.
+ * Global, for the same reason as choose_by_scheduler.
+ */
+__noinline int names_peer(struct bpf_sock_addr *ctx, const struct packet *p, struct backend *b)
+{
+	struct place at = {}, original = {};
+	struct bpf_sock *sk = socket_of(ctx);
+
+	if (!p || !b || !sk || FIELD(sk->state) != BPF_TCP_ESTABLISHED)
+		return 0;
+	if (p->ipv6) {
+		at.address.words[0] = FIELD(sk->dst_ip6[0]);
+		at.address.words[1] = FIELD(sk->dst_ip6[1]);
+		at.address.words[2] = FIELD(sk->dst_ip6[2]);
+		at.address.words[3] = FIELD(sk->dst_ip6[3]);
+	} else {
+		at.address.v4 = FIELD(sk->dst_ip4);
+	}
+	at.port = bpf_ntohs(FIELD(sk->dst_port));
+	if (at.port == p->destination_port && same_address(&at.address, &p->destination, p->ipv6))
+		return 1;
+	if (!find_original(sk, bpf_get_socket_cookie(ctx), &at, UDP, p->ipv6, &original))
+		return 0;
+	if (original.port != p->destination_port || !same_address(&original.address, &p->destination, p->ipv6))
+		return 0;
+	b->address = at.address;
+	b->port = at.port;
+	b->id = PEER_ITSELF;
+	return 1;
+}
+
+/* To no service.  Most destinations are no endpoint either, which the hints tell. */
+static __always_inline long leave_direct(struct bpf_sock_addr *ctx, const struct packet *p, bool datagram)
+{
+	if (is_hinted(&p->destination, p->destination_port, p->ipv6))
+		forget_original(ctx, p, datagram);
+	return ALLOW;
+}
+
+/*
+ * The number of a NodePort may also be the port of a socket on the node that has asked this one (note_asker() in
+ * sock.bpf.c).  The message is the answer, which belongs to a flow that no service has.
+ */
+__noinline int answers_asker(struct bpf_sock_addr *ctx, const struct packet *p, const struct frontend *f)
+{
+	struct place at = {}, original = {};
+	__u8 *answered;
+
+	if (!p || !f || (f->kind != NODE_PORT && f->kind != UNSERVED_NODE_PORT))
+		return 0;
+	at.address = p->destination;
+	at.port = p->destination_port;
+	if (!shared_original(bpf_get_socket_cookie(ctx), &at, UDP, p->ipv6, &original, &answered))
+		return 0;
+	return original.port == at.port && same_address(&original.address, &at.address, p->ipv6);
+}
+
 /* The source that the route would give an unbound socket: for an address of the node, that address itself. */
 static __always_inline void likely_source(struct packet *p)
 {
@@ -93,21 +158,10 @@ static __always_inline void likely_source(struct packet *p)
 		own_address(&p->source, p->ipv6);
 }
 
-/* False: the list has just changed, and is empty now. */
-static __always_inline bool find_backend(struct bpf_sock_addr *ctx, const struct packet *p, const struct endpoint_selection *e,
-					 const struct socket_flow_key *key, bool datagram, struct backend *b)
-{
-	if (datagram && last_endpoint(ctx, key, e, p->ipv6, b))
-		return true;
-	return choose_backend(p, e, b);
-}
-
-/*
- * Records the endpoint of a socket that is translated here.  `own`: the socket is of a process of the node.  True: the
- * socket did not use this endpoint before.
- */
+/* Records a choice that takes effect here; `own`: of a process of the node. True: the first time. */
 static __always_inline bool record_choice(struct bpf_sock_addr *ctx, const struct packet *p,
-					  const struct socket_flow_key *key, bool datagram, bool own, const struct backend *b)
+					  const struct socket_flow_key *key, bool datagram, bool own,
+					  const struct backend *b)
 {
 	struct affinity last = {};
 	bool first = true;
@@ -135,15 +189,20 @@ __noinline long translate(struct bpf_sock_addr *ctx, struct packet *p, bool data
 	struct endpoint_selection e = {};
 	struct frontend f = {};
 	struct service_config *config;
+	enum verdict verdict;
 	__u32 config_id;
-	bool bound;
+	bool bound, known;
 
 	if (!p || !b)
 		return ALLOW;
 	/* The kernel treats the unspecified address as loopback. */
 	if (!p->ipv6 && !p->destination.v4)
 		p->destination.v4 = bpf_htonl(0x7f000001);
+	if (datagram && names_peer(ctx, p, b))
+		return ALLOW;
 	if (!find_own_frontend(p, &f))
+		return leave_direct(ctx, p, datagram);
+	if (datagram && answers_asker(ctx, p, &f))
 		return ALLOW;
 	/* A local cache, such as NodeLocal DNSCache, listens at the ClusterIP itself. */
 	if (f.kind == CLUSTER_IP && node_address(&p->destination, p->ipv6))
@@ -155,19 +214,19 @@ __noinline long translate(struct bpf_sock_addr *ctx, struct packet *p, bool data
 	bound = is_specified(&p->source);
 	if (!bound)
 		likely_source(p);
-	switch (decide(p, &f, config, config_id, 0, &e, &reason)) {
-	case VERDICT_SERVE:
-		break;
-	case VERDICT_PASS:
-		return ALLOW;
-	default:
-		return refuse(ctx, p, &e, reason);
-	}
 	key.service = f.service;
 	key.kind = f.kind;
+	/* First, because policies are for new flows.  The verdict is needed all the same, for masquerading. */
+	known = datagram && last_endpoint(ctx, &key, p->ipv6, b);
+	verdict = decide(p, &f, config, config_id, 0, &e, &reason);
+	if (!known && verdict == VERDICT_PASS)
+		return ALLOW;
+	if (!known && verdict != VERDICT_SERVE)
+		return refuse(ctx, p, &e, reason);
 	/* An unbound socket gets the address that it would be masqueraded with. */
 	e.masquerade = e.masquerade && bound;
-	if (!find_backend(ctx, p, &e, &key, datagram, b))
+	/* The list may change so fast that it is empty now. */
+	if (!known && !choose_backend(p, &e, b))
 		return refuse(ctx, p, &e, REJECT_NO_ENDPOINTS);
 	if (record_choice(ctx, p, &key, datagram, true, b)) {
 		decided(ctx, p, &e, b, NEW_FLOW_SOCKET);
@@ -193,7 +252,7 @@ static __noinline int earlier_translation(struct bpf_sock_addr *ctx, const struc
 		return SOCKET_FLOW_NEW;
 	if (last.backend)
 		return SOCKET_FLOW_TRANSLATED;
-	if (bpf_ktime_get_ns() - last.last_used > DEFERRED_FLOW_SECONDS * NANOSECONDS)
+	if (bpf_ktime_get_ns() - last.last_used > deferred_flow_ns())
 		return SOCKET_FLOW_NEW;
 	note_translation(ctx, key, p, &none);
 	return SOCKET_FLOW_DEFERRED;
@@ -222,9 +281,14 @@ __noinline long translate_for_pod(struct bpf_sock_addr *ctx, struct packet *p, b
 	struct service_config *config;
 	__u32 config_id;
 	__u32 device = 0;
+	bool known;
 
 	/* As in judge_syn(): the verifier checks this function also where pod_sockets is off. */
-	if (!settings.pod_sockets || !p || !b || !find_frontend(p, &f))
+	if (!settings.pod_sockets || !p || !b)
+		return ALLOW;
+	if (!find_frontend(p, &f))
+		return leave_direct(ctx, p, datagram);
+	if (datagram && (names_peer(ctx, p, b) || answers_asker(ctx, p, &f)))
 		return ALLOW;
 	key.service = f.service;
 	key.kind = f.kind;
@@ -248,9 +312,13 @@ __noinline long translate_for_pod(struct bpf_sock_addr *ctx, struct packet *p, b
 	if (!leaves_unchanged(netns, p->ipv6))
 		return ALLOW;
 	config = active_config(f.service, &config_id);
-	if (!config || decide(p, &f, config, config_id, device, &e, &reason) != VERDICT_SERVE || e.masquerade)
+	if (!config)
 		return ALLOW;
-	if (!find_backend(ctx, p, &e, &key, datagram, b)) {
+	/* As in translate(). */
+	known = datagram && last_endpoint(ctx, &key, p->ipv6, b);
+	if (!known && (decide(p, &f, config, config_id, device, &e, &reason) != VERDICT_SERVE || e.masquerade))
+		return ALLOW;
+	if (!known && !choose_backend(p, &e, b)) {
 		b->id = 0;
 		return ALLOW;
 	}

@@ -27,10 +27,10 @@ from pyebpf_proxy.services.node_facts import NodeFacts
 # Share of the memory (1/512); bytes of an entry with the kernel's overhead; bounds.
 _FLOW_SHARE, _FLOW_BYTES = 512, 256
 _FLOWS_LEAST, _FLOWS_MOST = 4096, 1 << 17
-_UDP_STREAM = Path("/proc/sys/net/netfilter/nf_conntrack_udp_timeout_stream")
 _BE_LIBERAL = Path("/proc/sys/net/netfilter/nf_conntrack_tcp_be_liberal")
 # Of this network namespace; also used for IPv6.
 _LOCAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_UDP_TIMEOUT = Path("/proc/sys/net/netfilter/nf_conntrack_udp_timeout")
 _STRONG_MEMORY = ("x86_64", "i386", "i586", "i686", "s390x", "s390")
 # Neither the programs nor the nft table use source ports below 1024. Fewer than _FEWEST would soon be used up.
 _FIRST_PORT, _KERNELS_FIRST, _LAST_PORT, _FEWEST = 1024, 32768, 65535, 4096
@@ -55,11 +55,12 @@ def settings(effective: Effective, facts: NodeFacts) -> Settings:
         masquerade_mark=effective.masquerade_mark,
         masquerade_all=effective.masquerade_all,
         fast_path=bool(effective.fast_path),
+        udp_seconds=_seconds(_UDP_TIMEOUT, 30),
+        udp_stream_seconds=_seconds(_UDP_TIMEOUT.with_name(f"{_UDP_TIMEOUT.name}_stream"), 120),
         snat_port_min=ports.fast.start if ports is not None else 0,
         snat_port_max=ports.fast.stop - 1 if ports is not None else 0,
         # A flow has two entries, and one device may use half of the table.
         flow_quota=flow_entries(effective) // 4,
-        udp_stream_seconds=udp_stream_seconds(),
         weak_memory=platform.machine() not in _STRONG_MEMORY,
         pod_cidr4=cidr4,
         pod_mask4=mask4,
@@ -161,14 +162,6 @@ def local_ports() -> tuple[int, int]:
     return first, last
 
 
-def udp_stream_seconds() -> int:
-    """Seconds after which conntrack has forgotten an idle UDP flow: its timeout and a margin, 180 at least."""
-    try:
-        return max(180, int(_UDP_STREAM.read_text()) + 60)
-    except (OSError, ValueError):
-        return 180
-
-
 def conntrack_is_liberal() -> bool:
     """Whether conntrack accepts TCP segments outside of their window as valid; off when conntrack is loaded."""
     try:
@@ -182,6 +175,14 @@ def netns_cookie() -> int:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         cookie: int = struct.unpack("=Q", probe.getsockopt(socket.SOL_SOCKET, SO_NETNS_COOKIE, 8))[0]
     return cookie
+
+
+def _seconds(setting: Path, default: int) -> int:
+    """A timeout of conntrack; ``default``, the kernel's, where it cannot be read."""
+    try:
+        return int(setting.read_text())
+    except (OSError, ValueError):
+        return default
 
 
 def _packed(cidrs: Mapping[IPFamily, Network], family: IPFamily) -> tuple[bytes, bytes]:

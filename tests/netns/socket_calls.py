@@ -13,6 +13,7 @@ import select
 import socket
 import struct
 from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
 from typing import Any
 
 from pyebpf_proxy.lab.client import Answer, family_of, read_answer
@@ -300,6 +301,40 @@ def udp_reused(place: Place, own: str) -> list[Answer]:
     return answers
 
 
+def udp_connected_and_named(place: Place, own: str) -> list[Answer]:
+    """Connected, and each message names the peer all the same."""
+    with opened(place, socket.SOCK_DGRAM) as sock:
+        sock.connect(place)
+        looks_connected(sock, place)
+        sock.send(b"who")
+        answers = _receive(sock, place, 1)
+        for _ in range(3):
+            sock.sendto(b"who", place)
+            answers += _receive(sock, place, 1)
+        return answers
+
+
+def many_connected_and_named(place: Place, own: str, count: int) -> list[list[str]]:
+    """For each of these sockets, which endpoints have answered."""
+    return [[answer.pod for answer in udp_connected_and_named(place, own)] for _ in range(count)]
+
+
+def service_then_endpoint(place: Place, endpoint: Place) -> None:
+    """One socket talks to a service and to its only endpoint itself: each answer is from where it has asked."""
+    for connected in (False, True):
+        with opened(place, socket.SOCK_DGRAM) as sock:
+            for asked in (place, endpoint, place, endpoint, endpoint):
+                if connected:
+                    sock.connect(asked)
+                    looks_connected(sock, asked)
+                    sock.send(b"who")
+                else:
+                    sock.sendto(b"who", asked)
+                _receive(sock, asked, 1)
+                if connected:
+                    _disconnect(sock)
+
+
 def udp_segments(place: Place, own: str) -> list[Answer]:
     """One write that the kernel splits into datagrams (UDP_SEGMENT), connected and unconnected."""
     size = struct.pack("=H", 100)
@@ -325,6 +360,26 @@ def udp_resolver(place: Place, own: str) -> list[Answer]:
                 return [read_answer(text)]
 
 
+def ask_on_command(place: Place, connected: bool, rounds: Connection) -> str:
+    """One socket that asks once for each word from the pipe. Reports the server that answered, and its address."""
+    with socket.socket(family_of(place[0]), socket.SOCK_DGRAM) as sock:
+        sock.settimeout(2)
+        if connected:
+            sock.connect(place)
+        rounds.send(("up", place))
+        while rounds.recv():
+            try:
+                if connected:
+                    sock.send(b"question")
+                else:
+                    sock.sendto(b"question", place)
+                text, sender = sock.recvfrom(65536)
+                rounds.send((read_answer(text).pod, (sender[0], sender[1])))
+            except OSError as error:
+                rounds.send((str(error), place))
+    return "done"
+
+
 Call = Callable[[Place, str], list[Answer]]
 TCP: tuple[Call, ...] = (
     *(tcp_connected, tcp_bound, tcp_options_kept, tcp_mapped, tcp_fast_open, tcp_fast_open_connect),
@@ -332,5 +387,5 @@ TCP: tuple[Call, ...] = (
 )
 UDP: tuple[Call, ...] = (
     *(udp_connected, udp_sendto, udp_bound, udp_sendmsg_with_source, udp_sendmmsg, udp_mapped),
-    *(udp_reused, udp_segments, udp_resolver),
+    *(udp_reused, udp_connected_and_named, udp_segments, udp_resolver),
 )

@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import itertools
 import multiprocessing
+import os
 import socket
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 
 import pytest
@@ -17,7 +20,7 @@ from pyebpf_proxy.lab.client import ANSWERED, REFUSED, ask, ask_many, family_of,
 from pyebpf_proxy.lab.cluster import Lab, Node
 from pyebpf_proxy.lab.load import Load, failed
 from pyebpf_proxy.lab.servers import Ports
-from tests.netns.socket_calls import source_info
+from tests.netns.socket_calls import ask_on_command, source_info
 from tests.support.lab_services import Kind, write_nodes, write_services
 from tests.support.lab_tools import counted_between, reasons, wait_until
 
@@ -194,6 +197,33 @@ def test_unconnected_udp_to_a_pod_itself_keeps_the_pods_address(node_lab: Lab, f
     assert outcome.peer == asked, outcome
 
 
+def _answered(place: tuple[str, int], asker: tuple[str, int]) -> tuple[str, int]:
+    """A server at ``place`` answers a client at ``asker``: from where, as the client sees it."""
+    family = family_of(place[0])
+    with socket.socket(family, socket.SOCK_DGRAM) as server, socket.socket(family, socket.SOCK_DGRAM) as client:
+        server.bind(place)
+        client.bind(asker)
+        for sock in (server, client):
+            sock.settimeout(5)
+        for _ in range(2):
+            client.sendto(b"question", place)
+            text, sender = server.recvfrom(100)
+            assert sender[:2] == asker
+            server.sendto(text, sender)
+            text, sender = client.recvfrom(100)
+            assert text == b"question"
+        return sender[0], sender[1]
+
+
+def test_an_answer_to_the_number_of_a_node_port(node_lab: Lab, family: int) -> None:
+    """A client of a server on the node, whose port happens to be a NodePort's number, gets its answer."""
+    node = node_lab.nodes[0]
+    for address in (node.address.of(family), LOOPBACK.of(family)):
+        for kind in (WEB, EMPTY):
+            place, asker = (address, 5999), (address, kind.target("NodePort", node).ports["udp"])
+            assert node.namespace.call(_answered, place, asker) == place
+
+
 def test_no_endpoints_is_econnrefused(node_lab: Lab, family: int, protocol: str) -> None:
     """Not for a VIP: in iptables mode the node's own packets to a VIP are not refused (docs/parity.md)."""
     node = node_lab.nodes[0]
@@ -362,8 +392,165 @@ def test_a_connected_udp_socket_ends_with_its_endpoint(node_lab: Lab, family: in
             node_lab.wait_synced(write_services(node_lab, WEB))
 
 
-def test_sockets_are_translated_without_the_agent(node_lab: Lab) -> None:
-    """connect() is translated while the agent is stopped and started."""
+def _ends(answer: Callable[[], str]) -> None:
+    wait_until(lambda: os.strerror(errno.EDESTADDRREQ) in answer(), "the socket is ended", 30)
+
+
+@contextlib.contextmanager
+def _connected(node: Node, place: tuple[str, int]) -> Iterator[Callable[[], str]]:
+    """A connected UDP socket: the function asks once, and returns who answered, or the error."""
+    channel, other_end = multiprocessing.Pipe()
+    with channel:
+        task = node.namespace.start(ask_on_command, place, True, other_end)
+        other_end.close()
+        assert channel.recv() == ("up", place)
+
+        def answer() -> str:
+            channel.send(True)
+            return str(channel.recv()[0])
+
+        yield answer
+        channel.send(False)
+        assert task.result() == "done"
+
+
+def test_a_socket_that_was_connected_before_there_was_the_service_is_ended(node_lab: Lab, family: int) -> None:
+    """No program runs when it sends. Its owner connects again, and the socket is translated (§10)."""
+    node = node_lab.nodes[0]
+    late = Kind(f"late-{family}", 20 + family)
+    late.endpoints = WEB.endpoints
+    place = late.target("ClusterIP", node).address.of(family), 53
+    with _connected(node, place) as answer:
+        node_lab.wait_synced(write_services(node_lab, late))
+        _ends(answer)
+    with _connected(node, place) as answer:
+        assert answer().startswith("web-")
+
+
+def test_a_socket_lives_from_its_entry_in_conntrack_and_no_longer(node_lab: Lab, family: int) -> None:
+    """As after a take-over from kube-proxy: nft rules have translated its flow, which programs cannot see."""
+    node = node_lab.nodes[0]
+    place = WEB.target("ClusterIP", node).address.of(family), 53
+    node.agent.stop()
+    node.agent.start(own={"socketLB": "off"})
+    node.agent.wait_synced()
+    with _connected(node, place) as answer:
+        pod = answer()
+        assert pod.startswith("web-")
+        node.agent.stop()
+        node.agent.start()
+        node.agent.wait_synced()
+        begin = time.monotonic()
+        while time.monotonic() < begin + 12:
+            assert answer() == pod
+            time.sleep(1)
+        node.namespace.run("conntrack", "-D", "-p", "udp", "--dport", "53", "-f", f"ipv{family}")
+        _ends(answer)
+
+
+def test_a_mark_that_is_restored_on_output_erases_no_masquerade(node_lab: Lab, family: int, protocol: str) -> None:
+    """CONNMARK --restore-mark in mangle OUTPUT, which comes before NAT."""
+    node = node_lab.nodes[0]
+    target = WEB.target("LoadBalancer", node)
+    asked = target.address.of(family), target.ports[protocol]
+    both = WEB.endpoints
+    node.namespace.run("nft", "add table inet mangling")
+    try:
+        node.namespace.run("nft", "add chain inet mangling restore { type route hook output priority -150 ; }")
+        node.namespace.run("nft", "add rule inet mangling restore meta mark set ct mark")
+        WEB.endpoints = both[1:]
+        node_lab.wait_synced(write_services(node_lab, WEB))
+        source = node.gateway.of(family)
+        seen, _, _ = node.namespace.call(_bound, asked, source, next(_PORTS), protocol)
+        assert seen == node.source_towards(both[1]).of(family)
+    finally:
+        node.namespace.run("nft", "delete table inet mangling")
+        WEB.endpoints = both
+        node_lab.wait_synced(write_services(node_lab, WEB))
+
+
+def test_an_unconnected_socket_keeps_an_endpoint_that_terminates(node_lab: Lab, family: int) -> None:
+    """While it serves, and whatever the policies are by now: they are for new flows (§§5, 10)."""
+    node = node_lab.nodes[0]
+    place = WEB.target("LoadBalancer", node).address.of(family), 53
+    channel, other_end = multiprocessing.Pipe()
+    both = WEB.endpoints
+    with channel:
+        try:
+            WEB.endpoints = both[:1]
+            node_lab.wait_synced(write_services(node_lab, WEB))
+            task = node.namespace.start(ask_on_command, place, False, other_end)
+            other_end.close()
+            assert channel.recv() == ("up", place)
+
+            def answers() -> set[str]:
+                found = set()
+                for _ in range(4):
+                    channel.send(True)
+                    pod, sender = channel.recv()
+                    assert sender == place, pod
+                    found.add(pod)
+                return found
+
+            assert answers() == {"web-1"}
+            WEB.endpoints = both
+            for serving, ranges, expected in (
+                (True, [], "web-1"),
+                (True, ["192.0.2.99/32", "2001:db8::99/128"], "web-1"),
+                (False, [], "web-2"),
+            ):
+                made = WEB.objects()
+                made[0]["spec"]["loadBalancerSourceRanges"] = ranges
+                for each in made[1:]:
+                    conditions = {"ready": False, "serving": serving, "terminating": True}
+                    each["endpoints"][0]["conditions"] = conditions
+                node_lab.wait_synced(node_lab.write("web.yaml", made))
+                new = node.namespace.call(ask, *place, "udp", connected=False, timeout=2)
+                assert (new.answer is None) == bool(ranges), new
+                assert answers() == {expected}, (serving, ranges)
+            channel.send(False)
+            assert task.result() == "done"
+        finally:
+            WEB.endpoints = both
+            node_lab.wait_synced(write_services(node_lab, WEB))
+
+
+def _asked_at(place: tuple[str, int], moments: list[float], count: int) -> list[set[str]]:
+    """Unconnected sockets that all ask at these moments (seconds): who answered each of them."""
+    socks = [socket.socket(family_of(place[0]), socket.SOCK_DGRAM) for _ in range(count)]
+    found: list[set[str]] = [set() for _ in socks]
+    begin = time.monotonic()
+    for moment in moments:
+        time.sleep(max(0.0, begin + moment - time.monotonic()))
+        for sock, pods in zip(socks, found, strict=True):
+            sock.settimeout(5)
+            sock.sendto(b"who", place)
+            pods.add(read_answer(sock.recvfrom(65536)[0]).pod)
+    for sock in socks:
+        sock.close()
+    return found
+
+
+def test_an_unconnected_socket_keeps_its_endpoint_by_the_timeouts_of_conntrack(node_lab: Lab, family: int) -> None:
+    """The longer one is for a flow that is answered after two seconds."""
+    node = node_lab.nodes[0]
+    node.agent.stop()
+    node.agent.start({"conntrack": {"udpTimeout": "2s", "udpStreamTimeout": "60s"}})
+    try:
+        node.agent.wait_synced()
+        place = WEB.target("ClusterIP", node).address.of(family), 53
+        changed = [len(pods) for pods in node.namespace.call(_asked_at, place, [0, 3], 16)]
+        assert set(changed) == {1, 2}
+        kept = [len(pods) for pods in node.namespace.call(_asked_at, place, [0, 1, 2, 3, 6], 16)]
+        assert set(kept) == {1}
+    finally:
+        node.agent.stop()
+        node.namespace.run("sysctl", "-qw", "net.netfilter.nf_conntrack_udp_timeout=30")
+        node.namespace.run("sysctl", "-qw", "net.netfilter.nf_conntrack_udp_timeout_stream=120")
+
+
+def test_sockets_survive_the_agent(node_lab: Lab) -> None:
+    """connect continues while the agent is stopped and started."""
     node = node_lab.nodes[0]
     target = WEB.target("ClusterIP", node)
     loads = [Load(node.namespace, target.address.v4, 80), Load(node.namespace, target.address.v6, 53, "udp")]

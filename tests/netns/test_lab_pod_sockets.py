@@ -7,12 +7,12 @@ import multiprocessing
 import socket
 from collections import Counter
 from collections.abc import Callable, Iterator
-from multiprocessing.connection import Connection
 
 import pytest
 
 from pyebpf_proxy.lab.client import ANSWERED, REFUSED, TIMED_OUT, Outcome, ask, ask_many, family_of, read_answer
 from pyebpf_proxy.lab.cluster import Lab, Pod
+from tests.netns.socket_calls import ask_on_command
 from tests.support.lab_services import Kind, write_nodes, write_services
 from tests.support.lab_tools import forget_old_pod_sources, reasons, served_by, wait_until
 
@@ -251,28 +251,6 @@ def test_unconnected_udp_keeps_its_first_endpoint(pods_lab: Lab, family: int) ->
     assert counted == {"tc": 1, "socket": 5}
 
 
-def _ask_on_command(place: tuple[str, int], connected: bool, rounds: Connection) -> str:
-    """One socket that sends a request for each word from the pipe. Reports the server that answered, and its
-    address.
-    """
-    with socket.socket(family_of(place[0]), socket.SOCK_DGRAM) as sock:
-        sock.settimeout(2)
-        if connected:
-            sock.connect(place)
-        rounds.send(("up", place))
-        while rounds.recv():
-            try:
-                if connected:
-                    sock.send(b"question")
-                else:
-                    sock.sendto(b"question", place)
-                text, sender = sock.recvfrom(65536)
-                rounds.send((read_answer(text).pod, (sender[0], sender[1])))
-            except OSError as error:
-                rounds.send((str(error), place))
-    return "done"
-
-
 @pytest.mark.parametrize("connected", [True, False], ids=["connected", "unconnected"])
 def test_a_udp_socket_continues_with_another_endpoint(pods_lab: Lab, asker: Pod, family: int, connected: bool) -> None:
     """A pod's socket need not be ended: packets to a removed endpoint pass the node (spec/service-semantics §10)."""
@@ -284,7 +262,7 @@ def test_a_udp_socket_continues_with_another_endpoint(pods_lab: Lab, asker: Pod,
             WEB.endpoints = both[:1]
             pods_lab.wait_synced(write_services(pods_lab, WEB))
             before = reasons(pods_lab.nodes[0])
-            task = asker.namespace.start(_ask_on_command, place, connected, other_end)
+            task = asker.namespace.start(ask_on_command, place, connected, other_end)
             other_end.close()
             assert channel.recv() == ("up", place)
 

@@ -18,13 +18,22 @@ from pyebpf_proxy.lab.manifests import Port, service, slices
 from pyebpf_proxy.lab.namespace import Namespace
 from tests.netns.io_uring_calls import io_uring_connect, supported
 from tests.netns.small_dns import serve
-from tests.netns.socket_calls import TCP, UDP, Call, tcp_mapped, udp_mapped
+from tests.netns.socket_calls import (
+    TCP,
+    UDP,
+    Call,
+    many_connected_and_named,
+    service_then_endpoint,
+    tcp_mapped,
+    udp_mapped,
+)
 from tests.support.lab_services import Kind, write_nodes, write_services
 from tests.support.lab_tools import forget_old_pod_sources, reasons, served_by, wait_until
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs_bpf]
 
 WEB = Kind("web", 10)
+PAIR = Kind("pair", 11)
 DNS_PORTS = [Port("dns", 53, 5300, "UDP"), Port("dns-tcp", 53, 5300, "TCP")]
 DNS_ADDRESS = cluster_ip(20)
 FOUND = ("203.0.113.53", "2001:db8:53::53")
@@ -37,8 +46,9 @@ def lab() -> Iterator[Lab]:
         made.add_pod("asker", first, serve=False)
         server = made.add_pod("server", second)
         WEB.endpoints = (server,)
+        PAIR.endpoints = (server, made.add_pod("other", second))
         write_nodes(made)
-        write_services(made, WEB)
+        write_services(made, WEB, PAIR)
         dns = slices("dns", DNS_PORTS, [(server.address, second.name)])
         made.write("dns.yaml", [service("dns", DNS_PORTS, DNS_ADDRESS), *dns])
         resolver = server.namespace.start(serve, 5300, *FOUND)
@@ -99,6 +109,19 @@ def test_udp(lab: Lab, side: Side, family: int, call: Call) -> None:
     if call is udp_mapped and family == 6:
         pytest.skip("is IPv4 on an IPv6 socket")
     check(lab, side, call, 53, family)
+
+
+def test_a_message_to_the_peer_by_its_name_keeps_the_endpoint(lab: Lab, side: Side, family: int) -> None:
+    """The kernel accepts datagrams of the connected endpoint only."""
+    place = cluster_ip(PAIR.number).of(family), 53
+    found = side.namespace.call(many_connected_and_named, place, side.address, 20)
+    assert all(len(set(pods)) == 1 for pods in found), found
+    assert {pods[0] for pods in found} == {"server", "other"}
+
+
+def test_a_service_and_its_endpoint_by_one_socket(lab: Lab, side: Side, family: int) -> None:
+    place = cluster_ip(WEB.number).of(family), 53
+    side.namespace.call(service_then_endpoint, place, (lab.pods["server"].address.of(family), 5353))
 
 
 def test_io_uring(lab: Lab, side: Side, family: int) -> None:

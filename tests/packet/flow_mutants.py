@@ -162,6 +162,19 @@ FLOW_MUTANTS: dict[str, tuple[str, str, str]] = {
     ),
     "flows: fragments by any device": ("fragments.h", "a->device_in != skb->ifindex || ", ""),
     "flows: fragments for any frame": ("fragments.h", " || !is_for(skb, a->mac_in)", ""),
+    "flows: fragments for ever": ("fragments.h", " || !is_same_datagram(a->fragment_sent)", ""),
+    "flows: fragments of an earlier packet": (
+        "tc.bpf.c",
+        "if (fast && p.fragment)\n\t\tforget_fragments(skb);",
+        "",
+    ),
+    "flows: a slow datagram's fragments": (
+        "fragments.h",
+        "return NOT_SENT;\n\ta->fragment_sent = fragment_time();",
+        "return NOT_SENT;",
+    ),
+    "bridge: fragments for ever": ("bridge.h", " || !is_same_datagram(*redirected)", ""),
+    "bridge: fragments of an earlier packet": ("bridge.h", "bpf_map_delete_elem(&bridged_fragments, &key);", ""),
     "flows: later fragments alone": ("fragments.h", "bpf_map_update_elem(&flow_fragments, &key, a, BPF_ANY);", ""),
     "flows: opened by frames for other hosts": (
         "tc.bpf.c",

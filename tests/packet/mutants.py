@@ -130,6 +130,7 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     "trace: the other family's addresses": ("trace.h", "if (t->family != (ipv6 ? 6 : 4))", "if (false)"),
     "trace: losses not counted": ("trace.h", "__sync_fetch_and_add(&t->lost, 1);", ";"),
     "trace: continues without a reader": ("trace.h", "t->process = 0;", ";"),
+    "UDP expired where no NodePorts are served": ("tc.bpf.c", " && f->kind != UNSERVED_NODE_PORT", ""),
     "every bridged packet lifted": ("bridge.h", "!is_translated_reply(skb, p) ||", ""),
     "closed TCP entry continues": ("conntrack.h", "return !ended && !replaced;", "return !replaced;"),
     "affinity without a list check": (

@@ -152,7 +152,8 @@ class ProgramNode:
         values: dict[str, Any] = {
             "masquerade_mark": MARK,
             "flow_quota": 16384,
-            "udp_stream_seconds": 180,
+            "udp_seconds": 30,
+            "udp_stream_seconds": 120,
             "detector4": 1,
             "detector6": 1,
             "conntrack_lookup": 1,

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 from scapy.layers.inet import IP, UDP
 from scapy.layers.inet6 import IPv6, IPv6ExtHdrFragment
@@ -105,6 +107,21 @@ def test_later_fragments_follow_the_first(bridged_udp: ProgramNode) -> None:
     assert bridged_udp.run("tc_bridge_port", later, device="pods").data[:6].hex(":") == BRIDGE_MAC
     _, another = fragmented(bridged_udp, (8080, 40000), number=8)
     assert bridged_udp.run("tc_bridge_port", another, device="pods").data == bytes(another)
+
+
+def test_a_later_fragment_of_another_time_is_switched(bridged_udp: ProgramNode) -> None:
+    """The 16-bit id has come round: a first fragment that is switched takes the later ones along, or it is too late."""
+    first, later = fragmented(bridged_udp, (8080, 40000))
+    other, _ = fragmented(bridged_udp, (8080, 40001))
+    redirected = bridged_udp.object.maps["bridged_fragments"]
+    assert bridged_udp.run("tc_bridge_port", first, device="pods").data[:6].hex(":") == BRIDGE_MAC
+    assert bridged_udp.run("tc_bridge_port", other, device="pods").data == bytes(other)
+    assert bridged_udp.run("tc_bridge_port", later, device="pods").data == bytes(later)
+    assert bridged_udp.run("tc_bridge_port", first, device="pods").data[:6].hex(":") == BRIDGE_MAC
+    ((key, value),) = redirected.items()
+    when = int.from_bytes(value, sys.byteorder)
+    redirected.update(key, ((when - 9) % 65536).to_bytes(4, sys.byteorder))
+    assert bridged_udp.run("tc_bridge_port", later, device="pods").data == bytes(later)
 
 
 def test_fragments_of_other_traffic_are_switched(bridged_udp: ProgramNode) -> None:

@@ -106,6 +106,16 @@ def test_udp_of_a_service_without_endpoints_is_left_alone(world: ProgramNode) ->
     assert len(world.flows()) == 1
 
 
+def test_udp_to_an_address_without_node_ports_keeps_its_entry(world: ProgramNode) -> None:
+    """It is of a program that uses the number of a NodePort: the service may refuse it, but has no part in it."""
+    world.service(["remote"], protocol="udp")
+    insert_entry(world, "udp", "client", "unserved_node", 40000, 30080)
+    frame = world.udp("client", "unserved_node", 30080, sport=40000)
+    assert world.run("tc_ethernet", frame).retval == GO_ON
+    assert len(world.flows()) == 1
+    assert "UNTRANSLATED_FLOW_REPLACED" not in world.reasons()
+
+
 def test_udp_that_was_never_translated_gets_an_endpoint(hooks: ProgramNode) -> None:
     hooks.service(["remote"], protocol="udp")
     insert_entry(hooks, "udp", "pod", "cluster_ip", 40000, 80)

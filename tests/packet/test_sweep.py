@@ -255,7 +255,7 @@ def test_udp_flows_of_the_kernels_stay_as_long_as_conntrack_has_them(node: Progr
     if time.monotonic() < seconds + 60:
         pytest.skip(f"this machine has been up for less than {seconds} s, which a flow cannot have been idle for")
     with one_cpu():
-        world = fast_node(node, flow_quota=QUOTA, udp_stream_seconds=seconds)
+        world = fast_node(node, flow_quota=QUOTA, udp_stream_seconds=seconds - 60)
         flow = learned_flow(world, "udp")
         assert not is_swept(world, flow, seconds - 1)
         assert is_swept(world, flow, 2)

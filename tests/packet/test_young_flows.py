@@ -380,6 +380,35 @@ def test_fragments_follow_the_first(fast: ProgramNode, reply: bool, variant: str
     assert flow.run(reply, another).retval == GO_ON
 
 
+def test_a_later_fragment_of_another_time_is_left_to_the_kernel(fast: ProgramNode) -> None:
+    """The 16-bit id has come round: this datagram's first fragment took another path, or comes later."""
+    flow = young(fast, "udp")
+    first, later, _ = fragments(flow)
+    assert flow.run(frame=first).retval == REDIRECT
+    sent = fast.object.maps["flow_fragments"]
+    layout = fast.object.btf.struct("flow_rewrite")
+    ((key, value),) = sent.items()
+    fields = layout.unpack(value)
+    # Units of 0.13 s: each fragment renews the time.
+    for age, verdict in ((6, REDIRECT), (6, REDIRECT), (9, GO_ON)):
+        fields = layout.unpack(sent.lookup(key) or b"")
+        sent.update(key, layout.pack(**{**fields, "fragment_sent": (int(fields["fragment_sent"]) - age) % 65536}))
+        found = flow.run(frame=later)
+        assert found.retval == verdict, age
+    assert found.data == bytes(later)
+
+
+def test_a_first_fragment_that_is_left_to_the_kernel_takes_the_later_ones_along(fast: ProgramNode) -> None:
+    """Another flow of the two hosts has a packet with the same id soon after."""
+    flow = young(fast, "udp")
+    first, later, _ = fragments(flow)
+    assert flow.run(frame=first).retval == REDIRECT
+    other = first.copy()
+    other[Raw].load = (9).to_bytes(2, "big") + bytes(other[Raw].load)[2:]
+    assert flow.run(frame=other).retval == GO_ON
+    assert flow.run(frame=later).retval == GO_ON
+
+
 @pytest.mark.parametrize("what", ["too big", "last hop"])
 def test_a_first_fragment_that_only_the_kernel_can_handle_is_left_to_it(fast: ProgramNode, what: str) -> None:
     """The kernel fragments it again, or reports the error to the sender. Later fragments follow the first one there."""

@@ -35,6 +35,9 @@ class Socket(NamedTuple):
     #: Of the socket, which may be IPv6 while the peer is IPv4.
     family: IPFamily
     id: bytes
+    #: Where it sends from, as ``peer``.
+    source: bytes
+    source_port: int
 
 
 def connected_udp() -> Iterator[Socket]:
@@ -66,10 +69,10 @@ def _request(family: IPFamily, states: int, identity: bytes) -> bytes:
 
 
 def _socket(family: IPFamily, identity: bytes) -> Socket:
-    _, port, _, peer = _ID.unpack_from(identity)
+    source_port, port, source, peer = _ID.unpack_from(identity)
     (cookie,) = struct.unpack_from("=Q", identity, 40)
     if family is IPFamily.IPV4:
-        peer = peer[:4]
+        source, peer = source[:4], peer[:4]
     elif peer.startswith(_MAPPED):
-        peer = peer[12:]
-    return Socket(peer, port, cookie, family, identity)
+        source, peer = source[12:], peer[12:]
+    return Socket(peer, port, cookie, family, identity, source, source_port)

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ends UDP flows and sockets whose endpoint no longer serves (spec/service-semantics §10).
 
-The next packet of an active flow repairs it: the programs see that its endpoint is gone. This module does the rest, as
-kube-proxy does. Idle flows are removed too. A connected socket of the node was translated at connect and would keep
-sending to the old address. So it is destroyed, and its owner connects again.
+A flow that sends is repaired by its next packet: the programs see that its endpoint is gone. This module does the rest,
+as kube-proxy does: idle flows are removed too. A connected socket of the node was translated at connect and would keep
+sending to the old address: it is ended, so that its owner connects again. So is one that is connected to a service
+address itself, from before there were programs, or endpoints: nothing else translates what it sends.
 """
 
 from __future__ import annotations
@@ -19,10 +20,14 @@ from pyebpf_proxy.datapath.connections import ctnetlink, sock_diag
 from pyebpf_proxy.datapath.connections.udp_services import Place, UdpServices
 from pyebpf_proxy.datapath.loader.btf import Btf
 from pyebpf_proxy.datapath.loader.libbpf import Map
-from pyebpf_proxy.services.model import IPFamily, Protocol, ServicePort, ServicePortName
+from pyebpf_proxy.datapath.netlink.request import RequestSocket
+from pyebpf_proxy.datapath.netlink.uapi import NETLINK_NETFILTER
+from pyebpf_proxy.services.model import FrontendKind, IPFamily, Protocol, ServicePort, ServicePortName
 
 #: From a socket's cookie and connected endpoint to the address that its owner connected to; None: not translated.
 Peers = Callable[[int, Place], Place | None]
+#: Whether an address is one of the node.
+IsOwn = Callable[[bytes], bool]
 
 
 class Cleaned(NamedTuple):
@@ -48,8 +53,13 @@ _NOT_BUILT = (errno.ENOENT, errno.EOPNOTSUPP)
 class UdpCleanup:
     """Follows the plan in the event loop's thread, cleans up in another thread."""
 
-    def __init__(self, peers: Peers) -> None:
+    def __init__(self, peers: Peers, is_own: IsOwn | None = None, moves_flows: bool = False) -> None:
+        """``is_own``: None if no sockets are translated. ``moves_flows``: pods' are, and tc cannot expire flows."""
         self._peers = peers
+        self._is_own = is_own
+        self._moves_flows = moves_flows
+        #: A socket lives from an entry of conntrack, which another proxy or an earlier configuration has made.
+        self.waiting = False
         #: Why stale sockets of the node cannot be ended on this kernel, or "".
         self.sockets_stay = ""
         self._services = UdpServices()
@@ -74,6 +84,7 @@ class UdpCleanup:
         with self._lock:
             if not self._services:
                 return outcome
+            lost = self._services.lost()
         sockets = dict.fromkeys(IPFamily, 0)
         try:
             self._end_sockets(sockets)
@@ -86,12 +97,26 @@ class UdpCleanup:
         for family in IPFamily:
             begin, flows = time.monotonic(), 0
             try:
-                stale = list(filter(self._is_stale, ctnetlink.udp_flows(family)))
+                listed = ctnetlink.udp_flows(family)
+                stale = [flow for flow in listed if self._is_stale(flow) or self._is_left(flow, lost)]
                 flows = ctnetlink.delete(stale) if stale else 0
             except OSError as error:
                 outcome.refused.append(f"conntrack, {family.name}: {error}")
             outcome.cleaned.append(Cleaned(family, time.monotonic() - begin, flows, sockets[family]))
+        if not outcome.refused:
+            with self._lock:
+                self._services.forget_lost(lost)
         return outcome
+
+    def _is_left(self, flow: ctnetlink.Flow, lost: frozenset[Place]) -> bool:
+        """Whether this is a flow of a pod's socket, which was translated, to an endpoint that no longer serves.
+
+        Its next datagram becomes a new flow, which tc sends to another endpoint.
+        """
+        if not self._moves_flows or (flow.replier, flow.replier_port) not in lost:
+            return False
+        with self._lock:
+            return not self._services.is_frontend(flow.family, (flow.destination, flow.destination_port))
 
     def _is_stale(self, flow: ctnetlink.Flow) -> bool:
         with self._lock:
@@ -102,20 +127,50 @@ class UdpCleanup:
     def _end_sockets(self, ended: dict[IPFamily, int]) -> None:
         """Adds to ``ended``. OSError, after all of them were tried."""
         refused: OSError | None = None
+        self.waiting = False
         for found in list(sock_diag.connected_udp()):
             endpoint = found.peer, found.peer_port
             wanted = self._peers(found.cookie, endpoint)
-            if wanted is None:
+            # Equal: a local client of this socket (bpf/socket_maps.h).
+            if wanted == endpoint:
                 continue
             family = IPFamily.IPV4 if len(found.peer) == 4 else IPFamily.IPV6
-            with self._lock:
-                stale = self._services.is_stale(family, wanted, endpoint)
             try:
+                if wanted is None:
+                    stale = self._is_untranslated(family, found)
+                else:
+                    with self._lock:
+                        stale = self._services.is_stale(family, wanted, endpoint)
                 ended[family] += stale and sock_diag.destroy(found)
             except OSError as error:
                 refused = error
         if refused is not None:
             raise refused
+
+    def _is_untranslated(self, family: IPFamily, found: sock_diag.Socket) -> bool:
+        """Whether the socket is connected to a service address itself, and conntrack does not translate its flow.
+
+        Not at a ClusterIP that is also an address of the node, where a cache listens (NodeLocal DNSCache).
+        """
+        address = found.peer, found.peer_port
+        with self._lock:
+            kind = self._services.kind_of(address)
+        if kind is None or self._is_own is None or (kind is FrontendKind.CLUSTER_IP and self._is_own(found.peer)):
+            return False
+        with RequestSocket(NETLINK_NETFILTER) as netlink:
+            entry = ctnetlink.lookup(netlink, Protocol.UDP, (found.source, found.source_port), address)
+        if entry is None or entry.reply is None:
+            return True
+        with self._lock:
+            stale = self._services.is_stale(family, address, entry.reply.ends[0])
+        self.waiting |= not stale
+        return stale
+
+
+def addresses_in(maps: Mapping[str, Map]) -> IsOwn:
+    """Reads the addresses of the node (``node_addresses4``, ``node_addresses6``)."""
+    tables = {4: maps["node_addresses4"], 16: maps["node_addresses6"]}
+    return lambda address: tables[len(address)].lookup(address) is not None
 
 
 def peers_in(maps: Mapping[str, Map], btf: Btf) -> Peers:

@@ -18,6 +18,9 @@ class UdpServices:
         self._ports: dict[ServicePortName, ServicePort] = {}
         self._places: dict[Place, frozenset[Place]] = {}
         self._node_ports: dict[tuple[IPFamily, int], frozenset[Place]] = {}
+        self._kinds: dict[Place, FrontendKind] = {}
+        #: Endpoints that no longer serve, since the last clean-up.
+        self._lost: dict[ServicePortName, set[Place]] = {}
 
     def __bool__(self) -> bool:
         return bool(self._ports)
@@ -38,7 +41,8 @@ class UdpServices:
                 self._ports[name] = plan
                 new.append(plan)
             touched |= (old.serving if old else ()) != (plan.serving if plan else ())
-        # After all old ports are removed, because an address may have moved from one to another.
+            self._lose(name, _serving(old) if old else frozenset(), _serving(plan) if plan else None)
+        # After all old ports are removed: an address may have moved from one to another.
         for plan in new:
             self._learn(plan)
         return touched
@@ -53,13 +57,43 @@ class UdpServices:
             serving = self._node_ports.get((family, destination[1]))
         return bool(serving) and endpoint not in serving  # type: ignore[operator]
 
+    def kind_of(self, address: Place) -> FrontendKind | None:
+        """The kind of a service address that has endpoints; None: it is none. NodePorts do not count."""
+        return self._kinds.get(address)
+
+    def lost(self) -> frozenset[Place]:
+        """Endpoints that no longer serve a service port, while others do. Until :meth:`forget_lost`."""
+        return frozenset().union(*(places for name, places in self._lost.items() if self._ports[name].serving))
+
+    def forget_lost(self, places: frozenset[Place]) -> None:
+        """Nothing sends to these any more."""
+        for name in [name for name in self._lost if self._ports[name].serving]:
+            self._lost[name] -= places
+            if not self._lost[name]:
+                del self._lost[name]
+
+    def is_frontend(self, family: IPFamily, destination: Place) -> bool:
+        """Whether flows to there are a service port's, as for :meth:`is_stale`."""
+        return destination in self._places or (family, destination[1]) in self._node_ports
+
+    def _lose(self, name: ServicePortName, before: frozenset[Place], now: frozenset[Place] | None) -> None:
+        if now is None:
+            # The flows of a deleted Service stay.
+            self._lost.pop(name, None)
+            return
+        lost = (self._lost.pop(name, set()) | before) - now
+        if lost:
+            self._lost[name] = lost
+
     def _learn(self, plan: ServicePort) -> None:
-        serving = frozenset((endpoint.address, endpoint.port) for endpoint in plan.serving)
+        serving = _serving(plan)
         for frontend in plan.frontends:
             if frontend.kind is FrontendKind.NODE_PORT:
                 self._node_ports[plan.name.family, frontend.port] = serving
             else:
                 self._places[frontend.address, frontend.port] = serving
+                if plan.any_endpoints and serving:
+                    self._kinds[frontend.address, frontend.port] = frontend.kind
 
     def _forget(self, plan: ServicePort) -> None:
         for frontend in plan.frontends:
@@ -67,3 +101,8 @@ class UdpServices:
                 self._node_ports.pop((plan.name.family, frontend.port), None)
             else:
                 self._places.pop((frontend.address, frontend.port), None)
+                self._kinds.pop((frontend.address, frontend.port), None)
+
+
+def _serving(plan: ServicePort) -> frozenset[Place]:
+    return frozenset((endpoint.address, endpoint.port) for endpoint in plan.serving)

@@ -48,8 +48,9 @@ class Settings:
     snat_port_max: int = 0
     #: How many young flows packets of one device may have open at a time.
     flow_quota: int = 8192
-    #: Conntrack has forgotten a UDP flow that was idle for so long.
-    udp_stream_seconds: int = 180
+    #: conntrack's timeouts of UDP flows, without replies and with.
+    udp_seconds: int = 30
+    udp_stream_seconds: int = 120
     pod_cidr4: bytes = bytes(4)
     pod_mask4: bytes = bytes(4)
     pod_cidr6: bytes = bytes(16)

@@ -3,13 +3,18 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Collection
 
 from pyebpf_proxy.common.log import Logger
-from pyebpf_proxy.datapath.connections.udp_cleanup import Cleaned, UdpCleanup, peers_in
+from pyebpf_proxy.config.effective import Effective
+from pyebpf_proxy.datapath.connections.udp_cleanup import Cleaned, UdpCleanup, addresses_in, peers_in
 from pyebpf_proxy.datapath.managers.manager import Delta, Manager
 from pyebpf_proxy.datapath.managers.programs import Programs
 from pyebpf_proxy.services.node_facts import NodeFacts
+
+#: Seconds between two looks at such sockets, if there are any. Less than conntrack's timeouts.
+LOOK_SECONDS = 10
 
 _log = Logger("datapath")
 
@@ -17,8 +22,9 @@ _log = Logger("datapath")
 class UdpFlows(Manager):
     """Ends such flows and sockets after changes of UDP services. ``on_cleaned`` is called after every clean-up."""
 
-    def __init__(self, programs: Programs, on_cleaned: Callable[[Cleaned], None]) -> None:
+    def __init__(self, effective: Effective, programs: Programs, on_cleaned: Callable[[Cleaned], None]) -> None:
         super().__init__()
+        self._sockets = effective.socket_lb != "off"
         self._programs = programs
         self._on_cleaned = on_cleaned
         #: Called when serving endpoints of UDP services have changed.
@@ -28,8 +34,25 @@ class UdpFlows(Manager):
 
     def start(self, facts: NodeFacts, wanted: Delta) -> None:
         loaded = self._programs.loaded
-        self._udp = UdpCleanup(peers_in(loaded.maps, loaded.sock.btf))
+        self._udp = UdpCleanup(
+            peers_in(loaded.maps, loaded.sock.btf),
+            addresses_in(loaded.maps) if self._sockets else None,
+            loaded.settings.pod_sockets and not loaded.settings.conntrack_lookup,
+        )
         self._touched = self._udp.apply(wanted)
+        self._run(self._look_again(), "look at sockets that conntrack translates")
+
+    async def _look_again(self) -> None:
+        """A socket that lives from an entry of conntrack is ended when that is gone."""
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            if not self._udp.waiting:
+                continue
+            self._touched = True
+            try:
+                await self.collect()
+            except OSError as error:
+                _log.error("sockets that conntrack translates could not be checked", error=str(error))
 
     def apply(self, delta: Delta, complete: bool) -> None:
         if self._udp.apply(delta, complete):

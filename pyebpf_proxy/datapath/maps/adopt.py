@@ -72,6 +72,7 @@ class _Adoption:
         self.ranges: dict[int, list[SourceRange]] = {}
         self.serving: dict[int, list[Endpoint]] = {}
         self.backends: dict[int, _Backend] = {}
+        self.unlisted: list[tuple[int, bytes]] = []  # backends in no list, with their endpoint key
         self.bound: set[bytes] = set()  # ids of services that clients are bound to, packed
 
     def run(self) -> Repairs:
@@ -198,7 +199,7 @@ class _Adoption:
             key = self._endpoint_key(backend)
             mirror.endpoint_counts[key] = mirror.endpoint_counts.get(key, 0) + 1
             if number not in reached:
-                self.garbage.backends[backend.family].append((number, key))
+                self.unlisted.append((number, key))
         # Ids that a client or a socket remembers must not be reused.
         remembered = max(max(self.backends, default=0), mirror.foreign_id)
         for name in ("affinities", "socket_flows"):
@@ -237,6 +238,22 @@ class _Adoption:
                 pack = self.mirror.pack_count
                 self.puts[name] = (b"".join(missing), b"".join(pack(wanted[key]) for key in missing))
             self.mirror.used[name] = right + serving
+
+        self._unlisted()
+
+    def _unlisted(self) -> None:
+        """Backends in no list: sockets may keep those that still serve (UDP), the others are garbage."""
+        for number, key in self.unlisted:
+            backend = self.backends[number]
+            e = backend.endpoint
+            record = self.records.get(backend.service)
+            if record is not None and backend.protocol == Protocol.UDP:
+                place = e.address, e.port
+                known = {(other.address, other.port) for other in record.backends}
+                if place not in known and any((s.address, s.port) == place for s in self.serving.get(record.id, ())):
+                    record.left = {**record.left, e: number}
+                    continue
+            self.garbage.backends[backend.family].append((number, key))
 
     def _frontends(self, names: dict[int, ServicePortName]) -> None:
         for family in IPFamily:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import NamedTuple
 
 from pyebpf_proxy.services.model import Endpoint, IPFamily, ServicePort, ServicePortName
@@ -25,10 +26,13 @@ class Problem(NamedTuple):
         return f"{self.name}: {self.text}"
 
 
+_NONE: Mapping[Endpoint, int] = {}
+
+
 class Record:
     """A service port that is in the maps. ``plan`` has only the frontends that it really owns."""
 
-    __slots__ = ("_numbers", "config_id", "dirty", "first_slot", "id", "length", "plan")
+    __slots__ = ("_numbers", "config_id", "dirty", "first_slot", "id", "left", "length", "plan")
 
     def __init__(self, number: int, plan: ServicePort) -> None:
         self.id = number
@@ -37,17 +41,19 @@ class Record:
         self.first_slot = 0
         self.length = 0
         self._numbers = array("I")
+        #: Endpoints that have left the lists and still serve (UDP), with their ids: sockets keep them.
+        self.left: Mapping[Endpoint, int] = _NONE
         #: Adopted from inconsistent maps: rewritten with the next change.
         self.dirty = False
 
     @property
     def backends(self) -> dict[Endpoint, int]:
-        """The id of every endpoint in the plan's lists. Built on each access, see ``set_backends``."""
+        """The id of every endpoint in the plan's lists or in ``left``. Built on each access, see ``set_backends``."""
         return dict(self.numbered())
 
     def numbered(self) -> Iterator[tuple[Endpoint, int]]:
-        """Every endpoint in the plan's lists, once, with its id."""
-        return zip(self._endpoints(), self._numbers, strict=True)
+        """Every endpoint in the plan's lists or in ``left``, once, with its id."""
+        return chain(zip(self._endpoints(), self._numbers, strict=True), self.left.items())
 
     def set_backends(self, numbers: Mapping[Endpoint, int]) -> None:
         """``numbers`` has the id of every endpoint in the plan's lists.
@@ -59,6 +65,7 @@ class Record:
     def keep_backends(self, other: Record) -> None:
         """The same lists as ``other``, with the same ids."""
         self._numbers = other._numbers
+        self.left = other.left
 
     def _endpoints(self) -> dict[Endpoint, None]:
         return dict.fromkeys((*self.plan.cluster, *self.plan.local))

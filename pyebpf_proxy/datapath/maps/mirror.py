@@ -90,11 +90,14 @@ class Mirror(State):
             self.used["service_names"] += 1
         if config_changed:
             new.first_slot, new.length = first_slot, slot_count
-            self._plan_backends(change, new, had, fresh, fresh_keys)
+            self._plan_backends(change, new, had, fresh, fresh_keys, serving)
             self._plan_config(change, new)
         elif old is not None:
             new.config_id, new.first_slot, new.length = old.config_id, old.first_slot, old.length
             new.keep_backends(old)
+            kept = _still_serving(old.left, wanted, serving)
+            change.gone = [(number, self._endpoint_key(name, e)) for e, number in old.left.items() if e not in kept]
+            new.left = kept
         if serving_changed:
             self._plan_serving(change, new)
         self._plan_frontends(change, new, grants)
@@ -164,6 +167,7 @@ class Mirror(State):
         had: Mapping[Endpoint, int],
         fresh: list[Endpoint],
         fresh_keys: list[bytes],
+        serving: frozenset[tuple[bytes, int]],
     ) -> None:
         name, wanted = change.name, new.plan
         family, protocol = name.family, name.protocol
@@ -174,10 +178,11 @@ class Mirror(State):
             # Endpoints that are not fresh are kept.
             backends = {**had, **backends}
             there = {*wanted.cluster, *wanted.local}
+            new.left = _still_serving({e: n for e, n in had.items() if e not in there}, wanted, serving)
             change.gone = [
                 (number, self._endpoint_key(name, e))
                 for e, number in had.items()
-                if e not in there or backends[e] != number
+                if (e not in there and e not in new.left) or backends[e] != number
             ]
         new.set_backends(backends)
         change.slots = [backends[e] for e in sorted(wanted.cluster, key=slot_order)]
@@ -267,6 +272,16 @@ class Mirror(State):
         if change.conflicts:
             kept = tuple(f for f in new.plan.frontends if self.layouts.pack_frontend(name, f) in grants)
             new.plan = msgspec.structs.replace(new.plan, frontends=kept)
+
+
+def _still_serving(
+    left: Mapping[Endpoint, int], wanted: ServicePort, serving: frozenset[tuple[bytes, int]]
+) -> Mapping[Endpoint, int]:
+    """Of these endpoints, which are in no list, those that serve: a socket may keep its endpoint (§10)."""
+    if not left or not serving:
+        return {}
+    listed = {(e.address, e.port) for e in (*wanted.cluster, *wanted.local)}
+    return {e: n for e, n in left.items() if (e.address, e.port) in serving and (e.address, e.port) not in listed}
 
 
 def _config_fields(plan: ServicePort) -> tuple[object, ...]:

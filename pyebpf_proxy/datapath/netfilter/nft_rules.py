@@ -169,10 +169,11 @@ def rules(behaviour: Behaviour) -> list[tuple[str, str]]:
     if behaviour.drop_invalid:
         found.append(("drop_invalid", "ct state invalid counter drop"))
     if behaviour.mark_datagrams:
-        # The mark of a message is older than the mark of its socket: it may have the bit of the previous message.
-        bare = f"socket mark and {mark:#x} == 0"
+        # The mark of a message is older than its socket's: it may have the bit of the message before. The mark of a
+        # connection may have lost the bit to a rule before this one, such as CONNMARK --restore-mark.
+        bare, set_bit = f"socket mark and {mark:#x} == 0", f"meta mark set meta mark or {mark:#x}"
         found += [
-            ("node_datagrams", f"meta l4proto udp socket mark and {mark:#x} != 0 meta mark set meta mark or {mark:#x}"),
+            ("node_datagrams", f"meta l4proto {{ tcp, udp }} socket mark and {mark:#x} != 0 {set_bit}"),
             ("node_datagrams", f"meta l4proto udp {marked} {bare} meta mark set meta mark and {~mark & 0xFFFFFFFF:#x}"),
         ]
     if behaviour.refuse_unknown:

@@ -210,6 +210,27 @@ def test_endpoints_that_serve(btf: Btf, mirror: Mirror) -> None:
     )
 
 
+def test_an_endpoint_that_leaves_its_list_stays_while_it_serves(btf: Btf, mirror: Mirror) -> None:
+    """A UDP socket keeps it (§10). Its id ends with its service, not with its place in a list."""
+    both = (endpoint("fd00::1:53"), endpoint("fd00::2:53"))
+    commit(mirror, mirror.plan(DNS, plan(DNS, [], ["fd00::1:53", "fd00::2:53"], serving=both), set()))
+    change = mirror.plan(DNS, plan(DNS, [], ["fd00::2:53"], serving=both), set())
+    assert "later" not in written(btf, change)
+    commit(mirror, change)
+    assert set(mirror.records[DNS].backends.values()) == {1, 2}
+    # Back in the list it has the same id.
+    change = mirror.plan(DNS, plan(DNS, [], ["fd00::1:53", "fd00::2:53"], serving=both), set())
+    assert change is not None
+    assert sorted(change.slots) == [1, 2]
+    commit(mirror, change)
+    commit(mirror, mirror.plan(DNS, plan(DNS, [], ["fd00::2:53"], serving=both), set()))
+    change = mirror.plan(DNS, plan(DNS, [], ["fd00::2:53"], serving=both[1:]), set())
+    assert "later: backends 1" in written(btf, change)
+    garbage = commit(mirror, change)
+    assert [number for number, _ in garbage.backends[IPFamily.IPV6]] == [1]
+    assert set(mirror.records[DNS].backends.values()) == {2}
+
+
 def test_nothing(mirror: Mirror) -> None:
     wanted = plan(WEB, ["10.96.0.1:80"], ["10.0.0.1:80"])
     commit(mirror, mirror.plan(WEB, wanted, set()))
