@@ -51,7 +51,7 @@ def cleanup(directory: Path, own_files: Iterable[str] = (), keep_settings: bool 
     if keep_settings:
         try:
             for line in leave(directory):
-                _log.info("kept for kube-proxy", what=line)
+                _log.info("setting kept for kube-proxy", what=line)
         except OSError as error:
             report.problems.append(str(error))
     else:

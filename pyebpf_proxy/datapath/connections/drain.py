@@ -104,7 +104,11 @@ def _drain(pins: Path, seconds: float) -> int:
             drains = word.pack(**{**fields, "draining": 1})
             found = promoter(maps, programs, btf)
         except (StaleObjectError, ValueError) as error:
-            _log.warning("flows of another version could not be drained", pins=pins, error=str(error))
+            _log.warning(
+                "the flow table of another version cannot be read: its young flows will end",
+                pins=pins,
+                error=str(error),
+            )
             return 0
         maps["fast_path"].update(_ZERO, drains)
         left = found.drain(seconds)

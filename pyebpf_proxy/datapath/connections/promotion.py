@@ -250,7 +250,7 @@ class Promoter:
                 logged = ""
             except (OSError, RuntimeError, MemoryError) as error:  # RuntimeError: no thread could be started
                 if str(error) != logged:
-                    _log.error("flows could not be handed to conntrack, retrying", error=str(error))
+                    _log.error("young flows could not be promoted; retrying", error=str(error))
                 logged = str(error)
             pause = BUSY_SECONDS if self.statistics.young else IDLE_SECONDS
             if self._more and self.statistics.promoted > before:
@@ -379,14 +379,14 @@ class Promoter:
             still_open = create.reset(netlink, reset, seconds)
         if still_open and (why := os.strerror(still_open[-1])) != self._said_open:
             self._said_open = why
-            _log.info("conntrack does not close the entry of a connection that was reset", error=why)
+            _log.info("the conntrack entry of a reset connection could not be closed; it expires by itself", error=why)
         return failed
 
     def _end_sources(self, gone: Collection[bytes]) -> None:
         ended = self._end_masqueraded(gone)
         if ended:
             self.statistics.sources_gone += ended
-            _log.info("flows were ended whose source address has left the node", flows=ended)
+            _log.info("ended flows whose source address has left the node", flows=ended)
 
     def _note(self, failed: list[tuple[Flow, Result]], tried: int) -> None:
         full = [flow for flow, result in failed if result.outcome is Outcome.FULL]
@@ -404,7 +404,7 @@ class Promoter:
         self._full = bool(full)
         refused = next((str(result) for _, result in failed if result.outcome is Outcome.REFUSED), "")
         if refused and refused != self._said:
-            _log.error("conntrack refuses a flow", error=refused)
+            _log.error("conntrack refused the entry of a young flow", error=refused)
         self._said = refused or self._said
 
     def _end_refused(self) -> None:
@@ -418,7 +418,7 @@ class Promoter:
             del self._asked[key]
         if ended:
             self.statistics.ended += ended
-            _log.warning("flows that conntrack did not accept were ended", flows=ended, after=UNPROMOTED_SECONDS)
+            _log.warning("ended young flows that could not be promoted", flows=ended, after=UNPROMOTED_SECONDS)
 
 
 def promoter(

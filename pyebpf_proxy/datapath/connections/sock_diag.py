@@ -60,7 +60,9 @@ def destroy(found: Socket) -> bool:
     with RequestSocket(NETLINK_SOCK_DIAG) as netlink:
         number = netlink.request(SOCK_DESTROY, _request(found.family, _ANY_STATE, found.id))
     if number not in (0, errno.ENOENT, errno.ESTALE):
-        raise OSError(number, f"a UDP socket of a removed endpoint could not be closed: {os.strerror(number)}")
+        raise OSError(
+            number, f"a UDP socket that sends to a removed endpoint could not be destroyed: {os.strerror(number)}"
+        )
     return number == 0
 
 

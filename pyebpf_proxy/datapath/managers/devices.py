@@ -43,7 +43,7 @@ class NodeMaps(Manager):
 
     def refresh(self) -> None:
         for name in self.node.read_back():
-            _log.error("another program has changed a map; repairing it", map=name)
+            _log.error("another program has changed a map; it was repaired", map=name)
         self.node.look()
 
 

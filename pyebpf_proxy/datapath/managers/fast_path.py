@@ -82,7 +82,7 @@ class FastPathManager(Manager):
         # opened a new flow.
         if fast_path.draining:
             self._run(self._enter(fast_path, ports), "conntrack's flows", may_end=True)
-        _log.info("flows take the fast path", entries=loaded.maps["flows"].max_entries)
+        _log.info("the fast path is ready", entries=loaded.maps["flows"].max_entries)
 
     async def _enter(self, fast_path: FastPath, ports: range) -> None:
         """Before any flow is young: flows that conntrack has masqueraded keep their source ports.

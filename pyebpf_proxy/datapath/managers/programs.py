@@ -58,9 +58,11 @@ class Programs(Manager):
         # The kernel may have refused the programs of the fast path.
         self._nft.support_fast_path(loaded.settings.fast_path)
         if loaded.why_not_pods:
-            _log.warning("pods' sockets are not translated, tc serves their packets", why=loaded.why_not_pods)
+            _log.warning(
+                "sockets of pods are not translated; tc translates their packets instead", why=loaded.why_not_pods
+            )
         if loaded.why_no_lookup:
-            _log.info("conntrack is not looked up before a flow is opened", why=loaded.why_no_lookup)
+            _log.info("the conntrack lookup is not available", why=loaded.why_no_lookup)
         if "excluded_pods" in loaded.maps:
             excluded_pods.write(loaded.maps["excluded_pods"], loaded.sock.btf, effective.socket_lb_exclude)
 

@@ -76,7 +76,7 @@ def take_over_flows(table: Path, state: Path, flows: Map, btf: Btf, same_ids: bo
         return
     if missing:
         left = max(0, len(missing) - room)
-        _log.info("flows of the former flow table are taken over", entries=len(missing) - left, no_room=left)
+        _log.info("took over flows of the former flow table", entries=len(missing) - left, no_room=left)
 
 
 def _kernels_flows(table: Path, state: Path, btf: Btf, same_ids: bool) -> list[tuple[bytes, bytes]]:

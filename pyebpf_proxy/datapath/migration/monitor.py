@@ -55,7 +55,7 @@ class KubeProxyMonitor:
         if report.removed:
             _log.info("removed what kube-proxy left behind", what="; ".join(report.removed))
         if report.problems:
-            _log.warning("not everything that kube-proxy left behind could be removed", why="; ".join(report.problems))
+            _log.warning("some leftovers of kube-proxy could not be removed", why="; ".join(report.problems))
         for text in report.warnings:
             _log.warning(text)
 

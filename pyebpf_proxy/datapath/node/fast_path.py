@@ -346,7 +346,7 @@ class FastPath:
                 _log.info("fast path", family=f"IPv{family}", closed=words)
             if family in warnings and warnings[family] != self.warnings.get(family):
                 _log.warning(
-                    "rules of this node do not see packets of the fast path; fastPath: auto closes it for them",
+                    "rules on this node do not see packets of the fast path; with fastPath: auto, they close it",
                     family=f"IPv{family}",
                     rules=warnings[family],
                 )

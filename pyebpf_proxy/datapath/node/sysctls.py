@@ -189,7 +189,7 @@ def restore(
                 _put(place, change.was, change.wrote, at_least=False)
                 restored.append(f"setting {name}={change.wrote}, restored to {change.was}")
             else:
-                _log.info("another program has changed the setting; it is left as it is", setting=name)
+                _log.info("another program has changed the setting since; it is not restored", setting=name)
         except FileNotFoundError:
             pass  # The module was unloaded, and the value is gone with it.
         except OSError as error:
