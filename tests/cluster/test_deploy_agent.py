@@ -241,9 +241,9 @@ def test_kube_proxy_takes_over_again(server: ApiServer, small: Lab, tmp_path: Pa
         cleaner.kill()
         process.kill()
         process.wait()
-        # A pod of `cluster install` removes the rules that kube-proxy wrote while the agent ran: one capability is
-        # enough.
-        removing = task_pod("verify", only.name, "image", ["pyebpf-proxy", "cluster", "on-node", "verify"])["spec"]
+        # `cluster install` removes by a pod what kube-proxy wrote while the agent ran.
+        verify = ["pyebpf-proxy", "cluster", "on-node", "verify"]
+        removing = task_pod("verify", "verify", only.name, "image", verify)["spec"]
         use_folder(removing, clean)
         removing["containers"][0]["command"][0] = str(Path(sys.executable).parent / "pyebpf-proxy")
         container = stack.enter_context(contained(only, removing, environment=path))

@@ -24,7 +24,7 @@ const (
 )
 
 // Those of the DaemonSet and of its components.
-var capabilities = []string{"CAP_BPF", "CAP_NET_ADMIN", "CAP_PERFMON", "CAP_SYS_ADMIN"}
+var capabilities = []string{"CAP_BPF", "CAP_NET_ADMIN", "CAP_NET_RAW", "CAP_PERFMON", "CAP_SYS_ADMIN"}
 
 type recording struct {
 	Origin  string                          `json:"origin"`
