@@ -174,7 +174,7 @@ FLOW_MUTANTS: dict[str, tuple[str, str, str]] = {
         "return NOT_SENT;",
     ),
     "bridge: fragments for ever": ("bridge.h", " || !is_same_datagram(*redirected)", ""),
-    "bridge: fragments of an earlier packet": ("bridge.h", "bpf_map_delete_elem(&bridged_fragments, &key);", ""),
+    "bridge: fragments of an earlier packet": ("bridge.h", "bpf_map_delete_elem(&bridged_fragments, &key);", ";"),
     "flows: later fragments alone": ("fragments.h", "bpf_map_update_elem(&flow_fragments, &key, a, BPF_ANY);", ""),
     "flows: opened by frames for other hosts": (
         "tc.bpf.c",
