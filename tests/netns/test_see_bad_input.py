@@ -140,11 +140,15 @@ def without_rights(node: Node, *arguments: str) -> subprocess.CompletedProcess[s
 def other_layout(node: Node) -> Iterator[None]:
     pins = node.agent.pin("services").parents[1]
     moved = pins.with_name("v99")
+    # An agent that runs would pin its links in a new folder.
+    node.agent.stop()
     os.rename(pins, moved)
     try:
         yield
     finally:
         os.rename(moved, pins)
+        node.agent.start()
+        node.agent.wait_synced()
 
 
 @pytest.mark.parametrize("name", READERS)

@@ -42,6 +42,15 @@ class _Services:
     def __bool__(self) -> bool:
         return True
 
+    def lost(self) -> frozenset[tuple[bytes, int]]:
+        return frozenset()
+
+    def forget_lost(self, places: frozenset[tuple[bytes, int]]) -> None:
+        assert not places
+
+    def kind_of(self, address: tuple[bytes, int]) -> None:
+        return None
+
     def is_stale(self, family: IPFamily, destination: tuple[bytes, int], endpoint: tuple[bytes, int]) -> bool:
         return destination == (self._frontend, 53) and endpoint != (self._serving, 5353)
 

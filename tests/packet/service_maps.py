@@ -113,6 +113,7 @@ def logical(loaded: Loaded, complete: bool = False) -> dict[str, Any]:
             "frontends": {},
             "serving": [],
         }
+    used_backends |= _kept_for_sockets(loaded, all_backends, used_backends)
     counts = {}
     for family in "46":
         for backend_id, backend in all_backends[int(family)].items():
@@ -144,6 +145,26 @@ def logical(loaded: Loaded, complete: bool = False) -> dict[str, Any]:
         for family in "46":
             assert {of for _, of, _ in all_ranges[int(family)]} <= used_configs
     return dict(sorted(result.items()))
+
+
+def _kept_for_sockets(
+    loaded: Loaded, every: dict[int, dict[Any, Any]], listed: set[tuple[int, Any]]
+) -> set[tuple[int, Any]]:
+    """UDP backends in no list whose endpoints serve: sockets may still use them."""
+    kept = set()
+    for family, backends in every.items():
+        places = {_place(backends[number]) for of, number in listed if of == family}
+        serving = rows(loaded, f"endpoints{family}").keys() - places
+        kept |= {
+            (family, number)
+            for number, backend in backends.items()
+            if PROTOCOLS[backend["protocol"]] == "UDP" and _place(backend) in serving
+        }
+    return kept
+
+
+def _place(backend: dict[str, Any]) -> tuple[Any, ...]:
+    return backend["service"], backend["address"], backend["port"], backend["protocol"]
 
 
 def wipe(loaded: Loaded) -> None:

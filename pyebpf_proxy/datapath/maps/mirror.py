@@ -277,7 +277,7 @@ class Mirror(State):
 def _still_serving(
     left: Mapping[Endpoint, int], wanted: ServicePort, serving: frozenset[tuple[bytes, int]]
 ) -> Mapping[Endpoint, int]:
-    """Of these endpoints, which are in no list, those that serve: a socket may keep its endpoint (§10)."""
+    """Of these endpoints, which are in no list, those that serve: sockets may keep them (service-semantics §10)."""
     if not left or not serving:
         return {}
     listed = {(e.address, e.port) for e in (*wanted.cluster, *wanted.local)}

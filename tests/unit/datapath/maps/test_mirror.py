@@ -211,7 +211,7 @@ def test_endpoints_that_serve(btf: Btf, mirror: Mirror) -> None:
 
 
 def test_an_endpoint_that_leaves_its_list_stays_while_it_serves(btf: Btf, mirror: Mirror) -> None:
-    """A UDP socket keeps it (§10). Its id ends with its service, not with its place in a list."""
+    """A UDP socket keeps it (service-semantics §10). Its id ends with its service, not with its place in a list."""
     both = (endpoint("fd00::1:53"), endpoint("fd00::2:53"))
     commit(mirror, mirror.plan(DNS, plan(DNS, [], ["fd00::1:53", "fd00::2:53"], serving=both), set()))
     change = mirror.plan(DNS, plan(DNS, [], ["fd00::2:53"], serving=both), set())
