@@ -41,8 +41,6 @@ PAGE = 500
 PART = 500
 #: Larger than any object that etcd accepts.
 MOST_BYTES_OF_EVENT = 64 * 1024 * 1024
-#: After this many failures in a row, list again instead of watching from the same version.
-MOST_WITH_ONE_VERSION = 3
 _END_OF_LIST = "k8s.io/initial-events-end"
 
 _log = Logger("api")
@@ -131,9 +129,6 @@ class Follower:
                 log = False
             else:
                 delay = max(delay, timing.forbidden)
-        elif self._failures >= MOST_WITH_ONE_VERSION and trouble.code not in (429, 503):
-            # As client-go does at once: what cannot be read from there would fail for ever.
-            self._version = ""
         if log:
             self._troubles.failed(self._resource.name, trouble)
         if isinstance(trouble, GoneError) and self._failures <= 2:

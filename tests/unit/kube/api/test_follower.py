@@ -414,25 +414,6 @@ def test_an_object_that_is_deleted_before_the_list_is_complete_is_gone(api: Scri
         assert source.names("Service") == {"b"}
 
 
-def test_a_version_from_which_nothing_can_be_read_means_listing_again(api: ScriptedApi) -> None:
-    def garbage(exchange: Exchange) -> None:
-        exchange.begin()
-        exchange.event("NONSENSE", service("a"))
-
-    def good(exchange: Exchange) -> None:
-        exchange.initial([service("b", "10.96.0.2")], "7")
-        exchange.hold()
-
-    def first(exchange: Exchange) -> None:
-        exchange.initial([service("a")], "5")
-        exchange.event("NONSENSE", service("a"))
-
-    api.script("services", first, garbage, garbage, good)
-    with following(api) as source:
-        source.until(lambda: source.complete and source.names("Service") == {"b"})
-    assert [exchange.query.get("resourceVersion") for exchange in api.asked("services")] == [None, "5", "5", None]
-
-
 def test_an_unexpected_error_does_not_end_the_thread(api: ScriptedApi, monkeypatch: pytest.MonkeyPatch) -> None:
     listed = Follower._listed
     failures = [ValueError("unknown value")]
