@@ -41,6 +41,8 @@ class FastPathSettings(Manager):
         self._effective = effective
         #: Why the settings could not be made, so that there is no fast path; or "".
         self.refused = ""
+        #: The fast path is on, and needs the settings.
+        self._holds = False
         #: Why a setting that another program has changed could not be made again, by setting.
         self._lost: dict[str, str] = {}
 
@@ -48,9 +50,9 @@ class FastPathSettings(Manager):
         if self._effective.fast_path and fast_path_is_built():
             directory = self._effective.directory
             self.refused = sysctls.hold(LIBERAL, directory) or sysctls.hold(ANY_RESET, directory)
-            if not self.refused:
-                task = asyncio.create_task(self._watch(), name="conntrack settings of the fast path")
-                self._opened.callback(task.cancel)
+            self._holds = not self.refused
+        if self._holds:
+            self._run(self._watch(), "conntrack settings of the fast path")
 
     async def _watch(self) -> None:
         while True:
@@ -59,7 +61,7 @@ class FastPathSettings(Manager):
 
     def refresh(self) -> None:
         """Make a setting again that another program has changed: without it, connections of the fast path end."""
-        if self._effective.fast_path and fast_path_is_built() and not self.refused:
+        if self._holds:
             for setting in (LIBERAL, ANY_RESET):
                 self._ensure(setting)
 
@@ -86,6 +88,7 @@ class FastPathSettings(Manager):
 
     def restore(self) -> None:
         """If the fast path is off now: restore the settings, so that connections that used it continue."""
+        self._holds = False
         effective = self._effective
         if not sysctls.held(LIBERAL, effective.directory) and not sysctls.held(ANY_RESET, effective.directory):
             return
