@@ -48,6 +48,12 @@ const volatile struct reason_names {
 	enum counter counter;
 } reason_names SEC(".rodata") = {};
 
+/* A UDP flow that was answered, and then idle for longer: conntrack has forgotten it. */
+static __always_inline __u64 forgotten_udp_ns(void)
+{
+	return (settings.udp_stream_seconds + 60ULL) * NANOSECONDS;
+}
+
 /* `counter`: a value of one of the three enums in reason.h. */
 static __always_inline void count(__u32 counter)
 {

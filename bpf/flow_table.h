@@ -3,7 +3,7 @@
 #ifndef PEP_FLOW_TABLE_H
 #define PEP_FLOW_TABLE_H
 
-#include "hints.h"
+#include "frontend.h"
 
 #define CONFIRMED_NS NANOSECONDS
 
@@ -24,22 +24,6 @@ static __always_inline bool may_be_known(const struct packet *p)
 {
 	return is_hinted(&p->destination, p->destination_port, p->ipv6) ||
 	       is_hinted(&p->source, p->source_port, p->ipv6);
-}
-
-static __always_inline bool is_endpoint(const union address *address, __u16 port, enum protocol protocol, bool ipv6,
-					__u32 service)
-{
-	if (ipv6) {
-		struct endpoint6_key key = { .service = service, .port = port, .protocol = protocol };
-
-		__builtin_memcpy(key.address, address, 16);
-		return bpf_map_lookup_elem(&endpoints6, &key);
-	} else {
-		struct endpoint4_key key = { .service = service, .port = port, .protocol = protocol };
-
-		__builtin_memcpy(key.address, address, 4);
-		return bpf_map_lookup_elem(&endpoints4, &key);
-	}
 }
 
 static __always_inline bool comes_from_endpoint(const struct packet *p)

@@ -104,16 +104,17 @@ static __always_inline bool find_frontend(const struct packet *p, struct fronten
 	return true;
 }
 
-/* Whether this is a serving endpoint of that service (UDP). */
-static __always_inline bool serves_udp(__u32 service, const union address *address, __u16 port, bool ipv6)
+/* Whether this endpoint serves that service; 0: any service. */
+static __always_inline bool is_endpoint(const union address *address, __u16 port, enum protocol protocol, bool ipv6,
+					__u32 service)
 {
 	if (ipv6) {
-		struct endpoint6_key key = { .service = service, .port = port, .protocol = UDP };
+		struct endpoint6_key key = { .service = service, .port = port, .protocol = protocol };
 
 		__builtin_memcpy(key.address, address, 16);
 		return bpf_map_lookup_elem(&endpoints6, &key);
 	} else {
-		struct endpoint4_key key = { .service = service, .port = port, .protocol = UDP };
+		struct endpoint4_key key = { .service = service, .port = port, .protocol = protocol };
 
 		__builtin_memcpy(key.address, address, 4);
 		return bpf_map_lookup_elem(&endpoints4, &key);

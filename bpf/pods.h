@@ -126,7 +126,7 @@ __noinline int find_socket_state(struct __sk_buff *skb, const struct packet *p, 
 /* Whether the packet's destination is a serving endpoint of that service (UDP). */
 static __noinline int serves(__u32 service, const struct packet *p)
 {
-	return serves_udp(service, &p->destination, p->destination_port, p->ipv6);
+	return is_endpoint(&p->destination, p->destination_port, UDP, p->ipv6, service);
 }
 
 /*

@@ -10,12 +10,6 @@
  * function as the key of a map.
  */
 
-/* Longer than conntrack's timeout of a UDP flow with replies. */
-static __always_inline __u64 deferred_flow_ns(void)
-{
-	return (settings.udp_stream_seconds + 60ULL) * NANOSECONDS;
-}
-
 /* ---- maps that all sockets share ----------------------------------------------- */
 
 /* Records the endpoint and the original destination of `t`.  A socket that keeps sending has the record already. */
@@ -214,7 +208,7 @@ static __noinline int move_out(__u64 cookie, struct socket_translations *all, __
 	bpf_spin_lock(&all->lock);
 	was = all->translations[at % SOCKET_PEERS];
 	bpf_spin_unlock(&all->lock);
-	if (!was.last_used || bpf_ktime_get_ns() - was.last_used > deferred_flow_ns())
+	if (!was.last_used || bpf_ktime_get_ns() - was.last_used > forgotten_udp_ns())
 		return 0;
 	if (was.kind) {
 		key.service = was.service;

@@ -72,7 +72,7 @@ static __always_inline bool kernel_flow_is_stale(const struct flow_key *key, con
 	if (pressed && !reserves && !(udp && !settings.conntrack_lookup && is_answered(f, other)))
 		return idle > (f->packets ? KERNEL_PRESSED_NS : UNUSED_NS);
 	if (udp)
-		return idle > (settings.udp_stream_seconds + 60ULL) * NANOSECONDS;
+		return idle > forgotten_udp_ns();
 	if (f->closing || other->closing)
 		return idle > KERNEL_CLOSED_NS;
 	return idle > (reserves && !pressed ? MASQUERADED_NS : KERNEL_TCP_NS);

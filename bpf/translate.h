@@ -50,7 +50,7 @@ __noinline int last_endpoint(struct bpf_sock_addr *ctx, const struct socket_flow
 		return 0;
 	if (!is_alive(last.last_used, last.position, bpf_ktime_get_ns()))
 		return 0;
-	if (load_backend(last.backend, ipv6, b) && serves_udp(key->service, &b->address, b->port, ipv6))
+	if (load_backend(last.backend, ipv6, b) && is_endpoint(&b->address, b->port, UDP, ipv6, key->service))
 		return 1;
 	b->id = 0;
 	return 0;
@@ -252,7 +252,7 @@ static __noinline int earlier_translation(struct bpf_sock_addr *ctx, const struc
 		return SOCKET_FLOW_NEW;
 	if (last.backend)
 		return SOCKET_FLOW_TRANSLATED;
-	if (bpf_ktime_get_ns() - last.last_used > deferred_flow_ns())
+	if (bpf_ktime_get_ns() - last.last_used > forgotten_udp_ns())
 		return SOCKET_FLOW_NEW;
 	note_translation(ctx, key, p, &none);
 	return SOCKET_FLOW_DEFERRED;
