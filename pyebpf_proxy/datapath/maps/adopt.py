@@ -15,7 +15,7 @@ from typing import NamedTuple
 import msgspec
 
 from pyebpf_proxy.datapath.loader.libbpf import Map
-from pyebpf_proxy.datapath.maps.changes import Garbage, Record, slot_order
+from pyebpf_proxy.datapath.maps.changes import Garbage, Record, slot_order, still_serving
 from pyebpf_proxy.datapath.maps.ids import Ids
 from pyebpf_proxy.datapath.maps.ranges import Ranges
 from pyebpf_proxy.datapath.maps.state import BACKEND_IDS, CONFIG_IDS, State
@@ -243,17 +243,21 @@ class _Adoption:
 
     def _unlisted(self) -> None:
         """Backends in no list: sockets may keep those that still serve (UDP), the others are garbage."""
-        for number, key in self.unlisted:
+        found: dict[int, dict[tuple[bytes, int], tuple[Endpoint, int]]] = {}
+        for number, _ in self.unlisted:
             backend = self.backends[number]
-            e = backend.endpoint
-            record = self.records.get(backend.service)
-            if record is not None and backend.protocol == Protocol.UDP:
-                place = e.address, e.port
-                known = {(other.address, other.port) for other in record.backends}
-                if place not in known and any((s.address, s.port) == place for s in self.serving.get(record.id, ())):
-                    record.left = {**record.left, e: number}
-                    continue
-            self.garbage.backends[backend.family].append((number, key))
+            if backend.protocol == Protocol.UDP and backend.service in self.records:
+                e = backend.endpoint
+                found.setdefault(backend.service, {}).setdefault((e.address, e.port), (e, number))
+        kept: set[int] = set()
+        for service, places in found.items():
+            record = self.records[service]
+            serving = frozenset((e.address, e.port) for e in self.serving.get(record.id, ()))
+            record.left = still_serving(dict(places.values()), record.plan, serving)
+            kept.update(record.left.values())
+        for number, key in self.unlisted:
+            if number not in kept:
+                self.garbage.backends[self.backends[number].family].append((number, key))
 
     def _frontends(self, names: dict[int, ServicePortName]) -> None:
         for family in IPFamily:

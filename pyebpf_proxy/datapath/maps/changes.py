@@ -71,6 +71,16 @@ class Record:
         return dict.fromkeys((*self.plan.cluster, *self.plan.local))
 
 
+def still_serving(
+    left: Mapping[Endpoint, int], wanted: ServicePort, serving: frozenset[tuple[bytes, int]]
+) -> Mapping[Endpoint, int]:
+    """Of these endpoints, which are in no list, those that serve: sockets may keep them (service-semantics §10)."""
+    if not left or not serving:
+        return {}
+    listed = {(e.address, e.port) for e in (*wanted.cluster, *wanted.local)}
+    return {e: n for e, n in left.items() if (e.address, e.port) in serving and (e.address, e.port) not in listed}
+
+
 def slot_order(endpoint: Endpoint) -> tuple[bytes, int]:
     """The order of endpoints in each list of map ``slots``, for the programs' binary search (bpf/slots.h)."""
     return endpoint.address, endpoint.port

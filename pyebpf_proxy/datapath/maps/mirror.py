@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from pyebpf_proxy.datapath.maps.changes import Change, MapFullError, Record, slot_order
+from pyebpf_proxy.datapath.maps.changes import Change, MapFullError, Record, slot_order, still_serving
 from pyebpf_proxy.datapath.maps.state import State
 from pyebpf_proxy.services.addresses import format_address_port
 from pyebpf_proxy.services.model import Endpoint, FrontendKind, ServicePort, ServicePortName
@@ -95,7 +95,7 @@ class Mirror(State):
         elif old is not None:
             new.config_id, new.first_slot, new.length = old.config_id, old.first_slot, old.length
             new.keep_backends(old)
-            kept = _still_serving(old.left, wanted, serving)
+            kept = still_serving(old.left, wanted, serving)
             change.gone = [(number, self._endpoint_key(name, e)) for e, number in old.left.items() if e not in kept]
             new.left = kept
         if serving_changed:
@@ -178,7 +178,7 @@ class Mirror(State):
             # Endpoints that are not fresh are kept.
             backends = {**had, **backends}
             there = {*wanted.cluster, *wanted.local}
-            new.left = _still_serving({e: n for e, n in had.items() if e not in there}, wanted, serving)
+            new.left = still_serving({e: n for e, n in had.items() if e not in there}, wanted, serving)
             change.gone = [
                 (number, self._endpoint_key(name, e))
                 for e, number in had.items()
@@ -272,16 +272,6 @@ class Mirror(State):
         if change.conflicts:
             kept = tuple(f for f in new.plan.frontends if self.layouts.pack_frontend(name, f) in grants)
             new.plan = msgspec.structs.replace(new.plan, frontends=kept)
-
-
-def _still_serving(
-    left: Mapping[Endpoint, int], wanted: ServicePort, serving: frozenset[tuple[bytes, int]]
-) -> Mapping[Endpoint, int]:
-    """Of these endpoints, which are in no list, those that serve: sockets may keep them (service-semantics §10)."""
-    if not left or not serving:
-        return {}
-    listed = {(e.address, e.port) for e in (*wanted.cluster, *wanted.local)}
-    return {e: n for e, n in left.items() if (e.address, e.port) in serving and (e.address, e.port) not in listed}
 
 
 def _config_fields(plan: ServicePort) -> tuple[object, ...]:
