@@ -8,6 +8,7 @@ entries.
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import msgspec
@@ -99,3 +100,10 @@ class ServicePort(msgspec.Struct, frozen=True, gc=False):
     affinity_seconds: int = 0
     source_ranges: tuple[SourceRange, ...] = ()
     vip_source_allowed: bool = False
+
+
+def with_removals(
+    delta: Mapping[ServicePortName, ServicePort | None], known: Iterable[ServicePortName]
+) -> dict[ServicePortName, ServicePort | None]:
+    """The changes of ``delta``, after which no other of the known service ports is left: those are removed."""
+    return {**delta, **dict.fromkeys(name for name in known if name not in delta)}

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from ipaddress import IPv4Network, IPv6Network, ip_network
+from ipaddress import IPv4Network, IPv6Network, collapse_addresses, ip_network
 from typing import TYPE_CHECKING, NamedTuple
 
 from pyebpf_proxy.services.addresses import family_of, format_prefix, parse_address, parse_prefix
@@ -57,6 +57,14 @@ def view_node(node: objects.Node) -> NodeView:
         pod_cidrs=networks_of(texts),
         kubelet_port=(kubelet.port or 0) if kubelet is not None else 0,
     )
+
+
+def merged(networks: Iterable[Network]) -> list[Network]:
+    """The same addresses in networks that do not overlap, as nftables needs them in a set; IPv4 first."""
+    found: list[Network] = []
+    for version in (4, 6):
+        found += collapse_addresses(n for n in networks if n.version == version)  # type: ignore[type-var]
+    return found
 
 
 def networks_of(texts: Iterable[str]) -> tuple[Network, ...]:

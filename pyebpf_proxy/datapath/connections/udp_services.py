@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from pyebpf_proxy.services.model import FrontendKind, IPFamily, Protocol, ServicePort, ServicePortName
+from pyebpf_proxy.services.model import FrontendKind, IPFamily, Protocol, ServicePort, ServicePortName, with_removals
 
 #: Packed address and port.
 Place = tuple[bytes, int]
@@ -30,7 +30,7 @@ class UdpServices:
         touched = False
         new: list[ServicePort] = []
         if complete:
-            delta = {**{name: None for name in self._ports if name not in delta}, **delta}
+            delta = with_removals(delta, self._ports)
         for name, plan in delta.items():
             if name.protocol is not Protocol.UDP:
                 continue

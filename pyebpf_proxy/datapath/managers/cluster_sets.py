@@ -3,16 +3,13 @@
 
 from __future__ import annotations
 
-import ipaddress
-from collections.abc import Iterable, Iterator
-
 from pyebpf_proxy.config.effective import Effective
 from pyebpf_proxy.datapath.managers.manager import Delta, Manager
 from pyebpf_proxy.datapath.managers.nft_table import NftTable
 from pyebpf_proxy.datapath.netfilter.cluster_addresses import ClusterAddresses
 from pyebpf_proxy.datapath.netfilter.nft_rules import Prefix
 from pyebpf_proxy.services.node_facts import NodeFacts
-from pyebpf_proxy.services.nodes import Network
+from pyebpf_proxy.services.nodes import merged
 
 
 class ClusterSets(Manager):
@@ -46,14 +43,8 @@ class ClusterSets(Manager):
         self._nft.table.set_addresses("cluster_ips", map(_prefix, self._addresses.all))
 
     def node_changed(self, facts: NodeFacts) -> None:
-        cidrs = {(network.network_address.packed, network.prefixlen) for network in _merged(facts.service_cidrs)}
+        cidrs = {(network.network_address.packed, network.prefixlen) for network in merged(facts.service_cidrs)}
         self._nft.table.set_addresses("service_cidrs", cidrs)
-
-
-def _merged(networks: Iterable[Network]) -> Iterator[Network]:
-    """The same addresses without overlaps, which nftables refuses. ServiceCIDRs overlap while a range is extended."""
-    for version in (4, 6):
-        yield from ipaddress.collapse_addresses(n for n in networks if n.version == version)  # type: ignore[type-var]
 
 
 def _prefix(address: bytes) -> Prefix:

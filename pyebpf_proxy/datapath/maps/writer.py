@@ -34,7 +34,7 @@ from pyebpf_proxy.datapath.maps.hints import Hints
 from pyebpf_proxy.datapath.maps.layouts import Layouts
 from pyebpf_proxy.datapath.maps.mirror import Mirror
 from pyebpf_proxy.datapath.maps.read_back import ReadBack
-from pyebpf_proxy.services.model import IPFamily, ServicePort, ServicePortName
+from pyebpf_proxy.services.model import IPFamily, ServicePort, ServicePortName, with_removals
 
 MAPS = (
     *("service_names", "backends4", "backends6", "endpoints4", "endpoints6", "source_ranges4", "source_ranges6"),
@@ -166,7 +166,7 @@ class Writer:
         with self._changing(delta), without_cycle_search():
             if self._mirror.records:
                 known = (*self._mirror.records, *self._pending) if complete else ()
-                self._apply({**delta, **dict.fromkeys(name for name in known if name not in delta)})
+                self._apply(with_removals(delta, known))
             else:
                 # In parts, to save memory. The maps are empty, so no service port can take over another's addresses.
                 names = list(delta)

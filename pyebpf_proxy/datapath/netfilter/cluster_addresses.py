@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from pyebpf_proxy.datapath.netfilter.nft_rules import port_key
-from pyebpf_proxy.services.model import FrontendKind, ServicePort, ServicePortName
+from pyebpf_proxy.services.model import FrontendKind, ServicePort, ServicePortName, with_removals
 
 
 class Moved(NamedTuple):
@@ -41,7 +41,7 @@ class ClusterAddresses:
     def apply(self, delta: Mapping[ServicePortName, ServicePort | None], complete: bool = False) -> Moved:
         """Apply changes; returns which addresses and ports they add and remove. ``complete``: there are no others."""
         if complete:
-            delta = {**{name: None for name in self._of if name not in delta}, **delta}
+            delta = with_removals(delta, self._of)
         before, ports_before = Counter[bytes](), Counter[bytes]()
         after, ports_after = Counter[bytes](), Counter[bytes]()
         for name, plan in delta.items():

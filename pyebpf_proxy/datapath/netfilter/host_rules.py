@@ -31,9 +31,17 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
-from pyebpf_proxy.services.model import Endpoint, FrontendKind, IPFamily, Protocol, ServicePort, ServicePortName
+from pyebpf_proxy.services.model import (
+    Endpoint,
+    FrontendKind,
+    IPFamily,
+    Protocol,
+    ServicePort,
+    ServicePortName,
+    with_removals,
+)
+from pyebpf_proxy.services.nodes import Network, merged
 
-Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 K = TypeVar("K")
 V = TypeVar("V")
 #: The table's chains with a hook; iptables mode has both.
@@ -111,9 +119,10 @@ class HostRules:
 
     def after(self, delta: Mapping[ServicePortName, ServicePort | None], complete: bool = False) -> HostRules | None:
         """A copy with changes applied; ``complete``: there are no other ports. None if nothing changes."""
+        wanted: Mapping[ServicePortName, ServicePort | None]
         wanted = {name: plan for name, plan in delta.items() if name.protocol in self._traffic.protocols}
         if complete:
-            wanted.update({name: None for name in self._plans if name not in wanted})
+            wanted = with_removals(wanted, self._plans)
         changed = {name: plan for name, plan in wanted.items() if self._plans.get(name) != plan}
         if not changed:
             return None
@@ -278,11 +287,8 @@ def _protocol(protocol: Protocol) -> str:
 
 
 def _texts(networks: Iterable[Network]) -> str:
-    """As elements of a set, which must not overlap."""
-    found: list[Network] = []
-    for version in (4, 6):
-        found += ipaddress.collapse_addresses(n for n in networks if n.version == version)  # type: ignore[type-var]
-    return ", ".join(map(str, found))
+    """As elements of a set."""
+    return ", ".join(map(str, merged(networks)))
 
 
 # ---- one service port ---------------------------------------------------------------------------------------------
