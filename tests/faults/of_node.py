@@ -19,6 +19,7 @@ from pyebpf_proxy.lab.addresses import cluster_ip
 from pyebpf_proxy.lab.links import pod_routes
 from pyebpf_proxy.lab.namespace import LabError, batch
 from tests.faults.ground import VICTIM, Ground, answers
+from tests.support import socket_links
 from tests.support.damage import CannotBeMadeError, detach_program, enter_here, has_program
 
 #: Routes and conntrack entries that are added and removed at once.
@@ -132,7 +133,7 @@ def sockets_detached(ground: Ground) -> Iterator[None]:
 
 
 def has_socket_programs(ground: Ground) -> bool:
-    return not cgroups.detached(_links(ground))
+    return not socket_links.detached(_links(ground))
 
 
 def _links(ground: Ground) -> Path:

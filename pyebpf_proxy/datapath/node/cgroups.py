@@ -9,7 +9,6 @@ filters by its network namespace's cookie, so instances of several namespaces ca
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -92,31 +91,6 @@ class SocketLinks:
         if name in self._held:
             self._held[name].close()
         self._held[name] = link
-
-
-def attach(programs: Mapping[str, Program], cgroup_fd: int, folder: Path) -> None:
-    """As :meth:`SocketLinks.attach`, for a caller that keeps nothing open."""
-    links = SocketLinks(folder)
-    try:
-        links.attach(programs, cgroup_fd)
-    finally:
-        links.close()
-
-
-def detached(folder: Path) -> list[str]:
-    """Names of the programs without a pinned link, or whose link has lost its cgroup."""
-    found = []
-    for name in PROGRAMS:
-        try:
-            link = Link.open_pinned(folder / name)
-        except OSError as error:
-            if error.errno == errno.ENOENT:
-                found.append(name)
-            continue  # there is no descriptor: unknown
-        if _is_detached(link):
-            found.append(name)
-        link.close()
-    return found
 
 
 def _is_detached(link: Link) -> bool:

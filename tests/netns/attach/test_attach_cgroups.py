@@ -15,6 +15,7 @@ import pytest
 from pyebpf_proxy.datapath.loader.libbpf import Object
 from pyebpf_proxy.datapath.node import cgroups, mounts
 from tests.netns.attach.router import Shell
+from tests.support import socket_links
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_bpf]
 
@@ -48,7 +49,7 @@ def sock(bpf_objects: Path) -> Iterator[Object]:
 def attach(sock: Object, cgroup: Path, folder: Path) -> None:
     fd = os.open(cgroup, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        cgroups.attach(sock.programs, fd, folder)
+        socket_links.attach(sock.programs, fd, folder)
     finally:
         os.close(fd)
 
@@ -117,17 +118,17 @@ def test_a_link_without_a_cgroup_is_detected(sock: Object, cgroup: Path, folder:
     gone = cgroup.with_name(cgroup.name + "-gone")
     gone.mkdir()
     attach(sock, gone, folder)
-    assert cgroups.detached(folder) == []
+    assert socket_links.detached(folder) == []
     gone.rmdir()
     deadline = time.monotonic() + 30
-    while cgroups.detached(folder) != list(cgroups.PROGRAMS):
+    while socket_links.detached(folder) != list(cgroups.PROGRAMS):
         # The kernel detaches the programs some time after the cgroup is removed.
-        assert time.monotonic() < deadline, cgroups.detached(folder)
+        assert time.monotonic() < deadline, socket_links.detached(folder)
         time.sleep(0.02)
     attach(sock, cgroup, folder)
-    assert cgroups.detached(folder) == []
+    assert socket_links.detached(folder) == []
     shell(f"bpftool link detach pinned {folder}/connect6")
-    assert cgroups.detached(folder) == ["connect6"]
+    assert socket_links.detached(folder) == ["connect6"]
     cgroups.detach(folder)
 
 
@@ -160,19 +161,19 @@ def test_links_outlive_their_pins_and_are_pinned_again(sock: Object, cgroup: Pat
     links.attach(sock.programs, fd)
     before = ids(shell, cgroup)
     (folder / "connect4").unlink()
-    assert cgroups.detached(folder) == ["connect4"]
+    assert socket_links.detached(folder) == ["connect4"]
     shutil.rmtree(folder)
     assert links.detached() == []
     # The kernel takes a link off some time after its last pin.
     time.sleep(0.5)
     assert ids(shell, cgroup) == before
     assert links.pin() == list(cgroups.PROGRAMS)
-    assert links.pin() == cgroups.detached(folder) == []
+    assert links.pin() == socket_links.detached(folder) == []
     shell(f"bpftool link detach pinned {folder}/connect6")
     assert links.detached() == ["connect6"]
     links.attach(sock.programs, fd)
     os.close(fd)
     links.close()
-    assert cgroups.detached(folder) == []
+    assert socket_links.detached(folder) == []
     assert ids(shell, cgroup) == before
     cgroups.detach(folder)

@@ -18,10 +18,11 @@ from pyebpf_proxy.datapath.loader import tcx
 from pyebpf_proxy.datapath.loader.libbpf import Object
 from pyebpf_proxy.datapath.netfilter.nft import Table
 from pyebpf_proxy.datapath.netfilter.nft_rules import Behaviour
-from pyebpf_proxy.datapath.node import cgroups, mounts
+from pyebpf_proxy.datapath.node import mounts
 from pyebpf_proxy.datapath.node.links import MAPS, Node
 from pyebpf_proxy.datapath.node.plan import NodeConfig
 from tests.netns.attach.router import Shell
+from tests.support import socket_links
 
 pytestmark = [pytest.mark.needs_netns, pytest.mark.needs_bpf, pytest.mark.usefixtures("namespace")]
 
@@ -50,7 +51,7 @@ class Instance:
             tc.load()
             sock.load()
             fd = os.open(self.cgroup, os.O_RDONLY)
-            cgroups.attach(sock.programs, fd, self.pins / "links")
+            socket_links.attach(sock.programs, fd, self.pins / "links")
             os.close(fd)
             maps = {name: tc.maps[name] for name in MAPS}
             pins = mounts.tcx_directory(self.directory / "bpf", self.directory)
