@@ -31,6 +31,7 @@ _BE_LIBERAL = Path("/proc/sys/net/netfilter/nf_conntrack_tcp_be_liberal")
 # Of this network namespace; also used for IPv6.
 _LOCAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _UDP_TIMEOUT = Path("/proc/sys/net/netfilter/nf_conntrack_udp_timeout")
+_UDP_STREAM_TIMEOUT = Path("/proc/sys/net/netfilter/nf_conntrack_udp_timeout_stream")
 _STRONG_MEMORY = ("x86_64", "i386", "i586", "i686", "s390x", "s390")
 # Neither the programs nor the nft table use source ports below 1024. Fewer than _FEWEST would soon be used up.
 _FIRST_PORT, _KERNELS_FIRST, _LAST_PORT, _FEWEST = 1024, 32768, 65535, 4096
@@ -56,7 +57,7 @@ def settings(effective: Effective, facts: NodeFacts) -> Settings:
         masquerade_all=effective.masquerade_all,
         fast_path=bool(effective.fast_path),
         udp_seconds=_seconds(_UDP_TIMEOUT, 30),
-        udp_stream_seconds=_seconds(_UDP_TIMEOUT.with_name(f"{_UDP_TIMEOUT.name}_stream"), 120),
+        udp_stream_seconds=_seconds(_UDP_STREAM_TIMEOUT, 120),
         snat_port_min=ports.fast.start if ports is not None else 0,
         snat_port_max=ports.fast.stop - 1 if ports is not None else 0,
         # A flow has two entries, and one device may use half of the table.

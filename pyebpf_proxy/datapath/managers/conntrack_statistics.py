@@ -18,7 +18,7 @@ class ConntrackStatistics(Manager):
         self._refusals = ConntrackRefusals()
 
     def start(self, facts: NodeFacts, wanted: Delta) -> None:
-        self._run(self._refusals.run(), "conntrack's refusals", may_end=True)
+        self._run(self._refusals.run(), "conntrack's refusals")
 
     def refusals(self) -> dict[str, Any]:
         """The result of ``ConntrackRefusals.view``. Safe in any thread."""

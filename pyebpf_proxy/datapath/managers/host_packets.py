@@ -51,7 +51,7 @@ class HostPackets(Manager):
     @property
     def problems(self) -> Collection[str]:
         found = [self._problem] if self._problem else []
-        crowded = sorted(self._rules.crowded) if hasattr(self, "_rules") else []
+        crowded = sorted(self._rules.crowded)
         found += [
             f"service port {name}: connections of the node itself have no session affinity, and none to itself is"
             f" masqueraded: its namespace has more than {MOST_CHAINS} endpoints that need a chain in nftables"
