@@ -19,6 +19,7 @@ from pyebpf_proxy.datapath.netfilter.nft import Table
 from pyebpf_proxy.datapath.netfilter.nft_rules import Behaviour
 from pyebpf_proxy.datapath.node import fast_path, policy_routing
 from pyebpf_proxy.datapath.node.fast_path import ClosedReason, FastPath
+from pyebpf_proxy.datapath.rulesets import watch
 
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns, pytest.mark.usefixtures("namespace")]
 
@@ -338,6 +339,8 @@ def test_rules_are_read_again_after_no_thread_could_be_started(
                     raise RuntimeError("can't start new thread")
                 start(thread)
 
+            # The pause after a failed read is as long as this test waits for a change.
+            monkeypatch.setattr(watch, "LONGEST", 1.0)
             monkeypatch.setattr(threading.Thread, "start", refuse_once)
             shell("iptables -A FORWARD -j LOG")
             await node.until("closed4", node.reasons["STACK_RULES"])
