@@ -15,7 +15,7 @@ from pyebpf_proxy.cli import main
 from pyebpf_proxy.cluster.objects import AGENT
 from tests.cluster.simulated_nodes import SETS, SYSTEM, Recorder, SimulatedNodes
 from tests.support import kubeadm
-from tests.support.apiserver import ADMIN_TOKEN, ApiServer, Object
+from tests.support.apiserver import ADMIN_TOKEN, MERGE, ApiServer, Object
 
 NAMES = ["n1", "n2", "n3"]
 IMAGE, NEWER = "registry.example/pyebpf-proxy:1", "registry.example/pyebpf-proxy:2"
@@ -77,6 +77,12 @@ def run(folder: Path, *arguments: str, status: int = 0) -> str:
     return text
 
 
+def only_error(output: str) -> str:
+    """The one error line of a command."""
+    (line,) = (line for line in output.splitlines() if line.startswith("Error: "))
+    return line
+
+
 def labels(server: ApiServer, node: str) -> dict[str, str]:
     """Of a node; empty if it does not exist any more."""
     items = server.request("GET", "/api/v1/nodes")["items"]
@@ -86,7 +92,7 @@ def labels(server: ApiServer, node: str) -> dict[str, str]:
 def expire_lease(server: ApiServer) -> None:
     """As long after a command was killed."""
     past = {"spec": {"renewTime": "2026-01-01T00:00:00.000000Z"}}
-    server.request("PATCH", LEASE, past, "application/merge-patch+json")
+    server.request("PATCH", LEASE, past, MERGE)
 
 
 def daemon_set(server: ApiServer, name: str = "kube-proxy") -> Any:

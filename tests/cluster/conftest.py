@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fixtures of several modules. Each module has its own API server, ``server``."""
+"""Fixtures of several modules."""
 
 from __future__ import annotations
 
@@ -11,6 +11,16 @@ import pytest
 from tests.cluster.commands import watched
 from tests.cluster.simulated_nodes import SimulatedNodes
 from tests.support.apiserver import ApiServer
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ApiServer]:
+    """The module's own API server, with the flag that kubeadm sets: kube-proxy is privileged, and needs it.
+
+    A module that needs another server has its own fixture.
+    """
+    with ApiServer(("--allow-privileged",)) as started:
+        yield started
 
 
 @pytest.fixture

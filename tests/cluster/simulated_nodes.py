@@ -27,12 +27,11 @@ from pathlib import Path
 from typing import Any
 
 from tests.cluster import agent_answers
-from tests.support.apiserver import ADMIN_TOKEN, ApiError, ApiServer, Object
+from tests.support.apiserver import ADMIN_TOKEN, MERGE, ApiError, ApiServer, Object
 
 SYSTEM = "/api/v1/namespaces/kube-system/pods"
 SETS = "/apis/apps/v1/namespaces/kube-system/daemonsets"
 PROXIES = ("kube-proxy", "pyebpf-proxy")
-_MERGE = "application/merge-patch+json"
 _STEP = 0.1
 
 
@@ -99,7 +98,7 @@ class SimulatedNodes:
             info |= {"kubeProxyVersion": "", "machineID": str(number), "systemUUID": "", "bootID": "", "osImage": ""}
             ports = {"kubeletEndpoint": {"Port": self._listener.server_address[1]}}
             status = {"addresses": [address], "nodeInfo": info, "daemonEndpoints": ports}
-            self._ask("PATCH", f"/api/v1/nodes/{name}/status", {"status": status}, _MERGE)
+            self._ask("PATCH", f"/api/v1/nodes/{name}/status", {"status": status}, MERGE)
         self._thread.start()
         return self
 
@@ -185,7 +184,7 @@ class SimulatedNodes:
             if name in self.names and wanted != ready and (wanted == "Unknown" or name in self._lost):
                 self._lost.add(name)
                 condition = {"type": "Ready", "status": wanted}
-                self._ask("PATCH", f"/api/v1/nodes/{name}/status", {"status": {"conditions": [condition]}}, _MERGE)
+                self._ask("PATCH", f"/api/v1/nodes/{name}/status", {"status": {"conditions": [condition]}}, MERGE)
 
     def _finalize(self) -> None:
         """The namespace controller's part: one that is being deleted goes once it is empty."""
@@ -221,7 +220,7 @@ class SimulatedNodes:
                 self._delete(pod)
         generation = daemon_set["metadata"]["generation"]
         if daemon_set.get("status", {}).get("observedGeneration") != generation:
-            self._ask("PATCH", f"{SETS}/{name}/status", {"status": {"observedGeneration": generation}}, _MERGE)
+            self._ask("PATCH", f"{SETS}/{name}/status", {"status": {"observedGeneration": generation}}, MERGE)
 
     def _create(self, daemon_set: Object, name: str, node: str, revision: str) -> None:
         template = daemon_set["spec"]["template"]
@@ -342,7 +341,7 @@ class SimulatedNodes:
         same = known.get("phase") == phase and _conditions(pod) == {each["type"]: each["status"] for each in conditions}
         if same and list(known["containerStatuses"][0]["state"]) == list(state) and _reason(known) == _reason(status):
             return
-        self._ask("PATCH", f"{_path(pod)}/status", {"status": status}, _MERGE)
+        self._ask("PATCH", f"{_path(pod)}/status", {"status": status}, MERGE)
 
     def _kubelet(self) -> ThreadingHTTPServer:
         """The port of every node: logs only."""

@@ -31,12 +31,6 @@ WEB, DNS, LATE = [Port("http", 80, 8080)], [Port("dns", 53, 5353, "UDP")], [Port
 NAMES = ("web", "dns")
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[ApiServer]:
-    with ApiServer(("--allow-privileged",)) as started:
-        yield started
-
-
 def objects(lab: Lab) -> dict[str, list[Object]]:
     """By file."""
     places = [(pod.address, pod.node.name) for pod in lab.pods.values()]

@@ -12,7 +12,6 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,12 +20,6 @@ from pyebpf_proxy.cluster.objects import AGENT, PARKED
 from tests.cluster.commands import IMAGE, NAMES, command, daemon_set, now, proxies, run, served_by_agent, started
 from tests.cluster.simulated_nodes import SETS, SYSTEM, SimulatedNodes
 from tests.support.apiserver import ApiError, ApiServer
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[ApiServer]:
-    with ApiServer(("--allow-privileged",)) as started:
-        yield started
 
 
 def test_takeover_with_a_canary_and_back(cluster: SimulatedNodes, server: ApiServer, tmp_path: Path) -> None:

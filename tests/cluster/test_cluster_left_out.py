@@ -20,6 +20,7 @@ from tests.cluster.commands import (
     daemon_set,
     labels,
     now,
+    only_error,
     proxies,
     run,
     served_by_agent,
@@ -27,26 +28,13 @@ from tests.cluster.commands import (
     started,
 )
 from tests.cluster.simulated_nodes import SETS, SYSTEM, SimulatedNodes
-from tests.support.apiserver import ApiServer
-
-MERGE = "application/merge-patch+json"
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[ApiServer]:
-    with ApiServer(("--allow-privileged",)) as started:
-        yield started
+from tests.support.apiserver import MERGE, ApiServer
 
 
 @pytest.fixture
 def unwatched(server: ApiServer, tmp_path: Path) -> Iterator[SimulatedNodes]:
     with simulated_cluster(server, tmp_path, NAMES) as nodes:
         yield nodes
-
-
-def only_error(output: str) -> str:
-    (line,) = (line for line in output.splitlines() if line.startswith("Error: "))
-    return line
 
 
 def die(cluster: SimulatedNodes, server: ApiServer, name: str) -> None:

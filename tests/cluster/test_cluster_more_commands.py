@@ -27,13 +27,6 @@ from tests.cluster.commands import CONFIG_MAP, IMAGE, NAMES, NEWER, daemon_set, 
 from tests.cluster.simulated_nodes import SETS, SYSTEM, SimulatedNodes
 from tests.support.apiserver import ADMIN_TOKEN, ApiError, ApiServer, Object
 
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[ApiServer]:
-    with ApiServer(("--allow-privileged",)) as started:
-        yield started
-
-
 # ---- upgrade -------------------------------------------------------------------------------------------------------
 
 

@@ -25,22 +25,16 @@ from tests.cluster.commands import (
     daemon_set,
     labels,
     now,
+    only_error,
     run,
     served_by_agent,
     simulated_cluster,
     started,
 )
 from tests.cluster.simulated_nodes import SETS, SYSTEM, SimulatedNodes
-from tests.support.apiserver import ApiError, ApiServer, Object
+from tests.support.apiserver import MERGE, ApiError, ApiServer, Object
 
-MERGE = "application/merge-patch+json"
 RBAC = "rbac.authorization.k8s.io/v1"
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[ApiServer]:
-    with ApiServer(("--allow-privileged",)) as started:
-        yield started
 
 
 @pytest.fixture
@@ -58,11 +52,6 @@ def target(server: ApiServer) -> Iterator[str]:
     service: Any = server.request("GET", "/api/v1/namespaces/default/services/kubernetes")
     yield f"{service['spec']['clusterIP']} {service['spec']['ports'][0]['port']}"
     server.delete(item)
-
-
-def only_error(output: str) -> str:
-    (line,) = (line for line in output.splitlines() if line.startswith("Error: "))
-    return line
 
 
 # ---- rights --------------------------------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ from tests.cluster.commands import (
     expire_lease,
     labels,
     now,
+    only_error,
     proxies,
     run,
     served_by_agent,
@@ -35,15 +36,7 @@ from tests.cluster.commands import (
     started,
 )
 from tests.cluster.simulated_nodes import SETS, SYSTEM, SimulatedNodes
-from tests.support.apiserver import ApiServer
-
-MERGE = "application/merge-patch+json"
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[ApiServer]:
-    with ApiServer(("--allow-privileged",)) as started:
-        yield started
+from tests.support.apiserver import MERGE, ApiServer
 
 
 @pytest.fixture
@@ -60,11 +53,6 @@ def ran(cluster: SimulatedNodes) -> list[tuple[str, str]]:
 
 def wait_for_task(cluster: SimulatedNodes, what: str, node: str) -> None:
     cluster.until(lambda pods: any(f"-{what}-{node}-" in name for name in pods), f"the task {what} runs on {node}")
-
-
-def only_error(output: str) -> str:
-    (line,) = (line for line in output.splitlines() if line.startswith("Error: "))
-    return line
 
 
 # ---- rollback ------------------------------------------------------------------------------------------------------

@@ -18,14 +18,6 @@ from tests.deployment.manifests import DEPLOY
 from tests.support import kubeadm
 from tests.support.apiserver import ADMIN_TOKEN, ApiError, ApiServer, Object
 
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[ApiServer]:
-    """With the flag that kubeadm sets: kube-proxy is privileged, and is accepted only with it."""
-    with ApiServer(("--allow-privileged",)) as made:
-        yield made
-
-
 SYSTEM = "/api/v1/namespaces/kube-system"
 DAEMON_SETS = "/apis/apps/v1/namespaces/kube-system/daemonsets"
 Kubectl = Callable[..., str]

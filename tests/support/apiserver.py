@@ -28,6 +28,8 @@ import yaml
 from tests import CACHE
 from tests.support.ports import free_port
 
+#: The content type of a PATCH that merges.
+MERGE = "application/merge-patch+json"
 ADMIN_TOKEN = "the-tests-own-administrator"
 SERVICE_RANGES = "10.96.0.0/16,fd00:10:96::/112"
 START_SECONDS = 90.0
