@@ -45,7 +45,7 @@ _PACKET = (
     *("tracked_flows", "young_ends", "young_flows", "young_ports", "xdp", "xdp_flows"),
 )
 _PACKET_QUICK = (
-    "IPv4 and not xdp and not ports_of_one and not two_cpus and not kernel_flows and not permits"
+    "IPv4 and not xdp and not ports_of_one and not kernel_flows and not permits"
     " and not promotion and not young and not sweep and not tracked"
 )
 _NETNS = ("attach/test_attach_links.py", "attach/test_attach_tc.py", "attach/test_attach_udp.py", "test_agent.py")

@@ -14,6 +14,7 @@ import pytest
 
 from tests import ROOT
 from tests.changes import mutants as agent_mutants
+from tests.kernels.suites import SUITES
 from tests.packet import mutants as packet_mutants
 from tests.unit.repository.files import own_files, relative
 
@@ -233,6 +234,24 @@ def test_every_row_of_the_packet_page_names_the_deciding_function() -> None:
     assert [row for row, decider in zip(rows, deciders, strict=True) if decider in unnamed] == [
         "| InterfaceNamePrefix | the same with the beginning of the name | the same |"
     ]
+
+
+def selected_words() -> set[str]:
+    """The words by which CI and the guests' suites select tests (pytest's -k)."""
+    expressions = re.findall(r"""-k [\\"']*([a-z0-9_ ]+)""", (ROOT / ".ci" / "run").read_text())
+    for suite in SUITES:
+        options = dict(zip(suite.arguments, suite.arguments[1:], strict=False))
+        expressions += [suite.quick or "", options.get("-k", "")]
+    return {word for expression in expressions for word in re.findall(r"\w+", expression)} - {"and", "or", "not"}
+
+
+def test_the_tests_that_are_selected_by_name_exist() -> None:
+    """A test that was renamed would not run any more, and nothing would say so."""
+    words = selected_words()
+    assert {"random_cases", "anything", "reach_each_other"} <= words
+    python = [path for path in own_files() if path.suffix == ".py" and relative(path).startswith("tests/")]
+    texts = "\n".join(path.read_text() for path in python if path.name not in ("suites.py", Path(__file__).name))
+    assert [word for word in words if not re.search(rf'def test_\w*{word}|"[^"\n]*{word}', texts)] == []
 
 
 #: Pages that programs write.
