@@ -43,9 +43,7 @@ def images(server: ApiServer) -> dict[str, str]:
     return {each["spec"]["nodeName"]: each["spec"]["containers"][0]["image"] for each in pods}
 
 
-def test_upgrade_node_by_node_and_not_where_it_fails(
-    installed: SimulatedNodes, server: ApiServer, tmp_path: Path
-) -> None:
+def test_upgrade_node_by_node_until_one_fails(installed: SimulatedNodes, server: ApiServer, tmp_path: Path) -> None:
     output = run(tmp_path, "install", "--image", NEWER, status=1)
     assert f"{IMAGE} is installed; for another image: pyebpf-proxy cluster upgrade --image {NEWER}" in output
     # What cannot be pulled replaces nothing: the old agent has not even been touched.
@@ -264,7 +262,7 @@ def test_bad_input_is_one_line(cluster: SimulatedNodes, server: ApiServer, tmp_p
         daemon_set(server, "pyebpf-proxy")
 
 
-def test_without_kube_proxy_nothing_is_done(server: ApiServer, tmp_path: Path) -> None:
+def test_without_kube_proxy_nothing_is_changed(server: ApiServer, tmp_path: Path) -> None:
     server.kubeconfig(tmp_path / "admin.conf", {"token": ADMIN_TOKEN})
     with SimulatedNodes(server, ["n1"], tmp_path):
         output = only_error(run(tmp_path, "install", "--image", IMAGE, status=1))
@@ -283,7 +281,7 @@ def contents(path: Path) -> dict[str, str]:
         return {name: file.read().decode() for name, file in files.items() if file is not None}
 
 
-def test_sysdump_has_what_a_report_needs_and_no_secret(
+def test_sysdump_has_everything_for_a_report_and_no_secret(
     cluster: SimulatedNodes, server: ApiServer, tmp_path: Path
 ) -> None:
     server.account("visitor", [])
@@ -338,7 +336,7 @@ def test_sysdump_has_what_a_report_needs_and_no_secret(
 # ---- test ----------------------------------------------------------------------------------------------------------
 
 
-def test_connectivity_is_tested_on_every_node_and_nothing_stays(
+def test_connectivity_is_tested_on_every_node_and_pods_are_removed(
     cluster: SimulatedNodes, server: ApiServer, tmp_path: Path
 ) -> None:
     document = json.loads(run(tmp_path, "test", "--image", IMAGE, "-o", "json"))

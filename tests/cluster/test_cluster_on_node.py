@@ -94,7 +94,7 @@ def test_rules_are_awaited_and_removed(server: ApiServer, tmp_path: Path, mode: 
         assert (done.returncode, done.stdout) == (0, "all is well\n")
 
 
-def test_services_are_connected_to() -> None:
+def test_verify_connects_to_services() -> None:
     namespace = Namespace(f"task-{os.getpid()}")
     namespace.create()
     try:

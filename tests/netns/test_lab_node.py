@@ -549,7 +549,7 @@ def test_an_unconnected_socket_keeps_its_endpoint_by_the_timeouts_of_conntrack(n
         node.namespace.run("sysctl", "-qw", "net.netfilter.nf_conntrack_udp_timeout_stream=120")
 
 
-def test_sockets_survive_the_agent(node_lab: Lab) -> None:
+def test_sockets_are_translated_without_the_agent(node_lab: Lab) -> None:
     """connect continues while the agent is stopped and started."""
     node = node_lab.nodes[0]
     target = WEB.target("ClusterIP", node)

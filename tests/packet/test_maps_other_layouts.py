@@ -156,7 +156,7 @@ def test_xdp_programs_of_another_layout_leave_their_devices_first(
     assert done == [instance.pins.with_name("v0") / "xdp", "attached"]
 
 
-def test_what_does_not_fit_is_left_and_logged(instance: Instance, caplog: pytest.LogCaptureFixture) -> None:
+def test_flows_that_do_not_fit_are_left_out_and_logged(instance: Instance, caplog: pytest.LogCaptureFixture) -> None:
     for port in range(1000, 1000 + ENTRIES):
         instance.write(instance.former.maps["flows"], port)
     with caplog.at_level("INFO"):

@@ -733,7 +733,7 @@ def test_a_later_flow_with_the_key_does_not_end(node: Node, monkeypatch: pytest.
 
 
 @pytest.mark.usefixtures("endpoint")
-def test_the_loop_ends_them_at_once_and_tries_again(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_loop_ends_flows_without_a_source_address_and_retries(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the kernel refuses once does not stay for good (finding D7)."""
     key = node.young(1000, masqueraded=True, age=0.5)
     monkeypatch.setattr(promotion, "BUSY_SECONDS", 0.1)

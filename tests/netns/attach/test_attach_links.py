@@ -425,7 +425,7 @@ def test_devices_that_left_are_forgotten_though_the_ends_of_veths_cannot_be_aske
     assert not harness.node._follower.stale
 
 
-def test_lost_messages_are_made_up_for(
+def test_lost_messages_cause_a_full_read(
     namespace: None, tmp_path: Path, programs: Object, bpffs: Path, shell: Shell, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """More unread events than the socket's buffer holds."""

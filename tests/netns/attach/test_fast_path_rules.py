@@ -371,7 +371,7 @@ def test_it_closes_while_no_flow_is_handed_to_conntrack(programs: Object, monkey
     run(scene)
 
 
-def test_a_program_without_the_reason_closes_all_the_same(programs: Object, shell: Shell, bpf_objects: Path) -> None:
+def test_a_program_without_the_reason_closes_too(programs: Object, shell: Shell, bpf_objects: Path) -> None:
     shell("iptables -A FORWARD -j LOG")
     reasons = {name: number for name, number in programs.btf.enum("slow_path_reason").items() if name != "STACK_RULES"}
     fast = FastPath(programs.maps["fast_path"], programs.btf.struct("fast_path"), reasons)

@@ -278,7 +278,7 @@ def test_facts_that_cannot_be_applied_are_a_problem_and_services_still_change(
     Log(caplog).only("interval overlaps", level="error")
 
 
-def test_what_fails_at_the_start_ends_the_agent_with_the_reason(agent: RecordedAgent) -> None:
+def test_an_error_at_the_start_ends_the_agent_with_the_reason(agent: RecordedAgent) -> None:
     agent.datapath.fail_start = True
 
     async def play(deliver: Callable[[Batch], None]) -> None:

@@ -17,6 +17,6 @@ def test_how_many_nodes(text: str, nodes: int, taken: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "0", "0%", "101%", "-1", "1.5", "%", "10%%", "½", "٣", "ten"])
-def test_what_is_no_canary(text: str) -> None:
+def test_invalid_canaries(text: str) -> None:
     with pytest.raises(ValueError):
         canary(text)

@@ -26,7 +26,7 @@ def test_the_objects_in_the_package_are_those_of_deploy() -> None:
     assert ran.returncode == 0
 
 
-def test_the_agent_runs_where_it_is_asked_for_and_pods_are_replaced_by_command_only() -> None:
+def test_the_agent_runs_on_selected_nodes_and_only_commands_replace_pods() -> None:
     daemon_set = objects.agent("registry.example/x:1")[-1]
     specification = daemon_set["spec"]["template"]["spec"]
     assert specification["nodeSelector"] == {"kubernetes.io/os": "linux", objects.AGENT: "true"}
@@ -166,7 +166,7 @@ def test_the_agents_former_template_comes_back() -> None:
     assert objects.template_image(objects.downgraded(old, "x:0")) == "x:0", "one that is not known"
 
 
-def test_what_a_pods_status_means() -> None:
+def test_the_meaning_of_a_pods_status() -> None:
     def pod(state: dict[str, Any], phase: str = "Pending", **more: Any) -> Any:
         status = {"phase": phase, "containerStatuses": [{"state": state, "restartCount": 0, **more}]}
         container = {"image": "x:1"}
@@ -232,7 +232,7 @@ def test_a_closed_pipe_does_not_stop_the_command_halfway() -> None:
     assert (ran.stdout, ran.stderr) == ("line\n", "continued 141\n")
 
 
-def test_the_reader_of_the_help_may_close_the_pipe() -> None:
+def test_a_closed_pipe_ends_the_help_quietly() -> None:
     command = [sys.executable, "-m", "pyebpf_proxy", "cluster", "install", "--help"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
