@@ -83,7 +83,7 @@ struct flow {
 	__u8 promote;		/* enum agent_request: what the agent has been asked to do */
 	__u8 bulk;		/* XDP leaves this direction to tc */
 	__u8 first_counted;	/* `packets` includes the first packet, which XDP left to tc */
-	__u8 zero[2];
+	__u16 sent_until;	/* TCP, young: lower half of the sequence number after what this side sent last */
 };
 
 struct {

@@ -125,8 +125,10 @@ static __always_inline void note_sent(struct flow *f, const struct packet *p, __
 	/* The coarse clock advances every few milliseconds, so the cache line is written once for many packets. */
 	if (f->last_seen != now)
 		f->last_seen = now;
-	if (p->protocol == TCP && f->young)
+	if (p->protocol == TCP && f->young) {
 		f->acknowledged = p->acknowledged;
+		f->sent_until = p->sequence + (p->length - p->headers) + !!(p->tcp_flags & (TCP_SYN | TCP_FIN));
+	}
 }
 
 static __always_inline int rewrite_and_send(struct context *ctx, const struct packet *p, const struct flow_rewrite *a)
@@ -165,11 +167,19 @@ static __noinline __attribute__((unused)) int request_promotion(const struct flo
 enum closing {
 	CLOSING = 1,		/* a FIN or RST was seen; it may have been forged */
 	CLOSING_IN_SEQUENCE = 2,	/* its sequence number was the expected one; for a kernel's flow: a RST */
+	CLOSING_BY_RESET = 3,	/* a young flow: a RST followed data that the other side had not acknowledged yet */
 };
+
+static __always_inline bool ends_by_reset(const struct flow *f, const struct flow *other)
+{
+	return f->closing == CLOSING_BY_RESET || other->closing == CLOSING_BY_RESET;
+}
 
 /*
  * Handles a RST or FIN of a young flow.  Not 0: the flow has ended.  Only the sequence number that the other side
- * expects next ends a connection at once (RFC 5961).  An attacker who forges packets does not know it.
+ * expects next ends a connection at once (RFC 5961).  An attacker who forges packets does not know it.  A RST right
+ * after data of its own side is the usual end of a socket with unread data.  The flow stays for ten seconds, as in
+ * conntrack (nf_conntrack_tcp_packet()), because the data may have been forged, too.
  */
 static __noinline int end_young(const struct packet *p, const struct flow_rewrite *a, struct flow *f)
 {
@@ -184,7 +194,9 @@ static __noinline int end_young(const struct packet *p, const struct flow_rewrit
 	ahead = p->sequence - other->acknowledged;
 	if (ahead) {
 		/* Earlier data may still be on its way. Outside the window the other side ignores the packet, too. */
-		if (ahead < GUESS_WINDOW && !f->closing)
+		if (ahead < GUESS_WINDOW && p->tcp_flags & TCP_RST && (__u16)p->sequence == f->sent_until)
+			f->closing = CLOSING_BY_RESET;
+		else if (ahead < GUESS_WINDOW && !f->closing)
 			f->closing = CLOSING;
 		return 0;
 	}
@@ -236,6 +248,8 @@ __noinline int judge_syn(const struct packet *p, const struct flow_rewrite *a, c
 	other = other_direction(a, p);
 	if (!other || (f->closing == CLOSING_IN_SEQUENCE && other->closing == CLOSING_IN_SEQUENCE))
 		return SYN_OF_ANOTHER;
+	if (ends_by_reset(f, other))
+		return SYN_OF_ANOTHER;
 	__builtin_memcpy(&endpoint, a->destination, 16);
 	/* For the client's SYN only: both sides may open a connection at once, so an endpoint may send one, too. */
 	if (!f->reply && !is_endpoint(&endpoint, a->destination_port, TCP, p->ipv6, 0))
@@ -278,6 +292,9 @@ static __noinline int send_young(struct context *ctx, const struct packet *p, st
 	else if (known->closing && p->length > p->headers)
 		/* A packet with data: the flow continues. */
 		known->closing = 0;
+	else if (known->closing == CLOSING_BY_RESET)
+		/* Nothing follows a RST: one of the packets was forged. */
+		known->closing = CLOSING;
 	note_sent(known, p, now);
 	verdict = rewrite_and_send(ctx, p, a);
 	if (over && forget_flow((const struct flow_key *)p, a, known->reply, true))

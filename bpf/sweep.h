@@ -92,6 +92,8 @@ static __always_inline bool young_flow_is_over(const struct flow_key *key, const
 	 */
 	if (f->closing && reply->closing && idle > CLOSING_NS)
 		return true;
+	if (ends_by_reset(f, reply) && idle > (s->crowded ? CLOSING_NS : KERNEL_CLOSED_NS))
+		return true;
 	/*
 	 * An unanswered flow ends even if the client keeps sending: no rule of netfilter, however new, would see its
 	 * packets.
@@ -114,6 +116,9 @@ static __always_inline bool is_due_for_promotion(const struct flow_key *key, con
 		return false;
 	if (s->draining)
 		return true;
+	/* Promoted, it would be in conntrack for minutes, with its endpoint. */
+	if (ends_by_reset(f, reply))
+		return idle < CLOSING_NS && age > 2 * ENDING_NS;
 	if (f->closing || reply->closing)
 		return idle > CLOSING_NS || age > ENDING_NS;
 	if (age < YOUNG_NS)

@@ -38,6 +38,7 @@ ANY_FRAMES = 2
 # enum closing of bpf/flow_send.h
 CLOSING = 1
 CLOSING_IN_SEQUENCE = 2
+CLOSING_BY_RESET = 3
 
 # bpf/ctx_skb.h
 PRIORITY_BACKEND = 0xEB000000

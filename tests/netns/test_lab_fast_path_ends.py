@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -50,6 +51,21 @@ class Moving:
         client.connect(ADDRESS.of(family), PORT, own_port)
         server.accept(PORT)
         return client, server, own_port
+
+    def begin_young(self, family: int) -> tuple[End, End, int]:
+        """The same, without an entry in conntrack: the pair has a permit, and no flow has to renew it."""
+
+        def begun() -> tuple[End, End, int] | None:
+            client, server, own_port = self.begin(family)
+            exchange_data(client, server, 3)
+            if not self.conntrack(own_port, family):
+                return client, server, own_port
+            client.reset()
+            return None
+
+        found = wait_until(begun, "a young flow")
+        assert found
+        return found
 
     def fast(self, client: End, server: End) -> None:
         """Some rounds; the last ones are on the fast path, the first ones may not be."""
@@ -104,6 +120,24 @@ def test_ports_of_a_reset_connection_are_used_again(moving: Moving, by: str, for
     with pytest.raises(ConnectionResetError):
         (server if by == "client" else client).receive(1)
     (server if by == "client" else client).reset()
+    moving.serve_at(moving.other())
+    client, server, _ = moving.begin(family, own_port)
+    exchange_data(client, server, 10)
+    client.reset()
+
+
+def test_ports_of_a_connection_that_was_reset_after_data_are_used_again(moving: Moving, family: int) -> None:
+    """The client has not acknowledged the data, so the flow table cannot be sure that the RST is the endpoint's."""
+    client, server, own_port = moving.begin_young(family)
+    client.option(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 0)
+    server.send(b"the end")
+    server.reset()
+    with pytest.raises(ConnectionResetError):
+        client.receive(100)
+    client.reset()
+    # Longer than a young flow waits for its promotion.
+    time.sleep(3)
+    assert moving.conntrack(own_port, family) == []
     moving.serve_at(moving.other())
     client, server, _ = moving.begin(family, own_port)
     exchange_data(client, server, 10)

@@ -270,6 +270,35 @@ def test_closed_kernel_flows_are_forgotten_soon(fast: ProgramNode, reply: bool, 
     assert is_swept(fast, flow, 2)
 
 
+@pytest.mark.parametrize("reply", [False, True], ids=["the client", "the endpoint"])
+def test_a_young_flow_that_a_reset_after_data_has_ended_is_never_promoted(fast: ProgramNode, reply: bool) -> None:
+    """Its conntrack entry would keep the endpoint for minutes: conntrack closes such a connection for ten seconds."""
+    flow = reset_after_data(fast, reply)
+    flow.set_back(3)
+    assert (sweep(fast)["requested"], flow.entries()) == (0, [False, True])
+    flow.set_back(6)
+    assert (sweep(fast)["requested"], flow.entries()) == (0, [False, True])
+    flow.set_back(2)
+    assert (sweep(fast)["requested"], flow.entries()) == (0, [])
+
+
+def test_a_young_flow_that_continues_after_a_reset_is_promoted(fast: ProgramNode) -> None:
+    """Its ends cannot keep it young: the endpoint resets it, and the client sends nevertheless."""
+    flow = reset_after_data(fast, True)
+    flow.set_back(9)
+    flow.run()
+    assert (sweep(fast)["requested"], flow.entries()) == (1, [False, True])
+
+
+def reset_after_data(world: ProgramNode, reply: bool) -> Flow:
+    """A young flow: data of one side, and its RST before the other side has acknowledged the data."""
+    flow = answered(world)
+    seq = 501 if reply else 101
+    flow.run(reply, flow.frame(reply, size=40, seq=seq))
+    assert flow.run(reply, flow.frame(reply, flags="R", size=0, seq=seq + 40, ack=0)).retval == REDIRECT
+    return flow
+
+
 def test_a_kernel_flow_that_began_again_is_kept(fast: ProgramNode) -> None:
     flow = learned_flow(fast)
     for reply in (False, True):

@@ -48,6 +48,53 @@ def test_a_forged_reset_ends_nothing(fast: ProgramNode, reply: bool) -> None:
     assert flow.entry(reply)["closing"] == 0  # type: ignore[index]
 
 
+def reset_after_data(flow: Flow, reply: bool) -> None:
+    """Data, and a RST before the other side has acknowledged the data."""
+    seq = 501 if reply else 101
+    flow.run(reply, flow.frame(reply, size=40, seq=seq))
+    assert flow.run(reply, flow.frame(reply, flags="R", size=0, seq=seq + 40, ack=0)).retval == REDIRECT
+
+
+def closing(flow: Flow) -> list[int]:
+    return [flow.entry(reply)["closing"] for reply in (False, True)]  # type: ignore[index]
+
+
+@pytest.mark.parametrize("reply", [False, True], ids=["client", "endpoint"])
+def test_the_next_syn_after_a_reset_that_follows_data_is_a_new_connection(fast: ProgramNode, reply: bool) -> None:
+    """A socket that closes with unread data sends such a reset. Conntrack accepts it as the end, too."""
+    flow = young(fast)
+    flow.answer()
+    reset_after_data(flow, reply)
+    assert closing(flow)[reply] == 3
+    fast.endpoint("remote", 1, protocol="tcp")
+    assert flow.run(frame=flow.frame(flags="S", size=0, seq=9000, ack=0)).retval == REDIRECT
+    assert fast.reasons()["NEW_FLOW_FAST"] == 2
+    assert closing(flow) == [0, 0]
+
+
+@pytest.mark.parametrize("reply", [False, True], ids=["client", "endpoint"])
+def test_a_flow_continues_after_forged_data_and_a_forged_reset(fast: ProgramNode, reply: bool) -> None:
+    flow = young(fast)
+    flow.answer()
+    reset_after_data(flow, reply)
+    flow.run(reply, flow.frame(reply, size=0, seq=501 if reply else 101))
+    assert closing(flow)[reply] == 1
+    flow.run(reply, flow.frame(reply, size=10, seq=501 if reply else 101))
+    assert closing(flow) == [0, 0]
+    assert flow.entries() == [False, True]
+
+
+@pytest.mark.parametrize("reply", [False, True], ids=["client", "endpoint"])
+def test_a_reset_far_from_the_expected_number_marks_nothing(fast: ProgramNode, reply: bool) -> None:
+    """Forged data must not make any reset the right one."""
+    flow = young(fast)
+    flow.answer()
+    far = 501 + (8 << 20)
+    flow.run(reply, flow.frame(reply, size=40, seq=far))
+    assert flow.run(reply, flow.frame(reply, flags="R", size=0, seq=far + 40, ack=0)).retval == REDIRECT
+    assert closing(flow) == [0, 0]
+
+
 def test_a_syn_of_the_endpoint_ends_nothing(fast: ProgramNode) -> None:
     """Both sides may open at the same time; and an endpoint must not change the quota of its client's device."""
     flow = young(fast)

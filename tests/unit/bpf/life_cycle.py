@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 #: enum closing of flow_send.h; 0: neither side.
-CLOSING, CLOSING_IN_SEQUENCE = 1, 2
+CLOSING, CLOSING_IN_SEQUENCE, CLOSING_BY_RESET = 1, 2, 3
 #: State of a connection, as its two ends know it.
 NO_CONNECTION, SYN_SENT, ESTABLISHED, OVER = range(4)
 CLIENT, ENDPOINT = 0, 1
@@ -79,7 +79,10 @@ def changed(state: State, side: int, **fields: Any) -> State:
 
 
 def packets(state: State, forged_twice: bool) -> Iterator[tuple[Any, ...]]:
-    """What the ends may send now. FORGED: a RST out of sequence. ODD: data that only the kernel can handle."""
+    """What the ends may send now. FORGED: a RST out of sequence. ODD: data that only the kernel can handle.
+
+    LATE: a RST right after data that the other side has not acknowledged.
+    """
     # A port is used again when no packet of its old connection is on its way.
     busy = any(thread is not None and not is_agent(thread) for thread in state.cpus)
     ended = state.connection in (NO_CONNECTION, OVER) or state.fin == (True, True)
@@ -94,7 +97,8 @@ def packets(state: State, forged_twice: bool) -> Iterator[tuple[Any, ...]]:
         forged = "FORGED" in kinds_now or CLOSING in closing
         quiet = not closing and state.fin == (False, False) and not kinds_now & {"FIN", "FORGED"}
         for side in (CLIENT, ENDPOINT):
-            kinds = ["RST"]
+            # The model has no sequence numbers: an old SYN on its way would open the next connection.
+            kinds = ["RST"] if "SYN" in kinds_now else ["RST", "LATE"]
             if not state.fin[side]:
                 kinds += ["DATA", "ODD"]
                 kinds += ["FIN"] if forged_twice or not forged else []
@@ -113,7 +117,7 @@ def delivered(state: State, side: int, kind: str) -> State:
         return state._replace(connection=ESTABLISHED) if state.connection == SYN_SENT else state
     if kind == "FIN":
         return state._replace(fin=(True, state.fin[1]) if side == CLIENT else (state.fin[0], True))
-    return state._replace(connection=OVER) if kind == "RST" else state
+    return state._replace(connection=OVER) if kind in ("RST", "LATE") else state
 
 
 def to_netfilter(state: State, side: int, kind: str, tagged: bool) -> State:
@@ -148,7 +152,8 @@ def step_packet(state: State, thread: tuple[Any, ...]) -> Iterator[Step]:
     elif at == "judge":  # judge_syn: may_keep_endpoint is true, the endpoint still serves
         there, reply = state.there, state.reply
         both = there and reply and there.closing == reply.closing == CLOSING_IN_SEQUENCE
-        yield state, (("forget", side, kind, "unknown") if reply is None or both else ("young", side, kind))
+        reset = CLOSING_BY_RESET in {entry.closing for entry in (there, reply) if entry}  # ends_by_reset
+        yield state, (("forget", side, kind, "unknown") if reply is None or both or reset else ("young", side, kind))
     elif at == "young":  # send_young
         yield from send_young(state, side, kind)
     elif at == "closed":  # end_young has marked this direction; the other one is read for SYN only
@@ -157,7 +162,7 @@ def step_packet(state: State, thread: tuple[Any, ...]) -> Iterator[Step]:
     elif at == "kernels":  # send_kernels
         if not state.alive:
             yield to_netfilter(state, side, kind, False), None
-        elif kind in ("SYN", "FIN", "RST", "FORGED"):
+        elif kind in ("SYN", "FIN", "RST", "LATE", "FORGED"):
             yield changed(state, side, confirmed=False, closing=CLOSING), ("ending", side, kind)
         else:
             entry = entry_of(state, side)
@@ -212,8 +217,8 @@ def send_young(state: State, side: int, kind: str) -> Iterator[Step]:
             yield to_netfilter(after, side, "DATA", True), None
         else:
             yield after, None  # DROP_AWAITING_PROMOTION
-    elif kind in ("FIN", "RST", "FORGED"):
-        how = CLOSING if kind == "FORGED" else CLOSING_IN_SEQUENCE
+    elif kind in ("FIN", "RST", "LATE", "FORGED"):
+        how = {"FORGED": CLOSING, "LATE": CLOSING_BY_RESET}.get(kind, CLOSING_IN_SEQUENCE)
         yield changed(state, side, closing=how), ("closed", side, "DATA" if kind == "FORGED" else kind)
     elif kind == "DATA":
         yield delivered(changed(state, side, closing=0), side, kind), None

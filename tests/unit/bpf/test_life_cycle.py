@@ -117,7 +117,7 @@ ORDER = {
         "send_kernels(",
         "send_young(",
     ],
-    "flow_send.h:judge_syn": ["other_direction(", "CLOSING_IN_SEQUENCE", "SYN_OF_ANOTHER"],
+    "flow_send.h:judge_syn": ["other_direction(", "CLOSING_IN_SEQUENCE", "SYN_OF_ANOTHER", "ends_by_reset("],
     "flow_send.h:send_young": ["why_kernel(", "leave_young(", "end_young(", "rewrite_and_send(", "forget_flow("],
     "flow_send.h:end_young": ["other_direction(", "f->closing = CLOSING;", "f->closing = CLOSING_IN_SEQUENCE;"],
     "flow_send.h:send_kernels": [
@@ -155,7 +155,7 @@ def test_the_agent_creates_the_entry_before_it_promotes() -> None:
 
 def test_the_model_uses_the_names_of_the_programs() -> None:
     headers = {path.name: path.read_text() for path in (ROOT / "bpf").glob("*.[hc]")}
-    for name in ("CLOSING", "CLOSING_IN_SEQUENCE"):
+    for name in ("CLOSING", "CLOSING_IN_SEQUENCE", "CLOSING_BY_RESET"):
         assert re.search(rf"\b{name} = {getattr(life_cycle, name)},", headers["flow_send.h"])
     struct = headers["flow_maps.h"].partition("struct flow {")[2].partition("};")[0]
     for field in ("young", "closing", "confirmed_until", "packets", "reply"):
