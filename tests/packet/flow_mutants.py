@@ -38,7 +38,7 @@ FLOW_MUTANTS: dict[str, tuple[str, str, str]] = {
     ),
     "flows: idle while netfilter forwards": ("flow_send.h", "known->last_seen = now;", ";"),
     "flows: the source port of a kernel flow is free": ("sweep.h", "pressed && !reserves && ", "pressed && "),
-    "flows: pressed datagrams": ("sweep.h", "!(udp && !settings.conntrack_lookup && is_answered(f, other))", "true"),
+    "flows: pressed datagrams": ("sweep.h", "!(udp && !conntrack_is_asked() && is_answered(f, other))", "true"),
     "flows: source ports and slots share a turn": ("young.h", "(*next += RECENT_FLOWS)", "(*next += 2 * RECENT_FLOWS)"),
     "flows: the first packet is counted twice": ("young.h", " + f->first_counted", ""),
     "flows: old records": ("observer.h", "(__s64)(now - h->when) > HANDOVER_NS || ", ""),
