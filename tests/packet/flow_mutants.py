@@ -59,6 +59,11 @@ FLOW_MUTANTS: dict[str, tuple[str, str, str]] = {
         " ||\n\t    d->permit.generation != *(volatile __u32 *)&state->permit_generation",
         "",
     ),
+    "flows: return path of an older ruleset": (
+        "observer.h",
+        "if (known && known->generation == generation)",
+        "if (known)",
+    ),
     "flows: permit for any device": ("young.h", "\tkey->device = device;\n", ""),
     "flows: permit for any client": ("young.h", "\t__builtin_memcpy(key->client, client, 16);\n", ""),
     "flows: permit for any port": ("young.h", "\tkey->port = port;\n", ""),
