@@ -146,6 +146,12 @@ def test_generic_mode(outside: FastWorld) -> None:
     with talking(outside.lab.client, outside.node.address.v4, "tcp", NODE_PORT) as conversation:
         conversation.wait()
         assert new_flows(outside) == before + 1
+    with (
+        talking(outside.lab.client, outside.node.address.v4, "tcp", NODE_PORT, 40_000),
+        watching(outside.node) as seen,
+    ):
+        counted(outside, "xdp_left_stream")
+        seen.until(lambda: sum(seen.bytes.values()) > 400_000, "the meter counts what is left to tc")
     restart(outside, XDP)
     wait_until(lambda: shown(outside.node).get("mode") == 1, "XDP in native mode again")
 
