@@ -355,6 +355,17 @@ def test_in_a_full_table_a_source_port_stays_taken(fast: ProgramNode, variant: s
         assert is_swept(fast, flow, 2)
 
 
+def test_an_agent_of_an_earlier_version_gives_no_data(fast: ProgramNode) -> None:
+    """It may drain by the pinned program, after a downgrade."""
+    flow = young(fast)
+    flow.answer()
+    flow.set_back(3)
+    assert fast.object.programs["sweep_flows"].test_run(bytes(14)).retval == 0
+    entry = flow.entry()
+    assert entry is not None
+    assert entry["promote"]
+
+
 # ---- promotion --------------------------------------------------------------------------------------
 
 
