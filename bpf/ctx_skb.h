@@ -69,6 +69,27 @@ static __always_inline __u32 segment_size(struct context *ctx)
 	return ctx->gso_size;
 }
 
+/*
+ * With generic XDP the kernel (6.18) copies nearly every packet to get headroom, and loses the length of the
+ * link header: such a packet arrives here starting with the IP header.
+ */
+static __noinline int has_lost_link_header(struct __sk_buff *skb)
+{
+	__u32 ifindex = skb->ifindex;
+	struct xdp_device *device;
+	__u8 *begin;
+	int i;
+
+	device = bpf_map_lookup_elem(&xdp_devices, &ifindex);
+	begin = bytes_at(skb, 0, ETH_HLEN);
+	if (!device || !begin)
+		return 0;
+	for (i = 0; i < 6; i++)
+		if (begin[i] != device->mac[i])
+			return begin[0] >> 4 == (skb->protocol == bpf_htons(ETH_P_IP) ? 4 : 6);
+	return 0;
+}
+
 /* skb->pkt_type; include/uapi/linux/if_packet.h */
 #define PACKET_BROADCAST 1
 #define PACKET_MULTICAST 2

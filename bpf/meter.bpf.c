@@ -139,6 +139,8 @@ static __always_inline int account(struct __sk_buff *skb, __u32 link)
 
 	if (times > 1 && bpf_get_prandom_u32() & (times - 1))
 		return LEFT;
+	if (settings.xdp_generic && link && has_lost_link_header(skb))
+		link = 0;
 	if (!parse_packet(skb, link, &p))
 		return LEFT;
 	found = find_frontend(&p, &f);

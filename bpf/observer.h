@@ -222,6 +222,7 @@ static __noinline int grant_permit(struct __sk_buff *skb, const struct packet *p
 	struct flow_draft *d = flow_draft();
 	union address client = {}, endpoint = {};
 	struct permit *known;
+	__u32 generation;
 
 	if (!p || !h || !d || !state)
 		return 0;
@@ -232,13 +233,15 @@ static __noinline int grant_permit(struct __sk_buff *skb, const struct packet *p
 	known = bpf_map_lookup_elem(&permits, &d->permit_key);
 	if (!known && !was_seen_recently(&d->permit_key, now))
 		return 0;
+	generation = *(volatile __u32 *)&state->permit_generation;
 	__builtin_memset(&d->permit, 0, sizeof(d->permit));
-	if (known)
+	/* After a change of the rulesets or devices a reply must prove the return path again, too. */
+	if (known && known->generation == generation)
 		d->permit = *known;
 	if (!read_link(skb, h, &d->permit.out))
 		return 0;
 	d->permit.until = now + PERMIT_NS;
-	d->permit.generation = *(volatile __u32 *)&state->permit_generation;
+	d->permit.generation = generation;
 	if (h->masquerade)
 		__builtin_memcpy(d->permit.snat, &p->source, 16);
 	bpf_map_update_elem(&permits, &d->permit_key, &d->permit, BPF_ANY);

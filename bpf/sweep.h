@@ -56,10 +56,16 @@ static __always_inline bool is_answered(const struct flow *f, const struct flow 
 	return reply && (reply->packets || reply->confirmed_until);
 }
 
+/* Whether every program that opens flows looks them up in conntrack first. XDP cannot. */
+static __always_inline bool conntrack_is_asked(void)
+{
+	return settings.conntrack_lookup && !settings.xdp;
+}
+
 /*
- * Two kinds of flows must stay while conntrack may have them.  Without the conntrack lookup, an answered UDP flow: its
- * next datagram would open a flow to any endpoint.  And a flow that holds a source port: a young flow could take the
- * port.
+ * Two kinds of flows must stay while conntrack may have them.  If a program does not look it up, an answered UDP flow:
+ * its next datagram would open a flow to any endpoint.  And a flow that holds a source port: a young flow could take
+ * the port.
  */
 static __always_inline bool kernel_flow_is_stale(const struct flow_key *key, const struct flow_rewrite *a,
 						 const struct flow *f, const struct flow *other, __u64 idle, bool pressed)
@@ -69,7 +75,7 @@ static __always_inline bool kernel_flow_is_stale(const struct flow_key *key, con
 	/* An entry without its opposite direction is a leftover. */
 	if (!other)
 		return idle > (pressed ? UNUSED_NS : KERNEL_CLOSED_NS);
-	if (pressed && !reserves && !(udp && !settings.conntrack_lookup && is_answered(f, other)))
+	if (pressed && !reserves && !(udp && !conntrack_is_asked() && is_answered(f, other)))
 		return idle > (f->packets ? KERNEL_PRESSED_NS : UNUSED_NS);
 	if (udp)
 		return idle > forgotten_udp_ns();

@@ -103,27 +103,6 @@ static __always_inline int serve(struct __sk_buff *skb, struct packet *p, const 
 }
 
 /*
- * With generic XDP the kernel (6.18) copies nearly every packet to get headroom, and loses the length of the
- * link header: such a packet arrives here starting with the IP header.
- */
-static __noinline int has_lost_link_header(struct __sk_buff *skb)
-{
-	__u32 ifindex = skb->ifindex;
-	struct xdp_device *device;
-	__u8 *begin;
-	int i;
-
-	device = bpf_map_lookup_elem(&xdp_devices, &ifindex);
-	begin = bytes_at(skb, 0, ETH_HLEN);
-	if (!device || !begin)
-		return 0;
-	for (i = 0; i < 6; i++)
-		if (begin[i] != device->mac[i])
-			return begin[0] >> 4 == (skb->protocol == bpf_htons(ETH_P_IP) ? 4 : 6);
-	return 0;
-}
-
-/*
  * True for a flow sent directly to an endpoint, from a port that also has a young flow to the endpoint's Service.
  * The replies of both look the same.  The kernel gives the second flow another port once it knows the first.
  */
@@ -285,8 +264,11 @@ int sweep_flows(struct __sk_buff *skb)
 {
 	__u32 from = 0;
 
-	if (!settings.fast_path || bpf_skb_load_bytes(skb, ETH_HLEN, &from, sizeof(from)))
+	if (!settings.fast_path)
 		return 0;
+	/* An agent of an earlier version, which drains by the pinned program, gives the link header only. */
+	if (bpf_skb_load_bytes(skb, ETH_HLEN, &from, sizeof(from)))
+		from = 0;
 	return sweep(from);
 }
 

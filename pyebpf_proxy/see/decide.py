@@ -72,6 +72,9 @@ def decide(packet: Packet, world: World, state: State) -> Decision:
     found.say(f"{_destination(packet)} is a {KINDS[kind]} of {name_text(service.name)}")
     if not packet.device and not world.sockets:
         found.say("the socket programs are not attached (socketLB: off): nftables handles what this node sends")
+    if _is_local_cache(packet, world, kind):
+        found.say("it is also an address of this node: a cache listens there, and sockets of this node reach that")
+        return found
     if not served:
         return _unserved(packet, world, service, found)
     nft = bool(world.settings["nft_mode"])
@@ -85,6 +88,12 @@ def decide(packet: Packet, world: World, state: State) -> Decision:
     return found
 
 
+def _is_local_cache(packet: Packet, world: World, kind: FrontendKind) -> bool:
+    """Whether the socket programs leave the packet to a local server, such as NodeLocal DNSCache."""
+    by_socket = not packet.device and world.sockets and packet.protocol is not Protocol.SCTP
+    return by_socket and kind is FrontendKind.CLUSTER_IP and packet.destination in world.own
+
+
 def _destination(packet: Packet) -> str:
     return f"{format_address_port(packet.destination, packet.destination_port)}/{packet.protocol.name}"
 
@@ -94,13 +103,13 @@ def _find(packet: Packet, world: World, state: State, found: Decision) -> tuple[
     entry = state.frontends.get((address, port, protocol))
     served = True
     loopback = len(address) == 4 and address[0] == 127
+    if loopback and packet.device and world.settings["localhost_node_ports"]:
+        found.verdict, found.reason = "dropped", "drop_loopback_destination"
+        found.say("from outside to 127.0.0.0/8: dropped")
+        return None
     if entry is None and (address in world.own or loopback):
         entry = state.frontends.get((bytes(len(address)), port, protocol))
         served = bool(world.settings["localhost_node_ports"]) if loopback else world.own.get(address, False)
-        if entry is not None and loopback and packet.device:
-            found.verdict, found.reason = "dropped", "drop_loopback_destination"
-            found.say("from outside to 127.0.0.0/8: dropped")
-            return None
     if entry is None:
         found.say(f"{_destination(packet)} is not a frontend of any service: the packet is not changed")
         found.say(_frontends_at_address(packet, world, state))

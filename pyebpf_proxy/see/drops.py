@@ -11,9 +11,9 @@ from pyebpf_proxy.common.bpf_constants import REFUSED_PERIOD
 from pyebpf_proxy.see import model
 from pyebpf_proxy.see.answers import NOT_RIGHT, RIGHT
 from pyebpf_proxy.see.maps import U32, Pinned
+from pyebpf_proxy.see.protocols import OTHER, place, protocol_name
 from pyebpf_proxy.see.reasons import MEANINGS, is_refusal
 from pyebpf_proxy.see.text import Cell, Terminal, ago, table, terminal, wrapped
-from pyebpf_proxy.services.addresses import format_address_port
 from pyebpf_proxy.services.model import Protocol
 
 #: Drops within the last so many seconds are reported as current.
@@ -47,9 +47,9 @@ def read(maps: Pinned) -> list[model.Drop]:
             when, source, destination, source_port, destination_port, protocol, ipv6, device = last
             size = 16 if ipv6 else 4
             drop.seconds_ago = max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - when / 1e9)
-            drop.source = format_address_port(source[:size], source_port)
-            drop.destination = format_address_port(destination[:size], destination_port)
-            drop.protocol = Protocol(protocol).name
+            drop.protocol = protocol_name(protocol)
+            drop.source = place(source[:size], source_port, drop.protocol)
+            drop.destination = place(destination[:size], destination_port, drop.protocol)
             drop.device = device_name(device) if device else ""
         found.append(drop)
     return sorted(found, key=lambda drop: (drop.seconds_ago is None, drop.seconds_ago or 0.0, -drop.count))
@@ -93,7 +93,7 @@ def fill_services(drops: Sequence[model.Drop], maps: Pinned) -> None:
 
     lookup = DestinationLookup(maps)
     for drop in drops:
-        if not drop.destination:
+        if not drop.destination or drop.protocol == OTHER:
             continue
         address, _, port = drop.destination.rpartition(":")
         number = lookup.service(parse_address(address.strip("[]")) or b"", int(port), Protocol[drop.protocol])

@@ -76,7 +76,8 @@ def reached(maps: Pinned, address: bytes, protocol: Protocol) -> PartialMaps:
     whole = {"frontends4", "frontends6", "source_ranges4", "source_ranges6"}
     # Serving endpoints are recorded for UDP only.
     whole |= {"endpoints4", "endpoints6"} if protocol is Protocol.UDP else set()
-    return PartialMaps(maps, {number: halves(words[number])[0] for number in numbers if words[number]}, whole)
+    active = [number for number in numbers if number < len(words) and words[number]]
+    return PartialMaps(maps, {number: halves(words[number])[0] for number in active}, whole)
 
 
 class DestinationLookup:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from itertools import repeat
 from typing import NamedTuple
 
+from pyebpf_proxy.datapath.loader.reasons import reasons
 from pyebpf_proxy.see import state
 from pyebpf_proxy.see.maps import U32, Pinned
 from pyebpf_proxy.see.meter import Amount, Meter, Place
@@ -80,7 +81,8 @@ class ServiceCounters:
         )
 
     def _xdp_count(self) -> int:
-        number = next((n for n, name in self._reasons.items() if name == "xdp_flow_hit"), None)
+        # Not a reason for a drop: it is in another enum.
+        number = reasons(self._maps.enum).get("xdp_flow_hit")
         values = self._maps.map("counters").lookup_cpus(U32.pack(number)) if number is not None else None
         return sum(int.from_bytes(value, sys.byteorder) for value in values or ())
 

@@ -207,6 +207,9 @@ class _Reading:
             for (number,), (address, port, protocol, service, local) in self.maps.rows(
                 f"backends{family.value}", u32, layout
             ):
+                if protocol not in _PROTOCOLS:
+                    self.state.problems.append(f"backend {number} has the unknown protocol {protocol}")
+                    continue
                 self.state.backends[number] = Backend(
                     number,
                     family,
@@ -222,6 +225,10 @@ class _Reading:
         for family in IPFamily:
             key = self.maps.packer(f"frontend{family.value}_key", "address", "port", "protocol")
             for (address, port, protocol), (number, kind) in self.maps.rows(f"frontends{family.value}", key, value):
+                if kind not in _KINDS or protocol not in _PROTOCOLS:
+                    where = format_address_port(address, port)
+                    self.state.problems.append(f"frontend {where} has the unknown kind {kind} or protocol {protocol}")
+                    continue
                 what = _KINDS[kind]
                 self.state.frontends[address, port, protocol] = (number, what)
                 service = self.state.services.get(number)

@@ -9,8 +9,8 @@ from struct import Struct
 from typing import Literal, NamedTuple
 
 from pyebpf_proxy.see import model
+from pyebpf_proxy.see.protocols import place, protocol_name
 from pyebpf_proxy.services.addresses import format_address_port
-from pyebpf_proxy.services.model import Protocol
 
 Path = Literal["fast", "netfilter", "socket", ""]
 Verdict = Literal["served", "refused", "dropped", "replaced"]
@@ -25,13 +25,16 @@ _HOOKS: Mapping[int, Literal["tc", "xdp", "socket"]] = {1: "tc", 2: "xdp", 3: "s
 
 
 class Event(NamedTuple):
-    """One decision. ``when``: seconds since boot. ``endpoint`` is None if none was selected."""
+    """One decision. ``when``: seconds since boot. ``endpoint`` is None if none was selected.
+
+    ``protocol``: 0 if it is none of Services, as for ICMP to 127.0.0.0/8.
+    """
 
     when: float
     source: Place
     destination: Place
     endpoint: Place | None
-    protocol: Protocol
+    protocol: int
     device: int
     service: int
     backend: int
@@ -54,7 +57,7 @@ def decode(raw: bytes, layout: Struct, reasons: Mapping[int, str]) -> Event:
         (source[:size], source_port),
         (destination[:size], destination_port),
         (endpoint[:size], endpoint_port) if backend else None,
-        Protocol(protocol),
+        protocol,
         device,
         service,
         backend,
@@ -101,16 +104,17 @@ class Names(NamedTuple):
 
 def view(event: Event, names: Names, booted: float) -> model.Decision:
     """One decision with its names. ``booted``: the boot time (``time.time``)."""
+    name = protocol_name(event.protocol)
     return model.Decision(
         time=utc(booted + event.when),
         hook=_HOOKS.get(event.hook, "tc"),
         device=names.device(event.device) if event.device else "",
         process=event.command,
         pid=event.process,
-        protocol=event.protocol.name,
-        source=format_address_port(*event.source),
+        protocol=name,
+        source=place(*event.source, name),
         source_name=names.pod(event.source[0]),
-        destination=format_address_port(*event.destination),
+        destination=place(*event.destination, name),
         service=names.service(event),
         endpoint=format_address_port(*event.endpoint) if event.endpoint is not None else "",
         endpoint_name=names.pod(event.endpoint[0]) if event.endpoint is not None else "",

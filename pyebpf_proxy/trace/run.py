@@ -192,7 +192,9 @@ class _Trace:
 
     def _decisions(self, booted: float) -> list[Line]:
         names = self._lookup.names
-        found = sorted(events.decode(raw, self._layout, self._reasons) for raw in self._session.rings.read())
+        every = (events.decode(raw, self._layout, self._reasons) for raw in self._session.rings.read())
+        # Not by the other fields: they cannot be compared if only one of two has an endpoint.
+        found = sorted(every, key=lambda event: event.when)
         self._lookup.look(found)
         lines: list[Line] = []
         for event in found:

@@ -17,6 +17,7 @@ from pyebpf_proxy.lab.addresses import cluster_ip
 from pyebpf_proxy.lab.client import REFUSED, ask
 from pyebpf_proxy.lab.cluster import Lab, Node
 from pyebpf_proxy.lab.manifests import Port, service, slices
+from tests.netns.top_tools import watching
 from tests.netns.xdp_lab import NODE_PORT, XDP, as_nics, counted, offloads, receive, restart, shown, talking
 from tests.support.conversation import PORT
 from tests.support.fast_lab import ON, FastWorld, build_fast_world
@@ -57,6 +58,16 @@ def test_xdp_sends_back_packets_for_another_node(outside: FastWorld, family: int
         counted(outside, "xdp_flow_hit")
         conversation.wait()
         assert conversation.peer == outside.node.address.of(family), "masqueraded"
+
+
+def test_top_says_how_many_packets_xdp_sends(outside: FastWorld) -> None:
+    """Its own program runs at tc, which does not see them."""
+    with (
+        talking(outside.lab.client, outside.node.address.v4, "udp", NODE_PORT),
+        watching(outside.node) as seen,
+    ):
+        counted(outside, "xdp_flow_hit")
+        seen.until(lambda: any(note.startswith("XDP sent ") for note in seen.last.notes), "a note")
 
 
 @pytest.mark.parametrize("size", [1400, 40_000], ids=["whole packets", "a stream"])
@@ -135,6 +146,12 @@ def test_generic_mode(outside: FastWorld) -> None:
     with talking(outside.lab.client, outside.node.address.v4, "tcp", NODE_PORT) as conversation:
         conversation.wait()
         assert new_flows(outside) == before + 1
+    with (
+        talking(outside.lab.client, outside.node.address.v4, "tcp", NODE_PORT, 40_000),
+        watching(outside.node) as seen,
+    ):
+        counted(outside, "xdp_left_stream")
+        seen.until(lambda: sum(seen.bytes.values()) > 400_000, "the meter counts what is left to tc")
     restart(outside, XDP)
     wait_until(lambda: shown(outside.node).get("mode") == 1, "XDP in native mode again")
 

@@ -256,6 +256,23 @@ def test_damaged_arrays(loaded: Loaded, writer: Writer, array: str) -> None:
             assert not again.problems
 
 
+def test_a_backend_that_no_packet_can_name_is_removed(loaded: Loaded, writer: Writer) -> None:
+    """The key of its element in the nft table is that of another backend: the table refused it, at each start."""
+    web = name_of("web")
+    writer.apply({web: service(web, ("10.96.0.1",), "10.0.0.1:80")})
+    (number,) = slot_backends(loaded, writer, web)
+    pack = loaded.tc.btf.struct("backend4").pack
+    for wrong in (0, number | 1 << 24, number | 1 << 31):
+        loaded.maps["backends4"].update(
+            wrong.to_bytes(4, sys.byteorder), pack(address=bytes([10, 0, 0, 9]), port=9, protocol=6, service=1)
+        )
+    again = Writer(loaded)
+    assert again.netfilter_backends == {number: (bytes([10, 0, 0, 1]), 80)}
+    assert [key for key, _ in loaded.maps["backends4"].items()] == [number.to_bytes(4, sys.byteorder)]
+    again.apply({web: service(web, ("10.96.0.1",), "10.0.0.1:80")})
+    assert not again.has_garbage
+
+
 def test_the_next_call_repairs_a_partial_change(loaded: Loaded) -> None:
     real = dict(loaded.maps)
     Writer(loaded).apply(second_plan())

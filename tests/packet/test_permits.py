@@ -275,6 +275,22 @@ def test_a_new_ruleset_voids_permits(fast: ProgramNode) -> None:
     assert refused(fast, flow)["SLOW_NO_PERMIT"] == 1
 
 
+def test_under_a_new_ruleset_the_return_path_must_be_proven_again(fast: ProgramNode) -> None:
+    """The new rules may drop replies only: the first packet of a flow does not prove that they pass."""
+    flow = Flow(fast)
+    flow.permit()
+    fast.write_fast_path_state(permit_generation=2)
+    first = Flow(fast, sport=flow.sport + 1)
+    first.open_through_netfilter()
+    ((_, permit),) = permits(fast)
+    assert (permit["generation"], permit["back_until"]) == (2, 0)
+    drop_records(fast)
+    assert refused(fast, flow)["SLOW_NO_PERMIT"] == 2
+    drop_records(fast)
+    first.pass_netfilter(reply=True, flags="SA", size=0)
+    flow.open_young()
+
+
 OTHER_HOST = "02:00:00:00:00:77"
 
 

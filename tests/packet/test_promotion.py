@@ -214,6 +214,15 @@ def test_a_flow_that_is_due_is_promoted(node: Node, masqueraded: bool, protocol:
     assert (statistics.promoted, statistics.young) == (1, 0)
 
 
+def test_an_entry_of_an_unknown_protocol_does_not_keep_others_from_promotion(node: Node) -> None:
+    """Another program has written it. An agent that ends for it ends again after each start."""
+    node.young(1000, protocol=50)
+    key = node.young(1001)
+    node.promoter.pass_now()
+    assert not node.is_young(key)
+    assert list(young.flows(node)) == []  # type: ignore[arg-type]
+
+
 def test_current_timeouts_are_used(node: Node) -> None:
     """Timeouts may change while the agent runs (finding D14)."""
     setting = Path("/proc/sys/net/netfilter/nf_conntrack_tcp_timeout_established")

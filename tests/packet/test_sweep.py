@@ -349,15 +349,19 @@ def test_a_kernel_flow_is_not_idle_while_its_family_is_closed(fast: ProgramNode)
     assert not is_swept(fast, flow, 1, 0, 2 * QUOTA * 2 + 1)
 
 
-@pytest.mark.parametrize("lookup", [0, 1], ids=["no lookup", "lookup"])
-def test_in_a_full_table_answered_datagrams_stay_without_conntrack_lookup(node: ProgramNode, lookup: int) -> None:
+@pytest.mark.parametrize(
+    ("lookup", "xdp"), [(0, 0), (1, 0), (1, 1)], ids=["no lookup", "lookup", "lookup, but not in XDP"]
+)
+def test_in_a_full_table_answered_datagrams_stay_without_conntrack_lookup(
+    node: ProgramNode, lookup: int, xdp: int
+) -> None:
     """conntrack keeps the flow for longer. The next datagram would open another flow, to any endpoint."""
     with one_cpu():
-        world = fast_node(node, flow_quota=QUOTA, conntrack_lookup=lookup)
+        world = fast_node(node, flow_quota=QUOTA, conntrack_lookup=lookup, xdp=xdp)
         flow = learned_flow(world, "udp")
         for reply in (False, True):
             flow.run(reply)
-        assert is_swept(world, flow, 60, 0, 2 * QUOTA * 2 + 1) == bool(lookup)
+        assert is_swept(world, flow, 60, 0, 2 * QUOTA * 2 + 1) == (lookup > xdp)
         connection = learned_flow(world)
         assert is_swept(world, connection, 11, 0, 2 * QUOTA * 2 + 1)
         unanswered = Flow(world, "udp", sport=41000)
@@ -378,6 +382,17 @@ def test_in_a_full_table_a_source_port_stays_taken(fast: ProgramNode, variant: s
         flow.run(frame=flow.frame(flags="FA"))
         assert not is_swept(fast, flow, 9)
         assert is_swept(fast, flow, 2)
+
+
+def test_an_agent_of_an_earlier_version_gives_no_data(fast: ProgramNode) -> None:
+    """It may drain by the pinned program, after a downgrade."""
+    flow = young(fast)
+    flow.answer()
+    flow.set_back(3)
+    assert fast.object.programs["sweep_flows"].test_run(bytes(14)).retval == 0
+    entry = flow.entry()
+    assert entry is not None
+    assert entry["promote"]
 
 
 # ---- promotion --------------------------------------------------------------------------------------

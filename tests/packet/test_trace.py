@@ -8,13 +8,15 @@ from ipaddress import ip_address
 from typing import Any
 
 import pytest
+from scapy.layers.inet import ICMP, IP
+from scapy.layers.l2 import Ether
 
 from pyebpf_proxy.datapath.loader.reasons import reasons
 from pyebpf_proxy.datapath.loader.rings import Rings
 from pyebpf_proxy.trace import events
 from pyebpf_proxy.trace.events import Event
 from pyebpf_proxy.trace.session import TraceControl
-from tests.packet.program_node import ProgramNode
+from tests.packet.program_node import NODE_MAC, ProgramNode
 
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
 
@@ -71,6 +73,21 @@ def test_packets_of_known_flows_and_of_no_service_are_no_decisions(hooks: Progra
     hooks.run("tc_ethernet", hooks.tcp("client", "elsewhere", 80))
     hooks.run("tc_ethernet", hooks.tcp("client", "vip", 80, flags="A"))
     assert listener.heard() == []
+
+
+@pytest.mark.parametrize("node", [4], indirect=True, ids=["IPv4"])
+def test_a_packet_to_loopback_may_have_any_protocol(node: ProgramNode) -> None:
+    node.load(localhost_node_ports=1)
+    listener = Listener(node)
+    listener.control.start(EVERYTHING)
+    node.run("tc_ethernet", Ether(dst=NODE_MAC) / IP(src="192.0.2.1", dst="127.0.0.1") / ICMP())
+    (event,) = listener.heard()
+    assert (event.reason, event.protocol) == ("drop_loopback_destination", 0)
+    nowhere = events.Names(lambda event: "", lambda device: "", lambda address: "", lambda event: "")
+    view = events.view(event, nowhere, 0.0)
+    assert (view.source, view.destination, view.protocol) == ("192.0.2.1", "127.0.0.1", "other")
+    listener.control.clear()
+    listener.rings.close()
 
 
 FILTERS: list[tuple[str, dict[str, Any], bool]] = [

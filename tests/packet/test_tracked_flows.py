@@ -9,6 +9,9 @@ from collections.abc import Iterator
 import pytest
 
 from pyebpf_proxy.datapath.connections import masqueraded
+from pyebpf_proxy.datapath.connections.create import Entry, create_now
+from pyebpf_proxy.datapath.loader.programs import Settings
+from pyebpf_proxy.services.model import Protocol
 from tests.packet.fast_node import (
     CONFIRM,
     REDIRECT,
@@ -19,7 +22,7 @@ from tests.packet.fast_node import (
     reset_counters,
     sweep,
 )
-from tests.packet.program_node import GO_ON, ProgramNode
+from tests.packet.program_node import GO_ON, XDP_PASS, ProgramNode
 
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
 LOW, HIGH = 30000, 30001
@@ -153,6 +156,29 @@ def test_without_the_conntrack_lookup_a_datagram_keeps_its_endpoint(node: Progra
         entry = flow.entry()
         assert entry is not None
         assert not entry["young"]
+
+
+def test_xdp_does_not_ask_conntrack_and_needs_the_entry(node: ProgramNode) -> None:
+    """As above, but the tc program finds the flow in conntrack."""
+    with one_cpu():
+        fast = fast_node(node, xdp=1)
+        for service in (0, 2):
+            fast.endpoint("remote", service, protocol="udp")
+        flow = Flow(fast, "udp")
+        places = ((flow.client, flow.sport), (flow.frontend, flow.port), (flow.endpoint, flow.endpoint_port))
+        create_now([Entry(Protocol.UDP, *((fast.packed(name), port) for name, port in places))])
+        flow.permit()
+        assert (flow.run().retval, flow.entries()) == (GO_ON, [])
+        assert enter(fast, datagrams=True) == (1, True)
+        assert fast.run_xdp(flow.frame(), flow.entrance).retval == XDP_PASS
+        entry = flow.entry()
+        assert entry is not None
+        assert not entry["young"]
+
+
+@pytest.mark.parametrize(("lookup", "xdp", "asked"), [(True, False, True), (True, True, False), (False, False, False)])
+def test_such_flows_are_entered_if_a_program_does_not_ask_conntrack(lookup: bool, xdp: bool, asked: bool) -> None:
+    assert Settings(netns_cookie=1, conntrack_lookup=lookup, xdp=xdp).conntrack_is_asked is asked
 
 
 def test_masqueraded_datagrams_come_before_others(fast: ProgramNode) -> None:

@@ -42,6 +42,7 @@ AT_ONCE = 4096
 UNPROMOTED_SECONDS = 30.0
 _ETHERNET_HEADER = bytes(14)
 _ZERO = bytes(4)
+_PROTOCOLS = frozenset(map(int, IpProtocol))
 
 _log = Logger("datapath")
 
@@ -119,6 +120,8 @@ class FlowReader:
         if reply or bool(is_young) is not young:
             return None
         client, frontend, client_port, frontend_port, protocol, ipv6 = self._key.unpack(key)
+        if protocol not in _PROTOCOLS:
+            return None  # written by another program
         source, endpoint, source_port, endpoint_port = self._rewrite.unpack(rewrite)
         # Replies come from the packet's new destination and go to its new source.
         answer_key = self._key.pack(endpoint, source, endpoint_port, source_port, protocol, ipv6)

@@ -73,6 +73,11 @@ class Settings:
     xdp_generic: bool = False
     dry_run: bool = False
 
+    @property
+    def conntrack_is_asked(self) -> bool:
+        """Whether every program that opens flows looks them up in conntrack first (bpf/sweep.h). XDP cannot."""
+        return self.conntrack_lookup and not self.xdp
+
 
 #: The schedulers by IPVS's names. Every endpoint has weight 1, so some are the same.
 SCHEDULERS: Mapping[Scheduler, int] = {

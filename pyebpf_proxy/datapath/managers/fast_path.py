@@ -60,7 +60,7 @@ class FastPathManager(Manager):
             reasons,
             self._nft.table.name,
             self._heed_rules,
-            holds=bool(ports) or not loaded.settings.conntrack_lookup,
+            holds=bool(ports) or not loaded.settings.conntrack_is_asked,
             snat_ports=ports,
             passes=lambda: promotion.statistics.passes,
         )
@@ -87,7 +87,7 @@ class FastPathManager(Manager):
     async def _enter(self, fast_path: FastPath, ports: range) -> None:
         """Before any flow is young: flows that conntrack has masqueraded keep their source ports.
 
-        If programs cannot look them up, UDP flows that conntrack has translated keep their endpoints, too.
+        If a program cannot look them up, UDP flows that conntrack has translated keep their endpoints, too.
         """
         loaded = self._programs.loaded
         addresses = {address.packed for address in self._node_maps.node.addresses}
@@ -100,7 +100,7 @@ class FastPathManager(Manager):
                 loaded.tc.btf,
                 partial(run_for_flow, loaded.tc.programs["enter_flow"]),
                 loaded.settings.flow_quota // 2,
-                datagrams=not loaded.settings.conntrack_lookup,
+                datagrams=not loaded.settings.conntrack_is_asked,
             )
         except (OSError, RuntimeError, MemoryError) as error:  # RuntimeError: no thread could be started
             _log.error("flows in conntrack could not be read; new flows may break them", error=str(error))

@@ -168,7 +168,11 @@ class _Adoption:
         for family in IPFamily:
             name = f"backends{family.value}"
             rows = self._rows(name, self.layouts.u32, self.layouts.backend[family])
-            for (number,), (address, port, protocol, service, local), _ in rows:
+            for (number,), (address, port, protocol, service, local), raw in rows:
+                if not 0 < number < BACKEND_IDS:
+                    # No packet can carry it: in the nft table it would have the key of another backend.
+                    self._delete(name, raw)
+                    continue
                 mirror.used[name] += 1
                 endpoint = Endpoint(address, port, bool(local))  # type: ignore[arg-type]
                 self.backends[number] = _Backend(endpoint, protocol, service, family)

@@ -152,10 +152,11 @@ class Node:
         self._chains: dict[int, tuple[tuple[int, ...], ...]] = {}
         self._see_others()
         self._wanted = plan(self._follower.state, config)
-        #: As the last :meth:`_note_sources` has found them; before it those of a former run that are on no device.
+        #: As the last :meth:`_note_sources` has found them; before it those of a former run. A device of those may have
+        #: gone down since.
         self._sources = {
             key for name, entries in self._written.items() if name != "devices" for key in entries if may_be_source(key)
-        } - {address.packed for address in self.addresses}
+        }
         self._write()
 
     @property

@@ -165,11 +165,13 @@ def test_removed_addresses_are_reported(harness: Harness, shell: Shell) -> None:
     follow(node, lambda: "fe80::7" not in harness.node_addresses())
     assert gone() == {"10.1.0.1", "10.1.0.2", "10.1.0.3", "fd00::1"}
     assert {"10.1.0.2", "10.1.0.3"} <= set(harness.node_addresses())
-    # An address that is removed while no agent runs.
+    # An address that is removed, and a device that goes down, while no agent runs.
+    shell("ip addr add 10.1.0.4/32 dev v1; ip addr add 10.1.0.5/32 dev lo")
+    follow(node, lambda: {"10.1.0.4", "10.1.0.5"} <= set(harness.node_addresses()))
     node.close()
-    shell("ip addr del 10.1.0.3/32 dev v0")
+    shell("ip addr del 10.1.0.3/32 dev v0; ip link set v1 down")
     harness.start(fast)
-    assert gone() == {"10.1.0.3"}
+    assert gone() == {"10.1.0.2", "10.1.0.3", "10.1.0.4"}
 
 
 def test_removed_devices_are_reported_by_index(harness: Harness, shell: Shell) -> None:

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The decision table in Python: packets to 127.0.0.0/8, and to a ClusterIP that the node has, too."""
+
+from __future__ import annotations
+
+import pytest
+
+from pyebpf_proxy.see.decide import Packet, World, decide
+from pyebpf_proxy.see.state import Service, State
+from pyebpf_proxy.services.model import FrontendKind, IPFamily, Protocol, ServicePortName
+
+CLIENT, LOCALHOST, ANY = bytes([192, 0, 2, 1]), bytes([127, 0, 0, 1]), bytes(4)
+NODE_PORT, OTHER = 30080, 9999
+WEB = Service(
+    1, ServicePortName("default", "web", "http", Protocol.TCP, IPFamily.IPV4), 1, 0, 0, True, False, False, False, False
+)
+STATE = State(services={1: WEB}, frontends={(ANY, NODE_PORT, int(Protocol.TCP)): (1, FrontendKind.NODE_PORT)})
+
+
+@pytest.mark.parametrize("nft", [False, True], ids=["iptables", "nftables"])
+@pytest.mark.parametrize("port", [NODE_PORT, OTHER])
+@pytest.mark.parametrize(("served", "verdict"), [(True, "dropped"), (False, "left")])
+def test_only_nodes_that_serve_localhost_drop_packets_from_outside_to_loopback(
+    served: bool, verdict: str, port: int, nft: bool
+) -> None:
+    """They drop all of them (goes_to_loopback() of bpf/serve.h). Others leave them to the kernel, which does."""
+    world = World({"localhost_node_ports": int(served), "nft_mode": int(nft)}, {}, frozenset(), True)
+    found = decide(Packet(CLIENT, 40000, LOCALHOST, port, Protocol.TCP, 3), world, STATE)
+    assert (found.verdict, found.reason) == (verdict, "drop_loopback_destination" if served else "")
+
+
+@pytest.mark.parametrize(
+    ("device", "sockets", "protocol", "verdict"),
+    [
+        (0, True, Protocol.UDP, "left"),
+        (0, True, Protocol.SCTP, "refused"),
+        (0, False, Protocol.UDP, "refused"),
+        (3, True, Protocol.UDP, "refused"),
+    ],
+    ids=["a process here", "SCTP", "socketLB: off", "a pod"],
+)
+def test_sockets_of_the_node_reach_a_cache_at_a_cluster_ip(
+    device: int, sockets: bool, protocol: Protocol, verdict: str
+) -> None:
+    """As translate() of bpf/translate.h. The Service itself has no endpoint."""
+    address = bytes([10, 96, 0, 10])
+    name = ServicePortName("kube-system", "kube-dns", "dns", protocol, IPFamily.IPV4)
+    dns = Service(2, name, 2, 0, 0, False, False, False, False, False)
+    state = State(services={2: dns}, frontends={(address, 53, int(protocol)): (2, FrontendKind.CLUSTER_IP)})
+    world = World({"localhost_node_ports": 0, "nft_mode": 1}, {address: True}, frozenset(), sockets)
+    assert decide(Packet(CLIENT, 40000, address, 53, protocol, device), world, state).verdict == verdict
