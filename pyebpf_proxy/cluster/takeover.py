@@ -152,14 +152,16 @@ def verify(site: Site, node: str, before: Reached, say: Say) -> None:
         site.run("connect", node, "connect", before.pod)
 
 
-def replace(site: Site, node: str, old: Pod, say: Say) -> Pod:
-    """Replace the agent's pod by one of the DaemonSet's present template. The attached programs carry the traffic."""
+def replace(site: Site, node: str, old: Pod, say: Say) -> None:
+    """Replace the agent's pod by one of the DaemonSet's present template, and wait until that has programmed the node.
+
+    The attached programs carry the traffic meanwhile.
+    """
     site.go_on()
     site.api.delete(PODS, old.name, NAMESPACE, old.uid)
     _wait_new(site, _AGENTS, node, old, "no new pod of the agent comes")
     wait_programmed(site, node)
     say("the new agent has programmed the node")
-    return wait_ready(site, node)
 
 
 # ---- back to kube-proxy --------------------------------------------------------------------------------------------

@@ -6,9 +6,9 @@ from __future__ import annotations
 from pyebpf_proxy.cluster import model, objects, takeover, task_pod
 from pyebpf_proxy.cluster.api import DAEMON_SETS, Object, RefusedError
 from pyebpf_proxy.cluster.command import Command
-from pyebpf_proxy.cluster.errors import ClusterError, NodeLostError, StoppedError
+from pyebpf_proxy.cluster.errors import ClusterError, NodeGoneError, NodeLostError, StoppedError
 from pyebpf_proxy.cluster.model import Pod, installed_image
-from pyebpf_proxy.cluster.objects import NAME, NAMESPACE
+from pyebpf_proxy.cluster.objects import KUBE_PROXY, NAME, NAMESPACE
 from pyebpf_proxy.cluster.output import counted
 from pyebpf_proxy.cluster.takeover import Say, Site
 
@@ -46,10 +46,13 @@ class Upgrade(Command):
         return found
 
     def _upgrade(self, site: Site, node: str, old: Pod, say: Say) -> bool:
-        """One node. ClusterError: which image runs there."""
+        """One node. False: it does not exist any more. ClusterError: which image runs there."""
         # The old agent runs until the image is on the node and has run there.
         try:
             before = takeover.try_image(site, node)
+        except NodeGoneError as gone:
+            say(str(gone))
+            return False
         except StoppedError as stopped:
             raise StoppedError(f"{node}: {stopped}; the agent of {old.image} stays", stopped.status) from None
         except (ClusterError, RefusedError) as error:
@@ -59,10 +62,17 @@ class Upgrade(Command):
             self.api.apply(objects.upgraded(self._daemon_set(), site.image))
             say("the image is available; replacing the agent")
             takeover.replace(site, node, old, say)
+            if self._runs_kube_proxy(node):
+                say("upgraded; kube-proxy also runs on the node: to complete the installation, run cluster install")
+                return True
+            takeover.wait_ready(site, node)
             takeover.verify(site, node, before, say)
         except KeyboardInterrupt:
             say(f"stopped here; what the last agent attached carries the traffic; {again}")
             raise
+        except NodeGoneError as gone:
+            say(str(gone))
+            return False
         except NodeLostError as lost:
             raise ClusterError(f"{node}: {lost}. Once it is back, {again}") from None
         except StoppedError as stopped:
@@ -75,6 +85,10 @@ class Upgrade(Command):
         say("upgraded, and verified")
         return True
 
+    def _runs_kube_proxy(self, node: str) -> bool:
+        """Whether kube-proxy holds the node's health port. The agent does not become ready then."""
+        return node in model.pods(self.api, f"k8s-app={KUBE_PROXY}", node)
+
     def _downgrade(self, site: Site, node: str, old: Pod, error: str, say: Say) -> None:
         """Bring the former agent back. ClusterError if that fails, too."""
         try:
@@ -82,7 +96,8 @@ class Upgrade(Command):
             failed = model.pods(self.api, f"k8s-app={NAME}", node).get(node)
             if failed is not None and failed.image != old.image:
                 takeover.replace(site, node, failed, say)
-            takeover.wait_ready(site, node)
+            wait = takeover.wait_programmed if self._runs_kube_proxy(node) else takeover.wait_ready
+            wait(site, node)
         except (ClusterError, RefusedError) as second:
             raise ClusterError(
                 f"{node}: {error}; the agent of {old.image} does not come back either: {second}; what the last"
