@@ -70,9 +70,12 @@ class Lease:
         try:
             self._write(found, self._spec())
         except RefusedError as refused:
-            if refused.status == 409:
+            if refused.status != 409:
+                raise
+            # The request was repeated if its first answer was lost: then the Lease is this command's.
+            now = self._api.get(LEASES, NAME, NAMESPACE)
+            if now is None or _holder(now) != self._holder:
                 raise ClusterError("another command began to change this cluster at the same time") from None
-            raise
 
     def _require_expired(self, found: Object) -> None:
         """ClusterError if the holder still renews the Lease.
