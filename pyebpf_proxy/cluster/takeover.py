@@ -114,12 +114,15 @@ def _wait_pod(site: Site, proxy: str, node: str, good: Callable[[Pod], bool], la
     def come() -> bool:
         nonlocal found
         found = pods(api, f"k8s-app={proxy}", node).get(node)
-        if found is not None and found.hopeless:
+        # The DaemonSet controller replaces a pod that failed: the kubelet has rejected or evicted it.
+        if found is not None and found.hopeless and found.phase != "Failed":
             raise ClusterError(f"{hopeless}: {found.hopeless}")
         return found is not None and found.usable and good(found)
 
     def why() -> str:
-        return reasons.of_daemon_set(api, proxy) if found is None else reasons.of_pod(api, found.name)
+        if found is None:
+            return reasons.of_daemon_set(api, proxy)
+        return found.hopeless or reasons.of_pod(api, found.name)
 
     wait_on_node(api, node, come, late, site.seconds, why)
     assert found is not None
