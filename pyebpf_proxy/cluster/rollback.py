@@ -24,7 +24,8 @@ class Rollback(Command):
         found = self.view()
         if found.kube_proxy_set is None:
             raise ClusterError(f"there is no DaemonSet {NAMESPACE}/{KUBE_PROXY}: the agent stays, it is the only proxy")
-        image = image or installed_image(found)
+        installed = installed_image(found)
+        image = image or installed
         if not image and any(map(found.is_ours, found.nodes)):
             raise ClusterError(
                 f"there is no DaemonSet {NAMESPACE}/{objects.NAME} any more; name the image for the clean-up: --image"
