@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from pyebpf_proxy.cluster import model, objects, task_pod
 from pyebpf_proxy.cluster.api import CONFIG_MAPS, DAEMON_SETS, NAMESPACES, PODS, Api, Object, RefusedError
-from pyebpf_proxy.cluster.errors import ClusterError
+from pyebpf_proxy.cluster.errors import ClusterError, StoppedError
 from pyebpf_proxy.cluster.model import View
 from pyebpf_proxy.cluster.objects import NAMESPACE
 from pyebpf_proxy.cluster.output import Finding
@@ -233,6 +233,8 @@ def _image(api: Api, found: View, image: str, seconds: float) -> Iterator[Findin
             return Finding(IMAGE, "warning", "not checked: the node's kubelet does not report", "", node)
         try:
             task_pod.run(api, "check", node, image, ["pyebpf-proxy", "cluster", "on-node", "fit"], seconds)
+        except StoppedError:
+            raise  # each node would wait as long again
         except (ClusterError, RefusedError) as error:
             remedy = "make the image available to the node, or name another one" if "pull" in str(error) else ""
             return Finding(IMAGE, "bad", str(error), remedy, node)

@@ -316,7 +316,7 @@ def test_sysdump_has_everything_for_a_report_and_no_secret(
     assert secret not in everything
     assert token not in everything
     assert files["kube-proxy.config.yaml"].count("REDACTED") == 3
-    assert "exists already" in run(tmp_path, "sysdump", "--file", str(target), status=2)
+    assert "already exists" in run(tmp_path, "sysdump", "--file", str(target), status=2)
     # A node that does not answer, and one that is not asked for its many flows, are named.
     busy = agent_answers.status()
     busy.conntrack = model.Fill(name="conntrack", used=200_000, capacity=262_144)

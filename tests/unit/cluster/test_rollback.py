@@ -13,7 +13,6 @@ from pyebpf_proxy.cluster.output import Output
 from pyebpf_proxy.cluster.rollback import Rollback
 from tests.unit.cluster.fake_api import FakeApi
 
-
 IMAGE = "registry.example/pyebpf-proxy:1"
 
 

@@ -12,7 +12,6 @@ from pyebpf_proxy.cluster.objects import NAME, NAMESPACE
 from pyebpf_proxy.cluster.takeover import Site
 from tests.unit.cluster.fake_api import FakeApi, running
 
-
 IMAGE = "registry.example/pyebpf-proxy:1"
 
 
