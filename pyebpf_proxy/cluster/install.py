@@ -8,7 +8,7 @@ import yaml
 from pyebpf_proxy.cluster import check, objects, takeover, task_pod
 from pyebpf_proxy.cluster.api import DAEMON_SETS, Object, RefusedError
 from pyebpf_proxy.cluster.canary import Canary
-from pyebpf_proxy.cluster.command import Command
+from pyebpf_proxy.cluster.command import Command, naming
 from pyebpf_proxy.cluster.errors import ClusterError, NodeGoneError, NodeLostError, StoppedError
 from pyebpf_proxy.cluster.model import View, installed_image, view
 from pyebpf_proxy.cluster.objects import AGENT, KUBE_PROXY, NAMESPACE, ON, PARKED
@@ -91,30 +91,22 @@ class Install(Command):
         if not objects.is_prepared(found.kube_proxy_set):
             takeover.patch_kube_proxy(self.api, objects.prepare, self.seconds)
 
-    def _take(self, site: Site, node: str, say: Say) -> bool:
-        """One node. False: it does not exist any more. ClusterError: what runs there now."""
+    def _take(self, site: Site, node: str, say: Say) -> None:
+        """One node. ClusterError: what runs there now."""
         done = self.done_before
         before = Reached(site.targets, site.targets)
-        try:
+        with naming(node, f"nothing was changed there{done}"):
             if not takeover.label_now(site.api, node, AGENT):
                 before = takeover.try_image(site, node)
                 say("the image runs on the node, and the kernel meets the requirements")
                 _say_unreached(site, before, say)
-        except NodeGoneError as gone:
-            say(str(gone))
-            return False
-        except StoppedError as stopped:
-            raise StoppedError(f"{node}: {stopped}; nothing was changed there{done}", stopped.status) from None
-        except (ClusterError, RefusedError) as error:
-            raise ClusterError(f"{node}: {error}; nothing was changed there{done}") from None
         try:
             takeover.take(site, node, before, say)
         except KeyboardInterrupt:
             say("stopped here; a proxy serves the node. Go on with cluster install, or undo it with cluster rollback")
             raise
-        except NodeGoneError as gone:
-            say(str(gone))
-            return False
+        except NodeGoneError:
+            raise
         except NodeLostError as lost:
             raise ClusterError(f"{node}: {lost}{self._unpark(site, node)}{done}") from None
         except StoppedError as stopped:
@@ -126,7 +118,6 @@ class Install(Command):
             self._give_back(site, node, str(error), say)
             raise ClusterError(f"{node}: {error}; the node was given back to kube-proxy{done}") from None
         say("taken over, and verified")
-        return True
 
     @staticmethod
     def _unpark(site: Site, node: str) -> str:

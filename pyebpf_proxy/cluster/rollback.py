@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 from pyebpf_proxy.cluster import objects, scheduling, takeover, task_pod
-from pyebpf_proxy.cluster.api import RefusedError, kind_of
-from pyebpf_proxy.cluster.command import Command
-from pyebpf_proxy.cluster.errors import ClusterError, NodeGoneError, StoppedError
+from pyebpf_proxy.cluster.api import kind_of
+from pyebpf_proxy.cluster.command import Command, naming
+from pyebpf_proxy.cluster.errors import ClusterError
 from pyebpf_proxy.cluster.model import installed_image, view
 from pyebpf_proxy.cluster.objects import KUBE_PROXY, NAMESPACE
 from pyebpf_proxy.cluster.output import counted
@@ -64,19 +64,13 @@ class Rollback(Command):
                 f" agent stays there, it is the only proxy{self.done_before}"
             )
 
-    def _give_back(self, site: Site, node: str, say: Say) -> bool:
-        """One node. False: it does not exist any more."""
+    @staticmethod
+    def _give_back(site: Site, node: str, say: Say) -> None:
+        """One node."""
+        again = "repeat the command to go on"
         try:
-            takeover.give_back(site, node, say)
+            with naming(node, again, f"a proxy serves the node; {again}"):
+                takeover.give_back(site, node, say)
         except KeyboardInterrupt:
             say("stopped here; a proxy serves the node. Go on with cluster rollback")
             raise
-        except NodeGoneError as gone:
-            say(str(gone))
-            return False
-        except StoppedError as stopped:
-            text = f"{node}: {stopped}; a proxy serves the node; repeat the command to go on"
-            raise StoppedError(text, stopped.status) from None
-        except (ClusterError, RefusedError) as error:
-            raise ClusterError(f"{node}: {error}; repeat the command to go on") from None
-        return True

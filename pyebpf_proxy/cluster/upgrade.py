@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from pyebpf_proxy.cluster import model, objects, takeover, task_pod
 from pyebpf_proxy.cluster.api import DAEMON_SETS, Object, RefusedError
-from pyebpf_proxy.cluster.command import Command
+from pyebpf_proxy.cluster.command import Command, naming
 from pyebpf_proxy.cluster.errors import ClusterError, NodeGoneError, NodeLostError, StoppedError
 from pyebpf_proxy.cluster.model import Pod, installed_image
 from pyebpf_proxy.cluster.objects import KUBE_PROXY, NAME, NAMESPACE
@@ -45,18 +45,11 @@ class Upgrade(Command):
             raise ClusterError(f"DaemonSet {NAMESPACE}/{NAME} does not exist any more")
         return found
 
-    def _upgrade(self, site: Site, node: str, old: Pod, say: Say) -> bool:
-        """One node. False: it does not exist any more. ClusterError: which image runs there."""
+    def _upgrade(self, site: Site, node: str, old: Pod, say: Say) -> None:
+        """One node. ClusterError: which image runs there."""
         # The old agent runs until the image is on the node and has run there.
-        try:
+        with naming(node, f"the agent of {old.image} stays"):
             before = takeover.try_image(site, node)
-        except NodeGoneError as gone:
-            say(str(gone))
-            return False
-        except StoppedError as stopped:
-            raise StoppedError(f"{node}: {stopped}; the agent of {old.image} stays", stopped.status) from None
-        except (ClusterError, RefusedError) as error:
-            raise ClusterError(f"{node}: {error}; the agent of {old.image} stays") from None
         again = f"cluster upgrade --image {site.image} goes on"
         try:
             self.api.apply(objects.upgraded(self._daemon_set(), site.image))
@@ -64,15 +57,14 @@ class Upgrade(Command):
             takeover.replace(site, node, old, say)
             if self._runs_kube_proxy(node):
                 say("upgraded; kube-proxy also runs on the node: to complete the installation, run cluster install")
-                return True
+                return
             takeover.wait_ready(site, node)
             takeover.verify(site, node, before, say)
         except KeyboardInterrupt:
             say(f"stopped here; what the last agent attached carries the traffic; {again}")
             raise
-        except NodeGoneError as gone:
-            say(str(gone))
-            return False
+        except NodeGoneError:
+            raise
         except NodeLostError as lost:
             raise ClusterError(f"{node}: {lost}. Once it is back, {again}") from None
         except StoppedError as stopped:
@@ -83,7 +75,6 @@ class Upgrade(Command):
             self._downgrade(site, node, old, str(error), say)
             raise ClusterError(f"{node}: {error}; the agent of {old.image} runs there again") from None
         say("upgraded, and verified")
-        return True
 
     def _runs_kube_proxy(self, node: str) -> bool:
         """Whether kube-proxy holds the node's health port. The agent does not become ready then."""
