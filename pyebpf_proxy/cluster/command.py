@@ -66,17 +66,17 @@ class Command:
                         if time.monotonic() < end:
                             time.sleep(task_pod.POLL_SECONDS)
                             continue
-                    raise ClusterError(f"{item['kind']} {item['metadata']['name']} is refused: {refused}") from None
+                    raise ClusterError(f"{item['kind']} {item['metadata']['name']} was rejected: {refused}") from None
                 break
 
     def leave_out(self, nodes: list[str], why: str) -> None:
-        """Name nodes that the command leaves out."""
+        """Name nodes that the command skips."""
         if nodes:
-            self.output.say(f"left out, because {why}: {', '.join(nodes)}")
+            self.output.say(f"skipped, because {why}: {', '.join(nodes)}")
 
     def leave_out_down(self, found: View) -> None:
         """Name those on which nothing would happen."""
-        self.leave_out([node for node in found.nodes if not found.is_up(node)], "their kubelets do not report")
+        self.leave_out([node for node in found.nodes if not found.is_up(node)], "they are not ready")
 
     def each(self, todo: list[str], what: str, do: Callable[[str, Say], None]) -> None:
         """``do`` for one node after the other; one that does not exist any more is named. ``what``: for the bar."""

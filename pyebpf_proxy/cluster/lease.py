@@ -90,7 +90,7 @@ class Lease:
             raise ClusterError(f"{busy}. If it was killed, its Lease expires in {seconds - age:.0f} s")
         if age > _LONG_AGO:
             return
-        self._say(f"waiting for {seconds:.0f} s: does another command still run? {_holder(found)}")
+        self._say(f"waiting {seconds:.0f} s to see whether another command is running: {_holder(found)}")
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             time.sleep(_LOOK_SECONDS)

@@ -91,7 +91,7 @@ def write(api: Api, output: Output, path: str, nodes: str, seconds: float) -> li
     output.document |= {"file": str(target), "missing": missing}
     for line in missing:
         output.say(f"missing: {line}")
-    output.say(f"{target}: {target.stat().st_size} bytes; look at it before you publish it")
+    output.say(f"{target}: {target.stat().st_size} bytes; review it before you share it")
     return missing
 
 

@@ -23,7 +23,7 @@ class Upgrade(Command):
         api, say = self.api, self.output.say
         before = installed_image(self.view())
         if not before:
-            raise ClusterError("the agent is not installed: pyebpf-proxy cluster install")
+            raise ClusterError("the agent is not installed; run pyebpf-proxy cluster install")
         site = self.site(image or before)
         with self.lease:
             found = self.again()
@@ -42,15 +42,15 @@ class Upgrade(Command):
     def _daemon_set(self) -> Object:
         found = self.api.get(DAEMON_SETS, NAME, NAMESPACE)
         if found is None:
-            raise ClusterError(f"DaemonSet {NAMESPACE}/{NAME} does not exist any more")
+            raise ClusterError(f"DaemonSet {NAMESPACE}/{NAME} no longer exists")
         return found
 
     def _upgrade(self, site: Site, node: str, old: Pod, say: Say) -> None:
         """One node. ClusterError: which image runs there."""
         # The old agent runs until the image is on the node and has run there.
-        with naming(node, f"the agent of {old.image} stays"):
+        with naming(node, f"the agent with {old.image} stays"):
             before = takeover.try_image(site, node)
-        again = f"cluster upgrade --image {site.image} goes on"
+        again = f"to continue, run cluster upgrade --image {site.image}"
         try:
             self.api.apply(objects.upgraded(self._daemon_set(), site.image))
             say("the image is available; replacing the agent")
@@ -61,19 +61,19 @@ class Upgrade(Command):
             takeover.wait_ready(site, node)
             takeover.verify(site, node, before, say)
         except KeyboardInterrupt:
-            say(f"stopped here; what the last agent attached carries the traffic; {again}")
+            say(f"interrupted; the programs of the last agent carry the traffic; {again}")
             raise
         except NodeGoneError:
             raise
         except NodeLostError as lost:
-            raise ClusterError(f"{node}: {lost}. Once it is back, {again}") from None
+            raise ClusterError(f"{node}: {lost}; when it is back, {again}") from None
         except StoppedError as stopped:
-            text = f"{node}: {stopped}; what the last agent attached carries the traffic; {again}"
+            text = f"{node}: {stopped}; the programs of the last agent carry the traffic; {again}"
             raise StoppedError(text, stopped.status) from None
         except (ClusterError, RefusedError) as error:
-            say(f"failed: {error}; the agent of {old.image} comes back")
+            say(f"failed: {error}; restoring the agent with {old.image}")
             self._downgrade(site, node, old, str(error), say)
-            raise ClusterError(f"{node}: {error}; the agent of {old.image} runs there again") from None
+            raise ClusterError(f"{node}: {error}; the agent with {old.image} runs there again") from None
         say("upgraded, and verified")
 
     def _runs_kube_proxy(self, node: str) -> bool:
@@ -91,6 +91,6 @@ class Upgrade(Command):
             wait(site, node)
         except (ClusterError, RefusedError) as second:
             raise ClusterError(
-                f"{node}: {error}; the agent of {old.image} does not come back either: {second}; what the last"
-                " agent attached carries the traffic: pyebpf-proxy cluster rollback --nodes"
+                f"{node}: {error}; the agent with {old.image} could not be restored: {second}; the programs of the last"
+                " agent carry the traffic; run pyebpf-proxy cluster rollback --nodes SELECTOR"
             ) from None

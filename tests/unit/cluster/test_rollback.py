@@ -23,6 +23,6 @@ def test_rollback_with_an_image_leaves_what_these_commands_did_not_make() -> Non
     del daemon_set["spec"]["template"]["spec"]["nodeSelector"][objects.AGENT]
     path = DAEMON_SETS.path(NAMESPACE, NAME)
     api.put(path, daemon_set)
-    with pytest.raises(ClusterError, match="was not made by this command"):
+    with pytest.raises(ClusterError, match="was not created by this command"):
         Rollback(api, Output(as_json=False), "", 1.0).run(IMAGE)
     assert path in api.stored

@@ -46,5 +46,5 @@ def test_a_pod_that_is_rejected_again_and_again_is_explained() -> None:
     api.label("n1", agent=objects.ON, parked=objects.ON)
     api.status_of = lambda pod: {"phase": "Failed", "reason": "OutOfpods", "message": "Pod was rejected: too many pods"}
     site = Site(api, IMAGE, [], "", 0.2, lambda: None)
-    with pytest.raises(ClusterError, match=r"the agent's pod is not ready: not within 0 s: .*too many pods"):
+    with pytest.raises(ClusterError, match=r"the agent's pod did not become ready within 0 s: .*too many pods"):
         takeover.wait_ready(site, "n1")

@@ -57,7 +57,7 @@ def test_a_node_that_is_deleted_meanwhile_is_named(api: FakeApi, capsys: pytest.
     api.before = remove_node
     upgrade(api)
     said = capsys.readouterr().out
-    assert "[1/2] n1: the node does not exist any more" in said
+    assert "[1/2] n1: the node no longer exists" in said
     assert "[2/2] n2: upgraded, and verified" in said
     assert api.images() == {"n2": NEWER}
 
@@ -91,6 +91,6 @@ def test_where_kube_proxy_also_runs_the_former_agent_comes_back(api: FakeApi) ->
         return running(ready=False)
 
     api.status_of = status
-    with pytest.raises(ClusterError, match=rf"CAP_BPF is missing; the agent of {OLDER} runs there again"):
+    with pytest.raises(ClusterError, match=rf"CAP_BPF is missing; the agent with {OLDER} runs there again"):
         upgrade(api)
     assert api.images() == {"n1": OLDER}
