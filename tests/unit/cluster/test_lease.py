@@ -39,7 +39,7 @@ def test_a_lease_that_another_command_takes_at_the_same_time() -> None:
     def other(method: str, asked: str) -> None:
         if method == "PATCH":
             api.before = lambda method, path: None
-            api.put(path, api.stored[path] | {"spec": {"holderIdentity": "rollback by somebody"}})
+            api.put(path, api.stored[path] | {"spec": {"holderIdentity": "rollback by operator@laptop"}})
 
     api.before = other
     with pytest.raises(ClusterError, match="another command began to change this cluster at the same time"):
