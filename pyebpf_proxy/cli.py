@@ -53,7 +53,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         texts = {name: command.text for name, command in commands.COMMANDS.items()}
         return _print(
-            usage(texts | {"cluster": "all nodes of a cluster, from outside: check, install, status, rollback"})
+            usage(
+                texts | {"cluster": "manage all nodes of a cluster with a kubeconfig: check, install, status, rollback"}
+            )
         )
     if flags.version in ("true", "raw"):
         return _print(_version(flags))

@@ -41,7 +41,9 @@ def ask_all(api: Api, found: View, seconds: float) -> Asked:
         return Asked({}, [], f"this user may not {'; '.join(missing)}")
     answers, problems = ask.everywhere(api, found, ["status"], model.Status, min(seconds, _SECONDS))
     known = {node: each for node, each in answers.items() if each is not None}
-    problems += [model.NodeProblem(node=node, text="it refuses the command") for node in answers if node not in known]
+    problems += [
+        model.NodeProblem(node=node, text="the agent rejects the command") for node in answers if node not in known
+    ]
     return Asked(known, problems)
 
 
@@ -129,7 +131,7 @@ class _Alike(NamedTuple):
 
 
 _ALIKE = (
-    _Alike("version", "warning", "pyebpf-proxy cluster upgrade", lambda status: [status.version]),
+    _Alike("version", "warning", "run pyebpf-proxy cluster upgrade", lambda status: [status.version]),
     # They differ while nodes are updated.
     _Alike("kernel", "good", "", lambda status: [status.kernel]),
     _Alike(

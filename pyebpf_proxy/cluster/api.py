@@ -103,7 +103,7 @@ class Api:
                 kubeconfig or None, self.context, client_configuration=configuration
             )
         except (config.ConfigException, yaml.YAMLError, OSError, TypeError, KeyError, AttributeError) as error:
-            remedy = "name one with --kubeconfig or the variable KUBECONFIG"
+            remedy = "specify one with --kubeconfig or the environment variable KUBECONFIG"
             raise ClusterError(f"no kubeconfig: {_unusable(kubeconfig, error)}; {remedy}", NO_ANSWER) from None
         configuration.retries = Retry(0)
         self.url = str(configuration.host)
@@ -150,7 +150,7 @@ class Api:
                 raise StoppedError(f"the API server has not answered for {PATIENCE:.0f} s: {why}", NO_ANSWER)
             if not self._away:
                 self._away = True
-                self._say(f"the API server does not answer ({why}): trying again")
+                self._say(f"the API server does not answer ({why}); retrying")
             time.sleep(_PAUSE)
 
     @contextlib.contextmanager
@@ -280,7 +280,7 @@ class Api:
             client.run_forever(timeout=seconds)
             if client.is_open():
                 client.close()
-                raise RefusedError(0, "NoAnswer", f"the command has not ended after {seconds:.0f} s")
+                raise RefusedError(0, "NoAnswer", f"the command did not finish within {seconds:.0f} s")
             said, errors = client.read_stdout(timeout=0), client.read_stderr(timeout=0)
             ended = json.loads(client.read_channel(stream.ERROR_CHANNEL) or b"{}")
         except WebSocketBadStatusException as error:
@@ -315,7 +315,7 @@ def _unusable(kubeconfig: str, error: Exception) -> str:
 
     name = kubeconfig or os.environ.get("KUBECONFIG", "~/.kube/config")
     if not name:
-        return "the variable KUBECONFIG is empty"
+        return "the environment variable KUBECONFIG is empty"
     if not any(os.path.exists(os.path.expanduser(each)) for each in name.split(os.pathsep)):
         return f"{name} does not exist"
     if isinstance(error, OSError):

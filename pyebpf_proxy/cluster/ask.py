@@ -41,7 +41,9 @@ def one(api: Api, pod: Pod, command: Sequence[str], kind: type[A], seconds: floa
     try:
         return msgspec.json.decode(said, type=kind)
     except msgspec.MsgspecError as error:
-        raise ClusterError(f"its answer cannot be read, is it another version? {error}", NO_ANSWER) from None
+        raise ClusterError(
+            f"the answer cannot be read; the agent may have another version: {error}", NO_ANSWER
+        ) from None
 
 
 def everywhere(
@@ -53,7 +55,7 @@ def everywhere(
     def ask(node: str) -> A | ClusterError | None:
         pod = found.agents[node]
         if not pod.usable:
-            return ClusterError(f"the agent does not run{f': {pod.hopeless}' if pod.hopeless else ''}")
+            return ClusterError(f"the agent is not running{f': {pod.hopeless}' if pod.hopeless else ''}")
         try:
             return one(api, pod, command, kind, seconds)
         except UnknownError:

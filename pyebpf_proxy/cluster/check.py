@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from pyebpf_proxy.cluster import model, objects, task_pod
 from pyebpf_proxy.cluster.api import CONFIG_MAPS, DAEMON_SETS, NAMESPACES, PODS, Api, Object, RefusedError
-from pyebpf_proxy.cluster.errors import ClusterError
+from pyebpf_proxy.cluster.errors import ClusterError, StoppedError
 from pyebpf_proxy.cluster.model import View
 from pyebpf_proxy.cluster.objects import NAMESPACE
 from pyebpf_proxy.cluster.output import Finding
@@ -72,8 +72,8 @@ def blocking(api: Api, found: View) -> None:
     configuration = model.kube_proxy_configuration(api)
     if configuration.get("mode") == "ipvs":
         raise ClusterError(
-            "kube-proxy runs in mode ipvs, whose connections end when it is replaced, and whose settings need"
-            " deploy/components/ipvs: this command does not do it (docs/ipvs-mode.md)"
+            "kube-proxy runs in mode ipvs, which this command does not support: replacing it ends its connections,"
+            " and its settings require deploy/components/ipvs (docs/ipvs-mode.md)"
         )
     model.installed_image(found)
     if not any(found.is_ours(node) or node in found.kube_proxies for node in found.nodes):
@@ -89,7 +89,7 @@ def fit_nodes(found: View, nodes: Iterable[str]) -> None:
         if each.state == "bad"
     ]
     if unfit:
-        raise ClusterError(f"{'; '.join(unfit)}; nothing was changed; --nodes leaves nodes out")
+        raise ClusterError(f"{'; '.join(unfit)}; nothing was changed; to exclude nodes, use --nodes")
 
 
 def examine(api: Api, found: View, image: str, seconds: float) -> Iterator[Finding]:
@@ -104,7 +104,7 @@ def examine(api: Api, found: View, image: str, seconds: float) -> Iterator[Findi
     if image:
         yield from _image(api, found, image, seconds)
     else:
-        yield Finding(IMAGE, "warning", "not checked", "name it: --image REGISTRY/pyebpf-proxy:TAG")
+        yield Finding(IMAGE, "warning", "not checked", "to check it, use --image REGISTRY/pyebpf-proxy:TAG")
 
 
 def _allowed(what: str, findings: Iterator[Finding]) -> Iterator[Finding]:
@@ -127,7 +127,7 @@ def _kube_proxy(api: Api, found: View) -> Iterator[Finding]:
     without = [node for node in found.nodes if not found.is_ours(node) and node not in found.kube_proxies]
     if without:
         text = f"it does not run on {listed(without)}"
-        yield Finding("kube-proxy", "warning", text, "install leaves these nodes out")
+        yield Finding("kube-proxy", "warning", text, "install skips these nodes")
 
 
 def _server(api: Api) -> Iterator[Finding]:
@@ -162,7 +162,9 @@ def _cni(api: Api) -> Iterator[Finding]:
         variables = sets["calico-node"]["spec"]["template"]["spec"]["containers"][0].get("env") or ()
         values = {each["name"]: each.get("value", "") for each in variables}
         if values.get("FELIX_BPFENABLED", "").lower() == "true":
-            clashes.append(("calico-node", "Calico's eBPF data plane implements Services", "linuxDataplane: Iptables"))
+            clashes.append(
+                ("calico-node", "Calico's eBPF data plane implements Services", "set linuxDataplane: Iptables")
+            )
     for name, text, remedy in clashes:
         yield Finding("CNI", "bad", f"DaemonSet {name}: {text}", remedy)
     if not clashes:
@@ -183,7 +185,7 @@ def _admission(api: Api, image: str, node: str) -> Iterator[Finding]:
         if "cannot create resource" in str(refused):
             raise  # a right of this user, not admission
         remedy = f"admit pods of {NAMESPACE} with hostNetwork, hostPath and NET_ADMIN, BPF, PERFMON"
-        yield Finding("admission", "bad", f"the agent's pod is refused: {refused}", remedy)
+        yield Finding("admission", "bad", f"the API server rejects the agent's pod: {refused}", remedy)
         return
     namespace = api.get(NAMESPACES, NAMESPACE) or {"metadata": {}}
     level = (namespace["metadata"].get("labels") or {}).get("pod-security.kubernetes.io/enforce", "none")
@@ -195,14 +197,14 @@ def _node(name: str, node: Object) -> Iterator[Finding]:
     kernel, runtime = info.get("kernelVersion", ""), info.get("containerRuntimeVersion", "")
     number = tuple(map(int, re.findall(r"\d+", kernel)[:2]))
     if not kernel:
-        remedy = "it is left out until its kubelet reports"
+        remedy = "the node is skipped until its kubelet reports"
         yield Finding("node", "warning", "its kubelet has never reported", remedy, name)
         return
     text = f"Linux {kernel}, {info.get('architecture', '?')}, {runtime}, kubelet {info.get('kubeletVersion', '?')}"
     if number < _OLDEST_KERNEL:
         yield Finding("node", "bad", f"{text}: the kernel is older than 5.14", "docs/kernels.md", name)
     elif info.get("architecture") not in _ARCHITECTURES:
-        remedy = "build an image on that architecture"
+        remedy = "build an image for that architecture"
         yield Finding("node", "bad", f"{text}: no image for this architecture", remedy, name)
     elif number < _TESTED_KERNEL:
         yield Finding("node", "warning", f"{text}: kernels from 6.1 are tested", "docs/kernels.md", name)
@@ -230,11 +232,13 @@ def _image(api: Api, found: View, image: str, seconds: float) -> Iterator[Findin
 
     def one(node: str) -> Finding:
         if not found.is_up(node):
-            return Finding(IMAGE, "warning", "not checked: the node's kubelet does not report", "", node)
+            return Finding(IMAGE, "warning", "not checked: the node is not ready", "", node)
         try:
             task_pod.run(api, "check", node, image, ["pyebpf-proxy", "cluster", "on-node", "fit"], seconds)
+        except StoppedError:
+            raise  # each node would wait as long again
         except (ClusterError, RefusedError) as error:
-            remedy = "make the image available to the node, or name another one" if "pull" in str(error) else ""
+            remedy = "make the image available to the node, or specify another one" if "pull" in str(error) else ""
             return Finding(IMAGE, "bad", str(error), remedy, node)
         return Finding(IMAGE, "good", f"{image} runs, and the kernel has BTF", "", node)
 

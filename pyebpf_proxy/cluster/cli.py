@@ -25,7 +25,7 @@ COMMANDS = {
     "status": "show what runs on each node, what its agent reports, and where nodes differ; exit status 1: a problem",
     "services": "compare the service ports of all nodes; exit status 1 if nodes differ",
     "explain": "explain a connection of a pod to a Service: the answer of its node's agent, then where nodes differ",
-    "install": "take nodes over from kube-proxy, one after the other, each verified; goes on where it was stopped",
+    "install": "take nodes over from kube-proxy, one after the other, each verified; continues an interrupted run",
     "upgrade": "replace the agents by those of another image, one after the other, each verified",
     "rollback": "give nodes back to kube-proxy; after the last one, remove all objects",
     "test": "test connectivity from pods and nodes to test Services, on every node; cleans up after itself",
@@ -56,7 +56,7 @@ def parser() -> argparse.ArgumentParser:
             name, help=text, description=text[0].upper() + text[1:] + ".", epilog=_STATUSES, allow_abbrev=False
         )
         each.add_argument("--kubeconfig", default="", metavar="FILE", help="default: $KUBECONFIG, else ~/.kube/config")
-        each.add_argument("--context", default="", metavar="NAME", help="default: the kubeconfig's current one")
+        each.add_argument("--context", default="", metavar="NAME", help="default: the current context")
         each.add_argument("--nodes", default="", metavar="SELECTOR", help="only nodes with these labels")
         each.add_argument(
             "--timeout", type=_seconds, default=300.0, metavar="SECONDS", help="for each step; default 300"
@@ -71,9 +71,9 @@ def parser() -> argparse.ArgumentParser:
                 "name", nargs="?", default="", metavar="NAME", help="[NAMESPACE/]NAME[:PORT], or a prefix"
             )
         if name == "explain":
-            each.add_argument("pod", metavar="POD", help="[NAMESPACE/]NAME; namespace default without it")
+            each.add_argument("pod", metavar="POD", help="[NAMESPACE/]NAME; default namespace: default")
             each.add_argument(
-                "service", metavar="SERVICE", help="[NAMESPACE/]NAME[:PORT]; the pod's namespace without one"
+                "service", metavar="SERVICE", help="[NAMESPACE/]NAME[:PORT]; default namespace: the pod's"
             )
         if name == "sysdump":
             each.add_argument("--file", default="", metavar="FILE", help="default: pyebpf-proxy-sysdump-TIME.tar.gz")
@@ -83,7 +83,7 @@ def parser() -> argparse.ArgumentParser:
             )
             each.add_argument("--dry-run", action="store_true", help="print objects and nodes; change nothing")
         if name in _CHANGING:
-            each.add_argument("--yes", action="store_true", help="do not ask whether this is the right cluster")
+            each.add_argument("--yes", action="store_true", help="do not ask for confirmation")
     return top
 
 
@@ -147,7 +147,7 @@ def _run(options: argparse.Namespace) -> int:
     try:
         import kubernetes  # noqa: F401
     except ImportError:
-        return fail("the package kubernetes is missing: docs/cluster.md installs it", NO_ANSWER)
+        return fail("the Python package kubernetes is not installed; see docs/cluster.md", NO_ANSWER)
     from pyebpf_proxy.cluster.api import Api, RefusedError
     from pyebpf_proxy.cluster.output import Output
 
@@ -180,10 +180,14 @@ def _ask(context: str, url: str, options: argparse.Namespace) -> None:
     if options.yes:
         return
     if not sys.stdin.isatty():
-        raise ClusterError(f"context {context}, {url}: not confirmed, since stdin is no terminal; add --yes", QUESTION)
-    print(f"context {context}, {url}: {options.command} there? [y/N] ", end="", file=sys.stderr, flush=True)
+        raise ClusterError(
+            f"context {context}, {url}: not confirmed, because stdin is not a terminal; use --yes", QUESTION
+        )
+    print(
+        f"context {context}, {url}: run {options.command} on this cluster? [y/N] ", end="", file=sys.stderr, flush=True
+    )
     if sys.stdin.readline().strip().lower() not in ("y", "yes"):
-        raise ClusterError("not confirmed: nothing was changed", NOT_RIGHT)
+        raise ClusterError("not confirmed; nothing was changed", NOT_RIGHT)
 
 
 def _check(api: Api, output: Output, options: argparse.Namespace) -> int:

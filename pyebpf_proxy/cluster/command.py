@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from pyebpf_proxy.cluster import check, model, task_pod
 from pyebpf_proxy.cluster.api import Api, Object, RefusedError
-from pyebpf_proxy.cluster.errors import ClusterError
+from pyebpf_proxy.cluster.errors import ClusterError, NodeGoneError, StoppedError
 from pyebpf_proxy.cluster.lease import Lease
 from pyebpf_proxy.cluster.model import View, view
 from pyebpf_proxy.cluster.output import Output
@@ -65,24 +66,29 @@ class Command:
                         if time.monotonic() < end:
                             time.sleep(task_pod.POLL_SECONDS)
                             continue
-                    raise ClusterError(f"{item['kind']} {item['metadata']['name']} is refused: {refused}") from None
+                    raise ClusterError(f"{item['kind']} {item['metadata']['name']} was rejected: {refused}") from None
                 break
 
     def leave_out(self, nodes: list[str], why: str) -> None:
-        """Name nodes that the command leaves out."""
+        """Name nodes that the command skips."""
         if nodes:
-            self.output.say(f"left out, because {why}: {', '.join(nodes)}")
+            self.output.say(f"skipped, because {why}: {', '.join(nodes)}")
 
     def leave_out_down(self, found: View) -> None:
         """Name those on which nothing would happen."""
-        self.leave_out([node for node in found.nodes if not found.is_up(node)], "their kubelets do not report")
+        self.leave_out([node for node in found.nodes if not found.is_up(node)], "they are not ready")
 
-    def each(self, todo: list[str], what: str, do: Callable[[str, Say], bool]) -> None:
-        """``do`` for one node after the other; False: the node was left out. ``what``: for the progress bar."""
+    def each(self, todo: list[str], what: str, do: Callable[[str, Say], None]) -> None:
+        """``do`` for one node after the other; one that does not exist any more is named. ``what``: for the bar."""
         with self.output.progress(what, len(todo)) as step:
             for number, node in enumerate(todo, 1):
                 self.lease.check()
-                if do(node, _prefixed(self.output.say, f"[{number}/{len(todo)}] {node}: ")):
+                say = _prefixed(self.output.say, f"[{number}/{len(todo)}] {node}: ")
+                try:
+                    do(node, say)
+                except NodeGoneError as gone:
+                    say(str(gone))
+                else:
                     self._done.append(node)
                 step()
 
@@ -90,6 +96,19 @@ class Command:
     def done_before(self) -> str:
         """For the end of an error: the nodes that are done."""
         return f"; done before: {', '.join(self._done)}" if self._done else ""
+
+
+@contextlib.contextmanager
+def naming(node: str, end: str, end_if_stopped: str = "") -> Iterator[None]:
+    """Errors in the block begin with the node's name, and end with what they mean for the node."""
+    try:
+        yield
+    except NodeGoneError:
+        raise
+    except StoppedError as stopped:
+        raise StoppedError(f"{node}: {stopped}; {end_if_stopped or end}", stopped.status) from None
+    except (ClusterError, RefusedError) as error:
+        raise ClusterError(f"{node}: {error}; {end}") from None
 
 
 def _prefixed(say: Say, prefix: str) -> Say:

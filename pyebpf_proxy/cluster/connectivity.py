@@ -45,19 +45,19 @@ def run(api: Api, output: Output, found: View, image: str, seconds: float) -> bo
     check.rights(api, RIGHTS)
     image = image or (installed_image(found) if found.agent_set is not None else "")
     if not image:
-        raise ClusterError("no image is named: --image REGISTRY/pyebpf-proxy:TAG", QUESTION)
+        raise ClusterError("no image is specified; use --image REGISTRY/pyebpf-proxy:TAG", QUESTION)
     check.selected(found)
     down = [node for node in found.nodes if not found.is_up(node)]
     found = found._replace(nodes={node: item for node, item in found.nodes.items() if node not in down})
     if down:
-        output.say(f"left out, because their kubelets do not report: {', '.join(down)}")
+        output.say(f"skipped, because they are not ready: {', '.join(down)}")
     if not found.nodes:
-        raise ClusterError("the kubelets of these nodes do not report", NO_ANSWER)
+        raise ClusterError("none of these nodes is ready", NO_ANSWER)
     rows: list[Row] = []
     try:
         _remove(api)
         wait_until(
-            lambda: api.get(NAMESPACES, NAMESPACE) is None, f"the namespace {NAMESPACE} does not go away", seconds
+            lambda: api.get(NAMESPACES, NAMESPACE) is None, f"the namespace {NAMESPACE} was not deleted", seconds
         )
         label = {"pod-security.kubernetes.io/enforce": "privileged"}  # for the pods on the nodes' network
         api.create(
@@ -79,7 +79,7 @@ def run(api: Api, output: Output, found: View, image: str, seconds: float) -> bo
             _remove(api)
         raise
     _remove(api)
-    wait_until(lambda: not _left(api, found), "the pods of the test do not go away", seconds)
+    wait_until(lambda: not _left(api, found), "the test pods were not deleted", seconds)
     return _show(rows, output)
 
 
@@ -187,17 +187,17 @@ def _results(api: Api, output: Output, names: set[str], seconds: float) -> Itera
         for name in sorted(names - logs.keys()):
             pod = present.get(name)
             if pod is None or pod.deleted:
-                raise ClusterError(f"pod {NAMESPACE}/{name} of the test was deleted before it had finished")
+                raise ClusterError(f"pod {NAMESPACE}/{name} was deleted before it finished")
             log = api.log(name, NAMESPACE)
             if peer.DONE in log.splitlines():
                 logs[name] = log
                 step()
             elif pod.hopeless:
-                raise ClusterError(f"{pod.node}: a pod of the test does not run: {pod.hopeless}")
+                raise ClusterError(f"{pod.node}: a test pod does not run: {pod.hopeless}")
         return logs.keys() == names
 
     with output.progress("pods done", len(names)) as step:
-        wait_until(lambda: ended(step), "not all pods have finished", seconds, period=_LOOK_SECONDS)
+        wait_until(lambda: ended(step), "not all test pods finished", seconds, period=_LOOK_SECONDS)
     for _, log in sorted(logs.items()):
         for line in log.splitlines():
             if line.startswith("{"):
@@ -214,7 +214,7 @@ def _from_outside(found: View, service: Object) -> Iterator[Row]:
             row: Row = {"from": "this machine", "to": f"NodePort of {node}, TCP, {family}", "address": address}
             row = peer.ask(row | {"port": port, "protocol": "TCP"}, patience=0)
             if not row["ok"]:
-                row |= {"ok": None, "detail": f"not reached from here: {row['detail']}"}
+                row |= {"ok": None, "detail": f"not reachable from this machine: {row['detail']}"}
             yield row
 
 

@@ -81,7 +81,7 @@ def _name(text: str, what: str, namespace: str = "default") -> tuple[str, str]:
     first, slash, rest = text.partition("/")
     found = (first, rest) if slash else (namespace, first)
     if not all(found) or "/" in found[1]:
-        raise ClusterError(f"{text} is not the name of a {what}: [NAMESPACE/]NAME", QUESTION)
+        raise ClusterError(f"{text} is not the name of a {what}; use [NAMESPACE/]NAME", QUESTION)
     return found
 
 
@@ -94,7 +94,7 @@ def _port(service: Object, wanted: str) -> dict[str, Any]:
     ports: list[dict[str, Any]] = specification.get("ports") or []
     known = ", ".join(str(each.get("name") or each["port"]) for each in ports)
     if not wanted and len(ports) > 1:
-        raise ClusterError(f"Service {name} has several ports, name one as {name}:PORT: {known}", QUESTION)
+        raise ClusterError(f"Service {name} has several ports ({known}); specify one as {name}:PORT", QUESTION)
     for each in ports:
         if not wanted or wanted in (each.get("name"), str(each["port"])):
             return each

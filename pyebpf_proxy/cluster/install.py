@@ -8,7 +8,7 @@ import yaml
 from pyebpf_proxy.cluster import check, objects, takeover, task_pod
 from pyebpf_proxy.cluster.api import DAEMON_SETS, Object, RefusedError
 from pyebpf_proxy.cluster.canary import Canary
-from pyebpf_proxy.cluster.command import Command
+from pyebpf_proxy.cluster.command import Command, naming
 from pyebpf_proxy.cluster.errors import ClusterError, NodeGoneError, NodeLostError, StoppedError
 from pyebpf_proxy.cluster.model import View, installed_image, view
 from pyebpf_proxy.cluster.objects import AGENT, KUBE_PROXY, NAMESPACE, ON, PARKED
@@ -16,6 +16,8 @@ from pyebpf_proxy.cluster.output import counted
 from pyebpf_proxy.cluster.takeover import Reached, Say, Site
 from pyebpf_proxy.see.answers import QUESTION
 
+_CONTINUE = "to continue, run cluster install; to undo it, run cluster rollback"
+_ROLLBACK = "cluster rollback --nodes SELECTOR"
 _CONTROL_PLANE = "node-role.kubernetes.io/control-plane"
 
 
@@ -53,7 +55,7 @@ class Install(Command):
             self.each(todo, "nodes taken over", lambda node, tell: self._take(site, node, tell))
         left = len(found.nodes) - done - len(todo) - len(without)
         if left:
-            say(f"{counted(left, 'node')} left to kube-proxy; to go on: pyebpf-proxy cluster install")
+            say(f"{counted(left, 'node')} left to kube-proxy; to continue, run pyebpf-proxy cluster install")
 
     def _validate(self, found: View, items: list[Object]) -> None:
         """ClusterError if the API server refuses an object. Nothing is changed."""
@@ -63,7 +65,7 @@ class Install(Command):
             self.apply(items, dry_run=True)
             self.api.patch(DAEMON_SETS, KUBE_PROXY, patch, NAMESPACE, dry_run=True)
         except RefusedError as refused:
-            raise ClusterError(f"DaemonSet {KUBE_PROXY} is refused: {refused}; nothing was changed") from None
+            raise ClusterError(f"DaemonSet {KUBE_PROXY} was rejected: {refused}; nothing was changed") from None
         except ClusterError as error:
             raise ClusterError(f"{error}; nothing was changed", error.status) from None
 
@@ -91,52 +93,40 @@ class Install(Command):
         if not objects.is_prepared(found.kube_proxy_set):
             takeover.patch_kube_proxy(self.api, objects.prepare, self.seconds)
 
-    def _take(self, site: Site, node: str, say: Say) -> bool:
-        """One node. False: it does not exist any more. ClusterError: what runs there now."""
+    def _take(self, site: Site, node: str, say: Say) -> None:
+        """One node. ClusterError: what runs there now."""
         done = self.done_before
         before = Reached(site.targets, site.targets)
-        try:
+        with naming(node, f"nothing was changed there{done}"):
             if not takeover.label_now(site.api, node, AGENT):
                 before = takeover.try_image(site, node)
                 say("the image runs on the node, and the kernel meets the requirements")
                 _say_unreached(site, before, say)
-        except NodeGoneError as gone:
-            say(str(gone))
-            return False
-        except StoppedError as stopped:
-            raise StoppedError(f"{node}: {stopped}; nothing was changed there{done}", stopped.status) from None
-        except (ClusterError, RefusedError) as error:
-            raise ClusterError(f"{node}: {error}; nothing was changed there{done}") from None
         try:
             takeover.take(site, node, before, say)
         except KeyboardInterrupt:
-            say("stopped here; a proxy serves the node. Go on with cluster install, or undo it with cluster rollback")
+            say(f"interrupted; a proxy serves the node; {_CONTINUE}")
             raise
-        except NodeGoneError as gone:
-            say(str(gone))
-            return False
+        except NodeGoneError:
+            raise
         except NodeLostError as lost:
             raise ClusterError(f"{node}: {lost}{self._unpark(site, node)}{done}") from None
         except StoppedError as stopped:
-            text = f"{node}: {stopped}; a proxy serves the node; go on with cluster install, or undo it with cluster"
-            raise StoppedError(f"{text} rollback{done}", stopped.status) from None
+            text = f"{node}: {stopped}; a proxy serves the node; {_CONTINUE}{done}"
+            raise StoppedError(text, stopped.status) from None
         except (ClusterError, RefusedError) as error:
             say(f"failed: {error}")
-            say("the node goes back to kube-proxy")
+            say("giving the node back to kube-proxy")
             self._give_back(site, node, str(error), say)
             raise ClusterError(f"{node}: {error}; the node was given back to kube-proxy{done}") from None
         say("taken over, and verified")
-        return True
 
     @staticmethod
     def _unpark(site: Site, node: str) -> str:
         """For the error about a node that was lost: what happens there."""
         if why := takeover.unpark_lost(site, node):
-            return f"; its label {PARKED} could not be removed ({why}): repeat cluster install"
-        return (
-            ". Once it is back, both proxies start there: then cluster install goes on, or cluster rollback gives it"
-            " back to kube-proxy"
-        )
+            return f"; its label {PARKED} could not be removed ({why}); run cluster install again"
+        return f"; when it is back, both proxies start there; {_CONTINUE}"
 
     @staticmethod
     def _give_back(site: Site, node: str, error: str, say: Say) -> None:
@@ -144,12 +134,12 @@ class Install(Command):
         try:
             takeover.give_back(site, node, say)
         except KeyboardInterrupt:
-            say("stopped here; a proxy serves the node. Go on with cluster rollback --nodes")
+            say(f"interrupted; a proxy serves the node; to continue, run {_ROLLBACK}")
             raise
         except (ClusterError, RefusedError) as second:
             raise ClusterError(
-                f"{node}: {error}; it could not be given back either: {second}; a proxy serves it:"
-                " repeat cluster rollback --nodes"
+                f"{node}: {error}; the node could not be given back: {second}; a proxy serves it; to continue, run"
+                f" {_ROLLBACK}"
             ) from None
 
 
@@ -175,13 +165,14 @@ def _image(found: View, image: str) -> str:
     present = installed_image(found)
     # An image that no node runs may have a wrong name: another one replaces it.
     if present and image and image != present and found.agents:
-        raise ClusterError(f"{present} is installed; for another image: pyebpf-proxy cluster upgrade --image {image}")
+        raise ClusterError(f"{present} is installed; to change it, run pyebpf-proxy cluster upgrade --image {image}")
     if not (image or present):
-        raise ClusterError("no image is named: --image REGISTRY/pyebpf-proxy:TAG", QUESTION)
+        raise ClusterError("no image is specified; use --image REGISTRY/pyebpf-proxy:TAG", QUESTION)
     image = image or present
     others = sorted(node for node, pod in found.agents.items() if pod.image != image and not pod.deleted)
     if others:
-        raise ClusterError(f"an agent of another image runs on {', '.join(others)}: first pyebpf-proxy cluster upgrade")
+        nodes = ", ".join(others)
+        raise ClusterError(f"an agent with another image runs on {nodes}; run pyebpf-proxy cluster upgrade first")
     return image
 
 
@@ -189,4 +180,4 @@ def _say_unreached(site: Site, before: Reached, say: Say) -> None:
     """What kube-proxy does not serve, and the agent will not be asked for."""
     for where, reached in (("the node", before.node), ("a pod", before.pod)):
         if missing := [target.replace(" ", " port ") for target in site.targets if target not in reached]:
-            say(f"{where} does not reach {', '.join(missing)} by kube-proxy: it will not be tested with the agent")
+            say(f"{where} does not reach {', '.join(missing)} through kube-proxy; this is not tested with the agent")

@@ -70,9 +70,12 @@ class Lease:
         try:
             self._write(found, self._spec())
         except RefusedError as refused:
-            if refused.status == 409:
+            if refused.status != 409:
+                raise
+            # The request was repeated if its first answer was lost: then the Lease is this command's.
+            now = self._api.get(LEASES, NAME, NAMESPACE)
+            if now is None or _holder(now) != self._holder:
                 raise ClusterError("another command began to change this cluster at the same time") from None
-            raise
 
     def _require_expired(self, found: Object) -> None:
         """ClusterError if the holder still renews the Lease.
@@ -87,7 +90,7 @@ class Lease:
             raise ClusterError(f"{busy}. If it was killed, its Lease expires in {seconds - age:.0f} s")
         if age > _LONG_AGO:
             return
-        self._say(f"waiting for {seconds:.0f} s: does another command still run? {_holder(found)}")
+        self._say(f"waiting {seconds:.0f} s to see whether another command is running: {_holder(found)}")
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             time.sleep(_LOOK_SECONDS)

@@ -23,7 +23,7 @@ _HOPELESS = {
     "CreateContainerConfigError": "the container cannot be created",
     "CreateContainerError": "the container cannot be created",
     "RunContainerError": "the container cannot be started",
-    "CrashLoopBackOff": "the container ends again and again",
+    "CrashLoopBackOff": "the container exits repeatedly",
 }
 #: The agent's log line once the node is programmed, as text and as JSON.
 _PROGRAMMED = re.compile(r'^\S+ info ready |"message": ?"ready"', re.MULTILINE)
@@ -149,10 +149,10 @@ def require_kubelet(api: Api, node: str) -> Object:
     """The node's object. NodeLostError if there is none, or if the node's controller has given its kubelet up."""
     found = api.get(NODES, node)
     if found is None:
-        raise NodeGoneError("the node does not exist any more")
+        raise NodeGoneError("the node no longer exists")
     conditions = found["status"].get("conditions") or ()
     if any(each["type"] == "Ready" and each["status"] == "Unknown" for each in conditions):
-        raise NodeLostError("the node's kubelet does not report any more")
+        raise NodeLostError("the node's kubelet no longer reports")
     return found
 
 
@@ -202,7 +202,7 @@ def kube_proxy_configuration(api: Api) -> dict[str, Any]:
     config_map = api.get(CONFIG_MAPS, KUBE_PROXY, NAMESPACE)
     where = f"ConfigMap {NAMESPACE}/{KUBE_PROXY}"
     if config_map is None:
-        raise ClusterError(f"there is no {where}: this command is for clusters made by kubeadm (docs/deploy.md)")
+        raise ClusterError(f"there is no {where}: this command is for clusters created by kubeadm (docs/deploy.md)")
     data = config_map.get("data") or {}
     missing = [name for name in ("config.conf", "kubeconfig.conf") if name not in data]
     if missing:
@@ -230,8 +230,8 @@ def installed_image(found: View) -> str:
     selector = found.agent_set["spec"]["template"]["spec"].get("nodeSelector") or {}
     if selector.get(AGENT) != ON:
         raise ClusterError(
-            f"DaemonSet {NAMESPACE}/{NAME} was not made by this command: it runs on all nodes, not on those with the"
-            f" label {AGENT}; go back to kube-proxy first (docs/migrating-from-kube-proxy.md), or go on without this"
-            " command"
+            f"DaemonSet {NAMESPACE}/{NAME} was not created by this command: it runs on all nodes, not only on those"
+            f" with the label {AGENT}; first go back to kube-proxy (docs/migrating-from-kube-proxy.md), or continue"
+            " without this command"
         )
     return objects.template_image(found.agent_set)

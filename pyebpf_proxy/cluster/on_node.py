@@ -85,7 +85,7 @@ def remove_rules() -> list[str]:
     rules, _ = _rules()
     left = [name for name, text in rules.items() if name.startswith("nftables") or _SERVICE.search(text)]
     if left:
-        return [f"{', '.join(left)}: rules of kube-proxy for Services stay", *report.problems]
+        return [f"{', '.join(left)}: rules of kube-proxy for Services remain", *report.problems]
     for problem in report.problems:
         print(f"{WARNING}{problem}")
     return []

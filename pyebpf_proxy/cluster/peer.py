@@ -59,7 +59,7 @@ def ask(row: dict[str, Any], patience: float = _PATIENCE) -> dict[str, Any]:
         except (OSError, ValueError) as error:
             detail = getattr(error, "strerror", None) or str(error) or type(error).__name__
             if row.get("unreachable") and getattr(error, "errno", 0) == errno.ENETUNREACH:
-                return row | {"ok": None, "detail": "the node has no route for this address"}
+                return row | {"ok": None, "detail": "the node has no route to this address"}
             if time.monotonic() > end:
                 return row | {"ok": False, "detail": detail}
             time.sleep(0.3)

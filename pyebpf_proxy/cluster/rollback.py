@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 from pyebpf_proxy.cluster import objects, scheduling, takeover, task_pod
-from pyebpf_proxy.cluster.api import RefusedError, kind_of
-from pyebpf_proxy.cluster.command import Command
-from pyebpf_proxy.cluster.errors import ClusterError, NodeGoneError, StoppedError
+from pyebpf_proxy.cluster.api import kind_of
+from pyebpf_proxy.cluster.command import Command, naming
+from pyebpf_proxy.cluster.errors import ClusterError
 from pyebpf_proxy.cluster.model import installed_image, view
 from pyebpf_proxy.cluster.objects import KUBE_PROXY, NAMESPACE
 from pyebpf_proxy.cluster.output import counted
@@ -23,12 +23,15 @@ class Rollback(Command):
         """Give nodes back to kube-proxy; after the last one, remove all objects. ``image``: of the task pods."""
         found = self.view()
         if found.kube_proxy_set is None:
-            raise ClusterError(f"there is no DaemonSet {NAMESPACE}/{KUBE_PROXY}: the agent stays, it is the only proxy")
-        image = image or installed_image(found)
+            raise ClusterError(
+                f"there is no DaemonSet {NAMESPACE}/{KUBE_PROXY}; the agent is the only proxy and was not removed"
+            )
+        installed = installed_image(found)
+        image = image or installed
         if not image and any(map(found.is_ours, found.nodes)):
             raise ClusterError(
-                f"there is no DaemonSet {NAMESPACE}/{objects.NAME} any more; name the image for the clean-up: --image"
-                " REGISTRY/pyebpf-proxy:TAG; nothing was changed",
+                f"there is no DaemonSet {NAMESPACE}/{objects.NAME} any more; nothing was changed; specify the image"
+                " for the clean-up with --image REGISTRY/pyebpf-proxy:TAG",
                 QUESTION,
             )
         site = self.site(image)
@@ -56,26 +59,20 @@ class Rollback(Command):
             for item in reversed(objects.agent(site.image)):
                 metadata = item["metadata"]
                 api.delete(kind_of(item), metadata["name"], metadata.get("namespace", ""))
-            say("all objects of pyebpf-proxy are removed; kube-proxy's DaemonSet is as it was")
+            say("all objects of pyebpf-proxy are removed; kube-proxy's DaemonSet is restored")
         if only:
             raise ClusterError(
                 f"{', '.join(only)}: the node selector or affinity of kube-proxy's DaemonSet excludes the node; the"
-                f" agent stays there, it is the only proxy{self.done_before}"
+                f" agent is the only proxy there and was not removed{self.done_before}"
             )
 
-    def _give_back(self, site: Site, node: str, say: Say) -> bool:
-        """One node. False: it does not exist any more."""
+    @staticmethod
+    def _give_back(site: Site, node: str, say: Say) -> None:
+        """One node."""
+        again = "to continue, run the command again"
         try:
-            takeover.give_back(site, node, say)
+            with naming(node, again, f"a proxy serves the node; {again}"):
+                takeover.give_back(site, node, say)
         except KeyboardInterrupt:
-            say("stopped here; a proxy serves the node. Go on with cluster rollback")
+            say("interrupted; a proxy serves the node; to continue, run cluster rollback")
             raise
-        except NodeGoneError as gone:
-            say(str(gone))
-            return False
-        except StoppedError as stopped:
-            text = f"{node}: {stopped}; a proxy serves the node; repeat the command to go on"
-            raise StoppedError(text, stopped.status) from None
-        except (ClusterError, RefusedError) as error:
-            raise ClusterError(f"{node}: {error}; repeat the command to go on") from None
-        return True

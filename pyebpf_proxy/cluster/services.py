@@ -14,7 +14,7 @@ from pyebpf_proxy.cluster import ask
 from pyebpf_proxy.cluster.api import SLICES, Api, RefusedError
 from pyebpf_proxy.cluster.errors import ClusterError
 from pyebpf_proxy.cluster.model import View
-from pyebpf_proxy.cluster.output import Output
+from pyebpf_proxy.cluster.output import Output, counted
 from pyebpf_proxy.config.addresses import join_host_port
 from pyebpf_proxy.see import model
 from pyebpf_proxy.see.answers import QUESTION, listed
@@ -189,5 +189,7 @@ def say_differences(compared: Compared, output: Output) -> None:
     for problem in compared.problems:
         output.say(f"no answer  {problem.node}: {problem.text}")
     wrong = {each.node for service in compared.services for each in service.differences if not each.expected}
-    verdict = f"{len(wrong)} differ: {listed(sorted(wrong))}" if wrong else "no node differs"
-    output.say(f"{len(compared.services)} service ports on {len(compared.nodes)} nodes: {verdict}")
+    differ = "differs" if len(wrong) == 1 else "differ"
+    verdict = f"{len(wrong)} {differ}: {listed(sorted(wrong))}" if wrong else "no node differs"
+    ports, nodes = counted(len(compared.services), "service port"), counted(len(compared.nodes), "node")
+    output.say(f"{ports} on {nodes}: {verdict}")

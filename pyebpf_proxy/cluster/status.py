@@ -14,7 +14,7 @@ from pyebpf_proxy.cluster.output import Finding, Output, counted
 from pyebpf_proxy.see.answers import listed
 
 HEAD = ["NODE", "PROXY", "STATE", "RESTARTS", "VERSION", "FAST PATH", "DROPS", "BEHIND"]
-_GO_ON = "pyebpf-proxy cluster install goes on, cluster rollback undoes it"
+_CONTINUE = "to continue, run pyebpf-proxy cluster install; to undo it, run pyebpf-proxy cluster rollback"
 KEYS = ["node", "proxy", "state", "restarts", "version", "fastPath", "drops", "behind"]
 
 
@@ -45,9 +45,9 @@ def state(found: View, node: str) -> str:
     """In a few words: where the node stands between the two proxies."""
     pod, agent, parked = found.agents.get(node), found.has(node, AGENT), found.has(node, PARKED)
     if found.is_cleaning(node):
-        return "agent ends" if pod is not None else "kube-proxy, clean-up not finished"
+        return "agent terminating" if pod is not None else "kube-proxy, clean-up not finished"
     if not agent and not parked:
-        return "kube-proxy" if pod is None else "agent ends"
+        return "kube-proxy" if pod is None else "agent terminating"
     if found.is_done(node):
         return "taken over"
     if pod is not None and pod.hopeless:
@@ -65,8 +65,9 @@ def problems(found: View, wanted: str) -> list[Finding]:
     wrong = [each for node in found.nodes if (each := _of_node(found, node)) is not None]
     for image, nodes in _by_image(found, found.agents).items():
         if image != wanted:
-            text = f"{counted(len(nodes), 'node')} with {image}, the DaemonSet has {wanted or 'been deleted'}"
-            wrong.append(Finding("version", "warning", text, "pyebpf-proxy cluster upgrade"))
+            now = f"has {wanted}" if wanted else "was deleted"
+            text = f"{counted(len(nodes), 'node')} with {image}; the DaemonSet {now}"
+            wrong.append(Finding("version", "warning", text, "run pyebpf-proxy cluster upgrade"))
     if found.kube_proxy_set is not None:
         wrong += _of_kube_proxy(found, found.kube_proxy_set)
     return wrong
@@ -81,11 +82,11 @@ def _of_node(found: View, node: str) -> Finding | None:
         return Finding("proxy", "bad", text, remedy, node)
     if found.is_cleaning(node):
         text = "what the agent attached is still there: the clean-up has not finished"
-        return Finding("proxy", "warning", text, "pyebpf-proxy cluster rollback goes on", node)
+        return Finding("proxy", "warning", text, "to continue, run pyebpf-proxy cluster rollback", node)
     if found.has(node, PARKED) and not found.is_done(node):
-        return Finding("proxy", "warning", f"not taken over: {state(found, node)}", _GO_ON, node)
+        return Finding("proxy", "warning", f"not taken over: {state(found, node)}", _CONTINUE, node)
     if found.has(node, AGENT) and not found.has(node, PARKED):
-        return Finding("proxy", "warning", "both proxies run: an installation was stopped here", _GO_ON, node)
+        return Finding("proxy", "warning", "both proxies run: an installation was stopped here", _CONTINUE, node)
     return None
 
 
@@ -96,21 +97,25 @@ def _of_kube_proxy(found: View, kube_proxy: Object) -> Iterator[Finding]:
     if taken and not objects.spares_parked(kube_proxy):
         if objects.was_changed(kube_proxy):
             text = "it runs on all nodes again: a rollback has not finished, or its DaemonSet was rewritten"
-            remedy = "pyebpf-proxy cluster rollback goes on, cluster install parks it again"
+            remedy = (
+                "to continue, run pyebpf-proxy cluster rollback; to park it again, run pyebpf-proxy cluster install"
+            )
             yield Finding(what, "warning", text, remedy)
         else:
             text = "its DaemonSet was rewritten, so that it runs on all nodes again (kubeadm upgrade does this)"
-            yield Finding(what, "warning", text, "pyebpf-proxy cluster install")
+            yield Finding(what, "warning", text, "to park it again, run pyebpf-proxy cluster install")
     elif taken and not objects.is_prepared(kube_proxy):
         text = "the update strategy of its DaemonSet was changed: its pods are replaced"
-        yield Finding(what, "warning", text, "pyebpf-proxy cluster install sets OnDelete again")
+        yield Finding(what, "warning", text, "to set OnDelete again, run pyebpf-proxy cluster install")
     if not objects.was_changed(kube_proxy):
         return
     wanted = objects.template_image(kube_proxy)
     for image, nodes in _by_image(found, found.kube_proxies).items():
         if image != wanted:
-            text = f"{image} runs on {listed(nodes)}, its DaemonSet has {wanted}: nothing replaces the pods (OnDelete)"
-            remedy = f"kubectl -n {NAMESPACE} delete pod NAME, one node after the other"
+            text = (
+                f"{image} runs on {listed(nodes)}; its DaemonSet has {wanted} and does not replace the pods (OnDelete)"
+            )
+            remedy = f"run kubectl -n {NAMESPACE} delete pod NAME, one node after the other"
             yield Finding(what, "warning", text, remedy)
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import re
@@ -33,7 +34,7 @@ from pyebpf_proxy.cluster.api import (
     Object,
     RefusedError,
 )
-from pyebpf_proxy.cluster.errors import ClusterError
+from pyebpf_proxy.cluster.errors import ClusterError, StoppedError
 from pyebpf_proxy.cluster.model import View, view
 from pyebpf_proxy.cluster.objects import KUBE_PROXY, NAME, NAMESPACE, PROXIES
 from pyebpf_proxy.cluster.output import Output
@@ -73,29 +74,42 @@ def write(api: Api, output: Output, path: str, nodes: str, seconds: float) -> li
     folder = f"pyebpf-proxy-sysdump-{stamp}"
     target = Path(path or f"{folder}.tar.gz")
     missing: list[str] = []
-    try:
-        # "x": an archive that is there already is not replaced.
-        with tarfile.open(target, "x:gz") as archive:
-            target.chmod(0o600)
-            with output.progress("parts of the archive", None) as step:
-                for name, read in _parts(api, nodes, seconds):
-                    step()
-                    try:
-                        content = read()
-                    except (RefusedError, ClusterError) as error:
-                        missing.append(f"{name}: {error}")
-                        continue
-                    _add(archive, f"{folder}/{name}", _text(content))
-            _add(archive, f"{folder}/missing.txt", "".join(f"{line}\n" for line in missing))
-    except FileExistsError:
-        raise ClusterError(f"{target} exists already", QUESTION) from None
-    except OSError as error:
-        raise ClusterError(f"{target} cannot be written: {error.strerror}") from None
+    with _archive(target) as archive:
+        with output.progress("parts of the archive", None) as step:
+            for name, read in _parts(api, nodes, seconds):
+                step()
+                try:
+                    content = read()
+                except StoppedError as stopped:  # each request would wait as long again
+                    missing.append(f"{name} and all later parts: {stopped}")
+                    break
+                except (RefusedError, ClusterError) as error:
+                    missing.append(f"{name}: {error}")
+                    continue
+                _add(archive, f"{folder}/{name}", _text(content))
+        _add(archive, f"{folder}/missing.txt", "".join(f"{line}\n" for line in missing))
     output.document |= {"file": str(target), "missing": missing}
     for line in missing:
         output.say(f"missing: {line}")
-    output.say(f"{target}: {target.stat().st_size} bytes; look at it before you publish it")
+    output.say(f"{target}: {target.stat().st_size} bytes; review it before you share it")
     return missing
+
+
+@contextlib.contextmanager
+def _archive(target: Path) -> Iterator[tarfile.TarFile]:
+    """A new archive; one that exists is not replaced. One that could not be completed is removed."""
+    try:
+        with tarfile.open(target, "x:gz") as archive:
+            target.chmod(0o600)
+            yield archive
+    except FileExistsError:
+        raise ClusterError(f"{target} already exists", QUESTION) from None
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            target.unlink()
+        if isinstance(error, OSError):
+            raise ClusterError(f"{target} cannot be written: {error.strerror}") from None
+        raise
 
 
 def _parts(api: Api, nodes: str, seconds: float) -> Iterator[Part]:

@@ -88,7 +88,7 @@ def take(site: Site, node: str, before: Reached, say: Say) -> None:
         kube_proxy = api.get(DAEMON_SETS, KUBE_PROXY, NAMESPACE)
         return "" if kube_proxy is None or objects.spares_parked(kube_proxy) else "its DaemonSet was rewritten"
 
-    gone = "kube-proxy's pod does not end"
+    gone = "kube-proxy's pod did not end"
     wait_on_node(api, node, lambda: node not in pods(api, _KUBE_PROXIES, node), gone, site.seconds, why)
     wait_ready(site, node)
     verify(site, node, before, say)
@@ -97,13 +97,13 @@ def take(site: Site, node: str, before: Reached, say: Say) -> None:
 
 def wait_programmed(site: Site, node: str) -> Pod:
     """Until the agent's pod runs and says that the node is programmed. ClusterError, at once if it never will."""
-    late, hopeless = "the agent has not programmed the node", "the agent does not start"
+    late, hopeless = "the agent did not program the node", "the agent does not start"
     return _wait_pod(site, NAME, node, lambda pod: is_programmed(site.api, pod), late, hopeless)
 
 
 def wait_ready(site: Site, node: str) -> Pod:
     """Until the agent's pod is ready."""
-    return _wait_pod(site, NAME, node, lambda pod: pod.ready, "the agent's pod is not ready", "the agent ended")
+    return _wait_pod(site, NAME, node, lambda pod: pod.ready, "the agent's pod did not become ready", "the agent ended")
 
 
 def _wait_pod(site: Site, proxy: str, node: str, good: Callable[[Pod], bool], late: str, hopeless: str) -> Pod:
@@ -114,12 +114,15 @@ def _wait_pod(site: Site, proxy: str, node: str, good: Callable[[Pod], bool], la
     def come() -> bool:
         nonlocal found
         found = pods(api, f"k8s-app={proxy}", node).get(node)
-        if found is not None and found.hopeless:
+        # The DaemonSet controller replaces a pod that failed: the kubelet has rejected or evicted it.
+        if found is not None and found.hopeless and found.phase != "Failed":
             raise ClusterError(f"{hopeless}: {found.hopeless}")
         return found is not None and found.usable and good(found)
 
     def why() -> str:
-        return reasons.of_daemon_set(api, proxy) if found is None else reasons.of_pod(api, found.name)
+        if found is None:
+            return reasons.of_daemon_set(api, proxy)
+        return found.hopeless or reasons.of_pod(api, found.name)
 
     wait_on_node(api, node, come, late, site.seconds, why)
     assert found is not None
@@ -152,14 +155,16 @@ def verify(site: Site, node: str, before: Reached, say: Say) -> None:
         site.run("connect", node, "connect", before.pod)
 
 
-def replace(site: Site, node: str, old: Pod, say: Say) -> Pod:
-    """Replace the agent's pod by one of the DaemonSet's present template. The attached programs carry the traffic."""
+def replace(site: Site, node: str, old: Pod, say: Say) -> None:
+    """Replace the agent's pod by one of the DaemonSet's present template, and wait until that has programmed the node.
+
+    The attached programs carry the traffic meanwhile.
+    """
     site.go_on()
     site.api.delete(PODS, old.name, NAMESPACE, old.uid)
-    _wait_new(site, _AGENTS, node, old, "no new pod of the agent comes")
+    _wait_new(site, _AGENTS, node, old, "no new pod of the agent was created")
     wait_programmed(site, node)
     say("the new agent has programmed the node")
-    return wait_ready(site, node)
 
 
 # ---- back to kube-proxy --------------------------------------------------------------------------------------------
@@ -185,13 +190,13 @@ def give_back(site: Site, node: str, say: Say) -> None:
         if NO_RULE not in str(error):
             raise
         # An agent that does not run now may have removed them.
-        say(f"{error}; kube-proxy is restarted")
+        say(f"{error}; restarting kube-proxy")
         _restart_kube_proxy(site, node, kube_proxy)
         _wait_kube_proxy(site, node)
         _await_rules(site, node)
     say("kube-proxy has programmed the node; the agent ends")
     label(site, node, AGENT, CLEANING)
-    gone = "the agent's pod does not end"
+    gone = "the agent's pod did not end"
     wait_on_node(api, node, lambda: node not in pods(api, _AGENTS, node), gone, site.seconds)
     # Its programs are attached until here.
     task_pod.run(api, "clean", node, site.image, objects.CLEAN_UP, site.seconds, {HEALTH: site.health})
@@ -209,12 +214,12 @@ def _restart_kube_proxy(site: Site, node: str, old: Pod) -> None:
     """A new kube-proxy writes all rules at its start."""
     site.go_on()
     site.api.delete(PODS, old.name, NAMESPACE, old.uid)
-    _wait_new(site, _KUBE_PROXIES, node, old, "no new pod of kube-proxy comes, and the agent stays")
+    _wait_new(site, _KUBE_PROXIES, node, old, "the agent stays: no new pod of kube-proxy was created")
 
 
 def _wait_kube_proxy(site: Site, node: str) -> Pod:
-    late = "kube-proxy's pod does not run, and the agent stays"
-    hopeless = "kube-proxy does not start, and the agent stays"
+    late = "the agent stays: kube-proxy's pod did not start"
+    hopeless = "the agent stays: kube-proxy does not start"
     return _wait_pod(site, KUBE_PROXY, node, lambda pod: True, late, hopeless)
 
 
@@ -265,4 +270,4 @@ def patch_kube_proxy(api: Api, change: Callable[[Object], Object | None], second
         now = api.get(DAEMON_SETS, KUBE_PROXY, NAMESPACE)
         return now is None or now.get("status", {}).get("observedGeneration", 0) >= generation
 
-    wait_until(observed, f"the DaemonSet controller does not notice the change of {KUBE_PROXY}", seconds)
+    wait_until(observed, f"the DaemonSet controller did not observe the change of {KUBE_PROXY}", seconds)

@@ -54,7 +54,7 @@ def wait_until(
             next_look = now + _LOOK_SECONDS
         if now > end:
             reason = why() if why is not None else ""
-            raise ClusterError(f"{what}: not within {seconds:.0f} s{f': {reason}' if reason else ''}")
+            raise ClusterError(f"{what} within {seconds:.0f} s{f': {reason}' if reason else ''}")
         time.sleep(period)
 
 
@@ -102,14 +102,14 @@ def _output(api: Api, what: str, node: str, made: Object, seconds: float) -> str
         nonlocal found
         item = api.get(PODS, name, NAMESPACE)
         if item is None:
-            raise ClusterError(f"{what}: another program deleted its pod")
+            raise ClusterError(f"{what}: another program deleted the pod")
         found = pod_of(item)
         return found.phase in ("Succeeded", "Failed") or bool(found.hopeless)
 
     def why() -> str:
         return reasons.of_pod(api, name) or one_line(api.log(name, NAMESPACE))
 
-    wait_on_node(api, node, ended, f"{what}: the pod does not end", seconds, why)
+    wait_on_node(api, node, ended, f"{what}: the pod did not finish", seconds, why)
     if found.phase == "Failed":
         raise ClusterError(f"{what}: {found.hopeless or found.message or 'the pod failed'}")
     if found.phase != "Succeeded":
@@ -120,7 +120,7 @@ def _output(api: Api, what: str, node: str, made: Object, seconds: float) -> str
 def remove(api: Api, name: str, node: str, seconds: float) -> None:
     """Delete a node's pod, and wait until it is gone."""
     if api.delete(PODS, name, NAMESPACE):
-        gone = f"pod {name} does not go away"
+        gone = f"pod {name} was not deleted"
         wait_on_node(api, node, lambda: api.get(PODS, name, NAMESPACE) is None, gone, seconds)
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from pyebpf_proxy.cluster import model, objects, takeover, task_pod
 from pyebpf_proxy.cluster.api import DAEMON_SETS, Object, RefusedError
-from pyebpf_proxy.cluster.command import Command
-from pyebpf_proxy.cluster.errors import ClusterError, NodeLostError, StoppedError
+from pyebpf_proxy.cluster.command import Command, naming
+from pyebpf_proxy.cluster.errors import ClusterError, NodeGoneError, NodeLostError, StoppedError
 from pyebpf_proxy.cluster.model import Pod, installed_image
-from pyebpf_proxy.cluster.objects import NAME, NAMESPACE
+from pyebpf_proxy.cluster.objects import KUBE_PROXY, NAME, NAMESPACE
 from pyebpf_proxy.cluster.output import counted
 from pyebpf_proxy.cluster.takeover import Say, Site
 
@@ -23,7 +23,7 @@ class Upgrade(Command):
         api, say = self.api, self.output.say
         before = installed_image(self.view())
         if not before:
-            raise ClusterError("the agent is not installed: pyebpf-proxy cluster install")
+            raise ClusterError("the agent is not installed; run pyebpf-proxy cluster install")
         site = self.site(image or before)
         with self.lease:
             found = self.again()
@@ -42,38 +42,43 @@ class Upgrade(Command):
     def _daemon_set(self) -> Object:
         found = self.api.get(DAEMON_SETS, NAME, NAMESPACE)
         if found is None:
-            raise ClusterError(f"DaemonSet {NAMESPACE}/{NAME} does not exist any more")
+            raise ClusterError(f"DaemonSet {NAMESPACE}/{NAME} no longer exists")
         return found
 
-    def _upgrade(self, site: Site, node: str, old: Pod, say: Say) -> bool:
+    def _upgrade(self, site: Site, node: str, old: Pod, say: Say) -> None:
         """One node. ClusterError: which image runs there."""
         # The old agent runs until the image is on the node and has run there.
-        try:
+        with naming(node, f"the agent with {old.image} stays"):
             before = takeover.try_image(site, node)
-        except StoppedError as stopped:
-            raise StoppedError(f"{node}: {stopped}; the agent of {old.image} stays", stopped.status) from None
-        except (ClusterError, RefusedError) as error:
-            raise ClusterError(f"{node}: {error}; the agent of {old.image} stays") from None
-        again = f"cluster upgrade --image {site.image} goes on"
+        again = f"to continue, run cluster upgrade --image {site.image}"
         try:
             self.api.apply(objects.upgraded(self._daemon_set(), site.image))
             say("the image is available; replacing the agent")
             takeover.replace(site, node, old, say)
+            if self._runs_kube_proxy(node):
+                say("upgraded; kube-proxy also runs on the node: to complete the installation, run cluster install")
+                return
+            takeover.wait_ready(site, node)
             takeover.verify(site, node, before, say)
         except KeyboardInterrupt:
-            say(f"stopped here; what the last agent attached carries the traffic; {again}")
+            say(f"interrupted; the programs of the last agent carry the traffic; {again}")
+            raise
+        except NodeGoneError:
             raise
         except NodeLostError as lost:
-            raise ClusterError(f"{node}: {lost}. Once it is back, {again}") from None
+            raise ClusterError(f"{node}: {lost}; when it is back, {again}") from None
         except StoppedError as stopped:
-            text = f"{node}: {stopped}; what the last agent attached carries the traffic; {again}"
+            text = f"{node}: {stopped}; the programs of the last agent carry the traffic; {again}"
             raise StoppedError(text, stopped.status) from None
         except (ClusterError, RefusedError) as error:
-            say(f"failed: {error}; the agent of {old.image} comes back")
+            say(f"failed: {error}; restoring the agent with {old.image}")
             self._downgrade(site, node, old, str(error), say)
-            raise ClusterError(f"{node}: {error}; the agent of {old.image} runs there again") from None
+            raise ClusterError(f"{node}: {error}; the agent with {old.image} runs there again") from None
         say("upgraded, and verified")
-        return True
+
+    def _runs_kube_proxy(self, node: str) -> bool:
+        """Whether kube-proxy holds the node's health port. The agent does not become ready then."""
+        return node in model.pods(self.api, f"k8s-app={KUBE_PROXY}", node)
 
     def _downgrade(self, site: Site, node: str, old: Pod, error: str, say: Say) -> None:
         """Bring the former agent back. ClusterError if that fails, too."""
@@ -82,9 +87,10 @@ class Upgrade(Command):
             failed = model.pods(self.api, f"k8s-app={NAME}", node).get(node)
             if failed is not None and failed.image != old.image:
                 takeover.replace(site, node, failed, say)
-            takeover.wait_ready(site, node)
+            wait = takeover.wait_programmed if self._runs_kube_proxy(node) else takeover.wait_ready
+            wait(site, node)
         except (ClusterError, RefusedError) as second:
             raise ClusterError(
-                f"{node}: {error}; the agent of {old.image} does not come back either: {second}; what the last"
-                " agent attached carries the traffic: pyebpf-proxy cluster rollback --nodes"
+                f"{node}: {error}; the agent with {old.image} could not be restored: {second}; the programs of the last"
+                " agent carry the traffic; run pyebpf-proxy cluster rollback --nodes SELECTOR"
             ) from None

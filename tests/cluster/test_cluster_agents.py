@@ -183,7 +183,7 @@ def test_a_node_without_an_answer_is_named(nodes: SimulatedNodes, lab: Lab, fold
     real, second = nodes.execute, lab.nodes[1].name
     broken = {
         "another layout": (3, b"", b"Error: maps of another layout\n"),
-        "it another version?": (0, b'{"kind": "Services"}', b""),
+        "the agent may have another version": (0, b'{"kind": "Services"}', b""),
     }
     for text, answer in broken.items():
         nodes.execute = lambda name, words, answer=answer: answer if name == second else real(name, words)

@@ -60,7 +60,7 @@ def test_after_kubeadm_has_rewritten_the_daemonset(cluster: SimulatedNodes, serv
     server.request("PATCH", "/api/v1/nodes/n3/status", down, "application/merge-patch+json")
     original = daemon_set(server)
     output = run(tmp_path, "install", "--image", IMAGE)
-    assert "left out, because their kubelets do not report: n3" in output
+    assert "skipped, because they are not ready: n3" in output
     assert now(server) == served_by_agent("n1", "n2")
     rewritten = daemon_set(server) | {"spec": original["spec"]}
     rewritten["metadata"]["annotations"].pop("pyebpf-proxy/before")
@@ -72,7 +72,7 @@ def test_after_kubeadm_has_rewritten_the_daemonset(cluster: SimulatedNodes, serv
     cluster.faults.never_programmed.add("n2")
     cluster.until(lambda pods: proxies(pods)["n2"] == ["kube-proxy"], "the agent of n2 has not programmed it any more")
     output = run(tmp_path, "install", "--timeout", "3", status=1)
-    assert "n2: the agent has not programmed the node" in output
+    assert "n2: the agent did not program the node" in output
     assert now(server) == served_by_agent("n1")
     cluster.faults.never_programmed.clear()
     run(tmp_path, "install")
@@ -90,10 +90,10 @@ def test_a_node_with_a_failed_step_is_given_back(
         cluster.faults.tasks["fit", "n2"] = words = "the kernel has no BTF"
     elif fault == "ready":
         cluster.faults.never_ready.add("n2")
-        words = "the agent's pod is not ready: not within 3 s"
+        words = "the agent's pod did not become ready within 3 s"
     elif fault == "programmed":
         cluster.faults.never_programmed.add("n2")
-        words = "the agent has not programmed the node: not within 3 s"
+        words = "the agent did not program the node within 3 s"
     else:
         cluster.faults.tasks["verify", "n2"] = words = "no connection to the Service at 10.96.0.1 port 443: timed out"
     output = run(tmp_path, "install", "--image", IMAGE, "--timeout", "3", status=1)
@@ -138,7 +138,7 @@ def test_an_unfit_node_is_refused_before_anything_is_changed(
     said = run(tmp_path, "install", "--image", IMAGE, status=1)
     assert said.startswith("Error: n3: Linux 5.10.0-30-amd64, ")
     assert "the kernel is older than 5.14" in said
-    assert said.endswith("nothing was changed; --nodes leaves nodes out\n")
+    assert said.endswith("nothing was changed; to exclude nodes, use --nodes\n")
     with pytest.raises(ApiError, match="not found"):
         daemon_set(server, "pyebpf-proxy")
     run(tmp_path, "install", "--image", IMAGE, "--nodes", "kubernetes.io/hostname in (n1, n2)")
@@ -170,7 +170,7 @@ def test_a_node_that_fails_during_the_takeover(
     said, _ = process.communicate(timeout=60)
     assert process.returncode == 1, said
     (error,) = (line for line in said.splitlines() if line.startswith("Error: "))
-    assert error.startswith("Error: n2: the node's kubelet does not report any more")
+    assert error.startswith("Error: n2: the node's kubelet no longer reports")
     assert error.endswith("; done before: n1")
     assert PARKED not in labels()
     cluster.faults.never_programmed.clear()
@@ -178,7 +178,7 @@ def test_a_node_that_fails_during_the_takeover(
     cluster.faults.hanging.clear()
     # Meanwhile the other nodes continue.
     said = run(tmp_path, "install")
-    assert "left out, because their kubelets do not report: n2" in said
+    assert "skipped, because they are not ready: n2" in said
     cluster.faults.dead.clear()
     kube_proxy_too = ["kube-proxy"] if moment == "before its label" else ["kube-proxy", "pyebpf-proxy"]
     cluster.until(lambda pods: proxies(pods)["n2"] == kube_proxy_too, "n2 is back, with a proxy")
@@ -209,7 +209,7 @@ def test_the_question_before_changes(cluster: SimulatedNodes, server: ApiServer,
     finally:
         os.close(leader)
         os.close(follower)
-    question = f"context tests, {server.url}: install there? [y/N] "
+    question = f"context tests, {server.url}: run install on this cluster? [y/N] "
     if answer == "y":
         assert (process.returncode, asked) == (0, question), said
         assert now(server) == served_by_agent("n1")
@@ -240,7 +240,7 @@ def test_ctrl_c_and_kill_leave_a_proxy_and_the_next_command_continues(
     os.kill(process.pid, signal.SIGINT)
     output, _ = process.communicate(timeout=30)
     assert process.returncode == 130, output
-    assert "n2: stopped here; a proxy serves the node" in output
+    assert "n2: interrupted; a proxy serves the node" in output
     assert now(server)["n1"] == ["pyebpf-proxy"]
     # After kill -9 the Lease is held until it expires.
     process = started(tmp_path, "install")

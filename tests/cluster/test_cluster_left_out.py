@@ -59,7 +59,7 @@ def test_a_node_that_is_down_holds_up_neither_upgrade_nor_test(
     run(tmp_path, "install", "--image", IMAGE)
     die(unwatched, server, "n1")
     said = run(tmp_path, "upgrade", "--image", NEWER)
-    assert "left out, because their kubelets do not report: n1" in said
+    assert "skipped, because they are not ready: n1" in said
     assert "[2/2] n3: upgraded, and verified" in said
     pods = server.request("GET", f"{SYSTEM}?labelSelector=k8s-app=pyebpf-proxy")["items"]
     images = {each["spec"]["nodeName"]: each["spec"]["containers"][0]["image"] for each in pods}
@@ -68,7 +68,7 @@ def test_a_node_that_is_down_holds_up_neither_upgrade_nor_test(
     assert {row["from"].split()[-1] for row in document["rows"]} == {"n2", "n3", "machine"}
     unwatched.until(lambda pods: "pyebpf-proxy-test" not in namespaces(server), "the test's namespace is gone")
     said = run(tmp_path, "check", "--image", NEWER, "--timeout", "5")
-    assert "warning  n1: image: not checked: the node's kubelet does not report" in said
+    assert "warning  n1: image: not checked: the node is not ready" in said
 
 
 def namespaces(server: ApiServer) -> list[str]:
@@ -86,7 +86,7 @@ def test_a_node_that_is_deleted_meanwhile_is_named(
     unwatched.attached.discard("n2")
     said, _ = process.communicate(timeout=60)
     assert process.returncode == 0, said
-    assert "[2/3] n2: the node does not exist any more" in said
+    assert "[2/3] n2: the node no longer exists" in said
     assert "[3/3] n3: taken over, and verified" in said
     assert now(server)["n3"] == ["pyebpf-proxy"]
 
@@ -105,7 +105,7 @@ def test_nodes_without_kube_proxy_are_not_taken_over_and_keep_an_agent(
     unwatched.until(lambda pods: "n3" not in proxies(pods), "kube-proxy has left n3")
     original = daemon_set(server)["spec"]["template"]
     said = run(tmp_path, "install", "--image", IMAGE)
-    assert "left out, because kube-proxy does not run there: n3" in said
+    assert "skipped, because kube-proxy does not run there: n3" in said
     assert AGENT not in labels(server, "n3")
     assert "kube-proxy runs on none of these nodes" in run(
         tmp_path, "install", "--nodes", "kubernetes.io/hostname=n3", status=1

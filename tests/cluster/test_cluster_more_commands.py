@@ -45,25 +45,27 @@ def images(server: ApiServer) -> dict[str, str]:
 
 def test_upgrade_node_by_node_until_one_fails(installed: SimulatedNodes, server: ApiServer, tmp_path: Path) -> None:
     output = run(tmp_path, "install", "--image", NEWER, status=1)
-    assert f"{IMAGE} is installed; for another image: pyebpf-proxy cluster upgrade --image {NEWER}" in output
+    assert f"{IMAGE} is installed; to change it, run pyebpf-proxy cluster upgrade --image {NEWER}" in output
     # What cannot be pulled replaces nothing: the old agent has not even been touched.
     before = {each["metadata"]["uid"] for each in server.request("GET", SYSTEM)["items"]}
     installed.faults.missing.add((NEWER, "n1"))
     output = run(tmp_path, "upgrade", "--image", NEWER, status=1)
     assert "n1: the image cannot be pulled" in output
-    assert f"the agent of {IMAGE} stays" in output
+    assert f"the agent with {IMAGE} stays" in output
     installed.until(lambda pods: {each["metadata"]["uid"] for each in pods.values()} == before, "the task pod is gone")
     installed.faults.missing.clear()
     # What does not become ready is replaced by what was there before.
     installed.faults.tasks["verify", "n2"] = "no connection to the Service at 10.96.0.1 port 443: timed out"
     output = run(tmp_path, "upgrade", "--image", NEWER, status=1)
     assert "[1/2] n1: upgraded, and verified" in output
-    assert f"n2: verify: no connection to the Service at 10.96.0.1 port 443: timed out; the agent of {IMAGE}" in output
+    assert (
+        f"n2: verify: no connection to the Service at 10.96.0.1 port 443: timed out; the agent with {IMAGE}" in output
+    )
     assert images(server) == {"n1": NEWER, "n2": IMAGE}
     # Some nodes have an older agent: status reports it, install requests an upgrade.
-    assert f"1 node with {NEWER}, the DaemonSet has {IMAGE}" in run(tmp_path, "status", status=1)
+    assert f"1 node with {NEWER}; the DaemonSet has {IMAGE}" in run(tmp_path, "status", status=1)
     output = run(tmp_path, "install", status=1)
-    assert "an agent of another image runs on n1: first pyebpf-proxy cluster upgrade" in output
+    assert "an agent with another image runs on n1; run pyebpf-proxy cluster upgrade first" in output
     installed.faults.tasks.clear()
     assert "[1/1] n2: upgraded, and verified" in run(tmp_path, "upgrade", "--image", NEWER)
     assert images(server) == {"n1": NEWER, "n2": NEWER}
@@ -77,8 +79,8 @@ def test_ready_is_no_proof_that_the_new_agent_has_programmed_the_node(
     installed.faults.ready_early.add("n1")
     installed.faults.never_programmed.add((NEWER, "n1"))
     output = run(tmp_path, "upgrade", "--image", NEWER, "--timeout", "4", status=1)
-    assert "n1: the agent has not programmed the node: not within 4 s" in output
-    assert f"; the agent of {IMAGE} runs there again" in output
+    assert "n1: the agent did not program the node within 4 s" in output
+    assert f"; the agent with {IMAGE} runs there again" in output
     assert images(server) == {"n1": IMAGE, "n2": IMAGE}
 
 
@@ -207,7 +209,7 @@ def test_a_node_that_is_refused_is_named_by_check(cluster: SimulatedNodes, serve
     assert "warning  n2: node: " in output
     assert "containerd before 1.6.20 may forbid bpf()" in output
     assert re.search("^warning  n3: node: Linux .*: not tested on this architecture$", output, re.MULTILINE)
-    assert "bad      admission: the agent's pod is refused: " in output
+    assert "bad      admission: the API server rejects the agent's pod: " in output
     assert "warning  image: not checked" in output
 
 
@@ -231,8 +233,8 @@ def test_bad_input_is_one_line(cluster: SimulatedNodes, server: ApiServer, tmp_p
     admin = ("--kubeconfig", str(tmp_path / "admin.conf"))
     assert say("status", status=3).startswith("Error: no kubeconfig: ")
     assert "no context other in the kubeconfig; it has: tests" in say("status", *admin, "--context", "other", status=3)
-    assert "not confirmed, since stdin is no terminal; add --yes" in say("install", *admin, status=2)
-    assert "no image is named: --image" in say("install", *admin, "--yes", status=2)
+    assert "not confirmed, because stdin is not a terminal; use --yes" in say("install", *admin, status=2)
+    assert "no image is specified; use --image" in say("install", *admin, "--yes", status=2)
     assert "no node matches" in say("install", *admin, "--yes", "--nodes", "no=such", status=2)
     assert "see pyebpf-proxy cluster" in say("instal", *admin, status=2)
     (tmp_path / "broken.conf").write_text("{")
@@ -268,7 +270,7 @@ def test_without_kube_proxy_nothing_is_changed(server: ApiServer, tmp_path: Path
         output = only_error(run(tmp_path, "install", "--image", IMAGE, status=1))
         assert output.startswith("Error: there is no DaemonSet kube-system/kube-proxy: ")
         output = only_error(run(tmp_path, "rollback", status=1))
-        assert "the agent stays, it is the only proxy" in output
+        assert "the agent is the only proxy and was not removed" in output
 
 
 # ---- sysdump -------------------------------------------------------------------------------------------------------
@@ -295,7 +297,7 @@ def test_sysdump_has_everything_for_a_report_and_no_secret(
     run(tmp_path, "install", "--image", IMAGE, "--canary", "1")
     target = tmp_path / "dump.tar.gz"
     output = run(tmp_path, "sysdump", "--file", str(target))
-    assert "look at it before you publish it" in output
+    assert "review it before you share it" in output
     assert target.stat().st_mode & 0o777 == 0o600
     files = contents(target)
     assert files["missing.txt"] == ""
@@ -316,7 +318,7 @@ def test_sysdump_has_everything_for_a_report_and_no_secret(
     assert secret not in everything
     assert token not in everything
     assert files["kube-proxy.config.yaml"].count("REDACTED") == 3
-    assert "exists already" in run(tmp_path, "sysdump", "--file", str(target), status=2)
+    assert "already exists" in run(tmp_path, "sysdump", "--file", str(target), status=2)
     # A node that does not answer, and one that is not asked for its many flows, are named.
     busy = agent_answers.status()
     busy.conntrack = model.Fill(name="conntrack", used=200_000, capacity=262_144)
@@ -374,10 +376,10 @@ def test_connectivity_is_tested_on_every_node_and_pods_are_removed(
     server.request("DELETE", f"/api/v1/namespaces/pyebpf-proxy-test/pods/{name}")
     said, _ = process.communicate(timeout=60)
     assert process.returncode == 1, said
-    assert f"pod pyebpf-proxy-test/{name} of the test was deleted before it had finished" in said
+    assert f"pod pyebpf-proxy-test/{name} was deleted before it finished" in said
     cluster.faults.hanging.clear()
     cluster.faults.missing.add((IMAGE, "n3"))
-    assert "n3: a pod of the test does not run: the image cannot be pulled" in run(
+    assert "n3: a test pod does not run: the image cannot be pulled" in run(
         tmp_path, "test", "--image", IMAGE, status=1
     )
 

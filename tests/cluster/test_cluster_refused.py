@@ -118,7 +118,7 @@ def test_a_role_that_this_user_may_not_make_is_refused_before_anything_is_change
     before = daemon_set(server)["spec"]
     account(server, tmp_path, "not-all", agents=False)
     error = only_error(run(tmp_path, "install", "--image", IMAGE, status=1))
-    assert error.startswith("Error: ClusterRole pyebpf-proxy is refused: ")
+    assert error.startswith("Error: ClusterRole pyebpf-proxy was rejected: ")
     assert error.endswith("; nothing was changed")
     assert daemon_set(server)["spec"] == before
     with pytest.raises(ApiError, match="not found"):
@@ -147,7 +147,7 @@ def test_what_kube_proxy_does_not_serve_is_not_asked_of_the_agent(
     cluster.faults.unreached.add(("n1", target))
     said = run(tmp_path, "install", "--image", IMAGE, "--canary", "1")
     named = target.replace(" ", " port ")
-    assert f"n1: a pod does not reach {named} by kube-proxy: it will not be tested with the agent" in said
+    assert f"n1: a pod does not reach {named} through kube-proxy; this is not tested with the agent" in said
     assert now(server) == served_by_agent("n1")
     (verified,) = (pod for pod in cluster.ran if pod["metadata"]["labels"][objects.TASK] == "verify")
     assert verified["spec"]["containers"][0]["command"][4:] == []
@@ -205,11 +205,11 @@ def test_a_pod_that_does_not_come_or_start_is_explained(
     event(server, "Pod", name_of("fit", "n2"), "FailedMount", "mkdir /sys/fs/bpf/pyebpf-proxy: operation not permitted")
     cluster.faults.no_pods.add("n1")
     error = only_error(run(tmp_path, "install", "--image", IMAGE, "--canary", "1", "--timeout", "3", status=1))
-    assert "n1: the agent has not programmed the node: not within 3 s: FailedCreate: exceeded quota: pods; " in error
+    assert "n1: the agent did not program the node within 3 s: FailedCreate: exceeded quota: pods; " in error
     cluster.faults.no_pods.clear()
     cluster.faults.hanging.add(("fit", "n2"))
     error = only_error(run(tmp_path, "install", "--image", IMAGE, "--timeout", "3", status=1))
-    assert "n2: fit: the pod does not end: not within 3 s: FailedMount: mkdir /sys/fs/bpf/pyebpf-proxy: " in error
+    assert "n2: fit: the pod did not finish within 3 s: FailedMount: mkdir /sys/fs/bpf/pyebpf-proxy: " in error
 
 
 def test_a_daemonset_that_is_rewritten_meanwhile_is_the_reason(
@@ -223,7 +223,7 @@ def test_a_daemonset_that_is_rewritten_meanwhile_is_the_reason(
     cluster.faults.never_programmed.clear()
     said, _ = process.communicate(timeout=60)
     assert process.returncode == 1, said
-    assert "n1: kube-proxy's pod does not end: not within 4 s: its DaemonSet was rewritten; " in only_error(said)
+    assert "n1: kube-proxy's pod did not end within 4 s: its DaemonSet was rewritten; " in only_error(said)
     assert PARKED not in labels(server, "n1")
 
 
@@ -236,7 +236,7 @@ def test_where_pods_are_refused_check_still_shows_all_findings(
         said = run(tmp_path, "check", "--image", IMAGE, status=1)
     finally:
         server.request("PATCH", "/api/v1/namespaces/kube-system", {"metadata": {"labels": {level: None}}}, MERGE)
-    assert "bad      admission: the agent's pod is refused: " in said
+    assert "bad      admission: the API server rejects the agent's pod: " in said
     for name in NAMES:
         assert f"bad      {name}: image: " in said
 

@@ -67,7 +67,7 @@ def test_a_clean_up_that_did_not_end_is_not_forgotten(
     if stop == "it fails":
         cluster.faults.tasks["clean", "n1"] = "the map services cannot be opened"
         said = run(tmp_path, "rollback", status=1)
-        assert only_error(said).startswith("Error: n1: clean: the map services cannot be opened; repeat")
+        assert only_error(said).startswith("Error: n1: clean: the map services cannot be opened; to continue, run")
     else:
         cluster.faults.hanging.add(("clean", "n1"))
         process = started(tmp_path, "rollback", "--timeout", "60")
@@ -81,10 +81,12 @@ def test_a_clean_up_that_did_not_end_is_not_forgotten(
         if stop == "kill":
             expire_lease(server)
         elif stop == "the node dies":
-            assert (process.returncode, "n1: the node's kubelet does not report" in only_error(said)) == (1, True), said
+            assert (process.returncode, "n1: the node's kubelet no longer reports" in only_error(said)) == (1, True), (
+                said
+            )
         else:
             assert process.returncode == 128 + number, said
-            assert "n1: stopped here; a proxy serves the node. Go on with cluster rollback" in said
+            assert "n1: interrupted; a proxy serves the node; to continue, run cluster rollback" in said
             cluster.until(lambda pods: len(pods) == 3, "its task pod is deleted")
     assert_it_goes_on(cluster, server, tmp_path)
     assert now(server) == served_by_agent()
@@ -96,7 +98,7 @@ def test_a_failed_installation_that_could_not_be_cleaned_up_is_not_forgotten(
     unwatched.faults.tasks["verify", "n1"] = "no connection to the Service at 10.96.0.1 port 443: timed out"
     unwatched.faults.tasks["clean", "n1"] = "the map services cannot be opened"
     said = run(tmp_path, "install", "--image", IMAGE, status=1)
-    assert "; it could not be given back either: clean: the map services cannot be opened; " in only_error(said)
+    assert "; the node could not be given back: clean: the map services cannot be opened; " in only_error(said)
     assert_it_goes_on(unwatched, server, tmp_path)
 
 
@@ -157,7 +159,7 @@ def test_without_the_agents_daemonset_an_image_is_asked_for(
     (pod,) = server.request("GET", f"{SYSTEM}?labelSelector=k8s-app=pyebpf-proxy")["items"]
     server.request("DELETE", f"{SYSTEM}/{pod['metadata']['name']}")
     said = run(tmp_path, "rollback", status=2)
-    assert "there is no DaemonSet kube-system/pyebpf-proxy any more; name the image" in only_error(said)
+    assert "there is no DaemonSet kube-system/pyebpf-proxy any more; nothing was changed; " in only_error(said)
     assert labels(server, "n1")[PARKED] == ON, "nothing was changed"
     assert "all objects of pyebpf-proxy are removed" in run(tmp_path, "rollback", "--image", IMAGE)
     assert unwatched.attached == set()
@@ -176,7 +178,7 @@ def test_a_kube_proxy_without_rules_is_restarted(cluster: SimulatedNodes, server
     cluster.faults.tasks.clear()
     said, _ = process.communicate(timeout=60)
     assert process.returncode == 0, said
-    assert "n1: await: kube-proxy has no rule for the Service at 10.96.0.1; kube-proxy is restarted" in said
+    assert "n1: await: kube-proxy has no rule for the Service at 10.96.0.1; restarting kube-proxy" in said
     assert now(server) == served_by_agent()
 
 
@@ -244,8 +246,8 @@ def test_an_outage_ends_with_the_nodes_name(
     server.start()
     error = only_error(said)
     assert error.startswith("Error: n1: the API server has not answered for 6 s: ")
-    assert "; a proxy serves the node; go on with cluster install" in error
-    assert "goes back to kube-proxy" not in said
+    assert "; a proxy serves the node; to continue, run cluster install" in error
+    assert "giving the node back to kube-proxy" not in said
     assert seconds < 18, said
     cluster.faults.never_ready.clear()
     expire_lease(server)
@@ -268,7 +270,7 @@ def test_ctrl_c_during_an_outage(cluster: SimulatedNodes, server: ApiServer, tmp
     finally:
         server.start()
     assert process.returncode == 130, said
-    assert "n1: stopped here; a proxy serves the node" in said
+    assert "n1: interrupted; a proxy serves the node" in said
 
 
 # ---- the Lease -----------------------------------------------------------------------------------------------------
@@ -306,7 +308,7 @@ def test_a_lease_that_is_renewed_counts_whatever_its_clock_says(
     assert now(server) == served_by_agent()
     # It is not renewed any more.
     said = run(tmp_path, "install", "--image", IMAGE, "--canary", "1")
-    assert "waiting for 3 s: does another command still run? install by operator@laptop" in said
+    assert "waiting 3 s to see whether another command is running: install by operator@laptop" in said
     assert now(server) == served_by_agent("n1")
 
 

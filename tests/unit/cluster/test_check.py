@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``cluster check``: what it says of versions and architectures that nothing was tested on."""
+"""``cluster check``: what it says of versions and architectures that nothing was tested on, and lost API servers."""
 
 from __future__ import annotations
 
@@ -7,8 +7,12 @@ from typing import Any, cast
 
 import pytest
 
-from pyebpf_proxy.cluster import check
+from pyebpf_proxy.cluster import check, task_pod
 from pyebpf_proxy.cluster.api import Api
+from pyebpf_proxy.cluster.errors import StoppedError
+from pyebpf_proxy.cluster.model import view
+from pyebpf_proxy.see.answers import NO_ANSWER
+from tests.unit.cluster.fake_api import FakeApi
 
 
 class Server:
@@ -57,3 +61,18 @@ def test_nodes(changed: dict[str, str], state: str, said: str) -> None:
     (finding,) = check._node("n1", {"status": {"nodeInfo": info}})
     assert (finding.state, finding.where) == (state, "n1")
     assert said in finding.text
+
+
+def test_check_waits_for_a_lost_api_server_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes = [f"n{number:02}" for number in range(40)]
+    api = FakeApi(*nodes)
+    tried: list[str] = []
+
+    def run(api: Api, what: str, node: str, *_: Any) -> str:
+        tried.append(node)
+        raise StoppedError("the API server has not answered for 300 s: timed out", NO_ANSWER)
+
+    monkeypatch.setattr(task_pod, "run", run)
+    with pytest.raises(StoppedError):
+        list(check._image(api, view(api), "registry.example/pyebpf-proxy:1", 1.0))
+    assert len(tried) < len(nodes)

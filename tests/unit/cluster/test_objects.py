@@ -184,16 +184,16 @@ def test_the_meaning_of_a_pods_status() -> None:
     backing_off = pod({"waiting": {"reason": "ImagePullBackOff", "message": "not found"}})
     assert (backing_off.hopeless, backing_off.ran) == ("the image cannot be pulled: not found", False)
     crashed = pod({"waiting": {"reason": "CrashLoopBackOff"}}, lastState={"terminated": {"message": "CAP_BPF missing"}})
-    assert crashed.hopeless == "the container ends again and again: CAP_BPF missing"
+    assert crashed.hopeless == "the container exits repeatedly: CAP_BPF missing"
     assert crashed.ran
     # A kubelet's own message for it says only how long it waits; the log's last lines say why.
     waits = "back-off 20s restarting failed container=pyebpf-proxy pod=pyebpf-proxy-q8zkv_kube-system(0e9f4c6a-5d0f)"
     log = "2026-11-23T09:00:01.120Z info starting version=0.1.0\nError: the kernel has no BTF\n\n"
     waiting = {"waiting": {"reason": "CrashLoopBackOff", "message": waits}}
     crashed = pod(waiting, lastState={"terminated": {"message": log, "exitCode": 1}})
-    assert crashed.hopeless == "the container ends again and again: Error: the kernel has no BTF"
+    assert crashed.hopeless == "the container exits repeatedly: Error: the kernel has no BTF"
     silent = pod(waiting, lastState={"terminated": {"exitCode": 1}})
-    assert silent.hopeless == f"the container ends again and again: {waits}"
+    assert silent.hopeless == f"the container exits repeatedly: {waits}"
     assert not pod({"running": {}}, "Running", started=False).started
     assert pod({"running": {}}, "Running", started=True).usable
 
@@ -214,7 +214,7 @@ def test_without_the_library_one_line_has_the_remedy() -> None:
     )
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert ran.returncode == 3
-    assert ran.stderr == "Error: the package kubernetes is missing: docs/cluster.md installs it\n"
+    assert ran.stderr == "Error: the Python package kubernetes is not installed; see docs/cluster.md\n"
 
 
 def test_a_closed_pipe_does_not_stop_the_command_halfway() -> None:

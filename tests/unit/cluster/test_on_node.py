@@ -50,7 +50,7 @@ def test_only_rules_of_services_must_not_stay(
     problems = on_node.remove_rules()
     said = capsys.readouterr().out
     if fails:
-        assert problems == ["iptables-nft IPv4: rules of kube-proxy for Services stay", kept]
+        assert problems == ["iptables-nft IPv4: rules of kube-proxy for Services remain", kept]
     else:
         assert (problems, said) == ([], f"warning: {kept}\n")
 

@@ -36,4 +36,4 @@ def test_an_untestable_row_is_no_failure(monkeypatch: pytest.MonkeyPatch, capsys
     monkeypatch.setattr(peer.signal, "signal", lambda *_: None)
     assert peer.main({"PEER_PLAN": json.dumps([ROW | {"unreachable": True}])}) == 0
     row, done = capsys.readouterr().out.splitlines()
-    assert (json.loads(row)["detail"], done) == ("the node has no route for this address", peer.DONE)
+    assert (json.loads(row)["detail"], done) == ("the node has no route to this address", peer.DONE)

@@ -34,7 +34,7 @@ def view(daemon_set: Any) -> View:
         ("rewritten", ["its DaemonSet was rewritten, so that it runs on all nodes again"]),
         ("rolled back halfway", ["a rollback has not finished, or its DaemonSet was rewritten"]),
         ("another strategy", ["the update strategy of its DaemonSet was changed"]),
-        ("another image", ["kube-proxy:1 runs on n2, its DaemonSet has kube-proxy:2: nothing replaces the pods"]),
+        ("another image", ["kube-proxy:1 runs on n2; its DaemonSet has kube-proxy:2 and does not replace the pods"]),
     ],
 )
 def test_what_has_become_of_the_daemonset(case: str, said: list[str]) -> None:

@@ -1,15 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``cluster sysdump``: what is left out of an object, a ConfigMap's texts and a log."""
+"""``cluster sysdump``: what is left out of an object, a ConfigMap's texts and a log; archives that are incomplete."""
 
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any, cast
 
+import pytest
 import yaml
 
 from pyebpf_proxy.cluster import sysdump
 from pyebpf_proxy.cluster.api import Api
+from pyebpf_proxy.cluster.errors import ClusterError, StoppedError
+from pyebpf_proxy.cluster.output import Output
+from pyebpf_proxy.see.answers import NO_ANSWER
+from tests.unit.cluster.fake_api import FakeApi
 
 KEY = "-----BEGIN EC PRIVATE KEY-----\nHIDE1\nHIDE2\n-----END EC PRIVATE KEY-----\n"
 KUBECONFIG = """\
@@ -113,3 +119,47 @@ def test_of_a_long_log_the_beginning_and_the_end() -> None:
     assert "\n[...]\n" in text
     assert text.endswith("line 59999\n")
     assert text.count("\n") < 30_000
+
+
+def lost(api: FakeApi, part: str) -> list[str]:
+    """The API server is lost with the first request for such a path. The result: the later requests."""
+    later: list[str] = []
+
+    def before(method: str, path: str) -> None:
+        if part in path or later:
+            later.append(path)
+            raise StoppedError("the API server has not answered for 300 s: timed out", NO_ANSWER)
+
+    api.before = before
+    return later
+
+
+def test_a_sysdump_waits_for_a_lost_api_server_once(tmp_path: Path) -> None:
+    """Each request would wait for five minutes, and there is one for each log."""
+    api = FakeApi("n1", "n2")
+    later = lost(api, "/log")
+    path = tmp_path / "dump.tar.gz"
+    missing = sysdump.write(api, Output(as_json=False), str(path), "", 1.0)
+    assert len(later) == 1
+    assert missing[-1].endswith("the API server has not answered for 300 s: timed out")
+    assert path.exists()
+
+
+def test_an_interrupted_sysdump_leaves_no_truncated_archive(tmp_path: Path) -> None:
+    """The same command can be run again."""
+    api = FakeApi("n1")
+
+    def interrupt(method: str, path: str) -> None:
+        if path.endswith("/log"):
+            raise KeyboardInterrupt
+
+    api.before = interrupt
+    path = tmp_path / "dump.tar.gz"
+    with pytest.raises(KeyboardInterrupt):
+        sysdump.write(api, Output(as_json=False), str(path), "", 1.0)
+    assert not path.exists()
+    api.before = lambda method, path: None
+    sysdump.write(api, Output(as_json=False), str(path), "", 1.0)
+    with pytest.raises(ClusterError, match="already exists"):
+        sysdump.write(api, Output(as_json=False), str(path), "", 1.0)
+    assert path.exists(), "of another command"

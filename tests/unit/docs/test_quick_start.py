@@ -12,9 +12,9 @@ SOURCES = "".join(path.read_text() for path in sorted((ROOT / "pyebpf_proxy" / "
 #: Other lines of the commands, without names and numbers.
 PARTS = (
     "to take over, ",
-    "left to kube-proxy; to go on: pyebpf-proxy cluster install",
+    "left to kube-proxy; to continue, run pyebpf-proxy cluster install",
     "to give back: ",
-    "all objects of pyebpf-proxy are removed; kube-proxy's DaemonSet is as it was",
+    "all objects of pyebpf-proxy are removed; kube-proxy's DaemonSet is restored",
     "sufficient for install, upgrade and rollback",
     "; pyebpf-proxy doctor on a node reads its configuration",
     "kubeadm's DaemonSet and ConfigMap, mode ",

@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Lease: answers that are lost, and two commands at once."""
+
+from __future__ import annotations
+
+import pytest
+
+from pyebpf_proxy.cluster.api import LEASES, RefusedError
+from pyebpf_proxy.cluster.errors import ClusterError
+from pyebpf_proxy.cluster.lease import NAME as LEASE
+from pyebpf_proxy.cluster.lease import Lease
+from pyebpf_proxy.cluster.objects import NAMESPACE
+from tests.unit.cluster.fake_api import FakeApi
+
+
+def test_a_lease_whose_answer_was_lost_is_held_by_this_command() -> None:
+    """The request is made again, and meets the version that the first one wrote."""
+    api = FakeApi()
+    path = LEASES.path(NAMESPACE, LEASE)
+    api.put(path, {"metadata": {"name": LEASE, "namespace": NAMESPACE}, "spec": {"holderIdentity": None}})
+
+    def answer_is_lost(method: str, asked: str) -> None:
+        if method == "PATCH":
+            api.after = lambda method, path: None
+            raise RefusedError(409, "Conflict", "the object has been modified")  # of the second attempt
+
+    api.after = answer_is_lost
+    with Lease(api, "install", print) as lease:
+        lease.check()
+        assert api.stored[path]["spec"]["holderIdentity"].startswith("install by ")
+    assert not api.stored[path]["spec"].get("holderIdentity")
+
+
+def test_a_lease_that_another_command_takes_at_the_same_time() -> None:
+    api = FakeApi()
+    path = LEASES.path(NAMESPACE, LEASE)
+    api.put(path, {"metadata": {"name": LEASE, "namespace": NAMESPACE}, "spec": {"holderIdentity": None}})
+
+    def other(method: str, asked: str) -> None:
+        if method == "PATCH":
+            api.before = lambda method, path: None
+            api.put(path, api.stored[path] | {"spec": {"holderIdentity": "rollback by operator@laptop"}})
+
+    api.before = other
+    with pytest.raises(ClusterError, match="another command began to change this cluster at the same time"):
+        Lease(api, "install", print).__enter__()

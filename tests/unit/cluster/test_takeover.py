@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steps on a node: pods that the kubelet rejects."""
+
+from __future__ import annotations
+
+import pytest
+
+from pyebpf_proxy.cluster import objects, takeover
+from pyebpf_proxy.cluster.api import DAEMON_SETS, PODS
+from pyebpf_proxy.cluster.errors import ClusterError
+from pyebpf_proxy.cluster.objects import NAME, NAMESPACE
+from pyebpf_proxy.cluster.takeover import Site
+from tests.unit.cluster.fake_api import FakeApi, running
+
+IMAGE = "registry.example/pyebpf-proxy:1"
+
+
+def test_a_rejected_pod_of_a_daemonset_is_replaced() -> None:
+    """The kubelet knew the node's new label too late. The DaemonSet controller makes another pod."""
+    api = FakeApi("n1")
+    api.put(DAEMON_SETS.path(NAMESPACE, NAME), objects.agent(IMAGE)[-1])
+    api.label("n1", agent=objects.ON, parked=objects.ON)
+    rejected = api.name_of_agent("n1")
+    message = "Pod was rejected: Predicate NodeAffinity failed"
+    api.status_of = lambda pod: (
+        {"phase": "Failed", "reason": "NodeAffinity", "message": message}
+        if pod["metadata"]["name"] == rejected
+        else running(ready=True)
+    )
+    looks = 0
+
+    def controller(method: str, path: str) -> None:
+        nonlocal looks
+        looks += path == PODS.path(NAMESPACE)
+        if looks == 2:
+            api.stored.pop(PODS.path(NAMESPACE, rejected), None)
+
+    api.before = controller
+    site = Site(api, IMAGE, [], "", 1.0, lambda: None)
+    assert takeover.wait_ready(site, "n1").name != rejected
+
+
+def test_a_pod_that_is_rejected_again_and_again_is_explained() -> None:
+    api = FakeApi("n1")
+    api.put(DAEMON_SETS.path(NAMESPACE, NAME), objects.agent(IMAGE)[-1])
+    api.label("n1", agent=objects.ON, parked=objects.ON)
+    api.status_of = lambda pod: {"phase": "Failed", "reason": "OutOfpods", "message": "Pod was rejected: too many pods"}
+    site = Site(api, IMAGE, [], "", 0.2, lambda: None)
+    with pytest.raises(ClusterError, match=r"the agent's pod did not become ready within 0 s: .*too many pods"):
+        takeover.wait_ready(site, "n1")

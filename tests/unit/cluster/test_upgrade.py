@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``cluster upgrade`` where nodes come, go, or are half taken over."""
+
+from __future__ import annotations
+
+import pytest
+
+from pyebpf_proxy.cluster import objects, task_pod
+from pyebpf_proxy.cluster.api import DAEMON_SETS, NODES, PODS, Object
+from pyebpf_proxy.cluster.errors import ClusterError
+from pyebpf_proxy.cluster.install import Install
+from pyebpf_proxy.cluster.objects import KUBE_PROXY, NAME, NAMESPACE, ON
+from pyebpf_proxy.cluster.output import Output
+from pyebpf_proxy.cluster.upgrade import Upgrade
+from tests.unit.cluster.fake_api import FakeApi, running
+
+OLDER, NEWER = "registry.example/pyebpf-proxy:1", "registry.example/pyebpf-proxy:2"
+
+
+@pytest.fixture(autouse=True)
+def _tasks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Task pods succeed at once."""
+    monkeypatch.setattr(task_pod, "run", lambda *_: "all is well\n")
+    monkeypatch.setattr(task_pod, "_LOOK_SECONDS", 0.05)
+
+
+@pytest.fixture
+def api() -> FakeApi:
+    """The agent is installed on no node yet. It is ready where kube-proxy does not hold the health port."""
+    api = FakeApi("n1", "n2")
+
+    def status(pod: Object) -> Object:
+        return running(ready=pod["spec"]["nodeName"] not in api.pods_of(KUBE_PROXY))
+
+    api.status_of = status
+    daemon_set = objects.agent(OLDER)[-1]
+    api.put(DAEMON_SETS.path(NAMESPACE, NAME), daemon_set)
+    kube_proxy = DAEMON_SETS.path(NAMESPACE, KUBE_PROXY)
+    api.patch(DAEMON_SETS, KUBE_PROXY, objects.prepare(api.stored[kube_proxy]), NAMESPACE)
+    return api
+
+
+def upgrade(api: FakeApi, image: str = NEWER) -> None:
+    Upgrade(api, Output(as_json=False), "", 0.5).run(image)
+
+
+def test_a_node_that_is_deleted_meanwhile_is_named(api: FakeApi, capsys: pytest.CaptureFixture[str]) -> None:
+    """As an autoscaler does: the others go on."""
+    api.label("n1", parked=ON, agent=ON)
+    api.label("n2", parked=ON, agent=ON)
+    agent = api.name_of_agent("n1")
+
+    def remove_node(method: str, path: str) -> None:
+        if method == "DELETE" and path == PODS.path(NAMESPACE, agent) and NODES.path(name="n1") in api.stored:
+            del api.stored[NODES.path(name="n1")]
+
+    api.before = remove_node
+    upgrade(api)
+    said = capsys.readouterr().out
+    assert "[1/2] n1: the node no longer exists" in said
+    assert "[2/2] n2: upgraded, and verified" in said
+    assert api.images() == {"n2": NEWER}
+
+
+def test_where_kube_proxy_also_runs_install_can_continue_after_an_upgrade(
+    api: FakeApi, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """After an installation that was interrupted: kube-proxy holds the health port there, so no agent becomes ready."""
+    api.label("n1", parked=ON, agent=ON)
+    api.label("n2", agent=ON)
+    upgrade(api)
+    said = capsys.readouterr().out
+    assert "[1/2] n1: upgraded, and verified" in said
+    assert (
+        "[2/2] n2: upgraded; kube-proxy also runs on the node: to complete the installation, run cluster install"
+        in said
+    )
+    assert api.images() == {"n1": NEWER, "n2": NEWER}
+    Install(api, Output(as_json=False), "", 0.5).run("", None, dry_run=False)
+    assert "[1/1] n2: taken over, and verified" in capsys.readouterr().out
+    assert api.pods_of(KUBE_PROXY) == {}
+
+
+def test_where_kube_proxy_also_runs_the_former_agent_comes_back(api: FakeApi) -> None:
+    api.label("n1", agent=ON)
+
+    def status(pod: Object) -> Object:
+        if pod["spec"]["containers"][0]["image"] == NEWER:
+            waiting = {"waiting": {"reason": "CrashLoopBackOff", "message": "CAP_BPF is missing"}}
+            return {"phase": "Running", "containerStatuses": [{"state": waiting}]}
+        return running(ready=False)
+
+    api.status_of = status
+    with pytest.raises(ClusterError, match=rf"CAP_BPF is missing; the agent with {OLDER} runs there again"):
+        upgrade(api)
+    assert api.images() == {"n1": OLDER}
