@@ -53,10 +53,11 @@ class HealthChecks:
 
 
 def health_check_port(service: objects.Service) -> int:
-    """The Service's health check node port; 0 if it does not use one."""
+    """The Service's health check node port; 0 if it does not use one, or one that is not a port."""
     if service.spec.type != "LoadBalancer" or service.spec.external_traffic_policy != "Local":
         return 0
-    return service.spec.health_check_node_port or 0
+    number = service.spec.health_check_node_port or 0
+    return number if 0 < number <= 65535 else 0
 
 
 def _count(family: IPFamily, views: Iterable[SliceView]) -> int:

@@ -79,6 +79,8 @@ def test_a_port_exists_without_endpoints_and_follows_the_service(planner: Planne
         {"external_traffic_policy": None},
         {"health_check_node_port": 0},
         {"health_check_node_port": None},
+        {"health_check_node_port": -1},
+        {"health_check_node_port": 65536},
         {"cluster_ip": "None", "cluster_ips": ("None",)},
         {"ports": ()},
     ],
