@@ -262,6 +262,8 @@ def decode_yaml(data: bytes) -> Iterator[Decoded]:
                 document = loader.get_data()
             except (yaml.YAMLError, ValueError, RecursionError) as error:
                 raise UnreadableError(_yaml_message(data, error)) from None
+            except (LookupError, AttributeError):  # PyYAML's constructors of bool, int, float and timestamp
+                raise UnreadableError("bad YAML: a value is not of the type that its tag names") from None
             if document is not None:
                 yield from decode_document(document)
     finally:
