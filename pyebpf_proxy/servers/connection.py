@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from http import HTTPStatus
 from typing import Any, cast
@@ -30,8 +31,12 @@ LINGER_SECONDS = 0.5
 TURN = 8
 WRITE_BUFFER = 256 << 10
 
-#: Limit of incomplete data that h11 buffers within a body: a chunk's header, trailers.
-MAX_INCOMPLETE_BYTES = 16 << 10
+#: Limit of incomplete data that h11 buffers within a body (a chunk's header, trailers), and how much it gets at a time:
+#: for some malformed lines, its time grows with the square of their length.
+MAX_INCOMPLETE_BYTES = 1 << 10
+#: What no header may contain. h11 also refuses this, but after spaces in a time that grows with the square of their
+#: number: 45 minutes for a header of 1 MiB, in which no other thread runs.
+_ILLEGAL = re.compile(rb"[\0\v\f]|\r(?!\n)")
 #: Overhead of a buffered header line besides its bytes, which h11 stores twice (name as sent and in lower case).
 LINE_BYTES = 300
 #: Estimated cost of a new connection, and of a refused one (seconds of CPU time).
@@ -227,6 +232,9 @@ class Connection(asyncio.Protocol):
         if end > MAX_HEADER_BYTES or buffer.count(b"\n", 0, end) > MAX_HEADER_LINES:
             self._refuse(431)
             return False
+        if _ILLEGAL.search(buffer, 0, end):
+            self._refuse(400)
+            return False
         self._head_bytes = 2 * end + LINE_BYTES * buffer.count(b"\n", 0, end)
         self._parser = h11.Connection(h11.SERVER, max_incomplete_event_size=MAX_INCOMPLETE_BYTES)
         self._parser.receive_data(bytes(buffer[:end]))
@@ -251,8 +259,8 @@ class Connection(asyncio.Protocol):
                     self._write(parser.send(h11.InformationalResponse(status_code=100, headers=[], reason=b"Continue")))
                 if not self._buffer:
                     return False
-                parser.receive_data(bytes(self._buffer))
-                self._buffer.clear()
+                parser.receive_data(bytes(self._buffer[:MAX_INCOMPLETE_BYTES]))
+                del self._buffer[:MAX_INCOMPLETE_BYTES]
             elif isinstance(event, h11.Data):
                 self._body += event.data
                 if len(self._body) > MAX_BODY_BYTES:

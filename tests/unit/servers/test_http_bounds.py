@@ -181,6 +181,31 @@ def test_a_flood_from_eight_sources_does_not_delay_a_probe(monkeypatch: pytest.M
     assert share < 0.5
 
 
+_SPACES = b" " * 60_000
+_CHUNKED = b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        b"GET / HTTP/1.1\r\nHost: x\r\na:" + _SPACES + b"\0\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: x\r\na:" + _SPACES + b"\r \r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: x\r\na:" + _SPACES + b"\v\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: x\r\na:" + _SPACES + b"\f\r\n\r\n",
+        _CHUNKED + b"5;" + _SPACES + b"\n\r\n",
+        _CHUNKED + b"0\r\na:" + _SPACES + b"\0\r\n\r\n",
+    ],
+)
+def test_malformed_requests_take_little_time(request_: bytes) -> None:
+    """h11's regular expressions would hold Python's lock for ten seconds, or 45 minutes with a megabyte."""
+    with serving(echo) as (port, _), socket.create_connection(("127.0.0.1", port), timeout=60) as client:
+        before = time.process_time()
+        client.sendall(request_)
+        status = client.recv(100).split()[1]
+        assert time.process_time() - before < 0.5
+        assert status in (b"400", b"431")
+
+
 def test_the_memory_of_hostile_connections_is_counted_and_bounded() -> None:
     """Endless requests of every kind: the memory of h11 for them counts too."""
     large = b"a" * 200_000
