@@ -27,8 +27,9 @@ IDLE_SECONDS = 120.0
 WRITE_SECONDS = 30.0
 #: How long the connection of a refused peer stays open, so that it can read the answer.
 LINGER_SECONDS = 0.5
-#: How many pipelined requests are answered before other connections are served.
+#: How many pipelined requests are answered, and how many chunks of a body read, before other connections are served.
 TURN = 8
+CHUNKS = 64
 WRITE_BUFFER = 256 << 10
 
 #: Limit of incomplete data that h11 buffers within a body (a chunk's header, trailers), and how much it gets at a time:
@@ -193,7 +194,7 @@ class Connection(asyncio.Protocol):
                     self._keep_all()
                     if self._request is not None and self._too_much():
                         self._refuse(413)
-                if self._ended and not self._refused:
+                if self._ended and not self._refused and not self._scheduled:
                     self._transport.close()
                 return False
             self._keep(len(self._buffer))
@@ -252,6 +253,7 @@ class Connection(asyncio.Protocol):
     def _read_body(self) -> bool:
         parser = self._parser
         assert parser is not None
+        chunks = 0
         while True:
             event: Any = parser.next_event()
             if event is h11.NEED_DATA:
@@ -265,6 +267,11 @@ class Connection(asyncio.Protocol):
                 self._body += event.data
                 if len(self._body) > MAX_BODY_BYTES:
                     self._refuse(413)
+                    return False
+                chunks += 1
+                if chunks == CHUNKS:
+                    self._scheduled = True
+                    self._loop.call_soon(self._turn)
                     return False
             elif isinstance(event, h11.EndOfMessage):
                 # The remaining data is the next request.
