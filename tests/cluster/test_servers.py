@@ -161,6 +161,10 @@ def test_health_check_node_ports_and_values_over_the_same_changes(server: ApiSer
                         lambda s=side, p=policy, n=name: value(s, n, traffic_policy=p, ip_family="IPv4") == 2,
                         f"two ports without local endpoints by policy {policy}",
                     )
+    for item in (service(), slice_of(endpoint("10.244.1.7"))):
+        # Nothing that a proxy reads: it counts all the same.
+        item["metadata"]["annotations"] = {"tests/note": "changed"}
+        server.apply(item)
     for name in (
         "service_changes_total",
         "endpoint_changes_total",

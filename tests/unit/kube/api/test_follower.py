@@ -438,6 +438,8 @@ def test_irrelevant_changes_are_not_delivered(api: ScriptedApi) -> None:
     with following(api) as source:
         source.until(lambda: source.names("Service") == {"a", "b"})
         assert sum(change.name == "a" for change in source.changes) == 1
+        unchanged = [change for batch in source.batches for change in batch.unchanged]
+        assert [(change.kind, change.name) for change in unchanged] == [("Service", "a")]
 
 
 def test_an_object_that_is_deleted_before_the_list_is_complete_is_gone(api: ScriptedApi) -> None:
