@@ -141,6 +141,18 @@ STEPS: list[tuple[str, list[Object], int, int]] = [
     ),
     ("one not ready", [slice_of(endpoint("10.244.1.5"), endpoint("10.244.1.6", ready=False, serving=False))], 200, 1),
     ("terminating", [slice_of(endpoint("10.244.1.5", ready=False, serving=True, terminating=True))], 503, 0),
+    (
+        "twice, then not ready",
+        [slice_of(endpoint("10.244.1.5"), endpoint("10.244.1.5", ready=False, serving=False))],
+        503,
+        0,
+    ),
+    (
+        "twice, then terminating",
+        [slice_of(endpoint("10.244.1.5"), endpoint("10.244.1.5", ready=False, serving=True, terminating=True))],
+        200,
+        1,
+    ),
     ("elsewhere", [slice_of(endpoint("10.244.2.5", "node2"))], 503, 0),
     ("here again", [slice_of(endpoint("10.244.1.7"))], 200, 1),
 ]

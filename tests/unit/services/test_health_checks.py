@@ -96,6 +96,10 @@ def test_services_without_a_health_check(planner: Planner, spec: dict[str, objec
     [
         ([endpoint("10.1.0.1"), endpoint("10.1.0.2"), endpoint("10.1.9.1", "there")], 2),
         ([endpoint("10.1.0.1"), endpoint("10.1.0.1")], 1),
+        ([endpoint("10.1.0.1"), endpoint("10.1.0.1", ready=False, serving=False)], 0),
+        ([endpoint("10.1.0.1", ready=False, serving=False), endpoint("10.1.0.1")], 1),
+        ([endpoint("10.1.0.1"), endpoint("10.1.0.1", ready=False, serving=True, terminating=True)], 1),
+        ([endpoint("10.1.0.1", ready=False, serving=True, terminating=True), endpoint("10.1.0.1")], 1),
         ([endpoint("10.1.0.1", ready=False, serving=True, terminating=True)], 0),
         ([endpoint("10.1.0.1", ready=False, serving=False)], 0),
         ([endpoint("10.1.0.1", ready=True)], 1),
