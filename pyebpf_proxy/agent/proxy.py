@@ -83,6 +83,7 @@ class Observer(Protocol):
     """The part of ``servers.observer.Observer`` that this module uses."""
 
     def changed(self, changes: Sequence[Change], complete: bool) -> None: ...
+    def unchanged(self, objects: Sequence[Change]) -> None: ...
     def queued(self) -> None: ...
     def planned(self, delta: Delta) -> None: ...
     def synced(self, seconds: float, ok: bool, full: bool, problems: int) -> None: ...
@@ -166,6 +167,8 @@ class Proxy:
             self._complete = True
             self._life.listed()
         self._metrics.changed(batch.changes, self._complete)
+        if batch.unchanged:
+            self._metrics.unchanged(batch.unchanged)
         if not self._running:
             self._plan_ahead()
         # Nothing is programmed before everything has been listed once (spec/service-semantics §1.5).

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 from collections.abc import Callable
+from contextlib import suppress
 
 from pyebpf_proxy import __version__
 from pyebpf_proxy.agent import node_checks
@@ -31,6 +33,10 @@ from pyebpf_proxy.services.node_facts import NodeFacts
 from pyebpf_proxy.services.planner import Planner, PlanSettings
 from pyebpf_proxy.services.shares import Limits
 
+#: Descriptors for the agent. There are at most 2768 NodePorts by default, and a health check node port has a listener
+#: for each family.
+OPEN_FILES = 65536
+
 _log = Logger("agent")
 
 
@@ -41,6 +47,7 @@ def run(settings: Effective, cluster: ClusterConnection, shown: Shown, watch: Co
     agent with a FatalError, and the programs stay attached.
     """
     preflight.check()
+    allow_open_files()
     directory = RunDirectory(settings.directory)
     directory.acquire()
 
@@ -64,6 +71,15 @@ def run(settings: Effective, cluster: ClusterConnection, shown: Shown, watch: Co
     finally:
         # A failed start removes its folder; an active instance keeps it.
         directory.release(remove=not datapath.present())
+
+
+def allow_open_files() -> None:
+    """Raise the soft limit of open files, as Go's runtime does: often only the hard limit is large."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def prepare(settings: Effective, source: Source) -> None:

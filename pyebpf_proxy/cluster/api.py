@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from pyebpf_proxy.cluster.errors import ClusterError, StoppedError
+from pyebpf_proxy.common.nesting import shallow
 from pyebpf_proxy.see.answers import NO_ANSWER
 
 Object = dict[str, Any]
@@ -186,7 +187,10 @@ class Api:
         if text:
             return data.decode(errors="replace")
         try:
-            return json.loads(data)
+            try:
+                return json.loads(data)
+            except RecursionError:
+                return json.loads(shallow(data))
         except ValueError:
             raise RefusedError(0, "NoAnswer", "the answer was truncated") from None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import ipaddress
 
-from pyebpf_proxy.services.addresses import parse_address
+from pyebpf_proxy.services.addresses import parse_address, parse_length
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
@@ -21,9 +21,9 @@ def parse_cidr(text: str) -> Network | None:
     """The network of ``address/length``, host bits cut off, or None."""
     address, slash, length = text.partition("/")
     ip = parse_ip(address)
-    if ip is None or not slash or not (length.isascii() and length.isdigit()):
+    bits = parse_length(length)
+    if ip is None or not slash or bits is None:
         return None
-    bits = int(length)
     if ip.version == 4 and ":" in address:
         # An IPv4-mapped IPv6 address: the prefix length counts IPv6 bits.
         if bits < 96:

@@ -69,9 +69,11 @@ def parse_uint(text: str, bits: int) -> int:
     """strconv.ParseUint with base 10: no sign."""
     if not (text.isascii() and text.isdigit()):
         raise ValueError(f"strconv.ParseUint: parsing {quote(text)}: invalid syntax")
-    if int(text) >= 1 << bits:
+    # Python's int raises another ValueError for texts of more than 4300 digits.
+    digits = text.lstrip("0") or "0"
+    if len(digits) > 20 or int(digits) >= 1 << bits:
         raise ValueError(f"strconv.ParseUint: parsing {quote(text)}: value out of range")
-    return int(text)
+    return int(digits)
 
 
 def _integer(text: str, base: int) -> int | None:

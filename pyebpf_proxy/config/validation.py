@@ -131,7 +131,7 @@ def _host_port(path: str, text: str) -> Iterator[str]:
     host, port = parts
     if addresses.parse_ip(host) is None:
         yield _invalid(path, host, "must be a valid IP")
-    if not re.fullmatch(r"\+?[0-9]+", port, re.ASCII) or not 1 <= int(port) <= 65535:
+    if not re.fullmatch(r"\+?0*[0-9]{1,5}", port, re.ASCII) or not 1 <= int(port[-5:]) <= 65535:
         yield _invalid(path, port, "must be a valid port")
 
 

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import msgspec
 import yaml
 
+from pyebpf_proxy.common.nesting import shallow
 from pyebpf_proxy.kube import validation
 from pyebpf_proxy.kube.objects import EndpointSlice, Node, Service, ServiceCIDR
 from pyebpf_proxy.kube.source import Kind, Object
@@ -224,16 +225,23 @@ def _too_large(header: _Header) -> Decoded:
 def decode_object(kind: Kind, data: bytes | msgspec.Raw) -> Decoded:
     """One object of a known kind, from the API server, whose lists omit the kind. Raises UnreadableError."""
     try:
-        if _is_large(data):
-            header = _read_header.decode(data)
-            header.kind, header.api_version = kind, _api_version(KINDS[kind])
-            return _too_large(header)
         try:
-            return _finish(kind, _READERS[kind].decode(data))
-        except msgspec.ValidationError:
-            document = _read_any.decode(data)  # decoding via plain values finds the error
+            return _decode_object(kind, data)
+        except RecursionError:  # the fields that are used are not nested deeply
+            return _decode_object(kind, shallow(bytes(data)))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise UnreadableError(_json_message(bytes(data), error)) from None
+
+
+def _decode_object(kind: Kind, data: bytes | msgspec.Raw) -> Decoded:
+    if _is_large(data):
+        header = _read_header.decode(data)
+        header.kind, header.api_version = kind, _api_version(KINDS[kind])
+        return _too_large(header)
+    try:
+        return _finish(kind, _READERS[kind].decode(data))
+    except msgspec.ValidationError:
+        document = _read_any.decode(data)  # decoding via plain values finds the error
     if isinstance(document, dict):
         document |= {"kind": kind, "apiVersion": _api_version(KINDS[kind])}
     return next(decode_document(document))
@@ -254,6 +262,8 @@ def decode_yaml(data: bytes) -> Iterator[Decoded]:
                 document = loader.get_data()
             except (yaml.YAMLError, ValueError, RecursionError) as error:
                 raise UnreadableError(_yaml_message(data, error)) from None
+            except (LookupError, AttributeError):  # PyYAML's constructors of bool, int, float and timestamp
+                raise UnreadableError("bad YAML: a value is not of the type that its tag names") from None
             if document is not None:
                 yield from decode_document(document)
     finally:

@@ -7,7 +7,7 @@ change only if the object differs from the one delivered before.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple, Protocol
 
 from pyebpf_proxy.kube.objects import EndpointSlice, Node, Service, ServiceCIDR
@@ -26,10 +26,14 @@ class Change(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Changes to apply together. ``complete``: including this batch, all existing objects have been delivered once."""
+    """Changes to apply together. ``complete``: including this batch, all existing objects have been delivered once.
+
+    ``unchanged``: Services and slices after an event of the API server that changed nothing. They are only counted.
+    """
 
     changes: list[Change]
     complete: bool
+    unchanged: Sequence[Change] = ()
 
 
 class Critic(Protocol):

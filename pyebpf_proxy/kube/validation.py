@@ -118,6 +118,9 @@ def _check_choices(service: Service) -> Iterator[Finding]:
     if local and not spec.health_check_node_port and spec.cluster_ip not in (None, "", "None"):
         what = "missing, and a folder of manifests allocates none: load balancers cannot check for endpoints"
         yield Finding(f"spec.healthCheckNodePort: {what}", False)
+    number = spec.health_check_node_port or 0
+    if local and not 0 <= number <= 65535:
+        yield Finding(f"spec.healthCheckNodePort: {number} is not a port (1–65535): left out", False)
     config = spec.session_affinity_config
     if config is not None and config.client_ip is not None:
         seconds = config.client_ip.timeout_seconds

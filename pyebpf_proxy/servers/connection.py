@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from http import HTTPStatus
 from typing import Any, cast
@@ -26,12 +27,17 @@ IDLE_SECONDS = 120.0
 WRITE_SECONDS = 30.0
 #: How long the connection of a refused peer stays open, so that it can read the answer.
 LINGER_SECONDS = 0.5
-#: How many pipelined requests are answered before other connections are served.
+#: How many pipelined requests are answered, and how many chunks of a body read, before other connections are served.
 TURN = 8
+CHUNKS = 64
 WRITE_BUFFER = 256 << 10
 
-#: Limit of incomplete data that h11 buffers within a body: a chunk's header, trailers.
-MAX_INCOMPLETE_BYTES = 16 << 10
+#: Limit of incomplete data that h11 buffers within a body (a chunk's header, trailers), and how much it gets at a time:
+#: for some malformed lines, its time grows with the square of their length.
+MAX_INCOMPLETE_BYTES = 1 << 10
+#: What no header may contain. h11 also refuses this, but after spaces in a time that grows with the square of their
+#: number: 45 minutes for a header of 1 MiB, in which no other thread runs.
+_ILLEGAL = re.compile(rb"[\0\v\f]|\r(?!\n)")
 #: Overhead of a buffered header line besides its bytes, which h11 stores twice (name as sent and in lower case).
 LINE_BYTES = 300
 #: Estimated cost of a new connection, and of a refused one (seconds of CPU time).
@@ -188,7 +194,7 @@ class Connection(asyncio.Protocol):
                     self._keep_all()
                     if self._request is not None and self._too_much():
                         self._refuse(413)
-                if self._ended and not self._refused:
+                if self._ended and not self._refused and not self._scheduled:
                     self._transport.close()
                 return False
             self._keep(len(self._buffer))
@@ -227,6 +233,9 @@ class Connection(asyncio.Protocol):
         if end > MAX_HEADER_BYTES or buffer.count(b"\n", 0, end) > MAX_HEADER_LINES:
             self._refuse(431)
             return False
+        if _ILLEGAL.search(buffer, 0, end):
+            self._refuse(400)
+            return False
         self._head_bytes = 2 * end + LINE_BYTES * buffer.count(b"\n", 0, end)
         self._parser = h11.Connection(h11.SERVER, max_incomplete_event_size=MAX_INCOMPLETE_BYTES)
         self._parser.receive_data(bytes(buffer[:end]))
@@ -244,6 +253,7 @@ class Connection(asyncio.Protocol):
     def _read_body(self) -> bool:
         parser = self._parser
         assert parser is not None
+        chunks = 0
         while True:
             event: Any = parser.next_event()
             if event is h11.NEED_DATA:
@@ -251,12 +261,17 @@ class Connection(asyncio.Protocol):
                     self._write(parser.send(h11.InformationalResponse(status_code=100, headers=[], reason=b"Continue")))
                 if not self._buffer:
                     return False
-                parser.receive_data(bytes(self._buffer))
-                self._buffer.clear()
+                parser.receive_data(bytes(self._buffer[:MAX_INCOMPLETE_BYTES]))
+                del self._buffer[:MAX_INCOMPLETE_BYTES]
             elif isinstance(event, h11.Data):
                 self._body += event.data
                 if len(self._body) > MAX_BODY_BYTES:
                     self._refuse(413)
+                    return False
+                chunks += 1
+                if chunks == CHUNKS:
+                    self._scheduled = True
+                    self._loop.call_soon(self._turn)
                     return False
             elif isinstance(event, h11.EndOfMessage):
                 # The remaining data is the next request.

@@ -14,6 +14,10 @@ GROUP = "config.k8s.io"
 VERSIONS = ("v1alpha1", "v1beta1")
 DEPRECATED = "v1alpha1"
 
+#: How many bytes and parts of an Accept header, and how many bytes of a query, are read at most: more of them than any
+#: client sends would occupy the servers' thread for seconds.
+MOST_BYTES, MOST_CLAUSES = 8192, 100
+
 _JSON, _YAML, _TEXT = _OFFERED = ("application/json", "application/yaml", "text/plain")
 _HUMANS = ("curl", "Wget", "Mozilla/5.0")
 _BOOLEAN = {"1": True, "t": True, "T": True, "TRUE": True, "true": True, "True": True}
@@ -92,7 +96,7 @@ def not_acceptable(request: Request) -> Response:
 
 
 def _clauses(header: str) -> Iterator[Clause]:
-    for part in header.split(","):
+    for part in header[:MOST_BYTES].split(",")[:MOST_CLAUSES]:
         media, *rest = (piece.strip() for piece in part.split(";"))
         kind, slash, subtype = media.partition("/")
         if not slash and kind == "*":
@@ -116,7 +120,7 @@ def _pretty(request: Request, clause: Clause | None) -> bool:
     """Whether to indent the answer: on request, and for interactive clients."""
     if clause is not None and clause.parameters.get("pretty") == "1":
         return True
-    asked = parse_qs(request.query).get("pretty")
+    asked = parse_qs(request.query[:MOST_BYTES]).get("pretty")
     if asked:
         return _BOOLEAN.get(asked[0], False)
     return request.headers.get("user-agent", "").startswith(_HUMANS)

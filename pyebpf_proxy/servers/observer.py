@@ -93,6 +93,14 @@ class Observer:
                 self._eligible = is_eligible(cast("Node | None", value))
         metrics.service_pending.set(value=len(self._pending_services))
 
+    def unchanged(self, objects: Sequence[Change]) -> None:
+        """Events after which these objects are as before. As in kube-proxy, they count, but are never pending."""
+        for change in objects:
+            if isinstance(change.object, Service):
+                self._metrics.service_total.add(value=len(FAMILIES))
+            elif isinstance(change.object, EndpointSlice) and _is_tracked(change.object):
+                self._metrics.endpoint_total.add()
+
     def queued(self) -> None:
         """A sync has been requested."""
         now = self._clock()
@@ -172,6 +180,10 @@ class Observer:
                 self._triggers.setdefault(service, []).append((endpoint_slice.address_type, trigger))
         self._metrics.endpoint_total.add()
         self._metrics.endpoint_pending.add()
+
+
+def _is_tracked(endpoint_slice: EndpointSlice) -> bool:
+    return service_of(endpoint_slice) is not None and endpoint_slice.address_type in _TRACKED
 
 
 def _trigger_time(endpoint_slice: EndpointSlice) -> int | None:

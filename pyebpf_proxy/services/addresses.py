@@ -57,17 +57,28 @@ def parse_prefix(text: str) -> SourceRange | None:
     """Parse ``address/length``; None if malformed. Removes white space and host bits; leading zeros are decimal."""
     address, slash, length = text.strip().partition("/")
     packed = parse_address(address)
-    if packed is None or not slash or not (length.isascii() and length.isdigit()):
+    prefix_length = parse_length(length)
+    if packed is None or not slash or prefix_length is None:
         return None
     if ":" in address and len(packed) == 4:  # IPv4-mapped: the length would count IPv6 bits
         return None
     bits = len(packed) * 8
-    prefix_length = int(length)
     if prefix_length > bits:
         return None
     host_bits = bits - prefix_length
     network = int.from_bytes(packed, "big") >> host_bits << host_bits
     return SourceRange(network.to_bytes(len(packed), "big"), prefix_length)
+
+
+def parse_length(text: str) -> int | None:
+    """The number after the slash of a prefix, or None. Leading zeros count for nothing.
+
+    Python's ``int`` raises ValueError for texts of more than 4300 digits.
+    """
+    digits = text.lstrip("0")
+    if not (text.isascii() and text.isdigit()) or len(digits) > 3:
+        return None
+    return int(digits or "0")
 
 
 def format_prefix(prefix: SourceRange) -> str:

@@ -7,7 +7,7 @@ a service port are built only from the views of its Service.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import repeat
 from struct import Struct
@@ -17,7 +17,7 @@ import msgspec
 
 from pyebpf_proxy.services import pods
 from pyebpf_proxy.services.addresses import format_address_port, parse_address, unusable_reason
-from pyebpf_proxy.services.model import Endpoint, IPFamily, Protocol
+from pyebpf_proxy.services.model import Endpoint, IPFamily, Protocol, ServicePortName
 
 if TYPE_CHECKING:
     from pyebpf_proxy.kube import objects
@@ -204,6 +204,25 @@ def _entries(
     return {text: found[text] for text in sorted(found)} if len(found) == len(flags) else None
 
 
+def by_port(
+    views: Iterable[SliceView], ports: Collection[ServicePortName]
+) -> Mapping[tuple[IPFamily, str, Protocol], list[SliceView]]:
+    """The slices with endpoints of each of these service ports of one Service, in their order; others have no entry.
+
+    A Service may have a thousand ports and slices: this looks up each port of a slice once, not each slice for each
+    port.
+    """
+    wanted = {(port.port, port.protocol) for port in ports}
+    found: dict[tuple[IPFamily, str, Protocol], list[SliceView]] = {}
+    for view in views:
+        if view.flags:
+            few, many = (view.ports, wanted) if len(view.ports) < len(wanted) else (wanted, view.ports)
+            for port in few:
+                if port in many:
+                    found.setdefault((view.family, *port), []).append(view)
+    return found
+
+
 def count(views: Iterable[SliceView], port: tuple[str, Protocol]) -> int:
     """The number of endpoints of one service port in these slices; duplicates count twice."""
     return sum(len(view.flags) * len(view.ports.get(port, ())) for view in views)
@@ -223,6 +242,8 @@ def merge(views: Sequence[SliceView], port: tuple[str, Protocol], most: int = MO
         return _merge(views, port)
     kept: list[SliceView] = []
     for view in views:
+        if most <= 0:
+            break
         each = len(view.ports.get(port, ()))
         if not each:
             continue

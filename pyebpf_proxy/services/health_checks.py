@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from pyebpf_proxy.services.endpoints import LOCAL, READY, SliceView
+from pyebpf_proxy.services.endpoints import LOCAL, READY, TERMINATING, SliceView
 from pyebpf_proxy.services.model import IPFamily, ServicePort
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class HealthChecks:
             families = {port.name.family for port in ports} if number else set()
             for family in IPFamily:
                 name = HealthCheckName(*key, family)
-                wanted = HealthCheck(number, _count(family, slices.values())) if family in families else None
+                wanted = HealthCheck(number, _count(family, slices)) if family in families else None
                 if wanted != self.wanted.get(name):
                     changes[name] = wanted
         if changes:
@@ -53,20 +53,23 @@ class HealthChecks:
 
 
 def health_check_port(service: objects.Service) -> int:
-    """The Service's health check node port; 0 if it does not use one."""
+    """The Service's health check node port; 0 if it does not use one, or one that is not a port."""
     if service.spec.type != "LoadBalancer" or service.spec.external_traffic_policy != "Local":
         return 0
-    return service.spec.health_check_node_port or 0
+    number = service.spec.health_check_node_port or 0
+    return number if 0 < number <= 65535 else 0
 
 
-def _count(family: IPFamily, views: Iterable[SliceView]) -> int:
+def _count(family: IPFamily, slices: Mapping[str, SliceView]) -> int:
+    # The caches of endpoints.py share equal ports. Of duplicates, the same one counts as for packets (§1.4).
+    found: dict[int, dict[bytes, int]] = {}
+    for name in sorted(slices):
+        view = slices[name]
+        if view.family is not family or not view.ports:
+            continue
+        known = found.setdefault(id(view.ports), {})
+        for address, flags, _ in view.members():
+            if not flags & TERMINATING or address not in known:
+                known[address] = flags
     both = LOCAL | READY
-    return len(
-        {
-            address
-            for view in views
-            if view.family is family and view.ports
-            for address, flags, _ in view.members()
-            if flags & both == both
-        }
-    )
+    return len({address for known in found.values() for address, flags in known.items() if flags & both == both})

@@ -263,12 +263,14 @@ class Planner:
     def _share_endpoints(self, touched: Iterable[ServiceKey]) -> set[ServiceKey]:
         """Count the endpoints of these Services. The result: all Services whose share has changed."""
         for key in touched:
-            views = self._slices.of(key).values()
+            names = [port.name for port in self._ports_of(key)]
+            views = endpoints.by_port(self._slices.of(key).values(), names)
             numbers = dict.fromkeys(IPFamily, 0)
-            for port in self._ports_of(key) if views else ():
-                of_family = [view for view in views if view.family is port.name.family]
-                number = endpoints.count(of_family, (port.name.port, port.name.protocol))
-                numbers[port.name.family] += number * endpoints.entries(port.name.protocol)
+            for name in names:
+                number = endpoints.count(
+                    views.get((name.family, name.port, name.protocol), ()), (name.port, name.protocol)
+                )
+                numbers[name.family] += number * endpoints.entries(name.protocol)
             for family, number in numbers.items():
                 self._endpoint_shares[family].want(key, min(number, 2 * endpoints.MOST_ENDPOINTS))
         return {ServiceKey(*key) for shares in self._endpoint_shares.values() for key in shares.settle(self._age)}
@@ -334,16 +336,17 @@ class Planner:
         views = self._slices.of(key)
         # Sort by slice name, so that the choice between duplicates does not depend on the order of arrival.
         ordered = [views[slice_name] for slice_name in sorted(views)]
-        by_family = {family: [view for view in ordered if view.family is family] for family in IPFamily}
+        by_port = endpoints.by_port(ordered, [port.name for port in self._ports_of(key)])
         wanted = dict.fromkeys(IPFamily, 0)
         known = self._services.get(key)
         for template in known.ports if known is not None else ():
             name, family = template.name, template.name.family
             self._remember(name, before)
-            of_family, each = by_family[family], endpoints.entries(name.protocol)
+            of_port = by_port.get((family, name.port, name.protocol), [])
+            each = endpoints.entries(name.protocol)
             most = min(left_of_service[family], left[family] // each)
-            self._wanted[name] = self._fill(template, of_family, most) if of_family else template
-            number = endpoints.count(of_family, (name.port, name.protocol))
+            self._wanted[name] = self._fill(template, of_port, most) if of_port else template
+            number = endpoints.count(of_port, (name.port, name.protocol))
             wanted[family] += number
             left_of_service[family] = max(0, left_of_service[family] - number)
             left[family] = max(0, left[family] - number * each)
@@ -358,10 +361,10 @@ class Planner:
                 over.append(f"{what}: the first are served")
         self._disputes.losses.set_over(key, tuple(over))
 
-    def _fill(self, template: ServicePort, of_family: list[endpoints.SliceView], most: int) -> ServicePort:
+    def _fill(self, template: ServicePort, of_port: list[endpoints.SliceView], most: int) -> ServicePort:
         """A service port with its endpoint lists."""
         name = template.name
-        known = endpoints.merge(of_family, (name.port, name.protocol), most)
+        known = endpoints.merge(of_port, (name.port, name.protocol), most)
         lists = endpoints.choose_lists(
             known,
             self._nodes.topology,

@@ -52,10 +52,19 @@ Deliver = Callable[[Resource, list[Change], bool], None]
 class Follower:
     """Follows one resource. ``run`` needs its own thread; it returns when the client is stopped."""
 
-    def __init__(self, client: Client, resource: Resource, deliver: Deliver, log: Log) -> None:
+    def __init__(
+        self,
+        client: Client,
+        resource: Resource,
+        deliver: Deliver,
+        log: Log,
+        unchanged: Callable[[Change], None] = lambda change: None,
+    ) -> None:
+        """``unchanged`` is called for each valid object of a watch that is as before."""
         self._client = client
         self._resource = resource
         self._deliver = deliver
+        self._report_unchanged = unchanged
         self._troubles = log
         self._channel = client.channel()
         self._inventory = Inventory(resource.kind, lambda text: _log.error(text))
@@ -362,9 +371,13 @@ class Follower:
             changes += self._inventory.remove(identity.namespace, identity.name)
         else:
             try:
-                changes += self._inventory.change(self._inventory.read(event.object))
+                read = self._inventory.read(event.object)
             except UnreadableError as error:
                 raise self._garbage(error) from None
+            different = self._inventory.change(read)
+            changes += different
+            if not different and read.key is not None and read.object is not None:
+                self._report_unchanged(Change(*read.key, read.object))
         self._count_bad()
         self._version = identity.resource_version or self._version
 

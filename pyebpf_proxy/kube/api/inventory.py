@@ -30,8 +30,9 @@ class Inventory:
         self._report = report
         #: By (namespace, name). Python's hash of bytes is randomized: collisions cannot be crafted.
         self._hashes: dict[tuple[str, str], int] = {}
-        #: The messages reported for objects, and which objects are refused.
-        self._logged: dict[tuple[str, str], tuple[str, ...]] = {}
+        #: Hashes of the messages reported for objects, and which objects are refused. The messages of an object may be
+        #: several times as large as the object.
+        self._logged: dict[tuple[str, str], int] = {}
         self._refused: set[tuple[str, str]] = set()
         self._nameless: set[tuple[str, ...]] = set()
 
@@ -57,12 +58,11 @@ class Inventory:
                 self._report_all(messages, kept=False)
             return Read(None, None)
         short = (key.namespace, key.name)
-        if messages != self._logged.get(short, ()):
-            self._report_all(messages, kept=value is None and short in self._hashes)
-        if messages:
-            self._logged[short] = messages
-        else:
+        if not messages:
             self._logged.pop(short, None)
+        elif self._logged.get(short) != hash(messages):
+            self._logged[short] = hash(messages)
+            self._report_all(messages, kept=value is None and short in self._hashes)
         if value is None:
             self._refused.add(short)
         else:

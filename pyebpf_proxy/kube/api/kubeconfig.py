@@ -148,6 +148,9 @@ def _read(path: Path) -> _Config:
         document = _without_nulls(yaml.load(written, Loader=yaml.CSafeLoader))
     except (yaml.YAMLError, UnicodeDecodeError, ValueError, RecursionError) as error:
         raise FatalError(f'error loading config file "{path}": {_yaml_problem(error)}') from None
+    except (LookupError, AttributeError):  # PyYAML's constructors of bool, int, float and timestamp
+        what = "yaml: a value is not of the type that its tag names"
+        raise FatalError(f'error loading config file "{path}": {what}') from None
     if document is None:
         return _Config()
     if not isinstance(document, dict):

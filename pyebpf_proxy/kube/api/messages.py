@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import msgspec
+
+from pyebpf_proxy.common.nesting import shallow
 
 
 class Event(msgspec.Struct, gc=False):
@@ -63,8 +66,23 @@ class Page(msgspec.Struct, gc=False):
     items: list[msgspec.Raw] | None = None
 
 
-read_event = msgspec.json.Decoder(Event).decode
-read_bookmark = msgspec.json.Decoder(Bookmark).decode
-read_identity = msgspec.json.Decoder(Identified).decode
-read_status = msgspec.json.Decoder(Status).decode
-read_page = msgspec.json.Decoder(Page).decode
+_T = TypeVar("_T")
+
+
+def _reader(kind: type[_T]) -> Callable[[bytes | msgspec.Raw], _T]:
+    decode = msgspec.json.Decoder(kind).decode
+
+    def read(data: bytes | msgspec.Raw) -> _T:
+        try:
+            return decode(data)
+        except RecursionError:
+            return decode(shallow(bytes(data)))
+
+    return read
+
+
+read_event = _reader(Event)
+read_bookmark = _reader(Bookmark)
+read_identity = _reader(Identified)
+read_status = _reader(Status)
+read_page = _reader(Page)

@@ -41,6 +41,7 @@ class ApiSource:
         self._taken = threading.Condition(self._lock)
         self._complete = False
         self._changes: list[Change] = []
+        self._unchanged: list[Change] = []
         self._unlisted = {"services", "endpointslices", "nodes"}
         self._node_listed: float | None = None
         self._node: objects.Node | None = None
@@ -54,7 +55,10 @@ class ApiSource:
 
     def start(self) -> None:
         """Start reading, while the agent still starts. ``run`` delivers the results."""
-        self._followers = [Follower(self._client, resource, self._take, self._log) for resource in self._resources]
+        self._followers = [
+            Follower(self._client, resource, self._take, self._log, self._take_unchanged)
+            for resource in self._resources
+        ]
         self._threads = [
             threading.Thread(target=follower.run, name=f"api-{resource.name}", daemon=True)
             for follower, resource in zip(self._followers, self._resources, strict=True)
@@ -96,12 +100,13 @@ class ApiSource:
             self._wake.clear()
             with self._lock:
                 changes, self._changes = self._changes, []
+                unchanged, self._unchanged = self._unchanged, []
                 self._taken.notify_all()
             first = not self._complete and self._is_complete()
             self._complete |= first
-            if changes or first:
-                deliver(Batch(changes, self._complete))
-            del changes  # do not keep the objects in memory while waiting
+            if changes or unchanged or first:
+                deliver(Batch(changes, self._complete, unchanged))
+            del changes, unchanged  # do not keep the objects in memory while waiting
 
     def _take(self, resource: Resource, changes: list[Change], listed: bool) -> None:
         """Called by the followers' threads."""
@@ -117,6 +122,17 @@ class ApiSource:
                 self._unlisted.discard(resource.name)
                 if resource.kind == "Node" and self._node_listed is None:
                     self._node_listed = time.monotonic()
+        self._wake_up()
+
+    def _take_unchanged(self, change: Change) -> None:
+        """Called by the followers' threads."""
+        if change.kind not in ("Service", "EndpointSlice"):
+            return  # a Node's heartbeats
+        with self._lock:
+            self._unchanged.append(change)
+        self._wake_up()
+
+    def _wake_up(self) -> None:
         if self._loop is None:
             return  # ``run`` will check
         try:

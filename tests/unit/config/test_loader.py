@@ -174,6 +174,18 @@ def test_all_errors_are_reported_together(read) -> None:
         assert path in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("clusterCIDR", "10.0.0.0/{}", "must be a valid CIDR block"),
+        ("healthzBindAddress", "1.2.3.4:{}", "must be a valid port"),
+    ],
+)
+def test_numbers_of_thousands_of_digits_are_invalid(read, field: str, value: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read(f"{field}: {value.format('9' * 5000)}")
+
+
 def test_the_section_of_the_mode_gives_the_settings(read) -> None:
     text = (
         "nftables: {masqueradeBit: 3, masqueradeAll: true, syncPeriod: 7s, minSyncPeriod: 2s}\n"

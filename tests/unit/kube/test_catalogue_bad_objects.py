@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 
 from pyebpf_proxy.kube.api.inventory import Inventory
 from pyebpf_proxy.kube.catalogue import Catalogue
@@ -70,6 +71,23 @@ def test_the_api_servers_objects_are_counted_as_they_change() -> None:
     assert (known.refused, known.in_part) == (0, 1)
     known.keep_only([])
     assert (known.refused, known.in_part) == (0, 0)
+
+
+def test_messages_about_an_object_take_no_memory() -> None:
+    """A tenant can write many objects of which each causes a hundred messages."""
+    known = Inventory("EndpointSlice", lambda text: None)
+
+    def read(number: int) -> None:
+        known.change(known.read(a_slice(f"s{number}", *["127.0.0.1"] * 100)))
+
+    read(0)
+    tracemalloc.start()
+    try:
+        for number in range(1, 101):
+            read(number)
+        assert tracemalloc.get_traced_memory()[0] < 100_000
+    finally:
+        tracemalloc.stop()
 
 
 def test_what_the_metric_shows() -> None:

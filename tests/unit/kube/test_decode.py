@@ -114,6 +114,10 @@ spec: {clusterIP: 10.96.0.1, ports: [{port: 80}]}
         (b"kind: !Ref x\n", "line 1: bad YAML: could not determine a constructor for the tag '!Ref'"),
         (b"a: b\nc: \x01\n", "line 2: bad YAML: control characters are not allowed"),
         (b"a: b\nc: \xff\n", "line 2: bad YAML: invalid leading UTF-8 octet"),
+        *[
+            (f"a: {value}".encode(), "bad YAML: a value is not of the type that its tag names")
+            for value in ("!!bool x", "!!int ''", "!!int +", "!!float ''", "!!timestamp x")
+        ],
         # These would overflow the stack of the C library and end the process.
         (b"a: 1\nb: " + b"[" * 100_000, "line 2: bad YAML: more than 100 levels of nesting"),
         (b"- " * 100_000, "line 1: bad YAML: more than 100 levels of nesting"),

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from pyebpf_proxy.servers import http as bounds
+from pyebpf_proxy.servers.connection import Connection
 from pyebpf_proxy.servers.http import Pool, Request, Response, Source, Sources, address_key, is_own
 from tests.unit.servers.http_client import get, serving, until
 
@@ -179,6 +180,55 @@ def test_a_flood_from_eight_sources_does_not_delay_a_probe(monkeypatch: pytest.M
                 client.wait()
     assert sorted(took)[198] < 0.1, sorted(took)[-10:]
     assert share < 0.5
+
+
+_SPACES = b" " * 60_000
+_CHUNKED = b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        b"GET / HTTP/1.1\r\nHost: x\r\na:" + _SPACES + b"\0\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: x\r\na:" + _SPACES + b"\r \r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: x\r\na:" + _SPACES + b"\v\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: x\r\na:" + _SPACES + b"\f\r\n\r\n",
+        _CHUNKED + b"5;" + _SPACES + b"\n\r\n",
+        _CHUNKED + b"0\r\na:" + _SPACES + b"\0\r\n\r\n",
+    ],
+)
+def test_malformed_requests_take_little_time(request_: bytes) -> None:
+    """h11's regular expressions would hold Python's lock for ten seconds, or 45 minutes with a megabyte."""
+    with serving(echo) as (port, _), socket.create_connection(("127.0.0.1", port), timeout=60) as client:
+        before = time.process_time()
+        client.sendall(request_)
+        status = client.recv(100).split()[1]
+        assert time.process_time() - before < 0.5
+        assert status in (b"400", b"431")
+
+
+def test_a_body_of_many_chunks_does_not_delay_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    turns: list[float] = []
+    turn = Connection._answer_some
+
+    def timed(connection: Connection) -> bool:
+        before = time.thread_time()
+        try:
+            return turn(connection)
+        finally:
+            turns.append(time.thread_time() - before)
+
+    monkeypatch.setattr(Connection, "_answer_some", timed)
+    lengths = []
+    with serving(lambda request: Response(200, (), str(len(request.body)).encode())) as (port, _):
+        for end in (False, True):
+            with socket.create_connection(("127.0.0.1", port), timeout=60) as client:
+                client.sendall(_CHUNKED + b"1\r\na\r\n" * 30_000 + b"0\r\n\r\n")
+                if end:
+                    client.shutdown(socket.SHUT_WR)
+                lengths.append(client.makefile("rb").read(4096) if end else client.recv(4096))
+    assert all(answer.endswith(b"30000") for answer in lengths), lengths
+    assert max(turns) < 0.03
 
 
 def test_the_memory_of_hostile_connections_is_counted_and_bounded() -> None:

@@ -191,6 +191,12 @@ def test_endpoint_changes(agent: ObservedAgent) -> None:
     assert (agent[total], agent[pending]) == (3, 1)
 
 
+def test_events_that_change_nothing_count_but_are_not_pending(agent: ObservedAgent) -> None:
+    agent.observer.unchanged([service("a"), endpoints("here"), endpoints(name="f", kind="FQDN")])
+    assert (agent[f"{SYNC}service_changes_total"], agent[f"{SYNC}service_changes_pending"]) == (2, 0)
+    assert (agent[f"{SYNC}endpoint_changes_total"], agent[f"{SYNC}endpoint_changes_pending"]) == (1, 0)
+
+
 def test_network_programming(agent: ObservedAgent) -> None:
     count, total = f"{K}network_programming_duration_seconds_count", f"{K}network_programming_duration_seconds_sum"
     assert agent[count, "IPv4"] is None  # absent before the first observation, as in kube-proxy

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 
 import pytest
 import yaml
@@ -206,6 +207,13 @@ def test_content_negotiation(status_page: Mux, accept: str, outcome: str) -> Non
 
 
 @pytest.mark.usefixtures("restored_logging")
+@pytest.mark.parametrize("accept", [",", "a/b;q=1,", "a/b;c=d;"])
+def test_a_huge_accept_header_takes_little_time(status_page: Mux, accept: str) -> None:
+    before = time.thread_time()
+    get(status_page, "/s", accept * (1_000_000 // len(accept)))
+    assert time.thread_time() - before < 0.1
+
+
 def test_verbosity_is_set_while_it_runs(capsys: pytest.CaptureFixture[str]) -> None:
     pages = mux(profiling=True)
     log.configure("text")

@@ -81,8 +81,14 @@ def test_contains(
     assert contains(parse_prefix(str(network)), other.packed) == (other in network)  # type: ignore[arg-type]
 
 
+def test_zeros_before_the_length_count_for_nothing() -> None:
+    assert parse_prefix("10.0.0.0/" + "0" * 5000 + "8") == parse_prefix("10.0.0.0/8")
+    assert parse_prefix("10.0.0.0/000") == parse_prefix("10.0.0.0/0")
+
+
 @pytest.mark.parametrize("text", ["10.0.0.0", "10.0.0.0/", "10.0.0.0/-1", "10.0.0.0/33", "::/129", "10.0.0.0/8/8",
-                                  "10.0.0.0/²", "::ffff:10.0.0.0/104", "/8", "10.0.0/8"])  # fmt: skip
+                                  "10.0.0.0/²", "10.0.0.0/" + "9" * 5000,
+                                  "::ffff:10.0.0.0/104", "/8", "10.0.0/8"])  # fmt: skip
 def test_no_prefix(text: str) -> None:
     assert parse_prefix(text) is None
 

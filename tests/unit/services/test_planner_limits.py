@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import time
 from ipaddress import ip_address
 
 import msgspec
@@ -110,6 +111,19 @@ def test_endpoints_of_one_slice_are_bounded(planner: Planner) -> None:
     few = [{"name": ""}]
     planner.update([service("big"), wide_slice("big-1", "big", "10.0.0.0", endpoints.MOST_IN_SLICE + 7, few)])
     assert len(cluster(planner.get(name_of("big")))) == endpoints.MOST_IN_SLICE
+
+
+def test_a_change_of_a_service_with_many_ports_and_slices_takes_little_time(planner: Planner) -> None:
+    """The time grows with the ports of the slices, not with ports times slices, each of which may be a thousand."""
+    slices = [
+        endpoint_slice(f"s{number}", "many", f"10.1.{number // 250}.{number % 250}", ports=[{"name": "p1", "port": 1}])
+        for number in range(1000)
+    ]
+    planner.update([service("many", ports=ports(MOST_PORTS)), *slices])
+    before = time.thread_time()
+    delta = planner.update([endpoint_slice("s0", "many", "10.2.0.1", ports=[{"name": "p1", "port": 1}])])
+    assert time.thread_time() - before < 0.1
+    assert delta.keys() == {name_of("many", "p1")}
 
 
 def test_usual_objects_cause_no_message(planner: Planner) -> None:

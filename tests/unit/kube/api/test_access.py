@@ -75,6 +75,8 @@ MISTAKES = {
     "[]": "it is not a mapping, so not a kubeconfig",
     "a: &a [*a]": "yaml: the value of an anchor contains itself",
     "a: &a {b: {c: *a}}": "yaml: the value of an anchor contains itself",
+    "a: !!bool x": "yaml: a value is not of the type that its tag names",
+    "a: !!timestamp x": "yaml: a value is not of the type that its tag names",
     LAUGHS: "yaml: document contains excessive aliasing",
     "[" * 5000: "error loading config file",
     # Here kube-proxy prints both users, with their tokens.
