@@ -40,3 +40,8 @@ def running() -> set[str]:
     if nftables.present():
         modes.add("nftables")
     return modes
+
+
+def relies_on_liberal_conntrack() -> bool:
+    """Whether a kube-proxy in mode iptables runs that found conntrack liberal at its start. OSError."""
+    return not ipvs.device_exists() and not nftables.present() and iptables.passes_invalid()

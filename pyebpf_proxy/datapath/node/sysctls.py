@@ -201,11 +201,16 @@ def restore(
     return restored, problems
 
 
-def leave(directory: Path) -> list[str]:
+def leave(directory: Path, setting: Setting | None = None) -> list[str]:
     """Forget the configuration's own settings, and leave their values: a kube-proxy that runs again has asked for the
-    same, but only once, at its start. Returns them as lines."""
+    same, but only once, at its start. Returns them as lines. ``setting``: only this one, whatever it was changed for.
+    """
     record = Record(directory)
-    left = [(path, change) for path, change in record.changes.items() if not change.holder]
+    changes = record.changes.items()
+    if setting is None:
+        left = [(path, change) for path, change in changes if not change.holder]
+    else:
+        left = [(path, change) for path, change in changes if path == setting.path]
     for path, _ in left:
         record.forget(path)
     record.discard()
