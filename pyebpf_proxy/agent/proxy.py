@@ -281,6 +281,8 @@ class Proxy:
         problems = self._datapath.start(facts, wanted)
         self._running = True
         self._facts = facts
+        if self._once:
+            return problems  # nothing is served
         _log.info(
             "ready",
             objects=self._planned_objects,
