@@ -250,7 +250,9 @@ def _remove_device(cidrs: tuple[str, ...], kind: str) -> Report:
     from pyebpf_proxy.config.addresses import parse_cidr
 
     report = Report()
-    ipvs.remove_device([cidr for text in cidrs if (cidr := parse_cidr(text))], report, kind=kind)
+    kept = [cidr for text in cidrs if (cidr := parse_cidr(text))]
+    ipvs.remove_addresses(kept, report, kind=kind)
+    ipvs.remove_device(kept, report, kind=kind)
     return report
 
 
