@@ -33,7 +33,7 @@ def test_a_write_after_the_file_was_read_ends_the_agent(
 
     monkeypatch.setattr(cli, "_cluster", connect)
     monkeypatch.setattr(cli, "_check_imports", lambda: None)
-    monkeypatch.setitem(sys.modules, "pyebpf_proxy.agent.run", SimpleNamespace(prepare=None, run=run))  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "pyebpf_proxy.agent.run", SimpleNamespace(prepare=None, run=run))
     shown: Any = SimpleNamespace(shown=lambda config, flags: None)
     monkeypatch.setitem(sys.modules, "pyebpf_proxy.config.shown", shown)
     anything: Any = None
