@@ -94,18 +94,22 @@ def running() -> bool:
 def passes_invalid() -> bool:
     """Whether kube-proxy's rules lack the one that drops INVALID packets: with a liberal conntrack it makes none.
 
-    True also if rules exist that cannot be read.
+    True also if its rules may be in tables that cannot be read.
     """
+    unreadable = drops = False
     for variant in VARIANTS:
         if "filter" not in _tables(variant):
             continue
         try:
             text = _run(variant, "save", "-t", "filter")
         except ToolError:
-            return True
-        if f":{FORWARD} " in text and not re.search(rf"^-A {FORWARD} .*INVALID", text, re.MULTILINE):
-            return True
-    return False
+            unreadable = True
+            continue
+        if f":{FORWARD} " in text:
+            if not re.search(rf"^-A {FORWARD} .*INVALID", text, re.MULTILINE):
+                return True
+            drops = True
+    return unreadable and not drops
 
 
 def legacy_tables(family: int) -> list[str]:
