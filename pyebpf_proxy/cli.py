@@ -218,8 +218,15 @@ def _agent(settings: Effective, config: KubeProxyConfiguration, flags: Flags) ->
     from pyebpf_proxy.common.cycles import without_cycle_search
 
     watch = None
-    # Check the command line before the slow imports.
     with without_cycle_search():
+        if (flags.config or flags.datapath_config) and not flags.init_only:
+            from pathlib import Path
+
+            from pyebpf_proxy.agent.config_watch import ConfigWatch
+
+            # Before everything slow: a write after the file has been read must end the agent.
+            watch = ConfigWatch(*(Path(name) if name else None for name in (flags.config, flags.datapath_config)))
+        # Check the command line before the slow imports.
         cluster = _cluster(settings)
         _check_imports()
         from pyebpf_proxy.agent.run import prepare, run
@@ -227,12 +234,6 @@ def _agent(settings: Effective, config: KubeProxyConfiguration, flags: Flags) ->
         if flags.init_only:
             prepare(settings, cluster.source)
             return
-        if flags.config or flags.datapath_config:
-            from pathlib import Path
-
-            from pyebpf_proxy.agent.config_watch import ConfigWatch
-
-            watch = ConfigWatch(*(Path(name) if name else None for name in (flags.config, flags.datapath_config)))
         from pyebpf_proxy.config.shown import shown
 
         seen = shown(config, flags)

@@ -30,6 +30,8 @@ from pyebpf_proxy.services.node_facts import NodeFacts
 
 #: Removals that need a grace period wait until nothing has changed for this time.
 IDLE_SECONDS = 0.2
+#: The checks of every syncPeriod are no more frequent than this: a period of 1ms is valid.
+LEAST_REFRESH_SECONDS = 0.5
 #: After a failed removal: the first pause, which doubles up to the last one. A change ends a pause.
 COLLECT_AGAIN_SECONDS, COLLECT_AGAIN_MAX_SECONDS = 1.0, 30.0
 
@@ -122,7 +124,7 @@ class Proxy:
         self._once = once
         self._events = events
         self._node_name = effective.node_name
-        self._refresh_seconds = effective.sync_period
+        self._refresh_seconds = max(effective.sync_period, LEAST_REFRESH_SECONDS)
         self._schedule = Schedule(effective.min_sync_period, effective.sync_period)
         self._changes: list[Change] = []
         #: The plan of the objects that the source delivers before the first sync, and their number.
@@ -281,6 +283,8 @@ class Proxy:
         problems = self._datapath.start(facts, wanted)
         self._running = True
         self._facts = facts
+        if self._once:
+            return problems  # nothing is served
         _log.info(
             "ready",
             objects=self._planned_objects,

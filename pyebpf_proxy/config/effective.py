@@ -155,8 +155,8 @@ def effective(config: KubeProxyConfiguration, flags: Flags, own: DatapathConfigu
         sync_period=durations.seconds(sync_period),
         min_sync_period=durations.seconds(min_sync_period),
         bind_address=None if bind_address is None or bind_address.is_unspecified else bind_address,
-        metrics_address=None if metrics is None else (metrics[0], int(metrics[1])),
-        healthz_address=None if healthz is None else (healthz[0], int(healthz[1])),
+        metrics_address=None if metrics is None else _listening(*metrics),
+        healthz_address=None if healthz is None else _listening(*healthz),
         bind_address_hard_fail=config.bind_address_hard_fail,
         enable_profiling=config.enable_profiling,
         family_values=FamilyValues(
@@ -181,6 +181,12 @@ def effective(config: KubeProxyConfiguration, flags: Flags, own: DatapathConfigu
         xdp_mode=own.xdp_mode,
         fast_path_entries=own.fast_path_entries,
     )
+
+
+def _listening(host: str, port: str) -> tuple[str, int]:
+    """A validated address, as sockets take it: without leading zeros."""
+    address = addresses.parse_ip(host)
+    return host if address is None else str(address), int(port)
 
 
 def cluster_cidrs(text: str) -> dict[IPFamily, Network]:

@@ -12,7 +12,7 @@ fail. Only what belongs to the instance is removed:
 * node settings are restored first, while the programs still protect what they open, and only those that still have the
   value that the proxy wrote (``sysctls``); the settings that the fast path needs are restored last, when it is gone,
   even if the configuration asks for them, too; if kube-proxy runs, only those of the fast path: kube-proxy has set the
-  others, and sets them only once;
+  others, and sets them only once. A liberal conntrack stays if that kube-proxy started with it;
 * of the run directory only files named by their owners, and the directory itself if it is then empty.
 """
 
@@ -25,6 +25,7 @@ from pathlib import Path
 from pyebpf_proxy.common.log import Logger
 from pyebpf_proxy.datapath.connections.drain import drain
 from pyebpf_proxy.datapath.connections.liberal import make_liberal
+from pyebpf_proxy.datapath.migration import leftovers
 from pyebpf_proxy.datapath.netfilter.nft import Table
 from pyebpf_proxy.datapath.node.attachments import Attachments
 from pyebpf_proxy.datapath.node.mounts import (
@@ -61,11 +62,17 @@ def cleanup(directory: Path, own_files: Iterable[str] = (), keep_settings: bool 
             report.removed += step(directory)
         except OSError as error:
             report.problems.append(str(error))
-    # The fast path is gone, and conntrack becomes strict again: it must continue to translate the connections of the
-    # fast path.
     if changed(LIBERAL, directory):
         try:
-            make_liberal()
+            # kube-proxy reads this setting only at its start. Without its rule for INVALID packets, a strict conntrack
+            # would let packets pass untranslated.
+            if keep_settings and leftovers.relies_on_liberal_conntrack():
+                for line in leave(directory, LIBERAL):
+                    _log.info("setting kept for kube-proxy, which started with it", what=line)
+            else:
+                # The fast path is gone, and conntrack becomes strict again: it must continue to translate the
+                # connections of the fast path.
+                make_liberal()
         except OSError as error:
             report.problems.append(str(error))
     _settings(directory, None, report)

@@ -90,6 +90,8 @@ def test_init_only_prepares_the_node_and_a_start_adopts_it(lab: Lab) -> None:
     directory = node.agent.directory
     ran = run_init_only(node)
     assert ran.returncode == 0, ran.stderr
+    # A line for a node that is served: scripts wait for it.
+    assert " info ready" not in ran.stderr
     assert " info prepared " in ran.stderr
     assert "nodePortAddresses is unset" in ran.stderr
     tables = node.namespace.run("nft", "list", "tables")

@@ -23,6 +23,7 @@ from tests.support.kube_proxy_tools import (
     FOREIGN,
     FOREIGN_AFTER,
     load_kube_proxy,
+    recorded,
     remove,
     restore,
     saved,
@@ -249,7 +250,9 @@ def _remove_device(cidrs: tuple[str, ...], kind: str) -> Report:
     from pyebpf_proxy.config.addresses import parse_cidr
 
     report = Report()
-    ipvs.remove_device([cidr for text in cidrs if (cidr := parse_cidr(text))], report, kind=kind)
+    kept = [cidr for text in cidrs if (cidr := parse_cidr(text))]
+    ipvs.remove_addresses(kept, report, kind=kind)
+    ipvs.remove_device(kept, report, kind=kind)
     return report
 
 
@@ -337,6 +340,27 @@ def test_the_command_during_the_rollback_to_kube_proxy(namespace: Namespace, tmp
     assert not (tmp_path / "state").exists()
     assert saved(namespace, "nft", 4) == before
     assert namespace.call(leftovers.running) == {"iptables"}
+
+
+@pytest.mark.parametrize(("drops", "left"), [(True, "0"), (False, "1")])
+def test_conntrack_stays_liberal_for_a_kube_proxy_that_started_with_it(
+    namespace: Namespace, tmp_path: Path, kind: str, drops: bool, left: str
+) -> None:
+    """kube-proxy reads the setting only at its start, and makes no rule for INVALID packets then."""
+    rules = recorded(4)
+    if not drops:
+        rules = "".join(line for line in rules.splitlines(keepends=True) if "INVALID" not in line)
+    load_kube_proxy(namespace, kind, 4, rules)
+    setting = "net/netfilter/nf_conntrack_tcp_be_liberal"
+    namespace.run("sysctl", "-qw", f"{setting}=1")
+    change = {"was": "0", "wrote": "1", "holder": "fastPath"}
+    (tmp_path / "state").mkdir()
+    (tmp_path / "state" / RECORD).write_text(json.dumps({f"proc/sys/{setting}": change}))
+    done = run_cleanup(namespace, tmp_path / "state", after=["--keep-kube-proxy-rules"])
+    assert done.returncode == 0, done.stderr
+    assert namespace.run("sysctl", "-n", setting).strip() == left
+    assert ("kept for kube-proxy" in done.stderr) == (not drops)
+    assert not (tmp_path / "state").exists()
 
 
 def test_the_command_when_a_part_fails(namespace: Namespace, tmp_path: Path) -> None:

@@ -177,12 +177,13 @@ def test_without_socket_programs(small: Lab, family: int, protocol: str) -> None
     assert node.namespace.call(ask, *asked).kind == ANSWERED
 
 
+@pytest.mark.parametrize("mode", ["iptables", "nftables"])
 @pytest.mark.parametrize("family", [4, 6])
-def test_a_cache_at_the_clusterip_serves_the_node_itself(small: Lab, family: int) -> None:
+def test_a_cache_at_the_clusterip_serves_the_node_itself(small: Lab, family: int, mode: str) -> None:
     """Like NodeLocal DNSCache: a process of the node listens at the Service's own address."""
     node = small.nodes[0]
     address = WEB.target("ClusterIP", node).address.of(family)
-    node.agent.start()
+    node.agent.start({"mode": mode})
     node.agent.wait_synced()
     before = node.namespace.call(ask, address, 80)
     assert before.answer is not None

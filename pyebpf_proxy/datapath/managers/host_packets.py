@@ -15,6 +15,8 @@ from pyebpf_proxy.services.node_facts import NodeFacts
 
 #: Service ports over the limit that are named.
 _SHOWN = 8
+#: After a failure, the rules are written again at the next refresh, then after twice as many, up to this many.
+_MOST_REFRESHES = 64
 
 
 class HostPackets(Manager):
@@ -25,6 +27,8 @@ class HostPackets(Manager):
         self._effective = effective
         self._nft = nft
         self._problem = ""
+        #: How many refreshes pass from one attempt to the next, and how many are left.
+        self._pause = self._left = 1
 
     def start(self, facts: NodeFacts, wanted: Delta) -> None:
         #: The wanted rules; the table knows which of them it has.
@@ -37,6 +41,16 @@ class HostPackets(Manager):
     def node_changed(self, facts: NodeFacts) -> None:
         self._put(self._rules.with_traffic(host_traffic(self._effective, facts)))
 
+    def refresh(self) -> None:
+        """Write the rules again if the kernel refused them: it may have lacked memory only for a moment."""
+        if not self._problem:
+            return
+        self._left -= 1
+        if self._left > 0:
+            return
+        self._pause = self._left = min(2 * self._pause, _MOST_REFRESHES)
+        self._put(self._rules)
+
     def _put(self, changed: HostRules | None) -> None:
         if changed is None:
             return
@@ -47,6 +61,7 @@ class HostPackets(Manager):
             self._problem = f"packets of the node itself are not served as configured: {error}"
         else:
             self._problem = ""
+            self._pause = self._left = 1
 
     @property
     def problems(self) -> Collection[str]:

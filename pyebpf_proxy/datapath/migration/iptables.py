@@ -9,6 +9,7 @@ because a query creates the table and loads its module.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 from pyebpf_proxy.datapath.migration.nftables import FAMILIES, Ruleset
-from pyebpf_proxy.datapath.migration.rules import CANARY, Plan, is_kube_proxys, plan
+from pyebpf_proxy.datapath.migration.rules import CANARY, FORWARD, Plan, is_kube_proxys, plan
 from pyebpf_proxy.datapath.report import Report
 
 #: The rules may change between save and restore.
@@ -88,6 +89,27 @@ def running() -> bool:
         variant.kind == "legacy" and "mangle" in legacy_tables(variant.family) and _has_canary(variant)
         for variant in VARIANTS
     )
+
+
+def passes_invalid() -> bool:
+    """Whether kube-proxy's rules lack the one that drops INVALID packets: with a liberal conntrack it makes none.
+
+    True also if its rules may be in tables that cannot be read.
+    """
+    unreadable = drops = False
+    for variant in VARIANTS:
+        if "filter" not in _tables(variant):
+            continue
+        try:
+            text = _run(variant, "save", "-t", "filter")
+        except ToolError:
+            unreadable = True
+            continue
+        if f":{FORWARD} " in text:
+            if not re.search(rf"^-A {FORWARD} .*INVALID", text, re.MULTILINE):
+                return True
+            drops = True
+    return unreadable and not drops
 
 
 def legacy_tables(family: int) -> list[str]:

@@ -114,26 +114,13 @@ def _server(message: Any) -> VirtualServer | None:
     )
 
 
-def remove_device(cidrs: Sequence[Network], report: Report, name: str = DEVICE, kind: str = KIND) -> None:
-    """Remove the device, or only its addresses that are not excluded. A device of another kind stays."""
-    try:
-        index = socket.if_nametoindex(name)
-    except OSError:
-        return
+def remove_addresses(cidrs: Sequence[Network], report: Report, name: str = DEVICE, kind: str = KIND) -> None:
+    """Remove the addresses of the device that are not excluded. A device of another kind is left alone."""
     with Rtnetlink() as netlink:
-        every_link = bytes(uapi.IFINFOMSG.size) + WITHOUT_STATISTICS
-        listed = netlink.list_all(uapi.RTM_GETLINK, every_link, "list devices")
-        found = next(_kind(each) for each in listed if uapi.IFINFOMSG.unpack_from(each)[2] == index)
-        if found != kind:
-            report.problems.append(f"device {name} is of kind {found or 'none'}, not {kind}: it stays")
+        index, found, addresses = _device(netlink, name)
+        if not index or found != kind:
             return
-        every_address = netlink.list_all(uapi.RTM_GETADDR, bytes(uapi.IFADDRMSG.size), "list addresses")
-        addresses = [each for each in every_address if uapi.IFADDRMSG.unpack_from(each)[4] == index]
-        if not any(excluded(_address(each), cidrs) for each in addresses):
-            message = uapi.IFINFOMSG.pack(socket.AF_UNSPEC, 0, index, 0, 0)
-            netlink.change(uapi.RTM_DELLINK, 0, message, f"delete device {name}")
-            report.removed.append(f"device {name}")
-            return
+        stays = any(excluded(_address(each), cidrs) for each in addresses)
         for each in addresses:
             address = _address(each)
             if excluded(address, cidrs) or address.is_link_local:
@@ -142,7 +129,36 @@ def remove_device(cidrs: Sequence[Network], report: Report, name: str = DEVICE, 
             message = uapi.IFADDRMSG.pack(family, length, 0, 0, index)
             message += attribute(uapi.IFA_LOCAL, address.packed) + attribute(uapi.IFA_ADDRESS, address.packed)
             netlink.change(uapi.RTM_DELADDR, 0, message, f"delete {address} of {name}")
-            report.removed.append(f"address {address} on {name}")
+            if stays:
+                report.removed.append(f"address {address} on {name}")
+
+
+def remove_device(cidrs: Sequence[Network], report: Report, name: str = DEVICE, kind: str = KIND) -> None:
+    """Remove the device, unless it has an excluded address. A device of another kind stays."""
+    with Rtnetlink() as netlink:
+        index, found, addresses = _device(netlink, name)
+        if not index:
+            return
+        if found != kind:
+            report.problems.append(f"device {name} is of kind {found or 'none'}, not {kind}: it stays")
+            return
+        if not any(excluded(_address(each), cidrs) for each in addresses):
+            message = uapi.IFINFOMSG.pack(socket.AF_UNSPEC, 0, index, 0, 0)
+            netlink.change(uapi.RTM_DELLINK, 0, message, f"delete device {name}")
+            report.removed.append(f"device {name}")
+
+
+def _device(netlink: Rtnetlink, name: str) -> tuple[int, str, list[bytes]]:
+    """Index (0: there is no such device), kind and addresses of a device."""
+    try:
+        index = socket.if_nametoindex(name)
+    except OSError:
+        return 0, "", []
+    every_link = bytes(uapi.IFINFOMSG.size) + WITHOUT_STATISTICS
+    listed = netlink.list_all(uapi.RTM_GETLINK, every_link, "list devices")
+    found = next(_kind(each) for each in listed if uapi.IFINFOMSG.unpack_from(each)[2] == index)
+    every_address = netlink.list_all(uapi.RTM_GETADDR, bytes(uapi.IFADDRMSG.size), "list addresses")
+    return index, found, [each for each in every_address if uapi.IFADDRMSG.unpack_from(each)[4] == index]
 
 
 def _kind(link: bytes) -> str:

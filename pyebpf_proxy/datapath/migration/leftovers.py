@@ -19,13 +19,18 @@ def remove(exclude_cidrs: Sequence[Network], *, at_start: bool = False) -> Repor
     """
     report = Report()
     device = ipvs.device_exists()
+    # First the device's addresses, those of all Services. While the node has one, its sockets are not translated, and
+    # need the virtual server and the rules that masquerade. The device itself is last: if the agent is killed before,
+    # it shows the next start that there is more to remove.
+    what = f"device {ipvs.DEVICE}"
+    ipvs.step(report, what, lambda: ipvs.remove_addresses(exclude_cidrs, report))
     by_ipvs = iptables.remove(report, keep_forward=at_start)
     if device or by_ipvs or not at_start:
         if ipvs.ipvs_loaded():
             ipvs.step(report, "IPVS", lambda: ipvs.remove_servers(exclude_cidrs, report))
-        ipvs.step(report, f"device {ipvs.DEVICE}", lambda: ipvs.remove_device(exclude_cidrs, report))
         if ipvs.ipset_loaded():
             ipvs.step(report, "ipset", lambda: ipvs.remove_sets(report))
+        ipvs.step(report, what, lambda: ipvs.remove_device(exclude_cidrs, report))
     nftables.remove(report)
     return report
 
@@ -40,3 +45,8 @@ def running() -> set[str]:
     if nftables.present():
         modes.add("nftables")
     return modes
+
+
+def relies_on_liberal_conntrack() -> bool:
+    """Whether a kube-proxy in mode iptables runs that found conntrack liberal at its start. OSError."""
+    return not ipvs.device_exists() and not nftables.present() and iptables.passes_invalid()

@@ -179,9 +179,12 @@ def rules(behaviour: Behaviour) -> list[tuple[str, str]]:
     if behaviour.refuse_unknown:
         for chain, not_ours in (("unknown_forwarded", "fib daddr type != local "), ("unknown_host", "")):
             for family, number in (("ip", 4), ("ip6", 6)):
+                known = f"{family} daddr . meta l4proto . th dport @cluster_ports{number}"
                 if chain == "unknown_forwarded":
-                    known = f"{family} daddr . meta l4proto . th dport @cluster_ports{number}"
                     found.append((chain, f"{known} {not_ours}drop"))
+                else:
+                    # A cache at the ClusterIP itself, to which the socket programs leave the node's packets.
+                    found.append((chain, f"{known} fib daddr type local accept"))
                 found.append((chain, f"{family} daddr @cluster_ips{number} {not_ours}{_PORT_UNREACHABLE}"))
                 found.append((chain, f"{family} daddr @service_cidrs{number} {not_ours}drop"))
     return found

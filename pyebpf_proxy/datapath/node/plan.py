@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from pyebpf_proxy.common.bpf_constants import REDIRECT_DEVICE, REDIRECT_NONE, REDIRECT_PEER
+from pyebpf_proxy.config.addresses import parse_cidr
 
 # include/uapi/linux/if_arp.h
 ARPHRD_ETHER = 1
@@ -291,10 +292,11 @@ def may_be_source(packed: bytes) -> bool:
 def accepted_networks(version: int, config: NodeConfig) -> tuple[Network, ...] | None:
     """Networks of one family whose addresses serve NodePorts, None for all addresses (spec/service-semantics §8)."""
     if config.node_port_addresses == PRIMARY:
-        cidrs = [str(ip) for ip in config.node_ips if not (ip.is_unspecified or ip.is_loopback)]
+        cidrs = [f"{ip}/{ip.max_prefixlen}" for ip in config.node_ips if not (ip.is_unspecified or ip.is_loopback)]
     else:
         cidrs = list(config.node_port_addresses)
-    networks = [ipaddress.ip_network(text, strict=False) for text in cidrs]
+    # Not ipaddress.ip_network(), which refuses leading zeros; kube-proxy reads them as decimal.
+    networks = [network for text in cidrs if (network := parse_cidr(text)) is not None]
     return tuple(network for network in networks if network.version == version) or None
 
 

@@ -57,6 +57,7 @@ class Record:
 
     def __init__(self, directory: Path) -> None:
         self._file = directory / RECORD
+        self._fresh = self._file.with_suffix(".new")
         self.changes: dict[str, Change] = {}
         try:
             content = json.loads(self._file.read_text())
@@ -83,9 +84,10 @@ class Record:
         self._write()
 
     def discard(self) -> None:
-        """Remove the file if nothing is recorded, even if it was unreadable."""
+        """Remove the file if nothing is recorded, even if it was unreadable or is half written."""
         if not self.changes:
             self._file.unlink(missing_ok=True)
+            self._fresh.unlink(missing_ok=True)
 
     def _write(self) -> None:
         if not self.changes:
@@ -95,9 +97,8 @@ class Record:
             path: {"was": change.was, "wrote": change.wrote, **({"holder": change.holder} if change.holder else {})}
             for path, change in self.changes.items()
         }
-        fresh = self._file.with_suffix(".new")
-        fresh.write_text(json.dumps(content, indent=1) + "\n")
-        fresh.replace(self._file)
+        self._fresh.write_text(json.dumps(content, indent=1) + "\n")
+        self._fresh.replace(self._file)
 
 
 def apply(settings: KernelSettings, directory: Path, warn_node: WarnNode | None = None, root: Path = _ROOT) -> None:
@@ -200,11 +201,16 @@ def restore(
     return restored, problems
 
 
-def leave(directory: Path) -> list[str]:
+def leave(directory: Path, setting: Setting | None = None) -> list[str]:
     """Forget the configuration's own settings, and leave their values: a kube-proxy that runs again has asked for the
-    same, but only once, at its start. Returns them as lines."""
+    same, but only once, at its start. Returns them as lines. ``setting``: only this one, whatever it was changed for.
+    """
     record = Record(directory)
-    left = [(path, change) for path, change in record.changes.items() if not change.holder]
+    changes = record.changes.items()
+    if setting is None:
+        left = [(path, change) for path, change in changes if not change.holder]
+    else:
+        left = [(path, change) for path, change in changes if path == setting.path]
     for path, _ in left:
         record.forget(path)
     record.discard()

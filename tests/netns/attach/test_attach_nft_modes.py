@@ -19,7 +19,7 @@ from pyebpf_proxy.datapath.managers.cluster_sets import ClusterSets
 from pyebpf_proxy.datapath.managers.nft_table import NftTable
 from pyebpf_proxy.datapath.netfilter.nfnetlink import Channel, Step
 from pyebpf_proxy.datapath.netfilter.nft import Table
-from pyebpf_proxy.datapath.netfilter.nft_rules import MAP_SHAPES, Behaviour
+from pyebpf_proxy.datapath.netfilter.nft_rules import MAP_SHAPES, Behaviour, port_key
 from pyebpf_proxy.services.node_facts import NodeFacts
 from tests.netns.attach.datagrams import BACKEND, MARK, SECONDS, af, decide, exchange, packed
 from tests.netns.attach.router import Router, Shell
@@ -111,6 +111,29 @@ def test_an_address_of_the_node_is_never_unknown(router: Router, table: Table, l
     table.set_addresses("service_cidrs", [(own, 24)])
     # The port is closed, so the node itself refuses.
     assert refused(router, 4, router.TOWARDS_SERVER[4], "client") == "refused"
+
+
+def test_a_cache_at_a_cluster_ip_serves_the_node_at_defined_ports(
+    family: int, router: Router, table: Table, shell: Shell
+) -> None:
+    """Without NOTRACK rules: the socket programs leave these packets to the cache."""
+    vip = packed(router.VIP[family])
+    shell(f"ip link set lo up; ip addr add {router.VIP[family]} dev lo {'nodad' if family == 6 else ''}")
+    table.ensure(Behaviour(MARK, refuse_unknown=True))
+    table.set_ports([port_key(vip, 17, 53)])
+    table.set_addresses("cluster_ips", [(vip, 8 * len(vip))])
+    table.set_addresses("service_cidrs", CIDRS)
+    with closing(socket.socket(af(family), socket.SOCK_DGRAM)) as cache:
+        cache.bind((router.VIP[family], 53))
+        cache.settimeout(SECONDS)
+        with closing(socket.socket(af(family), socket.SOCK_DGRAM)) as client:
+            client.connect((router.VIP[family], 53))
+            client.send(b"question")
+            assert cache.recv(100) == b"question"
+    # Another program's port, which is not the Service's: 4242.
+    with closing(socket.socket(af(family), socket.SOCK_DGRAM)) as other:
+        other.bind((router.VIP[family], 4242))
+        assert refused(router, family, router.VIP[family], "") == "refused"
 
 
 @pytest.mark.parametrize("drop_invalid", [True, False])

@@ -438,6 +438,15 @@ def test_foreign_changes_are_repaired_every_sync_period(agent: RecordedAgent) ->
     assert agent.datapath.calls[0][0] == "start"
 
 
+def test_a_short_sync_period_occupies_no_core(agent: RecordedAgent) -> None:
+    async def play(deliver: Callable[[Batch], None]) -> None:
+        deliver(Batch([], complete=True))
+        await asyncio.sleep(0.4)
+
+    agent.run(play, settings(retry="1ms"))
+    assert agent.datapath.calls.count(("refresh", [])) <= 1
+
+
 def test_maps_with_foreign_changes_are_compared_completely(agent: RecordedAgent) -> None:
     async def play(deliver: Callable[[Batch], None]) -> None:
         deliver(Batch([change("a"), change("b")], complete=True))

@@ -439,3 +439,10 @@ def test_a_broken_record_affects_no_other_setting(tree: Tree, content: str) -> N
     assert tree.netfilter("tcp_timeout_established") == "900"
     tree.restore()
     assert list(tree.directory.iterdir()) == []
+
+
+def test_a_half_written_record_does_not_stay(tmp_path: Path) -> None:
+    """An agent that was killed while it wrote the record, or a full file system, leaves the new file."""
+    (tmp_path / "node-settings.new").write_text("{")
+    assert sysctls.restore(tmp_path) == ([], [])
+    assert not list(tmp_path.iterdir())

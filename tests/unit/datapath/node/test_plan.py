@@ -213,6 +213,9 @@ def test_an_address_that_failed_duplicate_detection_is_not_the_node_s() -> None:
         (("203.0.113.0/24", "2001:db8:1::/64"), set()),
         (("::1/128",), ALL4),
         (("127.0.0.0/8",), ALL6),
+        # Leading zeros are decimal, and an IPv4-mapped range is one of IPv4, as kube-proxy reads them.
+        (("192.000.002.000/024",), {"192.0.2.99", "192.0.2.10"} | ALL6),
+        (("::ffff:192.0.2.0/120",), {"192.0.2.99", "192.0.2.10"} | ALL6),
     ],
 )
 def test_node_port_addresses(cidrs: tuple[str, ...], expected: set[str]) -> None:

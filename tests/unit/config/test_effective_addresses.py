@@ -1,0 +1,27 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The addresses of the servers, as sockets take them."""
+
+from __future__ import annotations
+
+import pytest
+
+from pyebpf_proxy.config.defaults import with_defaults, with_platform_defaults
+from pyebpf_proxy.config.effective import effective
+from pyebpf_proxy.config.flags import parse
+from pyebpf_proxy.config.model import KubeProxyConfiguration
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("127.000.0.01:1", ("127.0.0.1", 1)),
+        ("[::ffff:127.0.0.1]:1", ("127.0.0.1", 1)),
+        ("[fd00:0:0::01]:1", ("fd00::1", 1)),
+        ("0.0.0.0:1", ("0.0.0.0", 1)),
+        ("[::]:1", ("::", 1)),
+    ],
+)
+def test_addresses_that_kube_proxy_accepts_can_be_bound(text: str, expected: tuple[str, int]) -> None:
+    config = KubeProxyConfiguration(healthz_bind_address=text, metrics_bind_address=text)
+    found = effective(with_platform_defaults(with_defaults(config)), parse([]))
+    assert found.healthz_address == found.metrics_address == expected
