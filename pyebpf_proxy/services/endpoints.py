@@ -87,6 +87,9 @@ class Lists(NamedTuple):
 
 #: Maximum of endpoints times ports of one Service in a family, so that no Service fills the maps.
 MOST_ENDPOINTS = 32768
+#: How many ports of its slices are looked up for one Service in a family: 64 slices of 1024 ports. Each has an endpoint,
+#: so a Service with more exceeds the limit above.
+MOST_SLICE_PORTS = 65536
 #: Maximum of endpoints read from one slice; the API server allows 1000.
 MOST_IN_SLICE = 10_000
 
@@ -167,10 +170,10 @@ def _hints(hints: objects.EndpointHints) -> Hints:
 
 @lru_cache(maxsize=1024)
 def _port_numbers(ports: tuple[tuple[str, Protocol, int], ...]) -> PortNumbers:
-    numbers: dict[tuple[str, Protocol], tuple[int, ...]] = {}
+    numbers: dict[tuple[str, Protocol], list[int]] = {}
     for name, protocol, number in ports:
-        numbers[name, protocol] = (*numbers.get((name, protocol), ()), number)
-    return numbers
+        numbers.setdefault((name, protocol), []).append(number)
+    return {port: tuple(found) for port, found in numbers.items()}
 
 
 @lru_cache(maxsize=1024)
@@ -210,16 +213,18 @@ def by_port(
     """The slices with endpoints of each of these service ports of one Service, in their order; others have no entry.
 
     A Service may have a thousand ports and slices: this looks up each port of a slice once, not each slice for each
-    port.
+    port, and only the first slices with MOST_SLICE_PORTS ports.
     """
     wanted = {(port.port, port.protocol) for port in ports}
     found: dict[tuple[IPFamily, str, Protocol], list[SliceView]] = {}
+    left = dict.fromkeys(IPFamily, MOST_SLICE_PORTS)
     for view in views:
-        if view.flags:
+        if view.flags and left[view.family] > 0:
             few, many = (view.ports, wanted) if len(view.ports) < len(wanted) else (wanted, view.ports)
-            for port in few:
-                if port in many:
-                    found.setdefault((view.family, *port), []).append(view)
+            named = [port for port in few if port in many]
+            for port in named:
+                found.setdefault((view.family, *port), []).append(view)
+            left[view.family] -= len(named)
     return found
 
 

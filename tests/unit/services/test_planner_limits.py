@@ -126,6 +126,37 @@ def test_a_change_of_a_service_with_many_ports_and_slices_takes_little_time(plan
     assert delta.keys() == {name_of("many", "p1")}
 
 
+def test_slices_that_all_name_many_other_ports_take_bounded_time(planner: Planner) -> None:
+    """200 slices, each with another number for each of 1024 ports: those beyond the limit are not read."""
+
+    def numbered(i: int) -> Change:
+        each = [{"name": f"p{port}", "port": port + i} for port in range(1, MOST_PORTS + 1)]
+        return endpoint_slice(f"s{i:03}", "many", f"10.1.0.{i}", ports=each)
+
+    planner.update([service("many", ports=ports(MOST_PORTS))])
+    took = []
+    for numbers in (range(64), range(64, 200)):
+        planner.update(map(numbered, numbers))
+        before = time.thread_time()
+        planner.update([endpoint_slice("s000", "many", f"10.2.0.{len(took)}", ports=[{"name": "p1", "port": 1}])])
+        took.append(time.thread_time() - before)
+    assert took[1] < 2 * took[0]
+    port = planner.get(name_of("many", "p2"))
+    assert port is not None
+    assert {address.partition(":")[0] for address in cluster(port)} == {f"10.1.0.{i}" for i in range(1, 65)}
+    assert messages(planner)[-1] == (
+        f"Service default/many: {64 * MOST_PORTS + 1} IPv4 endpoints, counted by port, of only the first slices"
+        " are more than 32768: the first are served"
+    )
+
+
+def test_a_slice_with_many_numbers_of_one_port_takes_little_time(planner: Planner) -> None:
+    """A file may have them; the API server wants other names."""
+    before = time.thread_time()
+    planner.update([endpoint_slice("s", "many", "10.1.0.1", ports=[{"port": 1 + i % 65535} for i in range(90_000)])])
+    assert time.thread_time() - before < 2
+
+
 def test_usual_objects_cause_no_message(planner: Planner) -> None:
     """5000 endpoints, 300 ports with all kinds of addresses (tests/netns/test_lab_bad_input.py)."""
     status = {"loadBalancer": {"ingress": [{"ip": "198.51.100.1"}]}}
