@@ -124,7 +124,8 @@ class Proxy:
         self._node_name = effective.node_name
         self._refresh_seconds = effective.sync_period
         self._schedule = Schedule(effective.min_sync_period, effective.sync_period)
-        self._changes: list[Change] = []
+        #: By object, the last change that is not planned yet: of a thousand updates of one object, one is planned.
+        self._changes: dict[tuple[str, str, str], Change] = {}
         #: The plan of the objects that the source delivers before the first sync, and their number.
         self._planned: dict[ServicePortName, ServicePort | None] = {}
         self._planned_objects = 0
@@ -162,7 +163,8 @@ class Proxy:
 
     def deliver(self, batch: Batch) -> None:
         """The source's callback: store the changes, request a sync."""
-        self._changes += self._life.take(batch.changes)
+        for change in self._life.take(batch.changes):
+            self._changes[change.kind, change.namespace, change.name] = change
         if batch.complete and not self._complete:
             self._complete = True
             self._life.listed()
@@ -179,9 +181,9 @@ class Proxy:
 
     def _plan_ahead(self) -> None:
         """Plan before everything is listed: the plan of an object takes less memory than the object."""
-        changes, self._changes = self._changes, []
+        changes, self._changes = self._changes, {}
         with without_cycle_search():
-            self._planned.update(self._planner.update(changes))
+            self._planned.update(self._planner.update(changes.values()))
         self._planned_objects += len(changes)
 
     async def _follow(self) -> None:
@@ -227,8 +229,8 @@ class Proxy:
             self._collecting = asyncio.create_task(self._collect(), name="collect")
 
     def _program(self, full: bool) -> Collection[str]:
-        changes, self._changes = self._changes, []
-        delta = self._planner.update(changes)
+        changes, self._changes = self._changes, {}
+        delta = self._planner.update(changes.values())
         self._metrics.planned(delta)
         unapplied = self._apply_facts()
         if full:
