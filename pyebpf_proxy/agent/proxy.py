@@ -11,6 +11,7 @@ import asyncio
 import gc
 import signal
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Protocol
@@ -30,6 +31,8 @@ from pyebpf_proxy.services.node_facts import NodeFacts
 
 #: Removals that need a grace period wait until nothing has changed for this time.
 IDLE_SECONDS = 0.2
+#: How many lines about the Services of one namespace a sync logs: a tenant can change thousands of conflicts at once.
+MOST_LINES = 100
 #: After a failed removal: the first pause, which doubles up to the last one. A change ends a pause.
 COLLECT_AGAIN_SECONDS, COLLECT_AGAIN_MAX_SECONDS = 1.0, 30.0
 
@@ -302,11 +305,17 @@ class Proxy:
     def _log_planner_messages(self) -> None:
         """Log the planner's new problems and notes about Services."""
         problems, notes = self._planner.new_messages()
+        written: Counter[str] = Counter()
         for message in problems:
-            _log.error(message.text)
+            written[message.namespace] += 1
+            if written[message.namespace] <= MOST_LINES:
+                _log.error(message.text)
             if message.reason and self._events is not None:
                 about = ObjectReference("Service", message.namespace, message.name)
                 self._events.event(about, "Warning", message.reason, "Serve", message.text)
+        for namespace, number in written.items():
+            if number > MOST_LINES:
+                _log.error("more Services are not served as they specify", namespace=namespace, lines=number - MOST_LINES)
         for message in notes:
             _log.info(message.text)
 

@@ -408,6 +408,23 @@ def test_a_problem_is_logged_once(agent: RecordedAgent, caplog: pytest.LogCaptur
     assert len(Log(caplog).lines("ns/a: map frontends4 is full")) == 2
 
 
+def test_a_namespace_has_a_limited_number_of_lines_in_each_sync(
+    agent: RecordedAgent, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With 4000 Services that claim one address, one update of the oldest gives 4000 lines on every node."""
+    lost = [LossMessage("ns", f"s{number}", f"s{number} lost") for number in range(4000)]
+    agent.planner.messages = ([*lost, LossMessage("other", "a", "a lost")], [])
+
+    async def play(deliver: Callable[[Batch], None]) -> None:
+        deliver(Batch([], complete=True))
+        await until(lambda: bool(agent.datapath.calls))
+
+    agent.run(play, settings())
+    texts = [line.text for line in Log(caplog).lines() if "lost" in line.text or "more" in line.text]
+    assert texts[:-2] == [f"s{number} lost" for number in range(proxy.MOST_LINES)]
+    assert texts[-2:] == ["a lost", "more Services are not served as they specify namespace=ns lines=3900"]
+
+
 def test_of_many_updates_of_one_object_only_the_last_is_planned(agent: RecordedAgent) -> None:
     many = [change("b") for _ in range(1000)]
 
