@@ -314,8 +314,8 @@ class Proxy:
                 about = ObjectReference("Service", message.namespace, message.name)
                 self._events.event(about, "Warning", message.reason, "Serve", message.text)
         for namespace, number in written.items():
-            if number > MOST_LINES:
-                _log.error("more Services are not served as they specify", namespace=namespace, lines=number - MOST_LINES)
+            if (more := number - MOST_LINES) > 0:
+                _log.error("more Services are not served as they specify", namespace=namespace, lines=more)
         for message in notes:
             _log.info(message.text)
 

@@ -87,9 +87,9 @@ class Lists(NamedTuple):
 
 #: Maximum of endpoints times ports of one Service in a family, so that no Service fills the maps.
 MOST_ENDPOINTS = 32768
-#: How many ports of its slices are looked up for one Service in a family: 64 slices of 1024 ports. Each has an endpoint,
-#: so a Service with more exceeds the limit above.
-MOST_SLICE_PORTS = 65536
+#: How many ports of its slices are looked up for one Service in a family. Each has an endpoint, so a Service with so
+#: many exceeds the limit above.
+MOST_SLICE_PORTS = MOST_ENDPOINTS + 1
 #: Maximum of endpoints read from one slice; the API server allows 1000.
 MOST_IN_SLICE = 10_000
 
