@@ -96,7 +96,7 @@ class Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         if self._refused:
-            # A peer that sends without end would occupy a CPU, at nobody's expense.
+            # A peer that sends without end would occupy a CPU, and is not charged for it.
             self._ignored += len(data)
             if self._ignored > MOST_IGNORED_BYTES:
                 self._transport.pause_reading()

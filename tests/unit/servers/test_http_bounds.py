@@ -245,7 +245,7 @@ def test_a_body_of_many_chunks_does_not_delay_others(monkeypatch: pytest.MonkeyP
 
 
 def test_little_is_read_of_a_refused_client() -> None:
-    """It sends for a second and reads nothing: what it sends would be read at nobody's expense."""
+    """It sends for a second and reads nothing: what it sends would be read without a charge."""
     with serving(echo) as (port, _), socket.create_connection(("127.0.0.1", port), timeout=20) as client:
         client.sendall(b"\0\r\n\r\n")
         assert client.recv(100).split()[1] == b"400"
