@@ -12,6 +12,7 @@ from functools import lru_cache
 from itertools import repeat
 from struct import Struct
 from typing import TYPE_CHECKING, NamedTuple
+from weakref import WeakValueDictionary
 
 import msgspec
 
@@ -165,15 +166,27 @@ def _hints(hints: objects.EndpointHints) -> Hints:
     return _shared_hints(zones, nodes) if zones or nodes else NO_HINTS
 
 
-# There are few different lists of ports and few zones: the caches store each only once.
+# There are few different lists of ports and few zones: each is stored only once.
 
 
-@lru_cache(maxsize=1024)
+class _PortNumbers(dict[tuple[str, Protocol], tuple[int, ...]]):
+    """A dictionary that can have weak references."""
+
+    __slots__ = ("__weakref__",)
+
+
+#: Only of slices in use: a slice may have 20 000 ports, which take 6 MB, and other ones with every update.
+_known_ports: WeakValueDictionary[tuple[tuple[str, Protocol, int], ...], _PortNumbers] = WeakValueDictionary()
+
+
 def _port_numbers(ports: tuple[tuple[str, Protocol, int], ...]) -> PortNumbers:
-    numbers: dict[tuple[str, Protocol], list[int]] = {}
-    for name, protocol, number in ports:
-        numbers.setdefault((name, protocol), []).append(number)
-    return {port: tuple(found) for port, found in numbers.items()}
+    known = _known_ports.get(ports)
+    if known is None:
+        numbers: dict[tuple[str, Protocol], list[int]] = {}
+        for name, protocol, number in ports:
+            numbers.setdefault((name, protocol), []).append(number)
+        known = _known_ports[ports] = _PortNumbers((port, tuple(found)) for port, found in numbers.items())
+    return known
 
 
 @lru_cache(maxsize=1024)

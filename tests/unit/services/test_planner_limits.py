@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import time
+import tracemalloc
 from ipaddress import ip_address
 
 import msgspec
@@ -155,6 +156,30 @@ def test_a_slice_with_many_numbers_of_one_port_takes_little_time(planner: Planne
     before = time.thread_time()
     planner.update([endpoint_slice("s", "many", "10.1.0.1", ports=[{"port": 1 + i % 65535} for i in range(90_000)])])
     assert time.thread_time() - before < 2
+
+
+def test_former_ports_of_a_slice_take_no_memory(planner: Planner) -> None:
+    """The API server accepts 20 000 ports, and a tenant can write others a thousand times."""
+
+    def update(i: int) -> None:
+        many = [{"name": f"p{port}-{i}", "port": port} for port in range(1, 1001)]
+        planner.update([endpoint_slice("s", "many", "10.1.0.1", ports=many)])
+
+    update(0)
+    tracemalloc.start()
+    try:
+        for i in range(1, 21):
+            update(i)
+        assert tracemalloc.get_traced_memory()[0] < 1_000_000
+    finally:
+        tracemalloc.stop()
+
+
+def test_equal_ports_of_slices_are_stored_once(planner: Planner) -> None:
+    for name in ("a", "b"):
+        planner.update([endpoint_slice(name, "web", "10.1.0.1", ports=[{"name": "p", "port": 8000}])])
+    a, b = planner._slices.of(("default", "web")).values()
+    assert a.ports is b.ports
 
 
 def test_usual_objects_cause_no_message(planner: Planner) -> None:
