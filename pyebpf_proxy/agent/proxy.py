@@ -11,6 +11,7 @@ import asyncio
 import gc
 import signal
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Protocol
@@ -32,6 +33,8 @@ from pyebpf_proxy.services.node_facts import NodeFacts
 IDLE_SECONDS = 0.2
 #: The checks of every syncPeriod are no more frequent than this: a period of 1ms is valid.
 LEAST_REFRESH_SECONDS = 0.5
+#: How many lines about the Services of one namespace a sync logs: a tenant can change thousands of conflicts at once.
+MOST_LINES = 100
 #: After a failed removal: the first pause, which doubles up to the last one. A change ends a pause.
 COLLECT_AGAIN_SECONDS, COLLECT_AGAIN_MAX_SECONDS = 1.0, 30.0
 
@@ -126,7 +129,8 @@ class Proxy:
         self._node_name = effective.node_name
         self._refresh_seconds = max(effective.sync_period, LEAST_REFRESH_SECONDS)
         self._schedule = Schedule(effective.min_sync_period, effective.sync_period)
-        self._changes: list[Change] = []
+        #: By object, the last change that is not planned yet: of a thousand updates of one object, one is planned.
+        self._changes: dict[tuple[str, str, str], Change] = {}
         #: The plan of the objects that the source delivers before the first sync, and their number.
         self._planned: dict[ServicePortName, ServicePort | None] = {}
         self._planned_objects = 0
@@ -164,7 +168,8 @@ class Proxy:
 
     def deliver(self, batch: Batch) -> None:
         """The source's callback: store the changes, request a sync."""
-        self._changes += self._life.take(batch.changes)
+        for change in self._life.take(batch.changes):
+            self._changes[change.kind, change.namespace, change.name] = change
         if batch.complete and not self._complete:
             self._complete = True
             self._life.listed()
@@ -181,9 +186,9 @@ class Proxy:
 
     def _plan_ahead(self) -> None:
         """Plan before everything is listed: the plan of an object takes less memory than the object."""
-        changes, self._changes = self._changes, []
+        changes, self._changes = self._changes, {}
         with without_cycle_search():
-            self._planned.update(self._planner.update(changes))
+            self._planned.update(self._planner.update(changes.values()))
         self._planned_objects += len(changes)
 
     async def _follow(self) -> None:
@@ -229,8 +234,8 @@ class Proxy:
             self._collecting = asyncio.create_task(self._collect(), name="collect")
 
     def _program(self, full: bool) -> Collection[str]:
-        changes, self._changes = self._changes, []
-        delta = self._planner.update(changes)
+        changes, self._changes = self._changes, {}
+        delta = self._planner.update(changes.values())
         self._metrics.planned(delta)
         unapplied = self._apply_facts()
         if full:
@@ -304,11 +309,17 @@ class Proxy:
     def _log_planner_messages(self) -> None:
         """Log the planner's new problems and notes about Services."""
         problems, notes = self._planner.new_messages()
+        written: Counter[str] = Counter()
         for message in problems:
-            _log.error(message.text)
+            written[message.namespace] += 1
+            if written[message.namespace] <= MOST_LINES:
+                _log.error(message.text)
             if message.reason and self._events is not None:
                 about = ObjectReference("Service", message.namespace, message.name)
                 self._events.event(about, "Warning", message.reason, "Serve", message.text)
+        for namespace, number in written.items():
+            if (more := number - MOST_LINES) > 0:
+                _log.error("more Services are not served as they specify", namespace=namespace, lines=more)
         for message in notes:
             _log.info(message.text)
 

@@ -25,8 +25,9 @@ MAX_BODY_BYTES = 64 << 10
 REQUEST_SECONDS = 10.0
 IDLE_SECONDS = 120.0
 WRITE_SECONDS = 30.0
-#: How long the connection of a refused peer stays open, so that it can read the answer.
+#: How long the connection of a refused peer stays open, so that it can read the answer, and how much is read of it.
 LINGER_SECONDS = 0.5
+MOST_IGNORED_BYTES = 64 << 10
 #: How many pipelined requests are answered, and how many chunks of a body read, before other connections are served.
 TURN = 8
 CHUNKS = 64
@@ -72,6 +73,7 @@ class Connection(asyncio.Protocol):
         self._writing = True
         self._scheduled = False
         self._refused = False
+        self._ignored = 0
         self._deadline = self._loop.time() + REQUEST_SECONDS
         self._transport: asyncio.Transport
 
@@ -93,7 +95,13 @@ class Connection(asyncio.Protocol):
         self._pool.remove(self)
 
     def data_received(self, data: bytes) -> None:
-        if self._refused or self._transport.is_closing():
+        if self._refused:
+            # A peer that sends without end would occupy a CPU, and is not charged for it.
+            self._ignored += len(data)
+            if self._ignored > MOST_IGNORED_BYTES:
+                self._transport.pause_reading()
+            return
+        if self._transport.is_closing():
             return
         if not self._buffer and self._request is None:
             self._deadline = self._loop.time() + REQUEST_SECONDS
@@ -117,7 +125,7 @@ class Connection(asyncio.Protocol):
         self._writing = True
         self._deadline = self._loop.time() + REQUEST_SECONDS
         if not self._transport.is_closing():
-            if not self._resting:
+            if not self._resting and not self._refused:
                 self._transport.resume_reading()
             self._turn()
 
@@ -161,7 +169,7 @@ class Connection(asyncio.Protocol):
         if self._transport.is_closing():
             return
         self._turn()
-        if not self._resting and self._writing:
+        if not self._resting and self._writing and not self._refused:
             self._transport.resume_reading()
 
     # ---- requests ----------------------------------------------------------------------------------------------

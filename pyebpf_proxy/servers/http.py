@@ -10,8 +10,8 @@ from ipaddress import ip_address
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
-#: The share of one CPU for all other hosts and pods together, and the burst of one source (seconds). The node itself
-#: (kubelet, commands) has a separate share of the same size.
+#: The share of one CPU for all other hosts and pods together, and the burst of one source (seconds). The node's own
+#: addresses have a separate share of the same size, and so has the socket in the run folder (probes, commands).
 SHARE = 0.15
 BURST_SECONDS = 0.01
 #: The share is divided by the number of sources, but at least by this: so something remains for a second source.
@@ -125,6 +125,8 @@ class Sources:
         self._share = share
         self._burst = burst
         self._own = Source(own=True)
+        #: Any user of the node can flood its own addresses, but only root can use the socket.
+        self._socket = Source(own=True)
         self._others: dict[bytes, Source] = {}
 
     def __len__(self) -> int:
@@ -132,7 +134,9 @@ class Sources:
 
     def of(self, peer: str | None, here: str | None) -> Source:
         """The source of a connection with these two addresses; None for those of a Unix socket."""
-        if peer is None or is_own(peer, here):
+        if peer is None:
+            return self._socket
+        if is_own(peer, here):
             return self._own
         key = address_key(peer)
         return self._others.setdefault(key, Source(own=False))

@@ -12,6 +12,7 @@ from functools import lru_cache
 from itertools import repeat
 from struct import Struct
 from typing import TYPE_CHECKING, NamedTuple
+from weakref import WeakValueDictionary
 
 import msgspec
 
@@ -87,6 +88,9 @@ class Lists(NamedTuple):
 
 #: Maximum of endpoints times ports of one Service in a family, so that no Service fills the maps.
 MOST_ENDPOINTS = 32768
+#: How many ports of its slices are looked up for one Service in a family. Each has an endpoint, so a Service with so
+#: many exceeds the limit above.
+MOST_SLICE_PORTS = MOST_ENDPOINTS + 1
 #: Maximum of endpoints read from one slice; the API server allows 1000.
 MOST_IN_SLICE = 10_000
 
@@ -162,15 +166,27 @@ def _hints(hints: objects.EndpointHints) -> Hints:
     return _shared_hints(zones, nodes) if zones or nodes else NO_HINTS
 
 
-# There are few different lists of ports and few zones: the caches store each only once.
+# There are few different lists of ports and few zones: each is stored only once.
 
 
-@lru_cache(maxsize=1024)
+class _PortNumbers(dict[tuple[str, Protocol], tuple[int, ...]]):
+    """A dictionary that can have weak references."""
+
+    __slots__ = ("__weakref__",)
+
+
+#: Only of slices in use: a slice may have 20 000 ports, which take 6 MB, and other ones with every update.
+_known_ports: WeakValueDictionary[tuple[tuple[str, Protocol, int], ...], _PortNumbers] = WeakValueDictionary()
+
+
 def _port_numbers(ports: tuple[tuple[str, Protocol, int], ...]) -> PortNumbers:
-    numbers: dict[tuple[str, Protocol], tuple[int, ...]] = {}
-    for name, protocol, number in ports:
-        numbers[name, protocol] = (*numbers.get((name, protocol), ()), number)
-    return numbers
+    known = _known_ports.get(ports)
+    if known is None:
+        numbers: dict[tuple[str, Protocol], list[int]] = {}
+        for name, protocol, number in ports:
+            numbers.setdefault((name, protocol), []).append(number)
+        known = _known_ports[ports] = _PortNumbers((port, tuple(found)) for port, found in numbers.items())
+    return known
 
 
 @lru_cache(maxsize=1024)
@@ -210,16 +226,18 @@ def by_port(
     """The slices with endpoints of each of these service ports of one Service, in their order; others have no entry.
 
     A Service may have a thousand ports and slices: this looks up each port of a slice once, not each slice for each
-    port.
+    port, and only the first slices with MOST_SLICE_PORTS ports.
     """
     wanted = {(port.port, port.protocol) for port in ports}
     found: dict[tuple[IPFamily, str, Protocol], list[SliceView]] = {}
+    left = dict.fromkeys(IPFamily, MOST_SLICE_PORTS)
     for view in views:
-        if view.flags:
+        if view.flags and left[view.family] > 0:
             few, many = (view.ports, wanted) if len(view.ports) < len(wanted) else (wanted, view.ports)
-            for port in few:
-                if port in many:
-                    found.setdefault((view.family, *port), []).append(view)
+            named = [port for port in few if port in many]
+            for port in named:
+                found.setdefault((view.family, *port), []).append(view)
+            left[view.family] -= len(named)
     return found
 
 

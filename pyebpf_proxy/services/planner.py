@@ -264,7 +264,7 @@ class Planner:
         """Count the endpoints of these Services. The result: all Services whose share has changed."""
         for key in touched:
             names = [port.name for port in self._ports_of(key)]
-            views = endpoints.by_port(self._slices.of(key).values(), names)
+            views = endpoints.by_port(self._ordered_slices(key), names)
             numbers = dict.fromkeys(IPFamily, 0)
             for name in names:
                 number = endpoints.count(
@@ -333,11 +333,9 @@ class Planner:
         allowed = {family: self._endpoint_shares[family].allowed(key) for family in IPFamily}
         left = {family: 2 * endpoints.MOST_ENDPOINTS if most is None else most for family, most in allowed.items()}
         left_of_service = dict.fromkeys(IPFamily, endpoints.MOST_ENDPOINTS)
-        views = self._slices.of(key)
-        # Sort by slice name, so that the choice between duplicates does not depend on the order of arrival.
-        ordered = [views[slice_name] for slice_name in sorted(views)]
-        by_port = endpoints.by_port(ordered, [port.name for port in self._ports_of(key)])
+        by_port = endpoints.by_port(self._ordered_slices(key), [port.name for port in self._ports_of(key)])
         wanted = dict.fromkeys(IPFamily, 0)
+        slice_ports = dict.fromkeys(IPFamily, 0)
         known = self._services.get(key)
         for template in known.ports if known is not None else ():
             name, family = template.name, template.name.family
@@ -348,11 +346,14 @@ class Planner:
             self._wanted[name] = self._fill(template, of_port, most) if of_port else template
             number = endpoints.count(of_port, (name.port, name.protocol))
             wanted[family] += number
+            slice_ports[family] += len(of_port)
             left_of_service[family] = max(0, left_of_service[family] - number)
             left[family] = max(0, left[family] - number * each)
         over = [] if known is None else [*known.over, *self._shares.why(key), *self._slices.too_long(key)]
         for family, number in wanted.items():
             which = f"IPv{family.value} endpoints, counted by port,"
+            if slice_ports[family] >= endpoints.MOST_SLICE_PORTS:
+                which += " of only the first slices"
             if number > endpoints.MOST_ENDPOINTS:
                 over.append(f"{number} {which} are more than {endpoints.MOST_ENDPOINTS}: the first are served")
             if allowed[family] is not None:
@@ -360,6 +361,11 @@ class Planner:
                 what = f"{number} {which} are more than older Services of namespace {key.namespace} leave of {most}"
                 over.append(f"{what}: the first are served")
         self._disputes.losses.set_over(key, tuple(over))
+
+    def _ordered_slices(self, key: ServiceKey) -> list[endpoints.SliceView]:
+        """Sorted by slice name, so that the choice between duplicates does not depend on the order of arrival."""
+        views = self._slices.of(key)
+        return [views[name] for name in sorted(views)]
 
     def _fill(self, template: ServicePort, of_port: list[endpoints.SliceView], most: int) -> ServicePort:
         """A service port with its endpoint lists."""

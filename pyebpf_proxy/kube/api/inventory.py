@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
@@ -11,6 +13,10 @@ import msgspec
 from pyebpf_proxy.kube import decode
 from pyebpf_proxy.kube.decode import ObjectKey
 from pyebpf_proxy.kube.source import Change, Kind, Object
+
+#: How many lines about the objects of one namespace are logged in this time (seconds). An object has at most 101 lines,
+#: and a tenant can change them all with every update.
+MOST_LINES, LINES_SECONDS = 200, 10.0
 
 _encoder = msgspec.msgpack.Encoder()
 
@@ -35,6 +41,9 @@ class Inventory:
         self._logged: dict[tuple[str, str], int] = {}
         self._refused: set[tuple[str, str]] = set()
         self._nameless: set[tuple[str, ...]] = set()
+        #: By namespace, the lines since ``_lines_since``.
+        self._lines: Counter[str] = Counter()
+        self._lines_since = 0.0
 
     def __len__(self) -> int:
         return len(self._hashes)
@@ -55,14 +64,14 @@ class Inventory:
         if key is None:
             if messages not in self._nameless and len(self._nameless) < 1000:
                 self._nameless.add(messages)
-                self._report_all(messages, kept=False)
+                self._report_all("", messages, kept=False)
             return Read(None, None)
         short = (key.namespace, key.name)
         if not messages:
             self._logged.pop(short, None)
         elif self._logged.get(short) != hash(messages):
             self._logged[short] = hash(messages)
-            self._report_all(messages, kept=value is None and short in self._hashes)
+            self._report_all(key.namespace, messages, kept=value is None and short in self._hashes)
         if value is None:
             self._refused.add(short)
         else:
@@ -97,9 +106,20 @@ class Inventory:
             changes += self.remove(namespace, name)
         return changes
 
-    def _report_all(self, messages: tuple[str, ...], *, kept: bool) -> None:
+    def _report_all(self, namespace: str, messages: tuple[str, ...], *, kept: bool) -> None:
+        now = time.monotonic()
+        if now - self._lines_since >= LINES_SECONDS:
+            self._lines.clear()
+            self._lines_since = now
         for message in messages:
+            self._lines[namespace] += 1
+            if self._lines[namespace] > MOST_LINES:
+                break
             self._report(message + ("; its last good state stays" if kept else ""))
+        if self._lines[namespace] == MOST_LINES + 1:
+            where = f" of namespace {namespace}" if namespace else ""
+            what = f"for {LINES_SECONDS:g} s no more errors in objects of kind {self._kind}{where} are logged"
+            self._report(what)
 
 
 def _hash(value: Object) -> int:

@@ -9,6 +9,7 @@ import re
 import socket
 import threading
 import time
+from collections import Counter
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
@@ -21,8 +22,10 @@ from pyebpf_proxy.kube.events import EventType, ObjectReference
 
 #: The reporting controller, as in kube-proxy, so that tools that search for its events find these.
 CONTROLLER = "kube-proxy"
-#: How many events may wait to be sent; further ones are dropped.
+#: How many events may wait to be sent, and how many of them may be about objects of one namespace; further ones are
+#: dropped.
 MOST_WAITING = 100
+MOST_OF_NAMESPACE = MOST_WAITING // 4
 #: An event later than this many seconds starts a new series. A series is updated at most once in this time.
 SERIES_SECONDS = 360.0
 TRIES = 12
@@ -61,6 +64,9 @@ class EventRecorder:
     def __init__(self, client: Client) -> None:
         self._client = client
         self._queue: queue.Queue[_Event | None] = queue.Queue(MOST_WAITING)
+        #: By namespace, how many events wait.
+        self._waiting: Counter[str] = Counter()
+        self._lock = threading.Lock()
         self._series: dict[tuple[str, ...], _Series] = {}
         self._instance = f"{CONTROLLER}-{socket.gethostname()}"
         self._thread = threading.Thread(target=self._run, name="events", daemon=True)
@@ -68,10 +74,15 @@ class EventRecorder:
 
     def event(self, about: ObjectReference, event_type: EventType, reason: str, action: str, note: str) -> None:
         """Record one event; safe in any thread, never waits."""
-        try:
-            self._queue.put_nowait(_Event(about, event_type, reason, action, note, datetime.now(UTC)))
-        except queue.Full:
-            self._lost("too many wait", reason)
+        with self._lock:
+            if self._waiting[about.namespace] < MOST_OF_NAMESPACE or not about.namespace:
+                try:
+                    self._queue.put_nowait(_Event(about, event_type, reason, action, note, datetime.now(UTC)))
+                    self._waiting[about.namespace] += 1
+                    return
+                except queue.Full:
+                    pass
+        self._lost("too many wait", reason)
 
     def start(self) -> None:
         """Start to send events, including those already recorded."""
@@ -88,6 +99,8 @@ class EventRecorder:
         channel = self._client.channel()
         try:
             while (event := self._queue.get()) is not None:
+                with self._lock:
+                    self._waiting -= Counter([event.about.namespace])  # removes those that have none left
                 self._record(channel, event)
         except StoppedError:
             pass

@@ -53,6 +53,7 @@ class Names:
 
     def __init__(self) -> None:
         self._ports: dict[ServicePortName, ServicePort] = {}
+        self.updates: list[list[Change]] = []
         self.messages: tuple[list[LossMessage], list[LossMessage]] = ([], [])
 
     def new_messages(self) -> tuple[list[LossMessage], list[LossMessage]]:
@@ -70,6 +71,8 @@ class Names:
         return sorted(self._ports, reverse=True)
 
     def update(self, changes: Iterable[Change]) -> Delta:
+        changes = list(changes)
+        self.updates.append(changes)
         delta = {
             name(c.name): None if c.object is None else ServicePort(name=name(c.name), frontends=()) for c in changes
         }
@@ -403,6 +406,38 @@ def test_a_problem_is_logged_once(agent: RecordedAgent, caplog: pytest.LogCaptur
 
     agent.run(play, settings())
     assert len(Log(caplog).lines("ns/a: map frontends4 is full")) == 2
+
+
+def test_a_namespace_has_a_limited_number_of_lines_in_each_sync(
+    agent: RecordedAgent, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With 4000 Services that claim one address, one update of the oldest gives 4000 lines on every node."""
+    lost = [LossMessage("ns", f"s{number}", f"s{number} lost") for number in range(4000)]
+    agent.planner.messages = ([*lost, LossMessage("other", "a", "a lost")], [])
+
+    async def play(deliver: Callable[[Batch], None]) -> None:
+        deliver(Batch([], complete=True))
+        await until(lambda: bool(agent.datapath.calls))
+
+    agent.run(play, settings())
+    texts = [line.text for line in Log(caplog).lines() if "lost" in line.text or "more" in line.text]
+    assert texts[:-2] == [f"s{number} lost" for number in range(proxy.MOST_LINES)]
+    assert texts[-2:] == ["a lost", "more Services are not served as they specify namespace=ns lines=3900"]
+
+
+def test_of_many_updates_of_one_object_only_the_last_is_planned(agent: RecordedAgent) -> None:
+    many = [change("b") for _ in range(1000)]
+
+    async def play(deliver: Callable[[Batch], None]) -> None:
+        deliver(Batch([], complete=True))
+        await until(lambda: bool(agent.datapath.calls))
+        deliver(Batch([*many, change("c")], complete=True))
+        await until(lambda: bool(agent.applied()))
+
+    agent.run(play, settings())
+    (planned,) = [update for update in agent.planner.updates if update]
+    assert [each.name for each in planned] == ["b", "c"]
+    assert planned[0] is many[-1]
 
 
 def test_messages_of_the_planner_are_logged_and_cause_an_event_if_they_have_a_reason(

@@ -4,8 +4,12 @@
 from __future__ import annotations
 
 import json
+import time
 import tracemalloc
 
+import pytest
+
+from pyebpf_proxy.kube.api import inventory
 from pyebpf_proxy.kube.api.inventory import Inventory
 from pyebpf_proxy.kube.catalogue import Catalogue
 from pyebpf_proxy.servers.numbers import Gauge
@@ -88,6 +92,23 @@ def test_messages_about_an_object_take_no_memory() -> None:
         assert tracemalloc.get_traced_memory()[0] < 100_000
     finally:
         tracemalloc.stop()
+
+
+def test_errors_in_the_objects_of_one_namespace_give_a_limited_number_of_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tenant can change the hundred lines of an object with every update, many times per second."""
+    now = 1000.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    output: list[str] = []
+    known = Inventory("EndpointSlice", output.append)
+    for number in range(100):
+        known.read(a_slice("a", f"127.0.0.{number}", *["127.0.0.1"] * 100))
+    assert len(output) == inventory.MOST_LINES + 1
+    assert output[-1] == "for 10 s no more errors in objects of kind EndpointSlice of namespace default are logged"
+    known.read(a_slice("a", "127.0.0.1").replace(b'"name": "a"', b'"name": "a", "namespace": "other"'))
+    assert output[-1].startswith("EndpointSlice other/a: ")
+    now += inventory.LINES_SECONDS
+    known.read(a_slice("b", "127.0.0.1"))
+    assert output[-1].startswith("EndpointSlice default/b: ")
 
 
 def test_what_the_metric_shows() -> None:

@@ -125,6 +125,19 @@ def test_the_node_itself_is_known_by_its_addresses(peer: str, here: str, own: bo
     assert is_own(peer, here) is own
 
 
+def test_a_flood_of_the_nodes_own_addresses_does_not_delay_the_socket_in_the_run_folder() -> None:
+    """Any user of the node can send such a flood; the socket has the kubelet's probes."""
+    sources = Sources()
+    local = sources.of("127.0.0.1", "127.0.0.1")
+    sources.charge(local, 1.0, 0.0)
+    assert sources.of("192.0.2.1", "192.0.2.1").rest(0.0) > 1
+    socket_ = sources.of(None, None)
+    assert socket_.own
+    assert socket_.rest(0.0) == 0
+    sources.charge(socket_, 1.0, 0.0)
+    assert sources.of(None, None).rest(0.0) > 1
+
+
 def test_an_ipv6_host_has_one_share_for_all_its_addresses() -> None:
     assert address_key("2001:db8::1") == address_key("2001:db8::2:3") != address_key("2001:db8:0:1::1")
     assert address_key("::ffff:192.0.2.1") == address_key("192.0.2.1") != address_key("192.0.2.2")
@@ -227,6 +240,25 @@ def test_a_body_of_many_chunks_does_not_delay_others(monkeypatch: pytest.MonkeyP
                 lengths.append(client.makefile("rb").read(4096) if end else client.recv(4096))
     assert all(answer.endswith(b"30000") for answer in lengths), lengths
     assert turns >= 2 * 30_000 // CHUNKS
+
+
+def test_little_is_read_of_a_refused_client() -> None:
+    """It sends for a second and reads nothing: what it sends would be read without a charge."""
+    with serving(echo) as (port, _), socket.create_connection(("127.0.0.1", port), timeout=20) as client:
+        client.sendall(b"\0\r\n\r\n")
+        assert client.recv(100).split()[1] == b"400"
+        client.setblocking(False)
+        # What the kernel buffers is not read either.
+        most = sum(int(Path(f"/proc/sys/net/ipv4/tcp_{which}mem").read_text().split()[2]) for which in "rw")
+        sent, end = 0, time.monotonic() + 1
+        while time.monotonic() < end and sent <= 2 * most:
+            try:
+                sent += client.send(b"a" * 65536)
+            except BlockingIOError:
+                time.sleep(0.001)
+            except OSError:
+                break
+        assert sent <= most + (1 << 20)
 
 
 def test_the_memory_of_hostile_connections_is_counted_and_bounded() -> None:

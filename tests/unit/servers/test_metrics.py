@@ -181,6 +181,24 @@ def test_service_changes(agent: ObservedAgent) -> None:
     assert (agent[total], agent[pending]) == (10, 0)
 
 
+def test_of_many_updates_of_one_service_only_the_last_is_compared(
+    agent: ObservedAgent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tenant may update a Service of 1024 ports a hundred times per second; each comparison takes 10 ms."""
+    compared: list[str] = []
+    differs = agent.planner.differs
+
+    def counted(namespace: str, name: str, service: Service | None) -> bool:
+        compared.append(name)
+        return differs(namespace, name, service)
+
+    monkeypatch.setattr(agent.planner, "differs", counted)
+    agent.change(*[service("web") for _ in range(100)])
+    assert len(compared) == 1
+    assert agent[f"{SYNC}service_changes_total"] == 200
+    assert agent[f"{SYNC}service_changes_pending"] == 1
+
+
 def test_endpoint_changes(agent: ObservedAgent) -> None:
     total, pending = f"{SYNC}endpoint_changes_total", f"{SYNC}endpoint_changes_pending"
     agent.change(endpoints("here"), endpoints("there", name="s-2"), endpoints(name="f", kind="FQDN"))

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import time
+import tracemalloc
 from ipaddress import ip_address
 
 import msgspec
@@ -123,6 +125,65 @@ def test_a_change_of_a_service_with_many_ports_and_slices_takes_little_time(plan
     with cpu_limit(0.1):
         delta = planner.update([endpoint_slice("s0", "many", "10.2.0.1", ports=[{"name": "p1", "port": 1}])])
     assert delta.keys() == {name_of("many", "p1")}
+
+
+def test_slices_that_all_name_many_other_ports_take_bounded_time(planner: Planner) -> None:
+    """200 slices, each with another number for each of 1024 ports: those beyond the limit are not read."""
+
+    def numbered(i: int) -> Change:
+        each = [{"name": f"p{port}", "port": port + i} for port in range(1, MOST_PORTS + 1)]
+        return endpoint_slice(f"s{i:03}", "many", f"10.1.0.{i}", ports=each)
+
+    planner.update([service("many", ports=ports(MOST_PORTS))])
+    took: list[float] = []
+    for numbers in (range(33), range(33, 200)):
+        planner.update(map(numbered, numbers))
+        times = []
+        for change in range(5):
+            address = f"10.2.{len(took)}.{change}"
+            before = time.thread_time()
+            planner.update([endpoint_slice("s000", "many", address, ports=[{"name": "p1", "port": 1}])])
+            times.append(time.thread_time() - before)
+        took.append(min(times))
+    assert took[1] < 2 * took[0]
+    port = planner.get(name_of("many", "p2"))
+    assert port is not None
+    assert {address.partition(":")[0] for address in cluster(port)} == {f"10.1.0.{i}" for i in range(1, 33)}
+    assert messages(planner)[-1] == (
+        f"Service default/many: {32 * MOST_PORTS + 1} IPv4 endpoints, counted by port, of only the first slices"
+        " are more than 32768: the first are served"
+    )
+
+
+def test_a_slice_with_many_numbers_of_one_port_takes_little_time(planner: Planner) -> None:
+    """A file may have them; the API server wants other names."""
+    many = endpoint_slice("s", "many", "10.1.0.1", ports=[{"port": 1 + i % 65535} for i in range(90_000)])
+    with cpu_limit(2):
+        planner.update([many])
+
+
+def test_former_ports_of_a_slice_take_no_memory(planner: Planner) -> None:
+    """The API server accepts 20 000 ports, and a tenant can write others a thousand times."""
+
+    def update(i: int) -> None:
+        many = [{"name": f"p{port}-{i}", "port": port} for port in range(1, 1001)]
+        planner.update([endpoint_slice("s", "many", "10.1.0.1", ports=many)])
+
+    update(0)
+    tracemalloc.start()
+    try:
+        for i in range(1, 21):
+            update(i)
+        assert tracemalloc.get_traced_memory()[0] < 1_000_000
+    finally:
+        tracemalloc.stop()
+
+
+def test_equal_ports_of_slices_are_stored_once(planner: Planner) -> None:
+    for name in ("a", "b"):
+        planner.update([endpoint_slice(name, "web", "10.1.0.1", ports=[{"name": "p", "port": 8000}])])
+    a, b = planner._slices.of(("default", "web")).values()
+    assert a.ports is b.ports
 
 
 def test_usual_objects_cause_no_message(planner: Planner) -> None:

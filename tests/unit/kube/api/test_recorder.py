@@ -129,6 +129,19 @@ def test_recording_never_waits(api: ScriptedApi, events: EventRecorder) -> None:
     wait_until(lambda: len(posted(api)) > recorder.MOST_WAITING)
 
 
+def test_events_of_one_namespace_keep_out_no_other(api: ScriptedApi, events: EventRecorder) -> None:
+    """A tenant can cause them faster than the server takes them."""
+    api.script("events", lambda exchange: exchange.hold())
+    for number in range(recorder.MOST_WAITING * 3):
+        about = ObjectReference("Service", "tenant", f"s{number}")
+        events.event(about, "Warning", "OverLimit", "Serve", "")
+    events.event(ObjectReference("Service", "shop", "web"), "Warning", "OverLimit", "Serve", "")
+    api.held.set()
+    wait_until(lambda: [request.path for request in posted(api) if "/shop/" in request.path])
+    assert len(posted(api)) <= recorder.MOST_OF_NAMESPACE + 2
+    assert not events._waiting
+
+
 def test_an_event_whose_answer_was_lost_is_not_created_twice(
     api: ScriptedApi, events: EventRecorder, caplog: pytest.LogCaptureFixture
 ) -> None:
