@@ -214,7 +214,7 @@ def test_the_question_before_changes(cluster: SimulatedNodes, server: ApiServer,
         assert (process.returncode, asked) == (0, question), said
         assert now(server) == served_by_agent("n1")
         return
-    assert (process.returncode, said, asked) == (1, "", f"{question}Error: not confirmed: nothing was changed\n")
+    assert (process.returncode, said, asked) == (1, "", f"{question}Error: not confirmed; nothing was changed\n")
     with pytest.raises(ApiError, match="not found"):
         daemon_set(server, "pyebpf-proxy")
 
