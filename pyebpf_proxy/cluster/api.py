@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from pyebpf_proxy.cluster.errors import ClusterError, StoppedError
-from pyebpf_proxy.common.nesting import shallow
+from pyebpf_proxy.common.nesting import decode_nested
 from pyebpf_proxy.see.answers import NO_ANSWER
 
 Object = dict[str, Any]
@@ -187,10 +187,7 @@ class Api:
         if text:
             return data.decode(errors="replace")
         try:
-            try:
-                return json.loads(data)
-            except RecursionError:
-                return json.loads(shallow(data))
+            return decode_nested(json.loads, data)
         except ValueError:
             raise RefusedError(0, "NoAnswer", "the answer was truncated") from None
 

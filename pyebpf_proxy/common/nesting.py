@@ -6,11 +6,26 @@ as ``metadata.managedFields``, to a depth of ten thousand.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 #: No field that is used is nested so deeply.
 DEEPEST = 50
 
+_T = TypeVar("_T")
+
 _TOKEN = re.compile(rb'"(?:[^"\\]++|\\.)*+"|[][{}]', re.DOTALL)
+
+
+def decode_nested(decode: Callable[[Any], _T], data: Any) -> _T:
+    """``decode(data)``; of JSON that is nested too deeply for it, ``decode`` of its :func:`shallow` form.
+
+    ``data``: what ``bytes`` accepts. Errors as of ``decode``.
+    """
+    try:
+        return decode(data)
+    except RecursionError:
+        return decode(shallow(bytes(data)))
 
 
 def shallow(data: bytes) -> bytes:

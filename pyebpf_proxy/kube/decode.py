@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import chain
 from sys import intern
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ from typing import Any, NamedTuple
 import msgspec
 import yaml
 
-from pyebpf_proxy.common.nesting import shallow
+from pyebpf_proxy.common.nesting import decode_nested
 from pyebpf_proxy.kube import validation
 from pyebpf_proxy.kube.objects import EndpointSlice, Node, Service, ServiceCIDR
 from pyebpf_proxy.kube.source import Kind, Object
@@ -225,10 +226,7 @@ def _too_large(header: _Header) -> Decoded:
 def decode_object(kind: Kind, data: bytes | msgspec.Raw) -> Decoded:
     """One object of a known kind, from the API server, whose lists omit the kind. Raises UnreadableError."""
     try:
-        try:
-            return _decode_object(kind, data)
-        except RecursionError:  # the fields that are used are not nested deeply
-            return _decode_object(kind, shallow(bytes(data)))
+        return decode_nested(partial(_decode_object, kind), data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise UnreadableError(_json_message(bytes(data), error)) from None
 

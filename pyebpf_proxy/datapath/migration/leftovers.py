@@ -23,7 +23,8 @@ def remove(exclude_cidrs: Sequence[Network], *, at_start: bool = False) -> Repor
     # need the virtual server and the rules that masquerade. The device itself is last: if the agent is killed before,
     # it shows the next start that there is more to remove.
     what = f"device {ipvs.DEVICE}"
-    ipvs.step(report, what, lambda: ipvs.remove_addresses(exclude_cidrs, report))
+    if device:
+        ipvs.step(report, what, lambda: ipvs.remove_addresses(exclude_cidrs, report))
     by_ipvs = iptables.remove(report, keep_forward=at_start)
     if device or by_ipvs or not at_start:
         if ipvs.ipvs_loaded():

@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
 
-from pyebpf_proxy.common.nesting import shallow
+from pyebpf_proxy.common.nesting import decode_nested
 
 
 class Event(msgspec.Struct, gc=False):
@@ -70,15 +71,7 @@ _T = TypeVar("_T")
 
 
 def _reader(kind: type[_T]) -> Callable[[bytes | msgspec.Raw], _T]:
-    decode = msgspec.json.Decoder(kind).decode
-
-    def read(data: bytes | msgspec.Raw) -> _T:
-        try:
-            return decode(data)
-        except RecursionError:
-            return decode(shallow(bytes(data)))
-
-    return read
+    return partial(decode_nested, msgspec.json.Decoder(kind).decode)
 
 
 read_event = _reader(Event)
