@@ -23,7 +23,9 @@ SUDO := $(if $(filter 0,$(shell id -u)),,$(if $(shell command -v sudo),sudo env 
 WORKERS = $(shell n=$$((2 * $$(nproc))); echo $$((n < 8 ? n : 8)))
 # Fewer workers: these tests also run an API server and kube-proxy, which need CPU time.
 test-cluster: WORKERS = $(shell n=$$(nproc); echo $$((n < 4 ? n : 4)))
-PARALLEL = $(if $(ARGS),,-n $(WORKERS))
+# A test that hangs would stop all workers, because a test that runs alone waits for it. The longest test takes a minute;
+# a slow machine needs ten.
+PARALLEL = $(if $(ARGS),,-n $(WORKERS) --timeout 900)
 
 ## ---- BPF objects -------------------------------------------------------------------------------------------
 BTF := /sys/kernel/btf/vmlinux

@@ -85,7 +85,7 @@ class Flood:
 
     def __init__(self, pod: Pod, family: int) -> None:
         context = multiprocessing.get_context("fork")
-        self._state = context.Array("d", [0.0, 0.0])  # asked, answered
+        self._state = context.RawArray("d", [0.0, 0.0])  # asked, answered
         self._task = pod.namespace.start(_flood, MUTE.of(family), self._state)
 
     @property

@@ -78,8 +78,8 @@ class Conversation:
         self, namespace: Namespace, address: str, protocol: str, port: int = PORT, size: int = 100, gate: Any = None
     ) -> None:
         context = multiprocessing.get_context("fork")
-        self._state = context.Array("d", [0.0, 0.0, 0.0])  # answers, when the last one came, longest pause
-        self._peer = context.Array("c", 64)
+        self._state = context.RawArray("d", [0.0, 0.0, 0.0])  # answers, when the last one came, longest pause
+        self._peer = context.RawArray("c", 64)
         self._own_port = context.RawValue("i", 0)
         shared = self._state, self._peer, self._own_port, gate
         self._task = namespace.start(_converse, address, port, protocol, size, *shared)

@@ -42,7 +42,7 @@ class NewFlows:
         own_port: int = 0,
     ) -> None:
         context = multiprocessing.get_context("fork")
-        self._state = context.Array("d", [0.0, 0.0, 0.0])  # made, answered, when the last answered one began
+        self._state = context.RawArray("d", [0.0, 0.0, 0.0])  # made, answered, when the last answered one began
         blocks = _blocks[namespace.name, address, port, protocol]
         ports = range(own_port, own_port + 1) if own_port else range(first := next(blocks), first + _BLOCK)
         self._task = namespace.start(_ask_repeatedly, (address, port, protocol, patience), ports, self._state)
