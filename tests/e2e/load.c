@@ -7,8 +7,9 @@
  *
  * A connection: connect, one byte in each direction, reset.  `ask` prints a line for each
  * failure, and each second the numbers so far: "asked N failed N".  A connection that takes
- * longer than LIMIT has failed.  `serve` continues for a while after SIGTERM, as a server
- * does until no proxy sends it connections any more.
+ * longer than LIMIT has failed.  `ask` begins when each target has accepted a connection.
+ * `serve` continues for a while after SIGTERM, as a server does until no proxy sends it
+ * connections any more.
  */
 #define _GNU_SOURCE
 #include <signal.h>
@@ -21,6 +22,9 @@
 #define EVENTS 256
 #define MOST 8192
 #define TARGETS 8
+/* Below the ephemeral ports. */
+#define TRIAL_PORTS 20000
+#define TRIALS 8000
 
 struct connection {
 	uint64_t began;
@@ -144,12 +148,51 @@ static void give_up(uint64_t before)
 			finish(fd, connections[fd].sent ? "no answer" : "no connection");
 }
 
+static bool accepts(const struct target *to, uint16_t own_port)
+{
+	static const struct timeval patience = { .tv_sec = 1 };
+	static const struct linger reset = { .l_onoff = 1 };
+	struct sockaddr_storage own = { .ss_family = to->address.ss_family };
+	int fd = socket(to->address.ss_family, SOCK_STREAM, 0), on = 1;
+	bool connected;
+
+	/* The port is at the same place in both families. */
+	((struct sockaddr_in *)&own)->sin_port = htons(own_port);
+	if (fd < 0 || setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof(on)) ||
+	    setsockopt(fd, SOL_SOCKET, SO_SNDTIMEO, &patience, sizeof(patience)) ||
+	    setsockopt(fd, SOL_SOCKET, SO_LINGER, &reset, sizeof(reset)) ||
+	    bind(fd, (struct sockaddr *)&own, to->size))
+		die("a trial connection");
+	connected = !connect(fd, (const struct sockaddr *)&to->address, to->size);
+	close(fd);
+	return connected;
+}
+
+/*
+ * Waits until each target accepts a connection.  kube-proxy refuses connections to a Service without endpoints after
+ * conntrack has confirmed them, untranslated: a connection from the same port is refused, too, for two minutes.  The
+ * trials therefore use other ports than the connections that are counted.
+ */
+static void await(int count)
+{
+	static const struct timespec pause = { .tv_nsec = SECOND / 10 };
+
+	for (int i = 0, trial = 0; i < count && !ending; trial = (trial + 1) % TRIALS) {
+		if (accepts(&targets[i], TRIAL_PORTS + trial))
+			i++;
+		else
+			nanosleep(&pause, NULL);
+	}
+}
+
 static int ask(uint64_t rate, int count)
 {
 	struct epoll_event events[EVENTS];
 	int poll = epoll_create1(0);
-	uint64_t began = now(), reported = began, started = 0;
+	uint64_t began, reported, started = 0;
 
+	await(count);
+	began = reported = now();
 	while (!ending) {
 		int n = epoll_wait(poll, events, EVENTS, 2);
 		uint64_t time = now();

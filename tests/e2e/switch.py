@@ -61,10 +61,6 @@ class Load:
         self._cluster.kubectl("apply", "-f", "-", text=text)
         for kind in ("deployment/web", "daemonset/pod", "daemonset/node"):
             self._cluster.kubectl("-n", _SPACE, "rollout", "status", kind, "--timeout=120s")
-        # Remove those that failed because they began before the endpoints were ready.
-        self._cluster.kubectl("-n", _SPACE, "delete", "pods", "-l", "app=ask")
-        for kind in ("daemonset/pod", "daemonset/node"):
-            self._cluster.kubectl("-n", _SPACE, "rollout", "status", kind, "--timeout=120s")
         self.watch()
         wait_for("connections succeed", lambda: self.count()[0] > 2 * RATE, 60)
         return self

@@ -3,12 +3,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+import select
 import signal
 import socket
 import subprocess
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from subprocess import Popen
 
 import pytest
 
@@ -63,10 +67,50 @@ def test_connections_at_a_rate(load: Path) -> None:
     assert counts == sorted(counts)
 
 
-def test_failures_are_named_and_counted(load: Path) -> None:
+@pytest.fixture
+def started(load: Path) -> Iterator[Callable[..., Popen[str]]]:
+    """Starts the program with these arguments; it ends with the test."""
+    with contextlib.ExitStack() as stack:
+
+        def start(*arguments: str) -> Popen[str]:
+            made = stack.enter_context(Popen([load, *arguments], stdout=subprocess.PIPE, text=True))
+            stack.callback(made.kill)
+            return made
+
+        yield start
+
+
+def line_of(process: Popen[str]) -> str:
+    assert process.stdout is not None
+    text = process.stdout.readline().strip()
+    assert text, "it has ended"
+    return text
+
+
+def test_connections_begin_when_each_target_accepts_one(started: Callable[..., Popen[str]]) -> None:
+    ports = [str(free_port()) for _ in range(2)]
+    client = started("ask", "200", *(word for port in ports for word in ("127.0.0.1", port)))
+    started("serve", ports[0])
+    # It would report each second.
+    assert not select.select([client.stdout], [], [], 1.5)[0]
+    started("serve", ports[1])
+    assert re.fullmatch(r"asked \d+ failed 0", line_of(client))
+
+
+def test_failures_are_named_and_counted(started: Callable[..., Popen[str]]) -> None:
     port = str(free_port())
-    said = lines(load, "20", "127.0.0.1", port, until=2)
+    server, client = started("serve", port), started("ask", "20", "127.0.0.1", port)
+    said = [line_of(client)]
+    assert said[0].startswith("asked")
+    server.kill()
+    refused = f"127.0.0.1 port {port}: Connection refused"
+    while not said[-1].endswith(refused):
+        said.append(line_of(client))
+    client.send_signal(signal.SIGTERM)
+    assert client.stdout is not None
+    said += client.stdout.read().splitlines()
+    assert client.wait(10) == 0
     failures = [line for line in said if not line.startswith("asked")]
-    assert re.fullmatch(rf"\d\d:\d\d:\d\d 127\.0\.0\.1 port {port}: Connection refused", failures[0])
+    assert any(re.fullmatch(rf"\d\d:\d\d:\d\d {re.escape(refused)}", line) for line in failures)
     asked, failed = map(int, re.findall(r"\d+", said[-1]))
-    assert 0 < failed == len(failures) <= asked
+    assert 0 < failed == len(failures) < asked
