@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from pyebpf_proxy.common.bpf_constants import PRIORITY_REJECT
 from pyebpf_proxy.datapath.loader.btf import StaleObjectError
-from pyebpf_proxy.datapath.loader.libbpf import BpfError, Object, SkBuff
+from pyebpf_proxy.datapath.loader.libbpf import BpfError, Object, SkBuff, load_object
 from pyebpf_proxy.datapath.loader.programs import object_file, unused_maps
 from pyebpf_proxy.datapath.loader.reasons import reasons
 from pyebpf_proxy.see.answers import SeeError
@@ -125,14 +125,11 @@ def _load(maps: Pinned, object_name: str, program: str, settings: Mapping[str, A
     sizes = {name: size for name, size in _PRIVATE.items() if name in wanted}
     if "slots" in shared:
         sizes["rr_cursor"] = shared["slots"].max_entries
-    opened = Object.open(
-        path, rodata={"settings": packed}, max_entries=sizes, reuse=shared, programs={program}, without=without
+    return load_object(
+        lambda: Object.open(
+            path, rodata={"settings": packed}, max_entries=sizes, reuse=shared, programs={program}, without=without
+        )
     )
-    try:
-        return opened.load()
-    except BaseException:
-        opened.close()
-        raise
 
 
 def _counted(loaded: Object) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from pyebpf_proxy.datapath.loader.libbpf import Object
+from pyebpf_proxy.datapath.loader.libbpf import Object, load_object
 from pyebpf_proxy.datapath.loader.programs import object_file, unused_maps
 
 _BASE = {"conntrack_lookup": 0, "masquerade_mark": 0x4000}
@@ -70,5 +70,4 @@ def attempt(object_name: str, settings: Mapping[str, int]) -> None:
     without = unused_maps(
         0, bool(settings.get("pod_sockets")), bool(settings.get("fast_path")), bool(settings.get("xdp"))
     )
-    with Object.open(path, rodata={"settings": packed}, max_entries=sizes, without=without) as opened:
-        opened.load()
+    load_object(lambda: Object.open(path, rodata={"settings": packed}, max_entries=sizes, without=without)).close()

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Self
 
 from pyebpf_proxy.datapath.loader import tcx
 from pyebpf_proxy.datapath.loader.btf import StaleObjectError
-from pyebpf_proxy.datapath.loader.libbpf import BpfError, Object
+from pyebpf_proxy.datapath.loader.libbpf import BpfError, Object, load_object
 from pyebpf_proxy.datapath.loader.programs import object_file, unused_maps
 from pyebpf_proxy.datapath.node.tcx import announce, withdraw
 from pyebpf_proxy.see import programs
@@ -148,9 +148,6 @@ def _load(maps: Pinned, settings: Mapping[str, Any], endpoints: int) -> Object:
     shared = {name: maps.map(name) for name in wanted - _OWN if name in maps.names}
     without = (unused_maps(0, False) | wanted) - shared.keys() - _OWN
     sizes = {"meters": max(_LEAST_ENTRIES, 2 * endpoints)}
-    opened = Object.open(path, rodata={"settings": packed}, max_entries=sizes, reuse=shared, without=without)
-    try:
-        return opened.load()
-    except BaseException:
-        opened.close()
-        raise
+    return load_object(
+        lambda: Object.open(path, rodata={"settings": packed}, max_entries=sizes, reuse=shared, without=without)
+    )

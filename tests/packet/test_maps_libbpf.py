@@ -3,17 +3,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+import signal
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from pyebpf_proxy.common.errors import FatalError
-from pyebpf_proxy.datapath.loader import _libbpf, _map
-from pyebpf_proxy.datapath.loader.libbpf import BpfError, Map, Object, SkBuff
+from pyebpf_proxy.datapath.loader import _libbpf, _map, libbpf, programs
+from pyebpf_proxy.datapath.loader.libbpf import BpfError, Map, Object, SkBuff, load_object
 from pyebpf_proxy.datapath.loader.programs import Settings, load
 from tests.packet.compiled import build
 
@@ -195,6 +198,58 @@ def test_the_verifiers_message_is_reported(tmp_path: Path) -> None:
     assert "\n" not in text
     assert "processed" not in text
     assert "BEGIN PROG LOAD LOG" in caught.value.log
+
+
+@contextlib.contextmanager
+def interrupted(until: threading.Event) -> Iterator[None]:
+    """Every few milliseconds this thread gets a signal, as a process does that the cgroup freezer stops."""
+    thread = threading.get_ident()
+
+    def interrupt() -> None:
+        while not until.wait(0.003):
+            signal.pthread_kill(thread, signal.SIGUSR1)
+
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: None)
+    sender = threading.Thread(target=interrupt)
+    sender.start()
+    try:
+        yield
+    finally:
+        until.set()
+        sender.join()
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_an_object_is_loaded_again_if_signals_interrupt_the_verifier(bpf_objects: Path) -> None:
+    """The kernel has not refused the programs: without them, there would be no fast path until the next start."""
+    opened, over = 0, threading.Event()
+
+    def open_again() -> Object:
+        nonlocal opened
+        opened += 1
+        if opened == 3:
+            over.set()
+        return Object.open(bpf_objects / "tc.bpf.o", max_entries=SIZES)
+
+    with interrupted(over), load_object(open_again) as o:
+        assert o.maps
+    assert opened == 3
+
+
+def test_an_interrupted_load_is_no_refusal(bpf_objects: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    over = threading.Event()
+
+    def load_once(opened: Callable[[], Object]) -> Object:
+        try:
+            return load_object(opened)
+        finally:
+            over.set()
+
+    monkeypatch.setattr(libbpf, "_TRIES", 2)
+    monkeypatch.setattr(programs, "load_object", load_once)
+    with interrupted(over), pytest.raises(BpfError) as caught:
+        load(Settings(netns_cookie=1, fast_path=True), sizes=SIZES, objects=bpf_objects)
+    assert caught.value.errno == errno.EAGAIN
 
 
 def test_without_rights(bpf_objects: Path) -> None:

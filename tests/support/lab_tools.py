@@ -113,12 +113,12 @@ def full_conntrack(
         yield top_up
 
 
-def wait_until(condition: Callable[[], Any], what: str, deadline: float = 60.0) -> Any:
+def wait_until(condition: Callable[[], Any], what: str | Callable[[], str], deadline: float = 60.0) -> Any:
     """Poll until ``condition`` is true, and return its value. Fails with ``what`` after ``deadline`` seconds."""
     end = time.monotonic() + deadline
     while not (value := condition()):
         if time.monotonic() > end:
-            pytest.fail(f"after {deadline} s still not: {what}")
+            pytest.fail(f"after {deadline} s still not: {what if isinstance(what, str) else what()}")
         time.sleep(0.01)
     return value
 

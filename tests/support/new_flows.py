@@ -18,7 +18,7 @@ from pyebpf_proxy.lab.cluster import Pod
 from pyebpf_proxy.lab.namespace import Namespace
 from tests.support.conversation import PORT
 from tests.support.fast_lab import FastWorld
-from tests.support.lab_tools import wait_until
+from tests.support.lab_tools import counted_between, reasons, wait_until
 
 BOTH = ("tcp", "udp")
 #: Each client and target gets its own block of source ports, outside the ephemeral range. A datagram from a port that
@@ -124,8 +124,14 @@ def wait_until_fast(world: FastWorld, *flows: NewFlows) -> None:
     """All of them are answered, and new flows enter the flow table."""
     for each in flows:
         each.wait_answered()
-    before = world.count("new_flow_fast")
-    wait_until(lambda: world.count("new_flow_fast") > before + 5, "new flows take the fast path")
+    before = reasons(world.node)
+    wait_until(
+        lambda: world.count("new_flow_fast") > before["new_flow_fast"] + 5,
+        lambda: (
+            f"new flows take the fast path, but {counted_between(before, reasons(world.node))}; "
+            f"the agent's last lines:\n{world.node.agent.log()[-3000:]}"
+        ),
+    )
     for each in flows:
         each.wait_answered()
 

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """BPF objects, programs, maps and links as Python objects, on libbpf.
 
-with Object.open(path, pin_dir=pins, rodata={"settings": packed}) as o:
-    o.load()
+with load_object(lambda: Object.open(path, pin_dir=pins, rodata={"settings": packed})) as o:
     o.maps["service_configs"].update(key, value)
     o.programs["tc_ethernet"].test_run(frame).retval
 """
@@ -12,7 +11,7 @@ from __future__ import annotations
 import errno as errors
 import os
 import struct
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -23,7 +22,10 @@ from pyebpf_proxy.datapath.loader._map import Map
 from pyebpf_proxy.datapath.loader.abilities import STORAGE_MAPS, of_kernel
 from pyebpf_proxy.datapath.loader.btf import Btf
 
-__all__ = ["BpfError", "Link", "Map", "Object", "Program", "RunResult", "SkBuff"]
+__all__ = ["BpfError", "Link", "Map", "Object", "Program", "RunResult", "SkBuff", "load_object", "was_interrupted"]
+
+#: How often an object is loaded before an interruption is an error. Each time libbpf tries each program five times.
+_TRIES = 20
 
 _DATA_OUT_MAX = 65536
 # include/uapi/linux/bpf.h, if_link.h
@@ -360,7 +362,10 @@ class Object:
         )
 
     def load(self) -> Self:
-        """Create the maps, verify and load the programs. Raises BpfError with the verifier's last lines."""
+        """Create the maps, verify and load the programs, once. Raises BpfError with the verifier's last lines.
+
+        Only ``load_object`` tries again if the kernel was interrupted.
+        """
         with captured():
             checked(self._lib.bpf_object__load(self._pointer), f"load {self.path.name}")
         self.maps = {name: self._describe(name, m) for name, m in self._maps.items() if name not in self._left_out}
@@ -379,3 +384,29 @@ class Object:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def was_interrupted(error: BaseException) -> bool:
+    """Whether the kernel has not judged the programs: BPF_PROG_LOAD fails with EAGAIN if a signal is pending.
+
+    The cgroup freezer is a signal, too: a container that is paused, for example for a snapshot.
+    """
+    return isinstance(error, BpfError) and error.errno == errors.EAGAIN
+
+
+def load_object(opened: Callable[[], Object]) -> Object:
+    """The object that ``opened`` returns, with its programs loaded; again if the kernel was interrupted.
+
+    BpfError, as :meth:`Object.load`.
+    """
+    tries = 0
+    while True:
+        made = opened()
+        try:
+            return made.load()
+        except BaseException as error:
+            made.close()
+            tries += 1
+            # libbpf cannot load an object twice.
+            if not was_interrupted(error) or tries == _TRIES:
+                raise

@@ -27,7 +27,7 @@ from pyebpf_proxy.common.bpf_constants import (
 from pyebpf_proxy.datapath.loader.abilities import STORAGE_MAPS
 from pyebpf_proxy.datapath.loader.btf import StaleObjectError
 from pyebpf_proxy.datapath.loader.layout import LAYOUT_VERSION as LAYOUT_VERSION
-from pyebpf_proxy.datapath.loader.libbpf import BpfError, Map, Object
+from pyebpf_proxy.datapath.loader.libbpf import BpfError, Map, Object, load_object, was_interrupted
 from pyebpf_proxy.datapath.maps.resize import Resize
 from pyebpf_proxy.datapath.preflight import old_kernel, unreachable_conntrack
 
@@ -238,11 +238,11 @@ def _load_tc(
     attempts += [replace(attempt, fast_path=False) for attempt in attempts]
     attempts = list(dict.fromkeys(attempts))
     for attempt in attempts:
-        tc = _open(object_file("tc", attempt.conntrack_lookup, objects), attempt, pin_dir, sizes)
         try:
-            loaded = tc.load()
+            tc = _load(object_file("tc", attempt.conntrack_lookup, objects), attempt, pin_dir, sizes)
         except BpfError as error:
-            tc.close()
+            if was_interrupted(error):
+                raise
             refused = f"the kernel does not accept it: {error}"
             if attempt.conntrack_lookup:
                 why_no_lookup = why_no_lookup or unreachable_conntrack() or refused
@@ -250,14 +250,11 @@ def _load_tc(
                 why_not_fast = why_not_fast or refused
             if attempt is attempts[-1]:
                 raise
-        except BaseException:
-            tc.close()
-            raise
         else:
             if not attempt.fast_path:
                 for name in _FLOW_PROGRAMS:
-                    loaded.programs.pop(name, None)
-            return loaded, attempt, "" if attempt.conntrack_lookup else why_no_lookup, why_not_fast
+                    tc.programs.pop(name, None)
+            return tc, attempt, "" if attempt.conntrack_lookup else why_no_lookup, why_not_fast
     raise AssertionError("unreachable: the last attempt returns or raises")
 
 
@@ -281,12 +278,11 @@ def _load_sock(
     """Load the socket programs; without pods, and why, if the kernel does not let them read a pod's namespace."""
     why = ""
     for attempt in [settings, replace(settings, pod_sockets=False)]:
-        sock = _open(objects / "sock.bpf.o", attempt, pin_dir, sizes, reuse=tc.maps if pin_dir is None else None)
         try:
-            return sock.load(), why
-        except BaseException as error:
-            sock.close()
-            if not (isinstance(error, BpfError) and attempt.pod_sockets):
+            shared = tc.maps if pin_dir is None else None
+            return _load(objects / "sock.bpf.o", attempt, pin_dir, sizes, shared), why
+        except BpfError as error:
+            if was_interrupted(error) or not attempt.pod_sockets:
                 raise
             why = f"the kernel does not accept it: {error}"
     raise AssertionError("unreachable: the last attempt returns or raises")
@@ -300,18 +296,15 @@ def _load_xdp(
         return None, ""
     if not settings.fast_path:
         return None, "XDP needs the fast path, which is not available"
-    xdp = _open(objects / "xdp.bpf.o", settings, pin_dir, sizes, reuse=tc.maps if pin_dir is None else None)
     try:
-        return xdp.load(), ""
+        return _load(objects / "xdp.bpf.o", settings, pin_dir, sizes, tc.maps if pin_dir is None else None), ""
     except BpfError as error:
-        xdp.close()
+        if was_interrupted(error):
+            raise
         return None, f"the kernel does not accept it: {error}"
-    except BaseException:
-        xdp.close()
-        raise
 
 
-def _open(
+def _load(
     path: Path,
     settings: Settings,
     pin_dir: Path | None,
@@ -327,15 +320,17 @@ def _open(
             raise StaleObjectError(str(path), f"struct settings differs in {', '.join(unknown)}")
         packed = layout.pack(**values)
         names = set(unset.programs)
-    return Object.open(
-        path,
-        pin_dir=pin_dir,
-        rodata={"settings": packed},
-        max_entries=sizes,
-        reuse=reuse,
-        resized=Resize(pin_dir).made if pin_dir is not None else None,
-        without=_unused(settings),
-        programs=None if settings.fast_path else names - _FLOW_PROGRAMS,
+    return load_object(
+        lambda: Object.open(
+            path,
+            pin_dir=pin_dir,
+            rodata={"settings": packed},
+            max_entries=sizes,
+            reuse=reuse,
+            resized=Resize(pin_dir).made if pin_dir is not None else None,
+            without=_unused(settings),
+            programs=None if settings.fast_path else names - _FLOW_PROGRAMS,
+        )
     )
 
 
