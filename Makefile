@@ -16,7 +16,7 @@ PYTHON := .venv/bin/python
 # Namespaces and BPF need root. Without root and sudo, the tests still run, and list what they have skipped.
 # sudo keeps no variables: those that control random tests are passed explicitly.
 SEEDS = FLOW_SEED FLOW_SEEDS FLOW_STEPS FLOW_WAY FLOW_REDUCE PARITY_SEED FUZZ_SEED CHANGES_SEED CHANGES_STEPS CHANGES_ROUNDS CHANGES_FAST
-SUDO := $(if $(filter 0,$(shell id -u)),,$(if $(shell command -v sudo),sudo env PATH="$(PATH)" $(foreach name,PYEBPF_PROXY_STRICT PYEBPF_PROXY_FRESH $(SEEDS),$(if $($(name)),$(name)="$($(name))")) PYTHONDONTWRITEBYTECODE=1 PYTEST_ADDOPTS="-p no:cacheprovider"))
+SUDO := $(if $(filter 0,$(shell id -u)),,$(if $(shell command -v sudo),sudo env PATH="$(PATH)" $(foreach name,PYEBPF_PROXY_STRICT PYEBPF_PROXY_FRESH PYEBPF_PROXY_UNTIL $(SEEDS),$(if $($(name)),$(name)="$($(name))")) PYTHONDONTWRITEBYTECODE=1 PYTEST_ADDOPTS="-p no:cacheprovider"))
 
 # Tests wait more than they compute, so there are more workers than CPUs. A run of a few tests (ARGS) is faster, and its
 # output easier to read, without workers.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +21,10 @@ import pytest
 
 #: Long tests must not begin last.
 _FIRST = ("tests/cluster/", "tests/netns/", "tests/packet/")
+#: Environment variable: the time (seconds since 1970) after which no test begins.
+UNTIL = "PYEBPF_PROXY_UNTIL"
+#: The share of that time for the tests in labs, so that the others run, too.
+_SHARE_OF_LABS = 2 / 3
 
 
 class AloneLock:
@@ -80,6 +85,7 @@ class Worker:
         self._alone = AloneLock(Path(config.workerinput["lock"]))
         self._output: dict[str, Any] = config.workeroutput
         self._output["deselected"] = {}
+        self._begin, self._until = time.time(), float(os.environ.get(UNTIL) or "inf")
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
@@ -98,6 +104,16 @@ class Worker:
     def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> Any:
         with self._alone.held(_is_alone(item), nextitem is not None and _is_alone(nextitem)):
             return (yield)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_setup(self, item: pytest.Item) -> None:
+        if time.time() > last_begin(item.nodeid, self._begin, self._until):
+            pytest.skip("no time is left on this slow machine")
+
+
+def last_begin(nodeid: str, begin: float, until: float) -> float:
+    """The time after which this test does not begin, in a run that began at ``begin`` and has time until ``until``."""
+    return begin + (until - begin) * (_SHARE_OF_LABS if nodeid.startswith("tests/netns/") else 1)
 
 
 def _is_alone(item: pytest.Item) -> bool:

@@ -6,9 +6,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import pytest
+
 from tests import ROOT
+from tests.support import workers
 
 CONFTEST = "from tests.conftest import pytest_configure, pytest_terminal_summary\n"
 INI = "[pytest]\nmarkers = alone: no other test meanwhile\naddopts = --import-mode=importlib\n"
@@ -60,7 +64,7 @@ def test_many(number):
 """
 
 
-def run(folder: Path, files: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
+def run(folder: Path, files: dict[str, str], *arguments: str, until: str = "") -> subprocess.CompletedProcess[str]:
     (folder / "conftest.py").write_text(CONFTEST)
     (folder / "pytest.ini").write_text(INI)
     for name, text in files.items():
@@ -69,7 +73,7 @@ def run(folder: Path, files: dict[str, str], *arguments: str) -> subprocess.Comp
     return subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments, str(folder)],
         cwd=folder,
-        env=environment | {"PYTHONPATH": str(ROOT), "PYEBPF_PROXY_STRICT": ""},
+        env=environment | {"PYTHONPATH": str(ROOT), "PYEBPF_PROXY_STRICT": "", workers.UNTIL: until},
         capture_output=True,
         text=True,
         check=False,
@@ -96,3 +100,19 @@ def test_tests_marked_alone_run_alone(tmp_path: Path) -> None:
     notes = (tmp_path / "notes").read_text().split("\n")
     # And the tests of one module ran one after the other.
     assert notes[notes.index("alone") + 1] == "alone"
+
+
+def test_tests_without_time_are_skipped_and_listed(tmp_path: Path) -> None:
+    files = {"test_many.py": MANY}
+    done = run(tmp_path, files, "-n", "2", until="1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "  200 × no time is left on this slow machine\n" in done.stdout
+    assert not (tmp_path / "notes").exists()
+    done = run(tmp_path, files, "-n", "2", until=str(time.time() + 3600))
+    assert " 200 passed" in done.stdout
+
+
+@pytest.mark.parametrize(("nodeid", "expected"), [("tests/netns/a.py::b", 300.0), ("tests/unit/a.py::b", 400.0)])
+def test_labs_leave_time_for_other_tests(nodeid: str, expected: float) -> None:
+    assert workers.last_begin(nodeid, 100.0, 400.0) == expected
+    assert workers.last_begin(nodeid, 100.0, float("inf")) == float("inf")
