@@ -4,10 +4,10 @@
 from __future__ import annotations
 
 from pyebpf_proxy.cluster import objects, scheduling, takeover, task_pod
-from pyebpf_proxy.cluster.api import kind_of
+from pyebpf_proxy.cluster.api import Object, kind_of
 from pyebpf_proxy.cluster.command import Command, naming
 from pyebpf_proxy.cluster.errors import ClusterError
-from pyebpf_proxy.cluster.model import installed_image, view
+from pyebpf_proxy.cluster.model import View, installed_image, view
 from pyebpf_proxy.cluster.objects import KUBE_PROXY, NAMESPACE
 from pyebpf_proxy.cluster.output import counted
 from pyebpf_proxy.cluster.takeover import Say, Site
@@ -22,10 +22,7 @@ class Rollback(Command):
     def run(self, image: str) -> None:
         """Give nodes back to kube-proxy; after the last one, remove all objects. ``image``: of the task pods."""
         found = self.view()
-        if found.kube_proxy_set is None:
-            raise ClusterError(
-                f"there is no DaemonSet {NAMESPACE}/{KUBE_PROXY}; the agent is the only proxy and was not removed"
-            )
+        _kube_proxy_of(found)
         installed = installed_image(found)
         image = image or installed
         if not image and any(map(found.is_ours, found.nodes)):
@@ -41,8 +38,7 @@ class Rollback(Command):
     def _give_back_all(self, site: Site) -> None:
         api, say = self.api, self.output.say
         found, every = self.again(), view(api)
-        kube_proxy = found.kube_proxy_set
-        assert kube_proxy is not None
+        kube_proxy = _kube_proxy_of(found)
         served = [node for node in found.nodes if found.is_ours(node) and found.is_up(node)]
         todo = [node for node in served if scheduling.selects(kube_proxy, found.nodes[node])]
         only = [node for node in served if node not in todo]
@@ -76,3 +72,12 @@ class Rollback(Command):
         except KeyboardInterrupt:
             say("interrupted; a proxy serves the node; to continue, run cluster rollback")
             raise
+
+
+def _kube_proxy_of(found: View) -> Object:
+    """kube-proxy's DaemonSet. ClusterError if there is none (any more)."""
+    if found.kube_proxy_set is None:
+        raise ClusterError(
+            f"there is no DaemonSet {NAMESPACE}/{KUBE_PROXY}; the agent is the only proxy and was not removed"
+        )
+    return found.kube_proxy_set

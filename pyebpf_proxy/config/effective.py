@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, cast, get_args
 
-from pyebpf_proxy.config import addresses, durations, gates, validation
+from pyebpf_proxy.config import addresses, durations, gates, gotext, validation
 from pyebpf_proxy.config.addresses import Address, Network
 from pyebpf_proxy.config.datapath_model import DatapathConfiguration
 from pyebpf_proxy.config.families import FamilyValues
@@ -186,7 +186,7 @@ def effective(config: KubeProxyConfiguration, flags: Flags, own: DatapathConfigu
 def _listening(host: str, port: str) -> tuple[str, int]:
     """A validated address, as sockets take it: without leading zeros."""
     address = addresses.parse_ip(host)
-    return host if address is None else str(address), int(port)
+    return host if address is None else str(address), gotext.parse_uint(port, 16)
 
 
 def cluster_cidrs(text: str) -> dict[IPFamily, Network]:

@@ -19,6 +19,8 @@ from pyebpf_proxy.config.model import KubeProxyConfiguration
         ("[fd00:0:0::01]:1", ("fd00::1", 1)),
         ("0.0.0.0:1", ("0.0.0.0", 1)),
         ("[::]:1", ("::", 1)),
+        # Python's int() takes 4300 digits.
+        ("0.0.0.0:" + 5000 * "0" + "1", ("0.0.0.0", 1)),
     ],
 )
 def test_addresses_that_kube_proxy_accepts_can_be_bound(text: str, expected: tuple[str, int]) -> None:
