@@ -323,6 +323,16 @@ def test_the_error_names_a_pin_of_another_type(bpf_objects: Path, bpffs: Path) -
     assert sorted(bpffs.rglob("*")) == before
 
 
+def test_a_pin_of_another_type_does_not_turn_the_fast_path_off(bpf_objects: Path, bpffs: Path) -> None:
+    """Without the fast path nothing would use this map, so loading would succeed."""
+    pins = bpffs / "maps"
+    settings = Settings(netns_cookie=1, fast_path=True)
+    load(settings, pin_dir=pins, sizes=SIZES, objects=bpf_objects).close()
+    (pins / "slots").rename(pins / "flows")
+    with pytest.raises(BpfError, match=r"pinned map flows \(.*\) does not match: type 2 instead of"):
+        load(settings, pin_dir=pins, sizes=SIZES, objects=bpf_objects)
+
+
 # ---- what the kernel refuses --------------------------------------------------------------------------------
 
 SOCKETS = 'SEC("cgroup/connect4") int connect4(struct bpf_sock_addr *ctx) { return 1; }'

@@ -135,8 +135,11 @@ _log: list[str] = []
 class BpfError(OSError):
     """A libbpf call or bpf() failed. ``str()`` is one line; ``log`` is everything that libbpf and the verifier wrote.
 
-    ``done`` is how many entries of a batch were processed before the failure.
+    ``done`` is how many entries of a batch were processed before the failure. ``refused``: the kernel does not accept
+    an object, that is a program, a map, or something that a program refers to.
     """
+
+    refused = False
 
     def __init__(self, what: str, number: int, log: str = "", done: int = 0) -> None:
         super().__init__(number, what)

@@ -22,7 +22,7 @@ from pyebpf_proxy.datapath.loader._map import Map
 from pyebpf_proxy.datapath.loader.abilities import STORAGE_MAPS, of_kernel
 from pyebpf_proxy.datapath.loader.btf import Btf
 
-__all__ = ["BpfError", "Link", "Map", "Object", "Program", "RunResult", "SkBuff", "load_object", "was_interrupted"]
+__all__ = ["BpfError", "Link", "Map", "Object", "Program", "RunResult", "SkBuff", "load_object"]
 
 #: How often an object is loaded before an interruption is an error. Each time libbpf tries each program five times.
 _TRIES = 20
@@ -362,12 +362,17 @@ class Object:
         )
 
     def load(self) -> Self:
-        """Create the maps, verify and load the programs, once. Raises BpfError with the verifier's last lines.
+        """Create the maps, verify and load the programs. Raises BpfError with the verifier's last lines.
 
-        Only ``load_object`` tries again if the kernel was interrupted.
+        It is EAGAIN, and no refusal, if a signal has interrupted the kernel. The cgroup freezer is a signal, too: a
+        container that is paused, for example for a snapshot. See :func:`load_object`.
         """
-        with captured():
-            checked(self._lib.bpf_object__load(self._pointer), f"load {self.path.name}")
+        try:
+            with captured():
+                checked(self._lib.bpf_object__load(self._pointer), f"load {self.path.name}")
+        except BpfError as error:
+            error.refused = error.errno != errors.EAGAIN
+            raise
         self.maps = {name: self._describe(name, m) for name, m in self._maps.items() if name not in self._left_out}
         return self
 
@@ -386,14 +391,6 @@ class Object:
         self.close()
 
 
-def was_interrupted(error: BaseException) -> bool:
-    """Whether the kernel has not judged the programs: BPF_PROG_LOAD fails with EAGAIN if a signal is pending.
-
-    The cgroup freezer is a signal, too: a container that is paused, for example for a snapshot.
-    """
-    return isinstance(error, BpfError) and error.errno == errors.EAGAIN
-
-
 def load_object(opened: Callable[[], Object]) -> Object:
     """The object that ``opened`` returns, with its programs loaded; again if the kernel was interrupted.
 
@@ -408,5 +405,5 @@ def load_object(opened: Callable[[], Object]) -> Object:
             made.close()
             tries += 1
             # libbpf cannot load an object twice.
-            if not was_interrupted(error) or tries == _TRIES:
+            if not isinstance(error, BpfError) or error.refused or tries == _TRIES:
                 raise

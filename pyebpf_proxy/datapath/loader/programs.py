@@ -27,7 +27,7 @@ from pyebpf_proxy.common.bpf_constants import (
 from pyebpf_proxy.datapath.loader.abilities import STORAGE_MAPS
 from pyebpf_proxy.datapath.loader.btf import StaleObjectError
 from pyebpf_proxy.datapath.loader.layout import LAYOUT_VERSION as LAYOUT_VERSION
-from pyebpf_proxy.datapath.loader.libbpf import BpfError, Map, Object, load_object, was_interrupted
+from pyebpf_proxy.datapath.loader.libbpf import BpfError, Map, Object, load_object
 from pyebpf_proxy.datapath.maps.resize import Resize
 from pyebpf_proxy.datapath.preflight import old_kernel, unreachable_conntrack
 
@@ -241,7 +241,7 @@ def _load_tc(
         try:
             tc = _load(object_file("tc", attempt.conntrack_lookup, objects), attempt, pin_dir, sizes)
         except BpfError as error:
-            if was_interrupted(error):
+            if not error.refused:
                 raise
             refused = f"the kernel does not accept it: {error}"
             if attempt.conntrack_lookup:
@@ -282,7 +282,7 @@ def _load_sock(
             shared = tc.maps if pin_dir is None else None
             return _load(objects / "sock.bpf.o", attempt, pin_dir, sizes, shared), why
         except BpfError as error:
-            if was_interrupted(error) or not attempt.pod_sockets:
+            if not (error.refused and attempt.pod_sockets):
                 raise
             why = f"the kernel does not accept it: {error}"
     raise AssertionError("unreachable: the last attempt returns or raises")
@@ -299,7 +299,7 @@ def _load_xdp(
     try:
         return _load(objects / "xdp.bpf.o", settings, pin_dir, sizes, tc.maps if pin_dir is None else None), ""
     except BpfError as error:
-        if was_interrupted(error):
+        if not error.refused:
             raise
         return None, f"the kernel does not accept it: {error}"
 
