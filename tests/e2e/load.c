@@ -22,8 +22,8 @@
 #define EVENTS 256
 #define MOST 8192
 #define TARGETS 8
-/* Below the ephemeral ports. */
-#define TRIAL_PORTS 20000
+/* Below the ephemeral ports, the NodePorts and those of tests (tests/support/ports.py): no trial may connect to itself. */
+#define TRIAL_PORTS 10000
 #define TRIALS 8000
 
 struct connection {
