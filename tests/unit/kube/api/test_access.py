@@ -33,11 +33,11 @@ from tests.support.scripted_api import QUICK, ScriptedApi
 
 CONTEXT = "current-context: a\ncontexts: [{name: a, context: {cluster: c, user: u}}]\n"
 SERVER = "clusters: [{name: c, cluster: {server: 'https://192.0.2.1:6443'}}]\n"
-NOBODY = "users: [{name: u, user: {}}]\n"
+ANONYMOUS = "users: [{name: u, user: {}}]\n"
 
 
 def cluster(fields: str) -> str:
-    return f"{CONTEXT}clusters: [{{name: c, cluster: {{server: 'https://192.0.2.1', {fields}}}}}]\n{NOBODY}"
+    return f"{CONTEXT}clusters: [{{name: c, cluster: {{server: 'https://192.0.2.1', {fields}}}}}]\n{ANONYMOUS}"
 
 
 def user(fields: str) -> str:
@@ -52,7 +52,7 @@ MISTAKES = {
     "foo: [": "error loading config file",
     "kind: Pod": 'no kind "Pod" is registered for version "v1"',
     "current-context: x": "context was not found for specified context: x",
-    f"{CONTEXT}clusters: [{{name: c, cluster: {{}}}}]\n{NOBODY}": 'no server found for cluster "c"',
+    f"{CONTEXT}clusters: [{{name: c, cluster: {{}}}}]\n{ANONYMOUS}": 'no server found for cluster "c"',
     cluster("certificate-authority: ca.crt"): "unable to read certificate-authority FOLDER/ca.crt for c due to"
     " open FOLDER/ca.crt: no such file or directory",
     cluster("certificate-authority-data: '###'"): "illegal base64 data",
