@@ -26,6 +26,14 @@ enum scheduler {
 	LOCALITY_WITH_REPLICATION = 8,	/* lblcr */
 } __attribute__((packed));
 
+/* Where the node's own sockets reach NodePorts on loopback (service-semantics 8). */
+enum loopback_node_ports {
+	NOT_ON_LOOPBACK = 0,
+	ON_ALL_LOOPBACK = 1,	/* all of 127.0.0.0/8 */
+	ON_LOCALHOST = 2,	/* 127.0.0.1, because nodePortAddresses lists networks and one contains it */
+	ON_OTHER_LOOPBACK = 3,	/* the listed networks contain only loopback addresses that the node does not have */
+} __attribute__((packed));
+
 struct settings {
 	__u64 netns_cookie;		/* sockets of this network namespace are served */
 	__u32 masquerade_mark;		/* one bit */
@@ -45,7 +53,7 @@ struct settings {
 	__u8 masquerade_all;
 	__u8 conntrack_lookup;		/* the lookup kfunc can be used */
 	__u8 nft_mode;			/* where kube-proxy's modes differ, follow the nftables mode */
-	__u8 localhost_node_ports;	/* NodePorts on 127.0.0.0/8 for the node's own sockets */
+	enum loopback_node_ports localhost_node_ports;
 	enum scheduler scheduler;
 	__u8 pod_sockets;		/* sockets of pods are translated too */
 	__u8 fast_path;		/* the flow table is used */

@@ -24,16 +24,23 @@
 #define fallthrough __attribute__((fallthrough))
 #endif
 
+static __always_inline bool serves_node_ports_on_loopback(const struct packet *p)
+{
+	if (p->ipv6 || !is_loopback4(p->destination.v4))
+		return false;
+	return settings.localhost_node_ports == ON_ALL_LOOPBACK ||
+	       (settings.localhost_node_ports == ON_LOCALHOST && p->destination.v4 == bpf_htonl(0x7f000001));
+}
+
 /*
- * The node's own NodePorts are also served on 127.0.0.0/8 where that is configured, never on ::1.
+ * The node's own NodePorts are also served on loopback addresses where that is configured, never on ::1.
  * Has its own stack frame: the schedulers need all of the remaining stack.
  */
 static __noinline int find_own_frontend(const struct packet *p, struct frontend *f)
 {
 	if (!p || !f || !find_frontend(p, f))
 		return 0;
-	if (f->kind == UNSERVED_NODE_PORT && settings.localhost_node_ports && !p->ipv6 &&
-	    is_loopback4(p->destination.v4))
+	if (f->kind == UNSERVED_NODE_PORT && serves_node_ports_on_loopback(p))
 		f->kind = NODE_PORT;
 	return 1;
 }

@@ -13,7 +13,7 @@ BPF = Path(__file__).resolve().parents[1] / "bpf"
 #: BTF does not contain macros, and these enums are needed before an object is opened.
 ENUMS = {
     "service_maps.h": ("frontend_kind",),
-    "settings.h": ("detector", "scheduler"),
+    "settings.h": ("detector", "scheduler", "loopback_node_ports"),
     "node_maps.h": ("redirect_mode",),
     "flow_maps.h": ("xdp_frames",),
     "flow_send.h": ("closing",),

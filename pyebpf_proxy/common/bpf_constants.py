@@ -25,6 +25,12 @@ SHORTEST_DELAY = 6
 LOCALITY = 7
 LOCALITY_WITH_REPLICATION = 8
 
+# enum loopback_node_ports of bpf/settings.h
+NOT_ON_LOOPBACK = 0
+ON_ALL_LOOPBACK = 1
+ON_LOCALHOST = 2
+ON_OTHER_LOOPBACK = 3
+
 # enum redirect_mode of bpf/node_maps.h
 REDIRECT_NONE = 0
 REDIRECT_DEVICE = 1

@@ -57,8 +57,8 @@ class Effective:
     interface_name_prefix: str
     #: CIDRs, or only ``primary``; empty: every local address (spec/service-semantics §8).
     node_port_addresses: tuple[str, ...]
-    #: Whether NodePorts are served on 127.0.0.0/8: this is requested, and a loopback address may serve NodePorts.
-    localhost_node_ports: bool
+    #: Where NodePorts are served on 127.0.0.0/8 (``enum loopback_node_ports``); 0: nowhere.
+    localhost_node_ports: int
     kernel: KernelSettings
     #: Seconds.
     sync_period: float

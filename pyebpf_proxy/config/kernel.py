@@ -6,13 +6,16 @@ The data plane maps them to sysctls.
 
 from __future__ import annotations
 
+import ipaddress
 from dataclasses import dataclass
 
+from pyebpf_proxy.common.bpf_constants import NOT_ON_LOOPBACK, ON_ALL_LOOPBACK, ON_LOCALHOST, ON_OTHER_LOOPBACK
 from pyebpf_proxy.config import addresses
 from pyebpf_proxy.config.durations import SECOND
 from pyebpf_proxy.config.model import KubeProxyConfiguration
 
-_LOOPBACK = addresses.parse_cidr("127.0.0.0/8")
+_LOOPBACK = ipaddress.ip_network("127.0.0.0/8")
+_LOCALHOST = ipaddress.ip_address("127.0.0.1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +66,7 @@ def kernel_settings(config: KubeProxyConfiguration) -> KernelSettings:
             udp=_seconds(section.udp_timeout),
             udp_stream=_seconds(section.udp_stream_timeout),
         ),
-        route_localnet=config.mode == "iptables" and localhost_node_ports(config),
+        route_localnet=config.mode == "iptables" and bool(localhost_node_ports(config)),
         # An IPVS timeout below a second is truncated to 0, which means unchanged.
         ipvs=Ipvs(
             strict_arp=ipvs.strict_arp,
@@ -77,17 +80,24 @@ def kernel_settings(config: KubeProxyConfiguration) -> KernelSettings:
     )
 
 
-def localhost_node_ports(config: KubeProxyConfiguration) -> bool:
-    """Whether NodePorts are served on 127.0.0.0/8: never in mode nftables, and not if ``nodePortAddresses`` has no
-    loopback address (spec/service-semantics §8)."""
+def localhost_node_ports(config: KubeProxyConfiguration) -> int:
+    """Where NodePorts are served on 127.0.0.0/8 (spec/service-semantics §8), as ``enum loopback_node_ports``.
+
+    Nowhere in mode nftables, or if ``nodePortAddresses`` has no loopback address. If it lists networks, only at
+    127.0.0.1: other loopback addresses are not on a device.
+    """
     if config.mode == "nftables" or config.iptables.localhost_node_ports is False:
-        return False
+        return NOT_ON_LOOPBACK
     names = config.node_port_addresses or []
     if names == ["primary"]:
-        return False  # The Node's address is not a loopback address.
+        return NOT_ON_LOOPBACK  # The Node's address is not a loopback address.
     networks = [network for network in map(addresses.parse_cidr, names) if network is not None and network.version == 4]
-    assert _LOOPBACK is not None
-    return not networks or any(network.overlaps(_LOOPBACK) for network in networks)
+    if not networks or any(not network.prefixlen for network in networks):
+        return ON_ALL_LOOPBACK
+    if any(_LOCALHOST in network for network in networks):
+        return ON_LOCALHOST
+    overlaps = any(network.overlaps(_LOOPBACK) for network in networks)
+    return ON_OTHER_LOOPBACK if overlaps else NOT_ON_LOOPBACK
 
 
 def _seconds(nanoseconds: int | None) -> int | None:

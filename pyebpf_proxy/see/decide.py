@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from pyebpf_proxy.common.bpf_constants import DETECT_CIDR, DETECT_DEVICE
+from pyebpf_proxy.common.bpf_constants import DETECT_CIDR, DETECT_DEVICE, ON_ALL_LOOPBACK, ON_LOCALHOST
 from pyebpf_proxy.see.diff import KINDS
 from pyebpf_proxy.see.services import name_text
 from pyebpf_proxy.see.state import Backend, Service, State
@@ -109,7 +109,7 @@ def _find(packet: Packet, world: World, state: State, found: Decision) -> tuple[
         return None
     if entry is None and (address in world.own or loopback):
         entry = state.frontends.get((bytes(len(address)), port, protocol))
-        served = bool(world.settings["localhost_node_ports"]) if loopback else world.own.get(address, False)
+        served = _serves_node_ports_on_loopback(address, world) if loopback else world.own.get(address, False)
     if entry is None:
         found.say(f"{_destination(packet)} is not a frontend of any service: the packet is not changed")
         found.say(_frontends_at_address(packet, world, state))
@@ -120,6 +120,11 @@ def _find(packet: Packet, world: World, state: State, found: Decision) -> tuple[
         found.say(f"{_destination(packet)} is a frontend of service {entry[0]}, which is not active")
         return None
     return service, entry[1], served
+
+
+def _serves_node_ports_on_loopback(address: bytes, world: World) -> bool:
+    where = world.settings["localhost_node_ports"]
+    return where == ON_ALL_LOOPBACK or (where == ON_LOCALHOST and address == bytes([127, 0, 0, 1]))
 
 
 def _frontends_at_address(packet: Packet, world: World, state: State) -> str:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pyebpf_proxy import __version__
+from pyebpf_proxy.common.bpf_constants import ON_ALL_LOOPBACK, ON_LOCALHOST
 from pyebpf_proxy.common.kernel_files import kernel_number
 from pyebpf_proxy.common.run_directory import obstacle
 from pyebpf_proxy.datapath.loader.programs import OPTIONAL
@@ -41,13 +42,15 @@ _FILLED = (
     ),
     *("source_ranges4", "source_ranges6", "node_addresses4", "node_addresses6"),
 )
-_FEATURES = {
-    "nft_mode": "nftables mode",
-    "masquerade_all": "masqueradeAll",
-    "localhost_node_ports": "NodePorts on 127.0.0.0/8",
-    "pod_sockets": "sockets of pods",
-    "fast_path": "fast path",
-}
+#: Settings of the programs, and what a value other than the default means.
+_FEATURES = (
+    ("nft_mode", 1, "nftables mode"),
+    ("masquerade_all", 1, "masqueradeAll"),
+    ("localhost_node_ports", ON_ALL_LOOPBACK, "NodePorts on 127.0.0.0/8"),
+    ("localhost_node_ports", ON_LOCALHOST, "NodePorts on 127.0.0.1"),
+    ("pod_sockets", 1, "sockets of pods"),
+    ("fast_path", 1, "fast path"),
+)
 
 
 def read(directory: Path) -> model.Status:
@@ -70,7 +73,7 @@ def read(directory: Path) -> model.Status:
         directory=str(directory),
         pins=str(folder),
         agent=_agent(directory, known),
-        features=[text for name, text in _FEATURES.items() if attached.settings and attached.settings.get(name)],
+        features=[text for name, value, text in _FEATURES if (attached.settings or {}).get(name) == value],
         devices=[_device(device, redirects, agent_state) for device in attached.devices],
         socket_programs=attached.links,
         service_ports=ports,

@@ -284,6 +284,27 @@ def accepted_on_loopback(node: Node) -> int:
     return int(float(value))
 
 
+@pytest.mark.parametrize("socket_lb", ["node", "off"])
+@pytest.mark.parametrize(("networks", "answers"), [
+    (["127.0.0.0/8", "192.0.2.0/24"], {"127.0.0.1"}),
+    (["127.0.0.0/31"], {"127.0.0.1"}),
+    (["127.1.2.0/24"], set()),
+    (["127.1.2.0/24", "0.0.0.0/0"], {"127.0.0.1", "127.1.2.3"}),
+])  # fmt: skip
+def test_listed_networks_serve_node_ports_at_the_one_loopback_address_of_the_node(
+    node_lab: Lab, networks: list[str], answers: set[str], socket_lb: str
+) -> None:
+    """spec/service-semantics §8: "interface addresses inside one of the CIDRs"; 127.1.2.3 is on no interface."""
+    node = node_lab.nodes[0]
+    node.agent.stop()
+    node.agent.start({"mode": "iptables", "nodePortAddresses": networks}, own={"socketLB": socket_lb})
+    node.agent.wait_synced()
+    for protocol, port in WEB.target("NodePort", node).ports.items():
+        for address in ("127.0.0.1", "127.1.2.3"):
+            outcome = node.namespace.call(ask, address, port, protocol)
+            assert outcome.kind == (ANSWERED if address in answers else REFUSED), (address, outcome)
+
+
 @pytest.mark.parametrize("config", [
     {"iptables": {"localhostNodePorts": False, "minSyncPeriod": "10ms"}},
     {"mode": "nftables", "nftables": {"minSyncPeriod": "10ms"}},

@@ -62,7 +62,7 @@ class Settings:
     masquerade_all: bool = False
     conntrack_lookup: bool = True
     nft_mode: bool = False
-    localhost_node_ports: bool = False
+    localhost_node_ports: int = 0
     scheduler: int = 0
     pod_sockets: bool = False
     fast_path: bool = False

@@ -31,6 +31,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
+from pyebpf_proxy.common.bpf_constants import NOT_ON_LOOPBACK, ON_ALL_LOOPBACK, ON_LOCALHOST
 from pyebpf_proxy.services.model import (
     Endpoint,
     FrontendKind,
@@ -53,6 +54,7 @@ _REJECT, _DROP = "host_reject", "host_drop"
 _IP = {IPFamily.IPV4: "ip", IPFamily.IPV6: "ip6"}
 _ADDRESS = {IPFamily.IPV4: "ipv4_addr", IPFamily.IPV6: "ipv6_addr"}
 _LOOPBACK = {IPFamily.IPV4: "127.0.0.0/8", IPFamily.IPV6: "::1"}
+_LOOPBACK_NODE_PORTS = {ON_ALL_LOOPBACK: _LOOPBACK[IPFamily.IPV4], ON_LOCALHOST: "127.0.0.1"}
 #: Up to this many endpoints are chosen by one rule each.
 _FEW = 16
 #: Chains of endpoints that the service ports of one namespace may have. A service port beyond it, those with the most
@@ -72,7 +74,8 @@ class HostTraffic(NamedTuple):
     detectors: Mapping[IPFamily, Network | None] = {}
     #: Networks whose addresses serve NodePorts; a family without an entry: all of the node's addresses.
     node_ports: Mapping[IPFamily, Sequence[Network]] = {}
-    localhost_node_ports: bool = False
+    #: ``enum loopback_node_ports``.
+    localhost_node_ports: int = NOT_ON_LOOPBACK
     #: The protocols that no socket program serves.
     protocols: frozenset[Protocol] = frozenset({Protocol.SCTP})
 
@@ -267,8 +270,8 @@ def _lookups(traffic: HostTraffic) -> Iterator[str]:
         yield f"{ip} daddr . meta l4proto . th dport vmap @host_services{family.value}"
     for family, ip in _IP.items():
         ports = f"meta l4proto . th dport vmap @host_node_ports{family.value}"
-        if family is IPFamily.IPV4 and traffic.localhost_node_ports:
-            yield f"ip daddr {_LOOPBACK[family]} {ports}"
+        if family is IPFamily.IPV4 and (loopback := _LOOPBACK_NODE_PORTS.get(traffic.localhost_node_ports)):
+            yield f"ip daddr {loopback} {ports}"
         networks = traffic.node_ports.get(family, ())
         everywhere = not networks or any(not network.prefixlen for network in networks)
         accepted = "" if everywhere else f"{ip} daddr {{ {_texts(networks)} }} "

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 
+from pyebpf_proxy.common.bpf_constants import NOT_ON_LOOPBACK, ON_ALL_LOOPBACK, ON_LOCALHOST, ON_OTHER_LOOPBACK
 from pyebpf_proxy.see.decide import Packet, World, decide
 from pyebpf_proxy.see.state import Service, State
 from pyebpf_proxy.services.model import FrontendKind, IPFamily, Protocol, ServicePortName
@@ -27,6 +28,18 @@ def test_only_nodes_that_serve_localhost_drop_packets_from_outside_to_loopback(
     world = World({"localhost_node_ports": int(served), "nft_mode": int(nft)}, {}, frozenset(), True)
     found = decide(Packet(CLIENT, 40000, LOCALHOST, port, Protocol.TCP, 3), world, STATE)
     assert (found.verdict, found.reason) == (verdict, "drop_loopback_destination" if served else "")
+
+
+@pytest.mark.parametrize(
+    ("where", "served"),
+    [(NOT_ON_LOOPBACK, ()), (ON_ALL_LOOPBACK, (1, 2)), (ON_LOCALHOST, (1,)), (ON_OTHER_LOOPBACK, ())],
+)
+def test_node_ports_at_loopback_addresses(where: int, served: tuple[int, ...]) -> None:
+    """The Service has no endpoint: where its NodePort is served, it refuses."""
+    world = World({"localhost_node_ports": where, "nft_mode": 1, "detector4": 0, "masquerade_all": 0}, {}, frozenset(), True)
+    for last in (1, 2):
+        packet = Packet(LOCALHOST, 40000, bytes([127, 0, 0, last]), NODE_PORT, Protocol.TCP, 0)
+        assert decide(packet, world, STATE).verdict == ("refused" if last in served else "left")
 
 
 @pytest.mark.parametrize(

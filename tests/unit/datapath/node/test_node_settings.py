@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from pyebpf_proxy.common.bpf_constants import NOT_ON_LOOPBACK, ON_ALL_LOOPBACK, ON_LOCALHOST, ON_OTHER_LOOPBACK
 from pyebpf_proxy.config.defaults import with_defaults, with_platform_defaults
 from pyebpf_proxy.config.kernel import Conntrack, Ipvs, KernelSettings, kernel_settings, localhost_node_ports
 from pyebpf_proxy.config.loader import decode_text
@@ -105,6 +106,25 @@ def test_the_order_is_that_of_kube_proxy() -> None:
 )
 def test_the_limit_of_the_connection_table(per_core: int, minimum: int, cpus: int, expected: int) -> None:
     assert conntrack_max(Conntrack(max_per_core=per_core, min=minimum), cpus) == expected
+
+
+@pytest.mark.parametrize(
+    ("networks", "expected"),
+    [
+        ("[]", ON_ALL_LOOPBACK),
+        ("['::/0']", ON_ALL_LOOPBACK),
+        ("['0.0.0.0/0', '10.0.0.0/8']", ON_ALL_LOOPBACK),
+        ("['127.0.0.0/8']", ON_LOCALHOST),
+        ("['10.0.0.0/8', '127.0.0.1/32']", ON_LOCALHOST),
+        ("['127.0.0.2/32']", ON_OTHER_LOOPBACK),
+        ("['10.0.0.0/8']", NOT_ON_LOOPBACK),
+        ("[primary]", NOT_ON_LOOPBACK),
+    ],
+)
+def test_where_node_ports_are_served_on_loopback(networks: str, expected: int) -> None:
+    config = completed(f"mode: iptables\nnodePortAddresses: {networks}")
+    assert localhost_node_ports(config) == expected
+    assert kernel_settings(config).route_localnet == bool(expected)
 
 
 def test_localhost_node_ports_stay_in_mode_ipvs_without_the_setting() -> None:
