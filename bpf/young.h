@@ -240,7 +240,7 @@ static __noinline int is_taken_by_young(const struct packet *p, const union addr
 	/* A packet from another device is forged, or not of this client: it changes nothing here. */
 	if (client && device && client->rewrite.device_in != device)
 		return 0;
-	if (!client || (f->closing && client->closing) || is_half_closed(f, client) ||
+	if (!client || (f->closing && client->closing) || ends_by_reset(f, client) || is_half_closed(f, client) ||
 	    (p->protocol == UDP && is_complete(client, f, UDP, bpf_ktime_get_coarse_ns()))) {
 		/* The young flow is over, except for retransmissions. Without an agent nothing else removes it. */
 		if (forget_flow(&reply_key, &f->rewrite, true, true))

@@ -444,6 +444,13 @@ def close(flow: Flow) -> None:
         assert flow.run(reply, flow.frame(reply, flags=flags, size=0, seq=seq, ack=ack)).retval == REDIRECT
 
 
+def reset_after_data(flow: Flow, reply: bool) -> None:
+    """Data, and a RST before the other side has acknowledged the data."""
+    seq = 501 if reply else 101
+    flow.run(reply, flow.frame(reply, size=40, seq=seq))
+    assert flow.run(reply, flow.frame(reply, flags="R", size=0, seq=seq + 40, ack=0)).retval == REDIRECT
+
+
 # ---- the ring of recent flows (bpf/young.h) -----------------------------------------------------------
 
 _NEXT_SLOT = (0).to_bytes(4, "little")

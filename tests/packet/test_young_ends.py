@@ -7,7 +7,16 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.packet.fast_node import REDIRECT, Flow, close, fast_node, one_cpu, young, young_flows_of
+from tests.packet.fast_node import (
+    REDIRECT,
+    Flow,
+    close,
+    fast_node,
+    one_cpu,
+    reset_after_data,
+    young,
+    young_flows_of,
+)
 from tests.packet.program_node import GO_ON, PRIORITY_BACKEND, ProgramNode
 
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
@@ -46,13 +55,6 @@ def test_a_forged_reset_ends_nothing(fast: ProgramNode, reply: bool) -> None:
     assert flow.entry(reply)["closing"] == 1  # type: ignore[index]
     flow.run(reply, flow.frame(reply, size=10, seq=501 if reply else 101))
     assert flow.entry(reply)["closing"] == 0  # type: ignore[index]
-
-
-def reset_after_data(flow: Flow, reply: bool) -> None:
-    """Data, and a RST before the other side has acknowledged the data."""
-    seq = 501 if reply else 101
-    flow.run(reply, flow.frame(reply, size=40, seq=seq))
-    assert flow.run(reply, flow.frame(reply, flags="R", size=0, seq=seq + 40, ack=0)).retval == REDIRECT
 
 
 def closing(flow: Flow) -> list[int]:

@@ -22,6 +22,7 @@ from tests.packet.fast_node import (
     one_cpu,
     options,
     pending_record,
+    reset_after_data,
     write_permits,
     young,
     young_flows_of,
@@ -126,6 +127,17 @@ def test_a_flow_that_one_side_closed_long_ago_reserves_no_port(fast: ProgramNode
     flow.answer()
     flow.run(frame=flow.frame(flags="FA", size=0, seq=101, ack=501))
     flow.set_back(6)
+    assert flow.run(frame=second(flow, variant)).retval == GO_ON
+    assert flow.entries() == []
+    assert fast.promotions() == []
+
+
+@pytest.mark.parametrize("reply", [False, True], ids=["client", "endpoint"])
+def test_a_flow_that_was_reset_after_data_reserves_no_port(fast: ProgramNode, variant: str, reply: bool) -> None:
+    """The flow's own client may open a new connection from its port at once, too."""
+    flow = young(fast)
+    flow.answer()
+    reset_after_data(flow, reply)
     assert flow.run(frame=second(flow, variant)).retval == GO_ON
     assert flow.entries() == []
     assert fast.promotions() == []

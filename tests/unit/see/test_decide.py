@@ -36,7 +36,8 @@ def test_only_nodes_that_serve_localhost_drop_packets_from_outside_to_loopback(
 )
 def test_node_ports_at_loopback_addresses(where: int, served: tuple[int, ...]) -> None:
     """The Service has no endpoint: where its NodePort is served, it refuses."""
-    world = World({"localhost_node_ports": where, "nft_mode": 1, "detector4": 0, "masquerade_all": 0}, {}, frozenset(), True)
+    settings = {"localhost_node_ports": where, "nft_mode": 1, "detector4": 0, "masquerade_all": 0}
+    world = World(settings, {}, frozenset(), True)
     for last in (1, 2):
         packet = Packet(LOCALHOST, 40000, bytes([127, 0, 0, last]), NODE_PORT, Protocol.TCP, 0)
         assert decide(packet, world, STATE).verdict == ("refused" if last in served else "left")
