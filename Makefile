@@ -62,6 +62,8 @@ setup: ## install Debian packages (by sudo if not root) and .venv with pinned ve
 	@tools/setup.sh packages
 	@tools/setup.sh venv
 	@$(MAKE) --no-print-directory build
+	@# Where PYTHONDONTWRITEBYTECODE is set, each command and each agent of a test would compile the package again.
+	@$(PYTHON) -m compileall -q pyebpf_proxy
 
 objects: $(BPF_OBJECTS) ## compile only the BPF objects
 	@:

@@ -4,12 +4,52 @@
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import random
+import signal
 import sys
 import time
+from collections.abc import Callable, Iterator
+from multiprocessing.sharedctypes import Synchronized
 
 from pyebpf_proxy.lab.cluster import Lab
 from tests.model.stream import Model, WrongError, run, shrink
+
+_fork = multiprocessing.get_context("fork")
+
+
+class Search:
+    """What the processes share: the options, the next stream, and what was done."""
+
+    def __init__(self, options: argparse.Namespace, first: int) -> None:
+        self.options = options
+        self.first = first
+        self.begun = time.monotonic()
+        self.next: Synchronized[int] = _fork.Value("q", first)
+        self.done: Synchronized[int] = _fork.Value("q", 0)
+        self.failed: Synchronized[int] = _fork.Value("q", 0)
+        self.checks: Synchronized[int] = _fork.Value("q", 0)
+
+    def seeds(self) -> Iterator[int]:
+        """The streams of this process: always the next one that no process has begun."""
+        while not (self.options.seconds and time.monotonic() - self.begun > self.options.seconds):
+            with self.next.get_lock():
+                seed = self.next.value
+                self.next.value += 1
+            if seed >= self.first + self.options.streams:
+                return
+            yield seed
+
+    def record(self, seed: int, failed: bool, checks: int) -> None:
+        """A stream has ended."""
+        for counter, more in ((self.done, 1), (self.failed, int(failed)), (self.checks, checks)):
+            with counter.get_lock():
+                counter.value += more
+        print(
+            f"seed {seed}: {self.done.value} streams, {self.failed.value} failed, "
+            f"{time.monotonic() - self.begun:.0f} s",
+            flush=True,
+        )
 
 
 def main() -> int:
@@ -18,32 +58,56 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=50, help="steps of each (default: 50)")
     parser.add_argument("--seed", type=int, default=None, help="of the first stream; the next has the next number")
     parser.add_argument("--seconds", type=float, default=0.0, help="begin no stream after that time")
+    parser.add_argument("--jobs", type=int, default=1, help="processes, each with a lab of its own (default: 1)")
     parser.add_argument("--shrink", type=float, default=600.0, help="seconds for making a finding small")
     parser.add_argument("--only", default="", help="numbers of the steps, as a finding names them: 3,7,12")
     parser.add_argument("--without", default="", help="names of steps that are left out: kill,restart")
     parser.add_argument("--verbose", action="store_true", help="print every step")
     options = parser.parse_args()
-    seed = options.seed if options.seed is not None else random.randrange(1 << 31)
-    say = print if options.verbose or options.only else lambda text: None
-    begun = time.monotonic()
-    done = failed = 0
+    first = options.seed if options.seed is not None else random.randrange(1 << 31)
+    search = Search(options, first)
+    if options.jobs == 1:
+        streams(search)
+        ended = [0]
+    else:
+        jobs = [_fork.Process(target=streams, args=(search,)) for _ in range(options.jobs)]
+        for job in jobs:
+            job.start()
+        # Ctrl-C reaches all processes; each removes its lab.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        for job in jobs:
+            job.join()
+        ended = [job.exitcode or 0 for job in jobs]
+    print(
+        f"{search.done.value} streams of {len(steps(options))} steps from seed {first}: {search.failed.value} failed; "
+        f"{search.checks.value} comparisons"
+    )
+    return 1 if search.failed.value or any(ended) else 0
+
+
+def steps(options: argparse.Namespace) -> list[int]:
+    """The numbers of a stream's steps."""
+    return [int(number) for number in options.only.split(",")] if options.only else [*range(options.steps)]
+
+
+def streams(search: Search) -> None:
+    """Run streams in a lab of this process until none is left."""
+    options = search.options
+    numbers = steps(options)
+    say: Callable[[str], None] = print if options.verbose or options.only else lambda text: None
     with Lab(nodes=1) as lab:
         model = Model(lab, options.without.split(","))
-        only = [int(number) for number in options.only.split(",")] if options.only else list(range(options.steps))
-        for current in range(seed, seed + options.streams):
-            if options.seconds and time.monotonic() - begun > options.seconds:
-                break
-            done += 1
+        for seed in search.seeds():
+            before = model.checks
+            failed = False
             try:
-                run(model, current, only, say)
+                run(model, seed, numbers, say)
             except WrongError as error:
-                failed += 1
-                print(f"seed {current}: {error}", flush=True)
+                failed = True
+                print(f"seed {seed}: {error}", flush=True)
                 if not options.only:
-                    finding(model, current, [n for n in only if error.step < 0 or n <= error.step], options.shrink)
-            print(f"seed {current}: {done} streams, {failed} failed, {time.monotonic() - begun:.0f} s", flush=True)
-    print(f"{done} streams of {len(only)} steps from seed {seed}: {failed} failed; {model.checks} comparisons")
-    return 1 if failed else 0
+                    finding(model, seed, [n for n in numbers if error.step < 0 or n <= error.step], options.shrink)
+            search.record(seed, failed, model.checks - before)
 
 
 def finding(model: Model, seed: int, numbers: list[int], seconds: float) -> None:
