@@ -15,27 +15,31 @@ import time
 
 PAGES = {"live": "/livez", "ready": "/readyz"}
 _SECONDS = 4.0
-#: How long to ask again while the agent has not programmed the node. The kubelet allows a probe 5 s.
+#: How long to ask again while the agent starts, or has not programmed the node. The kubelet allows a probe 5 s.
 _RETRY_SECONDS = 3.0
-_PAUSE = 0.1
+_PAUSE = 0.05
 _MOST_BYTES = 64 << 10
 
 
 def probe(what: str, folder: str = "") -> int:
     """Ask the agent; ``what``: a key of PAGES. 0: yes; 1: no, or the agent does not answer (stderr has the reason).
 
-    It waits a little for an agent that is about to program the node: the kubelet's next probe is seconds away.
+    It waits a little for an agent that starts, or that is about to program the node: the kubelet's next probe is a
+    second or more away.
     """
     folder = folder or os.environ.get("PYEBPF_PROXY_DIRECTORY") or "/run/pyebpf-proxy"
     end = time.monotonic() + _RETRY_SECONDS
-    try:
-        status, body, again = _ask(folder, PAGES[what])
-        while again and time.monotonic() < end:
-            time.sleep(_PAUSE)
+    while True:
+        again = False
+        try:
             status, body, again = _ask(folder, PAGES[what])
-    except (OSError, ValueError) as error:
-        print(f"the agent of {folder} does not answer: {error}", file=sys.stderr)
-        return 1
+        except (OSError, ValueError) as error:
+            status, body = 0, f"the agent of {folder} does not answer: {error}"
+            # The socket is missing until the agent serves it; a killed agent leaves one that refuses.
+            again = isinstance(error, (FileNotFoundError, ConnectionRefusedError))
+        if not again or time.monotonic() > end:
+            break
+        time.sleep(_PAUSE)
     print(body, file=sys.stdout if status == 200 else sys.stderr)
     return 0 if status == 200 else 1
 

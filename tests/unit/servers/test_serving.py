@@ -200,6 +200,31 @@ def test_probes_ask_the_agent_and_not_another_process_on_its_port(
         asyncio.run(main())
 
 
+@pytest.mark.parametrize("left", ["nothing", "the socket of a killed agent"])
+def test_a_probe_waits_for_an_agent_that_starts(tmp_path: Path, left: str) -> None:
+    """Otherwise the kubelet asks again a second later, and the pod is ready that much later."""
+    if left != "nothing":
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as old:
+            old.bind(str(tmp_path / "agent.sock"))
+    with ThreadPoolExecutor() as pool:
+        asked = pool.submit(probe, tmp_path, "live")
+        # The probe has begun when it has been refused at least once: it cannot succeed before the agent starts.
+        with pytest.raises(TimeoutError):
+            asked.result(timeout=0.5)
+
+        async def main() -> None:
+            local = Local(tmp_path, lambda addresses: {}, dict)
+            servers = make(Events(), "--healthz-bind-address=", "--metrics-bind-address=", local=local)
+            servers.start()
+            try:
+                until(asked.done)
+            finally:
+                servers.stop()
+
+        asyncio.run(main())
+        assert asked.result()[0] == 0
+
+
 def test_an_agent_is_ready_when_it_has_programmed_the_node_and_not_before(tmp_path: Path) -> None:
     """The pages of kube-proxy succeed before that, and still do; the kubelet's readiness probe must not."""
     port = free_port()
