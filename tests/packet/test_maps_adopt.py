@@ -4,8 +4,11 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable
 from ipaddress import ip_address
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given
@@ -13,6 +16,8 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from pyebpf_proxy.datapath.loader.programs import Loaded
+from pyebpf_proxy.datapath.maps import read_back
+from pyebpf_proxy.datapath.maps.adopt import adopt
 from pyebpf_proxy.datapath.maps.writer import Writer
 from pyebpf_proxy.services.model import (
     Endpoint,
@@ -335,6 +340,30 @@ def test_counters_of_the_programs_are_not_damage(loaded: Loaded, writer: Writer)
     first = (0).to_bytes(4, sys.byteorder)
     slots.update(first, (slots.lookup(first) or bytes(8))[:4] + (9).to_bytes(4, sys.byteorder))
     assert not overwritten(writer)
+
+
+def test_damage_is_found_soon_on_a_machine_that_runs_others_meanwhile(
+    loaded: Loaded, writer: Writer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A digest or a reading that was interrupted for seconds is not an expensive one, which would pause the next."""
+    now = [time.monotonic()]
+
+    def interrupted(*arguments: Any) -> Any:
+        now[0] += 5
+        return adopt(*arguments)
+
+    monkeypatch.setattr(read_back, "adopt", interrupted)
+    monkeypatch.setattr(read_back, "time", SimpleNamespace(monotonic=lambda: now[0], thread_time=time.thread_time))
+    writer.apply(second_plan(), complete=True)
+    writer.collect()
+    assert not writer.was_overwritten()
+    writer.apply(first_plan(), complete=True)
+    writer.collect()
+    now[0] += 60
+    assert not writer.was_overwritten()
+    loaded.maps["frontends4"].delete(next(key for key, _ in loaded.maps["frontends4"].items()))
+    now[0] += 60
+    assert writer.was_overwritten()
 
 
 def overwritten(writer: Writer) -> bool:
