@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from pyebpf_proxy.common import bpf_constants
+from pyebpf_proxy.datapath.loader import _libbpf_abi
 from pyebpf_proxy.datapath.loader.btf import Btf, StaleObjectError
 from pyebpf_proxy.datapath.loader.libbpf import Object, SkBuff
 from pyebpf_proxy.datapath.loader.programs import SCHEDULERS
@@ -78,6 +79,12 @@ def test_constants_are_those_of_the_headers(btf: Btf) -> None:
         assert {name: getattr(bpf_constants, name) for name in numbers} == numbers
     assert [f"REDIRECT_{name.upper()}" for name in plan.REDIRECTS] == list(btf.enum("redirect_mode"))
     assert {*SCHEDULERS.values(), bpf_constants.AT_RANDOM} == set(btf.enum("scheduler").values())
+
+
+def test_the_declarations_of_libbpf_are_those_that_were_parsed() -> None:
+    assert Path(_libbpf_abi.__file__).read_text() == tool("libbpf_abi").text(), (
+        "run .venv/bin/python tools/libbpf_abi.py >pyebpf_proxy/datapath/loader/_libbpf_abi.py"
+    )
 
 
 def test_the_context_of_a_test_run_is_the_kernels(btf: Btf) -> None:
