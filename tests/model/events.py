@@ -166,7 +166,9 @@ def spoilt(chance: random.Random, good: Object) -> Object:
     if bad["kind"] == "Service":
         match chance.randrange(5):
             case 0:
-                bad["spec"].setdefault("ports", []).append({"name": "bad", "port": 70000})
+                ports = bad["spec"].get("ports")
+                # A Service may be spoilt twice: the list may be the "80" below.
+                bad["spec"]["ports"] = [*(ports if isinstance(ports, list) else []), {"name": "bad", "port": 70000}]
             case 1:
                 bad["spec"].update(clusterIP="10.96.0.300", clusterIPs=["10.96.0.300"], type="ClusterIP")
                 bad["spec"].pop("ipFamilies", None)

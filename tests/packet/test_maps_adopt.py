@@ -59,6 +59,21 @@ def test_an_id_in_a_clients_affinity_is_not_used_again(loaded: Loaded, writer: W
     assert slot_backends(loaded, again, web)[0] == old + 101
 
 
+def test_an_entry_that_no_packet_can_find_is_removed(loaded: Loaded, writer: Writer) -> None:
+    """Its key is that of a frontend or an endpoint, but for the last byte, which is zero in every packet's key."""
+    dns = name_of("dns", protocol=Protocol.UDP)
+    writer.apply({dns: service(dns, ("10.96.0.10",), "10.0.0.1:53")})
+    before = logical(loaded, complete=True)
+    for table in ("frontends4", "endpoints4"):
+        for key, value in [*loaded.maps[table].items()]:
+            loaded.maps[table].update(key[:-1] + b"\2", value)
+        assert overwritten(writer), table
+        writer.apply({dns: service(dns, ("10.96.0.10",), "10.0.0.1:53")}, complete=True)
+        assert logical(loaded, complete=True) == before
+        assert [key for key, _ in loaded.maps[table].items() if key[-1]] == []
+        assert not overwritten(writer)
+
+
 def test_an_adopted_plan_is_not_kept_twice(loaded: Loaded, writer: Writer) -> None:
     web = name_of("web")
     writer.apply({web: service(web, ("10.96.0.1",), "10.0.0.1:80", "10.0.0.2:80 local")})

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads the pinned maps back: entries in use stay as they are, leftovers of an interrupted write are found.
 
-Nothing inconsistent is trusted. The chain is service_names → services → configurations → slots → backends; entries
+Nothing inconsistent is trusted. The last byte of a key of frontends and endpoints is zero (bpf/service_maps.h): with
+another one, no packet finds the entry. The chain is service_names → services → configurations → slots → backends; entries
 that the chain does not reach are garbage. A service port whose chain is broken is marked, and written anew when the
 source names it again.
 """
@@ -230,7 +231,7 @@ class _Adoption:
                         self._delete(name, raw)
                     elif wanted[raw] == count:
                         seen.add(raw)
-                elif protocol == Protocol.UDP and service in self.records:
+                elif protocol == Protocol.UDP and service in self.records and not raw[-1]:
                     serving += 1
                     self.serving.setdefault(service, []).append(Endpoint(address, port, False))  # type: ignore[arg-type]
                 else:
@@ -269,7 +270,12 @@ class _Adoption:
             rows = self._rows(name, self.layouts.frontend_key[family], self.layouts.frontend)
             for (_, _, protocol), (service, kind), raw in rows:
                 owner = names.get(service)
-                if service not in self.records or owner is None or (family, protocol) != (owner.family, owner.protocol):
+                if (
+                    service not in self.records
+                    or owner is None
+                    or (family, protocol) != (owner.family, owner.protocol)
+                    or raw[-1]
+                ):
                     self._delete(name, raw)
                     continue
                 try:
