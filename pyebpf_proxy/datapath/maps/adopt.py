@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads the pinned maps back: entries in use stay as they are, leftovers of an interrupted write are found.
 
-Nothing inconsistent is trusted. The last byte of a key of frontends and endpoints is zero (bpf/service_maps.h): with
-another one, no packet finds the entry. The chain is service_names → services → configurations → slots → backends; entries
+Nothing inconsistent is trusted. The chain is service_names → services → configurations → slots → backends; entries
 that the chain does not reach are garbage. A service port whose chain is broken is marked, and written anew when the
-source names it again.
+source names it again. The last byte of a key of frontends and endpoints is zero (bpf/service_maps.h): an entry with
+another one is never found by a packet.
 """
 
 from __future__ import annotations
