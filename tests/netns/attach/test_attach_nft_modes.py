@@ -23,6 +23,7 @@ from pyebpf_proxy.datapath.netfilter.nft_rules import MAP_SHAPES, Behaviour, por
 from pyebpf_proxy.services.node_facts import NodeFacts
 from tests.netns.attach.datagrams import BACKEND, MARK, SECONDS, af, decide, exchange, packed
 from tests.netns.attach.router import Router, Shell
+from tests.support.lab_tools import wait_until
 
 pytestmark = [pytest.mark.needs_netns, pytest.mark.usefixtures("namespace")]
 
@@ -119,6 +120,8 @@ def test_a_cache_at_a_cluster_ip_serves_the_node_at_defined_ports(
     """Without NOTRACK rules: the socket programs leave these packets to the cache."""
     vip = packed(router.VIP[family])
     shell(f"ip link set lo up; ip addr add {router.VIP[family]} dev lo {'nodad' if family == 6 else ''}")
+    # The kernel adds the local route of an IPv6 address later, in a worker thread.
+    wait_until(lambda: shell(f"ip route get {router.VIP[family]}").startswith("local"), "the address is local")
     table.ensure(Behaviour(MARK, refuse_unknown=True))
     table.set_ports([port_key(vip, 17, 53)])
     table.set_addresses("cluster_ips", [(vip, 8 * len(vip))])
