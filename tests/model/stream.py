@@ -24,7 +24,7 @@ from tests.model.expected import Settings, World
 from tests.model.kernel import Broken, Map
 
 #: Seconds until the kernel must match, after a change, a repair and a start. Generous: the machine may be busy.
-CHANGE, REPAIR, START = 20.0, 40.0, 90.0
+CHANGE, REPAIR, START = 40.0, 120.0, 120.0
 #: How often the agent checks its maps for foreign changes.
 SYNC_PERIOD = "1s"
 MARKER_FILE = "zz.json"
