@@ -26,6 +26,8 @@ from pyebpf_proxy.datapath.maps.resize import former_pins
 #: Folder of pinned programs, next to that of the maps.
 PROGRAMS = "programs"
 _PROGRAMS = ("sweep_flows", "promote_flow")
+#: A pin that is about to replace another one. bpffs allows no dot in a name.
+_FRESH = "-fresh"
 _MAPS = ("flows", "fast_path", "promotions", "sweep_results")
 #: Draining waits no longer than this for flows without a reply: such a flow loses nothing if it is not promoted.
 DRAIN_SECONDS = 3.0
@@ -56,8 +58,11 @@ def pin_programs(programs: Mapping[str, Program], pins: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for name in _PROGRAMS:
         if name in programs:
-            (folder / name).unlink(missing_ok=True)
-            tcx.pin(programs[name].fd, folder / name)
+            # Renamed: an agent that is killed here leaves the former program, and the next one can still drain.
+            fresh = folder / (name + _FRESH)
+            fresh.unlink(missing_ok=True)
+            tcx.pin(programs[name].fd, fresh)
+            fresh.rename(folder / name)
 
 
 def unpin_programs(pins: Path) -> None:
@@ -66,6 +71,7 @@ def unpin_programs(pins: Path) -> None:
     if folder.is_dir():
         for name in _PROGRAMS:
             (folder / name).unlink(missing_ok=True)
+            (folder / (name + _FRESH)).unlink(missing_ok=True)
         folder.rmdir()
 
 
