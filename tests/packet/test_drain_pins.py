@@ -32,7 +32,10 @@ def test_an_agent_that_is_killed_leaves_the_former_programs(
 ) -> None:
     pin_programs(programs, bpffs)
     with monkeypatch.context() as context:
-        context.setattr(*((tcx, "pin") if before == "the pin" else (Path, "rename")), _killed)
+        if before == "the pin":
+            context.setattr(tcx, "pin", _killed)
+        else:
+            context.setattr(Path, "rename", _killed)
         with pytest.raises(Killed):
             pin_programs(programs, bpffs)
     assert {"sweep_flows", "promote_flow"} <= {path.name for path in (bpffs / PROGRAMS).iterdir()}
