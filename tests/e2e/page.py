@@ -96,10 +96,10 @@ def _times(runs: Mapping[str, Mapping[str, Any]]) -> str:
     if not known:
         return "How long these runs took was not recorded.\n"
     texts = [
-        f"{_title(name)} {about['seconds'] / 60:.0f} minutes ({about['processes']} specs at once)"
+        f"{_title(name)}: {about['seconds'] / 60:.0f} minutes, {about['processes']} specs at once"
         for name, about in known.items()
     ]
-    return f"Time of a run, the start of the cluster left out: {', '.join(texts)}.\n"
+    return f"Time of a run without the start of the cluster: {'; '.join(texts)}.\n"
 
 
 def _switched() -> str:
@@ -149,10 +149,8 @@ def _table(runs: Mapping[str, list[Spec]]) -> str:
 def _not_run(runs: Mapping[str, list[Spec]]) -> str:
     """What a dash in the table means; nothing where there is none."""
     groups = {spec.group for specs in runs.values() for spec in specs}
-    lacking = [_title(name) for name, specs in runs.items() if groups - {spec.group for spec in specs}]
-    if not lacking:
-        return ""
-    return f"A dash: not run with this proxy. Nothing shows here how {' and '.join(lacking)} does there.\n"
+    lacking = any(groups - {spec.group for spec in specs} for specs in runs.values())
+    return "A dash: these specs were not run with this proxy.\n" if lacking else ""
 
 
 def _cell(count: dict[str, int] | None) -> str:
