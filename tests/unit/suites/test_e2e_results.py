@@ -84,7 +84,7 @@ def test_the_time_of_some_specs_is_not_that_of_all(tmp_path: Path) -> None:
 
 def test_the_page_shows_times_and_the_steps_of_a_switch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     known = {"seconds": 690, "processes": 4}
-    assert "pyebpf-proxy 12 minutes (4 specs at once)" in page._times({"pyebpf-proxy": known, "kube-proxy": {}})
+    assert "pyebpf-proxy: 12 minutes, 4 specs at once" in page._times({"pyebpf-proxy": known, "kube-proxy": {}})
     assert "not recorded" in page._times({"pyebpf-proxy": {"seconds": None}})
     made = switch.Run(cast(Any, None), cast(Any, None))
     made.ready_seconds = 2.0
