@@ -26,7 +26,7 @@ from pyebpf_proxy.datapath.node.plan import (
     source_addresses,
 )
 
-# If others remove a program this often within a minute, it is not attached again until the device changes.
+# If others remove a program this often within a minute, it is attached again a minute later.
 REATTACH_LIMIT = 10
 REATTACH_SECONDS = 60.0
 # Netlink does not report tcx programs and bridge rules, and not always the other end of a veth: these are checked at
@@ -429,12 +429,14 @@ class Node:
         now = time.monotonic()
         recent = [then for then in self._reattached.get(index, []) if now - then < REATTACH_SECONDS]
         if len(recent) >= REATTACH_LIMIT:
-            self._report_once(
+            text = (
                 f"device {self._name(index)}: other software keeps moving or removing the agent's tc program,"
-                " it is not attached again"
+                f" the next attempt is {REATTACH_SECONDS:.0f} s later"
             )
+            self._report_once(text)
             if wrong == GONE:
                 self._attached.pop(index)
+                self._failures[index] = _Failure(text, REATTACH_SECONDS, now + REATTACH_SECONDS)
             return True
         self._reattached[index] = [*recent, now]
         self._report(f"device {self._name(index)}: the agent's tc program is {wrong}, attaching it again")

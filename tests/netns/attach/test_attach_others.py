@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +21,7 @@ from pyebpf_proxy.datapath.cleanup import cleanup
 from pyebpf_proxy.datapath.loader import tcx
 from pyebpf_proxy.datapath.loader._libbpf import lib
 from pyebpf_proxy.datapath.loader.libbpf import Object, Program
-from pyebpf_proxy.datapath.node import tc
+from pyebpf_proxy.datapath.node import links, tc
 from pyebpf_proxy.datapath.node.attachments import Attachments
 from pyebpf_proxy.datapath.node.links import MAPS, Node
 from pyebpf_proxy.datapath.node.mounts import tcx_directory
@@ -175,6 +176,22 @@ def test_a_program_that_keeps_moving_to_the_head_is_left_there(agent: Agent, pod
     assert any("keeps moving or removing the agent's tc program" in report for report in agent.reports)
     assert carried("pod")[0][-1] == "tc_ethernet"
     assert len(agent.reports) < 13
+
+
+def test_a_program_that_was_removed_often_is_attached_again_a_minute_later(
+    agent: Agent, pod: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = agent.start()
+    for _ in range(links.REATTACH_LIMIT + 1):
+        link = tcx.open_pinned(agent.folder / f"{pod}-ingress")
+        tcx.detach(link)
+        os.close(link)
+        node.look()
+    assert carried("pod")[0] == []
+    later = time.monotonic() + links.REATTACH_SECONDS + 1
+    monkeypatch.setattr(links, "time", SimpleNamespace(monotonic=lambda: later))
+    node.look()
+    assert carried("pod") == AGENT_ONLY
 
 
 def test_an_earlier_program_at_egress_keeps_packets_in_the_queue(agent: Agent, pod: int, put: Put) -> None:
