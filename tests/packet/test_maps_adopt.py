@@ -74,6 +74,22 @@ def test_an_entry_that_no_packet_can_find_is_removed(loaded: Loaded, writer: Wri
         assert not overwritten(writer)
 
 
+def test_a_serving_endpoint_of_a_tcp_port_is_removed(loaded: Loaded, writer: Writer) -> None:
+    """Only UDP ports have these entries. It would stay for ever: the plan of a TCP port never names it."""
+    web = name_of("web")
+    plan = {web: service(web, ("10.96.0.1",), "10.0.0.1:80")}
+    writer.apply(plan)
+    before = logical(loaded, complete=True)
+    key = loaded.tc.btf.struct("endpoint4_key").pack(
+        service=writer.service_id(web), address=bytes([10, 0, 0, 9]), port=53, protocol=Protocol.UDP
+    )
+    loaded.maps["endpoints4"].update(key, bytes(4))
+    assert overwritten(writer)
+    writer.apply(plan, complete=True)
+    assert loaded.maps["endpoints4"].lookup(key) is None
+    assert logical(loaded, complete=True) == before
+
+
 def test_an_adopted_plan_is_not_kept_twice(loaded: Loaded, writer: Writer) -> None:
     web = name_of("web")
     writer.apply({web: service(web, ("10.96.0.1",), "10.0.0.1:80", "10.0.0.2:80 local")})

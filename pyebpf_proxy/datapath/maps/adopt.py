@@ -231,7 +231,7 @@ class _Adoption:
                         self._delete(name, raw)
                     elif wanted[raw] == count:
                         seen.add(raw)
-                elif protocol == Protocol.UDP and service in self.records and not raw[-1]:
+                elif protocol == Protocol.UDP and self._is_udp(service, family) and not raw[-1]:
                     serving += 1
                     self.serving.setdefault(service, []).append(Endpoint(address, port, False))  # type: ignore[arg-type]
                 else:
@@ -245,6 +245,11 @@ class _Adoption:
             self.mirror.used[name] = right + serving
 
         self._unlisted()
+
+    def _is_udp(self, service: int, family: IPFamily) -> bool:
+        """Whether it is a live UDP port of this family: only these have entries for their serving endpoints."""
+        record = self.records.get(service)
+        return record is not None and (record.plan.name.family, record.plan.name.protocol) == (family, Protocol.UDP)
 
     def _unlisted(self) -> None:
         """Backends in no list: sockets may keep those that still serve (UDP), the others are garbage."""
