@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 #: Long tests must not begin last.
-_FIRST = ("tests/cluster/", "tests/netns/test_model.py", "tests/netns/", "tests/packet/")
+_FIRST = ("tests/cluster/", "tests/netns/", "tests/packet/")
 #: Environment variable: the time (seconds since 1970) after which no test begins.
 UNTIL = "PYEBPF_PROXY_UNTIL"
 #: The share of that time for the tests in labs, so that the others run, too.
