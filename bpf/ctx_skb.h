@@ -8,6 +8,7 @@
 #define context __sk_buff
 #define HOOK AT_TC
 
+#include "rewrite.h"
 #include "trace.h"
 
 #define TC_ACT_UNSPEC (-1)
@@ -140,7 +141,8 @@ static __always_inline void reject(struct context *ctx, const struct packet *p, 
 /* Why this hook cannot send a packet of a known flow, whatever the flow and the packet. Always possible in tc. */
 static __always_inline enum slow_path_reason why_not_here(struct context *ctx __attribute__((unused)),
 							  const struct packet *p __attribute__((unused)),
-							  const struct flow_rewrite *a __attribute__((unused)))
+							  const struct flow_rewrite *a __attribute__((unused)),
+							  __u32 *way __attribute__((unused)))
 {
 	return NOT_SLOW;
 }
@@ -163,11 +165,6 @@ static __always_inline void count_sent(void)
 	count(FLOW_HIT);
 }
 
-static __always_inline long store_bytes(struct context *ctx, __u32 offset, const void *from, __u32 length)
-{
-	return bpf_skb_store_bytes(ctx, offset, from, length, 0);
-}
-
 /* With CHECKSUM_COMPLETE, the skb has the checksum of the whole packet: each change of the packet must update it. */
 static __always_inline void update_whole_sum(struct context *ctx, __u32 change)
 {
@@ -188,15 +185,102 @@ static __always_inline long update_transport_check(struct context *ctx, const st
 	return failed;
 }
 
+/* The headers of a packet, copied from the frame, changed, and written by one call: each call costs a lot. */
+struct headers {
+	__u16 alignment;
+	__u16 link[6];
+	__be16 ether_type;
+	union {
+		struct iphdr ip4;
+		struct ipv6hdr ip6;
+	};
+	__u32 transport[TCP_WORDS];	/* IPv4: it begins earlier */
+};
+
+static __always_inline void copy_words(__u32 *to, const void *from, const __u32 words)
+{
+	__u32 i;
+
+	for (i = 0; i < words; i++)
+		to[i] = ((const __u32 *)from)[i];
+}
+
+/*
+ * Writes the headers, with `words` words of the transport header.  With one, only the ports, its checksum was changed
+ * before.
+ */
+static __always_inline long rewrite_headers(struct context *ctx, const struct packet *p, const struct flow_rewrite *a,
+					    const bool ipv6, const __u32 words)
+{
+	const __u32 ip = ipv6 ? sizeof(struct ipv6hdr) : sizeof(struct iphdr), length = ETH_HLEN + ip + words * 4;
+	struct headers h;
+	__u32 *transport = (void *)&h.ip4 + ip;
+	__u16 *check = words == TCP_WORDS ? (__u16 *)&transport[4] : (__u16 *)&transport[1] + 1;
+	const __u8 *frame = bytes_at(ctx, 0, length);
+
+	if (!frame)
+		return -1;
+	h.ether_type = *(const __be16 *)(frame + 2 * 6);
+	/* What precedes TTL or addresses. */
+	copy_words((__u32 *)&h.ip4, frame + ETH_HLEN, 2);
+	copy_words(transport + 1, frame + ETH_HLEN + ip + 4, words - 1);
+	rewrite_link(h.link, &a->out);
+	if (ipv6)
+		rewrite_ip6(&h.ip6, p, a);
+	else
+		rewrite_ip4(&h.ip4, p, a);
+	rewrite_ports((__be16 *)transport, a);
+	if (words > 1) {
+		*check = changed_check(p, a, *check);
+		/* In IPv4, the header's checksum makes up for the addresses, and the transport's for the ports. */
+		update_whole_sum(ctx, ipv6 ? hop_sum(p) : ~a->address_sum);
+	}
+	return bpf_skb_store_bytes(ctx, 0, h.link, length, 0);
+}
+
+/* True if a device may have to complete the checksum. A GSO packet has another sum, which excludes the length. */
+static __always_inline bool may_be_partial(struct context *ctx, const struct packet *p)
+{
+	__u16 *check = bytes_at(ctx, ETH_HLEN + transport_check(p), sizeof(*check));
+
+	return ctx->gso_size || !check || lacks_checksum(p, *check);
+}
+
+static __always_inline long rewrite_partial(struct context *ctx, const struct packet *p, const struct flow_rewrite *a,
+					    const bool ipv6)
+{
+	/* The IPv6 header has no checksum, but CHECKSUM_COMPLETE covers the whole packet. */
+	if (ipv6)
+		update_whole_sum(ctx, add(a->address_sum, hop_sum(p)));
+	return update_transport_check(ctx, p, a, ETH_HLEN + transport_check(p)) || rewrite_headers(ctx, p, a, ipv6, 1);
+}
+
+static __noinline int rewrite(struct context *ctx, const struct packet *p, const struct flow_rewrite *a)
+{
+	if (!p || !a)
+		return -1;
+	if (may_be_partial(ctx, p))
+		return p->ipv6 ? rewrite_partial(ctx, p, a, true) : rewrite_partial(ctx, p, a, false);
+	if (p->protocol == TCP)
+		return p->ipv6 ? rewrite_headers(ctx, p, a, true, TCP_WORDS) :
+				 rewrite_headers(ctx, p, a, false, TCP_WORDS);
+	return p->ipv6 ? rewrite_headers(ctx, p, a, true, UDP_WORDS) : rewrite_headers(ctx, p, a, false, UDP_WORDS);
+}
+
+static __always_inline int redirect(const struct flow_rewrite *a, __u32 way __attribute__((unused)))
+{
+	if (a->out.redirect == REDIRECT_PEER)
+		return bpf_redirect_peer(a->out.device, 0);
+	return bpf_redirect(a->out.device, 0);
+}
+
 static __noinline int send(struct context *ctx, const struct flow_rewrite *a)
 {
 	if (!a)
 		return LEFT;
 	if (bpf_skb_store_bytes(ctx, 0, a->out.mac_to, sizeof(a->out.mac_to) + sizeof(a->out.mac_from), 0))
 		return DROPPED;
-	if (a->out.redirect == REDIRECT_PEER)
-		return bpf_redirect_peer(a->out.device, 0);
-	return bpf_redirect(a->out.device, 0);
+	return redirect(a, 0);
 }
 
 #endif

@@ -13,6 +13,7 @@
 #define context xdp_md
 #define HOOK AT_XDP
 
+#include "rewrite.h"
 #include "trace.h"
 
 #define LEFT XDP_PASS
@@ -85,29 +86,6 @@ static __always_inline void reject(struct context *ctx __attribute__((unused)),
 
 /* ---- the fast path ----------------------------------------------------------------- */
 
-/*
- * True if the transport checksum covers the pseudo header only: a sender on this machine left the rest to a device,
- * which a redirected frame does not pass.  An skb has a flag for this, a frame does not.  One in 65536 correct
- * checksums looks the same; tc then sends the packet.
- */
-static __always_inline bool lacks_checksum(const struct packet *p, __u16 check)
-{
-	__u16 header = p->ipv6 ? sizeof(struct ipv6hdr) : sizeof(struct iphdr);
-	__u32 sum = bpf_htons(p->protocol) + (__u32)bpf_htons(p->length - header);
-	int i;
-
-	for (i = 0; i < 4; i++)
-		sum = add(sum, add(p->source.words[i], p->destination.words[i]));
-	return check == fold(sum);
-}
-
-static __always_inline __u32 transport_check(const struct packet *p)
-{
-	__u32 header = p->ipv6 ? sizeof(struct ipv6hdr) : sizeof(struct iphdr);
-
-	return header + (p->protocol == TCP ? TCP_CHECK : UDP_CHECK);
-}
-
 static __always_inline bool fits(struct context *ctx, enum xdp_frames frames)
 {
 	if (frames == ANY_FRAMES)
@@ -160,17 +138,15 @@ static __always_inline bool is_bulk(struct context *ctx __attribute__((unused)),
 	return true;
 }
 
-/* Why a packet of a known flow is left to tc. */
-static __noinline enum slow_path_reason why_not_here(struct context *ctx, const struct packet *p,
-						     const struct flow_rewrite *a)
+/* Why a packet of a known flow is left to tc. NOT_SLOW: `way` is how redirect() sends it. */
+static __always_inline enum slow_path_reason why_not_here(struct context *ctx, const struct packet *p,
+							  const struct flow_rewrite *a, __u32 *way)
 {
 	enum slow_path_reason reason = NOT_SLOW;
-	__u16 *check;
+	__u16 *check = bytes_at(ctx, ETH_HLEN + transport_check(p), sizeof(*check));
 
-	if (!p || !a)
-		return XDP_LEFT_DEVICE;
-	check = bytes_at(ctx, ETH_HLEN + transport_check(p), sizeof(*check));
-	if (sending_action(ctx, a->out.device) == XDP_PASS)
+	*way = sending_action(ctx, a->out.device);
+	if (*way == XDP_PASS)
 		reason = XDP_LEFT_DEVICE;
 	else if (!check || lacks_checksum(p, *check))
 		reason = XDP_LEFT_CHECKSUM;
@@ -188,52 +164,37 @@ static __always_inline void count_sent(void)
 	count(XDP_FLOW_HIT);
 }
 
-static __always_inline long store_bytes(struct context *ctx, __u32 offset, const void *from, __u32 length)
+static __always_inline long rewrite_headers(struct context *ctx, const struct packet *p, const struct flow_rewrite *a,
+					    const bool ipv6, const __u32 words)
 {
-	void *to = bytes_at(ctx, offset, length);
+	const __u32 ip = ipv6 ? sizeof(struct ipv6hdr) : sizeof(struct iphdr);
+	__u8 *frame = bytes_at(ctx, 0, ETH_HLEN + ip + words * 4);
+	__u16 *check;
 
-	if (!to)
+	if (!frame)
 		return -1;
-	__builtin_memcpy(to, from, length);
+	check = (void *)frame + ETH_HLEN + ip + (words == TCP_WORDS ? TCP_CHECK : UDP_CHECK);
+	rewrite_link((__u16 *)frame, &a->out);
+	if (ipv6)
+		rewrite_ip6((struct ipv6hdr *)(frame + ETH_HLEN), p, a);
+	else
+		rewrite_ip4((struct iphdr *)(frame + ETH_HLEN), p, a);
+	rewrite_ports((__be16 *)(frame + ETH_HLEN + ip), a);
+	*check = changed_check(p, a, *check);
 	return 0;
 }
 
-static __always_inline void update_whole_sum(struct context *ctx __attribute__((unused)),
-					     __u32 change __attribute__((unused)))
+static __always_inline long rewrite(struct context *ctx, const struct packet *p, const struct flow_rewrite *a)
 {
+	if (p->protocol == TCP)
+		return p->ipv6 ? rewrite_headers(ctx, p, a, true, TCP_WORDS) :
+				 rewrite_headers(ctx, p, a, false, TCP_WORDS);
+	return p->ipv6 ? rewrite_headers(ctx, p, a, true, UDP_WORDS) : rewrite_headers(ctx, p, a, false, UDP_WORDS);
 }
 
-/* The transport header's checksum is at `offset`. */
-static __always_inline long update_transport_check(struct context *ctx, const struct packet *p,
-						   const struct flow_rewrite *a, __u32 offset)
+static __always_inline int redirect(const struct flow_rewrite *a, __u32 way)
 {
-	__u16 *check = bytes_at(ctx, offset, sizeof(*check));
-	__u16 changed;
-
-	if (!check)
-		return -1;
-	/* UDP: 0 means that there is no checksum. */
-	if (p->protocol == UDP && !*check)
-		return 0;
-	changed = ~fold(add(add((__u16)~*check, a->address_sum), a->port_sum));
-	*check = p->protocol == UDP && !changed ? 0xffff : changed;
-	return 0;
-}
-
-static __noinline int send(struct context *ctx, const struct flow_rewrite *a)
-{
-	__u8 *link;
-
-	if (!a)
-		return XDP_DROP;
-	link = bytes_at(ctx, 0, ETH_HLEN);
-	if (!link)
-		return XDP_DROP;
-	__builtin_memcpy(link, a->out.mac_to, sizeof(a->out.mac_to));
-	__builtin_memcpy(link + sizeof(a->out.mac_to), a->out.mac_from, sizeof(a->out.mac_from));
-	if (sending_action(ctx, a->out.device) == XDP_TX)
-		return XDP_TX;
-	return bpf_redirect(a->out.device, 0);
+	return way == XDP_TX ? XDP_TX : bpf_redirect(a->out.device, 0);
 }
 
 #endif

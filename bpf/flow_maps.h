@@ -137,6 +137,22 @@ struct {
 	__type(value, __u32);
 } recent_next SEC(".maps");
 
+/*
+ * The coarse clock as this CPU has read it in this tick, in which it does not advance.  Reading it takes three function
+ * calls; reading the number of the tick takes none.
+ */
+struct tick {
+	__u64 number;		/* bpf_jiffies64() */
+	__u64 now;		/* bpf_ktime_get_coarse_ns() */
+};
+
+struct {
+	__uint(type, BPF_MAP_TYPE_PERCPU_ARRAY);
+	__uint(max_entries, 1);
+	__type(key, __u32);
+	__type(value, struct tick);
+} ticks SEC(".maps");
+
 /* Keys (client to frontend) of flows for which the agent has something to do: enum agent_request. */
 struct {
 	__uint(type, BPF_MAP_TYPE_QUEUE);

@@ -6,6 +6,7 @@
 #include "checksum.h"
 #include "ctx.h"
 #include "flow_table.h"
+#include "rewrite.h"
 #include "slots.h"
 
 /* Not a verdict: the packet takes the path that it would take without the table. */
@@ -16,81 +17,6 @@
 /* Defined by each main program: handles a packet of a young flow that cannot be sent. */
 static __always_inline int leave_young(struct context *ctx, const struct packet *p, const struct flow_rewrite *a,
 				       struct flow *f, enum slow_path_reason reason);
-
-/* The part of an IPv4 packet that changes, in one piece: from the TTL to the ports. */
-struct changed4 {
-	__u8 ttl;
-	__u8 protocol;
-	__u16 check;
-	__u8 source[4];
-	__u8 destination[4];
-	__be16 source_port;
-	__be16 destination_port;
-};
-
-/* The same for IPv6, with the byte before the hop limit. */
-struct changed6 {
-	__u8 next;
-	__u8 hop_limit;
-	__u8 source[16];
-	__u8 destination[16];
-	__be16 source_port;
-	__be16 destination_port;
-} __attribute__((packed));
-
-/* How decrementing the hop count changes a checksum: TTL before protocol (IPv4), hop limit after next header (IPv6). */
-static __always_inline __u32 hop_sum(const struct packet *p)
-{
-	__u16 from, to;
-
-	if (p->ipv6) {
-		from = bpf_htons((__u16)p->protocol << 8 | p->hops);
-		to = bpf_htons((__u16)p->protocol << 8 | (p->hops - 1));
-	} else {
-		from = bpf_htons((__u16)p->hops << 8 | p->protocol);
-		to = bpf_htons((__u16)(p->hops - 1) << 8 | p->protocol);
-	}
-	return add((__u16)~from, to);
-}
-
-static __always_inline long rewrite4(struct context *ctx, const struct packet *p, const struct flow_rewrite *a, __u32 link)
-{
-	struct changed4 c = { .ttl = p->hops - 1, .protocol = p->protocol };
-
-	c.check = ~fold(add(add((__u16)~p->header_check, a->address_sum), hop_sum(p)));
-	__builtin_memcpy(c.source, a->source, 4);
-	__builtin_memcpy(c.destination, a->destination, 4);
-	c.source_port = bpf_htons(a->source_port);
-	c.destination_port = bpf_htons(a->destination_port);
-	return store_bytes(ctx, link + offsetof(struct iphdr, ttl), &c, sizeof(c));
-}
-
-static __always_inline long rewrite6(struct context *ctx, const struct packet *p, const struct flow_rewrite *a, __u32 link)
-{
-	struct changed6 c = { .next = p->protocol, .hop_limit = p->hops - 1 };
-
-	__builtin_memcpy(c.source, a->source, 16);
-	__builtin_memcpy(c.destination, a->destination, 16);
-	c.source_port = bpf_htons(a->source_port);
-	c.destination_port = bpf_htons(a->destination_port);
-	/* This header has no checksum, but CHECKSUM_COMPLETE covers the whole packet. */
-	update_whole_sum(ctx, add(a->address_sum, hop_sum(p)));
-	return store_bytes(ctx, link + offsetof(struct ipv6hdr, nexthdr), &c, sizeof(c));
-}
-
-static __noinline int rewrite(struct context *ctx, const struct packet *p, const struct flow_rewrite *a, __u32 link)
-{
-	__u32 check;
-	long failed;
-
-	if (!p || !a)
-		return -1;
-	check = link + (p->ipv6 ? sizeof(struct ipv6hdr) : sizeof(struct iphdr));
-	check += p->protocol == TCP ? TCP_CHECK : UDP_CHECK;
-	failed = update_transport_check(ctx, p, a, check);
-	failed |= p->ipv6 ? rewrite6(ctx, p, a, link) : rewrite4(ctx, p, a, link);
-	return failed;
-}
 
 static __always_inline bool is_new_connection(const struct packet *p)
 {
@@ -131,12 +57,14 @@ static __always_inline void note_sent(struct flow *f, const struct packet *p, __
 	}
 }
 
-static __always_inline int rewrite_and_send(struct context *ctx, const struct packet *p, const struct flow_rewrite *a)
+/* `way`: from why_not_here(). */
+static __always_inline int rewrite_and_send(struct context *ctx, const struct packet *p, const struct flow_rewrite *a,
+					    __u32 way)
 {
 	int verdict;
 
 	/* A packet must not continue half rewritten, or rewritten by an entry that has changed meanwhile. */
-	if (rewrite(ctx, p, a, ETH_HLEN) || (verdict = send(ctx, a), was_reused(a, tag_of(p)))) {
+	if (rewrite(ctx, p, a) || (verdict = redirect(a, way), was_reused(a, tag_of(p)))) {
 		count(DROP_REWRITE_FAILED);
 		return DROPPED;
 	}
@@ -270,7 +198,7 @@ static __always_inline bool begins_anew(const struct packet *p, const struct flo
  * A packet of a young flow.  conntrack does not know the flow, so a packet that cannot be sent has to wait until the
  * agent has promoted the flow.
  */
-static __noinline int send_young(struct context *ctx, const struct packet *p, struct flow *known)
+static __always_inline int send_young(struct context *ctx, const struct packet *p, struct flow *known, __u32 way)
 {
 	const struct flow_rewrite *a;
 	enum slow_path_reason reason;
@@ -281,7 +209,7 @@ static __noinline int send_young(struct context *ctx, const struct packet *p, st
 	if (!p || !known)
 		return NOT_SENT;
 	a = &known->rewrite;
-	now = bpf_ktime_get_coarse_ns();
+	now = flow_clock();
 	reason = why_kernel(p, a, segment_size(ctx));
 	if (reason) {
 		count_left(reason);
@@ -296,25 +224,26 @@ static __noinline int send_young(struct context *ctx, const struct packet *p, st
 		/* Nothing follows a RST: one of the packets was forged. */
 		known->closing = CLOSING;
 	note_sent(known, p, now);
-	verdict = rewrite_and_send(ctx, p, a);
+	verdict = rewrite_and_send(ctx, p, a, way);
 	if (over && forget_flow((const struct flow_key *)p, a, known->reply, true))
 		count(YOUNG_ENDED);
 	return verdict;
 }
 
 /* A packet of a kernel's flow. */
-static __noinline int send_kernels(struct context *ctx, const struct packet *p, struct flow *known)
+static __always_inline int send_kernels(struct context *ctx, const struct packet *p, struct flow *known)
 {
 	struct fast_path *state = fast_path_state();
 	const struct flow_rewrite *a;
 	enum slow_path_reason reason;
 	struct flow *other;
+	__u32 way = 0;
 	__u64 now;
 
 	if (!p || !known || !state)
 		return NOT_SENT;
 	a = &known->rewrite;
-	now = bpf_ktime_get_coarse_ns();
+	now = flow_clock();
 	/* Also if netfilter forwards the packet: conntrack then keeps the flow, and so must the table. */
 	if (known->last_seen != now)
 		known->last_seen = now;
@@ -345,13 +274,13 @@ static __noinline int send_kernels(struct context *ctx, const struct packet *p, 
 	/* Only a confirmed entry has a complete link. */
 	reason = why_kernel(p, a, segment_size(ctx));
 	if (!reason)
-		reason = why_not_here(ctx, p, a);
+		reason = why_not_here(ctx, p, a, &way);
 	if (reason) {
 		count_left(reason);
 		return NOT_SENT;
 	}
 	note_sent(known, p, now);
-	return rewrite_and_send(ctx, p, a);
+	return rewrite_and_send(ctx, p, a, way);
 }
 
 /* True if the endpoint of a UDP flow is gone: the next datagram gets another one. */
@@ -368,11 +297,12 @@ static __noinline int has_lost_endpoint(const struct packet *p, const struct flo
 }
 
 /* Sends the packet if its flow is in the table. `device`: of a bridge, the port. The packet has an Ethernet header. */
-static __noinline int send_by_table(struct context *ctx, const struct packet *p, __u32 device)
+static __always_inline int send_by_table(struct context *ctx, const struct packet *p, __u32 device)
 {
 	const struct flow_rewrite *a;
 	struct fast_path *state;
 	struct flow *known;
+	__u32 way = 0;
 
 	if (!p)
 		return NOT_KNOWN;
@@ -404,9 +334,9 @@ static __noinline int send_by_table(struct context *ctx, const struct packet *p,
 	}
 	if (!known->young)
 		return send_kernels(ctx, p, known);
-	if (why_not_here(ctx, p, a))
+	if (why_not_here(ctx, p, a, &way))
 		return NOT_SENT;
-	return send_young(ctx, p, known);
+	return send_young(ctx, p, known, way);
 }
 
 #endif

@@ -32,6 +32,22 @@ static __always_inline bool comes_from_endpoint(const struct packet *p)
 	       is_endpoint(&p->source, p->source_port, p->protocol, p->ipv6, 0);
 }
 
+/* bpf_ktime_get_coarse_ns(), perhaps of the tick before. */
+static __always_inline __u64 flow_clock(void)
+{
+	__u32 zero = 0;
+	struct tick *tick = bpf_map_lookup_elem(&ticks, &zero);
+	__u64 number = bpf_jiffies64();
+
+	if (!tick)
+		return bpf_ktime_get_coarse_ns();
+	if (tick->number != number) {
+		tick->now = bpf_ktime_get_coarse_ns();
+		tick->number = number;
+	}
+	return tick->now;
+}
+
 static __always_inline struct fast_path *fast_path_state(void)
 {
 	__u32 zero = 0;
@@ -84,9 +100,9 @@ static __always_inline void reply_key_of(const struct flow_rewrite *a, enum prot
 	key->ipv6 = ipv6;
 }
 
-static __always_inline void count_young(__u32 device)
+/* `open`: the entry of the device, if it has one. */
+static __always_inline void count_young(__u32 *open, __u32 device)
 {
-	__u32 *open = bpf_map_lookup_elem(&young_counts, &device);
 	__u32 first = 1;
 
 	if (open)

@@ -150,7 +150,7 @@ static __always_inline void enter_kernel_flow(struct flow_draft *d, __u64 now, b
 	struct fast_path *state = fast_path_state();
 	union address address = {};
 
-	if (!state || is_over_quota(d->there.rewrite.device_in))
+	if (!state || is_over_quota(bpf_map_lookup_elem(&young_counts, &d->there.rewrite.device_in)))
 		return;
 	complete_draft(d, *(volatile __u32 *)&state->generation, now);
 	if (reply_confirmed && d->reply.rewrite.out.redirect)

@@ -45,18 +45,19 @@ static __always_inline int send_first(struct context *ctx, const struct packet *
 {
 	struct flow_draft *d = flow_draft();
 	struct flow *f;
+	__u32 way = 0;
 
 	if (!d)
 		return DROPPED;
 	decided(ctx, p, e, b, NEW_FLOW_FAST);
 	/* The entries exist. The next program that sees the packet sends it by these entries, and counts it. */
-	if (why_not_here(ctx, p, &d->there.rewrite)) {
+	if (why_not_here(ctx, p, &d->there.rewrite, &way)) {
 		f = bpf_map_lookup_elem(&flows, &d->key);
 		if (f)
 			f->first_counted = 1;
 		return LEFT;
 	}
-	return rewrite_and_send(ctx, p, &d->there.rewrite);
+	return rewrite_and_send(ctx, p, &d->there.rewrite, way);
 }
 
 static __always_inline int record_dry_run(const struct endpoint_selection *e, const struct backend *b)

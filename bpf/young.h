@@ -27,18 +27,30 @@ static __always_inline void permit_key_of(struct permit_key *key, __u32 device, 
 	key->masquerade = masquerade;
 }
 
+/* How a checksum changes with these words. */
+static __always_inline __u32 sum_of_change(const __u8 *from, const __u8 *to, const __u32 words)
+{
+	const __u32 *before = (const void *)from, *after = (const void *)to;
+	__u32 i, sum = 0;
+
+	for (i = 0; i < words; i++)
+		sum = add(sum, add(~before[i], after[i]));
+	return sum;
+}
+
 /* How the rewrite changes the checksums: from the packet's addresses and ports to the new ones. */
 static __always_inline void set_sums(struct flow_rewrite *a, const struct flow_key *from)
 {
-	__be32 ports_before = bpf_htonl((__u32)from->source_port << 16 | from->destination_port);
-	__be32 ports_after = bpf_htonl((__u32)a->source_port << 16 | a->destination_port);
-	__u32 size = from->ipv6 ? 16 : 4;
-	__s64 sum;
+	__u32 ports_before = bpf_htonl((__u32)from->source_port << 16 | from->destination_port);
+	__u32 ports_after = bpf_htonl((__u32)a->source_port << 16 | a->destination_port);
 
-	sum = bpf_csum_diff((__be32 *)from->source, size, (__be32 *)a->source, size, 0);
-	sum = bpf_csum_diff((__be32 *)from->destination, size, (__be32 *)a->destination, size, sum);
-	a->address_sum = sum;
-	a->port_sum = bpf_csum_diff(&ports_before, 4, &ports_after, 4, 0);
+	if (from->ipv6)
+		a->address_sum = add(sum_of_change(from->source, a->source, 4),
+				     sum_of_change(from->destination, a->destination, 4));
+	else
+		a->address_sum = add(sum_of_change(from->source, a->source, 1),
+				     sum_of_change(from->destination, a->destination, 1));
+	a->port_sum = ports_before == ports_after ? 0 : add(~ports_before, ports_after);
 }
 
 static __always_inline void stamp(struct flow *f, const struct flow_key *key, __u32 generation, __u64 now)
@@ -63,7 +75,7 @@ static __always_inline void complete_draft(struct flow_draft *d, __u32 generatio
 	reply->destination_port = d->key.source_port;
 	set_sums(there, &d->key);
 	reply->address_sum = ~there->address_sum;
-	reply->port_sum = ~there->port_sum;
+	reply->port_sum = there->port_sum ? ~there->port_sum : 0;
 	d->reply.reply = 1;
 	d->reply.service = d->there.service;
 	d->reply.backend = d->there.backend;
@@ -98,10 +110,9 @@ static __always_inline enum slow_path_reason why_not_young(const struct packet *
 	return p->hops <= 1 ? STACK_HOPS : NOT_SLOW;
 }
 
-static __always_inline bool is_over_quota(__u32 device)
+/* `open`: how many young flows the device has open; NULL: none. */
+static __always_inline bool is_over_quota(const __u32 *open)
 {
-	__u32 *open = bpf_map_lookup_elem(&young_counts, &device);
-
 	return open && *(volatile __u32 *)open >= settings.flow_quota;
 }
 
@@ -119,7 +130,7 @@ static __always_inline __u16 next_snat_port(void)
 }
 
 /* Inserts both entries. That of the replies comes first, so that a packet never finds only half of a flow. */
-static __always_inline enum slow_path_reason insert_young(struct flow_draft *d, bool masquerade)
+static __always_inline enum slow_path_reason insert_young(struct flow_draft *d, bool masquerade, __u32 *open)
 {
 	bool other_port = masquerade;
 	int i;
@@ -145,7 +156,7 @@ static __always_inline enum slow_path_reason insert_young(struct flow_draft *d, 
 	if (i == SNAT_PORT_TRIES)
 		return SLOW_NO_PORT;
 	/* Counted before it can be found, because the removal of the flow lowers the count. */
-	count_young(d->there.rewrite.device_in);
+	count_young(open, d->there.rewrite.device_in);
 	if (!bpf_map_update_elem(&flows, &d->key, &d->there, BPF_NOEXIST))
 		return NOT_SLOW;
 	uncount_young(d->there.rewrite.device_in);
@@ -218,7 +229,7 @@ static __always_inline struct flow *young_reply_entry(const struct packet *p, co
  */
 static __always_inline bool is_half_closed(const struct flow *f, const struct flow *other)
 {
-	return (f->closing || other->closing) && bpf_ktime_get_coarse_ns() > newest(f, other) + HALF_CLOSED_NS;
+	return (f->closing || other->closing) && flow_clock() > newest(f, other) + HALF_CLOSED_NS;
 }
 
 /*
@@ -241,7 +252,7 @@ static __noinline int is_taken_by_young(const struct packet *p, const union addr
 	if (client && device && client->rewrite.device_in != device)
 		return 0;
 	if (!client || (f->closing && client->closing) || ends_by_reset(f, client) || is_half_closed(f, client) ||
-	    (p->protocol == UDP && is_complete(client, f, UDP, bpf_ktime_get_coarse_ns()))) {
+	    (p->protocol == UDP && is_complete(client, f, UDP, flow_clock()))) {
 		/* The young flow is over, except for retransmissions. Without an agent nothing else removes it. */
 		if (forget_flow(&reply_key, &f->rewrite, true, true))
 			count(CLOSING_FLOW_REPLACED);
@@ -274,7 +285,7 @@ __noinline int note_recent(const struct flow_key *key, bool opened)
 		return 0;
 	next = bpf_map_lookup_elem(&recent_next, &zero);
 	d = flow_draft();
-	now = bpf_ktime_get_coarse_ns();
+	now = flow_clock();
 	if (!next || !d)
 		return 0;
 	turn = *next % RECENT_FLOWS;
@@ -333,7 +344,7 @@ __noinline int is_proven(const struct packet *p, enum slow_path_reason reason)
 		return 0;
 	state = fast_path_state();
 	d = flow_draft();
-	now = bpf_ktime_get_coarse_ns();
+	now = flow_clock();
 	if (!state || !d || d->permit.generation != *(volatile __u32 *)&state->permit_generation)
 		return 0;
 	/* Some packets go to the observer all the same, so that a flow that continues without a reply is entered. */
@@ -352,7 +363,7 @@ __noinline int open_young(struct context *ctx, const struct packet *p, const str
 	struct fast_path *state;
 	struct permit *permit;
 	struct flow_draft *d;
-	__u32 device;
+	__u32 device, *open;
 	__u64 now;
 
 	if (!settings.fast_path || !p || !e || !b)
@@ -362,7 +373,7 @@ __noinline int open_young(struct context *ctx, const struct packet *p, const str
 	if (!state || !d)
 		return SLOW_NO_PERMIT;
 	d->permit.until = 0;
-	now = bpf_ktime_get_coarse_ns();
+	now = flow_clock();
 	reason = why_not_young(p, state, now);
 	if (reason)
 		return reason;
@@ -384,7 +395,8 @@ __noinline int open_young(struct context *ctx, const struct packet *p, const str
 		return STACK_TOO_BIG;
 	if (e->masquerade && !settings.snat_port_min)
 		return SLOW_NO_PORT;
-	if (is_over_quota(device))
+	open = bpf_map_lookup_elem(&young_counts, &device);
+	if (is_over_quota(open))
 		return SLOW_QUOTA;
 
 	__builtin_memset(&d->there, 0, sizeof(d->there));
@@ -407,7 +419,7 @@ __noinline int open_young(struct context *ctx, const struct packet *p, const str
 	d->there.backend = b->id;
 	d->there.generation = *(volatile __u32 *)&state->generation;
 	d->there.started = now;
-	reason = insert_young(d, e->masquerade);
+	reason = insert_young(d, e->masquerade, open);
 	if (reason)
 		return reason;
 	/* From now on, packets to this address are looked up in the table. */

@@ -129,6 +129,17 @@ FLOW_MUTANTS: dict[str, tuple[str, str, str]] = {
         "false) {\n\t\tcount_left(STACK_NOT",
     ),
     "flows: the end is not the kernel's": ("flow_send.h", "if (!reason && is_syn_fin_rst(p))", "if (false)"),
+    "flows: the transport checksum without the ports": (
+        "rewrite.h",
+        "add(add((__u16)~check, a->address_sum), a->port_sum)",
+        "add((__u16)~check, a->address_sum)",
+    ),
+    "flows: the header checksum without the hops": (
+        "rewrite.h",
+        "a->address_sum), hop_sum(p)));",
+        "a->address_sum), 0));",
+    ),
+    "flows: the clock stands still": ("flow_table.h", "if (tick->number != number) {", "if (!tick->number) {"),
     "flows: hops": ("flow_send.h", "if (p->hops <= 1)", "if (false)"),
     "flows: MTU": ("flow_send.h", "if ((segment ? p->headers + segment : p->length) > a->out.mtu)", "if (false)"),
     "flows: segments by their sum": ("flow_send.h", "(segment ? p->headers + segment : p->length)", "p->length"),
@@ -152,7 +163,7 @@ FLOW_MUTANTS: dict[str, tuple[str, str, str]] = {
     ),
     "flows: a second flow of a port waits for answered datagrams": (
         "young.h",
-        "(p->protocol == UDP && is_complete(client, f, UDP, bpf_ktime_get_coarse_ns()))",
+        "(p->protocol == UDP && is_complete(client, f, UDP, flow_clock()))",
         "false",
     ),
     "flows: a flow straight to an endpoint never waits": (

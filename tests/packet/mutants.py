@@ -124,7 +124,12 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     ),
     "XDP: several buffers as one": ("ctx_xdp.h", "frames == ONE_BUFFER && ", "frames == ONE_BUFFER || "),
     "XDP: partial checksums": ("ctx_xdp.h", "|| lacks_checksum(p, *check)", ""),
-    "XDP: UDP without a checksum gets one": ("ctx_xdp.h", "p->protocol == UDP && !*check", "false"),
+    "XDP: UDP without a checksum gets one": ("rewrite.h", "p->protocol == UDP && !check", "false"),
+    "XDP: a UDP checksum that becomes zero": (
+        "rewrite.h",
+        "p->protocol == UDP && !changed ? 0xffff : changed",
+        "changed",
+    ),
     "XDP: counted as tc counts": ("ctx_xdp.h", "count(XDP_FLOW_HIT);", "count(FLOW_HIT);"),
     "trace: everything reported": ("trace.h", "!is_wanted(t, &event)", "!is_wanted(t, &event) && !p"),
     "trace: the other family's addresses": ("trace.h", "if (t->family != (ipv6 ? 6 : 4))", "if (false)"),

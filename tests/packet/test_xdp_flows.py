@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from scapy.layers.inet import TCP, UDP
 from scapy.layers.l2 import Ether
-from scapy.packet import Packet
+from scapy.packet import Packet, Raw
 
 from pyebpf_proxy.datapath.loader.libbpf import RunResult
 from tests.packet.fast_node import (
@@ -167,6 +167,22 @@ def test_xdp_adds_no_checksum_to_udp_without_one(known: Callable[..., Flow]) -> 
     found = run_through_xdp(flow, frame=frame)
     assert found.retval == XDP_REDIRECT
     assert Ether(found.data)[UDP].chksum == 0
+
+
+def with_payload(frame: Packet, payload: bytes) -> Packet:
+    """The frame with this payload and a correct checksum."""
+    frame[UDP].payload = Raw(payload)
+    return Ether(bytes(frame))
+
+
+def test_a_checksum_that_becomes_zero_is_written_as_ones(known: Callable[..., Flow]) -> None:
+    """In UDP a checksum of zero means that there is none."""
+    flow = known("udp")
+    sum_of_rest = with_payload(flow.expected(), bytes(2))[UDP].chksum.to_bytes(2, "big")
+    frame, wanted = (with_payload(each, sum_of_rest) for each in (flow.frame(), flow.expected()))
+    assert wanted[UDP].chksum == 0xFFFF
+    assert run_through_xdp(flow, frame=frame).data == bytes(wanted)
+    assert flow.run(frame=frame).data == bytes(wanted)
 
 
 def with_partial_checksum(flow: Flow) -> Packet:

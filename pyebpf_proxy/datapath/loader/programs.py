@@ -113,7 +113,7 @@ _DRY_MAPS = {"dry_results"}
 # Maps and programs for the fast path only.
 _FLOW_MAPS = {
     *("flows", "fast_path", "flow_drafts", "flow_packet_counts", "promotions", "young_counts", "permits", "handovers"),
-    *("sweep_results", "flow_fragments", "recent_flows", "recent_next"),
+    *("sweep_results", "flow_fragments", "recent_flows", "recent_next", "ticks"),
 }
 #: Features that are used wherever they load. Without them everything works.
 OPTIONAL = frozenset(("conntrack lookup",))
