@@ -60,8 +60,12 @@ def parse_prefix(text: str) -> SourceRange | None:
     prefix_length = parse_length(length)
     if packed is None or not slash or prefix_length is None:
         return None
-    if ":" in address and len(packed) == 4:  # IPv4-mapped: the length would count IPv6 bits
-        return None
+    if ":" in address and len(packed) == 4:
+        # IPv4-mapped: the length counts IPv6 bits. As in Go, a network of mapped addresses only is an IPv4 network.
+        if prefix_length < 96:
+            packed = _MAPPED + packed
+        else:
+            prefix_length -= 96
     bits = len(packed) * 8
     if prefix_length > bits:
         return None

@@ -86,9 +86,23 @@ def test_zeros_before_the_length_count_for_nothing() -> None:
     assert parse_prefix("10.0.0.0/000") == parse_prefix("10.0.0.0/0")
 
 
+@pytest.mark.parametrize(
+    ("text", "network"),
+    [
+        ("::ffff:10.1.2.3/104", "10.0.0.0/8"), ("::ffff:a01:203/128", "10.1.2.3/32"), ("::ffff:10.1.2.3/96", "0.0.0.0/0"),
+        ("::ffff:10.1.2.3/95", "::fffe:0:0/95"), ("::ffff:10.1.2.3/0", "::/0"),
+    ],
+)  # fmt: skip
+def test_a_network_of_ipv4_mapped_addresses_is_gos(text: str, network: str) -> None:
+    """net.ParseCIDR and IPNet.String, with which kube-proxy writes its rules."""
+    prefix = parse_prefix(text)
+    assert prefix is not None
+    assert ipaddress.ip_network(format_prefix(prefix)) == ipaddress.ip_network(network)
+
+
 @pytest.mark.parametrize("text", ["10.0.0.0", "10.0.0.0/", "10.0.0.0/-1", "10.0.0.0/33", "::/129", "10.0.0.0/8/8",
                                   "10.0.0.0/²", "10.0.0.0/" + "9" * 5000,
-                                  "::ffff:10.0.0.0/104", "/8", "10.0.0/8"])  # fmt: skip
+                                  "::ffff:10.0.0.0/129", "/8", "10.0.0/8"])  # fmt: skip
 def test_no_prefix(text: str) -> None:
     assert parse_prefix(text) is None
 
