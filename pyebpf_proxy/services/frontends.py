@@ -95,7 +95,7 @@ def _ports_of_family(
 ) -> Iterator[ServicePort]:
     spec = service.spec
     bare = denied.external(family)
-    vips = [] if bare or denied.ranges(family) else _usable(family, _vip_texts(service))
+    vips = [] if bare else _usable(family, _vip_texts(service))
     externals = [] if bare else _usable(family, external_ips)
     addresses: dict[bytes, FrontendKind] = {cluster_ip: FrontendKind.CLUSTER_IP}
     most = _most_addresses(spec)
@@ -104,6 +104,10 @@ def _ports_of_family(
             if len(addresses) > most:
                 break
             addresses.setdefault(address, kind)
+    if denied.ranges(family):
+        # Also those that are external IPs, too: nothing would restrict their sources.
+        addresses = {address: kind for address, kind in addresses.items() if kind is not FrontendKind.LOAD_BALANCER}
+        vips = []
     may_be_external = spec.type in ("LoadBalancer", "NodePort") or bool(spec.external_ips)
     ranges = _source_ranges(spec, family) if vips else ()
     for port in (spec.ports or ())[:MOST_PORTS]:

@@ -100,6 +100,11 @@ class Planner:
         return self._nodes.facts
 
     @property
+    def zone(self) -> str:
+        """The zone of this Node; "" if it has none."""
+        return self._nodes.topology.zone
+
+    @property
     def names(self) -> KeysView[ServicePortName]:
         """All current service ports."""
         return self._wanted.keys()
