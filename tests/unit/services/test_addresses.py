@@ -39,6 +39,9 @@ def test_addresses_are_read_as_by_ipaddress(address: ipaddress.IPv4Address | ipa
         ("::ffff:a00:1", "10.0.0.1"),
         ("64:ff9b::192.000.2.033", "64:ff9b::c000:221"),
         ("FD00::1", "fd00::1"),
+        ("::00001", "::1"),
+        ("02001:0db8::000000a", "2001:db8::a"),
+        ("::ffff:010.0.00.1", "10.0.0.1"),
     ],
 )
 def test_other_notations(text: str, canonical: str) -> None:
@@ -50,7 +53,7 @@ def test_other_notations(text: str, canonical: str) -> None:
 @pytest.mark.parametrize(
     "text",
     ["", " ", "None", "10.0.0", "10.0.0.256", "10.0.0.1 ", "10.0.0.1/32", "fe80::1%eth0", "[::1]", ":::", "1::2::3",
-     "10.0.0.1\0", "١٠.0.0.1", "0x0a.0.0.1", "example.org", "::10.0.0.256"],
+     "10.0.0.1\0", "١٠.0.0.1", "0x0a.0.0.1", "example.org", "::10.0.0.256", "::12345", "0a.0.0.1", "::0g"],
 )  # fmt: skip
 def test_no_address(text: str) -> None:
     assert parse_address(text) is None
