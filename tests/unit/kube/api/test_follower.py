@@ -495,6 +495,28 @@ def test_irrelevant_changes_are_not_delivered(api: ScriptedApi) -> None:
         assert [(change.kind, change.name) for change in unchanged] == [("Service", "a")]
 
 
+def test_another_trigger_time_of_a_slice_is_delivered(api: ScriptedApi) -> None:
+    """kube-proxy measures it even if nothing that a proxy reads has changed."""
+
+    def a_slice(version: str, **annotations: str) -> dict[str, Any]:
+        metadata = {"name": "a-1", "namespace": "default", "resourceVersion": version, "annotations": annotations}
+        return {"metadata": metadata, "addressType": "IPv4", "endpoints": [], "ports": []}
+
+    trigger = "endpoints.kubernetes.io/last-change-trigger-time"
+
+    def first(exchange: Exchange) -> None:
+        exchange.initial([a_slice("4", **{trigger: "2026-11-21T05:38:20Z"})], "5")
+        exchange.event("MODIFIED", a_slice("6", **{trigger: "2026-11-21T05:38:20Z", "other": "note"}))
+        exchange.event("MODIFIED", a_slice("7", **{trigger: "2026-11-21T05:38:30Z", "other": "note"}))
+        exchange.hold()
+
+    api.script("endpointslices", first)
+    with following(api) as source:
+        source.until(lambda: [change.name for change in source.changes].count("a-1") == 2)
+        unchanged = [change for batch in source.batches for change in batch.unchanged]
+        assert [(change.kind, change.name) for change in unchanged] == [("EndpointSlice", "a-1")]
+
+
 def test_an_object_that_is_deleted_before_the_list_is_complete_is_gone(api: ScriptedApi) -> None:
     def first(exchange: Exchange) -> None:
         exchange.begin()
