@@ -92,8 +92,8 @@ def test_zeros_before_the_length_count_for_nothing() -> None:
 @pytest.mark.parametrize(
     ("text", "network"),
     [
-        ("::ffff:10.1.2.3/104", "10.0.0.0/8"), ("::ffff:a01:203/128", "10.1.2.3/32"), ("::ffff:10.1.2.3/96", "0.0.0.0/0"),
-        ("::ffff:10.1.2.3/95", "::fffe:0:0/95"), ("::ffff:10.1.2.3/0", "::/0"),
+        ("::ffff:10.1.2.3/104", "10.0.0.0/8"), ("::ffff:a01:203/128", "10.1.2.3/32"),
+        ("::ffff:10.1.2.3/96", "0.0.0.0/0"), ("::ffff:10.1.2.3/95", "::fffe:0:0/95"), ("::ffff:10.1.2.3/0", "::/0"),
     ],
 )  # fmt: skip
 def test_a_network_of_ipv4_mapped_addresses_is_gos(text: str, network: str) -> None:
