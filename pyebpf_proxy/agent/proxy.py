@@ -50,6 +50,10 @@ class Planner(Protocol):
     def lost(self) -> int:
         """How many addresses are not served as their Services specify."""
 
+    @property
+    def zone(self) -> str:
+        """The zone of this Node: all endpoints are chosen by it."""
+
     def new_messages(self) -> tuple[list[LossMessage], list[LossMessage]]:
         """New problems of these addresses, then new notes on surprising cases; each is returned once."""
 
@@ -211,6 +215,7 @@ class Proxy:
         begin = time.monotonic()
         ok = True
         full = not (wanted and self._running) or self._failed
+        zone = self._planner.zone
         problems: Collection[str] = ()
         try:
             problems = self._program(full=not wanted) if self._running else self._begin()
@@ -224,6 +229,8 @@ class Proxy:
             self._log_planner_messages()
         self._failed = not ok
         end = time.monotonic()
+        # A change of the zone affects every Service, and counts as a full sync (spec/service-semantics §1.5).
+        full |= self._planner.zone != zone
         self._metrics.synced(end - begin, ok, full, len(problems) + self._planner.lost)
         self._schedule.finished(end, ok)
         if self._once:

@@ -24,6 +24,7 @@ _UNITS = {
 }
 _TERM = re.compile(r"([0-9]*)(?:\.([0-9]*))?([^0-9.]*)")
 _LIMIT = 1 << 63
+_MOST_DIGITS = len(str(_LIMIT))
 
 
 def parse(text: str) -> int:
@@ -42,7 +43,9 @@ def parse(text: str) -> int:
         term = _TERM.match(rest)
         if term is None or not (term[1] or term[2]):
             raise _invalid(text)
-        whole, unit = int(term[1] or "0"), term[3]
+        digits, unit = term[1].lstrip("0"), term[3]
+        # Python's int raises another ValueError for texts of more than 4300 digits.
+        whole = int(digits or "0") if len(digits) <= _MOST_DIGITS else _LIMIT + 1
         if whole > _LIMIT:
             raise _invalid(text)
         if not unit:

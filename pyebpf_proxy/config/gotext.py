@@ -94,6 +94,9 @@ def _integer(text: str, base: int) -> int | None:
         digits = digits.replace("_", "")
     elif match["base"] or "_" in digits:
         return None
+    # Python's int raises ValueError for decimal texts of more than 4300 digits. 20 digits are more than 64 bits.
+    if base == 10 and digits.isdigit():
+        digits = digits.lstrip("0")[:20] or "0"
     try:
         value = int(digits, base)
     except ValueError:

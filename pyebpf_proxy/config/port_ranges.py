@@ -24,17 +24,22 @@ def parse(text: str) -> PortRange:
     match = _FORM.fullmatch(text.strip())
     if match is None:
         raise ValueError(f"unable to parse port range: {text}")
-    first = int(match[1])
+    first = _number(match[1])
     last = first
     if match[2] == "-":
-        last = int(match[3])
+        last = _number(match[3])
     elif match[2] == "+":
-        last = min(first + int(match[3]), _LAST)
+        last = min(first + _number(match[3]), _LAST)
     if first > _LAST or last > _LAST:
         raise ValueError(f"the port range cannot be greater than {_LAST}: {text}")
     if last < first:
         raise ValueError(f"end port cannot be less than start port: {text}")
     return PortRange(first, last)
+
+
+def _number(digits: str) -> int:
+    """The number, or one that is too large as well: Python's int raises ValueError for more than 4300 digits."""
+    return int(digits.lstrip("0")[:10] or "0")
 
 
 def format(ports: PortRange) -> str:  # noqa: A001 - port_ranges.format reads as what it is

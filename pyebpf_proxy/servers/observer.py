@@ -90,7 +90,7 @@ class Observer:
                 services[key] = cast("Service | None", value)
             elif kind == "EndpointSlice":
                 self._slice(key, cast("EndpointSlice | None", value))
-            elif name == self._node_name:
+            elif kind == "Node" and name == self._node_name:
                 self._eligible = is_eligible(cast("Node | None", value))
         # A Service of 1024 ports takes 10 ms: of its updates that came together, only the last one is compared.
         for key, service in services.items():

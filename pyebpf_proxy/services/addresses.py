@@ -2,7 +2,7 @@
 """Addresses and prefixes as packed bytes, parsed as kube-proxy does (spec/service-semantics §1.2).
 
 A hundred thousand endpoint addresses may be parsed at the start, so the common case is one ``inet_pton``. Texts that it
-rejects are parsed again, with leading zeros read as decimal.
+rejects are parsed again without leading zeros, which count for nothing: numbers of IPv4 are decimal.
 """
 
 from __future__ import annotations
@@ -14,26 +14,21 @@ from pyebpf_proxy.services.model import IPFamily, SourceRange
 
 UNSPECIFIED = {IPFamily.IPV4: bytes(4), IPFamily.IPV6: bytes(16)}
 
-_LEADING_ZEROS = re.compile(r"(?<![0-9A-Fa-f:])0+(?=[0-9])")
+_LEADING_ZEROS = re.compile(r"(?<![0-9A-Fa-f])0+(?=[0-9A-Fa-f])")
 _MAPPED = bytes(10) + b"\xff\xff"
 _LOOPBACK6 = bytes(15) + b"\x01"
 
 
 def parse_address(text: str) -> bytes | None:
     """The packed address (4 or 16 bytes), or None. IPv4-mapped IPv6 addresses are IPv4, as in Go."""
-    if ":" not in text:
+    family = AF_INET6 if ":" in text else AF_INET
+    try:
+        packed = inet_pton(family, text)
+    except (OSError, ValueError):
         try:
-            return inet_pton(AF_INET, text)
-        except (OSError, ValueError):
-            pass
-        try:
-            return inet_pton(AF_INET, _LEADING_ZEROS.sub("", text))
+            packed = inet_pton(family, _LEADING_ZEROS.sub("", text))
         except (OSError, ValueError):
             return None
-    try:
-        packed = inet_pton(AF_INET6, _LEADING_ZEROS.sub("", text) if "." in text else text)
-    except (OSError, ValueError):
-        return None
     return packed[12:] if packed.startswith(_MAPPED) else packed
 
 
@@ -60,8 +55,12 @@ def parse_prefix(text: str) -> SourceRange | None:
     prefix_length = parse_length(length)
     if packed is None or not slash or prefix_length is None:
         return None
-    if ":" in address and len(packed) == 4:  # IPv4-mapped: the length would count IPv6 bits
-        return None
+    if ":" in address and len(packed) == 4:
+        # IPv4-mapped: the length counts IPv6 bits. As in Go, a network of mapped addresses only is an IPv4 network.
+        if prefix_length < 96:
+            packed = _MAPPED + packed
+        else:
+            prefix_length -= 96
     bits = len(packed) * 8
     if prefix_length > bits:
         return None

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from sys import intern
@@ -94,7 +95,7 @@ def _ports_of_family(
 ) -> Iterator[ServicePort]:
     spec = service.spec
     bare = denied.external(family)
-    vips = [] if bare or denied.ranges(family) else _usable(family, _vip_texts(service))
+    vips = [] if bare else _usable(family, _vip_texts(service))
     externals = [] if bare else _usable(family, external_ips)
     addresses: dict[bytes, FrontendKind] = {cluster_ip: FrontendKind.CLUSTER_IP}
     most = _most_addresses(spec)
@@ -103,6 +104,10 @@ def _ports_of_family(
             if len(addresses) > most:
                 break
             addresses.setdefault(address, kind)
+    if denied.ranges(family):
+        # Also those that are external IPs, too: nothing would restrict their sources.
+        addresses = {address: kind for address, kind in addresses.items() if kind is not FrontendKind.LOAD_BALANCER}
+        vips = []
     may_be_external = spec.type in ("LoadBalancer", "NodePort") or bool(spec.external_ips)
     ranges = _source_ranges(spec, family) if vips else ()
     for port in (spec.ports or ())[:MOST_PORTS]:
@@ -136,19 +141,17 @@ def need(service: objects.Service, *, external_ips: bool = True) -> Need:
     most = _most_addresses(spec)
     vips = list(_vip_texts(service))
     texts = [*vips, *((spec.external_ips or ()) if external_ips else ())]
+    # Not by their colons: ::ffff:192.0.2.1 is an IPv4 address.
+    addresses = Counter(family_of(packed) for text in texts if (packed := parse_address(text)) is not None)
+    range_texts = (spec.load_balancer_source_ranges or ()) if vips else ()
+    prefixes = Counter(family_of(prefix.address) for text in range_texts if (prefix := parse_prefix(text)) is not None)
     ports, external, ranges = [], [], []
     for family in IPFamily:
         there = _cluster_ip(spec, family) is not None
         ports.append(number if there else 0)
-        external.append(min(_count(texts, family), most) * number + node_ports if there else 0)
-        prefixes = min(_count(spec.load_balancer_source_ranges or (), family), MOST_RANGES) if vips and there else 0
-        ranges.append(prefixes * number)
+        external.append(min(addresses[family], most) * number + node_ports if there else 0)
+        ranges.append(min(prefixes[family], MOST_RANGES) * number if there else 0)
     return Need((ports[0], ports[1]), (external[0], external[1]), (ranges[0], ranges[1]))
-
-
-def _count(texts: Iterable[str], family: IPFamily) -> int:
-    """The number of texts that look like addresses or ranges of a family."""
-    return sum((":" in text) == (family is IPFamily.IPV6) for text in texts)
 
 
 def reduced(port: ServicePort, denied: Denied) -> ServicePort | None:

@@ -100,6 +100,11 @@ class Planner:
         return self._nodes.facts
 
     @property
+    def zone(self) -> str:
+        """The zone of this Node; "" if it has none."""
+        return self._nodes.topology.zone
+
+    @property
     def names(self) -> KeysView[ServicePortName]:
         """All current service ports."""
         return self._wanted.keys()
@@ -137,8 +142,10 @@ class Planner:
         """Whether a Service differs from what the last update processed; None if it is deleted."""
         key = ServiceKey(namespace, name)
         known = self._services.get(key)
-        if known is None or service is None:
-            return (known is None) != (service is None)
+        if known is None:
+            return service is not None and frontends.is_served(service)
+        if service is None:
+            return True
         now = self._read_service(key, service)
         return now is None or (now.ports, now.health_check_port) != (known.ports, known.health_check_port)
 

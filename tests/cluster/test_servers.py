@@ -204,8 +204,31 @@ def test_network_programming_is_measured_once(server: ApiServer, sides: list[Sid
             lambda s=side, c=count: value(s, "network_programming_duration_seconds_count", ip_family="IPv4") == c + 1,
             "one more observation",
         )
+    # Nothing else changes: this is measured all the same.
+    later = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+    server.apply(slice_of(endpoint("10.244.1.5"), trigger=later))
+    for side, count in zip(sides, before, strict=True):
+        side.until(
+            lambda s=side, c=count: value(s, "network_programming_duration_seconds_count", ip_family="IPv4") == c + 2,
+            "one more observation for another time",
+        )
     remove(server, service())
     remove(server, slice_of())
+
+
+def test_another_zone_of_the_node_is_a_full_sync(server: ApiServer, sides: list[Side]) -> None:
+    name = "sync_full_proxy_rules_duration_seconds_count"
+    before = [value(side, name, ip_family="IPv4") or 0 for side in sides]
+    for number, zone in enumerate(("z1", "z2"), 1):
+        item = node()
+        item["metadata"]["labels"] = {"topology.kubernetes.io/zone": zone}
+        server.apply(item)
+        for side, count in zip(sides, before, strict=True):
+            side.until(
+                lambda s=side, c=count + number: value(s, name, ip_family="IPv4") == c,  # type: ignore[misc]
+                f"a full sync for zone {zone}",
+            )
+    server.apply(node())
 
 
 def shape(answer: Answer) -> tuple[int, dict[str, str], Any]:

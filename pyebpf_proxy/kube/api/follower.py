@@ -138,6 +138,9 @@ class Follower:
                 log = False
             else:
                 delay = max(delay, timing.forbidden)
+        elif trouble.code not in (0, 401, 429) and self._failures > 1:
+            # As client-go does. It may refuse this resourceVersion for ever, or be another server by now.
+            self._version = ""
         if log:
             self._troubles.failed(self._resource.name, trouble)
         if isinstance(trouble, GoneError) and self._failures <= 2:

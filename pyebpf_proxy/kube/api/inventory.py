@@ -12,6 +12,7 @@ import msgspec
 
 from pyebpf_proxy.kube import decode
 from pyebpf_proxy.kube.decode import ObjectKey
+from pyebpf_proxy.kube.objects import EndpointSlice
 from pyebpf_proxy.kube.source import Change, Kind, Object
 
 #: How many lines about the objects of one namespace are logged in this time (seconds). An object has at most 101 lines,
@@ -123,10 +124,16 @@ class Inventory:
 
 
 def _hash(value: Object) -> int:
-    """The hash of an object without its annotations: a change of these alone has no effect."""
+    """The hash of an object without its annotations: a change of these alone has no effect.
+
+    Except for the time in a slice's annotation, which is measured (spec/metrics §3), whatever else has changed.
+    """
     metadata = value.metadata
     annotations, metadata.annotations = metadata.annotations, None
     try:
-        return hash(_encoder.encode(value))
+        encoded = _encoder.encode(value)
     finally:
         metadata.annotations = annotations
+    if annotations is None or annotations.last_change_trigger_time is None or not isinstance(value, EndpointSlice):
+        return hash(encoded)
+    return hash((encoded, annotations.last_change_trigger_time))

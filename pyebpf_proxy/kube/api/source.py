@@ -21,6 +21,7 @@ from pyebpf_proxy.kube.api.recorder import EventRecorder
 from pyebpf_proxy.kube.api.resources import Resource
 from pyebpf_proxy.kube.api.trouble import Log
 from pyebpf_proxy.kube.source import Batch, Change
+from pyebpf_proxy.services.addresses import parse_address
 
 #: Objects of the first lists that may wait for planning.
 MOST_WAITING = 500
@@ -160,7 +161,8 @@ class ApiSource:
     def _node_has_address(self) -> bool:
         status = self._node.status if self._node is not None else None
         return any(
-            address.type in ("InternalIP", "ExternalIP") for address in (status.addresses if status else None) or ()
+            address.type in ("InternalIP", "ExternalIP") and parse_address(address.address or "") is not None
+            for address in (status.addresses if status else None) or ()
         )
 
     async def _look(self, followers: list[Follower]) -> None:

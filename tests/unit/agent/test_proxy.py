@@ -53,6 +53,8 @@ class Names:
 
     def __init__(self) -> None:
         self._ports: dict[ServicePortName, ServicePort] = {}
+        #: ``next_zone`` becomes ``zone`` with the next update.
+        self.zone = self.next_zone = ""
         self.updates: list[list[Change]] = []
         self.messages: tuple[list[LossMessage], list[LossMessage]] = ([], [])
 
@@ -73,6 +75,7 @@ class Names:
     def update(self, changes: Iterable[Change]) -> Delta:
         changes = list(changes)
         self.updates.append(changes)
+        self.zone = self.next_zone
         delta = {
             name(c.name): None if c.object is None else ServicePort(name=name(c.name), frontends=()) for c in changes
         }
@@ -257,6 +260,19 @@ def test_after_a_failed_sync_everything_is_compared_again(agent: RecordedAgent) 
     assert calls == [("apply all", ["a", "b"]), ("apply", ["c"])]
     assert agent.metrics.syncs == [True, False, False, True, True]
     assert agent.metrics.full == [True, False, True, True, False]
+
+
+def test_a_sync_that_applies_another_zone_is_full(agent: RecordedAgent) -> None:
+    async def play(deliver: Callable[[Batch], None]) -> None:
+        deliver(Batch([change("a")], complete=True))
+        await until(lambda: bool(agent.datapath.calls))
+        for number, zone in enumerate(("", "z1", "z1", "z2"), 1):
+            agent.planner.next_zone = zone
+            deliver(Batch([change("b", gone=number % 2 == 0)], complete=True))
+            await until(lambda number=number: len(agent.applied()) == number)  # type: ignore[misc]
+
+    agent.run(play, settings())
+    assert agent.metrics.full == [True, False, True, False, True]
 
 
 def test_facts_that_cannot_be_applied_are_a_problem_and_services_still_change(

@@ -113,6 +113,17 @@ def test_a_port_range_survives_its_text(one: int, other: int) -> None:
     assert port_ranges.parse(f"{ports.first}+{ports.last - ports.first}") == ports
 
 
+def test_numbers_of_thousands_of_digits_are_out_of_range() -> None:
+    """Python's int() takes 4300 digits."""
+    for text in ("9" * 5000, "-" + "9" * 5000, "9" * 21):
+        with pytest.raises(ValueError, match=r"^strconv\.ParseInt: .*: value out of range$"):
+            gotext.parse_int(text, 64)
+    assert gotext.parse_int("9223372036854775807", 64) == (1 << 63) - 1
+    for text in ("9" * 5000, "1-" + "9" * 5000):
+        with pytest.raises(ValueError, match="the port range cannot be greater than 65535"):
+            port_ranges.parse(text)
+
+
 @pytest.mark.parametrize("text", ["x", "1-", "-1", "5-3", "65536", "1-65536", "1+x", "1--2", "٣"])
 def test_invalid_port_ranges(text: str) -> None:
     with pytest.raises(ValueError, match="port"):

@@ -38,6 +38,15 @@ def test_a_duration_is_read_and_written_as_go_does(text: str, nanoseconds: int, 
     assert durations.format(nanoseconds) == canonical
 
 
+def test_numbers_of_thousands_of_digits_are_read_as_go_reads_them() -> None:
+    """Python's int() takes 4300 digits."""
+    text = "9" * 5000 + "s"
+    with pytest.raises(ValueError, match=r"^time: ") as caught:
+        durations.parse(text)
+    assert str(caught.value) == f'time: invalid duration "{text}"'
+    assert durations.parse("0" * 5000 + "1s") == durations.SECOND
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

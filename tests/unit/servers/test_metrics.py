@@ -20,6 +20,8 @@ from pyebpf_proxy.kube.objects import (
     Node,
     ObjectMeta,
     Service,
+    ServiceCIDR,
+    ServiceCIDRSpec,
     ServicePort,
     ServiceSpec,
 )
@@ -181,6 +183,12 @@ def test_service_changes(agent: ObservedAgent) -> None:
     assert (agent[total], agent[pending]) == (10, 0)
 
 
+def test_a_service_that_is_not_served_is_never_pending(agent: ObservedAgent) -> None:
+    outside = Change("Service", "ns", "outside", Service(ObjectMeta("outside", "ns"), ServiceSpec(type="ExternalName")))
+    agent.change(outside)
+    assert (agent[f"{SYNC}service_changes_total"], agent[f"{SYNC}service_changes_pending"]) == (2, 0)
+
+
 def test_of_many_updates_of_one_service_only_the_last_is_compared(
     agent: ObservedAgent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -298,6 +306,15 @@ def test_the_agents_own_metrics(agent: ObservedAgent) -> None:
     assert agent.observer.node_eligible()
     agent.change(Change("Node", "", "here", None), Change("Node", "", "there", Node()))
     assert not agent.observer.node_eligible()
+
+
+def test_a_service_cidr_with_the_name_of_the_node_is_not_the_node(agent: ObservedAgent) -> None:
+    """The API server calls the first one ``kubernetes``, and a machine may have that name, too."""
+    cidr = ServiceCIDR(ObjectMeta("here"), ServiceCIDRSpec(("10.96.0.0/12",)))
+    agent.change(Change("Node", "", "here", Node()), Change("ServiceCIDR", "", "here", cidr))
+    assert agent.observer.node_eligible()
+    agent.change(Change("ServiceCIDR", "", "here", None))
+    assert agent.observer.node_eligible()
 
 
 def test_the_fast_path(agent: ObservedAgent) -> None:

@@ -39,6 +39,9 @@ def test_addresses_are_read_as_by_ipaddress(address: ipaddress.IPv4Address | ipa
         ("::ffff:a00:1", "10.0.0.1"),
         ("64:ff9b::192.000.2.033", "64:ff9b::c000:221"),
         ("FD00::1", "fd00::1"),
+        ("::00001", "::1"),
+        ("02001:0db8::000000a", "2001:db8::a"),
+        ("::ffff:010.0.00.1", "10.0.0.1"),
     ],
 )
 def test_other_notations(text: str, canonical: str) -> None:
@@ -50,7 +53,7 @@ def test_other_notations(text: str, canonical: str) -> None:
 @pytest.mark.parametrize(
     "text",
     ["", " ", "None", "10.0.0", "10.0.0.256", "10.0.0.1 ", "10.0.0.1/32", "fe80::1%eth0", "[::1]", ":::", "1::2::3",
-     "10.0.0.1\0", "١٠.0.0.1", "0x0a.0.0.1", "example.org", "::10.0.0.256"],
+     "10.0.0.1\0", "١٠.0.0.1", "0x0a.0.0.1", "example.org", "::10.0.0.256", "::12345", "0a.0.0.1", "::0g"],
 )  # fmt: skip
 def test_no_address(text: str) -> None:
     assert parse_address(text) is None
@@ -86,9 +89,23 @@ def test_zeros_before_the_length_count_for_nothing() -> None:
     assert parse_prefix("10.0.0.0/000") == parse_prefix("10.0.0.0/0")
 
 
+@pytest.mark.parametrize(
+    ("text", "network"),
+    [
+        ("::ffff:10.1.2.3/104", "10.0.0.0/8"), ("::ffff:a01:203/128", "10.1.2.3/32"),
+        ("::ffff:10.1.2.3/96", "0.0.0.0/0"), ("::ffff:10.1.2.3/95", "::fffe:0:0/95"), ("::ffff:10.1.2.3/0", "::/0"),
+    ],
+)  # fmt: skip
+def test_a_network_of_ipv4_mapped_addresses_is_gos(text: str, network: str) -> None:
+    """net.ParseCIDR and IPNet.String, with which kube-proxy writes its rules."""
+    prefix = parse_prefix(text)
+    assert prefix is not None
+    assert ipaddress.ip_network(format_prefix(prefix)) == ipaddress.ip_network(network)
+
+
 @pytest.mark.parametrize("text", ["10.0.0.0", "10.0.0.0/", "10.0.0.0/-1", "10.0.0.0/33", "::/129", "10.0.0.0/8/8",
                                   "10.0.0.0/²", "10.0.0.0/" + "9" * 5000,
-                                  "::ffff:10.0.0.0/104", "/8", "10.0.0/8"])  # fmt: skip
+                                  "::ffff:10.0.0.0/129", "/8", "10.0.0/8"])  # fmt: skip
 def test_no_prefix(text: str) -> None:
     assert parse_prefix(text) is None
 

@@ -136,6 +136,7 @@ def test_the_nodes_zone_affects_every_service(planner: Planner) -> None:
     assert cluster(planner.get(name_of("web"))) == ["10.244.1.1:8080"]
     assert cluster(planner.update([node(NODE, zone="b")])[name_of("web")]) == ["10.244.1.2:8080"]
     assert planner.update([node("node-2", zone="a")]) == {}
+    assert planner.zone == "b"
     assert len(cluster(planner.update([gone(node(NODE))])[name_of("web")])) == 2
 
 

@@ -101,6 +101,40 @@ def test_s2_cluster_ips_come_before_all_other_addresses(planner: Planner) -> Non
     assert [len(port.frontends) for port in of(planner, "greedy")] == [11, 11]
 
 
+@pytest.mark.parametrize("one_by_one", [False, True])
+def test_s2_a_vip_without_room_for_its_ranges_is_closed_even_as_an_external_ip(
+    planner: Planner, one_by_one: bool
+) -> None:
+    """Whichever came first: as an external IP, every source could use the address."""
+    ranges = [f"10.{i}.0.0/16" for i in range(4)]
+    old = aged("old", 2001, status=VIP, loadBalancerSourceRanges=ranges)
+    status = {"loadBalancer": {"ingress": [{"ip": "198.51.100.2"}]}}
+    named = ["198.51.100.2", "203.0.113.9"]
+    young = aged("young", 2002, status=status, loadBalancerSourceRanges=ranges, ip="10.96.0.2", externalIPs=named)
+    for changes in ([young], [old]) if one_by_one else ([young, old],):
+        planner.update(changes)
+    (port,) = of(planner, "young")
+    assert [ip_address(frontend.address).compressed for frontend in port.frontends] == ["10.96.0.2", "203.0.113.9"]
+
+
+def test_s2_ipv4_addresses_in_ipv6_form_count_as_ipv4(planner: Planner) -> None:
+    """Counted as IPv6, which these Services do not have, they would fill the maps of IPv4 for all namespaces."""
+    mapped = [f"::ffff:{address}" for address in externals(10)]
+    planner.update([aged(f"s{i}", 2000 + i, 1, ip=f"10.96.1.{i}", externalIPs=mapped[i:]) for i in range(4)])
+    frontends_of_all = sum(len(port.frontends) for i in range(4) for port in of(planner, f"s{i}"))
+    assert frontends_of_all <= SMALL.frontends[0]
+    ranges = [f"::ffff:10.{i}.0.0/112" for i in range(4)]
+    planner.update(
+        [
+            aged("one", 2011, status=VIP, loadBalancerSourceRanges=ranges, namespace="lb"),
+            aged("two", 2012, status=VIP, loadBalancerSourceRanges=ranges, namespace="lb", ip="10.96.0.2"),
+        ]
+    )
+    (one,), (two,) = of(planner, "one", "lb"), of(planner, "two", "lb")
+    assert [len(port.source_ranges) for port in (one, two)] == [4, 0]
+    assert [len(port.frontends) for port in (one, two)] == [2, 1]
+
+
 def test_s2_source_ranges_count_by_port_and_a_vip_without_room_is_closed(planner: Planner) -> None:
     """1024 ranges of 1024 ports are a million entries. A VIP whose ranges do not fit is closed."""
     ranges = [f"10.{i}.0.0/16" for i in range(4)]

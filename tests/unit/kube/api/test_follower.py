@@ -213,6 +213,36 @@ def test_a_restarted_server_without_history_causes_no_message(api: ScriptedApi) 
         assert source.errors() == []
 
 
+@pytest.mark.parametrize("how", ["status", "event"])
+def test_a_server_that_does_not_continue_the_watch_is_listed_again(api: ScriptedApi, how: str) -> None:
+    """A server whose etcd was restored answers so until its versions have caught up."""
+
+    def refuse(exchange: Exchange) -> None:
+        message = "Too large resource version: 500, current: 12"
+        if how == "status":
+            exchange.status(504, message)
+        else:
+            exchange.begin()
+            exchange.event("ERROR", {"kind": "Status", "code": 504, "message": message})
+            exchange.end()
+
+    def first(exchange: Exchange) -> None:
+        exchange.initial([service("a")], "500")
+        exchange.cut()
+
+    def restored(exchange: Exchange) -> None:
+        if "resourceVersion" in exchange.query:
+            refuse(exchange)
+            return
+        exchange.initial([service("b", "10.96.0.2")], "12")
+        exchange.hold()
+
+    api.script("services", first, *[restored] * 10)
+    with following(api) as source:
+        source.until(lambda: source.names("Service") == {"b"})
+    assert [exchange.query.get("resourceVersion") for exchange in api.asked("services")] == [None, "500", None]
+
+
 GARBAGE = {
     "no JSON": b"\x00\xff\x00garbage\n",
     "half an event": b'{"type": "ADDED", "object": {"metadata": {"na\n',
@@ -307,6 +337,29 @@ def test_the_wait_for_the_node_is_limited(api: ScriptedApi, there: bool, what: s
     with following(api) as source:
         source.until(lambda: source.complete)
         assert source.logged(f"timed out waiting for the Node to {what}")
+
+
+def test_an_address_of_the_node_that_is_no_ip_is_left_out(api: ScriptedApi) -> None:
+    """The API server accepts it. Without its Node, the agent would have neither addresses nor a zone, and not be
+    healthy."""
+    odd = node()
+    odd["status"]["addresses"].insert(0, {"type": "InternalIP", "address": "node1.example.com"})
+    api.has("nodes", odd)
+    metrics = ClientMetrics()
+    with following(api, observer=metrics) as source:
+        source.until(lambda: source.complete)
+        assert source.names("Node") == {"node1"}
+        (line,) = source.errors()
+        assert 'Node node1: status.addresses[0].address: "node1.example.com" is not an IP address: left out' in line
+        assert bad_objects(metrics)["Node"] == (0, 1)
+
+
+def test_a_node_whose_only_address_is_no_ip_is_waited_for(api: ScriptedApi) -> None:
+    api.has("nodes", node(address="node1.example.com"))
+    with following(api) as source:
+        source.until(lambda: source.complete)
+        assert source.logged("timed out waiting for the Node to be assigned IPs")
+        assert source.names("Node") == {"node1"}
 
 
 def test_lists_may_be_compressed(api: ScriptedApi) -> None:
@@ -440,6 +493,28 @@ def test_irrelevant_changes_are_not_delivered(api: ScriptedApi) -> None:
         assert sum(change.name == "a" for change in source.changes) == 1
         unchanged = [change for batch in source.batches for change in batch.unchanged]
         assert [(change.kind, change.name) for change in unchanged] == [("Service", "a")]
+
+
+def test_another_trigger_time_of_a_slice_is_delivered(api: ScriptedApi) -> None:
+    """kube-proxy measures it even if nothing that a proxy reads has changed."""
+
+    def a_slice(version: str, **annotations: str) -> dict[str, Any]:
+        metadata = {"name": "a-1", "namespace": "default", "resourceVersion": version, "annotations": annotations}
+        return {"metadata": metadata, "addressType": "IPv4", "endpoints": [], "ports": []}
+
+    trigger = "endpoints.kubernetes.io/last-change-trigger-time"
+
+    def first(exchange: Exchange) -> None:
+        exchange.initial([a_slice("4", **{trigger: "2026-11-21T05:38:20Z"})], "5")
+        exchange.event("MODIFIED", a_slice("6", **{trigger: "2026-11-21T05:38:20Z", "other": "note"}))
+        exchange.event("MODIFIED", a_slice("7", **{trigger: "2026-11-21T05:38:30Z", "other": "note"}))
+        exchange.hold()
+
+    api.script("endpointslices", first)
+    with following(api) as source:
+        source.until(lambda: [change.name for change in source.changes].count("a-1") == 2)
+        unchanged = [change for batch in source.batches for change in batch.unchanged]
+        assert [(change.kind, change.name) for change in unchanged] == [("EndpointSlice", "a-1")]
 
 
 def test_an_object_that_is_deleted_before_the_list_is_complete_is_gone(api: ScriptedApi) -> None:
