@@ -3,9 +3,9 @@
 
 The packets belong to no service, in both directions, or are the first of a flow on the slow path. The programs take
 turns with an empty program, and the difference is the result. A program that does not change the packet runs REPEAT
-times in a row. The first packet of a flow runs once, and so does the empty program. The cost of the fast path is in the
-figures with real packets: a test run has no hand-over record. ``python -m bench.packet`` answers each line of its
-standard input with a round, as JSON; ``make bench-check`` uses this.
+times in a row. The first packet of a flow runs once, and so does the empty program. ``python -m bench.packet`` answers
+each line of its standard input with a round, as JSON; ``make bench-check`` uses this. Only there, packets of a known
+flow are also measured: the figures with real packets show what the fast path costs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import NamedTuple
 from pyebpf_proxy.datapath.loader.libbpf import Object, Program, RunResult, SkBuff
 
 from .measure import NORMAL_SECONDS, TOOLS, Result, Row, machine, say, speed, summary, undisturbed
-from .packet_world import GO_ON, XDP_PASS, Flow, filled, node
+from .packet_world import GO_ON, REDIRECT, XDP_PASS, XDP_REDIRECT, Flow, filled, node
 from .rows import absolute
 
 SERVICES = 10_000
@@ -35,6 +35,10 @@ NO_SERVICE = "no service, both"
 JUDGED = (NO_SERVICE, NO_SERVICE_XDP)
 FIRST, FIRST_XDP = "the first packet of a flow", "the first packet of a flow, XDP"
 KINDS = (IN, OUT, NO_SERVICE, NO_SERVICE_XDP, FIRST, FIRST_XDP)
+#: Only in ``make bench-check``: a packet of a flow in the flow table.
+KNOWN, KNOWN_XDP = "a known flow", "a known flow, XDP"
+#: A packet may be sent this often before its hops are used up, and how often that is done in a round.
+HOPS, SENDINGS = 50, 100
 #: A flow that is new to one variant must also be unknown to the other.
 FIRST_PORTS = {FIRST: 1024, FIRST_XDP: 42000}
 FAMILIES = (4, 6)
@@ -88,6 +92,10 @@ class Costs:
             FIRST: kind(programs["tc_ethernet"], "pods", GO_ON),
             FIRST_XDP: kind(frames, "pods", XDP_PASS),
         }
+        self._in_table = {
+            KNOWN: kind(programs["tc_ethernet"], "pods", REDIRECT),
+            KNOWN_XDP: kind(frames, "pods", XDP_REDIRECT),
+        }
         self._known = [Flow(protocol, family, 40000) for protocol in ("TCP", "UDP") for family in FAMILIES]
         self._fresh = 0
 
@@ -117,6 +125,23 @@ class Costs:
                 raise RuntimeError(f"{each.program.name} did not let the packet continue: {result.retval}")
             took[each].append(result.duration)
         return (sum(took[kind.real]) - sum(took[kind.empty])) / 2
+
+    def known(self) -> dict[str, float]:
+        """Nanoseconds for a packet of a flow in the flow table, by row; those of an empty program are subtracted."""
+        found: dict[str, float] = {}
+        for flow in self._known:
+            for each in self._all:
+                flow.know(each, self._devices)
+            frame = flow.frame(self._devices, size=18)
+            for name, kind in self._in_table.items():
+                taken = []
+                for _ in range(SENDINGS):
+                    result = kind.real(frame, HOPS)
+                    if result.retval != kind.wanted:
+                        raise RuntimeError(f"{name}: {flow}: {result.retval} instead of {kind.wanted}")
+                    taken.append(result.duration - kind.empty(frame, HOPS).duration)
+                found[f"{name}: {flow.protocol}, IPv{flow.family}"] = statistics.median(taken)
+        return found
 
     def _singly(self, single: int) -> dict[str, float]:
         """Single packets, all kinds in turns: the median of each kind, minus that of the empty program."""
@@ -187,7 +212,7 @@ def answer() -> None:
         costs = Costs(devices, reference.load())
         print("ready", flush=True)
         for _ in sys.stdin:
-            print(json.dumps(costs.round()), flush=True)
+            print(json.dumps({**costs.round(), **costs.known()}), flush=True)
 
 
 if __name__ == "__main__":
