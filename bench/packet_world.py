@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import os
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -20,6 +21,7 @@ from scapy.layers.inet6 import IPv6
 from scapy.layers.l2 import Ether
 from scapy.packet import Packet, Raw
 
+from pyebpf_proxy.datapath.connections.promotion import run_for_flow
 from pyebpf_proxy.datapath.loader.libbpf import Link, Object
 from pyebpf_proxy.lab import manifests
 from pyebpf_proxy.lab.addresses import Dual
@@ -136,8 +138,9 @@ class Flow(NamedTuple):
         ports = {"source_port": self.sport, "destination_port": PORTS[self.protocol][0]}
         number = socket.IPPROTO_TCP if self.protocol == "TCP" else socket.IPPROTO_UDP
         key = btf.struct("flow_key").pack(**ends, **ports, protocol=number, ipv6=int(self.family == 6))
-        tracked = btf.struct("tracked_flow").pack(key=key, **ends, **ports)
-        if found.loaded.tc.programs["enter_flow"].test_run(bytes(14) + tracked).retval != 1:
+        # struct tracked_flow (bpf/observer.h)
+        tracked = key + ends["source"] + ends["destination"] + struct.pack("=HH", *ports.values())
+        if not run_for_flow(found.loaded.tc.programs["enter_flow"], tracked):
             raise RuntimeError(f"{self} was not entered into the flow table")
         here, far = (bytes.fromhex(each.replace(":", "")) for each in (mac("pods"), FAR))
         link = btf.struct("link").pack(device=devices["nic"], mac_to=here, mac_from=far, mtu=1500, redirect=_TO_DEVICE)
