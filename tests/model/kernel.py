@@ -364,7 +364,11 @@ def services(maps: Maps, everything: int = 0) -> Services:
             frozenset(ranges.get(tables[number], ())),
             Policies(bool(any_endpoints), bool(internal), bool(external), seconds, bool(vips)),
         )
-    garbage["backends"] += len(backends) - len(used)
+    # UDP sockets keep an endpoint that has left the lists as long as it serves (service-semantics §10).
+    places = {id_: (service, address, port) for id_, (_, address, port, _, service, _) in backends.items()}
+    listed_places = {places[id_] for id_ in used}
+    kept = {place for place in places.values() if place[1:] in serving.get(place[0], ()) and place not in listed_places}
+    garbage["backends"] += len(backends) - len(used) - len(kept)
     plain = {number: (address, port) for number, (_, address, port, *_) in backends.items()}
     return Services(ports, plain, +garbage)
 
