@@ -148,6 +148,7 @@ class Map:
                     raise
                 ended = True
             count = _BATCH.unpack(request.raw)[4]
+            before = len(found)
             names, contents = (
                 memoryview(each).cast("B")[: count * size].tobytes()
                 for each, size in ((keys, self.key_size), (values, self.value_size))
@@ -155,7 +156,8 @@ class Map:
             for at in range(count):
                 key = names[at * self.key_size : (at + 1) * self.key_size]
                 found[key] = contents[at * self.value_size : (at + 1) * self.value_size]
-            if ended:
+            # Nothing new: the iteration began again, as it does in some tries with damaged keys.
+            if ended or len(found) == before:
                 return found
             begin = here(position)
 
