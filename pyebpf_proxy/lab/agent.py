@@ -12,9 +12,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import yaml
 
@@ -44,6 +44,17 @@ def command() -> list[str]:
     return [str(script)] if script.exists() else [sys.executable, "-m", "pyebpf_proxy"]
 
 
+class Process(Protocol):
+    """What a lab needs of an agent's process; ``subprocess.Popen`` has it."""
+
+    @property
+    def pid(self) -> int: ...
+    def poll(self) -> int | None: ...
+    def wait(self, timeout: float | None = None) -> int: ...
+    def send_signal(self, sig: int) -> None: ...
+    def kill(self) -> None: ...
+
+
 class Agent:
     """One agent with its configuration, its process and its log. It may be started and stopped repeatedly."""
 
@@ -53,7 +64,9 @@ class Agent:
         self.folder = folder  # configuration and log
         self.directory = folder / "state"  # --directory
         self.manifests = manifests
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process: Process | None = None
+        #: Starts the process with these arguments and this log file, instead of :func:`command` (tests/model).
+        self.launch: Callable[[Sequence[str], Path], Process] | None = None
         self._ever_started = False
         self._bpffs = False
 
@@ -110,6 +123,9 @@ class Agent:
             arguments += ["--datapath-config", str(path)]
         self.started = time.time()
         self._ever_started = True
+        if self.launch is not None and not enter:
+            self.process = self.launch(arguments, self.log_file)
+            return
         with open(self.log_file, "ab") as log:
             self.process = subprocess.Popen(
                 [*(enter or self._enter()), *command(), *arguments],

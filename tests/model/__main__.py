@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator
 from multiprocessing.sharedctypes import Synchronized
 
 from pyebpf_proxy.lab.cluster import Lab
-from tests.model.stream import Model, WrongError, run, shrink
+from pyebpf_proxy.lab.namespace import die_with_parent
+from tests.model.stream import SAME_SETTINGS, Model, WrongError, run, shrink
 
 _fork = multiprocessing.get_context("fork")
 
@@ -31,14 +32,18 @@ class Search:
         self.checks: Synchronized[int] = _fork.Value("q", 0)
 
     def seeds(self) -> Iterator[int]:
-        """The streams of this process: always the next one that no process has begun."""
-        while not (self.options.seconds and time.monotonic() - self.begun > self.options.seconds):
+        """The streams of this process: always the next ones that no process has begun."""
+        # In a row: streams that begin with the same settings share an agent.
+        row = max(1, min(SAME_SETTINGS, self.options.streams // self.options.jobs))
+        while True:
             with self.next.get_lock():
-                seed = self.next.value
-                self.next.value += 1
-            if seed >= self.first + self.options.streams:
-                return
-            yield seed
+                first = self.next.value
+                self.next.value += row
+            for seed in range(first, first + row):
+                late = self.options.seconds and time.monotonic() - self.begun > self.options.seconds
+                if late or seed >= self.first + self.options.streams:
+                    return
+                yield seed
 
     def record(self, seed: int, failed: bool, checks: int) -> None:
         """A stream has ended."""
@@ -62,6 +67,8 @@ def main() -> int:
     parser.add_argument("--shrink", type=float, default=600.0, help="seconds for making a finding small")
     parser.add_argument("--only", default="", help="numbers of the steps, as a finding names them: 3,7,12")
     parser.add_argument("--without", default="", help="names of steps that are left out: kill,restart")
+    parser.add_argument("--with-all", type=int, default=0, help=f"of {SAME_SETTINGS} streams, so many leave none out")
+    parser.add_argument("--command", action="store_true", help="start agents by the command, instead of by a fork")
     parser.add_argument("--verbose", action="store_true", help="print every step")
     options = parser.parse_args()
     first = options.seed if options.seed is not None else random.randrange(1 << 31)
@@ -92,12 +99,15 @@ def steps(options: argparse.Namespace) -> list[int]:
 
 def streams(search: Search) -> None:
     """Run streams in a lab of this process until none is left."""
+    if multiprocessing.parent_process() is not None:
+        die_with_parent()
     options = search.options
     numbers = steps(options)
     say: Callable[[str], None] = print if options.verbose or options.only else lambda text: None
-    with Lab(nodes=1) as lab:
-        model = Model(lab, options.without.split(","))
+    without = options.without.split(",")
+    with Lab(nodes=1) as lab, Model(lab, not options.command) as model:
         for seed in search.seeds():
+            model.without = () if seed % SAME_SETTINGS < options.with_all else without
             before = model.checks
             failed = False
             try:
@@ -126,9 +136,9 @@ def finding(model: Model, seed: int, numbers: list[int], seconds: float) -> None
     model.patience = 0.5
     kept = shrink(fails, numbers, 40)
     model.patience = 1.0
-    print(
-        f"seed {seed}: make test-model ARGS='--streams 1 --seed {seed} --only {','.join(map(str, kept))}'", flush=True
-    )
+    left_out = f" --without {','.join(model.without)}" if any(model.without) else ""
+    only = ",".join(map(str, kept))
+    print(f"seed {seed}: make test-model ARGS='--streams 1 --seed {seed} --only {only}{left_out}'", flush=True)
 
 
 if __name__ == "__main__":

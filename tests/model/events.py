@@ -7,6 +7,7 @@ import copy
 import json
 import os
 import random
+import time
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,8 @@ PODS = {
     6: [f"fd00:10:244:{node}::{n:x}" for node in (1, 2) for n in range(10, 15)],
 }
 RANGES = ("198.51.100.0/24", "192.0.2.0/24", "0.0.0.0/0", "2001:db8:2::/64", "2001:db8:1::/64", "10.244.0.0/16", "junk")
+#: Seconds until a file that was removed counts as deleted.
+DELETED = 0.3
 ZONES = ("east", "west")
 
 
@@ -209,6 +212,8 @@ class Folder:
         #: By file: objects, and whether each is valid. None: the text cannot be read.
         self.files: dict[str, list[tuple[Object, bool]] | None] = {}
         self._known: dict[str, dict[Key, Object]] = {}
+        #: When a file was removed that has not been written again.
+        self._gone: dict[str, float] = {}
 
     def objects(self) -> dict[Key, Object]:
         """The objects that the agent knows: if several files have one, the last file by name counts."""
@@ -245,7 +250,9 @@ class Folder:
         """Remove a file."""
         self.files.pop(name, None)
         self._known.pop(name, None)
-        (self.path / name).unlink(missing_ok=True)
+        if (self.path / name).exists():
+            (self.path / name).unlink()
+            self._gone[name] = time.monotonic()
 
     def forget(self) -> None:
         """The agent starts again: it does not know earlier valid states."""
@@ -255,6 +262,9 @@ class Folder:
         }
 
     def _replace(self, name: str, text: str) -> None:
+        if (gone := self._gone.pop(name, None)) is not None:
+            # A file that returns in time counts as never deleted.
+            time.sleep(max(0.0, gone + DELETED - time.monotonic()))
         aside = self.path / f".{name}.new"
         aside.write_text(text)
         os.rename(aside, self.path / name)

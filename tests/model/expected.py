@@ -7,14 +7,18 @@ no function, no constant.
 
 from __future__ import annotations
 
+import ipaddress
 from collections.abc import Iterable, Mapping
-from ipaddress import ip_address, ip_network
+from functools import lru_cache
 from typing import Any, NamedTuple
 
-from tests.model.kernel import Backend, Frontend, Name, Policies, Port
+from tests.model.kernel import Backend, Frontend, Link, Name, Policies, Port
 
 Object = Mapping[str, Any]
 Addresses = dict[int, str]
+# The streams repeat the same few texts.
+ip_address = lru_cache(maxsize=4096)(ipaddress.ip_address)
+ip_network = lru_cache(maxsize=4096)(ipaddress.ip_network)
 ANY = {4: "0.0.0.0", 6: "::"}
 #: The kinds of addresses by precedence, the first one wins (docs/objects.md).
 RANKS = ("ClusterIP", "NodePort", "LoadBalancer", "ExternalIP")
@@ -333,41 +337,38 @@ class NodeState(NamedTuple):
     programs: dict[int, tuple[str, str]]
 
 
-def node_state(world: World, links: list[dict[str, Any]]) -> NodeState:
+def node_state(world: World, links: list[Link]) -> NodeState:
     """Computed from the devices of the namespace (docs/data-plane.md, Attachment; spec/service-semantics §8)."""
     settings = world.settings
     addresses: dict[str, bool] = {}
     for link in links:
-        for entry in link.get("addr_info", ()):
-            text = str(ip_address(entry["local"]))
+        for text in link.addresses:
             address = ip_address(text)
             if address.version == 4 and address.is_loopback:
                 continue
             addresses[text] = not address.is_loopback and accepts(world, address)
-    by_name = {link["ifname"]: link for link in links}
+    by_index = {link.index: link for link in links}
     devices: dict[int, tuple[int, str, bool, int]] = {}
     programs: dict[int, tuple[str, str]] = {}
     for link in links:
-        index, kind = link["ifindex"], link.get("linkinfo", {}).get("info_kind", "")
-        mtu = link["mtu"]
-        if link["link_type"] == "loopback" or kind == "dummy":
-            programs[index] = "", ""
+        if link.loopback or link.kind == "dummy":
+            programs[link.index] = "", ""
             continue
-        if kind == "bridge":
-            programs[index] = "", ""
+        if link.kind == "bridge":
+            programs[link.index] = "", ""
             if settings.fast_path:
-                devices[index] = 0, bytes(6).hex(":"), False, mtu
+                devices[link.index] = 0, bytes(6).hex(":"), False, link.mtu
             continue
-        master = by_name.get(link.get("master", ""))
-        bridged = master is not None and master["linkinfo"]["info_kind"] == "bridge"
-        seen_as = master["ifname"] if master is not None and bridged else link["ifname"]
+        master = by_index.get(link.master)
+        bridged = master is not None and master.kind == "bridge"
+        seen_as = master.name if master is not None and bridged else link.name
         pod = settings.detect == "InterfaceNamePrefix" and seen_as.startswith("pod")
         if master is not None and bridged:
-            devices[index] = master["ifindex"], master["address"], pod, mtu
+            devices[link.index] = master.index, master.mac, pod, link.mtu
         else:
-            devices[index] = 0, bytes(6).hex(":"), pod, mtu
+            devices[link.index] = 0, bytes(6).hex(":"), pod, link.mtu
         ingress = "tc_bridge_port" if bridged else "tc_ethernet"
-        programs[index] = ingress, "tc_egress" if settings.fast_path else ""
+        programs[link.index] = ingress, "tc_egress" if settings.fast_path else ""
     return NodeState(addresses, devices, programs)
 
 

@@ -12,8 +12,6 @@ import signal
 import struct
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
-from ipaddress import ip_address
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from pyebpf_proxy.lab.cluster import Lab
@@ -22,15 +20,18 @@ from tests.model import events, expected, kernel
 from tests.model.events import FILES, NAMESPACES, NODE_FILE, SERVICES, Folder, key_of
 from tests.model.expected import Settings, World
 from tests.model.kernel import Broken, Map
+from tests.model.preloaded import Preloaded
 
 #: Seconds until the kernel must match, after a change, a repair and a start. Generous: the machine may be busy.
 CHANGE, REPAIR, START = 40.0, 120.0, 120.0
-#: How often the agent checks its maps for foreign changes.
-SYNC_PERIOD = "1s"
+#: How often the agent checks its maps for foreign changes: as often as it can, for the steps that wait for it.
+SYNC_PERIOD = "500ms"
 MARKER_FILE = "zz.json"
 MARKER_ADDRESS = "10.96.255.1"
 #: The longest wait for the marker alone, in seconds: after it the comparison shows the reason.
 WAIT = 5.0
+#: So many streams in a row begin with the same settings: between them the agent goes on.
+SAME_SETTINGS = 25
 SIZES = {
     **dict.fromkeys(("frontends4", "frontends6", "services", "serviceNames", "serviceConfigs", "slots"), 2048),
     **dict.fromkeys(("backends4", "backends6", "endpoints4", "endpoints6", "sourceRanges4", "sourceRanges6"), 2048),
@@ -40,6 +41,12 @@ _DAMAGED = (
     *("frontends4", "frontends6", "services", "service_configs", "service_names", "slots", "backends4", "backends6"),
     *("endpoints4", "endpoints6", "source_ranges4", "source_ranges6", "node_addresses4", "node_addresses6", "devices"),
 )
+
+
+#: What is read again for each part of a comparison that differed: what it refers to, and itself.
+_AGAIN = ((), (1,), (1, 2), (0, 3))
+#: The expected service ports.
+Wanted = dict[kernel.Name, kernel.Port]
 
 
 class WrongError(AssertionError):
@@ -83,14 +90,15 @@ STEPS = (
 
 
 class Model:
-    """One agent on one node of a lab, its folder of manifests, and the expected state."""
+    """One agent on one node of a lab, its folder of manifests, and the expected state. A context manager."""
 
-    def __init__(self, lab: Lab, without: Collection[str] = ()) -> None:
-        """``without``: names of steps that are left out."""
+    def __init__(self, lab: Lab, preloaded: bool = True) -> None:
+        """``preloaded``: agents are forked (``Preloaded``)."""
         self.lab = lab
         self.node = lab.nodes[0]
         self.agent = self.node.agent
-        self.without = without
+        #: Names of steps that are left out.
+        self.without: Collection[str] = ()
         self.folder = Folder(lab.manifests)
         self.settings = Settings()
         self.checks = 0
@@ -99,8 +107,26 @@ class Model:
         #: A stream has begun and has not succeeded.
         self.broken = False
         self._marker = 0
-        self._frontends: Path | None = None
+        self._maps: kernel.Maps | None = None
         self._table = ""
+        #: The last state of objects and settings, and what follows from it.
+        self._computed: tuple[World, Wanted] | None = None
+        #: What the present comparison has read.
+        self._found: kernel.Services | None = None
+        self._node: expected.NodeState | None = None
+        self._preloaded = Preloaded(self.node.namespace) if preloaded else None
+        if self._preloaded is not None:
+            self.agent.launch = self._preloaded.start
+
+    def __enter__(self) -> Model:
+        return self
+
+    def __exit__(self, *what: object) -> None:
+        self.agent.kill()
+        if self._preloaded is not None:
+            self._preloaded.close()
+        if self._maps is not None:
+            self._maps.close()
 
     # ---- the agent ----------------------------------------------------------------------------------------------
 
@@ -135,20 +161,21 @@ class Model:
         self.agent.signal(number)
         self.agent.wait_ended()
 
-    def reset(self) -> None:
-        """An empty node: only the Nodes, the devices of the lab, default settings.
+    def reset(self, settings: Settings) -> None:
+        """An empty node: only the Nodes, the devices of the lab, an agent with these settings.
 
         After a successful stream the agent continues, or is restarted if its settings differ. After a finding it is
         replaced.
         """
-        goes_on = self.agent.process is not None and self.settings == Settings() and not self.broken
+        goes_on = self.agent.process is not None and self.settings == settings and not self.broken
         if not goes_on and self.agent.process is not None:
             self.agent.kill()
             if self.broken:
                 self.agent.cleanup()
-        for name in [*self.folder.files]:
-            self.folder.remove(name)
-        self.settings = Settings()
+        for name in self.folder.files.keys() - {NODE_FILE, MARKER_FILE}:
+            # Removed files would count as deleted a moment later.
+            self.folder.write(name, [])
+        self.settings = settings
         lines = [f"link del {name}" for name in ("x0", "x1", "pod8", "pod9", "br0")]
         for n in (50, 51, 52):
             lines += [f"addr del {text} dev eth0" for text in (f"192.0.2.{n}/24", f"2001:db8:1::{n}/64")]
@@ -158,7 +185,6 @@ class Model:
         chance = random.Random(0)
         self.folder.write(NODE_FILE, [(events.node(chance, name), True) for name in ("node1", "node2")])
         if goes_on:
-            time.sleep(0.3)  # until deleted files count as deleted
             self.mark()
         else:
             self.start()
@@ -176,41 +202,51 @@ class Model:
 
     def _is_marked(self) -> bool:
         """Whether the object of the last file is active."""
-        key = kernel.FRONTEND_KEY[4].pack(ip_address(MARKER_ADDRESS).packed, self._marker, 6)
+        key = kernel.FRONTEND_KEY[4].pack(kernel.packed_of(MARKER_ADDRESS), self._marker, 6)
         try:
-            self._frontends = self._frontends or self.agent.pin("frontends4")
-            with Map(self._frontends) as each:
-                return each.get(key) is not None
+            return self.maps["frontends4"].get(key) is not None
         except (OSError, LabError):
-            self._frontends = None
             return False
 
     @property
-    def pins(self) -> Path:
-        """The folder of the maps."""
-        return self.agent.pin("frontends4").parent
+    def maps(self) -> kernel.Maps:
+        """The maps of the agent. LabError before its first start."""
+        self._maps = self._maps or kernel.Maps(self.agent.pin("frontends4").parent)
+        return self._maps
 
     # ---- the comparison -----------------------------------------------------------------------------------------
 
     def settle(self, step: int, what: str, seconds: float, thorough: bool = False) -> None:
         """Wait until the kernel matches the model. WrongError if it does not in time."""
         world = World(self.folder.objects(), self.settings)
-        wanted = expected.ports(world)
+        if self._computed is None or self._computed[0] != world:
+            self._computed = world, expected.ports(world)
+        wanted = self._computed[1]
         begun = time.monotonic()
         pause = 0.004
         # Reading all maps costs a hundred times as much as checking for the last file.
         while not self._is_marked() and time.monotonic() - begun < min(seconds * self.patience, WAIT):
-            if self.agent.process is None or self.agent.process.poll() is not None:
+            if self._has_ended():
                 break
             time.sleep(pause)
+            pause = min(0.02, pause * 1.2)
+        parts = (self._service_differences, self._node_differences, self._program_differences, self._table_differences)
+        differing = 0
+        # A repair begins up to a SYNC_PERIOD later.
+        pause = 0.03 if seconds == REPAIR else 0.004
         while True:
-            if self.agent.process is None or self.agent.process.poll() is not None:
+            if self._has_ended():
                 status = self.agent.wait_ended()
                 raise WrongError(step, what, f"the agent has ended with {status}:\n{self.agent.log()[-3000:]}")
-            try:
-                text = self.differences(world, wanted, thorough)
-            except (Broken, OSError, LabError) as error:
-                text = f"{type(error).__name__}: {error}"
+            # First the part that differed: while it does, the others are not read. The end is one pass without any.
+            for number in (*_AGAIN[differing], *range(len(parts))):
+                try:
+                    text = parts[number](world, wanted, thorough)
+                except (Broken, OSError, LabError) as error:
+                    text = f"{type(error).__name__}: {error}"
+                if text:
+                    differing = number
+                    break
             self.checks += 1
             if not text:
                 return
@@ -219,37 +255,42 @@ class Model:
             time.sleep(pause)
             pause = min(0.1, pause * 1.5)
 
-    def differences(self, world: World, wanted: dict[kernel.Name, kernel.Port], thorough: bool) -> str:
-        """The differences between kernel and model; empty: none."""
-        pins = self.pins
-        found = kernel.services(pins, 2048 if thorough else 0)
+    def _has_ended(self) -> bool:
+        return self.agent.process is None or self.agent.process.poll() is not None
+
+    def _service_differences(self, world: World, wanted: Wanted, thorough: bool) -> str:
+        self._found = found = kernel.services(self.maps, 2048 if thorough else 0)
         for name in sorted({*wanted, *found.ports}):
             if wanted.get(name) != found.ports.get(name):
                 return f"{name}: {_difference(wanted.get(name), found.ports.get(name))}"
-        if thorough and found.garbage:
-            return f"entries that nothing refers to: {dict(found.garbage)}"
-        links = self.node.namespace.call(kernel.links)
-        node = expected.node_state(world, links)
-        maps = kernel.node_maps(pins)
+        return f"entries that nothing refers to: {dict(found.garbage)}" if thorough and found.garbage else ""
+
+    def _node_differences(self, world: World, wanted: Wanted, thorough: bool) -> str:
+        self._node = node = expected.node_state(world, self.node.namespace.call(kernel.links))
+        maps = kernel.node_maps(self.maps)
         if maps.addresses != node.addresses:
             return f"addresses of the node: {_difference(node.addresses, maps.addresses)}"
         devices = {index: device[:4] for index, device in maps.devices.items()}
-        if devices != node.devices:
-            return f"devices: {_difference(node.devices, devices)}"
-        chains = self.node.namespace.call(kernel.chains, list(node.programs))
-        for index, (ingress, egress) in node.programs.items():
+        return f"devices: {_difference(node.devices, devices)}" if devices != node.devices else ""
+
+    def _program_differences(self, world: World, wanted: Wanted, thorough: bool) -> str:
+        assert self._node is not None
+        chains = self.node.namespace.call(kernel.chains, list(self._node.programs))
+        for index, (ingress, egress) in self._node.programs.items():
             if ("".join(chains[index][0][:1]), "".join(chains[index][1][-1:])) != (ingress, egress):
                 return f"programs of device {index}: {chains[index]}, not {ingress, egress}"
             if len(chains[index][0]) > 1 or len(chains[index][1]) > 1:
                 return f"several programs on device {index}: {chains[index]}"
-        return self._table_differences(world, found)
+        return ""
 
-    def _table_differences(self, world: World, found: kernel.Services) -> str:
+    def _table_differences(self, world: World, wanted: Wanted, thorough: bool) -> str:
+        assert self._found is not None
         table = self.node.namespace.call(kernel.table, self._table or self._find_table())
         if table is None:
             return "there is no nftables table"
-        if table.backends != found.backends:
-            return f"backends in nftables: {_difference(found.backends, table.backends)}"
+        backends = self._found.backends
+        if table.backends != backends:
+            return f"backends in nftables: {_difference(backends, table.backends)}"
         sets = expected.nft_sets(world)
         if {name: table.sets.get(name) for name in sets} != sets:
             return f"sets in nftables: {_difference(sets, table.sets)}"
@@ -367,7 +408,6 @@ class Model:
         name = chance.choice(FILES)
         self.folder.remove(name)
         self.mark()
-        time.sleep(0.3)  # a file that returns in time counts as never deleted
         return name
 
     def _burst(self, chance: random.Random) -> str:
@@ -436,10 +476,10 @@ class Model:
         chance.shuffle(names)
         # Most of them are empty on a node with few Services.
         for name in names:
-            with Map(self.pins / name) as each:
-                entries = sorted(each.items().items()) if name not in ("services", "slots") else [(b"", b"")]
-                if entries:
-                    return self._damage(chance, each, entries)
+            each = self.maps[name]
+            entries = sorted(each.items().items()) if name not in ("services", "slots") else [(b"", b"")]
+            if entries:
+                return self._damage(chance, each, entries)
         return "all maps are empty"
 
     @staticmethod
@@ -483,12 +523,12 @@ class Model:
 
     def _detach(self, chance: random.Random) -> str:
         """Detach the program from a device, as detaching its link does."""
-        links = sorted(path.name for path in self.pins.parent.parent.joinpath("tcx").iterdir())
+        folder = self.maps.folder.parent.parent / "tcx"
+        links = sorted(path.name for path in folder.iterdir())
         if not links:
             return "nothing"
         name = chance.choice(links)
-        path = self.pins.parent.parent / "tcx" / name
-        self.node.namespace.run("bpftool", "link", "detach", "pinned", str(path))
+        kernel.detach(folder / name)
         return name
 
     def _kill(self, chance: random.Random) -> str:
@@ -514,21 +554,26 @@ class Model:
     def _restart(self, chance: random.Random) -> str:
         """End it, and start it with another configuration."""
         self.stop(chance.choice((signal.SIGTERM, signal.SIGKILL)))
-        mode = chance.choice(("iptables", "nftables"))
-        # Mode nftables has another default.
-        primary: tuple[str, ...] = ("primary",)
-        choices = (primary, ("192.0.2.0/24",), ("192.0.2.11/32", "2001:db8:1::/64"), ("127.0.0.0/8",))
-        self.settings = Settings(
-            chance.choice(("node1", "node1", "node2")),
-            mode,
-            chance.choice(choices) if mode == "nftables" else chance.choice(((), *choices)),
-            chance.choice(("checked", "strict", "unchecked")),
-            chance.random() < 0.7,
-            chance.choice(("node", "all", "off")),
-            chance.choice(("ClusterCIDR", "InterfaceNamePrefix")),
-        )
+        self.settings = some_settings(chance)
         self.start()
         return str(self.settings)
+
+
+def some_settings(chance: random.Random) -> Settings:
+    """A random configuration."""
+    mode = chance.choice(("iptables", "nftables"))
+    # Mode nftables has another default.
+    primary: tuple[str, ...] = ("primary",)
+    choices = (primary, ("192.0.2.0/24",), ("192.0.2.11/32", "2001:db8:1::/64"), ("127.0.0.0/8",))
+    return Settings(
+        chance.choice(("node1", "node1", "node2")),
+        mode,
+        chance.choice(choices) if mode == "nftables" else chance.choice(((), *choices)),
+        chance.choice(("checked", "strict", "unchecked")),
+        chance.random() < 0.7,
+        chance.choice(("node", "all", "off")),
+        chance.choice(("ClusterCIDR", "InterfaceNamePrefix")),
+    )
 
 
 def _difference(wanted: Any, found: Any) -> str:
@@ -548,7 +593,7 @@ def _difference(wanted: Any, found: Any) -> str:
 
 def run(model: Model, seed: int, numbers: Iterable[int], say: Callable[[str], None] = lambda text: None) -> None:
     """One stream, from an empty node. WrongError at the first difference."""
-    model.reset()
+    model.reset(some_settings(random.Random(f"settings of {seed // SAME_SETTINGS}")))
     model.broken = True
     model.settle(-1, "start", START)
     for number in numbers:
