@@ -156,7 +156,7 @@ class Map:
             for at in range(count):
                 key = names[at * self.key_size : (at + 1) * self.key_size]
                 found[key] = contents[at * self.value_size : (at + 1) * self.value_size]
-            # Nothing new: the iteration began again, as it does in some tries with damaged keys.
+            # A batch with nothing new: others write so fast that the iteration began again.
             if ended or len(found) == before:
                 return found
             begin = here(position)
