@@ -3,11 +3,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from itertools import islice
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from sys import intern
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
@@ -42,8 +41,25 @@ MOST_PORTS = 1024
 #: Maximum of addresses besides the ClusterIP, times ports.
 MOST_EXTERNAL = 2048
 MOST_RANGES = 1024
+#: How many addresses, and how many ranges, of a family are read and counted. A Service with more is far over the limits
+#: above, and each of its changes would take a tenth of a second.
+MOST_READ = 2 * MOST_EXTERNAL
+
+#: How a text begins that may be an IPv4-mapped IPv6 address: a group ffff after zeros only.
+_MAYBE_MAPPED = re.compile(r"\s*[0:]*ffff:", re.IGNORECASE)
 
 _FAMILIES = {"IPv4": IPFamily.IPV4, "IPv6": IPFamily.IPV6}
+
+
+class Listed(NamedTuple):
+    """What a Service lists for each family besides its ClusterIP, at most :data:`MOST_READ` of each.
+
+    ``addresses``: the usable ones by their kind, in the order in which they are served: load balancers', then external
+    IPs. If one is both, it counts as the load balancer's. ``ranges``: the source ranges, in the Service's order.
+    """
+
+    addresses: Mapping[IPFamily, Mapping[bytes, FrontendKind]]
+    ranges: Mapping[IPFamily, Sequence[SourceRange]]
 
 
 def is_served(service: objects.Service) -> bool:
@@ -57,15 +73,13 @@ def service_ports(
     namespace: str,
     name: str,
     service: objects.Service,
+    listed: Listed,
     node_ips: Mapping[IPFamily, bytes],
-    *,
-    external_ips: bool = True,
     denied: Denied = Denied.NOTHING,
 ) -> tuple[ServicePort, ...]:
     """Every service port of a Service in each of its families, with empty endpoint lists.
 
-    ``external_ips``: whether external IPs are served (feature gate AllowServiceExternalIPs). ``denied``: the parts that
-    are not served.
+    ``listed``: what :func:`read_listed` returns for it. ``denied``: the parts that are not served.
 
     Addresses are in the order ClusterIP, load balancer VIPs, external IPs, NodePort. If one address is of several
     kinds, the first of these counts.
@@ -77,10 +91,66 @@ def service_ports(
     for family in IPFamily:
         cluster_ip = _cluster_ip(service.spec, family)
         if cluster_ip is not None:
-            node_ip, externals = node_ips.get(family), (service.spec.external_ips or ()) if external_ips else ()
-            for port in _ports_of_family(namespace, name, service, family, cluster_ip, node_ip, externals, denied):
+            node_ip = node_ips.get(family)
+            for port in _ports_of_family(namespace, name, service, family, cluster_ip, node_ip, listed, denied):
                 found[port.name] = port
     return tuple(found.values())
+
+
+def read_listed(service: objects.Service, *, external_ips: bool = True) -> Listed:
+    """Read the addresses and ranges of a Service. If they are far too many, the rest is skipped.
+
+    ``external_ips``: whether external IPs are served (feature gate AllowServiceExternalIPs).
+    """
+    spec = service.spec
+    addresses: dict[IPFamily, dict[bytes, FrontendKind]] = {family: {} for family in IPFamily}
+    full: set[IPFamily] = set()
+    for kind, texts in (
+        (FrontendKind.LOAD_BALANCER, _vip_texts(service)),
+        (FrontendKind.EXTERNAL_IP, (spec.external_ips or ()) if external_ips else ()),
+    ):
+        for text in _worth_reading(texts, full):
+            address = parse_address(text)
+            if address is None or unusable_reason(address, link_local=True) is not None:
+                continue
+            known = addresses[family_of(address)]
+            if len(known) < MOST_READ:
+                known.setdefault(address, kind)
+            else:
+                full.add(family_of(address))
+    ranges: dict[IPFamily, list[SourceRange]] = {family: [] for family in IPFamily}
+    full = set()
+    for text in _worth_reading(spec.load_balancer_source_ranges or (), full):
+        prefix = parse_prefix(text)
+        if prefix is None:
+            continue
+        found = ranges[family_of(prefix.address)]
+        if len(found) < MOST_READ:
+            found.append(prefix)
+        else:
+            full.add(family_of(prefix.address))
+    return Listed(addresses, ranges)
+
+
+def _worth_reading(texts: Iterable[str], full: Collection[IPFamily]) -> Iterator[str]:
+    """The texts that may be of a family which is not ``full``, and perhaps a few others.
+
+    The caller adds families to ``full``, while it reads.
+    """
+    rest = iter(texts)
+    for text in rest:
+        yield text
+        if full:
+            break
+    # Not by the colon alone: ::ffff:192.0.2.1 is an IPv4 address.
+    if IPFamily.IPV6 not in full:
+        rest = (text for text in rest if ":" in text)
+    elif IPFamily.IPV4 not in full:
+        rest = (text for text in rest if ":" not in text or _MAYBE_MAPPED.match(text))
+    for text in rest:
+        yield text
+        if len(full) == len(IPFamily):
+            return
 
 
 def _ports_of_family(
@@ -90,26 +160,24 @@ def _ports_of_family(
     family: IPFamily,
     cluster_ip: bytes,
     node_ip: bytes | None,
-    external_ips: Iterable[str],
+    listed: Listed,
     denied: Denied,
 ) -> Iterator[ServicePort]:
     spec = service.spec
     bare = denied.external(family)
-    vips = [] if bare else _usable(family, _vip_texts(service))
-    externals = [] if bare else _usable(family, external_ips)
     addresses: dict[bytes, FrontendKind] = {cluster_ip: FrontendKind.CLUSTER_IP}
     most = _most_addresses(spec)
-    for kind, found in ((FrontendKind.LOAD_BALANCER, vips), (FrontendKind.EXTERNAL_IP, externals)):
-        for address in found:
-            if len(addresses) > most:
-                break
-            addresses.setdefault(address, kind)
+    for address, kind in () if bare else listed.addresses[family].items():
+        if len(addresses) > most:
+            break
+        addresses.setdefault(address, kind)
+    has_vips = not bare and _has_vips(listed, family)
     if denied.ranges(family):
         # Also those that are external IPs, too: nothing would restrict their sources.
         addresses = {address: kind for address, kind in addresses.items() if kind is not FrontendKind.LOAD_BALANCER}
-        vips = []
+        has_vips = False
     may_be_external = spec.type in ("LoadBalancer", "NodePort") or bool(spec.external_ips)
-    ranges = _source_ranges(spec, family) if vips else ()
+    ranges = _source_ranges(listed.ranges[family]) if has_vips else ()
     for port in (spec.ports or ())[:MOST_PORTS]:
         protocol = Protocol.__members__.get(port.protocol or "TCP")
         if protocol is None or not port.port:
@@ -128,29 +196,28 @@ def _ports_of_family(
         )
 
 
+def _has_vips(listed: Listed, family: IPFamily) -> bool:
+    return FrontendKind.LOAD_BALANCER in listed.addresses[family].values()
+
+
 def _most_addresses(spec: objects.ServiceSpec) -> int:
     """How many addresses besides its ClusterIP a Service may have in a family; each has all its ports."""
     return MOST_EXTERNAL // max(1, min(len(spec.ports or ()), MOST_PORTS))
 
 
-def need(service: objects.Service, *, external_ips: bool = True) -> Need:
+def need(service: objects.Service, listed: Listed) -> Need:
     """An upper bound of what a Service uses of its namespace's limits, without building its ports."""
     spec = service.spec
     number = min(len(spec.ports or ()), MOST_PORTS)
     node_ports = sum(1 for port in (spec.ports or ())[:MOST_PORTS] if port.node_port)
     most = _most_addresses(spec)
-    vips = list(_vip_texts(service))
-    texts = [*vips, *((spec.external_ips or ()) if external_ips else ())]
-    # Not by their colons: ::ffff:192.0.2.1 is an IPv4 address.
-    addresses = Counter(family_of(packed) for text in texts if (packed := parse_address(text)) is not None)
-    range_texts = (spec.load_balancer_source_ranges or ()) if vips else ()
-    prefixes = Counter(family_of(prefix.address) for text in range_texts if (prefix := parse_prefix(text)) is not None)
     ports, external, ranges = [], [], []
     for family in IPFamily:
         there = _cluster_ip(spec, family) is not None
         ports.append(number if there else 0)
-        external.append(min(addresses[family], most) * number + node_ports if there else 0)
-        ranges.append(min(prefixes[family], MOST_RANGES) * number if there else 0)
+        external.append(min(len(listed.addresses[family]), most) * number + node_ports if there else 0)
+        restricted = there and _has_vips(listed, family)
+        ranges.append(min(len(listed.ranges[family]), MOST_RANGES) * number if restricted else 0)
     return Need((ports[0], ports[1]), (external[0], external[1]), (ranges[0], ranges[1]))
 
 
@@ -169,27 +236,28 @@ def reduced(port: ServicePort, denied: Denied) -> ServicePort | None:
     return msgspec.structs.replace(port, frontends=kept, source_ranges=(), vip_source_allowed=False)
 
 
-def over_limits(service: objects.Service, *, external_ips: bool = True) -> tuple[str, ...]:
+def over_limits(service: objects.Service, listed: Listed) -> tuple[str, ...]:
     """What is not served of a Service that is over a limit, each as ``field: what``, without building its ports."""
     spec = service.spec
     found = []
     if (ports := len(spec.ports or ())) > MOST_PORTS:
         found.append(f"spec.ports: {ports} are more than {MOST_PORTS}: the first {MOST_PORTS} are served")
     most = _most_addresses(spec)
-    externals = (spec.external_ips or ()) if external_ips else ()
-    texts = sum(1 for _ in _vip_texts(service)) + len(externals)
-    if texts <= most and len(spec.load_balancer_source_ranges or ()) <= MOST_RANGES:
-        return tuple(found)
     for family in IPFamily:
-        named = {*_usable(family, _vip_texts(service)), *_usable(family, externals)}
-        if len(named) > most:
-            what = f"{len(named)} IPv{family.value} addresses for {min(ports, MOST_PORTS)} ports are more than {most}"
+        addresses, ranges = len(listed.addresses[family]), len(listed.ranges[family])
+        if addresses > most:
+            number = f"{_at_least(addresses)} IPv{family.value} addresses for {min(ports, MOST_PORTS)} ports"
+            what = f"{number} are more than {most}"
             found.append(f"spec.externalIPs: {what}: load balancers' first, then the first {most} are served")
-        ranges = sum(1 for _ in _ranges_of(spec, family, None))
         if ranges > MOST_RANGES:
-            what = f"{ranges} IPv{family.value} ranges are more than {MOST_RANGES}"
+            what = f"{_at_least(ranges)} IPv{family.value} ranges are more than {MOST_RANGES}"
             found.append(f"spec.loadBalancerSourceRanges: {what}: sources in the others are not accepted")
     return tuple(found)
+
+
+def _at_least(number: int) -> str:
+    """The number of addresses or ranges that were read, for messages; there may be more than :data:`MOST_READ`."""
+    return str(number) if number < MOST_READ else f"at least {MOST_READ}"
 
 
 def with_node_ip(port: ServicePort, node_ip: bytes | None) -> ServicePort:
@@ -222,31 +290,10 @@ def _vip_texts(service: objects.Service) -> Iterator[str]:
             yield ingress.ip
 
 
-def _usable(family: IPFamily, texts: Iterable[str]) -> list[bytes]:
-    return [
-        address
-        for text in texts
-        if (address := parse_address(text)) is not None
-        and family_of(address) is family
-        and unusable_reason(address, link_local=True) is None
-    ]
-
-
-def _source_ranges(spec: objects.ServiceSpec, family: IPFamily) -> tuple[SourceRange, ...]:
-    ranges = set(_ranges_of(spec, family, MOST_RANGES))
+def _source_ranges(listed: Sequence[SourceRange]) -> tuple[SourceRange, ...]:
+    ranges = set(listed[:MOST_RANGES])
     # A range that contains every address removes the restriction.
     return () if any(prefix.prefix_length == 0 for prefix in ranges) else tuple(sorted(ranges))
-
-
-def _ranges_of(spec: objects.ServiceSpec, family: IPFamily, most: int | None) -> Iterator[SourceRange]:
-    """The first ranges of a family, at most ``most``; None: all."""
-    size = len(UNSPECIFIED[family])
-    found = (
-        prefix
-        for text in spec.load_balancer_source_ranges or ()
-        if (prefix := parse_prefix(text)) is not None and len(prefix.address) == size
-    )
-    return islice(found, most)
 
 
 def _affinity_seconds(spec: objects.ServiceSpec) -> int:

@@ -233,19 +233,20 @@ class Planner:
         """The stored form of a Service; None if it is not served."""
         if not frontends.is_served(service):
             return None
-        external_ips, denied = self._settings.external_ips, self._shares.denied(key)
-        ports = frontends.service_ports(
-            key.namespace, key.name, service, self.facts.node_ips, external_ips=external_ips, denied=denied
-        )
-        over = frontends.over_limits(service, external_ips=external_ips)
+        denied = self._shares.denied(key)
+        listed = frontends.read_listed(service, external_ips=self._settings.external_ips)
+        ports = frontends.service_ports(key.namespace, key.name, service, listed, self.facts.node_ips, denied)
+        over = frontends.over_limits(service, listed)
         created = service.metadata.creation_timestamp or ""
         return _Service(ports, created, health_check_port(service), over, service if denied else None)
 
     def _share_out(self, services: Mapping[ServiceKey, objects.Service | None]) -> set[ServiceKey]:
         """Count what these Services need. The result: other Services whose share has changed."""
         for key, service in services.items():
-            served = service is not None and frontends.is_served(service)
-            need = frontends.need(service, external_ips=self._settings.external_ips) if served and service else None
+            need = None
+            if service is not None and frontends.is_served(service):
+                listed = frontends.read_listed(service, external_ips=self._settings.external_ips)
+                need = frontends.need(service, listed)
             self._shares.want(key, need)
 
         def age(key: tuple[str, str]) -> tuple[str, tuple[str, str]]:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 import tracemalloc
 from ipaddress import ip_address
@@ -15,7 +16,8 @@ import pytest
 from pyebpf_proxy.kube.objects import EndpointSlice
 from pyebpf_proxy.kube.source import Change
 from pyebpf_proxy.services import endpoints
-from pyebpf_proxy.services.frontends import MOST_EXTERNAL, MOST_PORTS, MOST_RANGES
+from pyebpf_proxy.services import frontends as reading
+from pyebpf_proxy.services.frontends import MOST_EXTERNAL, MOST_PORTS, MOST_RANGES, MOST_READ
 from pyebpf_proxy.services.losses import OVER_LIMIT
 from pyebpf_proxy.services.model import FrontendKind
 from pyebpf_proxy.services.planner import Planner, PlanSettings
@@ -40,6 +42,71 @@ def messages(planner: Planner) -> list[str]:
     problems, _ = planner.new_messages()
     assert {output.reason for output in problems} <= {OVER_LIMIT}
     return [output.text for output in problems]
+
+
+BOTH = {"clusterIPs": ["10.96.0.1", "fd00:96::1"], "ipFamilies": ["IPv4", "IPv6"]}
+VIPS = {"loadBalancer": {"ingress": [{"ip": "198.51.100.1"}, {"ip": "2001:db8::1"}]}}
+MANY = 10 * MOST_READ
+FOUR = [f"10.{number >> 8}.{number & 255}.0" for number in range(MANY)]
+SIX = [f"2001:db8:{number:x}::" for number in range(MANY)]
+
+
+@pytest.mark.parametrize("texts", [FOUR, SIX, [text for pair in zip(FOUR, SIX, strict=True) for text in pair]])
+def test_a_list_that_is_far_too_long_is_not_read_to_its_end(
+    planner: Planner, monkeypatch: pytest.MonkeyPatch, texts: list[str]
+) -> None:
+    """A Service of 1.5 MB with 90 000 ranges took 0.5 s with every change."""
+    calls = []
+    for name in ("parse_address", "parse_prefix"):
+        real = getattr(reading, name)
+        monkeypatch.setattr(reading, name, lambda text, real=real: calls.append(text) or real(text))
+    ranges = [f"{text}/64" if ":" in text else f"{text}/24" for text in texts]
+    big = service("big", **BOTH, externalIPs=texts, loadBalancerSourceRanges=ranges, status=VIPS)
+    planner.update([big])
+    # Twice: to count what it needs, and to plan it.
+    families = len({":" in text for text in texts})
+    assert len(calls) < 2 * 2 * families * MOST_READ + 50
+    assert [text.split(": ")[2].split(" are ")[0] for text in sorted(messages(planner)) if "IPv4" in text] == (
+        ["at least 4096 IPv4 addresses for 1 ports", "at least 4096 IPv4 ranges"] if texts[0] == FOUR[0] else []
+    )
+
+
+def test_skipping_the_rest_of_a_list_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if families alternate, or an IPv4 address is written as an IPv6 address."""
+    monkeypatch.setattr(reading, "MOST_EXTERNAL", 8)
+    monkeypatch.setattr(reading, "MOST_RANGES", 5)
+    draw = random.Random(4096)
+
+    def texts(length: int) -> list[str]:
+        found = []
+        forms = draw.sample(range(7), draw.randrange(1, 8))
+        for _ in range(draw.choice((3, 60))):
+            number = draw.randrange(30)
+            form, prefix = (
+                (f"10.0.{number}.1", 24),
+                (f"010.0.{number}.001", 24),
+                (f"2001:db8:{number:x}::ffff:1", 48),
+                (f"::ffff:10.0.{number}.1", draw.choice((90, 120))),
+                (f"0:0::00:0FFFF:0a00:{number:x}01", draw.choice((90, 120))),
+                (f"ffff:{number}", 8),
+                (f"127.0.0.{number}", 8),
+            )[draw.choice(forms)]
+            found.append(f"{draw.choice((' ', ''))}{form}/{prefix}" if length else form)
+        return found
+
+    for _ in range(500):
+        vips = {"loadBalancer": {"ingress": [{"ip": text} for text in texts(0)[:12]]}}
+        lists = [texts(length) for length in (0, 1)]
+        _, _, _, found = service("a", **BOTH, externalIPs=lists[0], loadBalancerSourceRanges=lists[1], status=vips)
+        assert found is not None
+        results = []
+        for most in (10, MANY):
+            monkeypatch.setattr(reading, "MOST_READ", most)
+            listed = reading.read_listed(found)
+            ports = reading.service_ports("default", "a", found, listed, {})
+            over = [each.partition(":")[0] for each in reading.over_limits(found, listed)]
+            results.append((ports, reading.need(found, listed), over))
+        assert results[0] == results[1]
 
 
 def test_addresses_times_ports_are_bounded_and_cluster_ips_stay(planner: Planner) -> None:
