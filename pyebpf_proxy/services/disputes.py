@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from pyebpf_proxy.services.claims import Claim, Claims, Conflict, claim_of
+from pyebpf_proxy.services.claims import Claim, Claims, claim_of
 from pyebpf_proxy.services.guard import Check, Guard
 from pyebpf_proxy.services.losses import Loss, Losses
 from pyebpf_proxy.services.model import FrontendKind, ServicePort, ServicePortName
@@ -32,10 +32,11 @@ class Disputes:
         self._wanted = wanted
         self._overlaps = overlaps
         self._claims = Claims(rank)
-        self._conflicts: dict[Claim, Conflict] = {}
-        #: Claims that must be settled, then NodePorts whose holder may have changed.
+        #: Since the last ``settle``: claims that must be settled; NodePorts that were left or entered, and their
+        #: holders before that; service ports that were entered.
         self._disputed: set[Claim] = set()
-        self._node_ports: set[Claim] = set()
+        self._node_ports: dict[Claim, ServicePortName | None] = {}
+        self._entered: set[ServicePortName] = set()
         self.losses = Losses()
         self.guard = Guard(check, self._claims.holder)
 
@@ -44,7 +45,7 @@ class Disputes:
         for frontend in port.frontends:
             claim = claim_of(port.name, frontend)
             if frontend.kind is FrontendKind.NODE_PORT:
-                self._node_ports.add(claim)
+                self._node_ports.setdefault(claim, self._claims.holder(claim))
             lost = self.losses.of(port.name).get(claim)
             if lost is not None and lost.why:
                 self.losses.drop(port.name, claim)
@@ -53,10 +54,11 @@ class Disputes:
 
     def enter(self, port: ServicePort) -> None:
         """Record that a service port is added, with all addresses that it lists."""
+        self._entered.add(port.name)
         for frontend in port.frontends:
             claim = claim_of(port.name, frontend)
             if frontend.kind is FrontendKind.NODE_PORT:
-                self._node_ports.add(claim)
+                self._node_ports.setdefault(claim, self._claims.holder(claim))
             if why := self.guard.why_not(port.name, frontend):
                 self.losses.put(Loss(port.name, claim, frontend.kind, None, why))
             elif self._claims.add(claim, port.name):
@@ -74,18 +76,22 @@ class Disputes:
                 kinds[name] = {claim_of(name, each): each.kind for each in self._wanted[name].frontends}
             return kinds[name][claim]
 
-        for claim in self._disputed & self._node_ports:
+        for claim in self._disputed & self._node_ports.keys():
             self._settle(claim, kind_of, remember)
         if self.guard.changed:
             self.guard.changed = False
             concerned = set(self._wanted)
         else:
-            concerned = {name for claim in self._node_ports for name in self._overlaps.at(claim)}
+            concerned = set()
+            for claim, before in self._node_ports.items():
+                there = self._overlaps.at(claim)
+                # The others know the holder. A tenant may let thousands of service ports claim this port of a Node.
+                concerned |= there & self._entered if self._claims.holder(claim) == before else there
         for name in concerned:
             self._review(name, remember)
-        for claim in self._disputed - self._node_ports:
+        for claim in self._disputed - self._node_ports.keys():
             self._settle(claim, kind_of, remember)
-        self._disputed, self._node_ports = set(), set()
+        self._disputed, self._node_ports, self._entered = set(), {}, set()
 
     def _review(self, name: ServicePortName, remember: Remember) -> None:
         """Check the addresses of a service port against the cluster's own addresses again."""
@@ -109,19 +115,19 @@ class Disputes:
     def _settle(
         self, claim: Claim, kind_of: Callable[[ServicePortName, Claim], FrontendKind], remember: Remember
     ) -> None:
-        """Settle a contested claim and record its losers."""
-        was = self._conflicts.pop(claim, None)
-        conflict = self._claims.settle(claim, kind_of)
-        lost = dict(zip(conflict.losers, conflict.kinds, strict=True)) if conflict is not None else {}
-        for name in was.losers if was is not None else ():
-            if name not in lost and (loss := self.losses.of(name).get(claim)) is not None and not loss.why:
+        """Settle a contested claim and record who does not get it."""
+        verdict = self._claims.settle(claim, kind_of)
+        for name in (*verdict.gone, *(() if verdict.winner is None else (verdict.winner,))):
+            loss = self.losses.of(name).get(claim)
+            if loss is not None and not loss.why:
                 remember(name)
                 self.losses.drop(name, claim)
-        if conflict is None:
-            return
-        self._conflicts[claim] = conflict
-        for name, kind in lost.items():
-            loss = Loss(name, claim, kind, conflict.winner)
-            if self.losses.of(name).get(claim) != loss:
-                remember(name)
-                self.losses.put(loss)
+        for loser in verdict.losers:
+            loss = Loss(loser.name, claim, loser.kind, verdict.winner)
+            before = self.losses.of(loser.name).get(claim)
+            if before == loss:
+                continue
+            if before is None:
+                # Another winner changes only the message.
+                remember(loser.name)
+            self.losses.put(loss)

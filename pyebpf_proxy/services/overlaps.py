@@ -7,7 +7,7 @@ other ports. A program of the Node that listens on the Service's port becomes un
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from typing import NamedTuple
 
 from pyebpf_proxy.services.addresses import format_address_port
@@ -48,10 +48,10 @@ class Overlaps:
         """The current overlaps."""
         return frozenset(overlap for of in self._found.values() for overlap in of)
 
-    def at(self, node_port: Claim) -> Iterable[ServicePortName]:
+    def at(self, node_port: Claim) -> Set[ServicePortName]:
         """Service ports with an address of a Node and the port and protocol of this NodePort."""
         family = IPFamily.IPV4 if len(node_port.address) == 4 else IPFamily.IPV6
-        return self._by_port.get((family, node_port._replace(address=b"")), ())
+        return self._by_port.get((family, node_port._replace(address=b"")), frozenset())
 
     def new_messages(self) -> list[LossMessage]:
         """Log lines that have not been returned before."""

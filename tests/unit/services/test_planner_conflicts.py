@@ -3,13 +3,21 @@
 
 from __future__ import annotations
 
+import random
+
 import msgspec
 import pytest
 
 from pyebpf_proxy.kube.objects import Node
 from pyebpf_proxy.kube.source import Change
+from pyebpf_proxy.services.addresses import parse_address
+from pyebpf_proxy.services.disputes import Disputes
+from pyebpf_proxy.services.guard import Guard
 from pyebpf_proxy.services.losses import LINES, REFUSED, Loss
+from pyebpf_proxy.services.model import Frontend, FrontendKind, ServicePort
+from pyebpf_proxy.services.overlaps import Overlaps
 from pyebpf_proxy.services.planner import Planner, PlanSettings
+from pyebpf_proxy.services.shares import Limits
 from tests.unit.services.planned import (
     NODE,
     cluster,
@@ -281,3 +289,99 @@ def test_many_conflicts_give_few_lines_and_no_work_for_other_changes(
     planner.update([service("good", "10.96.0.200"), endpoint_slice("good-1", "good", "10.244.0.1")])
     assert planner.new_messages() == ([], [])
     assert made == []
+
+
+# ---- many Services that claim one address ---------------------------------------------------------------------------
+
+
+def test_one_of_many_claimants_is_ranked_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tenant may let 57 344 Services claim the ClusterIP of another one. With 10 000, each change took 0.1 s."""
+    ranked = []
+    real = Planner._rank
+    monkeypatch.setattr(Planner, "_rank", lambda self, name: ranked.append(name) or real(self, name))
+    planner = Planner(PlanSettings(NODE))
+    victim = service("victim", "10.96.0.10", created=YOUNG)
+    tenants = [elsewhere(service(f"t{i}", f"10.97.1.{i}", externalIPs=["10.96.0.10"])) for i in range(200)]
+    planner.update([victim, *tenants[1:]])
+    assert planner.lost == 199
+    for change in (tenants[0], tenants[7], gone(tenants[9]), victim):
+        ranked.clear()
+        delta = planner.update([change])
+        assert len(ranked) <= 1
+        assert not any(name.name == "victim" for name in delta)
+    assert planner.lost == 199
+    delta = planner.update([gone(victim)])
+    assert {name.name for name in delta} == {"victim", "t0"}
+    assert {loss.winner.name for loss in planner.conflicts if loss.winner is not None} == {"t0"}
+
+
+def test_a_node_port_that_keeps_its_holder_is_not_checked_again(
+    planner: Planner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checked = []
+    real = Guard.why_not
+    monkeypatch.setattr(
+        Guard, "why_not", lambda self, name, frontend: checked.append(name) or real(self, name, frontend)
+    )
+    web = service("web", ports=HTTP)
+    thieves = [
+        elsewhere(service(f"t{i}", f"10.97.1.{i}", ports=[{"port": 30080}], externalIPs=[NODE_IP])) for i in range(200)
+    ]
+    planner.update([node(NODE, internal_ip=NODE_IP), web, *thieves[1:]])
+    assert planner.lost == 199
+    checked.clear()
+    planner.update([web, thieves[0]])
+    assert planner.lost == 200
+    assert len(checked) < 10
+
+
+def test_an_address_is_checked_again_if_the_node_port_returns_in_the_same_update() -> None:
+    """Between leaving and entering, nobody held the NodePort."""
+    here, zero = parse_address(NODE_IP), bytes(4)
+    assert here is not None
+    web = ServicePort(name_of("web"), (Frontend(FrontendKind.NODE_PORT, zero, 30080),))
+    stolen = ServicePort(THIEF, (Frontend(FrontendKind.EXTERNAL_IP, here, 30080),))
+    overlaps, wanted = Overlaps(), {web.name: web}
+    disputes = Disputes("checked", lambda name: name, wanted, overlaps)
+    overlaps.nodes({here: NODE}, [])
+    disputes.guard.set_nodes({here: NODE})
+    disputes.enter(web)
+    disputes.settle(lambda name: None)
+    wanted[THIEF] = stolen
+    disputes.leave(web)
+    disputes.enter(stolen)
+    disputes.enter(web)
+    overlaps.service(("tenant", "thief"), [stolen])
+    disputes.settle(lambda name: None)
+    assert disputes.losses.count == 1
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_holders_depend_only_on_the_objects(seed: int) -> None:
+    """Whatever came before: a planner that is given all objects at once has the same conflicts."""
+    draw = random.Random(seed)
+    limits = Limits(ports=12, frontends=(30, 30))
+    planner = Planner(PlanSettings(NODE, limits=limits))
+    there: dict[tuple[str, str, str], Change] = {}
+    for _ in range(120):
+        batch = []
+        for _ in range(draw.choice((1, 1, 2, 5))):
+            if draw.random() < 0.05:
+                change = node(NODE, internal_ip=draw.choice((NODE_IP, "192.0.2.10")))
+            else:
+                number = draw.randrange(8)
+                addresses = draw.sample((NODE_IP, "203.0.113.1", "203.0.113.2", "10.96.0.3"), draw.randrange(4))
+                where = draw.choice(({"externalIPs": addresses}, {"status": balancer(*addresses)}))
+                port = {"port": draw.choice((80, 30080)), "nodePort": draw.choice((0, 0, 30080))}
+                created = draw.choice((OLD, YOUNG, ""))
+                change = service(f"s{number}", f"10.96.0.{number}", created=created, ports=[port], **where)
+                change = elsewhere(change, draw.choice(("tenant", "default")))
+                if draw.random() < 0.25:
+                    change = gone(change)
+            batch.append(change)
+            there[change[:3]] = change
+        planner.update(batch)
+        fresh = Planner(PlanSettings(NODE, limits=limits))
+        fresh.update(there.values())
+        assert planner.conflicts == fresh.conflicts
+        assert {name: planner.get(name) for name in planner.names} == {name: fresh.get(name) for name in fresh.names}
