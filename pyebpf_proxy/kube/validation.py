@@ -8,7 +8,7 @@ entry is left out, as in kube-proxy (spec/service-semantics §1.2, §1.4), and t
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from itertools import islice
 from typing import NamedTuple
 
@@ -190,19 +190,24 @@ def _check_service_addresses(service: Service) -> Iterator[Finding]:
             yield from _check_entry(f"{path}.ip", ingress.ip)
         if ingress.ip_mode not in (None, "", "VIP", "Proxy"):
             yield Finding(f"{path}.ipMode: {quote(ingress.ip_mode)} is not VIP or Proxy: left out", False)
+    guarded: set[IPFamily] = set()
     for i, text in enumerate(service.spec.load_balancer_source_ranges or ()):
-        if parse_prefix(text) is None:
+        prefix = parse_prefix(text)
+        if prefix is None:
             yield Finding(f"spec.loadBalancerSourceRanges[{i}]: {quote(text)} is not a CIDR: left out", False)
-    yield from _check_open_to_everyone(service)
+        else:
+            guarded.add(family_of(prefix.address))
+    yield from _check_open_to_everyone(service, guarded)
 
 
-def _check_open_to_everyone(service: Service) -> Iterator[Finding]:
-    """Note VIPs that are open to everyone: source ranges apply per family (spec/service-semantics §7)."""
-    texts = service.spec.load_balancer_source_ranges
+def _check_open_to_everyone(service: Service, guarded: Collection[IPFamily]) -> Iterator[Finding]:
+    """Note VIPs that are open to everyone: source ranges apply per family (spec/service-semantics §7).
+
+    ``guarded``: the families with source ranges.
+    """
     balancer = service.status.load_balancer if service.status else None
-    if not texts or balancer is None:
+    if not service.spec.load_balancer_source_ranges or balancer is None:
         return
-    guarded = {family_of(prefix.address) for text in texts if (prefix := parse_prefix(text)) is not None}
     for i, ingress in enumerate(balancer.ingress or ()):
         packed = parse_address(ingress.ip or "")
         if packed is None or ingress.ip_mode not in (None, "", "VIP") or family_of(packed) in guarded:
@@ -302,9 +307,12 @@ def default_endpoint_slice(endpoint_slice: EndpointSlice) -> None:
     names = [target.name or "" if target is not None and target.kind == "Pod" else "" for target in targets]
     # All names are checked with one regular expression: there may be a hundred thousand. None contains the separator.
     bad = set()
-    together = "/".join(names)
-    usual = _NAMES.fullmatch(together) is not None and together.count("/") == max(0, len(names) - 1)
-    if not usual or max(map(len, names), default=0) > 253:
+    # The lengths come first: the expression would take half a second for a name of a megabyte.
+    usual = max(map(len, names), default=0) <= 253
+    if usual:
+        together = "/".join(names)
+        usual = _NAMES.fullmatch(together) is not None and together.count("/") == max(0, len(names) - 1)
+    if not usual:
         bad = {i for i, name in enumerate(names) if name and check_name(name, label=False)}
     endpoint_slice.pods = pods.packed(["" if i in bad else name for i, name in enumerate(names)] if bad else names)
     for i, endpoint in enumerate(endpoints):

@@ -17,6 +17,7 @@ from pyebpf_proxy.kube.decode import Decoded, UnreadableError, decode_json, deco
 from pyebpf_proxy.kube.objects import Service
 from pyebpf_proxy.kube.source import Kind
 from pyebpf_proxy.kube.validation import MOST_ENTRIES
+from tests.support.cpu_time import cpu_limit
 from tests.support.fast_lab import slowness
 
 MILLION = 1_000_000
@@ -200,3 +201,13 @@ def test_the_limit_in_yaml_is_of_each_object_of_a_list(monkeypatch: pytest.Monke
     for text in ("".join(objects_in_yaml(5, 1001)), YAML + "  - 10.1.2.3/32\n" * 1001):
         with pytest.raises(UnreadableError):
             list(decode_yaml(text.encode()))
+
+
+@pytest.mark.parametrize("name", ["a." * 500_000 + "-", "a" * 1_000_000 + "-", "/" * 1_000_000])
+def test_a_name_of_a_megabyte_takes_little_time(name: str) -> None:
+    """Python's other threads wait for a regular expression: the agent changed nothing for half a second."""
+    entry = json.dumps({"addresses": ["10.0.0.1"], "targetRef": {"kind": "Pod", "name": name}}).encode()
+    with cpu_limit(0.1):
+        decoded = decode_object("EndpointSlice", SLICE % entry)
+    assert decoded.object is not None
+    assert len(decoded.messages) == 1
