@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""JSON that is nested too deeply for a parser is cut, and nothing else is."""
+"""JSON that is nested too deeply for a parser is cut, halves of surrogate pairs are replaced, and nothing else is."""
 
 from __future__ import annotations
 
 import json
 
-from pyebpf_proxy.common.nesting import DEEPEST, shallow
+import pytest
+
+from pyebpf_proxy.common.nesting import DEEPEST, shallow, whole
 
 
 def nested(depth: int) -> object:
@@ -32,3 +34,20 @@ def test_what_is_no_json_stays_none() -> None:
         except ValueError:
             continue
         raise AssertionError(text[:20])
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (r"\ud83d\ude00 \uD83D\uDE00", "\U0001f600 \U0001f600"),
+        (r"\ud83d", "\ufffd"),
+        (r"\uDE00\ud83d", "\ufffd\ufffd"),
+        (r"\ud83d\ud83d\ude00", "\ufffd\U0001f600"),
+        (r"\\ud83d \\\ud83d", "\\ud83d \\\ufffd"),
+        (r"\u00e9\n\"\ud7ff\ue000", 'é\n"\ud7ff\ue000'),
+    ],
+)
+def test_only_halves_of_pairs_are_replaced(text: str, expected: str) -> None:
+    mended = whole(f'["{text}"]'.encode())
+    assert json.loads(mended) == [expected]
+    assert (mended == f'["{text}"]'.encode()) == ("\ufffd" not in expected)

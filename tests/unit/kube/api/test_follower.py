@@ -389,20 +389,31 @@ def test_a_huge_object_is_read(api: ScriptedApi) -> None:
 
 
 def deep(depth: int) -> bytes:
+    return b'{"f:a": ' * depth + b"{}" + b"}" * depth
+
+
+def managed(fields: bytes) -> bytes:
     """A Service as a tenant may create it: the API server keeps ``managedFields`` as the client sends them."""
-    fields = b'{"f:a": ' * depth + b"{}" + b"}" * depth
     item = service("deep", "10.96.0.2", version="6")
     item["metadata"]["managedFields"] = [{"manager": "tenant", "fieldsV1": "FIELDS"}]
     return json.dumps(item).encode().replace(b'"FIELDS"', fields)
 
 
 # Around the recursion limit, some parsers of one event fail and some do not.
-@pytest.mark.parametrize("depth", [*range(930, 1000, 7), 9_000])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        *(deep(depth) for depth in (*range(930, 1000, 7), 9_000)),
+        rb'{"f:\ud800": {}}',
+        rb'{"f:\udc00\\": %s}' % deep(9_000),
+    ],
+    ids=lambda fields: f"{fields[:12]}-{len(fields)}",
+)
 @pytest.mark.parametrize("how", ["list", "pages", "watch"])
-def test_an_object_with_deep_managed_fields_is_used_and_holds_up_no_other(
-    api: ScriptedApi, how: str, depth: int
+def test_an_object_with_unusual_managed_fields_is_used_and_holds_up_no_other(
+    api: ScriptedApi, how: str, fields: bytes
 ) -> None:
-    item = deep(depth)
+    item = managed(fields)
 
     def watch(exchange: Exchange) -> None:
         exchange.begin()
