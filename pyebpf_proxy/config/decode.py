@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from pydantic import BaseModel
 
+from pyebpf_proxy.common.digits import bounded_int
 from pyebpf_proxy.config import durations, gotext, quantities
 from pyebpf_proxy.config.model import FlushFrequency, GoType, KubeProxyConfiguration, Reader
 from pyebpf_proxy.config.yaml_text import Number
@@ -163,8 +164,9 @@ class _Walk:
         if isinstance(value, Number):
             if kind is int:
                 low, high = _RANGES[go_type]
-                if value.lstrip("-").isdigit() and low <= int(value) < high:
-                    return int(value)
+                number = _whole(value)
+                if number is not None and low <= number < high:
+                    return number
                 return self._wrong(value, context, go_type, with_text=True)
             if kind is float:
                 try:
@@ -185,6 +187,15 @@ class _Walk:
             nested = isinstance(value, dict) and isinstance(kind, type) and issubclass(kind, BaseModel)
             values[name] = self.built(kind, value) if nested else value
         return model.model_construct(**values) if self.errors else model(**values)
+
+
+def _whole(number: Number) -> int | None:
+    """The value of an integer, or one beyond 64 bits as well; None if it has a point or an exponent."""
+    digits = number.removeprefix("-")
+    if not digits.isdigit():
+        return None
+    value = bounded_int(digits, 1 << 64)
+    return -value if number.startswith("-") else value
 
 
 def _whole_characters(text: str) -> str:
@@ -287,9 +298,10 @@ def _flush_frequency(value: object, context: str) -> FlushFrequency:
         return FlushFrequency(durations.parse(value), as_text=True)
     if value is None:
         return FlushFrequency(0, as_text=False)
-    if isinstance(value, Number) and value.lstrip("-").isdigit() and -(1 << 63) <= int(value) < 1 << 63:
-        return FlushFrequency(int(value), as_text=False)
     if isinstance(value, Number):
+        number = _whole(value)
+        if number is not None and -(1 << 63) <= number < 1 << 63:
+            return FlushFrequency(number, as_text=False)
         what, text = f"number {value}", str(value)
     else:
         what, text = kind_of(value), _compact(value)

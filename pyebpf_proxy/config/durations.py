@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import re
 
+from pyebpf_proxy.common.digits import bounded_int
+
 NANOSECOND = 1
 MICROSECOND = 1_000
 MILLISECOND = 1_000_000
@@ -24,7 +26,6 @@ _UNITS = {
 }
 _TERM = re.compile(r"([0-9]*)(?:\.([0-9]*))?([^0-9.]*)")
 _LIMIT = 1 << 63
-_MOST_DIGITS = len(str(_LIMIT))
 
 
 def parse(text: str) -> int:
@@ -43,9 +44,7 @@ def parse(text: str) -> int:
         term = _TERM.match(rest)
         if term is None or not (term[1] or term[2]):
             raise _invalid(text)
-        digits, unit = term[1].lstrip("0"), term[3]
-        # Python's int raises another ValueError for texts of more than 4300 digits.
-        whole = int(digits or "0") if len(digits) <= _MOST_DIGITS else _LIMIT + 1
+        whole, unit = bounded_int(term[1], _LIMIT + 1), term[3]
         if whole > _LIMIT:
             raise _invalid(text)
         if not unit:

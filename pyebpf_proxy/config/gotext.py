@@ -8,6 +8,8 @@ import re
 import struct
 from decimal import Decimal
 
+from pyebpf_proxy.common.digits import bounded_int
+
 _TRUE = frozenset(("1", "t", "T", "true", "TRUE", "True"))
 _FALSE = frozenset(("0", "f", "F", "false", "FALSE", "False"))
 _ESCAPES = {
@@ -26,6 +28,8 @@ _DIGITS = r"[0-9](?:_?[0-9])*"
 _FLOAT = re.compile(rf"[-+]?(?:{_DIGITS}(?:\.(?:{_DIGITS})?)?|\.{_DIGITS})(?:[eE][-+]?{_DIGITS})?")
 _HEX_FLOAT = re.compile(r"[-+]?0[xX](?:[0-9a-fA-F_]+(?:\.[0-9a-fA-F_]*)?|\.[0-9a-fA-F_]+)[pP][-+]?[0-9]+")
 _NO_NUMBER = re.compile(r"[-+]?(?:inf|infinity)|nan", re.IGNORECASE)
+#: Out of range of every type.
+_TOO_LARGE = 1 << 128
 _BASES = {"0x": 16, "0o": 8, "0b": 2}
 _MAX_FLOAT32 = 3.4028235677973366e38  # from this value on, a number rounds to infinity
 
@@ -69,11 +73,10 @@ def parse_uint(text: str, bits: int) -> int:
     """strconv.ParseUint with base 10: no sign."""
     if not (text.isascii() and text.isdigit()):
         raise ValueError(f"strconv.ParseUint: parsing {quote(text)}: invalid syntax")
-    # Python's int raises another ValueError for texts of more than 4300 digits.
-    digits = text.lstrip("0") or "0"
-    if len(digits) > 20 or int(digits) >= 1 << bits:
+    value = bounded_int(text, 1 << bits)
+    if value == 1 << bits:
         raise ValueError(f"strconv.ParseUint: parsing {quote(text)}: value out of range")
-    return int(digits)
+    return value
 
 
 def _integer(text: str, base: int) -> int | None:
@@ -94,13 +97,13 @@ def _integer(text: str, base: int) -> int | None:
         digits = digits.replace("_", "")
     elif match["base"] or "_" in digits:
         return None
-    # Python's int raises ValueError for decimal texts of more than 4300 digits. 20 digits are more than 64 bits.
     if base == 10 and digits.isdigit():
-        digits = digits.lstrip("0")[:20] or "0"
-    try:
-        value = int(digits, base)
-    except ValueError:
-        return None
+        value = bounded_int(digits, _TOO_LARGE)
+    else:
+        try:
+            value = int(digits, base)
+        except ValueError:
+            return None
     return -value if match["sign"] == "-" else value
 
 

@@ -6,6 +6,8 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
+from pyebpf_proxy.common.digits import bounded_int
+
 _FORM = re.compile(r"([0-9]+)(?:([-+])([0-9]+))?", re.ASCII)
 _LAST = 65535
 
@@ -24,22 +26,17 @@ def parse(text: str) -> PortRange:
     match = _FORM.fullmatch(text.strip())
     if match is None:
         raise ValueError(f"unable to parse port range: {text}")
-    first = _number(match[1])
+    first = bounded_int(match[1], _LAST + 1)
     last = first
     if match[2] == "-":
-        last = _number(match[3])
+        last = bounded_int(match[3], _LAST + 1)
     elif match[2] == "+":
-        last = min(first + _number(match[3]), _LAST)
+        last = min(first + bounded_int(match[3], _LAST), _LAST)
     if first > _LAST or last > _LAST:
         raise ValueError(f"the port range cannot be greater than {_LAST}: {text}")
     if last < first:
         raise ValueError(f"end port cannot be less than start port: {text}")
     return PortRange(first, last)
-
-
-def _number(digits: str) -> int:
-    """The number, or one that is too large as well: Python's int raises ValueError for more than 4300 digits."""
-    return int(digits.lstrip("0")[:10] or "0")
 
 
 def format(ports: PortRange) -> str:  # noqa: A001 - port_ranges.format reads as what it is

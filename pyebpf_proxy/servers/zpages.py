@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 
 from pyebpf_proxy import KUBERNETES_VERSION
+from pyebpf_proxy.common.digits import bounded_int
 from pyebpf_proxy.servers.http import Handler, Request, Response
 from pyebpf_proxy.servers.negotiation import negotiate, not_acceptable, structured
 
@@ -106,9 +107,10 @@ def verbosity(set_to: Callable[[int], None]) -> Handler:
         text = request.body.decode("utf-8", "replace")
         if not (text.isascii() and text.isdigit()):
             return _plain(400, f'strconv.ParseUint: parsing "{text[:100]}": invalid syntax')
-        if len(text) > 19 or int(text) >= 1 << 32:
+        level = bounded_int(text, 1 << 32)
+        if level == 1 << 32:
             return _plain(400, f'strconv.ParseUint: parsing "{text[:100]}": value out of range')
-        set_to(int(text))
+        set_to(level)
         return _plain(200, f"successfully set klog.logging.verbosity to {text}")
 
     return answer

@@ -10,11 +10,14 @@ from __future__ import annotations
 import re
 from socket import AF_INET, AF_INET6, inet_ntop, inet_pton
 
+from pyebpf_proxy.common.digits import bounded_int
 from pyebpf_proxy.services.model import IPFamily, SourceRange
 
 UNSPECIFIED = {IPFamily.IPV4: bytes(4), IPFamily.IPV6: bytes(16)}
 
 _LEADING_ZEROS = re.compile(r"(?<![0-9A-Fa-f])0+(?=[0-9A-Fa-f])")
+#: As the length of a prefix: more bits than any address has.
+_TOO_LONG = 999
 _MAPPED = bytes(10) + b"\xff\xff"
 _LOOPBACK6 = bytes(15) + b"\x01"
 
@@ -70,14 +73,8 @@ def parse_prefix(text: str) -> SourceRange | None:
 
 
 def parse_length(text: str) -> int | None:
-    """The number after the slash of a prefix, or None. Leading zeros count for nothing.
-
-    Python's ``int`` raises ValueError for texts of more than 4300 digits.
-    """
-    digits = text.lstrip("0")
-    if not (text.isascii() and text.isdigit()) or len(digits) > 3:
-        return None
-    return int(digits or "0")
+    """The number after the slash of a prefix, or None. Leading zeros count for nothing. It may be too large."""
+    return bounded_int(text, _TOO_LONG) if text.isascii() and text.isdigit() else None
 
 
 def format_prefix(prefix: SourceRange) -> str:

@@ -23,6 +23,7 @@ from urllib3.connectionpool import HTTPConnectionPool
 from urllib3.response import BaseHTTPResponse
 
 from pyebpf_proxy import KUBERNETES_VERSION, __version__
+from pyebpf_proxy.common.digits import bounded_int
 from pyebpf_proxy.kube.api.access import Access
 from pyebpf_proxy.kube.api.credentials import Credentials
 from pyebpf_proxy.kube.api.environment import proxy_for
@@ -286,7 +287,7 @@ class Answer:
         pieces = []
         total = 0
         length = self.response.headers.get("Content-Length", "")
-        if length.isdecimal() and (len(length) > 20 or int(length) > most):
+        if length.isdecimal() and bounded_int(length, most + 1) > most:
             raise self._too_long(most)
         pace = Pace(self._channel, self._timing)
         for piece in self.pieces():

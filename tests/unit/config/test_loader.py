@@ -186,6 +186,20 @@ def test_numbers_of_thousands_of_digits_are_invalid(read, field: str, value: str
         read(f"{field}: {value.format('9' * 5000)}")
 
 
+@pytest.mark.parametrize(
+    ("field", "message"),
+    [
+        ('"oomScoreAdj": {}', "cannot unmarshal number {} into Go struct field KubeProxyConfiguration.oomScoreAdj"),
+        ('"logging": {{"flushFrequency": {}}}', 'invalid duration "{}"'),
+    ],
+)
+@pytest.mark.parametrize("number", ["9" * 5000, "-" + "9" * 5000])
+def test_numbers_of_thousands_of_digits_in_json_are_out_of_range(read, field: str, message: str, number: str) -> None:
+    header = '{"apiVersion": "kubeproxy.config.k8s.io/v1alpha1", "kind": "KubeProxyConfiguration", '
+    with pytest.raises(ConfigError, match=message.format(number)):
+        read(field.format(number) + "}", header)
+
+
 def test_the_section_of_the_mode_gives_the_settings(read) -> None:
     text = (
         "nftables: {masqueradeBit: 3, masqueradeAll: true, syncPeriod: 7s, minSyncPeriod: 2s}\n"

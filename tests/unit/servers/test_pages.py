@@ -228,6 +228,7 @@ def test_verbosity_is_set_while_it_runs(capsys: pytest.CaptureFixture[str]) -> N
     assert put("0")[0] == 200
     log.Logger("x").debug("three")
     assert [line.split()[-1] for line in capsys.readouterr().err.splitlines()] == ["two"]
+    assert put("0" * 5000 + "3")[0] == 200
     assert put("xx") == (400, 'strconv.ParseUint: parsing "xx": invalid syntax\n')
     assert put("99999999999") == (400, 'strconv.ParseUint: parsing "99999999999": value out of range\n')
     assert get(pages, "/debug/flags/v") == Response(
