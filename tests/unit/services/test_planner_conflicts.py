@@ -336,7 +336,7 @@ def test_a_node_port_that_keeps_its_holder_is_not_checked_again(
 
 
 def test_an_address_is_checked_again_if_the_node_port_returns_in_the_same_update() -> None:
-    """Between leaving and entering, nobody held the NodePort."""
+    """Between leaving and entering, no Service had the NodePort."""
     here, zero = parse_address(NODE_IP), bytes(4)
     assert here is not None
     web = ServicePort(name_of("web"), (Frontend(FrontendKind.NODE_PORT, zero, 30080),))
