@@ -51,11 +51,11 @@ TEST_TOOLS := $(patsubst tests/changes/%.c,build/tests/%,$(wildcard tests/change
 need = command -v $(1) >/dev/null || { echo "$(1) is missing: run make setup, or apt-get install $(2)" >&2; exit 1; }
 
 .PHONY: help setup objects build wheel demo inspect screenshots lint docs man pictures clean distclean
-.PHONY: test test-cluster test-kernels test-e2e test-deb test-faults test-model soak fuzz lab-test parity record
+.PHONY: test test-cluster test-api-versions test-kernels test-e2e test-deb test-faults test-model soak fuzz lab-test parity record
 .PHONY: cluster-up cluster-down bench bench-check profile image-root sbom deb chart
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo "  Targets such as demo and test run setup first. make test ARGS='-k name' passes arguments to pytest."
 
 setup: ## install Debian packages (by sudo if not root) and .venv with pinned versions, build BPF objects; fast if up to date
@@ -172,6 +172,12 @@ test-cluster: setup ## run tests against the real Kubernetes programs; builds th
 	@tests/cluster/build.sh helm || echo "make test-cluster: helm cannot be built" >&2
 	@tests/cluster/tools.sh || echo "make test-cluster: promtool and prometheus cannot be fetched" >&2
 	@$(SUDO) $(PYTHON) -m pytest tests/cluster $(PARALLEL) $(ARGS)
+
+# The tests skip what is not built: make test-cluster does not build these, but runs what is in the cache.
+test-api-versions: setup ## run the agent with the API servers of Kubernetes 1.33 to 1.36; builds them first, which takes minutes each (Go 1.26)
+	@tools/setup.sh packages tests/cluster/debian-packages.txt
+	@tests/cluster/build.sh kube-apiserver-1.33 kube-apiserver-1.34 kube-apiserver-1.35 kube-apiserver etcd
+	@$(SUDO) $(PYTHON) -m pytest tests/cluster/test_api_versions.py $(ARGS)
 
 test-kernels: setup ## run test suites under stock Debian kernels in QEMU: KERNELS="6.1 6.12", other series, or newest (tests/kernels/README.md)
 	@tools/setup.sh packages tests/kernels/debian-packages.txt

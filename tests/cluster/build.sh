@@ -1,19 +1,25 @@
 #!/bin/bash
 # SPDX-License-Identifier: Apache-2.0
-# Builds the real programs of Kubernetes, CoreDNS and Helm from their Go modules, into a cache folder outside this
+# Builds the real programs of Kubernetes, etcd, CoreDNS and Helm from their Go modules, into a cache folder outside this
 # repository.
 # Existing programs are kept: kube-proxy and kube-apiserver take 10 to 40 minutes. Needs Go 1.26 or newer.
 #   PYEBPF_PROXY_CACHE   the folder; default /var/cache/pyebpf-proxy
 #   tests/cluster/build.sh               kube-proxy and kube-apiserver, for make test-cluster
 #   tests/cluster/build.sh PROGRAM...    these (the names are below)
+#   tests/cluster/build.sh kube-apiserver-1.33   the API server of another release (kubernetes/1.33/go.mod pins it)
 #   tests/cluster/build.sh gates         writes pyebpf_proxy/config/gate_table.py instead
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 
 release=v1.36.3
 folder=${PYEBPF_PROXY_CACHE:-/var/cache/pyebpf-proxy}/go
-flags="-s -w -X k8s.io/component-base/version.gitVersion=$release"
-flags+=" -X k8s.io/component-base/version.gitMajor=1 -X k8s.io/component-base/version.gitMinor=36"
+
+# stamp RELEASE: the linker's flags for a program of Kubernetes, which then says that it is of this release.
+stamp() {
+    local minor=${1#v1.} version="-X k8s.io/component-base/version"
+    echo "-s -w $version.gitVersion=$1 $version.gitMajor=1 $version.gitMinor=${minor%%.*}"
+}
+flags=$(stamp "$release")
 
 # build PACKAGE PROGRAM [MODULE [COMMAND...]]: MODULE is the folder with the go.mod that pins the versions.
 build() {
@@ -42,10 +48,17 @@ for program; do
     fi
     echo "building $folder/$program"
     case $program in
+    kube-apiserver-1.*)
+        other=$here/kubernetes/${program##*-}
+        [ -d "$other" ] || { echo "$0: $other is missing: no release of ${program##*-} is pinned" >&2; exit 2; }
+        flags=$(stamp "$(sed -n 's/^require k8s.io.kubernetes //p' "$other/go.mod")") \
+            build k8s.io/kubernetes/cmd/kube-apiserver "$folder/$program" "$other"
+        ;;
     kube-*|kubelet|kubectl) build "k8s.io/kubernetes/cmd/$program" "$folder/$program" ;;
     agnhost|regression-issue-74839) build "k8s.io/kubernetes/test/images/$program" "$folder/$program" ;;
     e2e.test) build k8s.io/kubernetes/test/e2e "$folder/$program" "$here/kubernetes" go test -vet=off -c ;;
     ginkgo) build github.com/onsi/ginkgo/v2/ginkgo "$folder/$program" ;;
+    etcd) build go.etcd.io/etcd/server/v3 "$folder/$program" "$here/etcd" ;;
     helm) build helm.sh/helm/v4/cmd/helm "$folder/$program" "$here/helm" ;;
     coredns) build . "$folder/$program" "$here/../e2e/coredns" ;;
     *) echo "$0: no program is called $program" >&2; exit 2 ;;

@@ -14,6 +14,7 @@ import pytest
 
 from pyebpf_proxy.lab.addresses import cluster_ip
 from tests.cluster.account import Account
+from tests.cluster.changes_in_force import check_changes
 from tests.cluster.world import BEGINNINGS, ENDS, HOSTS, OutageWorld, expired
 from tests.deployment.node import wait_ready
 from tests.support.spoiling_proxy import Mode
@@ -37,6 +38,11 @@ def test_started_before_its_api_server(world: OutageWorld) -> None:
     assert len([line for line in lines if any(words in line for words in ENDS)]) == 1, lines
     assert not any(world.first_connected.values())
     assert [line for line in lines if " error " in line] == begun
+
+
+def test_changes_are_in_force(world: OutageWorld) -> None:
+    """As with the API servers of other releases (``test_api_versions``), which are not built everywhere."""
+    check_changes(world)
 
 
 def test_killed_for_a_while(world: OutageWorld) -> None:

@@ -44,6 +44,8 @@ DAEMON_SET = "/apis/apps/v1/namespaces/kube-system/daemonsets/pyebpf-proxy"
 CONNECTED = re.compile(r'^pyebpf_proxy_api_connected\{resource="(\w+)"\} (\S+)$', re.MULTILINE)
 LAST_EVENT = re.compile(r'^pyebpf_proxy_api_last_event_timestamp_seconds\{resource="(\w+)"\} (\S+)$', re.MULTILINE)
 ACCOUNT = "pyebpf-proxy"
+#: The API server's flag that kubeadm sets: kube-proxy's pods are privileged.
+PRIVILEGED = ("--allow-privileged",)
 #: The messages about the beginning of an outage, and about its end.
 BEGINNINGS = (Message.API_SERVER_FAILS, Message.RESOURCE_FAILS)
 ENDS = (Message.API_SERVER_BACK, Message.RESOURCE_BACK)
@@ -53,9 +55,14 @@ LONG = 90.0
 class OutageWorld(World):
     """An agent that has started before its API server, has its traffic, and is ready."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, server: ApiServer | None = None, mode: str = "iptables") -> None:
+        """``server``: another than the usual one; it has to allow privileged pods."""
         super().__init__(Lab(nodes=1))
-        self._folder = folder
+        self.folder = folder
+        self._mode = mode
+        self.server = server or ApiServer(PRIVILEGED)
+        #: What the agent follows.
+        self.resources = {"services", "endpointslices", "nodes"} | ({"servicecidrs"} if mode == "nftables" else set())
         self.hosts = folder / "hosts"
         self._account = folder / "account"
         self._number = 20
@@ -63,7 +70,7 @@ class OutageWorld(World):
     def build(self) -> None:
         """The agent starts before its API server."""
         enter = self.at_end.enter_context
-        self.server = enter(ApiServer(("--allow-privileged",)))
+        enter(self.server)
         enter(self.lab)
         self.pods = [self.lab.add_pod(f"web-{number}", self.node) for number in (1, 2)]
         self.lab.add_pod(TOOLBOX, self.node, serve=False)
@@ -79,7 +86,7 @@ class OutageWorld(World):
         wait_ready(self.node, self.container)
         self.wait(lambda: self.logged(*ENDS), "it logs the end of the outage")
         self.first_log = self.container.log()
-        self.traffic = enter(Traffic(self._folder, self._places()))
+        self.traffic = enter(Traffic(self.folder, self._places()))
         self.wait(lambda: self.traffic.rounds > 3, "traffic goes")
 
     # ---- the API server's side -----------------------------------------------------------------------------------
@@ -89,7 +96,7 @@ class OutageWorld(World):
         server, only = self.server, self.node
         for item in (kubeadm.config_map(f"https://{NAME}:{server.port}"), kubeadm.daemon_set()):
             server.create(item)
-        admin = server.kubeconfig(self._folder / "admin.conf", {"token": ADMIN_TOKEN})
+        admin = server.kubeconfig(self.folder / "admin.conf", {"token": ADMIN_TOKEN})
         command = ["kubectl", f"--kubeconfig={admin}", "apply", "-k", DEPLOY / "overlays" / "kubeadm"]
         subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
         known = node(only.name, only.address, only.pod_cidr)
@@ -127,12 +134,12 @@ class OutageWorld(World):
 
     def _container(self) -> Container:
         files = self.server.request("GET", "/api/v1/namespaces/kube-system/configmaps/kube-proxy")["data"]
-        changed = yaml.safe_load(files["config.conf"]) | {"clusterCIDR": ",".join(POD_CIDR)}
+        changed = yaml.safe_load(files["config.conf"]) | {"clusterCIDR": ",".join(POD_CIDR), "mode": self._mode}
         specification = pod_of(self.server.request("GET", DAEMON_SET))
         specification["containers"][0]["command"] = [sys.executable, str(Path(__file__).with_name("quick_agent.py"))]
         add_volume(specification, "account", self._account, ACCOUNT_FOLDER)
         # As the kubelet does. Other names are looked up at an address without a server.
-        resolver = self._folder / "resolv.conf"
+        resolver = self.folder / "resolv.conf"
         resolver.write_text("nameserver 127.0.0.1\noptions timeout:1 attempts:1\n")
         self.hosts.write_text(HOSTS)
         add_volume(specification, "hosts", self.hosts, "/etc/hosts")
@@ -163,7 +170,7 @@ class OutageWorld(World):
     def follows(self) -> bool:
         """Whether all resources are followed."""
         connected = self.connected()
-        return len(connected) == 3 and all(connected.values())
+        return connected.keys() == self.resources and all(connected.values())
 
     def lists(self) -> float:
         """How often Services and slices have been listed; the smaller number."""
@@ -197,14 +204,19 @@ class OutageWorld(World):
         self.wait(self.follows, "everything is followed at first")
         before = self._events()
         note = {"metadata": {"annotations": {"tests/now": str(time.time_ns())}}}
-        for path in (
-            f"/api/v1/nodes/{self.node.name}",
-            "/api/v1/namespaces/default/services/steady",
-            "/apis/discovery.k8s.io/v1/namespaces/default/endpointslices/steady-ipv4",
-        ):
-            self.server.request("PATCH", path, note, "application/merge-patch+json")
+        paths = {
+            "nodes": f"/api/v1/nodes/{self.node.name}",
+            "services": "/api/v1/namespaces/default/services/steady",
+            "endpointslices": "/apis/discovery.k8s.io/v1/namespaces/default/endpointslices/steady-ipv4",
+            "servicecidrs": "/apis/networking.k8s.io/v1/servicecidrs/kubernetes",
+        }
+        for name in self.resources:
+            self.server.request("PATCH", paths[name], note, "application/merge-patch+json")
         self.wait(
-            lambda: len(events := self._events()) == 3 and all(at > before.get(name, 0) for name, at in events.items()),
+            lambda: (
+                len(events := self._events()) == len(self.resources)
+                and all(at > before.get(name, 0) for name, at in events.items())
+            ),
             "all watches bring something",
         )
         self.traffic.failures()

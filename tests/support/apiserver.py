@@ -64,14 +64,20 @@ class ApiError(Exception):
 
 class ApiServer:
     """``with ApiServer() as server``. ``stop`` and ``start`` may follow each other; etcd keeps its data until
-    ``clear``.
+    ``clear``. ``program`` and ``etcd``: others than the usual release, and than Debian's etcd.
     """
 
-    def __init__(self, arguments: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        arguments: tuple[str, ...] = (),
+        program: Path = CACHE / "go" / "kube-apiserver",
+        etcd: str | Path = "etcd",
+    ) -> None:
         _remove_leftovers()
         self.folder = Path(tempfile.mkdtemp(prefix=f"apiserver-{os.getpid()}-"))
         self.port, self._etcd_port, self._etcd_peer = free_port(), free_port(), free_port()
         self._arguments = arguments
+        self._programs = {"etcd": str(etcd), "kube-apiserver": str(program)}
         self._etcd: subprocess.Popen[bytes] | None = None
         self._server: subprocess.Popen[bytes] | None = None
 
@@ -110,7 +116,7 @@ class ApiServer:
             self._etcd = self._run("etcd", *self._etcd_arguments())
             _wait_for("etcd", self._etcd_answers, self._etcd, self.folder / "etcd.log")
         if self._server is None:
-            self._server = self._run(str(CACHE / "go" / "kube-apiserver"), *self._server_arguments())
+            self._server = self._run("kube-apiserver", *self._server_arguments())
             _wait_for("kube-apiserver", self._is_ready, self._server, self.folder / "kube-apiserver.log")
 
     def kill(self) -> None:
@@ -374,8 +380,8 @@ class ApiServer:
             *self._arguments,
         ]
 
-    def _run(self, *command: str) -> subprocess.Popen[bytes]:
-        name = Path(command[0]).name
+    def _run(self, name: str, *arguments: str) -> subprocess.Popen[bytes]:
+        command = [self._programs[name], *arguments]
         with open(self.folder / f"{name}.log", "ab") as log:
             return subprocess.Popen(command, stdout=log, stderr=log, cwd=self.folder, preexec_fn=_end_with_parent)
 

@@ -22,6 +22,7 @@ class Allowed(NamedTuple):
 _NOT_SETUP = "make setup does not install it: the agent and its suites do without"
 _LIBRARY_PLACE = "the place of a library is Debian's, and another on some architectures"
 _BUILT = "built or fetched for make test-cluster, and kept in the cache; CI may begin without a cache"
+_MINUTES = "it takes minutes to build, and only its own tests need it; they are run by hand"
 _MODULE = "a module or an option of the kernel; make test-kernels has kernels with it"
 _LIMIT = "a limit of the machine, which the test does not change"
 _TIME = "CI is ended after 90 minutes; it lists the tests that it had no time for"
@@ -39,6 +40,7 @@ ALLOWED = (
     Allowed("* is not where it is on Debian", _LIBRARY_PLACE),
     Allowed("helm is missing: *", _BUILT),
     Allowed("prometheus is missing: *", _BUILT),
+    Allowed("* is not built: make test-api-versions builds it (Go)", _MINUTES),
     Allowed("this kernel has no ipset loaded (/sys/module/ip_set)", _MODULE),
     Allowed("this kernel has no IPVS loaded (/proc/net/ip_vs): only the decision is tested", _MODULE),
     Allowed("this kernel has no VLAN devices (CONFIG_VLAN_8021Q)", _MODULE),
