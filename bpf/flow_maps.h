@@ -94,6 +94,99 @@ struct {
 	__type(value, struct flow);
 } flows SEC(".maps");
 
+#define EXCHANGE_BUCKETS 3072
+#define EXCHANGE_WAYS 4
+#define EXCHANGES (EXCHANGE_BUCKETS * EXCHANGE_WAYS)
+
+/*
+ * The two directions of a young UDP flow of a few packets, as a query and its reply.  It lives in one element of an
+ * array, because inserting two elements into a hash and deleting them takes longer than all the rest.  Client address
+ * and port select a bucket, which has four elements.  A flow that needs more is moved to `flows` (exchange.h).
+ */
+struct exchange {
+	struct flow there;
+	struct flow reply;
+	struct flow_key key;	/* of the client's direction */
+	struct flow_key reply_key;
+};
+
+struct {
+	__uint(type, BPF_MAP_TYPE_ARRAY);
+	__uint(max_entries, EXCHANGES);
+	__type(key, __u32);
+	__type(value, struct exchange);
+} exchanges SEC(".maps");
+
+/* What tells whether a new flow may have an element. */
+struct exchange_head {
+	__u32 owner;		/* odd: the element is being written; the upper bits count how often it was */
+	__u32 started;		/* as the next one: exchange_clock() */
+	__u32 last_seen;
+	__u16 queries;		/* as `packets` of both entries */
+	__u16 replies;
+	__u8 first_counted;
+	__u8 distant;		/* the client is on another machine */
+	__u8 zero[2];
+};
+
+/* Apart from the elements, so that all buckets stay in the CPU's cache. */
+struct exchange_bucket {
+	__u32 there[EXCHANGE_WAYS];	/* the tags of both keys of each element; 0: it is free */
+	__u32 reply[EXCHANGE_WAYS];
+	struct exchange_head way[EXCHANGE_WAYS];
+};
+
+struct {
+	__uint(type, BPF_MAP_TYPE_ARRAY);
+	__uint(max_entries, EXCHANGE_BUCKETS);
+	__type(key, __u32);
+	__type(value, struct exchange_bucket);
+} exchange_heads SEC(".maps");
+
+#define FILTER_BYTES 65536
+
+/*
+ * Which clients' addresses and ports `flows` may have UDP flows of, by a hash: when an entry was inserted or was last
+ * seen by the sweep (note_in_table()).  It saves most lookups of datagrams that the table does not have.
+ */
+struct udp_filter {
+	__u8 noted[FILTER_BYTES];
+};
+
+struct {
+	__uint(type, BPF_MAP_TYPE_ARRAY);
+	__uint(max_entries, 1);
+	__type(key, __u32);
+	__type(value, struct udp_filter);
+} udp_filter SEC(".maps");
+
+/* How many young UDP flows this CPU has opened in the current and in the last window of 2^28 ns. */
+struct exchange_rate {
+	__u64 window;
+	__u32 opened;
+	__u32 before;
+};
+
+struct {
+	__uint(type, BPF_MAP_TYPE_PERCPU_ARRAY);
+	__uint(max_entries, 1);
+	__type(key, __u32);
+	__type(value, struct exchange_rate);
+} exchange_rates SEC(".maps");
+
+/* What the last sweep has found. */
+struct exchange_sweep_result {
+	__u32 used;		/* elements in use */
+	__u32 when;		/* filter_clock(): it has noted all UDP flows of the table in udp_filter */
+};
+
+struct {
+	__uint(type, BPF_MAP_TYPE_ARRAY);
+	__uint(max_entries, 1);
+	__type(key, __u32);
+	__type(value, struct exchange_sweep_result);
+} exchange_sweeps SEC(".maps");
+
 /* Fragmented packets of young flows whose first fragment was sent: later fragments have no ports and follow it. */
 struct {
 	__uint(type, BPF_MAP_TYPE_LRU_HASH);

@@ -5,7 +5,7 @@
 
 #include "checksum.h"
 #include "ctx.h"
-#include "flow_table.h"
+#include "exchange.h"
 #include "rewrite.h"
 #include "slots.h"
 
@@ -296,6 +296,79 @@ static __noinline int has_lost_endpoint(const struct packet *p, const struct flo
 	return !is_endpoint(&endpoint, a->destination_port, UDP, p->ipv6, f->service);
 }
 
+/* The flow table has the flow now. */
+#define MOVED_TO_TABLE (-5)
+
+/* A packet of an exchange is sent. */
+static __always_inline void note_exchanged(struct exchange_head *head, struct flow *f, __u64 now)
+{
+	if (f->reply)
+		head->replies++;
+	else
+		head->queries++;
+	head->last_seen = exchange_clock(now);
+	f->packets++;
+	f->last_seen = now;
+}
+
+/* Sends the packet if it belongs to an exchange.  A packet that an exchange cannot handle moves it to the table. */
+static __noinline int send_exchanged(struct context *ctx, const struct packet *p, __u32 device)
+{
+	struct fast_path *state = fast_path_state();
+	enum slow_path_reason reason;
+	struct exchange_bucket *bucket;
+	struct exchange_head *head;
+	struct flow *f;
+	__u32 way = 0;
+	long found;
+
+	if (!p)
+		return NOT_KNOWN;
+	found = find_exchange((const struct flow_key *)p);
+	if (found < 0)
+		return NOT_KNOWN;
+	f = found_entry(found);
+	bucket = bucket_with(FOUND_ELEMENT(found));
+	if (!f || !bucket || !state || was_reused(&f->rewrite, tag_of(p)))
+		return NOT_KNOWN;
+	head = &bucket->way[WAY(FOUND_ELEMENT(found))];
+	if (f->rewrite.device_in != device) {
+		count_left(STACK_OTHER_DEVICE);
+		return NOT_SENT;
+	}
+	if (!is_for(ctx, f->rewrite.mac_in))
+		return NOT_SENT;
+	if (f->generation != *(volatile __u32 *)&state->generation) {
+		if (has_lost_endpoint(p, f, &f->rewrite)) {
+			forget_exchange(FOUND_ELEMENT(found), FOUND_OWNER(found));
+			return NOT_KNOWN;
+		}
+		f->generation = *(volatile __u32 *)&state->generation;
+	}
+	reason = why_kernel(p, &f->rewrite, segment_size(ctx));
+	if ((reason || head->queries + head->replies >= EXCHANGE_PACKETS) &&
+	    unfold_exchange(FOUND_ELEMENT(found), FOUND_OWNER(found)))
+		return MOVED_TO_TABLE;
+	if (reason) {
+		count_left(reason);
+		return NOT_SENT;
+	}
+	if (why_not_here(ctx, p, &f->rewrite, &way))
+		return NOT_SENT;
+	note_exchanged(head, f, flow_clock());
+	return rewrite_and_send(ctx, p, &f->rewrite, way);
+}
+
+/* The packet's entry in the flow table; NULL: there is none. Most datagrams of exchanges save the lookup. */
+static __always_inline struct flow *entry_in_table(const struct packet *p)
+{
+	const struct flow_key *key = (const void *)p;
+
+	if (p->protocol == UDP && !may_be_in_table(client_hash(key, false), client_hash(key, true), flow_clock()))
+		return NULL;
+	return bpf_map_lookup_elem(&flows, p);
+}
+
 /* Sends the packet if its flow is in the table. `device`: of a bridge, the port. The packet has an Ethernet header. */
 static __always_inline int send_by_table(struct context *ctx, const struct packet *p, __u32 device)
 {
@@ -303,10 +376,17 @@ static __always_inline int send_by_table(struct context *ctx, const struct packe
 	struct fast_path *state;
 	struct flow *known;
 	__u32 way = 0;
+	int verdict;
 
 	if (!p)
 		return NOT_KNOWN;
-	known = bpf_map_lookup_elem(&flows, p);
+	known = entry_in_table(p);
+	if (!known && p->protocol == UDP) {
+		verdict = send_exchanged(ctx, p, device);
+		if (verdict != MOVED_TO_TABLE)
+			return verdict;
+		known = bpf_map_lookup_elem(&flows, p);
+	}
 	if (!known || was_reused(&known->rewrite, tag_of(p)))
 		return NOT_KNOWN;
 	a = &known->rewrite;

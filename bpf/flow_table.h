@@ -100,6 +100,12 @@ static __always_inline void reply_key_of(const struct flow_rewrite *a, enum prot
 	key->ipv6 = ipv6;
 }
 
+/* `open`: how many young flows the device has open; NULL: none. */
+static __always_inline bool is_over_quota(const __u32 *open)
+{
+	return open && *(volatile __u32 *)open >= settings.flow_quota;
+}
+
 /* `open`: the entry of the device, if it has one. */
 static __always_inline void count_young(__u32 *open, __u32 device)
 {

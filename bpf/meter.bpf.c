@@ -9,7 +9,7 @@
 #include "ctx_skb.h"
 #include "parse.h"
 #include "conntrack.h"
-#include "flow_table.h"
+#include "exchange.h"
 
 /* An endpoint of a service. Address and port zero: the endpoint is not known, as with the first packet of a flow. */
 struct meter_key {
@@ -66,10 +66,15 @@ static __always_inline void measure(struct __sk_buff *skb, const struct packet *
 static __noinline int key_from_flow_table(struct packet *p, struct meter_key *key)
 {
 	struct flow *f;
+	long found;
 
 	if (!p || !key)
 		return 0;
 	f = bpf_map_lookup_elem(&flows, p);
+	if (!f && p->protocol == UDP) {
+		found = find_exchange((const struct flow_key *)p);
+		f = found < 0 ? NULL : found_entry(found);
+	}
 	if (!f)
 		return 0;
 	if (f->reply) {

@@ -155,6 +155,8 @@ static __always_inline void enter_kernel_flow(struct flow_draft *d, __u64 now, b
 	complete_draft(d, *(volatile __u32 *)&state->generation, now);
 	if (reply_confirmed && d->reply.rewrite.out.redirect)
 		d->reply.confirmed_until = now + CONFIRMED_NS;
+	note_in_table(&d->reply_key, true, now);
+	note_in_table(&d->key, false, now);
 	if (bpf_map_update_elem(&flows, &d->reply_key, &d->reply, BPF_NOEXIST))
 		return;
 	if (bpf_map_update_elem(&flows, &d->key, &d->there, BPF_NOEXIST)) {

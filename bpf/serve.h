@@ -44,7 +44,6 @@ static __always_inline int send_first(struct context *ctx, const struct packet *
 				      const struct backend *b)
 {
 	struct flow_draft *d = flow_draft();
-	struct flow *f;
 	__u32 way = 0;
 
 	if (!d)
@@ -52,9 +51,7 @@ static __always_inline int send_first(struct context *ctx, const struct packet *
 	decided(ctx, p, e, b, NEW_FLOW_FAST);
 	/* The entries exist. The next program that sees the packet sends it by these entries, and counts it. */
 	if (why_not_here(ctx, p, &d->there.rewrite, &way)) {
-		f = bpf_map_lookup_elem(&flows, &d->key);
-		if (f)
-			f->first_counted = 1;
+		note_first_counted(&d->key);
 		return LEFT;
 	}
 	return rewrite_and_send(ctx, p, &d->there.rewrite, way);
@@ -113,12 +110,14 @@ static __always_inline int open_flow(struct context *ctx, struct packet *p, cons
 	if (settings.dry_run)
 		return record_dry_run(&e, &b);
 	if (fast) {
-		slow = open_young(ctx, p, &e, &b);
+		int opened = open_young(ctx, p, &e, &b);
+
 		/*
 		 * Also when there is no space: the flow in the next slot of recent_flows is removed if it is complete.
 		 */
-		if (!slow || slow == SLOW_QUOTA || slow == SLOW_TABLE_FULL)
-			note_recent((const struct flow_key *)p, !slow);
+		if (opened == NOT_SLOW || opened == SLOW_QUOTA || opened == SLOW_TABLE_FULL)
+			note_recent((const struct flow_key *)p, !opened);
+		slow = opened == OPENED_EXCHANGE ? NOT_SLOW : opened;
 		if (!slow)
 			return send_first(ctx, p, &e, &b);
 		count_left(slow);

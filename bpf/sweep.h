@@ -172,6 +172,7 @@ __noinline int sweep_flow(const struct flow_key *entry_key, struct flow *f, stru
 	/* The element may have been given to another flow between the two copies. */
 	if (a.tag != tag || a.tag_again != tag)
 		return 0;
+	note_in_table(&key, f->reply, s->now);
 	reply_key_of(&a, key.protocol, key.ipv6, &other_key);
 	other = bpf_map_lookup_elem(&flows, &other_key);
 	idle = since(s, newest(f, other));
@@ -226,6 +227,61 @@ static long sweep_entry(void *map __attribute__((unused)), const struct flow_key
 	return 0;
 }
 
+/* How long an exchange lives after its last packet. */
+static __always_inline __u64 exchange_idle_ns(__u32 used)
+{
+	return (used > EXCHANGES / 4 * 3 ? 2 : used > EXCHANGES / 2 ? 10 : 30) * NANOSECONDS;
+}
+
+struct exchange_sweep {
+	__u64 now;
+	__u64 idle;		/* an exchange ends when it was idle for this long */
+	__u32 draining;		/* move them all to the flow table, from which they are promoted */
+	__u32 used;
+};
+
+/* Global for the same reason as sweep_flow(). */
+__noinline int sweep_exchange(__u32 element, struct exchange_sweep *s)
+{
+	struct exchange_bucket *bucket;
+	__u32 owner;
+	__s32 idle;
+
+	if (!settings.fast_path || !s)
+		return 0;
+	bucket = bucket_with(element);
+	if (!bucket || !bucket->there[WAY(element)])
+		return 0;
+	owner = owner_of(bucket, element);
+	idle = exchange_clock(s->now) - bucket->way[WAY(element)].last_seen;
+	if (s->draining && unfold_exchange(element, owner))
+		return 0;
+	if (idle > (__s32)exchange_clock(s->idle) && forget_exchange(element, owner))
+		count(YOUNG_ENDED);
+	else
+		s->used++;
+	return 0;
+}
+
+static long sweep_bucket(void *map __attribute__((unused)), const __u32 *number,
+			 struct exchange_bucket *bucket __attribute__((unused)), struct exchange_sweep *s)
+{
+	__u32 first = *number * EXCHANGE_WAYS, way;
+
+	for (way = 0; way < EXCHANGE_WAYS; way++)
+		sweep_exchange(first + way, s);
+	return 0;
+}
+
+/* Called before the sweep of the flow table, which also requests the promotion of what a drain has moved there. */
+static __always_inline void sweep_exchanges(struct exchange_sweep_result *result, __u64 now, bool draining)
+{
+	struct exchange_sweep s = { .now = now, .draining = draining, .idle = exchange_idle_ns(result->used) };
+
+	bpf_for_each_map_elem(&exchange_heads, sweep_bucket, &s, 0);
+	result->used = s.used;
+}
+
 /*
  * Requests promotions from the entry `from` on.  Returns the entry at which the queue was full, where the next sweep
  * should begin to request; 0: it was not full.
@@ -235,9 +291,10 @@ static __always_inline int sweep(__u32 from)
 	__u32 zero = 0;
 	struct sweep_result *result = bpf_map_lookup_elem(&sweep_results, &zero);
 	struct fast_path *state = fast_path_state();
+	struct exchange_sweep_result *exchanged = bpf_map_lookup_elem(&exchange_sweeps, &zero);
 	struct sweep s = { .from = from };
 
-	if (!result || !state)
+	if (!result || !state || !exchanged)
 		return 0;
 	s.now = bpf_ktime_get_coarse_ns();
 	s.draining = state->draining;
@@ -249,7 +306,9 @@ static __always_inline int sweep(__u32 from)
 	 * removed first.
 	 */
 	s.udp_idle = (s.crowded ? 2 : result->young > settings.flow_quota / 2 ? 10 : 30) * NANOSECONDS;
+	sweep_exchanges(exchanged, s.now, s.draining);
 	bpf_for_each_map_elem(&flows, sweep_entry, &s, 0);
+	*(volatile __u32 *)&exchanged->when = filter_clock(s.now);
 	*result = s.found;
 	return s.full_at;
 }

@@ -110,12 +110,6 @@ static __always_inline enum slow_path_reason why_not_young(const struct packet *
 	return p->hops <= 1 ? STACK_HOPS : NOT_SLOW;
 }
 
-/* `open`: how many young flows the device has open; NULL: none. */
-static __always_inline bool is_over_quota(const __u32 *open)
-{
-	return open && *(volatile __u32 *)open >= settings.flow_quota;
-}
-
 /*
  * Source ports are allocated in turn: a port that the endpoint may still have in TIME_WAIT is reused as late as
  * possible.
@@ -129,23 +123,31 @@ static __always_inline __u16 next_snat_port(void)
 	return settings.snat_port_min + (turn + (bpf_get_smp_processor_id() & 1) * (range / 2)) % range;
 }
 
-/* Inserts both entries. That of the replies comes first, so that a packet never finds only half of a flow. */
+/*
+ * Inserts both entries of a complete draft.  That of the replies comes first, so that a packet never finds only half of
+ * a flow.
+ */
 static __always_inline enum slow_path_reason insert_young(struct flow_draft *d, bool masquerade, __u32 *open)
 {
 	bool other_port = masquerade;
+	__u64 now = d->there.started;
 	int i;
 
+	note_in_table(&d->key, false, now);
 	for (i = 0; i < SNAT_PORT_TRIES; i++) {
 		if (other_port) {
 			__u16 port = next_snat_port();
 
 			d->there.rewrite.source_port = port;
+			complete_draft(d, d->there.generation, now);
 		}
-		complete_draft(d, d->there.generation, d->there.started);
-		if (!bpf_map_update_elem(&flows, &d->reply_key, &d->reply, BPF_NOEXIST))
-			break;
-		if (!bpf_map_lookup_elem(&flows, &d->reply_key))
-			return SLOW_TABLE_FULL;
+		note_in_table(&d->reply_key, true, now);
+		if (d->key.protocol != UDP || find_exchange(&d->reply_key) < 0) {
+			if (!bpf_map_update_elem(&flows, &d->reply_key, &d->reply, BPF_NOEXIST))
+				break;
+			if (!bpf_map_lookup_elem(&flows, &d->reply_key))
+				return SLOW_TABLE_FULL;
+		}
 		/*
 		 * The client uses this port with another Service of the endpoint: take another port, as netfilter does.
 		 */
@@ -184,7 +186,7 @@ static __always_inline bool is_complete(const struct flow *f, const struct flow 
 /* UDP: more than two requests and their replies. */
 static __always_inline bool is_stream(const struct flow *f, const struct flow *reply)
 {
-	return f->packets + reply->packets > 5;
+	return f->packets + reply->packets > EXCHANGE_PACKETS;
 }
 
 /*
@@ -203,6 +205,117 @@ static __always_inline bool may_make_room(const struct flow *f, const struct flo
 	if (protocol == UDP && is_stream(f, reply))
 		return false;
 	return is_complete(f, reply, protocol, now) && !((distant || again) && now <= last + ROUND_TRIP_NS);
+}
+
+/* ---- exchanges ------------------------------------------------------------------------------ */
+
+#define BUSY_OPENED 512
+
+/* Counts a new flow whose bucket is full.  True: there are about a thousand per second, so complete ones make room. */
+static __always_inline bool opens_many(__u64 now)
+{
+	__u32 zero = 0;
+	struct exchange_rate *r = bpf_map_lookup_elem(&exchange_rates, &zero);
+	__u64 window = now >> 28;
+
+	if (!r)
+		return false;
+	if (r->window != window) {
+		r->before = r->window + 1 == window ? r->opened : 0;
+		r->opened = 0;
+		r->window = window;
+	}
+	r->opened += 1;
+	return r->opened + r->before > BUSY_OPENED;
+}
+
+/* As may_make_room(), for an exchange.  One whose port was used again becomes a stream soon, so it stays shorter. */
+static __always_inline bool exchange_makes_room(const struct exchange_head *head, __u64 now)
+{
+	__s32 idle = exchange_clock(now) - head->last_seen;
+	bool again = (__s32)(head->last_seen - head->started) > idle;
+
+	if (head->replies + head->first_counted <= head->queries)
+		return false;
+	return idle > (__s32)exchange_clock(head->distant ? ROUND_TRIP_NS : again ? 4 * EXCHANGE_NS : EXCHANGE_NS);
+}
+
+/* Writes the flow of a complete draft into an element that the caller has claimed. */
+static __always_inline void write_exchange(struct exchange *x, struct exchange_bucket *bucket, __u32 way,
+					   struct flow_draft *d)
+{
+	struct exchange_head *head = &bucket->way[WAY(way)];
+	__u32 there = d->there.rewrite.tag, reply = d->reply.rewrite.tag;
+
+	empty_exchange(x, bucket, way);
+	/* Readers find the flow by its tags, so these are written last. */
+	d->there.rewrite.tag = d->reply.rewrite.tag = 0;
+	x->there = d->there;
+	x->reply = d->reply;
+	x->key = d->key;
+	x->reply_key = d->reply_key;
+	d->there.rewrite.tag = there;
+	d->reply.rewrite.tag = reply;
+	head->started = head->last_seen = exchange_clock(d->there.started);
+	head->queries = head->replies = 0;
+	head->first_counted = 0;
+	head->distant = d->reply.rewrite.out.redirect != REDIRECT_PEER;
+	read_barrier();
+	write_tags(x, bucket, way, there, reply);
+}
+
+/* The way that a new flow may have: a free one, or one whose exchange is complete.  EXCHANGE_WAYS: none. */
+static __always_inline __u32 way_for_new(const struct exchange_bucket *bucket, __u64 now)
+{
+	__u32 way = way_with(bucket->there, 0);
+	int i;
+
+	if (way < EXCHANGE_WAYS || !opens_many(now))
+		return way;
+	for (i = 0; i < EXCHANGE_WAYS; i++)
+		if (exchange_makes_room(&bucket->way[i], now))
+			return i;
+	return EXCHANGE_WAYS;
+}
+
+/*
+ * Enters the flow of the draft, which is complete.  0: no element is available, so the flow has to enter the flow table.
+ * Global for the same reason as judge_syn().
+ */
+__noinline int enter_exchange(__u64 now)
+{
+	struct exchange_bucket *bucket;
+	struct exchange_head *head;
+	struct flow_draft *d;
+	struct exchange *x;
+	__u32 owner, way;
+	__u64 hash;
+
+	if (!settings.fast_path)
+		return 0;
+	d = flow_draft();
+	if (!d)
+		return 0;
+	hash = client_hash(&d->key, false);
+	bucket = bucket_at(bucket_of(hash));
+	if (!bucket)
+		return 0;
+	way = way_for_new(bucket, now);
+	if (way >= EXCHANGE_WAYS)
+		return 0;
+	/* The client uses its port with another Service of the endpoint: the flow needs another source port. */
+	if (find_exchange(&d->reply_key) >= 0 ||
+	    (may_be_in_table(hash, hash, now) && bpf_map_lookup_elem(&flows, &d->reply_key)))
+		return 0;
+	x = exchange_at(bucket_of(hash) * EXCHANGE_WAYS + way);
+	head = &bucket->way[WAY(way)];
+	owner = owner_of(bucket, way);
+	/* Compared again: another CPU may have written the element before its owner was read. */
+	if (!x || (bucket->there[WAY(way)] && !exchange_makes_room(head, now)) || !claim_exchange(head, owner))
+		return 0;
+	write_exchange(x, bucket, way, d);
+	release_exchange(head, owner);
+	return 1;
 }
 
 /* The reply entry of a young flow between this client port and that endpoint; NULL if there is none. */
@@ -245,6 +358,8 @@ static __noinline int is_taken_by_young(const struct packet *p, const union addr
 	if (!p || !endpoint)
 		return 0;
 	f = young_reply_entry(p, endpoint, port, &reply_key);
+	if (!f && unfold_for(&reply_key, device))
+		f = young_reply_entry(p, endpoint, port, &reply_key);
 	if (!f)
 		return 0;
 	client = other_direction(&f->rewrite, p);
@@ -351,9 +466,12 @@ __noinline int is_proven(const struct packet *p, enum slow_path_reason reason)
 	return now + PERMIT_NS / 2 < d->permit.until && !may_enter_without_permit(now);
 }
 
+#define OPENED_EXCHANGE (-1)
+
 /*
- * Opens the flow in the table, if its pair has a permit.  NOT_SLOW: rewrite the packet by `d->there.rewrite`.  Global
- * for the same reason as judge_syn().
+ * Opens a young flow, if its pair has a permit: as an exchange (OPENED_EXCHANGE) or in the flow table (NOT_SLOW).  The
+ * packet is then rewritten by `d->there.rewrite`.  Anything else is an enum slow_path_reason.  Global for the same
+ * reason as judge_syn().
  */
 __noinline int open_young(struct context *ctx, const struct packet *p, const struct endpoint_selection *e,
 			  const struct backend *b)
@@ -364,6 +482,7 @@ __noinline int open_young(struct context *ctx, const struct packet *p, const str
 	struct permit *permit;
 	struct flow_draft *d;
 	__u32 device, *open;
+	bool exchange;
 	__u64 now;
 
 	if (!settings.fast_path || !p || !e || !b)
@@ -395,9 +514,6 @@ __noinline int open_young(struct context *ctx, const struct packet *p, const str
 		return STACK_TOO_BIG;
 	if (e->masquerade && !settings.snat_port_min)
 		return SLOW_NO_PORT;
-	open = bpf_map_lookup_elem(&young_counts, &device);
-	if (is_over_quota(open))
-		return SLOW_QUOTA;
 
 	__builtin_memset(&d->there, 0, sizeof(d->there));
 	__builtin_memset(&d->reply, 0, sizeof(d->reply));
@@ -419,12 +535,17 @@ __noinline int open_young(struct context *ctx, const struct packet *p, const str
 	d->there.backend = b->id;
 	d->there.generation = *(volatile __u32 *)&state->generation;
 	d->there.started = now;
-	reason = insert_young(d, e->masquerade, open);
-	if (reason)
-		return reason;
+	complete_draft(d, d->there.generation, now);
+	exchange = p->protocol == UDP && !e->masquerade && enter_exchange(now);
+	if (!exchange) {
+		open = bpf_map_lookup_elem(&young_counts, &device);
+		reason = is_over_quota(open) ? SLOW_QUOTA : insert_young(d, e->masquerade, open);
+		if (reason)
+			return reason;
+	}
 	/* From now on, packets to this address are looked up in the table. */
 	set_hint(&p->destination, p->destination_port, p->ipv6);
-	return NOT_SLOW;
+	return exchange ? OPENED_EXCHANGE : NOT_SLOW;
 }
 
 /*

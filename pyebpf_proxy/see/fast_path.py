@@ -12,7 +12,7 @@ from pyebpf_proxy.see.maps import U32, Pinned
 from pyebpf_proxy.see.reasons import SLOW
 
 _OPEN = "not_slow"
-MAPS = {"fast_path", "flows", "permits", "sweep_results", "young_counts"}
+MAPS = {"exchange_sweeps", "fast_path", "flows", "permits", "sweep_results", "young_counts"}
 
 
 class FastPathState(NamedTuple):
@@ -48,6 +48,8 @@ def read(maps: Pinned, counts: Mapping[str, int], agent_state: Mapping[str, Any]
         return None
     swept = maps.packer("sweep_result", "entries", "young")
     entries, young = swept.unpack(maps.map("sweep_results").lookup(U32.pack(0)) or bytes(swept.size))
+    counted = maps.packer("exchange_sweep_result", "used")
+    (exchanges,) = counted.unpack(maps.map("exchange_sweeps").lookup(U32.pack(0)) or bytes(counted.size))
     closed = agent_state.get("closed", {})
     promotion = agent_state.get("promotion", {})
     return model.FastPathView(
@@ -60,7 +62,8 @@ def read(maps: Pinned, counts: Mapping[str, int], agent_state: Mapping[str, Any]
         rules={f"IPv{family}": text for family, text in agent_state.get("warnings", {}).items()},
         used=entries,
         capacity=maps.map("flows").max_entries,
-        young=young,
+        young=young + exchanges,
+        exchanges=exchanges,
         permits=_permits(maps, found),
         sent=counts["flow_hit"] + counts["xdp_flow_hit"],
         promoted=counts["flow_promoted"],
@@ -90,8 +93,8 @@ def _permits(maps: Pinned, found: FastPathState) -> int:
 
 
 def kernel_flows(view: model.FastPathView) -> int:
-    """Approximately how many kernel's flows the table has. Every flow, also a young one, has two entries."""
-    return max(0, view.used - 2 * view.young) // 2
+    """Approximately how many kernel's flows the table has. Every flow has two entries, except exchanges."""
+    return max(0, view.used - 2 * (view.young - view.exchanges)) // 2
 
 
 def closed(view: model.FastPathView) -> dict[str, str]:

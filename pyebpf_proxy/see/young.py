@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Young flows: flows in the map ``flows`` that have no conntrack entry yet (docs/fast-path.md)."""
+"""Young flows: flows in the maps ``flows`` and ``exchanges`` without a conntrack entry (docs/fast-path.md)."""
 
 from __future__ import annotations
 
@@ -27,12 +27,25 @@ class _Snapshot:
         return self._entries.get(key)
 
 
+def _exchanged(maps: Pinned) -> dict[bytes, bytes]:
+    """The entries of all exchanges, as the map ``flows`` would have them. BpfError. SeeError."""
+    if "exchanges" not in maps.names:
+        return {}
+    layout = maps.packer("exchange", "there", "reply", "key", "reply_key")
+    tag = maps.packer("flow_rewrite", "tag")
+    found = {}
+    for there, reply, key, reply_key in layout.iter_unpack(maps.map("exchanges").dump()[1]):
+        if tag.unpack_from(there)[0] and tag.unpack_from(reply)[0]:
+            found[key], found[reply_key] = there, reply
+    return found
+
+
 def flows(maps: Pinned) -> Iterator[Flow]:
     """Every young flow, in state OPEN or CLOSING, without timeout and byte counts. Raises SeeError."""
     if "flows" not in maps.names:
         return
     try:
-        entries = dict(maps.map("flows").items())
+        entries = {**_exchanged(maps), **dict(maps.map("flows").items())}
         reader = FlowReader(_Snapshot(entries), maps.btf)
     except BpfError as error:
         raise SeeError(str(error)) from None

@@ -23,8 +23,10 @@ pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs
 
 PAGE = (ROOT / "docs" / "maps.md").read_text()
 HEADERS = "".join(path.read_text() for path in sorted((ROOT / "bpf").glob("*maps.h")))
-# Scratch space that is not pinned, rings of events, and maps that the kernel cannot list: a queue, and socket storage.
+# Scratch space that is not pinned, rings of events, maps that the kernel cannot list (a queue, and socket storage), and
+# one entry of 65536 bytes.
 NOT_SHOWN = {"flow_drafts", "dry_results", "decisions", "promotions", "connected_revnat", "socket_translations"}
+NOT_SHOWN |= {"udp_filter"}
 WEB = Kind("web", 10, externalTrafficPolicy="Local")
 
 
@@ -73,7 +75,7 @@ def test_an_example_has_the_fields_of_its_type(name: str, types: list[Btf]) -> N
             layout = next(btf.struct(wanted[7:]) for btf in types if wanted[7:] in btf._structs)
             assert list(thing) == list(layout.fields)
             for field, value in thing.items():
-                if isinstance(value, list):
+                if isinstance(value, list) and not isinstance(value[0], dict):
                     assert len(value) in (layout.fields[field].size, layout.fields[field].size // 4)
 
 

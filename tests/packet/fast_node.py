@@ -274,8 +274,32 @@ class Flow:
         )
 
     def entry(self, reply: bool = False) -> dict[str, Any] | None:
+        """The entry of the flow table; if it has none, that of an exchange."""
         value = self.world.object.maps["flows"].lookup(self.key(reply))
+        if value is None and (exchange := self.exchange()) is not None:
+            value = exchange.entry(reply)
         return None if value is None else dict(self.world.object.btf.struct("flow").unpack(value))
+
+    def exchange(self) -> Exchange | None:
+        """The exchange of this flow; None: there is none."""
+        return Exchange.of(self.world, self.key(), self.world.packed(self.client), self.sport)
+
+    @property
+    def bucket(self) -> int:
+        """The bucket of ``exchanges`` that the flow selects."""
+        return bucket_of(self.world.packed(self.client), self.sport)
+
+    def fill_bucket(self) -> None:
+        """Occupy the bucket of ``exchanges`` that this flow selects: the flow enters the table."""
+        layout = self.world.object.btf.struct("exchange_bucket")
+        way = self.world.object.btf.struct("exchange_head")
+        ways = EXCHANGE_WAYS
+        future = (now() >> 20) + 3_600_000
+        head = way.pack(owner=0, started=future, last_seen=future, queries=1, replies=0)
+        value = layout.pack(
+            there=struct.pack(f"<{ways}I", *[1] * ways), reply=struct.pack(f"<{ways}I", *[1] * ways), way=head * ways
+        )
+        self.world.object.maps["exchange_heads"].update(self.bucket.to_bytes(4, "little"), value)
 
     def entries(self) -> list[bool]:
         """Which directions are in the table."""
@@ -285,8 +309,12 @@ class Flow:
         """Change fields of an entry."""
         before = self.entry(reply)
         assert before is not None
-        layout = self.world.object.btf.struct("flow")
-        self.world.object.maps["flows"].update(self.key(reply), layout.pack(**{**before, **fields}))
+        value = self.world.object.btf.struct("flow").pack(**{**before, **fields})
+        exchange = self.exchange()
+        if exchange is not None:
+            exchange.write(reply, value)
+        else:
+            self.world.object.maps["flows"].update(self.key(reply), value)
 
     def set_back(self, seconds: float) -> None:
         """Set the times of both entries back."""
@@ -296,6 +324,8 @@ class Flow:
             assert entry is not None
             times = {name: max(entry[name] - span, 0) for name in ("started", "last_seen", "confirmed_until")}
             self.write(reply, **times)
+        if (exchange := self.exchange()) is not None:
+            exchange.set_back(span)
 
     def link(self, reply: bool = False) -> dict[str, Any]:
         """How packets of this direction leave."""
@@ -303,6 +333,83 @@ class Flow:
         assert entry is not None
         btf = self.world.object.btf
         return dict(btf.struct("link").unpack(btf.struct("flow_rewrite").unpack(entry["rewrite"])["out"]))
+
+
+# ---- exchanges -------------------------------------------------------------------------------------
+
+EXCHANGE_BUCKETS, EXCHANGE_WAYS = 3072, 4
+
+
+def bucket_of(address: bytes, port: int) -> int:
+    """The bucket that a client's address and port select (bpf/exchange.h)."""
+    low, high = struct.unpack("<2Q", address.ljust(16, b"\0"))
+    found = low ^ (port << 40 & U64)
+    if len(address) == 16:
+        found ^= (high << 7 | high >> 57) & U64
+    found = (found ^ found >> 32) * 0x9E3779B97F4A7C15 & U64
+    return (found >> 32) * EXCHANGE_BUCKETS >> 32
+
+
+@dataclass
+class Exchange:
+    """An element of the map ``exchanges``, and its part of the bucket."""
+
+    world: ProgramNode
+    bucket: int
+    way: int
+
+    @classmethod
+    def of(cls, world: ProgramNode, key: bytes, address: bytes, port: int, reply: bool = False) -> Exchange | None:
+        """The exchange with this key, of a client with this address and port. ``reply``: it is the key of replies."""
+        for way in range(EXCHANGE_WAYS):
+            found = cls(world, bucket_of(address, port), way)
+            if found.tags()[reply] and bytes(found.value()["reply_key" if reply else "key"]) == key:
+                return found
+        return None
+
+    @property
+    def _number(self) -> bytes:
+        return (self.bucket * EXCHANGE_WAYS + self.way).to_bytes(4, "little")
+
+    def value(self) -> dict[str, Any]:
+        read = self.world.object.maps["exchanges"].lookup(self._number)
+        assert read is not None
+        return dict(self.world.object.btf.struct("exchange").unpack(read))
+
+    def _bucket(self) -> dict[str, Any]:
+        read = self.world.object.maps["exchange_heads"].lookup(self.bucket.to_bytes(4, "little"))
+        assert read is not None
+        return dict(self.world.object.btf.struct("exchange_bucket").unpack(read))
+
+    def tags(self) -> tuple[int, int]:
+        bucket = self._bucket()
+        there, reply = (struct.unpack(f"<{EXCHANGE_WAYS}I", bytes(bucket[name])) for name in ("there", "reply"))
+        return there[self.way], reply[self.way]
+
+    def head(self) -> dict[str, Any]:
+        layout = self.world.object.btf.struct("exchange_head")
+        return dict(layout.unpack(bytes(self._bucket()["way"])[self.way * layout.size :][: layout.size]))
+
+    def write_head(self, **fields: Any) -> None:
+        layout = self.world.object.btf.struct("exchange_head")
+        bucket, at = self._bucket(), self.way * layout.size
+        ways = bytes(bucket["way"])
+        bucket["way"] = ways[:at] + layout.pack(**{**self.head(), **fields}) + ways[at + layout.size :]
+        value = self.world.object.btf.struct("exchange_bucket").pack(**bucket)
+        self.world.object.maps["exchange_heads"].update(self.bucket.to_bytes(4, "little"), value)
+
+    def entry(self, reply: bool) -> bytes:
+        return bytes(self.value()["reply" if reply else "there"])
+
+    def write(self, reply: bool, value: bytes) -> None:
+        written = {**self.value(), "reply" if reply else "there": value}
+        self.world.object.maps["exchanges"].update(
+            self._number, self.world.object.btf.struct("exchange").pack(**written)
+        )
+
+    def set_back(self, span: int) -> None:
+        head = self.head()
+        self.write_head(**{name: (head[name] - (span >> 20)) & 0xFFFFFFFF for name in ("started", "last_seen")})
 
 
 # ---- maps ------------------------------------------------------------------------------------------
@@ -399,9 +506,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-def young(world: ProgramNode, protocol: str = "tcp", **ends: Any) -> Flow:
+def young(world: ProgramNode, protocol: str = "tcp", in_table: bool = False, **ends: Any) -> Flow:
+    """A young flow; ``in_table``: a UDP flow that is no exchange."""
     flow = Flow(world, protocol, **ends)
     flow.permit()
+    if in_table:
+        flow.fill_bucket()
     flow.open_young()
     return flow
 
@@ -477,5 +587,6 @@ def open_in_slot_of(world: ProgramNode, flow: Flow, sport: int = 43000, flows: i
         values = recent.lookup_cpus(slot) or []
         recent.update(slot, b"".join(value[:-2] + stamp if any(value) else value for value in values))
     later = Flow(world, flow.protocol, sport=sport)
+    later.fill_bucket()
     later.open_young()
     assert later.entries() == [False, True]

@@ -24,6 +24,7 @@ from ipaddress import ip_address
 from typing import Any
 
 from pyebpf_proxy.datapath.loader.libbpf import Program
+from tests.packet.fast_node import Exchange
 from tests.packet.fuzz_packets import NODE, Pools, make
 from tests.packet.fuzz_reference import SCTP, TCP, Ends, Parsed, Rules, Service, Verdict, parse, wrong_rewrite
 from tests.packet.program_node import (
@@ -406,7 +407,7 @@ class Round:
                 self._opened_with_cut_checksum(p, device, self.rules.verdict(p.ends))
             return True
         # The flow must have ended.
-        if self._is_in_table(p.ends):
+        if self._is_known(p.ends):
             raise WrongPacketError(f"a young flow's packet: verdict {verdict}, priority {priority:#x}")
         self._forget(p.ends)
         self.counts["ended"] += 1
@@ -497,7 +498,7 @@ class Round:
     def _begin(self, p: Parsed, device: int, to: Ends, backend: int, permit: Permit, masquerade: bool) -> None:
         self._forget(p.ends)
         back = to.turned()
-        if (other := self.live.get(back)) and self._is_in_table(other.other):
+        if (other := self.live.get(back)) and self._is_known(other.other):
             raise WrongPacketError(f"two young flows with the replies {back}")
         self._forget(back)
         self.live[p.ends] = Live(to, device, permit.out, permit.mtu_out, backend, False, masquerade, back)
@@ -512,7 +513,7 @@ class Round:
         """If the checksum is cut off, the packet is dropped, but its flow is in the table."""
         if not self.fast or decided is None or decided.kind != "serve" or p.ends in self.live:
             return
-        value = self.world.object.maps["flows"].lookup(self._key(p.ends))
+        value = self._entry(p.ends)
         if value is None:
             return
         btf = self.world.object.btf
@@ -547,8 +548,18 @@ class Round:
             raise WrongPacketError(f"young flows of devices: counted {counted}, there {dict(young)}, packet 0,")
         self.counts["entries at the end of a round"] += len(entries)
 
-    def _is_in_table(self, ends: Ends) -> bool:
-        return self.world.object.maps["flows"].lookup(self._key(ends)) is not None
+    def _entry(self, ends: Ends) -> bytes | None:
+        """The entry of packets with these ends: of the flow table, or of an exchange."""
+        key = self._key(ends)
+        if (value := self.world.object.maps["flows"].lookup(key)) is not None:
+            return value
+        if exchange := Exchange.of(self.world, key, ends.source, ends.source_port):
+            return exchange.entry(reply=False)
+        exchange = Exchange.of(self.world, key, ends.destination, ends.destination_port, reply=True)
+        return None if exchange is None else exchange.entry(reply=True)
+
+    def _is_known(self, ends: Ends) -> bool:
+        return self._entry(ends) is not None
 
     def _key(self, ends: Ends) -> bytes:
         key: bytes = self.layout.pack(

@@ -40,7 +40,7 @@ def fast(node: ProgramNode) -> Iterator[ProgramNode]:
 
 def asked(world: ProgramNode, client: int) -> Flow:
     device(world, "pods", redirect=client)
-    return young(world, "udp")
+    return young(world, "udp", in_table=True)
 
 
 def answer(flow: Flow) -> None:
@@ -113,11 +113,14 @@ def test_the_slot_of_an_earlier_flow_does_not_end_a_new_one_from_its_port(fast: 
     sweep(fast)
     assert earlier.entries() == []
     again = Flow(fast, "udp")
+    again.fill_bucket()
     again.open_young()
     answer(again)
     again.set_back(0.1)
     rewind_recent_flows(fast, 2)
-    Flow(fast, again.protocol, sport=43000).open_young()
+    later = Flow(fast, again.protocol, sport=43000)
+    later.fill_bucket()
+    later.open_young()
     assert again.entries() == BOTH
     open_in_slot_of(fast, again, 43001, 0)
     assert again.entries() == []

@@ -56,8 +56,8 @@ def is_swept(world: ProgramNode, flow: Flow, seconds: float, young_flows: int = 
     return gone
 
 
-def answered(world: ProgramNode, protocol: str = "tcp") -> Flow:
-    flow = young(world, protocol)
+def answered(world: ProgramNode, protocol: str = "tcp", in_table: bool = False) -> Flow:
+    flow = young(world, protocol, in_table)
     if protocol == "tcp":
         flow.answer()
     else:
@@ -96,7 +96,7 @@ def test_a_flow_that_begins_while_the_sweep_runs_is_new(fast: ProgramNode, is_an
 
     If the sweep took it for an old flow, its SYN-ACK would find no entry.
     """
-    flow = answered(fast, protocol) if is_answered else young(fast, protocol)
+    flow = answered(fast, protocol, in_table=True) if is_answered else young(fast, protocol, in_table=True)
     flow.set_back(-10)
     found = sweep(fast)
     assert (found["ended"], found["requested"]) == (0, 0)
@@ -161,7 +161,7 @@ def test_answered_datagrams_end_early_if_one_device_has_used_its_quota(
 ) -> None:
     """If the replies come from another machine, the flow's next datagram may be a round trip away."""
     device(fast, "pods", redirect=redirect)
-    flow = young(fast, "udp")
+    flow = young(fast, "udp", in_table=True)
     with real_time_priority():
         assert flow.run(reply=True).retval == REDIRECT
         assert not is_swept(fast, flow, early, QUOTA)
@@ -174,7 +174,7 @@ def test_answered_datagrams_end_early_if_one_device_has_used_its_quota(
 def test_idle_datagrams_end_the_sooner_the_more_young_flows_there_are(
     fast: ProgramNode, flows: int, seconds: int
 ) -> None:
-    flow = young(fast, "udp")
+    flow = young(fast, "udp", in_table=True)
     assert not is_swept(fast, flow, seconds - 0.5, flows)
     assert is_swept(fast, flow, 1, flows)
     assert young_flows_of(fast, "pods") == 0
@@ -184,7 +184,7 @@ def test_flows_of_the_kernel_that_fill_the_table_end_no_datagrams(fast: ProgramN
     """conntrack knows those flows, and they leave the table first. Only the table knows the endpoint of a young
     flow.
     """
-    flow = young(fast, "udp")
+    flow = young(fast, "udp", in_table=True)
     assert flow.run(reply=True).retval == REDIRECT
     assert not is_swept(fast, flow, 29, entries=4 * QUOTA)
     assert is_swept(fast, flow, 2, entries=4 * QUOTA)
@@ -201,7 +201,7 @@ def test_an_answered_flow_that_continues_is_due(fast: ProgramNode) -> None:
 
 
 def test_one_query_and_its_answer_are_not_due(fast: ProgramNode) -> None:
-    flow = answered(fast, "udp")
+    flow = answered(fast, "udp", in_table=True)
     for _ in range(4):
         flow.run()
     flow.set_back(3)

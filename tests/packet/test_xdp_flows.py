@@ -135,6 +135,7 @@ def test_a_query_that_xdp_left_to_tc_ends_like_any_other(fast: ProgramNode, answ
     device(fast, "pods", redirect=2)  # a pod
     flow = Flow(fast, "udp")
     flow.permit()
+    flow.fill_bucket()
     assert run_through_xdp(flow).retval == XDP_PASS
     assert flow.run().retval == REDIRECT
     for _ in range(answers):

@@ -16,6 +16,7 @@ from pyebpf_proxy.see.maps import Pinned
 from pyebpf_proxy.see.top_fast_path import FastPath, line
 
 STRUCTS = {"fast_path": Struct("=QIIIII"), "sweep_result": Struct("=II"), "permit": Struct("=QQI")}
+STRUCTS["exchange_sweep_result"] = Struct("=I")
 REASONS = {"NOT_SLOW": 0, "STACK_RULES": 5, "STACK_IPSEC": 7}
 SECOND = 10**9
 #: The generation of valid permits.
@@ -46,7 +47,7 @@ class Maps:
         now = time.clock_gettime_ns(time.CLOCK_MONOTONIC)
         self.alive_until = now + 60 * SECOND
         self.closed4, self.closed6, self.draining = "NOT_SLOW", "NOT_SLOW", False
-        self.entries, self.young = 0, 0
+        self.entries, self.young, self.exchanges = 0, 0, 0
         #: Valid until, also for replies; the generation.
         self.permits: list[tuple[int, int, int]] = []
         self.counted: defaultdict[str, int] = defaultdict(int)
@@ -69,7 +70,9 @@ class Maps:
         word = STRUCTS["fast_path"].pack(self.alive_until, 1, GENERATION, *closed, self.draining)
         swept = STRUCTS["sweep_result"].pack(self.entries, self.young)
         rows = b"".join(STRUCTS["permit"].pack(*each) for each in self.permits)
-        return {"fast_path": Table(word), "sweep_results": Table(swept)}.get(name, Table(b"", rows))
+        exchanged = STRUCTS["exchange_sweep_result"].pack(self.exchanges)
+        found = {"fast_path": Table(word), "sweep_results": Table(swept), "exchange_sweeps": Table(exchanged)}
+        return found.get(name, Table(b"", rows))
 
     @property
     def pinned(self) -> Pinned:
@@ -120,6 +123,9 @@ def test_flows_of_both_ages_are_told_apart(maps: Maps) -> None:
     maps.entries, maps.young = 61, 12
     text = fast_path.text(read(maps))[0]
     assert text.startswith("12 young flows, about 18 in conntrack, 61 of 1000 entries, ")
+    maps.exchanges = 5
+    text = fast_path.text(read(maps))[0]
+    assert text.startswith("17 young flows, about 18 in conntrack, "), "exchanges have no entries"
 
 
 def test_status_names_the_rule_that_closes_a_family(maps: Maps) -> None:

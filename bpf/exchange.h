@@ -1,0 +1,322 @@
+/* SPDX-License-Identifier: (GPL-2.0-only OR BSD-2-Clause) */
+/*
+ * Exchanges: young UDP flows of a few packets, outside the flow table.  A new flow never takes the place of an exchange
+ * that is not complete: it enters the flow table instead.
+ */
+#ifndef PEP_EXCHANGE_H
+#define PEP_EXCHANGE_H
+
+#include "flow_table.h"
+
+#define EXCHANGE_PACKETS 5	/* sent by its entries; a flow with more of them is a stream */
+
+#define WAY(element) ((element) & (EXCHANGE_WAYS - 1))
+
+/* A hash of the client's address and port, which both directions of a flow have that is not masqueraded. */
+static __always_inline __u64 client_hash(const struct flow_key *key, bool reply)
+{
+	const __u64 *w = (const void *)(reply ? key->destination : key->source);
+	__u64 t = w[0] ^ (__u64)(reply ? key->destination_port : key->source_port) << 40;
+
+	if (key->ipv6)
+		t ^= w[1] << 7 | w[1] >> 57;
+	return (t ^ t >> 32) * 0x9e3779b97f4a7c15ULL;
+}
+
+static __always_inline __u32 bucket_of(__u64 hash)
+{
+	return (hash >> 32) * EXCHANGE_BUCKETS >> 32;
+}
+
+static __always_inline struct exchange_bucket *bucket_at(__u32 number)
+{
+	return bpf_map_lookup_elem(&exchange_heads, &number);
+}
+
+static __always_inline struct exchange_bucket *bucket_with(__u32 element)
+{
+	return bucket_at(element / EXCHANGE_WAYS);
+}
+
+static __always_inline struct exchange *exchange_at(__u32 element)
+{
+	return bpf_map_lookup_elem(&exchanges, &element);
+}
+
+/* About a millisecond. */
+static __always_inline __u32 exchange_clock(__u64 now)
+{
+	return now >> 20;
+}
+
+static __always_inline bool same_key(const void *a, const void *b)
+{
+	const __u64 *x = a, *y = b;
+
+	return !((x[0] ^ y[0]) | (x[1] ^ y[1]) | (x[2] ^ y[2]) | (x[3] ^ y[3]) | (x[4] ^ y[4]));
+}
+
+/* ---- whether the flow table may have a UDP flow --------------------------------------------- */
+
+#define SWEEP_LATE 5	/* the agent sweeps once a second or more often */
+#define FILTER_AGES 255	/* a byte of the filter is this clock, modulo this, and one; 0: never */
+
+/* Units of 2^30 ns, about a second. */
+static __always_inline __u32 filter_clock(__u64 now)
+{
+	return now >> 30;
+}
+
+static __always_inline struct udp_filter *filter(void)
+{
+	__u32 zero = 0;
+
+	return bpf_map_lookup_elem(&udp_filter, &zero);
+}
+
+/* The bits are others than those that select a bucket. */
+static __always_inline __u8 *byte_of(struct udp_filter *f, __u64 hash)
+{
+	return &f->noted[hash >> 16 & (FILTER_BYTES - 1)];
+}
+
+/* Called before an entry of this key is inserted, and with every sweep.  `reply`: it is the endpoint's direction. */
+static __always_inline void note_in_table(const struct flow_key *key, bool reply, __u64 now)
+{
+	struct udp_filter *f;
+
+	if (key->protocol != UDP)
+		return;
+	f = filter();
+	if (f)
+		*(volatile __u8 *)byte_of(f, client_hash(key, reply)) = filter_clock(now) % FILTER_AGES + 1;
+}
+
+/* `noted`: a byte of the filter. */
+static __always_inline bool is_recent(__u8 noted, __u32 clock)
+{
+	return noted && (clock % FILTER_AGES + FILTER_AGES - (noted - 1)) % FILTER_AGES <= SWEEP_LATE + 2;
+}
+
+/*
+ * False: the table has no UDP flow whose client has one of these hashes, so the lookup can be saved.  True if the last
+ * sweep was long ago: the agent may have stopped, or a program of another version may have swept.
+ */
+static __always_inline bool may_be_in_table(__u64 from, __u64 to, __u64 now)
+{
+	__u32 zero = 0, clock = filter_clock(now);
+	struct exchange_sweep_result *last = bpf_map_lookup_elem(&exchange_sweeps, &zero);
+	struct udp_filter *f = filter();
+
+	if (!last || !f || clock - *(volatile __u32 *)&last->when > SWEEP_LATE)
+		return true;
+	return is_recent(*(volatile __u8 *)byte_of(f, from), clock) || is_recent(*(volatile __u8 *)byte_of(f, to), clock);
+}
+
+/* ---- finding -------------------------------------------------------------------------------- */
+
+#define OWNER_MASK 0x7fffffff	/* so that find_exchange() returns no negative number */
+
+static __always_inline __u32 owner_of(const struct exchange_bucket *bucket, __u32 way)
+{
+	__u32 owner = *(volatile __u32 *)&bucket->way[WAY(way)].owner;
+
+	read_barrier();
+	return owner;
+}
+
+/* The tags in the bucket have matched. */
+static __always_inline bool is_direction(const struct flow *f, const struct flow_key *stored, const void *key,
+					 __u32 tag)
+{
+	return !was_reused(&f->rewrite, tag) && same_key(stored, key);
+}
+
+/* The element with this tag; EXCHANGE_WAYS: there is none. */
+static __always_inline __u32 way_with(const __u32 *tags, __u32 tag)
+{
+	const volatile __u32 *t = tags;
+
+	return t[0] == tag ? 0 : t[1] == tag ? 1 : t[2] == tag ? 2 : t[3] == tag ? 3 : EXCHANGE_WAYS;
+}
+
+/* The exchange in this bucket that packets with this key belong to, as find_exchange() returns it. */
+static __always_inline long find_in_bucket(__u32 number, const struct flow_key *key, const bool reply)
+{
+	struct exchange_bucket *bucket = bucket_at(number);
+	__u32 tag = tag_of(key), way, element, owner;
+	struct exchange *x;
+
+	if (!bucket)
+		return -1;
+	way = way_with(reply ? bucket->reply : bucket->there, tag);
+	if (way == EXCHANGE_WAYS)
+		return -1;
+	element = number * EXCHANGE_WAYS + way;
+	owner = owner_of(bucket, way);
+	x = exchange_at(element);
+	if (!x || !is_direction(reply ? &x->reply : &x->there, reply ? &x->reply_key : &x->key, key, tag))
+		return -1;
+	return (__u64)owner << 32 | element << 1 | reply;
+}
+
+/*
+ * The exchange that packets with this key belong to: the number of its element in the upper bits of the lower half, and
+ * whether it is the endpoint's direction in the lowest bit.  Upper half: the element's owner.
+ * Below 0: none has it.  Global, as all functions that other headers call, so that the verifier checks it once.
+ */
+__noinline long find_exchange(const struct flow_key *key)
+{
+	long found;
+
+	if (!settings.fast_path || !key)
+		return -1;
+	found = find_in_bucket(bucket_of(client_hash(key, false)), key, false);
+	return found < 0 ? find_in_bucket(bucket_of(client_hash(key, true)), key, true) : found;
+}
+
+#define FOUND_ELEMENT(found) ((__u32)(found) >> 1)
+#define FOUND_REPLY(found) ((found) & 1)
+#define FOUND_OWNER(found) ((__u32)((found) >> 32))
+
+/* The entry that find_exchange() has found. */
+static __always_inline struct flow *found_entry(long found)
+{
+	struct exchange *x = exchange_at(FOUND_ELEMENT(found));
+
+	return x ? (struct flow *)((void *)x + FOUND_REPLY(found) * sizeof(struct flow)) : NULL;
+}
+
+/* The first packet of a young flow is left to the next program, which finds the entries, sends and counts it. */
+static __always_inline void note_first_counted(const struct flow_key *key)
+{
+	struct flow *f = bpf_map_lookup_elem(&flows, key);
+	struct exchange_bucket *bucket;
+	long found;
+
+	if (f) {
+		f->first_counted = 1;
+		return;
+	}
+	found = key->protocol == UDP ? find_exchange(key) : -1;
+	if (found < 0)
+		return;
+	bucket = bucket_with(FOUND_ELEMENT(found));
+	f = found_entry(found);
+	if (!bucket || !f)
+		return;
+	bucket->way[WAY(FOUND_ELEMENT(found))].first_counted = 1;
+	f->first_counted = 1;
+}
+
+/* ---- writing -------------------------------------------------------------------------------- */
+
+/* Makes this program the only writer.  False: another one writes, or has written since `owner` was read. */
+static __always_inline bool claim_exchange(struct exchange_head *head, __u32 owner)
+{
+	return !(owner & 1) && __sync_val_compare_and_swap(&head->owner, owner, owner | 1) == owner;
+}
+
+static __always_inline void release_exchange(struct exchange_head *head, __u32 owner)
+{
+	read_barrier();
+	*(volatile __u32 *)&head->owner = (owner + 2) & OWNER_MASK;
+}
+
+static __always_inline void write_tags(struct exchange *x, struct exchange_bucket *bucket, __u32 way, __u32 there,
+				       __u32 reply)
+{
+	*(volatile __u32 *)&x->there.rewrite.tag = there;
+	*(volatile __u32 *)&x->reply.rewrite.tag = reply;
+	*(volatile __u32 *)&bucket->there[WAY(way)] = there;
+	*(volatile __u32 *)&bucket->reply[WAY(way)] = reply;
+}
+
+/* From now on no packet finds the flow. */
+static __always_inline void empty_exchange(struct exchange *x, struct exchange_bucket *bucket, __u32 way)
+{
+	write_tags(x, bucket, way, 0, 0);
+	read_barrier();
+}
+
+/* True: the exchange was there, and is no more. */
+static __always_inline bool forget_exchange(__u32 element, __u32 owner)
+{
+	struct exchange_bucket *bucket = bucket_with(element);
+	struct exchange *x = exchange_at(element);
+	struct exchange_head *head;
+
+	if (!bucket || !x)
+		return false;
+	head = &bucket->way[WAY(element)];
+	if (!claim_exchange(head, owner))
+		return false;
+	empty_exchange(x, bucket, element);
+	release_exchange(head, owner);
+	return true;
+}
+
+/* The caller has claimed the element. */
+static __always_inline bool move_to_table(struct exchange *x)
+{
+	struct flow_key key = x->key, reply_key = x->reply_key;
+	__u32 device = x->there.rewrite.device_in, *open = bpf_map_lookup_elem(&young_counts, &device);
+	__u64 now = flow_clock();
+
+	note_in_table(&key, false, now);
+	note_in_table(&reply_key, true, now);
+	if (is_over_quota(open) || bpf_map_update_elem(&flows, &reply_key, &x->reply, BPF_NOEXIST))
+		return false;
+	count_young(open, device);
+	if (!bpf_map_update_elem(&flows, &key, &x->there, BPF_NOEXIST))
+		return true;
+	uncount_young(device);
+	bpf_map_delete_elem(&flows, &reply_key);
+	return false;
+}
+
+/*
+ * Moves an exchange to the flow table, where streams, promotion and everything unusual are handled.  1: it was moved.
+ * If there is no space it stays.
+ */
+__noinline int unfold_exchange(__u32 element, __u32 owner)
+{
+	struct exchange_bucket *bucket;
+	struct exchange_head *head;
+	struct exchange *x;
+	bool moved;
+
+	if (!settings.fast_path)
+		return 0;
+	bucket = bucket_with(element);
+	x = exchange_at(element);
+	if (!bucket || !x || !x->there.rewrite.tag)
+		return 0;
+	head = &bucket->way[WAY(element)];
+	if (!claim_exchange(head, owner))
+		return 0;
+	moved = move_to_table(x);
+	if (moved)
+		empty_exchange(x, bucket, element);
+	release_exchange(head, owner);
+	return moved;
+}
+
+/*
+ * Moves the exchange with this key, of either direction, to the flow table.  1: it was moved.  `device`: only if the
+ * client's packets come in there; 0: any.
+ */
+static __always_inline int unfold_for(const struct flow_key *key, __u32 device)
+{
+	long found = key->protocol == UDP ? find_exchange(key) : -1;
+	struct exchange *x;
+
+	if (found < 0)
+		return 0;
+	x = exchange_at(FOUND_ELEMENT(found));
+	if (!x || (device && x->there.rewrite.device_in != device))
+		return 0;
+	return unfold_exchange(FOUND_ELEMENT(found), FOUND_OWNER(found));
+}
+
+#endif

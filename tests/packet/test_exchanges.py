@@ -1,0 +1,369 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Exchanges: young UDP flows of a few packets, which live outside the flow table (bpf/exchange.h)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.packet.fast_node import (
+    EXCHANGE_WAYS,
+    REDIRECT,
+    Exchange,
+    Flow,
+    device,
+    fast_node,
+    now,
+    one_cpu,
+    options,
+    real_time_priority,
+    sweep,
+    write_permits,
+    young,
+    young_flows_of,
+)
+from tests.packet.program_node import GO_ON, SHOT, ProgramNode
+
+pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
+
+OTHER_MACHINE, POD = 1, 2
+BOTH = [False, True]
+
+
+@pytest.fixture
+def fast(node: ProgramNode) -> Iterator[ProgramNode]:
+    with one_cpu():
+        yield fast_node(node)
+
+
+def in_table(flow: Flow) -> bool:
+    found = {flow.world.object.maps["flows"].lookup(flow.key(reply)) is not None for reply in BOTH}
+    assert len(found) == 1, "half a flow"
+    return found.pop()
+
+
+def exchange_of(flow: Flow) -> Exchange:
+    found = flow.exchange()
+    assert found is not None
+    return found
+
+
+def query(world: ProgramNode, **ends: Any) -> Flow:
+    """An exchange with its reply."""
+    flow = young(world, "udp", **ends)
+    assert flow.run(reply=True).retval == REDIRECT
+    return flow
+
+
+def in_bucket_of(flow: Flow, count: int) -> list[Flow]:
+    """Other flows of the pair that select the same bucket."""
+    found = []
+    for port in range(1024, 65536):
+        other = Flow(flow.world, "udp", sport=port)
+        if port != flow.sport and other.bucket == flow.bucket:
+            found.append(other)
+    assert len(found) >= count
+    return found[:count]
+
+
+def be_busy(world: ProgramNode) -> None:
+    """As if this CPU had just opened many flows whose buckets were full."""
+    rates = world.object.maps["exchange_rates"]
+    layout = world.object.btf.struct("exchange_rate")
+    # The program may run in the next window: the former one counts, too.
+    value = layout.pack(window=now() >> 28, opened=100_000, before=100_000)
+    rates.update(bytes(4), value * len(rates.lookup_cpus(bytes(4)) or []))
+
+
+def fill(flow: Flow) -> list[Flow]:
+    """Fill the bucket with other exchanges that are answered."""
+    others = in_bucket_of(flow, EXCHANGE_WAYS)
+    for other in others:
+        other.open_young()
+        assert other.run(reply=True).retval == REDIRECT
+        assert not in_table(other)
+    return others
+
+
+def permitted(world: ProgramNode) -> Flow:
+    flow = Flow(world, "udp")
+    flow.permit()
+    return flow
+
+
+def test_a_query_and_its_reply_are_no_flow_of_the_table(fast: ProgramNode) -> None:
+    flow = permitted(fast)
+    found = flow.open_young()
+    assert found.data == bytes(flow.expected(flags="S", size=0))
+    answer = flow.run(reply=True)
+    assert (answer.retval, answer.data) == (REDIRECT, bytes(flow.expected(reply=True)))
+    assert exchange_of(flow).head()["replies"] == 1
+    assert not in_table(flow)
+    assert young_flows_of(fast, "pods") == 0, "an exchange needs no share of the table"
+    assert fast.reasons() == {"NEW_FLOW_FAST": 1, "FLOW_HIT": 2}
+
+
+def test_connections_and_masqueraded_flows_are_none(fast: ProgramNode) -> None:
+    assert in_table(young(fast))
+    masqueraded = {"client": "client", "frontend": "vip", "masquerade": "node", "entrance": "nic", "snat_port": 50000}
+    assert in_table(young(fast, "udp", **masqueraded))
+
+
+def test_the_sixth_packet_makes_it_a_flow_of_the_table(fast: ProgramNode) -> None:
+    flow = query(fast)
+    for reply in (False, True, False, True):
+        assert flow.run(reply).retval == REDIRECT
+        assert not in_table(flow)
+    assert flow.run().retval == REDIRECT
+    assert in_table(flow)
+    assert flow.exchange() is None
+    assert [flow.entry(reply)["packets"] for reply in BOTH] == [3, 3]  # type: ignore[index]
+    assert young_flows_of(fast, "pods") == 1
+    flow.set_back(2.5)
+    flow.run()
+    assert sweep(fast)["requested"] == 1
+    assert fast.promotions() == [flow.key()]
+
+
+@pytest.mark.parametrize("reply", BOTH, ids=["query", "reply"])
+def test_a_packet_for_the_kernel_makes_it_a_flow_of_the_table(fast: ProgramNode, reply: bool) -> None:
+    """The kernel can handle it once the flow is promoted, and only flows of the table are."""
+    flow = query(fast)
+    found = flow.run(reply, options(flow, reply=reply))
+    assert found.retval == (SHOT if reply else GO_ON)
+    assert in_table(flow)
+    assert fast.promotions() == [flow.key()]
+    assert fast.reasons()["STACK_OPTIONS"] == 1
+
+
+def test_without_space_in_the_table_it_stays_an_exchange(node: ProgramNode) -> None:
+    with one_cpu():
+        world = fast_node(node, flow_quota=1)
+        young(world)
+        flow = query(world, sport=40100)
+        for _ in range(8):
+            assert flow.run().retval == REDIRECT
+        assert exchange_of(flow).head()["queries"] == 8
+        assert not in_table(flow)
+        before = bytes(options(flow))
+        found = flow.run(frame=before)
+        assert (found.retval, found.data) == (GO_ON, before)
+
+
+def test_a_full_bucket_sends_new_flows_to_the_table(fast: ProgramNode) -> None:
+    flow = permitted(fast)
+    others = fill(flow)
+    for other in others:
+        other.set_back(20)
+    flow.open_young()
+    assert in_table(flow)
+    assert flow.run(reply=True).retval == REDIRECT
+    assert [other.entries() for other in others] == [BOTH] * EXCHANGE_WAYS
+
+
+@pytest.mark.parametrize(
+    ("client", "seconds", "replaced"),
+    [(POD, 0, False), (POD, 0.1, True), (OTHER_MACHINE, 0.5, False), (OTHER_MACHINE, 1.1, True)],
+    ids=["a pod, at once", "a pod", "another machine, within a round trip", "another machine"],
+)
+def test_a_complete_exchange_makes_room_if_there_are_many(
+    fast: ProgramNode, client: int, seconds: float, replaced: bool
+) -> None:
+    """The client's next datagram belongs to the same flow. It may arrive a round trip later."""
+    device(fast, "pods", redirect=client)
+    flow = permitted(fast)
+    with real_time_priority():
+        others = fill(flow)
+        for other in others:
+            other.set_back(seconds)
+        be_busy(fast)
+        flow.open_young()
+    assert in_table(flow) != replaced
+    assert sum(other.exchange() is None for other in others) == replaced
+
+
+@pytest.mark.parametrize("what", ["unanswered", "used again"])
+def test_an_exchange_that_is_not_complete_stays(fast: ProgramNode, what: str) -> None:
+    device(fast, "pods", redirect=POD)
+    flow = permitted(fast)
+    with real_time_priority():
+        others = fill(flow)
+        for other in others:
+            other.set_back(1.5)
+            if what == "unanswered":
+                assert other.run().retval == REDIRECT
+                other.set_back(1.5)
+            else:
+                assert other.run().retval == REDIRECT
+                assert other.run(reply=True).retval == REDIRECT
+                other.set_back(0.1)
+        be_busy(fast)
+        flow.open_young()
+    assert in_table(flow)
+    assert [other.entries() for other in others] == [BOTH] * EXCHANGE_WAYS
+
+
+def test_an_element_that_is_being_written_is_not_taken(fast: ProgramNode) -> None:
+    """Another CPU writes it: its owner is odd."""
+    flow = permitted(fast)
+    for other in fill(flow):
+        other.set_back(1.5)
+        exchange_of(other).write_head(owner=exchange_of(other).head()["owner"] | 1)
+    be_busy(fast)
+    flow.open_young()
+    assert in_table(flow)
+
+
+def test_an_element_that_has_just_been_written_is_another_flows(fast: ProgramNode) -> None:
+    """The tags in the bucket still match, but those of the entry do not: the packet is of no known flow."""
+    flow = query(fast)
+    exchange = exchange_of(flow)
+    value = exchange.entry(reply=False)
+    exchange.write(False, (1).to_bytes(4, "little") + value[4:])
+    write_permits(fast, until=0)
+    assert flow.run().retval != REDIRECT
+    assert fast.reasons().get("FLOW_HIT", 0) == 2, "the first query and its reply"
+
+
+def test_two_keys_with_the_same_tag_are_two_flows(fast: ProgramNode) -> None:
+    flow = query(fast)
+    exchange = exchange_of(flow)
+    value = exchange.value()
+    layout = fast.object.btf.struct("exchange")
+    value["key"] = Flow(fast, "udp", port=81).key()
+    fast.object.maps["exchanges"].update(exchange._number, layout.pack(**value))
+    write_permits(fast, until=0)
+    assert flow.run().retval == GO_ON
+
+
+@pytest.mark.parametrize("reply", BOTH, ids=["query", "reply"])
+def test_a_packet_from_another_device_does_not_belong_to_it(fast: ProgramNode, reply: bool) -> None:
+    flow = query(fast)
+    before = exchange_of(flow).value(), exchange_of(flow).head()
+    frame = flow.frame(reply)
+    found = flow.run(reply, frame, by="pods" if reply else "nic")
+    assert (found.retval, found.data) == (GO_ON, bytes(frame))
+    assert (exchange_of(flow).value(), exchange_of(flow).head()) == before
+    assert fast.reasons()["STACK_OTHER_DEVICE"] == 1
+
+
+def test_another_service_of_the_endpoint_gets_another_port(fast: ProgramNode) -> None:
+    """The replies of both flows would look the same."""
+    fast.service(["remote"], service=9, port=81, protocol="udp")
+    flow = query(fast)
+    other = Flow(fast, "udp", port=81)
+    found = other.run()
+    assert found.retval == REDIRECT
+    at = 14 + (20 if fast.family == 4 else 40)
+    assert found.data[at : at + 2] != flow.sport.to_bytes(2, "big")
+    assert flow.run(reply=True).data == bytes(flow.expected(reply=True))
+
+
+def test_a_flow_of_the_table_keeps_its_port_from_exchanges(fast: ProgramNode) -> None:
+    fast.service(["remote"], service=9, port=81, protocol="udp")
+    flow = young(fast, "udp", in_table=True)
+    fast.object.maps["exchange_heads"].update(
+        flow.bucket.to_bytes(4, "little"), bytes(fast.object.btf.struct("exchange_bucket").size)
+    )
+    other = Flow(fast, "udp", port=81)
+    found = other.run()
+    assert found.retval == REDIRECT
+    at = 14 + (20 if fast.family == 4 else 40)
+    assert found.data[at : at + 2] != flow.sport.to_bytes(2, "big")
+    assert other.exchange() is None
+
+
+def test_a_removed_endpoint_ends_it(fast: ProgramNode) -> None:
+    flow = query(fast)
+    fast.endpoint("remote", 2, present=False)
+    fast.service(["local"], protocol="udp", service=2)
+    fast.write_fast_path_state(generation=2)
+    assert flow.run().retval == GO_ON
+    assert flow.exchange() is None
+
+
+@pytest.mark.parametrize(("used", "seconds"), [(0, 30), (12288 // 2 + 1, 10), (12288 // 4 * 3 + 1, 2)])
+def test_the_sweep_ends_idle_exchanges(fast: ProgramNode, used: int, seconds: int) -> None:
+    flow = query(fast)
+    layout = fast.object.btf.struct("exchange_sweep_result")
+    result = fast.object.maps["exchange_sweeps"]
+    for span, left in ((seconds - 1, BOTH), (2, [])):
+        flow.set_back(span)
+        result.update(bytes(4), layout.pack(used=used, when=0))
+        sweep(fast)
+        assert flow.entries() == left
+        assert layout.unpack(result.lookup(bytes(4)) or b"")["used"] == len(left) / 2
+    assert fast.reasons()["YOUNG_ENDED"] == 1
+
+
+def test_a_drain_moves_exchanges_to_the_table_and_has_them_promoted(fast: ProgramNode) -> None:
+    flow = query(fast)
+    fast.write_fast_path_state(draining=1)
+    assert sweep(fast)["requested"] == 1
+    assert in_table(flow)
+    assert fast.promotions() == [flow.key()]
+    assert flow.run(reply=True).data == bytes(flow.expected(reply=True))
+
+
+# ---- the filter: whether the table may have a datagram's flow -------------------------------------------------
+
+
+def clear_filter(world: ProgramNode) -> None:
+    filtered = world.object.maps["udp_filter"]
+    filtered.update(bytes(4), bytes(filtered.value_size))
+
+
+@pytest.mark.parametrize("reply", BOTH, ids=["query", "reply"])
+@pytest.mark.parametrize("swept", [True, False], ids=["inserted", "swept"])
+def test_a_flow_of_the_table_is_found(fast: ProgramNode, reply: bool, swept: bool) -> None:
+    sweep(fast)
+    flow = young(fast, "udp", in_table=True)
+    if swept:
+        clear_filter(fast)
+        sweep(fast)
+    assert flow.run(reply).retval == REDIRECT
+
+
+@pytest.mark.parametrize("seconds", [0, 10], ids=["just swept", "the agent has stopped"])
+def test_the_table_is_asked_if_the_last_sweep_was_long_ago(fast: ProgramNode, seconds: int) -> None:
+    """So a filter that is not kept up to date loses no flow. With a fresh one the lookup is really saved."""
+    flow = young(fast, "udp", in_table=True)
+    sweep(fast)
+    clear_filter(fast)
+    result, layout = fast.object.maps["exchange_sweeps"], fast.object.btf.struct("exchange_sweep_result")
+    result.update(bytes(4), layout.pack(used=0, when=(now() >> 30) - seconds))
+    write_permits(fast, until=0)
+    assert (flow.run().retval == REDIRECT) == bool(seconds)
+
+
+def test_a_note_of_the_filter_expires(fast: ProgramNode) -> None:
+    """Only in time for the clock to come round, 255 seconds later, could it look new again: then a lookup is wasted."""
+    flow = young(fast, "udp", in_table=True)
+    sweep(fast)
+    for reply in BOTH:
+        fast.object.maps["flows"].delete(flow.key(reply))
+    filtered = fast.object.maps["udp_filter"]
+    noted = (filtered.lookup(bytes(4)) or b"").rstrip(b"\0")
+    assert noted[-1] in {(now() >> 30) % 255 + 1, ((now() >> 30) - 1) % 255 + 1}
+
+
+# ---- XDP ------------------------------------------------------------------------------------------------------
+
+
+def test_a_query_that_xdp_left_to_tc_is_complete_with_one_reply(node: ProgramNode) -> None:
+    """tc finds the exchange and counts the query."""
+    with one_cpu():
+        world = fast_node(node, xdp=1)
+        world.xdp_device("pods")
+        world.xdp_device("nic", takes=0)
+        flow = permitted(world)
+        frame = flow.frame()
+        assert world.run_xdp(frame, "pods").retval == 2
+        assert exchange_of(flow).head()["first_counted"] == 1
+        assert flow.run(frame=frame).retval == REDIRECT
+        assert flow.run(reply=True).retval == REDIRECT
+        head = exchange_of(flow).head()
+        assert (head["queries"], head["replies"]) == (1, 1)
+        assert exchange_of(flow).value()["there"] == exchange_of(flow).entry(reply=False)
