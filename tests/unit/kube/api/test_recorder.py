@@ -138,7 +138,9 @@ def test_events_of_one_namespace_keep_out_no_other(api: ScriptedApi, events: Eve
     events.event(ObjectReference("Service", "shop", "web"), "Warning", "OverLimit", "Serve", "")
     api.held.set()
     wait_until(lambda: [request.path for request in posted(api) if "/shop/" in request.path])
-    assert len(posted(api)) <= recorder.MOST_OF_NAMESPACE + 2
+    # The server cut the first connection, so its event is sent twice. Another one was taken while it was on its way.
+    names = {json.loads(request.body)["metadata"]["name"] for request in posted(api)}
+    assert len(names) <= recorder.MOST_OF_NAMESPACE + 2
     assert not events._waiting
 
 
