@@ -76,6 +76,8 @@ def test_the_version_imports_no_library() -> None:
     assert own == {
         "pyebpf_proxy",
         "pyebpf_proxy.cli",
+        "pyebpf_proxy.common",
+        "pyebpf_proxy.common.digits",
         "pyebpf_proxy.config",
         "pyebpf_proxy.config.durations",
         "pyebpf_proxy.config.flag_table",
