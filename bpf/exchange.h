@@ -256,22 +256,21 @@ static __always_inline bool forget_exchange(__u32 element, __u32 owner)
 	return true;
 }
 
-/* The caller has claimed the element. */
+/* The caller has claimed the element, so the keys in it do not change. */
 static __always_inline bool move_to_table(struct exchange *x)
 {
-	struct flow_key key = x->key, reply_key = x->reply_key;
 	__u32 device = x->there.rewrite.device_in, *open = bpf_map_lookup_elem(&young_counts, &device);
 	__u64 now = flow_clock();
 
-	note_in_table(&key, false, now);
-	note_in_table(&reply_key, true, now);
-	if (is_over_quota(open) || bpf_map_update_elem(&flows, &reply_key, &x->reply, BPF_NOEXIST))
+	note_in_table(&x->key, false, now);
+	note_in_table(&x->reply_key, true, now);
+	if (is_over_quota(open) || bpf_map_update_elem(&flows, &x->reply_key, &x->reply, BPF_NOEXIST))
 		return false;
 	count_young(open, device);
-	if (!bpf_map_update_elem(&flows, &key, &x->there, BPF_NOEXIST))
+	if (!bpf_map_update_elem(&flows, &x->key, &x->there, BPF_NOEXIST))
 		return true;
 	uncount_young(device);
-	bpf_map_delete_elem(&flows, &reply_key);
+	bpf_map_delete_elem(&flows, &x->reply_key);
 	return false;
 }
 

@@ -303,9 +303,8 @@ __noinline int enter_exchange(__u64 now)
 	way = way_for_new(bucket, now);
 	if (way >= EXCHANGE_WAYS)
 		return 0;
-	/* The client uses its port with another Service of the endpoint: the flow needs another source port. */
-	if (find_exchange(&d->reply_key) >= 0 ||
-	    (may_be_in_table(hash, hash, now) && bpf_map_lookup_elem(&flows, &d->reply_key)))
+	/* The same for a flow of the table. */
+	if (may_be_in_table(hash, hash, now) && bpf_map_lookup_elem(&flows, &d->reply_key))
 		return 0;
 	x = exchange_at(bucket_of(hash) * EXCHANGE_WAYS + way);
 	head = &bucket->way[WAY(way)];
@@ -536,7 +535,8 @@ __noinline int open_young(struct context *ctx, const struct packet *p, const str
 	d->there.generation = *(volatile __u32 *)&state->generation;
 	d->there.started = now;
 	complete_draft(d, d->there.generation, now);
-	exchange = p->protocol == UDP && !e->masquerade && enter_exchange(now);
+	/* The client may use its port with another Service of the endpoint: then the flow needs another source port. */
+	exchange = p->protocol == UDP && !e->masquerade && find_exchange(&d->reply_key) < 0 && enter_exchange(now);
 	if (!exchange) {
 		open = bpf_map_lookup_elem(&young_counts, &device);
 		reason = is_over_quota(open) ? SLOW_QUOTA : insert_young(d, e->masquerade, open);

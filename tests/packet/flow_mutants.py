@@ -86,7 +86,7 @@ FLOW_MUTANTS: dict[str, tuple[str, str, str]] = {
     "exchanges: make room at once": ("young.h", " : EXCHANGE_NS);", " : 0);"),
     "exchanges: elements that are being written": ("exchange.h", "return !(owner & 1) &&", "return"),
     "exchanges: equal tags are equal keys": ("exchange.h", " && same_key(stored, key);", ";"),
-    "exchanges: one port for two Services": ("young.h", "if (find_exchange(&d->reply_key) >= 0 ||", "if (false ||"),
+    "exchanges: one port for two Services": ("young.h", "find_exchange(&d->reply_key) < 0 && enter", "enter"),
     "exchanges: two Services by the table": ("young.h", "find_exchange(&d->reply_key) < 0) {", "true) {"),
     "exchanges: unfolded by any device": ("exchange.h", "(device && x->there.rewrite.device_in != device)", "false"),
     "exchanges: without a drain": ("sweep.h", "s->draining && unfold_exchange", "false && unfold_exchange"),
