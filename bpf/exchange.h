@@ -266,12 +266,7 @@ static __always_inline bool move_to_table(struct exchange *x)
 	note_in_table(&x->reply_key, true, now);
 	if (is_over_quota(open) || bpf_map_update_elem(&flows, &x->reply_key, &x->reply, BPF_NOEXIST))
 		return false;
-	count_young(open, device);
-	if (!bpf_map_update_elem(&flows, &x->key, &x->there, BPF_NOEXIST))
-		return true;
-	uncount_young(device);
-	bpf_map_delete_elem(&flows, &x->reply_key);
-	return false;
+	return insert_client_entry(&x->key, &x->there, &x->reply_key, open);
 }
 
 /*

@@ -300,15 +300,29 @@ static __noinline int has_lost_endpoint(const struct packet *p, const struct flo
 #define MOVED_TO_TABLE (-5)
 
 /* A packet of an exchange is sent. */
-static __always_inline void note_exchanged(struct exchange_head *head, struct flow *f, __u64 now)
+static __always_inline void note_exchanged(struct exchange_head *head, struct flow *f, const struct packet *p, __u64 now)
 {
 	if (f->reply)
 		head->replies++;
 	else
 		head->queries++;
 	head->last_seen = exchange_clock(now);
-	f->packets++;
-	f->last_seen = now;
+	note_sent(f, p, now);
+}
+
+/*
+ * A frame of a known flow, on the device of its direction.  device_in is 0 in an entry of enter_tracked(), until the
+ * flow is confirmed.
+ */
+static __always_inline bool came_in_right(struct context *ctx, const struct flow_rewrite *a, __u32 device)
+{
+	if (!a->device_in)
+		return true;
+	if (a->device_in != device) {
+		count_left(STACK_OTHER_DEVICE);
+		return false;
+	}
+	return is_for(ctx, a->mac_in);
 }
 
 /* Sends the packet if it belongs to an exchange.  A packet that an exchange cannot handle moves it to the table. */
@@ -332,11 +346,7 @@ static __noinline int send_exchanged(struct context *ctx, const struct packet *p
 	if (!f || !bucket || !state || was_reused(&f->rewrite, tag_of(p)))
 		return NOT_KNOWN;
 	head = &bucket->way[WAY(FOUND_ELEMENT(found))];
-	if (f->rewrite.device_in != device) {
-		count_left(STACK_OTHER_DEVICE);
-		return NOT_SENT;
-	}
-	if (!is_for(ctx, f->rewrite.mac_in))
+	if (!came_in_right(ctx, &f->rewrite, device))
 		return NOT_SENT;
 	if (f->generation != *(volatile __u32 *)&state->generation) {
 		if (has_lost_endpoint(p, f, &f->rewrite)) {
@@ -355,7 +365,7 @@ static __noinline int send_exchanged(struct context *ctx, const struct packet *p
 	}
 	if (why_not_here(ctx, p, &f->rewrite, &way))
 		return NOT_SENT;
-	note_exchanged(head, f, flow_clock());
+	note_exchanged(head, f, p, flow_clock());
 	return rewrite_and_send(ctx, p, &f->rewrite, way);
 }
 
@@ -390,12 +400,7 @@ static __always_inline int send_by_table(struct context *ctx, const struct packe
 	if (!known || was_reused(&known->rewrite, tag_of(p)))
 		return NOT_KNOWN;
 	a = &known->rewrite;
-	/* device_in is 0 in an entry of enter_tracked(), until the flow is confirmed. */
-	if (a->device_in && a->device_in != device) {
-		count_left(STACK_OTHER_DEVICE);
-		return NOT_SENT;
-	}
-	if ((a->device_in && !is_for(ctx, a->mac_in)) || is_bulk(ctx, p, known))
+	if (!came_in_right(ctx, a, device) || is_bulk(ctx, p, known))
 		return NOT_SENT;
 	if (is_new_connection(p) && known->young && begins_anew(p, a, known)) {
 		forget_flow((const struct flow_key *)p, a, known->reply, true);

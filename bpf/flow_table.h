@@ -130,6 +130,22 @@ static __always_inline void uncount_young(__u32 device)
 }
 
 /*
+ * Inserts the client's entry of a young flow whose reply entry is in the table.  False: there is no space, and the reply
+ * entry is removed again.  `open`: as for count_young().
+ */
+static __always_inline bool insert_client_entry(const struct flow_key *key, const struct flow *f,
+						const struct flow_key *reply_key, __u32 *open)
+{
+	/* Counted before it can be found, because the removal of the flow lowers the count. */
+	count_young(open, f->rewrite.device_in);
+	if (!bpf_map_update_elem(&flows, key, f, BPF_NOEXIST))
+		return true;
+	uncount_young(f->rewrite.device_in);
+	bpf_map_delete_elem(&flows, reply_key);
+	return false;
+}
+
+/*
  * Removes both directions of a flow, given one key and its rewrite.  1: the flow was there.  The rewrite may be part of
  * an element.  If that now belongs to another flow, this flow is already gone, and the other direction's key, which is
  * computed from the rewrite, is not its own.

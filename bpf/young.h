@@ -157,13 +157,7 @@ static __always_inline enum slow_path_reason insert_young(struct flow_draft *d, 
 	}
 	if (i == SNAT_PORT_TRIES)
 		return SLOW_NO_PORT;
-	/* Counted before it can be found, because the removal of the flow lowers the count. */
-	count_young(open, d->there.rewrite.device_in);
-	if (!bpf_map_update_elem(&flows, &d->key, &d->there, BPF_NOEXIST))
-		return NOT_SLOW;
-	uncount_young(d->there.rewrite.device_in);
-	bpf_map_delete_elem(&flows, &d->reply_key);
-	return SLOW_TABLE_FULL;
+	return insert_client_entry(&d->key, &d->there, &d->reply_key, open) ? NOT_SLOW : SLOW_TABLE_FULL;
 }
 
 static __always_inline __u64 newest(const struct flow *f, const struct flow *other)
@@ -303,7 +297,7 @@ __noinline int enter_exchange(__u64 now)
 	way = way_for_new(bucket, now);
 	if (way >= EXCHANGE_WAYS)
 		return 0;
-	/* The same for a flow of the table. */
+	/* A flow of the table may have the same replies: insert_young() then gives this one another source port. */
 	if (may_be_in_table(hash, hash, now) && bpf_map_lookup_elem(&flows, &d->reply_key))
 		return 0;
 	x = exchange_at(bucket_of(hash) * EXCHANGE_WAYS + way);

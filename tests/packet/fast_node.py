@@ -38,6 +38,10 @@ SECOND = 1_000_000_000
 #: The clock of bpf_ktime_get_coarse_ns(). Python has no name for it.
 _CLOCK_MONOTONIC_COARSE = 6
 SNAT_PORTS = (20000, 20999)
+#: Values of the field redirect of struct link.
+OTHER_MACHINE, POD = 1, 2
+#: The directions of a flow: the client's and the replies'.
+BOTH = [False, True]
 U64 = (1 << 64) - 1
 # A test run cannot set tc_index: this program sets it, and calls the program under test.
 _NAMED = """

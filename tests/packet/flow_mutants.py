@@ -75,7 +75,6 @@ FLOW_MUTANTS: dict[str, tuple[str, str, str]] = {
     ),
     "exchanges: never a stream": ("flow_send.h", "head->queries + head->replies >= EXCHANGE_PACKETS", "false"),
     "exchanges: nothing for the kernel": ("flow_send.h", "(reason || head->queries", "(head->queries"),
-    "exchanges: any device": ("flow_send.h", "if (f->rewrite.device_in != device) {", "if (false) {"),
     "exchanges: of removed endpoints": ("flow_send.h", "if (has_lost_endpoint(p, f, &f->rewrite)) {", "if (false) {"),
     "exchanges: always make room": ("young.h", "!opens_many(now))", "false)"),
     "exchanges: unanswered ones make room": (
@@ -105,18 +104,18 @@ FLOW_MUTANTS: dict[str, tuple[str, str, str]] = {
     "flows: young with marks": ("young.h", "if (!is_plain(ctx))", "if (false)"),
     "flows: young beyond the MTU": ("young.h", "if (p->length > d->permit.out.mtu)", "if (false)"),
     "flows: young though connections are counted": ("young.h", " || settings.scheduler >= LEAST_CONNECTIONS", ""),
-    "flows: half a flow left in a full table": ("young.h", "\tbpf_map_delete_elem(&flows, &d->reply_key);\n", ""),
+    "flows: half a flow left in a full table": ("flow_table.h", "\tbpf_map_delete_elem(&flows, reply_key);\n", ""),
     "flows: no agent": ("flow_table.h", "if (now >= state->alive_until)", "if (false)"),
     "flows: one family closes both": (
         "flow_table.h",
         "return ipv6 ? state->closed6 : state->closed4;",
         "return state->closed4 ? state->closed4 : state->closed6;",
     ),
-    "flows: any device": ("flow_send.h", "if (a->device_in && a->device_in != device)", "if (false)"),
+    "flows: any device": ("flow_send.h", "if (a->device_in != device)", "if (false)"),
     "flows: any frame": (
         "flow_send.h",
-        "if ((a->device_in && !is_for(ctx, a->mac_in)) || is_bulk(ctx, p, known))",
-        "if (false)",
+        "return is_for(ctx, a->mac_in);",
+        "return true;",
     ),
     "flows: any RST of a kernel flow is its last packet": (
         "flow_send.h",

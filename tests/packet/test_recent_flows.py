@@ -8,6 +8,9 @@ from collections.abc import Iterator
 import pytest
 
 from tests.packet.fast_node import (
+    BOTH,
+    OTHER_MACHINE,
+    POD,
     REDIRECT,
     Flow,
     close,
@@ -25,11 +28,6 @@ from tests.packet.fast_node import (
 from tests.packet.program_node import ProgramNode
 
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
-
-#: Values of the field redirect of struct link.
-OTHER_MACHINE, POD = 1, 2
-#: Both directions have an entry: the client's and the replies'.
-BOTH = [False, True]
 
 
 @pytest.fixture

@@ -99,10 +99,17 @@ ORDER = {
     "young.h:open_young": ["why_not_young(", "&permits", "->permit_generation", "insert_young("],
     "young.h:insert_young": [
         "bpf_map_update_elem(&flows, &d->reply_key, &d->reply, BPF_NOEXIST)",
+        "insert_client_entry(&d->key, &d->there, &d->reply_key, open)",
+    ],
+    "exchange.h:move_to_table": [
+        "bpf_map_update_elem(&flows, &x->reply_key, &x->reply, BPF_NOEXIST)",
+        "insert_client_entry(&x->key, &x->there, &x->reply_key, open)",
+    ],
+    "flow_table.h:insert_client_entry": [
         "\tcount_young(",
-        "bpf_map_update_elem(&flows, &d->key, &d->there, BPF_NOEXIST)",
+        "bpf_map_update_elem(&flows, key, f, BPF_NOEXIST)",
         "uncount_young(",
-        "bpf_map_delete_elem(&flows, &d->reply_key)",
+        "bpf_map_delete_elem(&flows, reply_key)",
     ],
     "young.h:is_taken_by_young": ["young_reply_entry(", "other_direction(", "request_promotion("],
     "flow_table.h:forget_flow": [
