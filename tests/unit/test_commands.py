@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -49,6 +50,14 @@ def test_the_schema_matches_the_code() -> None:
     assert wanted == tool("commands_schema").text(), (
         "run .venv/bin/python tools/commands_schema.py >docs/commands.schema.json"
     )
+
+
+def test_answers_of_earlier_agents_can_be_read() -> None:
+    """``cluster upgrade`` asks agents of the earlier version. A field that is added needs a default."""
+    earlier = json.loads((ROOT / "tests" / "unit" / "see" / "required_fields.json").read_text())
+    types = json.loads((ROOT / "docs" / "commands.schema.json").read_text())["$defs"]
+    added = {name: set(types[name].get("required", [])) - set(fields) for name, fields in earlier.items()}
+    assert {name: fields for name, fields in added.items() if fields} == {}
 
 
 def enumerators(enum: str) -> set[str]:
