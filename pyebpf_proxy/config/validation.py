@@ -212,10 +212,10 @@ def _hidden_metrics(config: KubeProxyConfiguration) -> Iterator[str]:
 def logging_errors(logging: Logging, gates: Gates) -> list[str]:
     """Errors of the section ``logging``, which kube-proxy reports before all others."""
     errors = []
-    if logging.flush_frequency.nanoseconds <= 0:
-        errors.append(
-            _invalid_duration("flushFrequency", logging.flush_frequency.nanoseconds, "Must be greater than zero")
-        )
+    frequency = logging.flush_frequency
+    if frequency.nanoseconds <= 0:
+        shown = _invalid_duration if frequency.as_text else _invalid
+        errors.append(shown("flushFrequency", frequency.nanoseconds, "Must be greater than zero"))
     if logging.format not in LOG_FORMATS:
         errors.append(_invalid("format", logging.format, "Unsupported log format"))
     if logging.verbosity > _MAX_VERBOSITY:

@@ -325,6 +325,7 @@ LINES: tuple[Case, ...] = (
     with_fields("vmodule with a file", "logging: {vmodule: [{filePattern: f, verbosity: 1}]}", "--vmodule=a=2,b=3"),
     with_fields("an empty vmodule with a file", "logging: {vmodule: [{filePattern: f, verbosity: 1}]}", "--vmodule="),
     with_fields("flush frequency with a file", "logging: {flushFrequency: 7s}", "--log-flush-frequency=9s"),
+    with_fields("a negative frequency with a file", "logging: {flushFrequency: 7}", "--log-flush-frequency=-3s"),
     with_fields("log format with a file", "logging: {format: text}", "--logging-format=json"),
     with_fields(
         "buffer size with a file",

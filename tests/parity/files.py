@@ -141,7 +141,7 @@ SERIES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     )),
     ("log format", "logging: {format: %s}", ("text", "json", "xml", "''", "TEXT")),
     ("flush frequency", "logging: {flushFrequency: %s}", (
-        "0", "5s", "5000000000", "'0'", "-1s", "1.5", "true", "1", "null", "x", "[]", "''", "1e9", "9223372036854775808",
+        "0", "5s", "5000000000", "'0'", "-1s", "-1", "1.5", "true", "1", "null", "x", "[]", "''", "1e9", "9223372036854775808",
     )),
     ("verbosity", "logging: {verbosity: %s}", ("0", "2147483647", "2147483648", "4294967295", "4294967296", "-1", "x", "1.5")),
     ("vmodule", "logging: {vmodule: %s}", (
