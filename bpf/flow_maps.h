@@ -160,11 +160,13 @@ struct {
 	__type(value, struct udp_filter);
 } udp_filter SEC(".maps");
 
-/* How many young UDP flows this CPU has opened in the current and in the last window of 2^28 ns. */
+/* New young UDP flows of this CPU, and those whose bucket was full, in the current and in the last window of 2^28 ns. */
 struct exchange_rate {
 	__u64 window;
 	__u32 opened;
-	__u32 before;
+	__u32 opened_before;
+	__u32 full;
+	__u32 full_before;
 };
 
 struct {

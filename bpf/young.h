@@ -203,10 +203,12 @@ static __always_inline bool may_make_room(const struct flow *f, const struct flo
 
 /* ---- exchanges ------------------------------------------------------------------------------ */
 
-#define BUSY_OPENED 512
+/* In two windows of struct exchange_rate. */
+#define MANY_FULL 512		/* about a thousand per second */
+#define MANY_OPENED 4096	/* about ten thousand per second: all elements are used within a second or two */
 
-/* Counts a new flow whose bucket is full.  True: there are about a thousand per second, so complete ones make room. */
-static __always_inline bool opens_many(__u64 now)
+/* Counts a new flow.  True: so many flows open that a complete exchange makes room.  `full`: its bucket is. */
+static __always_inline bool opens_many(bool full, __u64 now)
 {
 	__u32 zero = 0;
 	struct exchange_rate *r = bpf_map_lookup_elem(&exchange_rates, &zero);
@@ -215,12 +217,16 @@ static __always_inline bool opens_many(__u64 now)
 	if (!r)
 		return false;
 	if (r->window != window) {
-		r->before = r->window + 1 == window ? r->opened : 0;
-		r->opened = 0;
+		bool next = r->window + 1 == window;
+
+		r->opened_before = next ? r->opened : 0;
+		r->full_before = next ? r->full : 0;
+		r->opened = r->full = 0;
 		r->window = window;
 	}
 	r->opened += 1;
-	return r->opened + r->before > BUSY_OPENED;
+	r->full += full;
+	return r->opened + r->opened_before > MANY_OPENED || (full && r->full + r->full_before > MANY_FULL);
 }
 
 /* As may_make_room(), for an exchange.  One whose port was used again becomes a stream soon, so it stays shorter. */
@@ -258,16 +264,20 @@ static __always_inline void write_exchange(struct exchange *x, struct exchange_b
 	write_tags(x, bucket, way, there, reply);
 }
 
-/* The way that a new flow may have: a free one, or one whose exchange is complete.  EXCHANGE_WAYS: none. */
+/*
+ * The way that a new flow may have: a free one, or one whose exchange is complete.  EXCHANGE_WAYS: none.  If very many
+ * flows open, the first of either kind: few elements stay in use, which the CPU has in its cache.  And a client port
+ * that is used again, as soon as all others were, then begins a new exchange, not a stream.
+ */
 static __always_inline __u32 way_for_new(const struct exchange_bucket *bucket, __u64 now)
 {
 	__u32 way = way_with(bucket->there, 0);
 	int i;
 
-	if (way < EXCHANGE_WAYS || !opens_many(now))
+	if (!opens_many(way == EXCHANGE_WAYS, now))
 		return way;
 	for (i = 0; i < EXCHANGE_WAYS; i++)
-		if (exchange_makes_room(&bucket->way[i], now))
+		if (!bucket->there[i] || exchange_makes_room(&bucket->way[i], now))
 			return i;
 	return EXCHANGE_WAYS;
 }

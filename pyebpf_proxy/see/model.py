@@ -162,10 +162,9 @@ class FastPathView(Answer, kw_only=True):
     ``closed4``, ``closed6``: the reason for which a family takes the slow path, else "". ``why4``, ``why6``: the cause
     on this node, which the agent reports. ``rules``: by family, the rules that its packets bypass (fastPath: true).
     ``used``: entries of the flow table, two for each flow. ``young`` flows; ``exchanges``: those of them without
-    entries (earlier agents do not send it). All three at the last sweep. ``permits``: those valid now. The others are counters: ``sent`` packets,
-    young flows ``promoted`` to conntrack or ``ended``, ``failed`` promotions by
-    outcome since the agent's start, ``newFlows`` by path, ``slow``: reasons why new flows and packets took the slow
-    path.
+    entries (earlier agents do not send it). All three at the last sweep. ``permits``: those valid now. The others are
+    counters: ``sent`` packets, young flows ``promoted`` to conntrack or ``ended``, ``failed`` promotions by outcome
+    since the agent's start, ``newFlows`` by path, ``slow``: reasons why new flows and packets took the slow path.
     """
 
     watched: bool

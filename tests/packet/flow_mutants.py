@@ -76,7 +76,9 @@ FLOW_MUTANTS: dict[str, tuple[str, str, str]] = {
     "exchanges: never a stream": ("flow_send.h", "head->queries + head->replies >= EXCHANGE_PACKETS", "false"),
     "exchanges: nothing for the kernel": ("flow_send.h", "(reason || head->queries", "(head->queries"),
     "exchanges: of removed endpoints": ("flow_send.h", "if (has_lost_endpoint(p, f, &f->rewrite)) {", "if (false) {"),
-    "exchanges: always make room": ("young.h", "!opens_many(now))", "false)"),
+    "exchanges: always make room": ("young.h", "!opens_many(way == EXCHANGE_WAYS, now)", "way < EXCHANGE_WAYS"),
+    "exchanges: free elements first": ("young.h", "r->opened + r->opened_before > MANY_OPENED ||", "false ||"),
+    "exchanges: room in buckets that are not full": ("young.h", "(full && r->full", "(r->full"),
     "exchanges: unanswered ones make room": (
         "young.h",
         "if (head->replies + head->first_counted <= head->queries)",

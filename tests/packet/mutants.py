@@ -175,9 +175,11 @@ _FLOWS = tuple(
 
 
 def modules(name: str) -> tuple[str, ...]:
-    """Mutants of XDP and of the flow table have their own test modules."""
+    """Mutants of XDP, of exchanges and of the flow table have their own test modules."""
     if name.startswith("XDP: "):
         return _XDP
+    if name.startswith("exchanges: "):
+        return ("test_exchanges.py", *_FLOWS)
     return _FLOWS if name.startswith("flows: ") else ("",)
 
 

@@ -68,12 +68,12 @@ def in_bucket_of(flow: Flow, count: int) -> list[Flow]:
     return found[:count]
 
 
-def be_busy(world: ProgramNode) -> None:
-    """As if this CPU had just opened many flows whose buckets were full."""
+def be_busy(world: ProgramNode, opened: int = 1000, full: int = 1000) -> None:
+    """As if this CPU had just opened so many flows, so many of them with a full bucket."""
     rates = world.object.maps["exchange_rates"]
     layout = world.object.btf.struct("exchange_rate")
     # The program may run in the next window: the former one counts, too.
-    value = layout.pack(window=now() >> 28, opened=100_000, before=100_000)
+    value = layout.pack(window=now() >> 28, opened=opened, opened_before=opened, full=full, full_before=full)
     rates.update(bytes(4), value * len(rates.lookup_cpus(bytes(4)) or []))
 
 
@@ -182,6 +182,26 @@ def test_a_complete_exchange_makes_room_if_there_are_many(
         flow.open_young()
     assert in_table(flow) != replaced
     assert sum(other.exchange() is None for other in others) == replaced
+
+
+@pytest.mark.parametrize(("opened", "replaced"), [(2000, False), (10_000, True)])
+def test_a_complete_exchange_makes_room_before_a_free_element_if_very_many_open(
+    fast: ProgramNode, opened: int, replaced: bool
+) -> None:
+    """Else the flows of a resolver at full speed use all elements, and each of its ports again before they are free."""
+    device(fast, "pods", redirect=POD)
+    flow = permitted(fast)
+    with real_time_priority():
+        first, second = in_bucket_of(flow, 2)
+        for other in (first, second):
+            other.open_young()
+            assert other.run(reply=True).retval == REDIRECT
+        second.set_back(0.2)
+        be_busy(fast, opened)
+        flow.open_young()
+    assert not in_table(flow)
+    assert first.entries() == BOTH
+    assert (second.exchange() is None) == replaced
 
 
 @pytest.mark.parametrize("what", ["unanswered", "used again"])
