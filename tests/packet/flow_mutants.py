@@ -94,6 +94,12 @@ FLOW_MUTANTS: dict[str, tuple[str, str, str]] = {
     "exchanges: for ever": ("sweep.h", "if (idle > (__s32)exchange_clock(s->idle) &&", "if (false &&"),
     "exchanges: the first query is counted twice": ("exchange.h", ".first_counted = 1;", ".first_counted = 0;"),
     "exchanges: the filter misses insertions": ("young.h", "\tnote_in_table(&d->key, false, now);\n", ""),
+    "exchanges: the filter misses replies": ("young.h", "\t\tnote_in_table(&d->reply_key, true, now);\n", ""),
+    "exchanges: the filter misses moved flows": (
+        "exchange.h",
+        "\tnote_in_table(&x->key, false, now);\n\tnote_in_table(&x->reply_key, true, now);\n",
+        "",
+    ),
     "exchanges: the sweep does not note": ("sweep.h", "\tnote_in_table(&key, f->reply, s->now);\n", ""),
     "exchanges: a late sweep": ("exchange.h", " || clock - *(volatile __u32 *)&last->when > SWEEP_LATE", ""),
     "flows: young while draining": ("young.h", "if (state->draining)", "if (false)"),

@@ -14,6 +14,7 @@ from tests.packet.fast_node import (
     OTHER_MACHINE,
     POD,
     REDIRECT,
+    VARIANTS,
     Exchange,
     Flow,
     device,
@@ -343,6 +344,16 @@ def test_a_flow_of_the_table_is_found(fast: ProgramNode, reply: bool, swept: boo
     if swept:
         clear_filter(fast)
         sweep(fast)
+    write_permits(fast, until=0)
+    assert flow.run(reply).retval == REDIRECT
+
+
+@pytest.mark.parametrize("reply", BOTH, ids=["query", "reply"])
+def test_a_masqueraded_flow_is_found(fast: ProgramNode, reply: bool) -> None:
+    """It is never an exchange. Its replies have another client address and port, so both directions are noted."""
+    sweep(fast)
+    flow = young(fast, protocol="udp", **VARIANTS["masqueraded"])
+    assert in_table(flow)
     assert flow.run(reply).retval == REDIRECT
 
 
