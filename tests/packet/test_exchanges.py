@@ -349,6 +349,17 @@ def test_a_flow_of_the_table_is_found(fast: ProgramNode, reply: bool, swept: boo
 
 
 @pytest.mark.parametrize("reply", BOTH, ids=["query", "reply"])
+def test_a_flow_that_has_just_moved_to_the_table_is_found(fast: ProgramNode, reply: bool) -> None:
+    flow = query(fast)
+    sweep(fast)
+    for direction in (False, True, False, True, False):
+        assert flow.run(direction).retval == REDIRECT
+    assert in_table(flow)
+    write_permits(fast, until=0)
+    assert flow.run(reply).retval == REDIRECT
+
+
+@pytest.mark.parametrize("reply", BOTH, ids=["query", "reply"])
 def test_a_masqueraded_flow_is_found(fast: ProgramNode, reply: bool) -> None:
     """It is never an exchange. Its replies have another client address and port, so both directions are noted."""
     sweep(fast)
