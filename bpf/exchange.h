@@ -8,7 +8,8 @@
 
 #include "flow_table.h"
 
-#define EXCHANGE_PACKETS 5	/* sent by its entries; a flow with more of them is a stream */
+/* Sent by its entries, so without the first packet; a flow with more of them is a stream. */
+#define EXCHANGE_PACKETS 5
 
 #define WAY(element) ((element) & (EXCHANGE_WAYS - 1))
 
@@ -56,6 +57,18 @@ static __always_inline bool same_key(const void *a, const void *b)
 	return !((x[0] ^ y[0]) | (x[1] ^ y[1]) | (x[2] ^ y[2]) | (x[3] ^ y[3]) | (x[4] ^ y[4]));
 }
 
+/* True if the exchange is a stream, with so many packets more than it has sent.  It should be in the flow table. */
+static __always_inline bool is_long(const struct exchange_head *head, __u32 more)
+{
+	return head->queries + head->replies + more > EXCHANGE_PACKETS;
+}
+
+/* The first query is not counted, or `first_counted` if it is. */
+static __always_inline bool is_answered_exchange(const struct exchange_head *head)
+{
+	return head->replies + head->first_counted > head->queries;
+}
+
 /* ---- whether the flow table may have a UDP flow --------------------------------------------- */
 
 #define SWEEP_LATE 5	/* the agent sweeps once a second or more often */
@@ -92,10 +105,10 @@ static __always_inline void note_in_table(const struct flow_key *key, bool reply
 		*(volatile __u8 *)byte_of(f, client_hash(key, reply)) = filter_clock(now) % FILTER_AGES + 1;
 }
 
-/* `noted`: a byte of the filter. */
+/* `noted`: a byte of the filter.  Another CPU's clock may be one unit ahead of this one's (flow_clock()). */
 static __always_inline bool is_recent(__u8 noted, __u32 clock)
 {
-	return noted && (clock % FILTER_AGES + FILTER_AGES - (noted - 1)) % FILTER_AGES <= SWEEP_LATE + 2;
+	return noted && (clock % FILTER_AGES + FILTER_AGES + 1 - (noted - 1)) % FILTER_AGES <= SWEEP_LATE + 3;
 }
 
 /*
@@ -292,7 +305,8 @@ __noinline int unfold_exchange(__u32 element, __u32 owner)
 	moved = move_to_table(x);
 	if (moved)
 		empty_exchange(x, bucket, element);
-	release_exchange(head, owner);
+	/* The number does not change if nothing was written: the caller may use it again. */
+	release_exchange(head, moved ? owner : owner - 2);
 	return moved;
 }
 

@@ -325,6 +325,29 @@ static __always_inline bool came_in_right(struct context *ctx, const struct flow
 	return is_for(ctx, a->mac_in);
 }
 
+/*
+ * Handles a packet of an exchange that should be in the flow table, but the table has no space.  The client's packets go
+ * to the kernel, with the same endpoint, so conntrack has the flow from now on.  NOT_KNOWN: the packet can only be sent.
+ */
+static __always_inline int leave_exchange(struct context *ctx, const struct packet *p, struct flow *f, long found,
+					  enum slow_path_reason reason)
+{
+	__u32 device = f->rewrite.device_in;
+	int verdict;
+
+	if (!reason && f->reply)
+		return NOT_KNOWN;
+	if (reason)
+		count_left(reason);
+	else
+		count_left(is_over_quota(bpf_map_lookup_elem(&young_counts, &device)) ? SLOW_QUOTA : SLOW_TABLE_FULL);
+	verdict = leave_young(ctx, p, &f->rewrite, f, reason);
+	/* XDP passes the packet on, and tc leaves it. */
+	if (HOOK == AT_TC && verdict == LEFT)
+		forget_exchange(FOUND_ELEMENT(found), FOUND_OWNER(found));
+	return verdict;
+}
+
 /* Sends the packet if it belongs to an exchange.  A packet that an exchange cannot handle moves it to the table. */
 static __noinline int send_exchanged(struct context *ctx, const struct packet *p, __u32 device)
 {
@@ -332,8 +355,9 @@ static __noinline int send_exchanged(struct context *ctx, const struct packet *p
 	enum slow_path_reason reason;
 	struct exchange_bucket *bucket;
 	struct exchange_head *head;
+	__u32 way = 0, generation;
 	struct flow *f;
-	__u32 way = 0;
+	int verdict;
 	long found;
 
 	if (!p)
@@ -348,20 +372,21 @@ static __noinline int send_exchanged(struct context *ctx, const struct packet *p
 	head = &bucket->way[WAY(FOUND_ELEMENT(found))];
 	if (!came_in_right(ctx, &f->rewrite, device))
 		return NOT_SENT;
-	if (f->generation != *(volatile __u32 *)&state->generation) {
+	generation = *(volatile __u32 *)&state->generation;
+	if (f->generation != generation) {
 		if (has_lost_endpoint(p, f, &f->rewrite)) {
 			forget_exchange(FOUND_ELEMENT(found), FOUND_OWNER(found));
 			return NOT_KNOWN;
 		}
-		f->generation = *(volatile __u32 *)&state->generation;
+		f->generation = generation;
 	}
 	reason = why_kernel(p, &f->rewrite, segment_size(ctx));
-	if ((reason || head->queries + head->replies >= EXCHANGE_PACKETS) &&
-	    unfold_exchange(FOUND_ELEMENT(found), FOUND_OWNER(found)))
-		return MOVED_TO_TABLE;
-	if (reason) {
-		count_left(reason);
-		return NOT_SENT;
+	if (reason || is_long(head, 1)) {
+		if (unfold_exchange(FOUND_ELEMENT(found), FOUND_OWNER(found)))
+			return MOVED_TO_TABLE;
+		verdict = leave_exchange(ctx, p, f, found, reason);
+		if (verdict != NOT_KNOWN)
+			return verdict;
 	}
 	if (why_not_here(ctx, p, &f->rewrite, &way))
 		return NOT_SENT;
@@ -385,7 +410,7 @@ static __always_inline int send_by_table(struct context *ctx, const struct packe
 	const struct flow_rewrite *a;
 	struct fast_path *state;
 	struct flow *known;
-	__u32 way = 0;
+	__u32 way = 0, generation;
 	int verdict;
 
 	if (!p)
@@ -393,9 +418,13 @@ static __always_inline int send_by_table(struct context *ctx, const struct packe
 	known = entry_in_table(p);
 	if (!known && p->protocol == UDP) {
 		verdict = send_exchanged(ctx, p, device);
-		if (verdict != MOVED_TO_TABLE)
+		if (verdict == NOT_KNOWN)
+			/* Another CPU may just have moved it. Then the filter has it. */
+			known = entry_in_table(p);
+		else if (verdict != MOVED_TO_TABLE)
 			return verdict;
-		known = bpf_map_lookup_elem(&flows, p);
+		else
+			known = bpf_map_lookup_elem(&flows, p);
 	}
 	if (!known || was_reused(&known->rewrite, tag_of(p)))
 		return NOT_KNOWN;
@@ -409,13 +438,14 @@ static __always_inline int send_by_table(struct context *ctx, const struct packe
 	state = fast_path_state();
 	if (!state)
 		return NOT_SENT;
-	if (p->protocol == UDP && known->generation != *(volatile __u32 *)&state->generation) {
+	generation = *(volatile __u32 *)&state->generation;
+	if (p->protocol == UDP && known->generation != generation) {
 		if (has_lost_endpoint(p, known, a)) {
 			forget_flow((const struct flow_key *)p, a, false, known->young);
 			return NOT_KNOWN;
 		}
 		if (known->young)
-			known->generation = *(volatile __u32 *)&state->generation;
+			known->generation = generation;
 	}
 	if (!known->young)
 		return send_kernels(ctx, p, known);

@@ -153,6 +153,9 @@ static __always_inline void enter_kernel_flow(struct flow_draft *d, __u64 now, b
 	if (!state || is_over_quota(bpf_map_lookup_elem(&young_counts, &d->there.rewrite.device_in)))
 		return;
 	complete_draft(d, *(volatile __u32 *)&state->generation, now);
+	/* A packet with a forged source must not hide the exchange of that client. */
+	if (d->key.protocol == UDP && (find_exchange(&d->key) >= 0 || find_exchange(&d->reply_key) >= 0))
+		return;
 	if (reply_confirmed && d->reply.rewrite.out.redirect)
 		d->reply.confirmed_until = now + CONFIRMED_NS;
 	note_in_table(&d->reply_key, true, now);

@@ -240,12 +240,17 @@ struct exchange_sweep {
 	__u32 used;
 };
 
+#define UNANSWERED_EXCHANGE_NS (10 * NANOSECONDS)	/* at least: a resolver may ask others first */
+#define UNMOVED_NS (30 * NANOSECONDS)	/* a stream for which the table has no space; the agent's limit for promotions */
+
 /* Global for the same reason as sweep_flow(). */
 __noinline int sweep_exchange(__u32 element, struct exchange_sweep *s)
 {
+	const struct exchange_head *head;
 	struct exchange_bucket *bucket;
-	__u32 owner;
-	__s32 idle;
+	__u32 owner, clock;
+	__s32 idle, age;
+	__u64 limit;
 
 	if (!settings.fast_path || !s)
 		return 0;
@@ -253,10 +258,17 @@ __noinline int sweep_exchange(__u32 element, struct exchange_sweep *s)
 	if (!bucket || !bucket->there[WAY(element)])
 		return 0;
 	owner = owner_of(bucket, element);
-	idle = exchange_clock(s->now) - bucket->way[WAY(element)].last_seen;
-	if (s->draining && unfold_exchange(element, owner))
+	head = &bucket->way[WAY(element)];
+	clock = exchange_clock(s->now);
+	idle = clock - head->last_seen;
+	age = clock - head->started;
+	if ((s->draining || is_long(head, 0)) && unfold_exchange(element, owner))
 		return 0;
-	if (idle > (__s32)exchange_clock(s->idle) && forget_exchange(element, owner))
+	limit = s->idle;
+	if (!is_answered_exchange(head) && limit < UNANSWERED_EXCHANGE_NS)
+		limit = UNANSWERED_EXCHANGE_NS;
+	if ((idle > (__s32)exchange_clock(limit) || (is_long(head, 0) && age > (__s32)exchange_clock(UNMOVED_NS))) &&
+	    forget_exchange(element, owner))
 		count(YOUNG_ENDED);
 	else
 		s->used++;
@@ -309,6 +321,9 @@ static __always_inline int sweep(__u32 from)
 	sweep_exchanges(exchanged, s.now, s.draining);
 	bpf_for_each_map_elem(&flows, sweep_entry, &s, 0);
 	*(volatile __u32 *)&exchanged->when = filter_clock(s.now);
+	/* The agent drains until there is no young flow: also those for which the table has no space. */
+	if (s.draining)
+		s.found.young += exchanged->used;
 	*result = s.found;
 	return s.full_at;
 }

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: (GPL-2.0-only OR BSD-2-Clause) */
-/* Young flows: in the flow table from their first packet on, because their pair has a permit. */
+/* Young flows: known to the programs alone from their first packet on, because their pair has a permit. */
 #ifndef PEP_YOUNG_H
 #define PEP_YOUNG_H
 
@@ -177,7 +177,7 @@ static __always_inline bool is_complete(const struct flow *f, const struct flow 
 	return reply->packets + f->first_counted > f->packets;
 }
 
-/* UDP: more than two requests and their replies. */
+/* UDP: more than three requests and their replies. */
 static __always_inline bool is_stream(const struct flow *f, const struct flow *reply)
 {
 	return f->packets + reply->packets > EXCHANGE_PACKETS;
@@ -235,7 +235,7 @@ static __always_inline bool exchange_makes_room(const struct exchange_head *head
 	__s32 idle = exchange_clock(now) - head->last_seen;
 	bool again = (__s32)(head->last_seen - head->started) > idle;
 
-	if (head->replies + head->first_counted <= head->queries)
+	if (!is_answered_exchange(head) || is_long(head, 0))
 		return false;
 	return idle > (__s32)exchange_clock(head->distant ? ROUND_TRIP_NS : again ? 4 * EXCHANGE_NS : EXCHANGE_NS);
 }
@@ -302,7 +302,9 @@ __noinline int enter_exchange(__u64 now)
 		return 0;
 	hash = client_hash(&d->key, false);
 	bucket = bucket_at(bucket_of(hash));
-	if (!bucket)
+	/* find_in_bucket() compares the key of one way only. */
+	if (!bucket || way_with(bucket->there, d->there.rewrite.tag) < EXCHANGE_WAYS ||
+	    way_with(bucket->reply, d->reply.rewrite.tag) < EXCHANGE_WAYS)
 		return 0;
 	way = way_for_new(bucket, now);
 	if (way >= EXCHANGE_WAYS)

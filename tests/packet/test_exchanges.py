@@ -23,12 +23,13 @@ from tests.packet.fast_node import (
     one_cpu,
     options,
     real_time_priority,
+    reset_counters,
     sweep,
     write_permits,
     young,
     young_flows_of,
 )
-from tests.packet.program_node import GO_ON, SHOT, XDP_PASS, ProgramNode
+from tests.packet.program_node import GO_ON, PRIORITY_BACKEND, SHOT, XDP_PASS, ProgramNode
 
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
 
@@ -112,7 +113,7 @@ def test_connections_and_masqueraded_flows_are_none(fast: ProgramNode) -> None:
     assert in_table(young(fast, "udp", **masqueraded))
 
 
-def test_the_sixth_packet_makes_it_a_flow_of_the_table(fast: ProgramNode) -> None:
+def test_the_seventh_packet_makes_it_a_flow_of_the_table(fast: ProgramNode) -> None:
     flow = query(fast)
     for reply in (False, True, False, True):
         assert flow.run(reply).retval == REDIRECT
@@ -139,18 +140,74 @@ def test_a_packet_for_the_kernel_makes_it_a_flow_of_the_table(fast: ProgramNode,
     assert fast.reasons()["STACK_OPTIONS"] == 1
 
 
-def test_without_space_in_the_table_it_stays_an_exchange(node: ProgramNode) -> None:
+@pytest.fixture
+def crowded(node: ProgramNode) -> Iterator[ProgramNode]:
+    """The quota of the client's device is used up, so no exchange can move to the table."""
     with one_cpu():
         world = fast_node(node, flow_quota=1)
         young(world)
-        flow = query(world, sport=40100)
-        for _ in range(8):
-            assert flow.run().retval == REDIRECT
-        assert exchange_of(flow).head()["queries"] == 8
-        assert not in_table(flow)
-        before = bytes(options(flow))
-        found = flow.run(frame=before)
-        assert (found.retval, found.data) == (GO_ON, before)
+        yield world
+
+
+def long_query(world: ProgramNode) -> Flow:
+    """An exchange that was to move to the table, and cannot."""
+    flow = query(world, sport=40100)
+    for reply in (True, True, True, True, True):
+        assert flow.run(reply).retval == REDIRECT
+    assert not in_table(flow)
+    return flow
+
+
+@pytest.mark.parametrize("reason", ["SLOW_QUOTA", "STACK_OPTIONS"])
+def test_without_space_in_the_table_conntrack_gets_the_flow_with_the_same_endpoint(
+    crowded: ProgramNode, reason: str
+) -> None:
+    flow = long_query(crowded) if reason == "SLOW_QUOTA" else query(crowded, sport=40100)
+    crowded.service(["local"], protocol="udp", service=2)
+    before = bytes(flow.frame() if reason == "SLOW_QUOTA" else options(flow))
+    reset_counters(crowded)
+    found = flow.run(frame=before)
+    assert (found.retval, found.data) == (GO_ON, before)
+    assert found.skb is not None
+    assert found.skb.priority == PRIORITY_BACKEND | crowded.backend_ids["remote", 2]
+    assert crowded.reasons()[reason] == 1
+    assert flow.exchange() is None
+    assert not in_table(flow)
+
+
+def test_without_space_in_the_table_replies_go_on(crowded: ProgramNode) -> None:
+    flow = long_query(crowded)
+    assert flow.run(reply=True).data == bytes(flow.expected(reply=True))
+    found = flow.run(True, options(flow, reply=True))
+    assert found.retval == SHOT, "it must not leave untranslated"
+
+
+@pytest.mark.parametrize("seconds", [25, 31])
+def test_without_space_in_the_table_the_sweep_ends_it(crowded: ProgramNode, seconds: int) -> None:
+    """It is not in conntrack, so no rule of netfilter, however new, would see its packets."""
+    flow = long_query(crowded)
+    flow.set_back(seconds)
+    assert flow.run(reply=True).retval == REDIRECT
+    sweep(crowded)
+    assert (flow.exchange() is None) == (seconds > 30)
+
+
+def test_the_sweep_moves_it_as_soon_as_there_is_space(crowded: ProgramNode) -> None:
+    flow = long_query(crowded)
+    crowded.object.maps["young_counts"].delete(crowded.devices["pods"].to_bytes(4, "little"))
+    sweep(crowded)
+    assert in_table(flow)
+
+
+def test_without_space_in_the_table_a_stream_is_not_overwritten(crowded: ProgramNode) -> None:
+    device(crowded, "pods", redirect=POD)
+    stream = long_query(crowded)
+    flow = in_bucket_of(stream, 1)[0]
+    with real_time_priority():
+        stream.set_back(1.5)
+        be_busy(crowded, opened=10_000)
+        flow.open_young()
+    assert stream.entries() == flow.entries() == BOTH
 
 
 def test_a_full_bucket_sends_new_flows_to_the_table(fast: ProgramNode) -> None:
@@ -296,6 +353,34 @@ def test_a_flow_of_the_table_keeps_its_port_from_exchanges(fast: ProgramNode) ->
     assert other.exchange() is None
 
 
+@pytest.mark.parametrize("port", [80, 81], ids=["its frontend", "another Service of its endpoint"])
+def test_a_forged_source_does_not_hide_it(fast: ProgramNode, port: int) -> None:
+    """netfilter forwards a datagram of another pod with this client's address and port. Replies are still its own."""
+    fast.service(["remote"], service=9, port=81, protocol="udp")
+    flow = query(fast)
+    forged = Flow(fast, "udp", port=port, entrance="nic")
+    forged.pass_netfilter()
+    assert not in_table(flow)
+    assert not in_table(forged)
+    assert flow.run().data == bytes(flow.expected())
+    assert flow.run(reply=True).data == bytes(flow.expected(reply=True))
+
+
+@pytest.mark.parametrize("tags", ["there", "reply"])
+def test_a_flow_with_the_tag_of_an_exchange_enters_the_table(fast: ProgramNode, tags: str) -> None:
+    """Of the elements with one tag, only the first is compared."""
+    flow = query(fast)
+    exchange, tag = exchange_of(flow), exchange_of(flow).tags()[tags == "reply"]
+    bucket = exchange._bucket()
+    bucket["there"] = bucket["reply"] = bytes(4 * EXCHANGE_WAYS)
+    bucket[tags] = tag.to_bytes(4, "little") + bytes(4 * (EXCHANGE_WAYS - 1))
+    layout = fast.object.btf.struct("exchange_bucket")
+    fast.object.maps["exchange_heads"].update(exchange.bucket.to_bytes(4, "little"), layout.pack(**bucket))
+    fast.object.maps["exchanges"].update(exchange._number, bytes(fast.object.btf.struct("exchange").size))
+    flow.open_young()
+    assert in_table(flow)
+
+
 def test_a_removed_endpoint_ends_it(fast: ProgramNode) -> None:
     flow = query(fast)
     fast.endpoint("remote", 2, present=False)
@@ -317,6 +402,29 @@ def test_the_sweep_ends_idle_exchanges(fast: ProgramNode, used: int, seconds: in
         assert flow.entries() == left
         assert layout.unpack(result.lookup(bytes(4)) or b"")["used"] == len(left) / 2
     assert fast.reasons()["YOUNG_ENDED"] == 1
+
+
+@pytest.mark.parametrize(("seconds", "left"), [(9, BOTH), (11, [])])
+def test_an_unanswered_exchange_lives_for_ten_seconds_in_a_flood(
+    fast: ProgramNode, seconds: int, left: list[bool]
+) -> None:
+    """A resolver may answer late. A pod that fills all elements must not cost others their answers."""
+    flow = permitted(fast)
+    flow.open_young()
+    flow.set_back(seconds)
+    layout = fast.object.btf.struct("exchange_sweep_result")
+    fast.object.maps["exchange_sweeps"].update(bytes(4), layout.pack(used=12288, when=0))
+    sweep(fast)
+    assert flow.entries() == left
+
+
+def test_a_drain_counts_exchanges_for_which_the_table_has_no_space(crowded: ProgramNode) -> None:
+    """The agent reports them as not drained."""
+    flow = query(crowded, sport=40100)
+    assert sweep(crowded)["young"] == 1
+    crowded.write_fast_path_state(draining=1)
+    assert sweep(crowded)["young"] == 2
+    assert flow.exchange() is not None
 
 
 def test_a_drain_moves_exchanges_to_the_table_and_has_them_promoted(fast: ProgramNode) -> None:
@@ -380,9 +488,9 @@ def test_the_table_is_asked_if_the_last_sweep_was_long_ago(fast: ProgramNode, se
     assert (flow.run().retval == REDIRECT) == bool(seconds)
 
 
-@pytest.mark.parametrize(("seconds", "asked"), [(0, True), (6, True), (9, False), (200, False)])
+@pytest.mark.parametrize(("seconds", "asked"), [(-1, True), (0, True), (6, True), (9, False), (200, False)])
 def test_a_note_of_the_filter_expires(fast: ProgramNode, seconds: int, asked: bool) -> None:
-    """The table is asked for as long as a sweep may be late, and a little longer."""
+    """The table is asked for as long as a sweep may be late, and a little longer. Another CPU's clock may be ahead."""
     flow = young(fast, "udp", in_table=True)
     write_permits(fast, until=0)
     filtered = fast.object.maps["udp_filter"]
