@@ -99,7 +99,7 @@ FLOW_MUTANTS: dict[str, tuple[str, str, str]] = {
         "if (!is_answered_exchange(head) && limit",
         "if (false && limit",
     ),
-    "exchanges: a drain that sees only the table": ("sweep.h", "s.found.young += exchanged->used;", ""),
+    "exchanges: a drain that sees only the table": ("sweep.h", "s.found.young += exchanged->used;", ";"),
     "exchanges: hidden by a kernel's flow": ("observer.h", "find_exchange(&d->key) >= 0", "false"),
     "exchanges: replies hidden by a kernel's flow": ("observer.h", "find_exchange(&d->reply_key) >= 0", "false"),
     "exchanges: two with one tag": (
