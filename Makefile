@@ -45,7 +45,8 @@ BPF_OBJECTS := $(BPF_SOURCES:bpf/%.c=pyebpf_proxy/bpf/%.o)
 ## ---- C tools of the benchmarks -----------------------------------------------------------------------------
 BENCH_SOURCES := $(filter-out %.bpf.c,$(wildcard bench/*.c))
 BENCH_TOOLS := $(BENCH_SOURCES:bench/%.c=build/bench/%) $(patsubst bench/%.c,build/bench/%.o,$(wildcard bench/*.bpf.c))
-TEST_TOOLS := $(patsubst tests/changes/%.c,build/tests/%,$(wildcard tests/changes/*.c))
+TEST_TOOLS := $(patsubst tests/changes/%.c,build/tests/%,$(wildcard tests/changes/*.c)) \
+	$(patsubst tests/packet/%.c,build/tests/%.o,$(wildcard tests/packet/*.bpf.c))
 
 # $(call need,program,Debian package): one line with the missing program and the remedy.
 need = command -v $(1) >/dev/null || { echo "$(1) is missing: run make setup, or apt-get install $(2)" >&2; exit 1; }
@@ -91,11 +92,19 @@ pyebpf_proxy/bpf/%.bpf.o: bpf/%.bpf.c $(VMLINUX) Makefile
 		$(LLVM_STRIP) -g "$$temporary"; \
 		mv "$${temporary%.o}.d" build/bpf/$*.d; mv "$$temporary" $@
 
-build/bench/%.bpf.o: bench/%.bpf.c $(VMLINUX) Makefile
+define compile-bpf
 	@$(call need,$(CLANG),clang)
 	@mkdir -p $(@D)
 	@echo "  CLANG  $@"
 	@$(CLANG) $(BPF_CFLAGS) -MMD -MP -MT $@ -MF $@.d -c $< -o $@.$$$$ && mv $@.$$$$ $@
+endef
+
+build/bench/%.bpf.o: bench/%.bpf.c $(VMLINUX) Makefile
+	$(compile-bpf)
+
+# Kernels' guests have no compiler.
+build/tests/%.bpf.o: tests/packet/%.bpf.c $(VMLINUX) Makefile
+	$(compile-bpf)
 
 define compile
 	@$(call need,gcc,gcc)

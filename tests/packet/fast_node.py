@@ -12,12 +12,10 @@ import operator
 import os
 import struct
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from scapy.layers.inet import IP, TCP, UDP, IPOption_NOP
@@ -26,7 +24,7 @@ from scapy.layers.l2 import Ether
 from scapy.packet import Packet, Raw
 
 from pyebpf_proxy.datapath.loader.libbpf import Object, RunResult, SkBuff
-from tests.packet.compiled import build
+from tests import ROOT
 from tests.packet.program_node import GO_ON, NODE_MAC, PROTOCOLS, ProgramNode
 
 REDIRECT = 7
@@ -43,24 +41,6 @@ OTHER_MACHINE, POD = 1, 2
 #: The directions of a flow: the client's and the replies'.
 BOTH = [False, True]
 U64 = (1 << 64) - 1
-# A test run cannot set tc_index: this program sets it, and calls the program under test.
-_NAMED = """
-struct {
-    __uint(type, BPF_MAP_TYPE_PROG_ARRAY);
-    __uint(max_entries, 1);
-    __type(key, __u32);
-    __type(value, __u32);
-} next SEC(".maps");
-
-SEC("tc") int named(struct __sk_buff *skb)
-{
-    __u32 index = skb->cb[0];
-
-    skb->tc_index = index;
-    bpf_tail_call(skb, &next, 0);
-    return 77;
-}
-"""
 
 
 def tag_of(key: bytes) -> int:
@@ -77,8 +57,7 @@ def now() -> int:
 
 @functools.cache
 def _named() -> Object:
-    with tempfile.TemporaryDirectory() as folder:
-        return Object.open(build(Path(folder), "named", _NAMED)).load()
+    return Object.open(ROOT / "build" / "tests" / "named.bpf.o").load()
 
 
 @contextmanager

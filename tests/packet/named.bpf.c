@@ -1,0 +1,24 @@
+/* SPDX-License-Identifier: (GPL-2.0-only OR BSD-2-Clause) */
+/* A test run cannot set tc_index: this program sets it, and calls the program under test. */
+#include "common.h"
+
+struct {
+	__uint(type, BPF_MAP_TYPE_PROG_ARRAY);
+	__uint(max_entries, 1);
+	__type(key, __u32);
+	__type(value, __u32);
+} next SEC(".maps");
+
+#define NOT_CALLED 77
+
+SEC("tc")
+int named(struct __sk_buff *skb)
+{
+	__u32 index = skb->cb[0];
+
+	skb->tc_index = index;
+	bpf_tail_call(skb, &next, 0);
+	return NOT_CALLED;
+}
+
+char LICENSE[] SEC("license") = "Dual BSD/GPL";
