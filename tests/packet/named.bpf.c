@@ -1,4 +1,4 @@
-/* SPDX-License-Identifier: (GPL-2.0-only OR BSD-2-Clause) */
+/* SPDX-License-Identifier: Apache-2.0 */
 /* A test run cannot set tc_index: this program sets it, and calls the program under test. */
 #include "common.h"
 
