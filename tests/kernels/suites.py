@@ -46,7 +46,7 @@ _PACKET = (
 )
 _PACKET_QUICK = (
     "IPv4 and not xdp and not ports_of_one and not kernel_flows and not permits"
-    " and not promotion and not young and not sweep and not tracked"
+    " and not promotion and not young and not sweep and not tracked and not exchanges"
 )
 _NETNS = ("attach/test_attach_links.py", "attach/test_attach_tc.py", "attach/test_attach_udp.py", "test_agent.py")
 # The fast path of a node with traffic: what netfilter denies, and what affects flows that netfilter does not see.
