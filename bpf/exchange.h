@@ -230,10 +230,11 @@ static __always_inline bool claim_exchange(struct exchange_head *head, __u32 own
 	return !(owner & 1) && __sync_val_compare_and_swap(&head->owner, owner, owner | 1) == owner;
 }
 
-static __always_inline void release_exchange(struct exchange_head *head, __u32 owner)
+/* `written`: the element may have another flow than before, so programs that have read `owner` must not use it. */
+static __always_inline void release_exchange(struct exchange_head *head, __u32 owner, bool written)
 {
 	read_barrier();
-	*(volatile __u32 *)&head->owner = (owner + 2) & OWNER_MASK;
+	*(volatile __u32 *)&head->owner = (owner + (written ? 2 : 0)) & OWNER_MASK;
 }
 
 static __always_inline void write_tags(struct exchange *x, struct exchange_bucket *bucket, __u32 way, __u32 there,
@@ -265,7 +266,7 @@ static __always_inline bool forget_exchange(__u32 element, __u32 owner)
 	if (!claim_exchange(head, owner))
 		return false;
 	empty_exchange(x, bucket, element);
-	release_exchange(head, owner);
+	release_exchange(head, owner, true);
 	return true;
 }
 
@@ -305,8 +306,7 @@ __noinline int unfold_exchange(__u32 element, __u32 owner)
 	moved = move_to_table(x);
 	if (moved)
 		empty_exchange(x, bucket, element);
-	/* The number does not change if nothing was written: the caller may use it again. */
-	release_exchange(head, moved ? owner : owner - 2);
+	release_exchange(head, owner, moved);
 	return moved;
 }
 

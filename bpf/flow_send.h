@@ -296,6 +296,21 @@ static __noinline int has_lost_endpoint(const struct packet *p, const struct flo
 	return !is_endpoint(&endpoint, a->destination_port, UDP, p->ipv6, f->service);
 }
 
+/* True if services have changed since the last packet of this UDP flow, and its endpoint is gone. */
+static __always_inline bool lost_endpoint_since(const struct packet *p, struct flow *f, const struct fast_path *state)
+{
+	/* Read once: services may change again meanwhile. */
+	__u32 generation = *(volatile __u32 *)&state->generation;
+
+	if (f->generation == generation)
+		return false;
+	if (has_lost_endpoint(p, f, &f->rewrite))
+		return true;
+	if (f->young)
+		f->generation = generation;
+	return false;
+}
+
 /* The flow table has the flow now. */
 #define MOVED_TO_TABLE (-5)
 
@@ -355,7 +370,7 @@ static __noinline int send_exchanged(struct context *ctx, const struct packet *p
 	enum slow_path_reason reason;
 	struct exchange_bucket *bucket;
 	struct exchange_head *head;
-	__u32 way = 0, generation;
+	__u32 way = 0;
 	struct flow *f;
 	int verdict;
 	long found;
@@ -372,13 +387,9 @@ static __noinline int send_exchanged(struct context *ctx, const struct packet *p
 	head = &bucket->way[WAY(FOUND_ELEMENT(found))];
 	if (!came_in_right(ctx, &f->rewrite, device))
 		return NOT_SENT;
-	generation = *(volatile __u32 *)&state->generation;
-	if (f->generation != generation) {
-		if (has_lost_endpoint(p, f, &f->rewrite)) {
-			forget_exchange(FOUND_ELEMENT(found), FOUND_OWNER(found));
-			return NOT_KNOWN;
-		}
-		f->generation = generation;
+	if (lost_endpoint_since(p, f, state)) {
+		forget_exchange(FOUND_ELEMENT(found), FOUND_OWNER(found));
+		return NOT_KNOWN;
 	}
 	reason = why_kernel(p, &f->rewrite, segment_size(ctx));
 	if (reason || is_long(head, 1)) {
@@ -410,7 +421,7 @@ static __always_inline int send_by_table(struct context *ctx, const struct packe
 	const struct flow_rewrite *a;
 	struct fast_path *state;
 	struct flow *known;
-	__u32 way = 0, generation;
+	__u32 way = 0;
 	int verdict;
 
 	if (!p)
@@ -438,14 +449,9 @@ static __always_inline int send_by_table(struct context *ctx, const struct packe
 	state = fast_path_state();
 	if (!state)
 		return NOT_SENT;
-	generation = *(volatile __u32 *)&state->generation;
-	if (p->protocol == UDP && known->generation != generation) {
-		if (has_lost_endpoint(p, known, a)) {
-			forget_flow((const struct flow_key *)p, a, false, known->young);
-			return NOT_KNOWN;
-		}
-		if (known->young)
-			known->generation = generation;
+	if (p->protocol == UDP && lost_endpoint_since(p, known, state)) {
+		forget_flow((const struct flow_key *)p, a, false, known->young);
+		return NOT_KNOWN;
 	}
 	if (!known->young)
 		return send_kernels(ctx, p, known);

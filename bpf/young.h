@@ -229,12 +229,18 @@ static __always_inline bool opens_many(bool full, __u64 now)
 	return r->opened + r->opened_before > MANY_OPENED || (full && r->full + r->full_before > MANY_FULL);
 }
 
-/* As may_make_room(), for an exchange.  One whose port was used again becomes a stream soon, so it stays shorter. */
-static __always_inline bool exchange_makes_room(const struct exchange_head *head, __u64 now)
+/*
+ * True if a new flow may have this way: it is free, or its exchange may make room, as in may_make_room().  An exchange
+ * whose port was used again becomes a stream soon, so it stays shorter.
+ */
+static __always_inline bool may_have_way(const struct exchange_bucket *bucket, __u32 way, __u64 now)
 {
+	const struct exchange_head *head = &bucket->way[WAY(way)];
 	__s32 idle = exchange_clock(now) - head->last_seen;
 	bool again = (__s32)(head->last_seen - head->started) > idle;
 
+	if (!bucket->there[WAY(way)])
+		return true;
 	if (!is_answered_exchange(head) || is_long(head, 0))
 		return false;
 	return idle > (__s32)exchange_clock(head->distant ? ROUND_TRIP_NS : again ? 4 * EXCHANGE_NS : EXCHANGE_NS);
@@ -277,7 +283,7 @@ static __always_inline __u32 way_for_new(const struct exchange_bucket *bucket, _
 	if (!opens_many(way == EXCHANGE_WAYS, now))
 		return way;
 	for (i = 0; i < EXCHANGE_WAYS; i++)
-		if (!bucket->there[i] || exchange_makes_room(&bucket->way[i], now))
+		if (may_have_way(bucket, i, now))
 			return i;
 	return EXCHANGE_WAYS;
 }
@@ -316,10 +322,10 @@ __noinline int enter_exchange(__u64 now)
 	head = &bucket->way[WAY(way)];
 	owner = owner_of(bucket, way);
 	/* Compared again: another CPU may have written the element before its owner was read. */
-	if (!x || (bucket->there[WAY(way)] && !exchange_makes_room(head, now)) || !claim_exchange(head, owner))
+	if (!x || !may_have_way(bucket, way, now) || !claim_exchange(head, owner))
 		return 0;
 	write_exchange(x, bucket, way, d);
-	release_exchange(head, owner);
+	release_exchange(head, owner, true);
 	return 1;
 }
 

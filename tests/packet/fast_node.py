@@ -378,8 +378,18 @@ class Exchange:
         bucket, at = self._bucket(), self.way * layout.size
         ways = bytes(bucket["way"])
         bucket["way"] = ways[:at] + layout.pack(**{**self.head(), **fields}) + ways[at + layout.size :]
+        self._write_bucket(bucket)
+
+    def _write_bucket(self, bucket: dict[str, Any]) -> None:
         value = self.world.object.btf.struct("exchange_bucket").pack(**bucket)
         self.world.object.maps["exchange_heads"].update(self.bucket.to_bytes(4, "little"), value)
+
+    def leave_only_tag(self, reply: bool) -> None:
+        """Keep one of the tags in the first way of the bucket, as if it were another flow's, and empty the element."""
+        tags = {"there": bytes(4 * EXCHANGE_WAYS), "reply": bytes(4 * EXCHANGE_WAYS)}
+        tags["reply" if reply else "there"] = struct.pack(f"<{EXCHANGE_WAYS}I", self.tags()[reply], 0, 0, 0)
+        self._write_bucket({**self._bucket(), **tags})
+        self.world.object.maps["exchanges"].update(self._number, bytes(self.world.object.btf.struct("exchange").size))
 
     def entry(self, reply: bool) -> bytes:
         return bytes(self.value()["reply" if reply else "there"])
@@ -393,6 +403,11 @@ class Exchange:
     def set_back(self, span: int) -> None:
         head = self.head()
         self.write_head(**{name: (head[name] - (span >> 20)) & 0xFFFFFFFF for name in ("started", "last_seen")})
+
+    def set_idle(self, seconds: float) -> None:
+        """Set its times so that its last packet was so long ago, however long the test has needed until now."""
+        idle = ((now() >> 20) - self.head()["last_seen"]) & 0xFFFFFFFF
+        self.set_back(int(seconds * SECOND) - (idle << 20))
 
 
 # ---- maps ------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from pyebpf_proxy.services.model import FrontendKind
 from tests.packet.fast_node import (
     BOTH,
     EXCHANGE_WAYS,
@@ -29,7 +30,7 @@ from tests.packet.fast_node import (
     young,
     young_flows_of,
 )
-from tests.packet.program_node import GO_ON, PRIORITY_BACKEND, SHOT, XDP_PASS, ProgramNode
+from tests.packet.program_node import GO_ON, KINDS, PRIORITY_BACKEND, SHOT, XDP_PASS, ProgramNode
 
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
 
@@ -53,6 +54,12 @@ def exchange_of(flow: Flow) -> Exchange:
     found = flow.exchange()
     assert found is not None
     return found
+
+
+def write_last_sweep(world: ProgramNode, used: int = 0, when: int = 0) -> None:
+    """As if the last sweep had found so many exchanges, at this time of the filter."""
+    layout = world.object.btf.struct("exchange_sweep_result")
+    world.object.maps["exchange_sweeps"].update(bytes(4), layout.pack(used=used, when=when))
 
 
 def query(world: ProgramNode, **ends: Any) -> Flow:
@@ -155,8 +162,8 @@ def crowded(node: ProgramNode) -> Iterator[ProgramNode]:
 def long_query(world: ProgramNode) -> Flow:
     """An exchange that was to move to the table, and cannot."""
     flow = query(world, sport=40100)
-    for reply in (True, True, True, True, True):
-        assert flow.run(reply).retval == REDIRECT
+    for _ in range(5):
+        assert flow.run(reply=True).retval == REDIRECT
     assert not in_table(flow)
     return flow
 
@@ -226,7 +233,7 @@ def test_a_full_bucket_sends_new_flows_to_the_table(fast: ProgramNode) -> None:
 
 @pytest.mark.parametrize(
     ("client", "seconds", "replaced"),
-    [(POD, 0, False), (POD, 0.1, True), (OTHER_MACHINE, 0.5, False), (OTHER_MACHINE, 1.1, True)],
+    [(POD, 0.01, False), (POD, 0.1, True), (OTHER_MACHINE, 0.5, False), (OTHER_MACHINE, 1.1, True)],
     ids=["a pod, at once", "a pod", "another machine, within a round trip", "another machine"],
 )
 def test_a_complete_exchange_makes_room_if_there_are_many(
@@ -237,9 +244,9 @@ def test_a_complete_exchange_makes_room_if_there_are_many(
     flow = permitted(fast)
     with real_time_priority():
         others = fill(flow)
-        for other in others:
-            other.set_back(seconds)
         be_busy(fast)
+        for other in others:
+            exchange_of(other).set_idle(seconds)
         flow.open_young()
     assert in_table(flow) != replaced
     assert sum(other.exchange() is None for other in others) == replaced
@@ -343,6 +350,21 @@ def test_another_service_of_the_endpoint_gets_another_port(fast: ProgramNode) ->
     assert flow.run(reply=True).data == bytes(flow.expected(reply=True))
 
 
+def test_replies_that_would_be_queries_of_another_exchange_get_another_port(
+    fast: ProgramNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pod's address is a frontend, too, and the endpoint is a client of it: of both keys, the query's is found."""
+    fast.service(["remote"], protocol="udp", service=9, port=81)
+    monkeypatch.setitem(KINDS, "pod", FrontendKind.CLUSTER_IP)
+    fast.service(["local"], protocol="udp", service=2)
+    query(fast, client="remote", sport=8080, frontend="pod", endpoint="local", entrance="nic", exit="pods")
+    flow = Flow(fast, "udp", sport=80, port=81)
+    flow.permit()
+    found = flow.open_young()
+    at = 14 + (20 if fast.family == 4 else 40)
+    assert found.data[at : at + 2] != flow.sport.to_bytes(2, "big")
+
+
 def test_a_flow_of_the_table_keeps_its_port_from_exchanges(fast: ProgramNode) -> None:
     fast.service(["remote"], service=9, port=81, protocol="udp")
     flow = young(fast, "udp", in_table=True)
@@ -373,17 +395,11 @@ def test_a_forged_source_does_not_hide_it(fast: ProgramNode, what: str) -> None:
     assert flow.run(reply=True).data == bytes(flow.expected(reply=True))
 
 
-@pytest.mark.parametrize("tags", ["there", "reply"])
-def test_a_flow_with_the_tag_of_an_exchange_enters_the_table(fast: ProgramNode, tags: str) -> None:
+@pytest.mark.parametrize("reply", BOTH, ids=["there", "reply"])
+def test_a_flow_with_the_tag_of_an_exchange_enters_the_table(fast: ProgramNode, reply: bool) -> None:
     """Of the elements with one tag, only the first is compared."""
     flow = query(fast)
-    exchange, tag = exchange_of(flow), exchange_of(flow).tags()[tags == "reply"]
-    bucket = exchange._bucket()
-    bucket["there"] = bucket["reply"] = bytes(4 * EXCHANGE_WAYS)
-    bucket[tags] = tag.to_bytes(4, "little") + bytes(4 * (EXCHANGE_WAYS - 1))
-    layout = fast.object.btf.struct("exchange_bucket")
-    fast.object.maps["exchange_heads"].update(exchange.bucket.to_bytes(4, "little"), layout.pack(**bucket))
-    fast.object.maps["exchanges"].update(exchange._number, bytes(fast.object.btf.struct("exchange").size))
+    exchange_of(flow).leave_only_tag(reply)
     flow.open_young()
     assert in_table(flow)
 
@@ -404,7 +420,7 @@ def test_the_sweep_ends_idle_exchanges(fast: ProgramNode, used: int, seconds: in
     result = fast.object.maps["exchange_sweeps"]
     for span, left in ((seconds - 1, BOTH), (2, [])):
         flow.set_back(span)
-        result.update(bytes(4), layout.pack(used=used, when=0))
+        write_last_sweep(fast, used=used)
         sweep(fast)
         assert flow.entries() == left
         assert layout.unpack(result.lookup(bytes(4)) or b"")["used"] == len(left) / 2
@@ -419,8 +435,7 @@ def test_an_unanswered_exchange_lives_for_ten_seconds_in_a_flood(
     flow = permitted(fast)
     flow.open_young()
     flow.set_back(seconds)
-    layout = fast.object.btf.struct("exchange_sweep_result")
-    fast.object.maps["exchange_sweeps"].update(bytes(4), layout.pack(used=12288, when=0))
+    write_last_sweep(fast, used=12288)
     sweep(fast)
     assert flow.entries() == left
 
@@ -489,8 +504,7 @@ def test_the_table_is_asked_if_the_last_sweep_was_long_ago(fast: ProgramNode, se
     flow = young(fast, "udp", in_table=True)
     sweep(fast)
     clear_filter(fast)
-    result, layout = fast.object.maps["exchange_sweeps"], fast.object.btf.struct("exchange_sweep_result")
-    result.update(bytes(4), layout.pack(used=0, when=(now() >> 30) - seconds))
+    write_last_sweep(fast, when=(now() >> 30) - seconds)
     write_permits(fast, until=0)
     assert (flow.run().retval == REDIRECT) == bool(seconds)
 
