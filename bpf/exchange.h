@@ -6,10 +6,8 @@
 #ifndef PEP_EXCHANGE_H
 #define PEP_EXCHANGE_H
 
+#include "complete.h"
 #include "flow_table.h"
-
-/* Sent by its entries, so without the first packet; a flow with more of them is a stream. */
-#define EXCHANGE_PACKETS 5
 
 #define WAY(element) ((element) & (EXCHANGE_WAYS - 1))
 
@@ -44,29 +42,11 @@ static __always_inline struct exchange *exchange_at(__u32 element)
 	return bpf_map_lookup_elem(&exchanges, &element);
 }
 
-/* About a millisecond. */
-static __always_inline __u32 exchange_clock(__u64 now)
-{
-	return now >> 20;
-}
-
 static __always_inline bool same_key(const void *a, const void *b)
 {
 	const __u64 *x = a, *y = b;
 
 	return !((x[0] ^ y[0]) | (x[1] ^ y[1]) | (x[2] ^ y[2]) | (x[3] ^ y[3]) | (x[4] ^ y[4]));
-}
-
-/* True if the exchange is a stream, with so many packets more than it has sent.  It should be in the flow table. */
-static __always_inline bool is_long(const struct exchange_head *head, __u32 more)
-{
-	return head->queries + head->replies + more > EXCHANGE_PACKETS;
-}
-
-/* The first query is not counted, or `first_counted` if it is. */
-static __always_inline bool is_answered_exchange(const struct exchange_head *head)
-{
-	return head->replies + head->first_counted > head->queries;
 }
 
 /* ---- whether the flow table may have a UDP flow --------------------------------------------- */
@@ -208,7 +188,7 @@ static __always_inline void note_first_counted(const struct flow_key *key)
 	long found;
 
 	if (f) {
-		f->first_counted = 1;
+		f->first_counted = LEFT_BY_XDP;
 		return;
 	}
 	found = key->protocol == UDP ? find_exchange(key) : -1;
@@ -218,8 +198,8 @@ static __always_inline void note_first_counted(const struct flow_key *key)
 	f = found_entry(found);
 	if (!bucket || !f)
 		return;
-	bucket->way[WAY(FOUND_ELEMENT(found))].first_counted = 1;
-	f->first_counted = 1;
+	bucket->way[WAY(FOUND_ELEMENT(found))].first_counted = LEFT_BY_XDP;
+	f->first_counted = LEFT_BY_XDP;
 }
 
 /* ---- writing -------------------------------------------------------------------------------- */

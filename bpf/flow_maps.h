@@ -61,6 +61,11 @@ enum agent_request {
 	CLOSE = 2,		/* close the conntrack entry of a kernel flow that was reset */
 };
 
+enum first_packet {
+	LEFT_BY_XDP = 1,
+	RENEWED = 2,		/* UDP: the first query after a pause (renew.h) */
+};
+
 /*
  * One direction of a flow.
  * A young flow is not in conntrack: only its entries can translate its packets.
@@ -82,7 +87,7 @@ struct flow {
 	__u8 closing;		/* enum closing: RST or FIN seen; 0 again if the flow continues */
 	__u8 promote;		/* enum agent_request: what the agent has been asked to do */
 	__u8 bulk;		/* XDP leaves this direction to tc */
-	__u8 first_counted;	/* `packets` includes the first packet, which XDP left to tc */
+	__u8 first_counted;	/* not 0: `packets` includes the first packet; enum first_packet */
 	__u16 sent_until;	/* TCP, young: lower half of the sequence number after what this side sent last */
 };
 
@@ -124,7 +129,7 @@ struct exchange_head {
 	__u32 last_seen;
 	__u16 queries;		/* as `packets` of both entries */
 	__u16 replies;
-	__u8 first_counted;
+	__u8 first_counted;	/* as in struct flow */
 	__u8 distant;		/* the client is on another machine */
 	__u8 zero[2];
 };

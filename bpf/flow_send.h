@@ -5,7 +5,9 @@
 
 #include "checksum.h"
 #include "ctx.h"
+#include "complete.h"
 #include "exchange.h"
+#include "renew.h"
 #include "rewrite.h"
 #include "slots.h"
 
@@ -91,12 +93,6 @@ static __noinline __attribute__((unused)) int request_promotion(const struct flo
 
 /* A guessed sequence number is in this window once in a thousand times. */
 #define GUESS_WINDOW (4U << 20)
-
-enum closing {
-	CLOSING = 1,		/* a FIN or RST was seen; it may have been forged */
-	CLOSING_IN_SEQUENCE = 2,	/* its sequence number was the expected one; for a kernel's flow: a RST */
-	CLOSING_BY_RESET = 3,	/* a young flow: a RST followed data that the other side had not acknowledged yet */
-};
 
 static __always_inline bool ends_by_reset(const struct flow *f, const struct flow *other)
 {
@@ -267,10 +263,8 @@ static __always_inline int send_kernels(struct context *ctx, const struct packet
 		return NOT_SENT;
 	}
 	known->acknowledged = p->acknowledged;
-	if (now >= known->confirmed_until || known->generation != *(volatile __u32 *)&state->generation) {
-		count_left(STACK_NOT_CONFIRMED);
+	if (now >= known->confirmed_until || known->generation != *(volatile __u32 *)&state->generation)
 		return NOT_CONFIRMED;
-	}
 	/* Only a confirmed entry has a complete link. */
 	reason = why_kernel(p, a, segment_size(ctx));
 	if (!reason)
@@ -364,7 +358,7 @@ static __always_inline int leave_exchange(struct context *ctx, const struct pack
 }
 
 /* Sends the packet if it belongs to an exchange.  A packet that an exchange cannot handle moves it to the table. */
-static __noinline int send_exchanged(struct context *ctx, const struct packet *p, __u32 device)
+static __noinline int send_exchanged(struct context *ctx, struct packet *p, __u32 device)
 {
 	struct fast_path *state = fast_path_state();
 	enum slow_path_reason reason;
@@ -391,6 +385,15 @@ static __noinline int send_exchanged(struct context *ctx, const struct packet *p
 		forget_exchange(FOUND_ELEMENT(found), FOUND_OWNER(found));
 		return NOT_KNOWN;
 	}
+	if (!f->reply) {
+		p->kept = judge_exchange(p, FOUND_ELEMENT(found));
+		if (p->kept && HOOK == AT_XDP)
+			return NOT_SENT;
+		if (p->kept) {
+			forget_exchange(FOUND_ELEMENT(found), FOUND_OWNER(found));
+			return NOT_KNOWN;
+		}
+	}
 	reason = why_kernel(p, &f->rewrite, segment_size(ctx));
 	if (reason || is_long(head, 1)) {
 		if (unfold_exchange(FOUND_ELEMENT(found), FOUND_OWNER(found)))
@@ -416,12 +419,14 @@ static __always_inline struct flow *entry_in_table(const struct packet *p)
 }
 
 /* Sends the packet if its flow is in the table. `device`: of a bridge, the port. The packet has an Ethernet header. */
-static __always_inline int send_by_table(struct context *ctx, const struct packet *p, __u32 device)
+static __always_inline int send_by_table(struct context *ctx, struct packet *p, __u32 device)
 {
 	const struct flow_rewrite *a;
 	struct fast_path *state;
 	struct flow *known;
+	__u64 last_seen;
 	__u32 way = 0;
+	bool is_query;
 	int verdict;
 
 	if (!p)
@@ -453,8 +458,25 @@ static __always_inline int send_by_table(struct context *ctx, const struct packe
 		forget_flow((const struct flow_key *)p, a, false, known->young);
 		return NOT_KNOWN;
 	}
-	if (!known->young)
-		return send_kernels(ctx, p, known);
+	is_query = p->protocol == UDP && !known->reply;
+	if (!known->young) {
+		last_seen = known->last_seen;
+		verdict = send_kernels(ctx, p, known);
+		if (verdict != NOT_CONFIRMED)
+			return verdict;
+		if (!is_query || !make_young(p, known, last_seen)) {
+			count_left(STACK_NOT_CONFIRMED);
+			return NOT_CONFIRMED;
+		}
+	} else if (is_query) {
+		p->kept = judge_query(p, known);
+		if (p->kept && HOOK == AT_XDP)
+			return NOT_SENT;
+		if (p->kept) {
+			forget_flow((const struct flow_key *)p, a, false, true);
+			return NOT_KNOWN;
+		}
+	}
 	if (why_not_here(ctx, p, a, &way))
 		return NOT_SENT;
 	return send_young(ctx, p, known, way);

@@ -87,6 +87,13 @@ static __always_inline bool was_reused(const struct flow_rewrite *a, __u32 tag)
 	return another;
 }
 
+static __always_inline bool same_bytes16(const __u8 *a, const void *b)
+{
+	const __u64 *x = (const void *)a, *y = b;
+
+	return !((x[0] ^ y[0]) | (x[1] ^ y[1]));
+}
+
 /* The key of the replies to packets that were rewritten by `a`. */
 static __always_inline void reply_key_of(const struct flow_rewrite *a, enum protocol protocol, bool ipv6,
 					 struct flow_key *key)

@@ -60,14 +60,6 @@ static __always_inline bool read_link(struct __sk_buff *skb, const struct handov
 	return !bpf_skb_load_bytes(skb, 0, l->mac_to, sizeof(l->mac_to) + sizeof(l->mac_from));
 }
 
-static __always_inline bool is_same_link(const struct link *a, const struct link *b)
-{
-	const __u32 *x = (const void *)a, *y = (const void *)b;
-
-	_Static_assert(sizeof(struct link) == 20, "compared in words");
-	return !((x[0] ^ y[0]) | (x[1] ^ y[1]) | (x[2] ^ y[2]) | (x[3] ^ y[3]) | (x[4] ^ y[4]));
-}
-
 /* True if the packet was rewritten as in the entry. */
 static __always_inline bool matches_rewrite(const struct packet *p, const struct flow_rewrite *a)
 {
@@ -76,13 +68,6 @@ static __always_inline bool matches_rewrite(const struct packet *p, const struct
 
 	return !((s[0] ^ source[0]) | (s[1] ^ source[1]) | (d[0] ^ destination[0]) | (d[1] ^ destination[1])) &&
 	       p->source_port == a->source_port && p->destination_port == a->destination_port;
-}
-
-static __always_inline bool same_bytes16(const __u8 *a, const void *b)
-{
-	const __u64 *x = (const void *)a, *y = b;
-
-	return !((x[0] ^ y[0]) | (x[1] ^ y[1]));
 }
 
 /* ---- a kernel flow that must be confirmed ----------------------------------------------- */

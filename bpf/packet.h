@@ -35,6 +35,7 @@ struct packet {
 	__u16 header_check;	/* IPv4: checksum field of the header */
 	__u32 sequence;		/* TCP, host order */
 	__u32 acknowledged;	/* TCP: acknowledgment number, host order; 0 without ACK */
+	__u32 kept;		/* backend of the client's flow that is over; 0: none */
 } __attribute__((aligned(8)));
 
 _Static_assert(offsetof(struct packet, starts_flow) == sizeof(struct flow_key), "the key of a flow begins the packet");

@@ -39,6 +39,15 @@ static __always_inline int drop_packet(struct context *ctx, const struct packet 
 	return drop_flow(ctx, p, NULL, NULL, reason);
 }
 
+/*
+ * 1, and `b` filled: the client has used this port before, and the endpoint of that flow may still serve it.
+ * A global function, so that the verifier checks it once.
+ */
+__noinline int keep_endpoint(const struct packet *p, const struct endpoint_selection *e, struct backend *b)
+{
+	return p && e && b && position_in_list(e, p->ipv6, p->kept, 0) && load_backend(p->kept, p->ipv6, b);
+}
+
 /* The first packet of a young flow, whose entries open_young() has created. */
 static __always_inline int send_first(struct context *ctx, const struct packet *p, const struct endpoint_selection *e,
 				      const struct backend *b)
@@ -100,7 +109,7 @@ static __always_inline int open_flow(struct context *ctx, struct packet *p, cons
 	default:
 		break;
 	}
-	if (!chosen_before(ctx, p, &e, &b) && !choose_backend(p, &e, &b))
+	if (!(p->kept && keep_endpoint(p, &e, &b)) && !chosen_before(ctx, p, &e, &b) && !choose_backend(p, &e, &b))
 		return drop_flow(ctx, p, &e, NULL, SERVICE_CONFIG_MISSING);
 	if (original)
 		swap_destination(p, original);

@@ -9,6 +9,8 @@
 #define CLOSING_NS NANOSECONDS
 #define UNANSWERED_NS (5 * NANOSECONDS)		/* TCP: an unanswered SYN is retransmitted by then */
 #define ENDING_NS (4 * NANOSECONDS)		/* a closing flow that still has traffic */
+#define UDP_IDLE_NS (30 * NANOSECONDS)
+#define UDP_STREAM_NS (120 * NANOSECONDS)
 #define UNUSED_NS (2 * NANOSECONDS)
 #define KERNEL_TCP_NS (3600 * NANOSECONDS)
 #define KERNEL_CLOSED_NS (10 * NANOSECONDS)	/* TCP: after the last packet, if a FIN or RST was seen */
@@ -25,6 +27,15 @@ struct sweep {
 	__u32 from;		/* promotions are requested from this entry on, counted from 1 */
 	__u32 full_at;		/* the entry at which the queue was full; 0: it was not */
 };
+
+/*
+ * After how much time without a packet a young UDP flow ends.  As long as conntrack would keep it, if there is space:
+ * longer if the flow has been used again.
+ */
+static __always_inline __u64 udp_idle_ns(__u64 limit, __u8 first_counted)
+{
+	return limit == UDP_IDLE_NS && first_counted == RENEWED ? UDP_STREAM_NS : limit;
+}
 
 /* Nanoseconds from `then` to the start of the sweep; 0 if `then` is later: flows start and continue during a sweep. */
 static __always_inline __u64 since(const struct sweep *s, __u64 then)
@@ -91,7 +102,8 @@ static __always_inline bool young_flow_is_over(const struct flow_key *key, const
 	if (!reply)
 		return true;
 	if (key->protocol == UDP)
-		return idle > s->udp_idle || (s->crowded && may_make_room(f, reply, UDP, s->now));
+		return idle > udp_idle_ns(s->udp_idle, f->first_counted) ||
+		       (s->crowded && may_make_room(f, reply, UDP, s->now));
 	/*
 	 * Not if only one side has closed: such a connection may continue, or the packet may have been forged.  It is
 	 * promoted, and the kernel has to end it.
@@ -230,7 +242,7 @@ static long sweep_entry(void *map __attribute__((unused)), const struct flow_key
 /* How long an exchange lives after its last packet. */
 static __always_inline __u64 exchange_idle_ns(__u32 used)
 {
-	return (used > EXCHANGES / 4 * 3 ? 2 : used > EXCHANGES / 2 ? 10 : 30) * NANOSECONDS;
+	return used > EXCHANGES / 4 * 3 ? 2 * NANOSECONDS : used > EXCHANGES / 2 ? 10 * NANOSECONDS : UDP_IDLE_NS;
 }
 
 struct exchange_sweep {
@@ -243,12 +255,21 @@ struct exchange_sweep {
 #define UNANSWERED_EXCHANGE_NS (10 * NANOSECONDS)	/* at least: a resolver may ask others first */
 #define UNMOVED_NS (30 * NANOSECONDS)	/* a stream for which the table has no space; the agent's limit for promotions */
 
+/* As forget_exchange(), unless the client has just used the exchange again. */
+static __always_inline bool forget_idle_exchange(__u32 element, __u32 owner, __u32 last_seen)
+{
+	const struct exchange_bucket *bucket = bucket_with(element);
+
+	return bucket && *(volatile __u32 *)&bucket->way[WAY(element)].last_seen == last_seen &&
+	       forget_exchange(element, owner);
+}
+
 /* Global for the same reason as sweep_flow(). */
 __noinline int sweep_exchange(__u32 element, struct exchange_sweep *s)
 {
 	const struct exchange_head *head;
 	struct exchange_bucket *bucket;
-	__u32 owner, clock;
+	__u32 owner, clock, last_seen;
 	__s32 idle, age;
 	__u64 limit;
 
@@ -260,15 +281,16 @@ __noinline int sweep_exchange(__u32 element, struct exchange_sweep *s)
 	owner = owner_of(bucket, element);
 	head = &bucket->way[WAY(element)];
 	clock = exchange_clock(s->now);
-	idle = clock - head->last_seen;
+	last_seen = *(volatile __u32 *)&head->last_seen;
+	idle = clock - last_seen;
 	age = clock - head->started;
 	if ((s->draining || is_long(head, 0)) && unfold_exchange(element, owner))
 		return 0;
-	limit = s->idle;
+	limit = udp_idle_ns(s->idle, head->first_counted);
 	if (!is_answered_exchange(head) && limit < UNANSWERED_EXCHANGE_NS)
 		limit = UNANSWERED_EXCHANGE_NS;
 	if ((idle > (__s32)exchange_clock(limit) || (is_long(head, 0) && age > (__s32)exchange_clock(UNMOVED_NS))) &&
-	    forget_exchange(element, owner))
+	    forget_idle_exchange(element, owner, last_seen))
 		count(YOUNG_ENDED);
 	else
 		s->used++;
@@ -317,7 +339,8 @@ static __always_inline int sweep(__u32 from)
 	 * As long as conntrack would keep the flow, or shorter when young flows fill the table.  Kernel's flows are
 	 * removed first.
 	 */
-	s.udp_idle = (s.crowded ? 2 : result->young > settings.flow_quota / 2 ? 10 : 30) * NANOSECONDS;
+	s.udp_idle = s.crowded ? 2 * NANOSECONDS :
+		     result->young > settings.flow_quota / 2 ? 10 * NANOSECONDS : UDP_IDLE_NS;
 	sweep_exchanges(exchanged, s.now, s.draining);
 	bpf_for_each_map_elem(&flows, sweep_entry, &s, 0);
 	*(volatile __u32 *)&exchanged->when = filter_clock(s.now);

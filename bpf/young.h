@@ -6,26 +6,10 @@
 #include "backend.h"
 #include "ctx.h"
 #include "flow_send.h"
+#include "permit.h"
 #include "refused.h"
 
 #define SNAT_PORT_TRIES 4
-#define EXCHANGE_NS (NANOSECONDS / 20)
-#define ROUND_TRIP_NS NANOSECONDS
-#define PERMIT_NS NANOSECONDS
-
-static __always_inline void permit_key_of(struct permit_key *key, __u32 device, const union address *client,
-					  const union address *endpoint, __u16 port, enum protocol protocol,
-					  bool ipv6, bool masquerade)
-{
-	__builtin_memset(key, 0, sizeof(*key));
-	key->device = device;
-	__builtin_memcpy(key->client, client, 16);
-	__builtin_memcpy(key->endpoint, endpoint, 16);
-	key->port = port;
-	key->protocol = protocol;
-	key->ipv6 = ipv6;
-	key->masquerade = masquerade;
-}
 
 /* How a checksum changes with these words. */
 static __always_inline __u32 sum_of_change(const __u8 *from, const __u8 *to, const __u32 words)
@@ -83,33 +67,6 @@ static __always_inline void complete_draft(struct flow_draft *d, __u32 generatio
 	stamp(&d->reply, &d->reply_key, generation, now);
 }
 
-static __always_inline struct flow_draft *flow_draft(void)
-{
-	__u32 zero = 0;
-
-	return bpf_map_lookup_elem(&flow_drafts, &zero);
-}
-
-/* Why this new flow cannot be young, whether or not its pair has a permit. */
-static __always_inline enum slow_path_reason why_not_young(const struct packet *p, const struct fast_path *state,
-							   __u64 now)
-{
-	enum slow_path_reason reason = fast_path_closed(state, p->ipv6, now);
-
-	if (reason)
-		return reason;
-	if (state->draining)
-		return STACK_DRAINING;
-	/* The schedulers that count connections in the kernel must see each of them. */
-	if (p->protocol == SCTP || settings.scheduler >= LEAST_CONNECTIONS)
-		return SLOW_NO_PERMIT;
-	if (p->fragment)
-		return STACK_FRAGMENT;
-	if (p->options)
-		return STACK_OPTIONS;
-	return p->hops <= 1 ? STACK_HOPS : NOT_SLOW;
-}
-
 /*
  * Source ports are allocated in turn: a port that the endpoint may still have in TIME_WAIT is reused as late as
  * possible.
@@ -123,6 +80,15 @@ static __always_inline __u16 next_snat_port(void)
 	return settings.snat_port_min + (turn + (bpf_get_smp_processor_id() & 1) * (range / 2)) % range;
 }
 
+/* True if this entry of replies belongs to the flow of the draft. */
+static __always_inline bool is_own_reply(const struct flow *f, const struct flow_draft *d)
+{
+	const struct flow_rewrite *a = &f->rewrite, *b = &d->reply.rewrite;
+
+	return same_bytes16(a->source, b->source) && same_bytes16(a->destination, b->destination) &&
+	       a->source_port == b->source_port && a->destination_port == b->destination_port;
+}
+
 /*
  * Inserts both entries of a complete draft.  That of the replies comes first, so that a packet never finds only half of
  * a flow.
@@ -131,6 +97,7 @@ static __always_inline enum slow_path_reason insert_young(struct flow_draft *d, 
 {
 	bool other_port = masquerade;
 	__u64 now = d->there.started;
+	const struct flow *taken;
 	int i;
 
 	note_in_table(&d->key, false, now);
@@ -145,8 +112,17 @@ static __always_inline enum slow_path_reason insert_young(struct flow_draft *d, 
 		if (d->key.protocol != UDP || find_exchange(&d->reply_key) < 0) {
 			if (!bpf_map_update_elem(&flows, &d->reply_key, &d->reply, BPF_NOEXIST))
 				break;
-			if (!bpf_map_lookup_elem(&flows, &d->reply_key))
+			taken = bpf_map_lookup_elem(&flows, &d->reply_key);
+			if (!taken)
 				return SLOW_TABLE_FULL;
+			/* Another CPU has just opened this flow, or it is removing an older one. */
+			if (is_own_reply(taken, d)) {
+				if (bpf_map_lookup_elem(&flows, &d->key))
+					return NOT_SLOW;
+				continue;
+			}
+		} else if (find_exchange(&d->key) >= 0) {
+			return NOT_SLOW;
 		}
 		/*
 		 * The client uses this port with another Service of the endpoint: take another port, as netfilter does.
@@ -158,47 +134,6 @@ static __always_inline enum slow_path_reason insert_young(struct flow_draft *d, 
 	if (i == SNAT_PORT_TRIES)
 		return SLOW_NO_PORT;
 	return insert_client_entry(&d->key, &d->there, &d->reply_key, open) ? NOT_SLOW : SLOW_TABLE_FULL;
-}
-
-static __always_inline __u64 newest(const struct flow *f, const struct flow *other)
-{
-	return other && other->last_seen > f->last_seen ? other->last_seen : f->last_seen;
-}
-
-/* True if all datagrams are answered, or both sides have closed, and nothing came since. */
-static __always_inline bool is_complete(const struct flow *f, const struct flow *reply, enum protocol protocol,
-					__u64 now)
-{
-	if (now <= newest(f, reply) + EXCHANGE_NS)
-		return false;
-	if (protocol == TCP)
-		return f->closing == CLOSING_IN_SEQUENCE && reply->closing == CLOSING_IN_SEQUENCE;
-	/* The first datagram is not counted if it was sent before the entry could be found. */
-	return reply->packets + f->first_counted > f->packets;
-}
-
-/* UDP: more than three requests and their replies. */
-static __always_inline bool is_stream(const struct flow *f, const struct flow *reply)
-{
-	return f->packets + reply->packets > EXCHANGE_PACKETS;
-}
-
-/*
- * True for a complete flow that may be removed to make room.  A UDP client on another machine sees the reply, and can
- * send the flow's next datagram, only after a round trip: the second flight of QUIC or DTLS must reach the same
- * endpoint.  A stream may pause for longer.  It keeps its endpoint until the agent promotes or ends it.  An old flow
- * that was used again recently stays for a round trip, too: the client uses its port for another exchange.
- */
-static __always_inline bool may_make_room(const struct flow *f, const struct flow *reply, enum protocol protocol,
-					  __u64 now)
-{
-	bool distant = protocol == UDP && reply->rewrite.out.redirect != REDIRECT_PEER;
-	__u64 last = newest(f, reply);
-	bool again = protocol == UDP && last - f->started > now - last;
-
-	if (protocol == UDP && is_stream(f, reply))
-		return false;
-	return is_complete(f, reply, protocol, now) && !((distant || again) && now <= last + ROUND_TRIP_NS);
 }
 
 /* ---- exchanges ------------------------------------------------------------------------------ */
@@ -229,21 +164,10 @@ static __always_inline bool opens_many(bool full, __u64 now)
 	return r->opened + r->opened_before > MANY_OPENED || (full && r->full + r->full_before > MANY_FULL);
 }
 
-/*
- * True if a new flow may have this way: it is free, or its exchange may make room, as in may_make_room().  An exchange
- * whose port was used again becomes a stream soon, so it stays shorter.
- */
+/* True if a new flow may have this way. */
 static __always_inline bool may_have_way(const struct exchange_bucket *bucket, __u32 way, __u64 now)
 {
-	const struct exchange_head *head = &bucket->way[WAY(way)];
-	__s32 idle = exchange_clock(now) - head->last_seen;
-	bool again = (__s32)(head->last_seen - head->started) > idle;
-
-	if (!bucket->there[WAY(way)])
-		return true;
-	if (!is_answered_exchange(head) || is_long(head, 0))
-		return false;
-	return idle > (__s32)exchange_clock(head->distant ? ROUND_TRIP_NS : again ? 4 * EXCHANGE_NS : EXCHANGE_NS);
+	return !bucket->there[WAY(way)] || exchange_may_make_room(&bucket->way[WAY(way)], now);
 }
 
 /* Writes the flow of a complete draft into an element that the caller has claimed. */
@@ -490,7 +414,6 @@ __noinline int open_young(struct context *ctx, const struct packet *p, const str
 	struct flow_rewrite *there, *reply;
 	enum slow_path_reason reason;
 	struct fast_path *state;
-	struct permit *permit;
 	struct flow_draft *d;
 	__u32 device, *open;
 	bool exchange;
@@ -511,16 +434,9 @@ __noinline int open_young(struct context *ctx, const struct packet *p, const str
 		return STACK_NOT_PLAIN;
 	device = receiving_device(ctx);
 	permit_key_of(&d->permit_key, device, &p->source, &b->address, b->port, p->protocol, p->ipv6, e->masquerade);
-	permit = bpf_map_lookup_elem(&permits, &d->permit_key);
-	if (!permit)
-		return SLOW_NO_PERMIT;
-	/* A copy: the element may be given to another pair meanwhile, and the key would not show that. */
-	d->permit = *permit;
-	if (now >= d->permit.until || now >= d->permit.back_until ||
-	    d->permit.generation != *(volatile __u32 *)&state->permit_generation)
-		return SLOW_NO_PERMIT;
-	if (!d->permit.out.redirect || !d->permit.back.redirect)
-		return STACK_DEVICE;
+	reason = read_permit(d, state, now);
+	if (reason)
+		return reason;
 	if (p->length > d->permit.out.mtu)
 		return STACK_TOO_BIG;
 	if (e->masquerade && !settings.snat_port_min)

@@ -16,7 +16,7 @@ ENUMS = {
     "settings.h": ("detector", "scheduler", "loopback_node_ports"),
     "node_maps.h": ("redirect_mode",),
     "flow_maps.h": ("xdp_frames",),
-    "flow_send.h": ("closing",),
+    "complete.h": ("closing",),
 }
 MACROS = {
     "ctx_skb.h": (

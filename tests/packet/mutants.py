@@ -175,11 +175,13 @@ _FLOWS = tuple(
 
 
 def modules(name: str) -> tuple[str, ...]:
-    """Mutants of XDP, of exchanges and of the flow table have their own test modules."""
+    """Mutants of XDP, of exchanges, of renewal and of the flow table have their own test modules."""
     if name.startswith("XDP: "):
         return _XDP
     if name.startswith("exchanges: "):
         return ("test_exchanges.py", *_FLOWS)
+    if name.startswith("renewal: "):
+        return ("test_renewal.py", "test_exchanges.py")
     return _FLOWS if name.startswith("flows: ") else ("",)
 
 

@@ -96,7 +96,8 @@ def test_the_search_finds_each_mutant(name: str) -> None:
 
 # The accesses of each function, in the order of the model's steps.
 ORDER = {
-    "young.h:open_young": ["why_not_young(", "&permits", "->permit_generation", "insert_young("],
+    "permit.h:read_permit": ["&permits", "->permit_generation"],
+    "young.h:open_young": ["why_not_young(", "read_permit(", "insert_young("],
     "young.h:insert_young": [
         "bpf_map_update_elem(&flows, &d->reply_key, &d->reply, BPF_NOEXIST)",
         "insert_client_entry(&d->key, &d->there, &d->reply_key, open)",
@@ -163,7 +164,7 @@ def test_the_agent_creates_the_entry_before_it_promotes() -> None:
 def test_the_model_uses_the_names_of_the_programs() -> None:
     headers = {path.name: path.read_text() for path in (ROOT / "bpf").glob("*.[hc]")}
     for name in ("CLOSING", "CLOSING_IN_SEQUENCE", "CLOSING_BY_RESET"):
-        assert re.search(rf"\b{name} = {getattr(life_cycle, name)},", headers["flow_send.h"])
+        assert re.search(rf"\b{name} = {getattr(life_cycle, name)},", headers["complete.h"])
     struct = headers["flow_maps.h"].partition("struct flow {")[2].partition("};")[0]
     for field in ("young", "closing", "confirmed_until", "packets", "reply"):
         assert re.search(rf"\b{field}\b", struct)

@@ -1,0 +1,111 @@
+/* SPDX-License-Identifier: (GPL-2.0-only OR BSD-2-Clause) */
+/* Whether a young flow is complete: every query has its reply, or both sides have closed, and nothing came since. */
+#ifndef PEP_COMPLETE_H
+#define PEP_COMPLETE_H
+
+#include "flow_table.h"
+
+#define EXCHANGE_NS (NANOSECONDS / 20)
+#define ROUND_TRIP_NS NANOSECONDS
+/* Sent by its entries, so without the first packet; a flow with more of them is a stream. */
+#define EXCHANGE_PACKETS 5
+
+enum closing {
+	CLOSING = 1,		/* a FIN or RST was seen; it may have been forged */
+	CLOSING_IN_SEQUENCE = 2,	/* its sequence number was the expected one; for a kernel's flow: a RST */
+	CLOSING_BY_RESET = 3,	/* a young flow: a RST followed data that the other side had not acknowledged yet */
+};
+
+/* A client on another machine sees a reply only after a round trip. */
+static __always_inline bool is_distant(const struct flow *reply)
+{
+	return reply->rewrite.out.redirect != REDIRECT_PEER;
+}
+
+static __always_inline __u64 newest(const struct flow *f, const struct flow *other)
+{
+	return other && other->last_seen > f->last_seen ? other->last_seen : f->last_seen;
+}
+
+/* True if all datagrams are answered, or both sides have closed, and nothing came since. */
+static __always_inline bool is_complete(const struct flow *f, const struct flow *reply, enum protocol protocol,
+					__u64 now)
+{
+	if (now <= newest(f, reply) + EXCHANGE_NS)
+		return false;
+	if (protocol == TCP)
+		return f->closing == CLOSING_IN_SEQUENCE && reply->closing == CLOSING_IN_SEQUENCE;
+	/* The first datagram is not counted if it was sent before the entry could be found. */
+	return reply->packets + !!f->first_counted > f->packets;
+}
+
+/* UDP: more than three requests and their replies. */
+static __always_inline bool is_stream(const struct flow *f, const struct flow *reply)
+{
+	return f->packets + reply->packets > EXCHANGE_PACKETS;
+}
+
+/*
+ * True for a complete UDP flow whose client has paused.  A client on another machine sees the reply, and can send the
+ * flow's next datagram, only after a round trip: the second flight of QUIC or DTLS must reach the same endpoint.  A
+ * stream may pause for longer.  It keeps its endpoint until the agent promotes or ends it.
+ */
+static __always_inline bool is_over(const struct flow *f, const struct flow *reply, __u64 now)
+{
+	return !is_stream(f, reply) && is_complete(f, reply, UDP, now) &&
+	       !(is_distant(reply) && now <= newest(f, reply) + ROUND_TRIP_NS);
+}
+
+/*
+ * True for a complete flow that may be removed to make room.  A UDP flow that has lasted longer than its pause stays for
+ * a round trip: the client may not be done.
+ */
+static __always_inline bool may_make_room(const struct flow *f, const struct flow *reply, enum protocol protocol,
+					  __u64 now)
+{
+	__u64 last = newest(f, reply);
+
+	if (protocol == TCP)
+		return is_complete(f, reply, TCP, now);
+	return is_over(f, reply, now) && !(last - f->started > now - last && now <= last + ROUND_TRIP_NS);
+}
+
+/* ---- exchanges ------------------------------------------------------------------------------ */
+
+/* About a millisecond. */
+static __always_inline __u32 exchange_clock(__u64 now)
+{
+	return now >> 20;
+}
+
+/* True if the exchange is a stream, with so many packets more than it has sent.  It should be in the flow table. */
+static __always_inline bool is_long(const struct exchange_head *head, __u32 more)
+{
+	return head->queries + head->replies + more > EXCHANGE_PACKETS;
+}
+
+/* The first query is not counted, or `first_counted` if it is. */
+static __always_inline bool is_answered_exchange(const struct exchange_head *head)
+{
+	return head->replies + !!head->first_counted > head->queries;
+}
+
+/* As is_over(). */
+static __always_inline bool exchange_is_over(const struct exchange_head *head, __u64 now)
+{
+	__s32 idle = exchange_clock(now) - head->last_seen;
+
+	return is_answered_exchange(head) && !is_long(head, 0) &&
+	       idle > (__s32)exchange_clock(head->distant ? ROUND_TRIP_NS : EXCHANGE_NS);
+}
+
+/* As may_make_room(), but sooner: one that lasts becomes a stream. */
+static __always_inline bool exchange_may_make_room(const struct exchange_head *head, __u64 now)
+{
+	__s32 idle = exchange_clock(now) - head->last_seen;
+	bool lasted = (__s32)(head->last_seen - head->started) > idle;
+
+	return exchange_is_over(head, now) && !(lasted && idle <= (__s32)exchange_clock(4 * EXCHANGE_NS));
+}
+
+#endif

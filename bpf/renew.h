@@ -1,0 +1,148 @@
+/* SPDX-License-Identifier: (GPL-2.0-only OR BSD-2-Clause) */
+/*
+ * UDP clients that use a port again.  A resolver uses each of its ports every few seconds.  As one flow, its exchanges
+ * would be a stream, which is promoted and then passes netfilter after each pause.  So the query after a pause is judged
+ * like that of a new flow, but keeps its endpoint, as in conntrack: the permit decides whether netfilter must see it.
+ */
+#ifndef PEP_RENEW_H
+#define PEP_RENEW_H
+
+#include "complete.h"
+#include "exchange.h"
+#include "permit.h"
+
+static __always_inline bool same_mac(const __u8 *a, const __u8 *b)
+{
+	const __u16 *x = (const void *)a, *y = (const void *)b;
+
+	return !((x[0] ^ y[0]) | (x[1] ^ y[1]) | (x[2] ^ y[2]));
+}
+
+/* True for a flow that is not masqueraded, and has not got another source port. */
+static __always_inline bool keeps_source(const struct packet *p, const struct flow_rewrite *there)
+{
+	return same_bytes16(there->source, &p->source) && there->source_port == p->source_port;
+}
+
+/*
+ * 1: the pair of this flow, which keeps its source, has a permit, by which a new flow would be sent like this one.
+ * A global function, so that the verifier checks it once.
+ */
+__noinline int has_permit(const struct packet *p, const struct flow_rewrite *there, const struct flow_rewrite *reply)
+{
+	struct fast_path *state;
+	union address client, endpoint;
+	struct flow_draft *d;
+	__u64 now;
+
+	if (!settings.fast_path || !p || !there || !reply)
+		return 0;
+	state = fast_path_state();
+	d = flow_draft();
+	if (!state || !d)
+		return 0;
+	__builtin_memcpy(&client, there->source, 16);
+	__builtin_memcpy(&endpoint, there->destination, 16);
+	now = flow_clock();
+	permit_key_of(&d->permit_key, there->device_in, &client, &endpoint, there->destination_port, UDP, p->ipv6,
+		      false);
+	return !why_not_young(p, state, now) && !read_permit(d, state, now) &&
+	       is_same_link(&there->out, &d->permit.out) && is_same_link(&reply->out, &d->permit.back) &&
+	       same_mac(there->mac_in, d->permit.back.mac_from) && reply->device_in == d->permit.device_back &&
+	       same_mac(reply->mac_in, d->permit.mac_in_back);
+}
+
+/* From now on the entries count another exchange, of which this query is the first. */
+static __always_inline void renew(struct flow *f, struct flow *reply, __u64 now)
+{
+	f->packets = reply->packets = 0;
+	f->first_counted = RENEWED;
+	f->started = now;
+	f->promote = 0;
+}
+
+/*
+ * A query of a young flow.  Not 0: the flow is over, and its pair has no permit, so the query begins a new flow, which
+ * should have this backend.  0: the flow continues, or was renewed.  Global for the same reason as has_permit().
+ */
+__noinline __u32 judge_query(const struct packet *p, struct flow *f)
+{
+	struct flow *reply;
+	__u64 now;
+
+	if (!settings.fast_path || !p || !f)
+		return 0;
+	now = flow_clock();
+	if (now <= f->last_seen + EXCHANGE_NS || !keeps_source(p, &f->rewrite))
+		return 0;
+	reply = other_direction(&f->rewrite, p);
+	if (!reply || !is_over(f, reply, now))
+		return 0;
+	if (!has_permit(p, &f->rewrite, &reply->rewrite))
+		return f->backend;
+	renew(f, reply, now);
+	return 0;
+}
+
+/* As judge_query(), for the exchange in this element. */
+__noinline __u32 judge_exchange(const struct packet *p, __u32 element)
+{
+	struct exchange_bucket *bucket;
+	struct exchange_head *head;
+	struct exchange *x;
+	__u64 now;
+
+	if (!settings.fast_path || !p)
+		return 0;
+	bucket = bucket_with(element);
+	x = exchange_at(element);
+	if (!bucket || !x)
+		return 0;
+	now = flow_clock();
+	head = &bucket->way[WAY(element)];
+	if (!exchange_is_over(head, now))
+		return 0;
+	if (!has_permit(p, &x->there.rewrite, &x->reply.rewrite))
+		return x->there.backend;
+	renew(&x->there, &x->reply, now);
+	head->queries = head->replies = 0;
+	head->first_counted = RENEWED;
+	/* At once, so that a sweep does not end the exchange meanwhile. */
+	head->started = head->last_seen = exchange_clock(now);
+	return 0;
+}
+
+/*
+ * A query of a kernel's flow that would have to pass netfilter.  1: the flow is young again.  Its conntrack entry stays
+ * until it expires, with the same translation.  `last_seen`: when the client sent before.
+ */
+__noinline int make_young(const struct packet *p, struct flow *f, __u64 last_seen)
+{
+	struct flow *reply;
+	__u32 device, *open;
+	__u64 now, last;
+
+	if (!settings.fast_path || !p || !f)
+		return 0;
+	now = flow_clock();
+	reply = other_direction(&f->rewrite, p);
+	if (!reply || reply->young || !keeps_source(p, &f->rewrite) || was_reused(&f->rewrite, tag_of(p)))
+		return 0;
+	last = reply->last_seen;
+	/* A reply came last, and then nothing. */
+	if (last < last_seen || now <= last + (is_distant(reply) ? ROUND_TRIP_NS : EXCHANGE_NS))
+		return 0;
+	device = f->rewrite.device_in;
+	open = bpf_map_lookup_elem(&young_counts, &device);
+	if (is_over_quota(open) || !has_permit(p, &f->rewrite, &reply->rewrite))
+		return 0;
+	count_young(open, device);
+	renew(f, reply, now);
+	reply->promote = 0;
+	reply->closing = f->closing = 0;
+	reply->young = 1;
+	f->young = 1;
+	return 1;
+}
+
+#endif

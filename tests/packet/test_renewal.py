@@ -1,0 +1,299 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A UDP client uses its port again after a pause: a new flow as to the permit, the same flow as to the endpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.packet.fast_node import (
+    BOTH,
+    OTHER_MACHINE,
+    POD,
+    REDIRECT,
+    SECOND,
+    Exchange,
+    Flow,
+    device,
+    fast_node,
+    learned_flow,
+    now,
+    one_cpu,
+    options,
+    promote,
+    real_time_priority,
+    reset_counters,
+    sweep,
+    write_permits,
+    young,
+    young_flows_of,
+)
+from tests.packet.program_node import GO_ON, PRIORITY_BACKEND, ProgramNode
+
+pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
+
+WHERE = pytest.mark.parametrize("in_table", [False, True], ids=["exchange", "table"])
+
+
+@pytest.fixture
+def fast(node: ProgramNode) -> Iterator[ProgramNode]:
+    with one_cpu():
+        world = fast_node(node)
+        device(world, "pods", redirect=POD)
+        yield world
+
+
+def use(flow: Flow) -> None:
+    """A query and its reply."""
+    assert flow.run().data == bytes(flow.expected())
+    assert flow.run(reply=True).data == bytes(flow.expected(reply=True))
+
+
+def answered(world: ProgramNode, in_table: bool) -> Flow:
+    flow = young(world, "udp", in_table=in_table)
+    assert flow.run(reply=True).retval == REDIRECT
+    return flow
+
+
+def is_exchange(flow: Flow) -> bool:
+    return flow.exchange() is not None
+
+
+def add_choices(world: ProgramNode) -> int:
+    """The UDP Service gets more endpoints, so that a new choice is probably another one; the former one's number."""
+    former = world.backend_ids["remote", 2]
+    world.service(["local", "remote", *(f"pod{i}" for i in range(1, 13))], protocol="udp", service=2)
+    added = world.backend_ids["remote", 2].to_bytes(4, "little")
+    slots = world.object.maps["slots"]
+    for slot, value in list(slots.items()):
+        if value[:4] == added:
+            slots.update(slot, former.to_bytes(4, "little") + bytes(4))
+    return former
+
+
+def packets(flow: Flow) -> tuple[int, int]:
+    """Those that the entries have sent, in each direction."""
+    there, reply = flow.entry(), flow.entry(reply=True)
+    assert there is not None
+    assert reply is not None
+    return there["packets"], reply["packets"]
+
+
+@WHERE
+def test_a_port_that_is_used_again_after_pauses_never_becomes_a_stream(fast: ProgramNode, in_table: bool) -> None:
+    flow = answered(fast, in_table)
+    for _ in range(20):
+        flow.set_back(2.5)
+        use(flow)
+    sweep(fast)
+    assert is_exchange(flow) != in_table
+    assert flow.entries() == BOTH
+    assert packets(flow) == (1, 1)
+    assert not fast.promotions()
+
+
+@WHERE
+def test_without_a_pause_it_is_one_flow(fast: ProgramNode, in_table: bool) -> None:
+    with real_time_priority():
+        flow = answered(fast, in_table)
+        started = flow.entry()["started"]  # type: ignore[index]
+        for _ in range(2):
+            use(flow)
+    assert packets(flow) == (2, 3)
+    assert flow.entry()["started"] == started  # type: ignore[index]
+
+
+@WHERE
+def test_an_unanswered_query_is_no_pause(fast: ProgramNode, in_table: bool) -> None:
+    flow = young(fast, "udp", in_table=in_table)
+    write_permits(fast, until=0)
+    for _ in range(2):
+        flow.set_back(2)
+        assert flow.run().retval == REDIRECT
+    assert packets(flow) == (2, 0)
+
+
+@WHERE
+@pytest.mark.parametrize(("seconds", "renewed"), [(0.5, False), (1.2, True)])
+def test_a_client_on_another_machine_pauses_for_more_than_a_round_trip(
+    fast: ProgramNode, in_table: bool, seconds: float, renewed: bool
+) -> None:
+    """The second flight of QUIC or DTLS must reach the same endpoint."""
+    device(fast, "pods", redirect=OTHER_MACHINE)
+    with real_time_priority():
+        flow = answered(fast, in_table)
+        flow.set_back(seconds)
+        use(flow)
+    assert packets(flow) == ((1, 1) if renewed else (1, 2))
+
+
+@WHERE
+@pytest.mark.parametrize("why", ["the permit has expired", "a rule was added", "the return path is not proven"])
+def test_without_a_permit_netfilter_sees_the_query_with_the_same_endpoint(
+    fast: ProgramNode, in_table: bool, why: str
+) -> None:
+    flow = answered(fast, in_table)
+    kept = add_choices(fast)
+    if why == "a rule was added":
+        fast.write_fast_path_state(permit_generation=77)
+    else:
+        write_permits(fast, **{"until" if why == "the permit has expired" else "back_until": 0})
+    flow.set_back(2)
+    reset_counters(fast)
+    before = bytes(flow.frame())
+    found = flow.run(frame=before)
+    assert (found.retval, found.data) == (GO_ON, before)
+    assert found.skb is not None
+    assert found.skb.priority == PRIORITY_BACKEND | kept
+    assert fast.reasons()["SLOW_NO_PERMIT"] == 1
+    assert flow.entries() == []
+    assert young_flows_of(fast, "pods") == 0
+
+
+def test_an_endpoint_of_another_list_is_not_kept(fast: ProgramNode) -> None:
+    """The Service has other endpoints for this client now, and the flow is over."""
+    flow = answered(fast, in_table=False)
+    kept = fast.backend_ids["remote", 2]
+    fast.service(["local"], protocol="udp", service=2)
+    fast.endpoint("remote", 2)
+    write_permits(fast, until=0)
+    flow.set_back(2)
+    found = flow.run()
+    assert found.retval == GO_ON
+    assert found.skb is not None
+    assert found.skb.priority == PRIORITY_BACKEND | fast.backend_ids["local", 2] != PRIORITY_BACKEND | kept
+
+
+@WHERE
+@pytest.mark.parametrize("field", ["out", "back"])
+def test_another_way_to_the_endpoint_or_back_is_learned_again(fast: ProgramNode, in_table: bool, field: str) -> None:
+    """The permit has been renewed by a flow that left by another device or to another router."""
+    flow = answered(fast, in_table)
+    permit, link = fast.object.btf.struct("permit"), fast.object.btf.struct("link")
+    permits = fast.object.maps["permits"]
+    for key, value in list(permits.items()):
+        known = dict(permit.unpack(value))
+        known[field] = link.pack(**{**link.unpack(known[field]), "mac_to": b"\2\0\0\0\0\x99"})
+        permits.update(key, permit.pack(**known))
+    flow.set_back(2)
+    found = flow.run()
+    assert found.retval == REDIRECT
+    assert (found.data[:6] == b"\2\0\0\0\0\x99") == (field == "out")
+    assert flow.run(reply=True).data[:6] == (b"\2\0\0\0\0\x99" if field == "back" else bytes(flow.expected(True))[:6])
+
+
+@WHERE
+def test_a_packet_that_only_the_kernel_can_handle_opens_a_flow_there(fast: ProgramNode, in_table: bool) -> None:
+    flow = answered(fast, in_table)
+    flow.set_back(2)
+    frame = bytes(options(flow))
+    found = flow.run(frame=frame)
+    assert (found.retval, found.data) == (GO_ON, frame)
+    assert flow.entries() == []
+
+
+def test_a_masqueraded_flow_is_not_renewed(fast: ProgramNode) -> None:
+    """Its replies come to the port that it has."""
+    flow = young(fast, "udp", client="outside", masquerade="node", entrance="nic", exit="pods", frontend="external_ip")
+    assert flow.run(reply=True).retval == REDIRECT
+    for count in (2, 3):
+        flow.set_back(2)
+        use(flow)
+        assert packets(flow) == (count - 1, count)
+
+
+def test_the_entry_of_its_own_replies_is_no_reason_for_another_port(fast: ProgramNode) -> None:
+    """Another CPU is just removing the flow, and has removed the client's entry. netfilter opens the next one."""
+    flow = answered(fast, in_table=True)
+    fast.object.maps["flows"].delete(flow.key())
+    before = bytes(flow.frame())
+    found = flow.run(frame=before)
+    assert (found.retval, found.data) == (GO_ON, before)
+    assert flow.entries() == []
+    assert fast.reasons()["SLOW_NO_PORT"] == 1
+
+
+# ---- flows that conntrack has --------------------------------------------------------------------
+
+
+def kernels(world: ProgramNode) -> Flow:
+    """A flow that was promoted. conntrack has it, and its packets must be confirmed."""
+    flow = answered(world, in_table=True)
+    assert promote(world, flow.key()) == 1
+    assert young_flows_of(world, "pods") == 0
+    reset_counters(world)
+    return flow
+
+
+def test_a_kernels_flow_is_young_again_after_a_pause(fast: ProgramNode) -> None:
+    """Else every port that a resolver uses would pass netfilter in the end."""
+    flow = kernels(fast)
+    flow.set_back(2)
+    use(flow)
+    assert flow.entry()["young"] == flow.entry(reply=True)["young"] == 1  # type: ignore[index]
+    assert young_flows_of(fast, "pods") == 1
+    assert packets(flow) == (1, 1)
+    assert fast.reasons() == {"FLOW_HIT": 2}
+
+
+@pytest.mark.parametrize("why", ["no pause", "no reply", "no permit", "no space", "another link", "a reply"])
+def test_a_kernels_flow_stays_the_kernels(fast: ProgramNode, why: str) -> None:
+    flow = kernels(fast)
+    if why != "no pause":
+        flow.set_back(2)
+    if why == "no reply":
+        flow.write(last_seen=flow.entry(reply=True)["last_seen"] + SECOND // 2)  # type: ignore[index]
+    if why == "no permit":
+        write_permits(fast, until=0)
+    if why == "no space":
+        fast.object.maps["young_counts"].update(fast.devices["pods"].to_bytes(4, "little"), bytes([255, 255, 255, 0]))
+    if why == "another link":
+        link = fast.object.btf.struct("link")
+        rewrite = fast.object.btf.struct("flow_rewrite")
+        there = dict(rewrite.unpack(flow.entry()["rewrite"]))  # type: ignore[index]
+        there["out"] = link.pack(**{**link.unpack(there["out"]), "mac_to": b"\2\0\0\0\0\x99"})
+        flow.write(rewrite=rewrite.pack(**there))
+    if why == "no pause":
+        flow.write(True, last_seen=now())
+    assert flow.run(reply=why == "a reply").retval == GO_ON
+    assert flow.entry()["young"] == 0  # type: ignore[index]
+    assert fast.reasons()["STACK_NOT_CONFIRMED"] == 1
+
+
+def test_a_confirmed_kernels_flow_is_sent_as_before(fast: ProgramNode) -> None:
+    flow = learned_flow(fast, "udp")
+    flow.permit()
+    flow.set_back(2)
+    for reply in BOTH:
+        flow.write(reply, confirmed_until=now() + SECOND)
+    assert flow.run().data == bytes(flow.expected())
+    assert flow.entry()["young"] == 0  # type: ignore[index]
+
+
+# ---- how long it stays ---------------------------------------------------------------------------
+
+
+@WHERE
+@pytest.mark.parametrize(
+    ("again", "seconds", "stays"), [(False, 29, True), (False, 31, False), (True, 119, True), (True, 121, False)]
+)
+def test_a_flow_that_was_used_again_stays_for_as_long_as_in_conntrack(
+    fast: ProgramNode, in_table: bool, again: bool, seconds: float, stays: bool
+) -> None:
+    """nf_conntrack_udp_timeout, and nf_conntrack_udp_timeout_stream for a flow with packets after two seconds."""
+    flow = answered(fast, in_table)
+    if again:
+        flow.set_back(2.5)
+        use(flow)
+    flow.set_back(seconds)
+    sweep(fast)
+    assert flow.entries() == (BOTH if stays else [])
+
+
+def test_the_sweep_does_not_end_an_exchange_in_use(fast: ProgramNode) -> None:
+    flow = answered(fast, in_table=False)
+    flow.set_back(29)
+    use(flow)
+    sweep(fast)
+    assert isinstance(flow.exchange(), Exchange)
