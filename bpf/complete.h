@@ -90,19 +90,22 @@ static __always_inline bool is_answered_exchange(const struct exchange_head *hea
 	return head->replies + !!head->first_counted > head->queries;
 }
 
+static __always_inline __s32 exchange_idle(const struct exchange_head *head, __u64 now)
+{
+	return exchange_clock(now) - head->last_seen;
+}
+
 /* As is_over(). */
 static __always_inline bool exchange_is_over(const struct exchange_head *head, __u64 now)
 {
-	__s32 idle = exchange_clock(now) - head->last_seen;
-
 	return is_answered_exchange(head) && !is_long(head, 0) &&
-	       idle > (__s32)exchange_clock(head->distant ? ROUND_TRIP_NS : EXCHANGE_NS);
+	       exchange_idle(head, now) > (__s32)exchange_clock(head->distant ? ROUND_TRIP_NS : EXCHANGE_NS);
 }
 
 /* As may_make_room(), but sooner: one that lasts becomes a stream. */
 static __always_inline bool exchange_may_make_room(const struct exchange_head *head, __u64 now)
 {
-	__s32 idle = exchange_clock(now) - head->last_seen;
+	__s32 idle = exchange_idle(head, now);
 	bool lasted = (__s32)(head->last_seen - head->started) > idle;
 
 	return exchange_is_over(head, now) && !(lasted && idle <= (__s32)exchange_clock(4 * EXCHANGE_NS));

@@ -194,18 +194,17 @@ static __always_inline bool begins_anew(const struct packet *p, const struct flo
  * A packet of a young flow.  conntrack does not know the flow, so a packet that cannot be sent has to wait until the
  * agent has promoted the flow.
  */
-static __always_inline int send_young(struct context *ctx, const struct packet *p, struct flow *known, __u32 way)
+static __always_inline int send_young(struct context *ctx, const struct packet *p, struct flow *known, __u32 way,
+				      __u64 now)
 {
 	const struct flow_rewrite *a;
 	enum slow_path_reason reason;
 	bool over = false;
 	int verdict;
-	__u64 now;
 
 	if (!p || !known)
 		return NOT_SENT;
 	a = &known->rewrite;
-	now = flow_clock();
 	reason = why_kernel(p, a, segment_size(ctx));
 	if (reason) {
 		count_left(reason);
@@ -368,6 +367,7 @@ static __noinline int send_exchanged(struct context *ctx, struct packet *p, __u3
 	struct flow *f;
 	int verdict;
 	long found;
+	__u64 now;
 
 	if (!p)
 		return NOT_KNOWN;
@@ -385,7 +385,8 @@ static __noinline int send_exchanged(struct context *ctx, struct packet *p, __u3
 		forget_exchange(FOUND_ELEMENT(found), FOUND_OWNER(found));
 		return NOT_KNOWN;
 	}
-	if (!f->reply) {
+	now = flow_clock();
+	if (!f->reply && exchange_idle(head, now) > (__s32)exchange_clock(EXCHANGE_NS)) {
 		p->kept = judge_exchange(p, FOUND_ELEMENT(found));
 		if (p->kept && HOOK == AT_XDP)
 			return NOT_SENT;
@@ -404,7 +405,7 @@ static __noinline int send_exchanged(struct context *ctx, struct packet *p, __u3
 	}
 	if (why_not_here(ctx, p, &f->rewrite, &way))
 		return NOT_SENT;
-	note_exchanged(head, f, p, flow_clock());
+	note_exchanged(head, f, p, now);
 	return rewrite_and_send(ctx, p, &f->rewrite, way);
 }
 
@@ -424,7 +425,7 @@ static __always_inline int send_by_table(struct context *ctx, struct packet *p, 
 	const struct flow_rewrite *a;
 	struct fast_path *state;
 	struct flow *known;
-	__u64 last_seen;
+	__u64 last_seen, now;
 	__u32 way = 0;
 	bool is_query;
 	int verdict;
@@ -468,7 +469,10 @@ static __always_inline int send_by_table(struct context *ctx, struct packet *p, 
 			count_left(STACK_NOT_CONFIRMED);
 			return NOT_CONFIRMED;
 		}
-	} else if (is_query) {
+	}
+	now = flow_clock();
+	/* A flow that has just become young again has not paused: it was renewed. */
+	if (is_query && now > known->last_seen + EXCHANGE_NS) {
 		p->kept = judge_query(p, known);
 		if (p->kept && HOOK == AT_XDP)
 			return NOT_SENT;
@@ -479,7 +483,7 @@ static __always_inline int send_by_table(struct context *ctx, struct packet *p, 
 	}
 	if (why_not_here(ctx, p, a, &way))
 		return NOT_SENT;
-	return send_young(ctx, p, known, way);
+	return send_young(ctx, p, known, way, now);
 }
 
 #endif

@@ -62,8 +62,9 @@ static __always_inline void renew(struct flow *f, struct flow *reply, __u64 now)
 }
 
 /*
- * A query of a young flow.  Not 0: the flow is over, and its pair has no permit, so the query begins a new flow, which
- * should have this backend.  0: the flow continues, or was renewed.  Global for the same reason as has_permit().
+ * A query of a young flow, after a pause.  Not 0: the flow is over, and its pair has no permit, so the query begins a new
+ * flow, which should have this backend.  0: the flow continues, or was renewed.  Calls are expensive, so the caller has
+ * compared the time.  Global for the same reason as has_permit().
  */
 __noinline __u32 judge_query(const struct packet *p, struct flow *f)
 {
@@ -73,7 +74,7 @@ __noinline __u32 judge_query(const struct packet *p, struct flow *f)
 	if (!settings.fast_path || !p || !f)
 		return 0;
 	now = flow_clock();
-	if (now <= f->last_seen + EXCHANGE_NS || !keeps_source(p, &f->rewrite))
+	if (!keeps_source(p, &f->rewrite))
 		return 0;
 	reply = other_direction(&f->rewrite, p);
 	if (!reply || !is_over(f, reply, now))
