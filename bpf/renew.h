@@ -127,7 +127,9 @@ __noinline int make_young(const struct packet *p, struct flow *f, __u64 last_see
 		return 0;
 	now = flow_clock();
 	reply = other_direction(&f->rewrite, p);
-	if (!reply || reply->young || !keeps_source(p, &f->rewrite) || was_reused(&f->rewrite, tag_of(p)))
+	/* Without its backend, the endpoint's removal would not be noticed. */
+	if (!reply || reply->young || !f->backend || !keeps_source(p, &f->rewrite) ||
+	    was_reused(&f->rewrite, tag_of(p)))
 		return 0;
 	last = reply->last_seen;
 	/* A reply came last, and then nothing. */

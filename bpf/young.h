@@ -119,6 +119,9 @@ static __always_inline enum slow_path_reason insert_young(struct flow_draft *d, 
 			if (is_own_reply(taken, d)) {
 				if (bpf_map_lookup_elem(&flows, &d->key))
 					return NOT_SLOW;
+				/* A leftover of a kernel's flow, which conntrack has forgotten. */
+				if (!taken->young)
+					bpf_map_delete_elem(&flows, &d->reply_key);
 				continue;
 			}
 		} else if (find_exchange(&d->key) >= 0) {

@@ -186,6 +186,8 @@ FLOW_MUTANTS: dict[str, tuple[str, str, str]] = {
     ),
     "renewal: kernel's flows beyond the quota": ("renew.h", "if (is_over_quota(open) || ", "if ("),
     "renewal: kernel's flows are not counted": ("renew.h", "count_young(open, device);", ""),
+    "renewal: kernel's flows without a backend": ("renew.h", "!f->backend || ", ""),
+    "renewal: leftovers of kernel's flows": ("young.h", "if (!taken->young)", "if (false)"),
     "renewal: ends early": ("sweep.h", "limit == UDP_IDLE_NS && first_counted == RENEWED", "false"),
     "renewal: all flows end late": (
         "sweep.h",
