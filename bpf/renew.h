@@ -57,8 +57,9 @@ static __always_inline void renew(struct flow *f, struct flow *reply, __u64 now)
 {
 	f->packets = reply->packets = 0;
 	f->first_counted = RENEWED;
-	f->started = now;
-	f->promote = 0;
+	/* At once, so that a sweep does not end the flow meanwhile. */
+	f->started = f->last_seen = now;
+	f->promote = NO_REQUEST;
 }
 
 /*
@@ -108,27 +109,29 @@ __noinline __u32 judge_exchange(const struct packet *p, __u32 element)
 	renew(&x->there, &x->reply, now);
 	head->queries = head->replies = 0;
 	head->first_counted = RENEWED;
-	/* At once, so that a sweep does not end the exchange meanwhile. */
 	head->started = head->last_seen = exchange_clock(now);
 	return 0;
 }
 
+#define CLAIMED (~0ULL)		/* as confirmed_until: a program is making the flow young, or has done so */
+
 /*
  * A query of a kernel's flow that would have to pass netfilter.  1: the flow is young again.  Its conntrack entry stays
- * until it expires, with the same translation.  `last_seen`: when the client sent before.
+ * until it expires, with the same translation.  A stream stays the kernel's, because conntrack keeps its endpoint more
+ * surely.  `last_seen`: when the client sent before.
  */
 __noinline int make_young(const struct packet *p, struct flow *f, __u64 last_seen)
 {
 	struct flow *reply;
 	__u32 device, *open;
-	__u64 now, last;
+	__u64 now, last, confirmed;
 
 	if (!settings.fast_path || !p || !f)
 		return 0;
 	now = flow_clock();
 	reply = other_direction(&f->rewrite, p);
-	/* Without its backend, the endpoint's removal would not be noticed. */
-	if (!reply || reply->young || !f->backend || !keeps_source(p, &f->rewrite) ||
+	/* Without its backend, it could not keep its endpoint when it has no permit. */
+	if (!reply || reply->young || !f->backend || is_stream(f, reply) || !keeps_source(p, &f->rewrite) ||
 	    was_reused(&f->rewrite, tag_of(p)))
 		return 0;
 	last = reply->last_seen;
@@ -139,9 +142,13 @@ __noinline int make_young(const struct packet *p, struct flow *f, __u64 last_see
 	open = bpf_map_lookup_elem(&young_counts, &device);
 	if (is_over_quota(open) || !has_permit(p, &f->rewrite, &reply->rewrite))
 		return 0;
+	/* Another CPU may have a query of the flow, too. */
+	confirmed = *(volatile __u64 *)&f->confirmed_until;
+	if (confirmed == CLAIMED || __sync_val_compare_and_swap(&f->confirmed_until, confirmed, CLAIMED) != confirmed)
+		return 0;
 	count_young(open, device);
 	renew(f, reply, now);
-	reply->promote = 0;
+	reply->promote = NO_REQUEST;
 	reply->closing = f->closing = 0;
 	reply->young = 1;
 	f->young = 1;

@@ -40,12 +40,14 @@ static __always_inline int drop_packet(struct context *ctx, const struct packet 
 }
 
 /*
- * 1, and `b` filled: the client has used this port before, and the endpoint of that flow may still serve it.
+ * 1, and `b` filled: the client has used this port before, and the endpoint still serves the Service.  It may have left
+ * the list of endpoints for new flows, for example because it terminates.
  * A global function, so that the verifier checks it once.
  */
 __noinline int keep_endpoint(const struct packet *p, const struct endpoint_selection *e, struct backend *b)
 {
-	return p && e && b && position_in_list(e, p->ipv6, p->kept, 0) && load_backend(p->kept, p->ipv6, b);
+	return p && e && b && load_backend(p->kept, p->ipv6, b) &&
+	       is_endpoint(&b->address, b->port, UDP, p->ipv6, e->service);
 }
 
 /* The first packet of a young flow, whose entries open_young() has created. */

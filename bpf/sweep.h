@@ -10,7 +10,6 @@
 #define UNANSWERED_NS (5 * NANOSECONDS)		/* TCP: an unanswered SYN is retransmitted by then */
 #define ENDING_NS (4 * NANOSECONDS)		/* a closing flow that still has traffic */
 #define UDP_IDLE_NS (30 * NANOSECONDS)
-#define UDP_STREAM_NS (120 * NANOSECONDS)
 #define UNUSED_NS (2 * NANOSECONDS)
 #define KERNEL_TCP_NS (3600 * NANOSECONDS)
 #define KERNEL_CLOSED_NS (10 * NANOSECONDS)	/* TCP: after the last packet, if a FIN or RST was seen */
@@ -30,11 +29,13 @@ struct sweep {
 
 /*
  * After how much time without a packet a young UDP flow ends.  As long as conntrack would keep it, if there is space:
- * longer if the flow has been used again.
+ * longer if the flow was used again, and is answered.
  */
-static __always_inline __u64 udp_idle_ns(__u64 limit, __u8 first_counted)
+static __always_inline __u64 udp_idle_ns(__u64 limit, __u8 first_counted, bool answered)
 {
-	return limit == UDP_IDLE_NS && first_counted == RENEWED ? UDP_STREAM_NS : limit;
+	bool again = first_counted == RENEWED && answered;
+
+	return limit == UDP_IDLE_NS && again ? settings.udp_stream_seconds * NANOSECONDS : limit;
 }
 
 /* Nanoseconds from `then` to the start of the sweep; 0 if `then` is later: flows start and continue during a sweep. */
@@ -102,7 +103,7 @@ static __always_inline bool young_flow_is_over(const struct flow_key *key, const
 	if (!reply)
 		return true;
 	if (key->protocol == UDP)
-		return idle > udp_idle_ns(s->udp_idle, f->first_counted) ||
+		return idle > udp_idle_ns(s->udp_idle, f->first_counted, reply->packets >= f->packets) ||
 		       (s->crowded && may_make_room(f, reply, UDP, s->now));
 	/*
 	 * Not if only one side has closed: such a connection may continue, or the packet may have been forged.  It is
@@ -286,7 +287,7 @@ __noinline int sweep_exchange(__u32 element, struct exchange_sweep *s)
 	age = clock - head->started;
 	if ((s->draining || is_long(head, 0)) && unfold_exchange(element, owner))
 		return 0;
-	limit = udp_idle_ns(s->idle, head->first_counted);
+	limit = udp_idle_ns(s->idle, head->first_counted, is_answered_exchange(head));
 	if (!is_answered_exchange(head) && limit < UNANSWERED_EXCHANGE_NS)
 		limit = UNANSWERED_EXCHANGE_NS;
 	if ((idle > (__s32)exchange_clock(limit) || (is_long(head, 0) && age > (__s32)exchange_clock(UNMOVED_NS))) &&

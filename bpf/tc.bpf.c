@@ -38,6 +38,9 @@ static __always_inline int leave_young(struct __sk_buff *skb, const struct packe
 		}
 	}
 	request_promotion((const struct flow_key *)p, a, f);
+	/* A stream from now on: it stays the kernel's, because such packets may follow. */
+	if (p->protocol == UDP)
+		f->packets += EXCHANGE_PACKETS + 1;
 	__builtin_memcpy(&source, a->source, 16);
 	if (f->reply || !f->backend || a->source_port != p->source_port ||
 	    !same_address(&source, &p->source, p->ipv6)) {

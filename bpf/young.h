@@ -120,7 +120,7 @@ static __always_inline enum slow_path_reason insert_young(struct flow_draft *d, 
 				if (bpf_map_lookup_elem(&flows, &d->key))
 					return NOT_SLOW;
 				/* A leftover of a kernel's flow, which conntrack has forgotten. */
-				if (!taken->young)
+				if (!taken->young && now > taken->last_seen + EXCHANGE_NS)
 					bpf_map_delete_elem(&flows, &d->reply_key);
 				continue;
 			}

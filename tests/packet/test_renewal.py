@@ -151,18 +151,19 @@ def test_without_a_permit_netfilter_sees_the_query_with_the_same_endpoint(
     assert young_flows_of(fast, "pods") == 0
 
 
-def test_an_endpoint_of_another_list_is_not_kept(fast: ProgramNode) -> None:
-    """The Service has other endpoints for this client now, and the flow is over."""
+@pytest.mark.parametrize("kept", [True, False], ids=["it terminates", "it is gone"])
+def test_an_endpoint_is_kept_as_long_as_it_serves(fast: ProgramNode, kept: bool) -> None:
+    """New flows get another endpoint already."""
     flow = answered(fast, in_table=False)
-    kept = fast.backend_ids["remote", 2]
+    former = fast.backend_ids["remote", 2]
     fast.service(["local"], protocol="udp", service=2)
-    fast.endpoint("remote", 2)
+    fast.endpoint("remote", 2, present=kept)
     write_permits(fast, until=0)
     flow.set_back(2)
     found = flow.run()
     assert found.retval == GO_ON
     assert found.skb is not None
-    assert found.skb.priority == PRIORITY_BACKEND | fast.backend_ids["local", 2] != PRIORITY_BACKEND | kept
+    assert found.skb.priority == PRIORITY_BACKEND | (former if kept else fast.backend_ids["local", 2])
 
 
 @WHERE
@@ -218,6 +219,7 @@ def test_a_leftover_of_a_kernels_flow_is_replaced(fast: ProgramNode) -> None:
     """The sweep of a full table may remove one direction first."""
     flow = answered(fast, in_table=True)
     assert promote(fast, flow.key()) == 1
+    flow.set_back(2)
     fast.object.maps["flows"].delete(flow.key())
     assert flow.run().data == bytes(flow.expected())
     assert flow.entry(reply=True)["young"] == 1  # type: ignore[index]
@@ -262,6 +264,15 @@ def test_a_kernels_flow_stays_the_kernels(fast: ProgramNode, why: str) -> None:
         fast.object.maps["young_counts"].update(fast.devices["pods"].to_bytes(4, "little"), bytes([255, 255, 255, 0]))
     if why == "no backend":
         flow.write(backend=0)
+    if why == "a stream":
+        flow.write(packets=3)
+        flow.write(True, packets=3)
+    if why == "another CPU":
+        # It is just making the flow young. Until it has done so, this packet belongs to a confirmed flow.
+        flow.write(confirmed_until=(1 << 64) - 1)
+        assert flow.run().data == bytes(flow.expected())
+        assert young_flows_of(fast, "pods") == 0
+        return
     if why == "another link":
         link = fast.object.btf.struct("link")
         rewrite = fast.object.btf.struct("flow_rewrite")
@@ -273,6 +284,17 @@ def test_a_kernels_flow_stays_the_kernels(fast: ProgramNode, why: str) -> None:
     assert flow.run(reply=why == "a reply").retval == GO_ON
     assert flow.entry()["young"] == 0  # type: ignore[index]
     assert fast.reasons()["STACK_NOT_CONFIRMED"] == 1
+
+
+def test_a_flow_with_packets_for_the_kernel_stays_the_kernels(fast: ProgramNode) -> None:
+    """Otherwise each reply that is too big for the client's link would be dropped once."""
+    flow = answered(fast, in_table=True)
+    flow.run(frame=options(flow))
+    assert promote(fast, flow.key()) == 1
+    flow.set_back(2)
+    flow.write(True, last_seen=flow.entry()["last_seen"])  # type: ignore[index]
+    assert flow.run().retval == GO_ON
+    assert flow.entry()["young"] == 0  # type: ignore[index]
 
 
 def test_a_confirmed_kernels_flow_is_sent_as_before(fast: ProgramNode) -> None:
@@ -303,6 +325,18 @@ def test_a_flow_that_was_used_again_stays_for_as_long_as_in_conntrack(
     flow.set_back(seconds)
     sweep(fast)
     assert flow.entries() == (BOTH if stays else [])
+
+
+@WHERE
+def test_a_flow_that_waits_for_a_reply_stays_no_longer(fast: ProgramNode, in_table: bool) -> None:
+    """No rule of netfilter sees its packets."""
+    flow = answered(fast, in_table)
+    flow.set_back(2.5)
+    use(flow)
+    assert flow.run().retval == REDIRECT
+    flow.set_back(31)
+    sweep(fast)
+    assert flow.entries() == []
 
 
 def test_the_sweep_does_not_end_an_exchange_in_use(fast: ProgramNode) -> None:
