@@ -42,11 +42,11 @@ _UNIT = (
 # test_maps_libbpf.py needs the compiler, which guests lack. Counts: also by the meter of `top`.
 _PACKET = (
     *("connections", "flows", "bridge", "trace", "counts", "kernel_flows", "permits", "promotion", "sweep"),
-    *("exchanges", "tracked_flows", "young_ends", "young_flows", "young_ports", "xdp", "xdp_flows"),
+    *("exchanges", "renewal", "tracked_flows", "young_ends", "young_flows", "young_ports", "xdp", "xdp_flows"),
 )
 _PACKET_QUICK = (
     "IPv4 and not xdp and not ports_of_one and not kernel_flows and not permits"
-    " and not promotion and not young and not sweep and not tracked and not exchanges"
+    " and not promotion and not young and not sweep and not tracked and not exchanges and not renewal"
 )
 _NETNS = ("attach/test_attach_links.py", "attach/test_attach_tc.py", "attach/test_attach_udp.py", "test_agent.py")
 # The fast path of a node with traffic: what netfilter denies, and what affects flows that netfilter does not see.
