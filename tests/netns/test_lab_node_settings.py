@@ -198,7 +198,12 @@ def read_only_proc(node: Node, config: dict[str, Any]) -> subprocess.CompletedPr
         text=True,
     )
     try:
-        wait_until(lambda: process.poll() is not None or len(node.agent.synced()) == 2, "it ended or has synced", 60)
+        # The metrics are served, with zeros, before the settings are written.
+        wait_until(
+            lambda: process.poll() is not None or sum(at > 0 for at in node.agent.synced().values()) == 2,
+            "it ended or has synced",
+            60,
+        )
         process.terminate()
         _, output = process.communicate(timeout=30)
     finally:
