@@ -7,24 +7,33 @@
 
 #define EXCHANGE_NS (NANOSECONDS / 20)
 #define ROUND_TRIP_NS NANOSECONDS
+
 /* Sent by its entries, so without the first packet; a flow with more of them is a stream. */
 #define EXCHANGE_PACKETS 5
 
-enum closing {
-	CLOSING = 1,		/* a FIN or RST was seen; it may have been forged */
-	CLOSING_IN_SEQUENCE = 2,	/* its sequence number was the expected one; for a kernel's flow: a RST */
-	CLOSING_BY_RESET = 3,	/* a young flow: a RST followed data that the other side had not acknowledged yet */
-};
-
-/* A client on another machine sees a reply only after a round trip. */
 static __always_inline bool is_distant(const struct flow *reply)
 {
 	return reply->rewrite.out.redirect != REDIRECT_PEER;
 }
 
+/*
+ * After how long without a packet a complete UDP flow has paused.  A client on another machine sees the reply, and can
+ * send the flow's next datagram, only after a round trip: the second flight of QUIC or DTLS must reach the same endpoint.
+ */
+static __always_inline __u64 pause_ns(bool distant)
+{
+	return distant ? ROUND_TRIP_NS : EXCHANGE_NS;
+}
+
 static __always_inline __u64 newest(const struct flow *f, const struct flow *other)
 {
 	return other && other->last_seen > f->last_seen ? other->last_seen : f->last_seen;
+}
+
+/* UDP.  The first datagram is not counted if it was sent before the entry could be found. */
+static __always_inline bool all_answered(const struct flow *f, const struct flow *reply)
+{
+	return reply->packets + !!f->first_counted > f->packets;
 }
 
 /* True if all datagrams are answered, or both sides have closed, and nothing came since. */
@@ -35,8 +44,7 @@ static __always_inline bool is_complete(const struct flow *f, const struct flow 
 		return false;
 	if (protocol == TCP)
 		return f->closing == CLOSING_IN_SEQUENCE && reply->closing == CLOSING_IN_SEQUENCE;
-	/* The first datagram is not counted if it was sent before the entry could be found. */
-	return reply->packets + !!f->first_counted > f->packets;
+	return all_answered(f, reply);
 }
 
 /* UDP: more than three requests and their replies. */
@@ -46,14 +54,13 @@ static __always_inline bool is_stream(const struct flow *f, const struct flow *r
 }
 
 /*
- * True for a complete UDP flow whose client has paused.  A client on another machine sees the reply, and can send the
- * flow's next datagram, only after a round trip: the second flight of QUIC or DTLS must reach the same endpoint.  A
- * stream may pause for longer.  It keeps its endpoint until the agent promotes or ends it.
+ * True for a complete UDP flow whose client has paused.  A stream may pause for longer.  It keeps its endpoint until the
+ * agent promotes or ends it.
  */
 static __always_inline bool is_over(const struct flow *f, const struct flow *reply, __u64 now)
 {
 	return !is_stream(f, reply) && is_complete(f, reply, UDP, now) &&
-	       !(is_distant(reply) && now <= newest(f, reply) + ROUND_TRIP_NS);
+	       now > newest(f, reply) + pause_ns(is_distant(reply));
 }
 
 /*
@@ -99,7 +106,7 @@ static __always_inline __s32 exchange_idle(const struct exchange_head *head, __u
 static __always_inline bool exchange_is_over(const struct exchange_head *head, __u64 now)
 {
 	return is_answered_exchange(head) && !is_long(head, 0) &&
-	       exchange_idle(head, now) > (__s32)exchange_clock(head->distant ? ROUND_TRIP_NS : EXCHANGE_NS);
+	       exchange_idle(head, now) > (__s32)exchange_clock(pause_ns(head->distant));
 }
 
 /* As may_make_room(), but sooner: one that lasts becomes a stream. */

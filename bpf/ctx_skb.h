@@ -111,7 +111,7 @@ static __always_inline bool is_for(struct context *ctx, const __u8 *mac)
 {
 	__u8 *frame = bytes_at(ctx, 0, ETH_HLEN);
 
-	return frame && !((*(__u32 *)frame ^ *(__u32 *)mac) | (*(__u16 *)(frame + 4) ^ *(__u16 *)(mac + 4)));
+	return frame && same_mac(frame, mac);
 }
 
 /* ---- handing over a choice ----------------------------------------------------------- */

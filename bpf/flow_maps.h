@@ -61,6 +61,12 @@ enum agent_request {
 	CLOSE = 2,		/* close the conntrack entry of a kernel flow that was reset */
 };
 
+enum closing {
+	CLOSING = 1,		/* a FIN or RST was seen; it may have been forged */
+	CLOSING_IN_SEQUENCE = 2,	/* its sequence number was the expected one; for a kernel's flow: a RST */
+	CLOSING_BY_RESET = 3,	/* a young flow: a RST followed data that the other side had not acknowledged yet */
+};
+
 enum first_packet {
 	LEFT_BY_XDP = 1,
 	RENEWED = 2,		/* UDP: the first query after a pause (renew.h) */

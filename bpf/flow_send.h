@@ -4,8 +4,8 @@
 #define PEP_FLOW_SEND_H
 
 #include "checksum.h"
-#include "ctx.h"
 #include "complete.h"
+#include "ctx.h"
 #include "exchange.h"
 #include "renew.h"
 #include "rewrite.h"
@@ -388,9 +388,9 @@ static __noinline int send_exchanged(struct context *ctx, struct packet *p, __u3
 	now = flow_clock();
 	if (!f->reply && exchange_idle(head, now) > (__s32)exchange_clock(EXCHANGE_NS)) {
 		p->kept = judge_exchange(p, FOUND_ELEMENT(found));
-		if (p->kept && HOOK == AT_XDP)
-			return NOT_SENT;
 		if (p->kept) {
+			if (HOOK == AT_XDP)
+				return NOT_SENT;
 			forget_exchange(FOUND_ELEMENT(found), FOUND_OWNER(found));
 			return NOT_KNOWN;
 		}
@@ -474,9 +474,9 @@ static __always_inline int send_by_table(struct context *ctx, struct packet *p, 
 	/* A flow that has just become young again has not paused: it was renewed. */
 	if (is_query && now > known->last_seen + EXCHANGE_NS) {
 		p->kept = judge_query(p, known);
-		if (p->kept && HOOK == AT_XDP)
-			return NOT_SENT;
 		if (p->kept) {
+			if (HOOK == AT_XDP)
+				return NOT_SENT;
 			forget_flow((const struct flow_key *)p, a, false, true);
 			return NOT_KNOWN;
 		}

@@ -47,6 +47,11 @@ _Static_assert(offsetof(struct packet, ipv6) == offsetof(struct flow_key, ipv6),
 #define TCP_RST 0x04
 #define TCP_ACK 0x10
 
+static __always_inline bool same_mac(const __u8 *a, const __u8 *b)
+{
+	return !((*(__u32 *)a ^ *(__u32 *)b) | (*(__u16 *)(a + 4) ^ *(__u16 *)(b + 4)));
+}
+
 static __always_inline bool same_address(const union address *a, const union address *b, bool ipv6)
 {
 	if (!ipv6)

@@ -11,13 +11,6 @@
 #include "exchange.h"
 #include "permit.h"
 
-static __always_inline bool same_mac(const __u8 *a, const __u8 *b)
-{
-	const __u16 *x = (const void *)a, *y = (const void *)b;
-
-	return !((x[0] ^ y[0]) | (x[1] ^ y[1]) | (x[2] ^ y[2]));
-}
-
 /* True for a flow that is not masqueraded, and has not got another source port. */
 static __always_inline bool keeps_source(const struct packet *p, const struct flow_rewrite *there)
 {
@@ -59,7 +52,7 @@ static __always_inline void renew(struct flow *f, struct flow *reply, __u64 now)
 	f->first_counted = RENEWED;
 	/* At once, so that a sweep does not end the flow meanwhile. */
 	f->started = f->last_seen = now;
-	f->promote = NO_REQUEST;
+	f->promote = reply->promote = NO_REQUEST;
 }
 
 /*
@@ -136,7 +129,7 @@ __noinline int make_young(const struct packet *p, struct flow *f, __u64 last_see
 		return 0;
 	last = reply->last_seen;
 	/* A reply came last, and then nothing. */
-	if (last < last_seen || now <= last + (is_distant(reply) ? ROUND_TRIP_NS : EXCHANGE_NS))
+	if (last < last_seen || now <= last + pause_ns(is_distant(reply)))
 		return 0;
 	device = f->rewrite.device_in;
 	open = bpf_map_lookup_elem(&young_counts, &device);
@@ -148,8 +141,6 @@ __noinline int make_young(const struct packet *p, struct flow *f, __u64 last_see
 		return 0;
 	count_young(open, device);
 	renew(f, reply, now);
-	reply->promote = NO_REQUEST;
-	reply->closing = f->closing = 0;
 	reply->young = 1;
 	f->young = 1;
 	return 1;

@@ -27,9 +27,15 @@ struct sweep {
 	__u32 full_at;		/* the entry at which the queue was full; 0: it was not */
 };
 
+/* After how much time without a packet UDP flows end, by how many of their elements are in use. */
+static __always_inline __u64 idle_limit(bool crowded, bool half_full)
+{
+	return crowded ? 2 * NANOSECONDS : half_full ? 10 * NANOSECONDS : UDP_IDLE_NS;
+}
+
 /*
- * After how much time without a packet a young UDP flow ends.  As long as conntrack would keep it, if there is space:
- * longer if the flow was used again, and is answered.
+ * After how much time without a packet a young UDP flow ends, if `limit` is that of the others.  As long as conntrack
+ * would keep it, if there is space: longer if the flow was used again, and is answered.
  */
 static __always_inline __u64 udp_idle_ns(__u64 limit, __u8 first_counted, bool answered)
 {
@@ -103,7 +109,7 @@ static __always_inline bool young_flow_is_over(const struct flow_key *key, const
 	if (!reply)
 		return true;
 	if (key->protocol == UDP)
-		return idle > udp_idle_ns(s->udp_idle, f->first_counted, reply->packets >= f->packets) ||
+		return idle > udp_idle_ns(s->udp_idle, f->first_counted, all_answered(f, reply)) ||
 		       (s->crowded && may_make_room(f, reply, UDP, s->now));
 	/*
 	 * Not if only one side has closed: such a connection may continue, or the packet may have been forged.  It is
@@ -240,12 +246,6 @@ static long sweep_entry(void *map __attribute__((unused)), const struct flow_key
 	return 0;
 }
 
-/* How long an exchange lives after its last packet. */
-static __always_inline __u64 exchange_idle_ns(__u32 used)
-{
-	return used > EXCHANGES / 4 * 3 ? 2 * NANOSECONDS : used > EXCHANGES / 2 ? 10 * NANOSECONDS : UDP_IDLE_NS;
-}
-
 struct exchange_sweep {
 	__u64 now;
 	__u64 idle;		/* an exchange ends when it was idle for this long */
@@ -255,15 +255,6 @@ struct exchange_sweep {
 
 #define UNANSWERED_EXCHANGE_NS (10 * NANOSECONDS)	/* at least: a resolver may ask others first */
 #define UNMOVED_NS (30 * NANOSECONDS)	/* a stream for which the table has no space; the agent's limit for promotions */
-
-/* As forget_exchange(), unless the client has just used the exchange again. */
-static __always_inline bool forget_idle_exchange(__u32 element, __u32 owner, __u32 last_seen)
-{
-	const struct exchange_bucket *bucket = bucket_with(element);
-
-	return bucket && *(volatile __u32 *)&bucket->way[WAY(element)].last_seen == last_seen &&
-	       forget_exchange(element, owner);
-}
 
 /* Global for the same reason as sweep_flow(). */
 __noinline int sweep_exchange(__u32 element, struct exchange_sweep *s)
@@ -290,8 +281,9 @@ __noinline int sweep_exchange(__u32 element, struct exchange_sweep *s)
 	limit = udp_idle_ns(s->idle, head->first_counted, is_answered_exchange(head));
 	if (!is_answered_exchange(head) && limit < UNANSWERED_EXCHANGE_NS)
 		limit = UNANSWERED_EXCHANGE_NS;
+	/* The client may just have used the exchange again. */
 	if ((idle > (__s32)exchange_clock(limit) || (is_long(head, 0) && age > (__s32)exchange_clock(UNMOVED_NS))) &&
-	    forget_idle_exchange(element, owner, last_seen))
+	    *(volatile __u32 *)&head->last_seen == last_seen && forget_exchange(element, owner))
 		count(YOUNG_ENDED);
 	else
 		s->used++;
@@ -311,8 +303,9 @@ static long sweep_bucket(void *map __attribute__((unused)), const __u32 *number,
 /* Called before the sweep of the flow table, which also requests the promotion of what a drain has moved there. */
 static __always_inline void sweep_exchanges(struct exchange_sweep_result *result, __u64 now, bool draining)
 {
-	struct exchange_sweep s = { .now = now, .draining = draining, .idle = exchange_idle_ns(result->used) };
+	struct exchange_sweep s = { .now = now, .draining = draining };
 
+	s.idle = idle_limit(result->used > EXCHANGES / 4 * 3, result->used > EXCHANGES / 2);
 	bpf_for_each_map_elem(&exchange_heads, sweep_bucket, &s, 0);
 	result->used = s.used;
 }
@@ -340,8 +333,7 @@ static __always_inline int sweep(__u32 from)
 	 * As long as conntrack would keep the flow, or shorter when young flows fill the table.  Kernel's flows are
 	 * removed first.
 	 */
-	s.udp_idle = s.crowded ? 2 * NANOSECONDS :
-		     result->young > settings.flow_quota / 2 ? 10 * NANOSECONDS : UDP_IDLE_NS;
+	s.udp_idle = idle_limit(s.crowded, result->young > settings.flow_quota / 2);
 	sweep_exchanges(exchanged, s.now, s.draining);
 	bpf_for_each_map_elem(&flows, sweep_entry, &s, 0);
 	*(volatile __u32 *)&exchanged->when = filter_clock(s.now);

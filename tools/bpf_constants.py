@@ -15,8 +15,7 @@ ENUMS = {
     "service_maps.h": ("frontend_kind",),
     "settings.h": ("detector", "scheduler", "loopback_node_ports"),
     "node_maps.h": ("redirect_mode",),
-    "flow_maps.h": ("xdp_frames",),
-    "complete.h": ("closing",),
+    "flow_maps.h": ("xdp_frames", "closing"),
 }
 MACROS = {
     "ctx_skb.h": (

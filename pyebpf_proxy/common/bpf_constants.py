@@ -41,7 +41,7 @@ NO_FRAMES = 0
 ONE_BUFFER = 1
 ANY_FRAMES = 2
 
-# enum closing of bpf/complete.h
+# enum closing of bpf/flow_maps.h
 CLOSING = 1
 CLOSING_IN_SEQUENCE = 2
 CLOSING_BY_RESET = 3

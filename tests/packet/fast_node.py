@@ -224,18 +224,19 @@ class Flow:
         found = self.run(frame=self.frame(flags="S", size=0, seq=100, ack=0))
         assert found.retval == REDIRECT, self.world.reasons()
         if self.masquerade:
-            self.snat_port = int.from_bytes(found.data[self._at : self._at + 2], "big")
+            self.snat_port = self.source_port(found)
         return found
+
+    def source_port(self, found: RunResult) -> int:
+        """The source port of a packet that was sent."""
+        at = 14 + (20 if self.world.family == 4 else 40)
+        return int.from_bytes(found.data[at : at + 2], "big")
 
     def answer(self) -> None:
         """Complete the handshake."""
         for reply, flags, seq, ack in ((True, "SA", 500, 101), (False, "A", 101, 501)):
             frame = self.frame(reply, flags=flags, size=0, seq=seq, ack=ack)
             assert self.run(reply, frame).retval == REDIRECT, self.world.reasons()
-
-    @property
-    def _at(self) -> int:
-        return 14 + (20 if self.world.family == 4 else 40)
 
     # ---- the table ----------------------------------------------------------------------------------
 

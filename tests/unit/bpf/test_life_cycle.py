@@ -164,7 +164,7 @@ def test_the_agent_creates_the_entry_before_it_promotes() -> None:
 def test_the_model_uses_the_names_of_the_programs() -> None:
     headers = {path.name: path.read_text() for path in (ROOT / "bpf").glob("*.[hc]")}
     for name in ("CLOSING", "CLOSING_IN_SEQUENCE", "CLOSING_BY_RESET"):
-        assert re.search(rf"\b{name} = {getattr(life_cycle, name)},", headers["complete.h"])
+        assert re.search(rf"\b{name} = {getattr(life_cycle, name)},", headers["flow_maps.h"])
     struct = headers["flow_maps.h"].partition("struct flow {")[2].partition("};")[0]
     for field in ("young", "closing", "confirmed_until", "packets", "reply"):
         assert re.search(rf"\b{field}\b", struct)
