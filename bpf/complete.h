@@ -85,6 +85,12 @@ static __always_inline __u32 exchange_clock(__u64 now)
 	return now >> 20;
 }
 
+/* The time in nanoseconds, given exchange_clock() of it, which is less than 50 days ago. */
+static __always_inline __u64 exchange_time(__u32 clock, __u64 now)
+{
+	return now - ((__u64)(exchange_clock(now) - clock) << 20);
+}
+
 /* True if the exchange is a stream, with so many packets more than it has sent.  It should be in the flow table. */
 static __always_inline bool is_long(const struct exchange_head *head, __u32 more)
 {

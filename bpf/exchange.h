@@ -37,16 +37,12 @@ static __always_inline struct exchange_bucket *bucket_with(__u32 element)
 	return bucket_at(element / EXCHANGE_WAYS);
 }
 
+/* The first elements of all buckets are next to each other: most others are rarely used, and need not be in the TLB. */
 static __always_inline struct exchange *exchange_at(__u32 element)
 {
-	return bpf_map_lookup_elem(&exchanges, &element);
-}
+	__u32 number = WAY(element) * EXCHANGE_BUCKETS + element / EXCHANGE_WAYS;
 
-static __always_inline bool same_key(const void *a, const void *b)
-{
-	const __u64 *x = a, *y = b;
-
-	return !((x[0] ^ y[0]) | (x[1] ^ y[1]) | (x[2] ^ y[2]) | (x[3] ^ y[3]) | (x[4] ^ y[4]));
+	return bpf_map_lookup_elem(&exchanges, &number);
 }
 
 /* ---- whether the flow table may have a UDP flow --------------------------------------------- */
@@ -60,29 +56,24 @@ static __always_inline __u32 filter_clock(__u64 now)
 	return now >> 30;
 }
 
-static __always_inline struct udp_filter *filter(void)
-{
-	__u32 zero = 0;
-
-	return bpf_map_lookup_elem(&udp_filter, &zero);
-}
-
 /* The bits are others than those that select a bucket. */
-static __always_inline __u8 *byte_of(struct udp_filter *f, __u64 hash)
+static __always_inline __u8 *byte_of(struct exchange_bucket *bucket, __u64 hash)
 {
-	return &f->noted[hash >> 16 & (FILTER_BYTES - 1)];
+	return &bucket->noted[hash >> 16 & (FILTER_BYTES - 1)];
 }
 
 /* Called before an entry of this key is inserted, and with every sweep.  `reply`: it is the endpoint's direction. */
 static __always_inline void note_in_table(const struct flow_key *key, bool reply, __u64 now)
 {
-	struct udp_filter *f;
+	struct exchange_bucket *bucket;
+	__u64 hash;
 
 	if (key->protocol != UDP)
 		return;
-	f = filter();
-	if (f)
-		*(volatile __u8 *)byte_of(f, client_hash(key, reply)) = filter_clock(now) % FILTER_AGES + 1;
+	hash = client_hash(key, reply);
+	bucket = bucket_at(bucket_of(hash));
+	if (bucket)
+		*(volatile __u8 *)byte_of(bucket, hash) = filter_clock(now) % FILTER_AGES + 1;
 }
 
 /* `noted`: a byte of the filter.  Another CPU's clock may be one unit ahead of this one's (flow_clock()). */
@@ -99,11 +90,11 @@ static __always_inline bool may_be_in_table(__u64 from, __u64 to, __u64 now)
 {
 	__u32 zero = 0, clock = filter_clock(now);
 	struct exchange_sweep_result *last = bpf_map_lookup_elem(&exchange_sweeps, &zero);
-	struct udp_filter *f = filter();
+	struct exchange_bucket *a = bucket_at(bucket_of(from)), *b = bucket_at(bucket_of(to));
 
-	if (!last || !f || clock - *(volatile __u32 *)&last->when > SWEEP_LATE)
+	if (!last || !a || !b || clock - *(volatile __u32 *)&last->when > SWEEP_LATE)
 		return true;
-	return is_recent(*(volatile __u8 *)byte_of(f, from), clock) || is_recent(*(volatile __u8 *)byte_of(f, to), clock);
+	return is_recent(*(volatile __u8 *)byte_of(a, from), clock) || is_recent(*(volatile __u8 *)byte_of(b, to), clock);
 }
 
 /* ---- finding -------------------------------------------------------------------------------- */
@@ -118,11 +109,18 @@ static __always_inline __u32 owner_of(const struct exchange_bucket *bucket, __u3
 	return owner;
 }
 
-/* The tags in the bucket have matched. */
-static __always_inline bool is_direction(const struct flow *f, const struct flow_key *stored, const void *key,
+/* The tags in the bucket have matched.  A packet of one direction answers those that were rewritten for the other. */
+static __always_inline bool is_direction(const struct exchange *x, const struct flow_key *key, const bool reply,
 					 __u32 tag)
 {
-	return !was_reused(&f->rewrite, tag) && same_key(stored, key);
+	const struct flow_rewrite *other = reply ? &x->there : &x->reply;
+	const __u64 *source = (const void *)key->source, *destination = (const void *)key->destination;
+	const __u64 *from = (const void *)other->destination, *to = (const void *)other->source;
+
+	return !was_reused(reply ? &x->reply : &x->there, tag) &&
+	       !((source[0] ^ from[0]) | (source[1] ^ from[1]) | (destination[0] ^ to[0]) | (destination[1] ^ to[1]) |
+		 (key->source_port ^ other->destination_port) | (key->destination_port ^ other->source_port) |
+		 (key->ipv6 ^ x->ipv6));
 }
 
 /* The element with this tag; EXCHANGE_WAYS: there is none. */
@@ -148,7 +146,7 @@ static __always_inline long find_in_bucket(__u32 number, const struct flow_key *
 	element = number * EXCHANGE_WAYS + way;
 	owner = owner_of(bucket, way);
 	x = exchange_at(element);
-	if (!x || !is_direction(reply ? &x->reply : &x->there, reply ? &x->reply_key : &x->key, key, tag))
+	if (!x || !is_direction(x, key, reply, tag))
 		return -1;
 	return (__u64)owner << 32 | element << 1 | reply;
 }
@@ -168,16 +166,30 @@ __noinline long find_exchange(const struct flow_key *key)
 	return found < 0 ? find_in_bucket(bucket_of(client_hash(key, true)), key, true) : found;
 }
 
+/*
+ * Reads what a new flow in this bucket, or a packet of its first exchange, will need.  The CPU loads these lines from
+ * memory at the same time as the bucket's, and not one after the other.
+ */
+static __always_inline void prefetch_exchange(__u64 hash)
+{
+	__u32 number = bucket_of(hash);
+	const struct exchange *x = bpf_map_lookup_elem(&exchanges, &number);
+
+	if (!x)
+		return;
+	(void)*(volatile __u32 *)&x->there.tag;
+	(void)*(volatile __u32 *)&x->reply.tag;
+	(void)*(volatile __u32 *)&x->backend;
+}
+
 #define FOUND_ELEMENT(found) ((__u32)(found) >> 1)
 #define FOUND_REPLY(found) ((found) & 1)
 #define FOUND_OWNER(found) ((__u32)((found) >> 32))
 
-/* The entry that find_exchange() has found. */
-static __always_inline struct flow *found_entry(long found)
+/* How packets of the direction that find_exchange() has found are rewritten. */
+static __always_inline struct flow_rewrite *found_rewrite(struct exchange *x, long found)
 {
-	struct exchange *x = exchange_at(FOUND_ELEMENT(found));
-
-	return x ? (struct flow *)((void *)x + FOUND_REPLY(found) * sizeof(struct flow)) : NULL;
+	return (struct flow_rewrite *)((void *)x + FOUND_REPLY(found) * sizeof(struct flow_rewrite));
 }
 
 /* The first packet of a young flow is left to the next program, which finds the entries, sends and counts it. */
@@ -195,11 +207,8 @@ static __always_inline void note_first_counted(const struct flow_key *key)
 	if (found < 0)
 		return;
 	bucket = bucket_with(FOUND_ELEMENT(found));
-	f = found_entry(found);
-	if (!bucket || !f)
-		return;
-	bucket->way[WAY(FOUND_ELEMENT(found))].first_counted = LEFT_BY_XDP;
-	f->first_counted = LEFT_BY_XDP;
+	if (bucket)
+		bucket->way[WAY(FOUND_ELEMENT(found))].first_counted = LEFT_BY_XDP;
 }
 
 /* ---- writing -------------------------------------------------------------------------------- */
@@ -220,8 +229,8 @@ static __always_inline void release_exchange(struct exchange_head *head, __u32 o
 static __always_inline void write_tags(struct exchange *x, struct exchange_bucket *bucket, __u32 way, __u32 there,
 				       __u32 reply)
 {
-	*(volatile __u32 *)&x->there.rewrite.tag = there;
-	*(volatile __u32 *)&x->reply.rewrite.tag = reply;
+	*(volatile __u32 *)&x->there.tag = there;
+	*(volatile __u32 *)&x->reply.tag = reply;
 	*(volatile __u32 *)&bucket->there[WAY(way)] = there;
 	*(volatile __u32 *)&bucket->reply[WAY(way)] = reply;
 }
@@ -250,27 +259,50 @@ static __always_inline bool forget_exchange(__u32 element, __u32 owner)
 	return true;
 }
 
-/* The caller has claimed the element, so the keys in it do not change. */
-static __always_inline bool move_to_table(struct exchange *x)
+/* The entry of one direction, as the flow table has it. */
+static __always_inline void entry_of(const struct exchange *x, const struct exchange_head *head, const bool reply,
+				     __u64 now, struct flow *f)
 {
-	__u32 device = x->there.rewrite.device_in, *open = bpf_map_lookup_elem(&young_counts, &device);
+	__builtin_memset(f, 0, sizeof(*f));
+	f->rewrite = reply ? x->reply : x->there;
+	f->generation = x->generation;
+	f->service = x->service;
+	f->backend = x->backend;
+	f->started = exchange_time(head->started, now);
+	f->last_seen = exchange_time(head->last_seen, now);
+	f->packets = reply ? head->replies : head->queries;
+	f->first_counted = head->first_counted;
+	f->reply = reply;
+	f->young = 1;
+}
+
+/* The caller has claimed the element, so it does not change. */
+static __always_inline bool move_to_table(const struct exchange *x, const struct exchange_head *head,
+					  struct flow_draft *d)
+{
+	__u32 device = x->there.device_in, *open = bpf_map_lookup_elem(&young_counts, &device);
 	__u64 now = flow_clock();
 
-	note_in_table(&x->key, false, now);
-	note_in_table(&x->reply_key, true, now);
-	if (is_over_quota(open) || bpf_map_update_elem(&flows, &x->reply_key, &x->reply, BPF_NOEXIST))
+	reply_key_of(&x->reply, UDP, x->ipv6, &d->key);
+	reply_key_of(&x->there, UDP, x->ipv6, &d->reply_key);
+	entry_of(x, head, false, now, &d->there);
+	entry_of(x, head, true, now, &d->reply);
+	note_in_table(&d->key, false, now);
+	note_in_table(&d->reply_key, true, now);
+	if (is_over_quota(open) || bpf_map_update_elem(&flows, &d->reply_key, &d->reply, BPF_NOEXIST))
 		return false;
-	return insert_client_entry(&x->key, &x->there, &x->reply_key, open);
+	return insert_client_entry(&d->key, &d->there, &d->reply_key, open);
 }
 
 /*
  * Moves an exchange to the flow table, where streams, promotion and everything unusual are handled.  1: it was moved.
- * If there is no space it stays.
+ * If there is no space it stays.  `user`: enum draft_user.
  */
-__noinline int unfold_exchange(__u32 element, __u32 owner)
+__noinline int unfold_exchange(__u32 element, __u32 owner, __u32 user)
 {
 	struct exchange_bucket *bucket;
 	struct exchange_head *head;
+	struct flow_draft *d;
 	struct exchange *x;
 	bool moved;
 
@@ -278,12 +310,13 @@ __noinline int unfold_exchange(__u32 element, __u32 owner)
 		return 0;
 	bucket = bucket_with(element);
 	x = exchange_at(element);
-	if (!bucket || !x || !x->there.rewrite.tag)
+	d = draft_of(user);
+	if (!bucket || !x || !d || !x->there.tag)
 		return 0;
 	head = &bucket->way[WAY(element)];
 	if (!claim_exchange(head, owner))
 		return 0;
-	moved = move_to_table(x);
+	moved = move_to_table(x, head, d);
 	if (moved)
 		empty_exchange(x, bucket, element);
 	release_exchange(head, owner, moved);
@@ -302,9 +335,9 @@ static __always_inline int unfold_for(const struct flow_key *key, __u32 device)
 	if (found < 0)
 		return 0;
 	x = exchange_at(FOUND_ELEMENT(found));
-	if (!x || (device && x->there.rewrite.device_in != device))
+	if (!x || (device && x->there.device_in != device))
 		return 0;
-	return unfold_exchange(FOUND_ELEMENT(found), FOUND_OWNER(found));
+	return unfold_exchange(FOUND_ELEMENT(found), FOUND_OWNER(found), FOR_PACKETS);
 }
 
 #endif

@@ -115,14 +115,18 @@ struct {
  * and port select a bucket, which has four elements.  A flow that needs more is moved to `flows` (exchange.h).
  */
 struct exchange {
-	struct flow there;
-	struct flow reply;
-	struct flow_key key;	/* of the client's direction */
-	struct flow_key reply_key;
+	struct flow_rewrite there;
+	struct flow_rewrite reply;
+	__u32 generation;	/* as in struct flow, as the next two */
+	__u32 service;
+	__u32 backend;
+	__u8 ipv6;
+	__u8 zero[11];		/* three cache lines */
 };
 
 struct {
 	__uint(type, BPF_MAP_TYPE_ARRAY);
+	__uint(map_flags, BPF_F_MMAPABLE);
 	__uint(max_entries, EXCHANGES);
 	__type(key, __u32);
 	__type(value, struct exchange);
@@ -133,43 +137,34 @@ struct exchange_head {
 	__u32 owner;		/* odd: the element is being written; the upper bits count how often it was */
 	__u32 started;		/* as the next one: exchange_clock() */
 	__u32 last_seen;
-	__u16 queries;		/* as `packets` of both entries */
-	__u16 replies;
+	__u8 queries;		/* as `packets` of struct flow */
+	__u8 replies;
 	__u8 first_counted;	/* as in struct flow */
 	__u8 distant;		/* the client is on another machine */
-	__u8 zero[2];
 };
 
-/* Apart from the elements, so that all buckets stay in the CPU's cache. */
+#define FILTER_BYTES 16		/* of each bucket */
+
+/*
+ * Apart from the elements, so that all buckets stay in the CPU's cache: what most packets need is one line of it.
+ * `noted` tells of which clients' addresses and ports `flows` may have UDP flows, by a hash: when an entry was inserted or
+ * was last seen by the sweep (note_in_table()).  It saves most lookups of datagrams that the table does not have.
+ */
 struct exchange_bucket {
 	__u32 there[EXCHANGE_WAYS];	/* the tags of both keys of each element; 0: it is free */
 	__u32 reply[EXCHANGE_WAYS];
+	__u8 noted[FILTER_BYTES];
 	struct exchange_head way[EXCHANGE_WAYS];
+	__u8 zero[16];		/* two cache lines */
 };
 
 struct {
 	__uint(type, BPF_MAP_TYPE_ARRAY);
+	__uint(map_flags, BPF_F_MMAPABLE);
 	__uint(max_entries, EXCHANGE_BUCKETS);
 	__type(key, __u32);
 	__type(value, struct exchange_bucket);
 } exchange_heads SEC(".maps");
-
-#define FILTER_BYTES 65536
-
-/*
- * Which clients' addresses and ports `flows` may have UDP flows of, by a hash: when an entry was inserted or was last
- * seen by the sweep (note_in_table()).  It saves most lookups of datagrams that the table does not have.
- */
-struct udp_filter {
-	__u8 noted[FILTER_BYTES];
-};
-
-struct {
-	__uint(type, BPF_MAP_TYPE_ARRAY);
-	__uint(max_entries, 1);
-	__type(key, __u32);
-	__type(value, struct udp_filter);
-} udp_filter SEC(".maps");
 
 /* New young UDP flows of this CPU, and those whose bucket was full, in the current and in the last window of 2^28 ns. */
 struct exchange_rate {
@@ -190,7 +185,7 @@ struct {
 /* What the last sweep has found. */
 struct exchange_sweep_result {
 	__u32 used;		/* elements in use */
-	__u32 when;		/* filter_clock(): it has noted all UDP flows of the table in udp_filter */
+	__u32 when;		/* filter_clock(): it has noted all UDP flows of the table in exchange_heads */
 };
 
 struct {
@@ -361,9 +356,16 @@ struct flow_draft {
 	struct permit permit;
 };
 
+/* A packet may arrive during a sweep. */
+enum draft_user {
+	FOR_PACKETS = 0,
+	FOR_SWEEP = 1,
+	DRAFT_USERS = 2,
+};
+
 struct {
 	__uint(type, BPF_MAP_TYPE_PERCPU_ARRAY);
-	__uint(max_entries, 1);
+	__uint(max_entries, DRAFT_USERS);
 	__type(key, __u32);
 	__type(value, struct flow_draft);
 } flow_drafts SEC(".maps");

@@ -16,9 +16,12 @@
 #define NOT_KNOWN (-3)		/* the same, and the table does not have its flow */
 #define NOT_CONFIRMED (-4)	/* the same, and the observer must see it leave */
 
-/* Defined by each main program: handles a packet of a young flow that cannot be sent. */
-static __always_inline int leave_young(struct context *ctx, const struct packet *p, const struct flow_rewrite *a,
-				       struct flow *f, enum slow_path_reason reason);
+/*
+ * Defined by each main program: handles a packet of a young flow that cannot be sent.  `f`: its entry in the flow table;
+ * NULL: the flow is an exchange.  `backend`: of the client's packet; 0 for an endpoint's.
+ */
+static __always_inline int leave_young(struct context *ctx, const struct packet *p, struct flow_rewrite *a,
+				       struct flow *f, __u32 service, __u32 backend, enum slow_path_reason reason);
 
 static __always_inline bool is_new_connection(const struct packet *p)
 {
@@ -208,7 +211,7 @@ static __always_inline int send_young(struct context *ctx, const struct packet *
 	reason = why_kernel(p, a, segment_size(ctx));
 	if (reason) {
 		count_left(reason);
-		return leave_young(ctx, p, a, known, reason);
+		return leave_young(ctx, p, &known->rewrite, known, known->service, known->reply ? 0 : known->backend, reason);
 	}
 	if (p->protocol == TCP && p->tcp_flags & (TCP_RST | TCP_FIN))
 		over = end_young(p, a, known);
@@ -276,17 +279,18 @@ static __always_inline int send_kernels(struct context *ctx, const struct packet
 	return rewrite_and_send(ctx, p, a, way);
 }
 
-/* True if the endpoint of a UDP flow is gone: the next datagram gets another one. */
-static __noinline int has_lost_endpoint(const struct packet *p, const struct flow *f, const struct flow_rewrite *a)
+/*
+ * True if the endpoint of a UDP flow is gone: the next datagram gets another one.  `a`: of the client's direction.
+ * A global function, so that the verifier checks it once.
+ */
+__noinline int has_lost_endpoint(const struct packet *p, const struct flow_rewrite *a, __u32 service)
 {
 	union address endpoint = {};
 
-	if (!p || !f || !a)
-		return 0;
-	if (p->protocol != UDP || f->reply || !f->service)
+	if (!p || !a || !service)
 		return 0;
 	__builtin_memcpy(&endpoint, a->destination, 16);
-	return !is_endpoint(&endpoint, a->destination_port, UDP, p->ipv6, f->service);
+	return !is_endpoint(&endpoint, a->destination_port, UDP, p->ipv6, service);
 }
 
 /* True if services have changed since the last packet of this UDP flow, and its endpoint is gone. */
@@ -297,7 +301,7 @@ static __always_inline bool lost_endpoint_since(const struct packet *p, struct f
 
 	if (f->generation == generation)
 		return false;
-	if (has_lost_endpoint(p, f, &f->rewrite))
+	if (!f->reply && has_lost_endpoint(p, &f->rewrite, f->service))
 		return true;
 	if (f->young)
 		f->generation = generation;
@@ -307,15 +311,28 @@ static __always_inline bool lost_endpoint_since(const struct packet *p, struct f
 /* The flow table has the flow now. */
 #define MOVED_TO_TABLE (-5)
 
-/* A packet of an exchange is sent. */
-static __always_inline void note_exchanged(struct exchange_head *head, struct flow *f, const struct packet *p, __u64 now)
+/* As lost_endpoint_since(), for a packet from the client of an exchange. */
+static __always_inline bool exchange_lost_endpoint(const struct packet *p, struct exchange *x,
+						   const struct fast_path *state)
 {
-	if (f->reply)
+	__u32 generation = *(volatile __u32 *)&state->generation;
+
+	if (x->generation == generation)
+		return false;
+	if (has_lost_endpoint(p, &x->there, x->service))
+		return true;
+	x->generation = generation;
+	return false;
+}
+
+/* A packet of an exchange is sent. */
+static __always_inline void note_exchanged(struct exchange_head *head, bool reply, __u64 now)
+{
+	if (reply)
 		head->replies++;
 	else
 		head->queries++;
 	head->last_seen = exchange_clock(now);
-	note_sent(f, p, now);
 }
 
 /*
@@ -337,19 +354,20 @@ static __always_inline bool came_in_right(struct context *ctx, const struct flow
  * Handles a packet of an exchange that should be in the flow table, but the table has no space.  The client's packets go
  * to the kernel, with the same endpoint, so conntrack has the flow from now on.  NOT_KNOWN: the packet can only be sent.
  */
-static __always_inline int leave_exchange(struct context *ctx, const struct packet *p, struct flow *f, long found,
-					  enum slow_path_reason reason)
+static __always_inline int leave_exchange(struct context *ctx, const struct packet *p, const struct exchange *x,
+					  struct flow_rewrite *a, long found, enum slow_path_reason reason)
 {
-	__u32 device = f->rewrite.device_in;
+	bool reply = FOUND_REPLY(found);
+	__u32 device = a->device_in;
 	int verdict;
 
-	if (!reason && f->reply)
+	if (!reason && reply)
 		return NOT_KNOWN;
 	if (reason)
 		count_left(reason);
 	else
 		count_left(is_over_quota(bpf_map_lookup_elem(&young_counts, &device)) ? SLOW_QUOTA : SLOW_TABLE_FULL);
-	verdict = leave_young(ctx, p, &f->rewrite, f, reason);
+	verdict = leave_young(ctx, p, a, NULL, x->service, reply ? 0 : x->backend, reason);
 	/* XDP passes the packet on, and tc leaves it. */
 	if (HOOK == AT_TC && verdict == LEFT)
 		forget_exchange(FOUND_ELEMENT(found), FOUND_OWNER(found));
@@ -359,13 +377,15 @@ static __always_inline int leave_exchange(struct context *ctx, const struct pack
 /* Sends the packet if it belongs to an exchange.  A packet that an exchange cannot handle moves it to the table. */
 static __noinline int send_exchanged(struct context *ctx, struct packet *p, __u32 device)
 {
-	struct fast_path *state = fast_path_state();
+	const struct fast_path *state = fast_path_state();
 	enum slow_path_reason reason;
 	struct exchange_bucket *bucket;
 	struct exchange_head *head;
+	struct flow_rewrite *a;
+	struct exchange *x;
 	__u32 way = 0;
-	struct flow *f;
 	int verdict;
+	bool reply;
 	long found;
 	__u64 now;
 
@@ -374,19 +394,21 @@ static __noinline int send_exchanged(struct context *ctx, struct packet *p, __u3
 	found = find_exchange((const struct flow_key *)p);
 	if (found < 0)
 		return NOT_KNOWN;
-	f = found_entry(found);
+	x = exchange_at(FOUND_ELEMENT(found));
 	bucket = bucket_with(FOUND_ELEMENT(found));
-	if (!f || !bucket || !state || was_reused(&f->rewrite, tag_of(p)))
+	if (!x || !bucket || !state)
 		return NOT_KNOWN;
+	reply = FOUND_REPLY(found);
+	a = found_rewrite(x, found);
 	head = &bucket->way[WAY(FOUND_ELEMENT(found))];
-	if (!came_in_right(ctx, &f->rewrite, device))
+	if (!came_in_right(ctx, a, device))
 		return NOT_SENT;
-	if (lost_endpoint_since(p, f, state)) {
+	if (!reply && exchange_lost_endpoint(p, x, state)) {
 		forget_exchange(FOUND_ELEMENT(found), FOUND_OWNER(found));
 		return NOT_KNOWN;
 	}
 	now = flow_clock();
-	if (!f->reply && exchange_idle(head, now) > (__s32)exchange_clock(EXCHANGE_NS)) {
+	if (!reply && exchange_idle(head, now) > (__s32)exchange_clock(EXCHANGE_NS)) {
 		p->kept = judge_exchange(p, FOUND_ELEMENT(found));
 		if (p->kept) {
 			if (HOOK == AT_XDP)
@@ -395,27 +417,37 @@ static __noinline int send_exchanged(struct context *ctx, struct packet *p, __u3
 			return NOT_KNOWN;
 		}
 	}
-	reason = why_kernel(p, &f->rewrite, segment_size(ctx));
+	reason = why_kernel(p, a, segment_size(ctx));
 	if (reason || is_long(head, 1)) {
-		if (unfold_exchange(FOUND_ELEMENT(found), FOUND_OWNER(found)))
+		if (unfold_exchange(FOUND_ELEMENT(found), FOUND_OWNER(found), FOR_PACKETS))
 			return MOVED_TO_TABLE;
-		verdict = leave_exchange(ctx, p, f, found, reason);
+		verdict = leave_exchange(ctx, p, x, a, found, reason);
 		if (verdict != NOT_KNOWN)
 			return verdict;
+		/* It stays a stream, however many replies follow: the counter is a byte. */
+		if (head->replies == 255)
+			head->replies--;
 	}
-	if (why_not_here(ctx, p, &f->rewrite, &way))
+	if (why_not_here(ctx, p, a, &way))
 		return NOT_SENT;
-	note_exchanged(head, f, p, now);
-	return rewrite_and_send(ctx, p, &f->rewrite, way);
+	note_exchanged(head, reply, now);
+	return rewrite_and_send(ctx, p, a, way);
 }
 
 /* The packet's entry in the flow table; NULL: there is none. Most datagrams of exchanges save the lookup. */
 static __always_inline struct flow *entry_in_table(const struct packet *p)
 {
 	const struct flow_key *key = (const void *)p;
+	__u64 from, to;
 
-	if (p->protocol == UDP && !may_be_in_table(client_hash(key, false), client_hash(key, true), flow_clock()))
-		return NULL;
+	if (p->protocol == UDP) {
+		from = client_hash(key, false);
+		to = client_hash(key, true);
+		if (!may_be_in_table(from, to, flow_clock())) {
+			prefetch_exchange(has_client_source(p) ? from : to);
+			return NULL;
+		}
+	}
 	return bpf_map_lookup_elem(&flows, p);
 }
 

@@ -19,17 +19,36 @@ static __always_inline __u32 tag_of(const void *key)
 	return (__u32)(t >> 32) | 1;
 }
 
-/* A packet of a flow in the table goes to a frontend, or comes from an endpoint. */
+/* A guess: clients' ports are usually larger than those of Services and endpoints. */
+static __always_inline bool has_client_source(const struct packet *p)
+{
+	return p->source_port >= p->destination_port;
+}
+
+static __always_inline bool goes_to_frontend(const struct packet *p)
+{
+	return is_hinted(&p->destination, p->destination_port, p->ipv6);
+}
+
+static __always_inline bool is_from_endpoint(const struct packet *p)
+{
+	return is_hinted(&p->source, p->source_port, p->ipv6);
+}
+
+/*
+ * A packet of a flow in the table goes to a frontend, or comes from an endpoint.  The word with the hint of a client's
+ * port is rarely in the CPU's cache, so the other end comes first.
+ */
 static __always_inline bool may_be_known(const struct packet *p)
 {
-	return is_hinted(&p->destination, p->destination_port, p->ipv6) ||
-	       is_hinted(&p->source, p->source_port, p->ipv6);
+	if (has_client_source(p))
+		return goes_to_frontend(p) || is_from_endpoint(p);
+	return is_from_endpoint(p) || goes_to_frontend(p);
 }
 
 static __always_inline bool comes_from_endpoint(const struct packet *p)
 {
-	return is_hinted(&p->source, p->source_port, p->ipv6) &&
-	       is_endpoint(&p->source, p->source_port, p->protocol, p->ipv6, 0);
+	return is_from_endpoint(p) && is_endpoint(&p->source, p->source_port, p->protocol, p->ipv6, 0);
 }
 
 /* bpf_ktime_get_coarse_ns(), perhaps of the tick before. */
@@ -46,6 +65,16 @@ static __always_inline __u64 flow_clock(void)
 		tick->number = number;
 	}
 	return tick->now;
+}
+
+static __always_inline struct flow_draft *draft_of(__u32 user)
+{
+	return bpf_map_lookup_elem(&flow_drafts, &user);
+}
+
+static __always_inline struct flow_draft *flow_draft(void)
+{
+	return draft_of(FOR_PACKETS);
 }
 
 static __always_inline struct fast_path *fast_path_state(void)

@@ -65,26 +65,34 @@ static __always_inline void measure(struct __sk_buff *skb, const struct packet *
 /* As key_from_conntrack(), but from the flow table, which has flows that conntrack does not have. */
 static __noinline int key_from_flow_table(struct packet *p, struct meter_key *key)
 {
+	const struct flow_rewrite *a = NULL;
+	struct exchange *x;
 	struct flow *f;
+	bool reply;
 	long found;
 
 	if (!p || !key)
 		return 0;
 	f = bpf_map_lookup_elem(&flows, p);
-	if (!f && p->protocol == UDP) {
+	if (f) {
+		a = &f->rewrite;
+		reply = f->reply;
+	} else if (p->protocol == UDP) {
 		found = find_exchange((const struct flow_key *)p);
-		f = found < 0 ? NULL : found_entry(found);
+		x = found < 0 ? NULL : exchange_at(FOUND_ELEMENT(found));
+		reply = FOUND_REPLY(found);
+		a = x ? found_rewrite(x, found) : NULL;
 	}
-	if (!f)
+	if (!a)
 		return 0;
-	if (f->reply) {
+	if (reply) {
 		key->port = p->source_port;
 		__builtin_memcpy(key->address, &p->source, 16);
-		__builtin_memcpy(&p->destination, f->rewrite.source, 16);
-		p->destination_port = f->rewrite.source_port;
+		__builtin_memcpy(&p->destination, a->source, 16);
+		p->destination_port = a->source_port;
 	} else {
-		key->port = f->rewrite.destination_port;
-		__builtin_memcpy(key->address, f->rewrite.destination, 16);
+		key->port = a->destination_port;
+		__builtin_memcpy(key->address, a->destination, 16);
 	}
 	return 1;
 }

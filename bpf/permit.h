@@ -7,13 +7,6 @@
 
 #define PERMIT_NS NANOSECONDS
 
-static __always_inline struct flow_draft *flow_draft(void)
-{
-	__u32 zero = 0;
-
-	return bpf_map_lookup_elem(&flow_drafts, &zero);
-}
-
 static __always_inline void permit_key_of(struct permit_key *key, __u32 device, const union address *client,
 					  const union address *endpoint, __u16 port, enum protocol protocol,
 					  bool ipv6, bool masquerade)

@@ -24,7 +24,6 @@ static __always_inline bool keeps_source(const struct packet *p, const struct fl
 __noinline int has_permit(const struct packet *p, const struct flow_rewrite *there, const struct flow_rewrite *reply)
 {
 	struct fast_path *state;
-	union address client, endpoint;
 	struct flow_draft *d;
 	__u64 now;
 
@@ -34,11 +33,9 @@ __noinline int has_permit(const struct packet *p, const struct flow_rewrite *the
 	d = flow_draft();
 	if (!state || !d)
 		return 0;
-	__builtin_memcpy(&client, there->source, 16);
-	__builtin_memcpy(&endpoint, there->destination, 16);
 	now = flow_clock();
-	permit_key_of(&d->permit_key, there->device_in, &client, &endpoint, there->destination_port, UDP, p->ipv6,
-		      false);
+	permit_key_of(&d->permit_key, there->device_in, (const void *)there->source, (const void *)there->destination,
+		      there->destination_port, UDP, p->ipv6, false);
 	return !why_not_young(p, state, now) && !read_permit(d, state, now) &&
 	       is_same_link(&there->out, &d->permit.out) && is_same_link(&reply->out, &d->permit.back) &&
 	       same_mac(there->mac_in, d->permit.back.mac_from) && reply->device_in == d->permit.device_back &&
@@ -97,9 +94,8 @@ __noinline __u32 judge_exchange(const struct packet *p, __u32 element)
 	head = &bucket->way[WAY(element)];
 	if (!exchange_is_over(head, now))
 		return 0;
-	if (!has_permit(p, &x->there.rewrite, &x->reply.rewrite))
-		return x->there.backend;
-	renew(&x->there, &x->reply, now);
+	if (!has_permit(p, &x->there, &x->reply))
+		return x->backend;
 	head->queries = head->replies = 0;
 	head->first_counted = RENEWED;
 	head->started = head->last_seen = exchange_clock(now);

@@ -276,7 +276,7 @@ __noinline int sweep_exchange(__u32 element, struct exchange_sweep *s)
 	last_seen = *(volatile __u32 *)&head->last_seen;
 	idle = clock - last_seen;
 	age = clock - head->started;
-	if ((s->draining || is_long(head, 0)) && unfold_exchange(element, owner))
+	if ((s->draining || is_long(head, 0)) && unfold_exchange(element, owner, FOR_SWEEP))
 		return 0;
 	limit = udp_idle_ns(s->idle, head->first_counted, is_answered_exchange(head));
 	if (!is_answered_exchange(head) && limit < UNANSWERED_EXCHANGE_NS)

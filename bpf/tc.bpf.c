@@ -24,30 +24,32 @@ static __always_inline __u32 ip_device(struct __sk_buff *skb)
  * itself: conntrack picks up connections midstream, and the endpoint is the same.  Any other packet is dropped
  * once: the agent creates the entry before the sender retransmits.
  */
-static __always_inline int leave_young(struct __sk_buff *skb, const struct packet *p, const struct flow_rewrite *a,
-				       struct flow *f, enum slow_path_reason reason)
+static __always_inline int leave_young(struct __sk_buff *skb, const struct packet *p, struct flow_rewrite *a,
+				       struct flow *f, __u32 service, __u32 backend, enum slow_path_reason reason)
 {
 	union address source;
 	int verdict;
 
 	if (reason == STACK_FRAGMENT) {
-		verdict = send_first_fragment(skb, p, &f->rewrite);
+		verdict = send_first_fragment(skb, p, a);
 		if (verdict != NOT_SENT) {
-			note_sent(f, p, bpf_ktime_get_coarse_ns());
+			if (f)
+				note_sent(f, p, bpf_ktime_get_coarse_ns());
 			return verdict;
 		}
 	}
-	request_promotion((const struct flow_key *)p, a, f);
-	/* A stream from now on: it stays the kernel's, because such packets may follow. */
-	if (p->protocol == UDP)
-		f->packets += EXCHANGE_PACKETS + 1;
+	if (f) {
+		request_promotion((const struct flow_key *)p, a, f);
+		/* A stream from now on: it stays the kernel's, because such packets may follow. */
+		if (p->protocol == UDP)
+			f->packets += EXCHANGE_PACKETS + 1;
+	}
 	__builtin_memcpy(&source, a->source, 16);
-	if (f->reply || !f->backend || a->source_port != p->source_port ||
-	    !same_address(&source, &p->source, p->ipv6)) {
-		drop_until_promotion(p, receiving_device(skb), f->service);
+	if (!backend || a->source_port != p->source_port || !same_address(&source, &p->source, p->ipv6)) {
+		drop_until_promotion(p, receiving_device(skb), service);
 		return DROPPED;
 	}
-	set_choice(skb, f->backend, false);
+	set_choice(skb, backend, false);
 	return LEFT;
 }
 
@@ -111,7 +113,7 @@ static __always_inline int serve(struct __sk_buff *skb, struct packet *p, const 
  */
 static __always_inline bool clashes_with_young(struct __sk_buff *skb, const struct packet *p)
 {
-	return is_hinted(&p->destination, p->destination_port, p->ipv6) &&
+	return goes_to_frontend(p) &&
 	       is_taken_by_young(p, &p->destination, p->destination_port, skb->ifindex);
 }
 
@@ -159,7 +161,7 @@ static __always_inline bool is_decided(const struct __sk_buff *skb)
  */
 static __always_inline bool is_midstream(const struct packet *p)
 {
-	return p->protocol == TCP && !p->starts_flow && is_hinted(&p->destination, p->destination_port, p->ipv6);
+	return p->protocol == TCP && !p->starts_flow && goes_to_frontend(p);
 }
 
 /* For a packet without hints, as most packets: only a NodePort, or a moved UDP socket of a pod, is possible. */

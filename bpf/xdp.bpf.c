@@ -25,8 +25,9 @@ static __always_inline void note_handover(struct xdp_md *ctx __attribute__((unus
 
 static __always_inline int leave_young(struct xdp_md *ctx __attribute__((unused)),
 				       const struct packet *p __attribute__((unused)),
-				       const struct flow_rewrite *a __attribute__((unused)),
+				       struct flow_rewrite *a __attribute__((unused)),
 				       struct flow *f __attribute__((unused)),
+				       __u32 service __attribute__((unused)), __u32 backend __attribute__((unused)),
 				       enum slow_path_reason reason __attribute__((unused)))
 {
 	return XDP_PASS;

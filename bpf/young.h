@@ -183,10 +183,12 @@ static __always_inline void write_exchange(struct exchange *x, struct exchange_b
 	empty_exchange(x, bucket, way);
 	/* Readers find the flow by its tags, so these are written last. */
 	d->there.rewrite.tag = d->reply.rewrite.tag = 0;
-	x->there = d->there;
-	x->reply = d->reply;
-	x->key = d->key;
-	x->reply_key = d->reply_key;
+	x->there = d->there.rewrite;
+	x->reply = d->reply.rewrite;
+	x->generation = d->there.generation;
+	x->service = d->there.service;
+	x->backend = d->there.backend;
+	x->ipv6 = d->key.ipv6;
 	d->there.rewrite.tag = there;
 	d->reply.rewrite.tag = reply;
 	head->started = head->last_seen = exchange_clock(d->there.started);

@@ -13,6 +13,7 @@ from pyebpf_proxy.datapath.netlink.uapi import IPS_ASSURED, IPS_DST_NAT, IPS_SEE
 from pyebpf_proxy.see.answers import SeeError
 from pyebpf_proxy.see.flows import Flow
 from pyebpf_proxy.see.maps import Pinned
+from pyebpf_proxy.services.model import Protocol
 
 OPEN, CLOSING = "OPEN", "CLOSING"
 
@@ -31,12 +32,30 @@ def _exchanged(maps: Pinned) -> dict[bytes, bytes]:
     """The entries of all exchanges, as the map ``flows`` would have them. BpfError. SeeError."""
     if "exchanges" not in maps.names:
         return {}
-    layout = maps.packer("exchange", "there", "reply", "key", "reply_key")
-    tag = maps.packer("flow_rewrite", "tag")
+    element = maps.packer("exchange", "there", "reply", "ipv6")
+    bucket = maps.packer("exchange_bucket", "way")
+    head = maps.packer("exchange_head", "started", "queries", "replies")
+    ends = maps.packer("flow_rewrite", "tag", "source", "destination", "source_port", "destination_port")
+    key = maps.packer("flow_key", "source", "destination", "source_port", "destination_port", "protocol", "ipv6")
+    entry = maps.packer("flow", "rewrite", "started", "packets", "young", "reply")
+    elements = list(element.iter_unpack(maps.map("exchanges").dump()[1]))
+    buckets = list(bucket.iter_unpack(maps.map("exchange_heads").dump()[1]))
+    clock = time.clock_gettime_ns(time.CLOCK_MONOTONIC)
     found = {}
-    for there, reply, key, reply_key in layout.iter_unpack(maps.map("exchanges").dump()[1]):
-        if tag.unpack_from(there)[0] and tag.unpack_from(reply)[0]:
-            found[key], found[reply_key] = there, reply
+    for number, (there, reply, ipv6) in enumerate(elements):
+        (tag, *sent), (reply_tag, *answered) = ends.unpack(there), ends.unpack(reply)
+        if not tag or not reply_tag:
+            continue
+        # The first elements of all buckets come first (bpf/exchange.h).
+        way, of_bucket = divmod(number, len(buckets))
+        started, queries, replies = head.unpack_from(buckets[of_bucket][0], way * head.size)
+        # Units of 2^20 ns, of which the map has the lower 32 bits.
+        age = ((clock >> 20) - started & 0xFFFFFFFF) << 20
+        # Packets of one direction look like those of the other when they leave, with the ends exchanged.
+        for packets, rewrite, back, is_reply in ((queries, there, answered, False), (replies, reply, sent, True)):
+            source, destination, source_port, destination_port = back
+            packed = key.pack(destination, source, destination_port, source_port, Protocol.UDP, ipv6)
+            found[packed] = entry.pack(rewrite, clock - age, packets, 1, is_reply)
     return found
 
 

@@ -293,23 +293,24 @@ class Flow:
         """Change fields of an entry."""
         before = self.entry(reply)
         assert before is not None
-        value = self.world.object.btf.struct("flow").pack(**{**before, **fields})
         exchange = self.exchange()
         if exchange is not None:
-            exchange.write(reply, value)
+            exchange.write(reply, **fields)
         else:
+            value = self.world.object.btf.struct("flow").pack(**{**before, **fields})
             self.world.object.maps["flows"].update(self.key(reply), value)
 
     def set_back(self, seconds: float) -> None:
         """Set the times of both entries back."""
         span = int(seconds * SECOND)
+        if (exchange := self.exchange()) is not None:
+            exchange.set_back(span)
+            return
         for reply in self.entries():
             entry = self.entry(reply)
             assert entry is not None
             times = {name: max(entry[name] - span, 0) for name in ("started", "last_seen", "confirmed_until")}
             self.write(reply, **times)
-        if (exchange := self.exchange()) is not None:
-            exchange.set_back(span)
 
     def link(self, reply: bool = False) -> dict[str, Any]:
         """How packets of this direction leave."""
@@ -347,18 +348,34 @@ class Exchange:
         """The exchange with this key, of a client with this address and port. ``reply``: it is the key of replies."""
         for way in range(EXCHANGE_WAYS):
             found = cls(world, bucket_of(address, port), way)
-            if found.tags()[reply] and bytes(found.value()["reply_key" if reply else "key"]) == key:
+            if found.tags()[reply] and found.key(reply) == key:
                 return found
         return None
 
     @property
     def _number(self) -> bytes:
-        return (self.bucket * EXCHANGE_WAYS + self.way).to_bytes(4, "little")
+        return (self.way * EXCHANGE_BUCKETS + self.bucket).to_bytes(4, "little")
 
     def value(self) -> dict[str, Any]:
         read = self.world.object.maps["exchanges"].lookup(self._number)
         assert read is not None
         return dict(self.world.object.btf.struct("exchange").unpack(read))
+
+    def rewrite(self, reply: bool) -> dict[str, Any]:
+        read = bytes(self.value()["reply" if reply else "there"])
+        return dict(self.world.object.btf.struct("flow_rewrite").unpack(read))
+
+    def key(self, reply: bool) -> bytes:
+        """``struct flow_key`` of this direction: what the packets of the other one look like when they leave."""
+        other = self.rewrite(not reply)
+        return self.world.object.btf.struct("flow_key").pack(
+            source=other["destination"],
+            destination=other["source"],
+            source_port=other["destination_port"],
+            destination_port=other["source_port"],
+            protocol=PROTOCOLS["udp"],
+            ipv6=self.value()["ipv6"],
+        )
 
     def _bucket(self) -> dict[str, Any]:
         read = self.world.object.maps["exchange_heads"].lookup(self.bucket.to_bytes(4, "little"))
@@ -393,13 +410,32 @@ class Exchange:
         self.world.object.maps["exchanges"].update(self._number, bytes(self.world.object.btf.struct("exchange").size))
 
     def entry(self, reply: bool) -> bytes:
-        return bytes(self.value()["reply" if reply else "there"])
-
-    def write(self, reply: bool, value: bytes) -> None:
-        written = {**self.value(), "reply" if reply else "there": value}
-        self.world.object.maps["exchanges"].update(
-            self._number, self.world.object.btf.struct("exchange").pack(**written)
+        """``struct flow`` of this direction, as the flow table would have it."""
+        value, head = self.value(), self.head()
+        of_both = {name: value[name] for name in ("generation", "service", "backend")}
+        return self.world.object.btf.struct("flow").pack(
+            **of_both,
+            rewrite=value["reply" if reply else "there"],
+            started=head["started"] << 20,
+            last_seen=head["last_seen"] << 20,
+            packets=head["replies" if reply else "queries"],
+            first_counted=head["first_counted"],
+            young=1,
+            reply=int(reply),
         )
+
+    def write(self, reply: bool, **fields: Any) -> None:
+        """Change fields of ``struct flow`` that an exchange has."""
+        value = self.value()
+        for name, written in fields.items():
+            if name == "packets":
+                self.write_head(**{"replies" if reply else "queries": written})
+            elif name == "rewrite":
+                value["reply" if reply else "there"] = written
+            else:
+                assert name in value, name
+                value[name] = written
+        self.world.object.maps["exchanges"].update(self._number, self.world.object.btf.struct("exchange").pack(**value))
 
     def set_back(self, span: int) -> None:
         head = self.head()

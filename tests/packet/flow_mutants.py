@@ -75,7 +75,7 @@ FLOW_MUTANTS: dict[str, tuple[str, str, str]] = {
     ),
     "exchanges: never a stream": ("flow_send.h", "is_long(head, 1)", "false"),
     "exchanges: nothing for the kernel": ("flow_send.h", "(reason || is_long(", "(is_long("),
-    "exchanges: of removed endpoints": ("flow_send.h", "lost_endpoint_since(p, f, state)", "false"),
+    "exchanges: of removed endpoints": ("flow_send.h", "!reply && exchange_lost_endpoint(p, x, state)", "false"),
     "exchanges: always make room": ("young.h", "!opens_many(way == EXCHANGE_WAYS, now)", "way < EXCHANGE_WAYS"),
     "exchanges: free elements first": ("young.h", "r->opened + r->opened_before > MANY_OPENED ||", "false ||"),
     "exchanges: room in buckets that are not full": ("young.h", "(full && r->full", "(r->full"),
@@ -89,8 +89,8 @@ FLOW_MUTANTS: dict[str, tuple[str, str, str]] = {
         "return is_answered_exchange(head) && !is_long(head, 0) &&",
         "return is_answered_exchange(head) &&",
     ),
-    "exchanges: streams without space go on": ("flow_send.h", "if (!reason && f->reply)", "if (!reason)"),
-    "exchanges: replies without space are left": ("flow_send.h", "if (!reason && f->reply)", "if (false)"),
+    "exchanges: streams without space go on": ("flow_send.h", "if (!reason && reply)", "if (!reason)"),
+    "exchanges: replies without space are left": ("flow_send.h", "if (!reason && reply)", "if (false)"),
     "exchanges: kept beside conntrack's flow": ("flow_send.h", "HOOK == AT_TC && verdict == LEFT", "false"),
     "exchanges: streams without space live on": ("sweep.h", "(is_long(head, 0) && age >", "(false && age >"),
     "exchanges: never moved by the sweep": ("sweep.h", "(s->draining || is_long(head, 0)) &&", "s->draining &&"),
@@ -119,10 +119,27 @@ FLOW_MUTANTS: dict[str, tuple[str, str, str]] = {
     ),
     "exchanges: make room at once": ("complete.h", " : EXCHANGE_NS;", " : 0;"),
     "exchanges: elements that are being written": ("exchange.h", "return !(owner & 1) &&", "return"),
-    "exchanges: equal tags are equal keys": ("exchange.h", " && same_key(stored, key);", ";"),
+    "exchanges: equal tags are equal keys": (
+        "exchange.h",
+        "!((source[0] ^ from[0]) | (source[1] ^ from[1]) | (destination[0] ^ to[0]) | (destination[1] ^ to[1]) |",
+        "!(0 * (source[0] + from[0] + destination[0] + to[0]) |",
+    ),
+    "exchanges: ports of the other end are alike": ("exchange.h", "(key->source_port ^ other->destination_port) |", ""),
+    "exchanges: ports of this end are alike": ("exchange.h", "(key->destination_port ^ other->source_port) |", ""),
+    "exchanges: keys of both families are alike": ("exchange.h", "(key->ipv6 ^ x->ipv6)", "0"),
+    "exchanges: the first bucket's elements first": (
+        "exchange.h",
+        "WAY(element) * EXCHANGE_BUCKETS + element / EXCHANGE_WAYS;",
+        "element;",
+    ),
+    "exchanges: a count that begins again at 0": (
+        "flow_send.h",
+        "if (head->replies == 255)",
+        "if (false)",
+    ),
     "exchanges: one port for two Services": ("young.h", "find_exchange(&d->reply_key) < 0 && enter", "enter"),
     "exchanges: two Services by the table": ("young.h", "find_exchange(&d->reply_key) < 0) {", "true) {"),
-    "exchanges: unfolded by any device": ("exchange.h", "(device && x->there.rewrite.device_in != device)", "false"),
+    "exchanges: unfolded by any device": ("exchange.h", "(device && x->there.device_in != device)", "false"),
     "exchanges: without a drain": ("sweep.h", "(s->draining || is_long", "(false || is_long"),
     "exchanges: for ever": ("sweep.h", "if ((idle > (__s32)exchange_clock(limit) ||", "if ((false ||"),
     "exchanges: the first query is counted twice": (
@@ -134,13 +151,13 @@ FLOW_MUTANTS: dict[str, tuple[str, str, str]] = {
     "exchanges: the filter misses replies": ("young.h", "\t\tnote_in_table(&d->reply_key, true, now);\n", ""),
     "exchanges: the filter misses moved flows": (
         "exchange.h",
-        "\tnote_in_table(&x->key, false, now);\n\tnote_in_table(&x->reply_key, true, now);\n",
+        "\tnote_in_table(&d->key, false, now);\n\tnote_in_table(&d->reply_key, true, now);\n",
         "",
     ),
     "exchanges: the sweep does not note": ("sweep.h", "\tnote_in_table(&key, f->reply, s->now);\n", ""),
     "renewal: of an exchange without a permit": (
         "renew.h",
-        "if (!has_permit(p, &x->there.rewrite, &x->reply.rewrite))",
+        "if (!has_permit(p, &x->there, &x->reply))",
         "if (false)",
     ),
     "renewal: in the table without a permit": (
@@ -280,8 +297,7 @@ FLOW_MUTANTS: dict[str, tuple[str, str, str]] = {
     "flows: promotion asked each time": ("flow_send.h", "|| f->promote)", ")"),
     "flows: replies left to netfilter": (
         "tc.bpf.c",
-        "if (f->reply || !f->backend || a->source_port != p->source_port ||\n"
-        "\t    !same_address(&source, &p->source, p->ipv6))",
+        "if (!backend || a->source_port != p->source_port || !same_address(&source, &p->source, p->ipv6))",
         "if (false)",
     ),
     "flows: a second flow of a port by any device": (

@@ -202,6 +202,17 @@ def test_without_space_in_the_table_the_sweep_ends_it(crowded: ProgramNode, seco
     assert (flow.exchange() is None) == (seconds > 30)
 
 
+def test_without_space_in_the_table_it_stays_a_stream(crowded: ProgramNode) -> None:
+    """Its counters are bytes."""
+    flow = long_query(crowded)
+    flow.write(reply=True, packets=255)
+    assert flow.run(reply=True).retval == REDIRECT
+    flow.set_back(31)
+    assert flow.run(reply=True).retval == REDIRECT
+    sweep(crowded)
+    assert flow.exchange() is None
+
+
 def test_the_sweep_moves_it_as_soon_as_there_is_space(crowded: ProgramNode) -> None:
     flow = long_query(crowded)
     crowded.object.maps["young_counts"].delete(crowded.devices["pods"].to_bytes(4, "little"))
@@ -308,22 +319,27 @@ def test_an_element_that_has_just_been_written_is_another_flows(fast: ProgramNod
     """The tags in the bucket still match, but those of the entry do not: the packet is of no known flow."""
     flow = query(fast)
     exchange = exchange_of(flow)
-    value = exchange.entry(reply=False)
-    exchange.write(False, (1).to_bytes(4, "little") + value[4:])
+    rewrite = {**exchange.rewrite(reply=False), "tag": 1}
+    exchange.write(False, rewrite=fast.object.btf.struct("flow_rewrite").pack(**rewrite))
     write_permits(fast, until=0)
     assert flow.run().retval != REDIRECT
     assert fast.reasons().get("FLOW_HIT", 0) == 2, "the first query and its reply"
 
 
-def test_two_keys_with_the_same_tag_are_two_flows(fast: ProgramNode) -> None:
+@pytest.mark.parametrize("what", ["source", "destination", "source_port", "destination_port", "ipv6"])
+@pytest.mark.parametrize("reply", BOTH, ids=["query", "reply"])
+def test_two_keys_with_the_same_tag_are_two_flows(fast: ProgramNode, reply: bool, what: str) -> None:
     flow = query(fast)
     exchange = exchange_of(flow)
-    value = exchange.value()
-    layout = fast.object.btf.struct("exchange")
-    value["key"] = Flow(fast, "udp", port=81).key()
-    fast.object.maps["exchanges"].update(exchange._number, layout.pack(**value))
+    if what == "ipv6":
+        exchange.write(reply, ipv6=1 - exchange.value()["ipv6"])
+    else:
+        # What the packets of the other direction look like when they leave.
+        other = exchange.rewrite(not reply)
+        other[what] = other[what] ^ 1 if what.endswith("port") else bytes([other[what][0] ^ 1]) + other[what][1:]
+        exchange.write(not reply, rewrite=fast.object.btf.struct("flow_rewrite").pack(**other))
     write_permits(fast, until=0)
-    assert flow.run().retval == GO_ON
+    assert flow.run(reply).retval != REDIRECT
 
 
 @pytest.mark.parametrize("reply", BOTH, ids=["query", "reply"])
@@ -457,9 +473,16 @@ def test_a_drain_moves_exchanges_to_the_table_and_has_them_promoted(fast: Progra
 # ---- the filter: whether the table may have a datagram's flow -------------------------------------------------
 
 
-def clear_filter(world: ProgramNode) -> None:
-    filtered = world.object.maps["udp_filter"]
-    filtered.update(bytes(4), bytes(filtered.value_size))
+def write_filter(world: ProgramNode, byte: int) -> None:
+    """Every byte of the filter."""
+    buckets, layout = world.object.maps["exchange_heads"], world.object.btf.struct("exchange_bucket")
+    numbers, values = buckets.dump()
+    size = len(values) // buckets.max_entries
+    for at in range(0, len(values), size):
+        bucket = dict(layout.unpack(values[at : at + size]))
+        if set(bytes(bucket["noted"])) != {byte}:
+            bucket["noted"] = bytes([byte] * len(bytes(bucket["noted"])))
+            buckets.update(numbers[at // size * 4 :][:4], layout.pack(**bucket))
 
 
 @pytest.mark.parametrize("reply", BOTH, ids=["query", "reply"])
@@ -468,7 +491,7 @@ def test_a_flow_of_the_table_is_found(fast: ProgramNode, reply: bool, swept: boo
     sweep(fast)
     flow = young(fast, "udp", in_table=True)
     if swept:
-        clear_filter(fast)
+        write_filter(fast, 0)
         sweep(fast)
     write_permits(fast, until=0)
     assert flow.run(reply).retval == REDIRECT
@@ -499,7 +522,7 @@ def test_the_table_is_asked_if_the_last_sweep_was_long_ago(fast: ProgramNode, se
     """So a filter that is not kept up to date loses no flow. With a fresh one the lookup is really saved."""
     flow = young(fast, "udp", in_table=True)
     sweep(fast)
-    clear_filter(fast)
+    write_filter(fast, 0)
     write_last_sweep(fast, when=(now() >> 30) - seconds)
     write_permits(fast, until=0)
     assert (flow.run().retval == REDIRECT) == bool(seconds)
@@ -510,11 +533,10 @@ def test_a_note_of_the_filter_expires(fast: ProgramNode, seconds: int, asked: bo
     """The table is asked for as long as a sweep may be late, and a little longer. Another CPU's clock may be ahead."""
     flow = young(fast, "udp", in_table=True)
     write_permits(fast, until=0)
-    filtered = fast.object.maps["udp_filter"]
     for _ in range(100):
         sweep(fast)
         clock = now() >> 30
-        filtered.update(bytes(4), bytes([(clock - seconds) % 255 + 1]) * filtered.value_size)
+        write_filter(fast, (clock - seconds) % 255 + 1)
         found = flow.run().retval == REDIRECT
         if now() >> 30 == clock:
             break

@@ -103,8 +103,8 @@ ORDER = {
         "insert_client_entry(&d->key, &d->there, &d->reply_key, open)",
     ],
     "exchange.h:move_to_table": [
-        "bpf_map_update_elem(&flows, &x->reply_key, &x->reply, BPF_NOEXIST)",
-        "insert_client_entry(&x->key, &x->there, &x->reply_key, open)",
+        "bpf_map_update_elem(&flows, &d->reply_key, &d->reply, BPF_NOEXIST)",
+        "insert_client_entry(&d->key, &d->there, &d->reply_key, open)",
     ],
     "flow_table.h:insert_client_entry": [
         "\tcount_young(",
