@@ -56,24 +56,29 @@ static __always_inline __u32 filter_clock(__u64 now)
 	return now >> 30;
 }
 
-/* The bits are others than those that select a bucket. */
-static __always_inline __u8 *byte_of(struct exchange_bucket *bucket, __u64 hash)
+static __always_inline struct udp_filter *filter(void)
 {
-	return &bucket->noted[hash >> 16 & (FILTER_BYTES - 1)];
+	__u32 zero = 0;
+
+	return bpf_map_lookup_elem(&udp_filter, &zero);
+}
+
+/* The bits are others than those that select a bucket. */
+static __always_inline __u8 *byte_of(struct udp_filter *f, __u64 hash)
+{
+	return &f->noted[hash >> 16 & (FILTER_BYTES - 1)];
 }
 
 /* Called before an entry of this key is inserted, and with every sweep.  `reply`: it is the endpoint's direction. */
 static __always_inline void note_in_table(const struct flow_key *key, bool reply, __u64 now)
 {
-	struct exchange_bucket *bucket;
-	__u64 hash;
+	struct udp_filter *f;
 
 	if (key->protocol != UDP)
 		return;
-	hash = client_hash(key, reply);
-	bucket = bucket_at(bucket_of(hash));
-	if (bucket)
-		*(volatile __u8 *)byte_of(bucket, hash) = filter_clock(now) % FILTER_AGES + 1;
+	f = filter();
+	if (f)
+		*(volatile __u8 *)byte_of(f, client_hash(key, reply)) = filter_clock(now) % FILTER_AGES + 1;
 }
 
 /* `noted`: a byte of the filter.  Another CPU's clock may be one unit ahead of this one's (flow_clock()). */
@@ -90,11 +95,11 @@ static __always_inline bool may_be_in_table(__u64 from, __u64 to, __u64 now)
 {
 	__u32 zero = 0, clock = filter_clock(now);
 	struct exchange_sweep_result *last = bpf_map_lookup_elem(&exchange_sweeps, &zero);
-	struct exchange_bucket *a = bucket_at(bucket_of(from)), *b = bucket_at(bucket_of(to));
+	struct udp_filter *f = filter();
 
-	if (!last || !a || !b || clock - *(volatile __u32 *)&last->when > SWEEP_LATE)
+	if (!last || !f || clock - *(volatile __u32 *)&last->when > SWEEP_LATE)
 		return true;
-	return is_recent(*(volatile __u8 *)byte_of(a, from), clock) || is_recent(*(volatile __u8 *)byte_of(b, to), clock);
+	return is_recent(*(volatile __u8 *)byte_of(f, from), clock) || is_recent(*(volatile __u8 *)byte_of(f, to), clock);
 }
 
 /* ---- finding -------------------------------------------------------------------------------- */

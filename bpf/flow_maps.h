@@ -143,19 +143,12 @@ struct exchange_head {
 	__u8 distant;		/* the client is on another machine */
 };
 
-#define FILTER_BYTES 16		/* of each bucket */
-
-/*
- * Apart from the elements, so that all buckets stay in the CPU's cache: what most packets need is one line of it.
- * `noted` tells of which clients' addresses and ports `flows` may have UDP flows, by a hash: when an entry was inserted or
- * was last seen by the sweep (note_in_table()).  It saves most lookups of datagrams that the table does not have.
- */
+/* Apart from the elements: what most packets need is one line of it. */
 struct exchange_bucket {
 	__u32 there[EXCHANGE_WAYS];	/* the tags of both keys of each element; 0: it is free */
 	__u32 reply[EXCHANGE_WAYS];
-	__u8 noted[FILTER_BYTES];
 	struct exchange_head way[EXCHANGE_WAYS];
-	__u8 zero[16];		/* two cache lines */
+	__u8 zero[32];		/* two cache lines */
 };
 
 struct {
@@ -165,6 +158,23 @@ struct {
 	__type(key, __u32);
 	__type(value, struct exchange_bucket);
 } exchange_heads SEC(".maps");
+
+#define FILTER_BYTES 16384	/* so few that they stay in the CPU's cache */
+
+/*
+ * Which clients' addresses and ports `flows` may have UDP flows of, by a hash: when an entry was inserted or was last
+ * seen by the sweep (note_in_table()).  It saves most lookups of datagrams that the table does not have.
+ */
+struct udp_filter {
+	__u8 noted[FILTER_BYTES];
+};
+
+struct {
+	__uint(type, BPF_MAP_TYPE_ARRAY);
+	__uint(max_entries, 1);
+	__type(key, __u32);
+	__type(value, struct udp_filter);
+} udp_filter SEC(".maps");
 
 /* New young UDP flows of this CPU, and those whose bucket was full, in the current and in the last window of 2^28 ns. */
 struct exchange_rate {
@@ -185,7 +195,7 @@ struct {
 /* What the last sweep has found. */
 struct exchange_sweep_result {
 	__u32 used;		/* elements in use */
-	__u32 when;		/* filter_clock(): it has noted all UDP flows of the table in exchange_heads */
+	__u32 when;		/* filter_clock(): it has noted all UDP flows of the table in udp_filter */
 };
 
 struct {

@@ -20,14 +20,30 @@ static __always_inline __u32 ip_device(struct __sk_buff *skb)
 }
 
 /*
- * A packet of a young flow that only the kernel can handle.  The client's packet can create the conntrack entry by
- * itself: conntrack picks up connections midstream, and the endpoint is the same.  Any other packet is dropped
- * once: the agent creates the entry before the sender retransmits.
+ * The client's packet can create the conntrack entry by itself: conntrack picks up connections midstream, and the
+ * endpoint is the same.  Any other packet is dropped once: the agent creates the entry before the sender retransmits.
+ * Global for the same reason as judge_syn().
  */
+__noinline int leave_to_netfilter(struct __sk_buff *skb, const struct packet *p, const struct flow_rewrite *a,
+				  __u32 service, __u32 backend)
+{
+	union address source;
+
+	if (!p || !a)
+		return DROPPED;
+	__builtin_memcpy(&source, a->source, 16);
+	if (!backend || a->source_port != p->source_port || !same_address(&source, &p->source, p->ipv6)) {
+		drop_until_promotion(p, receiving_device(skb), service);
+		return DROPPED;
+	}
+	set_choice(skb, backend, false);
+	return LEFT;
+}
+
+/* A packet of a young flow that only the kernel can handle. */
 static __always_inline int leave_young(struct __sk_buff *skb, const struct packet *p, struct flow_rewrite *a,
 				       struct flow *f, __u32 service, __u32 backend, enum slow_path_reason reason)
 {
-	union address source;
 	int verdict;
 
 	if (reason == STACK_FRAGMENT) {
@@ -44,13 +60,7 @@ static __always_inline int leave_young(struct __sk_buff *skb, const struct packe
 		if (p->protocol == UDP)
 			f->packets += EXCHANGE_PACKETS + 1;
 	}
-	__builtin_memcpy(&source, a->source, 16);
-	if (!backend || a->source_port != p->source_port || !same_address(&source, &p->source, p->ipv6)) {
-		drop_until_promotion(p, receiving_device(skb), service);
-		return DROPPED;
-	}
-	set_choice(skb, backend, false);
-	return LEFT;
+	return leave_to_netfilter(skb, p, a, service, backend);
 }
 
 /* True, and `b` filled, if a scheduler chose this packet's endpoint in XDP, which left the rest to tc. */

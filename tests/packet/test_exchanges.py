@@ -475,14 +475,8 @@ def test_a_drain_moves_exchanges_to_the_table_and_has_them_promoted(fast: Progra
 
 def write_filter(world: ProgramNode, byte: int) -> None:
     """Every byte of the filter."""
-    buckets, layout = world.object.maps["exchange_heads"], world.object.btf.struct("exchange_bucket")
-    numbers, values = buckets.dump()
-    size = len(values) // buckets.max_entries
-    for at in range(0, len(values), size):
-        bucket = dict(layout.unpack(values[at : at + size]))
-        if set(bytes(bucket["noted"])) != {byte}:
-            bucket["noted"] = bytes([byte] * len(bytes(bucket["noted"])))
-            buckets.update(numbers[at // size * 4 :][:4], layout.pack(**bucket))
+    filtered = world.object.maps["udp_filter"]
+    filtered.update(bytes(4), bytes([byte]) * filtered.value_size)
 
 
 @pytest.mark.parametrize("reply", BOTH, ids=["query", "reply"])
