@@ -21,7 +21,7 @@ from tempfile import TemporaryDirectory
 
 from .contenders import BEFORE_OTHERS, CONTENDERS, WAYS, Ground, field, turns
 from .latency import CONNECTIONS, LOAD
-from .loads import connect, exchange, paced, stream, watched
+from .loads import connect, exchange, paced, query, stream, watched
 from .plots import significant
 
 FREQUENCY = 1999
@@ -102,6 +102,7 @@ Take = Callable[[Ground, str, int, float], float]
 LOADS: dict[str, tuple[Take, tuple[str, ...], str]] = {
     "exchange": (exchange, ("pingpong",), "exchange"),
     "connect": (connect, ("connections",), "connection"),
+    "dns": (query, ("datagrams",), "query"),
     "latency": (_at_rate, ("paced", "connections"), "request"),
     "stream": (_kilobytes, ("iperf3",), "kB"),
 }

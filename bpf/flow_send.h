@@ -444,7 +444,7 @@ static __always_inline struct flow *entry_in_table(const struct packet *p)
 		from = client_hash(key, false);
 		to = client_hash(key, true);
 		if (!may_be_in_table(from, to, flow_clock())) {
-			prefetch_exchange(has_client_source(p) ? from : to);
+			prefetch_exchange(is_for_client(p) ? to : from);
 			return NULL;
 		}
 	}

@@ -19,10 +19,12 @@ static __always_inline __u32 tag_of(const void *key)
 	return (__u32)(t >> 32) | 1;
 }
 
-/* A guess: clients' ports are usually larger than those of Services and endpoints. */
-static __always_inline bool has_client_source(const struct packet *p)
+#define EPHEMERAL_PORT_MIN 32768	/* Linux: ip_local_port_range; NodePorts end before it */
+
+/* A guess, by the ports that clients usually have. */
+static __always_inline bool is_for_client(const struct packet *p)
 {
-	return p->source_port >= p->destination_port;
+	return p->destination_port >= EPHEMERAL_PORT_MIN && p->source_port < EPHEMERAL_PORT_MIN;
 }
 
 static __always_inline bool goes_to_frontend(const struct packet *p)
@@ -41,9 +43,9 @@ static __always_inline bool is_from_endpoint(const struct packet *p)
  */
 static __always_inline bool may_be_known(const struct packet *p)
 {
-	if (has_client_source(p))
-		return goes_to_frontend(p) || is_from_endpoint(p);
-	return is_from_endpoint(p) || goes_to_frontend(p);
+	if (is_for_client(p))
+		return is_from_endpoint(p) || goes_to_frontend(p);
+	return goes_to_frontend(p) || is_from_endpoint(p);
 }
 
 static __always_inline bool comes_from_endpoint(const struct packet *p)
