@@ -85,10 +85,10 @@ static __always_inline __u32 exchange_clock(__u64 now)
 	return now >> 20;
 }
 
-/* The time in nanoseconds, given exchange_clock() of it, which is less than 50 days ago. */
+/* The time in nanoseconds, given exchange_clock() of it, which may be that of another CPU, a tick ahead of `now`. */
 static __always_inline __u64 exchange_time(__u32 clock, __u64 now)
 {
-	return now - ((__u64)(exchange_clock(now) - clock) << 20);
+	return now - (__s64)(__s32)(exchange_clock(now) - clock) * (1 << 20);
 }
 
 /* True if the exchange is a stream, with so many packets more than it has sent.  It should be in the flow table. */

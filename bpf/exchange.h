@@ -37,7 +37,7 @@ static __always_inline struct exchange_bucket *bucket_with(__u32 element)
 	return bucket_at(element / EXCHANGE_WAYS);
 }
 
-/* The first elements of all buckets are next to each other: most others are rarely used, and need not be in the TLB. */
+/* The first elements of all buckets are next to each other. Most others are rarely used. */
 static __always_inline struct exchange *exchange_at(__u32 element)
 {
 	__u32 number = WAY(element) * EXCHANGE_BUCKETS + element / EXCHANGE_WAYS;

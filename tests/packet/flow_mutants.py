@@ -137,6 +137,11 @@ FLOW_MUTANTS: dict[str, tuple[str, str, str]] = {
         "if (head->replies == 255)",
         "if (false)",
     ),
+    "exchanges: clocks are never ahead": (
+        "complete.h",
+        "(__s64)(__s32)(exchange_clock",
+        "(__s64)(__u32)(exchange_clock",
+    ),
     "exchanges: one port for two Services": ("young.h", "find_exchange(&d->reply_key) < 0 && enter", "enter"),
     "exchanges: two Services by the table": ("young.h", "find_exchange(&d->reply_key) < 0) {", "true) {"),
     "exchanges: unfolded by any device": ("exchange.h", "(device && x->there.device_in != device)", "false"),

@@ -15,6 +15,7 @@ from tests.packet.fast_node import (
     OTHER_MACHINE,
     POD,
     REDIRECT,
+    SECOND,
     VARIANTS,
     Exchange,
     Flow,
@@ -137,6 +138,15 @@ def test_the_seventh_packet_makes_it_a_flow_of_the_table(fast: ProgramNode) -> N
     flow.run()
     assert sweep(fast)["requested"] == 1
     assert fast.promotions() == [flow.key()]
+
+
+def test_a_clock_that_is_ahead_does_not_make_it_old(fast: ProgramNode) -> None:
+    """Another CPU has sent its last packet, and has seen the next tick. In the table it would end at once."""
+    flow = query(fast)
+    flow.set_back(AT_ONCE)
+    flow.run(frame=options(flow))
+    assert in_table(flow)
+    assert abs(flow.entry()["last_seen"] - now()) < 60 * SECOND  # type: ignore[index]
 
 
 @pytest.mark.parametrize("reply", BOTH, ids=["query", "reply"])
