@@ -51,7 +51,8 @@ def read_report(text: str) -> list[Spec]:
 
 
 def _group(texts: list[str]) -> str:
-    first = re.sub(r"\[[^]]*\] *", "", texts[0]).strip()
+    # Some containers have labels only: "[sig-network] [Feature:IPv6DualStack]".
+    first = re.sub(r"\[[^]]*\] *", "", texts[0]).strip() or ("Dual stack" if "IPv6DualStack" in texts[0] else "Others")
     if len(texts) > 2 and texts[1].startswith("Granular Checks"):
         return f"{first} {texts[1].partition('[')[0].strip()}"
     return first

@@ -52,6 +52,13 @@ def test_the_report_keeps_specs_that_ran_or_skipped_themselves() -> None:
     ]  # fmt: skip
 
 
+def test_specs_in_a_container_with_labels_only_have_a_group() -> None:
+    labels = "[sig-network] [Feature:IPv6DualStack]"
+    both = report(spec("passed", labels, "should"), spec("passed", labels, "Granular Checks: Services [X]", "should"))
+    groups = [each.group for each in results.read_report(both)]
+    assert groups == ["Dual stack", "Dual stack Granular Checks: Services"]
+
+
 def test_suite_that_could_not_begin_is_a_failure() -> None:
     read = results.read_report(
         report(
