@@ -96,10 +96,10 @@ def _times(runs: Mapping[str, Mapping[str, Any]]) -> str:
     if not known:
         return "How long these runs took was not recorded.\n"
     texts = [
-        f"{_title(name)}: {about['seconds'] / 60:.0f} minutes, {about['processes']} specs at once"
+        f"* {_title(name)}: {about['seconds'] / 60:.0f} minutes, {about['processes']} specs at once"
         for name, about in known.items()
     ]
-    return f"Time of a run without the start of the cluster: {'; '.join(texts)}.\n"
+    return "\n".join(["Time of a run without the start of the cluster:", "", *texts, ""])
 
 
 def _switched() -> str:
