@@ -293,37 +293,29 @@ __noinline int has_lost_endpoint(const struct packet *p, const struct flow_rewri
 	return !is_endpoint(&endpoint, a->destination_port, UDP, p->ipv6, service);
 }
 
-/* True if services have changed since the last packet of this UDP flow, and its endpoint is gone. */
-static __always_inline bool lost_endpoint_since(const struct packet *p, struct flow *f, const struct fast_path *state)
+/*
+ * True if services have changed since the last packet of this direction of a UDP flow, and its endpoint is gone.
+ * `generation`: of that packet.
+ */
+static __always_inline bool lost_endpoint_since(const struct packet *p, const struct flow_rewrite *a, bool reply,
+						__u32 service, __u32 *generation, bool young,
+						const struct fast_path *state)
 {
 	/* Read once: services may change again meanwhile. */
-	__u32 generation = *(volatile __u32 *)&state->generation;
+	__u32 now = *(volatile __u32 *)&state->generation;
 
-	if (f->generation == generation)
+	if (*generation == now)
 		return false;
-	if (!f->reply && has_lost_endpoint(p, &f->rewrite, f->service))
+	if (!reply && has_lost_endpoint(p, a, service))
 		return true;
-	if (f->young)
-		f->generation = generation;
+	/* A kernel's flow must be confirmed first. */
+	if (young)
+		*generation = now;
 	return false;
 }
 
 /* The flow table has the flow now. */
 #define MOVED_TO_TABLE (-5)
-
-/* As lost_endpoint_since(), for a packet from the client of an exchange. */
-static __always_inline bool exchange_lost_endpoint(const struct packet *p, struct exchange *x,
-						   const struct fast_path *state)
-{
-	__u32 generation = *(volatile __u32 *)&state->generation;
-
-	if (x->generation == generation)
-		return false;
-	if (has_lost_endpoint(p, &x->there, x->service))
-		return true;
-	x->generation = generation;
-	return false;
-}
 
 /* A packet of an exchange is sent. */
 static __always_inline void note_exchanged(struct exchange_head *head, bool reply, __u64 now)
@@ -403,7 +395,8 @@ static __noinline int send_exchanged(struct context *ctx, struct packet *p, __u3
 	head = &bucket->way[WAY(FOUND_ELEMENT(found))];
 	if (!came_in_right(ctx, a, device))
 		return NOT_SENT;
-	if (!reply && exchange_lost_endpoint(p, x, state)) {
+	/* Both directions share `generation`: a reply must not hide the change from the next query. */
+	if (!reply && lost_endpoint_since(p, a, false, x->service, &x->generation, true, state)) {
 		forget_exchange(FOUND_ELEMENT(found), FOUND_OWNER(found));
 		return NOT_KNOWN;
 	}
@@ -487,7 +480,8 @@ static __always_inline int send_by_table(struct context *ctx, struct packet *p, 
 	state = fast_path_state();
 	if (!state)
 		return NOT_SENT;
-	if (p->protocol == UDP && lost_endpoint_since(p, known, state)) {
+	if (p->protocol == UDP &&
+	    lost_endpoint_since(p, a, known->reply, known->service, &known->generation, known->young, state)) {
 		forget_flow((const struct flow_key *)p, a, false, known->young);
 		return NOT_KNOWN;
 	}

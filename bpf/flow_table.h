@@ -27,16 +27,6 @@ static __always_inline bool is_for_client(const struct packet *p)
 	return p->destination_port >= EPHEMERAL_PORT_MIN && p->source_port < EPHEMERAL_PORT_MIN;
 }
 
-static __always_inline bool goes_to_frontend(const struct packet *p)
-{
-	return is_hinted(&p->destination, p->destination_port, p->ipv6);
-}
-
-static __always_inline bool is_from_endpoint(const struct packet *p)
-{
-	return is_hinted(&p->source, p->source_port, p->ipv6);
-}
-
 /*
  * A packet of a flow in the table goes to a frontend, or comes from an endpoint.  The word with the hint of a client's
  * port is rarely in the CPU's cache, so the other end comes first.
@@ -44,13 +34,13 @@ static __always_inline bool is_from_endpoint(const struct packet *p)
 static __always_inline bool may_be_known(const struct packet *p)
 {
 	if (is_for_client(p))
-		return is_from_endpoint(p) || goes_to_frontend(p);
-	return goes_to_frontend(p) || is_from_endpoint(p);
+		return has_hinted_source(p) || has_hinted_destination(p);
+	return has_hinted_destination(p) || has_hinted_source(p);
 }
 
 static __always_inline bool comes_from_endpoint(const struct packet *p)
 {
-	return is_from_endpoint(p) && is_endpoint(&p->source, p->source_port, p->protocol, p->ipv6, 0);
+	return has_hinted_source(p) && is_endpoint(&p->source, p->source_port, p->protocol, p->ipv6, 0);
 }
 
 /* bpf_ktime_get_coarse_ns(), perhaps of the tick before. */

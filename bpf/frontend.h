@@ -95,7 +95,7 @@ static __always_inline bool find_frontend(const struct packet *p, struct fronten
 {
 	struct frontend *found = NULL;
 
-	if (is_hinted(&p->destination, p->destination_port, p->ipv6))
+	if (has_hinted_destination(p))
 		found = exact_frontend(&p->destination, p->destination_port, p->protocol, p->ipv6);
 	/* NodePorts are stored with the unspecified address. A packet to that address must not match them here. */
 	if (!found || found->kind == NODE_PORT)

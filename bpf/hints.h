@@ -25,6 +25,16 @@ static __always_inline bool is_hinted(const union address *address, __u16 port, 
 	return bits && (*bits >> (hint % 64) & 1);
 }
 
+static __always_inline bool has_hinted_source(const struct packet *p)
+{
+	return is_hinted(&p->source, p->source_port, p->ipv6);
+}
+
+static __always_inline bool has_hinted_destination(const struct packet *p)
+{
+	return is_hinted(&p->destination, p->destination_port, p->ipv6);
+}
+
 static __always_inline void set_hint(const union address *address, __u16 port, bool ipv6)
 {
 	__u32 hint = hint_of(address, port, ipv6), word = hint / 64;

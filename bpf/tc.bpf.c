@@ -123,8 +123,7 @@ static __always_inline int serve(struct __sk_buff *skb, struct packet *p, const 
  */
 static __always_inline bool clashes_with_young(struct __sk_buff *skb, const struct packet *p)
 {
-	return goes_to_frontend(p) &&
-	       is_taken_by_young(p, &p->destination, p->destination_port, skb->ifindex);
+	return has_hinted_destination(p) && is_taken_by_young(p, &p->destination, p->destination_port, skb->ifindex);
 }
 
 /* A SYN-ACK shows which path replies take, also when the table knows the flow already. */
@@ -171,7 +170,7 @@ static __always_inline bool is_decided(const struct __sk_buff *skb)
  */
 static __always_inline bool is_midstream(const struct packet *p)
 {
-	return p->protocol == TCP && !p->starts_flow && goes_to_frontend(p);
+	return p->protocol == TCP && !p->starts_flow && has_hinted_destination(p);
 }
 
 /* For a packet without hints, as most packets: only a NodePort, or a moved UDP socket of a pod, is possible. */

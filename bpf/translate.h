@@ -133,7 +133,7 @@ __noinline int names_peer(struct bpf_sock_addr *ctx, const struct packet *p, str
 /* To no service.  Most destinations are no endpoint either, which the hints tell. */
 static __always_inline long leave_direct(struct bpf_sock_addr *ctx, const struct packet *p, bool datagram)
 {
-	if (is_hinted(&p->destination, p->destination_port, p->ipv6))
+	if (has_hinted_destination(p))
 		forget_original(ctx, p, datagram);
 	return ALLOW;
 }

@@ -194,7 +194,7 @@ static __always_inline void write_exchange(struct exchange *x, struct exchange_b
 	head->started = head->last_seen = exchange_clock(d->there.started);
 	head->queries = head->replies = 0;
 	head->first_counted = 0;
-	head->distant = d->reply.rewrite.out.redirect != REDIRECT_PEER;
+	head->distant = is_distant(&d->reply);
 	read_barrier();
 	write_tags(x, bucket, way, there, reply);
 }

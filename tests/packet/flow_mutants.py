@@ -75,7 +75,16 @@ FLOW_MUTANTS: dict[str, tuple[str, str, str]] = {
     ),
     "exchanges: never a stream": ("flow_send.h", "is_long(head, 1)", "false"),
     "exchanges: nothing for the kernel": ("flow_send.h", "(reason || is_long(", "(is_long("),
-    "exchanges: of removed endpoints": ("flow_send.h", "!reply && exchange_lost_endpoint(p, x, state)", "false"),
+    "exchanges: of removed endpoints": (
+        "flow_send.h",
+        "!reply && lost_endpoint_since(p, a, false,",
+        "false && lost_endpoint_since(p, a, false,",
+    ),
+    "exchanges: a reply hides that the endpoint is gone": (
+        "flow_send.h",
+        "!reply && lost_endpoint_since(p, a, false,",
+        "lost_endpoint_since(p, a, reply,",
+    ),
     "exchanges: always make room": ("young.h", "!opens_many(way == EXCHANGE_WAYS, now)", "way < EXCHANGE_WAYS"),
     "exchanges: free elements first": ("young.h", "r->opened + r->opened_before > MANY_OPENED ||", "false ||"),
     "exchanges: room in buckets that are not full": ("young.h", "(full && r->full", "(r->full"),
@@ -277,7 +286,7 @@ FLOW_MUTANTS: dict[str, tuple[str, str, str]] = {
         "f->closing == CLOSING_IN_SEQUENCE && other->closing == CLOSING_IN_SEQUENCE",
         "f->closing && other->closing",
     ),
-    "flows: endpoint gone": ("flow_send.h", "lost_endpoint_since(p, known, state)", "false"),
+    "flows: endpoint gone": ("flow_send.h", "if (p->protocol == UDP &&\n\t    lost", "if (false &&\n\t    lost"),
     "flows: never confirmed again": ("flow_send.h", "now >= known->confirmed_until || ", ""),
     "flows: generation ignored": (
         "flow_send.h",

@@ -352,7 +352,9 @@ def test_two_keys_with_the_same_tag_are_two_flows(fast: ProgramNode, reply: bool
         other[what] = other[what] ^ 1 if what.endswith("port") else bytes([other[what][0] ^ 1]) + other[what][1:]
         exchange.write(not reply, rewrite=fast.object.btf.struct("flow_rewrite").pack(**other))
     write_permits(fast, until=0)
-    assert flow.run(reply).retval != REDIRECT
+    # The endpoint would see the same ports in two flows: such a query waits until the first one is in conntrack.
+    clashes = not reply and what != "ipv6"
+    assert flow.run(reply).retval == (SHOT if clashes else GO_ON)
 
 
 @pytest.mark.parametrize("reply", BOTH, ids=["query", "reply"])
@@ -429,11 +431,14 @@ def test_a_flow_with_the_tag_of_an_exchange_enters_the_table(fast: ProgramNode, 
     assert in_table(flow)
 
 
-def test_a_removed_endpoint_ends_it(fast: ProgramNode) -> None:
+@pytest.mark.parametrize("late", [False, True], ids=["at once", "after a late reply"])
+def test_a_removed_endpoint_ends_it(fast: ProgramNode, late: bool) -> None:
     flow = query(fast)
     fast.endpoint("remote", 2, present=False)
     fast.service(["local"], protocol="udp", service=2)
     fast.write_fast_path_state(generation=2)
+    if late:
+        assert flow.run(reply=True).retval == REDIRECT
     assert flow.run().retval == GO_ON
     assert flow.exchange() is None
 
