@@ -24,9 +24,8 @@ from typing import NamedTuple
 
 from pyebpf_proxy.datapath.loader import _libbpf
 
-from .contenders import BEFORE_OTHERS, CONTENDERS, WAYS, Ground, field
-from .loads import watched
-from .shares import LOADS
+from .contenders import CONTENDERS, WAYS, field
+from .shares import LOADS, record
 
 FREQUENCY = 9999
 FUNCTIONS_MAX, CODE_MAX = 512, 1 << 20
@@ -101,14 +100,26 @@ def busiest(instructions: list[tuple[int, str]]) -> Iterator[str]:
             yield ""
 
 
-def record(ground: Ground, load: str, way: str, family: int, seconds: float, folder: Path) -> list[str]:
-    """Samples of the load, as ``perf script`` prints them."""
-    data, cpu = folder / "perf.data", max(os.sched_getaffinity(0))
-    command = ["perf", "record", "-q", "-e", "cpu-clock", "-F", str(FREQUENCY), "-C", str(cpu), "-m", "32M"]
-    with watched([*BEFORE_OTHERS, *command, "-o", str(data), "--"]):
-        LOADS[load][0](ground, way, family, seconds)
-    script = ["perf", "script", "-i", str(data), "-F", "ip,sym"]
-    return subprocess.run(script, capture_output=True, text=True, check=True).stdout.splitlines()
+def report(found: Counter[tuple[int, str]], total: int, keep: Path | None, folder: Path) -> Iterator[str]:
+    """The busiest instructions of each function of the loaded programs. ``keep``: a folder for their whole code."""
+    shown = subprocess.run(["bpftool", "-j", "prog", "show"], capture_output=True, check=True).stdout
+    for program in json.loads(shown):
+        for function in functions(program["id"]):
+            end = function.address + len(function.code)
+            own = {key: count for key, count in found.items() if function.address <= key[0] < end}
+            taken = sum(own.values())
+            if not taken or taken < LEAST * total:
+                continue
+            (_, name), caller = next(iter(own)), program.get("name", program["id"])
+            offsets = {address - function.address: count for (address, _), count in own.items()}
+            code = listing(function.code, offsets, folder)
+            yield f"{name} of {caller}: {100 * taken / total:.2f} % of {total} samples\n"
+            yield from busiest(code)
+            if keep:
+                keep.mkdir(parents=True, exist_ok=True)
+                (keep / f"{caller}.{name}.txt").write_text(
+                    "".join(f"{count or '':>8} {text}\n" for count, text in code)
+                )
 
 
 def main() -> int:
@@ -120,29 +131,13 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=8.0)
     parser.add_argument("--keep", type=Path, metavar="FOLDER")
     asked = parser.parse_args()
+    take = LOADS[asked.load][0]
     try:
         (ground,) = field().grounds([asked.contender])
-        with TemporaryDirectory() as name:
-            folder = Path(name)
-            found, total = samples(record(ground, asked.load, asked.way, asked.family, asked.seconds, folder))
-            shown = subprocess.run(["bpftool", "-j", "prog", "show"], capture_output=True, check=True).stdout
-            for program in json.loads(shown):
-                for function in functions(program["id"]):
-                    end = function.address + len(function.code)
-                    own = {key: count for key, count in found.items() if function.address <= key[0] < end}
-                    if sum(own.values()) < LEAST * total:
-                        continue
-                    name = next(iter(own))[1]
-                    taken = {address - function.address: count for (address, _), count in own.items()}
-                    code = listing(function.code, taken, folder)
-                    print(
-                        f"{name} of {program.get('name')}: {100 * sum(own.values()) / total:.2f} % of {total} samples\n"
-                    )
-                    print("\n".join(busiest(code)))
-                    if asked.keep:
-                        asked.keep.mkdir(parents=True, exist_ok=True)
-                        whole = "\n".join(f"{count or '':>8} {text}" for count, text in code)
-                        (asked.keep / f"{program.get('name')}.{name}.txt").write_text(whole + "\n")
+        _, lines = record(lambda: take(ground, asked.way, asked.family, asked.seconds), FREQUENCY, "ip,sym")
+        with TemporaryDirectory() as folder:
+            for line in report(*samples(lines), asked.keep, Path(folder)):
+                print(line)
     finally:
         field().close()
     return 0

@@ -16,7 +16,6 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from .contenders import BEFORE_OTHERS, CONTENDERS, WAYS, Ground, field, turns
@@ -108,16 +107,22 @@ LOADS: dict[str, tuple[Take, tuple[str, ...], str]] = {
 }
 
 
-def profile(ground: Ground, load: str, way: str, family: int, seconds: float, folder: Path) -> dict[str, float]:
+def record(load: Callable[[], float], frequency: int, fields: str, *options: str) -> tuple[float, list[str]]:
+    """The rate of a load, and samples of the CPU that does all the work, as ``perf script -F FIELDS`` prints them."""
+    with TemporaryDirectory() as folder:
+        data, cpu = f"{folder}/perf.data", max(os.sched_getaffinity(0))
+        command = ["perf", "record", "-q", "-e", "cpu-clock", "-F", str(frequency), "-C", str(cpu), "-m", "32M"]
+        with watched([*BEFORE_OTHERS, *command, *options, "-o", data, "--"]):
+            per_second = load()
+        script = ["perf", "script", "-i", data, "-F", fields]
+        return per_second, subprocess.run(script, capture_output=True, text=True, check=True).stdout.splitlines()
+
+
+def profile(ground: Ground, load: str, way: str, family: int, seconds: float) -> dict[str, float]:
     """Nanoseconds per unit of the load, by kind."""
     take, programs, _ = LOADS[load]
-    data = folder / "perf.data"
-    cpu = max(os.sched_getaffinity(0))
-    record = ["perf", "record", "-q", "-e", "cpu-clock", "-F", str(FREQUENCY), "-C", str(cpu), "-g", "-m", "32M"]
-    with watched([*BEFORE_OTHERS, *record, "-o", str(data), "--"]):
-        per_second = take(ground, way, family, seconds)
-    script = ["perf", "script", "-i", str(data), "-F", "comm,ip,sym"]
-    found = samples(subprocess.run(script, capture_output=True, text=True, check=True).stdout.splitlines(), programs)
+    per_second, lines = record(lambda: take(ground, way, family, seconds), FREQUENCY, "comm,ip,sym", "-g")
+    found = samples(lines, programs)
     return {what: count / found.total() * 1e9 / per_second for what, count in found.items()}
 
 
@@ -145,11 +150,10 @@ def main() -> int:
     arguments = parser.parse_args()
     found: dict[str, list[dict[str, float]]] = {}
     try:
-        with TemporaryDirectory() as folder:
-            for _, order in turns(arguments.rounds, field().grounds(arguments.contenders)):
-                for ground in order:
-                    of = (ground, arguments.load, arguments.way, arguments.family, arguments.seconds, Path(folder))
-                    found.setdefault(ground.contender.name, []).append(profile(*of))
+        for _, order in turns(arguments.rounds, field().grounds(arguments.contenders)):
+            for ground in order:
+                of = (ground, arguments.load, arguments.way, arguments.family, arguments.seconds)
+                found.setdefault(ground.contender.name, []).append(profile(*of))
     finally:
         field().close()
     ordered = {name: found[name] for name in arguments.contenders if name in found}
