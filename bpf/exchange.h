@@ -171,6 +171,12 @@ __noinline long find_exchange(const struct flow_key *key)
 	return found < 0 ? find_in_bucket(bucket_of(client_hash(key, true)), key, true) : found;
 }
 
+/* As find_exchange(), for the key of an endpoint's packet only. */
+static __always_inline long find_reply_exchange(const struct flow_key *key, __u64 hash)
+{
+	return find_in_bucket(bucket_of(hash), key, true);
+}
+
 /*
  * Reads what a new flow in this bucket, or a packet of its first exchange, will need.  The CPU loads these lines from
  * memory at the same time as the bucket's, and not one after the other.
@@ -329,12 +335,11 @@ __noinline int unfold_exchange(__u32 element, __u32 owner, __u32 user)
 }
 
 /*
- * Moves the exchange with this key, of either direction, to the flow table.  1: it was moved.  `device`: only if the
- * client's packets come in there; 0: any.
+ * Moves an exchange to the flow table.  `found`: what find_exchange() has returned.  1: it was moved.  `device`: only if
+ * the client's packets come in there; 0: any.
  */
-static __always_inline int unfold_for(const struct flow_key *key, __u32 device)
+static __always_inline int unfold_found(long found, __u32 device)
 {
-	long found = key->protocol == UDP ? find_exchange(key) : -1;
 	struct exchange *x;
 
 	if (found < 0)

@@ -82,7 +82,7 @@ static __noinline int promote_by_error(struct __sk_buff *skb)
 	if (!found)
 		return 0;
 	f = bpf_map_lookup_elem(&flows, &key);
-	if (!f && unfold_for(&key, 0))
+	if (!f && key.protocol == UDP && unfold_found(find_exchange(&key), 0))
 		f = bpf_map_lookup_elem(&flows, &key);
 	return f && f->young && request_promotion(&key, &f->rewrite, f);
 }

@@ -258,20 +258,28 @@ __noinline int enter_exchange(__u64 now)
 	return 1;
 }
 
-/* The reply entry of a young flow between this client port and that endpoint; NULL if there is none. */
-static __always_inline struct flow *young_reply_entry(const struct packet *p, const union address *endpoint, __u16 port,
-						      struct flow_key *reply_key)
+/* The reply entry of a young flow; NULL if the table has none with this key. */
+static __always_inline struct flow *young_reply_entry(const struct flow_key *reply_key)
 {
-	struct flow *f;
+	struct flow *f = bpf_map_lookup_elem(&flows, reply_key);
 
-	__builtin_memcpy(reply_key->source, endpoint, 16);
-	__builtin_memcpy(reply_key->destination, &p->source, 16);
-	reply_key->source_port = port;
-	reply_key->destination_port = p->source_port;
-	reply_key->protocol = p->protocol;
-	reply_key->ipv6 = p->ipv6;
-	f = bpf_map_lookup_elem(&flows, reply_key);
 	return f && f->young && f->reply && !was_reused(&f->rewrite, tag_of(reply_key)) ? f : NULL;
+}
+
+/*
+ * The same for UDP.  An exchange is moved to the table.  In a flood of new flows every lookup in the table waits for
+ * memory, and the filter saves it.
+ */
+static __always_inline struct flow *young_udp_reply_entry(const struct flow_key *reply_key, __u32 device)
+{
+	__u64 client = client_hash(reply_key, true);
+	struct flow *f = NULL;
+
+	if (may_be_in_table(client, client, flow_clock()))
+		f = young_reply_entry(reply_key);
+	if (!f && unfold_found(find_reply_exchange(reply_key, client), device))
+		f = young_reply_entry(reply_key);
+	return f;
 }
 
 #define HALF_CLOSED_NS (5 * NANOSECONDS)
@@ -297,9 +305,13 @@ static __noinline int is_taken_by_young(const struct packet *p, const union addr
 
 	if (!p || !endpoint)
 		return 0;
-	f = young_reply_entry(p, endpoint, port, &reply_key);
-	if (!f && unfold_for(&reply_key, device))
-		f = young_reply_entry(p, endpoint, port, &reply_key);
+	__builtin_memcpy(reply_key.source, endpoint, 16);
+	__builtin_memcpy(reply_key.destination, &p->source, 16);
+	reply_key.source_port = port;
+	reply_key.destination_port = p->source_port;
+	reply_key.protocol = p->protocol;
+	reply_key.ipv6 = p->ipv6;
+	f = p->protocol == UDP ? young_udp_reply_entry(&reply_key, device) : young_reply_entry(&reply_key);
 	if (!f)
 		return 0;
 	client = other_direction(&f->rewrite, p);

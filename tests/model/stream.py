@@ -294,9 +294,9 @@ class Model:
         sets = expected.nft_sets(world)
         if {name: table.sets.get(name) for name in sets} != sets:
             return f"sets in nftables: {_difference(sets, table.sets)}"
-        chains = {"reject_forwarded", "reject_local", "translate", "masquerading", "clear_mark"}
+        chains = {"reject_local", "translate", "masquerading", "clear_mark"}
         chains |= {"unknown_forwarded", "unknown_host"} if sets else set()
-        chains |= {"prove_new", "source_ports"} if world.settings.fast_path else set()
+        chains |= {"source_ports"} if world.settings.fast_path else set()
         lacking = sorted(name for name in chains if not table.chains.get(name))
         return f"chains in nftables that are missing, or empty: {lacking}" if lacking else ""
 

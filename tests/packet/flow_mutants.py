@@ -153,6 +153,16 @@ FLOW_MUTANTS: dict[str, tuple[str, str, str]] = {
     ),
     "exchanges: one port for two Services": ("young.h", "find_exchange(&d->reply_key) < 0 && enter", "enter"),
     "exchanges: two Services by the table": ("young.h", "find_exchange(&d->reply_key) < 0) {", "true) {"),
+    "exchanges: a clash in the table that the filter hides": (
+        "young.h",
+        "if (may_be_in_table(client, client, flow_clock()))",
+        "if (false)",
+    ),
+    "exchanges: a clash with an exchange": (
+        "young.h",
+        "if (!f && unfold_found(find_reply_exchange(reply_key, client), device))",
+        "if (!f && unfold_found(-1, device))",
+    ),
     "exchanges: unfolded by any device": ("exchange.h", "(device && x->there.device_in != device)", "false"),
     "exchanges: without a drain": ("sweep.h", "(s->draining || is_long", "(false || is_long"),
     "exchanges: for ever": ("sweep.h", "if ((idle > (__s32)exchange_clock(limit) ||", "if ((false ||"),

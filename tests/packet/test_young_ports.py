@@ -23,6 +23,7 @@ from tests.packet.fast_node import (
     options,
     pending_record,
     reset_after_data,
+    sweep,
     write_permits,
     young,
     young_flows_of,
@@ -80,6 +81,17 @@ def test_the_second_flow_waits_until_the_first_is_promoted(fast: ProgramNode, va
     assert fast.refused("DROP_AWAITING_PROMOTION") == [(flow.sport, port, fast.devices["pods"])]
     assert fast.promotions() == [flow.key()]
     assert flow.entries() == [False, True]
+
+
+@pytest.mark.parametrize("swept", [True, False])
+def test_the_second_flow_waits_for_a_udp_flow_of_the_table(fast: ProgramNode, variant: str, swept: bool) -> None:
+    """The filter says that the table may have such a flow: by the sweep, or because the last sweep was long ago."""
+    flow = young(fast, "udp", in_table=True)
+    assert flow.entries() == [False, True]
+    if swept:
+        sweep(fast)
+    assert flow.run(frame=second(flow, variant)).retval == SHOT
+    assert fast.promotions() == [flow.key()]
 
 
 @pytest.mark.parametrize("protocol", ["tcp", "udp"])

@@ -8,18 +8,18 @@ packet of a connection. The table carries it out:
 =================  ===========================  ==========================================================
 chain              hook                         what it does
 =================  ===========================  ==========================================================
-reject_forwarded   prerouting, nat, -110        rejects packets that are not for this node. Not in the forward
-                                                hook, because the kernel resets the priority when it
-                                                forwards; after conntrack (-200), before all other NAT
 reject_local       input, nat, -110             rejects packets for an address of this node
-translate          prerouting, nat, -105        resets connections that conntrack would pick up midstream;
+translate          prerouting, nat, -105        rejects packets that are not for this node. Not in the forward
+                                                hook, because the kernel resets the priority when it
+                                                forwards; after conntrack (-200), before all other NAT;
+                                                resets connections that conntrack would pick up midstream;
                                                 sets the masquerade bit of the mark if the tag asks for it, after
                                                 other mangle chains (-150) that may restore a mark;
                                                 translates to the backend that the program chose, before
                                                 other NAT rules (-100), such as those of a kube-proxy
-prove_new          postrouting, nat, 98         priority 0xEE000001 for the first packet of a translated flow: the
-                                                egress program of the device sees that it was let through
-masquerading       postrouting, nat, 99         masquerades packets with the bit (spec/service-semantics §5.1), before
+masquerading       postrouting, nat, 99         priority 0xEE000001 for the first packet of a translated flow: the
+                                                egress program of the device sees that it was let through;
+                                                masquerades packets with the bit (spec/service-semantics §5.1), before
                                                 a kube-proxy (100) that has the same bit: young flows have the ports
                                                 that are left out here
 source_ports       postrouting, nat, 200        packets of the node itself, after all other NAT: if conntrack must
@@ -33,11 +33,12 @@ unknown_forwarded  prerouting, nat, -90         nftables mode: cluster IPs at an
 unknown_host        output, nat, -90             rejected, other addresses of the ServiceCIDRs dropped (§9)
 =================  ===========================  ==========================================================
 
-The kernel runs chains of type nat only for the first packet of a flow, and only until the flow has its NAT. Packets of
-established flows pass one rule, that of clear_mark, and in iptables mode also that of drop_invalid. Packets that other
-rules have marked NOTRACK pass no nat chain at all. Packets to a served port are translated before -90. A packet to a
-defined port that is not translated by then came in through a device that has no program yet: it is dropped, and the
-client's next attempt is served.
+The kernel runs chains of type nat only for the first packet of a flow, and only until the flow has its NAT. A chain
+costs such a packet more than most rules, so no hook has more chains than it needs. Packets of established flows pass
+one rule, that of clear_mark, and in iptables mode also that of drop_invalid. Packets that other rules have marked
+NOTRACK pass no nat chain at all. Packets to a served port are translated before -90. A packet to a defined port that is
+not translated by then came in through a device that has no program yet: it is dropped, and the client's next attempt is
+served.
 
 Not implemented: kube-proxy's explicit ACCEPT of marked and established packets in the forward path (§5.1, iptables
 mode). An accept in one nftables table does not overrule a drop in another or in iptables, so it would have no effect.
@@ -110,14 +111,11 @@ SETS = {
 def chains(behaviour: Behaviour) -> dict[str, Chain]:
     """Every chain that depends only on the behaviour."""
     found = {
-        "reject_forwarded": ("nat", "prerouting", -110),
         "reject_local": ("nat", "input", -110),
         "translate": ("nat", "prerouting", -105),
         "masquerading": ("nat", "postrouting", 99),
         "clear_mark": ("filter", "postrouting", 101),
     }
-    if behaviour.prove_new:
-        found["prove_new"] = ("nat", "postrouting", 98)
     if behaviour.conntrack_ports is not None:
         found["source_ports"] = ("nat", "postrouting", 200)
     if behaviour.drop_invalid:
@@ -139,14 +137,22 @@ def rules(behaviour: Behaviour) -> list[tuple[str, str]]:
     # One map key for both tags: the elements have the tag without masquerade.
     one_tag = f"meta priority set meta priority xor {_class(PRIORITY_MASQUERADE ^ PRIORITY_BACKEND)}"
     found = [
-        ("reject_forwarded", f"{reject} fib daddr type != local {_PORT_UNREACHABLE}"),
         ("reject_local", f"{reject} {_PORT_UNREACHABLE}"),
+        ("translate", f"{reject} fib daddr type != local {_PORT_UNREACHABLE}"),
         # A nat chain sees only new connections, so conntrack would pick this one up midstream.
         ("translate", f"meta priority {_class(PRIORITY_MIDSTREAM)} reject with tcp reset"),
         ("translate", f"{masquerades} meta mark set meta mark or {mark:#x} {one_tag}"),
         ("translate", f"meta nfproto ipv4 {_TRANSPORTS} dnat ip to meta priority map @backends4"),
         ("translate", f"meta nfproto ipv6 {_TRANSPORTS} dnat ip6 to meta priority map @backends6"),
     ]
+    if behaviour.prove_new:
+        # A priority set by other rules stays, and does not prove the flow. Packets of the node itself (no ingress
+        # device) passed no program before, and no program would reset their priority.
+        # The priority comes first, because it ends the evaluation of most rules.
+        found += [
+            ("masquerading", f"{none} iif != 0 ct status dnat meta priority set {_class(PRIORITY_NEW)}")
+            for none in ("meta priority and ffff:fff0 == 0:0", f"{_TAG} == {_class(PRIORITY_BACKEND)}")
+        ]
     if behaviour.conntrack_ports is not None:
         low, high = behaviour.conntrack_ports
         ports = f"{low}-{high}"
@@ -161,11 +167,6 @@ def rules(behaviour: Behaviour) -> list[tuple[str, str]]:
         # 0xEB to 0xED; cheap for packets without a tag.
         ("clear_mark", f"meta priority and f800:0000 == e800:0000 {_TAG} != ee00:0000 meta priority set 0:0"),
     ]
-    if behaviour.prove_new:
-        # A priority set by other rules stays, and does not prove the flow. Packets of the node itself (no ingress
-        # device) passed no program before, and no program would reset their priority.
-        for none in ("meta priority and ffff:fff0 == 0:0", f"{_TAG} == {_class(PRIORITY_BACKEND)}"):
-            found.append(("prove_new", f"iif != 0 ct status dnat {none} meta priority set {_class(PRIORITY_NEW)}"))
     if behaviour.drop_invalid:
         found.append(("drop_invalid", "ct state invalid counter drop"))
     if behaviour.mark_datagrams:
