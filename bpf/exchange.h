@@ -11,7 +11,10 @@
 
 #define WAY(element) ((element) & (EXCHANGE_WAYS - 1))
 
-/* A hash of the client's address and port, which both directions of a flow have that is not masqueraded. */
+/*
+ * A hash of the source and its port, or of the destination (`reply`).  So both directions of a flow that is not
+ * masqueraded have the client's.
+ */
 static __always_inline __u64 client_hash(const struct flow_key *key, bool reply)
 {
 	const __u64 *w = (const void *)(reply ? key->destination : key->source);

@@ -274,7 +274,10 @@ struct {
 
 /* ---- permits ------------------------------------------------------------- */
 
-/* The pair whose new flows may be young: a client at a device, and an endpoint. */
+/*
+ * The pair whose new flows may be young: a client at a device, and an endpoint.  By each frontend separately, because
+ * rules may deny one of them: they see its address before the translation, and conntrack knows it afterwards.
+ */
 struct permit_key {
 	__u32 device;
 	__u16 port;
@@ -282,7 +285,7 @@ struct permit_key {
 	__u8 ipv6;
 	__u8 client[16];
 	__u8 endpoint[16];
-	__u32 masquerade;
+	__u32 frontend;		/* a hash of its address and port; the lowest bit: masqueraded */
 };
 
 struct permit {

@@ -3,13 +3,14 @@
 #ifndef PEP_PERMIT_H
 #define PEP_PERMIT_H
 
-#include "flow_table.h"
+#include "exchange.h"
 
 #define PERMIT_NS NANOSECONDS
 
+/* `frontend`: client_hash() of the end of a packet that has its address. */
 static __always_inline void permit_key_of(struct permit_key *key, __u32 device, const union address *client,
 					  const union address *endpoint, __u16 port, enum protocol protocol,
-					  bool ipv6, bool masquerade)
+					  bool ipv6, __u64 frontend, bool masquerade)
 {
 	__builtin_memset(key, 0, sizeof(*key));
 	key->device = device;
@@ -18,7 +19,7 @@ static __always_inline void permit_key_of(struct permit_key *key, __u32 device, 
 	key->port = port;
 	key->protocol = protocol;
 	key->ipv6 = ipv6;
-	key->masquerade = masquerade;
+	key->frontend = (frontend >> 32 & ~1ULL) | masquerade;
 }
 
 static __always_inline bool is_same_link(const struct link *a, const struct link *b)

@@ -6,6 +6,7 @@ A dry run must not create an entry, so it has no fast path. This module reads th
 
 from __future__ import annotations
 
+import struct
 import time
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
@@ -19,6 +20,7 @@ from pyebpf_proxy.see.reasons import SLOW
 from pyebpf_proxy.see.state import Backend
 from pyebpf_proxy.services.model import Protocol
 
+_U64 = (1 << 64) - 1
 _PERMIT = ("until", "back_until", "generation", "out", "back", "snat")
 
 
@@ -113,7 +115,7 @@ class Paths:
     def _permitted(self, backend: Backend, masquerade: bool) -> Path:
         packet, maps, state = self._packet, self._maps, self._state
         assert state is not None
-        names = ("device", "port", "protocol", "ipv6", "client", "endpoint", "masquerade")
+        names = ("device", "port", "protocol", "ipv6", "client", "endpoint", "frontend")
         key = maps.packer("permit_key", *names).pack(
             packet.device,
             backend.port,
@@ -121,7 +123,7 @@ class Paths:
             len(packet.source) == 16,
             packet.source.ljust(16, b"\0"),
             backend.address.ljust(16, b"\0"),
-            masquerade,
+            frontend_hash(packet.destination, packet.destination_port) | masquerade,
         )
         value = maps.map("permits").lookup(key)
         if value is None:
@@ -144,6 +146,13 @@ class Paths:
         left = (min(until, back_until) - now) / 1e9
         snat = snat[: len(packet.source)] if masquerade else b""
         return Path("fast", "", f"the permit of this pair is valid for {left:.1f} s", snat)
+
+
+def frontend_hash(address: bytes, port: int) -> int:
+    """What the key of a permit has of a frontend (``permit_key_of`` of bpf/permit.h)."""
+    first, second = struct.unpack("=QQ", address.ljust(16, b"\0"))
+    mixed: int = first ^ port << 40 ^ second << 7 & _U64 ^ second >> 57
+    return ((mixed ^ mixed >> 32) * 0x9E3779B97F4A7C15 & _U64) >> 32 & ~1
 
 
 def _slow(reason: str, why: str = "") -> Path:

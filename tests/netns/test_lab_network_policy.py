@@ -29,7 +29,7 @@ from tests.support.new_flows import BOTH, Arrivals, NewFlows, ask_once, ending, 
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
 
 _own_ports = itertools.count(21_000)
-TWO, VIP = cluster_ip(20), vip(24)
+TWO, DENIED, VIP = cluster_ip(20), cluster_ip(25), vip(24)
 
 
 @pytest.fixture(params=KINDS)
@@ -193,6 +193,40 @@ def test_another_endpoint_of_the_service_gives_no_permit(fast_world: FastWorld, 
         assert int(arrivals) == 0
         for each in flows:
             assert each.answered < each.made, "half of the flows get the other endpoint"
+
+
+#: Rules that deny a frontend, before its address is translated or after.
+OF_A_FRONTEND = {
+    "before translation": "prerouting priority raw; {ip} daddr {address} drop;",
+    "after it": "forward priority 0; ct original {ip} daddr {address} drop;",
+    "iptables-legacy": "",
+}
+
+
+@pytest.mark.parametrize("which", OF_A_FRONTEND)
+def test_another_frontend_of_the_endpoint_gives_no_permit(fast_world: FastWorld, family: int, which: str) -> None:
+    """As a policy for a NodePort or a VIP before DNAT: the same client reaches the same endpoint by another address."""
+    client, near, node = fast_world.client, fast_world.near, fast_world.node
+    ports = [Port("tcp", PORT, PORT), Port("udp", PORT, PORT, "UDP")]
+    endpoints = [(near.address, near.node.name)]
+    node.agent.wait_synced(
+        fast_world.lab.write("denied.yaml", [service("denied", ports, DENIED), *slices("denied", ports, endpoints)])
+    )
+    ip, address = "ip" if family == 4 else "ip6", DENIED.of(family)
+    if rule := OF_A_FRONTEND[which].format(ip=ip, address=address):
+        node.namespace.run("nft", f"table inet denies {{ chain c {{ type filter hook {rule} }}; }}")
+    else:
+        node.namespace.run(f"{ip}tables-legacy", "-t", "mangle", "-A", "PREROUTING", "-d", address, "-j", "DROP")
+    try:
+        allowed = [NewFlows(client.namespace, NEAR.of(family), protocol) for protocol in BOTH]
+        denied = [NewFlows(client.namespace, address, protocol, patience=0.05) for protocol in BOTH]
+        with ending(*allowed, *denied):
+            wait_until_fast(fast_world, *allowed)
+            wait_all_made(denied, 20)
+        assert [each.answered for each in denied] == [0, 0]
+    finally:
+        node.namespace.run("nft", "delete table inet denies", check=False)
+        node.namespace.run(f"{ip}tables-legacy", "-t", "mangle", "-F", check=False)
 
 
 # ---- a policy is added -------------------------------------------------------------------------------------

@@ -67,7 +67,8 @@ FLOW_MUTANTS: dict[str, tuple[str, str, str]] = {
     "flows: permit for any device": ("permit.h", "\tkey->device = device;\n", ""),
     "flows: permit for any client": ("permit.h", "\t__builtin_memcpy(key->client, client, 16);\n", ""),
     "flows: permit for any port": ("permit.h", "\tkey->port = port;\n", ""),
-    "flows: permit for masqueraded or not": ("permit.h", "\tkey->masquerade = masquerade;\n", ""),
+    "flows: permit for masqueraded or not": ("permit.h", "& ~1ULL) | masquerade", "& ~1ULL)"),
+    "flows: permit for any frontend": ("permit.h", "(frontend >> 32 & ~1ULL) | masquerade", "masquerade"),
     "flows: no quota": (
         "flow_table.h",
         "return open && *(volatile __u32 *)open >= settings.flow_quota;",

@@ -24,6 +24,7 @@ from ipaddress import ip_address
 from typing import Any
 
 from pyebpf_proxy.datapath.loader.libbpf import Program
+from pyebpf_proxy.see.paths import frontend_hash
 from tests.packet.fast_node import Exchange
 from tests.packet.fuzz_packets import NODE, Pools, make
 from tests.packet.fuzz_reference import SCTP, TCP, Ends, Parsed, Rules, Service, Verdict, parse, wrong_rewrite
@@ -243,20 +244,25 @@ class Round:
                         fields = dict(zip(("device", "mac_to", "mac_from"), (pods, *back), strict=True))
                         returns = link.pack(**fields, mtu=mtus[1], redirect=1)
                         source = world.packed(client)
-                        key = key_layout.pack(
-                            device=pods, port=service.target_port, protocol=service.protocol,
-                            ipv6=int(world.family == 6), client=source.ljust(16, b"\0"),
-                            endpoint=endpoint.ljust(16, b"\0"), masquerade=int(masquerade),
-                        )  # fmt: skip
-                        of.update(
-                            key,
-                            permit_layout.pack(
-                                until=FOREVER, back_until=FOREVER, generation=1, device_back=nic, out=out, back=returns,
-                                mac_in_back=NODE, snat=snat.ljust(16, b"\0"),
-                            ),
+                        value = permit_layout.pack(
+                            until=FOREVER, back_until=FOREVER, generation=1, device_back=nic, out=out, back=returns,
+                            mac_in_back=NODE, snat=snat.ljust(16, b"\0"),
                         )  # fmt: skip
                         permit = Permit(b"".join(there), b"".join(back), *mtus, snat)
-                        self.permits[source, endpoint, service.target_port, service.protocol, masquerade] = permit
+                        for frontend in self._frontends(service):
+                            key = key_layout.pack(
+                                device=pods, port=service.target_port, protocol=service.protocol,
+                                ipv6=int(world.family == 6), client=source.ljust(16, b"\0"),
+                                endpoint=endpoint.ljust(16, b"\0"), frontend=frontend_hash(*frontend) | masquerade,
+                            )  # fmt: skip
+                            of.update(key, value)
+                            pair = source, frontend, endpoint, service.target_port, service.protocol, masquerade
+                            self.permits[pair] = permit
+
+    def _frontends(self, service: Service) -> list[tuple[bytes, int]]:
+        found = [(address, port) for (_, address, port), (of, _) in self.rules.frontends.items() if of is service]
+        node_ports = [port for (_, port), of in self.rules.node_ports.items() if of is service]
+        return [*found, *((self.world.packed(name), port) for name in ("node", "pod_gateway") for port in node_ports)]
 
     def _pools(self) -> Pools:
         world, rng = self.world, self.rng
@@ -484,7 +490,8 @@ class Round:
     def _permitted(self, p: Parsed, to: Ends, decided: Verdict) -> tuple[int, Permit, bool]:
         """The young flow's backend and permit."""
         for backend, (address, port, masquerade) in decided.backends.items():
-            permit = self.permits.get((p.ends.source, address, port, p.ends.protocol, masquerade))
+            frontend = p.ends.destination, p.ends.destination_port
+            permit = self.permits.get((p.ends.source, frontend, address, port, p.ends.protocol, masquerade))
             if permit is None or (address, port) != (to.destination, to.destination_port):
                 continue
             if to.source != (permit.snat if masquerade else p.ends.source):

@@ -372,6 +372,7 @@ def test_another_service_of_the_endpoint_gets_another_port(fast: ProgramNode) ->
     """The replies of both flows would look the same."""
     fast.service(["remote"], service=9, port=81, protocol="udp")
     flow = query(fast)
+    Flow(fast, "udp", port=81, sport=42000).permit()
     other = Flow(fast, "udp", port=81)
     found = other.run()
     assert found.retval == REDIRECT
@@ -399,6 +400,7 @@ def test_a_flow_of_the_table_keeps_its_port_from_exchanges(fast: ProgramNode) ->
     fast.object.maps["exchange_heads"].update(
         flow.bucket.to_bytes(4, "little"), bytes(fast.object.btf.struct("exchange_bucket").size)
     )
+    Flow(fast, "udp", port=81, sport=42000).permit()
     other = Flow(fast, "udp", port=81)
     found = other.run()
     assert found.retval == REDIRECT

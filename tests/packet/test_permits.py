@@ -52,7 +52,7 @@ def test_the_second_new_flow_grants_the_permit(fast: ProgramNode, protocol: str)
         each.pass_netfilter(flags="S", new=True)
         assert len(permits(fast)) == seen
     ((key, permit),) = permits(fast)
-    assert (key["device"], key["port"], key["masquerade"]) == (fast.devices["pods"], 8080, 0)
+    assert (key["device"], key["port"], key["frontend"] & 1) == (fast.devices["pods"], 8080, 0)
     assert key["client"][: len(fast.packed("pod"))] == fast.packed("pod")
     assert key["endpoint"][: len(fast.packed("remote"))] == fast.packed("remote")
     assert now() < permit["until"] <= now() + SECOND
@@ -237,6 +237,21 @@ def test_a_permit_is_for_its_endpoint_port_alone(fast: ProgramNode) -> None:
     assert refused(fast, other) == {"NEW_FLOW_NETFILTER": 1, "SLOW_NO_PERMIT": 1}
 
 
+@pytest.mark.parametrize("what", ["address", "port"])
+def test_a_permit_is_for_its_frontend_alone(fast: ProgramNode, what: str) -> None:
+    """Others of the same endpoint need their own: rules may deny one of the frontends."""
+    if what == "address":
+        masqueraded(fast).permit()
+        other = masqueraded(fast, sport=42000, frontend="external_ip")
+    else:
+        Flow(fast).permit()
+        fast.service(["remote"], service=3, port=81, node_port=30081)
+        other = Flow(fast, sport=42000, port=81)
+    assert refused(fast, other) == {"NEW_FLOW_NETFILTER": 1, "SLOW_NO_PERMIT": 1}
+    other.permit()
+    other.open_young()
+
+
 def test_a_permit_is_for_its_protocol_alone(fast: ProgramNode) -> None:
     Flow(fast).permit()
     assert refused(fast, Flow(fast, "udp"))["SLOW_NO_PERMIT"] == 1
@@ -246,7 +261,7 @@ def test_a_permit_is_for_masqueraded_flows_or_for_others(fast: ProgramNode) -> N
     flow = masqueraded(fast)
     flow.permit()
     ((key, permit),) = permits(fast)
-    assert key["masquerade"] == 1
+    assert key["frontend"] & 1
     assert permit["snat"][: len(fast.packed("node"))] == fast.packed("node")
     flow.open_young()
     low, high = SNAT_PORTS
@@ -256,7 +271,7 @@ def test_a_permit_is_for_masqueraded_flows_or_for_others(fast: ProgramNode) -> N
     layout, of = fast.object.btf.struct("permit_key"), fast.object.maps["permits"]
     ((packed, value),) = of.items()
     of.delete(packed)
-    of.update(layout.pack(**{**key, "masquerade": 0}), value)
+    of.update(layout.pack(**{**key, "frontend": key["frontend"] - 1}), value)
     assert refused(fast, masqueraded(fast, sport=40001))["SLOW_NO_PERMIT"] == 1
 
 

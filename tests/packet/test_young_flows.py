@@ -120,6 +120,7 @@ def test_a_port_conflict_at_the_endpoint_gives_another_source_port(fast: Program
     """Two frontends, one client port, one endpoint: the replies could not be told apart."""
     flow = young(fast)
     fast.service(["remote"], service=3, port=81, node_port=30081)
+    Flow(fast, port=81, sport=42000).permit()
     other = Flow(fast, port=81)
     assert other.run(frame=other.frame(flags="S")).retval == REDIRECT
     entry = other.entry(False)
