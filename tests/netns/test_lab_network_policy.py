@@ -330,6 +330,59 @@ def test_a_policy_without_established_ends_flows(
         assert int(arrivals) == seen
 
 
+#: Rules that let a flow pass because its first packet has left something in conntrack.
+REMEMBERED = {
+    "mark": "ct state new ct mark set 7; ct mark != 7 drop;",
+    "label": "ct state new ct label set 7; ct label != 7 drop;",
+    "map": "ct state new ct mark set 7; ct mark vmap { 7 : accept }; drop;",
+}
+
+
+@pytest.mark.parametrize("which", REMEMBERED)
+def test_a_policy_that_remembers_flows_in_conntrack(fast_world: FastWorld, ask: Ask, family: int, which: str) -> None:
+    """A promoted flow would have no mark and no label, so its packets would be dropped."""
+    client, node = fast_world.client, fast_world.node.namespace
+    rules = REMEMBERED[which]
+    node.run("nft", f"table inet remembers {{ chain c {{ type filter hook forward priority 0; {rules} }}; }}")
+    try:
+        flows = [NewFlows(client.namespace, NEAR.of(family), protocol) for protocol in BOTH]
+        with ending(*flows):
+            wait_all_made(flows, 20)
+            conversations = [ask(client.namespace, NEAR.of(family), protocol) for protocol in BOTH]
+            time.sleep(3)
+        for conversation in conversations:
+            conversation.wait(100, deadline=10)
+    finally:
+        node.run("nft", "delete table inet remembers")
+
+
+def connects(address: str, segment: int) -> bool:
+    """Whether a connection is made whose SYN asks for segments of this size."""
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as sock:
+        sock.settimeout(0.3)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, segment)
+        with contextlib.suppress(OSError):
+            sock.connect((address, PORT))
+            return True
+        return False
+
+
+def test_a_rule_about_packets_of_a_pair_drops_each_of_them(fast_world: FastWorld, family: int) -> None:
+    """Connections with very small segments cost the endpoint much, so firewalls refuse them."""
+    client, node = fast_world.client, fast_world.node.namespace
+    address = NEAR.of(family)
+    assert client.namespace.call(connects, address, 400)
+    rule = "tcp flags syn tcp option maxseg size 1-500 drop"
+    node.run("nft", f"table inet small {{ chain c {{ type filter hook forward priority 0; {rule}; }}; }}")
+    try:
+        flows = NewFlows(client.namespace, address, "tcp")
+        with ending(flows):
+            flows.wait_answered(20)
+            assert [client.namespace.call(connects, address, 400) for _ in range(5)] == [False] * 5
+    finally:
+        node.run("nft", "delete table inet small")
+
+
 # ---- unanswered flows ---------------------------------------------------------------------------------------
 
 

@@ -38,18 +38,23 @@ _META_FIELDS = {
     15: Field.FAMILY,
     16: Field.PROTOCOL,
 }
-_META_MARK, _META_PRIORITY, _META_NFTRACE, _META_SECMARK, _META_PKTTYPE, _META_RANDOM = 3, 2, 12, 14, 19, 24
+_META_LENGTH, _META_PRIORITY, _META_MARK, _META_NFTRACE, _META_SECMARK, _META_PKTTYPE, _META_RANDOM = (
+    *(0, 2, 3, 12, 14, 19, 24),
+)
 _META_SET = {
     _META_PRIORITY: (Kind.REWRITES, "meta priority set"),
     _META_NFTRACE: (Kind.LOGS, "meta nftrace set"),
     _META_SECMARK: (Kind.REWRITES, "meta secmark set"),
     _META_PKTTYPE: (Kind.REWRITES, "meta pkttype set"),
 }
-_CT_MARK, _CT_SECMARK, _CT_PACKETS, _CT_BYTES, _CT_AVERAGE, _CT_ZONE = 3, 4, 14, 15, 16, 17
+_CT_STATE, _CT_MARK, _CT_SECMARK, _CT_LABEL, _CT_PACKETS, _CT_BYTES, _CT_AVERAGE, _CT_ZONE = 0, 3, 4, 13, 14, 15, 16, 17
+_CT_FIELDS = {_CT_STATE: Field.STATE, _CT_MARK: Field.CONNMARK, _CT_LABEL: Field.LABEL}
 _CT_ADDRESSES = {8, 9, 19, 20, 21, 22}
 _LINK, _NETWORK, _TRANSPORT = 0, 1, 2
-#: Offsets from here on are after TCP's plain header, and so after that of every other protocol.
-_TRANSPORT_BYTES = 20
+#: What follows the ports differs among the packets of two hosts. The flags of TCP do not count: SYN, FIN and RST of
+#: flows that conntrack knows take the slow path.
+_PORT_BYTES, _TCP_FLAGS = 4, range(12, 14)
+_TCP_OPTION = 1  # NFT_EXTHDR_OP_TCPOPT
 _OBJECTS = {
     2: (Kind.COUNTS, "quota"),
     3: (Kind.TRACKS, "ct helper set"),
@@ -80,9 +85,10 @@ _PLAIN: dict[str, tuple[Kind, str]] = {
     "synproxy": (Kind.TAKES, "synproxy"),
     "flow_offload": (Kind.TAKES, "flow add"),
     "notrack": (Kind.NOTRACK, "notrack"),
+    "osf": (Kind.INSPECTS, "osf"),
 }
 #: They load something into a register.
-_LOADS = frozenset({"byteorder", "hash", "fib", "rt", "socket", "osf", "tunnel", "xfrm", "inner"})
+_LOADS = frozenset({"byteorder", "hash", "fib", "rt", "socket", "tunnel", "xfrm", "inner"})
 
 Found = dict[int, bytes]
 
@@ -178,6 +184,8 @@ def _meta(found: Found, raw: bytes) -> Part:
     if 3 not in found:
         if key == _META_RANDOM:
             return Part(Kind.COUNTS, "meta random")
+        if key == _META_LENGTH:
+            return Part(Kind.INSPECTS, "meta length")
         return Part(Kind.LOAD, "meta", raw, field=_META_FIELDS.get(key or 0, Field.OTHER))
     if key == _META_MARK:
         return Part(Kind.MARK, "meta mark set", number=_ALL)
@@ -190,31 +198,41 @@ def _ct(found: Found, raw: bytes) -> Part:
     if 4 not in found:
         if key in (_CT_PACKETS, _CT_BYTES, _CT_AVERAGE):
             return Part(Kind.COUNTS, "ct bytes" if key == _CT_BYTES else "ct packets")
-        field = Field.ADDRESS if key in _CT_ADDRESSES else Field.OTHER
-        return Part(Kind.LOAD, "ct", raw, field=Field.CONNMARK if key == _CT_MARK else field)
+        field = Field.ADDRESS if key in _CT_ADDRESSES else _CT_FIELDS.get(key, Field.OTHER)
+        return Part(Kind.LOAD, "ct", raw, field=field)
     if key == _CT_MARK:
         return Part(Kind.CONNMARK, "ct mark set", number=_ALL)
     if key == _CT_ZONE:
         return Part(Kind.TRACKS, "ct zone set")
     if key == _CT_SECMARK:
         return Part(Kind.REWRITES, "ct secmark set")
-    return Part(Kind.IGNORED, "ct set")  # labels, which only events report
+    if key == _CT_LABEL:
+        return Part(Kind.CONNMARK, "ct label set", field=Field.LABEL)
+    return Part(Kind.IGNORED, "ct set")  # which events are reported
 
 
 def _payload(found: Found, raw: bytes) -> Part:
     base, offset, length = (number(found.get(kind)) or 0 for kind in (2, 3, 4))
     if 5 in found:
         return Part(Kind.REWRITES, "header field set")
-    if base > _TRANSPORT or (base == _TRANSPORT and offset >= _TRANSPORT_BYTES):
+    bytes_ = range(offset, offset + length)
+    if base > _TRANSPORT or (base == _TRANSPORT and bytes_ and bytes_[-1] >= _PORT_BYTES and not _are_flags(bytes_)):
         return Part(Kind.INSPECTS, "inspection of packet contents")
+    if base == _TRANSPORT and offset < 2:
+        return Part(Kind.LOAD, "payload", raw, field=Field.SOURCE_PORT)
     if base == _NETWORK:
         if length == 1 and offset in (6, 9):  # ip6 nexthdr, ip protocol
             return Part(Kind.LOAD, "payload", raw, field=Field.PROTOCOL)
         if (length == 4 and offset in (12, 16)) or (length == 16 and offset in (8, 24)):
             return Part(Kind.LOAD, "payload", raw, field=Field.ADDRESS)
+        return Part(Kind.LOAD, "payload", raw, field=Field.HEADER, number=offset, value=offset + length)
     if base == _LINK and offset == 12 and length == 2:
         return Part(Kind.LOAD, "payload", raw, field=Field.ETHERTYPE)
     return Part(Kind.LOAD, "payload", raw)
+
+
+def _are_flags(found: range) -> bool:
+    return found[0] in _TCP_FLAGS and found[-1] in _TCP_FLAGS
 
 
 def _header(found: Found, raw: bytes) -> Part:
@@ -222,6 +240,8 @@ def _header(found: Found, raw: bytes) -> Part:
         return Part(Kind.REWRITES, "tcp option set")
     if 1 not in found:
         return Part(Kind.REWRITES, "reset tcp option")
+    if number(found.get(6)) == _TCP_OPTION:
+        return Part(Kind.INSPECTS, "tcp option")
     return Part(Kind.LOAD, "exthdr", raw)
 
 

@@ -13,7 +13,8 @@ These do not close it:
 * a rule that logs, or limits a log, if the packets that it matches are dropped afterwards ("log prefix … drop", ufw's
   BLOCK, kube-router's log of packets that a policy refuses): none of them are on the fast path;
 * rules for a device, by its whole name, that the fast path never uses (the usual TCPMSS for PPP or a tunnel);
-* marks, as long as no ip rule and no tc filter uses the value that is set.
+* marks, as long as no ip rule and no tc filter uses the value that is set;
+* marks and labels of flows, as long as no rule compares them. conntrack has none for a flow that was promoted.
 """
 
 from __future__ import annotations
@@ -46,6 +47,11 @@ _ETHERTYPE = {0x0800: frozenset({4}), 0x86DD: frozenset({6})}
 _CHOOSES = {"statistic", "recent", "numgen", "meta random"}
 _NOTHING = frozenset[int]()
 _DROPS, _THROUGH, _MAYBE = "drops", "through", "maybe"
+
+#: Bytes of the IP header that all packets of the fast path between two hosts have in common: of IPv4 version, header
+#: length, fragments, protocol and addresses; of IPv6 next header and addresses.
+_SAME = {4: {0, 6, 7, 9, *range(12, 20)}, 6: {6, *range(8, 40)}}
+_NEW = 8  # NF_CT_STATE_BIT(IP_CT_NEW)
 
 Conditions = frozenset[tuple[bytes, ...]]
 
@@ -86,9 +92,9 @@ class Verdict:
 def judge(rulesets: Rulesets) -> dict[int, Verdict]:
     """By family: whether the fast path is closed, and by which rules."""
     found: dict[int, list[Reason]] = {4: [], 6: []}
-    flow_marks = any(_sets_flow_mark(table) for table in rulesets.tables)
+    memory = _memory(rulesets.tables)
     for table in rulesets.tables:
-        for families, reason in _Reader(table, rulesets, flow_marks).reasons():
+        for families, reason in _Reader(table, rulesets, memory).reasons():
             for family in families:
                 found[family].append(reason)
     return {
@@ -108,10 +114,30 @@ def sets_marks(rulesets: Rulesets) -> bool:
     )
 
 
-def _sets_flow_mark(table: Table) -> bool:
-    return any(
-        part.kind is Kind.CONNMARK for chain in table.chains.values() for rule in chain.rules for part in rule.parts
-    )
+@dataclass(slots=True)
+class _Memory:
+    """What rules keep in conntrack: the bits of flows' marks that they set, and of packets' marks that they restore."""
+
+    marks: int = 0
+    restored: int = 0
+    labels: bool = False
+
+
+def _memory(tables: Iterable[Table]) -> _Memory:
+    found = _Memory()
+    for rule in (rule for table in tables for chain in table.chains.values() for rule in chain.rules):
+        for number, part in enumerate(rule.parts):
+            if part.kind is Kind.CONNMARK and part.field is Field.LABEL:
+                found.labels = True
+            elif part.kind is Kind.CONNMARK:
+                found.marks |= _ALL if part.number is None else part.number
+            elif part.kind in (Kind.MARK, Kind.RESTORE):
+                restored = _mark(rule.parts, number)
+                if restored.kind is Kind.RESTORE:
+                    found.restored |= _ALL if restored.number is None else restored.number
+    if not found.marks:
+        found.restored = 0
+    return found
 
 
 @dataclass(slots=True)
@@ -125,11 +151,11 @@ class _Reach:
 class _Reader:
     """Reads one table."""
 
-    def __init__(self, table: Table, rulesets: Rulesets, flow_marks: bool) -> None:
+    def __init__(self, table: Table, rulesets: Rulesets, memory: _Memory) -> None:
         self._table = table
         self._marks = rulesets.marks
         self._slow = rulesets.slow_devices
-        self._flow_marks = flow_marks
+        self._memory = memory
         self._callers: dict[str, list[tuple[Chain, int]]] | None = None
 
     def reasons(self) -> Iterable[tuple[frozenset[int], Reason]]:
@@ -143,6 +169,10 @@ class _Reader:
                         if families:
                             yield families, Reason(self._table.name, name, rule.place, words)
                             break
+                else:
+                    families, words = self._compares(rule, reach)
+                    if families:
+                        yield families, Reason(self._table.name, name, rule.place, words)
 
     def _reached(self) -> dict[str, _Reach]:
         """The chains that forwarded packets reach."""
@@ -192,9 +222,39 @@ class _Reader:
             return _NOTHING, ""
         return families, part.words
 
+    def _compares(self, rule: Rule, reach: _Reach) -> tuple[frozenset[int], str]:
+        """The families for which the conditions of a rule close the fast path, and the words for it.
+
+        Of two packets between the same hosts one may meet them, and the other not. Or only conntrack's entry of a flow
+        that netfilter has seen from its first packet on meets them.
+        """
+        if any(part.kind is Kind.CONNMARK for part in rule.parts):
+            return _NOTHING, ""  # It only decides what is kept in conntrack.
+        selected = _families(rule, self._slow)
+        states = [bits for field, bits in _compared(rule) if field is Field.STATE]
+        for field, bits in _compared(rule):
+            packets, words = reach.packets, ""
+            if field is Field.CONNMARK and bits & self._memory.marks:
+                words = "it compares flows' marks"
+            elif field is Field.LABEL and self._memory.labels:
+                words = "it compares flows' labels"
+            elif field is Field.MARK and bits & self._memory.restored:
+                words = "it compares marks that are restored from flows"
+            elif field is Field.SOURCE_PORT and all(each & _NEW for each in states):
+                packets, words = reach.packets | reach.flows, "it compares source ports"
+            if words and packets & selected:
+                return packets & selected, words
+        for part in rule.parts:
+            if part.kind is Kind.LOAD and part.field is Field.HEADER:
+                found = set(range(part.number or 0, part.value or 0))
+                differ = frozenset(family for family, same in _SAME.items() if not found <= same)
+                if families := (reach.packets | reach.flows) & selected & differ & self._table.families:
+                    return families, "it compares header fields that differ among packets"
+        return _NOTHING, ""
+
     def _by_mark(self, part: Part, families: frozenset[int]) -> frozenset[int]:
         """The families in which an ip rule or tc filter uses the mark that a rule sets."""
-        if part.kind is Kind.RESTORE and not self._flow_marks:
+        if part.kind is Kind.RESTORE and not self._memory.marks:
             return _NOTHING
         changed = part.number if part.number is not None else _ALL
         return frozenset(
@@ -298,12 +358,31 @@ def _families(rule: Rule, slow: frozenset[str]) -> frozenset[int]:
                 families &= _FAMILY.get(part.number, _NOTHING)
             elif field is Field.ETHERTYPE:
                 families &= _ETHERTYPE.get(part.number, _NOTHING)
+        elif part.kind is not Kind.CONDITION:
+            field = Field.OTHER  # It may have loaded something else, which the next condition compares.
     return families
 
 
 def _name(number: int) -> str:
     """The whole device name that is compared; empty if only a prefix is."""
     return "" if number & 0xFF else number.to_bytes(16, "big").strip(b"\0").decode(errors="replace")
+
+
+def _compared(rule: Rule) -> Iterable[tuple[Field, int]]:
+    """The fields that a rule compares, and which of their bits."""
+    loads: list[Part] = []
+    for part in rule.parts:
+        looks_up = part.kind is Kind.LOAD and part.words == "map"
+        if part.kind is Kind.LOAD and not looks_up:
+            loads.append(part)
+            continue
+        if part.kind in (Kind.CONDITION, Kind.MAP) or looks_up:
+            for at, load in enumerate(loads):
+                after = loads[at + 1] if at + 1 < len(loads) and loads[at + 1].words == "bitwise" else None
+                yield load.field, _ALL if after is None or after.number is None else after.number
+            yield part.field, _ALL if part.number is None else part.number
+        if part.kind is not Kind.CONDITION:
+            loads = []
 
 
 def _conditions(rule: Rule) -> tuple[Conditions, bool]:

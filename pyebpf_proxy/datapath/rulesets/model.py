@@ -24,7 +24,7 @@ class Kind(IntEnum):
     TRACKS = 9  # configures how conntrack treats the flow
     NOTRACK = 10
     MARK = 11  # sets the packet's mark to a value
-    CONNMARK = 12  # sets the flow's mark
+    CONNMARK = 12  # sets the flow's mark, or (field LABEL) a label
     RESTORE = 13  # copies the flow's mark to the packet
     UNKNOWN = 14  # an extension that this version does not know
     ACCEPT = 15
@@ -47,6 +47,10 @@ class Field(Enum):
     MARK = 6
     CONNMARK = 7
     DEVICE = 8  # its name; the compared number ends with a zero byte if it is the whole name
+    LABEL = 9  # of the flow
+    HEADER = 10  # bytes of the IP header: ``number`` is the first one, ``value`` the one after the last
+    SOURCE_PORT = 11
+    STATE = 12  # of the flow: new, established
 
 
 #: Kinds that end the walk through a chain, or leave it.
@@ -81,7 +85,8 @@ class Part:
     #: JUMP, GOTO: the chain. MAP, and COUNTS by a set or object map: its name.
     target: str = ""
     field: Field = Field.OTHER
-    #: MARK, CONNMARK, RESTORE: the bits that may change. A condition for equality: the compared number.
+    #: MARK, CONNMARK, RESTORE: the bits that may change. A condition for equality: the compared number. A LOAD or
+    #: condition of the packet's or the flow's mark, or of the flow's state: the bits that count.
     number: int | None = None
     #: MARK: the new value of those bits; None: unknown.
     value: int | None = None

@@ -8,9 +8,11 @@ iptables-nft. Sources: include/uapi/linux/netfilter/xt_*.h, netfilter_ipv4/ipt_*
 from __future__ import annotations
 
 import struct
+import sys
 from collections.abc import Callable
+from dataclasses import replace
 
-from pyebpf_proxy.datapath.rulesets.model import Kind, Part
+from pyebpf_proxy.datapath.rulesets.model import Field, Kind, Part
 
 _MATCHES = {
     "limit": Kind.COUNTS,
@@ -24,6 +26,15 @@ _MATCHES = {
     "nth": Kind.COUNTS,
     "rateest": Kind.COUNTS,
     "recent": Kind.COUNTS,
+    # What they compare differs among the packets of two hosts.
+    "dscp": Kind.INSPECTS,
+    "ecn": Kind.INSPECTS,
+    "hl": Kind.INSPECTS,
+    "length": Kind.INSPECTS,
+    "osf": Kind.INSPECTS,
+    "tcpmss": Kind.INSPECTS,
+    "tos": Kind.INSPECTS,
+    "ttl": Kind.INSPECTS,
     "string": Kind.INSPECTS,
     "u32": Kind.INSPECTS,
     "bpf": Kind.INSPECTS,
@@ -37,11 +48,10 @@ _MATCHES = {
 _CONDITIONS = frozenset(
     {
         "addrtype", "ah", "cgroup", "cluster", "connlabel", "connmark", "conntrack", "cpu", "dccp", "devgroup",
-        "dscp", "dst", "ecn", "esp", "eui64", "frag", "geoip", "hbh", "helper", "hl", "icmp", "icmp6", "ipcomp",
-        "iprange", "ipv6header", "ipvs", "l2tp", "length", "mac", "mark", "mh", "multiport", "osf", "owner",
-        "physdev", "pkttype", "policy", "realm", "rpfilter", "rt", "sctp", "set", "socket", "srh", "state",
-        "tcp", "tcpmss", "time", "tos", "ttl", "udp", "udplite", "802_3", "among", "arp", "ip", "ip6", "mark_m",
-        "stp", "vlan",
+        "dst", "esp", "eui64", "frag", "geoip", "hbh", "helper", "icmp", "icmp6", "ipcomp", "iprange",
+        "ipv6header", "ipvs", "l2tp", "mac", "mark", "mh", "multiport", "owner", "physdev", "pkttype", "policy",
+        "realm", "rpfilter", "rt", "sctp", "set", "socket", "srh", "state", "tcp", "time", "udp", "udplite",
+        "802_3", "among", "arp", "ip", "ip6", "mark_m", "stp", "vlan",
     }
 )
 # fmt: on
@@ -101,6 +111,15 @@ _CONNMARK_MODE = {1: 12, 2: 14}  # by revision
 _CONNMARK_SET, _CONNMARK_SAVE = 0, 1  # XT_CONNMARK_SET, XT_CONNMARK_SAVE
 _CT_NOTRACK = 1 | 2  # XT_CT_NOTRACK, XT_CT_NOTRACK_ALIAS
 _CT = struct.Struct("=HHII16s32s")  # struct xt_ct_target_info_v1 (timeout since revision 1)
+_MARK_MATCH = struct.Struct("=II")  # struct xt_mark_mtinfo1, xt_connmark_mtinfo1: mark, mask
+_CONNLABEL = struct.Struct("=HH")  # struct xt_connlabel_mtinfo: bit, options
+_CONNLABEL_SET = 2  # XT_CONNLABEL_OP_SET
+_TCP = struct.Struct("=HHHHBBBB")  # struct xt_tcp: source ports, destination ports, option, flags, flags, inverted
+_UDP = struct.Struct("=HH")  # struct xt_udp: source ports, ...
+_ALL_PORTS = (0, 0xFFFF)
+_MULTIPORT_DESTINATION = 1  # XT_MULTIPORT_DESTINATION
+_CONNTRACK = struct.Struct("=146xHHH")  # struct xt_conntrack_mtinfo2, mtinfo3: compared, inverted, states
+_CONNTRACK_STATE = 1  # XT_CONNTRACK_STATE
 #: Offsets in struct xt_set_info_match_v3 and _v4 of the operators that compare an element's counters.
 _SET_OPERATORS = {3: (8, 24), 4: (16, 32)}
 
@@ -109,10 +128,35 @@ def match(name: str, revision: int, data: bytes) -> Part:
     """A match; ``data`` as in the kernel."""
     if name == "set" and any(data[at : at + 1] > b"\0" for at in _SET_OPERATORS.get(revision, ())):
         return Part(Kind.COUNTS, "a set's counters")
+    if name == "tcp" and len(data) >= _TCP.size and _TCP.unpack_from(data)[4]:
+        return Part(Kind.INSPECTS, "tcp --tcp-option")
+    if name == "connlabel" and len(data) >= _CONNLABEL.size and _CONNLABEL.unpack_from(data)[1] & _CONNLABEL_SET:
+        return Part(Kind.CONNMARK, "connlabel --set", field=Field.LABEL)
     if name in _CONDITIONS:
-        return Part(Kind.CONDITION, name, _key(name, revision, data))
+        return replace(_compared(name, revision, data), words=name, key=_key(name, revision, data))
     kind = _MATCHES.get(name, Kind.UNKNOWN)
     return Part(kind, name if kind is not Kind.UNKNOWN else f"unknown match {name}")
+
+
+def _compared(name: str, revision: int, data: bytes) -> Part:
+    """A condition with its field, as far as the judge needs it."""
+    field, bits = Field.OTHER, None
+    if name in ("mark", "connmark"):
+        field = Field.MARK if name == "mark" else Field.CONNMARK
+        bits = _MARK_MATCH.unpack_from(data)[1] if revision == 1 and len(data) >= _MARK_MATCH.size else None
+    elif name == "connlabel":
+        field = Field.LABEL
+    elif name == "conntrack" and revision in (2, 3) and len(data) >= _CONNTRACK.size:
+        compared, inverted, states = _CONNTRACK.unpack_from(data)
+        if compared & _CONNTRACK_STATE:
+            field, bits = Field.STATE, ~states & 0xFFFF if inverted & _CONNTRACK_STATE else states
+    elif name == "state":
+        field, bits = Field.STATE, int.from_bytes(data[:4], sys.byteorder)
+    elif name in ("tcp", "udp", "udplite"):
+        field = Field.OTHER if _UDP.unpack_from(data.ljust(_UDP.size, b"\0")) == _ALL_PORTS else Field.SOURCE_PORT
+    elif name == "multiport" and data[:1] != bytes([_MULTIPORT_DESTINATION]):
+        field = Field.SOURCE_PORT
+    return Part(Kind.CONDITION, field=field, number=bits)
 
 
 def target(name: str, revision: int, data: bytes) -> Part:

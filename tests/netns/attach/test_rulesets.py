@@ -96,6 +96,19 @@ RULES = {
     "no tracking of anything": ("raw", "PREROUTING", "-p tcp -j CT --notrack", "CT --notrack"),
     "trace": ("raw", "PREROUTING", "-j TRACE", "TRACE"),
     "hl": ("mangle", "PREROUTING", "-j {ttl} 64", "{TTL}"),
+    "small segments": ("filter", "FORWARD", "-p tcp --syn -m tcpmss --mss 1:500 -j DROP", "tcpmss"),
+    "a tcp option": ("filter", "FORWARD", "-p tcp --tcp-option 4 -j DROP", "option"),
+    "length": ("mangle", "PREROUTING", "-m length --length 0:60 -j DROP", "length"),
+    "hops": ("filter", "FORWARD", "-m {match}-lt 9 -j DROP", "{match}"),
+    "dscp of packets": ("filter", "FORWARD", "-m dscp ! --dscp 0 -j DROP", "dscp"),
+    "source port": ("filter", "FORWARD", "-p tcp --sport 0:1023 -j DROP", "source ports"),
+    "source ports": ("raw", "PREROUTING", "-p udp -m multiport --sports 53,123 -j DROP", "source ports"),
+    "source port of new flows": (
+        "filter",
+        "FORWARD",
+        "-p udp --sport 53 -m conntrack ! --ctstate ESTABLISHED -j DROP",
+        "source ports",
+    ),
 }
 
 
@@ -105,7 +118,9 @@ RULES = {
 def test_a_rule_that_must_see_each_packet(which: str, variant: str, family: int, shell: Shell) -> None:
     table, chain, rule, words = RULES[which]
     names = {4: ("TTL --ttl-set", "TTL", "192.0.2.1"), 6: ("HL --hl-set", "HL", "2001:db8::1")}[family]
-    rule, words = rule.format(ttl=names[0], address=names[2]), words.format(TTL=names[1])
+    match = {4: "ttl --ttl", 6: "hl --hl"}[family]
+    rule = rule.format(ttl=names[0], address=names[2], match=match)
+    words = words.format(TTL=names[1], match=match.partition(" ")[0])
     tool = f"{'iptables' if family == 4 else 'ip6tables'}-{variant}"
     # In a separate chain, so that jump targets are read, and after a rule that closes nothing.
     shell(f"{tool} -t {table} -A {chain} -p icmp -j RETURN; {tool} -t {table} -N own; {tool} -t {table} -A own {rule}")
@@ -140,6 +155,16 @@ NFT_RULES = {
     "ttl": ("ip6 hoplimit set 3", "header", {6}),
     "priority": ("meta priority set 1:2", "meta priority", {4, 6}),
     "payload": ("@th,160,32 0x1 drop", "packet contents", {4, 6}),
+    "contents of one protocol": ("meta l4proto tcp @th,160,16 5 drop", "packet contents", {4, 6}),
+    "small segments": ("tcp option maxseg size 1-500 drop", "tcp option", {4, 6}),
+    "length": ("meta length > 1000 drop", "meta length", {4, 6}),
+    "length of udp": ("udp length < 20 drop", "packet contents", {4, 6}),
+    "window": ("tcp window 0 drop", "packet contents", {4, 6}),
+    "dscp of packets": ("ip dscp != cs0 drop", "header fields that differ", {4}),
+    "hops": ("ip6 hoplimit < 9 drop", "header fields that differ", {6}),
+    "source port": ("tcp sport < 1024 drop", "source ports", {4, 6}),
+    "source port, hashed": ("jhash udp sport . udp dport mod 4 0 drop", "source ports", {4, 6}),
+    "source port of new flows": ("ct state new udp sport 53 drop", "source ports", {4, 6}),
     "helper": ('tcp dport 21 ct helper set "ftp-21"', "ct helper", {4, 6}),
     "by a map": ("tcp dport vmap { 80 : jump counted }", "quota", {4, 6}),
     "by a named map": ("tcp dport vmap @ports", "quota", {4, 6}),
@@ -263,6 +288,70 @@ def test_connection_marks_close_the_fast_path_if_they_are_restored(shell: Shell)
     assert closed() == {}
     shell("iptables -t mangle -A PREROUTING -j CONNMARK --set-xmark 0x80/0x80")
     assert "restore-mark" in closed()[4]
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        "tcp flags & (fin | syn) == (fin | syn) drop",
+        "tcp dport 1-1023 accept",
+        "ct state established,related tcp sport 80 accept",
+        "ip protocol tcp ip saddr 10.0.0.1 accept",
+        "ip6 saddr fd00::/8 ip6 nexthdr udp drop",
+        "ip6 saddr fd00::/8 drop",
+        "ip frag-off & 0x1fff != 0 drop",
+        "fib saddr . iif oif missing drop",
+        "meta hour 10:00-12:00 drop",
+        "ct mark 5 ct label 5 drop",  # which no rule sets
+        "ct mark set ct mark or 1",
+        "icmp type echo-request icmp id 7 drop",
+    ],
+)
+def test_rules_that_mean_the_same_for_all_packets_of_two_hosts(rule: str, shell: Shell) -> None:
+    shell(f"nft 'table inet mine {{ chain a {{ type filter hook forward priority 0; {rule}; }}; }}'")
+    assert closed() == {}
+
+
+@pytest.mark.parametrize(
+    "rule", ["-p tcp --sport 80 -m conntrack --ctstate ESTABLISHED", "-p tcp --sport 80 -m state --state ESTABLISHED"]
+)
+@pytest.mark.parametrize("variant", ["nft", "legacy"])
+def test_source_ports_of_replies_close_nothing(rule: str, variant: str, shell: Shell) -> None:
+    shell(f"iptables-{variant} -A FORWARD {rule} -j ACCEPT")
+    assert closed() == {}
+
+
+@pytest.mark.parametrize(
+    ("sets", "compares", "closes"),
+    [
+        ("-j CONNMARK --set-xmark 0x6/0xf", "-m connmark ! --mark 6/0xf -j DROP", True),
+        ("-j CONNMARK --set-xmark 0x6/0xf", "-m connmark --mark 0x10/0xf0 -j DROP", False),
+        ("-j CONNMARK --save-mark", "-m connmark --mark 6 -j ACCEPT", True),
+        ("-j CONNMARK --set-mark 6", "-m connmark --mark 0 -j CONNMARK --set-mark 7", False),
+        ("-m connlabel --label 3 --set", "-m connlabel ! --label 3 -j DROP", True),
+        ("-m connlabel --label 3 --set", "-m connmark ! --mark 6 -j DROP", False),
+        ("-p tcp", "-m connmark --mark 6 -j DROP", False),
+    ],
+)
+@pytest.mark.parametrize("variant", ["nft", "legacy"])
+def test_what_rules_keep_in_conntrack_closes_the_fast_path_if_rules_compare_it(
+    variant: str, sets: str, compares: str, closes: bool, shell: Shell
+) -> None:
+    """conntrack has no marks and labels for promoted flows."""
+    shell(f"iptables-{variant} -t mangle -A PREROUTING -m conntrack --ctstate NEW {sets}")
+    assert closed() == {}
+    shell(f"iptables-{variant} -A FORWARD {compares}")
+    assert set(closed()) == ({4} if closes else set())
+
+
+@pytest.mark.parametrize("variant", ["nft", "legacy"])
+def test_marks_of_flows_that_are_restored_and_compared(variant: str, shell: Shell) -> None:
+    mangle = f"iptables-{variant} -t mangle -A PREROUTING"
+    shell(f"{mangle} -j CONNMARK --set-xmark 0x80/0x80; {mangle} -j CONNMARK --restore-mark --mask 0x80")
+    shell(f"iptables-{variant} -A FORWARD -m mark --mark 0x10000/0x10000 -j ACCEPT")
+    assert closed() == {}, "another bit"
+    shell(f"iptables-{variant} -A FORWARD -m mark ! --mark 0x80/0x80 -j DROP")
+    assert "restored from flows" in closed()[4]
 
 
 @pytest.mark.parametrize(
