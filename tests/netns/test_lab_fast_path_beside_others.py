@@ -126,3 +126,32 @@ def test_conntrack_zones(fast_world: FastWorld, ask: Ask, family: int) -> None:
         wait_until(lambda: not ports & {e["source_port"] for e in entries(fast_world) if e["young"]}, "none is young")
         for conversation in conversations:
             conversation.wait(100)
+
+
+@contextlib.contextmanager
+def tunnelled(world: FastWorld, family: int) -> Iterator[None]:
+    """The first node reaches the pod on the second one by a tunnel whose other end is in the route."""
+    first, second = (node.namespace for node in world.lab.nodes)
+    tunnel, macs = "vxlan-any", {first: "02:00:00:00:07:01", second: "02:00:00:00:07:02"}
+    gateway = "169.254.7.1" if family == 4 else "fe80::7:1"
+    try:
+        for node, mac in macs.items():
+            node.run("ip", "link", "add", tunnel, "type", "vxlan", "external", "dstport", "4789")
+            node.run("ip", "link", "set", tunnel, "address", mac, "up")
+        first.run("ip", f"-{family}", "neigh", "add", gateway, "lladdr", macs[second], "dev", tunnel)
+        to = f"encap ip id 7 dst {world.lab.nodes[1].address.v4} via {gateway} dev {tunnel} onlink"
+        first.run("ip", f"-{family}", "route", "add", world.far.address.of(family), *to.split())
+        yield
+    finally:
+        for node in (first, second):
+            node.run("ip", "link", "del", tunnel, check=False)
+
+
+def test_a_tunnel_whose_other_end_is_in_the_route(fast_world: FastWorld, family: int) -> None:
+    """A packet that is redirected has no route, and such a tunnel drops it."""
+    with tunnelled(fast_world, family):
+        for protocol in BOTH:
+            flows = NewFlows(fast_world.client.namespace, FAR.of(family), protocol)
+            with ending(flows):
+                flows.wait_made(40)
+                assert flows.answered >= flows.made - 1

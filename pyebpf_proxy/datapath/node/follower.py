@@ -22,6 +22,11 @@ _ADDRESS_SIZES = {socket.AF_INET: 4, socket.AF_INET6: 16}
 _TC = frozenset({uapi.RTM_NEWTFILTER, uapi.RTM_DELTFILTER, uapi.RTM_NEWQDISC, uapi.RTM_DELQDISC})
 
 
+_EXTERNAL = {"vxlan": uapi.IFLA_VXLAN_COLLECT_METADATA, "geneve": uapi.IFLA_GENEVE_COLLECT_METADATA}
+#: Kinds whose own attributes are read.
+_WITH_DATA = frozenset({"bridge", *_EXTERNAL})
+
+
 @dataclass
 class Events:
     """The result of one read of the socket."""
@@ -167,7 +172,7 @@ def _link(message: bytes) -> Link:
     parts = values(message, uapi.IFINFOMSG.size)
     info = values(parts.get(uapi.IFLA_LINKINFO, b""))
     kind = text(info.get(uapi.IFLA_INFO_KIND, b""))
-    data = values(info.get(uapi.IFLA_INFO_DATA, b"")) if kind == "bridge" else {}
+    data = values(info.get(uapi.IFLA_INFO_DATA, b"")) if kind in _WITH_DATA else {}
     xdp = values(parts.get(uapi.IFLA_XDP, b""))
     mac = parts.get(uapi.IFLA_ADDRESS, b"")
     peer = parts.get(uapi.IFLA_LINK_NETNSID) if kind == "veth" else None
@@ -182,7 +187,9 @@ def _link(message: bytes) -> Link:
         xdp=number(xdp.get(uapi.IFLA_XDP_PROG_ID, b"")),
         mtu=number(parts.get(uapi.IFLA_MTU, b"")),
         peer_netns=None if peer is None else int.from_bytes(peer, sys.byteorder, signed=True),
-        vlan_filtering=data.get(uapi.IFLA_BR_VLAN_FILTERING, b"\0") != b"\0",
+        vlan_filtering=kind == "bridge" and data.get(uapi.IFLA_BR_VLAN_FILTERING, b"\0") != b"\0",
+        # A number of vxlan, a flag of geneve.
+        external=data.get(_EXTERNAL.get(kind, 0), b"\0") != b"\0",
         up=bool(flags & uapi.IFF_UP),
     )
 

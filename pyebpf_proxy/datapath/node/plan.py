@@ -72,6 +72,8 @@ class Link(NamedTuple):
     peer_netns: int | None = None
     #: Of a bridge.
     vlan_filtering: bool = False
+    #: Of a tunnel: its other end is in the route of each packet.
+    external: bool = False
     #: Not switched off by an administrator (IFF_UP).
     up: bool = True
 
@@ -236,6 +238,8 @@ def _closed(link: Link, links: Mapping[int, Link], config: NodeConfig) -> str:
         return "its packets have no Ethernet header"
     if link.kind not in FAST_KINDS:
         return f"devices of kind {link.kind} may send a packet elsewhere than to the address in its frame"
+    if link.external:
+        return f"the other end of this {link.kind} tunnel is in the route of each packet"
     return "it is in a VRF" if _vrf(link.ifindex, links) else ""
 
 

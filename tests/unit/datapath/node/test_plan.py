@@ -316,6 +316,7 @@ def test_a_program_after_the_agents_closes_an_uplink() -> None:
         (Link(9, "tun0", ARPHRD_NONE, "tun"), "its packets have no Ethernet header"),
         (Link(9, "gretap", ARPHRD_ETHER, "gretap"), "devices of kind gretap may send"),
         (Link(9, "eth1", ARPHRD_ETHER, master=8), "it is in a VRF"),
+        (Link(9, "any", ARPHRD_ETHER, "vxlan", external=True), "the other end of this vxlan tunnel is in the route"),
     ],
 )
 def test_devices_that_never_carry_the_fast_path(link: Link, why: str) -> None:
