@@ -82,7 +82,7 @@ def pod_of(item: Object) -> Pod:
         name=item["metadata"]["name"],
         uid=item["metadata"]["uid"],
         node=item["spec"].get("nodeName", ""),
-        image=item["spec"]["containers"][0]["image"],
+        image=objects.image_of(item),
         phase=status.get("phase", ""),
         started="running" in state and container.get("started") is not False,
         ready=conditions.get("Ready") == "True",

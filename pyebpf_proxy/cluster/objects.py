@@ -26,6 +26,8 @@ ON, CLEANING, UNVERIFIED = "true", "cleaning", "unverified"
 BEFORE = "pyebpf-proxy/before"
 #: On the agent's DaemonSet: the pod template of the image before the last upgrade.
 FORMER = "pyebpf-proxy/former"
+#: On the agent's pods: the image that was asked for. A webhook may take another name of it, such as a mirror's.
+IMAGE = "pyebpf-proxy/image"
 #: On task pods: which task.
 TASK = "pyebpf-proxy/task"
 _READ = {AGENT: ON}
@@ -40,16 +42,24 @@ def agent(image: str) -> list[Object]:
     """deploy/overlays/kubeadm with this image, on nodes with the label; pods are replaced only by these commands."""
     items = _load("agent.yaml")
     daemon_set = items[-1]
-    specification = daemon_set["spec"]["template"]["spec"]
+    template = daemon_set["spec"]["template"]
+    template["metadata"]["annotations"] = (template["metadata"].get("annotations") or {}) | {IMAGE: image}
+    specification = template["spec"]
     specification["containers"][0]["image"] = image
     specification["nodeSelector"] = {**specification["nodeSelector"], **_READ}
     daemon_set["spec"]["updateStrategy"] = {"type": "OnDelete"}
     return items
 
 
+def image_of(pod: Object) -> str:
+    """The image that was asked for, of a pod or a pod template: that of its first container, unless it says so."""
+    annotations = pod.get("metadata", {}).get("annotations") or {}
+    return str(annotations.get(IMAGE) or pod["spec"]["containers"][0]["image"])
+
+
 def template_image(daemon_set: Object) -> str:
-    """The image of a DaemonSet's first container."""
-    return str(daemon_set["spec"]["template"]["spec"]["containers"][0]["image"])
+    """The image that was asked for of a DaemonSet's pods."""
+    return image_of(daemon_set["spec"]["template"])
 
 
 def upgraded(present: Object, image: str) -> Object:
@@ -64,7 +74,7 @@ def downgraded(present: Object, image: str) -> Object:
     """The agent's DaemonSet with the template that ran this image before, or with the client's if that is not known."""
     daemon_set = agent(image)[-1]
     for template in (present["spec"]["template"], _former(present)):
-        if template and template["spec"]["containers"][0]["image"] == image:
+        if template and image_of(template) == image:
             daemon_set["spec"]["template"] = template
     return daemon_set
 

@@ -45,6 +45,8 @@ class FakeApi(Api):
         self.after: Callable[[str, str], None] = lambda method, path: None
         #: What a kubelet reports of a pod: its status.
         self.status_of: Callable[[Object], Object] = lambda pod: running(ready=True)
+        #: What admission makes of a new pod.
+        self.admitted: Callable[[Object], Object] = lambda pod: pod
         self._numbers = itertools.count(1)
         for node in nodes:
             self.put(NODES.path(name=node), node_object(node))
@@ -146,9 +148,9 @@ class FakeApi(Api):
                 wanted = labels.get(AGENT) == ON if name == NAME else PARKED not in labels
                 if wanted and node not in present:
                     metadata = {"name": f"{name}-{next(self._numbers)}", "namespace": NAMESPACE}
-                    metadata |= {"labels": template["metadata"]["labels"]}
+                    metadata |= {key: template["metadata"].get(key) or {} for key in ("labels", "annotations")}
                     pod = {"metadata": metadata, "spec": template["spec"] | {"nodeName": node}}
-                    self.put(PODS.path(NAMESPACE, str(metadata["name"])), pod)
+                    self.put(PODS.path(NAMESPACE, str(metadata["name"])), self.admitted(pod))
                 if not wanted and node in present:
                     del self.stored[PODS.path(NAMESPACE, present[node]["metadata"]["name"])]
         for name in (NAME, KUBE_PROXY):

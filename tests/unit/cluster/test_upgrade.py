@@ -3,12 +3,16 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 
-from pyebpf_proxy.cluster import objects, task_pod
+from pyebpf_proxy.cluster import agents, objects, status, task_pod
 from pyebpf_proxy.cluster.api import DAEMON_SETS, NODES, PODS, Object
+from pyebpf_proxy.cluster.canary import Canary
 from pyebpf_proxy.cluster.errors import ClusterError
 from pyebpf_proxy.cluster.install import Install
+from pyebpf_proxy.cluster.model import view
 from pyebpf_proxy.cluster.objects import KUBE_PROXY, NAME, NAMESPACE, ON
 from pyebpf_proxy.cluster.output import Output
 from pyebpf_proxy.cluster.upgrade import Upgrade
@@ -29,10 +33,10 @@ def api() -> FakeApi:
     """The agent is installed on no node yet. It is ready where kube-proxy does not hold the health port."""
     api = FakeApi("n1", "n2")
 
-    def status(pod: Object) -> Object:
+    def status_of(pod: Object) -> Object:
         return running(ready=pod["spec"]["nodeName"] not in api.pods_of(KUBE_PROXY))
 
-    api.status_of = status
+    api.status_of = status_of
     daemon_set = objects.agent(OLDER)[-1]
     api.put(DAEMON_SETS.path(NAMESPACE, NAME), daemon_set)
     kube_proxy = DAEMON_SETS.path(NAMESPACE, KUBE_PROXY)
@@ -81,16 +85,43 @@ def test_where_kube_proxy_also_runs_install_can_continue_after_an_upgrade(
     assert api.pods_of(KUBE_PROXY) == {}
 
 
+def mirrored(pod: Object) -> Object:
+    """As a webhook that takes images from a mirror of the registry."""
+    pod = copy.deepcopy(pod)
+    container = pod["spec"]["containers"][0]
+    container["image"] = container["image"].replace("registry.example", "mirror.example")
+    return pod
+
+
+def test_a_webhook_takes_images_from_a_mirror(api: FakeApi, capsys: pytest.CaptureFixture[str]) -> None:
+    """The agents' pods do not have the image of their DaemonSet, and yet run it."""
+    api.admitted = mirrored
+    Install(api, Output(as_json=False), "", 0.5).run(OLDER, Canary(1), dry_run=False)
+    assert api.images() == {"n1": OLDER.replace("registry", "mirror")}
+    Install(api, Output(as_json=False), "", 0.5).run("", None, dry_run=False)
+    assert "[1/1] n2: taken over, and verified" in capsys.readouterr().out
+    upgrade(api)
+    assert "2 nodes to upgrade" in capsys.readouterr().out
+    assert set(api.images().values()) == {NEWER.replace("registry", "mirror")}
+    assert objects.template_image(api.stored[DAEMON_SETS.path(NAMESPACE, NAME)]) == NEWER
+    upgrade(api)
+    assert "nothing to do" in capsys.readouterr().out
+    status.show(view(api), agents.NOT_ASKED, Output(as_json=False))
+    said = capsys.readouterr().out
+    assert f"2 of 2 nodes served by pyebpf-proxy, image {NEWER}" in said
+    assert "mirror" not in said
+
+
 def test_where_kube_proxy_also_runs_the_former_agent_comes_back(api: FakeApi) -> None:
     api.label("n1", agent=ON)
 
-    def status(pod: Object) -> Object:
+    def status_of(pod: Object) -> Object:
         if pod["spec"]["containers"][0]["image"] == NEWER:
             waiting = {"waiting": {"reason": "CrashLoopBackOff", "message": "CAP_BPF is missing"}}
             return {"phase": "Running", "containerStatuses": [{"state": waiting}]}
         return running(ready=False)
 
-    api.status_of = status
+    api.status_of = status_of
     with pytest.raises(ClusterError, match=rf"CAP_BPF is missing; the agent with {OLDER} runs there again"):
         upgrade(api)
     assert api.images() == {"n1": OLDER}
