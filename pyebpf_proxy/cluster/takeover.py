@@ -198,7 +198,8 @@ def give_back(site: Site, node: str, say: Say) -> None:
     label(site, node, AGENT, CLEANING)
     gone = "the agent's pod did not end"
     wait_on_node(api, node, lambda: node not in pods(api, _AGENTS, node), gone, site.seconds)
-    # Its programs are attached until here.
+    # Its programs are attached until here. Another command's agent may have come while this one waited.
+    site.go_on()
     task_pod.run(api, "clean", node, site.image, objects.CLEAN_UP, site.seconds, {HEALTH: site.health})
     label(site, node, AGENT, "")
     say("kube-proxy serves the node")

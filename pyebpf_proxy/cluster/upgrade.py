@@ -36,6 +36,7 @@ class Upgrade(Command):
                 # Rights first: the new agent may need more than the old one.
                 self.apply(objects.agent(site.image)[:-1])
             self.each(todo, "nodes upgraded", lambda node, tell: self._upgrade(site, node, others[node], tell))
+            site.go_on()
             if any(pod.image == site.image for pod in model.pods(api, f"k8s-app={NAME}").values()):
                 api.apply(objects.upgraded(self._daemon_set(), site.image))
 
@@ -52,6 +53,7 @@ class Upgrade(Command):
             before = takeover.try_image(site, node)
         again = f"to continue, run cluster upgrade --image {site.image}"
         try:
+            site.go_on()
             self.api.apply(objects.upgraded(self._daemon_set(), site.image))
             say("the image is available; replacing the agent")
             takeover.replace(site, node, old, say)
@@ -83,12 +85,16 @@ class Upgrade(Command):
     def _downgrade(self, site: Site, node: str, old: Pod, error: str, say: Say) -> None:
         """Bring the former agent back. ClusterError if that fails, too."""
         try:
+            site.go_on()
             self.api.apply(objects.downgraded(self._daemon_set(), old.image))
             failed = model.pods(self.api, f"k8s-app={NAME}", node).get(node)
             if failed is not None and failed.image != old.image:
                 takeover.replace(site, node, failed, say)
             wait = takeover.wait_programmed if self._runs_kube_proxy(node) else takeover.wait_ready
             wait(site, node)
+        except StoppedError as stopped:
+            text = f"{node}: {error}; {stopped}; the programs of the last agent carry the traffic"
+            raise StoppedError(text, stopped.status) from None
         except (ClusterError, RefusedError) as second:
             raise ClusterError(
                 f"{node}: {error}; the agent with {old.image} could not be restored: {second}; the programs of the last"

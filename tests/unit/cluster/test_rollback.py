@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import pytest
 
-from pyebpf_proxy.cluster import objects
-from pyebpf_proxy.cluster.api import DAEMON_SETS, LEASES
-from pyebpf_proxy.cluster.errors import ClusterError
-from pyebpf_proxy.cluster.objects import KUBE_PROXY, NAME, NAMESPACE
+from pyebpf_proxy.cluster import objects, task_pod
+from pyebpf_proxy.cluster.api import DAEMON_SETS, LEASES, NODES
+from pyebpf_proxy.cluster.errors import ClusterError, StoppedError
+from pyebpf_proxy.cluster.lease import NAME as LEASE
+from pyebpf_proxy.cluster.objects import AGENT, CLEANING, KUBE_PROXY, NAME, NAMESPACE, ON
 from pyebpf_proxy.cluster.output import Output
 from pyebpf_proxy.cluster.rollback import Rollback
 from tests.unit.cluster.fake_api import FakeApi
@@ -26,6 +27,30 @@ def test_rollback_with_an_image_leaves_what_these_commands_did_not_make() -> Non
     with pytest.raises(ClusterError, match="was not created by this command"):
         Rollback(api, Output(as_json=False), "", 1.0).run(IMAGE)
     assert path in api.stored
+
+
+def test_a_command_that_has_lost_the_lease_cleans_no_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clean-up would remove what another agent has attached meanwhile."""
+    api = FakeApi("n1")
+    api.put(DAEMON_SETS.path(NAMESPACE, NAME), objects.agent(IMAGE)[-1])
+    api.label("n1", agent=ON)
+    api.stored[NODES.path(name="n1")]["metadata"]["labels"]["kubernetes.io/os"] = "linux"
+    lease, node = LEASES.path(NAMESPACE, LEASE), NODES.path(name="n1")
+    tasks = []
+
+    def task(_: object, what: str, *__: object) -> str:
+        tasks.append(what)
+        return "all is well\n"
+
+    def other(method: str, path: str) -> None:
+        if api.stored[node]["metadata"]["labels"].get(AGENT) == CLEANING:
+            api.put(lease, api.stored[lease] | {"spec": {"holderIdentity": "install by operator@laptop"}})
+
+    monkeypatch.setattr(task_pod, "run", task)
+    api.after = other
+    with pytest.raises(StoppedError, match=r"n1: another command has taken over: install by operator@laptop"):
+        Rollback(api, Output(as_json=False), "", 1.0).run(IMAGE)
+    assert tasks == ["await"]
 
 
 def test_kube_proxy_is_deleted_while_rollback_waits_for_the_lease() -> None:

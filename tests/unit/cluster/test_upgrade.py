@@ -8,10 +8,11 @@ import copy
 import pytest
 
 from pyebpf_proxy.cluster import agents, objects, status, task_pod
-from pyebpf_proxy.cluster.api import DAEMON_SETS, NODES, PODS, Object
+from pyebpf_proxy.cluster.api import DAEMON_SETS, LEASES, NODES, PODS, Object
 from pyebpf_proxy.cluster.canary import Canary
 from pyebpf_proxy.cluster.errors import ClusterError
 from pyebpf_proxy.cluster.install import Install
+from pyebpf_proxy.cluster.lease import NAME as LEASE
 from pyebpf_proxy.cluster.model import view
 from pyebpf_proxy.cluster.objects import KUBE_PROXY, NAME, NAMESPACE, ON
 from pyebpf_proxy.cluster.output import Output
@@ -110,6 +111,31 @@ def test_a_webhook_takes_images_from_a_mirror(api: FakeApi, capsys: pytest.Captu
     said = capsys.readouterr().out
     assert f"2 of 2 nodes served by pyebpf-proxy, image {NEWER}" in said
     assert "mirror" not in said
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_command_that_has_lost_the_lease_leaves_the_template(
+    api: FakeApi, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    """The image is pulled for minutes; meanwhile the machine sleeps, and another command begins."""
+    api.label("n1", parked=ON, agent=ON)
+    agents_set, lease = DAEMON_SETS.path(NAMESPACE, NAME), LEASES.path(NAMESPACE, LEASE)
+    version = ""
+
+    def task(_: object, what: str, *__: object) -> str:
+        nonlocal version
+        if what == ("verify" if fails else "fit"):
+            api.put(lease, api.stored[lease] | {"spec": {"holderIdentity": "upgrade by operator@laptop"}})
+            version = api.stored[agents_set]["metadata"]["resourceVersion"]
+            if fails:
+                raise ClusterError("verify: no connection")
+        return "all is well\n"
+
+    monkeypatch.setattr(task_pod, "run", task)
+    with pytest.raises(ClusterError, match=r"another command has taken over: upgrade by operator@laptop"):
+        upgrade(api)
+    assert version
+    assert api.stored[agents_set]["metadata"]["resourceVersion"] == version
 
 
 def test_where_kube_proxy_also_runs_the_former_agent_comes_back(api: FakeApi) -> None:
