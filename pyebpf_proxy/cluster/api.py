@@ -28,7 +28,10 @@ _REQUEST_SECONDS = 30.0
 _LAST_SECONDS = 5.0
 _PAUSE = 1.0
 #: Statuses after which the same request may succeed.
-_LATER = frozenset({0, 429, 500, 502, 503, 504})
+_BUSY = 429
+_LATER = frozenset({0, _BUSY, 500, 502, 503, 504})
+#: How often a change is repeated that another one has overtaken.
+_CONFLICTS = 5
 JSON, MERGE, APPLY = "application/json", "application/merge-patch+json", "application/apply-patch+yaml"
 MANAGER = "pyebpf-proxy-cluster"
 #: The protocol of commands in pods: output, errors and the exit status in channels.
@@ -139,6 +142,7 @@ class Api:
                 if refused.status not in later or refused.by_webhook:
                     raise
                 why = str(refused)
+                self._answered |= refused.status == _BUSY
             else:
                 self._answered = True
                 if self._away:
@@ -213,14 +217,14 @@ class Api:
         if dry_run:
             query["dryRun"] = "All"
         path = kind_of(item).path(metadata.get("namespace", ""), metadata["name"])
-        return dict(self.request("PATCH", path, item, APPLY, query))
+        return dict(self._despite_conflicts("PATCH", path, item, APPLY, query))
 
     def create(self, kind: Kind, item: Object, dry_run: bool = False) -> Object:
         """A new object. That it exists already is no error: a former attempt may have made it."""
         query = {"fieldManager": MANAGER, "fieldValidation": "Strict"} | ({"dryRun": "All"} if dry_run else {})
         metadata = item["metadata"]
         try:
-            return dict(self.request("POST", kind.path(metadata.get("namespace", "")), item, query=query))
+            return dict(self._despite_conflicts("POST", kind.path(metadata.get("namespace", "")), item, JSON, query))
         except RefusedError as refused:
             if refused.status == 409 and refused.reason == "AlreadyExists":
                 return dict(self.request("GET", kind.path(metadata.get("namespace", ""), metadata["name"])))
@@ -232,7 +236,20 @@ class Api:
         """A merge patch. ``part``: of that subresource, such as ``status``."""
         query = {"fieldManager": MANAGER} | ({"dryRun": "All"} if dry_run else {})
         path = f"{kind.path(namespace, name)}/{part}".rstrip("/")
-        return dict(self.request("PATCH", path, change, MERGE, query))
+        if change.get("metadata", {}).get("resourceVersion"):
+            return dict(self.request("PATCH", path, change, MERGE, query))
+        return dict(self._despite_conflicts("PATCH", path, change, MERGE, query))
+
+    def _despite_conflicts(self, method: str, path: str, body: Object, content: str, query: Mapping[str, str]) -> Any:
+        """A change of any version. The server refuses it if others change the object, or a quota, all the time."""
+        for _ in range(_CONFLICTS):
+            try:
+                return self.request(method, path, body, content, query)
+            except RefusedError as refused:
+                if refused.status != 409 or refused.reason != "Conflict":
+                    raise
+            time.sleep(_PAUSE)
+        return self.request(method, path, body, content, query)
 
     def delete(self, kind: Kind, name: str, namespace: str = "", uid: str = "") -> bool:
         """False: it did not exist. ``uid``: only that object, not another one of its name."""
@@ -256,7 +273,7 @@ class Api:
         query |= {"tailLines": str(last_lines)} if last_lines else {}
         path = f"{PODS.path(namespace, pod)}/log"
         try:
-            return str(self.request("GET", path, query=query, text=True, later=frozenset({0, 429})))
+            return str(self.request("GET", path, query=query, text=True, later=frozenset({0, _BUSY})))
         except RefusedError as refused:
             if refused.status in (400, 404) or refused.status >= 500:
                 return ""

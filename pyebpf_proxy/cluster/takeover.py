@@ -9,6 +9,7 @@ node's labels say where it stands until the last step is done.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -18,7 +19,7 @@ from pyebpf_proxy.cluster.errors import ClusterError, NodeGoneError
 from pyebpf_proxy.cluster.model import Pod, is_programmed, label_of, pods
 from pyebpf_proxy.cluster.objects import AGENT, CLEANING, KUBE_PROXY, NAME, NAMESPACE, ON, PARKED, UNVERIFIED
 from pyebpf_proxy.cluster.on_node import NO_RULE, REACHED, WARNING
-from pyebpf_proxy.cluster.task_pod import wait_on_node, wait_until
+from pyebpf_proxy.cluster.task_pod import POLL_SECONDS, wait_on_node, wait_until
 from pyebpf_proxy.common.kube_proxy_health import VARIABLE as HEALTH
 
 Say = Callable[[str], None]
@@ -259,13 +260,22 @@ def label(site: Site, node: str, name: str, value: str) -> None:
 
 def patch_kube_proxy(api: Api, change: Callable[[Object], Object | None], seconds: float) -> None:
     """Change kube-proxy's DaemonSet, and wait until its controller knows."""
-    found = api.get(DAEMON_SETS, KUBE_PROXY, NAMESPACE)
-    if found is None:
-        return
-    body = change(found)
-    if body is None:
-        return
-    generation = api.patch(DAEMON_SETS, KUBE_PROXY, body, NAMESPACE)["metadata"]["generation"]
+    end = time.monotonic() + seconds
+    while True:
+        found = api.get(DAEMON_SETS, KUBE_PROXY, NAMESPACE)
+        body = None if found is None else change(found)
+        if found is None or body is None:
+            return
+        # Of this version: a list in the patch would replace what others have written into it meanwhile.
+        version = {"resourceVersion": found["metadata"]["resourceVersion"]}
+        body |= {"metadata": body.get("metadata", {}) | version}
+        try:
+            generation = api.patch(DAEMON_SETS, KUBE_PROXY, body, NAMESPACE)["metadata"]["generation"]
+            break
+        except RefusedError as refused:
+            if refused.status != 409 or time.monotonic() > end:
+                raise
+            time.sleep(POLL_SECONDS)
 
     def observed() -> bool:
         now = api.get(DAEMON_SETS, KUBE_PROXY, NAMESPACE)

@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps on a node: pods that the kubelet rejects."""
+"""Steps on a node: pods that the kubelet rejects, and changes of kube-proxy's DaemonSet."""
 
 from __future__ import annotations
+
+import copy
 
 import pytest
 
 from pyebpf_proxy.cluster import objects, takeover
-from pyebpf_proxy.cluster.api import DAEMON_SETS, PODS
+from pyebpf_proxy.cluster.api import DAEMON_SETS, PODS, Object
 from pyebpf_proxy.cluster.errors import ClusterError
-from pyebpf_proxy.cluster.objects import NAME, NAMESPACE
+from pyebpf_proxy.cluster.objects import KUBE_PROXY, NAME, NAMESPACE
 from pyebpf_proxy.cluster.takeover import Site
 from tests.unit.cluster.fake_api import FakeApi, running
 
@@ -48,3 +50,32 @@ def test_a_pod_that_is_rejected_again_and_again_is_explained() -> None:
     site = Site(api, IMAGE, [], "", 0.2, lambda: None)
     with pytest.raises(ClusterError, match=r"the agent's pod did not become ready within 0 s: .*too many pods"):
         takeover.wait_ready(site, "n1")
+
+
+def test_what_others_change_in_kube_proxys_affinity_at_the_same_time_stays() -> None:
+    """As an operator does that applies its own manifest."""
+    api = FakeApi("n1")
+    path = DAEMON_SETS.path(NAMESPACE, KUBE_PROXY)
+    theirs = {"key": "example.org/no-proxy", "operator": "DoesNotExist"}
+
+    def other(method: str, asked: str) -> None:
+        if method == "PATCH" and asked == path:
+            api.before = lambda method, path: None
+            changed = copy.deepcopy(api.stored[path])
+            terms = {"nodeSelectorTerms": [{"matchExpressions": [theirs]}]}
+            affinity = {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": terms}}
+            changed["spec"]["template"]["spec"]["affinity"] = affinity
+            api.put(path, changed)
+
+    api.before = other
+    takeover.patch_kube_proxy(api, objects.prepare, 1.0)
+    assert objects.is_prepared(api.stored[path])
+    assert theirs in terms_of(api.stored[path])[0]["matchExpressions"]
+    takeover.patch_kube_proxy(api, objects.unprepare, 1.0)
+    assert terms_of(api.stored[path]) == [{"matchExpressions": [theirs]}]
+
+
+def terms_of(daemon_set: Object) -> list[Object]:
+    affinity = daemon_set["spec"]["template"]["spec"]["affinity"]["nodeAffinity"]
+    found: list[Object] = affinity["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"]
+    return found

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which requests are repeated."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pyebpf_proxy.cluster import api as module
+from pyebpf_proxy.cluster.api import DAEMON_SETS, LEASES, NODES, PODS, Api, RefusedError
+from pyebpf_proxy.cluster.errors import StoppedError
+
+CONFLICT = RefusedError(
+    409, "Conflict", "the object has been modified; please apply your changes to the latest version"
+)
+BUSY = RefusedError(429, "TooManyRequests", "too many requests, please try again later")
+POD = {"metadata": {"name": "task", "namespace": "kube-system"}}
+
+
+class Answers:
+    """An API server that answers so, and then with an object."""
+
+    def __init__(self, api: Api, monkeypatch: pytest.MonkeyPatch, *answers: RefusedError) -> None:
+        self.left = list(answers)
+        monkeypatch.setattr(api, "_once", self._answer)
+
+    def _answer(self, *_: object) -> Any:
+        if self.left:
+            raise self.left.pop(0)
+        return {"metadata": {}}
+
+
+@pytest.fixture
+def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Api:
+    file = tmp_path / "kubeconfig"
+    server = {"name": "c", "cluster": {"server": "https://192.0.2.1:6443"}}
+    context = {"name": "c", "context": {"cluster": "c", "user": "c"}}
+    user = {"name": "c", "user": {"token": "t"}}
+    file.write_text(json.dumps({"clusters": [server], "contexts": [context], "users": [user], "current-context": "c"}))
+    monkeypatch.setattr(module, "_PAUSE", 0.0)
+    return Api(str(file))
+
+
+def test_a_pod_whose_quota_is_used_by_others_at_the_same_time(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The quota's object was modified: the server says so about the pod."""
+    answers = Answers(api, monkeypatch, CONFLICT, CONFLICT)
+    api.create(PODS, POD)
+    assert not answers.left
+
+
+def test_a_change_that_others_were_faster_with(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = Answers(api, monkeypatch, CONFLICT)
+    api.patch(NODES, "n1", {"metadata": {"labels": {"a": "b"}}})
+    assert not answers.left
+
+
+def test_conflicts_do_not_last_for_ever(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    Answers(api, monkeypatch, *[CONFLICT] * 100)
+    with pytest.raises(RefusedError, match="has been modified"):
+        api.patch(DAEMON_SETS, "kube-proxy", {"spec": {}}, "kube-system")
+
+
+def test_a_change_of_one_version_is_not_repeated(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = Answers(api, monkeypatch, CONFLICT, CONFLICT)
+    with pytest.raises(RefusedError):
+        api.patch(LEASES, "lease", {"metadata": {"resourceVersion": "7"}}, "kube-system")
+    assert len(answers.left) == 1
+
+
+def test_a_server_that_is_busy_at_first(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = Answers(api, monkeypatch, BUSY, BUSY)
+    assert api.get(NODES, "n1") == {"metadata": {}}
+    assert not answers.left
+
+
+def test_a_server_that_never_answers_is_not_waited_for(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    Answers(api, monkeypatch, RefusedError(0, "NoAnswer", "Connection refused"))
+    with pytest.raises(StoppedError, match="does not answer: Connection refused"):
+        api.get(NODES, "n1")
