@@ -209,7 +209,7 @@ def kube_proxy_configuration(api: Api) -> dict[str, Any]:
         raise ClusterError(f"{where} has no {' and no '.join(missing)}: it is not kubeadm's (docs/deploy.md)")
     try:
         configuration = yaml.safe_load(data["config.conf"])
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a date such as 2026-13-45
         raise ClusterError(f"{where}: config.conf is not YAML: {str(error).splitlines()[0]}") from None
     if not isinstance(configuration, dict):
         raise ClusterError(f"{where}: config.conf is not a configuration")

@@ -7,10 +7,11 @@ from typing import Any, cast
 
 import pytest
 
-from pyebpf_proxy.cluster import check, task_pod
-from pyebpf_proxy.cluster.api import Api
-from pyebpf_proxy.cluster.errors import StoppedError
+from pyebpf_proxy.cluster import check, model, task_pod
+from pyebpf_proxy.cluster.api import CONFIG_MAPS, Api
+from pyebpf_proxy.cluster.errors import ClusterError, StoppedError
 from pyebpf_proxy.cluster.model import view
+from pyebpf_proxy.cluster.objects import KUBE_PROXY, NAMESPACE
 from pyebpf_proxy.see.answers import NO_ANSWER
 from tests.unit.cluster.fake_api import FakeApi
 
@@ -76,3 +77,11 @@ def test_check_waits_for_a_lost_api_server_once(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(StoppedError):
         list(check._image(api, view(api), "registry.example/pyebpf-proxy:1", 1.0))
     assert len(tried) < len(nodes)
+
+
+@pytest.mark.parametrize("text", ["a: 2026-13-45", "a: 0x_", "a: " + "[" * 5000, "a: [", "- a", "a: b\n---\nc: d\n"])
+def test_a_configuration_that_cannot_be_read_is_one_line(text: str) -> None:
+    api = FakeApi("n1")
+    api.stored[CONFIG_MAPS.path(NAMESPACE, KUBE_PROXY)]["data"]["config.conf"] = text
+    with pytest.raises(ClusterError, match=r"ConfigMap kube-system/kube-proxy: config\.conf is not [^\n]*$"):
+        model.kube_proxy_configuration(api)
