@@ -58,6 +58,8 @@ class Reading:
     marks: bool = False
     #: Devices that the fast path never uses.
     slow_devices: frozenset[str] = frozenset()
+    #: Tables of nftables that end with a process.
+    owned: frozenset[nft.Key] = frozenset()
     #: Something could not be read, which may be possible soon.
     unread: bool = False
 
@@ -66,7 +68,9 @@ def read() -> Reading:
     """Read and judge everything; takes some 10 µs per rule. Parts that could not be read are in the verdicts."""
     rulesets = Rulesets()
     maps: set[tuple[int, str, str]] = set()
+    owned: frozenset[nft.Key] = frozenset()
     try:
+        owned = owned_tables()  # first: one that ends meanwhile is missed at the next look
         rulesets.tables += _nft(maps)
     except UNREADABLE as error:
         _unread(rulesets, (4, 6), f"nftables could not be read: {error}")
@@ -85,7 +89,14 @@ def read() -> Reading:
     except OSError as error:
         _unread(rulesets, (4, 6), f"devices and users of marks could not be read: {error}")
     unread = bool(rulesets.unread)
-    return Reading(judge(rulesets), frozenset(maps), tables, digests, marks, rulesets.slow_devices, unread)
+    verdicts, slow = judge(rulesets), rulesets.slow_devices
+    return Reading(verdicts, frozenset(maps), tables, digests, marks, slow, owned, unread)
+
+
+def owned_tables() -> frozenset[nft.Key]:
+    """The tables of nftables that end with a process; takes microseconds. OSError."""
+    with RequestSocket(uapi.NETLINK_NETFILTER) as netlink:
+        return nft.owned(_ask(netlink, uapi.NFT_MSG_GETTABLE, 0))
 
 
 def legacy_info() -> Info:

@@ -30,7 +30,7 @@ FAMILIES = {
     IPV6: ("ip6", frozenset({6})),
 }
 _HEADER = NFGENMSG.size
-_DORMANT = 1
+_DORMANT, _OWNER = 1, 2
 _VERDICTS = 0xFFFFFF00  # NFT_DATA_VERDICT
 _OBJECT_COUNTER = 1
 #: Hooks that a forwarded packet does not cross: input and output.
@@ -50,6 +50,12 @@ def tables(messages: Messages) -> dict[Key, Table]:
             name = text(parts[1])
             found[message[0], name] = Table(f"nftables table {word} {name}", families)
     return found
+
+
+def owned(messages: Messages) -> frozenset[Key]:
+    """Tables, by family and name, that end with the process that made them. The kernel does not report it."""
+    found = ((message[0], _parts(message)) for message in messages)
+    return frozenset((family, text(parts[1])) for family, parts in found if (number(parts.get(2)) or 0) & _OWNER)
 
 
 def add_chains(into: dict[Key, Table], messages: Messages) -> None:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Follows the rulesets of this network namespace: reports each change at once, and reads the rules again soon after.
 
-nftables (and so iptables-nft) notifies about each commit. iptables-legacy does not: it is checked every two seconds.
+nftables (and so iptables-nft) notifies about each commit. iptables-legacy does not: it is checked every two seconds,
+and so are tables of nftables that end with a process.
 Contents of ipsets are not checked: no rule closes the fast path because of them, and permits last one second anyway.
 """
 
@@ -171,16 +172,17 @@ class Watch:
             self.again()
 
     def _look(self) -> None:
-        """Check iptables-legacy."""
+        """Check iptables-legacy, and tables that end with a process."""
         assert self._loop is not None
         self._timers["look"] = self._loop.call_later(LOOK_SECONDS, self._look)
         try:
             tables = kernel.legacy_info()
+            owned = kernel.owned_tables() if self.reading.owned else self.reading.owned
         except OSError as error:
-            _log.debug("iptables-legacy could not be checked", error=str(error))
+            _log.debug("rulesets could not be checked", error=str(error))
             self.again()  # which reports the error
             return
-        if tables != self.reading.tables:
+        if tables != self.reading.tables or owned != self.reading.owned:
             self._on_commit()
             self.again()
         elif tables and time.clock_gettime(time.CLOCK_MONOTONIC) - self._looked > CLOSE_LOOK_SECONDS:

@@ -139,6 +139,30 @@ def test_a_rule_closes_the_family_and_opens_it_again(which: str, programs: Objec
     run(scene)
 
 
+def test_a_table_that_ends_with_its_owner(programs: Object, shell: Shell) -> None:
+    """firewalld's, for example, if it is killed. The kernel reports no change."""
+    lines = (
+        "add table inet mine { flags owner; }",
+        "add chain inet mine c { type filter hook forward priority 0; }",
+        "add rule inet mine c log",
+    )
+
+    async def scene() -> None:
+        async with following(programs) as node:
+            owner = await asyncio.create_subprocess_exec("nft", "-i", stdin=asyncio.subprocess.PIPE)
+            try:
+                assert owner.stdin is not None
+                owner.stdin.write("".join(f"{line}\n" for line in lines).encode())
+                await node.until("closed4", node.reasons["STACK_RULES"])
+                await asyncio.sleep(0.5)  # until all changes have been read
+            finally:
+                owner.kill()
+                await owner.wait()
+            await node.until("closed4", 0)
+
+    run(scene)
+
+
 def test_the_reason_is_kept_in_words(programs: Object, shell: Shell) -> None:
     shell("iptables-legacy -A FORWARD -m limit --limit 5/sec -j ACCEPT; ip rule add dport 80 lookup 100")
     node = Node(programs)
