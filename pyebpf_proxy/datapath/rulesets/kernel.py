@@ -49,7 +49,8 @@ class Reading:
     """The state at one time."""
 
     verdicts: dict[int, Verdict]
-    #: Verdict maps by family number of nftables, table and name: their elements are part of the judged rules.
+    #: Verdict maps and dynamic sets by family number of nftables, table and name: their elements are part of the judged
+    #: rules.
     maps: frozenset[tuple[int, str, str]] = frozenset()
     #: Of iptables-legacy.
     tables: Info = field(default_factory=dict)

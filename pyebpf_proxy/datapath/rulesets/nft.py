@@ -31,6 +31,7 @@ FAMILIES = {
 }
 _HEADER = NFGENMSG.size
 _DORMANT, _OWNER = 1, 2
+_EVAL = 0x20  # NFT_SET_EVAL: flags dynamic
 _VERDICTS = 0xFFFFFF00  # NFT_DATA_VERDICT
 _OBJECT_COUNTER = 1
 #: Hooks that a forwarded packet does not cross: input and output.
@@ -76,16 +77,19 @@ def add_chains(into: dict[Key, Table], messages: Messages) -> None:
 
 
 def add_sets(table: Table, messages: Messages) -> list[str]:
-    """Reads the relevant parts of a table's sets and maps; returns the names of verdict maps, whose elements matter."""
+    """Reads the relevant parts of a table's sets and maps; returns the names of those whose elements matter.
+
+    These are verdict maps, and dynamic sets: each of their elements may have a state of its own.
+    """
     maps = []
     for message in messages:
         parts = _parts(message)
         name = text(parts[2])
         table.has_sets = True
-        if number(parts.get(6)) == _VERDICTS:
-            maps.append(name)
         of_elements = b"".join(parts.get(kind, b"") for kind in (17, 18))
-        if b"limit\0" in of_elements or b"quota\0" in of_elements:  # also matches connlimit
+        if number(parts.get(6)) == _VERDICTS or (not of_elements and (number(parts.get(3)) or 0) & _EVAL):
+            maps.append(name)
+        if _limits(of_elements):
             table.stateful[name] = f"a limit or quota of each element of set {name}"
         if number(parts.get(15)) not in (None, _OBJECT_COUNTER):
             table.stateful[name] = f"objects of map {name}"
@@ -93,10 +97,12 @@ def add_sets(table: Table, messages: Messages) -> list[str]:
 
 
 def add_elements(table: Table, name: str, messages: Messages) -> None:
-    """The target chains of a verdict map."""
+    """The target chains of a verdict map; whether elements of a dynamic set have limits."""
     chains = set()
     for message in messages:
         for element in _list(_parts(message).get(3, b"")):
+            if _limits(_attribute(element, 7) + _attribute(element, 11)):
+                table.stateful[name] = f"a limit or quota of an element of set {name}"
             data = _attribute(element, 2)
             found = verdict(_attribute(data, 2))
             if found.kind in (Kind.JUMP, Kind.GOTO):
@@ -130,6 +136,11 @@ def _of_set(part: Part, stateful: dict[str, str]) -> Part:
     if part.target in stateful:
         return replace(part, kind=Kind.COUNTS, words=stateful[part.target])
     return replace(part, kind=Kind.IGNORED) if part.kind is Kind.COUNTS else part
+
+
+def _limits(data: bytes) -> bool:
+    """Whether there is a limit, quota or connlimit among these expressions."""
+    return b"limit\0" in data or b"quota\0" in data
 
 
 def _parts(message: bytes) -> dict[int, bytes]:

@@ -214,6 +214,22 @@ def test_an_element_of_a_verdict_map_leads_to_a_chain(shell: Shell) -> None:
     assert "log" in closed()[4]
 
 
+@pytest.mark.parametrize(
+    ("state", "closes"), [("limit rate 5/second", True), ("counter", False), ('comment "a limit"', False)]
+)
+def test_an_element_of_a_set_may_have_a_limit_of_its_own(state: str, closes: bool, shell: Shell) -> None:
+    shell("""nft 'table inet mine {
+        set some { type ipv4_addr; flags dynamic; elements = { 192.0.2.1, 192.0.2.2 } }
+        chain forward { type filter hook forward priority 0; ip saddr @some accept; }
+    }'""")
+    assert closed() == {}
+    shell(f"nft 'add element inet mine some {{ 192.0.2.3 {state} }}'")
+    found = closed()
+    assert set(found) == ({4} if closes else set())
+    assert all("a limit or quota of an element of set some" in text for text in found.values())
+    assert bool({name for _, _, name in kernel.read().maps}), "its elements are part of the rules"
+
+
 DROPPED = {
     "in the same rule": "tcp dport 23 log drop",
     "by the next one": "tcp dport 23 log\n tcp dport 23 drop",
