@@ -51,6 +51,8 @@ _DROPS, _THROUGH, _MAYBE = "drops", "through", "maybe"
 #: Bytes of the IP header that all packets of the fast path between two hosts have in common: of IPv4 version, header
 #: length, fragments, protocol and addresses; of IPv6 next header and addresses.
 _SAME = {4: {0, 6, 7, 9, *range(12, 20)}, 6: {6, *range(8, 40)}}
+#: Parts of a rule that do nothing to a packet.
+_NO_EFFECT = {"", "comment", "counter", "last", "no target"}
 _NEW = 8  # NF_CT_STATE_BIT(IP_CT_NEW)
 
 Conditions = frozenset[tuple[bytes, ...]]
@@ -230,6 +232,8 @@ class _Reader:
         """
         if any(part.kind is Kind.CONNMARK for part in rule.parts):
             return _NOTHING, ""  # It only decides what is kept in conntrack.
+        if all(part.kind in (Kind.LOAD, Kind.CONDITION) or part.words in _NO_EFFECT for part in rule.parts):
+            return _NOTHING, ""
         selected = _families(rule, self._slow)
         states = [bits for field, bits in _compared(rule) if field is Field.STATE]
         for field, bits in _compared(rule):

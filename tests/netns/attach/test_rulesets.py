@@ -319,6 +319,7 @@ def test_connection_marks_close_the_fast_path_if_they_are_restored(shell: Shell)
         "fib saddr . iif oif missing drop",
         "meta hour 10:00-12:00 drop",
         "ct mark 5 ct label 5 drop",  # which no rule sets
+        "ip dscp 46 tcp sport 80 counter",
         "ct mark set ct mark or 1",
         "icmp type echo-request icmp id 7 drop",
     ],
