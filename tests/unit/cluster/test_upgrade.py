@@ -90,15 +90,20 @@ def mirrored(pod: Object) -> Object:
     """As a webhook that takes images from a mirror of the registry."""
     pod = copy.deepcopy(pod)
     container = pod["spec"]["containers"][0]
-    container["image"] = container["image"].replace("registry.example", "mirror.example")
+    container["image"] = "mirror.example/" + container["image"].rpartition("/")[2]
     return pod
 
 
 def test_a_webhook_takes_images_from_a_mirror(api: FakeApi, capsys: pytest.CaptureFixture[str]) -> None:
     """The agents' pods do not have the image of their DaemonSet, and yet run it."""
     api.admitted = mirrored
+    for pod in api.pods_of(KUBE_PROXY).values():
+        api.delete(PODS, pod["metadata"]["name"], NAMESPACE)
     Install(api, Output(as_json=False), "", 0.5).run(OLDER, Canary(1), dry_run=False)
     assert api.images() == {"n1": OLDER.replace("registry", "mirror")}
+    capsys.readouterr()
+    status.show(view(api), agents.NOT_ASKED, Output(as_json=False))
+    assert "mirror" not in capsys.readouterr().out, "kube-proxy's pod is not an old one"
     Install(api, Output(as_json=False), "", 0.5).run("", None, dry_run=False)
     assert "[1/1] n2: taken over, and verified" in capsys.readouterr().out
     upgrade(api)
