@@ -86,10 +86,22 @@ class Attachments:
         return [index for index, _ in self._filters.recorded()]
 
     def forget(self, ifindex: int) -> None:
-        """Drop what is recorded about a device that is gone."""
+        """Drop what is recorded about a device that is gone.
+
+        Links stay with a device that another network namespace had meanwhile. A new one of the same program could not
+        be made until the kernel has removed the former one, a moment later.
+        """
         self._unobserved.pop(ifindex, None)
-        self._links.forget(ifindex)
+        if not self._is_linked(ifindex):
+            self._links.forget(ifindex)
         self._filters.forget(ifindex)
+
+    def _is_linked(self, ifindex: int) -> bool:
+        """Whether the device is there, with a program of this instance."""
+        try:
+            return any(self._links.is_there(ifindex, hook) for hook in (tcx.INGRESS, tcx.EGRESS))
+        except OSError:
+            return False
 
     def tidy(self, devices: Mapping[int, object]) -> None:
         """Removes the pins of devices that are gone."""

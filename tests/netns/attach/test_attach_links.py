@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 import ipaddress
 import json
+import os
 import random
 import re
 import socket
@@ -184,6 +185,25 @@ def test_removed_devices_are_reported_by_index(harness: Harness, shell: Shell) -
     follow(harness.node, lambda: 7002 not in harness.node.indexes)
     assert gone == [7001, 7002]
     assert 7000 in harness.node.indexes
+
+
+@pytest.mark.parametrize("how", ["moved", "made again"])
+def test_a_device_that_leaves_and_comes_back_with_its_number(how: str, harness: Harness, shell: Shell) -> None:
+    """Between two looks of the agent: its program is gone with the former one."""
+    harness.attach()
+    shell("ip link add v0 index 7000 type veth peer name v1; ip link set v0 up")
+    follow(harness.node, lambda: 7000 in harness.node.attached)
+    far = f"pep-far-{os.getpid()}"
+    if how == "moved":
+        there = f"ip link set v0 netns {far}; ip -n {far} link set v0 netns $$"
+        shell(f"ip netns add {far}; {there} || (ip netns del {far}; false); ip netns del {far}")
+    else:
+        shell("ip link del v0; ip link add v0 index 7000 type veth peer name v1")
+    assert socket.if_nametoindex("v0") == 7000
+    follow(harness.node, lambda: carried("v0") == (["tc_ethernet"], ["tc_egress"]))
+    harness.node.look()
+    assert carried("v0") == (["tc_ethernet"], ["tc_egress"])
+    assert harness.node.attached[7000] == "tc_ethernet"
 
 
 def test_a_new_device_gets_its_program(harness: Harness, shell: Shell) -> None:
