@@ -281,13 +281,19 @@ static __always_inline int send_kernels(struct context *ctx, const struct packet
 
 /*
  * True if the endpoint of a UDP flow is gone: the next datagram gets another one.  `a`: of the client's direction.
+ * Without another endpoint, or without its Service, the flow stays, as it does in conntrack (must_go()).
  * A global function, so that the verifier checks it once.
  */
 __noinline int has_lost_endpoint(const struct packet *p, const struct flow_rewrite *a, __u32 service)
 {
+	struct service_config *config;
 	union address endpoint = {};
+	__u32 config_id;
 
 	if (!p || !a || !service)
+		return 0;
+	config = active_config(service, &config_id);
+	if (!config || !config->any_endpoints)
 		return 0;
 	__builtin_memcpy(&endpoint, a->destination, 16);
 	return !is_endpoint(&endpoint, a->destination_port, UDP, p->ipv6, service);

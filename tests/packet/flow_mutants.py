@@ -86,6 +86,16 @@ FLOW_MUTANTS: dict[str, tuple[str, str, str]] = {
         "!reply && lost_endpoint_since(p, a, false,",
         "lost_endpoint_since(p, a, reply,",
     ),
+    "exchanges: of the only endpoint, if it is removed": (
+        "flow_send.h",
+        "if (!config || !config->any_endpoints)",
+        "if (!config)",
+    ),
+    "exchanges: of Services that are removed": (
+        "flow_send.h",
+        "if (!config || !config->any_endpoints)",
+        "if (config && !config->any_endpoints)",
+    ),
     "exchanges: always make room": ("young.h", "!opens_many(way == EXCHANGE_WAYS, now)", "way < EXCHANGE_WAYS"),
     "exchanges: free elements first": ("young.h", "r->opened + r->opened_before > MANY_OPENED ||", "false ||"),
     "exchanges: room in buckets that are not full": ("young.h", "(full && r->full", "(r->full"),

@@ -31,7 +31,7 @@ from tests.packet.fast_node import (
     young,
     young_flows_of,
 )
-from tests.packet.program_node import GO_ON, KINDS, PRIORITY_BACKEND, SHOT, XDP_PASS, ProgramNode
+from tests.packet.program_node import GO_ON, KINDS, PRIORITY_BACKEND, SHOT, XDP_PASS, ProgramNode, u32
 
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
 
@@ -443,6 +443,25 @@ def test_a_removed_endpoint_ends_it(fast: ProgramNode, late: bool) -> None:
         assert flow.run(reply=True).retval == REDIRECT
     assert flow.run().retval == GO_ON
     assert flow.exchange() is None
+
+
+@pytest.mark.parametrize("table", [False, True], ids=["exchange", "table"])
+@pytest.mark.parametrize("what", ["the only endpoint", "the Service"])
+def test_without_another_endpoint_it_stays(fast: ProgramNode, what: str, table: bool) -> None:
+    """As in conntrack (service-semantics 10): a pod that is not ready for a while loses no flow."""
+    flow = young(fast, "udp", in_table=table)
+    fast.endpoint("remote", 2, present=False)
+    if what == "the Service":
+        fast.object.maps["services"].update(u32(2), bytes(8))
+    else:
+        fast.service([], protocol="udp", service=2)
+    fast.write_fast_path_state(generation=2)
+    for reply in (False, True, False):
+        assert flow.run(reply).data == bytes(flow.expected(reply))
+    fast.service(["local"], protocol="udp", service=2)
+    fast.write_fast_path_state(generation=3)
+    assert flow.run().retval == GO_ON
+    assert not flow.entries()
 
 
 @pytest.mark.parametrize(("used", "seconds"), [(0, 30), (12288 // 2 + 1, 10), (12288 // 4 * 3 + 1, 2)])
