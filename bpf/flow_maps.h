@@ -389,7 +389,7 @@ struct {
 struct fast_path {
 	__u64 alive_until;	/* CLOCK_MONOTONIC, ns: until then the agent follows rules, routes and devices */
 	__u32 generation;	/* changes with routes, devices, neighbours, UDP endpoints: voids confirmations */
-	__u32 permit_generation;	/* changes with the rulesets: older permits are void */
+	__u32 permit_generation;	/* changes with rulesets, routes, devices, neighbours: older permits are void */
 	enum slow_path_reason closed4;	/* NOT_SLOW: IPv4 may take the fast path */
 	enum slow_path_reason closed6;
 	__u32 draining;		/* no new young flows; existing ones go to the kernel */

@@ -168,14 +168,19 @@ enum syn {
 __noinline int judge_syn(const struct packet *p, const struct flow_rewrite *a, const struct flow *f)
 {
 	union address endpoint = {};
+	struct fast_path *state;
 	struct flow *other;
 
 	if (!settings.fast_path || !p || !a || !f)
 		return SYN_REPEATED;
+	state = fast_path_state();
 	other = other_direction(a, p);
 	if (!other || (f->closing == CLOSING_IN_SEQUENCE && other->closing == CLOSING_IN_SEQUENCE))
 		return SYN_OF_ANOTHER;
 	if (ends_by_reset(f, other))
+		return SYN_OF_ANOTHER;
+	/* No answer, and routes, devices or neighbours may have changed since: the first SYN may have gone nowhere. */
+	if (!f->reply && !other->packets && state && f->generation != *(volatile __u32 *)&state->generation)
 		return SYN_OF_ANOTHER;
 	__builtin_memcpy(&endpoint, a->destination, 16);
 	/* For the client's SYN only: both sides may open a connection at once, so an endpoint may send one, too. */
@@ -299,27 +304,6 @@ __noinline int has_lost_endpoint(const struct packet *p, const struct flow_rewri
 	return !is_endpoint(&endpoint, a->destination_port, UDP, p->ipv6, service);
 }
 
-/*
- * True if services have changed since the last packet of this direction of a UDP flow, and its endpoint is gone.
- * `generation`: of that packet.
- */
-static __always_inline bool lost_endpoint_since(const struct packet *p, const struct flow_rewrite *a, bool reply,
-						__u32 service, __u32 *generation, bool young,
-						const struct fast_path *state)
-{
-	/* Read once: services may change again meanwhile. */
-	__u32 now = *(volatile __u32 *)&state->generation;
-
-	if (*generation == now)
-		return false;
-	if (!reply && has_lost_endpoint(p, a, service))
-		return true;
-	/* A kernel's flow must be confirmed first. */
-	if (young)
-		*generation = now;
-	return false;
-}
-
 /* The flow table has the flow now. */
 #define MOVED_TO_TABLE (-5)
 
@@ -381,9 +365,9 @@ static __noinline int send_exchanged(struct context *ctx, struct packet *p, __u3
 	struct exchange_head *head;
 	struct flow_rewrite *a;
 	struct exchange *x;
-	__u32 way = 0;
+	__u32 way = 0, generation;
+	bool reply, moved;
 	int verdict;
-	bool reply;
 	long found;
 	__u64 now;
 
@@ -401,14 +385,16 @@ static __noinline int send_exchanged(struct context *ctx, struct packet *p, __u3
 	head = &bucket->way[WAY(FOUND_ELEMENT(found))];
 	if (!came_in_right(ctx, a, device))
 		return NOT_SENT;
-	/* Both directions share `generation`: a reply must not hide the change from the next query. */
-	if (!reply && lost_endpoint_since(p, a, false, x->service, &x->generation, true, state)) {
+	/* Read once: it may change again meanwhile.  Of queries only: a reply must not hide the change from the next one. */
+	generation = *(volatile __u32 *)&state->generation;
+	moved = !reply && x->generation != generation;
+	if (moved && has_lost_endpoint(p, a, x->service)) {
 		forget_exchange(FOUND_ELEMENT(found), FOUND_OWNER(found));
 		return NOT_KNOWN;
 	}
 	now = flow_clock();
-	if (!reply && exchange_idle(head, now) > (__s32)exchange_clock(EXCHANGE_NS)) {
-		p->kept = judge_exchange(p, FOUND_ELEMENT(found));
+	if (moved || (!reply && exchange_idle(head, now) > (__s32)exchange_clock(EXCHANGE_NS))) {
+		p->kept = judge_exchange(p, FOUND_ELEMENT(found), generation);
 		if (p->kept) {
 			if (HOOK == AT_XDP)
 				return NOT_SENT;
@@ -456,9 +442,9 @@ static __always_inline int send_by_table(struct context *ctx, struct packet *p, 
 	const struct flow_rewrite *a;
 	struct fast_path *state;
 	struct flow *known;
+	__u32 way = 0, generation;
 	__u64 last_seen, now;
-	__u32 way = 0;
-	bool is_query;
+	bool is_query, moved;
 	int verdict;
 
 	if (!p)
@@ -486,12 +472,13 @@ static __always_inline int send_by_table(struct context *ctx, struct packet *p, 
 	state = fast_path_state();
 	if (!state)
 		return NOT_SENT;
-	if (p->protocol == UDP &&
-	    lost_endpoint_since(p, a, known->reply, known->service, &known->generation, known->young, state)) {
+	is_query = p->protocol == UDP && !known->reply;
+	generation = *(volatile __u32 *)&state->generation;
+	moved = is_query && known->generation != generation;
+	if (moved && has_lost_endpoint(p, a, known->service)) {
 		forget_flow((const struct flow_key *)p, a, false, known->young);
 		return NOT_KNOWN;
 	}
-	is_query = p->protocol == UDP && !known->reply;
 	if (!known->young) {
 		last_seen = known->last_seen;
 		verdict = send_kernels(ctx, p, known);
@@ -501,11 +488,13 @@ static __always_inline int send_by_table(struct context *ctx, struct packet *p, 
 			count_left(STACK_NOT_CONFIRMED);
 			return NOT_CONFIRMED;
 		}
+		known->generation = generation;
+		moved = false;
 	}
 	now = flow_clock();
 	/* A flow that has just become young again has not paused: it was renewed. */
-	if (is_query && now > known->last_seen + EXCHANGE_NS) {
-		p->kept = judge_query(p, known);
+	if (moved || (is_query && now > known->last_seen + EXCHANGE_NS)) {
+		p->kept = judge_query(p, known, generation);
 		if (p->kept) {
 			if (HOOK == AT_XDP)
 				return NOT_SENT;

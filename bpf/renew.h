@@ -53,36 +53,46 @@ static __always_inline void renew(struct flow *f, struct flow *reply, __u64 now)
 }
 
 /*
- * A query of a young flow, after a pause.  Not 0: the flow is over, and its pair has no permit, so the query begins a new
- * flow, which should have this backend.  0: the flow continues, or was renewed.  Calls are expensive, so the caller has
- * compared the time.  Global for the same reason as has_permit().
+ * A query of a young flow, after a pause, or after routes, devices, neighbours or endpoints have changed, which may have
+ * moved its links.  Not 0: its pair has no permit, so the query begins a new flow, which should have this backend.
+ * 0: the flow continues, or was renewed.  Calls are expensive, so the caller has compared the time, and the generation,
+ * which is that of now.  Global for the same reason as has_permit().
  */
-__noinline __u32 judge_query(const struct packet *p, struct flow *f)
+__noinline __u32 judge_query(const struct packet *p, struct flow *f, __u32 generation)
 {
 	struct flow *reply;
 	__u64 now;
+	bool over;
 
 	if (!settings.fast_path || !p || !f)
 		return 0;
 	now = flow_clock();
-	if (!keeps_source(p, &f->rewrite))
+	if (!keeps_source(p, &f->rewrite)) {
+		f->generation = generation;
 		return 0;
+	}
 	reply = other_direction(&f->rewrite, p);
-	if (!reply || !is_over(f, reply, now))
+	if (!reply)
+		return 0;
+	over = is_over(f, reply, now);
+	if (!over && f->generation == generation)
 		return 0;
 	if (!has_permit(p, &f->rewrite, &reply->rewrite))
 		return f->backend;
-	renew(f, reply, now);
+	f->generation = generation;
+	if (over)
+		renew(f, reply, now);
 	return 0;
 }
 
 /* As judge_query(), for the exchange in this element. */
-__noinline __u32 judge_exchange(const struct packet *p, __u32 element)
+__noinline __u32 judge_exchange(const struct packet *p, __u32 element, __u32 generation)
 {
 	struct exchange_bucket *bucket;
 	struct exchange_head *head;
 	struct exchange *x;
 	__u64 now;
+	bool over;
 
 	if (!settings.fast_path || !p)
 		return 0;
@@ -92,10 +102,14 @@ __noinline __u32 judge_exchange(const struct packet *p, __u32 element)
 		return 0;
 	now = flow_clock();
 	head = &bucket->way[WAY(element)];
-	if (!exchange_is_over(head, now))
+	over = exchange_is_over(head, now);
+	if (!over && x->generation == generation)
 		return 0;
 	if (!has_permit(p, &x->there, &x->reply))
 		return x->backend;
+	x->generation = generation;
+	if (!over)
+		return 0;
 	head->queries = head->replies = 0;
 	head->first_counted = RENEWED;
 	head->started = head->last_seen = exchange_clock(now);

@@ -18,7 +18,7 @@ from pyebpf_proxy.lab.namespace import LabError
 from tests.support.conversation import PORT, Conversation, serve
 from tests.support.fast_lab import FAR, Ask, FastWorld, without_pause
 from tests.support.lab_tools import Capture, full_conntrack, wait_until
-from tests.support.new_flows import NewFlows, ending, wait_until_fast
+from tests.support.new_flows import NewFlows, ask_once, ending, wait_until_fast
 
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
 
@@ -51,6 +51,43 @@ def test_the_neighbour_has_another_link_address(fast_world: FastWorld, far: Conv
         other.namespace.ip(f"link set dev eth0 address {old.hex(':')}")
         tell(fast_world, other, old.hex(":"))
     fast_world.fast(far)
+
+
+def ask_patiently(address: str, protocol: str) -> bool:
+    """Whether one client gets an answer. It sends again from the same port, as TCP and resolvers do."""
+    if protocol == "tcp":
+        return ask_once(address, PORT, protocol, 5.0)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        sock.settimeout(0.5)
+        sock.connect((address, PORT))
+        # With more than six packets it would be promoted.
+        for _ in range(5):
+            with contextlib.suppress(OSError):
+                sock.send(b"question")
+                return sock.recv(64).startswith(b"question")
+    return False
+
+
+@pytest.mark.parametrize("protocol", ["tcp", "udp"])
+def test_new_flows_find_the_neighbours_new_link_address(fast_world: FastWorld, protocol: str) -> None:
+    """Their pair has a permit, which was granted before the change, and no answer shows that it is out of date."""
+    other = fast_world.lab.nodes[1]
+    old = link_address(other).hex(":")
+    fast_world.node.namespace.ip(f"neigh replace {other.address.v4} lladdr {old} dev eth0 nud reachable")
+    try:
+        for turn in range(4):
+            flows = NewFlows(fast_world.client.namespace, FAR.v4, protocol)
+            with ending(flows):
+                wait_until_fast(fast_world, flows)
+            address = old if turn % 2 else "02:00:00:00:0e:02"
+            other.namespace.ip(f"link set dev eth0 address {address}")
+            asking = fast_world.client.namespace.start(ask_patiently, FAR.v4, protocol)
+            tell(fast_world, other, address)
+            assert asking.result()
+            assert fast_world.client.namespace.call(ask_patiently, FAR.v4, protocol)
+    finally:
+        other.namespace.ip(f"link set dev eth0 address {old}")
+        tell(fast_world, other, old)
 
 
 def tell(fast_world: FastWorld, other: Node, address: str) -> None:

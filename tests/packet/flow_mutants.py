@@ -78,13 +78,13 @@ FLOW_MUTANTS: dict[str, tuple[str, str, str]] = {
     "exchanges: nothing for the kernel": ("flow_send.h", "(reason || is_long(", "(is_long("),
     "exchanges: of removed endpoints": (
         "flow_send.h",
-        "!reply && lost_endpoint_since(p, a, false,",
-        "false && lost_endpoint_since(p, a, false,",
+        "if (moved && has_lost_endpoint(p, a, x->service)) {",
+        "if (false) {",
     ),
     "exchanges: a reply hides that the endpoint is gone": (
         "flow_send.h",
-        "!reply && lost_endpoint_since(p, a, false,",
-        "lost_endpoint_since(p, a, reply,",
+        "moved = !reply && x->generation != generation;",
+        "moved = x->generation != generation;\n\tx->generation = generation;",
     ),
     "exchanges: of the only endpoint, if it is removed": (
         "flow_send.h",
@@ -195,6 +195,30 @@ FLOW_MUTANTS: dict[str, tuple[str, str, str]] = {
         "if (!has_permit(p, &x->there, &x->reply))",
         "if (false)",
     ),
+    "renewal: an exchange follows an old route": (
+        "renew.h",
+        "if (!over && x->generation == generation)",
+        "if (!over)",
+    ),
+    "renewal: a flow of the table follows an old route": (
+        "renew.h",
+        "if (!over && f->generation == generation)",
+        "if (!over)",
+    ),
+    "renewal: any change of routes restarts an exchange": ("renew.h", "if (!over)\n\t\treturn 0;\n\thead", "head"),
+    "renewal: any change of routes restarts a flow": ("renew.h", "if (over)\n\t\trenew", "renew"),
+    "renewal: exchanges are judged again and again": ("renew.h", "\tx->generation = generation;\n", ""),
+    "renewal: flows are judged again and again": (
+        "renew.h",
+        "\tf->generation = generation;\n\tif (over)",
+        "\tif (over)",
+    ),
+    "flows: a repeated SYN follows an old route": (
+        "flow_send.h",
+        "if (!f->reply && !other->packets && state &&",
+        "if (false &&",
+    ),
+    "flows: a repeated SYN leaves a flow that was answered": ("flow_send.h", "!other->packets && state &&", "state &&"),
     "renewal: in the table without a permit": (
         "renew.h",
         "if (!has_permit(p, &f->rewrite, &reply->rewrite))",
@@ -208,8 +232,8 @@ FLOW_MUTANTS: dict[str, tuple[str, str, str]] = {
     ),
     "renewal: over an old link": ("renew.h", "is_same_link(&there->out, &d->permit.out) &&", ""),
     "renewal: over an old link back": ("renew.h", "&& is_same_link(&reply->out, &d->permit.back) &&", "&&"),
-    "renewal: of no exchange": ("renew.h", "if (!exchange_is_over(head, now))", "if (true)"),
-    "renewal: of nothing in the table": ("renew.h", "if (!reply || !is_over(f, reply, now))", "if (true)"),
+    "renewal: of no exchange": ("renew.h", "over = exchange_is_over(head, now);", "over = true;"),
+    "renewal: of nothing in the table": ("renew.h", "over = is_over(f, reply, now);", "over = true;"),
     "renewal: of an exchange within a round trip": (
         "complete.h",
         "pause_ns(head->distant)",
@@ -307,7 +331,7 @@ FLOW_MUTANTS: dict[str, tuple[str, str, str]] = {
         "f->closing == CLOSING_IN_SEQUENCE && other->closing == CLOSING_IN_SEQUENCE",
         "f->closing && other->closing",
     ),
-    "flows: endpoint gone": ("flow_send.h", "if (p->protocol == UDP &&\n\t    lost", "if (false &&\n\t    lost"),
+    "flows: endpoint gone": ("flow_send.h", "if (moved && has_lost_endpoint(p, a, known->service)) {", "if (false) {"),
     "flows: never confirmed again": ("flow_send.h", "now >= known->confirmed_until || ", ""),
     "flows: generation ignored": (
         "flow_send.h",

@@ -189,6 +189,53 @@ def test_a_packet_that_only_the_kernel_can_handle_opens_a_flow_there(fast: Progr
     assert flow.entries() == []
 
 
+def move_routes(world: ProgramNode) -> None:
+    """As the agent reports a change of routes, devices or neighbours."""
+    world.write_fast_path_state(generation=5, permit_generation=5)
+
+
+@WHERE
+@pytest.mark.parametrize("queries", [0, 2, 4])
+def test_a_query_without_an_answer_does_not_follow_an_old_route(
+    fast: ProgramNode, in_table: bool, queries: int
+) -> None:
+    """The answer is missing because the route is broken. netfilter looks the new one up, for the same endpoint."""
+    flow = young(fast, "udp", in_table=in_table)
+    for _ in range(queries):
+        assert flow.run().retval == REDIRECT
+    kept = add_choices(fast)
+    move_routes(fast)
+    before = bytes(flow.frame())
+    found = flow.run(frame=before)
+    assert (found.retval, found.data) == (GO_ON, before)
+    assert found.skb is not None
+    assert found.skb.priority == PRIORITY_BACKEND | kept
+    assert flow.entries() == []
+    assert young_flows_of(fast, "pods") == 0
+
+
+@WHERE
+def test_a_flow_goes_on_if_its_permit_shows_the_same_route(fast: ProgramNode, in_table: bool) -> None:
+    """An endpoint of another Service has changed, or the pair has proved its way again."""
+    flow = young(fast, "udp", in_table=in_table)
+    assert flow.run().retval == REDIRECT
+    fast.write_fast_path_state(generation=5)
+    assert flow.run().data == bytes(flow.expected())
+    assert flow.run(reply=True).data == bytes(flow.expected(reply=True))
+    assert flow.entry()["generation"] == 5  # type: ignore[index]
+    assert packets(flow) == (2, 1)
+    write_permits(fast, until=0)
+    assert flow.run().retval == REDIRECT, "it was judged already"
+
+
+@WHERE
+def test_an_answer_hides_no_change_of_routes(fast: ProgramNode, in_table: bool) -> None:
+    flow = young(fast, "udp", in_table=in_table)
+    move_routes(fast)
+    assert flow.run(reply=True).retval == REDIRECT
+    assert flow.run().retval == GO_ON
+
+
 def test_a_masqueraded_flow_is_not_renewed(fast: ProgramNode) -> None:
     """Its replies come to the port that it has."""
     flow = young(fast, "udp", client="outside", masquerade="node", entrance="nic", exit="pods", frontend="external_ip")

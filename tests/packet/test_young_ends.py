@@ -150,6 +150,27 @@ def test_a_syn_of_an_open_flow_goes_to_the_same_endpoint(fast: ProgramNode, clos
     assert fast.reasons()["NEW_FLOW_FAST"] == made == 1
 
 
+@pytest.mark.parametrize("moved", [False, True], ids=["nothing", "routes"])
+def test_a_repeated_syn_without_an_answer_follows_a_change_of_routes(fast: ProgramNode, moved: bool) -> None:
+    """The first SYN may have gone nowhere. Else the connection would wait until the sweep ends the flow."""
+    flow = young(fast)
+    if moved:
+        fast.write_fast_path_state(generation=5, permit_generation=5)
+    frame = bytes(flow.frame(flags="S", size=0, seq=100, ack=0))
+    found = flow.run(frame=frame)
+    assert (found.retval, found.data == frame) == ((GO_ON, True) if moved else (REDIRECT, False))
+    assert flow.entries() == ([] if moved else [False, True])
+    assert young_flows_of(fast, "pods") == (not moved)
+
+
+def test_a_repeated_syn_after_an_answer_does_not(fast: ProgramNode) -> None:
+    flow = young(fast)
+    flow.answer()
+    fast.write_fast_path_state(generation=5, permit_generation=5)
+    assert flow.run(frame=flow.frame(flags="S", size=0, seq=100, ack=0)).retval == REDIRECT
+    assert flow.entries() == [False, True]
+
+
 def test_a_syn_to_a_removed_endpoint_gets_another(fast: ProgramNode) -> None:
     flow = young(fast)
     flow.answer()

@@ -2,9 +2,10 @@
 """Follows changes that the fast path does not see: routes, devices, neighbours, rulesets, ip rules and IPsec.
 
 The map ``fast_path`` has two numbers. ``generation`` changes with routes, devices, neighbours and endpoints: then the
-programs send a packet of each flow through netfilter before they continue. ``permit_generation`` changes with every
-ruleset: new flows need new permits. A family is closed while the node has something that every packet must pass:
-IPsec, ip rules that select by more than addresses, devices and marks, and rules that count, log or rewrite.
+programs send a packet of each flow through netfilter before they continue. ``permit_generation`` changes with routes,
+devices, neighbours and every ruleset: new flows need new permits. A family is closed while the node has something that
+every packet must pass: IPsec, ip rules that select by more than addresses, devices and marks, and rules that count, log
+or rewrite.
 The state is valid only while the agent lives: it extends the validity every second, to 5 s from then. Both families are
 closed while no flows are handed to conntrack: rules would not see new ones.
 """
@@ -200,17 +201,17 @@ class FastPath:
         self._beat()
 
     def moved(self) -> None:
-        """Void confirmations: endpoints of UDP services, or the devices map, have changed."""
+        """Void confirmations: endpoints of UDP services have changed."""
         self._generation = self._generation + 1 & 0xFFFFFFFF
         self._write()
 
-    def devices_moved(self) -> None:
-        """Void confirmations and permits: the path of packets through a device has changed."""
+    def links_moved(self) -> None:
+        """Void confirmations and permits: routes, devices or neighbours have changed, and so may have learned links."""
         self._generation = self._generation + 1 & 0xFFFFFFFF
         self.rules_moved()
 
     def rules_moved(self) -> None:
-        """Void all permits: rules of other software have changed."""
+        """Void all permits: rules of other software, or source addresses, have changed."""
         self._permit_generation = self._permit_generation + 1 & 0xFFFFFFFF
         self._write()
 
@@ -279,7 +280,7 @@ class FastPath:
         # ip rules may use marks that other rules set; other rules may be for devices without a fast path.
         if devices or (look and self._rules.reading.marks):
             self._rules.again()
-        self.moved()
+        self.links_moved()
 
     def _read_neighbours(self) -> None:
         try:
@@ -292,7 +293,7 @@ class FastPath:
         else:
             self._neighbours_retry.succeeded()
         if moved:
-            self.moved()
+            self.links_moved()
 
     def _look(self) -> None:
         """Read policy routing and IPsec. While they cannot be read, the fast path is closed."""

@@ -309,6 +309,34 @@ def test_a_changed_neighbour_increments_the_generation(programs: Object, shell: 
     run(scene)
 
 
+CHANGES_OF_LINKS = {
+    "a neighbour": "ip neigh replace 10.1.1.2 dev one nud permanent lladdr 02:00:00:00:00:02",
+    "a route": "ip route replace 10.2.0.0/16 via 10.1.1.3",
+    "a device": "ip link set one mtu 1400",
+}
+
+
+@pytest.mark.parametrize("what", CHANGES_OF_LINKS)
+def test_a_change_of_links_voids_permits(what: str, programs: Object, shell: Shell) -> None:
+    """They have the device and the link addresses by which new flows would leave."""
+    shell("ip link add one type veth peer name other; ip link set one up; ip link set other up")
+    shell("ip addr add 10.1.1.1/24 dev one; ip route add 10.2.0.0/16 via 10.1.1.2")
+    shell("ip neigh add 10.1.1.2 dev one nud permanent lladdr 02:00:00:00:00:01")
+
+    async def scene() -> None:
+        async with following(programs) as node:
+            await asyncio.sleep(0.2)
+            before = node.state()
+            shell(CHANGES_OF_LINKS[what])
+            await node.until("permit_generation", before["permit_generation"], other=True)
+            assert node.state()["generation"] > before["generation"]
+            changed = node.state()
+            node.fast.moved()
+            assert node.state()["permit_generation"] == changed["permit_generation"], "an endpoint changes no link"
+
+    run(scene)
+
+
 def test_draining_and_the_end(programs: Object) -> None:
     node = Node(programs)
     first = node.state()

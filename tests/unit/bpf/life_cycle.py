@@ -154,6 +154,10 @@ def step_packet(state: State, thread: tuple[Any, ...]) -> Iterator[Step]:
         both = there and reply and there.closing == reply.closing == CLOSING_IN_SEQUENCE
         reset = CLOSING_BY_RESET in {entry.closing for entry in (there, reply) if entry}  # ends_by_reset
         yield state, (("forget", side, kind, "unknown") if reply is None or both or reset else ("young", side, kind))
+        # Routes have changed since the first SYN, which has no answer. It is sent again after a second of silence.
+        if state.connection == SYN_SENT and state.cpus.count(None) == 1:
+            count = max(state.count - (state.there is not None), 0)
+            yield state._replace(there=None, reply=None, count=count), ("unknown", side, kind)
     elif at == "young":  # send_young
         yield from send_young(state, side, kind)
     elif at == "closed":  # end_young has marked this direction; the other one is read for SYN only
