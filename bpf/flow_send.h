@@ -333,6 +333,17 @@ static __always_inline bool came_in_right(struct context *ctx, const struct flow
 }
 
 /*
+ * A packet came in by another device than its flow's.  True: that device is gone, so this is the client, by a new one,
+ * and the flow's links lead nowhere.
+ */
+static __always_inline bool has_lost_device(const struct flow_rewrite *a, __u32 device)
+{
+	__u32 before = a->device_in;
+
+	return before && before != device && !bpf_map_lookup_elem(&devices, &before);
+}
+
+/*
  * Handles a packet of an exchange that should be in the flow table, but the table has no space.  The client's packets go
  * to the kernel, with the same endpoint, so conntrack has the flow from now on.  NOT_KNOWN: the packet can only be sent.
  */
@@ -383,8 +394,13 @@ static __noinline int send_exchanged(struct context *ctx, struct packet *p, __u3
 	reply = FOUND_REPLY(found);
 	a = found_rewrite(x, found);
 	head = &bucket->way[WAY(FOUND_ELEMENT(found))];
-	if (!came_in_right(ctx, a, device))
-		return NOT_SENT;
+	if (!came_in_right(ctx, a, device)) {
+		if (HOOK == AT_XDP || reply || !has_lost_device(a, device))
+			return NOT_SENT;
+		p->kept = x->backend;
+		forget_exchange(FOUND_ELEMENT(found), FOUND_OWNER(found));
+		return NOT_KNOWN;
+	}
 	/* Read once: it may change again meanwhile.  Of queries only: a reply must not hide the change from the next one. */
 	generation = *(volatile __u32 *)&state->generation;
 	moved = !reply && x->generation != generation;
@@ -463,7 +479,14 @@ static __always_inline int send_by_table(struct context *ctx, struct packet *p, 
 	if (!known || was_reused(&known->rewrite, tag_of(p)))
 		return NOT_KNOWN;
 	a = &known->rewrite;
-	if (!came_in_right(ctx, a, device) || is_bulk(ctx, p, known))
+	if (!came_in_right(ctx, a, device)) {
+		if (HOOK == AT_XDP || !p->starts_flow || !known->young || known->reply || !has_lost_device(a, device))
+			return NOT_SENT;
+		p->kept = known->backend;
+		forget_flow((const struct flow_key *)p, a, false, true);
+		return NOT_KNOWN;
+	}
+	if (is_bulk(ctx, p, known))
 		return NOT_SENT;
 	if (is_new_connection(p) && known->young && begins_anew(p, a, known)) {
 		forget_flow((const struct flow_key *)p, a, known->reply, true);

@@ -195,6 +195,22 @@ FLOW_MUTANTS: dict[str, tuple[str, str, str]] = {
         "if (!has_permit(p, &x->there, &x->reply))",
         "if (false)",
     ),
+    "renewal: a client with a new device is another one": (
+        "flow_send.h",
+        "return before && before != device && !bpf_map_lookup_elem(&devices, &before);",
+        "return false;",
+    ),
+    "renewal: a forger is a client with a new device": (
+        "flow_send.h",
+        "return before && before != device && !bpf_map_lookup_elem(&devices, &before);",
+        "return before && before != device;",
+    ),
+    "renewal: an answer shows a new device": (
+        "flow_send.h",
+        "if (HOOK == AT_XDP || reply || !has_lost",
+        "if (HOOK == AT_XDP || !has_lost",
+    ),
+    "flows: any packet shows a new device": ("flow_send.h", "!p->starts_flow || !known->young ||", "!known->young ||"),
     "renewal: an exchange follows an old route": (
         "renew.h",
         "if (!over && x->generation == generation)",

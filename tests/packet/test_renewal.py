@@ -236,6 +236,27 @@ def test_an_answer_hides_no_change_of_routes(fast: ProgramNode, in_table: bool) 
     assert flow.run().retval == GO_ON
 
 
+@WHERE
+def test_a_client_whose_device_is_replaced_keeps_its_endpoint(fast: ProgramNode, in_table: bool) -> None:
+    """Answers would leave by the device that is gone. As long as it is there, the packets may be forged."""
+    flow = answered(fast, in_table)
+    kept = add_choices(fast)
+    frame = bytes(flow.frame())
+    assert flow.run(frame=frame, by="nic").retval == GO_ON
+    assert flow.entries() == BOTH
+    fast.object.maps["devices"].delete(fast.devices["nic"].to_bytes(4, "little"))
+    answer = flow.run(reply=True, by="pods")
+    assert (answer.retval, flow.entries()) == (GO_ON, BOTH), "only the client's packets show that it is back"
+    fast.object.maps["devices"].delete(fast.devices["pods"].to_bytes(4, "little"))
+    found = flow.run(frame=frame, by="nic")
+    assert (found.retval, found.data) == (GO_ON, frame)
+    assert found.skb is not None
+    assert found.skb.priority == PRIORITY_BACKEND | kept
+    assert flow.entries() == []
+    assert young_flows_of(fast, "pods") == 0
+    assert flow.run(reply=True).retval == GO_ON, "conntrack translates it"
+
+
 def test_a_masqueraded_flow_is_not_renewed(fast: ProgramNode) -> None:
     """Its replies come to the port that it has."""
     flow = young(fast, "udp", client="outside", masquerade="node", entrance="nic", exit="pods", frontend="external_ip")

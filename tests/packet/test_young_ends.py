@@ -171,6 +171,19 @@ def test_a_repeated_syn_after_an_answer_does_not(fast: ProgramNode) -> None:
     assert flow.entries() == [False, True]
 
 
+@pytest.mark.parametrize("gone", [False, True], ids=["its device is there", "its device is gone"])
+def test_a_syn_by_another_device(fast: ProgramNode, gone: bool) -> None:
+    """A pod with the address of one that has ended. Its answers must not leave by the former device."""
+    flow = young(fast)
+    flow.answer()
+    if gone:
+        fast.object.maps["devices"].delete(fast.devices["pods"].to_bytes(4, "little"))
+    assert flow.run(frame=flow.frame(flags="A", seq=101), by="nic").retval == GO_ON
+    assert flow.entries() == [False, True], "no new connection"
+    assert flow.run(frame=flow.frame(flags="S", size=0, seq=9000, ack=0), by="nic").retval == GO_ON
+    assert flow.entries() == ([] if gone else [False, True])
+
+
 def test_a_syn_to_a_removed_endpoint_gets_another(fast: ProgramNode) -> None:
     flow = young(fast)
     flow.answer()
