@@ -410,7 +410,7 @@ static __noinline int send_exchanged(struct context *ctx, struct packet *p, __u3
 	}
 	now = flow_clock();
 	if (moved || (!reply && exchange_idle(head, now) > (__s32)exchange_clock(EXCHANGE_NS))) {
-		p->kept = judge_exchange(p, FOUND_ELEMENT(found), generation);
+		p->kept = judge_exchange(p, FOUND_ELEMENT(found), generation, is_plain(ctx));
 		if (p->kept) {
 			if (HOOK == AT_XDP)
 				return NOT_SENT;
@@ -517,7 +517,7 @@ static __always_inline int send_by_table(struct context *ctx, struct packet *p, 
 	now = flow_clock();
 	/* A flow that has just become young again has not paused: it was renewed. */
 	if (moved || (is_query && now > known->last_seen + EXCHANGE_NS)) {
-		p->kept = judge_query(p, known, generation);
+		p->kept = judge_query(p, known, generation, is_plain(ctx));
 		if (p->kept) {
 			if (HOOK == AT_XDP)
 				return NOT_SENT;

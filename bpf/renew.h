@@ -54,11 +54,11 @@ static __always_inline void renew(struct flow *f, struct flow *reply, __u64 now)
 
 /*
  * A query of a young flow, after a pause, or after routes, devices, neighbours or endpoints have changed, which may have
- * moved its links.  Not 0: its pair has no permit, so the query begins a new flow, which should have this backend.
- * 0: the flow continues, or was renewed.  Calls are expensive, so the caller has compared the time, and the generation,
- * which is that of now.  Global for the same reason as has_permit().
+ * moved its links.  Not 0: its pair has no permit, or the packet is not plain, so the query begins a new flow, which
+ * should have this backend.  0: the flow continues, or was renewed.  Calls are expensive, so the caller has compared the
+ * time, and the generation, which is that of now.  Global for the same reason as has_permit().
  */
-__noinline __u32 judge_query(const struct packet *p, struct flow *f, __u32 generation)
+__noinline __u32 judge_query(const struct packet *p, struct flow *f, __u32 generation, bool plain)
 {
 	struct flow *reply;
 	__u64 now;
@@ -77,7 +77,7 @@ __noinline __u32 judge_query(const struct packet *p, struct flow *f, __u32 gener
 	over = is_over(f, reply, now);
 	if (!over && f->generation == generation)
 		return 0;
-	if (!has_permit(p, &f->rewrite, &reply->rewrite))
+	if (!plain || !has_permit(p, &f->rewrite, &reply->rewrite))
 		return f->backend;
 	f->generation = generation;
 	if (over)
@@ -86,7 +86,7 @@ __noinline __u32 judge_query(const struct packet *p, struct flow *f, __u32 gener
 }
 
 /* As judge_query(), for the exchange in this element. */
-__noinline __u32 judge_exchange(const struct packet *p, __u32 element, __u32 generation)
+__noinline __u32 judge_exchange(const struct packet *p, __u32 element, __u32 generation, bool plain)
 {
 	struct exchange_bucket *bucket;
 	struct exchange_head *head;
@@ -105,7 +105,7 @@ __noinline __u32 judge_exchange(const struct packet *p, __u32 element, __u32 gen
 	over = exchange_is_over(head, now);
 	if (!over && x->generation == generation)
 		return 0;
-	if (!has_permit(p, &x->there, &x->reply))
+	if (!plain || !has_permit(p, &x->there, &x->reply))
 		return x->backend;
 	x->generation = generation;
 	if (!over)

@@ -192,8 +192,8 @@ FLOW_MUTANTS: dict[str, tuple[str, str, str]] = {
     "exchanges: the sweep does not note": ("sweep.h", "\tnote_in_table(&key, f->reply, s->now);\n", ""),
     "renewal: of an exchange without a permit": (
         "renew.h",
-        "if (!has_permit(p, &x->there, &x->reply))",
-        "if (false)",
+        "if (!plain || !has_permit(p, &x->there, &x->reply))",
+        "if (!plain)",
     ),
     "renewal: a client with a new device is another one": (
         "flow_send.h",
@@ -211,6 +211,16 @@ FLOW_MUTANTS: dict[str, tuple[str, str, str]] = {
         "if (HOOK == AT_XDP || !has_lost",
     ),
     "flows: any packet shows a new device": ("flow_send.h", "!p->starts_flow || !known->young ||", "!known->young ||"),
+    "renewal: of an exchange with a mark": (
+        "renew.h",
+        "if (!plain || !has_permit(p, &x->there",
+        "if (!has_permit(p, &x->there",
+    ),
+    "renewal: in the table with a mark": (
+        "renew.h",
+        "if (!plain || !has_permit(p, &f->rewrite",
+        "if (!has_permit(p, &f->rewrite",
+    ),
     "renewal: an exchange follows an old route": (
         "renew.h",
         "if (!over && x->generation == generation)",
@@ -237,8 +247,8 @@ FLOW_MUTANTS: dict[str, tuple[str, str, str]] = {
     "flows: a repeated SYN leaves a flow that was answered": ("flow_send.h", "!other->packets && state &&", "state &&"),
     "renewal: in the table without a permit": (
         "renew.h",
-        "if (!has_permit(p, &f->rewrite, &reply->rewrite))",
-        "if (false)",
+        "if (!plain || !has_permit(p, &f->rewrite, &reply->rewrite))",
+        "if (!plain)",
     ),
     "renewal: with any endpoint": ("serve.h", "p->kept && keep_endpoint(p, &e, &b)", "false"),
     "renewal: with an endpoint that is gone": (

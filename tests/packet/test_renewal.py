@@ -257,6 +257,26 @@ def test_a_client_whose_device_is_replaced_keeps_its_endpoint(fast: ProgramNode,
     assert flow.run(reply=True).retval == GO_ON, "conntrack translates it"
 
 
+@WHERE
+def test_a_query_with_a_mark_is_not_renewed(fast: ProgramNode, in_table: bool) -> None:
+    """Another program has set it for a rule of netfilter or for routing, as on the first packet of a flow."""
+    flow = answered(fast, in_table)
+    kept = add_choices(fast)
+    # No pause, however slow the machine is.
+    flow.set_back(-1)
+    assert flow.run(mark=7).retval == REDIRECT, "the flow goes on until it pauses"
+    assert flow.run(reply=True).retval == REDIRECT
+    flow.set_back(2)
+    reset_counters(fast)
+    frame = bytes(flow.frame())
+    found = flow.run(frame=frame, mark=7)
+    assert (found.retval, found.data) == (GO_ON, frame)
+    assert found.skb is not None
+    assert (found.skb.mark, found.skb.priority) == (7, PRIORITY_BACKEND | kept)
+    assert fast.reasons()["STACK_NOT_PLAIN"] == 1
+    assert flow.entries() == []
+
+
 def test_a_masqueraded_flow_is_not_renewed(fast: ProgramNode) -> None:
     """Its replies come to the port that it has."""
     flow = young(fast, "udp", client="outside", masquerade="node", entrance="nic", exit="pods", frontend="external_ip")
