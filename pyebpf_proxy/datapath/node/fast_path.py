@@ -287,13 +287,15 @@ class FastPath:
             moved = self._neighbours.read()
         except OSError as error:
             _log.error("changes of neighbours could not be followed", error=str(error))
-            moved = True
+            moved = self._neighbours.replaced = True
             if self._loop is not None:
                 self._neighbours_retry.failed(self._loop)
         else:
             self._neighbours_retry.succeeded()
-        if moved:
+        if moved and self._neighbours.replaced:
             self.links_moved()
+        elif moved:
+            self.moved()
 
     def _look(self) -> None:
         """Read policy routing and IPsec. While they cannot be read, the fast path is closed."""

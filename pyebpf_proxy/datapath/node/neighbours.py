@@ -27,6 +27,9 @@ class Neighbours:
         self._known: dict[_Key, bytes] = {}
         #: Neighbours may be missing in ``_known``: list them again.
         self._stale = True
+        #: Of what :meth:`read` has reported last: an address was replaced, or is not valid any more. Otherwise the
+        #: kernel has forgotten neighbours for lack of use, as it does all the time with more than 128 of them.
+        self.replaced = False
         self._events = Subscription(uapi.NETLINK_ROUTE, [uapi.RTNLGRP_NEIGH])
         try:
             self._list()
@@ -44,9 +47,11 @@ class Neighbours:
         OSError: call it again later, also without messages.
         """
         stale, self._stale = self._stale, True  # until all that was received has been processed
+        self.replaced = False
         received = list(self._events.received())
         if stale or None in received:  # Messages were lost.
             self._list()
+            self.replaced = True
             return True
         moved = False
         for kind, _, _, message in chain.from_iterable(messages(data) for data in received if data):
@@ -64,7 +69,10 @@ class Neighbours:
         before = self._known.pop(key, b"")
         if address and not gone:
             self._known[key] = address
-        return bool(before) and before != self._known.get(key)
+        if not before or before == self._known.get(key):
+            return False
+        self.replaced |= address != before
+        return True
 
     def close(self) -> None:
         """Stop following."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import socket
+import struct
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -17,6 +19,8 @@ import pytest
 from pyebpf_proxy.datapath.loader.libbpf import Object
 from pyebpf_proxy.datapath.netfilter.nft import Table
 from pyebpf_proxy.datapath.netfilter.nft_rules import Behaviour
+from pyebpf_proxy.datapath.netlink import uapi
+from pyebpf_proxy.datapath.netlink.request import RequestSocket
 from pyebpf_proxy.datapath.node import fast_path, policy_routing
 from pyebpf_proxy.datapath.node.fast_path import ClosedReason, FastPath
 from pyebpf_proxy.datapath.rulesets import watch
@@ -305,6 +309,29 @@ def test_a_changed_neighbour_increments_the_generation(programs: Object, shell: 
             await node.until("generation", before + 1)
             shell("ip neigh del 10.1.1.2 dev one")
             await node.until("generation", before + 2)
+
+    run(scene)
+
+
+def test_a_neighbour_that_the_kernel_only_forgets_voids_no_permit(
+    programs: Object, shell: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With many neighbours it forgets some all the time."""
+    shell("ip link add one type veth peer name other; ip link set one up; ip link set other up")
+    shell("ip addr add 10.1.1.1/24 dev one; ip neigh add 10.1.1.2 dev one nud stale lladdr 02:00:00:00:00:01")
+    with RequestSocket(uapi.NETLINK_ROUTE) as netlink:
+        (message,) = netlink.dump(uapi.RTM_GETNEIGH, uapi.NDMSG.pack(socket.AF_INET, 0, 0, 0, 0, 0, 0))
+    # As the kernel reports it: the entry is as it was last.
+    forgotten = struct.pack("=IHHII", 16 + len(message), uapi.RTM_DELNEIGH, 0, 0, 0) + message
+
+    async def scene() -> None:
+        async with following(programs) as node:
+            before = node.state()
+            with monkeypatch.context() as once:
+                once.setattr(node.fast._neighbours._events, "received", lambda: [forgotten])
+                node.fast._read_neighbours()
+            assert node.state()["generation"] == before["generation"] + 1
+            assert node.state()["permit_generation"] == before["permit_generation"]
 
     run(scene)
 
