@@ -38,13 +38,15 @@ class Decoded(NamedTuple):
     """The result for one object.
 
     ``key`` is None if the object cannot be identified: then ``messages`` describes the error, or ``ignored`` names a
-    kind that is not used. ``object`` is None if the object is refused; ``messages`` has the reason.
+    kind that is not used. ``object`` is None if the object is refused; ``messages`` has the reason. ``uid`` is ""
+    if it is not known.
     """
 
     key: ObjectKey | None = None
     object: Object | None = None
     messages: tuple[str, ...] = ()
     ignored: str | None = None
+    uid: str = ""
 
 
 class UnreadableError(Exception):
@@ -104,6 +106,7 @@ class _Name(msgspec.Struct, gc=False):
 
     name: str | None = None
     namespace: str | None = None
+    uid: Any = None
 
 
 class _Header(msgspec.Struct, rename="camel", gc=False):
@@ -220,7 +223,7 @@ def _too_large(header: _Header) -> Decoded:
     decoded = next(decode_document({"kind": header.kind, "apiVersion": header.api_version, "metadata": name}))
     if decoded.key is None:
         return decoded
-    return Decoded(decoded.key, None, (f"{decoded.key}: {TOO_MANY}",))
+    return Decoded(decoded.key, None, (f"{decoded.key}: {TOO_MANY}",), uid=_text(name.get("uid")))
 
 
 def decode_object(kind: Kind, data: bytes | msgspec.Raw) -> Decoded:
@@ -320,7 +323,8 @@ def decode_document(
         value = msgspec.convert(_with_text_keys(document), group.type)
     except (msgspec.ValidationError, RecursionError) as error:
         key = _key_of(kind, document)
-        yield Decoded(key, None, (_prefix(kind, document) + _type_message(document, error),))
+        message = _prefix(kind, document) + _type_message(document, error)
+        yield Decoded(key, None, (message,), uid=_uid_of(document))
         return
     yield _finish(kind, value)
 
@@ -338,6 +342,7 @@ def _finish(kind: str, value: Object) -> Decoded:
     """Check a decoded object's name, set defaults, and validate it."""
     group = KINDS[kind]
     metadata = value.metadata
+    uid, metadata.uid = _text(metadata.uid), None
     if not group.namespaced:
         namespace = ""
     else:
@@ -359,7 +364,7 @@ def _finish(kind: str, value: Object) -> Decoded:
             messages.append(f"{key}: {finding.text}")
     if number > MOST_MESSAGES:
         messages.append(f"{key}: {number - MOST_MESSAGES} more")
-    return Decoded(key, None if refused else value, tuple(messages))
+    return Decoded(key, None if refused else value, tuple(messages), uid=uid)
 
 
 def _api_version(group: _Group) -> str:
@@ -385,6 +390,15 @@ def _key_of(kind: str, document: dict[Any, Any]) -> ObjectKey | None:
     if not isinstance(namespace, str) or validation.check_name(namespace, label=True):
         return None
     return ObjectKey(kind, namespace if group.namespaced else "", name)  # type: ignore[arg-type]
+
+
+def _uid_of(document: dict[Any, Any]) -> str:
+    metadata = document.get("metadata")
+    return _text(metadata.get("uid")) if isinstance(metadata, dict) else ""
+
+
+def _text(value: object) -> str:
+    return value if isinstance(value, str) else ""
 
 
 def _prefix(kind: str, document: dict[Any, Any]) -> str:

@@ -6,7 +6,7 @@ Every field may be absent or null, as the API's Go types allow. ``kube.validatio
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import field
@@ -22,10 +22,14 @@ class Annotations(msgspec.Struct, gc=False):
 
 
 class ObjectMeta(msgspec.Struct, rename="camel", gc=False):
-    """The used part of ObjectMeta."""
+    """The used part of ObjectMeta.
+
+    ``uid`` exists only while an object is read; any type, because it refuses no object.
+    """
 
     name: str | None = None
     namespace: str | None = None
+    uid: Any = None
     labels: dict[str, str] | None = None
     creation_timestamp: str | None = None
     deletion_timestamp: str | None = None

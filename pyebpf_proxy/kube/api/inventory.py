@@ -19,14 +19,18 @@ from pyebpf_proxy.kube.source import Change, Kind, Object
 #: and a tenant can change them all with every update.
 MOST_LINES, LINES_SECONDS = 200, 10.0
 
+_UID_BITS = 32
+_UID = (1 << _UID_BITS) - 1
+
 _encoder = msgspec.msgpack.Encoder()
 
 
 class Read(NamedTuple):
-    """A decoded object: its identity, and the object unless it is invalid."""
+    """A decoded object: its identity, the object unless it is invalid, and a hash of its UID (0: not known)."""
 
     key: ObjectKey | None
     object: Object | None
+    uid: int = 0
 
 
 class Inventory:
@@ -35,7 +39,8 @@ class Inventory:
     def __init__(self, kind: Kind, report: Callable[[str], None]) -> None:
         self._kind = kind
         self._report = report
-        #: By (namespace, name). Python's hash of bytes is randomized: collisions cannot be crafted.
+        #: By (namespace, name): the hash of the content, and below it that of the UID, in one number to save memory.
+        #: Python's hashes of bytes and texts are randomized: collisions cannot be crafted.
         self._hashes: dict[tuple[str, str], int] = {}
         #: Hashes of the messages reported for objects, and which objects are refused. The messages of an object may be
         #: several times as large as the object.
@@ -61,7 +66,8 @@ class Inventory:
 
     def read(self, data: bytes | msgspec.Raw) -> Read:
         """Decode and check an object; report its errors. Raises UnreadableError if it is not JSON."""
-        key, value, messages, _ = decode.decode_object(self._kind, data)
+        key, value, messages, _, uid_text = decode.decode_object(self._kind, data)
+        uid = hash(uid_text) & _UID if uid_text else 0
         if key is None:
             if messages not in self._nameless and len(self._nameless) < 1000:
                 self._nameless.add(messages)
@@ -72,23 +78,38 @@ class Inventory:
             self._logged.pop(short, None)
         elif self._logged.get(short) != hash(messages):
             self._logged[short] = hash(messages)
-            self._report_all(key.namespace, messages, kept=value is None and short in self._hashes)
+            kept = value is None and short in self._hashes and not self._is_another(short, uid)
+            self._report_all(key.namespace, messages, kept=kept)
         if value is None:
             self._refused.add(short)
         else:
             self._refused.discard(short)
-        return Read(key, value)
+        return Read(key, value, uid)
 
     def change(self, read: Read) -> list[Change]:
-        """The change from an added or modified object; none if it is invalid or the same as before."""
-        if read.key is None or read.object is None:
-            return []  # the last valid state stays
-        short = (read.key.namespace, read.key.name)
-        now = _hash(read.object)
-        if self._hashes.get(short) == now:
+        """The change from an added or modified object; none if it is invalid or the same as before.
+
+        The last valid state of an invalid object stays, but not that of a deleted object of the same name.
+        """
+        if read.key is None:
             return []
-        self._hashes[short] = now
+        short = (read.key.namespace, read.key.name)
+        if read.object is None:
+            if not self._is_another(short, read.uid):
+                return []
+            del self._hashes[short]
+            return [Change(self._kind, *short, None)]
+        now = _hash(read.object)
+        before = self._hashes.get(short)
+        self._hashes[short] = now << _UID_BITS | read.uid
+        if before is not None and before >> _UID_BITS == now:
+            return []
         return [Change(read.key.kind, *short, read.object)]
+
+    def _is_another(self, short: tuple[str, str], uid: int) -> bool:
+        """Whether the delivered object of this name has another UID: its deletion was missed."""
+        known = self._hashes.get(short, 0) & _UID
+        return known != uid and known != 0 and uid != 0
 
     def remove(self, namespace: str, name: str) -> list[Change]:
         """The changes from a deleted object."""

@@ -489,6 +489,37 @@ def test_an_object_that_becomes_invalid_keeps_its_last_valid_state(api: Scripted
         assert "its last good state stays" in line
 
 
+@pytest.mark.parametrize("how", ["bad value", "bad type", "too large"])
+def test_the_last_valid_state_of_a_deleted_object_does_not_stay_for_another_of_its_name(
+    api: ScriptedApi, how: str
+) -> None:
+    """Service "a" is deleted and created again while nothing is watched; the new one is invalid."""
+
+    def with_uid(item: dict[str, Any], uid: str) -> dict[str, Any]:
+        return {**item, "metadata": {**item["metadata"], "uid": uid}}
+
+    another = with_uid(service("a", "nonsense" if how == "bad value" else "10.96.0.1", version="99"), "u-2")
+    if how == "bad type":
+        another["spec"]["ports"][0]["port"] = "80"
+    elif how == "too large":
+        another["spec"]["externalIPs"] = ["1"] * 200_001
+    same = with_uid(service("b", "nonsense", version="98"), "u-3")
+
+    def first(exchange: Exchange) -> None:
+        exchange.initial([with_uid(service("a"), "u-1"), with_uid(service("b", "10.96.0.2"), "u-3")], "5")
+        exchange.end()
+
+    def again(exchange: Exchange) -> None:
+        exchange.initial([another, same], "100")
+        exchange.hold()
+
+    api.script("services", first, lambda exchange: exchange.status(410, "too old resource version"), again)
+    with following(api) as source:
+        source.until(lambda: source.names("Service") == {"b"} and len(source.errors()) == 2)
+        assert ["its last good state stays" in line for line in source.errors()] == [False, True]
+        assert source.objects["Service", "b"].spec.cluster_ip == "10.96.0.2"
+
+
 def test_irrelevant_changes_are_not_delivered(api: ScriptedApi) -> None:
     def first(exchange: Exchange) -> None:
         exchange.initial([service("a")], "5")
