@@ -142,8 +142,9 @@ class ApiSource:
             pass  # the loop is closed: the agent exits
 
     def _node_patience(self) -> float | None:
-        """Seconds until the Node must have an address; None: it has one, or is not listed yet."""
-        if self._node_listed is None or self._node_has_address():
+        """Seconds until the Node must have an address; None: it has one, or a list has not arrived yet."""
+        # After the wait has timed out, a list that is still missing must not make the caller look all the time.
+        if self._unlisted or self._node_listed is None or self._node_has_address():
             return None
         return max(0.0, self._node_listed + self._client.timing.node - time.monotonic())
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -16,6 +17,7 @@ from pyebpf_proxy.kube.api.follower import PART, Follower
 from pyebpf_proxy.kube.api.source import MOST_WAITING
 from pyebpf_proxy.servers.client_metrics import ClientMetrics
 from pyebpf_proxy.servers.numbers import Gauge
+from tests.support.cpu_time import cpu_limit
 from tests.support.logs import Message
 from tests.support.scripted_api import QUICK, Exchange, Following, ScriptedApi, following, node, service, wait_until
 
@@ -589,3 +591,18 @@ def test_an_unexpected_error_does_not_end_the_thread(api: ScriptedApi, monkeypat
     with following(api) as source:
         source.until(lambda: source.complete and source.names("Service") == {"a"})
         assert any("unexpected ValueError" in error for error in source.errors())
+
+
+def test_a_source_that_waits_for_lists_and_the_node_does_not_spin(api: ScriptedApi) -> None:
+    """The wait for the Node's addresses has timed out, but a list has not arrived yet."""
+    api.has("nodes")
+    api.script("services", lambda exchange: exchange.hold())
+    with following(api, replace(QUICK, answer=60, node=0.1)) as source:
+        source.until(lambda: len(api.requests) == 3)
+        time.sleep(0.5)
+        with cpu_limit(0.2, time.process_time):
+            time.sleep(1)
+        assert not source.complete
+        api.held.set()
+        source.until(lambda: source.complete)
+        assert source.logged("timed out waiting for the Node to exist")
