@@ -142,7 +142,7 @@ def _check_cluster_ips(service: Service) -> Iterator[Finding]:
         packed = parse_address(text)
         if packed is None:
             yield Finding(f"{path}: {quote(text)} is not an IP address", True)
-        elif reason := unusable_reason(packed):
+        elif reason := unusable_reason(packed, link_local=True):  # a ServiceCIDR may be link-local
             yield Finding(f"{path}: {quote(text)} is {reason}", True)
     for i, name in enumerate(spec.ip_families or ()):
         if name not in _FAMILY_NAMES:

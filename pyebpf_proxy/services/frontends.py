@@ -278,7 +278,9 @@ def _cluster_ip(spec: objects.ServiceSpec, family: IPFamily) -> bytes | None:
         texts = (text for family_name, text in pairs if _FAMILIES.get(family_name) is family)
     for text in texts:
         address = parse_address(text)
-        if address is not None and family_of(address) is family and unusable_reason(address) is None:
+        if address is None or family_of(address) is not family:
+            continue
+        if unusable_reason(address, link_local=True) is None:
             return address
     return None
 
