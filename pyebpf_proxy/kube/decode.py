@@ -90,7 +90,6 @@ TOO_MANY = f"one object has more than {MOST_VALUES} values"
 #: Maximum of messages about one object.
 MOST_MESSAGES = 100
 
-# With YAML's anchors, a list can contain itself.
 _DEEPEST_LIST = 3
 
 _DEEPEST_YAML = 100
@@ -136,25 +135,58 @@ class _Loader(yaml.CSafeLoader):
 
     def __init__(self, data: bytes) -> None:
         super().__init__(data)
-        self._depth = self._values = 0
+        self._depth = self._values = self._all_values = 0
         self._in_items = False
+        self._may_have_aliases = b"*" in data
 
     def descend_resolver(self, parent: Any, index: Any) -> None:
         """Called for each node, with its parent node, and its position or the node of its key in the parent."""
         self._depth += 1
         if self._depth == 1:
-            self._values = 0
+            self._values = self._all_values = 0
         elif self._depth == 2:
             self._in_items = getattr(index, "value", None) == "items"
         elif self._depth == 3 and self._in_items:
             self._values = 0  # the next object of a list
         self._values += 1
+        self._all_values += 1
         if self._values > MOST_VALUES:
             raise UnreadableError(f"line {parent.start_mark.line + 1}: {TOO_MANY}")
 
     def ascend_resolver(self) -> None:
         """Called after each node."""
         self._depth -= 1
+
+    def next_document(self) -> Any:
+        """The plain values of the next document, which must exist. Raises UnreadableError."""
+        node: Any = self.get_node()
+        if self._may_have_aliases:
+            # They are not passed to the methods above, and each may stand for any number of values.
+            _count_values(node, self._all_values + MOST_VALUES, {})
+        return self.construct_document(node)
+
+
+def _count_values(node: yaml.Node, most: int, known: dict[int, int]) -> int:
+    """The number of values in a node, with those that aliases repeat. UnreadableError if there are more than ``most``.
+
+    ``known``: the numbers of other nodes, by their ids.
+    """
+    if isinstance(node, yaml.ScalarNode):
+        return 1
+    number = known.get(id(node))
+    if number is not None:
+        if not number:
+            raise UnreadableError(f"line {node.start_mark.line + 1}: bad YAML: a value contains itself")
+        return number
+    known[id(node)] = 0
+    children = chain.from_iterable(node.value) if isinstance(node, yaml.MappingNode) else node.value
+    number = 1
+    for child in children:
+        number += _count_values(child, most, known)
+        if number > most:
+            raise UnreadableError(f"line {node.start_mark.line + 1}: aliases add more than {MOST_VALUES} values")
+    known[id(node)] = number
+    return number
 
 
 _Loader.yaml_implicit_resolvers = {
@@ -260,7 +292,7 @@ def decode_yaml(data: bytes) -> Iterator[Decoded]:
             try:
                 if not loader.check_data():  # type: ignore[no-untyped-call]
                     return
-                document = loader.get_data()
+                document = loader.next_document()
             except (yaml.YAMLError, ValueError, RecursionError) as error:
                 raise UnreadableError(_yaml_message(data, error)) from None
             except (LookupError, AttributeError):  # PyYAML's constructors of bool, int, float and timestamp

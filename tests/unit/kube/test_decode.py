@@ -166,10 +166,17 @@ def test_an_empty_text_is_no_error() -> None:
     assert list(decode_json(b" \n")) == []
 
 
-def test_a_list_inside_itself_ends() -> None:
-    text = b"apiVersion: v1\nkind: List\nitems: &x\n- {apiVersion: v1, kind: List, items: *x}\n"
+def test_lists_inside_each_other_end() -> None:
+    text = b"{apiVersion: v1, kind: List, items: [" * 4 + b"]}" * 4
     (decoded,) = decode_yaml(text)
     assert decoded.messages == ("List: more than 3 lists inside each other",)
+
+
+def test_a_list_inside_itself_is_refused() -> None:
+    """Thousands of references to itself would be thousands to the power of the depth."""
+    text = b"apiVersion: v1\nkind: List\nitems: &x\n- {apiVersion: v1, kind: List, items: *x}\n"
+    with pytest.raises(UnreadableError, match=r"^line 3: bad YAML: a value contains itself$"):
+        list(decode_yaml(text))
 
 
 def test_keys_of_a_wrong_type() -> None:

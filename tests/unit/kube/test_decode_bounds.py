@@ -14,7 +14,7 @@ from pyebpf_proxy.kube import decode
 from pyebpf_proxy.kube.api.inventory import Inventory
 from pyebpf_proxy.kube.catalogue import Catalogue
 from pyebpf_proxy.kube.decode import Decoded, UnreadableError, decode_json, decode_object, decode_yaml
-from pyebpf_proxy.kube.objects import Service
+from pyebpf_proxy.kube.objects import EndpointSlice, Service
 from pyebpf_proxy.kube.source import Kind
 from pyebpf_proxy.kube.validation import MOST_ENTRIES
 from tests.support.cpu_time import cpu_limit
@@ -201,6 +201,52 @@ def test_the_limit_in_yaml_is_of_each_object_of_a_list(monkeypatch: pytest.Monke
     for text in ("".join(objects_in_yaml(5, 1001)), YAML + "  - 10.1.2.3/32\n" * 1001):
         with pytest.raises(UnreadableError):
             list(decode_yaml(text.encode()))
+
+
+SLICE_IN_YAML = """apiVersion: discovery.k8s.io/v1
+kind: EndpointSlice
+metadata: {name: a-1, labels: {kubernetes.io/service-name: a}}
+addressType: IPv4
+ports: [{port: 80}]
+"""
+A_LIST = "{apiVersion: v1, kind: List, items: "
+ALIASES = {
+    "of lists": SLICE_IN_YAML + f"endpoints: [&e {{addresses: [&a 10.244.1.1{', *a' * 30_000}]}}{', *e' * 30_000}]",
+    "of objects": f"{A_LIST}[&a {A_LIST}[&b {A_LIST}[{{kind: Some}}]}}{', *b' * 10_000}]}}{', *a' * 10_000}]}}",
+    "merged": "\n".join(
+        (
+            f"a: &a {{{', '.join(f'k{i}: x' for i in range(1000))}}}",
+            f"b: &b {{<<: [*a{', *a' * 10_000}]}}",
+            f"c: &c {{<<: [*b{', *b' * 10_000}]}}",
+        )
+    ),
+}
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("text", ALIASES.values(), ids=ALIASES)
+def test_aliases_in_yaml_create_no_objects(text: str) -> None:
+    """A file of 200 KB stood for 10⁹ values."""
+
+    def read() -> None:
+        with pytest.raises(UnreadableError, match=r"^line \d+: aliases add more than 200000 values$"):
+            list(decode_yaml(text.encode()))
+
+    seconds, size = cost(read)
+    assert seconds < 4, seconds
+    assert size < 50 * MIB, size
+
+
+def test_a_few_aliases_are_used() -> None:
+    text = SLICE_IN_YAML + "endpoints: [{addresses: [&a 10.244.1.1], conditions: &c {ready: false}}"
+    text += ", {addresses: [*a], conditions: *c}" * 999 + "]"
+    (decoded,) = decode_yaml(text.encode())
+    assert isinstance(decoded.object, EndpointSlice)
+    endpoints = decoded.object.endpoints or ()
+    assert len(endpoints) == 1000
+    assert {(each.addresses, each.conditions.ready if each.conditions else None) for each in endpoints} == {
+        (("10.244.1.1",), False)
+    }
 
 
 @pytest.mark.parametrize("name", ["a." * 500_000 + "-", "a" * 1_000_000 + "-", "/" * 1_000_000])
