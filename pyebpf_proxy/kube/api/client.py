@@ -223,7 +223,7 @@ class Channel:
         try:
             body = answer.read(1024 * 1024)
             message = msgspec.json.decode(body, type=_Status).message
-        except (TroubleError, msgspec.DecodeError, UnicodeDecodeError):
+        except (TroubleError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             self.close()  # the status is sufficient without the body
         try:
             seconds = min(float(response.headers.get("Retry-After", "0")), 60.0)

@@ -154,3 +154,10 @@ def test_an_event_whose_answer_was_lost_is_not_created_twice(
     starting(events)
     wait_until(lambda: [request.method for request in list(api.requests)] == ["POST", "POST", "PATCH"])
     Log(caplog).none()
+
+
+def test_a_status_with_a_body_that_is_nested_too_deeply_ends_no_thread(api: ScriptedApi, events: EventRecorder) -> None:
+    deep = b'{"message": "not now", "details": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+    api.script("events", lambda exchange: exchange.answer(503, deep))
+    starting(events)
+    wait_until(lambda: len(posted(api)) == 2, seconds=20)
