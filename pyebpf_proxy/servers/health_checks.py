@@ -12,7 +12,7 @@ from pyebpf_proxy.kube.events import ObjectReference, Recorder
 from pyebpf_proxy.servers.health import JSON_HEADERS, Health, Moment
 from pyebpf_proxy.servers.http import Handler, Request, Response
 from pyebpf_proxy.servers.server import BindError, Network, Open, Server
-from pyebpf_proxy.services.health_checks import HealthCheck, HealthCheckName
+from pyebpf_proxy.services.health_checks import HealthCheck, HealthCheckName, holders
 from pyebpf_proxy.services.model import IPFamily
 
 #: Concurrent connections of all health check node ports together.
@@ -94,15 +94,23 @@ class HealthCheckPorts:
 
     def _apply(self, wanted: Mapping[HealthCheckName, HealthCheck], addresses: Addresses) -> None:
         self._wanted = wanted
+        holds = holders(wanted)
         # Close first: a new listener may use a port that becomes free.
-        for name, (listening, opened) in list(self._open.items()):
-            if name not in wanted or (wanted[name].port, addresses[name.family]) != listening:
+        for name, ((port, places), opened) in list(self._open.items()):
+            check = wanted.get(name)
+            same = check is not None and (check.port, addresses[name.family]) == (port, places)
+            if not same or holds[name.family, port] != name:
                 self._close(opened)
                 del self._open[name]
         for name in [name for name in self._said if name not in wanted]:
             del self._said[name]
         for name, check in wanted.items():
             if name not in self._open:
+                holder = holds[name.family, check.port]
+                if holder != name:
+                    whose = f"{holder.namespace}/{holder.name}"
+                    self._log_error(name, check.port, f"it is spec.healthCheckNodePort of Service {whose}, too")
+                    continue
                 try:
                     places = addresses[name.family]
                     self._open[name] = (check.port, places), self._listen(name, check.port, places)

@@ -22,13 +22,21 @@ class HealthCheckName(NamedTuple):
 
 
 class HealthCheck(NamedTuple):
-    """The port to listen on, and the number of distinct addresses of local ready endpoints."""
+    """The port to listen on, the number of distinct addresses of local ready endpoints, and the Service's age."""
 
     port: int
     local: int
+    created: str = ""
 
 
-Touched = tuple[tuple[str, str], int, Sequence[ServicePort], Mapping[str, SliceView]]
+class Touched(NamedTuple):
+    """A Service that may have changed. ``port``: :func:`health_check_port`; ``created``: its creationTimestamp."""
+
+    key: tuple[str, str]
+    port: int
+    created: str
+    ports: Sequence[ServicePort]
+    slices: Mapping[str, SliceView]
 
 
 class HealthChecks:
@@ -38,18 +46,26 @@ class HealthChecks:
         self.wanted: dict[HealthCheckName, HealthCheck] = {}
 
     def update(self, touched: Iterable[Touched]) -> None:
-        """Update Services that may have changed: name, :func:`health_check_port`, service ports, slices."""
+        """Update Services that may have changed."""
         changes: dict[HealthCheckName, HealthCheck | None] = {}
-        for key, number, ports, slices in touched:
+        for key, number, created, ports, slices in touched:
             families = {port.name.family for port in ports} if number else set()
             for family in IPFamily:
                 name = HealthCheckName(*key, family)
-                wanted = HealthCheck(number, _count(family, slices)) if family in families else None
+                wanted = HealthCheck(number, _count(family, slices), created) if family in families else None
                 if wanted != self.wanted.get(name):
                     changes[name] = wanted
         if changes:
             merged: dict[HealthCheckName, HealthCheck | None] = {**self.wanted, **changes}
             self.wanted = {name: check for name, check in merged.items() if check is not None}
+
+
+def holders(wanted: Mapping[HealthCheckName, HealthCheck]) -> dict[tuple[IPFamily, int], HealthCheckName]:
+    """By family and port, who listens there: the oldest Service, then the first by name, as for other addresses."""
+    found: dict[tuple[IPFamily, int], HealthCheckName] = {}
+    for name in sorted(wanted, key=lambda name: (wanted[name].created or "~", name)):
+        found.setdefault((name.family, wanted[name].port), name)
+    return found
 
 
 def health_check_port(service: objects.Service) -> int:

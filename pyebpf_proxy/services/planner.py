@@ -19,7 +19,7 @@ from pyebpf_proxy.services.claims import claim_of
 from pyebpf_proxy.services.cluster_nodes import ClusterNodes
 from pyebpf_proxy.services.disputes import Disputes
 from pyebpf_proxy.services.guard import API_SERVER, Check
-from pyebpf_proxy.services.health_checks import HealthCheck, HealthCheckName, HealthChecks, health_check_port
+from pyebpf_proxy.services.health_checks import HealthCheck, HealthCheckName, HealthChecks, Touched, health_check_port
 from pyebpf_proxy.services.losses import Loss, LossMessage
 from pyebpf_proxy.services.model import IPFamily, Protocol, ServicePort, ServicePortName
 from pyebpf_proxy.services.node_facts import NodeFacts
@@ -221,9 +221,10 @@ class Planner:
             self._fill_service(key, before)
         self._disputes.settle(lambda name: self._remember(name, before))
         self._health_checks.update(
-            (key, known.health_check_port if known is not None else 0, self._ports_of(key), self._slices.of(key))
+            Touched(key, entry.health_check_port, entry.created, entry.ports, self._slices.of(key))
+            if (entry := self._services.get(key)) is not None
+            else Touched(key, 0, "", (), {})
             for key in touched
-            for known in (self._services.get(key),)
         )
         return {name: now for name, was in before.items() if (now := self.get(name)) != was}
 

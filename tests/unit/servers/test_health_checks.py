@@ -57,6 +57,14 @@ def checks() -> Iterator[HealthCheckNode]:
     checks.server.stop()
 
 
+def served(port: int) -> str:
+    """The Service whose health check answers."""
+    try:
+        return str(json.loads(get(port).body)["service"]["name"])
+    except (OSError, http.client.HTTPException):
+        return ""  # at that moment one was closed and the other opened
+
+
 def test_the_answer(checks: HealthCheckNode) -> None:
     port = free_port()
     checks.ports.sync({S4: HealthCheck(port, 2)})
@@ -100,14 +108,7 @@ def test_ports_follow_their_services(checks: HealthCheckNode) -> None:
     checks.ports.sync({S4: HealthCheck(two, 1)})
     until(lambda: answers(two))
     checks.ports.sync({T4: HealthCheck(two, 5)})
-
-    def served() -> str:
-        try:
-            return str(json.loads(get(two).body)["service"]["name"])
-        except (OSError, http.client.HTTPException):
-            return ""  # at that moment one was closed and the other opened
-
-    until(lambda: served() == "t")
+    until(lambda: served(two) == "t")
     assert checks.events == []
 
 
@@ -148,6 +149,24 @@ def test_an_occupied_port_affects_no_other(checks: HealthCheckNode) -> None:
         checks.ports.sync({T4: HealthCheck(other.getsockname()[1], 1), S4: HealthCheck(port, 1)})
         until(lambda: answers(port))
         until(lambda: checks.events)
+
+
+@pytest.mark.parametrize("first", [S4, T4])
+def test_of_two_services_with_one_port_the_older_has_it_whichever_came_first(
+    checks: HealthCheckNode, first: HealthCheckName, caplog: pytest.LogCaptureFixture
+) -> None:
+    port = free_port()
+    wanted = {S4: HealthCheck(port, 1, "2026-01-02T00:00:00Z"), T4: HealthCheck(port, 1, "2026-01-01T00:00:00Z")}
+    checks.ports.sync({first: wanted[first]})
+    until(lambda: answers(port))
+    checks.ports.sync(wanted)
+    until(lambda: checks.events and served(port) == "t")
+    (event,) = checks.events
+    assert event[0] == ObjectReference("Service", "ns", "s")
+    assert str(event[-1]).endswith(f"on port {port}: it is spec.healthCheckNodePort of Service ns/t, too")
+    Log(caplog).only(Message.HEALTH_CHECK_PORT_FAILS)
+    checks.ports.sync({S4: wanted[S4]})
+    until(lambda: served(port) == "s")
 
 
 LOCAL = [ipaddress.ip_address(text) for text in ("127.0.0.1", "::1", "10.0.0.5", "192.168.1.1", "10.0.0.6", "fd00::5")]

@@ -24,7 +24,9 @@ V4 = HealthCheckName("ns", "s", IPFamily.IPV4)
 V6 = HealthCheckName("ns", "s", IPFamily.IPV6)
 
 
-def service(gone: bool = False, families: tuple[str, ...] = ("IPv4",), **spec: object) -> Change:
+def service(
+    gone: bool = False, families: tuple[str, ...] = ("IPv4",), created: str | None = None, **spec: object
+) -> Change:
     ips = {"IPv4": "10.96.0.9", "IPv6": "fd00::9"}
     settings: dict[str, object] = {
         "type": "LoadBalancer",
@@ -35,7 +37,7 @@ def service(gone: bool = False, families: tuple[str, ...] = ("IPv4",), **spec: o
         "cluster_ips": tuple(ips[family] for family in families),
         "ports": (ServicePort("p", "TCP", 80, 30080), ServicePort("q", "UDP", 81, 30081)),
     }
-    made = Service(ObjectMeta("s", "ns"), ServiceSpec(**settings | spec))  # type: ignore[arg-type]
+    made = Service(ObjectMeta("s", "ns", creation_timestamp=created), ServiceSpec(**settings | spec))  # type: ignore[arg-type]
     return Change("Service", "ns", "s", None if gone else made)
 
 
@@ -67,6 +69,9 @@ def test_a_port_exists_without_endpoints_and_follows_the_service(planner: Planne
     assert planner.health_checks == {V4: HealthCheck(31001, 0)}
     planner.update([service(families=("IPv6", "IPv4"))])
     assert planner.health_checks == {V4: HealthCheck(31000, 0), V6: HealthCheck(31000, 0)}
+    created = "2026-01-01T00:00:00Z"
+    planner.update([service(created=created)])
+    assert planner.health_checks == {V4: HealthCheck(31000, 0, created)}
     planner.update([service(gone=True)])
     assert planner.health_checks == {}
 
