@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import NamedTuple
 
 from pyebpf_proxy.kube.source import Kind
@@ -42,5 +43,8 @@ SERVICE_CIDRS = Resource("ServiceCIDR", "servicecidrs", "networking.k8s.io")
 
 
 def node(name: str) -> Resource:
-    """The resource that contains only this Node."""
-    return Resource("Node", "nodes", "", f"metadata.name={name}")
+    """The resource that contains only this Node.
+
+    The server rejects a selector with an unescaped character that has a meaning in it. Then nothing would be served.
+    """
+    return Resource("Node", "nodes", "", "metadata.name=" + re.sub(r"[\\,=]", r"\\\g<0>", name))
