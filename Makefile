@@ -15,7 +15,7 @@ export DEBIAN_FRONTEND := noninteractive
 PYTHON := .venv/bin/python
 # Namespaces and BPF need root. Without root and sudo, the tests still run, and list what they have skipped.
 # sudo keeps no variables: those that control random tests are passed explicitly.
-SEEDS = FLOW_SEED FLOW_SEEDS FLOW_STEPS FLOW_WAY FLOW_REDUCE PARITY_SEED FUZZ_SEED CHANGES_SEED CHANGES_STEPS CHANGES_ROUNDS CHANGES_FAST
+SEEDS = FLOW_SEED FLOW_SEEDS FLOW_STEPS FLOW_WAY FLOW_REDUCE PARITY_SEED PLAN_SEED PLAN_COUNT FUZZ_SEED CHANGES_SEED CHANGES_STEPS CHANGES_ROUNDS CHANGES_FAST
 SUDO := $(if $(filter 0,$(shell id -u)),,$(if $(shell command -v sudo),sudo env PATH="$(PATH)" $(foreach name,PYEBPF_PROXY_STRICT PYEBPF_PROXY_FRESH PYEBPF_PROXY_UNTIL $(SEEDS),$(if $($(name)),$(name)="$($(name))")) PYTHONDONTWRITEBYTECODE=1 PYTEST_ADDOPTS="-p no:cacheprovider"))
 
 # Tests wait more than they compute, so there are more workers than CPUs. A run of a few tests (ARGS) is faster, and its
@@ -178,6 +178,7 @@ test-cluster: setup ## run tests against the real Kubernetes programs; builds th
 	@tools/setup.sh packages tests/cluster/debian-packages.txt
 	@tests/cluster/build.sh kube-proxy kube-apiserver
 	@# Continue without these tools: the tests that need one of them report that it is missing.
+	@tests/cluster/build.sh plan || echo "make test-cluster: kube-proxy's plan cannot be built" >&2
 	@tests/cluster/build.sh helm || echo "make test-cluster: helm cannot be built" >&2
 	@tests/cluster/tools.sh || echo "make test-cluster: promtool and prometheus cannot be fetched" >&2
 	@$(SUDO) $(PYTHON) -m pytest tests/cluster $(PARALLEL) $(ARGS)

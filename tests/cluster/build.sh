@@ -7,6 +7,7 @@
 #   tests/cluster/build.sh               kube-proxy and kube-apiserver, for make test-cluster
 #   tests/cluster/build.sh PROGRAM...    these (the names are below)
 #   tests/cluster/build.sh kube-apiserver-1.33   the API server of another release (kubernetes/1.33/go.mod pins it)
+#   tests/cluster/build.sh plan          what test_plan.py asks
 #   tests/cluster/build.sh gates         writes pyebpf_proxy/config/gate_table.py instead
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
@@ -55,6 +56,7 @@ for program; do
             build k8s.io/kubernetes/cmd/kube-apiserver "$folder/$program" "$other"
         ;;
     kube-*|kubelet|kubectl) build "k8s.io/kubernetes/cmd/$program" "$folder/$program" ;;
+    plan) build ./plan "$folder/$program" ;;
     agnhost|regression-issue-74839) build "k8s.io/kubernetes/test/images/$program" "$folder/$program" ;;
     e2e.test) build k8s.io/kubernetes/test/e2e "$folder/$program" "$here/kubernetes" go test -vet=off -c ;;
     ginkgo) build github.com/onsi/ginkgo/v2/ginkgo "$folder/$program" ;;

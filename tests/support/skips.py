@@ -39,6 +39,7 @@ ALLOWED = (
     Allowed("libfaketime is not installed", _NOT_SETUP),
     Allowed("* is not where it is on Debian", _LIBRARY_PLACE),
     Allowed("helm is missing: *", _BUILT),
+    Allowed("kube-proxy's plan is missing: *", _BUILT),
     Allowed("prometheus is missing: *", _BUILT),
     Allowed("* is not built: make test-api-versions builds it (Go)", _MINUTES),
     Allowed("this kernel has no ipset loaded (/sys/module/ip_set)", _MODULE),
