@@ -29,8 +29,8 @@ class SyncedObjects(Protocol):
     def differs(self, namespace: str, name: str, service: Service | None) -> bool:
         """Whether a Service differs from the one in use."""
 
-    def service_of_slice(self, namespace: str, name: str) -> tuple[str, str] | None:
-        """Namespace and name of the Service of a slice in use."""
+    def service_of_slice(self, namespace: str, name: str) -> tuple[str, str, str] | None:
+        """Namespace and name of the Service of a slice in use, and the slice's addressType."""
 
     def counts(self) -> Mapping[str, int]:
         """The number of objects in use, by kind."""
@@ -68,9 +68,9 @@ class Observer:
         self._start = clock().wall
         self._no_local = NoLocal()
         self._pending_services: set[tuple[str, str]] = set()
-        # By service, (family, trigger time in ns) of changes that no sync has applied yet; then the service by slice.
-        self._triggers: dict[tuple[str, str], list[tuple[str, int]]] = {}
-        self._service_of_new: dict[tuple[str, str], tuple[str, str]] = {}
+        # By service and family, the trigger times (ns) of changes that no sync has applied yet; then that by slice.
+        self._triggers: dict[tuple[str, str, str], list[int]] = {}
+        self._service_of_new: dict[tuple[str, str], tuple[str, str, str]] = {}
         self._eligible = False
 
     def node_eligible(self) -> bool:
@@ -141,8 +141,8 @@ class Observer:
             metrics.failed_syncs.add()
             return
         metrics.problems.set(value=problems)
-        for times in self._triggers.values():
-            for text, trigger in times:
+        for (_, _, text), times in self._triggers.items():
+            for trigger in times:
                 metrics.programming.observe(text, value=(now.wall - trigger) / 1e9)
         self._triggers.clear()
         self._service_of_new.clear()
@@ -171,17 +171,19 @@ class Observer:
             service = self._service_of_new.pop(key, None) or self._known.service_of_slice(*key)
             if service is None:
                 return
-            # The time of a deletion is unknown. As in kube-proxy, pending changes of the service are not measured then.
+            # The time of a deletion is unknown. As in kube-proxy, pending changes of the service in this family are not
+            # measured then.
             self._triggers.pop(service, None)
         else:
             name = service_of(endpoint_slice)
-            if name is None or endpoint_slice.address_type not in _TRACKED:
+            kind = endpoint_slice.address_type
+            if name is None or kind not in _TRACKED:
                 return
-            service = (key[0], name)
+            service = (key[0], name, kind)
             self._service_of_new[key] = service
             trigger = _trigger_time(endpoint_slice)
             if trigger is not None and trigger > self._start:
-                self._triggers.setdefault(service, []).append((endpoint_slice.address_type, trigger))
+                self._triggers.setdefault(service, []).append(trigger)
         self._metrics.endpoint_total.add()
         self._metrics.endpoint_pending.add()
 

@@ -153,9 +153,10 @@ class Planner:
         """By address, the pod ``namespace/name`` that a slice names. Safe in any thread."""
         return self._slices.pods(addresses)
 
-    def service_of_slice(self, namespace: str, name: str) -> tuple[str, str] | None:
-        """Namespace and name of the Service to which a slice in use belongs."""
-        return self._slices.service_of((namespace, name))
+    def service_of_slice(self, namespace: str, name: str) -> tuple[str, str, str] | None:
+        """Namespace and name of the Service to which a slice in use belongs, and the slice's addressType."""
+        service = self._slices.service_of((namespace, name))
+        return None if service is None else (*service, f"IPv{self._slices.of(service)[name].family.value}")
 
     def counts(self) -> dict[str, int]:
         """The number of objects in use, by kind."""

@@ -251,6 +251,20 @@ def test_network_programming(agent: ObservedAgent) -> None:
     assert agent[count, "IPv6"] is None
 
 
+def test_a_deleted_slice_affects_the_measurement_of_its_own_family_only(agent: ObservedAgent) -> None:
+    count = f"{K}network_programming_duration_seconds_count"
+    agent.seconds = 10
+    agent.change(endpoints("here", name="six", kind="IPv6"))
+    agent.sync()
+    agent.change(
+        endpoints("here", trigger="2026-11-21T05:38:25Z"),
+        endpoints("here", name="six-2", kind="IPv6", trigger="2026-11-21T05:38:25Z"),
+    )
+    agent.change(endpoints(name="six", kind="IPv6", gone=True))
+    agent.sync()
+    assert (agent[count, "IPv4"], agent[count, "IPv6"]) == (1, None)
+
+
 def test_buckets() -> None:
     assert len(NETPROG) == 81
     assert NETPROG[:5] == (0, 0.25, 0.5, 1, 2)
