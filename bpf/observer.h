@@ -75,8 +75,11 @@ static __always_inline bool matches_rewrite(const struct packet *p, const struct
 /* Changes the link of an entry. Meanwhile the entry looks to readers like that of another flow. */
 static __always_inline void change_link(struct flow_rewrite *a, const struct link *l)
 {
-	__u32 tag = a->tag;
+	__u32 tag = *(volatile __u32 *)&a->tag;
 
+	/* Another CPU is just changing it. Without its tag, nothing would find or remove the entry any more. */
+	if (!tag)
+		return;
 	*(volatile __u32 *)&a->tag_again = 0;
 	*(volatile __u32 *)&a->tag = 0;
 	read_barrier();
