@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -32,7 +31,7 @@ from pyebpf_proxy.kube.api.messages import (
     read_status,
 )
 from pyebpf_proxy.kube.api.resources import Resource
-from pyebpf_proxy.kube.api.trouble import GoneError, Log, StoppedError, TroubleError
+from pyebpf_proxy.kube.api.trouble import GoneError, Log, StoppedError, TroubleError, unexpected
 from pyebpf_proxy.kube.decode import ObjectKey, UnreadableError
 from pyebpf_proxy.kube.source import Change
 
@@ -106,7 +105,7 @@ class Follower:
                     raise
                 except Exception as error:  # a thread that ends would leave this resource as it is for ever
                     self._version = ""
-                    self._fail(_internal(error), log=True)
+                    self._fail(unexpected(error), log=True)
         except StoppedError:
             pass
         finally:
@@ -418,9 +417,3 @@ class Follower:
         return TroubleError(
             f"the answer for {self._resource.name} cannot be parsed ({text}); the rest is ignored", shared=False
         )
-
-
-def _internal(error: Exception) -> TroubleError:
-    where = traceback.extract_tb(error.__traceback__)[-1:]
-    at = f" at {where[0].name}:{where[0].lineno}" if where else ""
-    return TroubleError(f"unexpected {type(error).__name__}{at}, please report this: {error}", shared=False)

@@ -17,7 +17,7 @@ import msgspec
 
 from pyebpf_proxy.common.log import Logger
 from pyebpf_proxy.kube.api.client import Channel, Client
-from pyebpf_proxy.kube.api.trouble import StoppedError, TroubleError
+from pyebpf_proxy.kube.api.trouble import StoppedError, TroubleError, unexpected
 from pyebpf_proxy.kube.events import EventType, ObjectReference
 
 #: The reporting controller, as in kube-proxy, so that tools that search for its events find these.
@@ -101,7 +101,12 @@ class EventRecorder:
             while (event := self._queue.get()) is not None:
                 with self._lock:
                     self._waiting -= Counter([event.about.namespace])  # removes those that have none left
-                self._record(channel, event)
+                try:
+                    self._record(channel, event)
+                except StoppedError:
+                    raise
+                except Exception as error:  # without the thread, no Event would be recorded any more
+                    self._lost(str(unexpected(error)), event.reason)
         except StoppedError:
             pass
         finally:

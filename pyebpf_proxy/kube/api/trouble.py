@@ -8,6 +8,7 @@ import re
 import ssl
 import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping
 
 from urllib3 import exceptions
@@ -31,6 +32,13 @@ class TroubleError(Exception):
         self.lost = lost
         self.code = code
         self.seconds = seconds
+
+
+def unexpected(error: Exception) -> TroubleError:
+    """An error that no caller handles: a fault of this program. A thread that must go on reports it."""
+    where = traceback.extract_tb(error.__traceback__)[-1:]
+    at = f" at {where[0].name}:{where[0].lineno}" if where else ""
+    return TroubleError(f"unexpected {type(error).__name__}{at}, please report this: {error}", shared=False)
 
 
 class StoppedError(Exception):

@@ -49,6 +49,23 @@ def posted(api: ScriptedApi) -> list[Exchange]:
     return [request for request in list(api.requests) if request.method == "POST"]
 
 
+def test_an_unexpected_error_loses_one_event_only(
+    api: ScriptedApi, events: EventRecorder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    send = EventRecorder._send
+
+    def fails_once(*arguments: object) -> bool:
+        monkeypatch.setattr(EventRecorder, "_send", send)
+        raise RuntimeError("surprise")
+
+    monkeypatch.setattr(EventRecorder, "_send", fails_once)
+    starting(events)
+    wait_until(lambda: Log(caplog).lines("surprise"))
+    starting(events)
+    wait_until(lambda: posted(api))
+    Log(caplog).only("unexpected RuntimeError at fails_once")
+
+
 def test_an_event_on_a_node_is_in_the_default_namespace(api: ScriptedApi, events: EventRecorder) -> None:
     starting(events)
     wait_until(lambda: posted(api))
