@@ -28,17 +28,11 @@ test-cluster: WORKERS = $(shell n=$$(nproc); echo $$((n < 4 ? n : 4)))
 PARALLEL = $(if $(ARGS),,-n $(WORKERS) --timeout 900)
 
 ## ---- BPF objects -------------------------------------------------------------------------------------------
-BTF := /sys/kernel/btf/vmlinux
 CLANG ?= clang
 LLVM_STRIP ?= llvm-strip
-BPFTOOL ?= bpftool
-# One directory per kernel build: the modification time of $(BTF) is meaningless.
-VMLINUX := build/vmlinux/$(shell uname -rv | tr -c 'A-Za-z0-9.\n' _)/vmlinux.h
-# asm/types.h is in the compiler's multiarch directory, which clang -target bpf does not search.
-MULTIARCH = $(shell gcc -print-multiarch 2>/dev/null || gcc -dumpmachine 2>/dev/null)
-BPF_ARCH := $(shell uname -m | sed -e 's/x86_64/x86/' -e 's/aarch64/arm64/' -e 's/ppc64le/powerpc/' -e 's/riscv64/riscv/' -e 's/s390x/s390/')
-BPF_CFLAGS = -O2 -g -target bpf -mcpu=v3 -std=gnu11 -Wall -Wextra -Werror -D__TARGET_ARCH_$(BPF_ARCH) \
-	-Ibpf -isystem $(dir $(VMLINUX)) -isystem /usr/include/$(MULTIARCH) -ffile-prefix-map=$(CURDIR)=.
+# Nothing of the build machine: no type of its kernel (bpf/vmlinux.h has them), no header of its architecture. So the
+# objects are the same wherever they are built, and load on amd64 and arm64.
+BPF_CFLAGS = -O2 -g -target bpf -mcpu=v3 -std=gnu11 -Wall -Wextra -Werror -Ibpf -ffile-prefix-map=$(CURDIR)=.
 BPF_SOURCES := $(wildcard bpf/*.bpf.c)
 BPF_OBJECTS := $(BPF_SOURCES:bpf/%.c=pyebpf_proxy/bpf/%.o)
 
@@ -69,20 +63,12 @@ setup: ## install Debian packages (by sudo if not root) and .venv with pinned ve
 objects: $(BPF_OBJECTS) ## compile only the BPF objects
 	@:
 
-build: $(BPF_OBJECTS) $(BENCH_TOOLS) $(TEST_TOOLS) ## compile the BPF objects for any kernel (CO-RE), and the load tools of bench/ and tests/
+build: $(BPF_OBJECTS) $(BENCH_TOOLS) $(TEST_TOOLS) ## compile the BPF objects for any kernel and architecture (CO-RE), and the load tools of bench/ and tests/
 	@:
 
-$(VMLINUX):
-	@[ -r $(BTF) ] || { echo "$(BTF) is missing: run a kernel built with CONFIG_DEBUG_INFO_BTF=y (Debian's are)" >&2; exit 1; }
-	@$(call need,$(BPFTOOL),bpftool)
-	@mkdir -p $(@D)
-	@echo "  BTF    $@"
-	@$(BPFTOOL) btf dump file $(BTF) format c >$@.$$$$ && mv $@.$$$$ $@
-
-pyebpf_proxy/bpf/%.bpf.o: bpf/%.bpf.c $(VMLINUX) Makefile
+pyebpf_proxy/bpf/%.bpf.o: bpf/%.bpf.c Makefile
 	@$(call need,$(CLANG),clang)
 	@$(call need,$(LLVM_STRIP),llvm)
-	@$(call need,gcc,gcc)
 	@[ -r /usr/include/bpf/bpf_helpers.h ] || { echo "bpf/bpf_helpers.h is missing: run make setup, or apt-get install libbpf-dev" >&2; exit 1; }
 	@mkdir -p $(@D) build/bpf
 	@echo "  CLANG  $@"
@@ -99,11 +85,11 @@ define compile-bpf
 	@$(CLANG) $(BPF_CFLAGS) -MMD -MP -MT $@ -MF $@.d -c $< -o $@.$$$$ && mv $@.$$$$ $@
 endef
 
-build/bench/%.bpf.o: bench/%.bpf.c $(VMLINUX) Makefile
+build/bench/%.bpf.o: bench/%.bpf.c Makefile
 	$(compile-bpf)
 
 # Kernels' guests have no compiler.
-build/tests/%.bpf.o: tests/packet/%.bpf.c $(VMLINUX) Makefile
+build/tests/%.bpf.o: tests/packet/%.bpf.c Makefile
 	$(compile-bpf)
 
 define compile

@@ -3,8 +3,6 @@
 #ifndef PEP_COMMON_H
 #define PEP_COMMON_H
 
-/* Newer bpftool also declares the kfuncs in vmlinux.h; conntrack.h has its own, weak, declarations. */
-#define BPF_NO_KFUNC_PROTOTYPES
 #include "vmlinux.h"
 #include <bpf/bpf_helpers.h>
 #include <bpf/bpf_endian.h>

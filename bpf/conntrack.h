@@ -9,7 +9,7 @@
 #include "backend.h"
 #include "ctx_skb.h"
 
-/* nf_conntrack may be a module, whose types are not in vmlinux.h. The few that are needed are relocated by CO-RE. */
+/* nf_conntrack may be a module, whose types are not among the kernel's own. CO-RE relocates them, too. */
 union nf_inet_addr___pep {
 	__u32 all[4];
 	__be32 ip;

@@ -155,8 +155,6 @@ def former_version(folder: Path, other_flows: bool) -> Path:
         assert count == 1
         header.write_text(text)
         shutil.copy(ROOT / "Makefile", folder)
-        (folder / "build").mkdir()
-        (folder / "build" / "vmlinux").symlink_to(ROOT / "build" / "vmlinux")
         subprocess.run(["make", "-s", "-C", folder, "-W", "bpf/flow_maps.h", "objects"], check=True)
     return folder
 

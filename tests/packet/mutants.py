@@ -188,8 +188,6 @@ def modules(name: str) -> tuple[str, ...]:
 def main() -> int:
     wanted = sys.argv[1:] or list(MUTANTS)
     alive = []
-    includes = next((ROOT / "build" / "vmlinux").iterdir())
-    triplet = subprocess.run(["gcc", "-print-multiarch"], capture_output=True, text=True, check=True).stdout.strip()
     for name in wanted:
         file, old, new = MUTANTS[name]
         with tempfile.TemporaryDirectory() as scratch:
@@ -200,10 +198,10 @@ def main() -> int:
                 raise SystemExit(f"mutant {name!r}: {old!r} is not in {file} any more")
             source.write_text(text.replace(old, new))
             built = f"{scratch}/tc.bpf.o"
-            clang = ["clang", "-O2", "-g", "-target", "bpf", "-mcpu=v3", "-I", str(includes)]
+            clang = ["clang", "-O2", "-g", "-target", "bpf", "-mcpu=v3"]
             for which in ("tc", "xdp"):
                 source, made = f"{scratch}/bpf/{which}.bpf.c", f"{scratch}/{which}.bpf.o"
-                subprocess.run([*clang, "-I", f"/usr/include/{triplet}", "-c", source, "-o", made], check=True)
+                subprocess.run([*clang, "-c", source, "-o", made], check=True)
             tests = [
                 sys.executable,
                 "-m",

@@ -120,7 +120,7 @@ def test_setup_reports_what_is_missing_in_one_line(tmp_path: Path) -> None:
 
 
 def test_build_reports_a_missing_clang_in_one_line(bpf_objects: Path) -> None:
-    """`bpf_objects` first, so that vmlinux.h exists and only clang is missing."""
+    """`bpf_objects` first: the object of an earlier build stays."""
     source = "pyebpf_proxy/bpf/tc.bpf.o"
     ran = subprocess.run(
         [
