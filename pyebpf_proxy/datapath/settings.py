@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import ipaddress
 import os
-import platform
 import socket
 import struct
 from collections.abc import Mapping
@@ -15,6 +14,7 @@ from typing import NamedTuple
 from pyebpf_proxy.common.bpf_constants import DETECT_CIDR, DETECT_DEVICE, DETECT_NOTHING
 from pyebpf_proxy.config.addresses import Network
 from pyebpf_proxy.config.effective import Effective
+from pyebpf_proxy.datapath.loader import ordering
 from pyebpf_proxy.datapath.loader.programs import SCHEDULERS, Settings
 from pyebpf_proxy.datapath.netfilter.host_rules import HostTraffic
 from pyebpf_proxy.datapath.netfilter.nft_rules import Behaviour
@@ -32,7 +32,6 @@ _BE_LIBERAL = Path("/proc/sys/net/netfilter/nf_conntrack_tcp_be_liberal")
 _LOCAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _UDP_TIMEOUT = Path("/proc/sys/net/netfilter/nf_conntrack_udp_timeout")
 _UDP_STREAM_TIMEOUT = Path("/proc/sys/net/netfilter/nf_conntrack_udp_timeout_stream")
-_STRONG_MEMORY = ("x86_64", "i386", "i586", "i686", "s390x", "s390")
 # Neither the programs nor the nft table use source ports below 1024. Fewer than _FEWEST would soon be used up.
 _FIRST_PORT, _KERNELS_FIRST, _LAST_PORT, _FEWEST = 1024, 32768, 65535, 4096
 
@@ -62,7 +61,7 @@ def settings(effective: Effective, facts: NodeFacts) -> Settings:
         snat_port_max=ports.fast.stop - 1 if ports is not None else 0,
         # A flow has two entries, and one device may use half of the table.
         flow_quota=flow_entries(effective) // 4,
-        weak_memory=platform.machine() not in _STRONG_MEMORY,
+        weak_memory=ordering.is_weak(),
         pod_cidr4=cidr4,
         pod_mask4=mask4,
         pod_cidr6=cidr6,

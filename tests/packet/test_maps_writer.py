@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import platform
 import threading
 from contextlib import suppress
 from ipaddress import ip_address
@@ -159,6 +160,27 @@ def test_the_old_version_stays_complete_until_it_is_collected(loaded: Loaded, wr
     writer.collect()
     assert old_id not in rows(loaded, "service_configs")
     logical(loaded, complete=True)
+
+
+def test_processors_that_reorder_stores_see_the_slots_before_the_configuration(
+    loaded: Loaded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both are stores through mmap: without a barrier, arm64 may show the new configuration with a former service's
+    slots.
+    """
+    steps: list[str] = []
+    monkeypatch.setattr(grace, "barrier", lambda: steps.append("barrier") is None)
+    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
+    web = name_of("web")
+    writer = watch(loaded, steps.append)
+    writer.apply({web: service(web, ("10.96.0.1",), "10.0.0.1:80")})
+    del steps[:]
+    writer.apply({web: service(web, ("10.96.0.1",), "10.0.0.1:80", "10.0.0.2:80")})
+    assert [step for step in steps if step in ("slots", "barrier", "services")] == [
+        *("slots", "slots"),
+        "barrier",
+        "services",
+    ]
 
 
 def test_nothing_is_removed_before_the_grace_period(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:

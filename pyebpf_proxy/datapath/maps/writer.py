@@ -24,7 +24,7 @@ from contextlib import contextmanager
 
 from pyebpf_proxy.common.cycles import without_cycle_search
 from pyebpf_proxy.datapath.connections.flows import Route
-from pyebpf_proxy.datapath.loader import grace
+from pyebpf_proxy.datapath.loader import grace, ordering
 from pyebpf_proxy.datapath.loader.libbpf import BpfError
 from pyebpf_proxy.datapath.loader.programs import Loaded
 from pyebpf_proxy.datapath.maps.adopt import adopt
@@ -256,6 +256,8 @@ class Writer:
         for family, concerned in by_family:
             self._delete_frontends([c for c in concerned if c.config_changed], family)
         self._memory.changing(done)
+        # A program that sees a new configuration must not see the former content of its slots.
+        ordering.publish()
         for change in done:
             if change.new is not None and change.config_changed:
                 self._flip(change.new.id, change.new.config_id)

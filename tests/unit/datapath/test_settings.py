@@ -1,13 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ranges of source ports for masquerading by the programs and by the kernel do not overlap."""
+"""Settings of the programs: ranges of source ports, which do not overlap with the kernel's; order of loads."""
 
 from __future__ import annotations
 
+import platform
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pyebpf_proxy.config.defaults import with_defaults, with_platform_defaults
+from pyebpf_proxy.config.effective import effective
+from pyebpf_proxy.config.flags import parse
+from pyebpf_proxy.config.model import KubeProxyConfiguration
 from pyebpf_proxy.datapath.netfilter.nft_rules import Behaviour
-from pyebpf_proxy.datapath.settings import local_ports, snat_ports, with_fast_path_support
+from pyebpf_proxy.datapath.settings import local_ports, settings, snat_ports, with_fast_path_support
+from pyebpf_proxy.services.node_facts import NodeFacts
 
 
 def test_the_kernels_default_range_is_shared_equally() -> None:
@@ -54,3 +62,13 @@ def test_the_table_supports_the_fast_path_only_if_it_is_on() -> None:
 def test_this_machine_has_a_port_range() -> None:
     first, last = local_ports()
     assert 1 <= first <= last <= 65535
+
+
+@pytest.mark.parametrize(("machine", "weak"), [("x86_64", False), ("aarch64", True)])
+def test_the_programs_know_whether_loads_are_reordered(
+    monkeypatch: pytest.MonkeyPatch, machine: str, weak: bool
+) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: machine)
+    config = with_platform_defaults(with_defaults(KubeProxyConfiguration()))
+    found = settings(effective(config, parse([])), NodeFacts())
+    assert found.weak_memory == weak
