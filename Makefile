@@ -175,9 +175,9 @@ test-api-versions: setup ## run the agent with the API servers of Kubernetes 1.3
 	@tests/cluster/build.sh kube-apiserver-1.33 kube-apiserver-1.34 kube-apiserver-1.35 kube-apiserver etcd
 	@$(SUDO) $(PYTHON) -m pytest tests/cluster/test_api_versions.py $(ARGS)
 
-test-kernels: setup ## run test suites under stock Debian kernels in QEMU: KERNELS="6.1 6.12", other series, or newest (tests/kernels/README.md)
+test-kernels: setup ## run test suites under stock Debian kernels in QEMU: KERNELS="6.1 6.12", other series, or newest; ARCH=arm64 (tests/kernels/README.md)
 	@tools/setup.sh packages tests/kernels/debian-packages.txt
-	@$(SUDO) env $(foreach name,PYEBPF_PROXY_CACHE SUITES ACCEL QEMU LIMIT JOBS,$(if $($(name)),$(name)="$($(name))")) \
+	@$(SUDO) env $(foreach name,PYEBPF_PROXY_CACHE ARCH SUITES ACCEL QEMU LIMIT JOBS,$(if $($(name)),$(name)="$($(name))")) \
 		ARGS="$(ARGS)" $(PYTHON) -m tests.kernels $(KERNELS)
 
 lab-test: setup ## test two Vagrant machines: requests, restart and upgrade under load; LAB_DRIVER, LAB_BOX, LAB_KERNEL (vagrant/README.md)

@@ -209,7 +209,7 @@ def _node(name: str, node: Object) -> Iterator[Finding]:
     elif number < _TESTED_KERNEL:
         yield Finding("node", "warning", f"{text}: kernels from 6.1 are tested", "docs/kernels.md", name)
     elif info.get("architecture") != _TESTED_ARCHITECTURE:
-        yield Finding("node", "warning", f"{text}: not tested on this architecture", "docs/compatibility.md", name)
+        yield Finding("node", "warning", f"{text}: tested in emulation only", "docs/compatibility.md", name)
     elif old := _old_runtime(runtime):
         yield Finding("node", "warning", f"{text}: {old}", "docs/deploy.md, seccomp", name)
     else:

@@ -208,7 +208,7 @@ def test_a_node_that_is_refused_is_named_by_check(cluster: SimulatedNodes, serve
     assert "bad      n1: node: Linux 5.10.0-30-amd64" in output
     assert "warning  n2: node: " in output
     assert "containerd before 1.6.20 may forbid bpf()" in output
-    assert re.search("^warning  n3: node: Linux .*: not tested on this architecture$", output, re.MULTILINE)
+    assert re.search("^warning  n3: node: Linux .*: tested in emulation only$", output, re.MULTILINE)
     assert "bad      admission: the API server rejects the agent's pod: " in output
     assert "warning  image: not checked" in output
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m tests.kernels [SERIES…]``: boot kernels, run the suites in each, print the results.
+"""``python -m tests.kernels [SERIES…]``: boot kernels, run the suites in each, print the results. ``ARCH=arm64`` of the
+environment: kernels of that architecture.
 
 ``--fetch``: only download what is needed.
 """
@@ -19,7 +20,8 @@ from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
-from tests.kernels import guest, image, report
+from tests.kernels import architecture, guest, image, report
+from tests.kernels.architecture import AMD64, Architecture
 from tests.kernels.cpio import join
 from tests.kernels.debian import codename
 from tests.kernels.problem import KernelsError
@@ -32,22 +34,22 @@ PASSED_ON = ("SUITES", "ARGS")
 _LIMIT = 2400
 
 
-def qemu() -> tuple[str, ...]:
+def qemu(kind: Architecture = AMD64) -> tuple[str, ...]:
     """The command; downloaded if neither the machine nor the cache has one."""
-    unpacked = image.CACHE / "qemu"
+    unpacked = image.CACHE / f"qemu{image.suffix(kind)}"
     try:
-        return guest.find_qemu(unpacked)
+        return guest.find_qemu(unpacked, kind)
     except KernelsError:
         if os.environ.get("QEMU") or unpacked.exists():
             raise
     print("fetching QEMU", flush=True)
     scratch = unpacked.with_name(f"qemu.{os.getpid()}")
     try:
-        image.debian(True).unpack_with_dependencies("qemu-system-x86", f"{codename()}-backports", scratch)
+        image.debian(True).unpack_with_dependencies(kind.package, f"{codename()}-backports", scratch)
         scratch.rename(unpacked)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-    return guest.find_qemu(unpacked)
+    return guest.find_qemu(unpacked, kind)
 
 
 def main(arguments: list[str]) -> int:
@@ -61,11 +63,12 @@ def main(arguments: list[str]) -> int:
         return 2
     image.CACHE.mkdir(parents=True, exist_ok=True)
     try:
+        kind = architecture.named(os.environ.get("ARCH", ""))
         if fetch_only:
-            _fetch(series)
+            _fetch(series, kind)
             return 0
         with tempfile.TemporaryDirectory(prefix="run.", dir=image.CACHE) as scratch:
-            return _run(series, Path(scratch))
+            return _run(series, Path(scratch), kind)
     except KernelsError as error:
         print(f"test-kernels: {error}", file=sys.stderr)
         return 2
@@ -74,23 +77,24 @@ def main(arguments: list[str]) -> int:
         return 130
 
 
-def _fetch(series: list[str]) -> tuple[tuple[str, ...], list[image.Kernel], Path]:
-    """QEMU, kernels and Debian: from the cache, or from the mirror."""
+def _fetch(series: list[str], kind: Architecture) -> tuple[tuple[str, ...], list[image.Kernel], Path]:
+    """QEMU, kernels, Debian and Python libraries: from the cache, or from the mirrors."""
     for name in series:
         if name != "newest" and not re.fullmatch(r"\d+\.\d+", name):
             raise KernelsError(f"KERNELS: {name} is no series: a number as 6.12, or newest")
-    return qemu(), [image.kernel(name) for name in series], image.root()
+    image.libraries(kind)
+    return qemu(kind), [image.kernel(name, kind) for name in series], image.root(kind)
 
 
-def _run(series: list[str], scratch: Path) -> int:
+def _run(series: list[str], scratch: Path, kind: Architecture = AMD64) -> int:
     names = os.environ.get("SUITES", "")
     known = {"all", *(suite.name for suite in SUITES)}
     if unknown := sorted(set(names.split()) - known):
         raise KernelsError(f"SUITES: there is no {', '.join(unknown)}; there are {', '.join(sorted(known))}")
-    command, kernels, root = _fetch(series)
+    command, kernels, root = _fetch(series, kind)
     project = scratch / "project.cpio"
-    image.project(project, {name: os.environ.get(name, "") for name in PASSED_ON}, paths(names))
-    machine = guest.choose_machine(command, kernels[0].image, scratch)
+    image.project(project, {name: os.environ.get(name, "") for name in PASSED_ON}, paths(names), kind)
+    machine = guest.choose_machine(command, kernels[0].image, scratch, kind)
     # Labs with conversations need a machine that is fast enough for their timeouts of two seconds.
     if names and any(suite.few_rights for suite in chosen(names)):
         machine = replace(machine, shift=1)
@@ -115,7 +119,7 @@ def _run(series: list[str], scratch: Path) -> int:
             raise KeyboardInterrupt
         print(f"{kernel.release}: {outcome.problem or 'done'}, {time.monotonic() - began:.0f} s", flush=True)
         row = report.read(kernel, outcome, folder, asked)
-        _keep(folder, image.CACHE / "results" / kernel.series)
+        _keep(folder, image.CACHE / "results" / f"{kernel.series}{image.suffix(kind)}")
         return row
 
     jobs = int(os.environ.get("JOBS") or min(len(kernels), (os.cpu_count() or 1) // machine.cpus) or 1)

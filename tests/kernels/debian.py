@@ -14,11 +14,13 @@ import subprocess
 from functools import cache, cmp_to_key
 from pathlib import Path
 
+from tests.kernels.architecture import AMD64, Architecture
 from tests.kernels.problem import KernelsError
 
 # Suites to search for a series, in this order, after the machine's own suite. Old ones have the refused kernels.
 SUITES = ("bookworm", "trixie", "bullseye", "sid")
 _SETTINGS = """
+APT::Architecture "{architecture}";
 Dir::Etc::SourceList "{root}/sources.list";
 Dir::Etc::SourceParts "/dev/null";
 Dir::Etc::Preferences "/dev/null";
@@ -72,13 +74,14 @@ def _hint() -> str:
 class Apt:
     """apt with its own folder."""
 
-    def __init__(self, root: Path, own_suite_only: bool) -> None:
+    def __init__(self, root: Path, own_suite_only: bool, architecture: Architecture = AMD64) -> None:
         self._root = root
+        self._flavour = f"cloud-{architecture.name}"
         mirror, security = mirrors()
         own = codename()
         suites = [own] if own_suite_only else [own, *(suite for suite in SUITES if suite != own)]
         keys = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
-        options = f"[arch=amd64 signed-by={keys}]" if keys.exists() else "[arch=amd64]"
+        options = f"[arch={architecture.name}{f' signed-by={keys}' if keys.exists() else ''}]"
         lines = []
         for suite in suites:
             lines.append(f"deb {options} {mirror} {suite} main")
@@ -91,7 +94,7 @@ class Apt:
             (root / folder).mkdir(parents=True, exist_ok=True)
         (root / "status").touch()
         (root / "sources.list").write_text("\n".join(lines) + "\n")
-        (root / "apt.conf").write_text(_SETTINGS.format(root=root))
+        (root / "apt.conf").write_text(_SETTINGS.format(root=root, architecture=architecture.name))
         self.run("apt-get", "-q", "update")
 
     def run(self, *command: str, folder: Path | None = None) -> str:
@@ -108,7 +111,7 @@ class Apt:
         names = self.run("apt-cache", "pkgnames", "linux-image-").split()
         wanted = r"\d+\.\d+" if series == "newest" else re.escape(series)
         # "linux-image-6.12-cloud-amd64" is a metapackage: its name has no complete version, and it contains no image.
-        fitting = [name for name in names if re.fullmatch(rf"linux-image-{wanted}\.\d[^ ]*-cloud-amd64", name)]
+        fitting = [name for name in names if re.fullmatch(rf"linux-image-{wanted}\.\d[^ ]*-{self._flavour}", name)]
         if not fitting:
             return None
         lines = self.run("apt-cache", "madison", *fitting).splitlines()
@@ -118,7 +121,7 @@ class Apt:
     def kernel(self, package: str, version: str, target: Path) -> None:
         """Unpack an image with its modules; newer kernels have them in separate packages."""
         shown = self.run("apt-cache", "show", f"{package}={version}")
-        parts = re.findall(r"(linux-(?:base|binary|modules)-\S+-cloud-amd64) \(= \S+\)", shown)
+        parts = re.findall(rf"(linux-(?:base|binary|modules)-\S+-{self._flavour}) \(= \S+\)", shown)
         self.unpack([f"{name}={version}" for name in [package, *parts]], target)
 
     def unpack(self, packages: list[str], target: Path) -> None:

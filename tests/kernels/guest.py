@@ -17,6 +17,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.kernels.architecture import AMD64, Architecture
 from tests.kernels.problem import KernelsError
 
 #: The last line of a guest that has ended; init prints it.
@@ -44,17 +45,17 @@ class Machine:
     cpus: int = 1
     memory: int = 2048  # MiB
     shift: int = CLOCK_SHIFT
+    architecture: Architecture = AMD64
 
     def arguments(self, kernel: Path, initrd: Path | None, results: Path, words: str) -> list[str]:
         """The whole command line."""
-        # la57: kernels before 6.6 fail with the emulation's five levels of page tables. erms, fsrm: if these seem fast,
-        # a kernel copies byte by byte, and each byte is emulated separately.
-        processor = "host" if self.accelerator == "kvm" else "max,la57=off,erms=off,fsrm=off"
-        append = f"console=ttyS0 panic=-1 oops=panic quiet loglevel=4 mitigations=off {words}"
+        kind = self.architecture
+        processor = "host" if self.accelerator == "kvm" else kind.processor
+        append = f"console={kind.console} panic=-1 oops=panic quiet loglevel=4 mitigations=off {words}"
         return [
             *self.command,
             *(() if self.accelerator == "kvm" else ("-icount", f"shift={self.shift},sleep=off")),
-            *("-accel", self.accelerator, "-cpu", processor, "-M", "q35", "-smp", str(self.cpus)),
+            *("-accel", self.accelerator, "-cpu", processor, "-M", kind.board, "-smp", str(self.cpus)),
             *("-m", str(self.memory), "-nodefaults", "-display", "none", "-no-reboot"),
             *("-serial", "stdio", "-serial", f"file:{results}", "-kernel", str(kernel)),
             *(("-initrd", str(initrd)) if initrd else ()),
@@ -76,7 +77,7 @@ class Outcome:
         return UP in self.console
 
 
-def find_qemu(unpacked: Path) -> tuple[str, ...]:
+def find_qemu(unpacked: Path, architecture: Architecture = AMD64) -> tuple[str, ...]:
     """The command of QEMU: ``QEMU`` of the environment, the machine's own if it is new enough, or the unpacked one.
 
     KernelsError if there is none.
@@ -86,13 +87,14 @@ def find_qemu(unpacked: Path) -> tuple[str, ...]:
         if shutil.which(named) is None:
             raise KernelsError(f"QEMU={named}: there is no such program")
         return (named,)
-    installed = shutil.which("qemu-system-x86_64")
+    installed = shutil.which(architecture.emulator)
     # 7.2 crashed in one of ten boots of kernel 6.12.
     if installed and _major(installed) >= 10:
         return (installed,)
-    binary = unpacked / "usr/bin/qemu-system-x86_64"
+    binary = unpacked / "usr/bin" / architecture.emulator
     if not binary.exists():
-        raise KernelsError("there is no QEMU: install qemu-system-x86 (10 or newer), or give apt a mirror that has it")
+        package = f"{architecture.package} (10 or newer)"
+        raise KernelsError(f"there is no QEMU: install {package}, or give apt a mirror that has it")
     libraries = [unpacked / "lib/x86_64-linux-gnu", unpacked / "usr/lib/x86_64-linux-gnu"]
     loader = unpacked / "lib64/ld-linux-x86-64.so.2"
     if loader.is_symlink() or not loader.exists():  # its target is relative to the root
@@ -107,27 +109,31 @@ def _major(binary: str) -> int:
     return int(found.group(1)) if found else 0
 
 
-def choose_machine(command: tuple[str, ...], kernel: Path, scratch: Path) -> Machine:
+def choose_machine(
+    command: tuple[str, ...], kernel: Path, scratch: Path, architecture: Architecture = AMD64
+) -> Machine:
     """KVM if a kernel prints its first line under it, else emulation; ``ACCEL`` of the environment overrides."""
     wanted = os.environ.get("ACCEL", "")
     if wanted not in ("", "kvm", "tcg"):
         raise KernelsError(f"ACCEL={wanted}: kvm or tcg")
     if wanted == "tcg":
-        return Machine(command, "tcg", "ACCEL=tcg")
+        return Machine(command, "tcg", "ACCEL=tcg", architecture=architecture)
     why = ""
-    if not os.path.exists("/dev/kvm"):
+    if architecture.foreign:
+        why = f"this machine is not {architecture.name}"
+    elif not os.path.exists("/dev/kvm"):
         why = "there is no /dev/kvm"
     elif not os.access("/dev/kvm", os.R_OK | os.W_OK):
         why = "/dev/kvm may not be used"
     else:
-        machine = Machine(command, "kvm", "", cpus=1, memory=512)
+        machine = Machine(command, "kvm", "", cpus=1, memory=512, architecture=architecture)
         # Without an initramfs it panics and ends.
         tried = run(machine, kernel, None, scratch / "kvm", 20, "loglevel=7")
         if BOOTED not in tried.console:
             why = f"a kernel does not start with /dev/kvm ({tried.problem or 'no first line'})"
     if why and wanted == "kvm":
         raise KernelsError(f"ACCEL=kvm: {why}")
-    return Machine(command, "tcg", why) if why else Machine(command, "kvm", "")
+    return Machine(command, "tcg" if why else "kvm", why, architecture=architecture)
 
 
 def run(machine: Machine, kernel: Path, initrd: Path | None, folder: Path, limit: float, words: str = "") -> Outcome:

@@ -17,6 +17,8 @@ from pathlib import Path
 
 import tests
 from tests import ROOT
+from tests.kernels import foreign
+from tests.kernels.architecture import AMD64, Architecture
 from tests.kernels.cpio import Archive
 from tests.kernels.debian import Apt, codename, mirrors
 from tests.kernels.problem import KernelsError
@@ -24,6 +26,7 @@ from tests.netns import foreign_programs
 
 REPOSITORY = ROOT
 CACHE = tests.CACHE / "kernels"
+SITE = REPOSITORY / f".venv/lib/python{sys.version_info[0]}.{sys.version_info[1]}/site-packages"
 #: In addition to Debian's essential packages.
 PACKAGES = (
     *("apparmor", "bpftool", "conntrack", "curl", "ethtool", "iperf3", "iproute2", "ipset", "iptables"),
@@ -59,63 +62,97 @@ class Kernel:
 
 
 @cache
-def debian(own_suite_only: bool) -> Apt:
+def debian(own_suite_only: bool, architecture: Architecture = AMD64) -> Apt:
     """Debian's archive, of this machine's suite or of all; its index is downloaded at the first use."""
-    return Apt(CACHE / ("apt-own" if own_suite_only else "apt-all"), own_suite_only)
+    folder = CACHE / f"apt-{'own' if own_suite_only else 'all'}{suffix(architecture)}"
+    return Apt(folder, own_suite_only, architecture)
 
 
-def root() -> Path:
+def suffix(architecture: Architecture) -> str:
+    """At the end of names in the cache."""
+    return "" if architecture is AMD64 else f"-{architecture.name}"
+
+
+def root(architecture: Architecture = AMD64) -> Path:
     """Debian with the programs that the suites call, as a cpio; built once per list of packages. Needs root and
     debootstrap.
     """
     suite = codename()
     mark = hashlib.sha256(" ".join([suite, *PACKAGES, *_LEFT_OUT]).encode()).hexdigest()[:12]
-    path = CACHE / f"root-{suite}-{mark}.cpio"
+    path = CACHE / f"root-{suite}{suffix(architecture)}-{mark}.cpio"
     if path.exists():
         return path
     if shutil.which("debootstrap") is None:
         raise KernelsError("debootstrap is missing: apt-get install debootstrap")
     print(f"making {path.name} by debootstrap", flush=True)
     scratch = CACHE / f"root.{os.getpid()}"
-    command = ["debootstrap", "--variant=minbase", f"--include={','.join(PACKAGES)}", suite, str(scratch), mirrors()[0]]
+    options = ["--variant=minbase", f"--include={','.join(PACKAGES)}", f"--arch={architecture.name}"]
+    if architecture.foreign:
+        options.append("--foreign")  # only downloads the packages, and unpacks the essential ones
+    command = ["debootstrap", *options, suite, str(scratch), mirrors()[0]]
     # Its mounts are in a namespace that always ends with it.
     namespaces = ["unshare", "--mount", "--pid", "--fork", "--kill-child"]
     try:
         done = subprocess.run([*namespaces, *command], capture_output=True, text=True, check=False)
         if done.returncode:
             raise KernelsError(f"debootstrap: {(done.stdout.strip() or done.stderr.strip()).splitlines()[-1]}")
+        if architecture.foreign:
+            foreign.finish(scratch)
         _write(path, lambda archive: archive.tree(scratch, "", lambda name: _matches(name, _LEFT_OUT)))
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return path
 
 
-def kernel(series: str) -> Kernel:
+def libraries(architecture: Architecture) -> Path | None:
+    """The compiled parts of the Python libraries for a foreign architecture, as a folder; None if it is this machine's.
+
+    Python itself is that of the same suite, so the other parts are those of this checkout's environment.
+    """
+    if not architecture.foreign:
+        return None
+    names = foreign.compiled(SITE, lambda name: _matches(name, _NO_PYTHON))
+    lock = foreign.locked(names)
+    mark = hashlib.sha256(f"{sys.version} {lock}".encode()).hexdigest()[:12]
+    folder = CACHE / f"python{suffix(architecture)}-{mark}"
+    if not folder.exists():
+        print(f"fetching {len(names)} Python libraries for {architecture.name}", flush=True)
+        scratch = folder.with_name(f"{folder.name}.{os.getpid()}")
+        try:
+            foreign.install(lock, architecture.machine, scratch)
+            scratch.rename(folder)
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+    return folder
+
+
+def kernel(series: str, architecture: Architecture = AMD64) -> Kernel:
     """The newest kernel of a series, from the cache or the archive."""
-    folder = CACHE / series
+    folder = CACHE / f"{series}{suffix(architecture)}"
     mark = hashlib.sha256(" ".join([*_MODULES, *_NO_MODULES]).encode()).hexdigest()[:12]
     modules = folder / f"modules-{mark}.cpio"
     if not (folder / "release").exists() or not modules.exists():
-        _fetch(series, folder, modules.name)
+        _fetch(series, architecture, folder, modules.name)
     release = (folder / "release").read_text().strip()
     return Kernel(series, release, folder / "vmlinuz", modules)
 
 
-def _fetch(series: str, folder: Path, modules: str) -> None:
-    scratch = folder.with_name(f"{series}.{os.getpid()}")
+def _fetch(series: str, architecture: Architecture, folder: Path, modules: str) -> None:
+    scratch = folder.with_name(f"{folder.name}.{os.getpid()}")
     try:
         found = None
         # The machine's own suite has what CI needs; all suites together are ten times as large.
         for own_suite_only in (False,) if series == "newest" else (True, False):
-            found = debian(own_suite_only).newest(series)
+            found = debian(own_suite_only, architecture).newest(series)
             if found is not None:
                 break
         if found is None:
             raise KernelsError(
-                f"no Debian suite of the mirror has a kernel {series} (linux-image-{series}.*-cloud-amd64)"
+                f"no Debian suite of the mirror has a kernel {series}"
+                f" (linux-image-{series}.*-cloud-{architecture.name})"
             )
         print(f"fetching {found[0]} {found[1]}", flush=True)
-        debian(own_suite_only).kernel(*found, scratch / "files")
+        debian(own_suite_only, architecture).kernel(*found, scratch / "files")
         (place,) = (scratch / "files").glob("**/lib/modules/*")
         release = place.name
         # Newer packages have the image next to the modules.
@@ -144,10 +181,12 @@ def _add_modules(archive: Archive, place: Path, release: str) -> None:
             archive.tree(place / part, f"{target}/{part}", partial(left_out, part))
 
 
-def project(path: Path, environment: dict[str, str], suites: Iterable[str]) -> None:
-    """This checkout at its own path, its environment, and init with its parameters."""
+def project(path: Path, environment: dict[str, str], suites: Iterable[str], architecture: Architecture = AMD64) -> None:
+    """This checkout at its own path, its environment, and init with its parameters. The BPF objects in it are the same
+    for each architecture.
+    """
     foreign_programs.compiled(foreign_programs.BUILT)  # guests have no compiler
-    site = next((REPOSITORY / ".venv/lib").glob("python3.*/site-packages"))
+    compiled = libraries(architecture)
     # Compiled here, with pytest's rewritten assertions: an emulated CPU takes half a minute for it.
     collect = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-p", "no:cacheprovider", *suites]
     writes = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
@@ -166,9 +205,13 @@ def project(path: Path, environment: dict[str, str], suites: Iterable[str]) -> N
                 archive.add(entry, f"{here}/{entry.name}")
         archive.tree(REPOSITORY / ".venv/bin", f"{here}/.venv/bin", lambda name: name in ("ruff", "mypy"))
         archive.add(REPOSITORY / ".venv/pyvenv.cfg", f"{here}/.venv/pyvenv.cfg")
-        target = f"{here}/.venv/{site.relative_to(REPOSITORY / '.venv')}"
-        archive.tree(site, target, lambda name: _matches(name, _NO_PYTHON))
+        target = f"{here}/{SITE.relative_to(REPOSITORY)}"
+        left_out = _NO_PYTHON if compiled is None else (*_NO_PYTHON, "*.so")
+        archive.tree(SITE, target, lambda name: _matches(name, left_out))
+        for library in sorted(compiled.rglob("*.so")) if compiled else ():
+            archive.add(library, f"{target}/{library.relative_to(compiled)}")
         parameters = {"PROJECT": here, "PYTHON": f"{here}/.venv/bin/python", **environment}
+        parameters["RESULTS_DEVICE"] = f"/dev/{architecture.results}"
         exports = [f"export {name}={shlex.quote(value)}\n" for name, value in parameters.items()]
         archive.data("guest.env", "".join(exports).encode())
         archive.add(REPOSITORY / "tests/kernels/init", "init")

@@ -24,7 +24,7 @@ from tests.kernels.problem import KernelsError
 from tests.kernels.suites import MODULES, Suite, chosen
 
 RESULTS = Path("/results")
-_OUT = Path("/dev/ttyS1")
+_OUT = Path(os.environ.get("RESULTS_DEVICE", os.devnull))
 # Suites are forks of a process that has imported their common modules, which takes an emulated CPU six seconds.
 _READ_ONCE = (
     *("hypothesis", "pyroute2", "scapy.layers.inet", "scapy.layers.inet6", "scapy.layers.sctp", "_pytest.junitxml"),

@@ -50,7 +50,7 @@ def test_versions_of_kubernetes(version: str, state: str) -> None:
     ("changed", "state", "said"),
     [
         ({}, "good", "containerd://1.7.24"),
-        ({"architecture": "arm64"}, "warning", "not tested on this architecture"),
+        ({"architecture": "arm64"}, "warning", "tested in emulation only"),
         ({"architecture": "s390x"}, "bad", "no image for this architecture"),
         ({"kernelVersion": "5.15.0-1"}, "warning", "kernels from 6.1 are tested"),
         ({"kernelVersion": "5.10.0-30-amd64"}, "bad", "older than 5.14"),

@@ -91,8 +91,8 @@ def _boot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> int:
     kernel = Kernel("6.1", "6.1.0", tmp_path / "vmlinuz", tmp_path / "modules.cpio")
     monkeypatch.setenv("ACCEL", "tcg")
     monkeypatch.setattr(runner.image, "CACHE", tmp_path)
-    monkeypatch.setattr(runner.image, "project", lambda path, environment, suites: path.touch())
-    monkeypatch.setattr(runner, "_fetch", lambda series: (machine.command, [kernel], tmp_path / "root.cpio"))
+    monkeypatch.setattr(runner.image, "project", lambda path, environment, suites, kind: path.touch())
+    monkeypatch.setattr(runner, "_fetch", lambda series, kind: (machine.command, [kernel], tmp_path / "root.cpio"))
     return runner._run(["6.1"], tmp_path)
 
 
@@ -171,6 +171,7 @@ def test_invalid_environment_variables(
         (["6.12.1"], "KERNELS: 6.12.1 is no series: a number as 6.12, or newest"),
         (["--fetch", "../6.1"], "KERNELS: ../6.1 is no series: a number as 6.12, or newest"),
         (["6.1"], "SUITES: there is no packets; there are all, "),
+        (["6.1"], "ARCH: arm is no architecture of the guests: amd64 or arm64"),
     ],
 )
 def test_unknown_words(
@@ -182,6 +183,7 @@ def test_unknown_words(
 ) -> None:
     """One line and status 2, and the run leaves no files."""
     monkeypatch.setenv("SUITES", "packets" if "SUITES" in words else "")
+    monkeypatch.setenv("ARCH", "arm" if "ARCH" in words else "")
     monkeypatch.setattr(runner.image, "CACHE", tmp_path)
     monkeypatch.setattr(runner.os, "geteuid", lambda: 0)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
