@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 
 from pyebpf_proxy.datapath.loader.btf import Btf, StaleObjectError
+from pyebpf_proxy.datapath.loader.rings import pages
 
 #: The interpreter for which Debian's python3-bpfcc is installed. An environment variable may name another one.
 INTERPRETER = "/usr/bin/python3"
@@ -91,7 +92,7 @@ class Kernel:
             "parent": os.getpid(),
             "pins": str(pins),
             "offsets": offsets,
-            "pages": 1 << max(0, (ring_size // 4096 - 1).bit_length()),
+            "pages": pages(ring_size),
         }
         try:
             self._process = subprocess.Popen(

@@ -11,6 +11,11 @@ from pyebpf_proxy.datapath.loader._libbpf import captured, checked_pointer, ffi
 from pyebpf_proxy.datapath.loader._map import Map
 
 
+def pages(size: int) -> int:
+    """A ring of at least so many bytes, as a power of two of this kernel's pages, which arm64 may have of 64 KiB."""
+    return 1 << max(0, -(-size // mmap.PAGESIZE) - 1).bit_length()
+
+
 class Rings:
     """This process's rings in ``events``, until :meth:`close` or until the process ends.
 
@@ -22,11 +27,8 @@ class Rings:
         self._found: list[bytes] = []
         # cffi frees a callback without a reference
         self._callback = ffi.callback("sample_fn", self._take)
-        pages = 1
-        while pages * mmap.PAGESIZE < size:
-            pages *= 2
         with captured():
-            made = self._lib.perf_buffer__new(events.fd, pages, self._callback, ffi.NULL, ffi.NULL, ffi.NULL)
+            made = self._lib.perf_buffer__new(events.fd, pages(size), self._callback, ffi.NULL, ffi.NULL, ffi.NULL)
             self._pointer = checked_pointer(made, f"rings of {events.name}")
 
     def _take(self, _context: Any, _cpu: int, data: Any, size: int) -> None:
