@@ -153,8 +153,9 @@ fuzz: setup ## search for inputs that crash the parsers, guided by coverage; ARG
 	@tools/setup.sh fuzz
 	@$(PYTHON) -m tests.fuzz $(ARGS)
 
-image-root: ## build the image of deploy/Dockerfile in the directory build/image/root, without pulling images (root, debootstrap)
-	@$(SUDO) python3 deploy/image/root.py build/image
+image-root: ## build the image of deploy/Dockerfile in the directory build/image/root, without pulling images (root, debootstrap); ARCH=arm64: build/image-arm64/root
+	@$(SUDO) $(if $(PYEBPF_PROXY_CACHE),env PYEBPF_PROXY_CACHE="$(PYEBPF_PROXY_CACHE)") \
+		python3 deploy/image/root.py build/image$(if $(ARCH),-$(ARCH)) $(ARCH)
 
 sbom: image-root ## list what the image contains, as CycloneDX: build/image/debian.cdx.json and python.cdx.json
 	@tools/setup.sh sbom

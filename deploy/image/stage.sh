@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # The steps of the two stages of deploy/Dockerfile; run in the folder of the sources.
 #   deploy/image/stage.sh packages build|run   installs the Debian packages to build, or only those of the agent
-#   deploy/image/stage.sh build                builds BPF objects for any kernel, and the agent in /opt/pyebpf-proxy
+#   deploy/image/stage.sh build                builds BPF objects for any kernel, and the agent in /opt/pyebpf-proxy,
+#                                              for the architecture TARGETARCH, which may differ from this machine's
 set -euo pipefail
 
 list=tools/debian-packages.txt
@@ -34,8 +35,24 @@ packages() {
     rm -rf /var/lib/apt/lists/* /var/cache/apt/archives/*.deb
 }
 
+# platforms: pip's options for wheels of TARGETARCH, up to the glibc of this system, which is that of the image.
+platforms() {
+    local machine minor
+    case "${TARGETARCH:-$(dpkg --print-architecture)}" in
+    amd64) machine=x86_64 ;;
+    arm64) machine=aarch64 ;;
+    *) echo "TARGETARCH=$TARGETARCH: amd64 or arm64" >&2; exit 1 ;;
+    esac
+    printf -- '--platform manylinux2014_%s ' "$machine"
+    minor=$(getconf GNU_LIBC_VERSION)
+    for minor in $(seq 17 "${minor##*.}"); do
+        printf -- '--platform manylinux_2_%s_%s ' "$minor" "$machine"
+    done
+}
+
 build() {
-    local builder=/tmp/builder
+    local builder=/tmp/builder foreign site
+    foreign=$(platforms)
     make -s objects
     python3 -m venv "$builder"
     local pip=("$builder/bin/python" -m pip --quiet --no-input --disable-pip-version-check)
@@ -44,15 +61,19 @@ build() {
     "${pip[@]}" wheel --no-deps --no-build-isolation --no-index --wheel-dir "$builder" .
     # Debian's packages stay visible: libnftables' binding exists only there.
     python3 -m venv --system-site-packages --without-pip "$target"
+    site=$("$target/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
     pip+=(--python "$target/bin/python")
     # The lock also has packages of the tests. pip selects those that the agent needs; they are installed by hash.
     sed -n 's/^\([^ #]*==[^ ]*\).*/\1/p' requirements.lock >"$builder/constraints"
-    "${pip[@]}" install --dry-run --ignore-installed --report "$builder/report.json" \
+    # shellcheck disable=SC2086  # each option is a word
+    "${pip[@]}" install --dry-run --target "$builder/unused" --only-binary=:all: $foreign --report "$builder/report.json" \
         --constraint "$builder/constraints" "$builder"/pyebpf_proxy-*.whl
     python3 deploy/image/locked.py requirements.lock --report "$builder/report.json" >"$builder/run.lock"
-    "${pip[@]}" install --ignore-installed --no-deps --require-hashes -r "$builder/run.lock"
+    # Wheels of a named platform can be installed only into a folder. Their scripts are not needed.
+    # shellcheck disable=SC2086
+    "${pip[@]}" install --target "$site" --no-deps --only-binary=:all: $foreign --require-hashes -r "$builder/run.lock"
+    rm -rf "$site/bin"
     "${pip[@]}" install --no-deps --no-index "$builder"/pyebpf_proxy-*.whl
-    "$target/bin/pyebpf-proxy" --version
 }
 
 case "${1:-}" in

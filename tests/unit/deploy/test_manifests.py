@@ -308,7 +308,7 @@ def test_the_component_for_crio_takes_the_profile_away_and_nothing_else(tmp_path
 
 def test_s12_the_contents_of_the_image_are_pinned() -> None:
     text = (DEPLOY / "Dockerfile").read_text()
-    bases = re.findall(r"^FROM (\S+)", text, re.MULTILINE)
+    bases = re.findall(r"^FROM (?:--platform=\S+ )?(\S+)", text, re.MULTILINE)
     assert len(bases) == text.count("\nARG SNAPSHOT=") == 2
     assert len(set(bases)) == len(set(re.findall(r"^ARG SNAPSHOT=(\d{8}T\d{6}Z)$", text, re.MULTILINE))) == 1
     assert re.fullmatch(r"debian:bookworm-slim@sha256:[0-9a-f]{64}", bases[0])
