@@ -77,23 +77,6 @@ static __always_inline int rewrite_and_send(struct context *ctx, const struct pa
 	return verdict;
 }
 
-/* Asks the agent to promote this young flow. */
-static __noinline __attribute__((unused)) int request_promotion(const struct flow_key *key, const struct flow_rewrite *a, struct flow *f)
-{
-	struct flow_key client;
-
-	if (!key || !a || !f || f->promote)
-		return 0;
-	if (f->reply)
-		reply_key_of(a, key->protocol, key->ipv6, &client);
-	else
-		client = *key;
-	if (bpf_map_push_elem(&promotions, &client, 0))
-		return 0;
-	f->promote = PROMOTION;
-	return 1;
-}
-
 /* A guessed sequence number is in this window once in a thousand times. */
 #define GUESS_WINDOW (4U << 20)
 

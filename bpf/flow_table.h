@@ -209,6 +209,23 @@ static __always_inline struct flow *other_direction(const struct flow_rewrite *a
 	return bpf_map_lookup_elem(&flows, &key);
 }
 
+/* Asks the agent to promote this young flow. */
+static __noinline __attribute__((unused)) int request_promotion(const struct flow_key *key, const struct flow_rewrite *a, struct flow *f)
+{
+	struct flow_key client;
+
+	if (!key || !a || !f || f->promote)
+		return 0;
+	if (f->reply)
+		reply_key_of(a, key->protocol, key->ipv6, &client);
+	else
+		client = *key;
+	if (bpf_map_push_elem(&promotions, &client, 0))
+		return 0;
+	f->promote = PROMOTION;
+	return 1;
+}
+
 /* ---- flow_packet_counts ------------------------------------------------------------------- */
 
 static __always_inline __u64 *flow_packet_count_of(__u32 tag)

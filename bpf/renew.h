@@ -55,7 +55,9 @@ static __always_inline void renew(struct flow *f, struct flow *reply, __u64 now)
 /*
  * A query of a young flow, after a pause, or after routes, devices, neighbours or endpoints have changed, which may have
  * moved its links.  Not 0: its pair has no permit, or the packet is not plain, so the query begins a new flow, which
- * should have this backend.  0: the flow continues, or was renewed.  Calls are expensive, so the caller has compared the
+ * should have this backend.  0: the flow continues, or was renewed.  An answered flow that has not paused continues in
+ * any case, as it would in conntrack: a rule that accepts established flows must not meet it as a new one.  Once it is
+ * promoted, it learns its new links.  Calls are expensive, so the caller has compared the
  * time, and the generation, which is that of now.  Global for the same reason as has_permit().
  */
 __noinline __u32 judge_query(const struct packet *p, struct flow *f, __u32 generation, bool plain)
@@ -77,15 +79,18 @@ __noinline __u32 judge_query(const struct packet *p, struct flow *f, __u32 gener
 	over = is_over(f, reply, now);
 	if (!over && f->generation == generation)
 		return 0;
-	if (!plain || !has_permit(p, &f->rewrite, &reply->rewrite))
-		return f->backend;
+	if (!plain || !has_permit(p, &f->rewrite, &reply->rewrite)) {
+		if (over || !reply->packets)
+			return f->backend;
+		request_promotion((const struct flow_key *)p, &f->rewrite, f);
+	}
 	f->generation = generation;
 	if (over)
 		renew(f, reply, now);
 	return 0;
 }
 
-/* As judge_query(), for the exchange in this element. */
+/* As judge_query(), for the exchange in this element.  The table promotes it: it becomes a stream, which is moved there. */
 __noinline __u32 judge_exchange(const struct packet *p, __u32 element, __u32 generation, bool plain)
 {
 	struct exchange_bucket *bucket;
@@ -105,8 +110,13 @@ __noinline __u32 judge_exchange(const struct packet *p, __u32 element, __u32 gen
 	over = exchange_is_over(head, now);
 	if (!over && x->generation == generation)
 		return 0;
-	if (!plain || !has_permit(p, &x->there, &x->reply))
-		return x->backend;
+	if (!plain || !has_permit(p, &x->there, &x->reply)) {
+		if (over || !head->replies)
+			return x->backend;
+		if (!is_long(head, 0))
+			head->queries += EXCHANGE_PACKETS + 1;
+		return 0;
+	}
 	x->generation = generation;
 	if (!over)
 		return 0;

@@ -232,6 +232,13 @@ FLOW_MUTANTS: dict[str, tuple[str, str, str]] = {
         "if (!over)",
     ),
     "renewal: any change of routes restarts an exchange": ("renew.h", "if (!over)\n\t\treturn 0;\n\thead", "head"),
+    "renewal: a change of routes ends an answered exchange": ("renew.h", "if (over || !head->replies)", "if (true)"),
+    "renewal: a change of routes ends an answered flow": ("renew.h", "if (over || !reply->packets)", "if (true)"),
+    "renewal: an answered flow is not promoted": (
+        "renew.h",
+        "request_promotion((const struct flow_key *)p, &f->rewrite, f);",
+        ";",
+    ),
     "renewal: any change of routes restarts a flow": ("renew.h", "if (over)\n\t\trenew", "renew"),
     "renewal: exchanges are judged again and again": ("renew.h", "\tx->generation = generation;\n", ""),
     "renewal: flows are judged again and again": (

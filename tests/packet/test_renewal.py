@@ -229,11 +229,22 @@ def test_a_flow_goes_on_if_its_permit_shows_the_same_route(fast: ProgramNode, in
 
 
 @WHERE
-def test_an_answer_hides_no_change_of_routes(fast: ProgramNode, in_table: bool) -> None:
+@pytest.mark.parametrize("moved_first", [True, False])
+def test_an_answered_flow_goes_on_and_is_promoted_if_routes_change(
+    fast: ProgramNode, in_table: bool, moved_first: bool
+) -> None:
+    """Netfilter does not know the flow: a new rule that accepts only established flows would end it."""
     flow = young(fast, "udp", in_table=in_table)
-    move_routes(fast)
+    if moved_first:
+        move_routes(fast)
     assert flow.run(reply=True).retval == REDIRECT
-    assert flow.run().retval == GO_ON
+    if not moved_first:
+        move_routes(fast)
+    assert fast.promotions() == []
+    for _ in range(2):
+        assert flow.run().data == bytes(flow.expected())
+    assert fast.promotions() == [flow.key()]
+    assert flow.entries() == BOTH
 
 
 @WHERE
