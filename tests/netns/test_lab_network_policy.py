@@ -372,12 +372,14 @@ def test_a_rule_about_packets_of_a_pair_drops_each_of_them(fast_world: FastWorld
     client, node = fast_world.client, fast_world.node.namespace
     address = NEAR.of(family)
     assert client.namespace.call(connects, address, 400)
+    before = fast_world.count("stack_rules")
     rule = "tcp flags syn tcp option maxseg size 1-500 drop"
     node.run("nft", f"table inet small {{ chain c {{ type filter hook forward priority 0; {rule}; }}; }}")
     try:
         flows = NewFlows(client.namespace, address, "tcp")
         with ending(flows):
-            flows.wait_answered(20)
+            # Until the agent has read the rule, new permits may let flows pass.
+            wait_until(lambda: fast_world.count("stack_rules") > before, "closed for the rule", 60.0)
             assert [client.namespace.call(connects, address, 400) for _ in range(5)] == [False] * 5
     finally:
         node.run("nft", "delete table inet small")
