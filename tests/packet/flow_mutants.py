@@ -386,7 +386,7 @@ FLOW_MUTANTS: dict[str, tuple[str, str, str]] = {
     "flows: hops": ("flow_send.h", "if (p->hops <= 1)", "if (false)"),
     "flows: MTU": ("flow_send.h", "if ((segment ? p->headers + segment : p->length) > a->out.mtu)", "if (false)"),
     "flows: segments by their sum": ("flow_send.h", "(segment ? p->headers + segment : p->length)", "p->length"),
-    "flows: promotion asked each time": ("flow_send.h", "|| f->promote)", ")"),
+    "flows: promotion asked each time": ("flow_table.h", "|| f->promote)", ")"),
     "flows: replies left to netfilter": (
         "tc.bpf.c",
         "if (!backend || a->source_port != p->source_port || !same_address(&source, &p->source, p->ipv6))",
