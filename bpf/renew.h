@@ -57,8 +57,8 @@ static __always_inline void renew(struct flow *f, struct flow *reply, __u64 now)
  * moved its links.  Not 0: its pair has no permit, or the packet is not plain, so the query begins a new flow, which
  * should have this backend.  0: the flow continues, or was renewed.  An answered flow that has not paused continues in
  * any case, as it would in conntrack: a rule that accepts established flows must not meet it as a new one.  Once it is
- * promoted, it learns its new links.  Calls are expensive, so the caller has compared the
- * time, and the generation, which is that of now.  Global for the same reason as has_permit().
+ * promoted, it learns its new links.  Calls are expensive, so the caller has compared the time, and the generation,
+ * which is that of now.  Global for the same reason as has_permit().
  */
 __noinline __u32 judge_query(const struct packet *p, struct flow *f, __u32 generation, bool plain)
 {
