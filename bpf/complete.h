@@ -108,20 +108,30 @@ static __always_inline __s32 exchange_idle(const struct exchange_head *head, __u
 	return exchange_clock(now) - head->last_seen;
 }
 
-/* As is_over(). */
-static __always_inline bool exchange_is_over(const struct exchange_head *head, __u64 now)
+/* As is_over(). `pause`: of its client. */
+static __always_inline bool exchange_has_paused(const struct exchange_head *head, __u64 now, __u64 pause)
 {
 	return is_answered_exchange(head) && !is_long(head, 0) &&
-	       exchange_idle(head, now) > (__s32)exchange_clock(pause_ns(head->distant));
+	       exchange_idle(head, now) > (__s32)exchange_clock(pause);
 }
 
-/* As may_make_room(), but sooner: one that lasts becomes a stream. */
-static __always_inline bool exchange_may_make_room(const struct exchange_head *head, __u64 now)
+static __always_inline bool exchange_is_over(const struct exchange_head *head, __u64 now)
 {
+	return exchange_has_paused(head, now, pause_ns(head->distant));
+}
+
+/*
+ * As may_make_room(), but sooner: one that lasts becomes a stream.  `many`: very many flows open, so a pause of the
+ * clients on this node is shorter, too.  Otherwise buckets are full, and flows enter the flow table.
+ */
+static __always_inline bool exchange_may_make_room(const struct exchange_head *head, __u64 now, bool many)
+{
+	__u64 pause = many && !head->distant ? EXCHANGE_NS / 4 : pause_ns(head->distant);
 	__s32 idle = exchange_idle(head, now);
 	bool lasted = (__s32)(head->last_seen - head->started) > idle;
 
-	return exchange_is_over(head, now) && !(lasted && idle <= (__s32)exchange_clock(4 * EXCHANGE_NS));
+	return exchange_has_paused(head, now, pause) &&
+	       !(lasted && idle <= (__s32)exchange_clock(4 * EXCHANGE_NS));
 }
 
 #endif

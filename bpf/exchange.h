@@ -8,22 +8,9 @@
 
 #include "complete.h"
 #include "flow_table.h"
+#include "udp_filter.h"
 
 #define WAY(element) ((element) & (EXCHANGE_WAYS - 1))
-
-/*
- * A hash of the source and its port, or of the destination (`reply`).  So both directions of a flow that is not
- * masqueraded have the client's.
- */
-static __always_inline __u64 client_hash(const struct flow_key *key, bool reply)
-{
-	const __u64 *w = (const void *)(reply ? key->destination : key->source);
-	__u64 t = w[0] ^ (__u64)(reply ? key->destination_port : key->source_port) << 40;
-
-	if (key->ipv6)
-		t ^= w[1] << 7 | w[1] >> 57;
-	return (t ^ t >> 32) * 0x9e3779b97f4a7c15ULL;
-}
 
 static __always_inline __u32 bucket_of(__u64 hash)
 {
@@ -46,63 +33,6 @@ static __always_inline struct exchange *exchange_at(__u32 element)
 	__u32 number = WAY(element) * EXCHANGE_BUCKETS + element / EXCHANGE_WAYS;
 
 	return bpf_map_lookup_elem(&exchanges, &number);
-}
-
-/* ---- whether the flow table may have a UDP flow --------------------------------------------- */
-
-#define SWEEP_LATE 5	/* the agent sweeps once a second or more often */
-#define FILTER_AGES 255	/* a byte of the filter is this clock, modulo this, and one; 0: never */
-
-/* Units of 2^30 ns, about a second. */
-static __always_inline __u32 filter_clock(__u64 now)
-{
-	return now >> 30;
-}
-
-static __always_inline struct udp_filter *filter(void)
-{
-	__u32 zero = 0;
-
-	return bpf_map_lookup_elem(&udp_filter, &zero);
-}
-
-/* The bits are others than those that select a bucket. */
-static __always_inline __u8 *byte_of(struct udp_filter *f, __u64 hash)
-{
-	return &f->noted[hash >> 16 & (FILTER_BYTES - 1)];
-}
-
-/* Called before an entry of this key is inserted, and with every sweep.  `reply`: it is the endpoint's direction. */
-static __always_inline void note_in_table(const struct flow_key *key, bool reply, __u64 now)
-{
-	struct udp_filter *f;
-
-	if (key->protocol != UDP)
-		return;
-	f = filter();
-	if (f)
-		*(volatile __u8 *)byte_of(f, client_hash(key, reply)) = filter_clock(now) % FILTER_AGES + 1;
-}
-
-/* `noted`: a byte of the filter.  Another CPU's clock may be one unit ahead of this one's (flow_clock()). */
-static __always_inline bool is_recent(__u8 noted, __u32 clock)
-{
-	return noted && (clock % FILTER_AGES + FILTER_AGES + 1 - (noted - 1)) % FILTER_AGES <= SWEEP_LATE + 3;
-}
-
-/*
- * False: the table has no UDP flow whose client has one of these hashes, so the lookup can be saved.  True if the last
- * sweep was long ago: the agent may have stopped, or a program of another version may have swept.
- */
-static __always_inline bool may_be_in_table(__u64 from, __u64 to, __u64 now)
-{
-	__u32 zero = 0, clock = filter_clock(now);
-	struct exchange_sweep_result *last = bpf_map_lookup_elem(&exchange_sweeps, &zero);
-	struct udp_filter *f = filter();
-
-	if (!last || !f || clock - *(volatile __u32 *)&last->when > SWEEP_LATE)
-		return true;
-	return is_recent(*(volatile __u8 *)byte_of(f, from), clock) || is_recent(*(volatile __u8 *)byte_of(f, to), clock);
 }
 
 /* ---- finding -------------------------------------------------------------------------------- */

@@ -176,6 +176,24 @@ struct {
 	__type(value, struct udp_filter);
 } udp_filter SEC(".maps");
 
+#define TRACKED_BYTES 65536
+
+/*
+ * Which clients' addresses and ports conntrack may have UDP flows of, by a hash: when netfilter last got a datagram
+ * (note_tracked()).  It saves the lookup of new flows in conntrack.
+ */
+struct tracked_udp {
+	__u32 complete;		/* settings.load of the programs for which the agent has noted what conntrack had */
+	__u8 noted[TRACKED_BYTES];
+};
+
+struct {
+	__uint(type, BPF_MAP_TYPE_ARRAY);
+	__uint(max_entries, 1);
+	__type(key, __u32);
+	__type(value, struct tracked_udp);
+} tracked_udp SEC(".maps");
+
 /* New young UDP flows of this CPU, and those whose bucket was full, in the current and in the last window of 2^28 ns. */
 struct exchange_rate {
 	__u64 window;

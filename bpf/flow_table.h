@@ -19,12 +19,10 @@ static __always_inline __u32 tag_of(const void *key)
 	return (__u32)(t >> 32) | 1;
 }
 
-#define EPHEMERAL_PORT_MIN 32768	/* Linux: ip_local_port_range; NodePorts end before it */
-
-/* A guess, by the ports that clients usually have. */
+/* A guess: clients usually have the higher port. */
 static __always_inline bool is_for_client(const struct packet *p)
 {
-	return p->destination_port >= EPHEMERAL_PORT_MIN && p->source_port < EPHEMERAL_PORT_MIN;
+	return p->destination_port > p->source_port;
 }
 
 /*

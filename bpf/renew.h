@@ -42,6 +42,8 @@ __noinline int has_permit(const struct packet *p, const struct flow_rewrite *the
 	       same_mac(reply->mac_in, d->permit.mac_in_back);
 }
 
+#define CLAIMED (~0ULL)		/* as confirmed_until: a program is making the flow young, or has done so */
+
 /* From now on the entries count another exchange, of which this query is the first. */
 static __always_inline void renew(struct flow *f, struct flow *reply, __u64 now)
 {
@@ -79,6 +81,12 @@ __noinline __u32 judge_query(const struct packet *p, struct flow *f, __u32 gener
 	over = is_over(f, reply, now);
 	if (!over && f->generation == generation)
 		return 0;
+	/*
+	 * It entered the table because its bucket of exchanges was full.  As an exchange it costs less, and so do the flows
+	 * that share its byte of the filter.  conntrack has a flow that make_young() took from it: that one stays.
+	 */
+	if (over && f->confirmed_until != CLAIMED)
+		return f->backend;
 	if (!plain || !has_permit(p, &f->rewrite, &reply->rewrite)) {
 		if (over || !reply->packets)
 			return f->backend;
@@ -125,8 +133,6 @@ __noinline __u32 judge_exchange(const struct packet *p, __u32 element, __u32 gen
 	head->started = head->last_seen = exchange_clock(now);
 	return 0;
 }
-
-#define CLAIMED (~0ULL)		/* as confirmed_until: a program is making the flow young, or has done so */
 
 /*
  * A query of a kernel's flow that would have to pass netfilter.  1: the flow is young again.  Its conntrack entry stays

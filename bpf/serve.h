@@ -16,6 +16,12 @@ static __always_inline bool chosen_before(struct context *ctx, const struct pack
 					  struct backend *b);
 
 /*
+ * conntrack has the flow of this packet, which continues unchanged.  Called only if open_flow() got `unasked`: XDP never
+ * asks.
+ */
+static __always_inline bool continues(struct context *ctx, const struct packet *p, const struct frontend *f);
+
+/*
  * A packet of any protocol from outside to 127.0.0.0/8.  route_localnet, which NodePorts on localhost need, lets it in
  * (service-semantics 8).  No legitimate packet on a wire looks like this: replies to flows that began on loopback go
  * to the node's own address, and translation to a loopback address happens later.
@@ -84,11 +90,12 @@ static __always_inline int record_dry_run(const struct endpoint_selection *e, co
 /*
  * Decides about a packet that may open a flow.  `original`, if not NULL: the socket was translated to an endpoint that
  * is gone, and this is the frontend that it used.  `known`: the flow table has it as a kernel's flow.  `fast`: it may
- * become a young flow.
+ * become a young flow.  `unasked`: conntrack was not asked for the flow, because it has none by the filter of UDP flows.
+ * A young flow saves the question; otherwise it is asked in any case.
  */
 static __always_inline int open_flow(struct context *ctx, struct packet *p, const struct frontend *f,
 				     const struct service_config *config, __u32 config_id, struct place *original,
-				     bool known, bool fast)
+				     bool known, bool fast, bool unasked)
 {
 	enum slow_path_reason slow = NOT_SLOW;
 	enum drop_reason reason = NOT_DROPPED;
@@ -100,10 +107,12 @@ static __always_inline int open_flow(struct context *ctx, struct packet *p, cons
 	switch (decide(p, f, config, config_id, receiving_device(ctx), &e, &reason)) {
 	case VERDICT_DROP:
 		/* The decision is for new flows: the kernel continues this flow if it still has it. */
-		if (known)
+		if (known || (unasked && continues(ctx, p, f)))
 			return LEFT;
 		return drop_flow(ctx, p, &e, NULL, reason);
 	case VERDICT_REJECT:
+		if (unasked && continues(ctx, p, f))
+			return LEFT;
 		reject(ctx, p, &e);
 		return LEFT;
 	case VERDICT_PASS:
@@ -120,6 +129,9 @@ static __always_inline int open_flow(struct context *ctx, struct packet *p, cons
 		e.masquerade = true;
 	if (settings.dry_run)
 		return record_dry_run(&e, &b);
+	/* The filter does not have a masqueraded flow by its client if only the endpoint has sent for some time. */
+	if (unasked && e.masquerade && continues(ctx, p, f))
+		return LEFT;
 	if (fast) {
 		int opened = open_young(ctx, p, &e, &b);
 
@@ -131,6 +143,8 @@ static __always_inline int open_flow(struct context *ctx, struct packet *p, cons
 		slow = opened == OPENED_EXCHANGE ? NOT_SLOW : opened;
 		if (!slow)
 			return send_first(ctx, p, &e, &b);
+		if (unasked && continues(ctx, p, f))
+			return LEFT;
 		count_left(slow);
 		e.slow = slow;
 	}
@@ -140,6 +154,8 @@ static __always_inline int open_flow(struct context *ctx, struct packet *p, cons
 		return DROPPED;
 	}
 	hand_to_netfilter(ctx, p, &e, &b);
+	if (HOOK == AT_TC)
+		note_datagram(p, false);
 	if (settings.fast_path && !(fast && is_proven(p, slow)))
 		note_handover(ctx, p, &e, &b);
 	return LEFT;

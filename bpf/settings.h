@@ -40,6 +40,7 @@ struct settings {
 	__u32 flow_quota;		/* how many young flows one device may have open at a time */
 	__u32 udp_seconds;		/* conntrack's timeouts: of a UDP flow without replies, */
 	__u32 udp_stream_seconds;	/* and of one with replies */
+	__u32 load;			/* differs each time programs are loaded; 0: conntrack is always asked */
 	__u16 snat_port_min;		/* source ports of masqueraded young flows; 0: none */
 	__u16 snat_port_max;
 	__u8 pod_cidr4[4];

@@ -93,12 +93,36 @@ static __always_inline void note_handover(struct __sk_buff *skb, const struct pa
 	hand_over_open(skb, p, e, b, ip_device(skb));
 }
 
+static __always_inline bool asks_conntrack(struct __sk_buff *skb, const struct packet *p, const struct frontend *f,
+					   const struct service_config *config)
+{
+	/* At an address without NodePorts the flow is not of the service, which may only refuse it. */
+	return flow_exists(skb, p, f->service, config->any_endpoints && f->kind != UNSERVED_NODE_PORT);
+}
+
+/* Finds the configuration again: the caller's stack has no space to keep it. */
+static __noinline int continues_after_all(struct __sk_buff *skb, const struct packet *p, const struct frontend *f)
+{
+	struct service_config *config;
+	__u32 config_id;
+
+	if (!p || !f)
+		return 0;
+	config = active_config(f->service, &config_id);
+	return config && asks_conntrack(skb, p, f, config);
+}
+
+static __always_inline bool continues(struct __sk_buff *skb, const struct packet *p, const struct frontend *f)
+{
+	return continues_after_all(skb, p, f);
+}
+
 /* `known`: the flow table has this flow as a kernel's flow. */
 static __always_inline int serve(struct __sk_buff *skb, struct packet *p, const struct frontend *f,
 				 struct place *original, bool known, bool fast)
 {
 	struct service_config *config;
-	bool gone = false;
+	bool gone = false, unasked = false;
 	__u32 config_id;
 
 	config = active_config(f->service, &config_id);
@@ -106,15 +130,16 @@ static __always_inline int serve(struct __sk_buff *skb, struct packet *p, const 
 		return TC_ACT_UNSPEC;
 	/* The kfunc cannot look up SCTP. An SCTP flow is opened by an INIT only. */
 	if (settings.conntrack_lookup && p->protocol != SCTP) {
-		/* At an address without NodePorts the flow is not of the service, which may only refuse it. */
-		if (flow_exists(skb, p, f->service, config->any_endpoints && f->kind != UNSERVED_NODE_PORT)) {
+		unasked = fast && !known && !original && !settings.dry_run && is_untracked(p);
+		if (!unasked && asks_conntrack(skb, p, f, config)) {
 			if (known)
 				hand_over_confirm(skb, p, ip_device(skb));
 			return TC_ACT_UNSPEC;
 		}
 		gone = known;
 	}
-	return open_flow(skb, p, f, config, config_id, original, known && !gone, fast && !known && !original);
+	return open_flow(skb, p, f, config, config_id, original, known && !gone, fast && !known && !original,
+			 unasked);
 }
 
 /*
@@ -140,6 +165,9 @@ static __always_inline int leave(struct __sk_buff *skb, const struct packet *p, 
 		drop_until_promotion(p, receiving_device(skb), 0);
 		return DROPPED;
 	}
+	/* Keeps conntrack's entry, although the client sends nothing. */
+	if (fast && verdict == NOT_KNOWN && p->protocol == UDP && comes_from_endpoint(p))
+		note_datagram(p, true);
 	if (bridge_port && redirect_reply_to_bridge(skb, p))
 		return TC_ACT_UNSPEC;
 	if (!fast)
@@ -321,6 +349,25 @@ int enter_flow(struct __sk_buff *skb)
 	if (!settings.fast_path || bpf_skb_load_bytes(skb, ETH_HLEN, &tracked, sizeof(tracked)))
 		return 0;
 	return enter_tracked(&tracked);
+}
+
+/* Run by the agent with the key of each UDP flow that conntrack has; then with zeros, which completes the filter. */
+SEC("tc")
+int note_tracked_flow(struct __sk_buff *skb)
+{
+	struct tracked_udp *t;
+	struct flow_key key;
+
+	if (!settings.fast_path || bpf_skb_load_bytes(skb, ETH_HLEN, &key, sizeof(key)))
+		return 0;
+	t = tracked();
+	if (!t)
+		return 0;
+	if (key.protocol == UDP)
+		note_tracked(client_hash(&key, false), bpf_ktime_get_coarse_ns());
+	else
+		*(volatile __u32 *)&t->complete = settings.load;
+	return 1;
 }
 
 char LICENSE[] SEC("license") = "Dual BSD/GPL";

@@ -33,6 +33,13 @@ static __always_inline int leave_young(struct xdp_md *ctx __attribute__((unused)
 	return XDP_PASS;
 }
 
+static __always_inline bool continues(struct xdp_md *ctx __attribute__((unused)),
+				      const struct packet *p __attribute__((unused)),
+				      const struct frontend *f __attribute__((unused)))
+{
+	return false;
+}
+
 /* The device, if the frame is addressed to this node; NULL for other frames that the device sees. */
 static __always_inline struct xdp_device *device_of_node(struct xdp_md *ctx)
 {
@@ -50,7 +57,7 @@ static __always_inline int serve(struct xdp_md *ctx, struct packet *p, const str
 	config = active_config(f->service, &config_id);
 	if (!config)
 		return XDP_PASS;
-	return open_flow(ctx, p, f, config, config_id, NULL, false, settings.fast_path);
+	return open_flow(ctx, p, f, config, config_id, NULL, false, settings.fast_path, false);
 }
 
 static __always_inline int ingress(struct xdp_md *ctx)

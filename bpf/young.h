@@ -167,10 +167,10 @@ static __always_inline bool opens_many(bool full, __u64 now)
 	return r->opened + r->opened_before > MANY_OPENED || (full && r->full + r->full_before > MANY_FULL);
 }
 
-/* True if a new flow may have this way. */
-static __always_inline bool may_have_way(const struct exchange_bucket *bucket, __u32 way, __u64 now)
+/* True if a new flow may have this way.  `many`: as in exchange_may_make_room(). */
+static __always_inline bool may_have_way(const struct exchange_bucket *bucket, __u32 way, __u64 now, bool many)
 {
-	return !bucket->there[WAY(way)] || exchange_may_make_room(&bucket->way[WAY(way)], now);
+	return !bucket->there[WAY(way)] || exchange_may_make_room(&bucket->way[WAY(way)], now, many);
 }
 
 /* Writes the flow of a complete draft into an element that the caller has claimed. */
@@ -192,27 +192,25 @@ static __always_inline void write_exchange(struct exchange *x, struct exchange_b
 	d->there.rewrite.tag = there;
 	d->reply.rewrite.tag = reply;
 	head->started = head->last_seen = exchange_clock(d->there.started);
-	head->queries = head->replies = 0;
-	head->first_counted = 0;
+	head->queries = d->there.packets;
+	head->replies = 0;
+	head->first_counted = d->there.first_counted;
 	head->distant = is_distant(&d->reply);
 	read_barrier();
 	write_tags(x, bucket, way, there, reply);
 }
 
 /*
- * The way that a new flow may have: a free one, or one whose exchange is complete.  EXCHANGE_WAYS: none.  If very many
- * flows open, the first of either kind: few elements stay in use, which the CPU has in its cache.  And a client port
- * that is used again, as soon as all others were, then begins a new exchange, not a stream.
+ * The first way that is free, or whose exchange is complete; EXCHANGE_WAYS: none.  Few elements stay in use, which the
+ * CPU has in its cache.  And a client port that is used again, as soon as all others were, then begins a new exchange,
+ * not a stream.
  */
-static __always_inline __u32 way_for_new(const struct exchange_bucket *bucket, __u64 now)
+static __always_inline __u32 way_for_many(const struct exchange_bucket *bucket, __u64 now)
 {
-	__u32 way = way_with(bucket->there, 0);
 	int i;
 
-	if (!opens_many(way == EXCHANGE_WAYS, now))
-		return way;
 	for (i = 0; i < EXCHANGE_WAYS; i++)
-		if (may_have_way(bucket, i, now))
+		if (may_have_way(bucket, i, now, true))
 			return i;
 	return EXCHANGE_WAYS;
 }
@@ -229,6 +227,7 @@ __noinline int enter_exchange(__u64 now)
 	struct exchange *x;
 	__u32 owner, way;
 	__u64 hash;
+	bool many;
 
 	if (!settings.fast_path)
 		return 0;
@@ -241,7 +240,10 @@ __noinline int enter_exchange(__u64 now)
 	if (!bucket || way_with(bucket->there, d->there.rewrite.tag) < EXCHANGE_WAYS ||
 	    way_with(bucket->reply, d->reply.rewrite.tag) < EXCHANGE_WAYS)
 		return 0;
-	way = way_for_new(bucket, now);
+	way = way_with(bucket->there, 0);
+	many = opens_many(way == EXCHANGE_WAYS, now);
+	if (many)
+		way = way_for_many(bucket, now);
 	if (way >= EXCHANGE_WAYS)
 		return 0;
 	/* A flow of the table may have the same replies: insert_young() then gives this one another source port. */
@@ -251,7 +253,7 @@ __noinline int enter_exchange(__u64 now)
 	head = &bucket->way[WAY(way)];
 	owner = owner_of(bucket, way);
 	/* Compared again: another CPU may have written the element before its owner was read. */
-	if (!x || !may_have_way(bucket, way, now) || !claim_exchange(head, owner))
+	if (!x || !may_have_way(bucket, way, now, many) || !claim_exchange(head, owner))
 		return 0;
 	write_exchange(x, bucket, way, d);
 	release_exchange(head, owner, true);
@@ -478,6 +480,11 @@ __noinline int open_young(struct context *ctx, const struct packet *p, const str
 	d->there.young = d->reply.young = 1;
 	d->there.service = e->service;
 	d->there.backend = b->id;
+	if (p->kept) {
+		/* As renew() does: the client used this port before. */
+		d->there.first_counted = RENEWED;
+		d->there.packets = 1;
+	}
 	d->there.generation = *(volatile __u32 *)&state->generation;
 	d->there.started = now;
 	complete_draft(d, d->there.generation, now);

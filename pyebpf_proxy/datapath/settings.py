@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import secrets
 import socket
 import struct
 from collections.abc import Mapping
@@ -57,6 +58,7 @@ def settings(effective: Effective, facts: NodeFacts) -> Settings:
         fast_path=bool(effective.fast_path),
         udp_seconds=_seconds(_UDP_TIMEOUT, 30),
         udp_stream_seconds=_seconds(_UDP_STREAM_TIMEOUT, 120),
+        load=secrets.randbelow(0xFFFFFFFF) + 1,
         snat_port_min=ports.fast.start if ports is not None else 0,
         snat_port_max=ports.fast.stop - 1 if ports is not None else 0,
         # A flow has two entries, and one device may use half of the table.

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import socket
 import time
 from collections.abc import Iterator, Sequence
@@ -95,6 +96,22 @@ def test_ports_that_are_used_again_stay_on_the_fast_path(world: FastWorld, servi
     # Without renewal each port would be promoted once. On a slow machine a permit may expire during a round.
     assert more["flow_promoted"] + more["new_flow_netfilter"] < len(ports) / 2, more
     assert more["stack_not_confirmed"] < len(ports), more
+
+
+def test_new_queries_are_not_looked_up_in_conntrack(world: FastWorld) -> None:
+    """The agent has noted what conntrack had (tests/packet/test_untracked_flows.py has the effect)."""
+    pin = str(world.node.agent.pin("tracked_udp"))
+
+    def complete() -> int:
+        dump = json.loads(world.node.namespace.run("bpftool", "-j", "map", "dump", "pinned", pin))
+        return int(dump[0]["formatted"]["value"]["complete"])
+
+    assert wait_until(complete, "the agent has noted conntrack's flows")
+    noted = complete()
+    world.node.agent.kill()
+    world.node.agent.start()
+    world.node.agent.wait_synced()
+    wait_until(lambda: complete() not in (0, noted), "they are noted for the new programs")
 
 
 @pytest.mark.parametrize("kind", ["nft", "iptables-legacy"])

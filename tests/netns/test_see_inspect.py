@@ -24,9 +24,9 @@ pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs
 PAGE = (ROOT / "docs" / "maps.md").read_text()
 HEADERS = "".join(path.read_text() for path in sorted((ROOT / "bpf").glob("*maps.h")))
 # Scratch space that is not pinned, rings of events, maps that the kernel cannot list (a queue, and socket storage), and
-# one entry of 16384 bytes.
+# one entry of many bytes.
 NOT_SHOWN = {"flow_drafts", "dry_results", "decisions", "promotions", "connected_revnat", "socket_translations"}
-NOT_SHOWN |= {"udp_filter"}
+NOT_SHOWN |= {"udp_filter", "tracked_udp"}
 WEB = Kind("web", 10, externalTrafficPolicy="Local")
 
 

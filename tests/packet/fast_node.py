@@ -41,6 +41,8 @@ OTHER_MACHINE, POD = 1, 2
 #: The directions of a flow: the client's and the replies'.
 BOTH = [False, True]
 U64 = (1 << 64) - 1
+#: As in bpf/renew.h.
+CLAIMED = U64
 
 
 def tag_of(key: bytes) -> int:
@@ -310,6 +312,8 @@ class Flow:
             entry = self.entry(reply)
             assert entry is not None
             times = {name: max(entry[name] - span, 0) for name in ("started", "last_seen", "confirmed_until")}
+            if entry["confirmed_until"] == CLAIMED:
+                del times["confirmed_until"]
             self.write(reply, **times)
 
     def link(self, reply: bool = False) -> dict[str, Any]:

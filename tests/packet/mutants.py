@@ -175,13 +175,15 @@ _FLOWS = tuple(
 
 
 def modules(name: str) -> tuple[str, ...]:
-    """Mutants of XDP, of exchanges, of renewal and of the flow table have their own test modules."""
+    """Most groups of mutants have their own test modules."""
     if name.startswith("XDP: "):
         return _XDP
     if name.startswith("exchanges: "):
         return ("test_exchanges.py", *_FLOWS)
     if name.startswith("renewal: "):
         return ("test_renewal.py", "test_exchanges.py")
+    if name.startswith("untracked: "):
+        return ("test_untracked_flows.py",)
     return _FLOWS if name.startswith("flows: ") else ("",)
 
 

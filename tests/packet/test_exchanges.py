@@ -254,7 +254,7 @@ def test_a_full_bucket_sends_new_flows_to_the_table(fast: ProgramNode) -> None:
 
 @pytest.mark.parametrize(
     ("client", "seconds", "replaced"),
-    [(POD, 0.01, False), (POD, 0.1, True), (OTHER_MACHINE, 0.5, False), (OTHER_MACHINE, 1.1, True)],
+    [(POD, 0.004, False), (POD, 0.02, True), (OTHER_MACHINE, 0.5, False), (OTHER_MACHINE, 1.1, True)],
     ids=["a pod, at once", "a pod", "another machine, within a round trip", "another machine"],
 )
 def test_a_complete_exchange_makes_room_if_there_are_many(

@@ -92,6 +92,23 @@ def test_a_port_that_is_used_again_after_pauses_never_becomes_a_stream(fast: Pro
     assert not fast.promotions()
 
 
+def test_a_flow_of_the_table_becomes_an_exchange_when_its_bucket_has_space(fast: ProgramNode) -> None:
+    """Otherwise each busy port that once met a full bucket would stay in the table, and fill its filter."""
+    flow = answered(fast, in_table=True)
+    empty = bytes(fast.object.maps["exchange_heads"].value_size)
+    fast.object.maps["exchange_heads"].update(flow.bucket.to_bytes(4, "little"), empty)
+    former = add_choices(fast)
+    flow.set_back(2.5)
+    use(flow)
+    assert is_exchange(flow)
+    assert flow.entry()["backend"] == former  # type: ignore[index]
+    assert young_flows_of(fast, "pods") == 0
+    # conntrack would keep it for longer than a flow that was used once.
+    flow.set_back(119)
+    sweep(fast)
+    assert flow.entries() == BOTH
+
+
 @WHERE
 def test_without_a_pause_it_is_one_flow(fast: ProgramNode, in_table: bool) -> None:
     with real_time_priority():
@@ -341,6 +358,14 @@ def test_a_kernels_flow_is_young_again_after_a_pause(fast: ProgramNode) -> None:
     assert young_flows_of(fast, "pods") == 1
     assert packets(flow) == (1, 1)
     assert fast.reasons() == {"FLOW_HIT": 2}
+    # It stays in the table: as a new flow it would meet its entry in conntrack, and pass netfilter.
+    fast.object.maps["exchange_heads"].update(
+        flow.bucket.to_bytes(4, "little"), bytes(fast.object.maps["exchange_heads"].value_size)
+    )
+    flow.set_back(2)
+    use(flow)
+    assert not is_exchange(flow)
+    assert packets(flow) == (1, 1)
 
 
 @pytest.mark.parametrize(

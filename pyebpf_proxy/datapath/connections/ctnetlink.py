@@ -98,14 +98,29 @@ def udp_flows(family: IPFamily) -> Iterator[Flow]:
     An interrupted dump returns what came until then, as in kube-proxy (spec/service-semantics §10).
     OSError if the kernel refuses.
     """
+    try:
+        for entry in udp_entries(family):
+            assert entry.original is not None
+            if entry.reply is not None:
+                yield Flow(family, *entry.original.ends[1], *entry.reply.ends[0], entry.key)
+    except OSError as error:
+        if error.errno != errno.EINTR:
+            raise
+
+
+def udp_entries(family: IPFamily) -> Iterator[TrackedEntry]:
+    """Every UDP entry of ``family`` in this network namespace; each has its ``original``.
+
+    OSError if the kernel refuses; EINTR at the end of a dump that may lack entries.
+    """
     with RequestSocket(NETLINK_NETFILTER) as netlink:
         try:
-            yield from _flows(netlink, family, _only_udp())
+            yield from _entries(netlink, family, _only_udp())
         except OSError as error:
             if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
                 raise
-            # Before Linux 5.8 the kernel returns all flows; they are filtered here.
-            yield from _flows(netlink, family, b"")
+            # Before Linux 5.8 the kernel returns all entries; they are filtered here.
+            yield from _entries(netlink, family, b"")
 
 
 def delete(flows: Iterable[Flow]) -> int:
@@ -208,21 +223,12 @@ def _only_udp() -> bytes:
     return attribute(CTA_TUPLE_ORIG, protocol, nested=True) + attribute(CTA_FILTER, wanted, nested=True)
 
 
-def _flows(netlink: RequestSocket, family: IPFamily, wanted: bytes) -> Iterator[Flow]:
+def _entries(netlink: RequestSocket, family: IPFamily, wanted: bytes) -> Iterator[TrackedEntry]:
     try:
         for message in netlink.dump(IPCTNL_MSG_CT_GET, header(family) + wanted):
-            flow = _flow(family, message)
-            if flow is not None:
-                yield flow
+            entry = read_entry(message)
+            if entry.original is not None and entry.original.protocol == Protocol.UDP:
+                yield entry
     except OSError as error:
-        if error.errno != errno.EINTR:
-            number = error.errno or 0
-            raise OSError(number, f"conntrack: UDP flows could not be listed: {os.strerror(number)}") from error
-
-
-def _flow(family: IPFamily, message: bytes) -> Flow | None:
-    entry = read_entry(message)
-    original, reply = entry.original, entry.reply
-    if original is None or reply is None or original.protocol != Protocol.UDP:
-        return None
-    return Flow(family, *original.ends[1], *reply.ends[0], entry.key)
+        number = error.errno or 0
+        raise OSError(number, f"conntrack: UDP flows could not be listed: {os.strerror(number)}") from error

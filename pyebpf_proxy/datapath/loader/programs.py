@@ -51,6 +51,8 @@ class Settings:
     #: conntrack's timeouts of UDP flows, without replies and with.
     udp_seconds: int = 30
     udp_stream_seconds: int = 120
+    #: Differs each time programs are loaded. 0: they look each new UDP flow up in conntrack (bpf/udp_filter.h).
+    load: int = 0
     pod_cidr4: bytes = bytes(4)
     pod_mask4: bytes = bytes(4)
     pod_cidr6: bytes = bytes(16)
@@ -114,11 +116,11 @@ _DRY_MAPS = {"dry_results"}
 _FLOW_MAPS = {
     *("flows", "fast_path", "flow_drafts", "flow_packet_counts", "promotions", "young_counts", "permits", "handovers"),
     *("sweep_results", "flow_fragments", "recent_flows", "recent_next", "ticks"),
-    *("exchanges", "exchange_heads", "exchange_rates", "exchange_sweeps", "udp_filter"),
+    *("exchanges", "exchange_heads", "exchange_rates", "exchange_sweeps", "udp_filter", "tracked_udp"),
 }
 #: Features that are used wherever they load. Without them everything works.
 OPTIONAL = frozenset(("conntrack lookup",))
-_FLOW_PROGRAMS = {"tc_egress", "sweep_flows", "promote_flow", "end_flow", "enter_flow"}
+_FLOW_PROGRAMS = {"tc_egress", "sweep_flows", "promote_flow", "end_flow", "enter_flow", "note_tracked_flow"}
 
 
 class Loaded:

@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""New UDP flows that need not be looked up in conntrack, because it has no flow of their client by the filter."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from pyebpf_proxy.datapath.connections import tracked_udp
+from tests.packet.fast_node import (
+    REDIRECT,
+    SECOND,
+    VARIANTS,
+    Flow,
+    fast_node,
+    learned_flow,
+    now,
+    one_cpu,
+    permits,
+    promote,
+    sweep,
+    young,
+)
+from tests.packet.program_node import GO_ON, PRIORITY_BACKEND, ProgramNode, insert_entry
+
+pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
+
+LOAD = 7
+#: How long conntrack keeps a UDP flow, and the programs' reserve: udp_stream_seconds and 60 s, in units of 2^30 ns.
+KEPT = 180 * SECOND >> 30
+
+
+@pytest.fixture
+def fast(node: ProgramNode) -> Iterator[ProgramNode]:
+    with one_cpu():
+        world = fast_node(node, load=LOAD)
+        sweep(world)
+        yield world
+        subprocess.run(["conntrack", "-F"], check=True, capture_output=True)
+
+
+def run(world: ProgramNode, data: bytes) -> bool:
+    return world.object.programs["note_tracked_flow"].test_run(bytes(14) + data).retval != 0
+
+
+def complete(world: ProgramNode) -> None:
+    """As the agent does when it has noted what conntrack had."""
+    assert run(world, bytes(world.object.btf.struct("flow_key").size))
+
+
+def track(flow: Flow) -> None:
+    """Insert the flow into conntrack. No program has seen a packet of it."""
+    state = ["--state", "ESTABLISHED"] if flow.protocol == "tcp" else []
+    ends = (flow.client, flow.frontend, flow.sport, flow.port)
+    insert_entry(flow.world, flow.protocol, *ends, *state, target=flow.endpoint)
+
+
+def permitted(world: ProgramNode, protocol: str = "udp", **ends: object) -> Flow:
+    flow = Flow(world, protocol, **ends)  # type: ignore[arg-type]
+    if not permits(world):
+        flow.permit()
+    return flow
+
+
+def empty_table(world: ProgramNode) -> None:
+    flows = world.object.maps["flows"]
+    for key, _ in list(flows.items()):
+        flows.delete(key)
+
+
+def is_asked(flow: Flow) -> bool:
+    """Whether conntrack, which has the flow, is asked: then its flow continues. Otherwise the packet opens a flow."""
+    track(flow)
+    result = flow.run(frame=flow.frame(**({"flags": "S"} if flow.protocol == "tcp" else {})))
+    if result.retval == REDIRECT:
+        return False
+    assert result.skb is not None
+    assert (result.retval, result.skb.priority) == (GO_ON, 0)
+    assert flow.entry() is None
+    return True
+
+
+def noted(world: ProgramNode) -> set[int]:
+    """The bytes of the filter that are not 0."""
+    value = world.object.maps["tracked_udp"].lookup(bytes(4)) or b""
+    return set(value[4:]) - {0}
+
+
+def set_age(world: ProgramNode, age: int) -> None:
+    """Every byte of the filter, in units of its clock."""
+    of = world.object.maps["tracked_udp"]
+    value = of.lookup(bytes(4)) or b""
+    of.update(bytes(4), value[:4] + bytes([((now() >> 30) - age) % 255 + 1]) * (len(value) - 4))
+
+
+def test_a_new_flow_is_not_looked_up(fast: ProgramNode) -> None:
+    complete(fast)
+    assert not is_asked(permitted(fast))
+    assert fast.reasons() == {"NEW_FLOW_FAST": 1, "FLOW_HIT": 1}
+
+
+def test_a_connection_is_looked_up(fast: ProgramNode) -> None:
+    complete(fast)
+    assert is_asked(permitted(fast, "tcp"))
+
+
+def test_all_are_looked_up_until_the_agent_has_noted_what_conntrack_has(fast: ProgramNode) -> None:
+    assert is_asked(permitted(fast))
+
+
+def test_all_are_looked_up_after_the_programs_were_loaded_again(fast: ProgramNode) -> None:
+    """Programs of another version, which note nothing, may have run in between."""
+    value = fast.object.maps["tracked_udp"].lookup(bytes(4)) or b""
+    fast.object.maps["tracked_udp"].update(bytes(4), (LOAD + 1).to_bytes(4, "little") + value[4:])
+    assert is_asked(permitted(fast))
+
+
+def test_all_are_looked_up_by_programs_that_have_no_number(node: ProgramNode) -> None:
+    with one_cpu():
+        world = fast_node(node)
+        sweep(world)
+        complete(world)
+        assert is_asked(permitted(world))
+        subprocess.run(["conntrack", "-F"], check=True, capture_output=True)
+
+
+def test_all_are_looked_up_if_the_agent_has_stopped(fast: ProgramNode) -> None:
+    """Nothing notes the kernel's flows of the table any more."""
+    complete(fast)
+    layout = fast.object.btf.struct("exchange_sweep_result")
+    fast.object.maps["exchange_sweeps"].update(bytes(4), layout.pack(when=(now() >> 30) - 10))
+    assert is_asked(permitted(fast))
+
+
+def test_all_are_looked_up_if_conntrack_keeps_flows_for_longer_than_the_filter(node: ProgramNode) -> None:
+    with one_cpu():
+        world = fast_node(node, load=LOAD, udp_stream_seconds=300)
+        sweep(world)
+        complete(world)
+        assert is_asked(permitted(world))
+        subprocess.run(["conntrack", "-F"], check=True, capture_output=True)
+
+
+@pytest.mark.parametrize(("age", "asked"), [(-1, True), (0, True), (KEPT, True), (KEPT + 5, False), (250, False)])
+def test_a_note_expires_when_conntrack_has_forgotten_the_flow(fast: ProgramNode, age: int, asked: bool) -> None:
+    """Another CPU's clock may be ahead."""
+    complete(fast)
+    set_age(fast, age)
+    assert is_asked(permitted(fast)) == asked
+
+
+def test_the_agent_notes_what_conntrack_has(fast: ProgramNode) -> None:
+    flow = permitted(fast)
+    track(flow)
+    track(Flow(fast, "tcp", sport=40001))
+    assert tracked_udp.note(fast.object.btf, lambda key: run(fast, key)) >= 1
+    assert flow.run().retval == GO_ON
+    assert flow.entry() is None
+    # The filter is complete, and has nothing of other clients.
+    assert not is_asked(permitted(fast, sport=40002))
+
+
+def note_by_netfilter(world: ProgramNode) -> None:
+    """Its pair has no permit."""
+    result = Flow(world, "udp").run()
+    assert result.skb is not None
+    assert result.skb.priority & PRIORITY_BACKEND == PRIORITY_BACKEND
+
+
+def note_by_reply(world: ProgramNode) -> None:
+    """The client sends nothing, and the table had no space."""
+    assert Flow(world, "udp").run(reply=True).retval == GO_ON
+
+
+def note_by_sweep(world: ProgramNode) -> None:
+    learned_flow(world, "udp")
+    set_age(world, 250)
+    sweep(world)
+    empty_table(world)
+
+
+def note_by_promotion(world: ProgramNode) -> None:
+    flow = young(world, "udp", in_table=True)
+    set_age(world, 250)
+    assert promote(world, flow.key())
+    empty_table(world)
+
+
+NOTES = [note_by_netfilter, note_by_reply, note_by_sweep, note_by_promotion]
+
+
+@pytest.mark.parametrize("note", NOTES, ids=[each.__name__.removeprefix("note_by_") for each in NOTES])
+def test_a_client_that_conntrack_may_have_is_looked_up(fast: ProgramNode, note: Callable[[ProgramNode], None]) -> None:
+    complete(fast)
+    note(fast)
+    assert is_asked(permitted(fast))
+
+
+def test_each_datagram_of_a_tracked_flow_renews_the_note(fast: ProgramNode) -> None:
+    complete(fast)
+    flow = permitted(fast)
+    set_age(fast, 100)
+    before = noted(fast)
+    assert is_asked(flow)
+    (fresh,) = noted(fast) - before
+    assert fresh in {((now() >> 30) - back) % 255 + 1 for back in (0, 1)}
+
+
+def test_a_young_flow_is_not_noted(fast: ProgramNode) -> None:
+    """Otherwise the flows of a resolver would fill the filter."""
+    complete(fast)
+    flow = permitted(fast)
+    empty_table(fast)
+    set_age(fast, 250)
+    before = noted(fast)
+    flow.fill_bucket()
+    flow.open_young()
+    sweep(fast)
+    assert flow.entry() is not None
+    assert noted(fast) == before
+
+
+def test_without_a_permit_a_flow_is_looked_up(fast: ProgramNode) -> None:
+    complete(fast)
+    assert is_asked(Flow(fast, "udp"))
+
+
+@pytest.mark.parametrize("variant", ["masqueraded", "hairpin"])
+def test_a_masqueraded_flow_is_looked_up(fast: ProgramNode, variant: str) -> None:
+    """Its replies, which conntrack also counts, do not go to the client's address."""
+    complete(fast)
+    assert is_asked(permitted(fast, **VARIANTS[variant]))
+
+
+@pytest.mark.parametrize(
+    "rows", [{"any_endpoints": 0}, {"external_local": 1, "any_endpoints": 1}], ids=["reject", "drop"]
+)
+def test_a_flow_continues_where_new_ones_are_refused(fast: ProgramNode, rows: dict[str, int]) -> None:
+    complete(fast)
+    fast.service([], protocol="udp", service=2, **rows)
+    assert is_asked(Flow(fast, "udp", client="client", frontend="vip", entrance="nic"))
