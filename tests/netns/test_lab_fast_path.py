@@ -68,10 +68,11 @@ def test_flows_shows_the_flow_table(fast_world: FastWorld, far: Conversation) ->
 
 
 class Events:
-    """The output of ``conntrack -E`` on a node, from now on."""
+    """The output of ``conntrack -E`` on a node, from now on, about flows from ``client`` to ``service``."""
 
-    def __init__(self, node: Namespace, family: int, path: Path) -> None:
-        self._path = path
+    def __init__(self, node: Namespace, client: str, service: str, protocol: str, path: Path) -> None:
+        family = 6 if ":" in service else 4
+        self._path, self._protocol, self._ends = path, protocol, f"src={client} dst={service}"
         # First create the file: the process opens it.
         path.touch()
         self.task = node.start(_listen, family, str(path))
@@ -88,7 +89,8 @@ class Events:
     def of(self, port: int) -> list[str]:
         """Lines about flows from this port of the client."""
         lines = self._path.read_text().splitlines()
-        return [line for line in lines if line.partition("sport=")[2].startswith(f"{port} ")]
+        mine = (line for line in lines if f"] {self._protocol} " in line)
+        return [line for line in mine if f" {self._ends} sport={port} " in line]
 
 
 def _listen(family: int, path: str) -> None:
@@ -101,7 +103,7 @@ def test_listeners_of_conntracks_events(
 ) -> None:
     """They see slow-path flows, and fast-path flows when they are promoted; no other flows (finding D8)."""
     asker, address, node = fast_world.client.namespace, NEAR.of(family), fast_world.node.namespace
-    events = Events(node, family, tmp_path / "events")
+    events = Events(node, fast_world.client.address.of(family), address, protocol, tmp_path / "events")
     try:
         fast: list[int] = []
         slow: list[int] = []
@@ -119,8 +121,8 @@ def test_listeners_of_conntracks_events(
             wait_until_fast(fast_world, flows)
             conversations = [ask(asker, address, protocol) for _ in range(4)]
             reported = {each.own_port for each in conversations if events.of(each.own_port)}
-            found = {e["source_port"] for e in entries(fast_world) if e["young"]}
-        young = [each.own_port for each in conversations if each.own_port in found]
+            found = {e["client"] for e in entries(fast_world) if e["young"]}
+        young = [each.own_port for each in conversations if each.client in found]
         assert young, "one of the flows is young"
         assert not reported & set(young), "conntrack has no young flow"
         for port in young:

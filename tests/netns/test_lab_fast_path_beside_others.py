@@ -122,8 +122,8 @@ def test_conntrack_zones(fast_world: FastWorld, ask: Ask, family: int) -> None:
             conversations = [
                 ask(fast_world.client.namespace, NEAR.of(family), protocol) for protocol in BOTH for _ in range(3)
             ]
-        ports = {each.own_port for each in conversations}
-        wait_until(lambda: not ports & {e["source_port"] for e in entries(fast_world) if e["young"]}, "none is young")
+        clients = {each.client for each in conversations}
+        wait_until(lambda: not clients & {e["client"] for e in entries(fast_world) if e["young"]}, "none is young")
         for conversation in conversations:
             conversation.wait(100)
 

@@ -161,9 +161,7 @@ def flooding(pods: list[Pod], family: int) -> Iterator[list[Flood]]:
 
 def packets(world: FastWorld, conversation: Conversation) -> int:
     """How many packets of the client the table has sent for this conversation; -1: the flow is not in the table."""
-    return next(
-        (e["packets"] for e in entries(world) if e["source_port"] == conversation.own_port and not e["reply"]), -1
-    )
+    return next((e["packets"] for e in entries(world) if e["client"] == conversation.client and not e["reply"]), -1)
 
 
 def goes_by_the_table(world: FastWorld, conversation: Conversation) -> None:
@@ -245,18 +243,20 @@ def test_the_table_is_full(small: Small, ask: Ask, family: int) -> None:
 # ---- conntrack -----------------------------------------------------------------------------------------------
 
 
-def assured(world: FastWorld) -> set[int]:
-    """The client's ports whose flows conntrack has."""
+def assured(world: FastWorld) -> set[tuple[str, str, int]]:
+    """The client's flows that conntrack has, as `Conversation.client`."""
     node, found = world.node.namespace, set()
     for family in FAMILIES:
         source = world.client.address.of(family)
         lines = node.run("conntrack", "-L", "-f", f"ipv{family}", "--orig-src", source).splitlines()
-        found |= {int(line.split("sport=")[1].split()[0]) for line in lines if "[ASSURED]" in line}
+        found |= {
+            (source, line.split()[0], int(line.split("sport=")[1].split()[0])) for line in lines if "[ASSURED]" in line
+        }
     return found
 
 
-def young_ports(world: FastWorld) -> set[int]:
-    return {e["source_port"] for e in entries(world) if e["young"] and not e["reply"]}
+def young_clients(world: FastWorld) -> set[tuple[str, str, int]]:
+    return {e["client"] for e in entries(world) if e["young"] and not e["reply"]}
 
 
 def begin(world: FastWorld, ask: Ask, count: int) -> list[Conversation]:
@@ -284,14 +284,14 @@ def test_young_flows_continue_while_conntrack_is_full(small: Small, ask: Ask) ->
                 conversations.extend(begin(world, ask, 3))
                 for _ in range(9):
                     top_up()
-                return len(young_ports(world) & {each.own_port for each in conversations}) >= 6
+                return len(young_clients(world) & {each.client for each in conversations}) >= 6
 
             def refused() -> bool:
                 nonlocal began
                 top_up()
                 if log.lines(Message.CONNTRACK_FULL):
                     return True
-                if not young_ports(world) & {each.own_port for each in conversations}:
+                if not young_clients(world) & {each.client for each in conversations}:
                     # On a slow machine the kernel had room for all of them.
                     began = time.monotonic()
                     wait_until(are_young, "enough of them are young")
@@ -300,24 +300,24 @@ def test_young_flows_continue_while_conntrack_is_full(small: Small, ask: Ask) ->
             # A permit may expire on a machine that pauses for a second.
             wait_until(are_young, "enough of them are young")
             wait_until(refused, "the agent reports that conntrack is full")
-        ports = {each.own_port for each in conversations}
+        clients = {each.client for each in conversations}
 
         def check_time() -> None:
             if time.monotonic() > began + 25:
                 pytest.skip("this machine is too slow: a flow that conntrack refuses for 30 s is ended")
 
         # The kernel sometimes makes room by evicting an unanswered entry: in the end all flows are promoted.
-        gone_on: set[int] = set()
+        gone_on: set[tuple[str, str, int]] = set()
         for answers in (5, 50):
             for conversation in conversations:
                 check_time()
                 top_up()
                 conversation.wait(answers)
-                gone_on |= young_ports(world) & {conversation.own_port}
+                gone_on |= young_clients(world) & {conversation.client}
         check_time()
         assert gone_on, "there was room for all flows"
-    wait_until(lambda: not young_ports(world) & ports, "all are promoted")
-    wait_until(lambda: assured(world) >= ports, "conntrack has them")
+    wait_until(lambda: not young_clients(world) & clients, "all are promoted")
+    wait_until(lambda: assured(world) >= clients, "conntrack has them")
     log.wait(Message.CONNTRACK_TAKES_AGAIN)
     for conversation in conversations:
         goes_by_the_table(world, conversation)
@@ -354,7 +354,7 @@ def test_conntrack_is_full_of_unanswered_flows(small: Small, ask: Ask, flood: st
         for conversation in (*old, *fresh):
             top_up()
             conversation.wait(50)
-    ports = {each.own_port for each in fresh}
-    wait_until(lambda: not young_ports(world) & ports, "all are promoted")
+    clients = {each.client for each in fresh}
+    wait_until(lambda: not young_clients(world) & clients, "all are promoted")
     for conversation in (*old, *fresh):
         goes_by_the_table(world, conversation)

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import json
 import multiprocessing
 import time
@@ -14,7 +13,6 @@ import pytest
 
 from pyebpf_proxy.lab.addresses import cluster_ip
 from pyebpf_proxy.lab.manifests import Port, service, slices
-from pyebpf_proxy.lab.namespace import Namespace
 from tests.support.conversation import PORT, Conversation
 from tests.support.fast_lab import ON, FastWorld, open_conversations
 from tests.support.lab_tools import NAT_OF_OTHERS, wait_until
@@ -23,6 +21,8 @@ from tests.support.new_flows import BOTH, NewFlows, ending, entries, wait_until_
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
 
 TWO = cluster_ip(23)
+#: A client's address, the protocol and its port, as `Conversation.client`.
+Client = tuple[str, str, int]
 
 
 @pytest.fixture(scope="module")
@@ -52,15 +52,15 @@ def young_and_old(world: FastWorld, family: int) -> Iterator[list[Conversation]]
     with open_conversations() as ask, contextlib.ExitStack() as stack:
         namespace, address = world.client.namespace, TWO.of(family)
         conversations = [ask(namespace, address, protocol) for protocol in BOTH for _ in range(2)]
-        promoted = [each.own_port for each in conversations]
-        wait_until(lambda: assured(world, family) >= set(promoted), "the first are in conntrack, and assured")
+        promoted = {each.client for each in conversations}
+        wait_until(lambda: assured(world, family) >= promoted, "the first are in conntrack, and assured")
         flows = [NewFlows(namespace, address, protocol) for protocol in BOTH]
         stack.enter_context(ending(*flows))
         for each in flows:
             wait_until_fast(world, each)
         fresh = begun_at_once(world, stack, family)
-        found = {e["source_port"] for e in entries(world) if e["young"]}
-        assert len(found & {each.own_port for each in fresh}) >= 6, "most of them are young"
+        found = {e["client"] for e in entries(world) if e["young"]}
+        assert len(found & {each.client for each in fresh}) >= 6, "most of them are young"
         for each in flows:
             each.end()
         before = endpoints(world, family, [*conversations, *fresh])
@@ -68,9 +68,8 @@ def young_and_old(world: FastWorld, family: int) -> Iterator[list[Conversation]]
         for conversation in (*conversations, *fresh):
             conversation.wait(50)
         after = endpoints(world, family, [*conversations, *fresh])
-        assert {port: after[port] for port in before if port in after} == {
-            port: before[port] for port in before if port in after
-        }
+        both = before.keys() & after.keys()
+        assert {client: after[client] for client in both} == {client: before[client] for client in both}
 
 
 def begun_at_once(world: FastWorld, stack: contextlib.ExitStack, family: int) -> list[Conversation]:
@@ -88,22 +87,23 @@ def begun_at_once(world: FastWorld, stack: contextlib.ExitStack, family: int) ->
     return conversations
 
 
-def assured(world: FastWorld, family: int) -> set[int]:
-    """The client's ports whose flows are ASSURED in conntrack."""
-    return {port for port, line in listed(world.node.namespace, world.client.address.of(family), family) if line}
+def assured(world: FastWorld, family: int) -> set[Client]:
+    """The client's flows to the service that are ASSURED in conntrack."""
+    return {client for client, _ in listed(world, family)}
 
 
-def listed(namespace: Namespace, source: str, family: int) -> list[tuple[int, str]]:
-    text = namespace.run("conntrack", "-L", "-f", f"ipv{family}", "--orig-src", source)
-    lines = [line for line in text.splitlines() if "[ASSURED]" in line]
-    return [(int(line.split("sport=")[1].split()[0]), line) for line in lines]
+def listed(world: FastWorld, family: int) -> list[tuple[Client, str]]:
+    source, service = world.client.address.of(family), TWO.of(family)
+    words = ["-f", f"ipv{family}", "--orig-src", source, "--orig-dst", service]
+    lines = world.node.namespace.run("conntrack", "-L", *words).splitlines()
+    lines = [line for line in lines if "[ASSURED]" in line]
+    return [((source, line.split()[0], int(line.split("sport=")[1].split()[0])), line) for line in lines]
 
 
-def endpoints(world: FastWorld, family: int, conversations: list[Conversation]) -> dict[int, str]:
-    """The endpoint for each of the client's ports, as far as conntrack knows."""
-    ports = {each.own_port for each in conversations}
-    found = listed(world.node.namespace, world.client.address.of(family), family)
-    return {port: line.split("src=")[2].split()[0] for port, line in found if port in ports}
+def endpoints(world: FastWorld, family: int, conversations: list[Conversation]) -> dict[Client, str]:
+    """The endpoint of each of these flows, as far as conntrack knows."""
+    clients = {each.client for each in conversations}
+    return {client: line.split("src=")[2].split()[0] for client, line in listed(world, family) if client in clients}
 
 
 def young_counts(world: FastWorld) -> dict[int, int]:
@@ -123,7 +123,7 @@ def test_cleanup(node: FastWorld, family: int) -> None:
         node.node.agent.cleanup()
         for conversation in conversations:
             conversation.wait(100)
-        assert assured(node, family) >= {each.own_port for each in conversations}
+        assert assured(node, family) >= {each.client for each in conversations}
 
 
 def test_a_restart_without_the_fast_path(node: FastWorld, family: int) -> None:
@@ -133,7 +133,7 @@ def test_a_restart_without_the_fast_path(node: FastWorld, family: int) -> None:
         node.node.agent.wait_synced()
         for conversation in conversations:
             conversation.wait(100)
-        assert assured(node, family) >= {each.own_port for each in conversations}
+        assert assured(node, family) >= {each.client for each in conversations}
         # Nothing keeps the former flow table in memory.
         pins = {path.name for path in (node.node.agent.directory / "bpf").rglob("*")}
         assert "services" in pins
@@ -149,19 +149,19 @@ def test_a_restart(node: FastWorld, family: int) -> None:
         node.node.agent.start(own=ON)
         node.node.agent.wait_synced()
         wait_until(
-            lambda: assured(node, family) >= {each.own_port for each in conversations},
+            lambda: assured(node, family) >= {each.client for each in conversations},
             "all are promoted",
         )
 
 
-def by_the_table(world: FastWorld, family: int) -> dict[int, str]:
-    """The endpoint of each young flow by the client's port."""
-    found = {}
-    for each in entries(world):
-        if each["young"] and not each["reply"] and each["destination_port"] == PORT:
-            packed = bytes(json.loads(each["endpoint"]))
-            found[each["source_port"]] = str(ipaddress.ip_address(packed[: 4 if family == 4 else 16]))
-    return found
+def by_the_table(world: FastWorld, family: int) -> dict[Client, str]:
+    """The endpoint of each young flow to the service."""
+    address = TWO.of(family)
+    return {
+        e["client"]: e["endpoint"]
+        for e in entries(world)
+        if e["young"] and not e["reply"] and e["destination"] == address
+    }
 
 
 @pytest.mark.parametrize("size", [8192, 2048], ids=["larger", "smaller"])
@@ -174,12 +174,12 @@ def test_a_restart_with_another_size_of_the_flow_table(node: FastWorld, family: 
         node.node.agent.wait_synced()
         for conversation in conversations:
             conversation.wait(100)
-        ports = {each.own_port for each in conversations}
-        wait_until(lambda: assured(node, family) >= ports, "conntrack has all of them", 20.0)
+        clients = {each.client for each in conversations}
+        wait_until(lambda: assured(node, family) >= clients, "conntrack has all of them", 20.0)
         now = endpoints(node, family, conversations)
-        young = where.keys() & ports
+        young = where.keys() & clients
         assert len(young) >= 6
-        assert {port: now[port] for port in young} == {port: where[port] for port in young}
+        assert {client: now[client] for client in young} == {client: where[client] for client in young}
         wait_until(lambda: nothing_young(node), "no flow is young", 20.0)
         wait_until(lambda: not any(young_counts(node).values()), "no young flow is counted", 5.0)
         namespace = node.client.namespace
@@ -199,7 +199,7 @@ def test_masqueraded_flows_keep_their_source_ports_in_a_flow_table_of_another_si
     ends += ["--reply-port-src", str(PORT), "--reply-port-dst", str(port), "-u", "SEEN_REPLY,ASSURED"]
 
     def has_it() -> bool:
-        return any(e["reply"] and e["destination_port"] == port for e in entries(node))
+        return any(e["reply"] and e["client"] == (own, "tcp", port) for e in entries(node))
 
     with open_conversations() as ask:
         flows = [NewFlows(asker, own, protocol, port=30007) for protocol in BOTH]
@@ -240,7 +240,7 @@ def test_a_killed_agent_is_started_again(node: FastWorld, family: int) -> None:
             node.node.agent.start(own=ON)
             node.node.agent.wait_synced()
             wait_until(
-                lambda: assured(node, family) >= {each.own_port for each in conversations},
+                lambda: assured(node, family) >= {each.client for each in conversations},
                 "all are promoted",
             )
             for each in flows:

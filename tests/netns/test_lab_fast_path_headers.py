@@ -140,7 +140,8 @@ def flow_of(world: FastWorld, protocol: str, family: int, age: str) -> Iterator[
 
 
 def is_young(world: FastWorld, flow: Flow) -> bool:
-    return any(e["young"] and e["source_port"] == flow.own_port for e in entries(world))
+    client = world.client.address.of(flow.family), flow.protocol, flow.own_port
+    return any(e["young"] and e["client"] == client for e in entries(world))
 
 
 # ---- what must not be seen -----------------------------------------------------------------------------------

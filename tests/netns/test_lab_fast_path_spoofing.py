@@ -148,14 +148,14 @@ def test_forged_packets_with_guessed_numbers(scene: Scene, family: int, origin: 
     for name in (endpoint, target):
         attacker.call(send, family, name, (source, own_port), ATTACKS[what](acknowledged, sequence))
     if age == "young":
-        wait_until(lambda: not _is_young(scene, own_port), "its second is over")
+        wait_until(lambda: not _is_young(scene, (source, "tcp", own_port)), "its second is over")
     exchange_data(client, server, 5)
     assert not client.namespace.call(_has_ended, own_port)
     client.reset()
 
 
-def _is_young(scene: Scene, own_port: int) -> bool:
-    return any(e["young"] and own_port in (e["source_port"], e["destination_port"]) for e in entries(scene.world))
+def _is_young(scene: Scene, flow: tuple[str, str, int]) -> bool:
+    return any(e["young"] and e["client"] == flow for e in entries(scene.world))
 
 
 def _has_ended(own_port: int) -> bool:
@@ -186,9 +186,9 @@ def send_datagrams(family: int, source: tuple[str, int], to: tuple[str, int], co
             raw.sendto(bytes(head / UDP(sport=source[1], dport=to[1]) / b"not me"), (to[0], 0))
 
 
-def places(scene: Scene, own_port: int) -> set[str]:
+def places(scene: Scene, flow: tuple[str, str, int]) -> set[str]:
     """The endpoint of the flow's packets."""
-    return {e["endpoint"] for e in entries(scene.world) if e["source_port"] == own_port and not e["reply"]}
+    return {e["endpoint"] for e in entries(scene.world) if e["client"] == flow and not e["reply"]}
 
 
 @pytest.mark.parametrize("protocol", BOTH)
@@ -199,21 +199,21 @@ def test_no_flow_is_moved(scene: Scene, ask: Ask, family: int, protocol: str) ->
     with ending(flows):
         wait_until_fast(world, flows)
         conversations = [ask(world.client.namespace, TWO.of(family), protocol) for _ in range(4)]
-    ports = [each.own_port for each in conversations]
+    clients = [each.client for each in conversations]
     for conversation in conversations:
         conversation.wait()
-    before = {port: places(scene, port) for port in ports}
+    before = {client: places(scene, client) for client in clients}
     assert all(len(found) == 1 for found in before.values()), before
-    for port in ports:
-        source, target = (world.client.address.of(family), port), (TWO.of(family), PORT)
+    for address, _, port in clients:
+        source, target = (address, port), (TWO.of(family), PORT)
         if protocol == "udp":
             scene.attacker.namespace.call(send_datagrams, family, source, target, 10)
         else:
             scene.attacker.namespace.call(send, family, source, target, [("S", n << 20, 0) for n in range(10)])
     for conversation in conversations:
         conversation.wait(50)
-    wait_until(lambda: not any(_is_young(scene, port) for port in ports), "all are promoted")
+    wait_until(lambda: not any(_is_young(scene, client) for client in clients), "all are promoted")
     for conversation in conversations:
         conversation.wait(50)
-    after = {port: places(scene, port) for port in ports}
-    assert all(after[port] <= before[port] for port in ports), (before, after)
+    after = {client: places(scene, client) for client in clients}
+    assert all(after[client] <= before[client] for client in clients), (before, after)

@@ -80,8 +80,10 @@ class Conversation:
         context = multiprocessing.get_context("fork")
         self._state = context.RawArray("d", [0.0, 0.0, 0.0])  # answers, when the last one came, longest pause
         self._peer = context.RawArray("c", 64)
+        self._protocol = protocol
+        self._own_address = context.RawArray("c", 64)
         self._own_port = context.RawValue("i", 0)
-        shared = self._state, self._peer, self._own_port, gate
+        shared = self._state, self._peer, self._own_address, self._own_port, gate
         self._task = namespace.start(_converse, address, port, protocol, size, *shared)
 
     @property
@@ -106,6 +108,11 @@ class Conversation:
     def own_port(self) -> int:
         """The client's port; 0 before it is connected."""
         return int(self._own_port.value)
+
+    @property
+    def client(self) -> tuple[str, str, int]:
+        """The client's address, the protocol and the client's port, as soon as it is connected."""
+        return bytes(self._own_address.value).decode(), self._protocol, self.own_port
 
     @property
     def over(self) -> bool:
@@ -138,7 +145,15 @@ class Conversation:
 
 
 def _converse(
-    address: str, port: int, protocol: str, size: int, state: Any, peer: Any, own_port: Any, gate: Any
+    address: str,
+    port: int,
+    protocol: str,
+    size: int,
+    state: Any,
+    peer: Any,
+    own_address: Any,
+    own_port: Any,
+    gate: Any,
 ) -> None:
     pace = float(os.environ.get(PACE, "0.001"))
     if gate is not None:
@@ -151,6 +166,7 @@ def _converse(
         else:
             sock.settimeout(0.1)
         sock.connect((address, port))
+        own_address.value = sock.getsockname()[0].encode()
         own_port.value = sock.getsockname()[1]
         number = 0
         while True:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import itertools
 import json
 import multiprocessing
@@ -160,19 +161,35 @@ class Arrivals:
 
 
 def entries(world: FastWorld) -> list[dict[str, Any]]:
-    """The entries of the flow table: the ports of the key, and the fields of the value that tests read."""
+    """The entries of the flow table: the key, and the fields of the value that tests read.
+
+    ``client``: address, protocol and port of the side that began the flow, as `Conversation.client`. In the reply of a
+    masqueraded flow they are those of the masquerade. Flows of earlier tests stay in the table for a while, so a port
+    alone does not identify a flow.
+    """
     text = world.node.namespace.run("bpftool", "-j", "map", "dump", "pinned", str(world.node.agent.pin("flows")))
     found = []
     for each in json.loads(text):
         if "formatted" not in each:
             continue  # deleted while the table was read
         key, value = each["formatted"]["key"], each["formatted"]["value"]
+        family, protocol = 6 if key["ipv6"] else 4, key["protocol"].lower()
+        side = "destination" if value["reply"] else "source"
         found.append(
             {
+                "family": family,
+                "protocol": protocol,
+                "source": _address(key["source"], family),
+                "destination": _address(key["destination"], family),
                 "source_port": key["source_port"],
                 "destination_port": key["destination_port"],
-                "endpoint": str(value["rewrite"]["destination"]),
+                "client": (_address(key[side], family), protocol, key[f"{side}_port"]),
+                "endpoint": _address(value["rewrite"]["destination"], family),
                 **{name: value[name] for name in ("young", "reply", "closing", "packets")},
             }
         )
     return found
+
+
+def _address(dumped: list[int], family: int) -> str:
+    return str(ipaddress.ip_address(bytes(dumped[: 4 if family == 4 else 16])))
