@@ -84,6 +84,7 @@ class Upgrade(Command):
 
     def _downgrade(self, site: Site, node: str, old: Pod, error: str, say: Say) -> None:
         """Bring the former agent back. ClusterError if that fails, too."""
+        again = f"to restore the agent with {old.image}, run cluster upgrade --image {old.image} --nodes SELECTOR"
         try:
             site.go_on()
             self.api.apply(objects.downgraded(self._daemon_set(), old.image))
@@ -92,8 +93,11 @@ class Upgrade(Command):
                 takeover.replace(site, node, failed, say)
             wait = takeover.wait_programmed if self._runs_kube_proxy(node) else takeover.wait_ready
             wait(site, node)
+        except KeyboardInterrupt:
+            say(f"interrupted; the programs of the last agent carry the traffic; {again}")
+            raise
         except StoppedError as stopped:
-            text = f"{node}: {error}; {stopped}; the programs of the last agent carry the traffic"
+            text = f"{node}: {error}; {stopped}; the programs of the last agent carry the traffic; {again}"
             raise StoppedError(text, stopped.status) from None
         except (ClusterError, RefusedError) as second:
             raise ClusterError(

@@ -143,6 +143,37 @@ def test_a_command_that_has_lost_the_lease_leaves_the_template(
     assert api.stored[agents_set]["metadata"]["resourceVersion"] == version
 
 
+def test_a_return_to_the_former_agent_that_is_interrupted(
+    api: FakeApi, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The line says what carries the traffic, and which command brings the former agent back."""
+    api.label("n1", parked=ON, agent=ON)
+    interrupted = False
+
+    def task(_: object, what: str, *__: object) -> str:
+        if what == "verify" and not interrupted:
+            raise ClusterError("verify: no connection")
+        return "all is well\n"
+
+    def interrupt(method: str, path: str) -> None:
+        nonlocal interrupted
+        if method == "DELETE" and not interrupted and api.images() == {"n1": NEWER}:
+            interrupted = True
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(task_pod, "run", task)
+    api.before = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        upgrade(api)
+    assert capsys.readouterr().out.endswith(
+        f"n1: failed: verify: no connection; restoring the agent with {OLDER}\n"
+        "[1/1] n1: interrupted; the programs of the last agent carry the traffic; to restore the agent with"
+        f" {OLDER}, run cluster upgrade --image {OLDER} --nodes SELECTOR\n"
+    )
+    upgrade(api, OLDER)
+    assert api.images() == {"n1": OLDER}
+
+
 def test_where_kube_proxy_also_runs_the_former_agent_comes_back(api: FakeApi) -> None:
     api.label("n1", agent=ON)
 
