@@ -65,7 +65,9 @@ class Pod(NamedTuple):
 def pod_of(item: Object) -> Pod:
     """A pod's object in short."""
     status = item.get("status", {})
-    container: Mapping[str, Any] = next(iter(status.get("containerStatuses") or ()), {})
+    # The kubelet sorts the statuses by name: that of a webhook's container may come first.
+    name, statuses = objects.container_of(item).get("name"), status.get("containerStatuses") or ()
+    container: Mapping[str, Any] = next((each for each in statuses if each.get("name") == name), {})
     state, last = container.get("state") or {}, container.get("lastState") or {}
     waiting, ended = state.get("waiting") or {}, state.get("terminated") or last.get("terminated") or {}
     reason = waiting.get("reason", "")

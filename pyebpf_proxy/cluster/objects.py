@@ -52,9 +52,19 @@ def agent(image: str) -> list[Object]:
 
 
 def image_of(pod: Object) -> str:
-    """The image that was asked for, of a pod or a pod template: that of its first container, unless it says so."""
+    """The image that was asked for, of a pod or a pod template: that of the proxy's container, unless it says so."""
     annotations = pod.get("metadata", {}).get("annotations") or {}
-    return str(annotations.get(IMAGE) or pod["spec"]["containers"][0]["image"])
+    return str(annotations.get(IMAGE) or container_of(pod)["image"])
+
+
+def container_of(pod: Object) -> Object:
+    """The proxy's container of a pod or a pod template. A webhook may add its own, also before it.
+
+    It is named as the proxy; the pod of a task has only one, unless a webhook appends more.
+    """
+    labels = pod.get("metadata", {}).get("labels") or {}
+    containers: list[Object] = pod["spec"]["containers"]
+    return next((each for each in containers if each.get("name") == labels.get("k8s-app")), containers[0])
 
 
 def template_image(daemon_set: Object) -> str:

@@ -155,7 +155,11 @@ class FakeApi(Api):
                     del self.stored[PODS.path(NAMESPACE, present[node]["metadata"]["name"])]
         for name in (NAME, KUBE_PROXY):
             for pod in self.pods_of(name).values():
-                pod["status"] = self.status_of(pod)
+                status = pod["status"] = self.status_of(pod)
+                for container, shown in zip(
+                    pod["spec"]["containers"], status.get("containerStatuses") or (), strict=False
+                ):
+                    shown["name"] = container["name"]
 
 
 def node_object(name: str) -> Object:

@@ -198,6 +198,26 @@ def test_the_meaning_of_a_pods_status() -> None:
     assert pod({"running": {}}, "Running", started=True).usable
 
 
+@pytest.mark.parametrize("first", [True, False], ids=["sidecar first", "sidecar last"])
+def test_a_sidecars_status_is_not_the_agents(first: bool) -> None:
+    """The kubelet sorts the statuses by name; a webhook may add its container before the agent's."""
+    running, waiting = {"running": {"startedAt": "2026-01-01T00:00:00Z"}}, {"waiting": {"reason": "CrashLoopBackOff"}}
+    containers = [{"name": objects.NAME, "image": "x:1"}, {"name": "mesh", "image": "mesh:7"}]
+    statuses = [
+        {"name": "mesh", "state": running, "restartCount": 0},
+        {"name": objects.NAME, "state": waiting, "restartCount": 3},
+    ]
+    found = pod_of(
+        {
+            "metadata": {"name": "p", "uid": "u", "labels": {"k8s-app": objects.NAME}},
+            "spec": {"nodeName": "n", "containers": containers[::-1] if first else containers},
+            "status": {"phase": "Running", "containerStatuses": statuses},
+        }
+    )
+    assert (found.image, found.started, found.restarts) == ("x:1", False, 3)
+    assert found.hopeless == "the container exits repeatedly: CrashLoopBackOff"
+
+
 def test_the_agent_imports_neither_the_commands_nor_their_library() -> None:
     program = (
         "import sys, pyebpf_proxy.cli, pyebpf_proxy.agent.run, pyebpf_proxy.commands, pyebpf_proxy.lab.cli\n"
