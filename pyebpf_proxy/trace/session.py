@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from pyebpf_proxy.common.bpf_constants import TRACED_SERVICES
+from pyebpf_proxy.datapath.loader import ordering
 from pyebpf_proxy.datapath.loader.btf import Layout
 from pyebpf_proxy.datapath.loader.libbpf import BpfError, Map
 from pyebpf_proxy.datapath.loader.rings import Rings
@@ -38,12 +39,15 @@ class TraceControl:
         """Set the filter (fields of the struct) and start tracing, or continue."""
         services = tuple(wanted.get("services", ()))
         self.clear()
+        ordering.publish()
         for name in ("reasons", "device", "family", "protocol", "port"):
             self._set(name, wanted.get(name, 0))
         self._set("address", wanted.get("address", bytes(16)))
         numbers = services + (0,) * (TRACED_SERVICES - len(services))
         self._set("services", b"".join(number.to_bytes(4, _ORDER) for number in numbers))
         self._set("service_count", len(services))
+        # A program that sees the process must not see a part of the former filter.
+        ordering.publish()
         self._set("process", os.getpid())
 
     def is_active(self) -> bool:
