@@ -79,14 +79,14 @@ def without_kube_proxy(lines: list[str]) -> list[str]:
 def load_kube_proxy(namespace: Namespace, kind: str, family: int, text: str | None = None) -> None:
     """Load kube-proxy's recorded rules (or ``text``) and the nfacct objects that they count in."""
     for name in ("ct_state_invalid_dropped_pkts", "localhost_nps_accepted_pkts"):
-        namespace.call(_make_nfacct, name)
+        namespace.call(make_nfacct, name)
     restore(
         namespace, kind, family, re.sub(r"^:.* (ACCEPT|DROP) .*\n", "", text or recorded(family), flags=re.MULTILINE)
     )
 
 
-def _make_nfacct(name: str) -> None:
-    """Send NFNL_MSG_ACCT_NEW to the subsystem NFNL_SUBSYS_ACCT (7); no library does it."""
+def make_nfacct(name: str) -> None:
+    """Make an nfacct object. Sends NFNL_MSG_ACCT_NEW to the subsystem NFNL_SUBSYS_ACCT (7); no library does it."""
     value = name.encode() + b"\0"
     attribute = struct.pack("=HH", 4 + len(value), 1) + value + bytes(-len(value) % 4)
     body = struct.pack("=BBH", socket.AF_UNSPEC, 0, 0) + attribute

@@ -23,6 +23,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from pyebpf_proxy.datapath.rulesets.model import (
+    ACCOUNTING,
     BOTH,
     CONCERNS,
     VERDICTS,
@@ -218,6 +219,8 @@ class _Reader:
                 return _NOTHING, ""
         elif part.words in _CHOOSES:
             families = reach.packets
+        elif part.kind is Kind.COUNTS and part.words.startswith(ACCOUNTING) and _has_no_effect(rule, part):
+            return _NOTHING, ""  # It only counts, whether there is a quota or not.
         if not (families := families & _families(rule, self._slow)):
             return _NOTHING, ""
         if part.kind in (Kind.COUNTS, Kind.LOGS) and self._is_dropped(chain, at):
@@ -232,7 +235,7 @@ class _Reader:
         """
         if any(part.kind is Kind.CONNMARK for part in rule.parts):
             return _NOTHING, ""  # It only decides what is kept in conntrack.
-        if all(part.kind in (Kind.LOAD, Kind.CONDITION) or part.words in _NO_EFFECT for part in rule.parts):
+        if _has_no_effect(rule):
             return _NOTHING, ""
         selected = _families(rule, self._slow)
         states = [bits for field, bits in _compared(rule) if field is Field.STATE]
@@ -328,6 +331,13 @@ class _Reader:
                         for target in self._targets(part):
                             self._callers.setdefault(target, []).append((chain, at))
         return self._callers
+
+
+def _has_no_effect(rule: Rule, beside: Part | None = None) -> bool:
+    """Whether the parts of a rule do nothing to a packet, but for one of them."""
+    return all(
+        part is beside or part.kind in (Kind.LOAD, Kind.CONDITION) or part.words in _NO_EFFECT for part in rule.parts
+    )
 
 
 def _verdict(rule: Rule) -> Part | None:

@@ -35,6 +35,10 @@ class Kind(IntEnum):
     MAP = 20  # a verdict looked up in a map: may jump to any of its chains
 
 
+#: How the words for ``-m nfacct`` begin.
+ACCOUNTING = "nfacct "
+
+
 class Field(Enum):
     """The field that a LOAD loads or a CONDITION compares, if it matters."""
 

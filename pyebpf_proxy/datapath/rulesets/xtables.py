@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 
-from pyebpf_proxy.datapath.rulesets.model import Field, Kind, Part
+from pyebpf_proxy.datapath.rulesets.model import ACCOUNTING, Field, Kind, Part
 
 _MATCHES = {
     "limit": Kind.COUNTS,
@@ -39,7 +39,6 @@ _MATCHES = {
     "u32": Kind.INSPECTS,
     "bpf": Kind.INSPECTS,
     "comment": Kind.IGNORED,
-    "nfacct": Kind.IGNORED,
     "log": Kind.LOGS,  # log and nflog are of ebtables
     "nflog": Kind.LOGS,
 }
@@ -117,6 +116,10 @@ _CONNLABEL_SET = 2  # XT_CONNLABEL_OP_SET
 _TCP = struct.Struct("=HHHHBBBB")  # struct xt_tcp: source ports, destination ports, option, flags, flags, inverted
 _UDP = struct.Struct("=HH")  # struct xt_udp: source ports, ...
 _ALL_PORTS = (0, 0xFFFF)
+#: struct xt_nfacct_match_info: the name of an object of nfnetlink_acct. Whether it has a quota is not in the rule.
+_NFACCT = struct.Struct("=32s")
+#: The objects that kube-proxy makes, without a quota.
+_WITHOUT_QUOTA = frozenset({"ct_state_invalid_dropped_pkts", "localhost_nps_accepted_pkts"})
 _MULTIPORT_DESTINATION = 1  # XT_MULTIPORT_DESTINATION
 _CONNTRACK = struct.Struct("=146xHHH")  # struct xt_conntrack_mtinfo2, mtinfo3: compared, inverted, states
 _CONNTRACK_STATE = 1  # XT_CONNTRACK_STATE
@@ -132,10 +135,21 @@ def match(name: str, revision: int, data: bytes) -> Part:
         return Part(Kind.INSPECTS, "tcp --tcp-option")
     if name == "connlabel" and len(data) >= _CONNLABEL.size and _CONNLABEL.unpack_from(data)[1] & _CONNLABEL_SET:
         return Part(Kind.CONNMARK, "connlabel --set", field=Field.LABEL)
+    if name == "nfacct":
+        return _nfacct(data)
     if name in _CONDITIONS:
         return replace(_compared(name, revision, data), words=name, key=_key(name, revision, data))
     kind = _MATCHES.get(name, Kind.UNKNOWN)
     return Part(kind, name if kind is not Kind.UNKNOWN else f"unknown match {name}")
+
+
+def _nfacct(data: bytes) -> Part:
+    """It counts and always matches, or, if its object has a quota, only when that is used up."""
+    (found,) = _NFACCT.unpack_from(data.ljust(_NFACCT.size, b"\0"))
+    name = found.partition(b"\0")[0].decode(errors="replace")
+    if name in _WITHOUT_QUOTA:
+        return Part(Kind.IGNORED, "nfacct")
+    return Part(Kind.COUNTS, f"{ACCOUNTING}{name}, which may have a quota")
 
 
 def _compared(name: str, revision: int, data: bytes) -> Part:

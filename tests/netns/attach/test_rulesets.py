@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from pyebpf_proxy.datapath.rulesets import kernel
+from tests.support.kube_proxy_tools import make_nfacct, recorded
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.usefixtures("namespace")]
 
@@ -30,13 +31,24 @@ def closed() -> dict[int, str]:
 def test_common_rulesets_keep_the_fast_path_open(name: str, variant: str, shell: Shell) -> None:
     if "--match-set" in (FOLDER / f"{name}.iptables").read_text():
         shell(SETS)
-    text = (
-        (FOLDER / f"{name}.iptables").read_text().replace("-m nfacct --nfacct-name ct_state_invalid_dropped_pkts ", "")
-    )
+    text = (FOLDER / f"{name}.iptables").read_text()
+    if "-m nfacct" in text:
+        make_nfacct("ct_state_invalid_dropped_pkts")
     shell(f"iptables-{variant}-restore <<'END'\n{text}END")
     assert shell(f"iptables-{variant}-save").count("-A ") == len(re.findall("^-A ", text, re.MULTILINE)), (
         "all rules are loaded"
     )
+    assert closed() == {}
+
+
+@pytest.mark.parametrize("family", [4, 6])
+@pytest.mark.parametrize("variant", ["nft", "legacy"])
+def test_kube_proxys_accounting_keeps_the_fast_path_open(variant: str, family: int, shell: Shell) -> None:
+    """Its objects have no quota: one counts invalid packets, the other NodePorts at a loopback address."""
+    text = recorded(family)
+    for name in set(re.findall(r"--nfacct-name +(\S+)", text)):
+        make_nfacct(name)
+    shell(f"{'iptables' if family == 4 else 'ip6tables'}-{variant}-restore <<'END'\n{text}\nEND")
     assert closed() == {}
 
 
@@ -79,6 +91,7 @@ RULES = {
         "connbytes",
     ),
     "quota": ("filter", "FORWARD", "-m quota --quota 1000 -j ACCEPT", "quota"),
+    "nfacct": ("filter", "FORWARD", "-m nfacct --nfacct-name monthly -j DROP", "nfacct monthly"),
     "statistic": ("filter", "FORWARD", "-m statistic --mode random --probability 0.1 -j DROP", "statistic"),
     "recent": ("filter", "FORWARD", "-m recent --update --seconds 9 -j DROP", "recent"),
     "string": ("filter", "FORWARD", "-m string --algo bm --string evil -j DROP", "string"),
@@ -112,10 +125,21 @@ RULES = {
 }
 
 
+@pytest.mark.parametrize("variant", ["nft", "legacy"])
+def test_an_accounting_rule_without_a_target_closes_nothing(variant: str, shell: Shell) -> None:
+    make_nfacct("web")
+    shell(f"iptables-{variant} -A FORWARD -p tcp --dport 80 -m nfacct --nfacct-name web")
+    assert closed() == {}
+    shell(f"iptables-{variant} -A FORWARD -p tcp --dport 80 -m nfacct --nfacct-name web -m limit --limit 9/s -j ACCEPT")
+    assert closed().keys() == {4}
+
+
 @pytest.mark.parametrize("family", [4, 6])
 @pytest.mark.parametrize("variant", ["nft", "legacy"])
 @pytest.mark.parametrize("which", RULES)
 def test_a_rule_that_must_see_each_packet(which: str, variant: str, family: int, shell: Shell) -> None:
+    if which == "nfacct":
+        make_nfacct("monthly")
     table, chain, rule, words = RULES[which]
     names = {4: ("TTL --ttl-set", "TTL", "192.0.2.1"), 6: ("HL --hl-set", "HL", "2001:db8::1")}[family]
     match = {4: "ttl --ttl", 6: "hl --hl"}[family]

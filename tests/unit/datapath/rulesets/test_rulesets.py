@@ -143,6 +143,15 @@ def test_matches_of_iptables(name: str, kind: Kind) -> None:
     assert xtables.match(name, 0, b"").kind is kind
 
 
+@pytest.mark.parametrize("revision", [0, 1])
+def test_an_accounting_object_may_have_a_quota(revision: int) -> None:
+    """The rule does not show it. kube-proxy's own objects only count."""
+    quota = xtables.match("nfacct", revision, b"monthly".ljust(40, b"\0"))
+    assert (quota.kind, quota.words) == (Kind.COUNTS, "nfacct monthly, which may have a quota")
+    for name in (b"ct_state_invalid_dropped_pkts", b"localhost_nps_accepted_pkts"):
+        assert xtables.match("nfacct", revision, name.ljust(40, b"\0")).kind is Kind.IGNORED
+
+
 def test_a_set_whose_counters_are_compared() -> None:
     plain = struct.pack("=HBBxxxxQB7xQB7xI", 1, 1, 1, 0, 0, 0, 0, 0)
     assert xtables.match("set", 4, plain).kind is Kind.CONDITION
