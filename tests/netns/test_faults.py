@@ -18,6 +18,7 @@ from tests.faults.faults import FAULTS
 from tests.faults.ground import MEANWHILE, SHOP, Ground, answers, wait_until
 from tests.faults.measure import Fault, Outcome
 from tests.support.damage import CannotBeMadeError
+from tests.support.fast_lab import slowness
 from tests.support.logs import Log, Message
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs_bpf, pytest.mark.alone]
@@ -104,7 +105,7 @@ def test_detached_socket_programs_are_restored_within_a_second(ground: Ground) -
     log = Log(ground.node.agent).from_now()
     with of_node.sockets_detached(ground):
         assert not of_node.has_socket_programs(ground)
-        wait_until(lambda: of_node.has_socket_programs(ground), "the programs are back", 5.0)
+        wait_until(lambda: of_node.has_socket_programs(ground), "the programs are back", 5.0 * slowness())
     log.wait(Message.SOCKET_PROGRAMS_ATTACHED_AGAIN)
     assert ground.node.namespace.call(answers, cluster_ip(SHOP), 80)
 

@@ -180,7 +180,8 @@ def test_one_node_port_and_one_address_of_two_services(bad: Lab, family: int) ->
                 assert answerers(bad, origin, address, number) == {"web-1"}
                 assert answerers(bad, origin, address, number, "udp") == {"web-2"}
         assert answerers(bad, own, cluster_ip(24).of(family), 80) == {"web-2"}
-        assert answerers(bad, own, cluster_ip(20).of(family), 80) == {"web-1", "web-2"}
+        # Of two endpoints, 24 requests miss one once in eight million runs.
+        assert answerers(bad, own, cluster_ip(20).of(family), 80, count=24) == {"web-1", "web-2"}
         # In each family: the address, the NodePort, and the two of the third Service.
         assert metric(bad, "service_port_problems") == before + 8
         lost = "is already used by Service default/older, not served there"

@@ -259,7 +259,7 @@ def _alternate(addresses: list[str], port: int, times: int) -> list[tuple[str, s
     """One socket sends to each address in turn. Returns the address and the server that answered."""
     seen = []
     with socket.socket(socket.AF_INET6 if ":" in addresses[0] else socket.AF_INET, socket.SOCK_DGRAM) as sock:
-        sock.settimeout(2)
+        sock.settimeout(10)
         for index in range(times):
             asked = addresses[index % len(addresses)]
             sock.sendto(b"who", (asked, port))

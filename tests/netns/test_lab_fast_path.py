@@ -202,9 +202,9 @@ def test_a_connection_survives_starts_and_stops_of_the_agent(fast_world: FastWor
     agent, namespace = fast_world.node.agent, fast_world.node.namespace
 
     # A young flow would stay in the flow table.
-    wait_until(
-        lambda: f"sport={far.own_port} " in namespace.run("conntrack", "-L", "-p", "tcp"), "the kernel has it", 60.0
-    )
+    address, protocol, port = far.client
+    flow = ["-L", "-p", protocol, "--orig-src", address, "--orig-port-src", str(port)]
+    wait_until(lambda: "ESTABLISHED" in namespace.run("conntrack", *flow), "the kernel has it", 60.0)
     before = fast_world.count("stack_no_agent")
     agent.kill()
     wait_until(lambda: fast_world.count("stack_no_agent") > before, "without an agent, the slow path", 60.0)

@@ -181,7 +181,7 @@ def test_a_restart_with_another_size_of_the_flow_table(node: FastWorld, family: 
         assert len(young) >= 6
         assert {client: now[client] for client in young} == {client: where[client] for client in young}
         wait_until(lambda: nothing_young(node), "no flow is young", 20.0)
-        wait_until(lambda: not any(young_counts(node).values()), "no young flow is counted", 5.0)
+        wait_until(lambda: not any(young_counts(node).values()), "no young flow is counted")
         namespace = node.client.namespace
         flows = [NewFlows(namespace, TWO.of(family), protocol) for protocol in BOTH]
         with ending(*flows):

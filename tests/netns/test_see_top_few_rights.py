@@ -104,10 +104,9 @@ def with_meters(chain: list[str]) -> list[str]:
 
 
 def test_the_agent_keeps_the_meters_before_its_programs(node: Node, foreign: int, bpf_objects: Path) -> None:
-    # The agent sees the foreign program at its next check.
-    time.sleep(LOOK_SECONDS + 0.5)
-    chain, redirect = chains(node), redirects(node, bpf_objects)
     device = next(index for index, name in node.namespace.call(socket.if_nameindex) if name == "eth0")
+    wait_until(lambda: redirects(node, bpf_objects)[device] == 0, "the agent has seen the foreign program")
+    chain, redirect = chains(node), redirects(node, bpf_objects)
     assert chain[device] == ["tc_ethernet", "goes_on"]
     assert redirect[device] == 0
     assert any(redirect.values()), "the other devices are open"

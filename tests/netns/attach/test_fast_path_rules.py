@@ -24,11 +24,12 @@ from pyebpf_proxy.datapath.netlink.request import RequestSocket
 from pyebpf_proxy.datapath.node import fast_path, policy_routing
 from pyebpf_proxy.datapath.node.fast_path import ClosedReason, FastPath
 from pyebpf_proxy.datapath.rulesets import watch
+from tests.support.fast_lab import slowness
 
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns, pytest.mark.usefixtures("namespace")]
 
 Shell = Callable[[str], str]
-SOON = 1.0
+SOON, DEADLINE = 1.0, 60.0
 
 
 class Node:
@@ -49,7 +50,7 @@ class Node:
         """Seconds until a field has this value, or with ``other`` a different one."""
         begin = time.monotonic()
         while (self.state()[name] == value) is other:
-            assert time.monotonic() - begin < 5, self.state()
+            assert time.monotonic() - begin < DEADLINE, self.state()
             await asyncio.sleep(0.005)
         return time.monotonic() - begin
 
@@ -108,7 +109,7 @@ def test_neighbours_that_could_once_not_be_listed_are_listed_again(
                     await asyncio.sleep(0.005)
             begin = time.monotonic()
             while known._stale:
-                assert time.monotonic() - begin < 5
+                assert time.monotonic() - begin < DEADLINE
                 await asyncio.sleep(0.005)
             before = node.state()["generation"]
             shell("ip neigh replace 192.0.2.7 lladdr 02:00:00:00:00:02 dev v0 nud permanent")
@@ -137,8 +138,8 @@ def test_a_rule_closes_the_family_and_opens_it_again(which: str, programs: Objec
             for command, wanted in ((add, node.reasons["STACK_RULES"]), (remove, 0)) * 2:
                 before = node.state()["permit_generation"]
                 shell(command)
-                assert await node.until("permit_generation", before, other=True) < SOON
-                assert await node.until(family, wanted) < SOON
+                taken = [await node.until("permit_generation", before, other=True), await node.until(family, wanted)]
+                assert max(taken) < SOON or max(taken) < SOON * slowness(), taken
 
     run(scene)
 
