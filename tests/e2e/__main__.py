@@ -20,7 +20,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--proxy", choices=cluster.PROXIES, default="pyebpf-proxy")
     parser.add_argument("--dual", action="store_true", help="both families")
     parser.add_argument("--processes", type=int, default=4, help="specs that run at once")
-    parser.add_argument("--focus", default=specs.FOCUS, help="specs to run, as a regular expression")
+    parser.add_argument("--focus", default="", help="specs to run, as a regular expression")
     parser.add_argument("--load-balancer", action="store_true", help="a load-balancer controller, and the specs for it")
     parser.add_argument("--here", action="store_true", help="in the cluster that is up, which stays")
     parser.add_argument(
@@ -44,8 +44,11 @@ def main(arguments: list[str]) -> int:
             with cluster.exclusive():
                 cluster.down()
             return 0
-        focus = specs.BALANCED_FOCUS if options.load_balancer else options.focus
-        status = specs.run(options.proxy, options.dual, options.processes, focus, options.here, options.record)
+        balanced = options.load_balancer
+        focus = options.focus or (specs.BALANCED_FOCUS if balanced else specs.FOCUS)
+        status = specs.run(
+            options.proxy, options.dual, options.processes, focus, balanced, options.here, options.record
+        )
         if options.record:
             page.write()
         return status

@@ -35,7 +35,8 @@ make cluster-down                        # removes it, and what a killed run has
 
 `make test-e2e` fails if a spec fails that `KNOWN` in `tests/e2e/specs.py` does not name. `--processes N` sets how many
 specs run at once (4 without it), `--here` uses the cluster of `make cluster-up`. `--record` with `--focus` replaces the
-results of these specs only.
+results of these specs only. With `--focus`, `--load-balancer` also runs the specs that need a load balancer or take
+minutes, of those that match.
 
 ## Results
 """

@@ -49,8 +49,11 @@ KNOWN: dict[str, dict[str, str]] = dict.fromkeys(clusters.PROXIES, _BALANCER) | 
 _LIMIT = 3600
 
 
-def run(proxy: str, dual: bool, processes: int, focus: str, here: bool, record: bool) -> int:
-    """Run the specs, in a new cluster or in the one that is up. 1 if one fails without a known reason."""
+def run(proxy: str, dual: bool, processes: int, focus: str, balanced: bool, here: bool, record: bool) -> int:
+    """Run the specs, in a new cluster or in the one that is up. 1 if one fails without a known reason.
+
+    ``balanced``: with the load-balancer controller, and also specs that need it or take minutes.
+    """
     clusters.prepare(specs=True)
     with clusters.exclusive():
         made = clusters.Cluster()
@@ -60,11 +63,11 @@ def run(proxy: str, dual: bool, processes: int, focus: str, here: bool, record: 
             clusters.refuse_if_used()
             try:
                 made.up(proxy, dual, keeper=os.getpid())
-                return _judge(made, processes, focus, record)
+                return _judge(made, processes, focus, balanced, record)
             finally:
                 with _undisturbed():
                     clusters.down()
-        return _judge(made, processes, focus, record)
+        return _judge(made, processes, focus, balanced, record)
 
 
 @contextmanager
@@ -79,11 +82,11 @@ def _undisturbed() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _judge(made: clusters.Cluster, processes: int, focus: str, record: bool) -> int:
-    if focus == BALANCED_FOCUS:
+def _judge(made: clusters.Cluster, processes: int, focus: str, balanced: bool, record: bool) -> int:
+    if balanced:
         made.start_load_balancer()
     began = time.monotonic()
-    specs = _run(made, processes, focus)
+    specs = _run(made, processes, focus, balanced)
     if not specs:
         raise E2EError(f"no spec matches {focus}")
     seconds = round(time.monotonic() - began)
@@ -105,15 +108,19 @@ def _judge(made: clusters.Cluster, processes: int, focus: str, record: bool) -> 
     return 1 if failed else 0
 
 
-def _run(made: clusters.Cluster, processes: int, focus: str) -> list[results.Spec]:
-    left_out = [pattern for why, pattern in LEFT_OUT.items() if focus != BALANCED_FOCUS or why not in BALANCED]
+def left_out(balanced: bool) -> list[str]:
+    """The regular expressions of the names of specs that do not run."""
+    return [pattern for why, pattern in LEFT_OUT.items() if not (balanced and why in BALANCED)]
+
+
+def _run(made: clusters.Cluster, processes: int, focus: str, balanced: bool) -> list[results.Spec]:
     folder = STORE / "reports" / made.proxy
     folder.mkdir(parents=True, exist_ok=True)
     report, log = folder / "report.json", folder / "e2e.log"
     report.unlink(missing_ok=True)
     if made.network.dual and focus == FOCUS:
         focus = DUAL_FOCUS
-    skip = "|".join([*left_out, *([] if made.network.dual else [DUAL])])
+    skip = "|".join([*left_out(balanced), *([] if made.network.dual else [DUAL])])
     command = [
         *("nice", "-n", "10", "nsenter", f"--net=/run/netns/{CONTROL}", str(PROGRAMS / "ginkgo"), "run"),
         *(f"--procs={processes}", "--no-color", f"--timeout={_LIMIT}s", "--silence-skips"),

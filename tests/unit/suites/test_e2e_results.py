@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 
 from tests import ROOT
 from tests.e2e import page, results, specs, switch
+from tests.e2e.__main__ import main
 from tests.e2e.problem import E2EError
 from tests.e2e.results import Spec
 
@@ -191,6 +193,38 @@ def test_filters_leave_out_specs_that_cannot_run_here() -> None:
     left_out = re.compile("|".join(specs.LEFT_OUT.values()))
     assert left_out.search("[sig-network] LoadBalancers [Feature:LoadBalancer] [Slow] should")
     assert not left_out.search("[sig-network] Services should be able to change the type from NodePort to ExternalName")
+
+
+def test_only_with_a_load_balancer_run_its_specs_and_long_ones() -> None:
+    names = ("[sig-network] LoadBalancers [Feature:LoadBalancer] should", "[sig-network] Services [Slow] should")
+    for name in names:
+        assert re.search("|".join(specs.left_out(False)), name)
+        assert not re.search("|".join(specs.left_out(True)), name)
+    assert re.search("|".join(specs.left_out(True)), "[sig-network] Netpol should")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "focus", "balanced"),
+    [
+        ([], specs.FOCUS, False),
+        (["--load-balancer"], specs.BALANCED_FOCUS, True),
+        (["--focus", "UDP"], "UDP", False),
+        (["--focus", "UDP", "--load-balancer"], "UDP", True),
+    ],
+)
+def test_some_specs_may_run_with_a_load_balancer(
+    arguments: list[str], focus: str, balanced: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[object, ...]] = []
+
+    def run(*given: object) -> int:
+        asked.append(given)
+        return 0
+
+    monkeypatch.setattr(specs, "run", run)
+    monkeypatch.setattr(signal, "signal", lambda number, handler: None)
+    assert main(["test", *arguments]) == 0
+    assert [given[3:5] for given in asked] == [(focus, balanced)]
 
 
 def test_a_spec_may_fail_only_where_it_was_recorded_that_it_does() -> None:
