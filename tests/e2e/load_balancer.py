@@ -4,6 +4,8 @@
 Each Service of type LoadBalancer gets an address, in ``status.loadBalancer`` and as a route to the nodes that may serve
 it: all, or with externalTrafficPolicy Local those that are healthy by their node port. Packets arrive at a node with
 the load balancer's address as their destination, as from a load balancer that works at layer 3.
+
+All other addresses of the range are silent: what is sent to a released address disappears, without an error.
 """
 
 from __future__ import annotations
@@ -19,7 +21,10 @@ from kubernetes import client, config
 FINALIZER = "service.kubernetes.io/load-balancer-cleanup"
 #: The source of requests to load balancers. A spec considers an address of the nodes' network masqueraded.
 CLIENT = "198.51.100.1"
+RANGE = "192.168.79.0/24"
 ADDRESSES = [f"192.168.79.{number}" for number in range(1, 255)]
+#: Where addresses without a Service lead.
+_SILENT = "silent"
 _PAUSE = 0.5
 
 Object = dict[str, Any]
@@ -50,7 +55,7 @@ class Controller:
             elif key in self._assigned or FINALIZER in service["metadata"].get("finalizers", []):
                 self._release(key, service)
         for key in set(self._assigned) - present:
-            self._unroute(self._assigned.pop(key))
+            self.unroute(self._assigned.pop(key))
 
     def _serve(self, key: Key, service: Object, nodes: list[Object]) -> None:
         ingress = service.get("status", {}).get("loadBalancer", {}).get("ingress") or []
@@ -62,14 +67,14 @@ class Controller:
         if FINALIZER not in finalizers:
             change = {"metadata": {"finalizers": [*finalizers, FINALIZER]}}
             self._api.patch_namespaced_service(key[1], key[0], change)
-        self._route(address, [node for node in map(_address, nodes) if _is_healthy(node, service["spec"])])
+        self.route(address, [node for node in map(_address, nodes) if _is_healthy(node, service["spec"])])
         if not ingress:
             status = {"status": {"loadBalancer": {"ingress": [{"ip": address, "ipMode": "VIP"}]}}}
             self._api.patch_namespaced_service_status(key[1], key[0], status)
 
     def _release(self, key: Key, service: Object) -> None:
         if address := self._assigned.pop(key, None):
-            self._unroute(address)
+            self.unroute(address)
         if service.get("status", {}).get("loadBalancer", {}).get("ingress"):
             self._api.patch_namespaced_service_status(key[1], key[0], {"status": {"loadBalancer": None}})
         finalizers = service["metadata"].get("finalizers", [])
@@ -77,7 +82,8 @@ class Controller:
             left = [each for each in finalizers if each != FINALIZER]
             self._api.patch_namespaced_service(key[1], key[0], {"metadata": {"finalizers": left or None}})
 
-    def _route(self, address: str, nodes: list[str]) -> None:
+    def route(self, address: str, nodes: list[str]) -> None:
+        """Set the route of this address to these nodes."""
         if self._routes.get(address) == tuple(nodes):
             return
         hops = [word for node in nodes for word in ("nexthop", "via", node)]
@@ -88,7 +94,8 @@ class Controller:
         self._routes[address] = tuple(nodes)
         print(f"{address} goes to {' '.join(nodes) or 'nowhere'}", flush=True)
 
-    def _unroute(self, address: str) -> None:
+    def unroute(self, address: str) -> None:
+        """Remove the route: the address is silent again."""
         if self._routes.pop(address, None) is not None:
             subprocess.run(["ip", "route", "flush", "root", address], check=False)
 
@@ -111,9 +118,21 @@ def _is_healthy(node: str, spec: Object) -> bool:
         connection.close()
 
 
+def prepare() -> None:
+    """Add the client's address, and the route of the range to a device that loses every packet."""
+    subprocess.run(["ip", "addr", "replace", f"{CLIENT}/32", "dev", "lo"], check=True)
+    # Without a route, and with one of type blackhole, the kernel reports an error to a local sender. Without ARP, the
+    # device itself is the destination of each frame, so its peer drops them as frames for another host.
+    subprocess.run(["ip", "link", "del", _SILENT], check=False, stderr=subprocess.DEVNULL)
+    subprocess.run(["ip", "link", "add", _SILENT, "type", "veth", "peer", "name", f"{_SILENT}-peer"], check=True)
+    for device in (f"{_SILENT}-peer", _SILENT):
+        subprocess.run(["ip", "link", "set", device, "arp", "off", "up"], check=True)
+    subprocess.run(["ip", "route", "replace", RANGE, "dev", _SILENT, "src", CLIENT], check=True)
+
+
 def main(arguments: list[str]) -> int:
     """Runs until it is killed."""
-    subprocess.run(["ip", "addr", "replace", f"{CLIENT}/32", "dev", "lo"], check=True)
+    prepare()
     config.load_kube_config(arguments[0])  # type: ignore[no-untyped-call]
     controller = Controller()
     while True:
