@@ -37,15 +37,9 @@ BALANCED = (_LONG, _NEEDS_BALANCER)
 _ONE_NODE = (
     "the load balancer of this cluster sends all requests of a client to one node: the kernel hashes addresses only"
 )
-_NO_ROUTE = (
-    "by chance: the load balancer of this cluster removes its route, which the client's kernel reports as an error, "
-    "but the spec waits for silence"
-)
 _BALANCER = {r"LoadBalancers .*switch session affinity for LoadBalancer service with Local traffic policy": _ONE_NODE}
 #: Specs that may fail, by proxy: regular expressions of their names, with reasons. Only what was recorded with it.
-KNOWN: dict[str, dict[str, str]] = dict.fromkeys(clusters.PROXIES, _BALANCER) | {
-    "kube-proxy-nftables": _BALANCER | {r"LoadBalancers .*change the type and ports of a UDP service": _NO_ROUTE}
-}
+KNOWN: dict[str, dict[str, str]] = dict.fromkeys(clusters.PROXIES, _BALANCER)
 _LIMIT = 3600
 
 
