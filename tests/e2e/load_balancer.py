@@ -67,7 +67,8 @@ class Controller:
         if FINALIZER not in finalizers:
             change = {"metadata": {"finalizers": [*finalizers, FINALIZER]}}
             self._api.patch_namespaced_service(key[1], key[0], change)
-        self.route(address, [node for node in map(_address, nodes) if _is_healthy(node, service["spec"])])
+        healthy = [node for node in map(_address, nodes) if _is_healthy(node, service["spec"])]
+        self.route(address, chosen(healthy, service["spec"]))
         if not ingress:
             status = {"status": {"loadBalancer": {"ingress": [{"ip": address, "ipMode": "VIP"}]}}}
             self._api.patch_namespaced_service_status(key[1], key[0], status)
@@ -100,6 +101,11 @@ class Controller:
             subprocess.run(["ip", "route", "flush", "root", address], check=False)
 
 
+def chosen(healthy: list[str], spec: Object) -> list[str]:
+    """The nodes that get requests. There is one client, so with session affinity it is one node."""
+    return healthy[:1] if spec.get("sessionAffinity") == "ClientIP" else healthy
+
+
 def _address(node: Object) -> str:
     return next(str(each["address"]) for each in node["status"]["addresses"] if each["type"] == "InternalIP")
 
@@ -121,6 +127,8 @@ def _is_healthy(node: str, spec: Object) -> bool:
 def prepare() -> None:
     """Add the client's address, and the route of the range to a device that loses every packet."""
     subprocess.run(["ip", "addr", "replace", f"{CLIENT}/32", "dev", "lo"], check=True)
+    # Connections of one client go to different nodes: the hash includes ports.
+    subprocess.run(["sysctl", "-qw", "net.ipv4.fib_multipath_hash_policy=1"], check=True)
     # Without a route, and with one of type blackhole, the kernel reports an error to a local sender. Without ARP, the
     # device itself is the destination of each frame, so its peer drops them as frames for another host.
     subprocess.run(["ip", "link", "del", _SILENT], check=False, stderr=subprocess.DEVNULL)

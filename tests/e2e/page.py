@@ -61,8 +61,9 @@ _CLUSTER = """## The cluster
   cannot change the machine's kernel settings. Folders such as `/var/lib/kubelet` exist in the node only.
 * **Network.** The nodes are connected by a bridge. Pods have CNI's `ptp` and `portmap`. Each node is its own zone.
 * **Load balancer.** `tests/e2e/load_balancer.py` writes `status.loadBalancer` and sets a route to the nodes that may
-  serve the address. With `externalTrafficPolicy: Local` it asks their health check node ports. What is sent to a
-  released address disappears without an error.
+  serve the address. With `externalTrafficPolicy: Local` it asks their health check node ports. A client's
+  connections go to several nodes, with session affinity to one. What is sent to a released address disappears without
+  an error.
 * **kube-proxy** is installed as kubeadm does it: DaemonSet, ConfigMap, ServiceAccount. For pyebpf-proxy it is parked by
   `deploy/kube-proxy/park.yaml`, as in [migrating-from-kube-proxy.md](migrating-from-kube-proxy.md).
 * **Clean-up.** Everything is found by its name, `pep-e2e-…`, so `make cluster-down` also removes what a killed run has

@@ -76,3 +76,14 @@ print(shell(f"ip -brief link | grep -c silent; ip route show {load_balancer.RANG
     count, route = [line for line in inside(program) if line]
     assert count == "2"
     assert route.split()[:3] == ["192.168.79.0/24", "dev", "silent"]
+
+
+def test_connections_of_a_client_go_to_one_node_only_with_session_affinity() -> None:
+    program = """
+nodes = ["192.168.77.11", "192.168.77.12"]
+for affinity in "None", "ClientIP":
+    controller.route(address, load_balancer.chosen(nodes, {"sessionAffinity": affinity}))
+    asked = f"ip route get {address} ipproto tcp dport 80 sport"
+    print(len({shell(f"{asked} {port}").split(" via ")[1].split()[0] for port in range(40000, 40050)}))
+"""
+    assert [line for line in inside(program) if line.isdigit()] == ["2", "1"]

@@ -234,6 +234,9 @@ def test_a_spec_may_fail_only_where_it_was_recorded_that_it_does() -> None:
         ran = [*recorded.get(proxy, ()), *recorded.get(f"{proxy}-dual", ())]
         for pattern in known:
             assert any(each.state == "failed" and re.search(pattern, each.name) for each in ran), (proxy, pattern)
+    # And a recorded failure has a reason.
+    for name, ran in recorded.items():
+        assert results.unexpected(ran, specs.KNOWN.get(name.removesuffix("-dual"), {})) == [], name
 
 
 def test_missing_program_is_one_line(tmp_path: Path) -> None:
