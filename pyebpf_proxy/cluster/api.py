@@ -7,6 +7,7 @@ rights ends the command.
 
 from __future__ import annotations
 
+import binascii
 import contextlib
 import json
 import os
@@ -106,7 +107,15 @@ class Api:
             config.load_kube_config(  # type: ignore[no-untyped-call]
                 kubeconfig or None, self.context, client_configuration=configuration
             )
-        except (config.ConfigException, yaml.YAMLError, OSError, TypeError, KeyError, AttributeError) as error:
+        except (
+            config.ConfigException,
+            yaml.YAMLError,
+            OSError,
+            ValueError,
+            TypeError,
+            KeyError,
+            AttributeError,
+        ) as error:
             remedy = "specify one with --kubeconfig or the environment variable KUBECONFIG"
             raise ClusterError(f"no kubeconfig: {_unusable(kubeconfig, error)}; {remedy}", NO_ANSWER) from None
         configuration.retries = Retry(0)
@@ -341,6 +350,10 @@ def _unusable(kubeconfig: str, error: Exception) -> str:
     if isinstance(error, yaml.YAMLError):
         mark = getattr(error, "problem_mark", None)
         return f"{name} is not valid YAML{f': line {mark.line + 1}' if mark else ''}"
+    if isinstance(error, UnicodeDecodeError):
+        return f"{name} is not UTF-8 text"
+    if isinstance(error, binascii.Error):
+        return f"{name} has a field …-data that is not valid base64"
     if isinstance(error, TypeError | KeyError | AttributeError):
         return f"{name} is not a kubeconfig"
     return f"{name}: {str(error).splitlines()[0].removeprefix('Invalid kube-config file. ').rstrip('.')}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which requests are repeated."""
+"""Which requests are repeated, and what is wrong with a kubeconfig."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from pyebpf_proxy.cluster import api as module
 from pyebpf_proxy.cluster.api import DAEMON_SETS, LEASES, NODES, PODS, Api, RefusedError
-from pyebpf_proxy.cluster.errors import StoppedError
+from pyebpf_proxy.cluster.errors import ClusterError, StoppedError
 
 CONFLICT = RefusedError(
     409, "Conflict", "the object has been modified; please apply your changes to the latest version"
@@ -80,3 +80,28 @@ def test_a_server_that_never_answers_is_not_waited_for(api: Api, monkeypatch: py
     Answers(api, monkeypatch, RefusedError(0, "NoAnswer", "Connection refused"))
     with pytest.raises(StoppedError, match="does not answer: Connection refused"):
         api.get(NODES, "n1")
+
+
+def test_a_kubeconfig_that_is_not_text_is_an_error_that_names_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "kubeconfig"
+    file.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ClusterError, match=f"^no kubeconfig: {file} is not UTF-8 text; specify one with"):
+        Api(str(file))
+
+
+def test_a_kubeconfig_with_broken_base64_is_an_error_that_names_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "kubeconfig"
+    cluster = {"server": "https://192.0.2.1:6443", "certificate-authority-data": "abc"}
+    context = {"name": "c", "context": {"cluster": "c", "user": "c"}}
+    file.write_text(
+        json.dumps(
+            {
+                "clusters": [{"name": "c", "cluster": cluster}],
+                "contexts": [context],
+                "users": [{"name": "c", "user": {"token": "t"}}],
+                "current-context": "c",
+            }
+        )
+    )
+    with pytest.raises(ClusterError, match=f"^no kubeconfig: {file} has a field …-data that is not valid base64; "):
+        Api(str(file))
