@@ -35,13 +35,13 @@ def seconds(word: str) -> float:
 
 def count(word: str) -> int:
     """Parse a number of intervals: 1 or more."""
-    if number(word) < 1:
-        raise argparse.ArgumentTypeError(f"{word}: at least 1")
+    if not word.isdecimal() or int(word) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number from 1, not {word}")
     return int(word)
 
 
 def number(word: str) -> int:
     """Parse a count: 0 or more."""
     if not word.isdecimal():
-        raise argparse.ArgumentTypeError(f"{word} is not a number")
+        raise argparse.ArgumentTypeError(f"must be a whole number from 0, not {word}")
     return int(word)
