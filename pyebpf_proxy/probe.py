@@ -34,7 +34,8 @@ def probe(what: str, folder: str = "") -> int:
         try:
             status, body, again = _ask(folder, PAGES[what])
         except (OSError, ValueError) as error:
-            status, body = 0, f"the agent of {folder} does not answer: {error}"
+            reason = getattr(error, "strerror", None) or error
+            status, body = 0, f"the agent of {folder} does not answer: {reason}"
             # The socket is missing until the agent serves it; a killed agent leaves one that refuses.
             again = isinstance(error, (FileNotFoundError, ConnectionRefusedError))
         if not again or time.monotonic() > end:

@@ -169,7 +169,7 @@ def test_probes_ask_the_agent_and_not_another_process_on_its_port(
 ) -> None:
     """A running kube-proxy answers on 10256: that does not make the agent ready."""
     monkeypatch.setattr(server_module, "BIND_RETRY_SECONDS", 0.05)
-    silent = f"the agent of {tmp_path} does not answer: [Errno 2] No such file or directory"
+    silent = f"the agent of {tmp_path} does not answer: No such file or directory"
     assert probe(tmp_path, "live") == (1, silent)
     status, output = probe(tmp_path, "alive")
     assert (status, output.endswith("; see pyebpf-proxy probe --help")) == (2, True), output
