@@ -155,6 +155,27 @@ static __always_inline void note_first_counted(const struct flow_key *key)
 		bucket->way[WAY(FOUND_ELEMENT(found))].first_counted = LEFT_BY_XDP;
 }
 
+/* True if a new flow may have this way.  `many`: as in exchange_may_make_room(). */
+static __always_inline bool may_have_way(const struct exchange_bucket *bucket, __u32 way, __u64 now, bool many)
+{
+	return !bucket->there[WAY(way)] || exchange_may_make_room(&bucket->way[WAY(way)], now, many);
+}
+
+/*
+ * The first way that is free, or whose exchange is complete; EXCHANGE_WAYS: none.  Few elements stay in use, which the
+ * CPU has in its cache.  And a client port that is used again, as soon as all others were, then begins a new exchange,
+ * not a stream.
+ */
+static __always_inline __u32 way_for_many(const struct exchange_bucket *bucket, __u64 now)
+{
+	int i;
+
+	for (i = 0; i < EXCHANGE_WAYS; i++)
+		if (may_have_way(bucket, i, now, true))
+			return i;
+	return EXCHANGE_WAYS;
+}
+
 /* ---- writing -------------------------------------------------------------------------------- */
 
 /* Makes this program the only writer.  False: another one writes, or has written since `owner` was read. */

@@ -54,6 +54,14 @@ static __always_inline void renew(struct flow *f, struct flow *reply, __u64 now)
 	f->promote = reply->promote = NO_REQUEST;
 }
 
+/* The bucket of this client has an element for it, at least while very many flows open. */
+static __always_inline bool has_room(const struct packet *p, __u64 now)
+{
+	const struct exchange_bucket *bucket = bucket_at(bucket_of(client_hash((const struct flow_key *)p, false)));
+
+	return bucket && way_for_many(bucket, now) < EXCHANGE_WAYS;
+}
+
 /*
  * A query of a young flow, after a pause, or after routes, devices, neighbours or endpoints have changed, which may have
  * moved its links.  Not 0: its pair has no permit, or the packet is not plain, so the query begins a new flow, which
@@ -85,7 +93,7 @@ __noinline __u32 judge_query(const struct packet *p, struct flow *f, __u32 gener
 	 * It entered the table because its bucket of exchanges was full.  As an exchange it costs less, and so do the flows
 	 * that share its byte of the filter.  conntrack has a flow that make_young() took from it: that one stays.
 	 */
-	if (over && f->confirmed_until != CLAIMED)
+	if (over && f->confirmed_until != CLAIMED && has_room(p, now))
 		return f->backend;
 	if (!plain || !has_permit(p, &f->rewrite, &reply->rewrite)) {
 		if (over || !reply->packets)

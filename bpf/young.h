@@ -167,12 +167,6 @@ static __always_inline bool opens_many(bool full, __u64 now)
 	return r->opened + r->opened_before > MANY_OPENED || (full && r->full + r->full_before > MANY_FULL);
 }
 
-/* True if a new flow may have this way.  `many`: as in exchange_may_make_room(). */
-static __always_inline bool may_have_way(const struct exchange_bucket *bucket, __u32 way, __u64 now, bool many)
-{
-	return !bucket->there[WAY(way)] || exchange_may_make_room(&bucket->way[WAY(way)], now, many);
-}
-
 /* Writes the flow of a complete draft into an element that the caller has claimed. */
 static __always_inline void write_exchange(struct exchange *x, struct exchange_bucket *bucket, __u32 way,
 					   struct flow_draft *d)
@@ -198,21 +192,6 @@ static __always_inline void write_exchange(struct exchange *x, struct exchange_b
 	head->distant = is_distant(&d->reply);
 	read_barrier();
 	write_tags(x, bucket, way, there, reply);
-}
-
-/*
- * The first way that is free, or whose exchange is complete; EXCHANGE_WAYS: none.  Few elements stay in use, which the
- * CPU has in its cache.  And a client port that is used again, as soon as all others were, then begins a new exchange,
- * not a stream.
- */
-static __always_inline __u32 way_for_many(const struct exchange_bucket *bucket, __u64 now)
-{
-	int i;
-
-	for (i = 0; i < EXCHANGE_WAYS; i++)
-		if (may_have_way(bucket, i, now, true))
-			return i;
-	return EXCHANGE_WAYS;
 }
 
 /*

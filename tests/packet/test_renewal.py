@@ -109,6 +109,15 @@ def test_a_flow_of_the_table_becomes_an_exchange_when_its_bucket_has_space(fast:
     assert flow.entries() == BOTH
 
 
+def test_a_flow_of_the_table_stays_there_while_its_bucket_is_full(fast: ProgramNode) -> None:
+    """Leaving the table and entering it again costs more than all the rest."""
+    flow = answered(fast, in_table=True)
+    reset_counters(fast)
+    flow.set_back(2.5)
+    use(flow)
+    assert fast.reasons() == {"FLOW_HIT": 2}
+
+
 @WHERE
 def test_without_a_pause_it_is_one_flow(fast: ProgramNode, in_table: bool) -> None:
     with real_time_priority():
