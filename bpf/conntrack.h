@@ -8,7 +8,7 @@
 
 #include "backend.h"
 #include "ctx_skb.h"
-#include "udp_filter.h"
+#include "client_filters.h"
 
 /* nf_conntrack may be a module, whose types are not among the kernel's own. CO-RE relocates them, too. */
 union nf_inet_addr___pep {
@@ -208,7 +208,7 @@ __noinline int flow_exists(struct __sk_buff *skb, const struct packet *p, __u32 
 	if (replaced)
 		decided(skb, p, NULL, NULL, replaced);
 	else
-		note_datagram(p, false);
+		note_left(p, false);
 	return !ended && !replaced;
 }
 

@@ -8,7 +8,7 @@
 
 #include "complete.h"
 #include "flow_table.h"
-#include "udp_filter.h"
+#include "client_filters.h"
 
 #define WAY(element) ((element) & (EXCHANGE_WAYS - 1))
 

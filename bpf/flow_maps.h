@@ -179,10 +179,10 @@ struct {
 #define TRACKED_BYTES 65536
 
 /*
- * Which clients' addresses and ports conntrack may have UDP flows of, by a hash: when netfilter last got a datagram
+ * Which clients' addresses and ports conntrack may have flows of, by a hash: when netfilter last got a SYN or a datagram
  * (note_tracked()).  It saves the lookup of new flows in conntrack.
  */
-struct tracked_udp {
+struct tracked_clients {
 	__u32 complete;		/* settings.load of the programs for which the agent has noted what conntrack had */
 	__u8 noted[TRACKED_BYTES];
 };
@@ -191,8 +191,8 @@ struct {
 	__uint(type, BPF_MAP_TYPE_ARRAY);
 	__uint(max_entries, 1);
 	__type(key, __u32);
-	__type(value, struct tracked_udp);
-} tracked_udp SEC(".maps");
+	__type(value, struct tracked_clients);
+} tracked_clients SEC(".maps");
 
 /* New young UDP flows of this CPU, and those whose bucket was full, in the current and in the last window of 2^28 ns. */
 struct exchange_rate {
@@ -254,6 +254,16 @@ struct {
 	__type(key, __u32);
 	__type(value, struct flow_key);
 } recent_flows SEC(".maps");
+
+#define RECENT_ENDS 4096
+
+/* Tags of young flows that have ended, by the tag's upper bits: their slots of recent_flows need no lookup. */
+struct {
+	__uint(type, BPF_MAP_TYPE_ARRAY);
+	__uint(max_entries, RECENT_ENDS);
+	__type(key, __u32);
+	__type(value, __u32);
+} recent_ends SEC(".maps");
 
 /*
  * [0]: the next slot of recent_flows; the upper bits count the source ports that were allocated.  [1]: the current

@@ -171,6 +171,23 @@ static __always_inline bool insert_client_entry(const struct flow_key *key, cons
 	return false;
 }
 
+static __always_inline __u32 *recent_end_of(__u32 tag)
+{
+	__u32 number = tag >> 20;
+
+	_Static_assert(RECENT_ENDS == 1 << (32 - 20), "the upper bits of a tag");
+	return bpf_map_lookup_elem(&recent_ends, &number);
+}
+
+/* note_recent() need not look for this flow. `key`: of the client's direction. */
+static __always_inline void note_end(const struct flow_key *key)
+{
+	__u32 tag = tag_of(key), *ended = recent_end_of(tag);
+
+	if (ended)
+		*(volatile __u32 *)ended = tag;
+}
+
 /*
  * Removes both directions of a flow, given one key and its rewrite.  1: the flow was there.  The rewrite may be part of
  * an element.  If that now belongs to another flow, this flow is already gone, and the other direction's key, which is
@@ -193,8 +210,10 @@ static __noinline int forget_flow(const struct flow_key *key, const struct flow_
 	/* Several callers may remove a flow at once. The one that removed the client's direction counts. */
 	if (reply ? failed_other : failed)
 		return 0;
-	if (young)
+	if (young) {
 		uncount_young(device);
+		note_end(reply ? &other : key);
+	}
 	return 1;
 }
 

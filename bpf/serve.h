@@ -90,7 +90,7 @@ static __always_inline int record_dry_run(const struct endpoint_selection *e, co
 /*
  * Decides about a packet that may open a flow.  `original`, if not NULL: the socket was translated to an endpoint that
  * is gone, and this is the frontend that it used.  `known`: the flow table has it as a kernel's flow.  `fast`: it may
- * become a young flow.  `unasked`: conntrack was not asked for the flow, because it has none by the filter of UDP flows.
+ * become a young flow.  `unasked`: conntrack was not asked for the flow, because it has none by the filter.
  * A young flow saves the question; otherwise it is asked in any case.
  */
 static __always_inline int open_flow(struct context *ctx, struct packet *p, const struct frontend *f,
@@ -129,8 +129,8 @@ static __always_inline int open_flow(struct context *ctx, struct packet *p, cons
 		e.masquerade = true;
 	if (settings.dry_run)
 		return record_dry_run(&e, &b);
-	/* The filter does not have a masqueraded flow by its client if only the endpoint has sent for some time. */
-	if (unasked && e.masquerade && continues(ctx, p, f))
+	/* The filter does not have a masqueraded UDP flow by its client if only the endpoint has sent for some time. */
+	if (unasked && e.masquerade && p->protocol == UDP && continues(ctx, p, f))
 		return LEFT;
 	if (fast) {
 		int opened = open_young(ctx, p, &e, &b);
@@ -155,7 +155,7 @@ static __always_inline int open_flow(struct context *ctx, struct packet *p, cons
 	}
 	hand_to_netfilter(ctx, p, &e, &b);
 	if (HOOK == AT_TC)
-		note_datagram(p, false);
+		note_left(p, false);
 	if (settings.fast_path && !(fast && is_proven(p, slow)))
 		note_handover(ctx, p, &e, &b);
 	return LEFT;

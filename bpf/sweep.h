@@ -198,7 +198,7 @@ __noinline int sweep_flow(const struct flow_key *entry_key, struct flow *f, stru
 	if (!f->young) {
 		if (was_reused(&f->rewrite, tag))
 			return 0;
-		if (key.protocol == UDP && !f->reply)
+		if (settings.conntrack_lookup && !f->reply)
 			note_tracked(client_hash(&key, false), s->now);
 		if (kernel_flow_is_stale(&key, &a, f, other, idle, s->pressed) && !bpf_map_delete_elem(&flows, &key))
 			count(FLOW_FORGOTTEN);
@@ -380,7 +380,7 @@ static __always_inline int promote(const struct flow_read *read)
 	if (!other || was_reused(&f->rewrite, tag_of(key)) ||
 	    was_reused(&other->rewrite, tag_of(&other_key)))
 		return 0;
-	if (key->protocol == UDP)
+	if (settings.conntrack_lookup)
 		note_tracked(client_hash(key, false), bpf_ktime_get_coarse_ns());
 	f->confirmed_until = other->confirmed_until = 0;
 	/* CLOSING_IN_SEQUENCE of a young flow may be a FIN; of a kernel's flow it is a RST. */

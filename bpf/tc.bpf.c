@@ -167,7 +167,7 @@ static __always_inline int leave(struct __sk_buff *skb, const struct packet *p, 
 	}
 	/* Keeps conntrack's entry, although the client sends nothing. */
 	if (fast && verdict == NOT_KNOWN && p->protocol == UDP && comes_from_endpoint(p))
-		note_datagram(p, true);
+		note_left(p, true);
 	if (bridge_port && redirect_reply_to_bridge(skb, p))
 		return TC_ACT_UNSPEC;
 	if (!fast)
@@ -351,11 +351,11 @@ int enter_flow(struct __sk_buff *skb)
 	return enter_tracked(&tracked);
 }
 
-/* Run by the agent with the key of each UDP flow that conntrack has; then with zeros, which completes the filter. */
+/* Run by the agent with the key of each flow that conntrack has; then with zeros, which completes the filter. */
 SEC("tc")
 int note_tracked_flow(struct __sk_buff *skb)
 {
-	struct tracked_udp *t;
+	struct tracked_clients *t;
 	struct flow_key key;
 
 	if (!settings.fast_path || bpf_skb_load_bytes(skb, ETH_HLEN, &key, sizeof(key)))
@@ -363,7 +363,7 @@ int note_tracked_flow(struct __sk_buff *skb)
 	t = tracked();
 	if (!t)
 		return 0;
-	if (key.protocol == UDP)
+	if (key.protocol)
 		note_tracked(client_hash(&key, false), bpf_ktime_get_coarse_ns());
 	else
 		*(volatile __u32 *)&t->complete = settings.load;

@@ -323,7 +323,7 @@ static __always_inline __u16 recent_stamp(__u64 started)
 __noinline int note_recent(const struct flow_key *key, bool opened)
 {
 	struct flow_key *place, former, reply_key;
-	__u32 zero = 0, turn, *next;
+	__u32 zero = 0, turn, *next, *ended;
 	struct flow *f, *reply;
 	struct flow_draft *d;
 	__u16 stamp;
@@ -345,8 +345,17 @@ __noinline int note_recent(const struct flow_key *key, bool opened)
 	__builtin_memcpy(&stamp, former.zero, sizeof(stamp));
 	__builtin_memset(former.zero, 0, sizeof(former.zero));
 	*place = *key;
-	if (opened)
+	if (opened) {
 		*(__u16 *)place->zero = recent_stamp(d->there.started);
+		/* An earlier flow with this key has ended. */
+		ended = recent_end_of(d->there.rewrite.tag);
+		if (ended && *(volatile __u32 *)ended == d->there.rewrite.tag)
+			*(volatile __u32 *)ended = 0;
+	}
+	/* Most connections end by themselves before their slot has its turn. The lookup would wait for memory. */
+	ended = recent_end_of(tag_of(&former));
+	if (ended && *(volatile __u32 *)ended == tag_of(&former))
+		return 0;
 	f = bpf_map_lookup_elem(&flows, &former);
 	/* If the client has used the port again, its newer flow has the same key, but another slot. */
 	if (!f || !f->young || f->reply || was_reused(&f->rewrite, tag_of(&former)) ||

@@ -100,7 +100,7 @@ def test_ports_that_are_used_again_stay_on_the_fast_path(world: FastWorld, servi
 
 def test_new_queries_are_not_looked_up_in_conntrack(world: FastWorld) -> None:
     """The agent has noted what conntrack had (tests/packet/test_untracked_flows.py has the effect)."""
-    pin = str(world.node.agent.pin("tracked_udp"))
+    pin = str(world.node.agent.pin("tracked_clients"))
 
     def complete() -> int:
         dump = json.loads(world.node.namespace.run("bpftool", "-j", "map", "dump", "pinned", pin))

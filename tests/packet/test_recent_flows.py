@@ -22,6 +22,7 @@ from tests.packet.fast_node import (
     reset_counters,
     rewind_recent_flows,
     sweep,
+    tag_of,
     young,
     young_flows_of,
 )
@@ -102,6 +103,51 @@ def test_a_connection_ends_if_both_sides_have_closed_it(fast: ProgramNode, close
     flow.set_back(0.1)
     open_in_slot_of(fast, flow)
     assert flow.entries() == ([] if closed else BOTH)
+
+
+def ends(world: ProgramNode) -> dict[int, int]:
+    """``recent_ends``, without the empty elements."""
+    found = (
+        (int.from_bytes(key, "little"), int.from_bytes(tag, "little"))
+        for key, tag in world.object.maps["recent_ends"].items()
+    )
+    return {number: tag for number, tag in found if tag}
+
+
+@pytest.mark.parametrize("reply", BOTH, ids=["by the client", "by the endpoint"])
+def test_a_flow_that_has_ended_is_noted(fast: ProgramNode, reply: bool) -> None:
+    """Its slot needs no lookup, which waits for memory."""
+    flow = young(fast)
+    flow.answer()
+    frame = flow.frame(reply, flags="R", size=0, seq=501 if reply else 101)
+    assert flow.run(reply, frame).retval == REDIRECT
+    assert flow.entries() == []
+    tag = tag_of(flow.key())
+    assert ends(fast) == {tag >> 20: tag}
+
+
+def test_a_flow_that_is_noted_is_not_looked_up(fast: ProgramNode) -> None:
+    flow = young(fast)
+    close(flow)
+    flow.set_back(0.1)
+    tag = tag_of(flow.key())
+    fast.object.maps["recent_ends"].update((tag >> 20).to_bytes(4, "little"), tag.to_bytes(4, "little"))
+    open_in_slot_of(fast, flow)
+    assert flow.entries() == BOTH
+
+
+def test_a_note_of_an_earlier_flow_does_not_keep_a_new_one_from_its_port(fast: ProgramNode) -> None:
+    """The client uses its port again. The new flow has the same key, and is closed by FIN."""
+    earlier = young(fast)
+    earlier.answer()
+    assert earlier.run(frame=earlier.frame(flags="R", size=0, seq=101)).retval == REDIRECT
+    flow = Flow(fast)
+    flow.open_young()
+    assert ends(fast) == {}
+    close(flow)
+    flow.set_back(0.1)
+    open_in_slot_of(fast, flow)
+    assert flow.entries() == []
 
 
 def test_the_slot_of_an_earlier_flow_does_not_end_a_new_one_from_its_port(fast: ProgramNode) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""New UDP flows that need not be looked up in conntrack, because it has no flow of their client by the filter."""
+"""New flows that need not be looked up in conntrack, because it has no flow of their client by the filter."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from pyebpf_proxy.datapath.connections import tracked_udp
+from pyebpf_proxy.datapath.connections import tracked_clients
 from tests.packet.fast_node import (
     REDIRECT,
     SECOND,
@@ -30,6 +30,9 @@ pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
 LOAD = 7
 #: How long conntrack keeps a UDP flow, and the programs' reserve: udp_stream_seconds and 60 s, in units of 2^30 ns.
 KEPT = 180 * SECOND >> 30
+#: NOTED_TCP_NS.
+KEPT_TCP = 200 * SECOND >> 30
+PROTOCOLS = pytest.mark.parametrize("protocol", ["tcp", "udp"])
 
 
 @pytest.fixture
@@ -84,36 +87,33 @@ def is_asked(flow: Flow) -> bool:
 
 def noted(world: ProgramNode) -> set[int]:
     """The bytes of the filter that are not 0."""
-    value = world.object.maps["tracked_udp"].lookup(bytes(4)) or b""
+    value = world.object.maps["tracked_clients"].lookup(bytes(4)) or b""
     return set(value[4:]) - {0}
 
 
 def set_age(world: ProgramNode, age: int) -> None:
     """Every byte of the filter, in units of its clock."""
-    of = world.object.maps["tracked_udp"]
+    of = world.object.maps["tracked_clients"]
     value = of.lookup(bytes(4)) or b""
     of.update(bytes(4), value[:4] + bytes([((now() >> 30) - age) % 255 + 1]) * (len(value) - 4))
 
 
-def test_a_new_flow_is_not_looked_up(fast: ProgramNode) -> None:
+@PROTOCOLS
+def test_a_new_flow_is_not_looked_up(fast: ProgramNode, protocol: str) -> None:
     complete(fast)
-    assert not is_asked(permitted(fast))
+    assert not is_asked(permitted(fast, protocol))
     assert fast.reasons() == {"NEW_FLOW_FAST": 1, "FLOW_HIT": 1}
 
 
-def test_a_connection_is_looked_up(fast: ProgramNode) -> None:
-    complete(fast)
-    assert is_asked(permitted(fast, "tcp"))
-
-
-def test_all_are_looked_up_until_the_agent_has_noted_what_conntrack_has(fast: ProgramNode) -> None:
-    assert is_asked(permitted(fast))
+@PROTOCOLS
+def test_all_are_looked_up_until_the_agent_has_noted_what_conntrack_has(fast: ProgramNode, protocol: str) -> None:
+    assert is_asked(permitted(fast, protocol))
 
 
 def test_all_are_looked_up_after_the_programs_were_loaded_again(fast: ProgramNode) -> None:
     """Programs of another version, which note nothing, may have run in between."""
-    value = fast.object.maps["tracked_udp"].lookup(bytes(4)) or b""
-    fast.object.maps["tracked_udp"].update(bytes(4), (LOAD + 1).to_bytes(4, "little") + value[4:])
+    value = fast.object.maps["tracked_clients"].lookup(bytes(4)) or b""
+    fast.object.maps["tracked_clients"].update(bytes(4), (LOAD + 1).to_bytes(4, "little") + value[4:])
     assert is_asked(permitted(fast))
 
 
@@ -143,64 +143,94 @@ def test_all_are_looked_up_if_conntrack_keeps_flows_for_longer_than_the_filter(n
         subprocess.run(["conntrack", "-F"], check=True, capture_output=True)
 
 
-@pytest.mark.parametrize(("age", "asked"), [(-1, True), (0, True), (KEPT, True), (KEPT + 5, False), (250, False)])
-def test_a_note_expires_when_conntrack_has_forgotten_the_flow(fast: ProgramNode, age: int, asked: bool) -> None:
+@pytest.mark.parametrize(
+    ("protocol", "age", "asked"),
+    [
+        *[("udp", age, asked) for age, asked in ((-1, True), (0, True), (KEPT, True), (KEPT + 5, False), (250, False))],
+        *[("tcp", age, asked) for age, asked in ((-1, True), (KEPT_TCP, True), (KEPT_TCP + 5, False))],
+    ],
+)
+def test_a_note_expires_when_conntrack_has_forgotten_the_flow(
+    fast: ProgramNode, protocol: str, age: int, asked: bool
+) -> None:
     """Another CPU's clock may be ahead."""
     complete(fast)
     set_age(fast, age)
-    assert is_asked(permitted(fast)) == asked
+    assert is_asked(permitted(fast, protocol)) == asked
 
 
-def test_the_agent_notes_what_conntrack_has(fast: ProgramNode) -> None:
-    flow = permitted(fast)
+def note(world: ProgramNode, most: int = 1000) -> int:
+    """As the agent notes what conntrack has."""
+    subject = world.object
+    return tracked_clients.note(subject.btf, subject.maps["tracked_clients"], lambda key: run(world, key), most)
+
+
+@PROTOCOLS
+def test_the_agent_notes_what_conntrack_has(fast: ProgramNode, protocol: str) -> None:
+    flow = permitted(fast, protocol)
     track(flow)
-    track(Flow(fast, "tcp", sport=40001))
-    assert tracked_udp.note(fast.object.btf, lambda key: run(fast, key)) >= 1
-    assert flow.run().retval == GO_ON
+    assert note(fast) >= 1
+    assert flow.run(frame=flow.frame(flags="S")).retval == GO_ON
     assert flow.entry() is None
     # The filter is complete, and has nothing of other clients.
-    assert not is_asked(permitted(fast, sport=40002))
+    assert not is_asked(permitted(fast, protocol, sport=40002))
 
 
-def note_by_netfilter(world: ProgramNode) -> None:
+def test_the_agent_notes_all_clients_if_conntrack_has_very_many_flows(fast: ProgramNode) -> None:
+    for port in range(3):
+        track(Flow(fast, "udp", sport=42_000 + port))
+    assert note(fast, most=2) == 2
+    assert is_asked(permitted(fast, sport=40002))
+    set_age(fast, KEPT + 5)
+    assert not is_asked(permitted(fast, sport=40003))
+
+
+def note_by_netfilter(world: ProgramNode, protocol: str) -> None:
     """Its pair has no permit."""
-    result = Flow(world, "udp").run()
+    flow = Flow(world, protocol)
+    result = flow.run(frame=flow.frame(flags="S"))
     assert result.skb is not None
     assert result.skb.priority & PRIORITY_BACKEND == PRIORITY_BACKEND
 
 
-def note_by_reply(world: ProgramNode) -> None:
-    """The client sends nothing, and the table had no space."""
-    assert Flow(world, "udp").run(reply=True).retval == GO_ON
-
-
-def note_by_sweep(world: ProgramNode) -> None:
-    learned_flow(world, "udp")
+def note_by_sweep(world: ProgramNode, protocol: str) -> None:
+    learned_flow(world, protocol)
     set_age(world, 250)
     sweep(world)
     empty_table(world)
 
 
-def note_by_promotion(world: ProgramNode) -> None:
-    flow = young(world, "udp", in_table=True)
+def note_by_promotion(world: ProgramNode, protocol: str) -> None:
+    flow = young(world, protocol, in_table=True)
     set_age(world, 250)
     assert promote(world, flow.key())
     empty_table(world)
 
 
-NOTES = [note_by_netfilter, note_by_reply, note_by_sweep, note_by_promotion]
+NOTES = [note_by_netfilter, note_by_sweep, note_by_promotion]
 
 
-@pytest.mark.parametrize("note", NOTES, ids=[each.__name__.removeprefix("note_by_") for each in NOTES])
-def test_a_client_that_conntrack_may_have_is_looked_up(fast: ProgramNode, note: Callable[[ProgramNode], None]) -> None:
+@PROTOCOLS
+@pytest.mark.parametrize("noted_by", NOTES, ids=[each.__name__.removeprefix("note_by_") for each in NOTES])
+def test_a_client_that_conntrack_may_have_is_looked_up(
+    fast: ProgramNode, protocol: str, noted_by: Callable[[ProgramNode, str], None]
+) -> None:
     complete(fast)
-    note(fast)
+    noted_by(fast, protocol)
+    assert is_asked(permitted(fast, protocol))
+
+
+def test_a_client_that_only_gets_replies_is_looked_up(fast: ProgramNode) -> None:
+    """The client sends nothing, and the table had no space."""
+    complete(fast)
+    assert Flow(fast, "udp").run(reply=True).retval == GO_ON
     assert is_asked(permitted(fast))
 
 
-def test_each_datagram_of_a_tracked_flow_renews_the_note(fast: ProgramNode) -> None:
+@PROTOCOLS
+def test_each_first_packet_of_a_tracked_flow_renews_the_note(fast: ProgramNode, protocol: str) -> None:
     complete(fast)
-    flow = permitted(fast)
+    flow = permitted(fast, protocol)
     set_age(fast, 100)
     before = noted(fast)
     assert is_asked(flow)
@@ -208,10 +238,11 @@ def test_each_datagram_of_a_tracked_flow_renews_the_note(fast: ProgramNode) -> N
     assert fresh in {((now() >> 30) - back) % 255 + 1 for back in (0, 1)}
 
 
-def test_a_young_flow_is_not_noted(fast: ProgramNode) -> None:
-    """Otherwise the flows of a resolver would fill the filter."""
+@PROTOCOLS
+def test_a_young_flow_is_not_noted(fast: ProgramNode, protocol: str) -> None:
+    """Otherwise short flows would fill the filter."""
     complete(fast)
-    flow = permitted(fast)
+    flow = permitted(fast, protocol)
     empty_table(fast)
     set_age(fast, 250)
     before = noted(fast)
@@ -222,13 +253,14 @@ def test_a_young_flow_is_not_noted(fast: ProgramNode) -> None:
     assert noted(fast) == before
 
 
-def test_without_a_permit_a_flow_is_looked_up(fast: ProgramNode) -> None:
+@PROTOCOLS
+def test_without_a_permit_a_flow_is_looked_up(fast: ProgramNode, protocol: str) -> None:
     complete(fast)
-    assert is_asked(Flow(fast, "udp"))
+    assert is_asked(Flow(fast, protocol))
 
 
 @pytest.mark.parametrize("variant", ["masqueraded", "hairpin"])
-def test_a_masqueraded_flow_is_looked_up(fast: ProgramNode, variant: str) -> None:
+def test_a_masqueraded_datagram_is_looked_up(fast: ProgramNode, variant: str) -> None:
     """Its replies, which conntrack also counts, do not go to the client's address."""
     complete(fast)
     assert is_asked(permitted(fast, **VARIANTS[variant]))

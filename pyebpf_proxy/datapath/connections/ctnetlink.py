@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import socket
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import NamedTuple
 
 from pyebpf_proxy.datapath.netlink.messages import attribute, attributes, word
@@ -99,7 +99,7 @@ def udp_flows(family: IPFamily) -> Iterator[Flow]:
     OSError if the kernel refuses.
     """
     try:
-        for entry in udp_entries(family):
+        for entry in _udp_entries(family):
             assert entry.original is not None
             if entry.reply is not None:
                 yield Flow(family, *entry.original.ends[1], *entry.reply.ends[0], entry.key)
@@ -108,19 +108,24 @@ def udp_flows(family: IPFamily) -> Iterator[Flow]:
             raise
 
 
-def udp_entries(family: IPFamily) -> Iterator[TrackedEntry]:
-    """Every UDP entry of ``family`` in this network namespace; each has its ``original``.
+def entries(family: IPFamily) -> Iterator[TrackedEntry]:
+    """Every TCP and UDP entry of ``family`` in this network namespace; each has its ``original``.
 
     OSError if the kernel refuses; EINTR at the end of a dump that may lack entries.
     """
     with RequestSocket(NETLINK_NETFILTER) as netlink:
+        yield from _entries(netlink, family, b"", (Protocol.TCP, Protocol.UDP))
+
+
+def _udp_entries(family: IPFamily) -> Iterator[TrackedEntry]:
+    with RequestSocket(NETLINK_NETFILTER) as netlink:
         try:
-            yield from _entries(netlink, family, _only_udp())
+            yield from _entries(netlink, family, _only_udp(), (Protocol.UDP,))
         except OSError as error:
             if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
                 raise
             # Before Linux 5.8 the kernel returns all entries; they are filtered here.
-            yield from _entries(netlink, family, b"")
+            yield from _entries(netlink, family, b"", (Protocol.UDP,))
 
 
 def delete(flows: Iterable[Flow]) -> int:
@@ -223,12 +228,15 @@ def _only_udp() -> bytes:
     return attribute(CTA_TUPLE_ORIG, protocol, nested=True) + attribute(CTA_FILTER, wanted, nested=True)
 
 
-def _entries(netlink: RequestSocket, family: IPFamily, wanted: bytes) -> Iterator[TrackedEntry]:
+def _entries(
+    netlink: RequestSocket, family: IPFamily, wanted: bytes, protocols: Collection[int]
+) -> Iterator[TrackedEntry]:
     try:
         for message in netlink.dump(IPCTNL_MSG_CT_GET, header(family) + wanted):
             entry = read_entry(message)
-            if entry.original is not None and entry.original.protocol == Protocol.UDP:
+            if entry.original is not None and entry.original.protocol in protocols:
                 yield entry
     except OSError as error:
         number = error.errno or 0
-        raise OSError(number, f"conntrack: UDP flows could not be listed: {os.strerror(number)}") from error
+        what = "UDP flows" if wanted else "flows"
+        raise OSError(number, f"conntrack: {what} could not be listed: {os.strerror(number)}") from error

@@ -51,7 +51,7 @@ class Settings:
     #: conntrack's timeouts of UDP flows, without replies and with.
     udp_seconds: int = 30
     udp_stream_seconds: int = 120
-    #: Differs each time programs are loaded. 0: they look each new UDP flow up in conntrack (bpf/udp_filter.h).
+    #: Differs each time programs are loaded. 0: they look each new flow up in conntrack (bpf/client_filters.h).
     load: int = 0
     pod_cidr4: bytes = bytes(4)
     pod_mask4: bytes = bytes(4)
@@ -116,7 +116,15 @@ _DRY_MAPS = {"dry_results"}
 _FLOW_MAPS = {
     *("flows", "fast_path", "flow_drafts", "flow_packet_counts", "promotions", "young_counts", "permits", "handovers"),
     *("sweep_results", "flow_fragments", "recent_flows", "recent_next", "ticks"),
-    *("exchanges", "exchange_heads", "exchange_rates", "exchange_sweeps", "udp_filter", "tracked_udp"),
+    *(
+        "exchanges",
+        "exchange_heads",
+        "exchange_rates",
+        "exchange_sweeps",
+        "udp_filter",
+        "tracked_clients",
+        "recent_ends",
+    ),
 }
 #: Features that are used wherever they load. Without them everything works.
 OPTIONAL = frozenset(("conntrack lookup",))

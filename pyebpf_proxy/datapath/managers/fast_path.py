@@ -8,7 +8,7 @@ from functools import partial
 
 from pyebpf_proxy.common.log import Logger
 from pyebpf_proxy.config.effective import Effective
-from pyebpf_proxy.datapath.connections import masqueraded, tracked_udp, young_counts
+from pyebpf_proxy.datapath.connections import masqueraded, tracked_clients, young_counts
 from pyebpf_proxy.datapath.connections.promotion import Promoter, promoter, run_for_flow
 from pyebpf_proxy.datapath.managers.devices import NodeMaps, XdpPrograms
 from pyebpf_proxy.datapath.managers.manager import Delta, Manager
@@ -83,7 +83,7 @@ class FastPathManager(Manager):
         if fast_path.draining:
             self._run(self._enter(fast_path, ports), "conntrack's flows", may_end=True)
         if loaded.settings.conntrack_lookup:
-            self._run(self._note_tracked(), "conntrack's UDP flows", may_end=True)
+            self._run(self._note_tracked(), "the filter of conntrack's flows", may_end=True)
         _log.info("the fast path is ready", entries=loaded.maps["flows"].max_entries)
 
     async def _enter(self, fast_path: FastPath, ports: range) -> None:
@@ -114,15 +114,17 @@ class FastPathManager(Manager):
         fast_path.admit()
 
     async def _note_tracked(self) -> None:
-        """Until this ends, the programs look up every new UDP flow in conntrack."""
+        """Until this ends, the programs look up every new flow in conntrack."""
         loaded = self._programs.loaded
         note_flow = partial(run_for_flow, loaded.tc.programs["note_tracked_flow"])
         try:
-            noted = await asyncio.to_thread(tracked_udp.note, loaded.tc.btf, note_flow)
+            noted = await asyncio.to_thread(
+                tracked_clients.note, loaded.tc.btf, loaded.maps["tracked_clients"], note_flow
+            )
         except (OSError, RuntimeError, MemoryError) as error:
-            _log.warning("UDP flows in conntrack could not be listed; new ones cost more", error=str(error))
+            _log.warning("flows in conntrack could not be listed; new ones cost more", error=str(error))
         else:
-            _log.debug("new UDP flows are no longer looked up in conntrack", noted=noted)
+            _log.debug("new flows are no longer looked up in conntrack", noted=noted)
 
     def _sources_gone(self) -> None:
         """Addresses have left the node: end the flows that are masqueraded to them."""

@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: (GPL-2.0-only OR BSD-2-Clause) */
 /*
- * Filters of UDP flows by a hash of the client.  They save lookups that would find nothing and wait for memory: in the
- * flow table, and in conntrack.
+ * Filters of flows by a hash of the client.  They save lookups that would find nothing and wait for memory: of UDP flows
+ * in the flow table, and of new flows in conntrack.
  */
-#ifndef PEP_UDP_FILTER_H
-#define PEP_UDP_FILTER_H
+#ifndef PEP_CLIENT_FILTERS_H
+#define PEP_CLIENT_FILTERS_H
 
 #include "flow_table.h"
 
@@ -85,28 +85,28 @@ static __always_inline bool may_be_in_table(__u64 from, __u64 to, __u64 now)
 	       is_recent(*(volatile __u8 *)byte_of(f, to), clock, SWEEP_LATE);
 }
 
-/* ---- whether conntrack may have a UDP flow -------------------------------------------------- */
+/* ---- whether conntrack may have a flow ------------------------------------------------------ */
 
-static __always_inline struct tracked_udp *tracked(void)
+static __always_inline struct tracked_clients *tracked(void)
 {
 	__u32 zero = 0;
 
-	return bpf_map_lookup_elem(&tracked_udp, &zero);
+	return bpf_map_lookup_elem(&tracked_clients, &zero);
 }
 
-static __always_inline __u8 *tracked_byte_of(struct tracked_udp *t, __u64 hash)
+static __always_inline __u8 *tracked_byte_of(struct tracked_clients *t, __u64 hash)
 {
 	return &t->noted[hash >> 16 & (TRACKED_BYTES - 1)];
 }
 
 /*
- * conntrack may have a UDP flow whose client has this hash.  Called for each datagram that netfilter gets, and with
- * every sweep for the kernel's flows, whose other datagrams the table sends.
+ * conntrack may have a flow whose client has this hash.  Called for each SYN and datagram that netfilter gets, and with
+ * every sweep for the kernel's flows, whose other packets the table sends.
  */
 static __always_inline void note_tracked(__u64 hash, __u64 now)
 {
 	__u8 noted = filter_clock(now) % FILTER_AGES + 1, *byte;
-	struct tracked_udp *t;
+	struct tracked_clients *t;
 
 	t = tracked();
 	if (!t)
@@ -118,37 +118,43 @@ static __always_inline void note_tracked(__u64 hash, __u64 now)
 }
 
 /*
- * netfilter gets this packet.  `reply`: it is an endpoint's.  Global, as is_untracked(): inlined, they would need too
- * much of the callers' stack.
+ * netfilter gets this SYN or datagram.  `reply`: it is an endpoint's.  Global, as is_untracked(): inlined, they would need
+ * too much of the callers' stack.
  */
-__noinline int note_datagram(const struct packet *p, bool reply)
+__noinline int note_left(const struct packet *p, bool reply)
 {
-	if (!settings.fast_path || !settings.conntrack_lookup || !p || p->protocol != UDP)
+	if (!settings.fast_path || !settings.conntrack_lookup || !p || p->protocol == SCTP)
 		return 0;
 	note_tracked(client_hash((const struct flow_key *)p, reply), flow_clock());
 	return 0;
 }
 
 /*
- * False: conntrack has no UDP flow of this client, so the lookup, which waits for memory, can be saved.  The agent has
- * noted the flows that conntrack had when these programs were loaded.
+ * conntrack keeps a connection that is opened or closed for two minutes.  It keeps others for longer.  While they are in
+ * the table each sweep notes them.  When they no longer are, a SYN shows that the client has forgotten its connection.
  */
-static __always_inline bool may_be_tracked(__u64 hash, __u64 now)
+#define NOTED_TCP_NS (200 * NANOSECONDS)
+
+/*
+ * False: conntrack has no flow of this client, so the lookup, which waits for memory, can be saved.  The agent has noted
+ * the flows that conntrack had when these programs were loaded.
+ */
+static __always_inline bool may_be_tracked(__u64 hash, enum protocol protocol, __u64 now)
 {
-	__u32 clock = filter_clock(now), ages = filter_clock(forgotten_udp_ns());
-	struct tracked_udp *t = tracked();
+	__u32 clock = filter_clock(now), ages = filter_clock(protocol == UDP ? forgotten_udp_ns() : NOTED_TCP_NS);
+	struct tracked_clients *t = tracked();
 
 	if (!t || !settings.load || *(volatile __u32 *)&t->complete != settings.load || ages + 4 > FILTER_AGES)
 		return true;
 	return !is_swept(clock) || is_recent(*(volatile __u8 *)tracked_byte_of(t, hash), clock, ages);
 }
 
-/* A datagram of a client that has no UDP flow in conntrack. */
+/* A SYN or datagram of a client that has no flow in conntrack. */
 __noinline int is_untracked(const struct packet *p)
 {
-	if (!settings.fast_path || !settings.conntrack_lookup || !p || p->protocol != UDP)
+	if (!settings.fast_path || !settings.conntrack_lookup || !p || p->protocol == SCTP)
 		return 0;
-	return !may_be_tracked(client_hash((const struct flow_key *)p, false), flow_clock());
+	return !may_be_tracked(client_hash((const struct flow_key *)p, false), p->protocol, flow_clock());
 }
 
 #endif

@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tells the programs which flows conntrack has, so that they need not look up every new one (bpf/client_filters.h)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from pyebpf_proxy.datapath.connections.ctnetlink import entries
+from pyebpf_proxy.datapath.loader.btf import Btf
+from pyebpf_proxy.datapath.loader.libbpf import Map
+from pyebpf_proxy.services.model import IPFamily
+
+#: With more flows than this, most bytes of the filter would be used.
+MOST = 1 << 15
+_COMPLETE_SIZE = 4
+
+
+def note(btf: Btf, tracked_clients: Map, note_flow: Callable[[bytes], bool], most: int = MOST) -> int:
+    """Note every flow that conntrack has, then complete the filter; how many were noted.
+
+    If there are more than ``most``, all clients are noted, for as long as notes last. ``note_flow`` runs the program
+    ``note_tracked_flow`` with a ``struct flow_key`` and returns whether it did its task. Called when the programs that
+    note later flows are attached. In the network namespace of the calling thread. OSError: the filter stays incomplete,
+    and the programs look up every new flow.
+    """
+    layout = btf.struct("flow_key")
+    key = layout.packer("source", "source_port", "protocol", "ipv6")
+    noted = 0
+    for family in IPFamily:
+        for entry in entries(family):
+            assert entry.original is not None
+            if noted == most:
+                _note_all(tracked_clients)
+                break
+            client, port = entry.original.ends[0]
+            noted += note_flow(key.pack(client, port, entry.original.protocol, family is IPFamily.IPV6))
+    note_flow(bytes(layout.size))
+    return noted
+
+
+def _note_all(tracked_clients: Map) -> None:
+    # filter_clock() and the byte of note_tracked().
+    byte = (time.clock_gettime_ns(time.CLOCK_MONOTONIC) >> 30) % 255 + 1
+    tracked_clients.update(bytes(4), bytes(_COMPLETE_SIZE) + bytes([byte]) * (tracked_clients.value_size - 4))
