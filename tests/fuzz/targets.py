@@ -29,7 +29,6 @@ from pyebpf_proxy.kube.decode import UnreadableError
 from pyebpf_proxy.see import routes
 from pyebpf_proxy.servers.connection import Connection
 from pyebpf_proxy.servers.http import Pool, Request, Response, Sources
-from pyebpf_proxy.services.model import IPFamily
 
 Target = Callable[[bytes], None]
 TARGETS: dict[str, Target] = {}
@@ -126,7 +125,7 @@ def iptables_legacy(data: bytes) -> None:
 @target
 def conntrack(data: bytes) -> None:
     """A flow of a dump."""
-    ctnetlink._flow(IPFamily.IPV4, data)
+    ctnetlink.read_entry(data)
 
 
 @target

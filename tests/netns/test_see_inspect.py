@@ -106,7 +106,8 @@ def test_from_a_vip_to_its_backends() -> None:
             assert [each["port"] for each in backends] == [8080] * 3
         examples_shown = {name: entry for name, entry, _ in examples(node, pins)}
         assert {name for name in examples_shown if name not in shown()} <= NOT_SHOWN
-        for name, entry in examples_shown.items():
+        for name in examples_shown.keys() & shown().keys():
+            entry = examples_shown[name]
             if entry is not None and "value" in entry and isinstance(entry["value"], dict):
                 assert list(entry["value"]) == list(shown()[name]["value"]), name
 
