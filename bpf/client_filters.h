@@ -33,6 +33,12 @@ static __always_inline __u32 filter_clock(__u64 now)
 	return now >> 30;
 }
 
+/* The byte that notes this time. */
+static __always_inline __u8 filter_note(__u64 now)
+{
+	return filter_clock(now) % FILTER_AGES + 1;
+}
+
 static __always_inline struct udp_filter *filter(void)
 {
 	__u32 zero = 0;
@@ -55,7 +61,7 @@ static __always_inline void note_in_table(const struct flow_key *key, bool reply
 		return;
 	f = filter();
 	if (f)
-		*(volatile __u8 *)byte_of(f, client_hash(key, reply)) = filter_clock(now) % FILTER_AGES + 1;
+		*(volatile __u8 *)byte_of(f, client_hash(key, reply)) = filter_note(now);
 }
 
 /* `noted`: a byte of a filter.  Another CPU's clock may be one unit ahead of this one's (flow_clock()). */
@@ -105,10 +111,9 @@ static __always_inline __u8 *tracked_byte_of(struct tracked_clients *t, __u64 ha
  */
 static __always_inline void note_tracked(__u64 hash, __u64 now)
 {
-	__u8 noted = filter_clock(now) % FILTER_AGES + 1, *byte;
-	struct tracked_clients *t;
+	struct tracked_clients *t = tracked();
+	__u8 noted = filter_note(now), *byte;
 
-	t = tracked();
 	if (!t)
 		return;
 	byte = tracked_byte_of(t, hash);

@@ -19,7 +19,7 @@ static __always_inline bool chosen_before(struct context *ctx, const struct pack
  * conntrack has the flow of this packet, which continues unchanged.  Called only if open_flow() got `unasked`: XDP never
  * asks.
  */
-static __always_inline bool continues(struct context *ctx, const struct packet *p, const struct frontend *f);
+static __noinline int continues(struct context *ctx, const struct packet *p, const struct frontend *f);
 
 /*
  * A packet of any protocol from outside to 127.0.0.0/8.  route_localnet, which NodePorts on localhost need, lets it in

@@ -93,15 +93,15 @@ static __always_inline void note_handover(struct __sk_buff *skb, const struct pa
 	hand_over_open(skb, p, e, b, ip_device(skb));
 }
 
-static __always_inline bool asks_conntrack(struct __sk_buff *skb, const struct packet *p, const struct frontend *f,
-					   const struct service_config *config)
+static __always_inline bool is_in_conntrack(struct __sk_buff *skb, const struct packet *p, const struct frontend *f,
+					    const struct service_config *config)
 {
 	/* At an address without NodePorts the flow is not of the service, which may only refuse it. */
 	return flow_exists(skb, p, f->service, config->any_endpoints && f->kind != UNSERVED_NODE_PORT);
 }
 
 /* Finds the configuration again: the caller's stack has no space to keep it. */
-static __noinline int continues_after_all(struct __sk_buff *skb, const struct packet *p, const struct frontend *f)
+static __noinline int continues(struct __sk_buff *skb, const struct packet *p, const struct frontend *f)
 {
 	struct service_config *config;
 	__u32 config_id;
@@ -109,12 +109,7 @@ static __noinline int continues_after_all(struct __sk_buff *skb, const struct pa
 	if (!p || !f)
 		return 0;
 	config = active_config(f->service, &config_id);
-	return config && asks_conntrack(skb, p, f, config);
-}
-
-static __always_inline bool continues(struct __sk_buff *skb, const struct packet *p, const struct frontend *f)
-{
-	return continues_after_all(skb, p, f);
+	return config && is_in_conntrack(skb, p, f, config);
 }
 
 /* `known`: the flow table has this flow as a kernel's flow. */
@@ -131,7 +126,7 @@ static __always_inline int serve(struct __sk_buff *skb, struct packet *p, const 
 	/* The kfunc cannot look up SCTP. An SCTP flow is opened by an INIT only. */
 	if (settings.conntrack_lookup && p->protocol != SCTP) {
 		unasked = fast && !known && !original && !settings.dry_run && is_untracked(p);
-		if (!unasked && asks_conntrack(skb, p, f, config)) {
+		if (!unasked && is_in_conntrack(skb, p, f, config)) {
 			if (known)
 				hand_over_confirm(skb, p, ip_device(skb));
 			return TC_ACT_UNSPEC;
@@ -161,12 +156,15 @@ static __always_inline bool is_syn_ack(const struct packet *p)
 static __always_inline int leave(struct __sk_buff *skb, const struct packet *p, bool bridge_port, bool fast,
 				 int verdict)
 {
+	bool from_endpoint;
+
 	if (fast && p->starts_flow && verdict == NOT_KNOWN && clashes_with_young(skb, p)) {
 		drop_until_promotion(p, receiving_device(skb), 0);
 		return DROPPED;
 	}
-	/* Keeps conntrack's entry, although the client sends nothing. */
-	if (fast && verdict == NOT_KNOWN && p->protocol == UDP && comes_from_endpoint(p))
+	from_endpoint = fast && (verdict == NOT_KNOWN || is_syn_ack(p)) && comes_from_endpoint(p);
+	/* A datagram keeps conntrack's entry, although the client sends nothing. */
+	if (from_endpoint && p->protocol == UDP)
 		note_left(p, true);
 	if (bridge_port && redirect_reply_to_bridge(skb, p))
 		return TC_ACT_UNSPEC;
@@ -174,7 +172,7 @@ static __always_inline int leave(struct __sk_buff *skb, const struct packet *p, 
 		return TC_ACT_UNSPEC;
 	if (verdict == NOT_CONFIRMED)
 		hand_over_confirm(skb, p, ip_device(skb));
-	else if ((verdict == NOT_KNOWN || is_syn_ack(p)) && comes_from_endpoint(p) && is_plain(skb))
+	else if (from_endpoint && is_plain(skb))
 		hand_over_reply(skb, p, ip_device(skb));
 	return TC_ACT_UNSPEC;
 }

@@ -33,11 +33,11 @@ static __always_inline int leave_young(struct xdp_md *ctx __attribute__((unused)
 	return XDP_PASS;
 }
 
-static __always_inline bool continues(struct xdp_md *ctx __attribute__((unused)),
-				      const struct packet *p __attribute__((unused)),
-				      const struct frontend *f __attribute__((unused)))
+static __noinline int continues(struct xdp_md *ctx __attribute__((unused)),
+				const struct packet *p __attribute__((unused)),
+				const struct frontend *f __attribute__((unused)))
 {
-	return false;
+	return 0;
 }
 
 /* The device, if the frame is addressed to this node; NULL for other frames that the device sees. */

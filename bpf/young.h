@@ -323,7 +323,7 @@ static __always_inline __u16 recent_stamp(__u64 started)
 __noinline int note_recent(const struct flow_key *key, bool opened)
 {
 	struct flow_key *place, former, reply_key;
-	__u32 zero = 0, turn, *next, *ended;
+	__u32 zero = 0, turn, tag, *next, *ended;
 	struct flow *f, *reply;
 	struct flow_draft *d;
 	__u16 stamp;
@@ -353,12 +353,13 @@ __noinline int note_recent(const struct flow_key *key, bool opened)
 			*(volatile __u32 *)ended = 0;
 	}
 	/* Most connections end by themselves before their slot has its turn. The lookup would wait for memory. */
-	ended = recent_end_of(tag_of(&former));
-	if (ended && *(volatile __u32 *)ended == tag_of(&former))
+	tag = tag_of(&former);
+	ended = recent_end_of(tag);
+	if (ended && *(volatile __u32 *)ended == tag)
 		return 0;
 	f = bpf_map_lookup_elem(&flows, &former);
 	/* If the client has used the port again, its newer flow has the same key, but another slot. */
-	if (!f || !f->young || f->reply || was_reused(&f->rewrite, tag_of(&former)) ||
+	if (!f || !f->young || f->reply || was_reused(&f->rewrite, tag) ||
 	    recent_stamp(f->started) != stamp)
 		return 0;
 	reply_key_of(&f->rewrite, former.protocol, former.ipv6, &reply_key);

@@ -12,6 +12,8 @@ from pyebpf_proxy.cluster.objects import KUBE_PROXY, NAME, NAMESPACE
 from pyebpf_proxy.cluster.output import counted
 from pyebpf_proxy.cluster.takeover import Say, Site
 
+_CARRIED = "the programs of the last agent carry the traffic"
+
 
 class Upgrade(Command):
     """``cluster upgrade``."""
@@ -63,14 +65,14 @@ class Upgrade(Command):
             takeover.wait_ready(site, node)
             takeover.verify(site, node, before, say)
         except KeyboardInterrupt:
-            say(f"interrupted; the programs of the last agent carry the traffic; {again}")
+            say(f"interrupted; {_CARRIED}; {again}")
             raise
         except NodeGoneError:
             raise
         except NodeLostError as lost:
             raise ClusterError(f"{node}: {lost}; when it is back, {again}") from None
         except StoppedError as stopped:
-            text = f"{node}: {stopped}; the programs of the last agent carry the traffic; {again}"
+            text = f"{node}: {stopped}; {_CARRIED}; {again}"
             raise StoppedError(text, stopped.status) from None
         except (ClusterError, RefusedError) as error:
             say(f"failed: {error}; restoring the agent with {old.image}")
@@ -94,13 +96,13 @@ class Upgrade(Command):
             wait = takeover.wait_programmed if self._runs_kube_proxy(node) else takeover.wait_ready
             wait(site, node)
         except KeyboardInterrupt:
-            say(f"interrupted; the programs of the last agent carry the traffic; {again}")
+            say(f"interrupted; {_CARRIED}; {again}")
             raise
         except StoppedError as stopped:
-            text = f"{node}: {error}; {stopped}; the programs of the last agent carry the traffic; {again}"
+            text = f"{node}: {error}; {stopped}; {_CARRIED}; {again}"
             raise StoppedError(text, stopped.status) from None
         except (ClusterError, RefusedError) as second:
             raise ClusterError(
-                f"{node}: {error}; the agent with {old.image} could not be restored: {second}; the programs of the last"
-                " agent carry the traffic; run pyebpf-proxy cluster rollback --nodes SELECTOR"
+                f"{node}: {error}; the agent with {old.image} could not be restored: {second}; {_CARRIED};"
+                " run pyebpf-proxy cluster rollback --nodes SELECTOR"
             ) from None

@@ -35,13 +35,15 @@ def seconds(word: str) -> float:
 
 def count(word: str) -> int:
     """Parse a number of intervals: 1 or more."""
-    if not word.isdecimal() or int(word) < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number from 1, not {word}")
-    return int(word)
+    return _whole(word, 1)
 
 
 def number(word: str) -> int:
     """Parse a count: 0 or more."""
-    if not word.isdecimal():
-        raise argparse.ArgumentTypeError(f"must be a whole number from 0, not {word}")
+    return _whole(word, 0)
+
+
+def _whole(word: str, least: int) -> int:
+    if not word.isdecimal() or int(word) < least:
+        raise argparse.ArgumentTypeError(f"must be a whole number from {least}, not {word}")
     return int(word)

@@ -42,17 +42,8 @@ _UNIT = (
 # test_maps_libbpf.py needs the compiler, which guests lack. Counts: also by the meter of `top`.
 _PACKET = (
     *("connections", "flows", "bridge", "trace", "counts", "kernel_flows", "permits", "promotion", "sweep"),
-    *(
-        "exchanges",
-        "renewal",
-        "tracked_flows",
-        "untracked_flows",
-        "young_ends",
-        "young_flows",
-        "young_ports",
-        "xdp",
-        "xdp_flows",
-    ),
+    *("exchanges", "renewal", "tracked_flows", "untracked_flows", "young_ends", "young_flows", "young_ports"),
+    *("xdp", "xdp_flows"),
 )
 _PACKET_QUICK = (
     "IPv4 and not xdp and not ports_of_one and not kernel_flows and not permits"

@@ -352,7 +352,7 @@ FLOW_MUTANTS: dict[str, tuple[str, str, str]] = {
     ),
     "recent: ended flows are looked up": (
         "young.h",
-        "if (ended && *(volatile __u32 *)ended == tag_of(&former))",
+        "if (ended && *(volatile __u32 *)ended == tag)",
         "if (false)",
     ),
     "recent: a client's port that was used before": ("young.h", "\t\t\t*(volatile __u32 *)ended = 0;\n", "\t\t\t;\n"),

@@ -13,7 +13,6 @@ from pyebpf_proxy.services.model import IPFamily
 
 #: With more flows than this, most bytes of the filter would be used.
 MOST = 1 << 15
-_COMPLETE_SIZE = 4
 
 
 def note(btf: Btf, tracked_clients: Map, note_flow: Callable[[bytes], bool], most: int = MOST) -> int:
@@ -27,19 +26,19 @@ def note(btf: Btf, tracked_clients: Map, note_flow: Callable[[bytes], bool], mos
     layout = btf.struct("flow_key")
     key = layout.packer("source", "source_port", "protocol", "ipv6")
     noted = 0
-    for family in IPFamily:
-        for entry in entries(family):
-            assert entry.original is not None
-            if noted == most:
-                _note_all(tracked_clients)
-                break
-            client, port = entry.original.ends[0]
-            noted += note_flow(key.pack(client, port, entry.original.protocol, family is IPFamily.IPV6))
+    for family, entry in ((each, entry) for each in IPFamily for entry in entries(each)):
+        assert entry.original is not None
+        if noted == most:
+            _note_all(btf, tracked_clients)
+            break
+        client, port = entry.original.ends[0]
+        noted += note_flow(key.pack(client, port, entry.original.protocol, family is IPFamily.IPV6))
     note_flow(bytes(layout.size))
     return noted
 
 
-def _note_all(tracked_clients: Map) -> None:
-    # filter_clock() and the byte of note_tracked().
+def _note_all(btf: Btf, tracked_clients: Map) -> None:
+    layout = btf.struct("tracked_clients")
+    # filter_note() of bpf/client_filters.h.
     byte = (time.clock_gettime_ns(time.CLOCK_MONOTONIC) >> 30) % 255 + 1
-    tracked_clients.update(bytes(4), bytes(_COMPLETE_SIZE) + bytes([byte]) * (tracked_clients.value_size - 4))
+    tracked_clients.update(bytes(4), layout.pack(noted=bytes([byte]) * layout.fields["noted"].size))

@@ -115,16 +115,8 @@ _DRY_MAPS = {"dry_results"}
 # Maps and programs for the fast path only.
 _FLOW_MAPS = {
     *("flows", "fast_path", "flow_drafts", "flow_packet_counts", "promotions", "young_counts", "permits", "handovers"),
-    *("sweep_results", "flow_fragments", "recent_flows", "recent_next", "ticks"),
-    *(
-        "exchanges",
-        "exchange_heads",
-        "exchange_rates",
-        "exchange_sweeps",
-        "udp_filter",
-        "tracked_clients",
-        "recent_ends",
-    ),
+    *("sweep_results", "flow_fragments", "recent_flows", "recent_next", "recent_ends", "ticks", "tracked_clients"),
+    *("exchanges", "exchange_heads", "exchange_rates", "exchange_sweeps", "udp_filter"),
 }
 #: Features that are used wherever they load. Without them everything works.
 OPTIONAL = frozenset(("conntrack lookup",))
