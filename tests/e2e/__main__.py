@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m tests.e2e up|down|test|switch|page``: see docs/kubernetes-e2e.md."""
+"""``python -m tests.e2e up|down|test|switch|churn|page``: see docs/kubernetes-e2e.md."""
 
 from __future__ import annotations
 
@@ -9,19 +9,23 @@ import subprocess
 import sys
 from types import FrameType
 
-from tests.e2e import cluster, page, specs, switch
+from tests.e2e import churn, cluster, page, specs, switch
 from tests.e2e.problem import E2EError
 
 
 def main(arguments: list[str]) -> int:
     """0: done; 1: specs failed; 2: nothing could be done, with one line; 130: interrupted."""
     parser = argparse.ArgumentParser(prog="python -m tests.e2e")
-    parser.add_argument("command", choices=("up", "down", "test", "switch", "page"))
+    parser.add_argument("command", choices=("up", "down", "test", "switch", "churn", "page"))
     parser.add_argument("--proxy", choices=cluster.PROXIES, default="pyebpf-proxy")
     parser.add_argument("--dual", action="store_true", help="both families")
     parser.add_argument("--processes", type=int, default=4, help="specs that run at once")
     parser.add_argument("--focus", default="", help="specs to run, as a regular expression")
     parser.add_argument("--load-balancer", action="store_true", help="a load-balancer controller, and the specs for it")
+    parser.add_argument(
+        "--replace", action="store_true", help="replace kube-proxy by pyebpf-proxy and back while the specs run"
+    )
+    parser.add_argument("--seconds", type=int, default=600, help="of churn (default: 600)")
     parser.add_argument("--here", action="store_true", help="in the cluster that is up, which stays")
     parser.add_argument(
         "--record", action="store_true", help="write the results below tests/e2e/recorded, and the page"
@@ -40,15 +44,19 @@ def main(arguments: list[str]) -> int:
             if options.record:
                 page.write()
             return status
+        if options.command == "churn":
+            status = churn.run(options.seconds, options.record)
+            if options.record:
+                page.write()
+            return status
         if options.command == "down":
             with cluster.exclusive():
                 cluster.down()
             return 0
         balanced = options.load_balancer
         focus = options.focus or (specs.BALANCED_FOCUS if balanced else specs.FOCUS)
-        status = specs.run(
-            options.proxy, options.dual, options.processes, focus, balanced, options.here, options.record
-        )
+        choice = specs.Choice(focus, options.processes, balanced, options.replace)
+        status = specs.run(options.proxy, options.dual, choice, options.here, options.record)
         if options.record:
             page.write()
         return status

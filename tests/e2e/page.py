@@ -4,10 +4,10 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tests.e2e import results, specs, switch
+from tests.e2e import churn, results, specs, switch
 from tests.e2e.cluster import PROXIES
 from tests.e2e.layout import NODES, RELEASE, REPOSITORY
 from tests.e2e.results import Spec
@@ -28,6 +28,7 @@ make test-e2e PROXY=kube-proxy-nftables  # and in mode nftables
 make test-e2e ARGS='--focus EndpointSlice'
 make test-e2e ARGS=--load-balancer       # a load-balancer controller, and the specs that need one
 make test-e2e DUAL=1                     # both families, and the specs that need them
+make test-e2e PROXY=kube-proxy ARGS=--replace  # while pyebpf-proxy replaces kube-proxy, and back
 make test-e2e ARGS=--record              # writes the results that this page shows
 make cluster-up                          # a cluster that stays; PROXY, DUAL=1
 make cluster-down                        # removes it, and what a killed run has left
@@ -48,6 +49,12 @@ pyebpf-proxy and back, by the commands of [cluster.md](cluster.md). Meanwhile po
 connections a second to a ClusterIP and to NodePorts (`tests/e2e/load.c`). An image that cannot be pulled must fail, and
 must leave every node as it was. In between, agents are deleted, kubelets restarted, containerd is killed, and a node is
 drained. The command fails if a connection fails. `--record` writes the table below.
+"""
+
+_CHURN = f"""## Pods replaced under load
+
+`.venv/bin/python -m tests.e2e churn` replaces the pods of a Service for ten minutes, with any proxy, under the same
+load: up to {churn.RATE} a second, or as many as become ready. The command fails if a connection fails.
 """
 
 _CLUSTER = """## The cluster
@@ -76,7 +83,7 @@ on cgroup v1.
 
 def text() -> str:
     """The page."""
-    files = sorted(path for path in results.FOLDER.glob("*.json") if path != results.SWITCH)
+    files = sorted(path for path in results.FOLDER.glob("*.json") if path not in (results.SWITCH, results.CHURN))
     found = {path.stem: results.load(path) for path in files}
     parts = [_HEAD]
     single: dict[str, list[Spec]] = {name: found[name][1] for name in PROXIES if name in found}
@@ -88,9 +95,13 @@ def text() -> str:
     if dual:
         parts.append("Both families (`DUAL=1`), the specs `[Feature:IPv6DualStack]`:\n")
         parts.append(_table(dual))
-    parts.append(_not_passed(single | {f"{name}, both families": each for name, each in dual.items()}))
+    replaced = {name: found[f"{name}-replaced"] for name in PROXIES if f"{name}-replaced" in found}
+    parts += [_replaced(name, *each) for name, each in replaced.items()]
+    others = {f"{name}, both families": each for name, each in dual.items()}
+    others |= {f"{name}, replaced": each for name, (_, each) in replaced.items()}
+    parts.append(_not_passed(single | others))
     parts.append(_left_out())
-    return "\n".join([*parts, _SWITCH, _switched(), _CLUSTER])
+    return "\n".join([*parts, _SWITCH, _switched(), _CHURN, _churned(), _CLUSTER])
 
 
 def _times(runs: Mapping[str, Mapping[str, Any]]) -> str:
@@ -128,6 +139,32 @@ def _switched() -> str:
         lines.append(f"| {what} | {status} | {step.seconds:.0f} | {step.connections} | {step.failed} |")
     total = [sum(numbers) for numbers in zip(*((step.connections, step.failed) for step in steps), strict=True)]
     lines.append(f"| **all** | | | {total[0]} | {total[1]} |")
+    return "\n".join(lines) + "\n"
+
+
+def _replaced(name: str, about: Mapping[str, Any], found: Sequence[Spec]) -> str:
+    """The specs that ran while the proxy was replaced."""
+    commands = about["replacements"]
+    rounds = sum("rollback" in each["what"] for each in commands)
+    facts = (
+        f"While {_title(name)} was replaced by pyebpf-proxy, upgraded, and restored (`--replace`), {rounds} times in"
+        f" {about['seconds'] / 60:.0f} minutes: {_cell(results.total(results.counts(found)))} specs passed. The"
+        f" {len(commands)} commands took {min(each['seconds'] for each in commands):.0f} to"
+        f" {max(each['seconds'] for each in commands):.0f} s."
+    )
+    return "\n".join([*textwrap.wrap(facts, 120), ""])
+
+
+def _churned() -> str:
+    """The last recorded churn with each proxy."""
+    runs = churn.load_record()
+    if not runs:
+        return "It was not recorded.\n"
+    lines = ["| proxy | pods replaced | seconds | connections | failed |", "|---|---|---|---|---|"]
+    lines += [
+        f"| {_title(name)} | {run.pods} | {run.seconds} | {run.connections} | {run.failed} |"
+        for name, run in sorted(runs.items())
+    ]
     return "\n".join(lines) + "\n"
 
 

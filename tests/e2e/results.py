@@ -13,6 +13,8 @@ from typing import Any
 FOLDER = Path(__file__).parent / "recorded"
 #: Written by `python -m tests.e2e switch --record`.
 SWITCH = FOLDER / "switch.json"
+#: Written by `python -m tests.e2e churn --record`.
+CHURN = FOLDER / "churn.json"
 STATES = ("passed", "failed", "skipped")
 
 

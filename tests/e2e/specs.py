@@ -8,12 +8,15 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from tests.e2e import cluster as clusters
 from tests.e2e import results
 from tests.e2e.layout import CONTROL, NODES, PROGRAMS, RELEASE, STORE
 from tests.e2e.problem import E2EError
+from tests.e2e.replacements import Replacements
 
 FOCUS = r"\[sig-network\]"
 DUAL_FOCUS = r"\[sig-network\].*\[Feature:IPv6DualStack\]"
@@ -39,11 +42,22 @@ KNOWN: dict[str, dict[str, str]] = {}
 _LIMIT = 3600
 
 
-def run(proxy: str, dual: bool, processes: int, focus: str, balanced: bool, here: bool, record: bool) -> int:
-    """Run the specs, in a new cluster or in the one that is up. 1 if one fails without a known reason.
+@dataclass(frozen=True)
+class Choice:
+    """Which specs run, and how.
 
-    ``balanced``: with the load-balancer controller, and also specs that need it or take minutes.
+    ``focus``: a regular expression of their names. ``processes``: how many run at once. ``balanced``: with the
+    load-balancer controller, and also specs that need it or take minutes. ``replace``: while the proxy is replaced.
     """
+
+    focus: str
+    processes: int
+    balanced: bool = False
+    replace: bool = False
+
+
+def run(proxy: str, dual: bool, choice: Choice, here: bool, record: bool) -> int:
+    """Run the specs, in a new cluster or in the one that is up. 1 if one fails without a known reason."""
     clusters.prepare(specs=True)
     with clusters.exclusive():
         made = clusters.Cluster()
@@ -53,11 +67,11 @@ def run(proxy: str, dual: bool, processes: int, focus: str, balanced: bool, here
             clusters.refuse_if_used()
             try:
                 made.up(proxy, dual, keeper=os.getpid())
-                return _judge(made, processes, focus, balanced, record)
+                return _judge(made, choice, record)
             finally:
                 with _undisturbed():
                     clusters.down()
-        return _judge(made, processes, focus, balanced, record)
+        return _judge(made, choice, record)
 
 
 @contextmanager
@@ -72,29 +86,37 @@ def _undisturbed() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _judge(made: clusters.Cluster, processes: int, focus: str, balanced: bool, record: bool) -> int:
-    if balanced:
+def _judge(made: clusters.Cluster, choice: Choice, record: bool) -> int:
+    if choice.balanced:
         made.start_load_balancer()
+    name = made.proxy + ("-dual" if made.network.dual else "") + ("-replaced" if choice.replace else "")
+    folder = STORE / "reports" / name
+    folder.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
-    specs = _run(made, processes, focus, balanced)
+    replacements = Replacements(made, folder / "replacements.log") if choice.replace else None
+    with replacements or nullcontext():
+        specs = _run(made, choice, folder)
+        seconds = round(time.monotonic() - began)
     if not specs:
-        raise E2EError(f"no spec matches {focus}")
-    seconds = round(time.monotonic() - began)
-    name = made.proxy + ("-dual" if made.network.dual else "")
+        raise E2EError(f"no spec matches {choice.focus}")
     print(f"\n{results.table(specs)}\n\n{made.proxy}, {RELEASE}, {NODES} nodes: {seconds} s")
     for spec in specs:
         if spec.state != "passed":
             print(f"{spec.state}: {spec.name}: {spec.why[:300]}")
     if record:
         about = {"proxy": made.proxy, "dual": made.network.dual, "release": RELEASE, "nodes": NODES}
-        about |= {"seconds": seconds, "processes": processes}
+        about |= {"seconds": seconds, "processes": choice.processes}
+        if replacements:
+            about["replacements"] = [asdict(each) for each in replacements.made]
         all_specs = specs
-        if focus != FOCUS:
+        if choice.focus != FOCUS:
             # The outcome of some specs replaces only theirs, and their time is not that of all.
             about |= results.times(name)
             all_specs = results.replaced(name, specs)
         print(f"written: {results.save(name, all_specs, about)}")
-    failed = results.unexpected(specs, KNOWN.get(made.proxy, {}))
+    if replacements:
+        replacements.require_success()
+    failed = results.unexpected(specs, KNOWN.get(name, {}))
     return 1 if failed else 0
 
 
@@ -103,22 +125,19 @@ def left_out(balanced: bool) -> list[str]:
     return [pattern for why, pattern in LEFT_OUT.items() if not (balanced and why in BALANCED)]
 
 
-def _run(made: clusters.Cluster, processes: int, focus: str, balanced: bool) -> list[results.Spec]:
-    folder = STORE / "reports" / made.proxy
-    folder.mkdir(parents=True, exist_ok=True)
+def _run(made: clusters.Cluster, choice: Choice, folder: Path) -> list[results.Spec]:
     report, log = folder / "report.json", folder / "e2e.log"
     report.unlink(missing_ok=True)
-    if made.network.dual and focus == FOCUS:
-        focus = DUAL_FOCUS
-    skip = "|".join([*left_out(balanced), *([] if made.network.dual else [DUAL])])
+    focus = DUAL_FOCUS if made.network.dual and choice.focus == FOCUS else choice.focus
+    skip = "|".join([*left_out(choice.balanced), *([] if made.network.dual else [DUAL])])
     command = [
         *("nice", "-n", "10", "nsenter", f"--net=/run/netns/{CONTROL}", str(PROGRAMS / "ginkgo"), "run"),
-        *(f"--procs={processes}", "--no-color", f"--timeout={_LIMIT}s", "--silence-skips"),
+        *(f"--procs={choice.processes}", "--no-color", f"--timeout={_LIMIT}s", "--silence-skips"),
         *(f"--focus={focus}", f"--skip={skip}", f"--output-dir={folder}", f"--json-report={report.name}"),
         *(str(PROGRAMS / "e2e.test"), "--", f"--kubeconfig={made.kubeconfig}", "--provider=skeleton"),
         *(f"--kubectl-path={PROGRAMS / 'kubectl'}", f"--num-nodes={NODES}", "--delete-namespace=true"),
     ]
-    print(f"specs run, {processes} at once; output in {log}", flush=True)
+    print(f"specs run, {choice.processes} at once; output in {log}", flush=True)
     with log.open("wb") as output:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, cwd=folder

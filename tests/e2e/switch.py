@@ -5,9 +5,7 @@ from __future__ import annotations
 
 import datetime
 import json
-import os
 import re
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -16,14 +14,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.e2e import control_plane, results
+from tests.e2e import results
 from tests.e2e.cluster import Cluster
-from tests.e2e.layout import NEXT_IMAGE, NODES, PROXY_IMAGE, RELEASE, REPOSITORY
+from tests.e2e.commands import run_command, title
+from tests.e2e.layout import NEXT_IMAGE, NODES, PROXY_IMAGE, RELEASE
 from tests.e2e.problem import E2EError
 from tests.e2e.processes import wait_for
 
 _LOAD = Path(__file__).parent / "load.yaml"
-_SPACE = "pep-load"
+#: The namespace of the load.
+LOAD_SPACE = "pep-load"
 RATE = 1000
 #: No registry has it, and no name server knows the registry.
 MISSING_IMAGE = "registry.invalid/pyebpf-proxy:1"
@@ -60,7 +60,7 @@ class Load:
             text = text.replace('127.0.0.1, "30080", ', "")
         self._cluster.kubectl("apply", "-f", "-", text=text)
         for kind in ("deployment/web", "daemonset/pod", "daemonset/node"):
-            self._cluster.kubectl("-n", _SPACE, "rollout", "status", kind, "--timeout=120s")
+            self._cluster.kubectl("-n", LOAD_SPACE, "rollout", "status", kind, "--timeout=120s")
         self.watch()
         wait_for("connections succeed", lambda: self.count()[0] > 2 * RATE, 60)
         return self
@@ -73,12 +73,12 @@ class Load:
         self._cluster.kubectl("delete", "--ignore-not-found", "-f", _LOAD, check=False)
 
     def _logs(self) -> str:
-        chosen = ("-n", _SPACE, "logs", "-l", "app=ask", "--tail=-1", "--max-log-requests=20", "--prefix")
+        chosen = ("-n", LOAD_SPACE, "logs", "-l", "app=ask", "--tail=-1", "--max-log-requests=20", "--prefix")
         return self._cluster.kubectl(*chosen, check=False)
 
     def _pods(self) -> dict[str, int]:
         """How often each pod that opens connections has been restarted."""
-        chosen = ("-n", _SPACE, "get", "pods", "-l", "app=ask", "-o", "json")
+        chosen = ("-n", LOAD_SPACE, "get", "pods", "-l", "app=ask", "-o", "json")
         staying = [
             pod
             for pod in json.loads(self._cluster.kubectl(*chosen))["items"]
@@ -127,26 +127,14 @@ class Run:
 
     def command(self, *words: str, statuses: Sequence[int] = (0,), says: str = "") -> None:
         """Run a command of docs/cluster.md. E2EError if its exit status or its output is not as expected."""
-        shown = f"pyebpf-proxy cluster {' '.join(words)}"
+        shown = title(words)
         print(f"\n$ {shown}", flush=True)
-        confirmed = [] if words[0] in ("check", "status") else ["--yes"]
         said = ""
 
         def run() -> int:
             nonlocal said
-            with subprocess.Popen(
-                [*control_plane.INSIDE, REPOSITORY / ".venv/bin/pyebpf-proxy", "cluster", *words, *confirmed],
-                env=os.environ | {"KUBECONFIG": str(self._cluster.kubeconfig)},
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            ) as process:
-                assert process.stdout is not None
-                for line in process.stdout:
-                    said += line
-                    print(line, end="", flush=True)
-            return process.returncode
+            status, said = run_command(self._cluster.kubeconfig, words, lambda line: print(line, end="", flush=True))
+            return status
 
         ended = self._step(shown, run)
         if ended not in statuses:
@@ -247,9 +235,14 @@ def _show(load: Load) -> int:
     """Print the connections of the whole run; how many have failed."""
     asked, failed = load.count()
     print(f"\n{asked} connections, {failed} failed")
+    show_failures(load)
+    return failed
+
+
+def show_failures(load: Load) -> None:
+    """Print a line for each connection that has failed."""
     for line in load.failures():
         print(line, file=sys.stderr)
-    return failed
 
 
 def _steps(made: Run, cluster: Cluster) -> None:

@@ -9,16 +9,18 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
 from tests import ROOT
-from tests.e2e import page, results, specs, switch
+from tests.e2e import churn, page, replacements, results, specs, switch
 from tests.e2e.__main__ import main
 from tests.e2e.problem import E2EError
 from tests.e2e.results import Spec
+from tests.support.lab_tools import wait_until
 
 
 def report(*specs: dict[str, object]) -> str:
@@ -204,17 +206,16 @@ def test_only_with_a_load_balancer_run_its_specs_and_long_ones() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "focus", "balanced"),
+    ("arguments", "choice"),
     [
-        ([], specs.FOCUS, False),
-        (["--load-balancer"], specs.BALANCED_FOCUS, True),
-        (["--focus", "UDP"], "UDP", False),
-        (["--focus", "UDP", "--load-balancer"], "UDP", True),
+        ([], specs.Choice(specs.FOCUS, 4)),
+        (["--load-balancer"], specs.Choice(specs.BALANCED_FOCUS, 4, balanced=True)),
+        (["--focus", "UDP", "--processes", "2"], specs.Choice("UDP", 2)),
+        (["--focus", "UDP", "--load-balancer"], specs.Choice("UDP", 4, balanced=True)),
+        (["--replace"], specs.Choice(specs.FOCUS, 4, replace=True)),
     ],
 )
-def test_some_specs_may_run_with_a_load_balancer(
-    arguments: list[str], focus: str, balanced: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_which_specs_run(arguments: list[str], choice: specs.Choice, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[object, ...]] = []
 
     def run(*given: object) -> int:
@@ -224,12 +225,16 @@ def test_some_specs_may_run_with_a_load_balancer(
     monkeypatch.setattr(specs, "run", run)
     monkeypatch.setattr(signal, "signal", lambda number, handler: None)
     assert main(["test", *arguments]) == 0
-    assert [given[3:5] for given in asked] == [(focus, balanced)]
+    assert [given[2] for given in asked] == [choice]
 
 
 def test_a_spec_may_fail_only_where_it_was_recorded_that_it_does() -> None:
     """A reason that was never seen with a proxy would hide its first failure."""
-    recorded = {path.stem: results.load(path)[1] for path in results.FOLDER.glob("*.json") if path != results.SWITCH}
+    recorded = {
+        path.stem: results.load(path)[1]
+        for path in results.FOLDER.glob("*.json")
+        if "specs" in json.loads(path.read_text())
+    }
     for proxy, known in specs.KNOWN.items():
         ran = [*recorded.get(proxy, ()), *recorded.get(f"{proxy}-dual", ())]
         for pattern in known:
@@ -254,3 +259,93 @@ def test_missing_program_is_one_line(tmp_path: Path) -> None:
 
 def test_the_page_matches_the_results() -> None:
     assert (ROOT / "docs/kubernetes-e2e.md").read_text() == page.text(), "run python -m tests.e2e page"
+
+
+class ReplacedCluster:
+    """A cluster whose commands end with these statuses, one after the other, and then with 0."""
+
+    proxy = "kube-proxy"
+    kubeconfig = Path("admin.conf")
+
+    def __init__(self, statuses: list[int]) -> None:
+        self.statuses = statuses
+        self.commands: list[str] = []
+
+    def run(self, kubeconfig: Path, words: tuple[str, ...], show: Callable[[str], object]) -> tuple[int, str]:
+        assert kubeconfig == self.kubeconfig
+        self.commands.append(words[0])
+        show(f"{words[0]} has ended\n")
+        return (self.statuses.pop(0) if self.statuses else 0), ""
+
+
+def replace_in(
+    statuses: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> tuple[ReplacedCluster, replacements.Replacements]:
+    cluster = ReplacedCluster(statuses)
+    monkeypatch.setattr(replacements, "run_command", cluster.run)
+    monkeypatch.setattr(replacements, "STAY", 0)
+    return cluster, replacements.Replacements(cast(Any, cluster), tmp_path / "log")
+
+
+def test_the_proxy_is_replaced_until_the_specs_end_and_kube_proxy_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster, done = replace_in([], tmp_path, monkeypatch)
+    with done:
+        wait_until(lambda: len(cluster.commands) >= 4, "a second round has begun")
+    done.require_success()
+    assert cluster.commands[:6] == ["install", "upgrade", "rollback"] * 2
+    assert cluster.commands[-1] == "rollback"
+    assert [each.what.split()[2] for each in done.made] == cluster.commands
+    assert "$ pyebpf-proxy cluster rollback\nrollback has ended\n" in (tmp_path / "log").read_text()
+
+
+def test_a_command_that_fails_ends_the_rounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster, done = replace_in([0, 1], tmp_path, monkeypatch)
+    with done:
+        wait_until(lambda: len(done.made) == 2, "the second command has failed")
+    with pytest.raises(E2EError, match=r"cluster upgrade .*: exit status 1"):
+        done.require_success()
+    assert cluster.commands == ["install", "upgrade"]
+
+
+def test_specs_need_kube_proxy_for_a_replacement(tmp_path: Path) -> None:
+    cluster = ReplacedCluster([])
+    cluster.proxy = "pyebpf-proxy"
+    with pytest.raises(E2EError, match="PROXY=kube-proxy"):
+        replacements.Replacements(cast(Any, cluster), tmp_path / "log")
+
+
+def test_the_page_shows_specs_during_replacements() -> None:
+    commands = [
+        {"what": f"pyebpf-proxy cluster {what}", "status": 0, "seconds": 30} for what in ("install", "rollback")
+    ]
+    about = {"replacements": commands, "seconds": 600}
+    shown = page._replaced("kube-proxy", about, [Spec("a", "one", "passed", 1), Spec("a", "two", "failed", 1)])
+    assert "1 times in 10 minutes: 1 of 2 specs passed." in shown.replace("\n", " ")
+
+
+def web_pod(name: str, created: int, ready: bool = True, deleted: bool = False) -> dict[str, Any]:
+    metadata = {"name": name, "creationTimestamp": f"2026-11-27T10:00:{created:02}Z"}
+    metadata |= {"deletionTimestamp": "2026-11-27T11:00:00Z"} if deleted else {}
+    return {"metadata": metadata, "status": {"conditions": [{"type": "Ready", "status": str(ready)}]}}
+
+
+def test_churn_deletes_the_oldest_ready_pods_and_leaves_enough() -> None:
+    pods = [web_pod(f"pod-{number}", 50 - number) for number in range(churn.FEWEST + 2)]
+    pods += [web_pod("starting", 0, ready=False), web_pod("going", 0, deleted=True)]
+    assert churn.oldest(pods) == [f"pod-{churn.FEWEST + 1}", f"pod-{churn.FEWEST}"]
+    assert churn.oldest(pods[2:]) == []
+    many = [web_pod(f"pod-{number}", number) for number in range(60)]
+    assert len(churn.oldest(many)) == churn.RATE
+
+
+def test_the_page_shows_the_last_churn_with_each_proxy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "churn.json"
+    assert churn.load_record(path) == {}
+    churn.save("kube-proxy", churn.Churn(600, 500, 600_000, 3), path)
+    churn.save("pyebpf-proxy", churn.Churn(60, 50, 60_000, 1), path)
+    churn.save("pyebpf-proxy", churn.Churn(601, 700, 600_001, 0), path)
+    found = churn.load_record(path)
+    monkeypatch.setattr(churn, "load_record", lambda: found)
+    assert "| kube-proxy | 500 | 600 | 600000 | 3 |\n| pyebpf-proxy | 700 | 601 | 600001 | 0 |" in page._churned()
