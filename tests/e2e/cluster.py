@@ -84,7 +84,7 @@ class Cluster:
         with ThreadPoolExecutor(NODES) as pool:
             for done in [pool.submit(node.start, archives) for node in self.nodes]:
                 done.result()
-        self._connect()
+        self.connect()
         self._add_proxy()
         self.kubectl("apply", "-f", _HERE / "coredns.yaml")
         self._wait_until_ready()
@@ -97,8 +97,8 @@ class Cluster:
         path.write_text(f'#!/bin/sh\nexec {" ".join(control_plane.kubectl(self.state))} "$@"\n')
         path.chmod(0o755)
 
-    def _connect(self) -> None:
-        """Add routes and CNI, as soon as the controller manager has given every Node its range of pods."""
+    def connect(self) -> None:
+        """Add routes and CNI to all nodes, as soon as the controller manager has given every Node its range of pods."""
         ranges: dict[str, list[str]] = {}
 
         def all_known() -> bool:

@@ -13,7 +13,7 @@ import yaml
 from tests.e2e import images
 from tests.e2e.layout import BRIDGE, CONTROL, STORE, Network, node_name
 from tests.e2e.problem import E2EError
-from tests.e2e.processes import State, wait_for
+from tests.e2e.processes import State, kill_all, wait_for
 from tests.e2e.programs import UNPACKED, search_path
 
 CGROUPS = Path("/sys/fs/cgroup")
@@ -62,6 +62,20 @@ class Node:
         self.start_containerd()
         for archive in archives:
             self.run("ctr", "-n", "k8s.io", "images", "import", "--all-platforms", archive)
+        self.start_kubelet()
+
+    def reboot(self) -> None:
+        """End everything in the node, as a power failure does, and start it again: only its disk stays.
+
+        Routes and CNI come with ``connect_pods``.
+        """
+        self._state.stop(self.name, 0.0)
+        # With process 1 all others of the PID namespace end. Some of them take a moment.
+        kill_all(lambda: [int(pid) for pid in run("ip", "netns", "pids", self.name, check=False).split()])
+        run("ip", "netns", "del", self.name)
+        self._plug()
+        self._begin()
+        self.start_containerd()
         self.start_kubelet()
 
     def run(self, *command: str | Path, check: bool = True) -> str:
@@ -117,7 +131,8 @@ class Node:
             run("ip", "-n", self.name, "-6", "route", "add", "default", "via", self.network.api6)
 
     def _begin(self) -> None:
-        self.folder.mkdir(parents=True)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        (self.folder / "ready").unlink(missing_ok=True)
         # --kill-child: when this process ends, so does process 1 of the PID namespace, and with it all others there.
         namespaces = ["unshare", "--mount", "--uts", "--pid", "--fork", "--kill-child", "--propagation", "private"]
         script: list[str | Path] = ["sh", _HERE / "node_init.sh", self.name, self.folder, STORE / "pause"]

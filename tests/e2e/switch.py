@@ -52,6 +52,8 @@ class Load:
         self._cluster = cluster
         #: By pod: how many connections were counted last.
         self._counted: dict[str, int] = {}
+        #: The connections of pods that have left, and how many of them failed.
+        self._left = (0, 0)
 
     def __enter__(self) -> Load:
         text = _LOAD.read_text()
@@ -67,7 +69,23 @@ class Load:
 
     def watch(self) -> None:
         """Each pod of now must be counted from now on."""
-        self._counted = dict.fromkeys(self._pods(), 0)
+        self._counted = dict.fromkeys(self._pods(), 0) | self._counted
+
+    def leave(self, node: str) -> None:
+        """Remove the pods of a node that is about to go; their connections so far count."""
+        names = [name for name in self._pods(node) if name in self._counted]
+        self.count()
+        latest = self._latest()
+        for name in names:
+            self._left = (self._left[0] + latest[name][0], self._left[1] + latest[name][1])
+            del self._counted[name]
+
+    def join(self, node: str) -> None:
+        """New pods on a node that has come back."""
+        self._cluster.kubectl("-n", LOAD_SPACE, "delete", "pod", "--force", *self._pods(node))
+        for kind in ("daemonset/pod", "daemonset/node"):
+            self._cluster.kubectl("-n", LOAD_SPACE, "rollout", "status", kind, "--timeout=120s")
+        self.watch()
 
     def __exit__(self, *_: object) -> None:
         self._cluster.kubectl("delete", "--ignore-not-found", "-f", _LOAD, check=False)
@@ -76,9 +94,10 @@ class Load:
         chosen = ("-n", LOAD_SPACE, "logs", "-l", "app=ask", "--tail=-1", "--max-log-requests=20", "--prefix")
         return self._cluster.kubectl(*chosen, check=False)
 
-    def _pods(self) -> dict[str, int]:
-        """How often each pod that opens connections has been restarted."""
-        chosen = ("-n", LOAD_SPACE, "get", "pods", "-l", "app=ask", "-o", "json")
+    def _pods(self, node: str = "") -> dict[str, int]:
+        """How often each pod that opens connections, on one node or on all, has been restarted."""
+        chosen = ["-n", LOAD_SPACE, "get", "pods", "-l", "app=ask", "-o", "json"]
+        chosen += ["--field-selector", f"spec.nodeName={node}"] if node else []
         staying = [
             pod
             for pod in json.loads(self._cluster.kubectl(*chosen))["items"]
@@ -109,7 +128,8 @@ class Load:
             raise E2EError(f"failures may have been lost: {', '.join(lost)} was restarted or replaced")
         counts = {pod: latest[pod] for pod in self._counted}
         self._counted = {pod: asked for pod, (asked, _) in counts.items()}
-        return sum(asked for asked, _ in counts.values()), sum(failed for _, failed in counts.values())
+        asked, failed = zip(self._left, *counts.values(), strict=True)
+        return sum(asked), sum(failed)
 
     def failures(self) -> list[str]:
         """A line for each failed connection."""
@@ -186,6 +206,24 @@ class Run:
             cluster.kubectl("drain", name, "--ignore-daemonsets", "--delete-emptydir-data", "--timeout=120s")
             cluster.kubectl("uncordon", name)
 
+        def reboot() -> None:
+            # No pod opens connections to the NodePorts of this one.
+            node = cluster.nodes[0]
+            cluster.kubectl("drain", node.name, "--ignore-daemonsets", "--delete-emptydir-data", "--timeout=120s")
+            self._load.leave(node.name)
+            rebooted = datetime.datetime.now(datetime.UTC).replace(microsecond=0)
+            node.reboot()
+            cluster.connect()
+
+            def is_back() -> bool:
+                # Node and pods say Ready until they have been silent for a while.
+                (agent,) = (pod for pod in cluster.agents() if pod["spec"]["nodeName"] == node.name)
+                return runs_since(agent) >= rebooted
+
+            wait_for("an agent runs on the node again", is_back, 180)
+            cluster.kubectl("uncordon", node.name)
+            self._load.join(node.name)
+
         self.action("agents deleted", lambda: cluster.kubectl(*agents))
         self.ready_seconds = max(map(ready_after, cluster.agents()))
         print(f"an agent's pod is ready {self.ready_seconds:.0f} s after its container has started at the latest")
@@ -193,6 +231,7 @@ class Run:
         self.action("kubelets restarted", restart_kubelets)
         self.action("containerd killed and started", restart_containerd)
         self.action("a node drained and uncordoned", drain)
+        self.action("a node drained and rebooted", reboot)
 
 
 def is_ready(agents: Sequence[dict[str, Any]]) -> bool:
@@ -204,12 +243,18 @@ def is_ready(agents: Sequence[dict[str, Any]]) -> bool:
     )
 
 
+def runs_since(pod: dict[str, Any]) -> datetime.datetime:
+    """When the pod's container has started; the earliest time if it does not run."""
+    for container in pod["status"].get("containerStatuses", ()):
+        if running := container["state"].get("running"):
+            return datetime.datetime.fromisoformat(running["startedAt"])
+    return datetime.datetime.min.replace(tzinfo=datetime.UTC)
+
+
 def ready_after(pod: dict[str, Any]) -> float:
     """From the start of a pod's container until the pod was ready, in whole seconds as in the API."""
-    (container,) = pod["status"]["containerStatuses"]
     (ready,) = (each for each in pod["status"]["conditions"] if each["type"] == "Ready")
-    started, then = container["state"]["running"]["startedAt"], ready["lastTransitionTime"]
-    return (datetime.datetime.fromisoformat(then) - datetime.datetime.fromisoformat(started)).total_seconds()
+    return (datetime.datetime.fromisoformat(ready["lastTransitionTime"]) - runs_since(pod)).total_seconds()
 
 
 def run(record: bool) -> int:

@@ -122,9 +122,15 @@ class LoadedCluster:
     def kubectl(self, *arguments: str, check: bool = True) -> str:
         if "logs" in arguments:
             return "".join(f"[pod/{pod}/ask] {line}\n" for pod, line in self.logs.items())
+        if "delete" in arguments:
+            for pod in arguments[arguments.index("--force") + 1 :]:
+                del self.logs[pod], self.restarts[pod]
+            self.logs["pod-new"], self.restarts["pod-new"] = "asked 0 failed 0", 0
+            return ""
         items = [
             {"metadata": {"name": pod}, "status": {"containerStatuses": [{"restartCount": count}]}}
             for pod, count in self.restarts.items()
+            if "spec.nodeName=one" not in arguments or pod == "pod-a"
         ]
         return json.dumps({"items": items})
 
@@ -171,6 +177,21 @@ def test_a_pod_that_was_restarted_has_lost_its_failures(loaded: LoadedCluster) -
         load.count()
 
 
+def test_a_node_may_leave_and_come_back_and_its_connections_count(loaded: LoadedCluster) -> None:
+    load = load_of(loaded)
+    loaded.logs["pod-a"] = "asked 110 failed 1"
+    load.leave("one")
+    # What happens there now is no failure of the proxy.
+    loaded.logs["pod-a"], loaded.restarts["pod-a"] = "asked 900 failed 700", 1
+    assert load.count() == (160, 3)
+    load.join("one")
+    loaded.logs["pod-new"] = "asked 20 failed 1"
+    assert load.count() == (180, 4)
+    loaded.logs["pod-new"] = "asked 19 failed 1"
+    with pytest.raises(E2EError, match="the log of pod-new has fewer than before"):
+        load.count()
+
+
 def test_a_step_without_a_connection_shows_nothing(loaded: LoadedCluster) -> None:
     made = switch.Run(cast(Any, None), load_of(loaded))
     with pytest.raises(E2EError, match="nothing: no connection was opened meanwhile"):
@@ -189,6 +210,8 @@ def test_from_the_start_of_a_container_to_a_ready_pod() -> None:
         "conditions": [{"type": "Ready", "lastTransitionTime": "2026-11-23T10:00:03Z"}, {"type": "PodScheduled"}],
     }
     assert switch.ready_after({"status": status}) == 2.0
+    waiting = {"status": {"containerStatuses": [{"state": {"waiting": {"reason": "ContainerCreating"}}}]}}
+    assert switch.runs_since(waiting) < switch.runs_since({"status": status})
 
 
 def test_filters_leave_out_specs_that_cannot_run_here() -> None:
