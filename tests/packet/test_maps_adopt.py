@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno as errors
 import sys
 import time
 from collections.abc import Callable
@@ -15,10 +16,11 @@ from hypothesis import HealthCheck, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
+from pyebpf_proxy.datapath.loader.libbpf import BpfError
 from pyebpf_proxy.datapath.loader.programs import Loaded
 from pyebpf_proxy.datapath.maps import read_back
 from pyebpf_proxy.datapath.maps.adopt import adopt
-from pyebpf_proxy.datapath.maps.writer import Writer
+from pyebpf_proxy.datapath.maps.writer import MAPS, Writer
 from pyebpf_proxy.services.model import (
     Endpoint,
     IPFamily,
@@ -277,6 +279,45 @@ def test_damaged_maps(
     assert logical(loaded, complete=True) == expected
     assert not again.problems
     assert {n: used for n, (used, _) in again.fill().items()} == {n: used for n, (used, _) in writer.fill().items()}
+
+
+@pytest.mark.parametrize("part", ["key", "value"])
+@pytest.mark.parametrize("name", [name for name in MAPS if name != "source_ranges4"])
+def test_an_entry_with_one_other_bit_anywhere(loaded: Loaded, writer: Writer, name: str, part: str) -> None:
+    """Its key or its value may also be those of another entry then. The plan has no IPv4 source ranges."""
+    writer.apply(second_plan())
+    expected = logical(loaded, complete=True)
+    fill = {n: used for n, (used, _) in writer.fill().items()}
+    table = loaded.maps[name]
+    bits = 8 * (table.key_size if part == "key" else table.value_size)
+    for bit in range(0, bits, 1 + bits // 256):
+        rows = sorted(table.items())
+        key, value = rows[bit % len(rows)]
+        changed = bytearray(key if part == "key" else value)
+        changed[bit // 8] ^= 1 << bit % 8
+        try:
+            table.update(bytes(changed) if part == "key" else key, value if part == "key" else bytes(changed))
+        except BpfError as error:
+            if (name, error.errno) == ("source_ranges6", errors.EINVAL):
+                continue  # a prefix that is longer than the key
+            raise
+        again = Writer(loaded)
+        change_everything(again)
+        assert logical(loaded, complete=True) == expected, bit
+        assert not again.problems
+        assert {n: used for n, (used, _) in again.fill().items()} == fill, bit
+
+
+def test_a_source_range_of_the_other_family_is_removed(loaded: Loaded, writer: Writer) -> None:
+    writer.apply(second_plan())
+    expected = logical(loaded, complete=True)
+    table = loaded.maps["source_ranges6"]
+    ((key, value),) = table.items()
+    number = writer._mirror.records[name_of("web")].config_id
+    table.update(key[:4] + number.to_bytes(4, sys.byteorder) + key[8:], value)
+    again = Writer(loaded)
+    change_everything(again)
+    assert logical(loaded, complete=True) == expected
 
 
 @pytest.mark.parametrize("array", ["services", "slots"])

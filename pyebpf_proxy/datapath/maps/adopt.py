@@ -10,6 +10,7 @@ another one is never found by a packet.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from struct import Struct
 from typing import NamedTuple
 
@@ -73,7 +74,8 @@ class _Adoption:
         self.ranges: dict[int, list[SourceRange]] = {}
         self.serving: dict[int, list[Endpoint]] = {}
         self.backends: dict[int, _Backend] = {}
-        self.unlisted: list[tuple[int, bytes]] = []  # backends in no list, with their endpoint key
+        self.twins: dict[int, _Backend] = {}  # IPv6 backends with the id of an IPv4 backend
+        self.unlisted: list[tuple[int, _Backend, bytes]] = []  # backends in no list, with their endpoint key
         self.bound: set[bytes] = set()  # ids of services that clients are bound to, packed
 
     def run(self) -> Repairs:
@@ -149,7 +151,7 @@ class _Adoption:
         self.garbage.services += [number for number in names if number not in self.records]
 
     def _source_ranges(self) -> None:
-        configs = {record.config_id for record in self.records.values()}
+        configs = {record.config_id: record.plan.name.family for record in self.records.values()}
         newest = 0
         for family in IPFamily:
             name = f"source_ranges{family.value}"
@@ -157,7 +159,7 @@ class _Adoption:
             for (length, config, address), _, raw in rows:
                 self.mirror.used[name] += 1
                 newest = max(newest, config)
-                if config in configs:
+                if configs.get(config) is family:
                     self.ranges.setdefault(config, []).append(SourceRange(address, length - 32))  # type: ignore[arg-type]
                 else:
                     self.garbage.source_ranges[family].append(raw)
@@ -176,35 +178,46 @@ class _Adoption:
                     continue
                 mirror.used[name] += 1
                 endpoint = Endpoint(address, port, bool(local))  # type: ignore[arg-type]
-                self.backends[number] = _Backend(endpoint, protocol, service, family)
+                found = _Backend(endpoint, protocol, service, family)
+                if self.backends.setdefault(number, found) is not found:
+                    # An id is freed once, for both families. So both are written anew, with other ids.
+                    self.twins[number] = found
         shift = self.layouts.word_shift
         reached: set[int] = set()
         for service, record in self.records.items():
             cluster_count = self.fields[service][2]
+            owner = service, record.plan.name.family, record.plan.name.protocol
             words = self.slots[record.first_slot : record.first_slot + record.length].tolist()
-            found = []
+            listed = []
             numbers: dict[Endpoint, int] = {}
             for word in words:
                 number = word >> shift & 0xFFFFFFFF
                 backend = self.backends.get(number)
-                if backend is None or backend.service != service:
+                if (
+                    backend is None
+                    or number in self.twins
+                    or (backend.service, backend.family, backend.protocol) != owner
+                ):
+                    record.dirty = True
+                    continue
+                if numbers.setdefault(backend.endpoint, number) != number:
+                    # Two backends with one address: the second one has no place in the record.
                     record.dirty = True
                     continue
                 reached.add(number)
-                numbers[backend.endpoint] = number
-                found.append(backend.endpoint)
-            split = cluster_count if not record.dirty else len(found)
-            lists = found[:split], found[split:]
+                listed.append(backend.endpoint)
+            split = cluster_count if not record.dirty else len(listed)
+            lists = listed[:split], listed[split:]
             # Lists that an earlier agent wrote in another order are rewritten.
             if any(part != sorted(part, key=slot_order) for part in lists):
                 record.dirty = True
             record.plan = ServicePort(record.plan.name, (), _by_text(lists[0]), _by_text(lists[1]))
             record.set_backends(numbers)
-        for number, backend in self.backends.items():
+        for number, backend in chain(self.backends.items(), self.twins.items()):
             key = self._endpoint_key(backend)
             mirror.endpoint_counts[key] = mirror.endpoint_counts.get(key, 0) + 1
             if number not in reached:
-                self.unlisted.append((number, key))
+                self.unlisted.append((number, backend, key))
         # Ids that a client or a socket remembers must not be reused.
         remembered = max(max(self.backends, default=0), mirror.foreign_id)
         for name in ("affinities", "socket_flows"):
@@ -254,9 +267,9 @@ class _Adoption:
     def _unlisted(self) -> None:
         """Backends in no list: sockets may keep those that still serve (UDP), the others are garbage."""
         found: dict[int, dict[tuple[bytes, int], tuple[Endpoint, int]]] = {}
-        for number, _ in self.unlisted:
-            backend = self.backends[number]
-            if backend.protocol == Protocol.UDP and backend.service in self.records:
+        for number, backend, _ in self.unlisted:
+            udp = backend.protocol == Protocol.UDP and self._is_udp(backend.service, backend.family)
+            if udp and number not in self.twins:
                 e = backend.endpoint
                 found.setdefault(backend.service, {}).setdefault((e.address, e.port), (e, number))
         kept: set[int] = set()
@@ -265,9 +278,9 @@ class _Adoption:
             serving = frozenset((e.address, e.port) for e in self.serving.get(record.id, ()))
             record.left = still_serving(dict(places.values()), record.plan, serving)
             kept.update(record.left.values())
-        for number, key in self.unlisted:
+        for number, backend, key in self.unlisted:
             if number not in kept:
-                self.garbage.backends[self.backends[number].family].append((number, key))
+                self.garbage.backends[backend.family].append((number, key))
 
     def _frontends(self, names: dict[int, ServicePortName]) -> None:
         for family in IPFamily:
