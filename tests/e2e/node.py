@@ -50,6 +50,8 @@ class Node:
         self.addresses = network.node(number)
         self.folder = state.folder / self.name
         self._state = state
+        #: The control plane's end of its link.
+        self._port = f"node{number}"
         self._keys = state.folder / "pki"
 
     # ---- life ------------------------------------------------------------------------------------------------------
@@ -72,6 +74,8 @@ class Node:
         self._state.stop(self.name, 0.0)
         # With process 1 all others of the PID namespace end. Some of them take a moment.
         kill_all(lambda: [int(pid) for pid in run("ip", "netns", "pids", self.name, check=False).split()])
+        # The kernel removes the devices of a namespace later, and this name is needed now.
+        run("ip", "-n", CONTROL, "link", "del", self._port)
         run("ip", "netns", "del", self.name)
         self._plug()
         self._begin()
@@ -116,9 +120,9 @@ class Node:
     def _plug(self) -> None:
         """The network namespace, on the control plane's bridge."""
         run("ip", "netns", "add", self.name)
-        device = f"node{self.number}"
-        run("ip", "link", "add", "eth0", "netns", self.name, "type", "veth", "peer", "name", device, "netns", CONTROL)
-        run("ip", "-n", CONTROL, "link", "set", device, "master", BRIDGE, "up")
+        peer = ["peer", "name", self._port, "netns", CONTROL]
+        run("ip", "link", "add", "eth0", "netns", self.name, "type", "veth", *peer)
+        run("ip", "-n", CONTROL, "link", "set", self._port, "master", BRIDGE, "up")
         run("ip", "-n", self.name, "link", "set", "lo", "up")
         for address in self.addresses:
             suffix = ["/64", "nodad"] if ":" in address else ["/24"]
