@@ -3,6 +3,10 @@
 
 A killed session leaves nothing behind: its descriptors hold the lock and the rings, and the programs clear the map at
 their first decision without a ring.
+
+The events' rings are a BPF_MAP_TYPE_PERF_EVENT_ARRAY, because the kernel removes them with the reader's descriptor. A
+BPF_MAP_TYPE_RINGBUF would have to exist always, or a killed reader would leave it behind. Attaching to functions of the
+agent's programs (fentry, freplace) would cost nothing while off, but some machines forbid trampolines.
 """
 
 from __future__ import annotations
