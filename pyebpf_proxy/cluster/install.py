@@ -16,8 +16,8 @@ from pyebpf_proxy.cluster.output import counted
 from pyebpf_proxy.cluster.takeover import Reached, Say, Site
 from pyebpf_proxy.see.answers import QUESTION
 
-_CONTINUE = "to continue, run cluster install; to undo it, run cluster rollback"
-_ROLLBACK = "cluster rollback --nodes SELECTOR"
+_CONTINUE = "to continue, run pyebpf-proxy cluster install; to undo it, run pyebpf-proxy cluster rollback"
+_ROLLBACK = "pyebpf-proxy cluster rollback --nodes SELECTOR"
 _CONTROL_PLANE = "node-role.kubernetes.io/control-plane"
 
 
@@ -125,7 +125,7 @@ class Install(Command):
     def _unpark(site: Site, node: str) -> str:
         """For the error about a node that was lost: what happens there."""
         if why := takeover.unpark_lost(site, node):
-            return f"; its label {PARKED} could not be removed ({why}); run cluster install again"
+            return f"; its label {PARKED} could not be removed ({why}); run pyebpf-proxy cluster install again"
         return f"; when it is back, both proxies start there; {_CONTINUE}"
 
     @staticmethod

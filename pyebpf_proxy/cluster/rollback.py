@@ -71,7 +71,7 @@ class Rollback(Command):
             with naming(node, again, f"a proxy serves the node; {again}"):
                 takeover.give_back(site, node, say)
         except KeyboardInterrupt:
-            say("interrupted; a proxy serves the node; to continue, run cluster rollback")
+            say("interrupted; a proxy serves the node; to continue, run pyebpf-proxy cluster rollback")
             raise
 
 

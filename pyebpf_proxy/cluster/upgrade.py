@@ -53,14 +53,17 @@ class Upgrade(Command):
         # The old agent runs until the image is on the node and has run there.
         with naming(node, f"the agent with {old.image} stays"):
             before = takeover.try_image(site, node)
-        again = f"to continue, run cluster upgrade --image {site.image}"
+        again = f"to continue, run pyebpf-proxy cluster upgrade --image {site.image}"
         try:
             site.go_on()
             self.api.apply(objects.upgraded(self._daemon_set(), site.image))
             say("the image is available; replacing the agent")
             takeover.replace(site, node, old, say)
             if self._runs_kube_proxy(node):
-                say("upgraded; kube-proxy also runs on the node: to complete the installation, run cluster install")
+                say(
+                    "upgraded; kube-proxy also runs on the node: to complete the installation, run pyebpf-proxy cluster"
+                    " install"
+                )
                 return
             takeover.wait_ready(site, node)
             takeover.verify(site, node, before, say)
@@ -86,7 +89,8 @@ class Upgrade(Command):
 
     def _downgrade(self, site: Site, node: str, old: Pod, error: str, say: Say) -> None:
         """Bring the former agent back. ClusterError if that fails, too."""
-        again = f"to restore the agent with {old.image}, run cluster upgrade --image {old.image} --nodes SELECTOR"
+        command = f"pyebpf-proxy cluster upgrade --image {old.image} --nodes SELECTOR"
+        again = f"to restore the agent with {old.image}, run {command}"
         try:
             site.go_on()
             self.api.apply(objects.downgraded(self._daemon_set(), old.image))

@@ -86,7 +86,7 @@ def test_a_clean_up_that_did_not_end_is_not_forgotten(
             )
         else:
             assert process.returncode == 128 + number, said
-            assert "n1: interrupted; a proxy serves the node; to continue, run cluster rollback" in said
+            assert "n1: interrupted; a proxy serves the node; to continue, run pyebpf-proxy cluster rollback" in said
             cluster.until(lambda pods: len(pods) == 3, "its task pod is deleted")
     assert_it_goes_on(cluster, server, tmp_path)
     assert now(server) == served_by_agent()
@@ -246,7 +246,7 @@ def test_an_outage_ends_with_the_nodes_name(
     server.start()
     error = only_error(said)
     assert error.startswith("Error: n1: the API server has not answered for 6 s: ")
-    assert "; a proxy serves the node; to continue, run cluster install" in error
+    assert "; a proxy serves the node; to continue, run pyebpf-proxy cluster install" in error
     assert "giving the node back to kube-proxy" not in said
     assert seconds < 18, said
     cluster.faults.never_ready.clear()

@@ -77,8 +77,8 @@ def test_where_kube_proxy_also_runs_install_can_continue_after_an_upgrade(
     said = capsys.readouterr().out
     assert "[1/2] n1: upgraded, and verified" in said
     assert (
-        "[2/2] n2: upgraded; kube-proxy also runs on the node: to complete the installation, run cluster install"
-        in said
+        "[2/2] n2: upgraded; kube-proxy also runs on the node: to complete the installation, run pyebpf-proxy cluster"
+        " install" in said
     )
     assert api.images() == {"n1": NEWER, "n2": NEWER}
     Install(api, Output(as_json=False), "", 0.5).run("", None, dry_run=False)
@@ -168,7 +168,7 @@ def test_a_return_to_the_former_agent_that_is_interrupted(
     assert capsys.readouterr().out.endswith(
         f"n1: failed: verify: no connection; restoring the agent with {OLDER}\n"
         "[1/1] n1: interrupted; the programs of the last agent carry the traffic; to restore the agent with"
-        f" {OLDER}, run cluster upgrade --image {OLDER} --nodes SELECTOR\n"
+        f" {OLDER}, run pyebpf-proxy cluster upgrade --image {OLDER} --nodes SELECTOR\n"
     )
     upgrade(api, OLDER)
     assert api.images() == {"n1": OLDER}
