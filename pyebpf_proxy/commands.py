@@ -42,7 +42,7 @@ def _named(parser: argparse.ArgumentParser) -> None:
 def _source(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--manifests", metavar="FOLDER", help="folder with the objects (default: the agent's)")
     parser.add_argument("--config", metavar="FILE", help="the agent's configuration (default: the running agent's)")
-    text = "with --manifests or --config: the node's name, if it differs from the host name"
+    text = "with --manifests or --config: the node's name, if it differs from the hostname"
     parser.add_argument("--hostname-override", metavar="NAME", help=text)
 
 
@@ -147,7 +147,8 @@ def _trace(arguments: argparse.Namespace) -> int:
 def _probe_arguments(parser: argparse.ArgumentParser) -> None:
     from pyebpf_proxy.probe import PAGES
 
-    text = "live: the agent answers; ready: it has programmed the node; kube-proxy: wait until kube-proxy has"
+    text = "live: the agent is healthy (/livez); ready: it has also programmed the node and serves the health address;"
+    text += " kube-proxy: wait until kube-proxy has programmed the node"
     parser.add_argument("what", choices=(*PAGES, "kube-proxy"), help=text)
 
 
@@ -231,7 +232,7 @@ COMMANDS = {
     "trace": Command(
         "show decisions live, one per line: source, service, endpoint, path, masquerade, reason",
         "pyebpf-proxy trace default/web            # until Ctrl-C\n"
-        "  pyebpf-proxy trace drop,reject             # drops and refusals; with --count 1 only the next one\n"
+        "  pyebpf-proxy trace drop,reject            # drops and refusals; with --count 1 only the next one\n"
         "  pyebpf-proxy trace client=198.51.100.2 port=80 --duration 30s -o json",
         _trace,
         _trace_arguments,
@@ -266,7 +267,11 @@ def command_parser(name: str) -> argparse.ArgumentParser:
     command.arguments(parser)
     if name not in ("completion", "probe"):
         parser.add_argument(
-            "-o", "--output", choices=("table", "json", "name"), default="table", help="json: docs/commands.schema.json"
+            "-o",
+            "--output",
+            choices=("table", "json", "name"),
+            default="table",
+            help="format (default: table); docs/commands.schema.json describes json",
         )
     if name != "completion":
         parser.add_argument(

@@ -45,7 +45,7 @@ def parser() -> argparse.ArgumentParser:
     """The parser of all commands."""
     top = Parser(
         prog="pyebpf-proxy cluster",
-        description="All nodes of a cluster, from an administrator's machine with a kubeconfig.",
+        description="Manage all nodes of a cluster, from an administrator's machine with a kubeconfig.",
         epilog=f"{_EXAMPLE}\n\n{_STATUSES}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -55,14 +55,25 @@ def parser() -> argparse.ArgumentParser:
         each = commands.add_parser(
             name, help=text, description=text[0].upper() + text[1:] + ".", epilog=_STATUSES, allow_abbrev=False
         )
-        each.add_argument("--kubeconfig", default="", metavar="FILE", help="default: $KUBECONFIG, else ~/.kube/config")
-        each.add_argument("--context", default="", metavar="NAME", help="default: the current context")
-        each.add_argument("--nodes", default="", metavar="SELECTOR", help="only nodes with these labels")
         each.add_argument(
-            "--timeout", type=_seconds, default=300.0, metavar="SECONDS", help="for each step; default 300"
+            "--kubeconfig",
+            default="",
+            metavar="FILE",
+            help="kubeconfig file (default: $KUBECONFIG, else ~/.kube/config)",
         )
         each.add_argument(
-            "-o", "--output", choices=("text", "json"), default="text", help="json: one document, at the end"
+            "--context", default="", metavar="NAME", help="context of the kubeconfig (default: the current one)"
+        )
+        each.add_argument("--nodes", default="", metavar="SELECTOR", help="only nodes with these labels")
+        each.add_argument(
+            "--timeout", type=_seconds, default=300.0, metavar="SECONDS", help="time limit of each step (default: 300)"
+        )
+        each.add_argument(
+            "-o",
+            "--output",
+            choices=("text", "json"),
+            default="text",
+            help="text, or one JSON document at the end (default: text)",
         )
         if name in ("check", "install", "upgrade", "rollback", "test"):
             each.add_argument("--image", default="", metavar="NAME", help="the agent's image, with its tag")
@@ -76,7 +87,9 @@ def parser() -> argparse.ArgumentParser:
                 "service", metavar="SERVICE", help="[NAMESPACE/]NAME[:PORT]; default namespace: the pod's"
             )
         if name == "sysdump":
-            each.add_argument("--file", default="", metavar="FILE", help="default: pyebpf-proxy-sysdump-TIME.tar.gz")
+            each.add_argument(
+                "--file", default="", metavar="FILE", help="the archive (default: pyebpf-proxy-sysdump-TIME.tar.gz)"
+            )
         if name == "install":
             each.add_argument(
                 "--canary", type=_canary, metavar="N", help="stop when N nodes, or N%% of all, are taken over"

@@ -202,7 +202,7 @@ def usage(commands: Mapping[str, str]) -> str:
         "",
         "Usage:",
         "  pyebpf-proxy [flags]",
-        "  pyebpf-proxy COMMAND ...  inspect a running agent; see COMMAND --help",
+        "  pyebpf-proxy COMMAND ...  inspect this node, or manage a cluster; see COMMAND --help",
         "  pyebpf-proxy lab ...      a test cluster of network namespaces",
         "",
         "Commands:",

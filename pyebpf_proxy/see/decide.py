@@ -73,7 +73,9 @@ def decide(packet: Packet, world: World, state: State) -> Decision:
     if not packet.device and not world.sockets:
         found.say("the socket programs are not attached (socketLB: off): nftables handles what this node sends")
     if _is_local_cache(packet, world, kind):
-        found.say("it is also an address of this node: a cache listens there, and sockets of this node reach that")
+        found.say(
+            "it is also an address of this node (NodeLocal DNSCache): sockets of this node reach what listens there"
+        )
         return found
     if not served:
         return _unserved(packet, world, service, found)

@@ -253,7 +253,7 @@ def _choice(
 
 def _program(maps: Pinned, packet: Packet, node: Node, affinity: bytes | None) -> model.ProgramView:
     if not packet.device:
-        why = "socket programs have no test run"
+        why = "the kernel has no test run for socket programs"
         if not _by_socket(packet, node):
             why = f"nftables handles {packet.protocol.name} packets of this node"
         return model.ProgramView(ran=False, why=f"{why}; the answer is from the rules alone")

@@ -33,10 +33,10 @@ MEANINGS = {
     "drop_awaiting_promotion": Meaning(
         "a packet that only the kernel can handle arrived before its young flow was in conntrack: its retransmission"
         " gets through",
-        "none if rare; if it persists, conntrack is full or rejects entries: pyebpf-proxy status",
+        "nothing to do if rare; if it persists, conntrack is full or rejects entries: pyebpf-proxy status",
     ),
     "service_config_missing": Meaning(
-        "the endpoint was removed during its selection; the client retries", "none if rare"
+        "the endpoint was removed during its selection; the client retries", "nothing to do if rare"
     ),
 }
 

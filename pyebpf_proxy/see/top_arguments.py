@@ -13,7 +13,9 @@ ORDERS: tuple[Order, ...] = ("flows", "packets", "bytes", "drops", "name")
 def add(parser: argparse.ArgumentParser) -> None:
     """Add all arguments except the name, which other commands also have."""
     parser.add_argument("-s", "--sort", choices=ORDERS, default="flows", help="sort by this column (default: flows)")
-    parser.add_argument("-i", "--interval", type=seconds, default=1.0, metavar="SECONDS", help="interval (default: 1)")
+    parser.add_argument(
+        "-i", "--interval", type=seconds, default=1.0, metavar="SECONDS", help="length of an interval (default: 1)"
+    )
     parser.add_argument("-c", "--count", type=count, metavar="N", help="stop after N intervals")
     parser.add_argument("--once", action="store_true", help="print one interval as plain text and stop")
     text = "endpoints shown for each service (default: 3)"

@@ -40,7 +40,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--count", type=int, metavar="N", help="stop after N decisions")
     parser.add_argument("--duration", metavar="TIME", help="stop after this time, for example 30s or 5m")
     parser.add_argument("--no-kernel", action="store_true", help="decisions only, no kernel events")
-    parser.add_argument("--buffer", type=int, default=1024, metavar="KIB", help="buffer of each CPU (default: 1024)")
+    parser.add_argument(
+        "--buffer", type=int, default=1024, metavar="KIB", help="size of each CPU's buffer (default: 1024)"
+    )
 
 
 def run(parsed: argparse.Namespace) -> int:
