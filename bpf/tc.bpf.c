@@ -37,6 +37,8 @@ __noinline int leave_to_netfilter(struct __sk_buff *skb, const struct packet *p,
 		return DROPPED;
 	}
 	set_choice(skb, backend, false);
+	/* The flow may have no entry from now on. Then only conntrack keeps the endpoint. */
+	note_left(p, false);
 	return LEFT;
 }
 

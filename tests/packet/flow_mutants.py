@@ -332,6 +332,7 @@ FLOW_MUTANTS: dict[str, tuple[str, str, str]] = {
     "untracked: a late sweep": ("client_filters.h", "return !is_swept(clock) || is_recent(", "return is_recent("),
     "untracked: flows that conntrack keeps for long": ("client_filters.h", " || ages + 4 > FILTER_AGES", ""),
     "untracked: datagrams for netfilter": ("serve.h", "note_left(p, false);", ";"),
+    "untracked: packets of young flows for netfilter": ("tc.bpf.c", "note_left(p, false);", ";"),
     "untracked: datagrams of tracked flows": ("conntrack.h", "note_left(p, false);", ";"),
     "untracked: replies": ("tc.bpf.c", "note_left(p, true);", ";"),
     "untracked: the kernel's flows of the table": ("sweep.h", "note_tracked(client_hash(&key, false), s->now);", ";"),

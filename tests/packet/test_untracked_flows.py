@@ -227,6 +227,24 @@ def test_a_client_that_only_gets_replies_is_looked_up(fast: ProgramNode) -> None
     assert is_asked(permitted(fast))
 
 
+def test_a_flow_for_which_the_table_has_no_space_stays_in_conntrack(node: ProgramNode) -> None:
+    """An exchange that should move to the table, whose quota is used up: conntrack has it from now on."""
+    with one_cpu():
+        world = fast_node(node, load=LOAD, flow_quota=1)
+        sweep(world)
+        complete(world)
+        young(world)
+        flow = Flow(world, "udp", sport=40100)
+        flow.permit()
+        flow.open_young()
+        for _ in range(5):
+            assert flow.run(reply=True).retval == REDIRECT
+        assert flow.run().retval == GO_ON
+        assert flow.exchange() is None
+        assert is_asked(flow)
+        subprocess.run(["conntrack", "-F"], check=True, capture_output=True)
+
+
 @PROTOCOLS
 def test_each_first_packet_of_a_tracked_flow_renews_the_note(fast: ProgramNode, protocol: str) -> None:
     complete(fast)
