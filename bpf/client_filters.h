@@ -140,13 +140,21 @@ __noinline int note_left(const struct packet *p, bool reply)
  */
 #define NOTED_TCP_NS (200 * NANOSECONDS)
 
+/* Either timeout may be the longer one: that of flows with replies, or of those without. */
+static __always_inline __u64 noted_udp_ns(void)
+{
+	__u64 unanswered = settings.udp_seconds * NANOSECONDS;
+
+	return unanswered > forgotten_udp_ns() ? unanswered : forgotten_udp_ns();
+}
+
 /*
  * False: conntrack has no flow of this client, so the lookup, which waits for memory, can be saved.  The agent has noted
  * the flows that conntrack had when these programs were loaded.
  */
 static __always_inline bool may_be_tracked(__u64 hash, enum protocol protocol, __u64 now)
 {
-	__u32 clock = filter_clock(now), ages = filter_clock(protocol == UDP ? forgotten_udp_ns() : NOTED_TCP_NS);
+	__u32 clock = filter_clock(now), ages = filter_clock(protocol == UDP ? noted_udp_ns() : NOTED_TCP_NS);
 	struct tracked_clients *t = tracked();
 
 	if (!t || !settings.load || *(volatile __u32 *)&t->complete != settings.load || ages + 4 > FILTER_AGES)

@@ -348,9 +348,10 @@ FLOW_MUTANTS: dict[str, tuple[str, str, str]] = {
     ),
     "untracked: connections expire as datagrams": (
         "client_filters.h",
-        "protocol == UDP ? forgotten_udp_ns() : NOTED_TCP_NS",
-        "forgotten_udp_ns()",
+        "protocol == UDP ? noted_udp_ns() : NOTED_TCP_NS",
+        "noted_udp_ns()",
     ),
+    "untracked: flows without replies": ("client_filters.h", "unanswered > forgotten_udp_ns() ? unanswered : ", ""),
     "recent: ended flows are looked up": (
         "young.h",
         "if (ended && *(volatile __u32 *)ended == tag)",

@@ -159,6 +159,17 @@ def test_a_note_expires_when_conntrack_has_forgotten_the_flow(
     assert is_asked(permitted(fast, protocol)) == asked
 
 
+def test_a_note_lasts_as_long_as_flows_without_replies(node: ProgramNode) -> None:
+    """Their timeout may be the longer one."""
+    with one_cpu():
+        world = fast_node(node, load=LOAD, udp_seconds=200)
+        sweep(world)
+        complete(world)
+        set_age(world, KEPT + 5)
+        assert is_asked(permitted(world))
+        subprocess.run(["conntrack", "-F"], check=True, capture_output=True)
+
+
 def note(world: ProgramNode, most: int = 1000) -> int:
     """As the agent notes what conntrack has."""
     subject = world.object
