@@ -136,7 +136,8 @@ __noinline int note_left(const struct packet *p, bool reply)
 
 /*
  * conntrack keeps a connection that is opened or closed for two minutes.  It keeps others for longer.  While they are in
- * the table each sweep notes them.  When they no longer are, a SYN shows that the client has forgotten its connection.
+ * the table each sweep notes them, and the agent notes all of them again every 80 seconds: a SYN whose source is forged
+ * must not take the place of a connection that has left the table.
  */
 #define NOTED_TCP_NS (200 * NANOSECONDS)
 

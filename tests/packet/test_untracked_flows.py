@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Callable, Iterator
+from typing import NoReturn
 
 import pytest
 
@@ -194,6 +195,61 @@ def test_the_agent_notes_all_clients_if_conntrack_has_very_many_flows(fast: Prog
     assert is_asked(permitted(fast, sport=40002))
     set_age(fast, KEPT + 5)
     assert not is_asked(permitted(fast, sport=40003))
+
+
+def note_connections(world: ProgramNode, most: int = 1000) -> int:
+    """As the agent notes them again and again."""
+    subject, programs = world.object, (lambda key: run(world, key))
+    return tracked_clients.note_connections(subject.btf, subject.maps["tracked_clients"], programs, most)
+
+
+def test_a_connection_outlives_its_note(fast: ProgramNode) -> None:
+    """A SYN with a forged source must not take its place. The table has no entry: it was idle for more than an hour."""
+    complete(fast)
+    flow = permitted(fast, "tcp")
+    track(flow)
+    set_age(fast, KEPT_TCP + 5)
+    assert note_connections(fast) == 1
+    assert flow.run(frame=flow.frame(flags="S")).retval == GO_ON
+    assert flow.entry() is None
+    assert not is_asked(permitted(fast, "tcp", sport=40002))
+
+
+@pytest.mark.parametrize(
+    ("protocol", "state", "seconds", "noted"),
+    [
+        *[("udp", "", 3600, 0), ("tcp", "TIME_WAIT", 100, 0)],
+        *[("tcp", "ESTABLISHED", 100, 1), ("tcp", "CLOSE_WAIT", 3600, 1)],
+    ],
+)
+def test_only_connections_that_may_outlive_their_notes_are_noted_again(
+    fast: ProgramNode, protocol: str, state: str, seconds: int, noted: int
+) -> None:
+    complete(fast)
+    more = [*(["--state", state] if state else []), "--timeout", str(seconds)]
+    insert_entry(fast, protocol, "pod", "cluster_ip", 40001, 80, *more, target="remote")
+    assert note_connections(fast) == noted
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["very many", "refused"])
+def test_all_clients_are_noted_if_connections_are_not_listed(
+    fast: ProgramNode, fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    complete(fast)
+    flow = permitted(fast, "tcp")
+    set_age(fast, KEPT_TCP + 5)
+    for port in range(2):
+        track(Flow(fast, "udp", sport=42_000 + port))
+    if fails:
+
+        def refuse(family: object) -> NoReturn:
+            raise OSError
+
+        monkeypatch.setattr(tracked_clients, "entries", refuse)
+    note_connections(fast, most=1000 if fails else 1)
+    assert is_asked(flow)
+    set_age(fast, KEPT_TCP + 5)
+    assert not is_asked(permitted(fast, "tcp", sport=40003))
 
 
 def note_by_netfilter(world: ProgramNode, protocol: str) -> None:

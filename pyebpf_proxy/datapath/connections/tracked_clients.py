@@ -6,13 +6,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from pyebpf_proxy.datapath.connections.ctnetlink import entries
+from pyebpf_proxy.datapath.connections.ctnetlink import TrackedEntry, entries
 from pyebpf_proxy.datapath.loader.btf import Btf
 from pyebpf_proxy.datapath.loader.libbpf import Map
-from pyebpf_proxy.services.model import IPFamily
+from pyebpf_proxy.services.model import IPFamily, Protocol
 
 #: With more flows than this, most bytes of the filter would be used.
 MOST = 1 << 15
+#: How long a connection's note lasts: NOTED_TCP_NS of bpf/client_filters.h.
+NOTED_SECONDS = 200
+# enum tcp_conntrack
+_ESTABLISHED = 3
 
 
 def note(btf: Btf, tracked_clients: Map, note_flow: Callable[[bytes], bool], most: int = MOST) -> int:
@@ -23,8 +27,7 @@ def note(btf: Btf, tracked_clients: Map, note_flow: Callable[[bytes], bool], mos
     note later flows are attached. In the network namespace of the calling thread. OSError: the filter stays incomplete,
     and the programs look up every new flow.
     """
-    layout = btf.struct("flow_key")
-    key = layout.packer("source", "source_port", "protocol", "ipv6")
+    key = _flow_key(btf)
     noted = 0
     for family, entry in ((each, entry) for each in IPFamily for entry in entries(each)):
         assert entry.original is not None
@@ -32,9 +35,43 @@ def note(btf: Btf, tracked_clients: Map, note_flow: Callable[[bytes], bool], mos
             _note_all(btf, tracked_clients)
             break
         client, port = entry.original.ends[0]
-        noted += note_flow(key.pack(client, port, entry.original.protocol, family is IPFamily.IPV6))
-    note_flow(bytes(layout.size))
+        noted += note_flow(key(client, port, entry.original.protocol, family is IPFamily.IPV6))
+    note_flow(bytes(btf.struct("flow_key").size))
     return noted
+
+
+def note_connections(btf: Btf, tracked_clients: Map, note_flow: Callable[[bytes], bool], most: int = MOST) -> int:
+    """Note the TCP connections that conntrack has, and that may last for longer than their notes; how many were noted.
+
+    Otherwise a SYN with a forged source would open a flow in the place of a connection that the flow table has no entry
+    of: one that was idle for an hour, for example. Called again before the notes expire. If conntrack has more than
+    ``most`` flows, or does not list them, all clients are noted.
+    """
+    noted = listed = 0
+    key = _flow_key(btf)
+    try:
+        for family, entry in ((each, entry) for each in IPFamily for entry in entries(each)):
+            assert entry.original is not None
+            listed += 1
+            if listed > most:
+                break
+            if entry.original.protocol == Protocol.TCP and _lasts(entry):
+                client, port = entry.original.ends[0]
+                noted += note_flow(key(client, port, Protocol.TCP, family is IPFamily.IPV6))
+    except OSError:
+        listed = most + 1
+    if listed > most:
+        _note_all(btf, tracked_clients)
+        note_flow(bytes(btf.struct("flow_key").size))
+    return noted
+
+
+def _flow_key(btf: Btf) -> Callable[[bytes, int, int, bool], bytes]:
+    return btf.struct("flow_key").packer("source", "source_port", "protocol", "ipv6").pack
+
+
+def _lasts(entry: TrackedEntry) -> bool:
+    return entry.tcp_state == _ESTABLISHED or entry.seconds > NOTED_SECONDS
 
 
 def _note_all(btf: Btf, tracked_clients: Map) -> None:

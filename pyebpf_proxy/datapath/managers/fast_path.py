@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import Callable
 from functools import partial
 
 from pyebpf_proxy.common.log import Logger
@@ -19,6 +21,9 @@ from pyebpf_proxy.datapath.node.fast_path import FastPath
 from pyebpf_proxy.services.node_facts import NodeFacts
 
 _log = Logger("datapath")
+
+#: From one pass over conntrack's connections to the next: two fit into the time that a note lasts.
+NOTE_SECONDS = tracked_clients.NOTED_SECONDS * 0.4
 
 
 class FastPathManager(Manager):
@@ -125,6 +130,18 @@ class FastPathManager(Manager):
             _log.warning("flows in conntrack could not be listed; new ones cost more", error=str(error))
         else:
             _log.debug("new flows are no longer looked up in conntrack", noted=noted)
+            await self._note_connections(note_flow)
+
+    async def _note_connections(self, note_flow: Callable[[bytes], bool]) -> None:
+        """For ever: notes do not last as long as connections."""
+        loaded = self._programs.loaded
+        while True:
+            await asyncio.sleep(NOTE_SECONDS)
+            # RuntimeError: no thread could be started. The next pass comes before the notes expire.
+            with contextlib.suppress(OSError, RuntimeError, MemoryError):
+                await asyncio.to_thread(
+                    tracked_clients.note_connections, loaded.tc.btf, loaded.maps["tracked_clients"], note_flow
+                )
 
     def _sources_gone(self) -> None:
         """Addresses have left the node: end the flows that are masqueraded to them."""
