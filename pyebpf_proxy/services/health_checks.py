@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
-from pyebpf_proxy.services.endpoints import LOCAL, READY, TERMINATING, SliceView
+from pyebpf_proxy.services.endpoints import LOCAL, MOST_ENDPOINTS, READY, TERMINATING, SliceView
 from pyebpf_proxy.services.model import IPFamily, ServicePort
 
 if TYPE_CHECKING:
@@ -79,12 +80,15 @@ def health_check_port(service: objects.Service) -> int:
 def _count(family: IPFamily, slices: Mapping[str, SliceView]) -> int:
     # The caches of endpoints.py share equal ports. Of duplicates, the same one counts as for packets (§1.4).
     found: dict[int, dict[bytes, int]] = {}
+    # A tenant may write a thousand slices with a thousand endpoints each: counting them all would take a second.
+    left = MOST_ENDPOINTS
     for name in sorted(slices):
         view = slices[name]
         if view.family is not family or not view.ports:
             continue
         known = found.setdefault(id(view.ports), {})
-        for address, flags, _ in view.members():
+        number, left = left, max(0, left - len(view.flags))
+        for address, flags, _ in islice(view.members(), number):
             if not flags & TERMINATING or address not in known:
                 known[address] = flags
     both = LOCAL | READY
