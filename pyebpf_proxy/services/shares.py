@@ -31,6 +31,15 @@ def share(entries: int) -> int:
     return entries - entries // RESERVED
 
 
+def frontend_share(entries: int) -> int:
+    """The part of a map of frontends that one namespace may use.
+
+    The last part of the map is only for ClusterIPs (``maps/mirror.py``). The part before it is reserved here: without
+    it, one namespace could leave no room for the NodePorts and load balancers' addresses of all others.
+    """
+    return share(entries) - entries // RESERVED
+
+
 class Limits(msgspec.Struct, frozen=True):
     """The limits of a namespace: service ports for both families together, the others for each family.
 
@@ -39,7 +48,7 @@ class Limits(msgspec.Struct, frozen=True):
     """
 
     ports: int = share(65536)
-    frontends: Pair = (share(65536), share(65536))
+    frontends: Pair = (frontend_share(65536), frontend_share(65536))
     ranges: Pair = (share(65536), share(65536))
     endpoints: Pair = (share(131072), share(131072))
 
@@ -53,7 +62,7 @@ class Limits(msgspec.Struct, frozen=True):
 
         return cls(
             share(min(sizes["services"], sizes["service_names"])),
-            both("frontends"),
+            (frontend_share(sizes["frontends4"]), frontend_share(sizes["frontends6"])),
             both("source_ranges"),
             both("backends", "endpoints"),
         )

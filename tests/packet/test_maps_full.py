@@ -6,16 +6,21 @@ from __future__ import annotations
 import errno
 import sys
 
+import msgspec
 import pytest
 
 from pyebpf_proxy.datapath.loader.libbpf import BpfError
 from pyebpf_proxy.datapath.loader.programs import Loaded
 from pyebpf_proxy.datapath.maps.writer import Writer
+from pyebpf_proxy.kube.objects import Service
+from pyebpf_proxy.kube.source import Change
 from pyebpf_proxy.services.model import (
     FrontendKind,
     Protocol,
     SourceRange,
 )
+from pyebpf_proxy.services.planner import Planner, PlanSettings
+from pyebpf_proxy.services.shares import Limits
 from tests.packet.service_maps import SIZES, logical
 from tests.packet.service_plans import (
     endpoints,
@@ -25,6 +30,16 @@ from tests.packet.service_plans import (
 )
 
 pytestmark = pytest.mark.needs_bpf
+
+
+def tenants_service(namespace: str, name: str, second: int, **spec: object) -> Change:
+    """A Service with a ClusterIP of its own."""
+    address = f"10.96.{second}.{1 + int(name[1:])}"
+    document = {
+        "metadata": {"name": name, "namespace": namespace, "creationTimestamp": f"2026-01-01T00:00:{second:02}Z"},
+        "spec": {"clusterIP": address, **spec},
+    }
+    return Change("Service", namespace, name, msgspec.convert(document, Service))
 
 
 def test_a_full_backend_map_affects_only_services_that_do_not_fit(loaded: Loaded, writer: Writer) -> None:
@@ -83,6 +98,26 @@ def test_s2_the_last_entries_are_reserved_for_cluster_ips(loaded: Loaded, writer
     assert writer.apply({greedy: service(greedy, (), frontends=(frontend("10.96.0.1"), *many[:10]))}) == []
     assert writer.problems == {}
     assert len(logical(loaded, complete=True)["shop/greedy:http/TCP/IPv4"]["frontends"]) == 11
+
+
+def test_s2_one_namespace_leaves_room_for_the_node_ports_of_others(loaded: Loaded, writer: Writer) -> None:
+    """What is reserved for ClusterIPs is not all that is reserved for other namespaces."""
+    limits = Limits.of_maps(SIZES)
+    planner = Planner(PlanSettings("node-1", limits=limits))
+    greedy = [f"203.0.113.{i}" for i in range(1, 101)]
+    planner.update(
+        tenants_service("tenant", f"s{i}", 1, externalIPs=greedy, ports=[{"port": 80 + i}]) for i in range(6)
+    )
+    writer.apply({name: planner.get(name) for name in planner.names})
+    assert writer.fill()["frontends4"][0] > limits.frontends[0] - 101, "the namespace has used up its share"
+    few = SIZES["frontends4"] // 8 // 2 - 6
+    others = [
+        tenants_service("other", f"o{i}", 9, type="NodePort", ports=[{"port": 80, "nodePort": 30000 + i}])
+        for i in range(few)
+    ]
+    assert writer.apply(planner.update(others)) == []
+    served = logical(loaded, complete=True)
+    assert all(len(served[f"other/o{i}:/TCP/IPv4"]["frontends"]) == 2 for i in range(few))
 
 
 @pytest.mark.parametrize(

@@ -198,7 +198,7 @@ def test_s2_limits_follow_the_sizes_of_the_maps() -> None:
     for family in "46":
         sizes |= {f"frontends{family}": 80, f"source_ranges{family}": 160, f"backends{family}": 800}
         sizes[f"endpoints{family}"] = 1600
-    assert Limits.of_maps(sizes) == Limits(57344, (70, 70), (140, 140), (700, 700))
+    assert Limits.of_maps(sizes) == Limits(57344, (60, 60), (140, 140), (700, 700))
 
 
 def _drawn(rng: random.Random) -> Change:
