@@ -16,6 +16,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, 
 from contextlib import suppress
 from typing import Protocol
 
+from pyebpf_proxy.agent.backlog import Backlog
 from pyebpf_proxy.agent.node_life import NodeLife
 from pyebpf_proxy.agent.schedule import Schedule
 from pyebpf_proxy.common import memory
@@ -31,6 +32,8 @@ from pyebpf_proxy.services.node_facts import NodeFacts
 
 #: Removals that need a grace period wait until nothing has changed for this time.
 IDLE_SECONDS = 0.2
+#: If a sync has not planned all changes, the next one waits so long: the source must be able to deliver others.
+LISTEN_SECONDS = 0.01
 #: The checks of every syncPeriod are no more frequent than this: a period of 1ms is valid.
 LEAST_REFRESH_SECONDS = 0.5
 #: How many lines about the Services of one namespace a sync logs: a tenant can change thousands of conflicts at once.
@@ -95,7 +98,9 @@ class Observer(Protocol):
     def unchanged(self, objects: Sequence[Change]) -> None: ...
     def queued(self) -> None: ...
     def planned(self, delta: Delta) -> None: ...
-    def synced(self, seconds: float, ok: bool, full: bool, problems: int) -> None: ...
+    def synced(
+        self, seconds: float, ok: bool, full: bool, problems: int, waiting: Collection[tuple[str, str]]
+    ) -> None: ...
     def period_passed(self) -> None: ...
 
 
@@ -133,8 +138,7 @@ class Proxy:
         self._node_name = effective.node_name
         self._refresh_seconds = max(effective.sync_period, LEAST_REFRESH_SECONDS)
         self._schedule = Schedule(effective.min_sync_period, effective.sync_period)
-        #: By object, the last change that is not planned yet: of a thousand updates of one object, one is planned.
-        self._changes: dict[tuple[str, str, str], Change] = {}
+        self._backlog = Backlog(time.monotonic)
         #: The plan of the objects that the source delivers before the first sync, and their number.
         self._planned: dict[ServicePortName, ServicePort | None] = {}
         self._planned_objects = 0
@@ -173,7 +177,7 @@ class Proxy:
     def deliver(self, batch: Batch) -> None:
         """The source's callback: store the changes, request a sync."""
         for change in self._life.take(batch.changes):
-            self._changes[change.kind, change.namespace, change.name] = change
+            self._backlog.put(change)
         if batch.complete and not self._complete:
             self._complete = True
             self._life.listed()
@@ -190,9 +194,9 @@ class Proxy:
 
     def _plan_ahead(self) -> None:
         """Plan before everything is listed: the plan of an object takes less memory than the object."""
-        changes, self._changes = self._changes, {}
+        changes = self._backlog.all()
         with without_cycle_search():
-            self._planned.update(self._planner.update(changes.values()))
+            self._planned.update(self._planner.update(changes))
         self._planned_objects += len(changes)
 
     async def _follow(self) -> None:
@@ -231,8 +235,11 @@ class Proxy:
         end = time.monotonic()
         # A change of the zone affects every Service, and counts as a full sync (spec/service-semantics §1.5).
         full |= self._planner.zone != zone
-        self._metrics.synced(end - begin, ok, full, len(problems) + self._planner.lost)
+        problems_now = len(problems) + self._planner.lost
+        self._metrics.synced(end - begin, ok, full, problems_now, self._backlog.slices() if self._backlog else ())
         self._schedule.finished(end, ok)
+        if ok and self._backlog:
+            self._schedule.resume(end + LISTEN_SECONDS)
         if self._once:
             self._stop.set()
             return
@@ -241,8 +248,9 @@ class Proxy:
             self._collecting = asyncio.create_task(self._collect(), name="collect")
 
     def _program(self, full: bool) -> Collection[str]:
-        changes, self._changes = self._changes, {}
-        delta = self._planner.update(changes.values())
+        delta: dict[ServicePortName, ServicePort | None] = {}
+        for changes in self._backlog.portions():
+            delta.update(self._planner.update(changes))
         self._metrics.planned(delta)
         unapplied = self._apply_facts()
         if full:

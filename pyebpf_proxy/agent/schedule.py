@@ -28,6 +28,11 @@ class Schedule:
         earliest = now if self._last_end is None else max(now, self._last_end + self._minimum)
         self._next = earliest if self._next is None else min(self._next, earliest)
 
+    def resume(self, when: float) -> None:
+        """Request a sync at this time, whatever the minimum: the last one has not planned everything."""
+        self._wanted = True
+        self._next = when
+
     def delay(self, now: float) -> float | None:
         """Seconds until the next sync; 0 means now, None that no sync is scheduled."""
         return None if self._next is None else max(0.0, self._next - now)

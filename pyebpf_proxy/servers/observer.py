@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import islice
 from typing import Protocol, cast
 
@@ -125,8 +125,18 @@ class Observer:
         self._metrics.over_limit.replace({(*key,): float(len(what)) for key, what in over})
         self._no_local.update(delta)
 
-    def synced(self, seconds: float, ok: bool, full: bool, problems: int = 0) -> None:
-        """A sync of both families has ended after ``seconds``. ``problems``: service ports and addresses not served."""
+    def synced(
+        self,
+        seconds: float,
+        ok: bool,
+        full: bool,
+        problems: int = 0,
+        waiting: Collection[tuple[str, str]] = (),
+    ) -> None:
+        """A sync of both families has ended after ``seconds``. ``problems``: service ports and addresses not served.
+
+        ``waiting``: namespace and name of changed slices that the next sync applies.
+        """
         now = self._clock()
         metrics = self._metrics
         for family, text in FAMILIES.items():
@@ -141,11 +151,12 @@ class Observer:
             metrics.failed_syncs.add()
             return
         metrics.problems.set(value=problems)
-        for (_, _, text), times in self._triggers.items():
-            for trigger in times:
-                metrics.programming.observe(text, value=(now.wall - trigger) / 1e9)
-        self._triggers.clear()
-        self._service_of_new.clear()
+        self._service_of_new = {key: self._service_of_new[key] for key in waiting if key in self._service_of_new}
+        later = set(self._service_of_new.values())
+        for service, times in self._triggers.items():
+            for trigger in times if service not in later else ():
+                metrics.programming.observe(service[2], value=(now.wall - trigger) / 1e9)
+        self._triggers = {service: times for service, times in self._triggers.items() if service in later}
         self._applied()
 
     def period_passed(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import platform
 import time
+from collections.abc import Collection
 
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as read_openmetrics
@@ -79,10 +80,12 @@ class ObservedAgent:
         self.observer.changed(changes, complete=True)
         self.observer.queued()
 
-    def sync(self, ok: bool = True, full: bool = False, problems: int = 0) -> None:
+    def sync(
+        self, ok: bool = True, full: bool = False, problems: int = 0, waiting: Collection[tuple[str, str]] = ()
+    ) -> None:
         changes, self._changes = self._changes, []
         self.observer.planned(self.planner.update(changes))
-        self.observer.synced(0.003, ok, full, problems)
+        self.observer.synced(0.003, ok, full, problems, waiting)
 
     def __getitem__(self, key: str | tuple[str, ...]) -> float | None:
         """The value of a sample, by its name and its label values."""
@@ -249,6 +252,22 @@ def test_network_programming(agent: ObservedAgent) -> None:
     agent.sync()
     assert agent[count, "IPv4"] == 2  # each once
     assert agent[count, "IPv6"] is None
+
+
+def test_network_programming_ends_with_the_sync_that_applies_the_slice(agent: ObservedAgent) -> None:
+    count, total = f"{K}network_programming_duration_seconds_count", f"{K}network_programming_duration_seconds_sum"
+    agent.seconds = 10
+    agent.change(
+        endpoints("here", trigger="2026-11-21T05:38:25Z"),
+        endpoints("here", name="later", of="t", trigger="2026-11-21T05:38:25Z"),
+    )
+    slices = [(change.namespace, change.name) for change in agent._changes]
+    agent.sync(waiting=[slices[1], ("ns", "never-seen")])
+    assert (agent[count, "IPv4"], agent[total, "IPv4"]) == (1, 5)
+    agent.seconds = 12
+    agent.change()
+    agent.sync()
+    assert (agent[count, "IPv4"], agent[total, "IPv4"]) == (2, 12)
 
 
 def test_a_deleted_slice_affects_the_measurement_of_its_own_family_only(agent: ObservedAgent) -> None:
