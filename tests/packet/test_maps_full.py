@@ -120,6 +120,49 @@ def test_s2_one_namespace_leaves_room_for_the_node_ports_of_others(loaded: Loade
     assert all(len(served[f"other/o{i}:/TCP/IPv4"]["frontends"]) == 2 for i in range(few))
 
 
+def test_short_free_ranges_do_not_keep_a_long_list_out(loaded: Loaded, writer: Writer) -> None:
+    """A tenant lets every other list go: half of the slots are free, and no range has more than 8."""
+    names = [name_of(f"s{i:03}") for i in range(SIZES["slots"] // 8)]
+    lists = {
+        name: service(name, (f"10.96.3.{i}",), *(f"10.3.{i}.{k}:80 local" for k in range(4)))
+        for i, name in enumerate(names)
+    }
+    assert writer.apply(lists) == []
+    assert writer.apply(dict.fromkeys(names[::2])) == []
+    writer.collect()
+    web = name_of("web")
+    wanted = service(web, ("10.96.0.9",), *(f"10.4.0.{k}:80" for k in range(100)))
+    before = logical(loaded, complete=True)
+    assert writer.apply({web: wanted}) == []
+    assert writer.problems == {}
+    writer.collect()
+    served = logical(loaded, complete=True)
+    assert len(served.pop("shop/web:http/TCP/IPv4")["cluster"]) == 100
+    assert served == before, "the others are as before"
+    assert Writer(loaded).fill()["slots"] == writer.fill()["slots"], "none is lost"
+
+
+def test_lists_that_find_no_other_room_stay_as_they_are(loaded: Loaded, writer: Writer) -> None:
+    """Each free range has 100 slots, each list in between 156."""
+    for i in range(4):
+        for kind, count in (("gone", 50), ("stay", 78)):
+            name = name_of(f"{kind}{i}")
+            assert writer.apply({name: service(name, (), *(f"10.3.{i}.{k}:{count} local" for k in range(count)))}) == []
+    assert writer.apply({name_of(f"gone{i}"): None for i in range(4)}) == []
+    writer.collect()
+    before, fill = logical(loaded, complete=True), writer.fill()
+    web = name_of("web")
+    (problem,) = writer.apply({web: service(web, (), *(f"10.4.0.{k}:80 local" for k in range(100)))})
+    assert str(problem) == f"{web}: map slots has no free range of 200 entries (400 of 1024 are free)"
+    assert set(writer.problems) == {web}
+    writer.collect()
+    assert logical(loaded, complete=True) == before
+    assert writer.fill() == fill
+    assert writer.apply({name_of("stay0"): None}) == []
+    writer.collect()
+    assert writer.problems == {}, "there is room now"
+
+
 @pytest.mark.parametrize(
     ("table", "plans", "text"),
     [

@@ -21,6 +21,32 @@ from pyebpf_proxy.services.shares import RESERVED
 class Mirror(State):
     """The state of the maps, and the planning of changes to it."""
 
+    def in_the_way(self, length: int) -> tuple[list[ServicePortName], list[int]] | None:
+        """Of all stretches of ``length`` slots the one with the fewest in use; None if there is no such stretch.
+
+        The result: the service ports whose lists are in it, the longest first, and the starts of its free ranges.
+        """
+        parts: list[tuple[int, int, ServicePortName | None]] = [(*each, None) for each in self.slot_ranges.all_free()]
+        parts += [(r.first_slot, r.first_slot + r.length, name) for name, r in self.records.items() if r.length]
+        parts.sort(key=lambda part: part[0])
+        first = used = 0
+        best: tuple[int, int, int] | None = None
+        for i, (start, end, name) in enumerate(parts):
+            if i and parts[i - 1][1] != start:
+                first, used = i, 0  # what is between them is not free yet
+            used += end - start if name is not None else 0
+            while end - parts[first][1] >= length:
+                used -= parts[first][1] - parts[first][0] if parts[first][2] is not None else 0
+                first += 1
+            if end - parts[first][0] >= length and (best is None or used < best[0]):
+                best = used, first, i + 1
+        if best is None:
+            return None
+        stretch = parts[best[1] : best[2]]
+        names = [name for _, _, name in stretch if name is not None]
+        names.sort(key=lambda name: -self.records[name].length)
+        return names, [start for start, _, name in stretch if name is None]
+
     def released_by(self, name: ServicePortName, new: ServicePort | None) -> set[bytes]:
         """Keys of frontends that this change releases, so that another service port of the round may claim them."""
         old = self.records.get(name)

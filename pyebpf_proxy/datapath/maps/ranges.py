@@ -49,6 +49,22 @@ class Ranges:
             start = before
         self._add(start, end)
 
+    @property
+    def longest(self) -> int:
+        """The length of the longest free range."""
+        return self._lengths[-1] if self._lengths else 0
+
+    def all_free(self) -> list[tuple[int, int]]:
+        """Every free range: start and end."""
+        return list(self._ends.items())
+
+    def take_at(self, start: int) -> int:
+        """Take the free range that begins there, as a whole. Returns its length."""
+        length = self._ends[start] - start
+        self._remove(start)
+        self.available -= length
+        return length
+
     @classmethod
     def without(cls, size: int, taken: list[tuple[int, int]]) -> tuple[Ranges, list[bool]]:
         """An allocator in which these ranges (start, length) are taken, and which of them were accepted.

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import errno as errors
+import time
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -41,6 +42,8 @@ MAPS = (
     *("service_configs", "frontends4", "frontends6"),
 )
 _BEFORE_FLIP = MAPS[:8]
+#: So long after lists were moved in vain to make room for a longer one (seconds), none are moved.
+VAIN_SECONDS = 10.0
 #: Into empty maps this many service ports are written at a time.
 PART = 1000
 _MAP_FULL = {errors.E2BIG, errors.ENOSPC, errors.ENOMEM}
@@ -78,6 +81,7 @@ class Writer:
         self._freed = False
         #: Entries without references, during their grace period.
         self._dying = Garbage()
+        self._no_move_before = 0.0
         #: Counts calls that may write.
         self._version = 0
         self._read_back = ReadBack(maps, MAPS, self._services, self._slots)
@@ -184,7 +188,43 @@ class Writer:
             # Entries that this round has replaced may free the capacity that a service port lacked.
             self._free_garbage()
             self._freed = False
+            failed = self._round({name: todo[name] for name in failed})
+        if failed and self._make_room({name: plan for name in failed if (plan := todo[name]) is not None}):
             self._round({name: todo[name] for name in failed})
+
+    def _make_room(self, failed: Mapping[ServicePortName, ServicePort]) -> bool:
+        """If the free slots are in ranges that are too short for these service ports, move others' lists away.
+
+        A tenant can let lists come and go until there are only short ranges.
+        """
+        mirror, ranges = self._mirror, self._mirror.slot_ranges
+        length = max((len(plan.cluster) + len(plan.local) for plan in failed.values()), default=0)
+        # Lists in the way need other room. A search costs others up to 0.2 s: after a vain one, none for some seconds.
+        if not ranges.longest < length <= ranges.available // 2 or time.monotonic() < self._no_move_before:
+            return False
+        self._no_move_before = time.monotonic() + VAIN_SECONDS
+        found = mirror.in_the_way(length)
+        if found is None:
+            return False
+        names, starts = found
+        kept = [(start, ranges.take_at(start)) for start in starts]
+        pending = {name: self._pending[name] for name in names if name in self._pending}
+        problems = {name: self.problems[name] for name in names if name in self.problems}
+        for name in names:
+            mirror.records[name].dirty = True
+        for name in self._round({name: mirror.records[name].plan for name in names}):
+            mirror.records[name].dirty = False
+            del self._pending[name], self.problems[name]
+        self._pending.update(pending)
+        self.problems.update(problems)
+        self._free_garbage()
+        self._freed = False
+        for start, size in kept:
+            ranges.free(start, size)
+        if ranges.longest < length:
+            return False
+        self._no_move_before = 0.0
+        return True
 
     def recount_clients(self) -> None:
         """Keep affinity entries within the shares of their service ports. Some 50 ms for a full map."""
