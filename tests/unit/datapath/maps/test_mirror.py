@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import gc
+import random
 import sys
 from ipaddress import ip_address
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 
 from pyebpf_proxy.datapath.loader.btf import Btf
 from pyebpf_proxy.datapath.loader.libbpf import Object
-from pyebpf_proxy.datapath.maps.changes import Change, Garbage, MapFullError
+from pyebpf_proxy.datapath.maps.changes import Change, Garbage, MapFullError, Record
 from pyebpf_proxy.datapath.maps.layouts import Layouts
 from pyebpf_proxy.datapath.maps.mirror import Mirror
 from pyebpf_proxy.datapath.maps.writer import MAPS
@@ -331,3 +332,46 @@ def test_the_work_does_not_grow_with_the_table(btf: Btf) -> None:
         return count
 
     assert calls(2000) == calls(2)
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_the_stretch_of_slots_with_the_fewest_in_use_is_found(btf: Btf, seed: int) -> None:
+    """As by trying every start. Lists that are replaced, but not free yet, are in no stretch."""
+    rng = random.Random(seed)
+    size = 60
+    mirror = Mirror(Layouts(btf), dict.fromkeys((*MAPS, "services"), 200) | {"slots": size})
+    owners: list[ServicePortName | None] = [None] * size
+    lengths: dict[ServicePortName, int] = {}
+    replaced: set[int] = set()
+    for number in range(25):
+        length = rng.randint(1, 6)
+        first = mirror.slot_ranges.take(length)
+        if first is None:
+            continue
+        name = WEB._replace(name=f"s{number}")
+        chance = rng.random()
+        if chance < 0.4:
+            mirror.slot_ranges.free(first, length)
+        elif chance < 0.5:
+            replaced.update(range(first, first + length))
+        else:
+            record = Record(number, plan(name, [], []))
+            record.first_slot, record.length = first, length
+            mirror.records[name] = record
+            owners[first : first + length] = [name] * length
+            lengths[name] = length
+    wanted = rng.randint(2, 25)
+    costs = []
+    for start in range(size - wanted + 1):
+        there = range(start, start + wanted)
+        if replaced.isdisjoint(there):
+            costs.append(sum(lengths[name] for name in {owners[at] for at in there} if name is not None))
+    found = mirror.in_the_way(wanted)
+    if found is None:
+        assert not costs
+        return
+    names, starts = found
+    assert sum(lengths[name] for name in names) == min(costs)
+    assert [lengths[name] for name in names] == sorted((lengths[name] for name in names), reverse=True)
+    free = sum(mirror.slot_ranges.take_at(start) for start in starts)
+    assert free + min(costs) >= wanted
