@@ -163,6 +163,24 @@ def test_lists_that_find_no_other_room_stay_as_they_are(loaded: Loaded, writer: 
     assert writer.problems == {}, "there is room now"
 
 
+def test_lists_that_must_be_written_anew_are_not_moved(loaded: Loaded, writer: Writer) -> None:
+    """Their content may be damaged, and a move in vain would take them for repaired."""
+    names = [name_of(f"s{i:03}") for i in range(SIZES["slots"] // 8)]
+    lists = {name: service(name, (), *(f"10.3.{i}.{k}:80 local" for k in range(4))) for i, name in enumerate(names)}
+    assert writer.apply(lists) == []
+    assert writer.apply(dict.fromkeys(names[::2])) == []
+    writer.collect()
+    for record in writer._mirror.records.values():
+        record.dirty = True
+    web = name_of("web")
+    wanted = service(web, (), *(f"10.4.0.{k}:80" for k in range(100)))
+    assert [problem.name for problem in writer.apply({web: wanted})] == [web]
+    assert all(record.dirty for record in writer._mirror.records.values())
+    writer._no_move_before = 0.0
+    assert writer.apply({name: lists[name] for name in names[1::2]} | {web: wanted}) == []
+    assert not any(record.dirty for record in writer._mirror.records.values())
+
+
 @pytest.mark.parametrize(
     ("table", "plans", "text"),
     [

@@ -207,6 +207,8 @@ class Writer:
         if found is None:
             return False
         names, starts = found
+        if any(mirror.records[name].dirty for name in names):
+            return False  # what is in the maps is not as wanted: it must be written anew, not elsewhere
         kept = [(start, ranges.take_at(start)) for start in starts]
         pending = {name: self._pending[name] for name in names if name in self._pending}
         problems = {name: self.problems[name] for name in names if name in self.problems}
