@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from types import FrameType
 
+from pyebpf_proxy.common.arguments import Parser
 from pyebpf_proxy.lab import leftovers
 from pyebpf_proxy.lab.cluster import Lab
 from pyebpf_proxy.lab.example import EXAMPLES, open_example, populate
@@ -45,7 +46,7 @@ def _end(number: int, frame: FrameType | None) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="pyebpf-proxy lab", description="A cluster of network namespaces.")
+    parser = Parser(prog="pyebpf-proxy lab", description="A cluster of network namespaces.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def add(name: str, function: object, text: str, runs_examples: bool = False) -> argparse.ArgumentParser:

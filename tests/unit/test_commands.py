@@ -123,3 +123,21 @@ def test_old_kernels_and_kernels_without_types_are_refused(
     text = " ".join(capsys.readouterr().out.split())
     assert "this kernel, 5.10.0-30-amd64, is older than 6.1 boot a kernel of 6.1 or newer" in text
     assert "the kernel has no BTF (/none does not exist)" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "problem", "of"),
+    [
+        ([], "the following arguments are required: COMMAND", "lab"),
+        (["fly"], "argument COMMAND: invalid choice: 'fly'", "lab"),
+        (["demo", "--pod-network", "fog"], "argument --pod-network: invalid choice: 'fog'", "lab demo"),
+        (["exec"], "the following arguments are required: name", "lab exec"),
+    ],
+)
+def test_wrong_usage_of_the_lab_is_one_line(
+    words: list[str], problem: str, of: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["lab", *words])
+    assert ended.value.code == 2
+    assert re.fullmatch(rf"Error: {re.escape(problem)}[^\n]*; see pyebpf-proxy {of} --help\n", capsys.readouterr().err)
