@@ -46,6 +46,15 @@ def _source(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--hostname-override", metavar="NAME", help=text)
 
 
+def _check_source(parsed: argparse.Namespace) -> None:
+    """SeeError for a wrong path of :func:`_source`, before anything else that is missing, such as an agent."""
+    config, manifests = (getattr(parsed, name, None) for name in ("config", "manifests"))
+    if config or manifests:
+        from pyebpf_proxy.see.wanted import check_source
+
+        check_source(config, manifests)
+
+
 def _services_arguments(parser: argparse.ArgumentParser) -> None:
     _named(parser)
     parser.add_argument("--diff", action="store_true", help="only differences from the desired state")
@@ -288,7 +297,9 @@ def main(arguments: Sequence[str]) -> int:
     name, *rest = arguments
     try:
         try:
-            return COMMANDS[name].run(command_parser(name).parse_args(rest))
+            parsed = command_parser(name).parse_args(rest)
+            _check_source(parsed)
+            return COMMANDS[name].run(parsed)
         finally:
             sys.stdout.flush()  # also for --help, which raises SystemExit
     except SeeError as error:

@@ -113,6 +113,25 @@ def read_wanted(directory: Path, arguments: Sequence[str]) -> Wanted:
         raise SeeError(str(error)) from None
 
 
+def check_source(config: str | None, manifests: str | None) -> None:
+    """SeeError if what the command line names as the source cannot be read."""
+    if config:
+        from pyebpf_proxy.config.loader import content
+
+        try:
+            content(Path(config))
+        except ValueError as error:
+            raise SeeError(f"failed complete: {error}") from None
+    if manifests:
+        _check_folder(Path(manifests))
+
+
+def _check_folder(manifests: Path) -> None:
+    if not manifests.is_dir():
+        what = "is not a folder" if manifests.exists() else "does not exist"
+        raise SeeError(f"the manifests folder {manifests} {what}")
+
+
 def _absolute(arguments: Sequence[str], folder: str) -> list[str]:
     """The arguments with paths relative to the agent's working directory made absolute."""
     names = ("--manifests", "--config", "--datapath-config", "--kubeconfig")
@@ -146,9 +165,7 @@ def _source(settings: Effective) -> Source:
     if settings.manifests is not None:
         from pyebpf_proxy.kube.manifests import ManifestSource
 
-        if not settings.manifests.is_dir():
-            what = "is not a folder" if settings.manifests.exists() else "does not exist"
-            raise SeeError(f"the manifests folder {settings.manifests} {what}")
+        _check_folder(settings.manifests)
         return ManifestSource(settings.manifests, lambda text: None, lambda text: None)
     from pyebpf_proxy.kube.api.connect import api_server
     from pyebpf_proxy.servers.client_metrics import ClientMetrics

@@ -141,3 +141,20 @@ def test_wrong_usage_of_the_lab_is_one_line(
         main(["lab", *words])
     assert ended.value.code == 2
     assert re.fullmatch(rf"Error: {re.escape(problem)}[^\n]*; see pyebpf-proxy {of} --help\n", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("name", ["services", "explain", "flows"])
+@pytest.mark.parametrize(
+    ("flag", "problem"),
+    [
+        ("--config", "failed complete: open {path}: no such file or directory"),
+        ("--manifests", "the manifests folder {path} does not exist"),
+    ],
+)
+def test_a_missing_source_is_the_error_also_where_nothing_runs(
+    name: str, flag: str, problem: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["192.0.2.1", "192.0.2.2:80"] if name == "explain" else []
+    path = str(tmp_path / "none")
+    assert main([name, *words, flag, path, "--directory", str(tmp_path)]) == 3
+    assert capsys.readouterr().err == f"Error: {problem.format(path=path)}\n"
