@@ -162,15 +162,16 @@ class _Loader(yaml.CSafeLoader):
         node: Any = self.get_node()
         if self._may_have_aliases:
             # They are not passed to the methods above, and each may stand for any number of values.
-            _count_values(node, self._all_values + MOST_VALUES, {})
+            count_values(node, self._all_values + MOST_VALUES)
         return self.construct_document(node)
 
 
-def _count_values(node: yaml.Node, most: int, known: dict[int, int]) -> int:
+def count_values(node: yaml.Node, most: int, known: dict[int, int] | None = None) -> int:
     """The number of values in a node, with those that aliases repeat. UnreadableError if there are more than ``most``.
 
     ``known``: the numbers of other nodes, by their ids.
     """
+    known = {} if known is None else known
     if isinstance(node, yaml.ScalarNode):
         return 1
     number = known.get(id(node))
@@ -182,7 +183,7 @@ def _count_values(node: yaml.Node, most: int, known: dict[int, int]) -> int:
     children = chain.from_iterable(node.value) if isinstance(node, yaml.MappingNode) else node.value
     number = 1
     for child in children:
-        number += _count_values(child, most, known)
+        number += count_values(child, most, known)
         if number > most:
             raise UnreadableError(f"line {node.start_mark.line + 1}: aliases add more than {MOST_VALUES} values")
     known[id(node)] = number

@@ -22,6 +22,7 @@ from msgspec import field
 from pyebpf_proxy.common.errors import FatalError
 from pyebpf_proxy.config.loader import content
 from pyebpf_proxy.kube.api.access import Access, ExecPlugin, Tls, server_url, without_credentials
+from pyebpf_proxy.kube.decode import UnreadableError, count_values
 
 _EXEC_VERSIONS = ("client.authentication.k8s.io/v1", "client.authentication.k8s.io/v1beta1")
 #: API versions that do not require interactiveMode.
@@ -108,6 +109,37 @@ class _Config(msgspec.Struct, rename="kebab"):
     contexts: list[_NamedContext] = []
 
 
+class _Loader(yaml.CSafeLoader):
+    """Limits the number of values before it makes Python objects of them: merge keys (``<<``) copy what they name."""
+
+    def __init__(self, text: bytes) -> None:
+        super().__init__(text)
+        self._values = 0
+
+    def descend_resolver(self, parent: Any, index: Any) -> None:
+        """Called for each node, but not for aliases."""
+        self._values += 1
+        if self._values > MAX_VALUES:
+            raise ValueError(f"the document has more than {MAX_VALUES} values")
+
+    def ascend_resolver(self) -> None:
+        """Called after each node."""
+
+    def get_single_node(self) -> Any:
+        """The node of the document. ValueError for cyclic or excessive aliases."""
+        node: Any = super().get_single_node()
+        if node is not None:
+            try:
+                count_values(node, MAX_VALUES)
+            except UnreadableError as error:
+                raise ValueError(
+                    "the value of an anchor contains itself"
+                    if "contains itself" in str(error)
+                    else "document contains excessive aliasing"
+                ) from None
+        return node
+
+
 def load(path: Path, master: str = "") -> Access | None:
     """Read a kubeconfig; ``master`` overrides its server. None if it is empty. Raises FatalError."""
     config = _read(path)
@@ -145,7 +177,7 @@ def _read(path: Path) -> _Config:
     except ValueError as error:
         raise FatalError(f'error loading config file "{path}": {error}') from None
     try:
-        document = _without_nulls(yaml.load(written, Loader=yaml.CSafeLoader))
+        document = _without_nulls(yaml.load(written, Loader=_Loader))
     except (yaml.YAMLError, UnicodeDecodeError, ValueError, RecursionError) as error:
         raise FatalError(f'error loading config file "{path}": {_yaml_problem(error)}') from None
     except (LookupError, AttributeError):  # PyYAML's constructors of bool, int, float and timestamp

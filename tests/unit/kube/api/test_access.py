@@ -98,6 +98,31 @@ def test_a_kubeconfig_with_a_mistake(tmp_path: Path, text: str) -> None:
     assert "SECRET" not in output
 
 
+#: A merge copies the keys that it names: each line has ten times the keys of the one before.
+_MERGES = "a0: &a0 {x: y, z: w}\n" + "".join(
+    f"a{number}: &a{number}\n  <<: [{', '.join([f'*a{number - 1}'] * 10)}]\n" for number in range(1, 6)
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        (_MERGES, "document contains excessive aliasing"),
+        (f"[{'x,' * 300_000}]", "the document has more than 100000 va"),
+    ],
+)
+def test_a_kubeconfig_with_very_many_values_takes_little_memory(tmp_path: Path, text: str, problem: str) -> None:
+    path = tmp_path / "kubeconfig"
+    path.write_text(text)
+    tracemalloc.start()
+    try:
+        with pytest.raises(FatalError, match=rf'^error loading config file "{path}": yaml: {problem}'):
+            find(str(path), "", {})
+        assert tracemalloc.get_traced_memory()[1] < 60 << 20
+    finally:
+        tracemalloc.stop()
+
+
 @pytest.mark.parametrize("what", ["kubeconfig", "certificate-authority", "tokenFile"])
 def test_huge_files_are_not_read(tmp_path: Path, what: str) -> None:
     large = tmp_path / "large"
