@@ -87,11 +87,13 @@ class Controller:
         """Set the route of this address to these nodes."""
         if self._routes.get(address) == tuple(nodes):
             return
-        hops = [word for node in nodes for word in ("nexthop", "via", node)]
-        # If no node may serve the address, it is not reachable at all.
-        where = hops if hops else ["unreachable", address]
-        command = ["ip", "route", "replace", *([address, "src", CLIENT, *where] if hops else where)]
-        subprocess.run(command, check=True)
+        if nodes:
+            hops = [word for node in nodes for word in ("nexthop", "via", node)]
+            subprocess.run(["ip", "route", "replace", address, "src", CLIENT, *hops], check=True)
+        else:
+            # No node may serve the address now, so it is silent, as a load balancer without healthy nodes may be.
+            # A route of type unreachable would give clients an error, and they would not try again.
+            self.unroute(address)
         self._routes[address] = tuple(nodes)
         print(f"{address} goes to {' '.join(nodes) or 'nowhere'}", flush=True)
 
