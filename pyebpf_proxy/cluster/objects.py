@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from importlib import resources
 from typing import Any
 
 import yaml
 
+from pyebpf_proxy import __version__
 from pyebpf_proxy.cluster.api import Object
 
 NAMESPACE = "kube-system"
@@ -31,6 +33,8 @@ IMAGE = "pyebpf-proxy/image"
 #: On task pods: which task.
 TASK = "pyebpf-proxy/task"
 _READ = {AGENT: ON}
+#: The beginning of a version, or of a tag that is one.
+_VERSION = re.compile(r"v?(\d+)\.(\d+)\.(\d+)")
 
 
 def _load(name: str) -> list[Object]:
@@ -73,20 +77,43 @@ def template_image(daemon_set: Object) -> str:
 
 
 def upgraded(present: Object, image: str) -> Object:
-    """The agent's DaemonSet with this image; the present template stays in its annotation if it has another one."""
+    """The agent's DaemonSet with this image; the present template stays in its annotation if it has another one.
+
+    An image older than this command gets the template that ran it before, if that is known (:func:`fits`).
+    """
     daemon_set = agent(image)[-1]
+    if is_older(image) and (template := _template_of(present, image)):
+        daemon_set["spec"]["template"] = template
     if former := _former(present) if template_image(present) == image else present["spec"]["template"]:
         daemon_set["metadata"]["annotations"] = {FORMER: json.dumps(former)}
     return daemon_set
 
 
+def fits(present: Object, image: str) -> bool:
+    """Whether there is a pod template for this image: it is not older than this command, or it ran here before."""
+    return not is_older(image) or _template_of(present, image) is not None
+
+
+def is_older(image: str) -> bool:
+    """Whether the tag is a version, and an older one than this command's."""
+    tag = image.partition("@")[0].rpartition("/")[2].partition(":")[2]
+    image_version, own = _VERSION.match(tag), _VERSION.match(__version__)
+    assert own is not None
+    return image_version is not None and tuple(map(int, image_version.groups())) < tuple(map(int, own.groups()))
+
+
 def downgraded(present: Object, image: str) -> Object:
     """The agent's DaemonSet with the template that ran this image before, or with the client's if that is not known."""
     daemon_set = agent(image)[-1]
-    for template in (present["spec"]["template"], _former(present)):
-        if template and image_of(template) == image:
-            daemon_set["spec"]["template"] = template
+    if template := _template_of(present, image):
+        daemon_set["spec"]["template"] = template
     return daemon_set
+
+
+def _template_of(present: Object, image: str) -> Object | None:
+    """The pod template that ran this image, if it is the present or the former one."""
+    templates = (_former(present), present["spec"]["template"])
+    return next((template for template in templates if template and image_of(template) == image), None)
 
 
 def _former(daemon_set: Object) -> Object | None:

@@ -187,3 +187,50 @@ def test_where_kube_proxy_also_runs_the_former_agent_comes_back(api: FakeApi) ->
     with pytest.raises(ClusterError, match=rf"CAP_BPF is missing; the agent with {OLDER} runs there again"):
         upgrade(api)
     assert api.images() == {"n1": OLDER}
+
+
+def test_an_older_image_needs_the_command_of_its_version(api: FakeApi) -> None:
+    api.label("n1", parked=ON, agent=ON)
+    before = copy.deepcopy(api.stored[DAEMON_SETS.path(NAMESPACE, NAME)])
+    with pytest.raises(
+        ClusterError, match=r"^registry.example/pyebpf-proxy:v0.0.9 is older than this command"
+    ) as error:
+        upgrade(api, "registry.example/pyebpf-proxy:v0.0.9")
+    assert error.value.status == 2
+    assert "use the pyebpf-proxy command of that version" in str(error.value)
+    assert api.stored[DAEMON_SETS.path(NAMESPACE, NAME)] == before
+    assert api.images() == {"n1": OLDER}
+
+
+def test_the_former_image_comes_back_with_its_own_template(api: FakeApi) -> None:
+    """Although it is older than the command: its template is known."""
+    old = "registry.example/pyebpf-proxy:0.0.9"
+    path = DAEMON_SETS.path(NAMESPACE, NAME)
+    daemon_set = objects.agent(old)[-1]
+    daemon_set["spec"]["template"]["spec"]["containers"][0]["env"].append({"name": "OLD", "value": "1"})
+    template = copy.deepcopy(daemon_set["spec"]["template"])
+    api.put(path, daemon_set)
+    for node in ("n1", "n2"):
+        api.label(node, parked=ON, agent=ON)
+    upgrade(api)
+    assert api.stored[path]["spec"]["template"] != template
+    upgrade(api, old)
+    assert api.images() == {"n1": old, "n2": old}
+    assert api.stored[path]["spec"]["template"] == template
+
+
+@pytest.mark.parametrize(
+    ("image", "older"),
+    [
+        ("localhost:5000/pyebpf-proxy:0.0.9", True),
+        ("localhost:5000/pyebpf-proxy", False),
+        ("x/pyebpf-proxy:v0.0.10-arm64@sha256:00", True),
+        ("x/pyebpf-proxy:0.1.0", False),
+        ("x/pyebpf-proxy:0.10.0", False),
+        ("x/pyebpf-proxy:next", False),
+        ("x/pyebpf-proxy@sha256:00", False),
+    ],
+)
+def test_which_images_are_older(image: str, older: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(objects, "__version__", "0.1.0")
+    assert objects.is_older(image) is older
