@@ -108,24 +108,25 @@ def udp_flows(family: IPFamily) -> Iterator[Flow]:
             raise
 
 
-def entries(family: IPFamily) -> Iterator[TrackedEntry]:
-    """Every TCP and UDP entry of ``family`` in this network namespace; each has its ``original``.
+def entries(
+    family: IPFamily, protocols: Collection[int] | None = (Protocol.TCP, Protocol.UDP), wanted: bytes = b""
+) -> Iterator[TrackedEntry]:
+    """Every entry of ``family`` and ``protocols`` in this network namespace; each has its ``original``. None: all.
 
+    ``wanted``: attributes by which the kernel may leave others out. Since Linux 5.8 it does, before it returns all.
     OSError if the kernel refuses; EINTR at the end of a dump that may lack entries.
     """
     with RequestSocket(NETLINK_NETFILTER) as netlink:
-        yield from _entries(netlink, family, b"", (Protocol.TCP, Protocol.UDP))
+        try:
+            yield from _entries(netlink, family, wanted, protocols)
+        except OSError as error:
+            if not wanted or error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+                raise
+            yield from _entries(netlink, family, b"", protocols)
 
 
 def _udp_entries(family: IPFamily) -> Iterator[TrackedEntry]:
-    with RequestSocket(NETLINK_NETFILTER) as netlink:
-        try:
-            yield from _entries(netlink, family, _only_udp(), (Protocol.UDP,))
-        except OSError as error:
-            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
-                raise
-            # Before Linux 5.8 the kernel returns all entries; they are filtered here.
-            yield from _entries(netlink, family, b"", (Protocol.UDP,))
+    return entries(family, (Protocol.UDP,), _only_udp())
 
 
 def delete(flows: Iterable[Flow]) -> int:
@@ -229,14 +230,13 @@ def _only_udp() -> bytes:
 
 
 def _entries(
-    netlink: RequestSocket, family: IPFamily, wanted: bytes, protocols: Collection[int]
+    netlink: RequestSocket, family: IPFamily, wanted: bytes, protocols: Collection[int] | None
 ) -> Iterator[TrackedEntry]:
     try:
         for message in netlink.dump(IPCTNL_MSG_CT_GET, header(family) + wanted):
             entry = read_entry(message)
-            if entry.original is not None and entry.original.protocol in protocols:
+            if entry.original is not None and (protocols is None or entry.original.protocol in protocols):
                 yield entry
     except OSError as error:
         number = error.errno or 0
-        what = "UDP flows" if wanted else "flows"
-        raise OSError(number, f"conntrack: {what} could not be listed: {os.strerror(number)}") from error
+        raise OSError(number, f"conntrack: flows could not be listed: {os.strerror(number)}") from error

@@ -9,16 +9,14 @@ cannot look flows up in conntrack, they know only what is in the flow table.
 
 from __future__ import annotations
 
-import errno
 import struct
 from collections.abc import Callable, Collection, Iterator, Mapping
 
-from pyebpf_proxy.datapath.connections.ctnetlink import Place, TrackedEntry, header, read_entry
+from pyebpf_proxy.datapath.connections.ctnetlink import Place, TrackedEntry, entries
 from pyebpf_proxy.datapath.loader.btf import Btf
 from pyebpf_proxy.datapath.loader.libbpf import Map
 from pyebpf_proxy.datapath.netlink import uapi
 from pyebpf_proxy.datapath.netlink.messages import attribute, word
-from pyebpf_proxy.datapath.netlink.request import RequestSocket
 from pyebpf_proxy.services.model import IPFamily, Protocol
 
 #: Whether the source of an entry's replies (protocol; address and port) is an endpoint of a Service.
@@ -45,8 +43,7 @@ def masqueraded(
         wanted = {address for address in addresses if len(address) == size} if ports else set()
         if not wanted and not datagrams:
             continue
-        for message in _dump(family, set() if datagrams else wanted):
-            entry = read_entry(message)
+        for entry in entries(family, None, b"" if datagrams else _wanted(family, wanted)):
             original, reply = entry.original, entry.reply
             if original is None or reply is None:
                 continue
@@ -115,18 +112,10 @@ def endpoint_test(maps: Mapping[str, Map], btf: Btf) -> IsEndpoint:
     return is_endpoint
 
 
-def _dump(family: IPFamily, addresses: Collection[bytes]) -> Iterator[bytes]:
-    with RequestSocket(uapi.NETLINK_NETFILTER) as netlink:
-        # The kernel compares with one address at most, and only since Linux 5.8. With IPv6 it does the opposite: it
-        # returns the entries with other addresses.
-        if family is IPFamily.IPV4 and len(addresses) == 1:
-            try:
-                yield from netlink.dump(uapi.IPCTNL_MSG_CT_GET, header(family) + _only(*addresses))
-                return
-            except OSError as error:
-                if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
-                    raise
-        yield from netlink.dump(uapi.IPCTNL_MSG_CT_GET, header(family))
+def _wanted(family: IPFamily, addresses: Collection[bytes]) -> bytes:
+    # The kernel compares with one address at most. With IPv6 it does the opposite: it returns the entries with other
+    # addresses.
+    return _only(*addresses) if family is IPFamily.IPV4 and len(addresses) == 1 else b""
 
 
 def _only(address: bytes) -> bytes:
