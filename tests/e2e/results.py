@@ -68,14 +68,16 @@ def save(name: str, specs: Iterable[Spec], about: dict[str, Any]) -> Path:
     return path
 
 
-def replaced(name: str, specs: list[Spec], folder: Path = FOLDER) -> list[Spec]:
-    """The specs of recorded/NAME.json, with these replacing those of the same names."""
-    path = folder / f"{name}.json"
+def replaced(name: str, specs: list[Spec], folder: Path | None = None, kept: str = "") -> list[Spec]:
+    """The specs of recorded/NAME.json, with these replacing those of the same names.
+
+    ``kept``: only former specs whose names this regular expression matches.
+    """
+    path = (folder or FOLDER) / f"{name}.json"
     former = load(path)[1] if path.exists() else []
     names = {spec.name for spec in specs}
-    return sorted(
-        [*specs, *(spec for spec in former if spec.name not in names)], key=lambda each: (each.group, each.name)
-    )
+    others = [spec for spec in former if spec.name not in names and re.search(kept, spec.name)]
+    return sorted([*specs, *others], key=lambda each: (each.group, each.name))
 
 
 def times(name: str, folder: Path = FOLDER) -> dict[str, Any]:

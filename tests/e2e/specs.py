@@ -108,11 +108,13 @@ def _judge(made: clusters.Cluster, choice: Choice, record: bool) -> int:
         about |= {"seconds": seconds, "processes": choice.processes}
         if replacements:
             about["replacements"] = [asdict(each) for each in replacements.made]
-        all_specs = specs
         if choice.focus != FOCUS:
             # The outcome of some specs replaces only theirs, and their time is not that of all.
             about |= results.times(name)
             all_specs = results.replaced(name, specs)
+        else:
+            # Results of specs that this run leaves out are those of another run. Others no longer exist.
+            all_specs = results.replaced(name, specs, kept="|".join(left_out(choice.balanced)))
         print(f"written: {results.save(name, all_specs, about)}")
     if replacements:
         replacements.require_success()

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -85,6 +86,21 @@ def test_some_specs_replace_their_own_results_only(tmp_path: Path) -> None:
     again = Spec("a", "one", "passed", 3)
     assert results.replaced("pyebpf-proxy", [again], tmp_path) == [again, former[1]]
     assert results.replaced("kube-proxy", [again], tmp_path) == [again]
+
+
+def test_a_run_of_all_specs_keeps_the_results_that_need_a_load_balancer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(results, "FOLDER", tmp_path)
+    balanced = Spec("LoadBalancers", "[sig-network] LoadBalancers [Feature:LoadBalancer] should", "passed", 9)
+    gone = Spec("Services", "[sig-network] Services of an older release", "passed", 1)
+    results.save("pyebpf-proxy", [balanced, gone], {})
+    ran = Spec("Services", "[sig-network] Services should serve", "passed", 2)
+    monkeypatch.setattr(specs, "_run", lambda *_: [ran])
+    made = SimpleNamespace(proxy="pyebpf-proxy", network=SimpleNamespace(dual=False))
+    monkeypatch.setattr(specs, "STORE", tmp_path)
+    assert specs._judge(cast(Any, made), specs.Choice(specs.FOCUS, 4), record=True) == 0
+    assert results.load(tmp_path / "pyebpf-proxy.json")[1] == [balanced, ran]
 
 
 def test_the_time_of_some_specs_is_not_that_of_all(tmp_path: Path) -> None:
