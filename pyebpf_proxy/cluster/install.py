@@ -11,7 +11,7 @@ from pyebpf_proxy.cluster.canary import Canary
 from pyebpf_proxy.cluster.command import Command, naming
 from pyebpf_proxy.cluster.errors import ClusterError, NodeGoneError, NodeLostError, StoppedError
 from pyebpf_proxy.cluster.model import View, installed_image, view
-from pyebpf_proxy.cluster.objects import AGENT, KUBE_PROXY, NAMESPACE, ON, PARKED
+from pyebpf_proxy.cluster.objects import AGENT, KUBE_PROXY, NAMESPACE, ON, PARKED, UNVERIFIED
 from pyebpf_proxy.cluster.output import counted
 from pyebpf_proxy.cluster.takeover import Reached, Say, Site
 from pyebpf_proxy.see.answers import QUESTION
@@ -79,7 +79,8 @@ class Install(Command):
         self.output.say(f"---\n# merge patch of DaemonSet {NAMESPACE}/{KUBE_PROXY}")
         self.output.say(yaml.safe_dump(patch, sort_keys=False).rstrip())
         self.output.say(f"# nodes, in this order: {', '.join(todo) or 'none'}")
-        self.output.say(f"# each gets the labels {AGENT}={ON} and, once its agent has programmed it, {PARKED}={ON}")
+        parked = f"{PARKED}={UNVERIFIED} once its agent has programmed it, {PARKED}={ON} once it is verified"
+        self.output.say(f"# each gets the label {AGENT}={ON}, then {parked}")
 
     def _prepare(self, site: Site, found: View, items: list[Object]) -> None:
         """Objects, and kube-proxy's DaemonSet: no pod starts or ends by it."""

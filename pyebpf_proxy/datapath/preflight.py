@@ -7,6 +7,7 @@ import ctypes
 import errno
 import importlib.util
 import os
+import re
 import socket
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -25,8 +26,10 @@ _BTF = Path("/sys/kernel/btf/vmlinux")
 SO_NETNS_COOKIE = 71
 _OBJECTS = Path(__file__).resolve().parent.parent / "bpf"
 
-#: The oldest kernel with all used features; for messages only, features are probed.
-OLDEST_KERNEL = (6, 1)
+#: Older kernels lack something that the agent cannot do without. The agent itself tries features, not versions.
+OLDEST_KERNEL = (5, 14)
+#: Kernels from here on are tested.
+TESTED_KERNEL = (6, 1)
 
 
 class Need(NamedTuple):
@@ -137,13 +140,20 @@ def _loads(library: str) -> bool:
     return True
 
 
+def kernel_version() -> tuple[int, int] | None:
+    """Version of the running kernel; None if its release has another form."""
+    found = re.match(r"(\d+)\.(\d+)", os.uname().release)
+    return (int(found[1]), int(found[2])) if found else None
+
+
 def old_kernel() -> str:
-    """Text for a message if the running kernel is older than the oldest supported one, else ""."""
-    release = os.uname().release
-    parts = release.split("-")[0].split(".")
-    try:
-        version = int(parts[0]), int(parts[1])
-    except (IndexError, ValueError):
+    """Text for a message about something that fails if the running kernel is older than the tested ones, else ""."""
+    version = kernel_version()
+    if version is None or version >= TESTED_KERNEL:
         return ""
-    oldest = ".".join(map(str, OLDEST_KERNEL))
-    return f"; this kernel, {release}, is older than {oldest}" if version < OLDEST_KERNEL else ""
+    return f"; this kernel, {os.uname().release}, is older than {dotted(TESTED_KERNEL)}"
+
+
+def dotted(version: tuple[int, int]) -> str:
+    """As in ``6.1``."""
+    return ".".join(map(str, version))

@@ -69,11 +69,13 @@ def examine(directory: Path) -> Found:
 
 def _needs() -> Found:
     """The agent's start-up checks, with their messages. A kernel that is too old fails here."""
-    release = os.uname().release
-    old = preflight.old_kernel()
-    if old:
-        oldest = ".".join(map(str, preflight.OLDEST_KERNEL))
-        yield _bad("kernel", old.removeprefix("; "), f"boot a kernel of {oldest} or newer (Debian 12 has one)")
+    release, version = os.uname().release, preflight.kernel_version()
+    oldest, tested = map(preflight.dotted, (preflight.OLDEST_KERNEL, preflight.TESTED_KERNEL))
+    if version is not None and version < preflight.OLDEST_KERNEL:
+        remedy = f"boot a kernel of {oldest} or newer; {tested} or newer is tested (Debian 12 has one)"
+        yield _bad("kernel", f"this kernel, {release}, is older than {oldest}", remedy)
+    elif version is not None and version < preflight.TESTED_KERNEL:
+        yield _warn("kernel", f"this kernel, {release}, is not tested", f"use {tested} or newer: docs/kernels.md")
     else:
         yield _good("kernel", release)
     for check in preflight.needs():

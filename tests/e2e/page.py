@@ -36,8 +36,8 @@ make cluster-down                        # removes it, and what a killed run has
 
 `make test-e2e` fails if a spec fails that `KNOWN` in `tests/e2e/specs.py` does not name. `--processes N` sets how many
 specs run at once (4 without it), `--here` uses the cluster of `make cluster-up`. `--record` with `--focus` replaces the
-results of these specs only. With `--focus`, `--load-balancer` also runs the specs that need a load balancer or take
-minutes, of those that match.
+results of these specs only, without `--focus` also those of specs that no longer exist. With `--focus`,
+`--load-balancer` also runs the specs that need a load balancer or take minutes, of those that match.
 
 ## Results
 """
@@ -70,8 +70,8 @@ _CLUSTER = """## The cluster
 * **Network.** The nodes are connected by a bridge. Pods have CNI's `ptp` and `portmap`. Each node is its own zone.
 * **Load balancer.** `tests/e2e/load_balancer.py` writes `status.loadBalancer` and sets a route to the nodes that may
   serve the address. With `externalTrafficPolicy: Local` it asks their health check node ports. A client's
-  connections go to several nodes, with session affinity to one. What is sent to a released address disappears without
-  an error.
+  connections go to several nodes, with session affinity to one. What is sent to a released address, or to one without
+  healthy nodes, disappears without an error.
 * **kube-proxy** is installed as kubeadm does it: DaemonSet, ConfigMap, ServiceAccount. For pyebpf-proxy it is parked by
   `deploy/kube-proxy/park.yaml`, as in [migrating-from-kube-proxy.md](migrating-from-kube-proxy.md).
 * **Clean-up.** Everything is found by its name, `pep-e2e-…`, so `make cluster-down` also removes what a killed run has
@@ -99,7 +99,7 @@ def text() -> str:
     replaced = {name: found[f"{name}-replaced"] for name in PROXIES if f"{name}-replaced" in found}
     parts += [_replaced(name, *each) for name, each in replaced.items()]
     others = {f"{name}, both families": each for name, each in dual.items()}
-    others |= {f"{name}, replaced": each for name, (_, each) in replaced.items()}
+    others |= {f"{name} (--replace)": each for name, (_, each) in replaced.items()}
     parts.append(_not_passed(single | others))
     parts.append(_left_out())
     return "\n".join([*parts, _SWITCH, _switched(), _CHURN, _churned(), _CLUSTER])

@@ -16,7 +16,7 @@ import pytest
 from pyebpf_proxy import commands as see
 from pyebpf_proxy.cli import main
 from pyebpf_proxy.datapath import preflight
-from pyebpf_proxy.see import COMMANDS
+from pyebpf_proxy.see import COMMANDS, doctor
 from pyebpf_proxy.see.reasons import MEANINGS, SLOW
 from tests import ROOT
 from tests.support.tool_module import tool
@@ -121,8 +121,22 @@ def test_old_kernels_and_kernels_without_types_are_refused(
     monkeypatch.setattr(preflight, "_BTF", Path("/none"))
     assert main(["doctor"]) == 1
     text = " ".join(capsys.readouterr().out.split())
-    assert "this kernel, 5.10.0-30-amd64, is older than 6.1 boot a kernel of 6.1 or newer" in text
+    assert "this kernel, 5.10.0-30-amd64, is older than 5.14 boot a kernel of 5.14 or newer" in text
     assert "the kernel has no BTF (/none does not exist)" in text
+
+
+@pytest.mark.parametrize(
+    ("release", "state"),
+    [("5.13.19", "bad"), ("5.14.0-70", "warning"), ("6.0.1", "warning"), ("6.1.0", "good"), ("custom", "good")],
+)
+def test_a_kernel_that_should_work_but_is_not_tested_is_a_warning(
+    release: str, state: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in `cluster check`."""
+    monkeypatch.setattr(preflight.os, "uname", lambda: SimpleNamespace(release=release))
+    found = next(doctor._needs())
+    assert (found.what, found.state) == ("kernel", state)
+    assert release in found.text
 
 
 @pytest.mark.parametrize(
