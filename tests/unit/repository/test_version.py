@@ -19,6 +19,7 @@ VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["versi
 NAMED = re.compile(r"(?:pyebpf-proxy[:_-]|newTag: |app\.kubernetes\.io/version: )(\d+\.\d+\.\d+)\b")
 #: Examples of other versions.
 OTHERS = {
+    "tests/unit/cluster/test_upgrade.py",
     "tests/unit/deploy/test_manifests.py",
     "tests/unit/repository/test_version.py",
     "tests/cluster/test_chart.py",
