@@ -54,8 +54,9 @@ connection fails. `--record` writes the table below.
 
 _CHURN = f"""## Pods replaced under load
 
-`.venv/bin/python -m tests.e2e churn` replaces the pods of a Service for ten minutes, with any proxy, under the same
-load: up to {churn.RATE} a second, or as many as become ready. The command fails if a connection fails.
+`.venv/bin/python -m tests.e2e churn` replaces the pods of a Service all the time, with any proxy, under the same load:
+up to {churn.RATE} a second, or as many as become ready. `--seconds` sets for how long (600 without it). The command
+fails if a connection fails.
 """
 
 _CLUSTER = """## The cluster
