@@ -13,6 +13,7 @@ from pyebpf_proxy.cluster.errors import ClusterError, StoppedError
 from pyebpf_proxy.cluster.model import View
 from pyebpf_proxy.cluster.objects import NAMESPACE
 from pyebpf_proxy.cluster.output import Finding
+from pyebpf_proxy.common.kernel_versions import OLDEST_KERNEL, TESTED_KERNEL
 from pyebpf_proxy.see.answers import NO_ANSWER, QUESTION, listed
 
 #: What ``install`` and ``rollback`` do: verb, group, resource, namespace.
@@ -34,7 +35,6 @@ RIGHTS = (
 READ = (("list", "", "nodes", ""), ("list", "", "pods", NAMESPACE), ("get", "apps", "daemonsets", NAMESPACE))
 #: Of the API server: this release is made for these.
 _VERSIONS = (1, 33), (1, 36)
-_OLDEST_KERNEL, _TESTED_KERNEL = (5, 14), (6, 1)
 _ARCHITECTURES = frozenset({"amd64", "arm64"})
 _TESTED_ARCHITECTURE = "amd64"
 _AT_ONCE = 8
@@ -201,12 +201,12 @@ def _node(name: str, node: Object) -> Iterator[Finding]:
         yield Finding("node", "warning", "its kubelet has never reported", remedy, name)
         return
     text = f"Linux {kernel}, {info.get('architecture', '?')}, {runtime}, kubelet {info.get('kubeletVersion', '?')}"
-    if number < _OLDEST_KERNEL:
+    if number < OLDEST_KERNEL:
         yield Finding("node", "bad", f"{text}: the kernel is older than 5.14", "docs/kernels.md", name)
     elif info.get("architecture") not in _ARCHITECTURES:
         remedy = "build an image for that architecture"
         yield Finding("node", "bad", f"{text}: no image for this architecture", remedy, name)
-    elif number < _TESTED_KERNEL:
+    elif number < TESTED_KERNEL:
         yield Finding("node", "warning", f"{text}: kernels from 6.1 are tested", "docs/kernels.md", name)
     elif info.get("architecture") != _TESTED_ARCHITECTURE:
         yield Finding("node", "warning", f"{text}: tested in emulation only", "docs/compatibility.md", name)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pyebpf_proxy.common.errors import FatalError
+from pyebpf_proxy.common.kernel_versions import TESTED_KERNEL, dotted
 
 # For devices, nftables and attaching; for comparing packet pointers, which the verifier allows only with CAP_PERFMON;
 # for bpf() itself. tests/netns/test_deploy_capabilities.py tries without each.
@@ -25,11 +26,6 @@ _BTF = Path("/sys/kernel/btf/vmlinux")
 # include/uapi/asm-generic/socket.h
 SO_NETNS_COOKIE = 71
 _OBJECTS = Path(__file__).resolve().parent.parent / "bpf"
-
-#: Older kernels lack something that the agent cannot do without. The agent itself tries features, not versions.
-OLDEST_KERNEL = (5, 14)
-#: Kernels from here on are tested.
-TESTED_KERNEL = (6, 1)
 
 
 class Need(NamedTuple):
@@ -152,8 +148,3 @@ def old_kernel() -> str:
     if version is None or version >= TESTED_KERNEL:
         return ""
     return f"; this kernel, {os.uname().release}, is older than {dotted(TESTED_KERNEL)}"
-
-
-def dotted(version: tuple[int, int]) -> str:
-    """As in ``6.1``."""
-    return ".".join(map(str, version))

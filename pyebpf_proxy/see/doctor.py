@@ -15,6 +15,7 @@ from typing import Any
 
 from pyebpf_proxy.common.errors import FatalError
 from pyebpf_proxy.common.kernel_files import kernel_number
+from pyebpf_proxy.common.kernel_versions import OLDEST_KERNEL, TESTED_KERNEL, dotted
 from pyebpf_proxy.datapath import preflight
 from pyebpf_proxy.datapath.node import mounts
 from pyebpf_proxy.see import facts, model
@@ -70,11 +71,11 @@ def examine(directory: Path) -> Found:
 def _needs() -> Found:
     """The agent's start-up checks, with their messages. A kernel that is too old fails here."""
     release, version = os.uname().release, preflight.kernel_version()
-    oldest, tested = map(preflight.dotted, (preflight.OLDEST_KERNEL, preflight.TESTED_KERNEL))
-    if version is not None and version < preflight.OLDEST_KERNEL:
+    oldest, tested = map(dotted, (OLDEST_KERNEL, TESTED_KERNEL))
+    if version is not None and version < OLDEST_KERNEL:
         remedy = f"boot a kernel of {oldest} or newer; {tested} or newer is tested (Debian 12 has one)"
         yield _bad("kernel", f"this kernel, {release}, is older than {oldest}", remedy)
-    elif version is not None and version < preflight.TESTED_KERNEL:
+    elif version is not None and version < TESTED_KERNEL:
         yield _warn("kernel", f"this kernel, {release}, is not tested", f"use {tested} or newer: docs/kernels.md")
     else:
         yield _good("kernel", release)
