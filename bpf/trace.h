@@ -50,14 +50,12 @@ static __always_inline bool has_service(const struct tracing *t, const struct de
 	return false;
 }
 
-static __noinline int is_wanted(const struct tracing *t, const struct decision *event)
+static __always_inline bool is_wanted(const struct tracing *t, const struct decision *event)
 {
-	if (!t || !event)
-		return 0;
 	if (!(t->reasons >> (event->reason & 63) & 1) || (t->device && t->device != event->device))
-		return 0;
+		return false;
 	if (t->protocol && t->protocol != event->protocol)
-		return 0;
+		return false;
 	return has_address(t, event) && has_port(t, event) && has_service(t, event);
 }
 
