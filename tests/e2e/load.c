@@ -7,7 +7,9 @@
  *
  * A connection: connect, one byte in each direction, reset.  `ask` prints a line for each
  * failure, and each second the numbers so far: "asked N failed N".  A connection that takes
- * longer than LIMIT has failed.  `ask` begins when each target has accepted a connection.
+ * longer than LIMIT has failed.  Time in which `ask` itself did not run does not count: answers
+ * may have come meanwhile.  A longer pause is printed: "stalled N ms".  `ask` begins when each
+ * target has accepted a connection.
  * `serve` continues for a while after SIGTERM, as a server does until no proxy sends it
  * connections any more.
  */
@@ -18,6 +20,9 @@
 #include "../../bench/load.h"
 
 #define LIMIT (3 * SECOND)
+/* More than the wait for events, and less than a user would call a pause. */
+#define NO_PAUSE (SECOND / 10)
+#define REPORTED_PAUSE (SECOND / 2)
 #define LAST_SECONDS 8
 #define EVENTS 256
 #define MOST 8192
@@ -27,7 +32,7 @@
 #define TRIALS 8000
 
 struct connection {
-	uint64_t began;
+	uint64_t began; /* by the clock of `awake` */
 	int target;
 	bool sent;
 };
@@ -41,6 +46,7 @@ struct target {
 static struct connection connections[MOST]; /* by descriptor; began 0: none */
 static struct target targets[TARGETS];
 static uint64_t asked, failed;
+static uint64_t awake = 1; /* how long `ask` has run */
 static volatile sig_atomic_t ending;
 
 static void end(int number)
@@ -104,7 +110,7 @@ static void begin(int poll, int target)
 	if (fd < 0 || fd >= MOST)
 		die("too many connections at once");
 	asked++;
-	connections[fd] = (struct connection){ .began = now(), .target = target };
+	connections[fd] = (struct connection){ .began = awake, .target = target };
 	if (connect(fd, (struct sockaddr *)&to->address, to->size) && errno != EINPROGRESS)
 		finish(fd, strerror(errno));
 	else
@@ -148,6 +154,15 @@ static void give_up(uint64_t before)
 			finish(fd, connections[fd].sent ? "no answer" : "no connection");
 }
 
+static void note_pause(uint64_t pause)
+{
+	awake += pause < NO_PAUSE ? pause : NO_PAUSE;
+	if (pause < REPORTED_PAUSE)
+		return;
+	printf("stalled %lu ms\n", (unsigned long)(pause * 1000 / SECOND));
+	fflush(stdout);
+}
+
 static bool accepts(const struct target *to, uint16_t own_port)
 {
 	static const struct timeval patience = { .tv_sec = 1 };
@@ -189,14 +204,16 @@ static int ask(uint64_t rate, int count)
 {
 	struct epoll_event events[EVENTS];
 	int poll = epoll_create1(0);
-	uint64_t began, reported, started = 0;
+	uint64_t began, reported, last, started = 0;
 
 	await(count);
-	began = reported = now();
+	began = reported = last = now();
 	while (!ending) {
 		int n = epoll_wait(poll, events, EVENTS, 2);
 		uint64_t time = now();
 
+		note_pause(time - last);
+		last = time;
 		for (int i = 0; i < n; i++)
 			proceed(poll, events[i].data.fd);
 		/* Connections that were missed while the machine was busy are skipped. */
@@ -206,7 +223,8 @@ static int ask(uint64_t rate, int count)
 			begin(poll, started % count);
 		if (time - reported >= SECOND) {
 			reported = time;
-			give_up(time - LIMIT);
+			if (awake > LIMIT)
+				give_up(awake - LIMIT);
 			printf("asked %lu failed %lu\n", (unsigned long)asked, (unsigned long)failed);
 			fflush(stdout);
 		}

@@ -135,6 +135,10 @@ class Load:
         """A line for each failed connection."""
         return [line for line in self._logs().splitlines() if re.search(r"\] \d\d:\d\d:\d\d ", line)]
 
+    def stalls(self) -> list[int]:
+        """How long the load itself did not run, in milliseconds, each time. Connections may take so much longer."""
+        return [int(found) for found in re.findall(r"\] stalled (\d+) ms$", self._logs(), re.MULTILINE)]
+
 
 class Run:
     """The steps, and their results."""
@@ -285,9 +289,11 @@ def _show(load: Load) -> int:
 
 
 def show_failures(load: Load) -> None:
-    """Print a line for each connection that has failed."""
+    """Print a line for each connection that has failed, and whether the machine had too little CPU time."""
     for line in load.failures():
         print(line, file=sys.stderr)
+    if stalls := load.stalls():
+        print(f"the load itself stalled {len(stalls)} times, for at most {max(stalls)} ms")
 
 
 def _steps(made: Run, cluster: Cluster) -> None:

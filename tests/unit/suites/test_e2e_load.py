@@ -7,7 +7,10 @@ import contextlib
 import re
 import select
 import signal
+import socket
 import subprocess
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from subprocess import Popen
@@ -90,3 +93,61 @@ def test_failures_are_named_and_counted(started: Callable[..., Popen[str]]) -> N
     assert all(re.fullmatch(rf"\d\d:\d\d:\d\d 127\.0\.0\.1 port {port}: .+", line) for line in failures), failures
     asked, failed = map(int, re.findall(r"\d+", said[-1]))
     assert 0 < failed == len(failures) < asked
+
+
+def test_a_pause_of_the_load_is_no_failure_of_its_connections(started: Callable[..., Popen[str]]) -> None:
+    """A machine with too little CPU time stops the load, not only what it measures."""
+    with SlowServer() as server:
+        client = started("ask", "200", "127.0.0.1", str(server.port))
+        assert line_of(client).endswith("failed 0")
+        # About 60 connections have no answer yet.
+        client.send_signal(signal.SIGSTOP)
+        time.sleep(3.5)
+        client.send_signal(signal.SIGCONT)
+        said = [line_of(client) for _ in range(4)]
+    stalls = [line for line in said if re.fullmatch(r"stalled 3[5-9]\d\d ms|stalled \d{4,} ms", line)]
+    assert len(stalls) == 1, said
+    assert all(line.endswith("failed 0") for line in said if line not in stalls), said
+
+
+def test_a_connection_without_an_answer_fails(started: Callable[..., Popen[str]]) -> None:
+    with SlowServer(seconds=60) as server:
+        client = started("ask", "20", "127.0.0.1", str(server.port))
+        while "no answer" not in (line := line_of(client)):
+            assert line.endswith("failed 0"), line
+
+
+class SlowServer:
+    """Answers each connection after this time. ``with SlowServer() as server``."""
+
+    def __init__(self, seconds: float = 0.3) -> None:
+        self._seconds, self._socket = seconds, socket.create_server(("127.0.0.1", 0), backlog=1024)
+        self.port: int = self._socket.getsockname()[1]
+        self._ended = threading.Event()
+        self._threads = [threading.Thread(target=self._accept), threading.Thread(target=self._answer)]
+        self._accepted: list[tuple[float, socket.socket]] = []
+
+    def __enter__(self) -> SlowServer:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._socket.shutdown(socket.SHUT_RDWR)
+        for thread in self._threads:
+            thread.join()
+        self._socket.close()
+        for _when, connection in self._accepted:
+            connection.close()
+
+    def _accept(self) -> None:
+        while not self._ended.is_set():
+            with contextlib.suppress(OSError):
+                self._accepted.append((time.monotonic() + self._seconds, self._socket.accept()[0]))
+
+    def _answer(self) -> None:
+        while not self._ended.wait(0.01):
+            while self._accepted and self._accepted[0][0] < time.monotonic():
+                with contextlib.suppress(OSError), self._accepted.pop(0)[1] as connection:
+                    connection.sendall(b"x")

@@ -208,6 +208,15 @@ def test_a_node_may_leave_and_come_back_and_its_connections_count(loaded: Loaded
         load.count()
 
 
+def test_pauses_of_the_load_itself_are_shown(loaded: LoadedCluster, capsys: pytest.CaptureFixture[str]) -> None:
+    load = load_of(loaded)
+    switch.show_failures(load)
+    assert capsys.readouterr() == ("", "")
+    loaded.logs |= {"pod-a": "stalled 520 ms", "node-b": "stalled 3120 ms"}
+    switch.show_failures(load)
+    assert capsys.readouterr() == ("the load itself stalled 2 times, for at most 3120 ms\n", "")
+
+
 def test_a_step_without_a_connection_shows_nothing(loaded: LoadedCluster) -> None:
     made = switch.Run(cast(Any, None), load_of(loaded))
     with pytest.raises(E2EError, match="nothing: no connection was opened meanwhile"):
