@@ -34,6 +34,9 @@ struct decision {
 	__u8 command[16];	/* of that process */
 };
 
+/* Puts the layout into the BTF of the object, where the control plane reads it: no map and no function has the type. */
+const volatile struct decision decision_layout SEC(".rodata") = {};
+
 #define TRACED_SERVICES 16
 
 /* The event filter.  The tracing process writes it; the programs write `lost`, and clear `process` when it is gone. */
