@@ -52,6 +52,12 @@ static __always_inline __u64 forgotten_udp_ns(void)
 	return (settings.udp_stream_seconds + 60ULL) * NANOSECONDS;
 }
 
+/* Whether every program that opens flows looks them up in conntrack first. XDP cannot. */
+static __always_inline bool conntrack_is_asked(void)
+{
+	return settings.conntrack_lookup && !settings.xdp;
+}
+
 /* `counter`: a value of one of the three enums in reason.h. */
 static __always_inline void count(__u32 counter)
 {

@@ -328,10 +328,13 @@ static __always_inline bool has_lost_device(const struct flow_rewrite *a, __u32 
 
 /*
  * Handles a packet of an exchange that should be in the flow table, but the table has no space.  The client's packets go
- * to the kernel, with the same endpoint, so conntrack has the flow from now on.  NOT_KNOWN: the packet can only be sent.
+ * to the kernel, with the same endpoint, so conntrack has the flow from now on.  If not every program looks new flows up
+ * in conntrack, the exchange stays for as long as the client sends: it alone keeps the endpoint.  NOT_KNOWN: the packet
+ * can only be sent.
  */
 static __always_inline int leave_exchange(struct context *ctx, const struct packet *p, const struct exchange *x,
-					  struct flow_rewrite *a, long found, enum slow_path_reason reason)
+					  struct exchange_head *head, struct flow_rewrite *a, long found,
+					  enum slow_path_reason reason, bool draining)
 {
 	bool reply = FOUND_REPLY(found);
 	__u32 device = a->device_in;
@@ -345,8 +348,13 @@ static __always_inline int leave_exchange(struct context *ctx, const struct pack
 		count_left(is_over_quota(bpf_map_lookup_elem(&young_counts, &device)) ? SLOW_QUOTA : SLOW_TABLE_FULL);
 	verdict = leave_young(ctx, p, a, NULL, x->service, reply ? 0 : x->backend, reason);
 	/* XDP passes the packet on, and tc leaves it. */
-	if (HOOK == AT_TC && verdict == LEFT)
+	if (HOOK != AT_TC || verdict != LEFT)
+		return verdict;
+	if (conntrack_is_asked() || draining)
 		forget_exchange(FOUND_ELEMENT(found), FOUND_OWNER(found));
+	else
+		/* UNMOVED_NS begins anew: netfilter has just seen the flow. */
+		head->started = head->last_seen = exchange_clock(flow_clock());
 	return verdict;
 }
 
@@ -405,7 +413,7 @@ static __noinline int send_exchanged(struct context *ctx, struct packet *p, __u3
 	if (reason || is_long(head, 1)) {
 		if (unfold_exchange(FOUND_ELEMENT(found), FOUND_OWNER(found), FOR_PACKETS))
 			return MOVED_TO_TABLE;
-		verdict = leave_exchange(ctx, p, x, a, found, reason);
+		verdict = leave_exchange(ctx, p, x, head, a, found, reason, state->draining);
 		if (verdict != NOT_KNOWN)
 			return verdict;
 		/* It stays a stream, however many replies follow: the counter is a byte. */

@@ -74,12 +74,6 @@ static __always_inline bool is_answered(const struct flow *f, const struct flow 
 	return reply && (reply->packets || reply->confirmed_until);
 }
 
-/* Whether every program that opens flows looks them up in conntrack first. XDP cannot. */
-static __always_inline bool conntrack_is_asked(void)
-{
-	return settings.conntrack_lookup && !settings.xdp;
-}
-
 /*
  * Two kinds of flows must stay while conntrack may have them.  If a program does not look it up, an answered UDP flow:
  * its next datagram would open a flow to any endpoint.  And a flow that holds a source port: a young flow could take

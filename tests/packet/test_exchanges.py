@@ -195,6 +195,42 @@ def test_without_space_in_the_table_conntrack_gets_the_flow_with_the_same_endpoi
     assert not in_table(flow)
 
 
+@pytest.fixture(params=["conntrack_lookup", "xdp"])
+def unasked(node: ProgramNode, request: pytest.FixtureRequest) -> Iterator[ProgramNode]:
+    """As ``crowded``. Some program that opens flows does not look them up in conntrack first."""
+    with one_cpu():
+        world = fast_node(node, flow_quota=1, **({"xdp": 1} if request.param == "xdp" else {"conntrack_lookup": 0}))
+        young(world)
+        yield world
+
+
+def test_without_space_or_lookup_the_flow_keeps_its_endpoint(unasked: ProgramNode) -> None:
+    """The pair has a permit, so without the exchange the next datagram would begin a flow, to any endpoint."""
+    flow = long_query(unasked)
+    unasked.service(["local"], protocol="udp", service=2)
+    for _ in range(40):
+        flow.set_back(20)
+        found = flow.run()
+        assert (found.retval, found.data) == (GO_ON, bytes(flow.frame()))
+        assert found.skb is not None
+        assert found.skb.priority == PRIORITY_BACKEND | unasked.backend_ids["remote", 2]
+        sweep(unasked)
+    assert flow.run(reply=True).retval == REDIRECT
+    flow.set_back(31)
+    assert flow.run(reply=True).retval == REDIRECT
+    sweep(unasked)
+    assert flow.exchange() is None, "only replies for 30 s: no rule of netfilter would see them"
+
+
+def test_without_space_or_lookup_a_drain_leaves_the_flow_to_conntrack(unasked: ProgramNode) -> None:
+    flow = long_query(unasked)
+    unasked.write_fast_path_state(draining=1)
+    assert flow.run().retval == GO_ON
+    assert flow.exchange() is None
+    assert flow.run().retval == GO_ON
+    assert flow.exchange() is None
+
+
 def test_without_space_in_the_table_replies_go_on(crowded: ProgramNode) -> None:
     flow = long_query(crowded)
     assert flow.run(reply=True).data == bytes(flow.expected(reply=True))

@@ -77,7 +77,7 @@ class Settings:
 
     @property
     def conntrack_is_asked(self) -> bool:
-        """Whether every program that opens flows looks them up in conntrack first (bpf/sweep.h). XDP cannot."""
+        """Whether every program that opens flows looks them up in conntrack first (bpf/common.h). XDP cannot."""
         return self.conntrack_lookup and not self.xdp
 
 
