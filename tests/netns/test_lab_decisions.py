@@ -164,7 +164,7 @@ def test_policy_local_without_a_local_endpoint_drops_packets_of_the_node(cluster
     assert outcome.answer is None, outcome
 
 
-# In mode iptables the node's own packets to an externalIP or VIP are not refused (docs/parity.md).
+# In mode iptables the node's own packets to an externalIP or VIP are not refused (docs/data-plane.md).
 @pytest.mark.parametrize(("service", "kind", "origin"), [
     ("empty", "ClusterIP", "toolbox"), ("empty", "ClusterIP", "client"), ("empty", "ClusterIP", "node1"),
     ("empty", "NodePort", "toolbox"), ("empty", "NodePort", "client"), ("empty", "NodePort", "node1"),

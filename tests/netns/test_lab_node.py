@@ -225,7 +225,7 @@ def test_an_answer_to_the_number_of_a_node_port(node_lab: Lab, family: int) -> N
 
 
 def test_no_endpoints_is_econnrefused(node_lab: Lab, family: int, protocol: str) -> None:
-    """Not for a VIP: in iptables mode the node's own packets to a VIP are not refused (docs/parity.md)."""
+    """Not for a VIP: in iptables mode the node's own packets to a VIP are not refused (docs/data-plane.md)."""
     node = node_lab.nodes[0]
     for kind in ("ClusterIP", "NodePort"):
         target = EMPTY.target(kind, node)  # type: ignore[arg-type]
