@@ -53,10 +53,18 @@ class Lease:
                 self._write(found, {"holderIdentity": None})
 
     def check(self) -> None:
-        """StoppedError if another command has taken the Lease meanwhile."""
+        """StoppedError if this command does not hold the Lease any more.
+
+        No holder: another command has taken it, changed the cluster, and released it.
+        """
         found = self._api.get(LEASES, NAME, NAMESPACE)
-        if found is not None and _holder(found) not in (self._holder, ""):
-            raise StoppedError(f"another command has taken over: {_holder(found)}; this one stops")
+        if found is None:
+            raise StoppedError(f"Lease {NAMESPACE}/{NAME} was deleted; this command stops")
+        holder = _holder(found)
+        if not holder:
+            raise StoppedError("another command has changed the cluster meanwhile; this one stops")
+        if holder != self._holder:
+            raise StoppedError(f"another command has taken over: {holder}; this one stops")
 
     def _take(self) -> None:
         found = self._api.get(LEASES, NAME, NAMESPACE)
@@ -111,7 +119,7 @@ class Lease:
         while not self._ended.wait(_RENEW):
             try:
                 found = self._api.get(LEASES, NAME, NAMESPACE)
-                if found is None or _holder(found) not in (self._holder, ""):
+                if found is None or _holder(found) != self._holder:
                     return  # check() reports it
                 if not self._ended.is_set():
                     self._write(found, self._spec())

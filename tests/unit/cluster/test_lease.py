@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import pytest
 
+from pyebpf_proxy.cluster import lease as module
 from pyebpf_proxy.cluster.api import LEASES, RefusedError
-from pyebpf_proxy.cluster.errors import ClusterError
+from pyebpf_proxy.cluster.errors import ClusterError, StoppedError
 from pyebpf_proxy.cluster.lease import NAME as LEASE
 from pyebpf_proxy.cluster.lease import Lease
 from pyebpf_proxy.cluster.objects import NAMESPACE
@@ -44,3 +45,24 @@ def test_a_lease_that_another_command_takes_at_the_same_time() -> None:
     api.before = other
     with pytest.raises(ClusterError, match="another command began to change this cluster at the same time"):
         Lease(api, "install", print).__enter__()
+
+
+@pytest.mark.parametrize("released", [True, False])
+def test_a_lease_that_is_free_again_is_lost(monkeypatch: pytest.MonkeyPatch, released: bool) -> None:
+    """The machine slept; meanwhile another command ran to its end, or the Lease was deleted."""
+    api = FakeApi()
+    path = LEASES.path(NAMESPACE, LEASE)
+
+    def renewed(method: str, asked: str) -> None:
+        assert method != "PATCH", "it renews a Lease that it does not hold"
+
+    with Lease(api, "install", print) as lease:
+        lease.check()
+        taken = api.stored.pop(path)
+        if released:
+            api.put(path, taken | {"spec": {"holderIdentity": None}})
+        api.before = renewed
+        with pytest.raises(StoppedError, match="has changed the cluster meanwhile" if released else "was deleted"):
+            lease.check()
+        monkeypatch.setattr(module, "_RENEW", 0.0)
+        lease._renew()
