@@ -126,6 +126,8 @@ class Api:
         self._away = False
         self._patience = PATIENCE
         self._request_seconds = _REQUEST_SECONDS
+        #: Asked before each change: StoppedError if this command may change nothing any more.
+        self.guard: Callable[[], None] = unguarded
 
     # ---- requests ------------------------------------------------------------------------------------------------
 
@@ -141,10 +143,12 @@ class Api:
     ) -> Any:
         """The answer, decoded. ``text``: as it is. RefusedError; ClusterError if the server does not answer in time.
 
-        ``later``: statuses after which the request is repeated.
+        ``later``: statuses after which the request is repeated. A change asks ``guard`` each time: while the server did
+        not answer, another command may have taken over.
         """
         end = time.monotonic() + self._patience
         while True:
+            self._ask_guard(method, path)
             try:
                 answer = self._once(method, path, body, content, query or {}, text)
             except RefusedError as refused:
@@ -166,6 +170,11 @@ class Api:
                 self._away = True
                 self._say(f"the API server does not answer ({why}); retrying")
             time.sleep(_PAUSE)
+
+    def _ask_guard(self, method: str, path: str) -> None:
+        """Before a change. That of a Lease is made for the version that was read, and needs no guard."""
+        if method != "GET" and f"/{LEASES.name}/" not in path:
+            self.guard()
 
     @contextlib.contextmanager
     def last_words(self) -> Iterator[None]:
@@ -334,6 +343,10 @@ class Api:
                 what = f"{resource}.{group}" if group else resource
                 missing.setdefault(f"{what}{f' in {namespace}' if namespace else ''}", []).append(verb)
         return [f"{', '.join(verbs)} {what}" for what, verbs in missing.items()]
+
+
+def unguarded() -> None:
+    """For a command that needs no Lease."""
 
 
 def _unusable(kubeconfig: str, error: Exception) -> str:

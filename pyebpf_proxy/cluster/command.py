@@ -47,7 +47,7 @@ class Command:
     def site(self, image: str) -> Site:
         """What the steps on all nodes need. Read before anything is changed: it may be refused."""
         health = model.kube_proxy_health(model.kube_proxy_configuration(self.api))
-        return Site(self.api, image, task_pod.targets(self.api), health, self.seconds, self.lease.check)
+        return Site(self.api, image, task_pod.targets(self.api), health, self.seconds)
 
     def apply(self, items: list[Object], dry_run: bool = False) -> None:
         """Create or change objects. ClusterError names one that is refused.

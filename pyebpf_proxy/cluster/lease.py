@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One command at a time changes a cluster: a Lease, renewed in a thread."""
+"""One command at a time changes a cluster: a Lease, renewed in a thread, and asked before each change."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
-from pyebpf_proxy.cluster.api import LEASES, Api, Object, RefusedError
+from pyebpf_proxy.cluster.api import LEASES, Api, Object, RefusedError, unguarded
 from pyebpf_proxy.cluster.errors import ClusterError, StoppedError
 from pyebpf_proxy.cluster.objects import NAMESPACE
 
@@ -40,12 +40,14 @@ class Lease:
 
     def __enter__(self) -> Self:
         self._take()
+        self._api.guard = self.check
         self._thread.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         """Release the Lease, if the API server answers; otherwise it expires."""
         self._ended.set()
+        self._api.guard = unguarded
         with self._api.last_words():
             self._thread.join(timeout=1)
             found = self._api.get(LEASES, NAME, NAMESPACE)

@@ -51,7 +51,6 @@ class Rollback(Command):
             takeover.patch_kube_proxy(api, objects.unprepare, self.seconds)
         self.each(todo, "nodes given back", lambda node, tell: self._give_back(site, node, tell))
         if last:
-            site.go_on()
             takeover.patch_kube_proxy(api, objects.restore_strategy, self.seconds)
             for item in reversed(objects.agent(site.image)):
                 metadata = item["metadata"]

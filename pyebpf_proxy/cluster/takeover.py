@@ -39,8 +39,6 @@ class Site(NamedTuple):
     health: str
     #: For each step.
     seconds: float
-    #: ClusterError if this command may not change anything any more.
-    go_on: Callable[[], None]
 
     def run(self, what: str, node: str, task: str, targets: list[str]) -> list[str]:
         """Run a task of ``on_node`` in a task pod. The result is its output; ClusterError if it fails."""
@@ -161,7 +159,6 @@ def replace(site: Site, node: str, old: Pod, say: Say) -> None:
 
     The attached programs carry the traffic meanwhile.
     """
-    site.go_on()
     site.api.delete(PODS, old.name, NAMESPACE, old.uid)
     _wait_new(site, _AGENTS, node, old, "no new pod of the agent was created")
     wait_programmed(site, node)
@@ -199,8 +196,7 @@ def give_back(site: Site, node: str, say: Say) -> None:
     label(site, node, AGENT, CLEANING)
     gone = "the agent's pod did not end"
     wait_on_node(api, node, lambda: node not in pods(api, _AGENTS, node), gone, site.seconds)
-    # Its programs are attached until here. Another command's agent may have come while this one waited.
-    site.go_on()
+    # Its programs are attached until here.
     task_pod.run(api, "clean", node, site.image, objects.CLEAN_UP, site.seconds, {HEALTH: site.health})
     label(site, node, AGENT, "")
     say("kube-proxy serves the node")
@@ -214,7 +210,6 @@ def _has_removed_rules(api: Api, agent: Pod, kube_proxy: Pod, parked: bool) -> b
 
 def _restart_kube_proxy(site: Site, node: str, old: Pod) -> None:
     """A new kube-proxy writes all rules at its start."""
-    site.go_on()
     site.api.delete(PODS, old.name, NAMESPACE, old.uid)
     _wait_new(site, _KUBE_PROXIES, node, old, "the agent stays: no new pod of kube-proxy was created")
 
@@ -252,9 +247,8 @@ def label_now(api: Api, node: str, name: str) -> str:
 
 
 def label(site: Site, node: str, name: str, value: str) -> None:
-    """Give one of our labels this value, or remove it (""). ClusterError if another command has taken over."""
+    """Give one of our labels this value, or remove it ("")."""
     if label_now(site.api, node, name) != value:
-        site.go_on()
         site.api.patch(NODES, node, {"metadata": {"labels": {name: value or None}}})
 
 

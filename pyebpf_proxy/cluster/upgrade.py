@@ -45,7 +45,6 @@ class Upgrade(Command):
                 # Rights first: the new agent may need more than the old one.
                 self.apply(objects.agent(site.image)[:-1])
             self.each(todo, "nodes upgraded", lambda node, tell: self._upgrade(site, node, others[node], tell))
-            site.go_on()
             if any(pod.image == site.image for pod in model.pods(api, f"k8s-app={NAME}").values()):
                 api.apply(objects.upgraded(self._daemon_set(), site.image))
 
@@ -62,7 +61,6 @@ class Upgrade(Command):
             before = takeover.try_image(site, node)
         again = f"to continue, run pyebpf-proxy cluster upgrade --image {site.image}"
         try:
-            site.go_on()
             self.api.apply(objects.upgraded(self._daemon_set(), site.image))
             say("the image is available; replacing the agent")
             takeover.replace(site, node, old, say)
@@ -99,7 +97,6 @@ class Upgrade(Command):
         command = f"pyebpf-proxy cluster upgrade --image {old.image} --nodes SELECTOR"
         again = f"to restore the agent with {old.image}, run {command}"
         try:
-            site.go_on()
             self.api.apply(objects.downgraded(self._daemon_set(), old.image))
             failed = model.pods(self.api, f"k8s-app={NAME}", node).get(node)
             if failed is not None and failed.image != old.image:

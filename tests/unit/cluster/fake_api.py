@@ -22,6 +22,7 @@ from pyebpf_proxy.cluster.api import (
     Api,
     Object,
     RefusedError,
+    unguarded,
 )
 from pyebpf_proxy.cluster.objects import AGENT, KUBE_PROXY, NAME, NAMESPACE, ON, PARKED
 from tests.support import kubeadm
@@ -47,6 +48,7 @@ class FakeApi(Api):
         self.status_of: Callable[[Object], Object] = lambda pod: running(ready=True)
         #: What admission makes of a new pod.
         self.admitted: Callable[[Object], Object] = lambda pod: pod
+        self.guard = unguarded
         self._numbers = itertools.count(1)
         for node in nodes:
             self.put(NODES.path(name=node), node_object(node))
@@ -94,6 +96,7 @@ class FakeApi(Api):
         later: frozenset[int] = frozenset(),
     ) -> Any:
         """One request."""
+        self._ask_guard(method, path)
         self.before(method, path)
         self._control()
         answer = self._answer(method, path, body, query or {})

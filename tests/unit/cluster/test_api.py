@@ -76,6 +76,28 @@ def test_a_server_that_is_busy_at_first(api: Api, monkeypatch: pytest.MonkeyPatc
     assert not answers.left
 
 
+def test_a_change_is_not_repeated_for_a_command_that_has_lost_the_lease(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The network was away for longer than the Lease lasts: the label would park kube-proxy on a node that another
+    command has given back since.
+    """
+    answers = Answers(api, monkeypatch)
+    api.get(NODES, "n1")
+    answers.left = [RefusedError(0, "NoAnswer", "timed out"), RefusedError(0, "NoAnswer", "it was repeated")]
+    asked = []
+
+    def guard() -> None:
+        asked.append(len(answers.left))
+        if len(asked) > 1:
+            raise StoppedError("another command has taken over")
+
+    api.guard = guard
+    with pytest.raises(StoppedError, match="another command has taken over"):
+        api.patch(NODES, "n1", {"metadata": {"labels": {"a": "b"}}})
+    assert asked == [2, 1]
+
+
 def test_a_server_that_never_answers_is_not_waited_for(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
     Answers(api, monkeypatch, RefusedError(0, "NoAnswer", "Connection refused"))
     with pytest.raises(StoppedError, match="does not answer: Connection refused"):

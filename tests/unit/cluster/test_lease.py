@@ -6,7 +6,8 @@ from __future__ import annotations
 import pytest
 
 from pyebpf_proxy.cluster import lease as module
-from pyebpf_proxy.cluster.api import LEASES, RefusedError
+from pyebpf_proxy.cluster import task_pod
+from pyebpf_proxy.cluster.api import LEASES, PODS, RefusedError
 from pyebpf_proxy.cluster.errors import ClusterError, StoppedError
 from pyebpf_proxy.cluster.lease import NAME as LEASE
 from pyebpf_proxy.cluster.lease import Lease
@@ -66,3 +67,14 @@ def test_a_lease_that_is_free_again_is_lost(monkeypatch: pytest.MonkeyPatch, rel
             lease.check()
         monkeypatch.setattr(module, "_RENEW", 0.0)
         lease._renew()
+
+
+def test_a_command_that_has_lost_the_lease_starts_no_pod() -> None:
+    """The pod that verifies a node removes kube-proxy's rules: another command may have given the node back."""
+    api = FakeApi("n1")
+    path = LEASES.path(NAMESPACE, LEASE)
+    with Lease(api, "install", print):
+        api.put(path, api.stored[path] | {"spec": {"holderIdentity": "rollback by operator@laptop"}})
+        with pytest.raises(StoppedError, match="another command has taken over: rollback by operator@laptop"):
+            task_pod.run(api, "verify", "n1", "registry.example/pyebpf-proxy:1", ["true"], 0.1)
+    assert PODS.path(NAMESPACE, task_pod.name_of("verify", "n1")) not in api.stored

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from pyebpf_proxy.cluster import objects, task_pod
-from pyebpf_proxy.cluster.api import DAEMON_SETS, LEASES, NODES
+from pyebpf_proxy.cluster.api import DAEMON_SETS, LEASES, NODES, PODS
 from pyebpf_proxy.cluster.errors import ClusterError, StoppedError
 from pyebpf_proxy.cluster.lease import NAME as LEASE
 from pyebpf_proxy.cluster.objects import AGENT, CLEANING, KUBE_PROXY, NAME, NAMESPACE, ON
@@ -39,6 +39,7 @@ def test_a_command_that_has_lost_the_lease_cleans_no_node(monkeypatch: pytest.Mo
     tasks = []
 
     def task(_: object, what: str, *__: object) -> str:
+        api.delete(PODS, what, NAMESPACE)  # as at first, of a command that was killed
         tasks.append(what)
         return "all is well\n"
 

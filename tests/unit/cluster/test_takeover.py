@@ -38,7 +38,7 @@ def test_a_rejected_pod_of_a_daemonset_is_replaced() -> None:
             api.stored.pop(PODS.path(NAMESPACE, rejected), None)
 
     api.before = controller
-    site = Site(api, IMAGE, [], "", 1.0, lambda: None)
+    site = Site(api, IMAGE, [], "", 1.0)
     assert takeover.wait_ready(site, "n1").name != rejected
 
 
@@ -47,7 +47,7 @@ def test_a_pod_that_is_rejected_again_and_again_is_explained() -> None:
     api.put(DAEMON_SETS.path(NAMESPACE, NAME), objects.agent(IMAGE)[-1])
     api.label("n1", agent=objects.ON, parked=objects.ON)
     api.status_of = lambda pod: {"phase": "Failed", "reason": "OutOfpods", "message": "Pod was rejected: too many pods"}
-    site = Site(api, IMAGE, [], "", 0.2, lambda: None)
+    site = Site(api, IMAGE, [], "", 0.2)
     with pytest.raises(ClusterError, match=r"the agent's pod did not become ready within 0 s: .*too many pods"):
         takeover.wait_ready(site, "n1")
 
