@@ -240,16 +240,40 @@ def _wait_new(site: Site, labels: str, node: str, old: Pod, late: str) -> None:
 
 def label_now(api: Api, node: str, name: str) -> str:
     """The present value of one of our labels; "" if the node does not have it. NodeGoneError."""
-    found = api.get(NODES, node)
+    return label_of(_node(api, node), name)
+
+
+def _node(api: Api, name: str) -> Object:
+    found = api.get(NODES, name)
     if found is None:
         raise NodeGoneError("the node does not exist any more")
-    return label_of(found, name)
+    return found
 
 
 def label(site: Site, node: str, name: str, value: str) -> None:
-    """Give one of our labels this value, or remove it ("")."""
-    if label_now(site.api, node, name) != value:
-        site.api.patch(NODES, node, {"metadata": {"labels": {name: value or None}}})
+    """Give one of our labels this value, or remove it (""). NodeGoneError.
+
+    kube-proxy is parked only where the agent has its label, in the same version of the node: a node that was deleted
+    and has registered again has no label, and so no agent.
+    """
+    end = time.monotonic() + site.seconds
+    while True:
+        found = _node(site.api, node)
+        if label_of(found, name) == value:
+            return
+        if name == PARKED and value and label_of(found, AGENT) != ON:
+            raise ClusterError(f"the node has lost its label {AGENT}={ON}, so the agent ends")
+        version = found["metadata"]["resourceVersion"]
+        change = {"metadata": {"resourceVersion": version, "labels": {name: value or None}}}
+        try:
+            site.api.patch(NODES, node, change)
+        except RefusedError as refused:
+            # Others have changed or deleted the node.
+            if refused.status not in (404, 409) or time.monotonic() > end:
+                raise
+            time.sleep(POLL_SECONDS)
+        else:
+            return
 
 
 def patch_kube_proxy(api: Api, change: Callable[[Object], Object | None], seconds: float) -> None:

@@ -8,11 +8,11 @@ import copy
 import pytest
 
 from pyebpf_proxy.cluster import objects, takeover
-from pyebpf_proxy.cluster.api import DAEMON_SETS, PODS, Object
-from pyebpf_proxy.cluster.errors import ClusterError
-from pyebpf_proxy.cluster.objects import KUBE_PROXY, NAME, NAMESPACE
-from pyebpf_proxy.cluster.takeover import Site
-from tests.unit.cluster.fake_api import FakeApi, running
+from pyebpf_proxy.cluster.api import DAEMON_SETS, NODES, PODS, Object
+from pyebpf_proxy.cluster.errors import ClusterError, NodeGoneError
+from pyebpf_proxy.cluster.objects import AGENT, KUBE_PROXY, NAME, NAMESPACE, ON, PARKED
+from pyebpf_proxy.cluster.takeover import Reached, Site
+from tests.unit.cluster.fake_api import FakeApi, node_object, running
 
 IMAGE = "registry.example/pyebpf-proxy:1"
 
@@ -79,3 +79,37 @@ def terms_of(daemon_set: Object) -> list[Object]:
     affinity = daemon_set["spec"]["template"]["spec"]["affinity"]["nodeAffinity"]
     found: list[Object] = affinity["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"]
     return found
+
+
+@pytest.mark.parametrize("moment", ["before it is read", "before it is changed"])
+def test_kube_proxy_is_not_parked_on_a_node_that_has_registered_again(moment: str) -> None:
+    """The agent had programmed the node. Now it ends, because the new object of the node has no label."""
+    api, path = FakeApi("n1"), NODES.path(name="n1")
+    api.put(DAEMON_SETS.path(NAMESPACE, NAME), objects.agent(IMAGE)[-1])
+
+    def register(method: str, asked: str) -> None:
+        labels = api.stored[path]["metadata"]["labels"]
+        if AGENT in labels and (asked.endswith("/log") if moment == "before it is read" else method == "PATCH"):
+            api.put(path, node_object("n1"))
+
+    if moment == "before it is read":
+        api.after = register
+    else:
+        api.before = register
+    with pytest.raises(ClusterError, match=f"the node has lost its label {AGENT}={ON}"):
+        takeover.take(Site(api, IMAGE, [], "", 1.0), "n1", Reached([], []), print)
+    assert PARKED not in api.stored[path]["metadata"]["labels"]
+    assert "n1" in api.pods_of(KUBE_PROXY)
+
+
+def test_a_node_that_is_deleted_before_its_label_changes_is_gone() -> None:
+    """The command names it and continues: nothing failed there."""
+    api, path = FakeApi("n1"), NODES.path(name="n1")
+
+    def delete(method: str, asked: str) -> None:
+        if method == "PATCH":
+            api.stored.pop(path, None)
+
+    api.before = delete
+    with pytest.raises(NodeGoneError):
+        takeover.label(Site(api, IMAGE, [], "", 1.0), "n1", AGENT, ON)
