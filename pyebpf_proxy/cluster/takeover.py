@@ -174,6 +174,8 @@ def give_back(site: Site, node: str, say: Say) -> None:
     The node keeps the label AGENT until the last step is done: what a former agent attached is removed, too.
     """
     api = site.api
+    # One that was interrupted or is late runs until its kubelet kills it. It must not remove what kube-proxy writes.
+    task_pod.remove(api, task_pod.name_of("verify", node), node, site.seconds)
     agent = pods(api, _AGENTS, node).get(node)
     parked = bool(label_now(api, node, PARKED))
     label(site, node, PARKED, "")

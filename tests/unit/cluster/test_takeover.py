@@ -7,7 +7,7 @@ import copy
 
 import pytest
 
-from pyebpf_proxy.cluster import objects, takeover
+from pyebpf_proxy.cluster import objects, takeover, task_pod
 from pyebpf_proxy.cluster.api import DAEMON_SETS, NODES, PODS, Object
 from pyebpf_proxy.cluster.errors import ClusterError, NodeGoneError
 from pyebpf_proxy.cluster.objects import AGENT, KUBE_PROXY, NAME, NAMESPACE, ON, PARKED
@@ -113,3 +113,31 @@ def test_a_node_that_is_deleted_before_its_label_changes_is_gone() -> None:
     api.before = delete
     with pytest.raises(NodeGoneError):
         takeover.label(Site(api, IMAGE, [], "", 1.0), "n1", AGENT, ON)
+
+
+def test_kube_proxy_comes_back_after_the_pod_that_removes_its_rules_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The verification was interrupted: its pod is deleted, and runs for its grace period."""
+    api, node = FakeApi("n1"), NODES.path(name="n1")
+    api.put(DAEMON_SETS.path(NAMESPACE, NAME), objects.agent(IMAGE)[-1])
+    api.label("n1", agent=ON, parked=objects.UNVERIFIED)
+    name = task_pod.name_of("verify", "n1")
+    path = PODS.path(NAMESPACE, name)
+    pod = api.put(path, objects.task_pod("verify", name, "n1", IMAGE, ["true"]))
+    looks, ended = 0, []
+
+    def kubelet(method: str, asked: str) -> None:
+        nonlocal looks
+        if asked == path and method == "DELETE":
+            api.put(path, pod)
+        elif asked == path:
+            looks += 1
+            if looks == 2:
+                del api.stored[path]
+        elif asked == node and method == "PATCH":
+            ended.append(path not in api.stored)
+
+    monkeypatch.setattr(task_pod, "run", lambda *_: "all is well\n")
+    api.after = kubelet
+    takeover.give_back(Site(api, IMAGE, [], "", 1.0), "n1", print)
+    assert len(ended) == 3
+    assert all(ended)
