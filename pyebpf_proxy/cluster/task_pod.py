@@ -14,6 +14,8 @@ from pyebpf_proxy.cluster.model import one_line, pod_of, require_kubelet
 from pyebpf_proxy.cluster.objects import NAMESPACE
 
 POLL_SECONDS = 0.3
+#: How long a log may be away of a pod that has ended: the API server reads it from the node's kubelet.
+_LOG_SECONDS = 30.0
 #: How often a wait looks whether the node's kubelet still reports.
 _LOOK_SECONDS = 3.0
 #: Services that every cluster has: namespace and name.
@@ -114,7 +116,16 @@ def _output(api: Api, what: str, node: str, made: Object, seconds: float) -> str
         raise ClusterError(f"{what}: {found.hopeless or found.message or 'the pod failed'}")
     if found.phase != "Succeeded":
         raise ClusterError(found.hopeless)
-    return api.log(name, NAMESPACE)
+    output = ""
+
+    def read() -> bool:
+        nonlocal output
+        output = api.log(name, NAMESPACE)
+        return bool(output)
+
+    # Every task writes. Without its lines, a Service that was reached would seem not to be, and not be tested later.
+    wait_until(read, f"{what}: the pod has succeeded, but its log could not be read", min(seconds, _LOG_SECONDS))
+    return output
 
 
 def remove(api: Api, name: str, node: str, seconds: float) -> None:

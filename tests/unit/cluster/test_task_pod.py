@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Task pods: their output, where the API server cannot read the log from the kubelet."""
+
+from __future__ import annotations
+
+import pytest
+
+from pyebpf_proxy.cluster import task_pod
+from pyebpf_proxy.cluster.api import PODS, RefusedError
+from pyebpf_proxy.cluster.errors import ClusterError
+from pyebpf_proxy.cluster.objects import NAMESPACE
+from tests.unit.cluster.fake_api import FakeApi
+
+IMAGE = "registry.example/pyebpf-proxy:1"
+
+
+@pytest.mark.parametrize("failures", [2, 1000])
+def test_the_output_of_a_pod_whose_log_cannot_be_read(failures: int) -> None:
+    """It says which Services were reached: an empty one would leave all of them untested."""
+    api = FakeApi("n1")
+    path = PODS.path(NAMESPACE, task_pod.name_of("fit", "n1"))
+    left = failures
+
+    def kubelet(method: str, asked: str) -> None:
+        nonlocal left
+        if method == "GET" and asked == path:
+            api.stored[path]["status"] = {"phase": "Succeeded"}
+        if asked == f"{path}/log" and left:
+            left -= 1
+            raise RefusedError(503, "ServiceUnavailable", "dial tcp 192.0.2.1:10250: i/o timeout")
+
+    api.before = kubelet
+    if failures == 2:
+        assert "pyebpf-proxy starts" in task_pod.run(api, "fit", "n1", IMAGE, ["true"], 5.0)
+    else:
+        with pytest.raises(ClusterError, match="fit: the pod has succeeded, but its log could not be read within"):
+            task_pod.run(api, "fit", "n1", IMAGE, ["true"], 1.0)
+    assert path not in api.stored, "the pod is deleted"
