@@ -42,6 +42,7 @@ class Install(Command):
         site = self.site(image)
         with self.lease:
             found = self.again()
+            check.blocking(api, found)
             _image(found, image)
             self._prepare(site, found, items)
             task_pod.remove_all(api)
