@@ -7,13 +7,14 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 
-from pyebpf_proxy.cluster import check, model, task_pod
+from pyebpf_proxy.cluster import check, model, objects, task_pod
 from pyebpf_proxy.cluster.api import Api, Object, RefusedError
 from pyebpf_proxy.cluster.errors import ClusterError, NodeGoneError, StoppedError
 from pyebpf_proxy.cluster.lease import Lease
 from pyebpf_proxy.cluster.model import View, view
 from pyebpf_proxy.cluster.output import Output
 from pyebpf_proxy.cluster.takeover import Say, Site
+from pyebpf_proxy.see.answers import QUESTION
 
 _ROLE_SECONDS = 10.0
 
@@ -48,6 +49,16 @@ class Command:
         """What the steps on all nodes need. Read before anything is changed: it may be refused."""
         health = model.kube_proxy_health(model.kube_proxy_configuration(self.api))
         return Site(self.api, image, task_pod.targets(self.api), health, self.seconds)
+
+    @staticmethod
+    def require_template(present: Object | None, image: str) -> None:
+        """ClusterError: this command has no pod template for the image. ``present``: the agent's DaemonSet."""
+        if not objects.fits(present, image):
+            raise ClusterError(
+                f"{image} is older than this command, whose pod template it may not understand; use the pyebpf-proxy"
+                " command of that version",
+                QUESTION,
+            )
 
     def apply(self, items: list[Object], dry_run: bool = False) -> None:
         """Create or change objects. ClusterError names one that is refused.

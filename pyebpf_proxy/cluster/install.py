@@ -34,7 +34,8 @@ class Install(Command):
         image = _image(found, image)
         todo = _todo(found, canary)
         check.fit_nodes(found, todo)
-        items = objects.agent(image)
+        self.require_template(found.agent_set, image)
+        items = objects.installed(found.agent_set, image)
         self._validate(found, items)
         if dry_run:
             self._print(found, items, todo)
@@ -44,7 +45,7 @@ class Install(Command):
             found = self.again()
             check.blocking(api, found)
             _image(found, image)
-            self._prepare(site, found, items)
+            self._prepare(site, found, objects.installed(found.agent_set, image))
             task_pod.remove_all(api)
             found = self.again()
             todo = _todo(found, canary)

@@ -89,9 +89,25 @@ def upgraded(present: Object, image: str) -> Object:
     return daemon_set
 
 
-def fits(present: Object, image: str) -> bool:
+def installed(present: Object | None, image: str) -> list[Object]:
+    """As ``agent``, where a DaemonSet may be present: an image older than this command keeps its pod template.
+
+    The former template, which an upgrade has noted, stays noted.
+    """
+    items = agent(image)
+    if present is None:
+        return items
+    daemon_set = items[-1]
+    if is_older(image) and (template := _template_of(present, image)):
+        daemon_set["spec"]["template"] = template
+    if former := _former(present):
+        daemon_set["metadata"]["annotations"] = {FORMER: json.dumps(former)}
+    return items
+
+
+def fits(present: Object | None, image: str) -> bool:
     """Whether there is a pod template for this image: it is not older than this command, or it ran here before."""
-    return not is_older(image) or _template_of(present, image) is not None
+    return not is_older(image) or (present is not None and _template_of(present, image) is not None)
 
 
 def is_older(image: str) -> bool:

@@ -11,7 +11,6 @@ from pyebpf_proxy.cluster.model import Pod, installed_image
 from pyebpf_proxy.cluster.objects import KUBE_PROXY, NAME, NAMESPACE
 from pyebpf_proxy.cluster.output import counted
 from pyebpf_proxy.cluster.takeover import Say, Site
-from pyebpf_proxy.see.answers import QUESTION
 
 _CARRIED = "the programs of the last agent carry the traffic"
 
@@ -27,12 +26,7 @@ class Upgrade(Command):
         before = installed_image(self.view())
         if not before:
             raise ClusterError("the agent is not installed; run pyebpf-proxy cluster install")
-        if not objects.fits(self._daemon_set(), image or before):
-            raise ClusterError(
-                f"{image or before} is older than this command, whose pod template it may not understand; use the"
-                " pyebpf-proxy command of that version",
-                QUESTION,
-            )
+        self.require_template(self._daemon_set(), image or before)
         site = self.site(image or before)
         with self.lease:
             found = self.again()

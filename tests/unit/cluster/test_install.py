@@ -1,19 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``cluster install``: what changes while it waits for the Lease."""
+"""``cluster install``: what changes while it waits for the Lease, and images of other versions."""
 
 from __future__ import annotations
 
 import pytest
 
-from pyebpf_proxy.cluster import task_pod
+from pyebpf_proxy.cluster import objects, task_pod
 from pyebpf_proxy.cluster.api import DAEMON_SETS, LEASES
 from pyebpf_proxy.cluster.errors import ClusterError
 from pyebpf_proxy.cluster.install import Install
-from pyebpf_proxy.cluster.objects import KUBE_PROXY, NAME, NAMESPACE
+from pyebpf_proxy.cluster.objects import KUBE_PROXY, NAME, NAMESPACE, ON
 from pyebpf_proxy.cluster.output import Output
 from tests.unit.cluster.fake_api import FakeApi
 
-IMAGE = "registry.example/pyebpf-proxy:1"
+REPOSITORY = "registry.example/pyebpf-proxy"
+IMAGE = f"{REPOSITORY}:1"
 
 
 @pytest.fixture(autouse=True)
@@ -37,4 +38,25 @@ def test_kube_proxy_is_deleted_while_install_waits_for_the_lease() -> None:
     api.after = delete
     with pytest.raises(ClusterError, match=f"^there is no DaemonSet {NAMESPACE}/{KUBE_PROXY}: this command takes"):
         install(api)
+    assert DAEMON_SETS.path(NAMESPACE, NAME) not in api.stored
+
+
+def test_an_older_image_keeps_the_template_that_runs_it() -> None:
+    """The command is newer than the agents. It takes another node over, and the agents of the others may restart."""
+    old = f"{REPOSITORY}:0.0.9"
+    api, path = FakeApi("n1", "n2"), DAEMON_SETS.path(NAMESPACE, NAME)
+    daemon_set = objects.upgraded(objects.agent(f"{REPOSITORY}:0.0.8")[-1], old)
+    daemon_set["spec"]["template"]["spec"]["containers"][0]["env"].append({"name": "OLD", "value": "1"})
+    api.put(path, daemon_set)
+    api.label("n1", agent=ON, parked=ON)
+    install(api, "")
+    assert api.images() == {"n1": old, "n2": old}
+    assert api.stored[path]["spec"]["template"] == daemon_set["spec"]["template"]
+    assert api.stored[path]["metadata"]["annotations"] == daemon_set["metadata"]["annotations"]
+
+
+def test_an_older_image_needs_the_command_of_its_version() -> None:
+    api = FakeApi("n1")
+    with pytest.raises(ClusterError, match=r"0\.0\.9 is older than this command, .*; use the pyebpf-proxy command"):
+        install(api, f"{REPOSITORY}:0.0.9")
     assert DAEMON_SETS.path(NAMESPACE, NAME) not in api.stored
