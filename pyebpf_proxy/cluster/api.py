@@ -62,10 +62,11 @@ DAEMON_SETS = Kind("apps/v1", "daemonsets")
 SLICES = Kind("discovery.k8s.io/v1", "endpointslices")
 LEASES = Kind("coordination.k8s.io/v1", "leases")
 EVENTS = Kind("v1", "events")
+BINDINGS = Kind("rbac.authorization.k8s.io/v1", "clusterrolebindings", namespaced=False)
 _KINDS = {
     "ServiceAccount": Kind("v1", "serviceaccounts"),
     "ClusterRole": Kind("rbac.authorization.k8s.io/v1", "clusterroles", namespaced=False),
-    "ClusterRoleBinding": Kind("rbac.authorization.k8s.io/v1", "clusterrolebindings", namespaced=False),
+    "ClusterRoleBinding": BINDINGS,
     "DaemonSet": DAEMON_SETS,
 }
 

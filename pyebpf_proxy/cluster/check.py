@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 from pyebpf_proxy.cluster import model, objects, task_pod
-from pyebpf_proxy.cluster.api import CONFIG_MAPS, DAEMON_SETS, NAMESPACES, PODS, Api, Object, RefusedError
+from pyebpf_proxy.cluster.api import BINDINGS, CONFIG_MAPS, DAEMON_SETS, NAMESPACES, PODS, Api, Object, RefusedError
 from pyebpf_proxy.cluster.errors import ClusterError, StoppedError
 from pyebpf_proxy.cluster.model import View
 from pyebpf_proxy.cluster.objects import NAMESPACE
@@ -26,12 +26,15 @@ RIGHTS = (
     *((verb, "coordination.k8s.io", "leases", NAMESPACE) for verb in ("get", "create", "patch")),
     ("get", "", "configmaps", NAMESPACE),
     *task_pod.RIGHTS,
+    ("get", "rbac.authorization.k8s.io", "clusterrolebindings", ""),
     *(
         (verb, "rbac.authorization.k8s.io", resource, "")
         for resource in ("clusterroles", "clusterrolebindings")
         for verb in ("create", "patch", "delete")
     ),
 )
+#: To which these commands bind the agent's role.
+_SUBJECT = ("ServiceAccount", NAMESPACE, objects.NAME)
 READ = (("list", "", "nodes", ""), ("list", "", "pods", NAMESPACE), ("get", "apps", "daemonsets", NAMESPACE))
 #: Of the API server: this release is made for these.
 _VERSIONS = (1, 33), (1, 36)
@@ -59,6 +62,18 @@ def selected(found: View) -> None:
     """ClusterError if no node is selected."""
     if not found.nodes:
         raise ClusterError("no node matches --nodes; kubectl get nodes --show-labels lists the labels", QUESTION)
+
+
+def own_role(api: Api) -> None:
+    """ClusterError if the agent's role serves an installation elsewhere: these commands would take it away."""
+    found = api.get(BINDINGS, objects.NAME) or {}
+    subjects = [(each["kind"], each.get("namespace", ""), each["name"]) for each in found.get("subjects") or ()]
+    others = [" ".join(filter(None, each)) for each in subjects if each != _SUBJECT]
+    if others:
+        raise ClusterError(
+            f"ClusterRoleBinding {objects.NAME} is for {listed(others)}: the agent was installed in another way, and"
+            " this command would take its rights away; remove that installation, or continue without this command"
+        )
 
 
 def blocking(api: Api, found: View) -> None:
@@ -96,6 +111,7 @@ def examine(api: Api, found: View, image: str, seconds: float) -> Iterator[Findi
     """Every finding; those of the nodes last. ``image``: "" to leave it out."""
     yield from _server(api)
     yield from _allowed("kube-proxy", _kube_proxy(api, found))
+    yield from _allowed("installation", _installation(api))
     yield from _rights(api)
     yield from _allowed("CNI", _cni(api))
     yield from _allowed("admission", _admission(api, image or "pyebpf-proxy", next(iter(found.nodes), "")))
@@ -128,6 +144,14 @@ def _kube_proxy(api: Api, found: View) -> Iterator[Finding]:
     if without:
         text = f"it does not run on {listed(without)}"
         yield Finding("kube-proxy", "warning", text, "install skips these nodes")
+
+
+def _installation(api: Api) -> Iterator[Finding]:
+    try:
+        own_role(api)
+    except ClusterError as error:
+        text, _, remedy = str(error).partition("; ")
+        yield Finding("installation", "bad", text, remedy)
 
 
 def _server(api: Api) -> Iterator[Finding]:

@@ -35,8 +35,9 @@ class Command:
         output.document |= {"context": api.context, "done": self._done, "error": None}
 
     def view(self) -> View:
-        """The selected nodes. ClusterError: there is none, or this user lacks a right."""
+        """The selected nodes. ClusterError: there is none, a right is missing, or the role is another one's."""
         check.rights(self.api, check.RIGHTS)
+        check.own_role(self.api)
         found = view(self.api, self._selector)
         check.selected(found)
         return found

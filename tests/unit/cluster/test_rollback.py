@@ -6,8 +6,9 @@ from __future__ import annotations
 import pytest
 
 from pyebpf_proxy.cluster import objects, task_pod
-from pyebpf_proxy.cluster.api import DAEMON_SETS, LEASES, NODES, PODS
+from pyebpf_proxy.cluster.api import BINDINGS, DAEMON_SETS, LEASES, NODES, PODS
 from pyebpf_proxy.cluster.errors import ClusterError, StoppedError
+from pyebpf_proxy.cluster.install import Install
 from pyebpf_proxy.cluster.lease import NAME as LEASE
 from pyebpf_proxy.cluster.objects import AGENT, CLEANING, KUBE_PROXY, NAME, NAMESPACE, ON
 from pyebpf_proxy.cluster.output import Output
@@ -27,6 +28,21 @@ def test_rollback_with_an_image_leaves_what_these_commands_did_not_make() -> Non
     with pytest.raises(ClusterError, match="was not created by this command"):
         Rollback(api, Output(as_json=False), "", 1.0).run(IMAGE)
     assert path in api.stored
+
+
+@pytest.mark.parametrize("command", ["install", "rollback"])
+def test_the_role_of_an_installation_in_another_namespace_stays(command: str) -> None:
+    """The chart may be installed there, and its role has the same name: without it, the agents see no change."""
+    api = FakeApi("n1")
+    binding = next(item for item in objects.agent(IMAGE) if item["kind"] == "ClusterRoleBinding")
+    binding["subjects"][0]["namespace"] = "network"
+    before = api.put(BINDINGS.path(name=NAME), binding)
+    with pytest.raises(ClusterError, match=r"^ClusterRoleBinding .* is for ServiceAccount network pyebpf-proxy: "):
+        if command == "install":
+            Install(api, Output(as_json=False), "", 0.1).run(IMAGE, None, dry_run=False)
+        else:
+            Rollback(api, Output(as_json=False), "", 0.1).run("")
+    assert api.stored[BINDINGS.path(name=NAME)] == before
 
 
 def test_a_command_that_has_lost_the_lease_cleans_no_node(monkeypatch: pytest.MonkeyPatch) -> None:
