@@ -96,14 +96,19 @@ class Api:
     def __init__(self, kubeconfig: str = "", context: str = "", say: Callable[[str], None] = lambda text: None) -> None:
         import yaml
         from kubernetes import client, config
+        from kubernetes.config import kube_config
         from urllib3.util import Retry
 
         try:
-            contexts, active = config.list_kube_config_contexts(config_file=kubeconfig or None)  # type: ignore[no-untyped-call]
-            names = [each["name"] for each in contexts]
-            if context and context not in names:
-                raise ClusterError(f"no context {context} in the kubeconfig; it has: {', '.join(names)}", NO_ANSWER)
-            self.context = context or active["name"]
+            # Not the library's list of contexts: it requires a current one, even where another one is wanted.
+            place = kubeconfig or kube_config.KUBE_CONFIG_DEFAULT_LOCATION
+            found: Object = kube_config.KubeConfigMerger(place).config.value  # type: ignore[no-untyped-call]
+            names = [each["name"] for each in found["contexts"]]
+            self.context = context or found.get("current-context") or ""
+            if self.context not in names:
+                lacks = f"no context {self.context} in the kubeconfig"
+                lacks = lacks if self.context else "the kubeconfig has no current context; specify one with --context"
+                raise ClusterError(f"{lacks}; it has: {', '.join(names) or 'none'}", NO_ANSWER)
             configuration = client.Configuration()
             config.load_kube_config(  # type: ignore[no-untyped-call]
                 kubeconfig or None, self.context, client_configuration=configuration

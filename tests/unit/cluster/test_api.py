@@ -127,3 +127,20 @@ def test_a_kubeconfig_with_broken_base64_is_an_error_that_names_the_file(tmp_pat
     )
     with pytest.raises(ClusterError, match=f"^no kubeconfig: {file} has a field …-data that is not valid base64; "):
         Api(str(file))
+
+
+@pytest.mark.parametrize("current", [None, "deleted"])
+def test_a_kubeconfig_whose_current_context_is_missing(tmp_path: Path, current: str | None) -> None:
+    """As after `kubectl config delete-context`. Another context can be used; without one, the error names those."""
+    file = tmp_path / "kubeconfig"
+    content = {
+        "clusters": [{"name": "c", "cluster": {"server": "https://192.0.2.1:6443"}}],
+        "contexts": [{"name": "c", "context": {"cluster": "c", "user": "c"}}],
+        "users": [{"name": "c", "user": {"token": "t"}}],
+    }
+    file.write_text(json.dumps(content | ({"current-context": current} if current else {})))
+    found = Api(str(file), "c")
+    assert (found.context, found.url) == ("c", "https://192.0.2.1:6443")
+    lacks = "no context deleted in the kubeconfig" if current else "has no current context; specify one with --context"
+    with pytest.raises(ClusterError, match=f"{lacks}; it has: c$"):
+        Api(str(file))
