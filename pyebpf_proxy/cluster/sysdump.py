@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import copy
 import io
+import json
 import re
 import tarfile
 import time
@@ -49,18 +51,32 @@ _FIRST_BYTES, _LAST_BYTES, _LAST_LINES = 64 << 10, 8 << 20, 20_000
 _MOST_FLOWS = 20_000
 #: Services in the summary of flows.
 _MOST_SERVICES = 50
-#: Names of fields and variables that hold credentials. "token-file" and "secretName" do not.
-_SENSITIVE = (
-    r"[\w.-]*(?:token|password|passwd|credentials?|secret|access[-_]?key|api[-_]?key|private[-_]?key|"
-    r"client-key-data|client-certificate-data)"
+#: How names of fields, variables, options and annotations end that hold credentials. "token-file" and "secretName" do
+#: not.
+_ENDS = (
+    r"(?:token|password|passwd|passphrase|(?<![a-z])pass|credentials?|secret|authorization|dockerconfigjson|dockercfg|"
+    r"(?:access|api|private|secret|encryption|signing|shared|account|tls)[-_.]?key|client-key-data|"
+    r"client-certificate-data)"
 )
+_SENSITIVE = rf"[\w./-]*{_ENDS}"
 _NAME = re.compile(_SENSITIVE, re.IGNORECASE)
 #: A line of YAML or JSON with such a name.
 _LINE = re.compile(rf"^(\s*-?\s*\"?{_SENSITIVE}\"?:)[ \t]+\S.*$", re.MULTILINE | re.IGNORECASE)
-#: Wherever they stand: a signed token, a private key, the user of a URL.
+#: Within a line: an option with its value.
+_OPTION_VALUE = re.compile(rf"(--[\w.-]*{_ENDS} +)(?!-)[^\s\"',;]+", re.IGNORECASE)
+#: A variable or an option with its value, and a field of JSON.
+_ASSIGNED = re.compile(rf"({_ENDS}=)(?:\"[^\"]*\"|'[^']*'|[^\s\"',;&]+)", re.IGNORECASE)
+_FIELD = re.compile(rf"({_ENDS}\" *: *)\"(?:[^\"\\]|\\.)*\"", re.IGNORECASE)
+#: At least as much as the last two find, and fast: few texts have any of it.
+_HINT = re.compile(r"(?:token|pass\w*|credentials?|secret|authorization|dockerc\w*|key|data)(?:=|\" *:)")
+#: The option alone, whose value is the next word.
+_OPTION_NAME = re.compile(rf"--?{_SENSITIVE}", re.IGNORECASE)
+#: Wherever they stand: a signed token, an HTTP header, a private key, also in base64, the user of a URL.
 _TOKEN = re.compile(r"\beyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*")
+_HEADER = re.compile(r"(\bauthorization: *\w+ +|\bbearer +(?=[\w.~+/-]{16}))[\w.~+/=-]+", re.IGNORECASE)
 _PRIVATE_KEY = re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?-----END [A-Z ]*PRIVATE KEY-----", re.DOTALL)
-_URL_USER = re.compile(r"(?<=://)[^/\s\"'@]+:[^/\s\"'@]*(?=@)")
+_BASE64_PEM = re.compile(r"LS0tLS1CRUdJTi[A-Za-z0-9+/]+={0,2}")
+_URL_USER = re.compile(r"(?<=://)[^/\s\"'@]+(?=@(?!sha256:))")
 
 Part = tuple[str, Callable[[], Any]]
 
@@ -260,8 +276,19 @@ def _text(content: Any) -> str:
 
 def _blotted(text: str) -> str:
     """A text without the credentials that can be recognised by their form, or by their name in the same line."""
-    text = _PRIVATE_KEY.sub(BLOT, _TOKEN.sub(BLOT, text))
-    return _LINE.sub(rf"\1 {BLOT}", _URL_USER.sub(BLOT, text))
+    for pattern in (_PRIVATE_KEY, _TOKEN, _URL_USER):
+        text = pattern.sub(BLOT, text)
+    text = _BASE64_PEM.sub(lambda found: BLOT if _is_private_key(found[0]) else found[0], text)
+    for pattern in (_HEADER, _OPTION_VALUE):
+        text = pattern.sub(rf"\1{BLOT}", text)
+    if _HINT.search(text.lower()):
+        text = _FIELD.sub(rf'\1"{BLOT}"', _ASSIGNED.sub(rf"\1{BLOT}", text))
+    return _LINE.sub(rf"\1 {BLOT}", text)
+
+
+def _is_private_key(text: str) -> bool:
+    """Whether this is a private key in base64, and not a certificate."""
+    return b"PRIVATE KEY-----" in base64.b64decode(text[: min(64, len(text) // 4 * 4)])
 
 
 def _trimmed(content: Any) -> Any:
@@ -275,6 +302,8 @@ def _trimmed(content: Any) -> Any:
     data = item.get("data")
     if isinstance(data, dict):
         item["data"] = {name: _document(text) for name, text in data.items()}
+    if isinstance(item.get("binaryData"), dict):
+        item["binaryData"] = dict.fromkeys(item["binaryData"], BLOT)
     return _without_credentials(item)
 
 
@@ -282,19 +311,23 @@ def _document(text: str) -> str:
     """A text of a ConfigMap. A document that holds credentials, such as a kubeconfig, is written anew without them."""
     try:
         documents = list(yaml.safe_load_all(text))
-    except yaml.YAMLError:
+        if not all(isinstance(each, dict | list) for each in documents):
+            return text
+        clean = [_without_credentials(each) for each in documents]
+    except (yaml.YAMLError, ValueError, RecursionError):  # ValueError: a date such as 2026-13-45
         return text
-    if not all(isinstance(each, dict | list) for each in documents):
-        return text
-    clean = [_without_credentials(each) for each in documents]
     return text if clean == documents else yaml.dump_all(clean, Dumper=_Blocks, sort_keys=False)
 
 
 def _without_credentials(value: Any) -> Any:
     if isinstance(value, str):
-        return _blotted(value)
+        return _blotted(_without_nested(value))
     if isinstance(value, list):
-        return [_without_credentials(each) for each in value]
+        # In the command of a container, an option's value may be the next word.
+        return [
+            BLOT if _is_option(before) and _is_word(each) else _without_credentials(each)
+            for before, each in zip([None, *value], value, strict=False)
+        ]
     if not isinstance(value, dict):
         return value
     clean = {
@@ -305,6 +338,27 @@ def _without_credentials(value: Any) -> Any:
     if isinstance(clean.get("value"), str) and _NAME.fullmatch(str(clean.get("name", ""))):
         clean["value"] = BLOT
     return clean
+
+
+def _is_option(word: Any) -> bool:
+    """Whether this is an option without its value, which is a credential."""
+    return type(word) is str and _OPTION_NAME.fullmatch(word) is not None
+
+
+def _is_word(word: Any) -> bool:
+    return type(word) is str and not word.startswith("-")
+
+
+def _without_nested(text: str) -> str:
+    """An object that is a text of JSON, as tools keep one in an annotation, written anew if it holds credentials."""
+    if text[:1] not in ("{", "["):
+        return text
+    try:
+        item = json.loads(text)
+        clean = _without_credentials(item)
+    except (ValueError, RecursionError):
+        return text
+    return text if clean == item else json.dumps(clean)
 
 
 def _add(archive: tarfile.TarFile, name: str, text: str) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from pathlib import Path
 from typing import Any, cast
@@ -93,11 +94,56 @@ def test_credentials_in_a_pod() -> None:
     assert pod["spec"]["containers"][0]["env"][0]["value"] == "HIDE1", "the object itself is unchanged"  # type: ignore[index]
 
 
+def test_credentials_in_annotations() -> None:
+    """Tools also keep a whole object there."""
+    container = {"env": [{"name": "DB_PASSWORD", "value": "HIDE1"}], "image": "kept:1"}
+    annotations = {
+        "example.org/join-token": "HIDE2",
+        "kapp.k14s.io/original": json.dumps({"spec": {"containers": [container]}, "token": "HIDE3"}),
+        "example.org/webhook": "https://HIDE4@example.org/hook?token=HIDE5&kept=1",
+        "example.org/note": "kept",
+    }
+    text = written({"kind": "DaemonSet", "metadata": {"name": "x", "annotations": annotations}})
+    assert "HIDE" not in text
+    for kept in ("example.org/join-token: REDACTED", "kept:1", "@example.org/hook", "&kept=1", "note: kept"):
+        assert kept in text
+
+
+def test_credentials_in_a_command() -> None:
+    key = base64.b64encode(KEY.encode()).decode()
+    certificate = base64.b64encode(b"-----BEGIN CERTIFICATE-----\nkept").decode()
+    container = {
+        "command": ["agent", "--api-token", "HIDE1", "--password=HIDE2", "--token-file=/kept", "--token", "--kept"],
+        "args": ["DB_PASS='HIDE 3' MINIO_SECRET_KEY=HIDE4 run --token HIDE5; curl -H 'Authorization: Basic HIDE6'"],
+        "env": [{"name": name, "value": text} for name, text in (("A", certificate), ("B", key), ("C", key[:-3]))],
+        "image": "docker-pullable://kept@sha256:00",
+        "readinessProbe": {"httpGet": {"httpHeaders": [{"name": "Authorization", "value": "Basic HIDE7"}]}},
+    }
+    text = written({"metadata": {"name": "x"}, "spec": {"containers": [container]}})
+    assert "HIDE" not in text
+    assert key[:40] not in text
+    for kept in (certificate, "--token-file=/kept", "--kept", "kept@sha256:00", "--password=REDACTED"):
+        assert kept in text
+
+
+@pytest.mark.parametrize("broken", ["started: 2026-13-45\n", "a: &a [*a]\n", "x: 0x_\n"])
+def test_a_config_map_that_is_no_valid_document(broken: str) -> None:
+    """It may be the very reason for the report."""
+    data = {"config.conf": f"{broken}password: HIDE1\n"}
+    text = written({"metadata": {"name": "x"}, "data": data, "binaryData": {"key": "SElERTI="}})
+    assert "HIDE" not in text
+    assert "SElERTI=" not in text
+    assert broken.partition(":")[0] in text
+
+
 def test_credentials_in_a_log() -> None:
-    log = f"info ready\nwarning refused url=https://u:HIDE1@10.0.0.1/ name=x\ntoken: HIDE2\n{KEY}info ends\n"
+    log = f"info ready\nwarning refused url=https://u:HIDE1@10.0.0.1/ name=x\ntoken: HIDE2\n{KEY}"
+    log += 'Authorization: Bearer HIDE3\n{"message": "kept", "client_secret": "HIDE\\"4", "n": 1}\n'
+    log += "sent bearer HIDE5abcdefghijklmnop=\ninfo ends\n"
     text = sysdump._text(log)
     assert "HIDE" not in text
     assert text.startswith("info ready\nwarning refused url=https://REDACTED@10.0.0.1/ name=x\n")
+    assert '{"message": "kept", "client_secret": "REDACTED", "n": 1}' in text
     assert text.endswith("info ends\n")
 
 
