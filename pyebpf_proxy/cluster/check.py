@@ -90,6 +90,11 @@ def blocking(api: Api, found: View) -> None:
             "kube-proxy runs in mode ipvs, which this command does not support: replacing it ends its connections,"
             " and its settings require deploy/components/ipvs (docs/ipvs-mode.md)"
         )
+    if configuration.get("bindAddressHardFail"):
+        raise ClusterError(
+            "kube-proxy's bindAddressHardFail is true: a proxy then exits while the other one holds the health port, so"
+            " they cannot take turns; set it to false in the ConfigMap, and restart kube-proxy"
+        )
     model.installed_image(found)
     if not any(found.is_ours(node) or node in found.kube_proxies for node in found.nodes):
         raise ClusterError("kube-proxy runs on none of these nodes: this command takes nodes over from kube-proxy")

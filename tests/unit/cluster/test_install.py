@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from pyebpf_proxy.cluster import objects, task_pod
-from pyebpf_proxy.cluster.api import DAEMON_SETS, LEASES
+from pyebpf_proxy.cluster.api import CONFIG_MAPS, DAEMON_SETS, LEASES
 from pyebpf_proxy.cluster.errors import ClusterError
 from pyebpf_proxy.cluster.install import Install
 from pyebpf_proxy.cluster.objects import KUBE_PROXY, NAME, NAMESPACE, ON
@@ -59,4 +59,14 @@ def test_an_older_image_needs_the_command_of_its_version() -> None:
     api = FakeApi("n1")
     with pytest.raises(ClusterError, match=r"0\.0\.9 is older than this command, .*; use the pyebpf-proxy command"):
         install(api, f"{REPOSITORY}:0.0.9")
+    assert DAEMON_SETS.path(NAMESPACE, NAME) not in api.stored
+
+
+def test_proxies_that_end_without_the_health_port_cannot_take_turns() -> None:
+    """The agent would end beside kube-proxy, and kube-proxy beside the agent: a rollback could never succeed."""
+    api = FakeApi("n1")
+    data = api.stored[CONFIG_MAPS.path(NAMESPACE, KUBE_PROXY)]["data"]
+    data["config.conf"] = data["config.conf"].replace("bindAddressHardFail: false", "bindAddressHardFail: true")
+    with pytest.raises(ClusterError, match=r"bindAddressHardFail is true: .*; set it to false in the ConfigMap"):
+        install(api)
     assert DAEMON_SETS.path(NAMESPACE, NAME) not in api.stored
