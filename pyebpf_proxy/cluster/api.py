@@ -30,6 +30,7 @@ _LAST_SECONDS = 5.0
 _PAUSE = 1.0
 #: Statuses after which the same request may succeed.
 _BUSY = 429
+_UNAUTHORIZED = 401
 _LATER = frozenset({0, _BUSY, 500, 502, 503, 504})
 #: How often a change is repeated that another one has overtaken.
 _CONFLICTS = 5
@@ -158,6 +159,10 @@ class Api:
             try:
                 answer = self._once(method, path, body, content, query or {}, text)
             except RefusedError as refused:
+                # The status of a log may be that of the kubelet, for the API server's own credentials.
+                if refused.status == _UNAUTHORIZED and self._answered and not text:
+                    why = "the API server no longer accepts the kubeconfig's credentials"
+                    raise StoppedError(why, NO_ANSWER) from None
                 if refused.status not in later or refused.by_webhook:
                     raise
                 why = str(refused)

@@ -104,6 +104,18 @@ def test_a_server_that_never_answers_is_not_waited_for(api: Api, monkeypatch: py
         api.get(NODES, "n1")
 
 
+def test_credentials_that_expire_in_the_middle_stop_the_command(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It can undo nothing either. From the beginning, it is a refusal."""
+    refused = RefusedError(401, "Unauthorized", "Unauthorized")
+    answers = Answers(api, monkeypatch, refused)
+    with pytest.raises(RefusedError):
+        api.get(NODES, "n1")
+    api.get(NODES, "n1")
+    answers.left = [refused]
+    with pytest.raises(StoppedError, match=r"^the API server no longer accepts the kubeconfig's credentials$"):
+        api.get(NODES, "n1")
+
+
 def test_a_kubeconfig_that_is_not_text_is_an_error_that_names_the_file(tmp_path: Path) -> None:
     file = tmp_path / "kubeconfig"
     file.write_bytes(b"\xff\xfe\x00")
