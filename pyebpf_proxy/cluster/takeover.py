@@ -183,21 +183,14 @@ def give_back(site: Site, node: str, say: Say) -> None:
     if old is not None and agent is not None and _has_removed_rules(api, agent, old, parked):
         # kube-proxy would write them again at its next full sync: in mode nftables within an hour.
         _restart_kube_proxy(site, node, old)
-    kube_proxy = _wait_kube_proxy(site, node)
-    try:
-        _await_rules(site, node)
-    except ClusterError as error:
-        if NO_RULE not in str(error):
-            raise
-        # An agent that does not run now may have removed them.
-        say(f"{error}; restarting kube-proxy")
-        _restart_kube_proxy(site, node, kube_proxy)
-        _wait_kube_proxy(site, node)
-        _await_rules(site, node)
+    _await_rules(site, node, say)
+    now = pods(api, _AGENTS, node).get(node)
     say("kube-proxy has programmed the node; the agent ends")
     label(site, node, AGENT, CLEANING)
     gone = "the agent's pod did not end"
     wait_on_node(api, node, lambda: node not in pods(api, _AGENTS, node), gone, site.seconds)
+    if _may_have_restarted(agent, now):
+        _await_rules(site, node, say)
     # Its programs are attached until here.
     task_pod.run(api, "clean", node, site.image, objects.CLEAN_UP, site.seconds, {HEALTH: site.health})
     label(site, node, AGENT, "")
@@ -208,6 +201,13 @@ def _has_removed_rules(api: Api, agent: Pod, kube_proxy: Pod, parked: bool) -> b
     """Whether an agent that started after this kube-proxy has removed its rules."""
     later = not parked or agent.since > kube_proxy.since
     return later and agent.usable and is_programmed(api, agent)
+
+
+def _may_have_restarted(before: Pod | None, now: Pod | None) -> bool:
+    """Whether an agent may have started, and removed kube-proxy's rules, after they were looked at."""
+    if before is None or now is None:
+        return before is not now
+    return not (before.usable and now.usable) or now.restarts != before.restarts
 
 
 def _restart_kube_proxy(site: Site, node: str, old: Pod) -> None:
@@ -222,9 +222,19 @@ def _wait_kube_proxy(site: Site, node: str) -> Pod:
     return _wait_pod(site, KUBE_PROXY, node, lambda pod: True, late, hopeless)
 
 
-def _await_rules(site: Site, node: str) -> None:
-    """Until kube-proxy has rules for the targets. Its health page cannot tell: the agent holds the port."""
-    site.run("await", node, "kube-proxy", site.targets)
+def _await_rules(site: Site, node: str, say: Say) -> None:
+    """Until kube-proxy runs and has rules for the targets. Its health page cannot tell: the agent holds the port."""
+    kube_proxy = _wait_kube_proxy(site, node)
+    try:
+        site.run("await", node, "kube-proxy", site.targets)
+    except ClusterError as error:
+        if NO_RULE not in str(error):
+            raise
+        # An agent that does not run now may have removed them.
+        say(f"{error}; restarting kube-proxy")
+        _restart_kube_proxy(site, node, kube_proxy)
+        _wait_kube_proxy(site, node)
+        site.run("await", node, "kube-proxy", site.targets)
 
 
 def _wait_new(site: Site, labels: str, node: str, old: Pod, late: str) -> None:

@@ -141,3 +141,28 @@ def test_kube_proxy_comes_back_after_the_pod_that_removes_its_rules_has_ended(mo
     takeover.give_back(Site(api, IMAGE, [], "", 1.0), "n1", print)
     assert len(ended) == 3
     assert all(ended)
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+def test_an_agent_that_restarts_while_it_is_given_back(monkeypatch: pytest.MonkeyPatch, restarts: bool) -> None:
+    """At each start it removes kube-proxy's rules: they are looked at again once it cannot start any more."""
+    api = FakeApi("n1")
+    api.put(DAEMON_SETS.path(NAMESPACE, NAME), objects.agent(IMAGE)[-1])
+    api.label("n1", agent=ON, parked=ON)
+    done: list[str] = []
+
+    def task(_: object, what: str, *__: object) -> str:
+        done.append(what if "n1" in api.pods_of(NAME) else f"{what} without the agent")
+        return "all is well\n"
+
+    def status_of(pod: Object) -> Object:
+        status = running(ready=True)
+        if restarts and pod["metadata"]["labels"]["k8s-app"] == NAME:
+            status["containerStatuses"][0]["restartCount"] = len(done)
+        return status
+
+    monkeypatch.setattr(task_pod, "run", task)
+    api.status_of = status_of
+    takeover.give_back(Site(api, IMAGE, [], "", 1.0), "n1", print)
+    again = ["await without the agent"] if restarts else []
+    assert done == ["await", *again, "clean without the agent"]
