@@ -12,6 +12,7 @@ import contextlib
 import json
 import os
 import re
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -28,6 +29,8 @@ _REQUEST_SECONDS = 30.0
 #: Of a request that is not worth waiting for.
 _LAST_SECONDS = 5.0
 _PAUSE = 1.0
+#: How often a command in a pod looks whether its answer is still wanted.
+_LOOK_SECONDS = 0.5
 #: Statuses after which the same request may succeed.
 _BUSY = 429
 _UNAUTHORIZED = 401
@@ -133,6 +136,7 @@ class Api:
         self._away = False
         self._patience = PATIENCE
         self._request_seconds = _REQUEST_SECONDS
+        self._hung_up = threading.Event()
         #: Asked before each change: StoppedError if this command may change nothing any more.
         self.guard: Callable[[], None] = unguarded
 
@@ -310,6 +314,10 @@ class Api:
 
     # ---- commands in pods ----------------------------------------------------------------------------------------
 
+    def hang_up(self) -> None:
+        """End the commands in pods that run in other threads: their answers are not wanted any more."""
+        self._hung_up.set()
+
     def execute(self, pod: str, namespace: str, command: Sequence[str], seconds: float) -> tuple[int, str, str]:
         """Run a command in a pod's only container: its exit status, what it printed, its errors. RefusedError."""
         from kubernetes.stream import ws_client
@@ -324,7 +332,9 @@ class Api:
         try:
             place = stream.get_websocket_url(url, query)
             client = stream.WSClient(self._client.configuration, place, wanted, False, binary=True)
-            client.run_forever(timeout=seconds)
+            end = time.monotonic() + seconds
+            while client.is_open() and not self._hung_up.is_set() and (left := end - time.monotonic()) > 0:
+                client.update(timeout=min(left, _LOOK_SECONDS))
             if client.is_open():
                 client.close()
                 raise RefusedError(0, "NoAnswer", f"the command did not finish within {seconds:.0f} s")

@@ -65,7 +65,13 @@ def everywhere(
 
     if not nodes:
         raise ClusterError("no agent runs on these nodes", NO_ANSWER)
-    with ThreadPoolExecutor(_AT_ONCE) as pool:
+    pool = ThreadPoolExecutor(_AT_ONCE)
+    try:
         answers = dict(zip(nodes, pool.map(ask, nodes), strict=True))
+    except BaseException:
+        api.hang_up()
+        raise
+    finally:
+        pool.shutdown(cancel_futures=True)
     problems = [model.NodeProblem(node=node, text=str(e)) for node, e in answers.items() if isinstance(e, ClusterError)]
     return {node: each for node, each in answers.items() if not isinstance(each, ClusterError)}, problems

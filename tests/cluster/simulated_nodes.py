@@ -11,6 +11,7 @@ runs in the pods. What a proxy's pod stands for is a condition of it that no com
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
 import http.client
 import json
@@ -379,10 +380,11 @@ class SimulatedNodes:
                 if status:
                     cause = {"reason": "ExitCode", "message": str(status)}
                     end = {"status": "Failure", "reason": "NonZeroExitCode", "details": {"causes": [cause]}}
-                for channel, data in ((1, output), (2, errors), (3, json.dumps(end).encode())):
-                    for start in range(0, len(data), 4096):
-                        self._frame(0x82, bytes([channel]) + data[start : start + 4096])
-                self._frame(0x88, b"")
+                with contextlib.suppress(OSError):  # the command that asked may have ended
+                    for channel, data in ((1, output), (2, errors), (3, json.dumps(end).encode())):
+                        for start in range(0, len(data), 4096):
+                            self._frame(0x82, bytes([channel]) + data[start : start + 4096])
+                    self._frame(0x88, b"")
                 self.close_connection = True
 
             def _frame(self, kind: int, data: bytes) -> None:

@@ -217,6 +217,30 @@ def test_what_was_not_verified_is_verified(
         assert now(server) == served_by_agent()
 
 
+# ---- the agents ----------------------------------------------------------------------------------------------------
+
+
+def test_ctrl_c_while_an_agent_does_not_answer(cluster: SimulatedNodes, server: ApiServer, tmp_path: Path) -> None:
+    run(tmp_path, "install", "--image", IMAGE)
+    asked, ended = threading.Event(), threading.Event()
+
+    def execute(node: str, words: list[str]) -> tuple[int, bytes, bytes]:
+        asked.set()
+        ended.wait(60)
+        return 3, b"", b"no answer"
+
+    cluster.execute = execute
+    process = started(tmp_path, "services")
+    try:
+        assert asked.wait(30)
+        os.kill(process.pid, signal.SIGINT)
+        said, _ = process.communicate(timeout=10)
+    finally:
+        process.kill()
+        ended.set()
+    assert process.returncode == 130, said
+
+
 # ---- the API server ------------------------------------------------------------------------------------------------
 
 
