@@ -39,6 +39,7 @@ _LATER = frozenset({0, _BUSY, 500, 502, 503, 504})
 _CONFLICTS = 5
 JSON, MERGE, APPLY = "application/json", "application/merge-patch+json", "application/apply-patch+yaml"
 MANAGER = "pyebpf-proxy-cluster"
+_NO_CURRENT = "the kubeconfig has no current context; specify one with --context"
 #: The protocol of commands in pods: output, errors and the exit status in channels.
 _CHANNELS = "v4.channel.k8s.io"
 
@@ -98,37 +99,10 @@ class Api:
     """One cluster, as the chosen context of the kubeconfig names it."""
 
     def __init__(self, kubeconfig: str = "", context: str = "", say: Callable[[str], None] = lambda text: None) -> None:
-        import yaml
-        from kubernetes import client, config
-        from kubernetes.config import kube_config
-        from urllib3.util import Retry
+        from kubernetes import client
 
-        try:
-            # Not the library's list of contexts: it requires a current one, even where another one is wanted.
-            place = kubeconfig or kube_config.KUBE_CONFIG_DEFAULT_LOCATION
-            found: Object = kube_config.KubeConfigMerger(place).config.value  # type: ignore[no-untyped-call]
-            names = [each["name"] for each in found["contexts"]]
-            self.context = context or found.get("current-context") or ""
-            if self.context not in names:
-                lacks = f"no context {self.context} in the kubeconfig"
-                lacks = lacks if self.context else "the kubeconfig has no current context; specify one with --context"
-                raise ClusterError(f"{lacks}; it has: {', '.join(names) or 'none'}", NO_ANSWER)
-            configuration = client.Configuration()
-            config.load_kube_config(  # type: ignore[no-untyped-call]
-                kubeconfig or None, self.context, client_configuration=configuration
-            )
-        except (
-            config.ConfigException,
-            yaml.YAMLError,
-            OSError,
-            ValueError,
-            TypeError,
-            KeyError,
-            AttributeError,
-        ) as error:
-            remedy = "specify one with --kubeconfig or the environment variable KUBECONFIG"
-            raise ClusterError(f"no kubeconfig: {_unusable(kubeconfig, error)}; {remedy}", NO_ANSWER) from None
-        configuration.retries = Retry(0)
+        self._kubeconfig = kubeconfig
+        self.context, configuration = _configuration(kubeconfig, context)
         self.url = str(configuration.host)
         self._client = client.ApiClient(configuration)
         self._say = say
@@ -158,6 +132,7 @@ class Api:
         not answer, another command may have taken over.
         """
         end = time.monotonic() + self._patience
+        is_renewed = False
         while True:
             self._ask_guard(method, path)
             try:
@@ -165,8 +140,12 @@ class Api:
             except RefusedError as refused:
                 # The status of a log may be that of the kubelet, for the API server's own credentials.
                 if refused.status == _UNAUTHORIZED and self._answered and not text:
-                    why = "the API server no longer accepts the kubeconfig's credentials"
-                    raise StoppedError(why, NO_ANSWER) from None
+                    if is_renewed:
+                        why = "the API server no longer accepts the kubeconfig's credentials"
+                        raise StoppedError(why, NO_ANSWER) from None
+                    is_renewed = True
+                    self._renew()
+                    continue
                 if refused.status not in later or refused.by_webhook:
                     raise
                 why = str(refused)
@@ -185,6 +164,19 @@ class Api:
                 self._away = True
                 self._say(f"the API server does not answer ({why}); retrying")
             time.sleep(_PAUSE)
+
+    def _renew(self) -> None:
+        """Read the kubeconfig's credentials again: a token's file may have a new one. StoppedError."""
+        from kubernetes import client
+
+        try:
+            _, configuration = _configuration(self._kubeconfig, self.context)
+        except ClusterError as error:
+            raise StoppedError(f"the credentials have expired, and cannot be read again: {error}", NO_ANSWER) from None
+        if str(configuration.host) != self.url:
+            text = f"the credentials have expired, and the kubeconfig now names another server: {configuration.host}"
+            raise StoppedError(text, NO_ANSWER)
+        self._client = client.ApiClient(configuration)
 
     def _ask_guard(self, method: str, path: str) -> None:
         """Before a change. That of a Lease is made for the version that was read, and needs no guard."""
@@ -364,6 +356,54 @@ class Api:
                 what = f"{resource}.{group}" if group else resource
                 missing.setdefault(f"{what}{f' in {namespace}' if namespace else ''}", []).append(verb)
         return [f"{', '.join(verbs)} {what}" for what, verbs in missing.items()]
+
+
+def _configuration(kubeconfig: str, context: str) -> tuple[str, Any]:
+    """The context's name, and what the library reads of it. ClusterError."""
+    import yaml
+    from kubernetes import client, config
+    from kubernetes.config import kube_config
+    from urllib3.util import Retry
+
+    try:
+        # Not the library's list of contexts: it requires a current one, even where another one is wanted.
+        place = kubeconfig or kube_config.KUBE_CONFIG_DEFAULT_LOCATION
+        found: Object = kube_config.KubeConfigMerger(place).config.value  # type: ignore[no-untyped-call]
+        names = [each["name"] for each in found["contexts"]]
+        name = context or found.get("current-context") or ""
+        if name not in names:
+            lacks = f"no context {name} in the kubeconfig" if name else _NO_CURRENT
+            raise ClusterError(f"{lacks}; it has: {', '.join(names) or 'none'}", NO_ANSWER)
+        configuration = client.Configuration()
+        config.load_kube_config(  # type: ignore[no-untyped-call]
+            kubeconfig or None, name, client_configuration=configuration
+        )
+    except (
+        config.ConfigException,
+        yaml.YAMLError,
+        OSError,
+        ValueError,
+        TypeError,
+        KeyError,
+        AttributeError,
+    ) as error:
+        remedy = "specify one with --kubeconfig or the environment variable KUBECONFIG"
+        raise ClusterError(f"no kubeconfig: {_unusable(kubeconfig, error)}; {remedy}", NO_ANSWER) from None
+    configuration.retries = Retry(0)
+    _strip_tokens(configuration)
+    return name, configuration
+
+
+def _strip_tokens(configuration: Any) -> None:
+    """A token's file may end with a newline, which no header may have. The library reads the token for each request."""
+    read = configuration.refresh_api_key_hook
+
+    def refresh(now: Any) -> None:
+        if read is not None:
+            read(now)
+        now.api_key = {name: text.strip() for name, text in now.api_key.items()}
+
+    configuration.refresh_api_key_hook = refresh
 
 
 def unguarded() -> None:

@@ -111,9 +111,46 @@ def test_credentials_that_expire_in_the_middle_stop_the_command(api: Api, monkey
     with pytest.raises(RefusedError):
         api.get(NODES, "n1")
     api.get(NODES, "n1")
-    answers.left = [refused]
+    answers.left = [refused, refused]
     with pytest.raises(StoppedError, match=r"^the API server no longer accepts the kubeconfig's credentials$"):
         api.get(NODES, "n1")
+
+
+def test_credentials_that_expire_are_read_again(api: Api, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pod's token lasts an hour, and its file has a new one before; but never those of another cluster."""
+    file = tmp_path / "kubeconfig"
+    answers = Answers(api, monkeypatch)
+    api.get(NODES, "n1")
+    refused = RefusedError(401, "Unauthorized", "Unauthorized")
+    file.write_text(file.read_text().replace('"token": "t"', '"token": "newer"'))
+    answers.left = [refused]
+    api.get(NODES, "n1")
+    assert token_of(api) == "Bearer newer"
+    file.write_text(file.read_text().replace("192.0.2.1", "192.0.2.2"))
+    answers.left = [refused]
+    with pytest.raises(StoppedError, match=r"the kubeconfig now names another server: https://192.0.2.2:6443$"):
+        api.get(NODES, "n1")
+    file.unlink()
+    answers.left = [refused]
+    with pytest.raises(StoppedError, match=r"and cannot be read again: no kubeconfig: .* does not exist"):
+        api.get(NODES, "n1")
+
+
+def token_of(api: Api) -> str:
+    """As it is sent."""
+    return str(api._client.configuration.auth_settings()["BearerToken"]["value"])
+
+
+def test_the_file_of_a_token_may_end_with_a_newline(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("t\n")
+    file = tmp_path / "kubeconfig"
+    content = {
+        "clusters": [{"name": "c", "cluster": {"server": "https://192.0.2.1:6443"}}],
+        "contexts": [{"name": "c", "context": {"cluster": "c", "user": "c"}}],
+        "users": [{"name": "c", "user": {"tokenFile": "token"}}],
+    }
+    file.write_text(json.dumps(content))
+    assert token_of(Api(str(file), "c")) == "Bearer t"
 
 
 def test_a_kubeconfig_that_is_not_text_is_an_error_that_names_the_file(tmp_path: Path) -> None:
