@@ -288,13 +288,19 @@ class Api:
         return True
 
     def log(
-        self, pod: str, namespace: str, most_bytes: int = 1 << 20, previous: bool = False, last_lines: int = 0
+        self,
+        pod: str,
+        namespace: str,
+        container: str,
+        most_bytes: int = 1 << 20,
+        previous: bool = False,
+        last_lines: int = 0,
     ) -> str:
-        """The beginning of a pod's log; "" while it has none, or while its kubelet does not give it.
+        """The beginning of a container's log; "" while it has none, or while its kubelet does not give it.
 
         ``last_lines``: not from the beginning, but the last so many lines.
         """
-        query = {"limitBytes": str(most_bytes)} | ({"previous": "true"} if previous else {})
+        query = {"container": container, "limitBytes": str(most_bytes)} | ({"previous": "true"} if previous else {})
         query |= {"tailLines": str(last_lines)} if last_lines else {}
         path = f"{PODS.path(namespace, pod)}/log"
         try:
@@ -310,15 +316,18 @@ class Api:
         """End the commands in pods that run in other threads: their answers are not wanted any more."""
         self._hung_up.set()
 
-    def execute(self, pod: str, namespace: str, command: Sequence[str], seconds: float) -> tuple[int, str, str]:
-        """Run a command in a pod's only container: its exit status, what it printed, its errors. RefusedError."""
+    def execute(
+        self, pod: str, namespace: str, container: str, command: Sequence[str], seconds: float
+    ) -> tuple[int, str, str]:
+        """Run a command in a pod's container: its exit status, what it printed, its errors. RefusedError."""
         from kubernetes.stream import ws_client
         from websocket import WebSocketBadStatusException, WebSocketException
 
         stream: Any = ws_client
         path = f"{PODS.path(namespace, pod)}/exec"
         _, url, headers, *_ = self._client.param_serialize("GET", path, auth_settings=["BearerToken"])
-        query = [*(("command", word) for word in command), ("stdout", "true"), ("stderr", "true")]
+        words = (("command", word) for word in command)
+        query = [("container", container), *words, ("stdout", "true"), ("stderr", "true")]
         # v4: every API server has it, and passes it to the kubelet as it is.
         wanted = {name.lower(): value for name, value in headers.items()} | {"sec-websocket-protocol": _CHANNELS}
         try:

@@ -30,7 +30,8 @@ class UnknownError(SeeError):
 def one(api: Api, pod: Pod, command: Sequence[str], kind: type[A], seconds: float) -> A:
     """The answer of one agent. ClusterError: there is none; UnknownError: it has no such Service."""
     try:
-        status, said, errors = api.execute(pod.name, NAMESPACE, ["pyebpf-proxy", *command, "-o", "json"], seconds)
+        words = ["pyebpf-proxy", *command, "-o", "json"]
+        status, said, errors = api.execute(pod.name, NAMESPACE, pod.container, words, seconds)
     except RefusedError as error:
         if error.status in (401, 403):
             raise

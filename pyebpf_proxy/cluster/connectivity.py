@@ -188,7 +188,7 @@ def _results(api: Api, output: Output, names: set[str], seconds: float) -> Itera
             pod = present.get(name)
             if pod is None or pod.deleted:
                 raise ClusterError(f"pod {NAMESPACE}/{name} was deleted before it finished")
-            log = api.log(name, NAMESPACE)
+            log = api.log(name, NAMESPACE, pod.container)
             if peer.DONE in log.splitlines():
                 logs[name] = log
                 step()

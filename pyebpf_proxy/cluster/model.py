@@ -35,9 +35,10 @@ _LOOPBACK = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
 class Pod(NamedTuple):
-    """A pod of one container, as far as it matters here."""
+    """A pod, as far as it matters here: one container of it."""
 
     name: str
+    container: str
     uid: str
     node: str
     image: str
@@ -66,7 +67,7 @@ def pod_of(item: Object) -> Pod:
     """A pod's object in short."""
     status = item.get("status", {})
     # The kubelet sorts the statuses by name: that of a webhook's container may come first.
-    name, statuses = objects.container_of(item).get("name"), status.get("containerStatuses") or ()
+    name, statuses = objects.container_of(item)["name"], status.get("containerStatuses") or ()
     container: Mapping[str, Any] = next((each for each in statuses if each.get("name") == name), {})
     state, last = container.get("state") or {}, container.get("lastState") or {}
     waiting, ended = state.get("waiting") or {}, state.get("terminated") or last.get("terminated") or {}
@@ -82,6 +83,7 @@ def pod_of(item: Object) -> Pod:
     conditions = {each["type"]: each["status"] for each in status.get("conditions") or ()}
     return Pod(
         name=item["metadata"]["name"],
+        container=name,
         uid=item["metadata"]["uid"],
         node=item["spec"].get("nodeName", ""),
         image=objects.image_of(item),
@@ -190,7 +192,7 @@ def is_programmed(api: Api, pod: Pod) -> bool:
 
     An agent may be ready before. It counts only where the log is so long that its beginning is gone.
     """
-    log = api.log(pod.name, NAMESPACE)
+    log = api.log(pod.name, NAMESPACE, pod.container)
     return says_programmed(log) or (pod.ready and bool(log) and not _STARTS.search(log))
 
 

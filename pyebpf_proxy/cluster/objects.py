@@ -64,11 +64,11 @@ def image_of(pod: Object) -> str:
 def container_of(pod: Object) -> Object:
     """The proxy's container of a pod or a pod template. A webhook may add its own, also before it.
 
-    It is named as the proxy; the pod of a task has only one, unless a webhook appends more.
+    It is named as the proxy, in the pod of a task as the agent.
     """
-    labels = pod.get("metadata", {}).get("labels") or {}
+    name = (pod.get("metadata", {}).get("labels") or {}).get("k8s-app", NAME)
     containers: list[Object] = pod["spec"]["containers"]
-    return next((each for each in containers if each.get("name") == labels.get("k8s-app")), containers[0])
+    return next((each for each in containers if each.get("name") == name), containers[0])
 
 
 def template_image(daemon_set: Object) -> str:

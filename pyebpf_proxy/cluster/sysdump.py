@@ -38,7 +38,7 @@ from pyebpf_proxy.cluster.api import (
 )
 from pyebpf_proxy.cluster.errors import ClusterError, StoppedError
 from pyebpf_proxy.cluster.model import View, view
-from pyebpf_proxy.cluster.objects import KUBE_PROXY, NAME, NAMESPACE, PROXIES
+from pyebpf_proxy.cluster.objects import KUBE_PROXY, NAME, NAMESPACE, PROXIES, container_of
 from pyebpf_proxy.cluster.output import Output
 from pyebpf_proxy.see import model
 from pyebpf_proxy.see.answers import QUESTION
@@ -140,10 +140,10 @@ def _parts(api: Api, nodes: str, seconds: float) -> Iterator[Part]:
         yield "logs", partial(_fail, error)
         return
     for pod in pods:
-        name = pod["metadata"]["name"]
-        yield f"logs/{name}.log", partial(_log, api, name)
+        name, container = pod["metadata"]["name"], container_of(pod)["name"]
+        yield f"logs/{name}.log", partial(_log, api, name, container)
         if any(each.get("restartCount") for each in pod.get("status", {}).get("containerStatuses") or ()):
-            yield f"logs/{name}.previous.log", partial(_log, api, name, previous=True)
+            yield f"logs/{name}.previous.log", partial(_log, api, name, container, previous=True)
 
 
 def _objects(api: Api) -> Iterator[Part]:
@@ -160,12 +160,12 @@ def _objects(api: Api) -> Iterator[Part]:
         yield f"{name}.yaml", partial(api.objects, kind, namespace, labels)
 
 
-def _log(api: Api, pod: str, previous: bool = False) -> str:
-    """A pod's log; of a long one the beginning and the end."""
-    last = api.log(pod, NAMESPACE, _LAST_BYTES, previous, _LAST_LINES)
+def _log(api: Api, pod: str, container: str, previous: bool = False) -> str:
+    """A proxy's log; of a long one the beginning and the end."""
+    last = api.log(pod, NAMESPACE, container, _LAST_BYTES, previous, _LAST_LINES)
     if last.count("\n") < _LAST_LINES:
         return last
-    first = api.log(pod, NAMESPACE, _FIRST_BYTES, previous).rpartition("\n")[0]
+    first = api.log(pod, NAMESPACE, container, _FIRST_BYTES, previous).rpartition("\n")[0]
     return f"{first}\n\n[...]\n\n{last}"
 
 

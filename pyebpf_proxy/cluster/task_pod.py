@@ -109,7 +109,7 @@ def _output(api: Api, what: str, node: str, made: Object, seconds: float) -> str
         return found.phase in ("Succeeded", "Failed") or bool(found.hopeless)
 
     def why() -> str:
-        return reasons.of_pod(api, name) or one_line(api.log(name, NAMESPACE))
+        return reasons.of_pod(api, name) or one_line(api.log(name, NAMESPACE, found.container))
 
     wait_on_node(api, node, ended, f"{what}: the pod did not finish", seconds, why)
     if found.phase == "Failed":
@@ -120,7 +120,7 @@ def _output(api: Api, what: str, node: str, made: Object, seconds: float) -> str
 
     def read() -> bool:
         nonlocal output
-        output = api.log(name, NAMESPACE)
+        output = api.log(name, NAMESPACE, found.container)
         return bool(output)
 
     # Every task writes. Without its lines, a Service that was reached would seem not to be, and not be tested later.

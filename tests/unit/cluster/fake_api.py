@@ -107,6 +107,9 @@ class FakeApi(Api):
         if path == _REVIEWS:
             return {"status": {"allowed": True}}
         if path.endswith("/log"):
+            pod = self.stored.get(path.removesuffix("/log"), {"spec": {"containers": ()}})
+            if len(pod["spec"]["containers"]) > 1 and "container" not in query:
+                raise RefusedError(400, "BadRequest", "a container name must be specified for the pod")
             return _LOG
         if method == "POST":
             return self.put(f"{path}/{body['metadata']['name']}", body)

@@ -6,12 +6,12 @@ from __future__ import annotations
 import pytest
 
 from pyebpf_proxy.cluster import objects, task_pod
-from pyebpf_proxy.cluster.api import CONFIG_MAPS, DAEMON_SETS, LEASES
+from pyebpf_proxy.cluster.api import CONFIG_MAPS, DAEMON_SETS, LEASES, Object
 from pyebpf_proxy.cluster.errors import ClusterError
 from pyebpf_proxy.cluster.install import Install
 from pyebpf_proxy.cluster.objects import KUBE_PROXY, NAME, NAMESPACE, ON
 from pyebpf_proxy.cluster.output import Output
-from tests.unit.cluster.fake_api import FakeApi
+from tests.unit.cluster.fake_api import FakeApi, running
 
 REPOSITORY = "registry.example/pyebpf-proxy"
 IMAGE = f"{REPOSITORY}:1"
@@ -70,3 +70,17 @@ def test_proxies_that_end_without_the_health_port_cannot_take_turns() -> None:
     with pytest.raises(ClusterError, match=r"bindAddressHardFail is true: .*; set it to false in the ConfigMap"):
         install(api)
     assert DAEMON_SETS.path(NAMESPACE, NAME) not in api.stored
+
+
+def test_a_webhook_adds_a_container_to_the_agents_pod() -> None:
+    """The API server gives the log of a pod with several containers only if one is named."""
+    api = FakeApi("n1")
+
+    def admitted(pod: Object) -> Object:
+        containers = [*pod["spec"]["containers"], {"name": "mesh", "image": "mesh:7"}]
+        return pod | {"spec": pod["spec"] | {"containers": containers}}
+
+    api.admitted = admitted
+    api.status_of = lambda pod: running(ready="n1" not in api.pods_of(KUBE_PROXY))
+    install(api)
+    assert api.pods_of(KUBE_PROXY) == {}

@@ -168,8 +168,8 @@ def test_the_agents_former_template_comes_back() -> None:
 
 def test_the_meaning_of_a_pods_status() -> None:
     def pod(state: dict[str, Any], phase: str = "Pending", **more: Any) -> Any:
-        status = {"phase": phase, "containerStatuses": [{"state": state, "restartCount": 0, **more}]}
-        container = {"image": "x:1"}
+        status = {"phase": phase, "containerStatuses": [{"name": "c", "state": state, "restartCount": 0, **more}]}
+        container = {"name": "c", "image": "x:1"}
         return pod_of(
             {
                 "metadata": {"name": "p", "uid": "u"},

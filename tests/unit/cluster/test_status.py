@@ -22,7 +22,7 @@ def view(daemon_set: Any) -> View:
     """n1 is taken over, kube-proxy runs on n2."""
     nodes = {name: {"metadata": {"name": name, "labels": {}}, "status": {}} for name in ("n1", "n2")}
     nodes["n1"]["metadata"]["labels"] = {objects.AGENT: objects.ON, objects.PARKED: objects.ON}
-    specification = {"nodeName": "n2", "containers": [{"image": "kube-proxy:1"}]}
+    specification = {"nodeName": "n2", "containers": [{"name": "kube-proxy", "image": "kube-proxy:1"}]}
     pod = pod_of({"metadata": {"name": "kube-proxy-1", "uid": "u"}, "spec": specification, "status": {}})
     return View(nodes, {}, {"n2": pod}, None, daemon_set)
 

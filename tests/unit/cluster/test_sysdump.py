@@ -153,14 +153,16 @@ class Logs:
     def __init__(self, lines: int) -> None:
         self.text = "".join(f"line {number}\n" for number in range(lines))
 
-    def log(self, pod: str, namespace: str, most_bytes: int, previous: bool, last_lines: int = 0) -> str:
+    def log(
+        self, pod: str, namespace: str, container: str, most_bytes: int, previous: bool, last_lines: int = 0
+    ) -> str:
         lines = self.text.splitlines(keepends=True)
         return "".join(lines[-last_lines:])[:most_bytes]
 
 
 def test_of_a_long_log_the_beginning_and_the_end() -> None:
-    assert sysdump._log(cast(Api, Logs(3)), "p") == Logs(3).text
-    text = sysdump._log(cast(Api, Logs(60_000)), "p")
+    assert sysdump._log(cast(Api, Logs(3)), "p", "c") == Logs(3).text
+    text = sysdump._log(cast(Api, Logs(60_000)), "p", "c")
     assert text.startswith("line 0\nline 1\n")
     assert "\n[...]\n" in text
     assert text.endswith("line 59999\n")
