@@ -54,6 +54,8 @@ class Pod(NamedTuple):
     ran: bool
     #: What a container that has ended wrote.
     message: str
+    #: With which status it has ended; None if it has not, or if it was started again.
+    exit: int | None
     #: When the container started, as the API writes times; "" if it does not run.
     since: str
 
@@ -95,6 +97,7 @@ def pod_of(item: Object) -> Pod:
         hopeless=one_line(hopeless),
         ran="running" in state or bool(ended) or int(container.get("restartCount", 0)) > 0,
         message=one_line(ended.get("message") or ""),
+        exit=(state.get("terminated") or {}).get("exitCode"),
         since=(state.get("running") or {}).get("startedAt") or "",
     )
 

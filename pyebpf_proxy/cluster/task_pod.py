@@ -106,15 +106,16 @@ def _output(api: Api, what: str, node: str, made: Object, seconds: float) -> str
         if item is None:
             raise ClusterError(f"{what}: another program deleted the pod")
         found = pod_of(item)
-        return found.phase in ("Succeeded", "Failed") or bool(found.hopeless)
+        # A container that a webhook has added may run on.
+        return found.exit is not None or found.phase in ("Succeeded", "Failed") or bool(found.hopeless)
 
     def why() -> str:
         return reasons.of_pod(api, name) or one_line(api.log(name, NAMESPACE, found.container))
 
     wait_on_node(api, node, ended, f"{what}: the pod did not finish", seconds, why)
-    if found.phase == "Failed":
+    if found.exit or found.phase == "Failed":
         raise ClusterError(f"{what}: {found.hopeless or found.message or 'the pod failed'}")
-    if found.phase != "Succeeded":
+    if found.exit is None and found.phase != "Succeeded":
         raise ClusterError(found.hopeless)
     output = ""
 

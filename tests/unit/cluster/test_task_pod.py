@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Task pods: their output, where the API server cannot read the log from the kubelet."""
+"""Task pods: when they have ended, and their output."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from pyebpf_proxy.cluster import task_pod
 from pyebpf_proxy.cluster.api import PODS, RefusedError
 from pyebpf_proxy.cluster.errors import ClusterError
-from pyebpf_proxy.cluster.objects import NAMESPACE
+from pyebpf_proxy.cluster.objects import NAME, NAMESPACE
 from tests.unit.cluster.fake_api import FakeApi
 
 IMAGE = "registry.example/pyebpf-proxy:1"
@@ -36,3 +36,24 @@ def test_the_output_of_a_pod_whose_log_cannot_be_read(failures: int) -> None:
         with pytest.raises(ClusterError, match="fit: the pod has succeeded, but its log could not be read within"):
             task_pod.run(api, "fit", "n1", IMAGE, ["true"], 1.0)
     assert path not in api.stored, "the pod is deleted"
+
+
+@pytest.mark.parametrize("status", [0, 1])
+def test_a_container_of_a_webhook_runs_on(status: int) -> None:
+    """The pod's phase stays Running."""
+    api = FakeApi("n1")
+    path = PODS.path(NAMESPACE, task_pod.name_of("fit", "n1"))
+
+    def kubelet(method: str, asked: str) -> None:
+        if method == "GET" and asked == path:
+            ended = {"exitCode": status, "message": "the kernel has no BTF" if status else ""}
+            statuses = [{"name": "mesh", "state": {"running": {}}}, {"name": NAME, "state": {"terminated": ended}}]
+            api.stored[path]["status"] = {"phase": "Running", "containerStatuses": statuses}
+            api.stored[path]["spec"]["containers"].insert(0, {"name": "mesh", "image": "mesh:7"})
+
+    api.before = kubelet
+    if status:
+        with pytest.raises(ClusterError, match=r"^fit: the kernel has no BTF$"):
+            task_pod.run(api, "fit", "n1", IMAGE, ["true"], 1.0)
+    else:
+        assert task_pod.run(api, "fit", "n1", IMAGE, ["true"], 1.0)
