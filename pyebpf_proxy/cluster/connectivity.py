@@ -14,7 +14,7 @@ from pyebpf_proxy.cluster.errors import ClusterError
 from pyebpf_proxy.cluster.model import View, installed_image, pod_of, view
 from pyebpf_proxy.cluster.output import Output, counted
 from pyebpf_proxy.cluster.task_pod import wait_until
-from pyebpf_proxy.see.answers import NO_ANSWER, QUESTION
+from pyebpf_proxy.see.answers import NO_ANSWER, QUESTION, listed
 
 NAMESPACE = "pyebpf-proxy-test"
 _LABEL = {"app": "pyebpf-proxy-test"}
@@ -196,8 +196,12 @@ def _results(api: Api, output: Output, names: set[str], seconds: float) -> Itera
                 raise ClusterError(f"{pod.node}: a test pod does not run: {pod.hopeless}")
         return logs.keys() == names
 
+    def why() -> str:
+        left = {pod.node for pod in map(pod_of, api.objects(PODS, NAMESPACE)) if pod.name in names - logs.keys()}
+        return f"those on {listed(sorted(left))} did not"
+
     with output.progress("pods done", len(names)) as step:
-        wait_until(lambda: ended(step), "not all test pods finished", seconds, period=_LOOK_SECONDS)
+        wait_until(lambda: ended(step), "not all test pods finished", seconds, why=why, period=_LOOK_SECONDS)
     for _, log in sorted(logs.items()):
         for line in log.splitlines():
             if line.startswith("{"):

@@ -377,6 +377,8 @@ def test_connectivity_is_tested_on_every_node_and_pods_are_removed(
     said, _ = process.communicate(timeout=60)
     assert process.returncode == 1, said
     assert f"pod pyebpf-proxy-test/{name} was deleted before it finished" in said
+    error = run(tmp_path, "test", "--image", IMAGE, "--timeout", "3", status=1).splitlines()[-1]
+    assert error == "Error: not all test pods finished within 3 s: those on n1 did not"
     cluster.faults.hanging.clear()
     cluster.faults.missing.add((IMAGE, "n3"))
     assert "n3: a test pod does not run: the image cannot be pulled" in run(
