@@ -32,7 +32,8 @@
 #define TRIALS 8000
 
 struct connection {
-	uint64_t began; /* by the clock of `awake` */
+	uint64_t began; /* by the clock of `awake`; 0: none */
+	uint64_t opened;
 	int target;
 	bool sent;
 };
@@ -43,7 +44,7 @@ struct target {
 	char name[96];
 };
 
-static struct connection connections[MOST]; /* by descriptor; began 0: none */
+static struct connection connections[MOST]; /* by descriptor */
 static struct target targets[TARGETS];
 static uint64_t asked, failed;
 static uint64_t awake = 1; /* how long `ask` has run */
@@ -94,7 +95,8 @@ static void finish(int fd, const char *why)
 	if (why) {
 		failed++;
 		strftime(at, sizeof(at), "%T", gmtime(&second));
-		printf("%s %s: %s\n", at, targets[connections[fd].target].name, why);
+		printf("%s %s: %s after %lu ms\n", at, targets[connections[fd].target].name, why,
+		       (unsigned long)((now() - connections[fd].opened) * 1000 / SECOND));
 		fflush(stdout);
 	}
 	connections[fd].began = 0;
@@ -110,7 +112,7 @@ static void begin(int poll, int target)
 	if (fd < 0 || fd >= MOST)
 		die("too many connections at once");
 	asked++;
-	connections[fd] = (struct connection){ .began = awake, .target = target };
+	connections[fd] = (struct connection){ .began = awake, .opened = now(), .target = target };
 	if (connect(fd, (struct sockaddr *)&to->address, to->size) && errno != EINPROGRESS)
 		finish(fd, strerror(errno));
 	else

@@ -388,12 +388,25 @@ def test_churn_deletes_the_oldest_ready_pods_and_leaves_enough() -> None:
     assert len(churn.oldest(many)) == churn.RATE
 
 
+def test_churn_reads_how_late_the_changes_of_all_nodes_are() -> None:
+    name = "kubeproxy_network_programming_duration_seconds"
+    head = f"# HELP {name} x\n# TYPE {name} histogram\n"
+    lines = [f'{name}_bucket{{le="{bound}"}} ' for bound in ("0.25", "0.5", "+Inf")]
+    first, second = ("".join(map("{}{}\n".format, lines, counts)) for counts in ((98, 100, 100), (99, 99, 100)))
+    assert churn.quantile([head + first, head + second]) == 0.5
+    assert churn.quantile([head + first, head + second], 0.98) == 0.25
+    assert churn.quantile([head + first, head + second], 1) == float("inf")
+    assert churn.quantile([head]) == 0
+
+
 def test_the_page_shows_the_last_churn_with_each_proxy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "churn.json"
     assert churn.load_record(path) == {}
     churn.save("kube-proxy", churn.Churn(600, 500, 600_000, 3), path)
     churn.save("pyebpf-proxy", churn.Churn(60, 50, 60_000, 1), path)
-    churn.save("pyebpf-proxy", churn.Churn(601, 700, 600_001, 0), path)
+    churn.save("pyebpf-proxy", churn.Churn(601, 700, 600_001, 0, 0.25), path)
     found = churn.load_record(path)
     monkeypatch.setattr(churn, "load_record", lambda: found)
-    assert "| kube-proxy | 500 | 600 | 600000 | 3 |\n| pyebpf-proxy | 700 | 601 | 600001 | 0 |" in page._churned()
+    assert page._churned().endswith(
+        "| kube-proxy | 500 | 600 | 600000 | 3 | – |\n| pyebpf-proxy | 700 | 601 | 600001 | 0 | 0.25 s |\n"
+    )
