@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command line: flags, subcommands, exit status.
 
-Large modules are imported only when needed, so that ``--version`` answers at once.
+Modules are imported only when needed, so that ``--version`` answers at once. A probe runs every few seconds on each
+node, so it imports less than that.
 """
 
 from __future__ import annotations
@@ -11,12 +12,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from pyebpf_proxy import KUBERNETES_VERSION, __version__
-from pyebpf_proxy.config.flags import Flags, UsageError, parse, usage
 
 if TYPE_CHECKING:
     from pyebpf_proxy.agent.cluster_connection import ClusterConnection
     from pyebpf_proxy.config.datapath_model import DatapathConfiguration
     from pyebpf_proxy.config.effective import Effective
+    from pyebpf_proxy.config.flags import Flags
     from pyebpf_proxy.config.model import KubeProxyConfiguration
 
 
@@ -43,6 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from pyebpf_proxy.commands import main as see
 
             return see(list(arguments))
+    from pyebpf_proxy.config.flags import UsageError, parse, usage
+
     try:
         flags = parse(arguments)
     except UsageError as error:

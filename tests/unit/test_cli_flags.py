@@ -90,6 +90,21 @@ def test_the_version_imports_no_library() -> None:
     assert not loaded & {"pydantic", "asyncio", "yaml", "pyroute2", "cffi", "msgspec", "logging", "json", "ipaddress"}
 
 
+def test_a_probe_imports_less_than_the_version() -> None:
+    """The kubelet starts one every few seconds, on every node."""
+    program = (
+        "import sys; before = set(sys.modules); from pyebpf_proxy import cli, probe; probe._RETRY_SECONDS = 0;"
+        "cli.main(['probe', 'live']); print(*sorted(set(sys.modules) - before))"
+    )
+    ran = subprocess.run([sys.executable, "-I", "-S", "-c", PATH + program], capture_output=True, text=True, check=True)
+    loaded = set(ran.stdout.splitlines()[-1].split())
+    assert {name for name in loaded if name.startswith("pyebpf_proxy")} == {
+        "pyebpf_proxy",
+        "pyebpf_proxy.cli",
+        "pyebpf_proxy.probe",
+    }
+
+
 def test_the_version_and_a_full_document_take_little_time(tmp_path: Path) -> None:
     """CPU time, which other work on the machine does not change; the limit is higher on a slow machine."""
     file = tmp_path / "config.yaml"

@@ -183,6 +183,10 @@ def test_probes_ask_the_agent_itself_and_no_port(folder: Path) -> None:
     start = agent["startupProbe"]
     assert start["periodSeconds"] == 1, "a pod is ready within two seconds of its start"
     assert start["periodSeconds"] * start["failureThreshold"] == 300, "a slow start is not ended"
+    # A process for each probe: more often, the probes of a node would take some percent of a CPU.
+    rates = [1 / agent[name]["periodSeconds"] for name in ("livenessProbe", "readinessProbe")]
+    assert sum(rates) < 0.16
+    assert [agent[name]["periodSeconds"] * agent[name]["failureThreshold"] for name in probes] == [300, 60, 30]
     # `ready` fails while a node is being deleted, which is no reason to kill its agent.
     assert probes == {
         "startupProbe": ["pyebpf-proxy", "probe", "live"],
