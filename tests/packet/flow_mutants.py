@@ -111,7 +111,14 @@ FLOW_MUTANTS: dict[str, tuple[str, str, str]] = {
     ),
     "exchanges: streams without space go on": ("flow_send.h", "if (!reason && reply)", "if (!reason)"),
     "exchanges: replies without space are left": ("flow_send.h", "if (!reason && reply)", "if (false)"),
-    "exchanges: kept beside conntrack's flow": ("flow_send.h", "HOOK == AT_TC && verdict == LEFT", "false"),
+    "exchanges: kept beside conntrack's flow": ("flow_send.h", "conntrack_is_asked() || draining", "draining"),
+    "exchanges: kept in a drain": ("flow_send.h", "conntrack_is_asked() || draining", "conntrack_is_asked()"),
+    "exchanges: ended without a lookup": ("flow_send.h", "conntrack_is_asked() || draining", "true"),
+    "exchanges: ended although netfilter sees them": (
+        "flow_send.h",
+        "head->started = head->last_seen = exchange_clock(flow_clock())",
+        "head->last_seen = exchange_clock(flow_clock())",
+    ),
     "exchanges: streams without space live on": ("sweep.h", "(is_long(head, 0) && age >", "(false && age >"),
     "exchanges: never moved by the sweep": ("sweep.h", "(s->draining || is_long(head, 0)) &&", "s->draining &&"),
     "exchanges: the unanswered end at once": (
