@@ -5,6 +5,9 @@
 Two proxies on one node would overwrite each other's rules. kube-proxy is a process in this network namespace, in a
 container or not. k3s runs it inside its own process: there, its health server answers. So does the health server of an
 agent that a DaemonSet runs. This program needs all capabilities, to see the namespaces of privileged containers.
+
+Only processes of root count: any user may name a process kube-proxy or listen at the port, and so keep the service from
+starting.
 """
 
 import os
@@ -16,6 +19,9 @@ sys.path.insert(0, "/usr/lib/pyebpf-proxy")
 
 from pyebpf_proxy.common.kube_proxy_health import DEFAULT, VARIABLE
 
+#: In /proc/PID/status, of a process of root; in /proc/net/tcp, the state of a listening socket.
+ROOTS, LISTEN = b"\nUid:\t0\t", "0A"
+
 
 def processes() -> list[str]:
     """PIDs of kube-proxy in this network namespace."""
@@ -23,7 +29,9 @@ def processes() -> list[str]:
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
-            if (folder / "comm").read_text() == "kube-proxy\n" and os.readlink(folder / "ns" / "net") == own:
+            # Bytes: a process, also one of a pod, may have a name that is not UTF-8.
+            named = (folder / "comm").read_bytes() == b"kube-proxy\n"
+            if named and ROOTS in (folder / "status").read_bytes() and os.readlink(folder / "ns" / "net") == own:
                 found.append(folder.name)
         except OSError:
             pass  # the process has ended
@@ -37,7 +45,19 @@ def answers(address: str) -> bool:
         socket.create_connection((host.strip("[]"), int(port)), 2).close()
     except (OSError, ValueError):
         return False
-    return True
+    return not is_of_another_user(int(port))
+
+
+def is_of_another_user(port: int) -> bool:
+    """Whether programs of this node listen at the port, and none of them is root's."""
+    users = []
+    for table in ("tcp", "tcp6"):
+        try:
+            rows = [line.split() for line in Path("/proc/net", table).read_text().splitlines()[1:]]
+        except OSError:
+            continue  # no IPv6
+        users += [row[7] for row in rows if row[3] == LISTEN and int(row[1].rpartition(":")[2], 16) == port]
+    return bool(users) and "0" not in users
 
 
 def main() -> int:
