@@ -118,10 +118,11 @@ def remove(tag: str) -> None:
 def remove_folder(folder: Path) -> None:
     """Unmount everything in a lab's folder, then delete it."""
     libc = ctypes.CDLL(None, use_errno=True)
-    with open("/proc/self/mountinfo", encoding="utf-8") as file:
-        mounts = [line.split()[4] for line in file]
+    # Other programs' mount points may have names that are not UTF-8.
+    with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as file:
+        mounts = [line.split(" ")[4] for line in file]
     for point in reversed([point for point in mounts if point.startswith(f"{folder}/")]):
-        if libc.umount2(point.encode(), _MNT_DETACH) != 0:
+        if libc.umount2(os.fsencode(point), _MNT_DETACH) != 0:
             error = ctypes.get_errno()
             raise OSError(error, os.strerror(error), point)
     shutil.rmtree(folder, ignore_errors=not folder.exists())

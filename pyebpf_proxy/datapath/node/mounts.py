@@ -39,6 +39,9 @@ FSOPEN_CLOEXEC = FSMOUNT_CLOEXEC = 1
 # The kernel's own files in the root of a bpffs (bpf_preload).
 KERNELS_OWN = frozenset({"maps.debug", "progs.debug"})
 
+#: How the kernel writes spaces and backslashes in a path.
+_OCTAL = re.compile(rb"\\([0-3][0-7]{2})")
+
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -212,14 +215,15 @@ def _cgroup2_candidates() -> Iterator[Path]:
 
 def _mounted_cgroup2(table: Path) -> Iterator[Path]:
     try:
-        lines = table.read_text().splitlines()
+        # Bytes: any user who may mount, and any pod with a subPath, can choose a path that is not UTF-8.
+        lines = table.read_bytes().split(b"\n")
     except OSError:
         return
     for line in lines:
-        before, _, after = line.partition(" - ")
-        fields = before.split()
-        if after.startswith("cgroup2 ") and fields[3] == "/":
-            yield Path(fields[4].encode().decode("unicode_escape"))
+        before, _, after = line.partition(b" - ")
+        fields = before.split(b" ")
+        if after.startswith(b"cgroup2 ") and fields[3] == b"/":
+            yield Path(os.fsdecode(_OCTAL.sub(lambda found: bytes([int(found[1], 8)]), fields[4])))
 
 
 def _detached_cgroup2() -> int:
@@ -311,8 +315,8 @@ def _ancestors() -> list[str]:
 
 def _parent(process: str) -> str:
     try:
-        # The name, in brackets, may contain anything, including brackets.
-        return (PROC / process / "stat").read_text().rpartition(")")[2].split()[1]
+        # The name, in brackets, may contain any bytes, including brackets.
+        return (PROC / process / "stat").read_bytes().rpartition(b")")[2].split()[1].decode()
     except (OSError, IndexError):
         return ""
 

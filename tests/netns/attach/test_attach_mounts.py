@@ -268,6 +268,22 @@ def test_cgroup2_of_process_1_is_found_from_a_private_mount_namespace(tmp_path: 
     )
 
 
+def test_mount_points_of_others_may_have_any_name(tmp_path: Path) -> None:
+    """A pod chooses the path of a subPath, and a user that of a FUSE file system: also one that is not UTF-8."""
+    run_in_private_machine(
+        """
+        sh("mount -t tmpfs none /mnt")
+        for point, kind in ((b"/mnt/\\xff", b"tmpfs"), (b"/mnt/a b\\xfe", b"cgroup2")):
+            os.mkdir(point)
+            assert libc.mount(b"none", point, kind, 0, None) == 0
+        fd, found, warning = mounts.open_cgroup2()
+        assert not warning
+        assert os.fsencode(found) == b"/mnt/a b\\xfe", found
+        """,
+        tmp_path,
+    )
+
+
 def test_instances_have_distinct_names() -> None:
     names = [
         mounts.instance_name(Path(p)) for p in ("/run/pyebpf-proxy", "/run/pyebpf-proxy/", "/a/b", "/a-b", "/c/b", "/")
