@@ -1,12 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The run folder of one instance: the lock, which prevents a second agent, and the socket that commands query."""
+"""The run folder of one instance: the lock, which prevents a second agent, and the socket that commands query.
+
+Only root may write there. But a container of the agent has the folder, too, and commands on the node run with more
+rights than it has. So they follow no links in the folder, and what they read there is bounded.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import socket
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,6 +30,8 @@ _PROC = Path("/proc")
 _COMMAND_CHARACTERS = 160
 #: Bytes that must be free: all files of the agent together are smaller.
 _LEAST_FREE = 1 << 16
+#: More than any of these files has.
+_MOST_BYTES = 1 << 16
 
 
 class RunDirectory:
@@ -72,7 +80,8 @@ class RunDirectory:
             _restrict_to_owner(self.path, _FOLDER_MODE)
 
     def _take(self) -> int | None:
-        descriptor = os.open(self._lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, _LOCK_MODE)
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        descriptor = os.open(self._lock, flags, _LOCK_MODE)
         try:
             was_open = _restrict_to_owner(descriptor, _LOCK_MODE)
             try:
@@ -127,6 +136,38 @@ class RunDirectory:
             except OSError:
                 break
         self._made.clear()
+
+
+def read_file(path: Path) -> bytes:
+    """The content of a file in the run folder. ValueError if it is a link, no regular file, or too large. OSError."""
+    try:
+        # Non-blocking: a FIFO must not block the caller.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise ValueError("it is a symbolic link") from None
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise ValueError("it is no regular file")
+        with open(descriptor, "rb", closefd=False) as file:
+            content = file.read(_MOST_BYTES + 1)
+    finally:
+        os.close(descriptor)
+    if len(content) > _MOST_BYTES:
+        raise ValueError("it is too large")
+    return content
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Replace a file in the run folder, by way of ``PATH.new``. OSError."""
+    fresh = path.with_suffix(".new")
+    fresh.unlink(missing_ok=True)
+    # O_EXCL: a link of this name is not followed.
+    descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    with open(descriptor, "wb") as file:
+        file.write(content)
+    fresh.replace(path)
 
 
 def obstacle(directory: Path) -> str:

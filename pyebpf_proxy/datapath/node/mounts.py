@@ -153,7 +153,9 @@ def release_bpffs(directory: Path) -> list[str]:
             continue
         seen.add(identity)
         instance = bpffs / FOLDER / instance_name(directory)
-        if instance.is_dir():
+        if instance.is_symlink():
+            instance.unlink()  # a container of the agent may put it there, to the pins of other programs
+        elif instance.is_dir():
             _remove_tree(instance)
             gone.append(f"pins in {instance}")
         gone += _release_mount(bpffs)

@@ -55,6 +55,22 @@ LIBERAL = Setting(_NETFILTER + "tcp_be_liberal", 1, "fastPath", "fastPath: false
 #: The same for resets: even a liberal conntrack checks them, and does not translate a refused one.
 ANY_RESET = Setting(_NETFILTER + "tcp_ignore_invalid_rst", 1, "fastPath", "fastPath: false")
 
+#: Every file that the proxy changes.
+PATHS = frozenset(
+    (
+        HASHSIZE,
+        BUCKETS,
+        CONNTRACK_MAX,
+        LIBERAL.path,
+        ANY_RESET.path,
+        *(f"{_NETFILTER}tcp_timeout_{state}" for state in ("established", "close_wait", "fin_wait")),
+        *(f"{_NETFILTER}udp_timeout{stream}" for stream in ("", "_stream")),
+        *(f"{_IPV4}vs/{name}" for name in ("conntrack", "expire_nodest_conn", "expire_quiescent_template")),
+        *(f"{_IPV4}conf/all/{name}" for name in ("route_localnet", "arp_ignore", "arp_announce")),
+        f"{_IPV4}ip_forward",
+    )
+)
+
 
 def wanted(settings: KernelSettings, cpus: int) -> list[Setting]:
     """All settings in the order in which they are written; no file occurs twice."""

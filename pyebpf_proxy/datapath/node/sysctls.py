@@ -11,13 +11,23 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pyebpf_proxy.common.log import Logger
+from pyebpf_proxy.common.run_directory import read_file, replace_file
 from pyebpf_proxy.config.kernel import KernelSettings
-from pyebpf_proxy.datapath.node.node_settings import BUCKETS, CONNTRACK_MAX, HASHSIZE, Setting, count_cpus, wanted
+from pyebpf_proxy.datapath.node.node_settings import (
+    BUCKETS,
+    CONNTRACK_MAX,
+    HASHSIZE,
+    PATHS,
+    Setting,
+    count_cpus,
+    wanted,
+)
 from pyebpf_proxy.datapath.refused import RefusedError
 
 RECORD = "node-settings.json"
@@ -35,6 +45,8 @@ WarnNode = Callable[[str, str], None]
 _ROOT = Path("/")
 #: A container's /proc/sys is read-only, whatever its capabilities; the manifest mounts the node's /proc/sys/net here.
 HOST = Path("host")
+#: Every setting is one number.
+_NUMBER = re.compile("-?[0-9]{1,20}")
 _log = Logger("datapath")
 
 
@@ -53,24 +65,33 @@ class Change:
 
 
 class Record:
-    """Changed settings, by path, in the instance's run directory. OSError if it cannot be written."""
+    """Changed settings, by path, in the instance's run directory. OSError if it cannot be written.
+
+    An agent's container can write the file, and the clean-up may run with more rights: only the files that the proxy
+    changes are read from it.
+    """
 
     def __init__(self, directory: Path) -> None:
         self._file = directory / RECORD
         self._fresh = self._file.with_suffix(".new")
         self.changes: dict[str, Change] = {}
         try:
-            content = json.loads(self._file.read_text())
-            self.changes = {
+            content = json.loads(read_file(self._file))
+            recorded = {
                 path: Change(str(entry["was"]), str(entry["wrote"]), str(entry.get("holder", "")))
                 for path, entry in content.items()
             }
         except FileNotFoundError:
-            pass
-        except (ValueError, KeyError, TypeError, AttributeError):
+            return
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             _log.warning(
                 "the record of changed node settings cannot be read, they will not be restored", file=self._file
             )
+            return
+        self.changes = {path: change for path, change in recorded.items() if _is_own(path, change)}
+        if others := [path for path in recorded if path not in self.changes]:
+            what = "the record of changed node settings has entries that the proxy does not write, they are ignored"
+            _log.warning(what, file=self._file, entries=len(others), first=others[0][:100])
 
     def note(self, path: str, was: str, wrote: str, holder: str = "") -> None:
         """Record a change; the first original value stays."""
@@ -97,8 +118,7 @@ class Record:
             path: {"was": change.was, "wrote": change.wrote, **({"holder": change.holder} if change.holder else {})}
             for path, change in self.changes.items()
         }
-        self._fresh.write_text(json.dumps(content, indent=1) + "\n")
-        self._fresh.replace(self._file)
+        replace_file(self._file, (json.dumps(content, indent=1) + "\n").encode())
 
 
 def apply(settings: KernelSettings, directory: Path, warn_node: WarnNode | None = None, root: Path = _ROOT) -> None:
@@ -254,6 +274,10 @@ def _ensured_by_sysctl(setting: Setting, record: Record, root: Path) -> bool:
     except OSError:
         return False
     return True
+
+
+def _is_own(path: str, change: Change) -> bool:
+    return path in PATHS and all(_NUMBER.fullmatch(value) for value in (change.was, change.wrote))
 
 
 def _place(root: Path, path: str) -> Path:

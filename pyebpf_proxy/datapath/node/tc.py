@@ -14,6 +14,7 @@ device is left for good: the kernel stops the device's queues while a clsact com
 from __future__ import annotations
 
 import errno
+import re
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,6 +36,7 @@ PROTOCOL_ALL = 0x0300  # htons(ETH_P_ALL)
 PRIORITY_MAX = 0xFFFF
 # Earlier versions had their filter at 235; no other software needs that many priorities before it.
 _PRIORITIES = {INGRESS: range(1, 0xEB), EGRESS: range(PRIORITY_MAX, PRIORITY_MAX - 0xEB, -1)}
+_IFINDEX = re.compile("[0-9]{1,9}")
 # Errors for a device that is gone, or goes meanwhile.
 GONE = (errno.ENODEV, errno.ENXIO)
 
@@ -112,9 +114,9 @@ class Filters:
     def recorded(self) -> list[tuple[int, str]]:
         """Devices whose clsact was created by the proxy, from the record: ifindex and the name at that time."""
         found = []
-        for entry in sorted(self._records.glob("*-*")):
+        for entry in sorted(self._entries("*-*")):
             index, _, device = entry.name.partition("-")
-            if index.isdigit():
+            if _IFINDEX.fullmatch(index):
                 found.append((int(index), device))
         return found
 
@@ -132,7 +134,11 @@ class Filters:
 
     def _record(self, ifindex: int) -> list[Path]:
         # By ifindex only, because CNI plugins rename their devices. The name is for people.
-        return list(self._records.glob(f"{ifindex}-*"))
+        return self._entries(f"{ifindex}-*")
+
+    def _entries(self, pattern: str) -> list[Path]:
+        # A container of the agent may put a link here, and other folders have files with such names (10-example.conf).
+        return [] if self._records.is_symlink() else list(self._records.glob(pattern))
 
     def _ensure_qdisc(self, ifindex: int, device: str) -> None:
         """A qdisc with an ingress hook: a new clsact, or the existing clsact or ingress qdisc."""
@@ -140,6 +146,8 @@ class Filters:
         if not recorded:
             # Written first: an agent killed between the two steps must not leave an unrecorded qdisc.
             try:
+                if self._records.is_symlink():
+                    self._records.unlink()
                 self._records.mkdir(parents=True, exist_ok=True, mode=0o755)
                 (self._records / f"{ifindex}-{device}").touch()
             except OSError as error:

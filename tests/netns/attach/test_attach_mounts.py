@@ -205,6 +205,22 @@ def test_without_access_to_process_1_the_own_mount_is_used_with_a_warning(tmp_pa
     )
 
 
+def test_pins_of_other_programs_stay_if_a_link_leads_to_them(tmp_path: Path) -> None:
+    """What runs in the agent's container can put the link there; the clean-up on the node sees the whole bpffs."""
+    run_in_private_machine(
+        """
+        place = mounts.ensure_bpffs(directory)
+        (place.path / "other" / "pins").mkdir(parents=True)
+        instance = place.path / mounts.FOLDER / mounts.instance_name(directory)
+        os.symlink("../other", instance)
+        mounts.release_bpffs(directory)
+        assert (place.path / "other" / "pins").is_dir()
+        assert not os.path.lexists(instance)
+        """,
+        tmp_path,
+    )
+
+
 def test_one_clear_error_when_nothing_can_be_mounted(tmp_path: Path) -> None:
     run_in_private_machine(
         """
@@ -252,22 +268,6 @@ def test_cgroup2_is_found_wherever_it_is(where: str, tmp_path: Path) -> None:
     )
 
 
-def test_cgroup2_of_process_1_is_found_from_a_private_mount_namespace(tmp_path: Path) -> None:
-    run_in_private_machine(
-        """
-        sh("mount -t cgroup2 none /sys/fs/cgroup")
-
-        def agent():
-            leave_init()
-            fd, found, _ = mounts.open_cgroup2()
-            assert found == "/proc/1/root/sys/fs/cgroup", found
-
-        as_process_1(agent)
-        """,
-        tmp_path,
-    )
-
-
 def test_mount_points_of_others_may_have_any_name(tmp_path: Path) -> None:
     """A pod chooses the path of a subPath, and a user that of a FUSE file system: also one that is not UTF-8."""
     run_in_private_machine(
@@ -279,6 +279,22 @@ def test_mount_points_of_others_may_have_any_name(tmp_path: Path) -> None:
         fd, found, warning = mounts.open_cgroup2()
         assert not warning
         assert os.fsencode(found) == b"/mnt/a b\\xfe", found
+        """,
+        tmp_path,
+    )
+
+
+def test_cgroup2_of_process_1_is_found_from_a_private_mount_namespace(tmp_path: Path) -> None:
+    run_in_private_machine(
+        """
+        sh("mount -t cgroup2 none /sys/fs/cgroup")
+
+        def agent():
+            leave_init()
+            fd, found, _ = mounts.open_cgroup2()
+            assert found == "/proc/1/root/sys/fs/cgroup", found
+
+        as_process_1(agent)
         """,
         tmp_path,
     )

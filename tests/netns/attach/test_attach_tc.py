@@ -197,6 +197,30 @@ def test_a_removed_device_is_no_error(filters: Filters, device: int, fds: tuple[
     assert filters.recorded() == []
 
 
+def test_files_of_another_folder_are_no_records(
+    filters: Filters, device: int, fds: tuple[int, int], tmp_path: Path
+) -> None:
+    """A container of the agent can put a link there, and /etc/cni/net.d has files with such names."""
+    other = tmp_path / "net.d"
+    other.mkdir()
+    names = {f"{device}-example.conflist", "99999-example.conf"}
+    for name in names:
+        (other / name).touch()
+    (tmp_path / "clsact").symlink_to(other)
+    assert filters.recorded() == []
+    filters.forget(99999)
+    assert filters.attach(device, "v0", fds[0])
+    assert filters.detach(device, "v0")
+    assert {entry.name for entry in other.iterdir()} == names
+
+
+def test_strange_names_of_records_are_ignored(filters: Filters, tmp_path: Path) -> None:
+    (tmp_path / "clsact").mkdir()
+    for name in ("\u00b2-v0", f"{10**30}-v0", "7-v0"):
+        (tmp_path / "clsact" / name).touch()
+    assert filters.recorded() == [(7, "v0")]
+
+
 def test_a_renamed_device_keeps_its_record(filters: Filters, device: int, fds: tuple[int, int], shell: Shell) -> None:
     filters.attach(device, "v0", fds[0])
     shell("ip link set v0 name pod0")

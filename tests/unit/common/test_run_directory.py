@@ -112,6 +112,17 @@ def test_a_full_file_system_does_not_keep_the_agent_from_starting(
     directory.release()
 
 
+def test_a_lock_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
+    """A container of the agent can put a link there; a command on the node must not write the file that it names."""
+    victim = tmp_path / "victim"
+    victim.write_text("as it was")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "lock").symlink_to(victim)
+    with pytest.raises(FatalError, match=r"cannot be used: Too many levels of symbolic links; name another one"):
+        RunDirectory(tmp_path / "run").acquire()
+    assert victim.read_text() == "as it was"
+
+
 @contextmanager
 def as_other_user(program: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
     """A local user's program, standard library only; returns when it has printed a line."""

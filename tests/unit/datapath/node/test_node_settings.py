@@ -461,6 +461,54 @@ def test_a_broken_record_affects_no_other_setting(tree: Tree, content: str) -> N
     assert list(tree.directory.iterdir()) == []
 
 
+DEEP = "[" * 10_000 + "]" * 10_000
+
+
+@pytest.mark.parametrize("entry", ["path", "value", "deep", "FIFO", "link"])
+def test_a_forged_record_writes_no_other_file(tree: Tree, entry: str) -> None:
+    """What runs in the agent's container can write the record, and the clean-up on the node can write every file."""
+    tree.apply(ESTABLISHED)
+    core = tree.put("proc/sys/kernel/core_pattern", "core")
+    record = tree.directory / sysctls.RECORD
+    whole = tree.record()
+    evil = {"was": "|/run/pyebpf-proxy/evil", "wrote": "core"}
+    route = f"proc/sys/{LOCALNET}"
+    if entry == "path":
+        outside = os.path.relpath(core, tree.root / "proc/sys/net")
+        whole |= {str(core): evil, "proc/sys/kernel/core_pattern": evil, f"proc/sys/net/{outside}": evil}
+    elif entry == "value":
+        whole |= {route: {"was": "1; id", "wrote": "0"}}
+    record.write_text(json.dumps(whole))
+    if entry == "deep":
+        record.write_text(DEEP)
+    elif entry in ("FIFO", "link"):
+        record.unlink()
+        if entry == "FIFO":
+            os.mkfifo(record)
+        else:
+            core.with_name("secret").write_text(json.dumps(whole))
+            record.symlink_to(core.with_name("secret"))
+    restored, problems = tree.restore()
+    assert (core.read_text(), tree.get(route), problems) == ("core\n", "0", [])
+    # The genuine entries are restored.
+    assert (tree.netfilter("tcp_timeout_established") == "432000") == bool(restored) == (entry in ("path", "value"))
+    assert list(tree.directory.iterdir()) == []
+
+
+def test_the_record_is_not_written_through_a_link(tree: Tree) -> None:
+    victim = tree.put("etc/victim", "as it was")
+    (tree.directory / "node-settings.new").symlink_to(victim)
+    tree.apply(ESTABLISHED)
+    assert victim.read_text() == "as it was\n"
+    assert list(tree.record()) == [f"proc/sys/{NETFILTER}tcp_timeout_established"]
+
+
+def test_the_files_that_the_proxy_changes_are_known() -> None:
+    written = {setting.path for setting in wanted(EVERYTHING, 4)}
+    extra = {node_settings.BUCKETS, node_settings.LIBERAL.path, node_settings.ANY_RESET.path}
+    assert written | extra == node_settings.PATHS
+
+
 def test_a_half_written_record_does_not_stay(tmp_path: Path) -> None:
     """An agent that was killed while it wrote the record, or a full file system, leaves the new file."""
     (tmp_path / "node-settings.new").write_text("{")
