@@ -28,9 +28,11 @@ WRITE_SECONDS = 30.0
 #: How long the connection of a refused peer stays open, so that it can read the answer, and how much is read of it.
 LINGER_SECONDS = 0.5
 MOST_IGNORED_BYTES = 64 << 10
-#: How many pipelined requests are answered, and how many chunks of a body read, before other connections are served.
+#: How many pipelined requests are answered, and how many chunks of a body read, before other connections are served;
+#: and the CPU time after which no further request is answered (seconds): a scrape takes much longer than a probe.
 TURN = 8
 CHUNKS = 64
+TURN_SECONDS = 0.002
 WRITE_BUFFER = 256 << 10
 
 #: Limit of incomplete data that h11 buffers within a body (a chunk's header, trailers), and how much it gets at a time:
@@ -186,14 +188,14 @@ class Connection(asyncio.Protocol):
                 self._refuse(431)
             return
         before = time.thread_time()
-        more = self._answer_some()
+        more = self._answer_some(before + TURN_SECONDS)
         self._sources.charge(self.source, time.thread_time() - before, self._loop.time())
         if more and not self._scheduled:
             self._scheduled = True
             self._loop.call_soon(self._turn)
 
-    def _answer_some(self) -> bool:
-        """Answer a few requests. True if there may be more."""
+    def _answer_some(self, end: float) -> bool:
+        """Answer a few requests, none after ``end`` of this thread's CPU time. True if there may be more."""
         for _ in range(TURN):
             if self._refused or not self._writing or self._transport.is_closing():
                 return False
@@ -206,6 +208,8 @@ class Connection(asyncio.Protocol):
                     self._transport.close()
                 return False
             self._keep(len(self._buffer))
+            if time.thread_time() >= end:
+                break
         return True
 
     def _process_one(self) -> bool:

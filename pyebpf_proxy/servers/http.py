@@ -16,6 +16,11 @@ SHARE = 0.15
 BURST_SECONDS = 0.01
 #: The share is divided by the number of sources, but at least by this: so something remains for a second source.
 LEAST_SOURCES = 8
+#: The share of one CPU, and the burst (seconds), of all other hosts and pods, if ever new sources use their bursts.
+#: Beyond it, no connection is accepted for some time, but not longer than this (seconds).
+ALL_SHARE = 2 * SHARE
+ALL_BURST_SECONDS = 0.25
+MOST_PAUSE = 1.0
 #: One source may have one part in this many of a pool's connections.
 SOURCE_PART = 4
 
@@ -128,6 +133,8 @@ class Sources:
         #: Any user of the node can flood its own addresses, but only root can use the socket.
         self._socket = Source(own=True)
         self._others: dict[bytes, Source] = {}
+        #: When no connection of another host may be accepted before, because of the CPU time of all of them.
+        self._free = 0.0
 
     def __len__(self) -> int:
         return len(self._others)
@@ -145,6 +152,16 @@ class Sources:
         """Charge a source for CPU time. ``used``: seconds."""
         rate = self._share if source.own else self._share / max(LEAST_SOURCES, len(self._others))
         source.free = max(source.free, now - self._burst / rate) + used / rate
+        if not source.own:
+            free = max(self._free, now - ALL_BURST_SECONDS / ALL_SHARE) + used / ALL_SHARE
+            self._free = min(free, now + MOST_PAUSE)
+
+    def pause(self, now: float) -> float:
+        """Seconds until further connections may be accepted; 0 means now.
+
+        Each new source may use its burst at once, and one IPv6 host may have thousands of /64 networks.
+        """
+        return max(0.0, self._free - now)
 
     def forget(self, now: float) -> None:
         """Forget sources that have no connections and need not wait."""

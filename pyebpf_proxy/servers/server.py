@@ -32,6 +32,8 @@ ACCEPTS = 32
 #: If a source has its maximum of connections and must wait longer than this (seconds), new ones are refused. If it must
 #: wait less, a new connection is accepted and waits: a refused client would retry at once.
 MOST_DEBT = 0.5
+#: If it must wait longer than this, they are refused, however few it has: it may close each at once.
+MOST_REST = 3.0
 #: The share of a CPU for refusing connections, and the longest wait because of it (seconds).
 REFUSALS = 0.15
 REFUSAL_WAIT = 0.005
@@ -98,6 +100,11 @@ class Open:
             connection.abort()
 
     def _accept(self) -> None:
+        local = self._listener.family == socket.AF_UNIX
+        if not local and (pause := self._sources.pause(self._loop.time())) > 0:
+            self._loop.remove_reader(self._listener)
+            self._loop.call_later(pause, self._again)
+            return
         for _ in range(ACCEPTS):
             try:
                 accepted, _ = self._listener.accept()
@@ -115,7 +122,8 @@ class Open:
                 accepted.close()  # the peer has closed it already
                 continue
             now = self._loop.time()
-            if not source.own and source.connections >= self._pool.most_of(source) and source.rest(now) > MOST_DEBT:
+            full = not source.own and source.connections >= self._pool.most_of(source)
+            if not local and source.rest(now) > (MOST_DEBT if full else MOST_REST):
                 accepted.close()
                 self._refused_until = max(self._refused_until, now) + REFUSAL_SECONDS / REFUSALS
                 continue

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from pyebpf_proxy.servers import connection
 from pyebpf_proxy.servers import http as bounds
 from pyebpf_proxy.servers.connection import CHUNKS, Connection
 from pyebpf_proxy.servers.http import Pool, Request, Response, Source, Sources, address_key, is_own
@@ -110,6 +111,25 @@ def test_all_sources_together_get_only_one_share() -> None:
     assert sum(0.001 / source.rest(0.0) for source in many) == pytest.approx(0.2)
 
 
+def test_ever_new_sources_together_get_a_limited_share() -> None:
+    """An IPv6 host with a /48 has 65 536 networks, and each new one has a burst."""
+    sources = Sources()
+    now = used = 0.0
+    for number in range(20_000):
+        source = sources.of(f"2001:db8:{number:x}::1", "2001:db8::1")
+        assert source.rest(now) == 0
+        sources.charge(source, 0.002, now)
+        used += 0.002
+        now += 0.0001 + sources.pause(now)
+        if number % 100 == 0:
+            sources.forget(now)
+    assert used / now == pytest.approx(bounds.ALL_SHARE, rel=0.05)
+    # The node itself has its own share.
+    before = sources.pause(now)
+    sources.charge(sources.of("127.0.0.1", "127.0.0.1"), 1.0, now)
+    assert sources.pause(now) == before
+
+
 @pytest.mark.parametrize(
     ("peer", "here", "own"),
     [
@@ -196,6 +216,64 @@ def test_a_flood_from_eight_sources_does_not_delay_a_probe(monkeypatch: pytest.M
     assert share < 0.5
 
 
+def test_connections_from_ever_new_sources_wait_for_the_share_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    cost, number = 0.05, 15
+    monkeypatch.setattr(connection, "CONNECTION_SECONDS", cost)
+    monkeypatch.setattr(bounds, "is_own", lambda peer, here: peer == "127.0.0.1")
+    with serving(echo) as (port, pool), contextlib.ExitStack() as stack:
+        until(lambda: not len(pool))
+        began = time.monotonic()
+        for each in range(1, number + 1):
+            source = (f"127.0.1.{each}", 0)
+            stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=20, source_address=source))
+            until(lambda each=each: len(pool) == each)  # type: ignore[misc]
+        assert time.monotonic() - began > ((number - 1) * cost - bounds.ALL_BURST_SECONDS) / bounds.ALL_SHARE
+
+
+def test_a_source_that_closes_its_connections_at_once_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It never has many of them, but each one costs."""
+    monkeypatch.setattr(connection, "CONNECTION_SECONDS", 0.1)
+    monkeypatch.setattr(bounds, "is_own", lambda peer, here: peer == "127.0.0.1")
+    with serving(echo) as (port, _):
+        refused = []
+        for _ in range(5):
+            with socket.create_connection(("127.0.0.1", port), timeout=0.2, source_address=("127.0.0.2", 0)) as client:
+                try:
+                    refused.append(client.recv(1) == b"")
+                except TimeoutError:
+                    refused.append(False)
+                except ConnectionResetError:
+                    refused.append(True)
+        assert not refused[0]
+        # The first one costs the source's share of five seconds.
+        assert any(refused)
+        assert get(port).status == 200
+
+
+def test_a_turn_ends_after_an_expensive_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A source that sends many scrapes at once delays others by one of them."""
+    monkeypatch.setattr(bounds, "is_own", lambda peer, here: peer == "127.0.0.1")
+    scrapes = 0
+
+    def scrape(request: Request) -> Response:
+        nonlocal scrapes
+        if request.path == "/metrics":
+            scrapes += 1
+            end = time.thread_time() + 0.05
+            while time.thread_time() < end:
+                pass
+        return Response(200, (), b"")
+
+    with (
+        serving(scrape) as (port, _),
+        socket.create_connection(("127.0.0.1", port), timeout=20, source_address=("127.0.0.2", 0)) as client,
+    ):
+        client.sendall(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n" * 8)
+        until(lambda: scrapes)
+        assert get(port).status == 200
+        assert scrapes == 1
+
+
 _SPACES = b" " * 60_000
 _CHUNKED = b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
 
@@ -224,10 +302,10 @@ def test_a_body_of_many_chunks_does_not_delay_others(monkeypatch: pytest.MonkeyP
     turns = 0
     turn = Connection._answer_some
 
-    def counted(connection: Connection) -> bool:
+    def counted(connection: Connection, end: float) -> bool:
         nonlocal turns
         turns += 1
-        return turn(connection)
+        return turn(connection, end)
 
     monkeypatch.setattr(Connection, "_answer_some", counted)
     lengths = []
