@@ -44,7 +44,12 @@ def decode_nested(decode: Callable[[Any], _T], data: Any) -> _T:
 
 def whole(data: bytes) -> bytes:
     """The same JSON with U+FFFD instead of every half of a surrogate pair, as Go reads it."""
-    return _ESCAPE.sub(lambda found: found[0] if found["half"] is None else b"\\ufffd", data)
+    # In place, since both are of the same length. With ``sub``, a text of escapes would take thirty times its size.
+    mended = bytearray(data)
+    for found in _ESCAPE.finditer(data):
+        if found["half"] is not None:
+            mended[found.start() : found.end()] = b"\\ufffd"
+    return bytes(mended)
 
 
 def shallow(data: bytes) -> bytes:

@@ -7,6 +7,7 @@ reads. Another thread calls ``Client.look``, which shuts down the sockets of req
 
 from __future__ import annotations
 
+import io
 import os
 import platform
 import socket
@@ -226,7 +227,8 @@ class Channel:
         except (TroubleError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             self.close()  # the status is sufficient without the body
         try:
-            seconds = min(float(response.headers.get("Retry-After", "0")), 60.0)
+            # Also NaN becomes 0: the order of these arguments matters.
+            seconds = max(0.0, min(float(response.headers.get("Retry-After", "0")), 60.0))
         except ValueError:
             seconds = 0.0
         reason = response.reason or "no reason given"
@@ -284,21 +286,21 @@ class Answer:
 
     def read(self, most: int = MOST_BYTES) -> bytes:
         """The whole body. TroubleError if reading fails, is too slow, or the body is too long."""
-        pieces = []
+        # One buffer: of an answer in chunks of a byte or two, a list of pieces would take thirty times its size.
+        body = io.BytesIO()
         total = 0
         length = self.response.headers.get("Content-Length", "")
         if length.isdecimal() and bounded_int(length, most + 1) > most:
             raise self._too_long(most)
         pace = Pace(self._channel, self._timing)
         for piece in self.pieces():
-            pieces.append(piece)
-            total += len(piece)
+            total += body.write(piece)
             pace.came(len(piece))
             if total > most:
                 raise self._too_long(most)
         client = self._channel._client
         client.observer.transferred(self._method, client.access.host, self._sent, total)
-        return b"".join(pieces)
+        return body.getvalue()
 
     def _too_long(self, most: int) -> TroubleError:
         self._channel.close()

@@ -40,7 +40,6 @@ PAGE = 500
 PART = 500
 #: Larger than any object that etcd accepts.
 MOST_BYTES_OF_EVENT = 64 * 1024 * 1024
-_END_OF_LIST = "k8s.io/initial-events-end"
 
 _log = Logger("api")
 
@@ -302,20 +301,16 @@ class Follower:
         pace: Pace | None = Pace(channel, timing) if listing else None
         if pace is None:
             self._expect_events(end)
-        rest: list[bytes] = []
-        waiting = 0
+        rest = bytearray()  # of a line that is not complete
         for piece in answer.pieces():
-            head, newline, tail = piece.rpartition(b"\n")
-            waiting += len(piece)
-            if newline:
-                rest.append(head)
-                lines = b"".join(rest).split(b"\n")
-                rest, waiting = ([tail] if tail else []), len(tail)
+            rest += piece
+            if b"\n" in piece:
+                end_of_lines = rest.rindex(b"\n")
+                lines = bytes(memoryview(rest)[:end_of_lines]).split(b"\n")
+                del rest[: end_of_lines + 1]
                 yield [line for line in lines if line.strip()]
                 listing = listing and not self._version_known
-            else:
-                rest.append(piece)
-            if waiting > MOST_BYTES_OF_EVENT:
+            if len(rest) > MOST_BYTES_OF_EVENT:
                 raise self._garbage(ValueError(f"an event of more than {MOST_BYTES_OF_EVENT} bytes"))
             if rest or listing:
                 # The rest of a list or of an event must arrive at a minimum rate.
@@ -324,7 +319,7 @@ class Follower:
             else:
                 pace = None
                 self._expect_events(end)
-        if any(part.strip() for part in rest):
+        if rest.strip():
             raise self._garbage(ValueError("the stream ends within an event"))
 
     @property
@@ -347,7 +342,7 @@ class Follower:
         if event.type != "BOOKMARK":
             return False
         meta = self._bookmark(event).metadata
-        if (meta.annotations or {}).get(_END_OF_LIST) != "true":
+        if not meta.ends_list:
             return False
         self._version = meta.resource_version
         return True

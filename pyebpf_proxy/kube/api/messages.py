@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 
@@ -19,11 +19,22 @@ class Event(msgspec.Struct, gc=False):
     object: msgspec.Raw
 
 
+class Annotations(msgspec.Struct, gc=False):
+    """The only annotation of a bookmark that is used, as JSON. Others are skipped: there may be millions."""
+
+    initial_events_end: msgspec.Raw = msgspec.field(default=msgspec.Raw(b""), name="k8s.io/initial-events-end")
+
+
 class Meta(msgspec.Struct, rename="camel", gc=False):
     """Metadata of a bookmark."""
 
     resource_version: str = ""
-    annotations: dict[str, Any] | None = None
+    annotations: Annotations | None = None
+
+    @property
+    def ends_list(self) -> bool:
+        """Whether the list at the beginning of a watch is complete."""
+        return self.annotations is not None and bytes(self.annotations.initial_events_end) == b'"true"'
 
 
 class Bookmark(msgspec.Struct, gc=False):
@@ -67,6 +78,25 @@ class Page(msgspec.Struct, gc=False):
     items: list[msgspec.Raw] | None = None
 
 
+class _Object(msgspec.Struct, gc=False):
+    """Any object, without its content."""
+
+
+class _Item(msgspec.Struct, gc=False):
+    """An item of a page, without its content."""
+
+    metadata: _Object
+
+
+class _Items(msgspec.Struct, gc=False):
+    """The items of a page, without their content."""
+
+    items: list[_Item] | None = None
+
+
+#: A larger page may be refused for what is in its items.
+_SMALL_PAGE = 1 << 20
+
 _T = TypeVar("_T")
 
 
@@ -78,4 +108,21 @@ read_event = _reader(Event)
 read_bookmark = _reader(Bookmark)
 read_identity = _reader(Identified)
 read_status = _reader(Status)
-read_page = _reader(Page)
+
+_decode_page = msgspec.json.Decoder(Page).decode
+_check_items = msgspec.json.Decoder(_Items).decode
+
+
+def read_page(data: bytes) -> Page:
+    """Read a page. Errors as of ``decode_nested``, also if an item of a large page is no object with metadata.
+
+    The items become Python objects one by one, but each is one from the start: a page of millions of numbers would take
+    thirty times its size.
+    """
+
+    def decode(data: bytes) -> Page:
+        if len(data) > _SMALL_PAGE:
+            _check_items(data)
+        return _decode_page(data)
+
+    return decode_nested(decode, data)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 
 import pytest
 
@@ -51,3 +52,14 @@ def test_only_halves_of_pairs_are_replaced(text: str, expected: str) -> None:
     mended = whole(f'["{text}"]'.encode())
     assert json.loads(mended) == [expected]
     assert (mended == f'["{text}"]'.encode()) == ("\ufffd" not in expected)
+
+
+@pytest.mark.parametrize("escape", [b"\\n", b"\\ud800"])
+def test_a_text_of_escapes_takes_little_memory(escape: bytes) -> None:
+    text = escape * 200_000
+    tracemalloc.start()
+    try:
+        whole(text)
+        assert tracemalloc.get_traced_memory()[1] < 3 * len(text)
+    finally:
+        tracemalloc.stop()

@@ -161,6 +161,28 @@ def test_an_endless_answer_is_aborted(length: bytes) -> None:
             tracemalloc.stop()
 
 
+def test_an_answer_in_tiny_chunks_takes_little_memory() -> None:
+    def serve(listener: socket.socket) -> None:
+        asking, _ = listener.accept()
+        asking.recv(65536)
+        with contextlib.suppress(OSError):
+            asking.sendall(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
+            while True:
+                asking.sendall(b"2\r\nxx\r\n" * 10_000)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=serve, args=(listener,), daemon=True).start()
+        client = Client(Access(f"http://127.0.0.1:{listener.getsockname()[1]}"), Limiter(-1, 0), Silent())
+        answer = client.channel().request("GET", "/")
+        tracemalloc.start()
+        try:
+            with pytest.raises(TroubleError, match=r"is not read$"):
+                answer.read(512 << 10)
+            assert tracemalloc.get_traced_memory()[1] < 3 << 20
+        finally:
+            tracemalloc.stop()
+
+
 def test_a_missing_kubeconfig() -> None:
     with pytest.raises(FatalError, match=r"^stat /nonexistent: no such file or directory$"):
         find("/nonexistent", "", {})

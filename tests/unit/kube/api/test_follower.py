@@ -6,15 +6,21 @@ from __future__ import annotations
 import gzip
 import json
 import time
+import tracemalloc
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from pyebpf_proxy.kube.api import follower
 from pyebpf_proxy.kube.api.access import Access
+from pyebpf_proxy.kube.api.client import Client
 from pyebpf_proxy.kube.api.follower import PART, Follower
+from pyebpf_proxy.kube.api.limiter import Limiter
+from pyebpf_proxy.kube.api.observer import Silent
 from pyebpf_proxy.kube.api.source import MOST_WAITING
+from pyebpf_proxy.kube.api.trouble import TroubleError
 from pyebpf_proxy.servers.client_metrics import ClientMetrics
 from pyebpf_proxy.servers.numbers import Gauge
 from tests.support.cpu_time import cpu_limit
@@ -215,6 +221,25 @@ def test_a_restarted_server_without_history_causes_no_message(api: ScriptedApi) 
         assert source.errors() == []
 
 
+def test_an_event_in_tiny_chunks_takes_little_memory(api: ScriptedApi, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(follower, "MOST_BYTES_OF_EVENT", 512 << 10)
+
+    def drip(exchange: Exchange) -> None:
+        exchange.begin()
+        for _ in range(40):
+            exchange.raw(b"2\r\nxx\r\n" * 10_000)
+
+    api.script("services", drip)
+    tracemalloc.start()
+    try:
+        with following(api) as source:
+            source.until(lambda: source.errors())
+            assert "an event of more than 524288 bytes" in source.errors()[0]
+            assert tracemalloc.get_traced_memory()[1] < 6 << 20
+    finally:
+        tracemalloc.stop()
+
+
 @pytest.mark.parametrize("how", ["status", "event"])
 def test_a_server_that_does_not_continue_the_watch_is_listed_again(api: ScriptedApi, how: str) -> None:
     """A server whose etcd was restored answers so until its versions have caught up."""
@@ -243,6 +268,14 @@ def test_a_server_that_does_not_continue_the_watch_is_listed_again(api: Scripted
     with following(api) as source:
         source.until(lambda: source.names("Service") == {"b"})
     assert [exchange.query.get("resourceVersion") for exchange in api.asked("services")] == [None, "500", None]
+
+
+@pytest.mark.parametrize("text", ["nan", "-5", "-inf", "soon"])
+def test_a_strange_retry_after_is_no_time(api: ScriptedApi, text: str) -> None:
+    api.script("services", lambda exchange: exchange.status(503, "not now", {"Retry-After": text}))
+    with pytest.raises(TroubleError, match="answers 503: not now") as caught:
+        Client(Access(api.url), Limiter(-1, 0), Silent(), QUICK).channel().request("GET", "/api/v1/services")
+    assert caught.value.seconds == 0
 
 
 GARBAGE = {
