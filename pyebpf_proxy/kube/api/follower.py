@@ -40,6 +40,8 @@ PAGE = 500
 PART = 500
 #: Larger than any object that etcd accepts.
 MOST_BYTES_OF_EVENT = 64 * 1024 * 1024
+#: How often a list may follow an expired history without a wait.
+MOST_AT_ONCE = 2
 
 _log = Logger("api")
 
@@ -72,6 +74,9 @@ class Follower:
         self._streams_lists = True
         self._bookmarks = False
         self._failures = 0
+        #: How often the history has expired, each time within ``settle`` after the time before; and the last time.
+        self._expired = 0
+        self._expired_at = -math.inf
         #: Time of the last outage. A server that starts may forbid everything at first; this is not logged.
         self._lost_at = -math.inf
         self._watching_since: float | None = None
@@ -81,7 +86,7 @@ class Follower:
         since = self._watching_since
         if since is not None and now - since >= self._client.timing.settle:
             self._watching_since = None
-            self._failures = 0
+            self._failures = self._expired = 0
             self._troubles.well(self._resource.name)
 
     def run(self) -> None:
@@ -95,9 +100,7 @@ class Follower:
                     self._failures = 0
                 except GoneError as gone:
                     _log.debug("history has expired, listing again", resource=name, why=str(gone))
-                    self._version = ""
-                    # After a restart of the server this is normal: the first attempt breaks, the second gets 410.
-                    self._fail(gone, log=self._failures > 1)
+                    self._expire()
                 except TroubleError as trouble:
                     self._fail(trouble, log=True)
                 except StoppedError:
@@ -117,6 +120,20 @@ class Follower:
         finally:
             self._watching_since = None
             self._client.observer.connected(self._resource.name, False)
+
+    def _expire(self) -> None:
+        """List again: at once, unless the server lets the history expire each time, and each list is for nothing."""
+        timing, now = self._client.timing, time.monotonic()
+        self._version = ""
+        self._expired = self._expired + 1 if now - self._expired_at < timing.settle else 1
+        self._channel.close()
+        self._client.observer.retried(self._resource.name)
+        # After a restart of the server this is normal: the first attempt breaks, the second gets 410.
+        if self._expired > MOST_AT_ONCE:
+            text = "410: the history has expired again, soon after it was listed: check the API server and its etcd"
+            self._troubles.failed(self._resource.name, TroubleError(text, code=410))
+            self._client.wait(timing.delay(self._expired - MOST_AT_ONCE))
+        self._expired_at = time.monotonic()
 
     def _fail(self, trouble: TroubleError, *, log: bool) -> None:
         self._channel.close()
@@ -141,8 +158,6 @@ class Follower:
             self._version = ""
         if log:
             self._troubles.failed(self._resource.name, trouble)
-        if isinstance(trouble, GoneError) and self._failures <= 2:
-            return
         self._client.wait(delay)
 
     # ---- list --------------------------------------------------------------------------------------------------
@@ -244,7 +259,9 @@ class Follower:
         _log.debug("listed", resource=name, objects=len(keys), changes=len(changes), version=version)
         self._deliver(self._resource, changes[:], True)
         changes.clear()
-        self._well()
+        observer.connected(name, True)
+        if self._expired <= MOST_AT_ONCE:
+            self._troubles.well(name)  # otherwise, if the watch lasts
         self._watching_since = time.monotonic()
 
     # ---- watch -------------------------------------------------------------------------------------------------
@@ -393,7 +410,7 @@ class Follower:
         except msgspec.DecodeError:
             status = Status(0, "an error that cannot be read")
         if status.code == 410:
-            return GoneError(status.message, code=410)
+            return GoneError(status.message[:300], code=410)
         return TroubleError(f"the watch ended: {status.code} {status.message[:300]}", shared=True, code=status.code)
 
     # ---- both --------------------------------------------------------------------------------------------------
@@ -402,10 +419,6 @@ class Follower:
         resource = self._resource
         query = {**resource.selectors, **query} if "watch" in query else query
         return self._channel.request("GET", resource.path, query, permission=resource.permission, limited=limited)
-
-    def _well(self) -> None:
-        self._client.observer.connected(self._resource.name, True)
-        self._troubles.well(self._resource.name)
 
     def _garbage(self, error: Exception) -> TroubleError:
         text = " ".join(str(error).split())[:200]

@@ -221,6 +221,30 @@ def test_a_restarted_server_without_history_causes_no_message(api: ScriptedApi) 
         assert source.errors() == []
 
 
+def test_a_history_that_expires_again_and_again_is_listed_with_pauses_and_one_line(api: ScriptedApi) -> None:
+    """Each list succeeds, and each watch ends with 410 after an event: nothing else would slow this down."""
+    moments = []
+
+    def expire(exchange: Exchange) -> None:
+        moments.append(time.monotonic())
+        exchange.initial([service("a")], "5")
+        exchange.event("BOOKMARK", {"metadata": {"resourceVersion": "6"}})
+        message = f"too old resource version: 6 ({len(moments)})"
+        exchange.event("ERROR", {"kind": "Status", "code": 410, "message": message})
+        exchange.end()
+
+    api.script("services", *[expire] * 8)
+    api.has("services", service("a"))
+    with following(api, replace(QUICK, backoff=(0.2, 0.4), settle=1.0)) as source:
+        source.until(lambda: len(moments) == 8 and len(api.asked("services")) == 9)
+        # Two at once, then pauses of at least 0.2 s, and twice that later.
+        assert moments[-1] - moments[2] > 1.5
+        (line,) = source.errors()
+        assert "410: the history has expired again" in line
+        source.until(lambda: source.logged(Message.RESOURCE_BACK))
+        assert source.names("Service") == {"a"}
+
+
 def test_an_event_in_tiny_chunks_takes_little_memory(api: ScriptedApi, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(follower, "MOST_BYTES_OF_EVENT", 512 << 10)
 
