@@ -134,6 +134,7 @@ class Channel:
                 headers["Accept-Encoding"] = "gzip"
             if body is not None:
                 headers["Content-Type"] = "application/merge-patch+json" if method == "PATCH" else "application/json"
+            self._cut = ""
             self.expect(client.timing.answer, f"no answer within {client.timing.answer:g} s")
             response = pool.urlopen(
                 method,
@@ -197,10 +198,12 @@ class Channel:
         """Remember the socket in use."""
         with self._lock:
             before, self._socket = self._socket, opened
-            self._cut = ""
             if before is not None:
                 before.close()
-            if opened is not None and self._client.stopping.is_set():
+            if opened is None:
+                self._cut = ""
+            elif self._cut or self._client.stopping.is_set():
+                # The time was over before the connection was there: resolving a name may take minutes.
                 opened.shutdown(socket.SHUT_RDWR)
 
     def broken(self, error: Exception) -> Exception:

@@ -9,11 +9,14 @@ import base64
 import contextlib
 import json
 import os
+import queue
 import socket
 import ssl
 import sys
 import threading
+import time
 import tracemalloc
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -181,6 +184,34 @@ def test_an_answer_in_tiny_chunks_takes_little_memory() -> None:
             assert tracemalloc.get_traced_memory()[1] < 3 << 20
         finally:
             tracemalloc.stop()
+
+
+def test_a_server_that_hangs_after_a_slow_resolution_of_its_name_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time for an answer is over before there is a connection that could be cut."""
+    resolve = socket.getaddrinfo
+
+    def slow(*arguments: Any, **more: Any) -> Any:
+        time.sleep(0.5)
+        return resolve(*arguments, **more)
+
+    monkeypatch.setattr(socket, "getaddrinfo", slow)
+    errors: queue.Queue[Exception] = queue.Queue()
+
+    def ask(client: Client) -> None:
+        try:
+            client.channel().request("GET", "/")
+        except TroubleError as error:
+            errors.put(error)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        access = Access(f"http://127.0.0.1:{listener.getsockname()[1]}")
+        client = Client(access, Limiter(-1, 0), Silent(), replace(QUICK, answer=0.2))
+        threading.Thread(target=ask, args=(client,), daemon=True).start()
+        end = time.monotonic() + 10
+        while errors.empty() and time.monotonic() < end:
+            client.look(time.monotonic())
+            time.sleep(0.01)
+        assert str(errors.get_nowait()) == f"{access.host}: no answer within 0.2 s"
 
 
 def test_a_missing_kubeconfig() -> None:
