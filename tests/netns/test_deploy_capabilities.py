@@ -9,6 +9,9 @@ import sys
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
+from secrets import token_hex
+from signal import SIGKILL
+from subprocess import DEVNULL, Popen
 
 import pytest
 import yaml
@@ -336,6 +339,80 @@ def test_the_container_has_only_its_capabilities(small: Lab) -> None:
     assert output.count("Read-only file system") == 3, output
     assert "\n1\n" in output
     assert "\n2\n" not in output, "the container sees processes of the machine"
+
+
+# Loads a program that reads what a process passes to write() if it has the length of the secret, and prints it. If it
+# begins as the secret does, the process is killed.
+TRACING = """
+import ctypes, os, platform, struct, sys, time
+libc = ctypes.CDLL(None, use_errno=True)
+machine = platform.machine()
+BPF = {"x86_64": 321, "aarch64": 280}[machine]
+# The number of write(), and where pt_regs has its two last arguments: length and buffer, or the other way round.
+WRITE, REGISTERS, AT_LENGTH, AT_BUFFER = {"x86_64": (1, 96, -16, -8), "aarch64": (64, 8, -8, -16)}[machine]
+LENGTH, BEGIN = int(sys.argv[1]), int.from_bytes(sys.argv[2].encode(), "little")
+
+def bpf(command, attributes):
+    buffer = ctypes.create_string_buffer(attributes, 128)
+    result = libc.syscall(BPF, command, buffer, 128)
+    assert result >= 0, (command, os.strerror(ctypes.get_errno()))
+    return result
+
+def op(code, to=0, source=0, offset=0, number=0):
+    return struct.pack("<BBhi", code, source << 4 | to, offset, number)
+
+fd = bpf(0, struct.pack("IIII", 2, 4, LENGTH, 1))  # an array of one value
+code = [
+    op(0xBF, 6, 1),                            # r6 = context of sys_enter: registers, number of the call
+    op(0x79, 7, 6, 8), op(0x55, 7, 0, 24, WRITE),
+    op(0x79, 3, 6, 0), op(0x07, 3, 0, 0, REGISTERS),
+    op(0xBF, 1, 10), op(0x07, 1, 0, 0, -16), op(0xB7, 2, 0, 0, 16),
+    op(0x85, number=113),                      # probe_read_kernel
+    op(0x79, 7, 10, AT_LENGTH), op(0x55, 7, 0, 16, LENGTH),
+    op(0x62, 10, 0, -24, 0),
+    op(0x18, 1, 1, 0, fd), op(0), op(0xBF, 2, 10), op(0x07, 2, 0, 0, -24),
+    op(0x85, number=1),                        # map_lookup_elem
+    op(0x15, 0, 0, 9, 0), op(0xBF, 8, 0),
+    op(0xBF, 1, 0), op(0xB7, 2, 0, 0, LENGTH), op(0x79, 3, 10, AT_BUFFER),
+    op(0x85, number=112),                      # probe_read_user
+    op(0x61, 7, 8), op(0x55, 7, 0, 2, BEGIN), op(0xB7, 1, 0, 0, 9),
+    op(0x85, number=109),                      # send_signal
+    op(0xB7, 0), op(0x95),
+]
+program, license = ctypes.create_string_buffer(b"".join(code)), ctypes.create_string_buffer(b"GPL")
+addresses = (ctypes.addressof(program), ctypes.addressof(license))
+loaded = bpf(5, struct.pack("IIQQ", 17, len(code), *addresses))  # RAW_TRACEPOINT
+name = ctypes.create_string_buffer(b"sys_enter")
+bpf(17, struct.pack("QI", ctypes.addressof(name), loaded))
+key, value = ctypes.create_string_buffer(4), ctypes.create_string_buffer(LENGTH)
+end = time.monotonic() + 20
+while not any(value.raw) and time.monotonic() < end:
+    time.sleep(0.05)
+    bpf(1, struct.pack("IIQQ", fd, 0, ctypes.addressof(key), ctypes.addressof(value)))
+print(value.raw.decode())
+"""
+
+
+# Writes its argument again and again.
+WRITING = "import os, sys, time\nwhile True:\n    os.write(1, sys.argv[1].encode())\n    time.sleep(0.01)"
+
+
+def test_the_capabilities_allow_reading_and_ending_other_processes(small: Lab) -> None:
+    """docs/security.md says so: the manifest does not limit what an attacker in the pod can read."""
+    secret = token_hex(350)  # no other process writes so many bytes at once, and begins like this
+    specification = pod(small)
+    (container,) = specification["containers"]
+    container["command"] = [sys.executable, "-c", TRACING]
+    container["args"] = [str(len(secret)), secret[:4]]
+    writing = [sys.executable, "-c", WRITING, secret]
+    with contained(small.nodes[0], specification) as made, Popen(writing, stdout=DEVNULL) as process:
+        try:
+            made.start()
+            assert process.wait(60) == -SIGKILL
+            assert made.wait_ended() == 0, made.log()
+        finally:
+            process.kill()
+        assert made.log() == f"{secret}\n"
 
 
 def test_doctor_reports_what_it_cannot_see(small: Lab) -> None:
