@@ -13,6 +13,8 @@ import sys
 import time
 from collections.abc import Callable
 
+from pyebpf_proxy.common.printable import printable
+
 #: Host and port of kube-proxy's health server; empty: do not wait.
 VARIABLE = "KUBE_PROXY_HEALTH"
 DEFAULT = "127.0.0.1:10256"
@@ -40,10 +42,11 @@ def wait(address: str | None = None, sleep: Callable[[float], None] = time.sleep
         since = None if families is None else now if since is None else since
         if families is not None and (families >= _BOTH or now - (since or now) >= SETTLED_SECONDS):
             names = ", ".join(sorted(families)) or "it is an old one, which names no family"
-            print(f"kube-proxy has programmed this node: {names}")
+            print(f"kube-proxy has programmed this node: {printable(names)}")
             return 0
         if why != logged:
-            print(f"waiting for kube-proxy at {address}: {why}", flush=True)
+            # Before kube-proxy starts, any program of the node may answer there.
+            print(f"waiting for kube-proxy at {address}: {printable(why)}", flush=True)
             logged = why
         sleep(_PERIOD)
 
@@ -62,7 +65,7 @@ def programmed(host: str, port: int) -> tuple[set[str] | None, str]:
             return (families, "only one family so far") if families else (None, "it has not programmed the node yet")
         # An older kube-proxy names no family, and answers 200 even before its first sync.
         return (set(), "it answers") if answer.status == 200 else (None, f"status {answer.status}")
-    except (OSError, http.client.HTTPException, ValueError, AttributeError) as error:
+    except (OSError, http.client.HTTPException, ValueError, AttributeError, TypeError, RecursionError) as error:
         return None, f"no answer ({error})"
     finally:
         connection.close()
