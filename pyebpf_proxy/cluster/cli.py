@@ -192,7 +192,8 @@ def _ask(context: str, url: str, options: argparse.Namespace) -> None:
     """ClusterError if this is not the cluster that was meant."""
     if options.yes:
         return
-    if not sys.stdin.isatty():
+    # None: it is closed.
+    if sys.stdin is None or not sys.stdin.isatty():
         raise ClusterError(
             f"context {context}, {url}: not confirmed, because stdin is not a terminal; use --yes", QUESTION
         )
