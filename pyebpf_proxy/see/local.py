@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Queries of a running agent through the socket in its run folder (servers/local.py)."""
+"""Queries of a running agent through the socket in its run folder (servers/local.py).
+
+The commands may have more rights than the agent's container. So whatever it answers costs them little, and is no error.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import re
@@ -14,6 +18,8 @@ from pyebpf_proxy.services.addresses import format_address, parse_address
 
 _SECONDS = 2.0
 _SAMPLE = re.compile(r"^(\w+)(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
+#: More than a page has with 100 000 endpoints.
+_MOST_BYTES = 32 << 20
 #: The agent accepts requests of up to 64 KiB.
 _AT_ONCE = 1000
 
@@ -30,12 +36,13 @@ class _Connection(http.client.HTTPConnection):
 
 
 def _ask(directory: Path, path: str, body: bytes | None = None) -> bytes:
-    """The content of a page; b"" if there is no agent, or if its version does not have the page."""
+    """The content of a page; b"" if there is no agent, if its version does not have the page, or if it is too long."""
     connection = _Connection(directory)
     try:
         connection.request("GET" if body is None else "POST", path, body)
         answer = connection.getresponse()
-        return answer.read() if answer.status == http.client.OK else b""
+        content = answer.read(_MOST_BYTES + 1) if answer.status == http.client.OK else b""
+        return content if len(content) <= _MOST_BYTES else b""
     except (OSError, http.client.HTTPException):
         return b""
     finally:
@@ -43,7 +50,10 @@ def _ask(directory: Path, path: str, body: bytes | None = None) -> bytes:
 
 
 def _object(data: bytes) -> dict[str, Any]:
-    found = json.loads(data) if data else {}
+    try:
+        found = json.loads(data)
+    except (ValueError, RecursionError):
+        return {}
     return found if isinstance(found, dict) else {}
 
 
@@ -51,7 +61,8 @@ def samples(directory: Path) -> dict[str, list[float]]:
     """The agent's metrics by name, without labels; empty if it does not answer."""
     values: dict[str, list[float]] = {}
     for name, value in _SAMPLE.findall(_ask(directory, "/metrics").decode(errors="replace")):
-        values.setdefault(name, []).append(float(value))
+        with contextlib.suppress(ValueError):
+            values.setdefault(name, []).append(float(value))
     return values
 
 
