@@ -308,7 +308,8 @@ def test_agents_of_a_suite_have_few_rights_where_it_says_so(
     )
     monkeypatch.setattr(inside, "RESULTS", tmp_path)
     monkeypatch.setattr(inside, "_OUT", tmp_path / "sent.tar")
-    monkeypatch.delenv(FEW_RIGHTS, raising=False)
+    for name in (FEW_RIGHTS, "ARGS"):
+        monkeypatch.delenv(name, raising=False)
     arguments = (str(tmp_path / "test_suite.py"), f"--rootdir={tmp_path}")
     inside.run(Suite("start", arguments, limit=60, few_rights=few_rights))
     assert (tmp_path / "start.status").read_text() == "0"
