@@ -82,10 +82,8 @@ def upgraded(present: Object, image: str) -> Object:
     An image older than this command gets the template that ran it before, if that is known (:func:`fits`).
     """
     daemon_set = agent(image)[-1]
-    if is_older(image) and (template := _template_of(present, image)):
-        daemon_set["spec"]["template"] = template
-    if former := _former(present) if template_image(present) == image else present["spec"]["template"]:
-        daemon_set["metadata"]["annotations"] = {FORMER: json.dumps(former)}
+    former = _former(present) if template_image(present) == image else present["spec"]["template"]
+    _keep_templates(daemon_set, present, image, former)
     return daemon_set
 
 
@@ -95,14 +93,17 @@ def installed(present: Object | None, image: str) -> list[Object]:
     The former template, which an upgrade has noted, stays noted.
     """
     items = agent(image)
-    if present is None:
-        return items
-    daemon_set = items[-1]
+    if present is not None:
+        _keep_templates(items[-1], present, image, _former(present))
+    return items
+
+
+def _keep_templates(daemon_set: Object, present: Object, image: str, former: Object | None) -> None:
+    """Give an image older than this command the template that ran it before; note the former template, if any."""
     if is_older(image) and (template := _template_of(present, image)):
         daemon_set["spec"]["template"] = template
-    if former := _former(present):
+    if former:
         daemon_set["metadata"]["annotations"] = {FORMER: json.dumps(former)}
-    return items
 
 
 def fits(present: Object | None, image: str) -> bool:
