@@ -64,14 +64,16 @@ def test_help_lists_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
         assert f"--{flag.name}" in text
 
 
+def imported_by(program: str) -> set[str]:
+    """The modules that a program of one line imports."""
+    program = f"import sys; before = set(sys.modules); {program}; print(*sorted(set(sys.modules) - before))"
+    ran = subprocess.run([sys.executable, "-I", "-S", "-c", PATH + program], capture_output=True, text=True, check=True)
+    return set(ran.stdout.splitlines()[-1].split())
+
+
 def test_the_version_imports_no_library() -> None:
     """Scripts call --version: it must not import what takes long."""
-    program = (
-        "import sys; before = set(sys.modules); from pyebpf_proxy.cli import main; main(['--version']);"
-        "print(*sorted(set(sys.modules) - before))"
-    )
-    ran = subprocess.run([sys.executable, "-I", "-S", "-c", PATH + program], capture_output=True, text=True, check=True)
-    loaded = set(ran.stdout.splitlines()[-1].split())
+    loaded = imported_by("from pyebpf_proxy.cli import main; main(['--version'])")
     own = {name for name in loaded if name.startswith("pyebpf_proxy")}
     assert own == {
         "pyebpf_proxy",
@@ -92,12 +94,7 @@ def test_the_version_imports_no_library() -> None:
 
 def test_a_probe_imports_less_than_the_version() -> None:
     """The kubelet starts one every few seconds, on every node."""
-    program = (
-        "import sys; before = set(sys.modules); from pyebpf_proxy import cli, probe; probe._RETRY_SECONDS = 0;"
-        "cli.main(['probe', 'live']); print(*sorted(set(sys.modules) - before))"
-    )
-    ran = subprocess.run([sys.executable, "-I", "-S", "-c", PATH + program], capture_output=True, text=True, check=True)
-    loaded = set(ran.stdout.splitlines()[-1].split())
+    loaded = imported_by("from pyebpf_proxy import cli, probe; probe._RETRY_SECONDS = 0; cli.main(['probe', 'live'])")
     assert {name for name in loaded if name.startswith("pyebpf_proxy")} == {
         "pyebpf_proxy",
         "pyebpf_proxy.cli",

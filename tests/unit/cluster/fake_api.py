@@ -54,6 +54,15 @@ class FakeApi(Api):
             self.put(NODES.path(name=node), node_object(node))
         self.put(DAEMON_SETS.path(NAMESPACE, KUBE_PROXY), kubeadm.daemon_set())
 
+    def delete_after(self, asked: str, path: str) -> None:
+        """Another program deletes this object as soon as a path that begins with ``asked`` has been requested."""
+
+        def delete(method: str, requested: str) -> None:
+            if requested.startswith(asked):
+                self.stored.pop(path, None)
+
+        self.after = delete
+
     def put(self, path: str, item: Object) -> Object:
         """Store an object as it is, but for its version."""
         item = copy.deepcopy(item)

@@ -29,13 +29,7 @@ def install(api: FakeApi, image: str = IMAGE) -> None:
 
 def test_kube_proxy_is_deleted_while_install_waits_for_the_lease() -> None:
     api = FakeApi("n1")
-    leases, kube_proxy = LEASES.path(NAMESPACE), DAEMON_SETS.path(NAMESPACE, KUBE_PROXY)
-
-    def delete(method: str, path: str) -> None:
-        if path.startswith(leases):
-            api.stored.pop(kube_proxy, None)
-
-    api.after = delete
+    api.delete_after(LEASES.path(NAMESPACE), DAEMON_SETS.path(NAMESPACE, KUBE_PROXY))
     with pytest.raises(ClusterError, match=f"^there is no DaemonSet {NAMESPACE}/{KUBE_PROXY}: this command takes"):
         install(api)
     assert DAEMON_SETS.path(NAMESPACE, NAME) not in api.stored

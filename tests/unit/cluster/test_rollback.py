@@ -73,12 +73,6 @@ def test_a_command_that_has_lost_the_lease_cleans_no_node(monkeypatch: pytest.Mo
 def test_kube_proxy_is_deleted_while_rollback_waits_for_the_lease() -> None:
     api = FakeApi("n1")
     api.put(DAEMON_SETS.path(NAMESPACE, NAME), objects.agent(IMAGE)[-1])
-    leases, kube_proxy = LEASES.path(NAMESPACE), DAEMON_SETS.path(NAMESPACE, KUBE_PROXY)
-
-    def delete(method: str, path: str) -> None:
-        if path.startswith(leases):
-            api.stored.pop(kube_proxy, None)
-
-    api.after = delete
+    api.delete_after(LEASES.path(NAMESPACE), DAEMON_SETS.path(NAMESPACE, KUBE_PROXY))
     with pytest.raises(ClusterError, match=f"there is no DaemonSet {NAMESPACE}/{KUBE_PROXY}; the agent is the only"):
         Rollback(api, Output(as_json=False), "", 1.0).run(IMAGE)
