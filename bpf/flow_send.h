@@ -216,13 +216,40 @@ static __always_inline int send_young(struct context *ctx, const struct packet *
 	return verdict;
 }
 
+/* A packet of a kernel's flow that is a SYN, FIN or RST, or that comes after a RST in sequence. */
+static __noinline int note_ending(const struct packet *p, const struct flow_rewrite *a, struct flow *known)
+{
+	struct flow *other;
+	bool in_sequence;
+
+	if (!p || !a || !known)
+		return 0;
+	other = other_direction(a, p);
+	if (!is_syn_fin_rst(p)) {
+		/* A later number: the flow goes on.  Otherwise the RST has overtaken this packet. */
+		if (other && (__s32)(p->sequence + p->length - p->headers - other->acknowledged) > 0)
+			known->closing = CLOSING;
+		return 0;
+	}
+	/* The kernel must see the end of the flow; later packets are confirmed again. */
+	known->confirmed_until = 0;
+	in_sequence = p->tcp_flags & TCP_RST && other && other->acknowledged && p->sequence == other->acknowledged;
+	known->closing = in_sequence ? CLOSING_IN_SEQUENCE : CLOSING;
+	if (!other)
+		return 0;
+	other->confirmed_until = 0;
+	if (p->tcp_flags & TCP_SYN && other->closing == CLOSING_IN_SEQUENCE)
+		/* The next connection with these ports. */
+		other->closing = CLOSING;
+	return 0;
+}
+
 /* A packet of a kernel's flow. */
 static __always_inline int send_kernels(struct context *ctx, const struct packet *p, struct flow *known)
 {
 	struct fast_path *state = fast_path_state();
 	const struct flow_rewrite *a;
 	enum slow_path_reason reason;
-	struct flow *other;
 	__u32 way = 0;
 	__u64 now;
 
@@ -234,18 +261,10 @@ static __always_inline int send_kernels(struct context *ctx, const struct packet
 	if (known->last_seen != now)
 		known->last_seen = now;
 	reason = fast_path_closed(state, p->ipv6, now);
-	if (!reason && is_syn_fin_rst(p)) {
-		/* The kernel must see the end of the flow; later packets are confirmed again. */
+	if (is_syn_fin_rst(p) || known->closing == CLOSING_IN_SEQUENCE)
+		note_ending(p, a, known);
+	if (!reason && is_syn_fin_rst(p))
 		reason = STACK_ENDING;
-		known->confirmed_until = 0;
-		known->closing = CLOSING;
-		other = other_direction(a, p);
-		if (other) {
-			other->confirmed_until = 0;
-			if (p->tcp_flags & TCP_RST && other->acknowledged && p->sequence == other->acknowledged)
-				known->closing = CLOSING_IN_SEQUENCE;
-		}
-	}
 	if (!reason && !is_plain(ctx))
 		reason = STACK_NOT_PLAIN;
 	if (reason) {

@@ -124,8 +124,10 @@ static __noinline int confirm(struct __sk_buff *skb, const struct packet *p, con
 	f->confirmed_until = l.redirect ? now + CONFIRMED_NS : 0;
 	/*
 	 * After a RST or FIN: this packet is of a new connection with these ports, or the other direction ends later.
+	 * After a RST in sequence, send_kernels() decides which.
 	 */
-	f->closing = 0;
+	if (f->closing != CLOSING_IN_SEQUENCE)
+		f->closing = 0;
 	count(FLOW_CONFIRMED);
 	return 1;
 }

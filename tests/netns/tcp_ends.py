@@ -11,6 +11,9 @@ import termios
 import time
 from dataclasses import dataclass
 
+from scapy.layers.inet import IP, TCP
+from scapy.layers.inet6 import IPv6
+
 from pyebpf_proxy.lab.namespace import Namespace
 
 # include/uapi/linux/tcp.h
@@ -58,6 +61,10 @@ class End:
     def reset(self) -> None:
         """End the connection with RST."""
         self.namespace.call(_reset, self.name)
+
+    def reset_overtaking(self) -> None:
+        """The same, and the RST overtakes an acknowledgment, as it may if two CPUs send the two."""
+        self.namespace.call(_reset_overtaking, self.name)
 
     def finish(self) -> None:
         """End the connection with FIN."""
@@ -139,6 +146,24 @@ def _reset(name: str) -> None:
     it = connections.pop(name)
     it.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     it.close()
+
+
+def _reset_overtaking(name: str) -> None:
+    it = connections[name]
+    tcp = socket.IPPROTO_TCP
+    it.setsockopt(tcp, _REPAIR, 1)
+    numbers = []
+    for queue in _QUEUES:
+        it.setsockopt(tcp, _REPAIR_QUEUE, queue)
+        numbers.append(it.getsockopt(tcp, _QUEUE_SEQ))
+    it.setsockopt(tcp, _REPAIR, 0)
+    own, peer = it.getsockname(), it.getpeername()
+    _reset(name)
+    received, sent = (number & 0xFFFFFFFF for number in numbers)
+    layer = IPv6 if it.family == socket.AF_INET6 else IP
+    late = layer(src=own[0], dst=peer[0]) / TCP(sport=own[1], dport=peer[1], flags="A", seq=sent, ack=received)
+    with socket.socket(it.family, socket.SOCK_RAW, socket.IPPROTO_RAW) as raw:
+        raw.sendto(bytes(late), (peer[0], 0))
 
 
 def _finish(name: str) -> None:

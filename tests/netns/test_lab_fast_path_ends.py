@@ -9,6 +9,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import pytest
@@ -163,6 +164,42 @@ def test_ports_of_a_reset_connection_to_a_removed_address_are_used_again(moving:
             client.connect(ADDRESS.of(family), PORT, own_port)
     finally:
         moving.serve_at(moving.at)
+
+
+def test_ports_of_a_connection_whose_reset_overtook_a_packet_are_used_again(moving: Moving, family: int) -> None:
+    """For conntrack the connection continues for a day: each SYN of the port would be sent to the old endpoint."""
+    # Without a permit the flow begins in netfilter, so conntrack knows its sequence numbers.
+    time.sleep(1.1)
+    client, server, own_port = moving.begin(family)
+    assert moving.conntrack(own_port, family)
+    moving.fast(client, server)
+    with silent_after_reset(moving.at):
+        client.reset_overtaking()
+        with pytest.raises(ConnectionResetError):
+            server.receive(1)
+        server.reset()
+    (line,) = moving.conntrack(own_port, family)
+    assert int(line.split()[2]) > 1000, "the late packet has not passed conntrack after the RST"
+    wait_until(lambda: is_closed(moving.conntrack(own_port, family)), "its entry is closed", deadline=12)
+    moving.serve_at(moving.other())
+    client, server, _ = moving.begin(family, own_port)
+    exchange_data(client, server, 10)
+    client.reset()
+
+
+@contextmanager
+def silent_after_reset(pod: Pod) -> Iterator[None]:
+    """The pod does not answer the late packet: its other CPU still handles the RST, and drops the packet with it."""
+    table = "table inet silent { chain out { type filter hook output priority 0; tcp flags & rst == rst drop; }; }"
+    pod.namespace.run("nft", table)
+    try:
+        yield
+    finally:
+        pod.namespace.run("nft", "delete table inet silent")
+
+
+def is_closed(entries: list[str]) -> bool:
+    return all(" CLOSE " in line and int(line.split()[2]) <= 10 for line in entries)
 
 
 def entry(moving: Moving, own_port: int, family: int, *more: str) -> None:

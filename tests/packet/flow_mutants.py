@@ -407,8 +407,31 @@ FLOW_MUTANTS: dict[str, tuple[str, str, str]] = {
     ),
     "flows: any RST of a kernel flow is its last packet": (
         "flow_send.h",
-        "if (p->tcp_flags & TCP_RST && other->acknowledged && p->sequence == other->acknowledged)",
-        "if (p->tcp_flags & TCP_RST)",
+        "in_sequence = p->tcp_flags & TCP_RST && other && other->acknowledged && p->sequence == other->acknowledged;",
+        "in_sequence = p->tcp_flags & TCP_RST;",
+    ),
+    "flows: a RST that has overtaken a packet is not the last one": (
+        "observer.h",
+        "if (f->closing != CLOSING_IN_SEQUENCE)",
+        "if (true)",
+    ),
+    "flows: a reset flow never goes on": ("flow_send.h", "\t\t\tknown->closing = CLOSING;\n", "\t\t\t;\n"),
+    "flows: each packet after a RST goes on": (
+        "flow_send.h",
+        "p->length - p->headers - other->acknowledged) > 0",
+        "p->length - p->headers - other->acknowledged) >= 0",
+    ),
+    "flows: the next connection is reset": (
+        "flow_send.h",
+        "if (p->tcp_flags & TCP_SYN && other->closing == CLOSING_IN_SEQUENCE)",
+        "if (false)",
+    ),
+    "flows: a reset flow is reported once": ("sweep.h", "idle > CLOSING_NS ? CLOSE_IDLE : CLOSE;", "CLOSE;"),
+    "flows: a late packet is not noticed": ("sweep.h", "if (f->promote > wanted)", "if (false)"),
+    "flows: a reset flow is removed unreported": (
+        "sweep.h",
+        "if (reset && (f->reply || request_close(&key, f, idle)))",
+        "if (reset && idle < KERNEL_CLOSED_NS && (f->reply || request_close(&key, f, idle)))",
     ),
     "flows: a tracked flow never gets a device": ("observer.h", "if (!f->rewrite.device_in) {", "if (false) {"),
     "flows: any RST ends": ("flow_send.h", "if (ahead) {", "if (false) {"),

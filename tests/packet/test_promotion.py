@@ -136,13 +136,13 @@ class Node:
         self.loaded.maps["flows"].update(key, value)
 
     def write(self, key: bytes, **fields: int) -> None:
-        """Change fields of the client's direction; ``young`` and ``packets`` change in both directions."""
+        """Change fields of the client's direction; ``young``, ``packets`` and ``last_seen`` change in both."""
         flow = self.loaded.tc.btf.struct("flow")
         found = self.promoter._flows.read(key) or self.promoter._flows.read(key, young=False)
         assert found is not None
         for each in (found.key, found.answer_key):
             value = flow.unpack(self.loaded.maps["flows"].lookup(each) or b"")
-            both = {name: fields.get(name, value[name]) for name in ("young", "packets")}
+            both = {name: fields.get(name, value[name]) for name in ("young", "packets", "last_seen")}
             changes = fields if each == key else both
             self.loaded.maps["flows"].update(each, flow.pack(**{**value, **changes}))
 
@@ -372,23 +372,28 @@ def test_a_flow_that_leaves_the_table_meanwhile_expires_soon(node: Node) -> None
 
 
 @pytest.mark.parametrize(
-    ("closing", "seconds", "state"),
-    [(2, 10, "CLOSE"), (2, 30, "ESTABLISHED"), (1, 10, "ESTABLISHED")],
-    ids=["nothing since", "a packet since", "not in sequence"],
+    ("closing", "idle", "seconds", "left", "state"),
+    [
+        (2, 0, 10, 10, "CLOSE"),
+        (2, 0, 30, 30, "ESTABLISHED"),
+        (2, 2, 3000, 10, "CLOSE"),
+        (1, 2, 10, 10, "ESTABLISHED"),
+    ],
+    ids=["nothing since", "a packet just now", "a packet that was overtaken", "not in sequence"],
 )
 @pytest.mark.parametrize("masqueraded", [False, True], ids=["own source", "masqueraded"])
 def test_the_entry_of_a_flow_that_was_reset(
-    node: Node, masqueraded: bool, closing: int, seconds: int, state: str
+    node: Node, masqueraded: bool, closing: int, idle: int, seconds: int, left: int, state: str
 ) -> None:
     """conntrack keeps it ESTABLISHED with the timeout of CLOSE: a new SYN from this port would use its endpoint."""
     key = node.young(1000, masqueraded=masqueraded)
     node.promoter.pass_now()
-    node.write(key, closing=closing)
     node.expire_in(seconds)
+    node.write(key, closing=closing, last_seen=time.monotonic_ns() - idle * 10**9)
     node.promoter.pass_now()
     (line,) = node.listed()
     assert line.split()[3] == state
-    assert seconds - 5 < int(line.split()[2]) <= seconds
+    assert left - 5 < int(line.split()[2]) <= left
     assert f"src={ENDPOINT[node.family]} " in line
 
 

@@ -445,12 +445,55 @@ def test_a_kernel_flow_that_was_reset_is_reported_once(fast: ProgramNode, by: st
     assert fast.promotions() == [flow.key()]
     assert sweep(fast)["requested"] == 0
     # The connection continues, and is reset again.
-    for reply in (False, True):
-        flow.pass_netfilter(reply)
+    flow.pass_netfilter(by == "endpoint", seq=1, ack=1, size=10)
+    for reply in (by != "endpoint", by == "endpoint"):
+        if reply != (by == "endpoint"):
+            flow.pass_netfilter(reply)
         assert flow.run(reply).retval == REDIRECT
     assert sweep(fast)["requested"] == 0
     resets(fast, flow, reply=by == "endpoint")
     assert sweep(fast)["requested"] == 1
+
+
+@pytest.mark.parametrize("by", ["client", "endpoint"])
+def test_a_kernel_flow_that_was_reset_is_reported_again_when_it_is_idle(fast: ProgramNode, by: str) -> None:
+    """conntrack may have extended its entry, for a packet that the RST had overtaken."""
+    flow, reply = promoted(fast), by == "endpoint"
+    resets(fast, flow, reply)
+    assert sweep(fast)["requested"] == 1
+    late = flow.frame(reply, flags="A", seq=1, ack=1, size=0)
+    flow.pass_netfilter(reply, flags="A", seq=1, ack=1, size=0)
+    assert sweep(fast)["requested"] == 0
+    for expected in (1, 0):
+        flow.set_back(1.5)
+        assert sweep(fast)["requested"] == expected
+    # The next late packet.
+    assert flow.run(reply, late).retval == GO_ON
+    assert sweep(fast)["requested"] == 0
+    flow.set_back(1.5)
+    assert sweep(fast)["requested"] == 1
+
+
+def test_a_kernel_flow_that_was_reset_is_reported_before_it_is_removed(fast: ProgramNode) -> None:
+    """No sweep ran for more than ten seconds: the agent had too little CPU time."""
+    flow = promoted(fast)
+    resets(fast, flow)
+    flow.set_back(20)
+    assert sweep(fast)["requested"] == 1
+    assert flow.entry()
+    assert flow.entry(reply=True), "the agent reads both"
+    for _ in range(2):
+        assert sweep(fast)["requested"] == 0
+    assert not flow.entry()
+    assert not flow.entry(reply=True)
+
+
+@pytest.mark.parametrize("by", ["client", "endpoint"])
+def test_the_next_connection_with_these_ports_is_not_reported(fast: ProgramNode, by: str) -> None:
+    flow = promoted(fast)
+    resets(fast, flow, reply=by == "endpoint")
+    assert flow.run(frame=flow.frame(flags="S", seq=5000, ack=0, size=0)).retval == GO_ON
+    assert sweep(fast)["requested"] == 0
 
 
 @pytest.mark.parametrize("changes", [{"seq": 1}, {"seq": -1}, {"flags": "FA"}], ids=["ahead", "behind", "a FIN"])

@@ -138,25 +138,28 @@ def close(netlink: RequestSocket, entries: Sequence[Entry], seconds: Mapping[tup
 
 
 def reset(
-    netlink: RequestSocket, entries: Sequence[Entry], seconds: Mapping[tuple[Protocol, TcpState], int]
+    netlink: RequestSocket, entries: Iterable[tuple[Entry, bool]], seconds: Mapping[tuple[Protocol, TcpState], int]
 ) -> list[int]:
     """Close the entries of kernel's flows that were reset, so that a SYN with the same ports opens a new one. OSError.
 
     conntrack keeps such an entry ESTABLISHED, with the timeout of CLOSE, because it does not know all sequence numbers
-    (nf_conntrack_tcp_packet()). An entry with a longer timeout has had a packet since, and stays. Returns the errno of
-    each entry that the kernel did not close.
+    (nf_conntrack_tcp_packet()). An entry with a longer timeout has had a packet since. It stays, unless the flow is
+    quiet (the second value): then the RST had overtaken that packet. Returns the errno of each entry that the kernel
+    did not close.
     """
     closed = seconds[Protocol.TCP, TcpState.CLOSE]
     over = []
-    for entry in entries:
+    for entry, quiet in entries:
         known = lookup(netlink, entry.protocol, entry.client, entry.frontend)
-        if known is None or known.tcp_state != TcpState.ESTABLISHED or known.seconds > closed:
+        if known is None or known.tcp_state != TcpState.ESTABLISHED:
+            continue
+        if known.seconds > closed and not quiet:
             continue
         if known.reply and known.reply.ends == (entry.endpoint, entry.seen):
             # Both ends were ESTABLISHED, also if the replies took the slow path and `entry` knows of none. The kernel
             # does not let SEEN_REPLY and ASSURED be cleared (EBUSY).
             closed_entry = entry._replace(state=TcpState.CLOSE, answered=True)
-            over.append(_key(entry) + _state(closed_entry, known.seconds))
+            over.append(_key(entry) + _state(closed_entry, min(known.seconds, closed)))
     numbers = netlink.request_many(uapi.IPCTNL_MSG_CT_NEW, 0, over)
     return [number for number in numbers if number not in (0, errno.ENOENT)]
 
@@ -212,10 +215,13 @@ def _state(entry: Entry, seconds: int) -> bytes:
     status += attribute(uapi.CTA_TIMEOUT, seconds.to_bytes(4, "big"))
     if entry.protocol is not Protocol.TCP:
         return status
-    liberal = bytes([uapi.IP_CT_TCP_FLAG_BE_LIBERAL] * 2)  # the flag, and the mask of what to change
+    flags = uapi.IP_CT_TCP_FLAG_BE_LIBERAL
+    # Otherwise the kernel replaces a closed entry at the next SYN only if the last packet was the client's RST.
+    flags |= uapi.IP_CT_TCP_FLAG_CLOSE_INIT if entry.state is TcpState.CLOSE else 0
+    changed = bytes([flags, flags])  # the flags, and the mask of what to change
     info = attribute(uapi.CTA_PROTOINFO_TCP_STATE, bytes([entry.state]))
-    info += attribute(uapi.CTA_PROTOINFO_TCP_FLAGS_ORIGINAL, liberal)
-    info += attribute(uapi.CTA_PROTOINFO_TCP_FLAGS_REPLY, liberal)
+    info += attribute(uapi.CTA_PROTOINFO_TCP_FLAGS_ORIGINAL, changed)
+    info += attribute(uapi.CTA_PROTOINFO_TCP_FLAGS_REPLY, changed)
     return status + attribute(uapi.CTA_PROTOINFO, attribute(uapi.CTA_PROTOINFO_TCP, info, nested=True), nested=True)
 
 

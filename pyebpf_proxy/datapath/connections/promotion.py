@@ -38,6 +38,8 @@ BUSY_SECONDS, IDLE_SECONDS = 0.5, 1.0
 SOON_SECONDS = 0.05
 #: The most flows of one request to conntrack.
 AT_ONCE = 4096
+#: Packets that a RST has overtaken arrive within this time. Less than the second after which the sweep asks again.
+QUIET_NS = 500_000_000
 #: A flow that conntrack does not accept for this long is ended. Otherwise no new netfilter rule would ever see it.
 UNPROMOTED_SECONDS = 30.0
 _ETHERNET_HEADER = bytes(14)
@@ -79,8 +81,10 @@ class Flow(NamedTuple):
     answer_key: bytes
     #: When the flow began (bpf_ktime_get_coarse_ns).
     started: int
-    #: For a kernel's flow: its last packet was a RST with the expected sequence number.
+    #: For a kernel's flow: it ended by a RST with the expected sequence number.
     reset: bool = False
+    #: No packet came for QUIET_NS.
+    quiet: bool = False
 
     @property
     def read(self) -> bytes:
@@ -107,7 +111,9 @@ class FlowReader:
         # A pass may have thousands of flows: only the needed fields are read.
         ends = ("source", "destination", "source_port", "destination_port")
         self._key = btf.struct("flow_key").packer(*ends, "protocol", "ipv6")
-        self._flow = btf.struct("flow").packer("rewrite", "started", "packets", "young", "reply", "closing")
+        self._flow = btf.struct("flow").packer(
+            "rewrite", "started", "last_seen", "packets", "young", "reply", "closing"
+        )
         self._rewrite = btf.struct("flow_rewrite").packer(*ends)
         self.key_size = btf.struct("flow_key").size
 
@@ -116,7 +122,7 @@ class FlowReader:
         there = self._flows.lookup(key)
         if there is None:
             return None
-        rewrite, started, _, is_young, reply, closing = self._flow.unpack(there)
+        rewrite, started, last_seen, _, is_young, reply, closing = self._flow.unpack(there)
         if reply or bool(is_young) is not young:
             return None
         client, frontend, client_port, frontend_port, protocol, ipv6 = self._key.unpack(key)
@@ -128,7 +134,7 @@ class FlowReader:
         back = self._flows.lookup(answer_key)
         if back is None:
             return None
-        rewrite, _, answers, is_young, _, closing_too = self._flow.unpack(back)
+        rewrite, _, last_seen_too, answers, is_young, _, closing_too = self._flow.unpack(back)
         # Otherwise the replies belong to another flow: one of the two is being replaced.
         if self._rewrite.unpack(rewrite) != (frontend, client, frontend_port, client_port):
             return None
@@ -144,20 +150,22 @@ class FlowReader:
             answered=bool(answers),
         )
         reset = not young and CLOSING_IN_SEQUENCE in (closing, closing_too)
-        return Flow(entry, bool(closing or closing_too), key, answer_key, started, reset)
+        # bpf_ktime_get_coarse_ns() reads the same clock, with the resolution of a timer tick.
+        quiet = time.monotonic_ns() - max(last_seen, last_seen_too) > QUIET_NS
+        return Flow(entry, bool(closing or closing_too), key, answer_key, started, reset, quiet)
 
     def is_kernels(self, flow: Masqueraded) -> bool:
         """Whether the key is still that of this flow of the kernel, and not of a later one."""
         there = self._flows.lookup(flow.key)
         if there is None:
             return False
-        _, started, _, young, _, _ = self._flow.unpack(there)
+        _, started, _, _, young, _, _ = self._flow.unpack(there)
         return not young and flow_read(flow.key, started) == flow.read
 
     def masqueraded(self, entries: Iterable[tuple[bytes, bytes]], sources: Collection[bytes]) -> Iterator[Masqueraded]:
         """Those of these keys and values that are masqueraded to one of these (packed) addresses."""
         for key, there in entries:
-            rewrite, started, _, young, reply, _ = self._flow.unpack(there)
+            rewrite, started, _, _, young, reply, _ = self._flow.unpack(there)
             if reply:
                 continue
             client, _, _, _, protocol, ipv6 = self._key.unpack(key)
@@ -341,11 +349,14 @@ class Promoter:
             # The flows that conntrack had no space for have ended. The next time is logged again.
             self._full = False
 
-    def _read(self, keys: Iterable[bytes]) -> tuple[list[Flow], list[Entry]]:
-        """Of these keys, the young flows, which wait from now on, and the kernel's flows that were reset. BpfError."""
+    def _read(self, keys: Iterable[bytes]) -> tuple[list[Flow], list[tuple[Entry, bool]]]:
+        """Of these keys, the young flows, which wait from now on, and the kernel's flows that were reset. BpfError.
+
+        The latter with whether they are quiet.
+        """
         now = self._clock()
         due: list[Flow] = []
-        reset: list[Entry] = []
+        reset: list[tuple[Entry, bool]] = []
         for key in keys:
             if flow := self._flows.read(key):
                 due.append(flow)
@@ -353,10 +364,10 @@ class Promoter:
                 if known is None or known.flow != flow.read:
                     self._asked[key] = Refused(flow.read, now)
             elif (flow := self._flows.read(key, young=False)) and flow.reset:
-                reset.append(flow.entry)
+                reset.append((flow.entry, flow.quiet))
         return due, reset
 
-    def _promote_all(self, due: Sequence[Flow], reset: Sequence[Entry]) -> list[tuple[Flow, Result]]:
+    def _promote_all(self, due: Sequence[Flow], reset: Sequence[tuple[Entry, bool]]) -> list[tuple[Flow, Result]]:
         """Give these flows conntrack entries, and close those of ``reset``: what conntrack did not accept. OSError."""
         with RequestSocket(NETLINK_NETFILTER) as netlink:
             seconds = create.time_outs()
