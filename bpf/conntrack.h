@@ -65,6 +65,7 @@ struct bpf_ct_opts___pep {
 #define CURRENT_NETNS (-1)
 #define IPS_SEEN_REPLY_ (1UL << 1)
 #define IPS_DST_NAT_ (1UL << 5)
+#define TCP_STATE_SYN_SENT 1
 #define TCP_STATE_ESTABLISHED 3
 #define TCP_STATE_TIME_WAIT 7
 #define TCP_INDEX_RST 4		/* enum tcp_bit_set */
@@ -127,18 +128,18 @@ static __always_inline struct nf_conn___pep *find_flow(struct __sk_buff *ctx, co
 	return ct;
 }
 
-/* Whether the UDP flow's endpoint still serves this service. */
-static __always_inline bool endpoint_serves(const struct nf_conn___pep *ct, __u32 service, bool ipv6)
+/* Whether the flow's endpoint still serves this service; 0: any service. */
+static __always_inline bool endpoint_serves(const struct nf_conn___pep *ct, const struct packet *p, __u32 service)
 {
 	__be16 port = ct->tuplehash[DIRECTION_REPLY].tuple.src.u.all;
 
-	if (ipv6) {
-		struct endpoint6_key key = { .service = service, .port = bpf_ntohs(port), .protocol = UDP };
+	if (p->ipv6) {
+		struct endpoint6_key key = { .service = service, .port = bpf_ntohs(port), .protocol = p->protocol };
 
 		BPF_CORE_READ_INTO(&key.address, ct, tuplehash[DIRECTION_REPLY].tuple.src.u3);
 		return bpf_map_lookup_elem(&endpoints6, &key);
 	} else {
-		struct endpoint4_key key = { .service = service, .port = bpf_ntohs(port), .protocol = UDP };
+		struct endpoint4_key key = { .service = service, .port = bpf_ntohs(port), .protocol = p->protocol };
 		__be32 address = ct->tuplehash[DIRECTION_REPLY].tuple.src.u3.ip;
 
 		__builtin_memcpy(key.address, &address, 4);
@@ -166,6 +167,8 @@ static __always_inline bool has_ended(const struct nf_conn___pep *ct, const stru
 /*
  * Why this entry must be removed, so that the packet gets a new one.  NOT_COUNTED: the entry stays.
  *  - UDP: the endpoint is gone, and this packet gets another one.
+ *  - TCP: the endpoint is gone and has not answered.  The SYN that is sent again, or the next one of this port, reaches
+ *    another one.  The endpoints of a TCP service are stored only as those of any service.
  *  - Any protocol: the flow was never translated.  It began before the service had endpoints, or the kernel picked it
  *    up midstream.  A TCP connection whose other side has answered is real, and stays.
  * The kernel itself replaces TCP connections that have ended.
@@ -177,12 +180,15 @@ static __always_inline enum counter must_go(const struct nf_conn___pep *ct, cons
 		return CLOSING_FLOW_REPLACED;
 	if (!any_endpoints || has_ended(ct, p))
 		return NOT_COUNTED;
-	if (p->protocol == TCP)
-		return !(ct->status & (IPS_DST_NAT_ | IPS_SEEN_REPLY_)) ? UNTRANSLATED_FLOW_REPLACED :
-									  NOT_COUNTED;
+	if (p->protocol == TCP && ct->status & IPS_SEEN_REPLY_)
+		return NOT_COUNTED;
 	if (!(ct->status & IPS_DST_NAT_))
 		return UNTRANSLATED_FLOW_REPLACED;
-	return endpoint_serves(ct, service, p->ipv6) ? NOT_COUNTED : STALE_UDP_REPLACED;
+	if (p->protocol == TCP && ct->proto.tcp.state != TCP_STATE_SYN_SENT)
+		return NOT_COUNTED;
+	if (endpoint_serves(ct, p, p->protocol == TCP ? 0 : service))
+		return NOT_COUNTED;
+	return p->protocol == TCP ? UNANSWERED_FLOW_REPLACED : STALE_UDP_REPLACED;
 }
 
 /* 1: conntrack has this flow, which continues unchanged. Global for the same reason as judge_syn(). */

@@ -92,13 +92,15 @@ enum counter {
 	XDP_FLOW_HIT,
 	/* a subset of NEW_FLOW_SOCKET: those to a NodePort on 127.0.0.0/8 */
 	LOCALHOST_NODE_PORT = SLOW_PATH_REASONS_END,
+	/* a flow that was replaced: TCP, unanswered, to an endpoint that is gone */
+	UNANSWERED_FLOW_REPLACED = 50,
 	/* the first free number of all three enums */
-	COUNTERS_END = 50,
+	COUNTERS_END = 51,
 };
 
 _Static_assert(BRIDGED_REPLY_REDIRECTED < FIRST_DROP_REASON && DROP_REASONS_END == 18 &&
 		       XDP_FLOW_HIT < FIRST_SLOW_PATH_REASON && SLOW_PATH_REASONS_END == 49 &&
-		       LOCALHOST_NODE_PORT < COUNTERS_END,
+		       UNANSWERED_FLOW_REPLACED < COUNTERS_END,
 	       "a name keeps its number: a new one gets the number of COUNTERS_END");
 
 #endif

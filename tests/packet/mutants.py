@@ -25,8 +25,24 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     "connections picked up midstream": ("tc.bpf.c", "skb->priority = PRIORITY_MIDSTREAM;", ""),
     "stale UDP kept": (
         "conntrack.h",
-        "NOT_COUNTED : STALE_UDP_REPLACED",
-        "NOT_COUNTED : NOT_COUNTED",
+        "UNANSWERED_FLOW_REPLACED : STALE_UDP_REPLACED;",
+        "UNANSWERED_FLOW_REPLACED : NOT_COUNTED;",
+    ),
+    "unanswered TCP kept": (
+        "conntrack.h",
+        "UNANSWERED_FLOW_REPLACED : STALE_UDP_REPLACED;",
+        "NOT_COUNTED : STALE_UDP_REPLACED;",
+    ),
+    "answered TCP replaced": ("conntrack.h", "if (p->protocol == TCP && ct->status & IPS_SEEN_REPLY_)", "if (false)"),
+    "TCP replaced in any state": (
+        "conntrack.h",
+        "if (p->protocol == TCP && ct->proto.tcp.state != TCP_STATE_SYN_SENT)",
+        "if (false)",
+    ),
+    "unanswered TCP replaced although its endpoint serves": (
+        "conntrack.h",
+        "if (endpoint_serves(ct, p, p->protocol == TCP ? 0 : service))",
+        "if (p->protocol != TCP && endpoint_serves(ct, p, service))",
     ),
     "both sides open at once: ended": (
         "conntrack.h",

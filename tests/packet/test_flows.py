@@ -34,12 +34,12 @@ def test_a_client_that_reuses_the_port_of_an_ended_flow(hooks: ProgramNode, stat
 
 
 #: SYN_SENT2, a simultaneous open, has a greater number than the states of ended flows.
-LIVING = ["SYN_SENT", "SYN_RECV", "ESTABLISHED", "FIN_WAIT", "CLOSE_WAIT", "LAST_ACK", "SYN_SENT2"]
+LIVING = ["SYN_RECV", "ESTABLISHED", "FIN_WAIT", "CLOSE_WAIT", "LAST_ACK", "SYN_SENT2"]
 
 
 @pytest.mark.parametrize("state", LIVING)
 def test_a_syn_of_an_open_flow_changes_nothing(world: ProgramNode, state: str) -> None:
-    """Mostly a retransmission: the first endpoint stays, even if it has left the list (finding D14)."""
+    """The first endpoint stays, even if it serves no service any more (finding D14)."""
     world.service(["local"])
     insert_entry(world, "tcp", "pod", "cluster_ip", 40000, 80, "--state", state, target="remote")
     assert tag(world) == 0
@@ -80,6 +80,34 @@ def test_a_stuck_untranslated_syn_is_translated(hooks: ProgramNode) -> None:
     assert tag(hooks) == chosen(hooks, "remote")
     assert not hooks.flows(), "the entry is in the way"
     assert hooks.reasons() == {"UNTRANSLATED_FLOW_REPLACED": 1, "NEW_FLOW_NETFILTER": 1}
+
+
+def test_an_unanswered_syn_to_a_removed_endpoint_gets_another_when_it_is_sent_again(hooks: ProgramNode) -> None:
+    """The endpoint ended before it answered. conntrack would keep it for each SYN of this port, for two minutes."""
+    hooks.service(["local"])
+    insert_entry(hooks, "tcp", "pod", "cluster_ip", 40000, 80, "--state", "SYN_SENT", target="remote")
+    assert tag(hooks) == chosen(hooks, "local")
+    assert not hooks.flows(), "the entry is in the way"
+    assert hooks.reasons() == {"UNANSWERED_FLOW_REPLACED": 1, "NEW_FLOW_NETFILTER": 1}
+
+
+def test_an_unanswered_syn_to_an_endpoint_of_any_service_continues(world: ProgramNode) -> None:
+    """The endpoint may answer late."""
+    world.service(["local"])
+    world.endpoint("remote", service=0, protocol="tcp")
+    insert_entry(world, "tcp", "pod", "cluster_ip", 40000, 80, "--state", "SYN_SENT", target="remote")
+    assert tag(world) == 0
+    assert [flow.reply[0] for flow in world.flows()] == [world.address("remote")]
+    assert not world.reasons()
+
+
+def test_an_answered_connection_to_a_removed_endpoint_continues(world: ProgramNode) -> None:
+    world.service(["local"])
+    answered = ("--state", "SYN_SENT", "--status", "SEEN_REPLY")
+    insert_entry(world, "tcp", "pod", "cluster_ip", 40000, 80, *answered, target="remote")
+    assert tag(world) == 0
+    assert [flow.reply[0] for flow in world.flows()] == [world.address("remote")]
+    assert not world.reasons()
 
 
 def test_udp_to_a_removed_endpoint_gets_another_with_the_next_packet(hooks: ProgramNode) -> None:
