@@ -70,6 +70,7 @@ class Layout:
         self.origin = origin
         self.size = size
         self.fields = {field.name: field for field in fields}
+        self._packers = {field.name: struct.Struct("=" + field.code) for field in fields}
 
     def packer(self, *names: str) -> struct.Struct:
         """A struct.Struct for these fields (in the order of the C declaration); all other bytes are zero."""
@@ -86,8 +87,8 @@ class Layout:
         """Bytes of the struct; fields that are not named are zero."""
         raw = bytearray(self.size)
         for name, value in values.items():
-            field = self._field(name)
-            struct.pack_into("=" + field.code, raw, field.offset, value)
+            at = self._field(name).offset
+            self._packers[name].pack_into(raw, at, value)
         return bytes(raw)
 
     def unpack(self, raw: bytes) -> dict[str, Any]:
@@ -117,6 +118,7 @@ class Btf:
         self._types_raw = raw[header + type_at : header + type_at + type_size]
         self._strings = raw[header + string_at : header + string_at + string_size]
         self._types = [_Type(0, "void", 0, False, 0, 0), *self._read()]
+        self._layouts: dict[str, Layout] = {}
 
     def _string(self, offset: int) -> str:
         return self._strings[offset : self._strings.index(0, offset)].decode()
@@ -140,11 +142,13 @@ class Btf:
 
     def struct(self, name: str) -> Layout:
         """The layout of ``struct name``."""
-        try:
-            number = self._structs[name]
-        except KeyError:
-            raise StaleObjectError(self.origin, f"no struct {name}") from None
-        return self._layout(number)
+        if name not in self._layouts:
+            try:
+                number = self._structs[name]
+            except KeyError:
+                raise StaleObjectError(self.origin, f"no struct {name}") from None
+            self._layouts[name] = self._layout(number)
+        return self._layouts[name]
 
     def _layout(self, number: int) -> Layout:
         t = self._types[number]

@@ -194,7 +194,9 @@ class Link:
 
     def attached_to(self, key: str) -> int:
         """The kernel's number of the link's target for ``key`` (``ifindex``, ``cgroup_id``); 0 if it is gone."""
-        for line in Path(f"/proc/self/fdinfo/{self.fd}").read_text().splitlines():
+        with open(f"/proc/self/fdinfo/{self.fd}") as shown:
+            lines = shown.read().splitlines()
+        for line in lines:
             name, _, value = line.partition(":")
             if name == key:
                 return int(value)

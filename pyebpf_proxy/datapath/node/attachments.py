@@ -9,7 +9,7 @@ never passes two that decide differently.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
 from pyebpf_proxy.datapath.loader import tcx
@@ -136,9 +136,9 @@ class Attachments:
                 return ""
             raise
 
-    def others(self, devices: Iterable[int]) -> dict[int, Others]:
+    def others(self, devices: Collection[int]) -> dict[int, Others]:
         """Other programs and filters on these devices. OSError."""
-        qdiscs = tc.qdiscs()
+        qdiscs = tc.qdiscs(devices)
         found = {}
         for index in devices:
             try:

@@ -58,7 +58,7 @@ class SocketLinks:
 
     def pin(self) -> list[str]:
         """Pin the links whose pins are missing: their names. BpfError, OSError of the folder."""
-        missing = [name for name in self._held if not (self._folder / name).exists()]
+        missing = [name for name in self._held if not os.path.exists(f"{self._folder}/{name}")]
         if missing:
             self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         for name in missing:

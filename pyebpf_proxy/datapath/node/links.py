@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import struct
 import time
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Container, Iterator, Mapping, Set
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -243,7 +243,7 @@ class Node:
             self.on_devices_gone(gone)
         for index in events.filters & self._attached.keys():
             self._check(index)
-        seen = bool(events.filters) and self._see_others()
+        seen = bool(events.filters) and self._see_others(events.filters)
         if events.changed or seen:
             self._replan()
 
@@ -319,11 +319,18 @@ class Node:
         links = self._follower.state.links
         return [*(index for index, link in links.items() if program_for(link, links)), *self._bridges()]
 
-    def _see_others(self) -> bool:
-        """Whether other programs on the devices have changed since the last call."""
+    def _see_others(self, devices: Container[int] | None = None) -> bool:
+        """Whether other programs on these devices, or on all, have changed since they were last listed.
+
+        Each device costs two calls that wait for the kernel's lock of all network settings (RTNL).
+        """
         state = self._follower.state
         before = state.others, state.bridge_rules
-        state.others = self._attachments.others(self._watched())
+        watched = self._watched()
+        listed = watched if devices is None else [index for index in watched if index in devices]
+        found = self._attachments.others(listed) if listed else {}
+        kept = {index: state.others[index] for index in watched if index in state.others and index not in listed}
+        state.others = kept | found
         state.bridge_rules = bridge_rules() if self._bridges() else ""
         return before != (state.others, state.bridge_rules)
 
@@ -337,7 +344,7 @@ class Node:
         fresh = [(index, name) for index, name in self._wanted.programs.items() if self._attached.get(index) != name]
         for index, name in fresh:
             self._attach(index, name)
-        if fresh and self._see_others():
+        if fresh and self._see_others({index for index, _ in fresh}):
             self._wanted = plan(self._follower.state, self._config)
             self._write()
         self.changed()

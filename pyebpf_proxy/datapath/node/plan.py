@@ -290,7 +290,7 @@ def source_addresses(state: State) -> set[bytes]:
 
 def may_be_source(packed: bytes) -> bool:
     """False for a link-local IPv6 address: no forwarded packet has it, and every veth has one of its own."""
-    return len(packed) == 4 or not ipaddress.IPv6Address(packed).is_link_local
+    return len(packed) == 4 or not (packed[0] == 0xFE and packed[1] & 0xC0 == 0x80)
 
 
 def accepted_networks(version: int, config: NodeConfig) -> tuple[Network, ...] | None:

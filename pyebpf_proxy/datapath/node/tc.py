@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import errno
 import re
+from collections.abc import Container
 from pathlib import Path
 from typing import NamedTuple
 
@@ -109,7 +110,7 @@ class Filters:
 
     def qdisc(self, ifindex: int) -> str:
         """The qdisc with a device's hooks: "clsact", "ingress" (no egress), "": there is none."""
-        return qdiscs().get(ifindex, Qdiscs()).hooks
+        return qdiscs({ifindex}).get(ifindex, Qdiscs()).hooks
 
     def recorded(self) -> list[tuple[int, str]]:
         """Devices whose clsact was created by the proxy, from the record: ifindex and the name at that time."""
@@ -271,11 +272,14 @@ class Qdiscs(NamedTuple):
     hooks: str = ""
 
 
-def qdiscs() -> dict[int, Qdiscs]:
-    """The qdiscs of every device of this network namespace that has any, by ifindex. OSError."""
+def qdiscs(devices: Container[int] | None = None) -> dict[int, Qdiscs]:
+    """The qdiscs of these devices, or of all of this network namespace, that have any, by ifindex. OSError."""
     found: dict[int, Qdiscs] = {}
     with RequestSocket(uapi.NETLINK_ROUTE) as netlink:
-        for each in map(_read, netlink.dump(uapi.RTM_GETQDISC, uapi.TCMSG.pack(0, 0, 0, 0, 0))):
+        for message in netlink.dump(uapi.RTM_GETQDISC, uapi.TCMSG.pack(0, 0, 0, 0, 0)):
+            if devices is not None and uapi.TCMSG.unpack_from(message)[1] not in devices:
+                continue
+            each = _read(message)
             if each.parent == uapi.TC_H_ROOT:
                 found[each.device] = found.get(each.device, Qdiscs())._replace(root=each.kind)
             elif each.parent == CLSACT_PARENT:
