@@ -185,8 +185,10 @@ def test_probes_ask_the_agent_itself_and_no_port(folder: Path) -> None:
     assert start["periodSeconds"] * start["failureThreshold"] == 300, "a slow start is not ended"
     # A process for each probe: more often, the probes of a node would take some percent of a CPU.
     rates = [1 / agent[name]["periodSeconds"] for name in ("livenessProbe", "readinessProbe")]
-    assert sum(rates) < 0.16
-    assert [agent[name]["periodSeconds"] * agent[name]["failureThreshold"] for name in probes] == [300, 60, 30]
+    assert sum(rates) <= 0.1
+    assert [agent[name]["periodSeconds"] * agent[name]["failureThreshold"] for name in probes] == [300, 90, 30]
+    # A busy node divides its CPU time by these requests. With less, changes wait for longer than servers take to end.
+    assert agent["resources"] == {"requests": {"cpu": "100m", "memory": "100Mi"}}
     # `ready` fails while a node is being deleted, which is no reason to kill its agent.
     assert probes == {
         "startupProbe": ["pyebpf-proxy", "probe", "live"],
