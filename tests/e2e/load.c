@@ -86,18 +86,30 @@ static int serve(uint16_t port)
 
 /* ---- the clients ---------------------------------------------------------- */
 
+/* The own port finds the connection in a capture of packets, or among the flows of the proxy. */
+static void report(int fd, const char *why)
+{
+	struct sockaddr_in6 own = {};
+	socklen_t size = sizeof(own);
+	char at[16];
+	struct timespec time;
+
+	clock_gettime(CLOCK_REALTIME, &time);
+	strftime(at, sizeof(at), "%T", gmtime(&time.tv_sec));
+	getsockname(fd, (struct sockaddr *)&own, &size);
+	printf("%s.%03ld %s, own port %u: %s after %lu ms\n", at, time.tv_nsec / 1000000,
+	       targets[connections[fd].target].name, ntohs(own.sin6_port), why,
+	       (unsigned long)((now() - connections[fd].opened) * 1000 / SECOND));
+	fflush(stdout);
+}
+
 static void finish(int fd, const char *why)
 {
 	static const struct linger reset = { .l_onoff = 1 };
-	char at[16];
-	time_t second = time(NULL);
 
 	if (why) {
 		failed++;
-		strftime(at, sizeof(at), "%T", gmtime(&second));
-		printf("%s %s: %s after %lu ms\n", at, targets[connections[fd].target].name, why,
-		       (unsigned long)((now() - connections[fd].opened) * 1000 / SECOND));
-		fflush(stdout);
+		report(fd, why);
 	}
 	connections[fd].began = 0;
 	setsockopt(fd, SOL_SOCKET, SO_LINGER, &reset, sizeof(reset));
@@ -173,7 +185,7 @@ static bool accepts(const struct target *to, uint16_t own_port)
 	int fd = socket(to->address.ss_family, SOCK_STREAM, 0), on = 1;
 	bool connected;
 
-	/* The port is at the same place in both families. */
+	/* The port is at the same place in both families, here and in report(). */
 	((struct sockaddr_in *)&own)->sin_port = htons(own_port);
 	if (fd < 0 || setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof(on)) ||
 	    setsockopt(fd, SOL_SOCKET, SO_SNDTIMEO, &patience, sizeof(patience)) ||

@@ -58,6 +58,9 @@ _CHURN = f"""## Pods replaced under load
 up to {churn.RATE} a second, or as many as become ready. `--seconds` sets for how long (600 without it). The command
 fails if a connection fails. A server runs for 8 seconds after SIGTERM. Connections to it fail if the control plane and
 the proxies do not have enough CPU time to take it out of service within these 8 seconds.
+
+The pods of the load request CPU time, and use all that the machine has. So a proxy gets CPU time in proportion to its
+own request. kube-proxy runs as kubeadm installs it, without one. pyebpf-proxy requests 100m.
 """
 
 _CLUSTER = """## The cluster

@@ -133,7 +133,7 @@ class Load:
 
     def failures(self) -> list[str]:
         """A line for each failed connection."""
-        return [line for line in self._logs().splitlines() if re.search(r"\] \d\d:\d\d:\d\d ", line)]
+        return [line for line in self._logs().splitlines() if re.search(r"\] \d\d:\d\d:\d\d\.\d", line)]
 
     def stalls(self) -> list[int]:
         """How long the load itself did not run, in milliseconds, each time. Connections may take so much longer."""
