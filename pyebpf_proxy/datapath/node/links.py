@@ -322,12 +322,13 @@ class Node:
     def _see_others(self, devices: Container[int] | None = None) -> bool:
         """Whether other programs on these devices, or on all, have changed since they were last listed.
 
-        Each device costs two calls that wait for the kernel's lock of all network settings (RTNL).
+        Devices that were never listed are listed, too: a bridge is not attached to. Each device costs two calls that
+        wait for the kernel's lock of all network settings (RTNL).
         """
         state = self._follower.state
         before = state.others, state.bridge_rules
         watched = self._watched()
-        listed = watched if devices is None else [index for index in watched if index in devices]
+        listed = [index for index in watched if devices is None or index in devices or index not in state.others]
         found = self._attachments.others(listed) if listed else {}
         kept = {index: state.others[index] for index in watched if index in state.others and index not in listed}
         state.others = kept | found

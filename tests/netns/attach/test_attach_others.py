@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,7 +25,7 @@ from pyebpf_proxy.datapath.node import links, tc
 from pyebpf_proxy.datapath.node.attachments import Attachments
 from pyebpf_proxy.datapath.node.links import MAPS, Node
 from pyebpf_proxy.datapath.node.mounts import tcx_directory
-from pyebpf_proxy.datapath.node.plan import REDIRECT_DEVICE, REDIRECT_NONE, REDIRECT_PEER, NodeConfig
+from pyebpf_proxy.datapath.node.plan import REDIRECT_DEVICE, REDIRECT_NONE, REDIRECT_PEER, NodeConfig, Others
 from tests.netns.attach.devices import carried, follow
 from tests.netns.attach.router import Shell
 
@@ -423,6 +423,38 @@ def test_a_bridge_that_processes_frames_closes_its_ports(agent: Agent, pod: int,
     shell("nft delete table bridge watch")
     node.look()
     assert limit(node, pod) == (REDIRECT_PEER, "")
+
+
+def test_the_programs_of_a_new_bridge_are_listed_with_its_first_port(
+    agent: Agent, pod: int, shell: Shell, put: Put
+) -> None:
+    """The agent attaches nothing to the bridge, and netlink does not report tcx programs."""
+    node = agent.start()
+    shell("ip link add br0 type bridge")
+    put("goes_on", socket.if_nametoindex("br0"), tcx.BEFORE, tcx.EGRESS)
+    shell("ip link set pod master br0")
+    follow(node, lambda: carried("pod")[0] == ["tc_bridge_port"])
+    assert limit(node, pod) == (REDIRECT_NONE, "on bridge br0: tcx program goes_on")
+
+
+def test_a_new_device_does_not_list_the_programs_of_others(
+    agent: Agent, pod: int, shell: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each listed device waits for the kernel's lock of all network settings."""
+    node = agent.start()
+    listed: list[list[int]] = []
+    others = node._attachments.others
+
+    def note(devices: Collection[int]) -> dict[int, Others]:
+        listed.append(list(devices))
+        return others(devices)
+
+    monkeypatch.setattr(node._attachments, "others", note)
+    shell("ip link add another type veth peer name its-peer")
+    another = socket.if_nametoindex("another")
+    follow(node, lambda: another in node.devices)
+    assert listed
+    assert pod not in {index for devices in listed for index in devices}
 
 
 def test_nothing_is_left_after_the_instances_clean_up(agent: Agent, pod: int, tmp_path: Path) -> None:
