@@ -84,7 +84,7 @@ def blocking(api: Api, found: View) -> None:
             f"there is no DaemonSet {NAMESPACE}/{objects.KUBE_PROXY}: this command takes nodes over from kube-proxy;"
             " docs/deploy.md describes clusters without it"
         )
-    configuration = model.kube_proxy_configuration(api)
+    configuration = model.valid_configuration(api)
     if configuration.get("mode") == "ipvs":
         raise ClusterError(
             "kube-proxy runs in mode ipvs, which this command does not support: replacing it ends its connections,"

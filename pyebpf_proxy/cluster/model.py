@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from tempfile import NamedTemporaryFile
 from typing import Any, NamedTuple
 
 import yaml
@@ -31,6 +32,7 @@ _PROGRAMMED = re.compile(r'^\S+ info ready |"message": ?"ready"', re.MULTILINE)
 _STARTS = re.compile(r'^\S+ info pyebpf-proxy starts |"message": ?"pyebpf-proxy starts"', re.MULTILINE)
 #: Where kube-proxy serves its health if its configuration does not say, and from where the node itself reaches it.
 _HEALTH_PORT = 10256
+_WHERE = f"ConfigMap {NAMESPACE}/{KUBE_PROXY}"
 _LOOPBACK = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
@@ -206,20 +208,50 @@ def says_programmed(log: str) -> bool:
 
 def kube_proxy_configuration(api: Api) -> dict[str, Any]:
     """What kubeadm's ConfigMap has, on which the agent runs. ClusterError where it is not as expected."""
+    return _as_yaml(_kube_proxy_text(api))
+
+
+def valid_configuration(api: Api) -> dict[str, Any]:
+    """The same. ClusterError also if a proxy that starts with it would exit.
+
+    kube-proxy reads it only when it starts: it may run although someone has changed the ConfigMap.
+    """
+    from pyebpf_proxy.config import flags
+    from pyebpf_proxy.config.complete import complete
+    from pyebpf_proxy.config.loader import ConfigError
+
+    text = _kube_proxy_text(api)
+    configuration = _as_yaml(text)
+    with NamedTemporaryFile() as file:
+        file.write(text.encode(errors="surrogatepass"))
+        file.flush()
+        try:
+            complete(flags.parse([f"--config={file.name}"]), lambda *_: None)
+        except ConfigError as error:
+            raise ClusterError(
+                f"{_WHERE}: config.conf: {error}; a proxy that starts with it exits, so correct it first"
+            ) from None
+    return configuration
+
+
+def _kube_proxy_text(api: Api) -> str:
     config_map = api.get(CONFIG_MAPS, KUBE_PROXY, NAMESPACE)
-    where = f"ConfigMap {NAMESPACE}/{KUBE_PROXY}"
     if config_map is None:
-        raise ClusterError(f"there is no {where}: this command is for clusters created by kubeadm (docs/deploy.md)")
+        raise ClusterError(f"there is no {_WHERE}: this command is for clusters created by kubeadm (docs/deploy.md)")
     data = config_map.get("data") or {}
     missing = [name for name in ("config.conf", "kubeconfig.conf") if name not in data]
     if missing:
-        raise ClusterError(f"{where} has no {' and no '.join(missing)}: it is not kubeadm's (docs/deploy.md)")
+        raise ClusterError(f"{_WHERE} has no {' and no '.join(missing)}: it is not kubeadm's (docs/deploy.md)")
+    return str(data["config.conf"])
+
+
+def _as_yaml(text: str) -> dict[str, Any]:
     try:
-        configuration = yaml.safe_load(data["config.conf"])
+        configuration = yaml.safe_load(text)
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a date such as 2026-13-45
-        raise ClusterError(f"{where}: config.conf is not YAML: {str(error).splitlines()[0]}") from None
+        raise ClusterError(f"{_WHERE}: config.conf is not YAML: {str(error).splitlines()[0]}") from None
     if not isinstance(configuration, dict):
-        raise ClusterError(f"{where}: config.conf is not a configuration")
+        raise ClusterError(f"{_WHERE}: config.conf is not a configuration")
     return configuration
 
 

@@ -66,6 +66,16 @@ def test_proxies_that_end_without_the_health_port_cannot_take_turns() -> None:
     assert DAEMON_SETS.path(NAMESPACE, NAME) not in api.stored
 
 
+def test_a_configuration_with_which_no_proxy_starts_changes_nothing() -> None:
+    """kube-proxy reads it only when it starts, so it may still run."""
+    api = FakeApi("n1")
+    data = api.stored[CONFIG_MAPS.path(NAMESPACE, KUBE_PROXY)]["data"]
+    data["config.conf"] = data["config.conf"].replace("healthzBindAddress: ''", "healthzBindAddress: 0.0.0.0:70000")
+    with pytest.raises(ClusterError, match=r"^ConfigMap kube-system/kube-proxy: config\.conf: .*\.HealthzBindAddress"):
+        install(api)
+    assert DAEMON_SETS.path(NAMESPACE, NAME) not in api.stored
+
+
 def test_a_webhook_adds_a_container_to_the_agents_pod() -> None:
     """The API server gives the log of a pod with several containers only if one is named."""
     api = FakeApi("n1")
