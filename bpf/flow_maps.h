@@ -59,7 +59,6 @@ enum agent_request {
 	NO_REQUEST = 0,
 	PROMOTION = 1,		/* promote the young flow */
 	CLOSE = 2,		/* close the conntrack entry of a kernel flow that was reset */
-	CLOSE_IDLE = 3,		/* the same, after a second without a packet: see request_close() */
 };
 
 enum closing {

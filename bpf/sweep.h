@@ -156,21 +156,12 @@ static __always_inline bool flow_was_reset(const struct flow_key *key, const str
 	       (f->closing == CLOSING_IN_SEQUENCE || other->closing == CLOSING_IN_SEQUENCE);
 }
 
-/*
- * `f`: the client's direction of a kernel's flow that was reset.  Requested at once, so that a new connection may use
- * the ports, and again after a second without a packet.  For a packet that the RST has overtaken, conntrack extends the
- * entry to a day, and every SYN of the client's port would go to the old endpoint.
- */
-static __always_inline bool request_close(const struct flow_key *key, struct flow *f, __u64 idle)
+/* `f`: the client's direction of a kernel's flow. Each end of the flow is reported once. */
+static __always_inline bool request_close(const struct flow_key *key, struct flow *f)
 {
-	__u8 wanted = idle > CLOSING_NS ? CLOSE_IDLE : CLOSE;
-
-	/* A packet came after the request. */
-	if (f->promote > wanted)
-		f->promote = wanted;
-	if (f->promote == wanted || bpf_map_push_elem(&promotions, key, 0))
+	if (f->promote == CLOSE || bpf_map_push_elem(&promotions, key, 0))
 		return false;
-	f->promote = wanted;
+	f->promote = CLOSE;
 	return true;
 }
 
@@ -205,7 +196,7 @@ __noinline int sweep_flow(const struct flow_key *entry_key, struct flow *f, stru
 			note_tracked(client_hash(&key, false), s->now);
 		reset = flow_was_reset(&key, f, other);
 		/* The agent reads both entries. That of the client is removed first. */
-		if (reset && (f->reply || request_close(&key, f, idle))) {
+		if (reset && (f->reply || request_close(&key, f))) {
 			s->found.requested += !f->reply;
 			return 0;
 		}

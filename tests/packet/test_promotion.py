@@ -397,6 +397,51 @@ def test_the_entry_of_a_flow_that_was_reset(
     assert f"src={ENDPOINT[node.family]} " in line
 
 
+@pytest.mark.parametrize(
+    ("later", "state"),
+    [
+        ({}, "CLOSE"),
+        ({"closing": 0}, "ESTABLISHED"),
+        ({"started": 1}, "ESTABLISHED"),
+        ({"young": 1, "closing": 2}, "ESTABLISHED"),
+    ],
+    ids=["nothing since", "it goes on", "another flow", "a young flow"],
+)
+def test_the_entry_of_a_flow_whose_reset_overtook_a_packet_is_closed_when_it_is_quiet(
+    node: Node, later: dict[str, int], state: str
+) -> None:
+    """For conntrack, the late packet shows that the connection continues."""
+    key = node.young(1000)
+    node.promoter.pass_now()
+    node.expire_in(3000)
+    node.write(key, closing=2, last_seen=time.monotonic_ns())
+    for _ in range(2):
+        node.promoter.pass_now()
+        (line,) = node.listed()
+        assert line.split()[3] == "ESTABLISHED"
+    node.write(key, last_seen=time.monotonic_ns() - 2 * SECOND, **later)
+    node.promoter._hand_over()
+    (line,) = node.listed()
+    assert line.split()[3] == state
+    assert not node.promoter._extended
+
+
+def test_an_entry_waits_if_conntrack_does_not_answer(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    key = node.young(1000)
+    node.promoter.pass_now()
+    node.expire_in(3000)
+    node.write(key, closing=2, last_seen=time.monotonic_ns())
+    node.promoter.pass_now()
+    node.write(key, last_seen=time.monotonic_ns() - 2 * SECOND)
+    with monkeypatch.context() as broken:
+        broken.setattr(create, "lookup", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOBUFS, "no")))
+        with pytest.raises(OSError):
+            node.promoter.pass_now()
+    node.promoter.pass_now()
+    (line,) = node.listed()
+    assert line.split()[3] == "CLOSE"
+
+
 def test_the_entry_of_a_flow_that_was_reset_and_whose_replies_took_the_slow_path(
     node: Node, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -415,7 +460,7 @@ def test_the_entry_of_a_flow_that_was_reset_and_whose_replies_took_the_slow_path
 def test_an_entry_that_conntrack_does_not_close_is_logged_once(
     node: Node, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(create, "reset", lambda *_: [errno.EBUSY])
+    monkeypatch.setattr(create, "reset", lambda *_: create.Closed([], [errno.EBUSY]))
     with caplog.at_level("INFO"):
         for port in (1000, 1001):
             key = node.young(port)

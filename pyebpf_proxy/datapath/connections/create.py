@@ -137,31 +137,40 @@ def close(netlink: RequestSocket, entries: Sequence[Entry], seconds: Mapping[tup
     netlink.request_many(uapi.IPCTNL_MSG_CT_NEW, 0, [_key(e) + _state(e, seconds[e.protocol, e.state]) for e in ending])
 
 
+class Closed(NamedTuple):
+    """What :func:`reset` has not closed: entries that had a packet after the RST, and the errno of each refusal."""
+
+    extended: list[Entry]
+    refused: list[int]
+
+
 def reset(
     netlink: RequestSocket, entries: Iterable[tuple[Entry, bool]], seconds: Mapping[tuple[Protocol, TcpState], int]
-) -> list[int]:
+) -> Closed:
     """Close the entries of kernel's flows that were reset, so that a SYN with the same ports opens a new one. OSError.
 
     conntrack keeps such an entry ESTABLISHED, with the timeout of CLOSE, because it does not know all sequence numbers
     (nf_conntrack_tcp_packet()). An entry with a longer timeout has had a packet since. It stays, unless the flow is
-    quiet (the second value): then the RST had overtaken that packet. Returns the errno of each entry that the kernel
-    did not close.
+    quiet (the second value): then the RST had overtaken that packet.
     """
     closed = seconds[Protocol.TCP, TcpState.CLOSE]
     over = []
+    extended = []
     for entry, quiet in entries:
         known = lookup(netlink, entry.protocol, entry.client, entry.frontend)
         if known is None or known.tcp_state != TcpState.ESTABLISHED:
             continue
-        if known.seconds > closed and not quiet:
+        if not known.reply or known.reply.ends != (entry.endpoint, entry.seen):
             continue
-        if known.reply and known.reply.ends == (entry.endpoint, entry.seen):
+        if known.seconds > closed and not quiet:
+            extended.append(entry)
+        else:
             # Both ends were ESTABLISHED, also if the replies took the slow path and `entry` knows of none. The kernel
             # does not let SEEN_REPLY and ASSURED be cleared (EBUSY).
             closed_entry = entry._replace(state=TcpState.CLOSE, answered=True)
             over.append(_key(entry) + _state(closed_entry, min(known.seconds, closed)))
     numbers = netlink.request_many(uapi.IPCTNL_MSG_CT_NEW, 0, over)
-    return [number for number in numbers if number not in (0, errno.ENOENT)]
+    return Closed(extended, [number for number in numbers if number not in (0, errno.ENOENT)])
 
 
 def abandon(netlink: RequestSocket, entries: Sequence[Entry]) -> None:

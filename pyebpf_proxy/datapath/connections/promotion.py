@@ -23,7 +23,7 @@ from typing import NamedTuple, Protocol
 from pyebpf_proxy.common.bpf_constants import CLOSING_IN_SEQUENCE
 from pyebpf_proxy.common.log import Logger
 from pyebpf_proxy.datapath.connections import create, gone_sources
-from pyebpf_proxy.datapath.connections.create import Entry, Outcome, Result
+from pyebpf_proxy.datapath.connections.create import Entry, Outcome, Result, TcpState
 from pyebpf_proxy.datapath.connections.masqueraded import endpoint_test
 from pyebpf_proxy.datapath.connections.queue import Queue
 from pyebpf_proxy.datapath.loader.btf import Btf
@@ -38,7 +38,7 @@ BUSY_SECONDS, IDLE_SECONDS = 0.5, 1.0
 SOON_SECONDS = 0.05
 #: The most flows of one request to conntrack.
 AT_ONCE = 4096
-#: Packets that a RST has overtaken arrive within this time. Less than the second after which the sweep asks again.
+#: Packets that a RST has overtaken arrive within this time.
 QUIET_NS = 500_000_000
 #: A flow that conntrack does not accept for this long is ended. Otherwise no new netfilter rule would ever see it.
 UNPROMOTED_SECONDS = 30.0
@@ -243,6 +243,8 @@ class Promoter:
         #: Keys that the programs have asked for, in the order in which they are tried. A flow that was due stays until
         #: it is promoted or has ended; None: it was not read yet.
         self._asked: dict[bytes, Refused | None] = {}
+        #: Flows that were reset whose conntrack entry had a packet since: the key, and ``Flow.started``.
+        self._extended: dict[bytes, int] = {}
         self._ask_from = 0
         #: The last pass left flows that were not tried.
         self._more = False
@@ -326,6 +328,9 @@ class Promoter:
     def _hand_over(self) -> None:
         """Try what was asked for. If conntrack is full the rest has its turn in the next passes. OSError."""
         begin = time.monotonic()
+        if self._extended:
+            with RequestSocket(NETLINK_NETFILTER) as netlink:
+                self._close_reset(netlink, self._still_reset(), create.time_outs())
         keys, tried = list(self._asked), 0
         failed: list[tuple[Flow, Result]] = []
         is_full = False
@@ -349,14 +354,11 @@ class Promoter:
             # The flows that conntrack had no space for have ended. The next time is logged again.
             self._full = False
 
-    def _read(self, keys: Iterable[bytes]) -> tuple[list[Flow], list[tuple[Entry, bool]]]:
-        """Of these keys, the young flows, which wait from now on, and the kernel's flows that were reset. BpfError.
-
-        The latter with whether they are quiet.
-        """
+    def _read(self, keys: Iterable[bytes]) -> tuple[list[Flow], list[Flow]]:
+        """Of these keys, the young flows, which wait from now on, and the kernel's flows that were reset. BpfError."""
         now = self._clock()
         due: list[Flow] = []
-        reset: list[tuple[Entry, bool]] = []
+        reset: list[Flow] = []
         for key in keys:
             if flow := self._flows.read(key):
                 due.append(flow)
@@ -364,10 +366,10 @@ class Promoter:
                 if known is None or known.flow != flow.read:
                     self._asked[key] = Refused(flow.read, now)
             elif (flow := self._flows.read(key, young=False)) and flow.reset:
-                reset.append((flow.entry, flow.quiet))
+                reset.append(flow)
         return due, reset
 
-    def _promote_all(self, due: Sequence[Flow], reset: Sequence[tuple[Entry, bool]]) -> list[tuple[Flow, Result]]:
+    def _promote_all(self, due: Sequence[Flow], reset: Sequence[Flow]) -> list[tuple[Flow, Result]]:
         """Give these flows conntrack entries, and close those of ``reset``: what conntrack did not accept. OSError."""
         with RequestSocket(NETLINK_NETFILTER) as netlink:
             seconds = create.time_outs()
@@ -390,11 +392,30 @@ class Promoter:
             # A flow may end during this pass. Without this its entry would stay for days.
             create.abandon(netlink, over)
             create.close(netlink, closing, seconds)
-            still_open = create.reset(netlink, reset, seconds)
-        if still_open and (why := os.strerror(still_open[-1])) != self._said_open:
+            self._close_reset(netlink, reset, seconds)
+        return failed
+
+    def _close_reset(
+        self, netlink: RequestSocket, reset: Iterable[Flow], seconds: Mapping[tuple[IpProtocol, TcpState], int]
+    ) -> None:
+        """Close the entries of these flows. Those that had a packet after the RST wait for a later pass. OSError."""
+        flows = {flow.entry: flow for flow in reset}
+        try:
+            closed = create.reset(netlink, [(entry, flow.quiet) for entry, flow in flows.items()], seconds)
+        except OSError:
+            self._extended |= {flow.key: flow.started for flow in flows.values()}
+            raise
+        for entry in closed.extended:
+            self._extended[flows[entry].key] = flows[entry].started
+        if closed.refused and (why := os.strerror(closed.refused[-1])) != self._said_open:
             self._said_open = why
             _log.info("the conntrack entry of a reset connection could not be closed; it expires by itself", error=why)
-        return failed
+
+    def _still_reset(self) -> list[Flow]:
+        """The flows that wait for this, as they are now, without those that go on or are gone. BpfError."""
+        waiting, self._extended = self._extended, {}
+        flows = ((self._flows.read(key, young=False), started) for key, started in waiting.items())
+        return [flow for flow, started in flows if flow and flow.reset and flow.started == started]
 
     def _end_sources(self, gone: Collection[bytes]) -> None:
         ended = self._end_masqueraded(gone)

@@ -130,11 +130,11 @@ ORDER = {
     "flow_send.h:end_young": ["other_direction(", "f->closing = CLOSING;", "f->closing = CLOSING_IN_SEQUENCE;"],
     "flow_send.h:send_kernels": [
         "fast_path_closed(",
-        "known->confirmed_until = 0",
-        "other->confirmed_until = 0",
+        "note_ending(",
         "now >= known->confirmed_until",
         "rewrite_and_send(",
     ],
+    "flow_send.h:note_ending": ["known->confirmed_until = 0", "other->confirmed_until = 0"],
     "tc.bpf.c:leave_young": ["request_promotion(", "leave_to_netfilter("],
     "tc.bpf.c:leave_to_netfilter": ["drop_until_promotion(", "set_choice("],
     "sweep.h:sweep_flow": ["kernel_flow_is_stale(", "young_flow_is_over(", "forget_flow(", "is_due_for_promotion("],
