@@ -94,7 +94,7 @@ struct flow {
 	__u8 promote;		/* enum agent_request: what the agent has been asked to do */
 	__u8 bulk;		/* XDP leaves this direction to tc */
 	__u8 first_counted;	/* not 0: `packets` includes the first packet; enum first_packet */
-	__u16 sent_until;	/* TCP, young: lower half of the sequence number after what this side sent last */
+	__u16 sent_until;	/* TCP: lower half of the sequence number after what this side sent; see note_sent() */
 };
 
 struct {

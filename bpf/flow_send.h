@@ -49,7 +49,10 @@ static __always_inline enum slow_path_reason why_kernel(const struct packet *p, 
 	return NOT_SLOW;
 }
 
-/* Updates the entry for a packet that is sent. */
+/*
+ * Updates the entry for a packet that is sent.  `sent_until` is needed where packets follow a RST: of a young flow after
+ * each packet, of a kernel's flow after its RST (note_ending()).
+ */
 static __always_inline void note_sent(struct flow *f, const struct packet *p, __u64 now)
 {
 	f->packets++;
@@ -224,17 +227,18 @@ static __noinline int note_ending(const struct packet *p, const struct flow_rewr
 
 	if (!p || !a || !known)
 		return 0;
-	other = other_direction(a, p);
 	if (!is_syn_fin_rst(p)) {
 		/* A later number: the flow goes on.  Otherwise the RST has overtaken this packet. */
-		if (other && (__s32)(p->sequence + p->length - p->headers - other->acknowledged) > 0)
+		if ((__s16)(p->sequence + p->length - p->headers - known->sent_until) > 0)
 			known->closing = CLOSING;
 		return 0;
 	}
+	other = other_direction(a, p);
 	/* The kernel must see the end of the flow; later packets are confirmed again. */
 	known->confirmed_until = 0;
 	in_sequence = p->tcp_flags & TCP_RST && other && other->acknowledged && p->sequence == other->acknowledged;
 	known->closing = in_sequence ? CLOSING_IN_SEQUENCE : CLOSING;
+	known->sent_until = p->sequence;
 	if (!other)
 		return 0;
 	other->confirmed_until = 0;

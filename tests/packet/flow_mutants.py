@@ -418,8 +418,8 @@ FLOW_MUTANTS: dict[str, tuple[str, str, str]] = {
     "flows: a reset flow never goes on": ("flow_send.h", "\t\t\tknown->closing = CLOSING;\n", "\t\t\t;\n"),
     "flows: each packet after a RST goes on": (
         "flow_send.h",
-        "p->length - p->headers - other->acknowledged) > 0",
-        "p->length - p->headers - other->acknowledged) >= 0",
+        "p->length - p->headers - known->sent_until) > 0",
+        "p->length - p->headers - known->sent_until) >= 0",
     ),
     "flows: the next connection is reset": (
         "flow_send.h",

@@ -469,6 +469,16 @@ def test_a_kernel_flow_whose_reset_overtook_a_packet_stays_reset(fast: ProgramNo
     assert fast.promotions() == [flow.key()]
 
 
+@pytest.mark.parametrize("by", ["client", "endpoint"])
+def test_a_kernel_flow_whose_data_is_acknowledged_after_a_reset_goes_on(fast: ProgramNode, by: str) -> None:
+    """The RST was forged while data was on its way: the other side expected a later number."""
+    flow, reply = promoted(fast), by == "endpoint"
+    resets(fast, flow, reply)
+    flow.run(not reply, flow.frame(not reply, flags="A", seq=1, ack=11, size=0))
+    assert flow.run(reply, flow.frame(reply, flags="A", seq=11, ack=1, size=0)).retval == GO_ON
+    assert sweep(fast)["requested"] == 0
+
+
 def test_a_kernel_flow_that_was_reset_is_reported_before_it_is_removed(fast: ProgramNode) -> None:
     """No sweep ran for more than ten seconds: the agent had too little CPU time."""
     flow = promoted(fast)
