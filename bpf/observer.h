@@ -124,7 +124,7 @@ static __noinline int confirm(struct __sk_buff *skb, const struct packet *p, con
 	f->confirmed_until = l.redirect ? now + CONFIRMED_NS : 0;
 	/*
 	 * After a RST or FIN: this packet is of a new connection with these ports, or the other direction ends later.
-	 * After a RST in sequence, send_kernels() decides which.
+	 * After a RST in sequence, note_ending() decides which.
 	 */
 	if (f->closing != CLOSING_IN_SEQUENCE)
 		f->closing = 0;

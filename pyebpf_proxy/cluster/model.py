@@ -30,9 +30,9 @@ _HOPELESS = {
 _PROGRAMMED = re.compile(r'^\S+ info ready |"message": ?"ready"', re.MULTILINE)
 #: Its first log line.
 _STARTS = re.compile(r'^\S+ info pyebpf-proxy starts |"message": ?"pyebpf-proxy starts"', re.MULTILINE)
+_WHERE = f"ConfigMap {NAMESPACE}/{KUBE_PROXY}"
 #: Where kube-proxy serves its health if its configuration does not say, and from where the node itself reaches it.
 _HEALTH_PORT = 10256
-_WHERE = f"ConfigMap {NAMESPACE}/{KUBE_PROXY}"
 _LOOPBACK = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}
 
 

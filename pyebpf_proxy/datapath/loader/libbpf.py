@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from pyebpf_proxy.common.errors import FatalError
-from pyebpf_proxy.datapath.loader import _libbpf
+from pyebpf_proxy.datapath.loader import _libbpf, tcx
 from pyebpf_proxy.datapath.loader._libbpf import BpfError, captured, checked, checked_pointer, ffi
 from pyebpf_proxy.datapath.loader._map import Map
 from pyebpf_proxy.datapath.loader.abilities import STORAGE_MAPS, of_kernel
@@ -194,13 +194,7 @@ class Link:
 
     def attached_to(self, key: str) -> int:
         """The kernel's number of the link's target for ``key`` (``ifindex``, ``cgroup_id``); 0 if it is gone."""
-        with open(f"/proc/self/fdinfo/{self.fd}") as shown:
-            lines = shown.read().splitlines()
-        for line in lines:
-            name, _, value = line.partition(":")
-            if name == key:
-                return int(value)
-        return 0
+        return tcx.described(self.fd).get(key, 0)
 
     def pin(self, path: Path) -> None:
         with captured():

@@ -120,7 +120,10 @@ def stand_in(program_fd: int, table_pin: Path) -> Iterator[int]:
 def described(fd: int) -> dict[str, int]:
     """The numbers that the kernel shows for an open program or link: ``prog_id``, ``ifindex`` (0: gone), ..."""
     found = {}
-    for line in Path(f"/proc/self/fdinfo/{fd}").read_text().splitlines():
+    # Read for each link of a socket program, twice a second: a Path would take as long as the rest.
+    with open(f"/proc/self/fdinfo/{fd}") as shown:
+        lines = shown.read().splitlines()
+    for line in lines:
         name, _, value = line.partition(":")
         if value.split()[:1] and value.split()[0].isdigit():
             found[name] = int(value.split()[0])

@@ -328,7 +328,7 @@ class Node:
         state = self._follower.state
         before = state.others, state.bridge_rules
         watched = self._watched()
-        listed = [index for index in watched if devices is None or index in devices or index not in state.others]
+        listed = {index for index in watched if devices is None or index in devices or index not in state.others}
         found = self._attachments.others(listed) if listed else {}
         kept = {index: state.others[index] for index in watched if index in state.others and index not in listed}
         state.others = kept | found
