@@ -148,18 +148,22 @@ def _reset(name: str) -> None:
     it.close()
 
 
-def _reset_overtaking(name: str) -> None:
-    it = connections[name]
-    tcp = socket.IPPROTO_TCP
-    it.setsockopt(tcp, _REPAIR, 1)
+def _stop(made: socket.socket) -> list[int]:
+    """Stop sending; the sequence numbers after what was received and sent."""
+    made.setsockopt(socket.IPPROTO_TCP, _REPAIR, 1)
     numbers = []
     for queue in _QUEUES:
-        it.setsockopt(tcp, _REPAIR_QUEUE, queue)
-        numbers.append(it.getsockopt(tcp, _QUEUE_SEQ))
-    it.setsockopt(tcp, _REPAIR, 0)
+        made.setsockopt(socket.IPPROTO_TCP, _REPAIR_QUEUE, queue)
+        numbers.append(made.getsockopt(socket.IPPROTO_TCP, _QUEUE_SEQ) & 0xFFFFFFFF)
+    return numbers
+
+
+def _reset_overtaking(name: str) -> None:
+    it = connections[name]
+    received, sent = _stop(it)
+    it.setsockopt(socket.IPPROTO_TCP, _REPAIR, 0)
     own, peer = it.getsockname(), it.getpeername()
     _reset(name)
-    received, sent = (number & 0xFFFFFFFF for number in numbers)
     layer = IPv6 if it.family == socket.AF_INET6 else IP
     late = layer(src=own[0], dst=peer[0]) / TCP(sport=own[1], dport=peer[1], flags="A", seq=sent, ack=received)
     with socket.socket(it.family, socket.SOCK_RAW, socket.IPPROTO_RAW) as raw:
@@ -181,11 +185,7 @@ def _skip_bytes(name: str, sent: int, received: int) -> None:
     # While there is no socket, the kernel would answer an acknowledgement with RST.
     while fcntl.ioctl(old, termios.TIOCOUTQ, bytes(4)) != bytes(4):
         time.sleep(0.001)
-    old.setsockopt(tcp, _REPAIR, 1)
-    numbers = []
-    for queue, further in zip(_QUEUES, (received, sent), strict=True):
-        old.setsockopt(tcp, _REPAIR_QUEUE, queue)
-        numbers.append(old.getsockopt(tcp, _QUEUE_SEQ) + further & 0xFFFFFFFF)
+    numbers = [number + further & 0xFFFFFFFF for number, further in zip(_stop(old), (received, sent), strict=True)]
     scales = old.getsockopt(tcp, socket.TCP_INFO, _SCALES + 1)[_SCALES]
     own, peer = old.getsockname(), old.getpeername()
     old.close()

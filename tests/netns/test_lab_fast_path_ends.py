@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import signal
 import socket
 import subprocess
 import time
@@ -173,13 +174,18 @@ def test_ports_of_a_connection_whose_reset_overtook_a_packet_are_used_again(movi
     client, server, own_port = moving.begin(family)
     assert moving.conntrack(own_port, family)
     moving.fast(client, server)
-    with silent_after_reset(moving.at):
-        client.reset_overtaking()
-        with pytest.raises(ConnectionResetError):
-            server.receive(1)
-        server.reset()
-    (line,) = moving.conntrack(own_port, family)
-    assert int(line.split()[2]) > 1000, "the late packet has not passed conntrack after the RST"
+    # Stopped, so that it closes nothing before the test has looked.
+    moving.world.node.agent.signal(signal.SIGSTOP)
+    try:
+        with silent_after_reset(moving.at):
+            client.reset_overtaking()
+            with pytest.raises(ConnectionResetError):
+                server.receive(1)
+            server.reset()
+        (line,) = moving.conntrack(own_port, family)
+        assert int(line.split()[2]) > 1000, "the late packet has not passed conntrack after the RST"
+    finally:
+        moving.world.node.agent.signal(signal.SIGCONT)
     wait_until(lambda: is_closed(moving.conntrack(own_port, family)), "its entry is closed", deadline=12)
     moving.serve_at(moving.other())
     client, server, _ = moving.begin(family, own_port)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from pyebpf_proxy.cluster.api import (
+    CONFIG_MAPS,
     DAEMON_SETS,
     JSON,
     NODES,
@@ -62,6 +63,12 @@ class FakeApi(Api):
                 self.stored.pop(path, None)
 
         self.after = delete
+
+    def configure(self, old: str, new: str) -> None:
+        """Replace a part of kube-proxy's configuration."""
+        data = self.stored[CONFIG_MAPS.path(NAMESPACE, KUBE_PROXY)]["data"]
+        assert old in data["config.conf"]
+        data["config.conf"] = data["config.conf"].replace(old, new)
 
     def put(self, path: str, item: Object) -> Object:
         """Store an object as it is, but for its version."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from pyebpf_proxy.cluster import objects, task_pod
-from pyebpf_proxy.cluster.api import CONFIG_MAPS, DAEMON_SETS, LEASES, Object
+from pyebpf_proxy.cluster.api import DAEMON_SETS, LEASES, Object
 from pyebpf_proxy.cluster.errors import ClusterError
 from pyebpf_proxy.cluster.install import Install
 from pyebpf_proxy.cluster.objects import KUBE_PROXY, NAME, NAMESPACE, ON
@@ -59,8 +59,7 @@ def test_an_older_image_needs_the_command_of_its_version() -> None:
 def test_proxies_that_end_without_the_health_port_cannot_take_turns() -> None:
     """The agent would end beside kube-proxy, and kube-proxy beside the agent: a rollback could never succeed."""
     api = FakeApi("n1")
-    data = api.stored[CONFIG_MAPS.path(NAMESPACE, KUBE_PROXY)]["data"]
-    data["config.conf"] = data["config.conf"].replace("bindAddressHardFail: false", "bindAddressHardFail: true")
+    api.configure("bindAddressHardFail: false", "bindAddressHardFail: true")
     with pytest.raises(ClusterError, match=r"bindAddressHardFail is true: .*; set it to false in the ConfigMap"):
         install(api)
     assert DAEMON_SETS.path(NAMESPACE, NAME) not in api.stored
@@ -69,8 +68,7 @@ def test_proxies_that_end_without_the_health_port_cannot_take_turns() -> None:
 def test_a_configuration_with_which_no_proxy_starts_changes_nothing() -> None:
     """kube-proxy reads it only when it starts, so it may still run."""
     api = FakeApi("n1")
-    data = api.stored[CONFIG_MAPS.path(NAMESPACE, KUBE_PROXY)]["data"]
-    data["config.conf"] = data["config.conf"].replace("healthzBindAddress: ''", "healthzBindAddress: 0.0.0.0:70000")
+    api.configure("healthzBindAddress: ''", "healthzBindAddress: 0.0.0.0:70000")
     with pytest.raises(ClusterError, match=r"^ConfigMap kube-system/kube-proxy: config\.conf: .*\.HealthzBindAddress"):
         install(api)
     assert DAEMON_SETS.path(NAMESPACE, NAME) not in api.stored
