@@ -190,20 +190,20 @@ lab-test: setup ## test two Vagrant machines: requests, restart and upgrade unde
 define e2e-programs
 	@tools/setup.sh packages tests/cluster/debian-packages.txt
 	@tests/cluster/build.sh kube-proxy kube-apiserver kubelet kubectl kube-controller-manager kube-scheduler coredns agnhost \
-		regression-issue-74839 $(1)
+		regression-issue-74839 $(if $(filter flannel,$(CNI)),flanneld kube-router) $(1)
 endef
 E2E = $(SUDO) env $(foreach name,PYEBPF_PROXY_CACHE E2E_WORK,$(if $($(name)),$(name)="$($(name))")) nice -n 5 $(PYTHON) -m tests.e2e
 
-cluster-up: setup ## start a real Kubernetes cluster on this machine: PROXY=pyebpf-proxy, kube-proxy or kube-proxy-nftables, DUAL=1: both families (docs/kubernetes-e2e.md)
+cluster-up: setup ## start a real Kubernetes cluster on this machine: PROXY=pyebpf-proxy, kube-proxy or kube-proxy-nftables, DUAL=1: both families, CNI=bridge or flannel (docs/kubernetes-e2e.md)
 	$(call e2e-programs)
-	@$(E2E) up --proxy $(or $(PROXY),pyebpf-proxy) $(if $(DUAL),--dual)
+	@$(E2E) up --proxy $(or $(PROXY),pyebpf-proxy) $(if $(DUAL),--dual) $(if $(CNI),--cni $(CNI))
 
 cluster-down: setup ## remove what make cluster-up, or a killed make test-e2e, has left
 	@$(E2E) down
 
-test-e2e: setup ## run Kubernetes' own e2e tests of Services in such a cluster: PROXY as for cluster-up, ARGS="--record" writes the table
+test-e2e: setup ## run Kubernetes' own e2e tests of Services in such a cluster: PROXY and CNI as for cluster-up, ARGS="--record" writes the table
 	$(call e2e-programs,ginkgo e2e.test)
-	@$(E2E) test --proxy $(or $(PROXY),pyebpf-proxy) $(if $(DUAL),--dual) $(ARGS)
+	@$(E2E) test --proxy $(or $(PROXY),pyebpf-proxy) $(if $(DUAL),--dual) $(if $(CNI),--cni $(CNI)) $(ARGS)
 
 parity: setup ## compare 300 random object sets with the real kube-proxy, different in every run (docs/parity.md)
 	@tools/setup.sh packages tests/cluster/debian-packages.txt

@@ -22,7 +22,8 @@ stamp() {
 }
 flags=$(stamp "$release")
 
-# build PACKAGE PROGRAM [MODULE [COMMAND...]]: MODULE is the folder with the go.mod that pins the versions.
+# build PACKAGE PROGRAM [MODULE [COMMAND...]]: MODULE is the folder with the go.mod that pins the versions. cgo=1: the
+# program has parts in C.
 build() {
     local package=$1 program=$2 module=${3:-$here/kubernetes}
     shift $(($# < 3 ? $# : 3))
@@ -30,7 +31,7 @@ build() {
     command -v go >/dev/null || { echo "go is missing: install Go 1.26 or newer to build $(basename "$program")" >&2; exit 1; }
     mkdir -p "$folder"
     # Built elsewhere and moved, so that an interrupted build leaves no incomplete program.
-    (cd "$module" && CGO_ENABLED=0 nice -n 10 "$@" -p 1 -o "$program.$$" -ldflags "$flags" "$package")
+    (cd "$module" && CGO_ENABLED="${cgo:-0}" nice -n 10 "$@" -p 1 -o "$program.$$" -ldflags "$flags" "$package")
     mv "$program.$$" "$program"
 }
 
@@ -55,6 +56,7 @@ for program; do
         flags=$(stamp "$(sed -n 's/^require k8s.io.kubernetes //p' "$other/go.mod")") \
             build k8s.io/kubernetes/cmd/kube-apiserver "$folder/$program" "$other"
         ;;
+    kube-router) build github.com/cloudnativelabs/kube-router/v2/cmd/kube-router "$folder/$program" "$here/../e2e/kube-router" ;;
     kube-*|kubelet|kubectl) build "k8s.io/kubernetes/cmd/$program" "$folder/$program" ;;
     plan) build ./plan "$folder/$program" ;;
     agnhost|regression-issue-74839) build "k8s.io/kubernetes/test/images/$program" "$folder/$program" ;;
@@ -63,6 +65,7 @@ for program; do
     etcd) build go.etcd.io/etcd/server/v3 "$folder/$program" "$here/etcd" ;;
     helm) build helm.sh/helm/v4/cmd/helm "$folder/$program" "$here/helm" ;;
     coredns) build . "$folder/$program" "$here/../e2e/coredns" ;;
+    flanneld) cgo=1 build github.com/flannel-io/flannel "$folder/$program" "$here/../e2e/flannel" ;;
     *) echo "$0: no program is called $program" >&2; exit 2 ;;
     esac
 done

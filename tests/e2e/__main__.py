@@ -10,6 +10,7 @@ import sys
 from types import FrameType
 
 from tests.e2e import churn, cluster, page, specs, switch
+from tests.e2e.cni import CNIS, DEFAULT_CNI
 from tests.e2e.problem import E2EError
 
 
@@ -19,6 +20,9 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("command", choices=("up", "down", "test", "switch", "churn", "page"))
     parser.add_argument("--proxy", choices=cluster.PROXIES, default="pyebpf-proxy")
     parser.add_argument("--dual", action="store_true", help="both families")
+    parser.add_argument(
+        "--cni", choices=CNIS, default=DEFAULT_CNI, help=f"what connects the pods (default: {DEFAULT_CNI})"
+    )
     parser.add_argument("--processes", type=int, default=4, help="specs that run at once")
     parser.add_argument("--focus", default="", help="specs to run, as a regular expression")
     parser.add_argument("--load-balancer", action="store_true", help="a load-balancer controller, and the specs for it")
@@ -56,7 +60,7 @@ def main(arguments: list[str]) -> int:
         balanced = options.load_balancer
         focus = options.focus or (specs.BALANCED_FOCUS if balanced else specs.FOCUS)
         choice = specs.Choice(focus, options.processes, balanced, options.replace)
-        status = specs.run(options.proxy, options.dual, choice, options.here, options.record)
+        status = specs.run(options.proxy, options.dual, options.cni, choice, options.here, options.record)
         if options.record:
             page.write()
         return status
@@ -75,11 +79,11 @@ def main(arguments: list[str]) -> int:
 
 def up(options: argparse.Namespace) -> int:
     """Create a cluster that stays. If that fails, only the last lines of its logs are left."""
-    cluster.prepare()
+    cluster.prepare(cni=options.cni)
     with cluster.exclusive():
         cluster.refuse_if_used()
         made = cluster.Cluster()
-        made.up(options.proxy, options.dual)
+        made.up(options.proxy, options.dual, options.cni)
     print(cluster.describe(made))
     return 0
 

@@ -33,7 +33,8 @@ class Churn:
     """A run: how many pods were deleted while they were ready, and the connections meanwhile.
 
     ``programmed``: within how many seconds 99 % of the changed EndpointSlices were in force on all nodes, and 0 if that
-    is not known. If a pod has ended before, its connections fail with any proxy.
+    is not known. If a pod has ended before, its connections fail with any proxy. ``request``: the CPU time that the
+    proxy's pods request; empty: none.
     """
 
     seconds: int
@@ -41,6 +42,7 @@ class Churn:
     connections: int
     failed: int
     programmed: float = 0
+    request: str = ""
 
 
 def run(seconds: int, record: bool) -> int:
@@ -56,8 +58,9 @@ def run(seconds: int, record: bool) -> int:
             pods += _replace(cluster)
             time.sleep(max(0.0, now + 1 - time.monotonic()))
         asked, failed = (after - then for after, then in zip(load.count(), before, strict=True))
+        seconds = round(time.monotonic() - began)
         programmed = quantile([node.run(*_METRICS) for node in cluster.nodes])
-        made = Churn(round(time.monotonic() - began), pods, asked, failed, programmed)
+        made = Churn(seconds, pods, asked, failed, programmed, _request(cluster))
         print(
             f"{cluster.proxy}: {made.pods} pods replaced in {made.seconds} s: {asked} connections, {failed} failed;"
             f" 99 % of the changes in force within {programmed} s"
@@ -88,6 +91,12 @@ def quantile(metrics: Sequence[str], share: float = 0.99) -> float:
     return min((bound for bound, count in counts.items() if count >= most * share), default=0) if most else 0
 
 
+def _request(cluster: Cluster) -> str:
+    daemon_set = "pyebpf-proxy" if cluster.proxy == "pyebpf-proxy" else "kube-proxy"
+    path = "{.spec.template.spec.containers[0].resources.requests.cpu}"
+    return cluster.kubectl("-n", "kube-system", "get", "daemonset", daemon_set, "-o", f"jsonpath={path}").strip()
+
+
 def _replace(cluster: Cluster) -> int:
     """Delete the oldest ready pods; the Deployment creates others. How many."""
     chosen = ("-n", LOAD_SPACE, "get", "pods", "-l", "app=web", "-o", "json")
@@ -110,14 +119,14 @@ def oldest(pods: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def save(proxy: str, made: Churn, path: Path = results.CHURN) -> Path:
-    """recorded/churn.json, for the page: the last run with each proxy."""
+    """recorded/churn.json, for the page: the last run with each proxy and CPU request."""
     about: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-    runs = about.get("runs", {}) | {proxy: asdict(made)}
+    runs = about.get("runs", {}) | {f"{proxy} {made.request}".strip(): asdict(made)}
     path.write_text(json.dumps({"release": RELEASE, "nodes": NODES, "runs": runs}, indent=1) + "\n")
     return path
 
 
 def load_record(path: Path = results.CHURN) -> dict[str, Churn]:
-    """Read what ``save`` wrote, by proxy; empty: nothing was recorded."""
+    """Read what ``save`` wrote, by proxy and CPU request; empty: nothing was recorded."""
     runs = json.loads(path.read_text())["runs"] if path.exists() else {}
     return {proxy: Churn(**each) for proxy, each in runs.items()}

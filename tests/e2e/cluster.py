@@ -21,6 +21,7 @@ from typing import Any
 import yaml
 
 from tests.e2e import control_plane, images, pki, programs
+from tests.e2e.cni import CNIS, DEFAULT_CNI, Cni
 from tests.e2e.layout import (
     CONTROL,
     KUBE_PROXY_IMAGE,
@@ -43,13 +44,18 @@ _HERE = Path(__file__).parent
 
 
 class Cluster:
-    """A cluster in its folder. ``proxy`` and ``dual`` are those that it was created with."""
+    """A cluster in its folder. ``proxy``, ``network`` and ``cni`` are those that it was created with."""
 
     def __init__(self) -> None:
         self.state = State(WORK)
         found = self.state.read()
         self.proxy = str(found.get("proxy", ""))
         self.network = Network(bool(found.get("dual")))
+        self.cni_name = str(found.get("cni", DEFAULT_CNI))
+
+    @property
+    def cni(self) -> Cni:
+        return CNIS[self.cni_name]
 
     @property
     def nodes(self) -> list[Node]:
@@ -70,14 +76,16 @@ class Cluster:
 
     # ---- up --------------------------------------------------------------------------------------------------------
 
-    def up(self, proxy: str, dual: bool, keeper: int = 0) -> None:
+    def up(self, proxy: str, dual: bool, cni: str = DEFAULT_CNI, keeper: int = 0) -> None:
         """Create it. ``keeper`` is the process that will remove it; 0: it stays until `cluster-down`."""
         began = time.monotonic()
+        if dual and not CNIS[cni].dual:
+            raise E2EError(f"{cni} connects only one family here")
         archives = images.prepare()
         remove_leftovers()
         self.state.folder.mkdir(parents=True)
-        self.proxy, self.network = proxy, Network(dual)
-        self.state.change(proxy=proxy, dual=dual, keeper=[keeper, started(keeper)] if keeper else None)
+        self.proxy, self.network, self.cni_name = proxy, Network(dual), cni
+        self.state.change(proxy=proxy, dual=dual, cni=cni, keeper=[keeper, started(keeper)] if keeper else None)
         pki.make(self.state.folder / "pki", self.network)
         self._write_kubectl()
         control_plane.start(self.state, self.network)
@@ -116,7 +124,7 @@ class Cluster:
         nodes = self.nodes
         for node in nodes:
             others = [(other, ranges[other.name]) for other in nodes if other.number != node.number]
-            node.connect_pods(ranges[node.name], others)
+            node.connect_pods(self.cni, ranges[node.name], others)
             zone = f"topology.kubernetes.io/zone=zone-{node.number}"
             self.kubectl("label", "--overwrite", "node", node.name, zone, "topology.kubernetes.io/region=region-1")
 
@@ -182,6 +190,16 @@ class Cluster:
         """The agents' pods."""
         chosen = ("-n", "kube-system", "get", "pods", "-l", "k8s-app=pyebpf-proxy", "-o", "json")
         return list(json.loads(self.kubectl(*chosen))["items"])
+
+    def fast_path(self) -> dict[str, Any]:
+        """The agents' fast paths: packets that they sent, and the reasons for which IPv4 takes the slow path."""
+        sent, closed = 0, set()
+        for pod in self.agents():
+            command = ("exec", pod["metadata"]["name"], "--", "pyebpf-proxy", "status", "-o", "json")
+            found = json.loads(self.kubectl("-n", "kube-system", *command))["fastPath"]
+            sent += found["sent"]
+            closed |= {text for text in (found["closed4"], found["why4"]) if text}
+        return {"sent": sent, "closed": sorted(closed)}
 
     def require_seccomp(self) -> None:
         """E2EError unless the runtime's seccomp profile applies to every agent's pod (2: a filter)."""
@@ -298,9 +316,9 @@ def exclusive() -> Iterator[None]:
         yield
 
 
-def prepare(specs: bool = False) -> None:
+def prepare(specs: bool = False, cni: str = DEFAULT_CNI) -> None:
     """Check the needed programs; E2EError for the first missing one."""
-    programs.prepare(specs)
+    programs.prepare(specs, CNIS[cni].programs)
 
 
 def describe(cluster: Cluster) -> str:

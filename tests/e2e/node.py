@@ -6,11 +6,13 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 
 import yaml
 
 from tests.e2e import images
+from tests.e2e.cni import Cni
 from tests.e2e.layout import BRIDGE, CONTROL, STORE, Network, node_name
 from tests.e2e.problem import E2EError
 from tests.e2e.processes import State, kill_all, wait_for
@@ -53,6 +55,8 @@ class Node:
         #: The control plane's end of its link.
         self._port = f"node{number}"
         self._keys = state.folder / "pki"
+        #: A kubeconfig with all rights.
+        self.admin = self._keys / "admin.conf"
 
     # ---- life ------------------------------------------------------------------------------------------------------
 
@@ -110,6 +114,12 @@ class Node:
         pid = (self.folder / f"{program}.pid").read_text().strip()
         self.run("kill", f"-{signal}", pid, check=False)
         wait_for(f"{self.name}: {program} has ended", lambda: not self._exists(pid), 60)
+
+    def keep_running(self, name: str, *command: str | Path, environment: Mapping[str, str] | None = None) -> None:
+        """Start a program in the node unless it runs."""
+        if not self._state.runs(f"{self.name}-{name}"):
+            values = [f"{variable}={value}" for variable, value in (environment or {}).items()]
+            self._spawn(name, *(["env", *values] if values else []), *command)
 
     def _exists(self, pid: str) -> bool:
         done = subprocess.run([*self._enter(), "kill", "-0", pid], check=False, capture_output=True)
@@ -177,22 +187,14 @@ class Node:
             if (folder / "cpu.shares").exists():
                 (folder / "cpu.shares").write_text(_CPU_SHARES)
 
-    def connect_pods(self, ranges: list[str], others: list[tuple[Node, list[str]]]) -> None:
+    def connect_pods(self, cni: Cni, ranges: list[str], others: list[tuple[Node, list[str]]]) -> None:
         """CNI for the pods' ranges, and routes to the other nodes' pods."""
-        for node, subnets in others:
+        for node, subnets in others if not cni.routes else ():
             for subnet in subnets:
                 run("ip", "-n", self.name, "route", "replace", subnet, "via", node.gateway(subnet))
         for subnet in ranges:
             run("ip", "-n", CONTROL, "route", "replace", subnet, "via", self.gateway(subnet))
-        addresses = {
-            "type": "host-local",
-            "ranges": [[{"subnet": subnet}] for subnet in ranges],
-            "routes": [{"dst": "::/0" if ":" in subnet else "0.0.0.0/0"} for subnet in ranges],
-        }
-        plugins = [
-            {"type": "ptp", "ipMasq": False, "mtu": 1500, "ipam": addresses},
-            {"type": "portmap", "capabilities": {"portMappings": True}},
-        ]
+        plugins = cni.start(self, ranges)
         folder = self.folder / "root/etc/cni/net.d"
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "10-pep-e2e.conflist").write_text(

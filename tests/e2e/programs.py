@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from tests.e2e.layout import PROGRAMS, REPOSITORY, STORE
@@ -55,14 +56,14 @@ def search_path() -> str:
     return ":".join([*map(str, own), os.environ.get("PATH", "/usr/sbin:/usr/bin"), "/usr/sbin:/sbin"])
 
 
-def prepare(specs: bool) -> None:
+def prepare(specs: bool, others: Sequence[str] = ()) -> None:
     """Check that everything exists, and unpack the rest. E2EError for the first missing program."""
     if os.geteuid() != 0:
         raise E2EError("a cluster needs root: it makes namespaces, mounts and cgroups")
     for program, package in _INSTALLED.items():
         if shutil.which(program, path=search_path()) is None:
             raise E2EError(f"{program} is missing: apt-get install {package}")
-    for name in (*BUILT, *(BUILT_FOR_SPECS if specs else ())):
+    for name in (*BUILT, *(BUILT_FOR_SPECS if specs else ()), *others):
         built(name)
     _unpack()
     IPTABLES.mkdir(parents=True, exist_ok=True)

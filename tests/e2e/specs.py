@@ -14,6 +14,7 @@ from pathlib import Path
 
 from tests.e2e import cluster as clusters
 from tests.e2e import results
+from tests.e2e.cni import DEFAULT_CNI
 from tests.e2e.layout import CONTROL, NODES, PROGRAMS, RELEASE, STORE
 from tests.e2e.problem import E2EError
 from tests.e2e.replacements import Replacements
@@ -22,11 +23,12 @@ FOCUS = r"\[sig-network\]"
 DUAL_FOCUS = r"\[sig-network\].*\[Feature:IPv6DualStack\]"
 _LONG = "run for many minutes, or need the cluster for themselves"
 _NEEDS_BALANCER = "need a load balancer; these run with `ARGS=--load-balancer`"
+_NEEDS_POLICIES = "need a CNI with NetworkPolicy; these run with `CNI=flannel`"
 #: Why a spec is left out, by parts of its name.
 LEFT_OUT = {
     _LONG: r"\[Slow\]|\[Serial\]|\[Disruptive\]",
     _NEEDS_BALANCER: r"Feature:LoadBalancer",
-    "need a CNI with NetworkPolicy": r"Netpol|Feature:NetworkPolicy|NetworkPolicyLegacy",
+    _NEEDS_POLICIES: r"Netpol|Feature:NetworkPolicy|NetworkPolicyLegacy",
     "need an Ingress controller": r"Ingress",
     "need SCTP in the kernel": r"SCTP|sctp",
     "need the Internet": r"Feature:Networking-IPv4|Feature:Networking-IPv6|Feature:Networking-DNS",
@@ -56,9 +58,9 @@ class Choice:
     replace: bool = False
 
 
-def run(proxy: str, dual: bool, choice: Choice, here: bool, record: bool) -> int:
+def run(proxy: str, dual: bool, cni: str, choice: Choice, here: bool, record: bool) -> int:
     """Run the specs, in a new cluster or in the one that is up. 1 if one fails without a known reason."""
-    clusters.prepare(specs=True)
+    clusters.prepare(True, cni)
     with clusters.exclusive():
         made = clusters.Cluster()
         if here and not made.proxy:
@@ -66,7 +68,7 @@ def run(proxy: str, dual: bool, choice: Choice, here: bool, record: bool) -> int
         if not here:
             clusters.refuse_if_used()
             try:
-                made.up(proxy, dual, keeper=os.getpid())
+                made.up(proxy, dual, cni, keeper=os.getpid())
                 return _judge(made, choice, record)
             finally:
                 with _undisturbed():
@@ -90,6 +92,7 @@ def _judge(made: clusters.Cluster, choice: Choice, record: bool) -> int:
     if choice.balanced:
         made.start_load_balancer()
     name = made.proxy + ("-dual" if made.network.dual else "") + ("-replaced" if choice.replace else "")
+    name += "" if made.cni_name == DEFAULT_CNI else f"-{made.cni_name}"
     folder = STORE / "reports" / name
     folder.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
@@ -106,6 +109,7 @@ def _judge(made: clusters.Cluster, choice: Choice, record: bool) -> int:
     if record:
         about = {"proxy": made.proxy, "dual": made.network.dual, "release": RELEASE, "nodes": NODES}
         about |= {"seconds": seconds, "processes": choice.processes}
+        about |= {"cni": made.cni_name, "fastPath": made.fast_path()}
         if replacements:
             about["replacements"] = [asdict(each) for each in replacements.made]
         if choice.focus != FOCUS:
@@ -114,7 +118,7 @@ def _judge(made: clusters.Cluster, choice: Choice, record: bool) -> int:
             all_specs = results.replaced(name, specs)
         else:
             # Results of specs that this run leaves out are those of another run. Others no longer exist.
-            all_specs = results.replaced(name, specs, kept="|".join(left_out(choice.balanced)))
+            all_specs = results.replaced(name, specs, kept="|".join(left_out(choice.balanced, made.cni.policies)))
         print(f"written: {results.save(name, all_specs, about)}")
     if replacements:
         replacements.require_success()
@@ -122,16 +126,20 @@ def _judge(made: clusters.Cluster, choice: Choice, record: bool) -> int:
     return 1 if failed else 0
 
 
-def left_out(balanced: bool) -> list[str]:
-    """The regular expressions of the names of specs that do not run."""
-    return [pattern for why, pattern in LEFT_OUT.items() if not (balanced and why in BALANCED)]
+def left_out(balanced: bool, policies: bool = False) -> list[str]:
+    """The regular expressions of the names of specs that do not run.
+
+    ``policies``: the cluster enforces NetworkPolicies.
+    """
+    run_too = (*(BALANCED if balanced else ()), *((_NEEDS_POLICIES,) if policies else ()))
+    return [pattern for why, pattern in LEFT_OUT.items() if why not in run_too]
 
 
 def _run(made: clusters.Cluster, choice: Choice, folder: Path) -> list[results.Spec]:
     report, log = folder / "report.json", folder / "e2e.log"
     report.unlink(missing_ok=True)
     focus = DUAL_FOCUS if made.network.dual and choice.focus == FOCUS else choice.focus
-    skip = "|".join([*left_out(choice.balanced), *([] if made.network.dual else [DUAL])])
+    skip = "|".join([*left_out(choice.balanced, made.cni.policies), *([] if made.network.dual else [DUAL])])
     command = [
         *("nice", "-n", "10", "nsenter", f"--net=/run/netns/{CONTROL}", str(PROGRAMS / "ginkgo"), "run"),
         *(f"--procs={choice.processes}", "--no-color", f"--timeout={_LIMIT}s", "--silence-skips"),

@@ -19,6 +19,7 @@ import pytest
 from tests import ROOT
 from tests.e2e import churn, page, replacements, results, specs, switch
 from tests.e2e.__main__ import main
+from tests.e2e.cni import CNIS, DEFAULT_CNI
 from tests.e2e.problem import E2EError
 from tests.e2e.results import Spec
 from tests.support.lab_tools import wait_until
@@ -97,7 +98,13 @@ def test_a_run_of_all_specs_keeps_the_results_that_need_a_load_balancer(
     results.save("pyebpf-proxy", [balanced, gone], {})
     ran = Spec("Services", "[sig-network] Services should serve", "passed", 2)
     monkeypatch.setattr(specs, "_run", lambda *_: [ran])
-    made = SimpleNamespace(proxy="pyebpf-proxy", network=SimpleNamespace(dual=False))
+    made = SimpleNamespace(
+        proxy="pyebpf-proxy",
+        network=SimpleNamespace(dual=False),
+        cni=CNIS[DEFAULT_CNI],
+        cni_name=DEFAULT_CNI,
+        fast_path=dict,
+    )
     monkeypatch.setattr(specs, "STORE", tmp_path)
     assert specs._judge(cast(Any, made), specs.Choice(specs.FOCUS, 4), record=True) == 0
     assert results.load(tmp_path / "pyebpf-proxy.json")[1] == [balanced, ran]
@@ -273,7 +280,7 @@ def test_which_specs_run(arguments: list[str], choice: specs.Choice, monkeypatch
     monkeypatch.setattr(specs, "run", run)
     monkeypatch.setattr(signal, "signal", lambda number, handler: None)
     assert main(["test", *arguments]) == 0
-    assert [given[2] for given in asked] == [choice]
+    assert [given[3] for given in asked] == [choice]
 
 
 def test_a_spec_may_fail_only_where_it_was_recorded_that_it_does() -> None:
@@ -403,10 +410,13 @@ def test_the_page_shows_the_last_churn_with_each_proxy(tmp_path: Path, monkeypat
     path = tmp_path / "churn.json"
     assert churn.load_record(path) == {}
     churn.save("kube-proxy", churn.Churn(600, 500, 600_000, 3), path)
-    churn.save("pyebpf-proxy", churn.Churn(60, 50, 60_000, 1), path)
-    churn.save("pyebpf-proxy", churn.Churn(601, 700, 600_001, 0, 0.25), path)
+    churn.save("kube-proxy", churn.Churn(602, 501, 600_002, 1, 2, "100m"), path)
+    churn.save("pyebpf-proxy", churn.Churn(60, 50, 60_000, 1, request="100m"), path)
+    churn.save("pyebpf-proxy", churn.Churn(601, 700, 600_001, 0, 0.25, "100m"), path)
     found = churn.load_record(path)
     monkeypatch.setattr(churn, "load_record", lambda: found)
     assert page._churned().endswith(
-        "| kube-proxy | 500 | 600 | 600000 | 3 | – |\n| pyebpf-proxy | 700 | 601 | 600001 | 0 | 0.25 s |\n"
+        "| kube-proxy | – | 500 | 600 | 600000 | 3 | – |\n"
+        "| kube-proxy | 100m | 501 | 602 | 600002 | 1 | 2 s |\n"
+        "| pyebpf-proxy | 100m | 700 | 601 | 600001 | 0 | 0.25 s |\n"
     )

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the pods of the cluster are connected: the CNI plugins, and what else runs on a node for them."""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from tests.e2e.processes import wait_for
+
+if TYPE_CHECKING:
+    from tests.e2e.node import Node
+
+_MTU = 1500
+_PORTMAP = {"type": "portmap", "capabilities": {"portMappings": True}}
+_BANDWIDTH = {"type": "bandwidth", "capabilities": {"bandwidth": True}}
+
+
+class Cni(ABC):
+    """One way to connect pods."""
+
+    #: In tables.
+    title: ClassVar[str]
+    #: What it needs besides Debian's CNI plugins: names for tests/cluster/build.sh.
+    programs: ClassVar[tuple[str, ...]] = ()
+    #: Whether it enforces NetworkPolicies.
+    policies: ClassVar[bool] = False
+    #: Whether it can connect both families here.
+    dual: ClassVar[bool] = True
+    #: Whether it sets the routes to the other nodes' pods itself.
+    routes: ClassVar[bool] = False
+
+    @abstractmethod
+    def start(self, node: Node, subnets: Sequence[str]) -> list[dict[str, Any]]:
+        """Start what the node needs, unless it runs. Returns the list of plugins for the node's ranges of pods."""
+
+
+def _addresses(subnets: Sequence[str]) -> dict[str, Any]:
+    return {
+        "type": "host-local",
+        "ranges": [[{"subnet": subnet}] for subnet in subnets],
+        "routes": [{"dst": "::/0" if ":" in subnet else "0.0.0.0/0"} for subnet in subnets],
+    }
+
+
+def _bridge(subnets: Sequence[str], mtu: int) -> dict[str, Any]:
+    bridge = {"type": "bridge", "bridge": "cni0", "isGateway": True, "hairpinMode": True, "ipMasq": False}
+    return bridge | {"mtu": mtu, "ipam": _addresses(subnets)}
+
+
+class Ptp(Cni):
+    """A route per pod, as with Calico and kindnet."""
+
+    title = "`ptp`, `portmap`"
+
+    def start(self, node: Node, subnets: Sequence[str]) -> list[dict[str, Any]]:
+        return [{"type": "ptp", "ipMasq": False, "mtu": _MTU, "ipam": _addresses(subnets)}, _PORTMAP]
+
+
+class Bridge(Cni):
+    """A bridge per node, and limits for pods that ask for them."""
+
+    title = "`bridge`, `portmap`, `bandwidth`"
+
+    def start(self, node: Node, subnets: Sequence[str]) -> list[dict[str, Any]]:
+        return [_bridge(subnets, _MTU), _PORTMAP, _BANDWIDTH]
+
+
+class Flannel(Cni):
+    """flanneld with host-gw, and kube-router as controller of NetworkPolicies: the pair that k3s contains.
+
+    flannel's own CNI plugin only calls ``bridge`` with the values of subnet.env. Here the list calls it directly. vxlan
+    needs a kernel that has it.
+    """
+
+    title = "flannel (host-gw), kube-router's NetworkPolicy controller"
+    programs = ("flanneld", "kube-router")
+    policies = True
+    dual = False
+    routes = True
+
+    def start(self, node: Node, subnets: Sequence[str]) -> list[dict[str, Any]]:
+        configuration = node.folder / "net-conf.json"
+        configuration.write_text(json.dumps({"Network": node.network.pods, "Backend": {"Type": "host-gw"}}))
+        node.keep_running(
+            *("flanneld", "flanneld", "--kube-subnet-mgr", "--ip-masq", "--iface=eth0"),
+            *(f"--kubeconfig-file={node.admin}", f"--net-config-path={configuration}"),
+            environment={"NODE_NAME": node.name},
+        )
+        node.keep_running(
+            *("kube-router", "kube-router", "--run-firewall=true", "--run-router=false", "--run-service-proxy=false"),
+            *(f"--kubeconfig={node.admin}", f"--hostname-override={node.name}"),
+            *(f"--service-cluster-ip-range={node.network.services}", "--service-node-port-range=30000-32767"),
+            # The names of its metrics and health servers' ports differ between releases; both are off.
+            *("--metrics-port=0", "--health-port=0"),
+        )
+        wait_for(f"{node.name}: flanneld has a subnet", lambda: bool(_subnet_file(node)), 60)
+        found = _subnet_file(node)
+        return [_bridge(subnets, int(found["FLANNEL_MTU"])), _PORTMAP, _BANDWIDTH]
+
+
+def _subnet_file(node: Node) -> dict[str, str]:
+    text = node.run("cat", "/run/flannel/subnet.env", check=False)
+    return dict(line.split("=", 1) for line in text.splitlines() if "=" in line)
+
+
+DEFAULT_CNI = "ptp"
+CNIS: dict[str, Cni] = {DEFAULT_CNI: Ptp(), "bridge": Bridge(), "flannel": Flannel()}
