@@ -198,7 +198,7 @@ _UNLESS_PARKED = {"key": PARKED, "operator": "DoesNotExist"}
 def spares_parked(kube_proxy: Object) -> bool:
     """Whether the DaemonSet leaves parked nodes out. An upgrade by kubeadm may have undone it."""
     terms = _terms(kube_proxy["spec"]["template"]["spec"].get("affinity"))
-    return bool(terms) and all(_UNLESS_PARKED in term.get("matchExpressions", []) for term in terms)
+    return bool(terms) and all(_is_empty(term) or _UNLESS_PARKED in term.get("matchExpressions", []) for term in terms)
 
 
 def is_prepared(kube_proxy: Object) -> bool:
@@ -210,11 +210,13 @@ def prepare(kube_proxy: Object) -> Object:
     """The merge patch with which kube-proxy spares parked nodes. No pod is replaced by it: OnDelete."""
     specification = kube_proxy["spec"]["template"]["spec"]
     affinity = copy.deepcopy(specification.get("affinity") or {})
-    terms = _terms(affinity) or [{}]
+    terms = _terms(affinity)
     for term in terms:
-        # Terms are alternatives, the expressions of a term are not.
-        if _UNLESS_PARKED not in term.setdefault("matchExpressions", []):
+        # Terms are alternatives, the expressions of a term are not. An empty term matches no node, and must not begin
+        # to match.
+        if not _is_empty(term) and _UNLESS_PARKED not in term.setdefault("matchExpressions", []):
             term["matchExpressions"].append(_UNLESS_PARKED)
+    terms = terms or [{"matchExpressions": [_UNLESS_PARKED]}]
     affinity["nodeAffinity"] = (affinity.get("nodeAffinity") or {}) | {_REQUIRED: {"nodeSelectorTerms": terms}}
     strategy = kube_proxy["spec"]["updateStrategy"]
     before = _before(kube_proxy)
@@ -238,7 +240,10 @@ def unprepare(kube_proxy: Object) -> Object | None:
     terms = _terms(affinity)
     if not any(_UNLESS_PARKED in term.get("matchExpressions", []) for term in terms):
         return None
-    kept = [each for term in terms if (each := _without_ours(term))]
+    kept = [_without_ours(term) for term in terms]
+    if any(_is_empty(left) and not _is_empty(term) for left, term in zip(kept, terms, strict=True)):
+        # One of the alternatives had no other condition: kube-proxy runs on every node that is not parked.
+        kept = []
     left: Object | None = {"nodeAffinity": {_REQUIRED: {"nodeSelectorTerms": kept} if kept else None}}
     if not kept and affinity["nodeAffinity"].keys() == {_REQUIRED}:
         left = {"nodeAffinity": None} if len(affinity) > 1 else None
@@ -276,3 +281,8 @@ def _without_ours(term: Object) -> Object:
 def _terms(affinity: Object | None) -> list[Object]:
     node = (affinity or {}).get("nodeAffinity") or {}
     return list((node.get(_REQUIRED) or {}).get("nodeSelectorTerms") or [])
+
+
+def _is_empty(term: Object) -> bool:
+    """Whether the term has no condition. Such a term matches no node."""
+    return not (term.get("matchExpressions") or term.get("matchFields"))

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from pyebpf_proxy.cluster import objects
+from pyebpf_proxy.cluster import objects, scheduling
 from pyebpf_proxy.cluster.model import kube_proxy_health, pod_of
 from tests import ROOT
 from tests.support.merge_patch import merged
@@ -153,6 +153,32 @@ def test_what_others_change_meanwhile_stays(affinity: Any) -> None:
         kept = present["nodeAffinity"][REQUIRED]["nodeSelectorTerms"]
         assert all(added in term["matchExpressions"] and OURS not in term["matchExpressions"] for term in kept)
         assert len(kept) == len(terms)
+
+
+@pytest.mark.parametrize("terms", [[{}], [{}, {"matchExpressions": [THEIRS]}]], ids=["alone", "beside another"])
+def test_an_empty_term_still_matches_no_node(terms: list[Any]) -> None:
+    """With a condition in it, kube-proxy would start on nodes from which its DaemonSet keeps it."""
+    affinity = {"nodeAffinity": {REQUIRED: {"nodeSelectorTerms": terms}}}
+    original: Any = {"metadata": {"annotations": {"a": "b"}}, "spec": {"updateStrategy": {"type": "OnDelete"}}}
+    original["spec"]["template"] = {"spec": {"affinity": affinity}}
+    node: Any = {"metadata": {"name": "n1", "labels": {"kubernetes.io/arch": "arm64"}}}
+    prepared = merged(original, objects.prepare(original))
+    assert objects.is_prepared(prepared)
+    assert not scheduling.selects(prepared, node)
+    back = merged(prepared, objects.unprepare(prepared) or {})
+    assert merged(back, objects.restore_strategy(back)) == original
+
+
+def test_a_term_of_others_beside_the_commands_own_restricts_nothing() -> None:
+    """Terms are alternatives, and the commands' own matches every node that is not parked: kube-proxy must stay."""
+    original: Any = {"metadata": {}, "spec": {"updateStrategy": {"type": "OnDelete"}, "template": {"spec": {}}}}
+    edited = merged(original, objects.prepare(original))
+    edited["spec"]["template"]["spec"]["affinity"]["nodeAffinity"][REQUIRED]["nodeSelectorTerms"].append(
+        {"matchExpressions": [THEIRS]}
+    )
+    node: Any = {"metadata": {"name": "n1", "labels": {"kubernetes.io/arch": "arm64"}}}
+    assert scheduling.selects(edited, node)
+    assert scheduling.selects(merged(edited, objects.unprepare(edited)), node)
 
 
 def test_the_agents_former_template_comes_back() -> None:
