@@ -21,8 +21,6 @@ from pyebpf_proxy.cluster.objects import NAMESPACE
 NAME = "pyebpf-proxy-cluster"
 SECONDS = 60
 _RENEW = SECONDS / 4
-#: No two machines' clocks differ by so many seconds.
-_LONG_AGO = 3600
 _LOOK_SECONDS = 1.0
 _FORMAT = "%Y-%m-%dT%H:%M:%S.%fZ"
 
@@ -39,7 +37,11 @@ class Lease:
         self._thread = threading.Thread(target=self._renew, daemon=True)
 
     def __enter__(self) -> Self:
-        self._take()
+        try:
+            self._take()
+        except KeyboardInterrupt:
+            self._release()  # it may have been taken already
+            raise
         self._api.guard = self.check
         self._thread.start()
         return self
@@ -50,6 +52,10 @@ class Lease:
         self._api.guard = unguarded
         with self._api.last_words():
             self._thread.join(timeout=1)
+        self._release()
+
+    def _release(self) -> None:
+        with self._api.last_words():
             found = self._api.get(LEASES, NAME, NAMESPACE)
             if found is not None and _holder(found) == self._holder:
                 self._write(found, {"holderIdentity": None})
@@ -69,14 +75,15 @@ class Lease:
             raise StoppedError(f"another command has taken over: {holder}; this one stops")
 
     def _take(self) -> None:
-        found = self._api.get(LEASES, NAME, NAMESPACE)
-        if found is None:
-            body = {"apiVersion": LEASES.version, "kind": "Lease", "spec": self._spec()}
-            found = self._api.create(LEASES, body | {"metadata": {"name": NAME, "namespace": NAMESPACE}})
-            if _holder(found) == self._holder:
-                return
-        if _holder(found) not in (self._holder, ""):
-            self._require_expired(found)
+        while True:
+            found = self._api.get(LEASES, NAME, NAMESPACE)
+            if found is None:
+                body = {"apiVersion": LEASES.version, "kind": "Lease", "spec": self._spec()}
+                found = self._api.create(LEASES, body | {"metadata": {"name": NAME, "namespace": NAMESPACE}})
+                if _holder(found) == self._holder:
+                    return
+            if _holder(found) in (self._holder, "") or self._has_expired(found):
+                break
         try:
             self._write(found, self._spec())
         except RefusedError as refused:
@@ -87,26 +94,27 @@ class Lease:
             if now is None or _holder(now) != self._holder:
                 raise ClusterError("another command began to change this cluster at the same time") from None
 
-    def _require_expired(self, found: Object) -> None:
-        """ClusterError if the holder still renews the Lease.
+    def _has_expired(self, found: Object) -> bool:
+        """True: the holder has not renewed the Lease for as long as it lasts, by this machine's clock.
 
-        Its time is that of another machine's clock. Where it is not recent by this one's, the Lease is watched for as
-        long as it lasts: only one that is not renewed meanwhile has expired.
+        Its time is that of another machine's clock, which may be wrong by any number of hours. Where the Lease does not
+        seem to be recent, it is watched. False: it was released meanwhile. ClusterError: the holder renews it.
         """
         busy = f"another command changes this cluster: {_holder(found)}; wait until it ends"
         seconds = float(found["spec"].get("leaseDurationSeconds") or SECONDS)
         age = _age(found)
         if 0 <= age <= seconds:
             raise ClusterError(f"{busy}. If it was killed, its Lease expires in {seconds - age:.0f} s")
-        if age > _LONG_AGO:
-            return
         self._say(f"waiting {seconds:.0f} s to see whether another command is running: {_holder(found)}")
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             time.sleep(_LOOK_SECONDS)
             now = self._api.get(LEASES, NAME, NAMESPACE)
-            if now is not None and now["metadata"]["resourceVersion"] != found["metadata"]["resourceVersion"]:
+            if now is None or not _holder(now):
+                return False
+            if now["metadata"]["resourceVersion"] != found["metadata"]["resourceVersion"]:
                 raise ClusterError(busy)
+        return True
 
     def _write(self, found: Object, specification: Object) -> None:
         """Change the Lease, if no other command has changed it since. RefusedError, status 409."""

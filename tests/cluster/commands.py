@@ -90,8 +90,8 @@ def labels(server: ApiServer, node: str) -> dict[str, str]:
 
 
 def expire_lease(server: ApiServer) -> None:
-    """As long after a command was killed."""
-    past = {"spec": {"renewTime": "2026-01-01T00:00:00.000000Z"}}
+    """As long after a command was killed. The next one watches it only for a second."""
+    past = {"spec": {"renewTime": "2026-01-01T00:00:00.000000Z", "leaseDurationSeconds": 1}}
     server.request("PATCH", LEASE, past, MERGE)
 
 

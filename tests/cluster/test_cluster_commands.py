@@ -17,7 +17,18 @@ from pathlib import Path
 import pytest
 
 from pyebpf_proxy.cluster.objects import AGENT, PARKED
-from tests.cluster.commands import IMAGE, NAMES, command, daemon_set, now, proxies, run, served_by_agent, started
+from tests.cluster.commands import (
+    IMAGE,
+    NAMES,
+    command,
+    daemon_set,
+    expire_lease,
+    now,
+    proxies,
+    run,
+    served_by_agent,
+    started,
+)
 from tests.cluster.simulated_nodes import SETS, SYSTEM, SimulatedNodes
 from tests.support.apiserver import ApiError, ApiServer
 
@@ -248,9 +259,7 @@ def test_ctrl_c_and_kill_leave_a_proxy_and_the_next_command_continues(
     process.kill()
     process.wait()
     assert "another command changes this cluster: install by " in run(tmp_path, "install", status=1)
-    path = "/apis/coordination.k8s.io/v1/namespaces/kube-system/leases/pyebpf-proxy-cluster"
-    past = {"spec": {"renewTime": "2026-01-01T00:00:00.000000Z"}}
-    server.request("PATCH", path, past, "application/merge-patch+json")
+    expire_lease(server)
     run(tmp_path, "install")
     assert now(server) == served_by_agent(*NAMES)
 

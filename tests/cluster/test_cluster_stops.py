@@ -310,7 +310,7 @@ def lease(server: ApiServer, seconds_ago: float, holder: str = "install by opera
     server.apply(item)
 
 
-@pytest.mark.parametrize("seconds_ago", [600, -600])
+@pytest.mark.parametrize("seconds_ago", [600, -600, 9 * 3600])
 def test_a_lease_that_is_renewed_counts_whatever_its_clock_says(
     cluster: SimulatedNodes, server: ApiServer, tmp_path: Path, seconds_ago: float
 ) -> None:

@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import datetime
+
 import pytest
 
 from pyebpf_proxy.cluster import lease as module
 from pyebpf_proxy.cluster import task_pod
-from pyebpf_proxy.cluster.api import LEASES, PODS, RefusedError
+from pyebpf_proxy.cluster.api import LEASES, PODS, Object, RefusedError
 from pyebpf_proxy.cluster.errors import ClusterError, StoppedError
 from pyebpf_proxy.cluster.lease import NAME as LEASE
 from pyebpf_proxy.cluster.lease import Lease
@@ -78,3 +80,68 @@ def test_a_command_that_has_lost_the_lease_starts_no_pod() -> None:
         with pytest.raises(StoppedError, match="another command has taken over: rollback by operator@laptop"):
             task_pod.run(api, "verify", "n1", "registry.example/pyebpf-proxy:1", ["true"], 0.1)
     assert PODS.path(NAMESPACE, task_pod.name_of("verify", "n1")) not in api.stored
+
+
+def held(seconds_ago: float) -> Object:
+    """A Lease of another command, by a clock that is wrong by so much."""
+    then = datetime.datetime.now(datetime.UTC) - datetime.timedelta(seconds=seconds_ago)
+    specification = {"holderIdentity": "rollback by operator@laptop", "leaseDurationSeconds": 0.3}
+    specification["renewTime"] = then.strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+    return {"metadata": {"name": LEASE, "namespace": NAMESPACE}, "spec": specification}
+
+
+@pytest.mark.parametrize("hours", [-9, 9])
+@pytest.mark.parametrize("lives", [True, False])
+def test_a_lease_of_a_machine_whose_clock_is_hours_off(
+    monkeypatch: pytest.MonkeyPatch, hours: int, lives: bool
+) -> None:
+    """As where the clock has local time. What counts is whether the Lease is renewed while this command looks."""
+    monkeypatch.setattr(module, "_LOOK_SECONDS", 0.02)
+    api, path = FakeApi(), LEASES.path(NAMESPACE, LEASE)
+    api.put(path, held(hours * 3600))
+
+    def renew(method: str, asked: str) -> None:
+        if lives:
+            assert method == "GET", "it is taken from a command that runs"
+            api.put(path, held(hours * 3600))
+
+    api.after = renew
+    if lives:
+        with pytest.raises(ClusterError, match="another command changes this cluster: rollback by operator@laptop"):
+            Lease(api, "install", print).__enter__()
+    else:
+        with Lease(api, "install", print) as lease:
+            lease.check()
+
+
+@pytest.mark.parametrize("how", ["released", "deleted"])
+def test_a_lease_that_its_holder_gives_up_meanwhile(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    monkeypatch.setattr(module, "_LOOK_SECONDS", 0.02)
+    api, path = FakeApi(), LEASES.path(NAMESPACE, LEASE)
+    api.put(path, held(9 * 3600) | {"spec": held(9 * 3600)["spec"] | {"leaseDurationSeconds": 600}})
+
+    def end(method: str, asked: str) -> None:
+        api.after = lambda method, path: None
+        if how == "released":
+            api.put(path, api.stored[path] | {"spec": {"holderIdentity": None}})
+        else:
+            del api.stored[path]
+
+    api.after = end
+    with Lease(api, "install", print) as lease:
+        lease.check()
+
+
+def test_ctrl_c_while_the_lease_is_taken() -> None:
+    """The next command need not wait until it expires."""
+    api, path = FakeApi(), LEASES.path(NAMESPACE, LEASE)
+
+    def interrupt(method: str, asked: str) -> None:
+        if method == "POST":
+            api.after = lambda method, path: None
+            raise KeyboardInterrupt
+
+    api.after = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        Lease(api, "install", print).__enter__()
+    assert not api.stored[path]["spec"].get("holderIdentity")
