@@ -99,12 +99,12 @@ class Install(Command):
     def _take(self, site: Site, node: str, say: Say) -> None:
         """One node. ClusterError: what runs there now."""
         done = self.done_before
-        before = Reached(site.targets, site.targets)
         with naming(node, f"nothing was changed there{done}"):
-            if not takeover.label_now(site.api, node, AGENT):
+            before = takeover.noted(site, node)
+            if before is None:
                 before = takeover.try_image(site, node)
                 say("the image runs on the node, and the kernel meets the requirements")
-                _say_unreached(site, before, say)
+            _say_unreached(site, before, say)
         try:
             takeover.take(site, node, before, say)
         except KeyboardInterrupt:

@@ -13,7 +13,7 @@ import yaml
 from pyebpf_proxy.cluster import objects
 from pyebpf_proxy.cluster.api import CONFIG_MAPS, DAEMON_SETS, NODES, PODS, Api, Object
 from pyebpf_proxy.cluster.errors import ClusterError, NodeGoneError, NodeLostError
-from pyebpf_proxy.cluster.objects import AGENT, CLEANING, KUBE_PROXY, NAME, NAMESPACE, ON, PARKED
+from pyebpf_proxy.cluster.objects import AGENT, CLEANING, KUBE_PROXY, NAME, NAMESPACE, ON, PARKED, UNREACHED
 from pyebpf_proxy.config import addresses
 
 #: Reasons of a waiting container that do not go away by themselves.
@@ -121,7 +121,7 @@ class View(NamedTuple):
 
     def has(self, node: str, label: str) -> bool:
         """Whether the node has one of our labels, with any value."""
-        return bool(self.label(node, label))
+        return label in (self.nodes[node]["metadata"].get("labels") or {})
 
     def label(self, node: str, label: str) -> str:
         """The value of one of our labels; "" if the node does not have it."""
@@ -129,7 +129,16 @@ class View(NamedTuple):
 
     def is_ours(self, node: str) -> bool:
         """Whether an agent runs there, or has run there and is not cleaned up."""
-        return self.has(node, AGENT) or self.has(node, PARKED) or node in self.agents
+        return self.has(node, AGENT) or self.has(node, PARKED) or node in self.agents or self.is_noted(node)
+
+    def is_noted(self, node: str) -> bool:
+        """Whether these commands have noted that an agent has been started there, and is not cleaned up."""
+        return unreached_of(self.nodes[node]) is not None
+
+    def lacks_agent(self, node: str) -> bool:
+        """Whether another program has taken the label away without which no agent runs there."""
+        is_begun = self.has(node, PARKED) or self.is_noted(node)
+        return is_begun and self.label(node, AGENT) not in (ON, CLEANING)
 
     def is_cleaning(self, node: str) -> bool:
         """Whether the agent has ended, and the clean-up of what it attached has not."""
@@ -151,7 +160,8 @@ class View(NamedTuple):
         """Taken over: the agent alone, ready, and verified."""
         pod = self.agents.get(node)
         parked = self.label(node, PARKED) == ON
-        return parked and pod is not None and pod.ready and node not in self.kube_proxies
+        is_alone = pod is not None and pod.ready and node not in self.kube_proxies
+        return parked and is_alone and not self.lacks_agent(node)
 
 
 def require_kubelet(api: Api, node: str) -> Object:
@@ -168,6 +178,12 @@ def require_kubelet(api: Api, node: str) -> Object:
 def label_of(node: Object, label: str) -> str:
     """The value of one of our labels in a node's object; "" if it does not have it."""
     return str((node["metadata"].get("labels") or {}).get(label, ""))
+
+
+def unreached_of(node: Object) -> str | None:
+    """What these commands have noted on a node's object; None: nothing, because no agent has been started there."""
+    note = (node["metadata"].get("annotations") or {}).get(UNREACHED)
+    return None if note is None else str(note)
 
 
 def view(api: Api, selector: str = "") -> View:

@@ -24,6 +24,9 @@ AGENT = "pyebpf-proxy/agent"
 #: A node's label. kube-proxy does not run where it is set: ``UNVERIFIED``, and ``ON`` once the node has been verified.
 PARKED = "pyebpf-proxy/parked"
 ON, CLEANING, UNVERIFIED = "true", "cleaning", "unverified"
+#: A node's annotation. It is there from the agent's first start until the clean-up has ended, also if another program
+#: removes the labels. Its value: what kube-proxy did not serve there before.
+UNREACHED = "pyebpf-proxy/unreached"
 #: On kube-proxy's DaemonSet: its update strategy as it was before.
 BEFORE = "pyebpf-proxy/before"
 #: On the agent's DaemonSet: the pod template of the image before the last upgrade.

@@ -44,6 +44,8 @@ def show(found: View, asked: Asked, output: Output) -> list[Finding]:
 def state(found: View, node: str) -> str:
     """In a few words: where the node stands between the two proxies."""
     pod, agent, parked = found.agents.get(node), found.has(node, AGENT), found.has(node, PARKED)
+    if found.lacks_agent(node):
+        return f"label {AGENT} is missing"
     if found.is_cleaning(node):
         return "agent terminating" if pod is not None else "kube-proxy, clean-up not finished"
     if not agent and not parked:
@@ -63,10 +65,13 @@ def state(found: View, node: str) -> str:
 def problems(found: View, wanted: str) -> list[Finding]:
     """What an administrator has to look at. ``wanted``: the agent's DaemonSet's image, or ""."""
     wrong = [each for node in found.nodes if (each := _of_node(found, node)) is not None]
+    if not wanted and any(map(found.is_ours, found.nodes)):
+        text = f"DaemonSet {NAMESPACE}/{NAME} was deleted: no agent starts any more"
+        remedy = "run pyebpf-proxy cluster install --image NAME, or pyebpf-proxy cluster rollback --image NAME"
+        wrong.append(Finding("agent", "bad", text, remedy))
     for image, nodes in _by_image(found, found.agents).items():
-        if image != wanted:
-            now = f"has {wanted}" if wanted else "was deleted"
-            text = f"{counted(len(nodes), 'node')} with {image}; the DaemonSet {now}"
+        if wanted and image != wanted:
+            text = f"{counted(len(nodes), 'node')} with {image}; the DaemonSet has {wanted}"
             wrong.append(Finding("version", "warning", text, "run pyebpf-proxy cluster upgrade"))
     if found.kube_proxy_set is not None:
         wrong += _of_kube_proxy(found, found.kube_proxy_set)
@@ -76,7 +81,11 @@ def problems(found: View, wanted: str) -> list[Finding]:
 def _of_node(found: View, node: str) -> Finding | None:
     """What is wrong between the two proxies of a node."""
     pods = (found.agents.get(node), found.kube_proxies.get(node))
-    if not any(each is not None and each.usable for each in pods):
+    is_served = any(each is not None and each.usable for each in pods)
+    if found.lacks_agent(node):
+        text = f"its label {AGENT}={ON} is missing, so no agent runs; what the last one attached is still there"
+        return Finding("proxy", "warning" if is_served else "bad", text, _CONTINUE, node)
+    if not is_served:
         text = "no proxy runs; the programs or rules of the last one carry the traffic"
         remedy = f"kubectl -n {NAMESPACE} describe pods -l '{PROXIES}' --field-selector spec.nodeName={node}"
         return Finding("proxy", "bad", text, remedy, node)

@@ -9,6 +9,7 @@ node's labels say where it stands until the last step is done.
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
 from typing import NamedTuple
@@ -16,8 +17,18 @@ from typing import NamedTuple
 from pyebpf_proxy.cluster import objects, reasons, task_pod
 from pyebpf_proxy.cluster.api import DAEMON_SETS, NODES, PODS, Api, Object, RefusedError
 from pyebpf_proxy.cluster.errors import ClusterError, NodeGoneError
-from pyebpf_proxy.cluster.model import Pod, is_programmed, label_of, pods
-from pyebpf_proxy.cluster.objects import AGENT, CLEANING, KUBE_PROXY, NAME, NAMESPACE, ON, PARKED, UNVERIFIED
+from pyebpf_proxy.cluster.model import Pod, is_programmed, label_of, pods, unreached_of
+from pyebpf_proxy.cluster.objects import (
+    AGENT,
+    CLEANING,
+    KUBE_PROXY,
+    NAME,
+    NAMESPACE,
+    ON,
+    PARKED,
+    UNREACHED,
+    UNVERIFIED,
+)
 from pyebpf_proxy.cluster.on_node import NO_RULE, REACHED, WARNING
 from pyebpf_proxy.cluster.task_pod import POLL_SECONDS, wait_on_node, wait_until
 from pyebpf_proxy.common.kube_proxy_health import VARIABLE as HEALTH
@@ -52,6 +63,12 @@ class Reached(NamedTuple):
     node: list[str]
     pod: list[str]
 
+    def others(self, targets: list[str]) -> str:
+        """The other targets, as they are noted on the node."""
+        return json.dumps(
+            {where: [each for each in targets if each not in reached] for where, reached in self._asdict().items()}
+        )
+
 
 # ---- to the agent --------------------------------------------------------------------------------------------------
 
@@ -69,6 +86,26 @@ def try_image(site: Site, node: str) -> Reached:
     return Reached(reached("fit", "fit"), reached("try", "try") if site.targets else [])
 
 
+def noted(site: Site, node: str) -> Reached | None:
+    """What the agent must serve on a node on which it has been started before; None: it has not.
+
+    That is what kube-proxy served before. Where this is not known, it is everything.
+    """
+    found = _node(site.api, node)
+    note = unreached_of(found)
+    if note is None and not (label_of(found, AGENT) or label_of(found, PARKED)):
+        return None
+    try:
+        others = json.loads(note or "{}")
+        node_lacks, pod_lacks = (others.get(where, ()) for where in Reached._fields)
+        return Reached(
+            [each for each in site.targets if each not in node_lacks],
+            [each for each in site.targets if each not in pod_lacks],
+        )
+    except (ValueError, TypeError, AttributeError):  # another program has changed it
+        return Reached(site.targets, site.targets)
+
+
 def take(site: Site, node: str, before: Reached, say: Say) -> None:
     """Give the node to the agent. ClusterError: kube-proxy still serves it, or the caller must give it back.
 
@@ -77,7 +114,7 @@ def take(site: Site, node: str, before: Reached, say: Say) -> None:
     api = site.api
     # A clean-up that another command began must not remove what the agent attaches.
     task_pod.remove(api, task_pod.name_of("clean", node), node, site.seconds)
-    label(site, node, AGENT, ON)
+    label(site, node, AGENT, ON, before.others(site.targets))
     say("the agent starts alongside kube-proxy")
     wait_programmed(site, node)
     say("the agent has programmed the node; kube-proxy is parked")
@@ -262,23 +299,30 @@ def _node(api: Api, name: str) -> Object:
     return found
 
 
-def label(site: Site, node: str, name: str, value: str) -> None:
+def label(site: Site, node: str, name: str, value: str, unreached: str = "") -> None:
     """Give one of our labels this value, or remove it (""). NodeGoneError.
 
     kube-proxy is parked only where the agent has its label, in the same version of the node: a node that was deleted
     and has registered again has no label, and so no agent.
+
+    ``unreached``: the note that comes with the agent's label, where there is none yet. It goes with that label.
     """
     end = time.monotonic() + site.seconds
     while True:
         found = _node(site.api, node)
-        if label_of(found, name) == value:
+        metadata: Object = {}
+        if (found["metadata"].get("labels") or {}).get(name) != (value or None):
+            metadata["labels"] = {name: value or None}
+        note = unreached_of(found)
+        if name == AGENT and (unreached if note is None else not value):
+            metadata["annotations"] = {UNREACHED: unreached or None}
+        if not metadata:
             return
         if name == PARKED and value and label_of(found, AGENT) != ON:
             raise ClusterError(f"the node has lost its label {AGENT}={ON}, so the agent ends")
-        version = found["metadata"]["resourceVersion"]
-        change = {"metadata": {"resourceVersion": version, "labels": {name: value or None}}}
+        metadata["resourceVersion"] = found["metadata"]["resourceVersion"]
         try:
-            site.api.patch(NODES, node, change)
+            site.api.patch(NODES, node, {"metadata": metadata})
         except RefusedError as refused:
             # Others have changed or deleted the node.
             if refused.status not in (404, 409) or time.monotonic() > end:

@@ -34,6 +34,8 @@ class Upgrade(Command):
             todo = [node for node in others if node in found.nodes and found.is_up(node)]
             say(f"{counted(len(todo), 'node')} to upgrade to {site.image}: {', '.join(todo) or 'nothing to do'}")
             self.leave_out_down(found)
+            without = [node for node in found.nodes if found.is_ours(node) and node not in found.agents]
+            self.leave_out(without, "no agent runs there (pyebpf-proxy cluster status says why)")
             task_pod.remove_all(api)
             if todo:
                 # Rights first: the new agent may need more than the old one.

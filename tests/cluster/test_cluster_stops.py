@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from pyebpf_proxy.cluster import api
-from pyebpf_proxy.cluster.objects import AGENT, CLEANING, ON, PARKED, UNVERIFIED
+from pyebpf_proxy.cluster.objects import AGENT, CLEANING, ON, PARKED, UNREACHED, UNVERIFIED
 from tests.cluster.commands import (
     IMAGE,
     LEASE,
@@ -215,6 +215,33 @@ def test_what_was_not_verified_is_verified(
         said = run(tmp_path, "install", "--canary", "1", status=1)
         assert only_error(said).endswith("; the node was given back to kube-proxy")
         assert now(server) == served_by_agent()
+
+
+@pytest.mark.parametrize("removed", [[AGENT], [AGENT, PARKED]], ids=["agent", "both"])
+@pytest.mark.parametrize("command", ["install", "rollback"])
+def test_labels_that_another_program_removes(
+    unwatched: SimulatedNodes, server: ApiServer, tmp_path: Path, removed: list[str], command: str
+) -> None:
+    """No agent runs there any more, but its programs decide about each packet."""
+    run(tmp_path, "install", "--image", IMAGE)
+    change = {"metadata": {"labels": dict.fromkeys(removed)}}
+    server.request("PATCH", "/api/v1/nodes/n1", change, MERGE)
+    left = ["kube-proxy"] if PARKED in removed else []
+    unwatched.until(lambda pods: proxies(pods).get("n1", []) == left, "the agent has ended")
+    said = run(tmp_path, "status", status=1)
+    state = "warning" if PARKED in removed else "bad    "
+    assert f"{state}  n1: proxy: its label {AGENT}=true is missing, so no agent runs; what the last one" in said
+    assert "1 of 2 nodes served by pyebpf-proxy" in said
+    said = run(tmp_path, command)
+    if command == "install":
+        assert "[1/1] n1: taken over, and verified" in said
+        assert "2 of 2 nodes served by pyebpf-proxy" in run(tmp_path, "status")
+    else:
+        # Its pod may be of the changed template, and is then replaced at the end.
+        back = {"n1": ["kube-proxy"], "n2": ["kube-proxy"]}
+        unwatched.until(lambda pods: proxies(pods) == back, "kube-proxy serves both nodes")
+        assert unwatched.attached == set()
+        assert UNREACHED not in str(server.request("GET", "/api/v1/nodes"))
 
 
 # ---- the agents ----------------------------------------------------------------------------------------------------

@@ -3,14 +3,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from pyebpf_proxy.cluster import objects, task_pod
-from pyebpf_proxy.cluster.api import DAEMON_SETS, LEASES, Object
+from pyebpf_proxy.cluster import agents, objects, status, task_pod
+from pyebpf_proxy.cluster.api import DAEMON_SETS, LEASES, NODES, Object
 from pyebpf_proxy.cluster.errors import ClusterError
 from pyebpf_proxy.cluster.install import Install
-from pyebpf_proxy.cluster.objects import KUBE_PROXY, NAME, NAMESPACE, ON
+from pyebpf_proxy.cluster.model import view
+from pyebpf_proxy.cluster.objects import AGENT, KUBE_PROXY, NAME, NAMESPACE, ON, PARKED, UNREACHED
 from pyebpf_proxy.cluster.output import Output
+from pyebpf_proxy.cluster.rollback import Rollback
 from tests.unit.cluster.fake_api import FakeApi, running
 
 REPOSITORY = "registry.example/pyebpf-proxy"
@@ -86,3 +90,101 @@ def test_a_webhook_adds_a_container_to_the_agents_pod() -> None:
     api.status_of = lambda pod: running(ready="n1" not in api.pods_of(KUBE_PROXY))
     install(api)
     assert api.pods_of(KUBE_PROXY) == {}
+
+
+def test_a_resumed_node_must_reach_what_kube_proxy_served(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first command had noticed that kube-proxy does not serve the DNS server there. It was interrupted."""
+    served, other = "10.96.0.1 443", "10.96.0.10 53/UDP"
+    api = FakeApi("n1")
+    asked: list[Any] = []
+
+    def task(_: object, what: str, node: str, image: str, command: list[str], *__: object) -> str:
+        if what in ("verify", "connect"):
+            asked.append((what, " ".join(command[4:])))
+            if len(asked) == 1:
+                raise KeyboardInterrupt
+            if other in asked[-1][1]:
+                raise ClusterError(f"{what}: no connection")
+        return f"reached {served}\n"
+
+    monkeypatch.setattr(task_pod, "run", task)
+    monkeypatch.setattr(task_pod, "targets", lambda _: [served, other])
+    with pytest.raises(KeyboardInterrupt):
+        install(api)
+    capsys.readouterr()
+    install(api)
+    assert asked == [("verify", served), ("verify", served), ("connect", served)]
+    said = capsys.readouterr().out
+    assert "the node does not reach 10.96.0.10 port 53/UDP through kube-proxy; this is not tested with" in said
+    assert api.pods_of(KUBE_PROXY) == {}
+
+
+@pytest.mark.parametrize("note", ["", "null", "[]", '{"node": 7}', "{"])
+def test_a_note_that_another_program_has_changed(monkeypatch: pytest.MonkeyPatch, note: str) -> None:
+    """Then the agent must serve everything."""
+    api = FakeApi("n1")
+    asked: list[Any] = []
+
+    def task(_: object, what: str, node: str, image: str, command: list[str], *__: object) -> str:
+        asked.append((what, " ".join(command[4:])))
+        return "all is well\n"
+
+    monkeypatch.setattr(task_pod, "run", task)
+    monkeypatch.setattr(task_pod, "targets", lambda _: ["10.96.0.1 443"])
+    api.label("n1", agent=ON)
+    api.stored[NODES.path(name="n1")]["metadata"]["annotations"] = {UNREACHED: note}
+    install(api)
+    assert asked == [("verify", "10.96.0.1 443"), ("connect", "10.96.0.1 443")]
+
+
+@pytest.mark.parametrize("removed", [[AGENT], [PARKED], [AGENT, PARKED]], ids=["agent", "parked", "both"])
+@pytest.mark.parametrize("command", ["install", "rollback"])
+def test_labels_that_another_program_removes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], removed: list[str], command: str
+) -> None:
+    """Without the label of the agent no agent runs, but what it attached decides about each packet."""
+    api, path = FakeApi("n1"), NODES.path(name="n1")
+    tasks: list[str] = []
+
+    def task(_: object, what: str, *__: object) -> str:
+        tasks.append(what)
+        return "all is well\n"
+
+    monkeypatch.setattr(task_pod, "run", task)
+    labels = api.stored[path]["metadata"]["labels"]
+    labels["kubernetes.io/os"] = "linux"
+    install(api)
+    for name in removed:
+        del api.stored[path]["metadata"]["labels"][name]
+    api.get(NODES, "n1")  # the controllers work
+    capsys.readouterr()
+    status.show(view(api), agents.NOT_ASKED, Output(as_json=False))
+    said = capsys.readouterr().out
+    assert "to continue, run pyebpf-proxy cluster install; to undo it, run pyebpf-proxy cluster rollback" in said
+    assert (f"n1: proxy: its label {AGENT}=true is missing, so no agent runs" in said) == (AGENT in removed)
+    assert "0 of 1 node served" in said
+    tasks.clear()
+    if command == "install":
+        install(api)
+        assert "fit" not in tasks, "the node may have no proxy: the agent starts at once"
+        assert list(api.pods_of(NAME)) == ["n1"]
+        assert api.pods_of(KUBE_PROXY) == {}
+        assert view(api).is_done("n1")
+    else:
+        Rollback(api, Output(as_json=False), "", 0.5).run("")
+        assert "clean" in tasks
+        assert list(api.pods_of(KUBE_PROXY)) == ["n1"]
+        assert api.stored[path]["metadata"]["labels"] == labels
+        assert api.stored[path]["metadata"].get("annotations", {}) == {}
+
+
+def test_a_mark_without_a_value_parks_kube_proxy_too() -> None:
+    api, path = FakeApi("n1"), NODES.path(name="n1")
+    api.stored[path]["metadata"]["labels"]["kubernetes.io/os"] = "linux"
+    install(api)
+    api.label("n1", parked="")
+    Rollback(api, Output(as_json=False), "", 0.5).run("")
+    assert list(api.pods_of(KUBE_PROXY)) == ["n1"]
+    assert PARKED not in api.stored[path]["metadata"]["labels"]

@@ -49,3 +49,13 @@ def test_what_has_become_of_the_daemonset(case: str, said: list[str]) -> None:
     found = list(status._of_kube_proxy(view(prepared), prepared))
     assert len(found) == len(said)
     assert all(text in each.text for text, each in zip(said, found, strict=True)), found
+
+
+@pytest.mark.parametrize("image", ["", "registry.example/pyebpf-proxy:1"])
+def test_the_agents_daemonset_was_deleted(image: str) -> None:
+    """Its pods end with it, and kube-proxy stays parked."""
+    original = kube_proxy("kube-proxy:1")
+    found = view(merged(original, objects.prepare(original)))
+    texts = [each.text for each in status.problems(found, image)]
+    deleted = "DaemonSet kube-system/pyebpf-proxy was deleted: no agent starts any more"
+    assert (deleted in texts) == (not image)

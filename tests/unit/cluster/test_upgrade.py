@@ -86,6 +86,16 @@ def test_where_kube_proxy_also_runs_install_can_continue_after_an_upgrade(
     assert api.pods_of(KUBE_PROXY) == {}
 
 
+def test_a_node_without_an_agent_is_named(api: FakeApi, capsys: pytest.CaptureFixture[str]) -> None:
+    """Another program has removed its label."""
+    api.label("n1", parked=ON)
+    api.label("n2", parked=ON, agent=ON)
+    upgrade(api)
+    said = capsys.readouterr().out
+    assert "skipped, because no agent runs there (pyebpf-proxy cluster status says why): n1\n" in said
+    assert api.images() == {"n2": NEWER}
+
+
 def mirrored(pod: Object) -> Object:
     """As a webhook that takes images from a mirror of the registry."""
     pod = copy.deepcopy(pod)
