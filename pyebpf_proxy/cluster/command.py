@@ -17,6 +17,7 @@ from pyebpf_proxy.cluster.takeover import Say, Site
 from pyebpf_proxy.see.answers import QUESTION
 
 _ROLE_SECONDS = 10.0
+_INTERRUPTED = "interrupted"
 
 
 class Command:
@@ -32,6 +33,8 @@ class Command:
         self.lease = Lease(api, self.name, output.say)
         self._selector = selector
         self._done: list[str] = []
+        #: Whether a line has said that the command was interrupted, and what that means for the node in progress.
+        self._was_told = False
         output.document |= {"context": api.context, "done": self._done, "error": None}
 
     def view(self) -> View:
@@ -94,8 +97,11 @@ class Command:
         """``do`` for one node after the other; one that does not exist any more is named. ``what``: for the bar."""
         with self.output.progress(what, len(todo)) as step:
             for number, node in enumerate(todo, 1):
-                self.lease.check()
-                say = _prefixed(self.output.say, f"[{number}/{len(todo)}] {node}: ")
+                try:
+                    self.lease.check()
+                except StoppedError as stopped:
+                    raise StoppedError(f"{stopped}{self.done_before}", stopped.status) from None
+                say = self._prefixed(f"[{number}/{len(todo)}] {node}: ")
                 try:
                     do(node, say)
                 except NodeGoneError as gone:
@@ -103,6 +109,26 @@ class Command:
                 else:
                     self._done.append(node)
                 step()
+
+    @contextlib.contextmanager
+    def changing(self, again: str) -> Iterator[None]:
+        """Under the Lease. Ctrl-C is said also where no node is in progress. ``again``: how to continue."""
+        with self.lease:
+            try:
+                yield
+            except KeyboardInterrupt:
+                if not self._was_told:
+                    self.output.say(f"{_INTERRUPTED}; {again}{self.done_before}")
+                raise
+
+    def _prefixed(self, prefix: str) -> Say:
+        """For the lines about one node."""
+
+        def say(text: str) -> None:
+            self._was_told |= text.startswith(_INTERRUPTED)
+            self.output.say(prefix + text)
+
+        return say
 
     @property
     def done_before(self) -> str:
@@ -123,5 +149,22 @@ def naming(node: str, end: str, end_if_stopped: str = "") -> Iterator[None]:
         raise ClusterError(f"{node}: {error}; {end}") from None
 
 
-def _prefixed(say: Say, prefix: str) -> Say:
-    return lambda text: say(prefix + text)
+@contextlib.contextmanager
+def ending(end: str) -> Iterator[None]:
+    """Errors in the block end with what they mean for the cluster."""
+    try:
+        yield
+    except StoppedError as stopped:
+        raise StoppedError(f"{stopped}; {end}", stopped.status) from None
+    except (ClusterError, RefusedError) as error:
+        raise ClusterError(f"{error}; {end}") from None
+
+
+@contextlib.contextmanager
+def telling(say: Say, what: str) -> Iterator[None]:
+    """Ctrl-C in the block is said, with what it means for the node."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        say(f"{_INTERRUPTED}; {what}")
+        raise

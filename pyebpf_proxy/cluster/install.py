@@ -8,7 +8,7 @@ import yaml
 from pyebpf_proxy.cluster import check, objects, takeover, task_pod
 from pyebpf_proxy.cluster.api import DAEMON_SETS, Object, RefusedError
 from pyebpf_proxy.cluster.canary import Canary
-from pyebpf_proxy.cluster.command import Command, naming
+from pyebpf_proxy.cluster.command import Command, ending, naming, telling
 from pyebpf_proxy.cluster.errors import ClusterError, NodeGoneError, NodeLostError, StoppedError
 from pyebpf_proxy.cluster.model import View, installed_image, view
 from pyebpf_proxy.cluster.objects import AGENT, KUBE_PROXY, NAMESPACE, ON, PARKED, UNVERIFIED
@@ -41,11 +41,12 @@ class Install(Command):
             self._print(found, items, todo)
             return
         site = self.site(image)
-        with self.lease:
+        with self.changing(_CONTINUE):
             found = self.again()
             check.blocking(api, found)
             _image(found, image)
-            self._prepare(site, found, objects.installed(found.agent_set, image))
+            with ending(f"no node was taken over; {_CONTINUE}"):
+                self._prepare(site, found, objects.installed(found.agent_set, image))
             task_pod.remove_all(api)
             found = self.again()
             todo = _todo(found, canary)
@@ -99,7 +100,8 @@ class Install(Command):
     def _take(self, site: Site, node: str, say: Say) -> None:
         """One node. ClusterError: what runs there now."""
         done = self.done_before
-        with naming(node, f"nothing was changed there{done}"):
+        unchanged = f"nothing was changed there{done}"
+        with telling(say, f"{unchanged}; {_CONTINUE}"), naming(node, unchanged):
             before = takeover.noted(site, node)
             if before is None:
                 before = takeover.try_image(site, node)

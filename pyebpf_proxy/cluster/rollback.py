@@ -5,13 +5,15 @@ from __future__ import annotations
 
 from pyebpf_proxy.cluster import objects, scheduling, takeover, task_pod
 from pyebpf_proxy.cluster.api import Object, kind_of
-from pyebpf_proxy.cluster.command import Command, naming
+from pyebpf_proxy.cluster.command import Command, ending, naming
 from pyebpf_proxy.cluster.errors import ClusterError
 from pyebpf_proxy.cluster.model import View, installed_image, view
 from pyebpf_proxy.cluster.objects import KUBE_PROXY, NAMESPACE
 from pyebpf_proxy.cluster.output import counted
 from pyebpf_proxy.cluster.takeover import Say, Site
 from pyebpf_proxy.see.answers import QUESTION
+
+_AGAIN = "to continue, run pyebpf-proxy cluster rollback"
 
 
 class Rollback(Command):
@@ -32,7 +34,7 @@ class Rollback(Command):
                 QUESTION,
             )
         site = self.site(image)
-        with self.lease:
+        with self.changing(_AGAIN):
             self._give_back_all(site)
 
     def _give_back_all(self, site: Site) -> None:
@@ -48,19 +50,24 @@ class Rollback(Command):
         task_pod.remove_all(api)
         if last:
             # kube-proxy starts beside the agents, with the very template that it had: no pod is replaced later.
-            takeover.patch_kube_proxy(api, objects.unprepare, self.seconds)
+            with ending(f"no node was given back; {_AGAIN}"):
+                takeover.patch_kube_proxy(api, objects.unprepare, self.seconds)
         self.each(todo, "nodes given back", lambda node, tell: self._give_back(site, node, tell))
         if last:
-            takeover.patch_kube_proxy(api, objects.restore_strategy, self.seconds)
-            for item in reversed(objects.agent(site.image)):
-                metadata = item["metadata"]
-                api.delete(kind_of(item), metadata["name"], metadata.get("namespace", ""))
+            with ending(f"all nodes are given back; {_AGAIN}"):
+                takeover.patch_kube_proxy(api, objects.restore_strategy, self.seconds)
+                self._remove_objects(site)
             say("all objects of pyebpf-proxy are removed; kube-proxy's DaemonSet is restored")
         if only:
             raise ClusterError(
                 f"{', '.join(only)}: the node selector or affinity of kube-proxy's DaemonSet excludes the node; the"
                 f" agent is the only proxy there and was not removed{self.done_before}"
             )
+
+    def _remove_objects(self, site: Site) -> None:
+        for item in reversed(objects.agent(site.image)):
+            metadata = item["metadata"]
+            self.api.delete(kind_of(item), metadata["name"], metadata.get("namespace", ""))
 
     @staticmethod
     def _give_back(site: Site, node: str, say: Say) -> None:
@@ -70,7 +77,7 @@ class Rollback(Command):
             with naming(node, again, f"a proxy serves the node; {again}"):
                 takeover.give_back(site, node, say)
         except KeyboardInterrupt:
-            say("interrupted; a proxy serves the node; to continue, run pyebpf-proxy cluster rollback")
+            say(f"interrupted; a proxy serves the node; {_AGAIN}")
             raise
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from pyebpf_proxy.cluster import model, objects, takeover, task_pod
 from pyebpf_proxy.cluster.api import DAEMON_SETS, Object, RefusedError
-from pyebpf_proxy.cluster.command import Command, naming
+from pyebpf_proxy.cluster.command import Command, naming, telling
 from pyebpf_proxy.cluster.errors import ClusterError, NodeGoneError, NodeLostError, StoppedError
 from pyebpf_proxy.cluster.model import Pod, installed_image
 from pyebpf_proxy.cluster.objects import KUBE_PROXY, NAME, NAMESPACE
@@ -28,7 +28,7 @@ class Upgrade(Command):
             raise ClusterError("the agent is not installed; run pyebpf-proxy cluster install")
         self.require_template(self._daemon_set(), image or before)
         site = self.site(image or before)
-        with self.lease:
+        with self.changing(_again(site)):
             found = self.again()
             others = {node: pod for node, pod in sorted(found.agents.items()) if pod.image != site.image}
             todo = [node for node in others if node in found.nodes and found.is_up(node)]
@@ -52,10 +52,11 @@ class Upgrade(Command):
 
     def _upgrade(self, site: Site, node: str, old: Pod, say: Say) -> None:
         """One node. ClusterError: which image runs there."""
+        again = _again(site)
         # The old agent runs until the image is on the node and has run there.
-        with naming(node, f"the agent with {old.image} stays"):
+        stays = f"the agent with {old.image} stays"
+        with telling(say, f"{stays}; {again}"), naming(node, stays):
             before = takeover.try_image(site, node)
-        again = f"to continue, run pyebpf-proxy cluster upgrade --image {site.image}"
         try:
             self.api.apply(objects.upgraded(self._daemon_set(), site.image))
             say("the image is available; replacing the agent")
@@ -110,3 +111,7 @@ class Upgrade(Command):
                 f"{node}: {error}; the agent with {old.image} could not be restored: {second}; {_CARRIED};"
                 " run pyebpf-proxy cluster rollback --nodes SELECTOR"
             ) from None
+
+
+def _again(site: Site) -> str:
+    return f"to continue, run pyebpf-proxy cluster upgrade --image {site.image}"

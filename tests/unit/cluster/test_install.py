@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from pyebpf_proxy.cluster import agents, objects, status, task_pod
-from pyebpf_proxy.cluster.api import DAEMON_SETS, LEASES, NODES, Object
-from pyebpf_proxy.cluster.errors import ClusterError
+from pyebpf_proxy.cluster.api import DAEMON_SETS, LEASES, NODES, Object, RefusedError
+from pyebpf_proxy.cluster.errors import ClusterError, StoppedError
 from pyebpf_proxy.cluster.install import Install
+from pyebpf_proxy.cluster.lease import NAME as LEASE
 from pyebpf_proxy.cluster.model import view
 from pyebpf_proxy.cluster.objects import AGENT, KUBE_PROXY, NAME, NAMESPACE, ON, PARKED, UNREACHED
 from pyebpf_proxy.cluster.output import Output
@@ -188,3 +189,67 @@ def test_a_mark_without_a_value_parks_kube_proxy_too() -> None:
     Rollback(api, Output(as_json=False), "", 0.5).run("")
     assert list(api.pods_of(KUBE_PROXY)) == ["n1"]
     assert PARKED not in api.stored[path]["metadata"]["labels"]
+
+
+UNDONE = "to continue, run pyebpf-proxy cluster install; to undo it, run pyebpf-proxy cluster rollback"
+
+
+def test_ctrl_c_where_no_node_is_in_progress(capsys: pytest.CaptureFixture[str]) -> None:
+    """The agent's objects are there, and kube-proxy's DaemonSet is changed."""
+    api = FakeApi("n1")
+    asked: list[Any] = []
+
+    def interrupt(method: str, path: str) -> None:
+        if (method, path) == ("PATCH", DAEMON_SETS.path(NAMESPACE, KUBE_PROXY)):
+            asked.append(path)
+            if len(asked) == 2:  # the first one is a dry run
+                raise KeyboardInterrupt
+
+    api.after = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        install(api)
+    assert capsys.readouterr().out == f"interrupted; {UNDONE}\n"
+
+
+def test_ctrl_c_while_the_image_is_tried(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """It may be pulled for minutes."""
+
+    def task(_: object, what: str, node: str, *__: object) -> str:
+        if (what, node) == ("fit", "n2"):
+            raise KeyboardInterrupt
+        return "all is well\n"
+
+    monkeypatch.setattr(task_pod, "run", task)
+    with pytest.raises(KeyboardInterrupt):
+        install(FakeApi("n1", "n2"))
+    said = capsys.readouterr().out
+    assert said.endswith(f"[2/2] n2: interrupted; nothing was changed there; done before: n1; {UNDONE}\n")
+    assert said.count("interrupted") == 1
+
+
+def test_a_command_that_loses_the_lease_between_two_nodes_says_what_is_done() -> None:
+    api, lease = FakeApi("n1", "n2"), LEASES.path(NAMESPACE, LEASE)
+
+    def other(method: str, path: str) -> None:
+        if api.stored[NODES.path(name="n1")]["metadata"]["labels"].get(PARKED) == ON:
+            api.put(lease, api.stored[lease] | {"spec": {"holderIdentity": "rollback by operator@laptop"}})
+
+    api.before = other
+    with pytest.raises(StoppedError, match=r"taken over: rollback by operator@laptop; .*; done before: n1$"):
+        install(api)
+
+
+def test_an_error_before_the_first_node_says_that_none_was_taken_over() -> None:
+    """A policy forbids the change of kube-proxy's DaemonSet, but not its dry run."""
+    api = FakeApi("n1")
+    asked: list[Any] = []
+
+    def forbid(method: str, path: str) -> None:
+        if (method, path) == ("PATCH", DAEMON_SETS.path(NAMESPACE, KUBE_PROXY)):
+            asked.append(path)
+            if len(asked) == 2:
+                raise RefusedError(403, "Forbidden", "the policy forbids it")
+
+    api.before = forbid
+    with pytest.raises(ClusterError, match=f"^the policy forbids it; no node was taken over; {UNDONE}$"):
+        install(api)

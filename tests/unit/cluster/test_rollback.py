@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from pyebpf_proxy.cluster import objects, task_pod
-from pyebpf_proxy.cluster.api import BINDINGS, DAEMON_SETS, LEASES, NODES, PODS
+from pyebpf_proxy.cluster.api import BINDINGS, DAEMON_SETS, LEASES, NODES, PODS, RefusedError
 from pyebpf_proxy.cluster.errors import ClusterError, StoppedError
 from pyebpf_proxy.cluster.install import Install
 from pyebpf_proxy.cluster.lease import NAME as LEASE
@@ -76,3 +76,27 @@ def test_kube_proxy_is_deleted_while_rollback_waits_for_the_lease() -> None:
     api.delete_after(LEASES.path(NAMESPACE), DAEMON_SETS.path(NAMESPACE, KUBE_PROXY))
     with pytest.raises(ClusterError, match=f"there is no DaemonSet {NAMESPACE}/{KUBE_PROXY}; the agent is the only"):
         Rollback(api, Output(as_json=False), "", 1.0).run(IMAGE)
+
+
+@pytest.mark.parametrize("how", ["refused", "Ctrl-C"])
+def test_the_end_of_a_rollback_is_not_reached(capsys: pytest.CaptureFixture[str], how: str) -> None:
+    """All nodes are given back, and the objects are still there: the next rollback removes them."""
+    api = FakeApi("n1")
+    api.put(DAEMON_SETS.path(NAMESPACE, NAME), objects.agent(IMAGE)[-1])
+    again = "to continue, run pyebpf-proxy cluster rollback"
+
+    def stop(method: str, path: str) -> None:
+        if method == "DELETE" and path == DAEMON_SETS.path(NAMESPACE, NAME):
+            raise KeyboardInterrupt if how == "Ctrl-C" else RefusedError(403, "Forbidden", "the policy forbids it")
+
+    api.before = stop
+    if how == "Ctrl-C":
+        with pytest.raises(KeyboardInterrupt):
+            Rollback(api, Output(as_json=False), "", 1.0).run("")
+        assert capsys.readouterr().out.endswith(f"interrupted; {again}\n")
+    else:
+        with pytest.raises(ClusterError, match=f"^the policy forbids it; all nodes are given back; {again}$"):
+            Rollback(api, Output(as_json=False), "", 1.0).run("")
+    api.before = lambda method, path: None
+    Rollback(api, Output(as_json=False), "", 1.0).run("")
+    assert DAEMON_SETS.path(NAMESPACE, NAME) not in api.stored

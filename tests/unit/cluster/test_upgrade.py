@@ -244,3 +244,19 @@ def test_the_former_image_comes_back_with_its_own_template(api: FakeApi) -> None
 def test_which_images_are_older(image: str, older: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(objects, "__version__", "0.1.0")
     assert objects.is_older(image) is older
+
+
+def test_ctrl_c_while_the_image_is_tried(
+    api: FakeApi, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def task(_: object, *__: object) -> str:
+        raise KeyboardInterrupt
+
+    api.label("n1", parked=ON, agent=ON)
+    monkeypatch.setattr(task_pod, "run", task)
+    with pytest.raises(KeyboardInterrupt):
+        upgrade(api)
+    assert capsys.readouterr().out.endswith(
+        f"[1/1] n1: interrupted; the agent with {OLDER} stays; to continue, run pyebpf-proxy cluster upgrade"
+        f" --image {NEWER}\n"
+    )
