@@ -157,9 +157,11 @@ def daemon_set() -> str:
 def for_the_cluster(text: str) -> str:
     """A DaemonSet with the values that only a cluster's administrator can know."""
     account = f"      serviceAccountName: {NAME}\n"
-    text = replaced(text, account, account + listed("imagePullSecrets", "      imagePullSecrets:\n"))
-    selector = "      nodeSelector:\n        kubernetes.io/os: linux\n"
-    text = replaced(text, selector, selector + listed("nodeSelector"))
+    text = replaced(text, account, account + listed(".Values.imagePullSecrets", "      imagePullSecrets:\n"))
+    # A key that is there twice is an error for some readers of YAML, such as those of GitOps tools.
+    system = "kubernetes.io/os"
+    selector = f"      nodeSelector:\n        {system}: linux\n"
+    text = replaced(text, selector, selector + listed(f'omit (.Values.nodeSelector | default dict) "{system}"'))
     for key in _BLOCKS:
         pattern = re.compile(rf"^( +){key}:\n((?:\1[ -].*\n)+)", re.MULTILINE)
         found = pattern.search(text)
@@ -172,8 +174,8 @@ def for_the_cluster(text: str) -> str:
 
 
 def listed(value: str, head: str = "") -> str:
-    """A value's entries in the pod's specification, if it has any."""
-    return f"{{{{- with .Values.{value} }}}}\n{head}{{{{ toYaml . | indent 8 }}}}\n{{{{- end }}}}\n"
+    """The entries of an expression with a value, in the pod's specification, if it has any."""
+    return f"{{{{- with {value} }}}}\n{head}{{{{ toYaml . | indent 8 }}}}\n{{{{- end }}}}\n"
 
 
 def component(name: str) -> list[dict[str, Any]]:
@@ -189,7 +191,11 @@ def added(text: str, operation: dict[str, Any], value: str) -> str:
     """The DaemonSet with one more item in a list, if this value is set."""
     path, entry = operation["path"], operation["value"]
     if path == "/spec/template/spec/containers/0/securityContext/capabilities/add/-":
-        return re.sub(r"( +add: \[[^]]*)\]", rf"\1{{{{ if .Values.{value} }}}}, {entry}{{{{ end }}}}]", text, count=1)
+        item = f"{{{{ if .Values.{value} }}}}, {entry}{{{{ end }}}}"
+        text, count = re.subn(r"( +add: \[[^]]*)\]", rf"\1{item}]", text, count=1)
+        if not count:
+            raise ChartError("the container's capabilities have no list to add to")
+        return text
     if operation["op"] != "add" or path not in _LISTS:
         raise ChartError(f"{operation['op']} at {path} is not known here")
     key, indent = _LISTS[path]

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import subprocess
 import tarfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +51,27 @@ def rendered(helm: Render, chart: Path, values: dict[str, Any]) -> list[Object]:
     file = chart.parent / "values.yaml"
     file.write_text(yaml.safe_dump({"image": {"repository": IMAGE}} | values))
     output = helm("template", "any-name", chart, "--namespace", "kube-system", "--values", file)
+    assert_no_key_twice(output)
     return [each for each in yaml.safe_load_all(output) if each]
+
+
+def assert_no_key_twice(text: str) -> None:
+    """PyYAML takes the last one; readers of GitOps tools refuse it."""
+    keys = [node for node in _nodes(yaml.compose_all(text)) if isinstance(node, yaml.MappingNode)]
+    for mapping in keys:
+        names = [name.value for name, _ in mapping.value]
+        assert len(names) == len(set(names)), names
+
+
+def _nodes(documents: Iterable[yaml.Node | None]) -> Iterator[yaml.Node]:
+    left = [each for each in documents if each is not None]
+    while left:
+        node = left.pop()
+        yield node
+        if isinstance(node, yaml.MappingNode):
+            left += [part for pair in node.value for part in pair]
+        elif isinstance(node, yaml.SequenceNode):
+            left += node.value
 
 
 def kustomized(folder: Path, resource: str, components: list[str], tag: str = "") -> list[Object]:
@@ -131,7 +151,7 @@ def test_what_only_the_administrator_knows_is_a_value(helm: Render, chart: Path)
     values: dict[str, Any] = {
         "image": {"repository": IMAGE, "digest": f"sha256:{'0' * 64}"},
         "imagePullSecrets": [{"name": "registry"}],
-        "nodeSelector": {"canary": "true"},
+        "nodeSelector": {"canary": "true", "kubernetes.io/os": "linux"},
         "tolerations": [{"key": "a", "operator": "Exists"}, {"key": "b", "operator": "Exists"}],
         "resources": {"requests": {"cpu": "100m"}, "limits": {"memory": "1Gi"}},
         "kubeProxyConfigMap": "kube-proxy",
@@ -184,6 +204,7 @@ def test_the_caller_sets_the_tag_and_the_namespace(helm: Render, chart: Path) ->
         (["image.repository=a/b", "clustercidr=10.0.0.0/8"], "clustercidr"),
         (["image.repository=a/b", "kubeProxyConfigMap=kube-proxy"], "install with --namespace kube-system"),
         (["image.repository=a/b", "image.digest=latest"], "digest"),
+        (["image.repository=a/b", "nodeSelector.kubernetes\\.io/os=windows"], "nodeSelector"),
     ],
 )
 def test_missing_or_misspelt_values_are_named(values: list[str], output: str, helm: Render, chart: Path) -> None:
