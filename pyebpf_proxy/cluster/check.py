@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+import secrets
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -258,12 +259,13 @@ def _old_runtime(runtime: str) -> str:
 
 def _image(api: Api, found: View, image: str, seconds: float) -> Iterator[Finding]:
     """The image on each node whose kubelet reports: pulled, and run for a moment."""
+    of_run, command = secrets.token_hex(4), ["pyebpf-proxy", "cluster", "on-node", "fit"]
 
     def one(node: str) -> Finding:
         if not found.is_up(node):
             return Finding(IMAGE, "warning", "not checked: the node is not ready", "", node)
         try:
-            task_pod.run(api, "check", node, image, ["pyebpf-proxy", "cluster", "on-node", "fit"], seconds)
+            task_pod.run(api, "check", node, image, command, seconds, None, of_run)
         except StoppedError:
             raise  # each node would wait as long again
         except (ClusterError, RefusedError) as error:
@@ -277,6 +279,6 @@ def _image(api: Api, found: View, image: str, seconds: float) -> Iterator[Findin
     except BaseException:
         # Without their pods the waits end.
         pool.shutdown(wait=False, cancel_futures=True)
-        task_pod.stop_checks(api)
+        task_pod.stop_checks(api, of_run)
         raise
     pool.shutdown()

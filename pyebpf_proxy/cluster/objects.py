@@ -35,6 +35,8 @@ FORMER = "pyebpf-proxy/former"
 IMAGE = "pyebpf-proxy/image"
 #: On task pods: which task.
 TASK = "pyebpf-proxy/task"
+#: On the pods of ``cluster check``: of which run. Several may run at the same time.
+RUN = "pyebpf-proxy/run"
 _READ = {AGENT: ON}
 #: The beginning of a version, or of a tag that is one.
 _VERSION = re.compile(r"v?(\d+)\.(\d+)\.(\d+)")

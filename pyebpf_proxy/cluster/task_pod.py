@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import datetime
 import hashlib
 import time
 from collections.abc import Callable
@@ -18,6 +19,10 @@ POLL_SECONDS = 0.3
 _LOG_SECONDS = 30.0
 #: How often a wait looks whether the node's kubelet still reports.
 _LOOK_SECONDS = 3.0
+#: A pod that no command waits for any more ends so much later.
+_SPARE_SECONDS = 60
+#: How long pods of former versions, which do not end by themselves, may be waited for.
+_OLD_SECONDS = 3600
 #: Services that every cluster has: namespace and name.
 _TARGETS = (("default", "kubernetes"), ("kube-system", "kube-dns"))
 #: What ``targets`` needs.
@@ -28,9 +33,9 @@ RIGHTS = tuple(
 )
 
 
-def name_of(what: str, node: str) -> str:
-    """A pod's name: 63 characters, whatever the node is called."""
-    short = hashlib.sha256(node.encode()).hexdigest()[:8]
+def name_of(what: str, node: str, of_run: str = "") -> str:
+    """A pod's name: 63 characters, whatever the node is called. ``of_run``: another name for each run of a command."""
+    short = hashlib.sha256(f"{node}{of_run}".encode()).hexdigest()[:8]
     return f"pyebpf-proxy-{what}-{node.replace('.', '-')[:30].strip('-')}-{short}"
 
 
@@ -80,19 +85,44 @@ def run(
     command: list[str],
     seconds: float,
     environment: dict[str, str] | None = None,
+    of_run: str = "",
 ) -> str:
-    """Run a command on a node and remove its pod. The result is its output; ClusterError if it fails."""
-    pod = objects.task_pod(what, name_of(what, node), node, image, command, environment)
+    """Run a command on a node and remove its pod. The result is its output; ClusterError if it fails.
+
+    ``of_run``: for a command of which several may run at the same time, without the Lease.
+    """
+    pod = objects.task_pod(what, name_of(what, node, of_run), node, image, command, environment)
     name = pod["metadata"]["name"]
-    remove(api, name, node, seconds)  # of a command that was killed
+    if of_run:
+        pod["metadata"]["labels"][objects.RUN] = of_run
+        pod["spec"]["activeDeadlineSeconds"] = int(seconds) + _SPARE_SECONDS
+    else:
+        remove(api, name, node, seconds)  # of a command that was killed
     try:
-        output = _output(api, what, node, api.create(PODS, pod), seconds)
+        made = api.create(PODS, pod)
+        if of_run:
+            _remove_left(api, what, node, made)
+        output = _output(api, what, node, made, seconds)
     except BaseException:
         with api.last_words():
             api.delete(PODS, name, NAMESPACE)
         raise
     api.delete(PODS, name, NAMESPACE)
     return output
+
+
+def _remove_left(api: Api, what: str, node: str, made: Object) -> None:
+    """Delete what runs that were killed have left on the node: pods whose time was over when this one was made."""
+    now = _created(made)
+    for each in api.objects(PODS, NAMESPACE, f"{objects.TASK}={what}", f"spec.nodeName={node}"):
+        seconds = each["spec"].get("activeDeadlineSeconds", _OLD_SECONDS)
+        if now - _created(each) > datetime.timedelta(seconds=seconds):
+            api.delete(PODS, each["metadata"]["name"], NAMESPACE, each["metadata"]["uid"])
+
+
+def _created(pod: Object) -> datetime.datetime:
+    """By the API server's clock."""
+    return datetime.datetime.fromisoformat(pod["metadata"]["creationTimestamp"])
 
 
 def _output(api: Api, what: str, node: str, made: Object, seconds: float) -> str:
@@ -137,15 +167,15 @@ def remove(api: Api, name: str, node: str, seconds: float) -> None:
 
 
 def remove_all(api: Api) -> None:
-    """Task pods that a killed command left. Those of a ``cluster check`` stay: it may run at the same time."""
+    """Task pods that a killed command left. Those of ``cluster check`` stay: it may run at the same time."""
     for each in api.objects(PODS, NAMESPACE, f"{objects.TASK},{objects.TASK}!=check"):
         api.delete(PODS, each["metadata"]["name"], NAMESPACE)
 
 
-def stop_checks(api: Api) -> None:
+def stop_checks(api: Api, of_run: str) -> None:
     """Delete the pods of a ``cluster check`` that ends early, as far as the API server answers."""
     with api.last_words():
-        for each in api.objects(PODS, NAMESPACE, f"{objects.TASK}=check"):
+        for each in api.objects(PODS, NAMESPACE, f"{objects.RUN}={of_run}"):
             api.delete(PODS, each["metadata"]["name"], NAMESPACE)
 
 

@@ -30,6 +30,8 @@ from tests.support import kubeadm
 from tests.support.merge_patch import merged
 
 _CONFIG_MAP = f"/api/v1/namespaces/{NAMESPACE}/configmaps/{KUBE_PROXY}"
+#: By its clock, which stands.
+NOW = "2026-01-01T12:00:00Z"
 _REVIEWS = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews"
 _LOG = "2026-01-01T00:00:00.000Z info pyebpf-proxy starts version=1\n2026-01-01T00:00:00.100Z info ready objects=3\n"
 
@@ -128,7 +130,8 @@ class FakeApi(Api):
                 raise RefusedError(400, "BadRequest", "a container name must be specified for the pod")
             return _LOG
         if method == "POST":
-            return self.put(f"{path}/{body['metadata']['name']}", body)
+            metadata = body["metadata"] | {"creationTimestamp": NOW}
+            return self.put(f"{path}/{metadata['name']}", body | {"metadata": metadata})
         if method == "GET" and path in [
             kind.path(space) for kind in (NODES, PODS, SERVICES, SLICES) for space in ("", NAMESPACE, "default")
         ]:

@@ -7,13 +7,13 @@ from typing import Any, cast
 
 import pytest
 
-from pyebpf_proxy.cluster import check, model, task_pod
-from pyebpf_proxy.cluster.api import CONFIG_MAPS, Api
+from pyebpf_proxy.cluster import check, model, objects, task_pod
+from pyebpf_proxy.cluster.api import CONFIG_MAPS, PODS, Api
 from pyebpf_proxy.cluster.errors import ClusterError, StoppedError
 from pyebpf_proxy.cluster.model import view
 from pyebpf_proxy.cluster.objects import KUBE_PROXY, NAMESPACE
 from pyebpf_proxy.see.answers import NO_ANSWER
-from tests.unit.cluster.fake_api import FakeApi
+from tests.unit.cluster.fake_api import NOW, FakeApi
 
 
 class Server:
@@ -85,3 +85,64 @@ def test_a_configuration_that_cannot_be_read_is_one_line(text: str) -> None:
     api.stored[CONFIG_MAPS.path(NAMESPACE, KUBE_PROXY)]["data"]["config.conf"] = text
     with pytest.raises(ClusterError, match=r"ConfigMap kube-system/kube-proxy: config\.conf is not [^\n]*$"):
         model.kube_proxy_configuration(api)
+
+
+def test_two_checks_at_once_do_not_disturb_each_other() -> None:
+    """Two administrators try two images: each has pods of its own."""
+    api = FakeApi("n1")
+    other: list[Any] = []
+
+    def kubelet(method: str, path: str) -> None:
+        if method != "GET" or not path.startswith(PODS.path(NAMESPACE, "pyebpf-proxy-check-n1-")):
+            return
+        if not other:
+            other.append(None)
+            other[:] = check._image(api, view(api), "registry.example/pyebpf-proxy:2", 1.0)
+        if path in api.stored:
+            api.stored[path]["status"] = {"phase": "Succeeded"}
+
+    api.before = kubelet
+    own = list(check._image(api, view(api), "registry.example/pyebpf-proxy:1", 1.0))
+    assert [(each.state, each.text.split()[0].rpartition(":")[2]) for each in [*own, *other]] == [
+        ("good", "1"),
+        ("good", "2"),
+    ]
+    assert not [path for path in api.stored if "-check-" in path]
+
+
+def test_ctrl_c_in_a_check_ends_only_its_own_pods() -> None:
+    api = FakeApi("n1")
+    name = task_pod.name_of("check", "n1", "other")
+    pod = objects.task_pod("check", name, "n1", "registry.example/pyebpf-proxy:2", ["true"])
+    pod["metadata"] |= {"creationTimestamp": NOW, "labels": pod["metadata"]["labels"] | {objects.RUN: "other"}}
+    path = PODS.path(NAMESPACE, name)
+    api.put(path, pod)
+
+    def interrupt(method: str, asked: str) -> None:
+        if method == "GET" and "-check-" in asked:
+            api.after = lambda method, path: None
+            raise KeyboardInterrupt
+
+    api.after = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        list(check._image(api, view(api), "registry.example/pyebpf-proxy:1", 1.0))
+    assert [each for each in api.stored if "-check-" in each] == [path]
+
+
+@pytest.mark.parametrize(("created", "left"), [("2026-01-01T11:54:59Z", False), ("2026-01-01T11:55:01Z", True)])
+def test_what_a_killed_check_has_left_is_deleted_once_its_time_is_over(created: str, left: bool) -> None:
+    api = FakeApi("n1")
+    name = task_pod.name_of("check", "n1", "killed")
+    pod = objects.task_pod("check", name, "n1", "registry.example/pyebpf-proxy:1", ["true"])
+    pod["metadata"]["creationTimestamp"] = created
+    pod["spec"]["activeDeadlineSeconds"] = 300
+    path = PODS.path(NAMESPACE, name)
+    api.put(path, pod)
+
+    def kubelet(method: str, asked: str) -> None:
+        if method == "GET" and asked in api.stored and "-check-" in asked:
+            api.stored[asked]["status"] = {"phase": "Succeeded"}
+
+    api.before = kubelet
+    list(check._image(api, view(api), "registry.example/pyebpf-proxy:1", 1.0))
+    assert (path in api.stored) == left
