@@ -3,12 +3,10 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import copy
 import io
 import json
-import re
 import tarfile
 import time
 from collections import Counter
@@ -40,43 +38,17 @@ from pyebpf_proxy.cluster.errors import ClusterError, StoppedError
 from pyebpf_proxy.cluster.model import View, view
 from pyebpf_proxy.cluster.objects import KUBE_PROXY, NAME, NAMESPACE, PROXIES, container_of
 from pyebpf_proxy.cluster.output import Output
+from pyebpf_proxy.common.blotted import BLOT, blotted, is_option, names_credential
 from pyebpf_proxy.see import model
 from pyebpf_proxy.see.answers import QUESTION
 from pyebpf_proxy.see.text import Terminal
 
-BLOT = "REDACTED"
 #: Of each log, the beginning, which has the start, and the end.
 _FIRST_BYTES, _LAST_BYTES, _LAST_LINES = 64 << 10, 8 << 20, 20_000
 #: A node with more entries in conntrack is not asked for its flows: it would cost its processor, and the answer is big.
 _MOST_FLOWS = 20_000
 #: Services in the summary of flows.
 _MOST_SERVICES = 50
-#: How names of fields, variables, options and annotations end that hold credentials. "token-file" and "secretName" do
-#: not.
-_ENDS = (
-    r"(?:token|password|passwd|passphrase|(?<![a-z])pass|credentials?|secret|authorization|dockerconfigjson|dockercfg|"
-    r"(?:access|api|private|secret|encryption|signing|shared|account|tls)[-_.]?key|client-key-data|"
-    r"client-certificate-data)"
-)
-_SENSITIVE = rf"[\w./-]*{_ENDS}"
-_NAME = re.compile(_SENSITIVE, re.IGNORECASE)
-#: A line of YAML or JSON with such a name.
-_LINE = re.compile(rf"^(\s*-?\s*\"?{_SENSITIVE}\"?:)[ \t]+\S.*$", re.MULTILINE | re.IGNORECASE)
-#: Within a line: an option with its value.
-_OPTION_VALUE = re.compile(rf"(--[\w.-]*{_ENDS} +)(?!-)[^\s\"',;]+", re.IGNORECASE)
-#: A variable or an option with its value, and a field of JSON.
-_ASSIGNED = re.compile(rf"({_ENDS}=)(?:\"[^\"]*\"|'[^']*'|[^\s\"',;&]+)", re.IGNORECASE)
-_FIELD = re.compile(rf"({_ENDS}\" *: *)\"(?:[^\"\\]|\\.)*\"", re.IGNORECASE)
-#: At least as much as the last two find, and fast: few texts have any of it.
-_HINT = re.compile(r"(?:token|pass\w*|credentials?|secret|authorization|dockerc\w*|key|data)(?:=|\" *:)")
-#: The option alone, whose value is the next word.
-_OPTION_NAME = re.compile(rf"--?{_SENSITIVE}", re.IGNORECASE)
-#: Wherever they stand: a signed token, an HTTP header, a private key, also in base64, the user of a URL.
-_TOKEN = re.compile(r"\beyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*")
-_HEADER = re.compile(r"(\bauthorization: *\w+ +|\bbearer +(?=[\w.~+/-]{16}))[\w.~+/=-]+", re.IGNORECASE)
-_PRIVATE_KEY = re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?-----END [A-Z ]*PRIVATE KEY-----", re.DOTALL)
-_BASE64_PEM = re.compile(r"LS0tLS1CRUdJTi[A-Za-z0-9+/]+={0,2}")
-_URL_USER = re.compile(r"(?<=://)[^/\s\"'@]+(?=@(?!sha256:))")
 
 Part = tuple[str, Callable[[], Any]]
 
@@ -270,25 +242,8 @@ _Blocks.add_representer(str, _block)
 def _text(content: Any) -> str:
     """As YAML, but for text; without credentials."""
     if isinstance(content, str):
-        return _blotted(content)
+        return blotted(content)
     return yaml.dump(_trimmed(content), Dumper=_Blocks, sort_keys=False)
-
-
-def _blotted(text: str) -> str:
-    """A text without the credentials that can be recognised by their form, or by their name in the same line."""
-    for pattern in (_PRIVATE_KEY, _TOKEN, _URL_USER):
-        text = pattern.sub(BLOT, text)
-    text = _BASE64_PEM.sub(lambda found: BLOT if _is_private_key(found[0]) else found[0], text)
-    for pattern in (_HEADER, _OPTION_VALUE):
-        text = pattern.sub(rf"\1{BLOT}", text)
-    if _HINT.search(text.lower()):
-        text = _FIELD.sub(rf'\1"{BLOT}"', _ASSIGNED.sub(rf"\1{BLOT}", text))
-    return _LINE.sub(rf"\1 {BLOT}", text)
-
-
-def _is_private_key(text: str) -> bool:
-    """Whether this is a private key in base64, and not a certificate."""
-    return b"PRIVATE KEY-----" in base64.b64decode(text[: min(64, len(text) // 4 * 4)])
 
 
 def _trimmed(content: Any) -> Any:
@@ -321,7 +276,7 @@ def _document(text: str) -> str:
 
 def _without_credentials(value: Any) -> Any:
     if isinstance(value, str):
-        return _blotted(_without_nested(value))
+        return blotted(_without_nested(value))
     if isinstance(value, list):
         # In the command of a container, an option's value may be the next word.
         return [
@@ -331,18 +286,18 @@ def _without_credentials(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
     clean = {
-        name: BLOT if type(each) in (str, int) and _NAME.fullmatch(str(name)) else _without_credentials(each)
+        name: BLOT if type(each) in (str, int) and names_credential(str(name)) else _without_credentials(each)
         for name, each in value.items()
     }
     # A variable of a container, or of the command of a kubeconfig.
-    if isinstance(clean.get("value"), str) and _NAME.fullmatch(str(clean.get("name", ""))):
+    if isinstance(clean.get("value"), str) and names_credential(str(clean.get("name", ""))):
         clean["value"] = BLOT
     return clean
 
 
 def _is_option(word: Any) -> bool:
-    """Whether this is an option without its value, which is a credential."""
-    return type(word) is str and _OPTION_NAME.fullmatch(word) is not None
+    """Whether the next word is a credential."""
+    return type(word) is str and is_option(word)
 
 
 def _is_word(word: Any) -> bool:

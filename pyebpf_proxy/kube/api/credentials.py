@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import os
+import re
 import ssl
 import threading
 import time
@@ -23,6 +24,8 @@ from pyebpf_proxy.kube.api.trouble import TroubleError
 
 #: Interval of checking a token file, seconds; a rotated token remains valid for minutes.
 TOKEN_SECONDS = 10.0
+#: What no HTTP header may have.
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 _Stamp = tuple[int, int, int]
 
@@ -48,11 +51,25 @@ class Credentials:
             if not token and (credential := self._current_exec()) is not None:
                 token = credential.token
             if token:
+                if _CONTROL.search(token):
+                    # The HTTP library's own error would show it.
+                    what = f"the token of {self._source} has a line break or another control character"
+                    raise TroubleError(what, shared=True)
                 headers.append(("Authorization", f"Bearer {token}"))
             elif access.username or access.password:
                 pair = base64.b64encode(f"{access.username}:{access.password}".encode()).decode()
                 headers.append(("Authorization", f"Basic {pair}"))
             return headers
+
+    @property
+    def _source(self) -> str:
+        """Where the token comes from."""
+        access = self._access
+        if access.token_file:
+            return f"the file {access.token_file}"
+        if access.exec_plugin is not None and not access.token:
+            return f"the exec plugin {access.exec_plugin.command}"
+        return "the kubeconfig"
 
     def refused(self) -> None:
         """Called when the server rejects the credentials (401): the next request reads or requests them again."""

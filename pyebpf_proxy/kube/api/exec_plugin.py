@@ -10,11 +10,14 @@ import subprocess
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
+from pyebpf_proxy.common.printable import printable
 from pyebpf_proxy.kube.api.access import Access, ExecPlugin
 from pyebpf_proxy.kube.api.trouble import TroubleError
 
 #: Seconds after which a program without an answer is killed.
 TIMEOUT = 60.0
+#: How much of its errors is read, in bytes, and how much of them is shown, in characters.
+_MOST_ERRORS, _LONGEST = 16 << 10, 200
 
 
 class Credential(NamedTuple):
@@ -51,8 +54,10 @@ def run(plugin: ExecPlugin, access: Access) -> Credential:
         hint = f"; {' '.join(plugin.install_hint.split())}" if plugin.install_hint else ""
         raise _trouble(plugin, f"cannot be run: {getattr(error, 'strerror', None) or error}{hint}") from None
     if ran.returncode != 0:
-        stderr = " ".join(ran.stderr.decode(errors="replace").split())[-200:]
-        raise _trouble(plugin, f"failed with exit code {ran.returncode}: {stderr}")
+        code = ran.returncode
+        how = f"failed with exit code {code}" if code > 0 else f"was ended by signal {-code}"
+        said = _said(plugin, ran.stderr)
+        raise _trouble(plugin, f"{how}: {said}" if said else how)
     return _read(plugin, ran.stdout)
 
 
@@ -76,6 +81,28 @@ def _cluster(plugin: ExecPlugin, access: Access) -> dict[str, Any]:
     return cluster
 
 
+def _said(plugin: ExecPlugin, errors: bytes) -> str:
+    """The end of what the program has written to stderr, on one line.
+
+    It may have logged its requests: credentials are blotted out before the line is cut, which would hide their form.
+    """
+    from pyebpf_proxy.common.blotted import BLOT, blotted, names_credential
+
+    text = errors[-_MOST_ERRORS:].decode(errors="replace")
+    for name, value in plugin.environment:
+        if value and names_credential(name):
+            text = text.replace(value, BLOT)
+    text = " ".join(blotted(text).split())
+    return printable(text if len(text) <= _LONGEST else f"…{text[1 - _LONGEST :]}")
+
+
+def _shown(value: object) -> str:
+    """What the program returned as a name. Anything else may hold a credential."""
+    if value is None:
+        return "none"
+    return printable(value[:_LONGEST]) if isinstance(value, str) else f"a {type(value).__name__}"
+
+
 def _read(plugin: ExecPlugin, output: bytes) -> Credential:
     try:
         answer = json.loads(output)
@@ -84,13 +111,14 @@ def _read(plugin: ExecPlugin, output: bytes) -> Credential:
         token = status.get("token") or ""
         certificate, key = status.get("clientCertificateData") or "", status.get("clientKeyData") or ""
         expires = status.get("expirationTimestamp")
-        end = datetime.fromisoformat(expires) if expires else None
+        end = _time(expires) if expires else None
         if not all(isinstance(value, str) for value in (token, certificate, key)):
             raise TypeError("a value is not a string")
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise _trouble(plugin, f"printed something that is not an ExecCredential ({error})") from None
     if kind != "ExecCredential" or version != plugin.api_version:
-        what = f"is configured to use API version {plugin.api_version}, but returned {kind} of version {version}"
+        returned = f"{_shown(kind)} of version {_shown(version)}"
+        what = f"is configured to use API version {plugin.api_version}, but returned {returned}"
         raise _trouble(plugin, what)
     if not token and not certificate:
         raise _trouble(plugin, "gave neither a token nor a client certificate")
@@ -99,6 +127,14 @@ def _read(plugin: ExecPlugin, output: bytes) -> Credential:
     if end is not None and end.tzinfo is None:
         end = end.replace(tzinfo=UTC)
     return Credential(token, certificate, key, end)
+
+
+def _time(text: Any) -> datetime:
+    """ValueError without the text: it may be a credential in the wrong place."""
+    try:
+        return datetime.fromisoformat(text)
+    except (TypeError, ValueError):
+        raise ValueError("expirationTimestamp is not a time") from None
 
 
 def _trouble(plugin: ExecPlugin, what: str) -> TroubleError:

@@ -337,13 +337,15 @@ def test_a_context_that_threads_share_is_not_changed_by_connecting(monkeypatch: 
 # ---- exec plugins
 
 VERSION = "client.authentication.k8s.io/v1"
+#: Credentials: one of a form that is known, and one that only its variable's name shows.
+SIGNED, OPAQUE = "eyJhbGciOiJSUzI1NiJ9.eyJzdWIiOiJ4In0.c2lnbmF0dXJl", "0f5c9a7d"
 
 
 def plugin(tmp_path: Path, program: str, **fields: Any) -> Credentials:
     script = tmp_path / "plugin"
     script.write_text(f"#!{sys.executable}\nimport json, os, sys\nfrom pathlib import Path\n{program}\n")
     script.chmod(0o755)
-    environment = (("COUNT", str(tmp_path / "count")),)
+    environment = (("COUNT", str(tmp_path / "count")), ("API_TOKEN", OPAQUE))
     given = ExecPlugin(str(script), ("an argument",), environment, VERSION, "install it so", **fields)
     return Credentials(Access("https://192.0.2.1", exec_plugin=given))
 
@@ -400,6 +402,10 @@ count = 1
         ("count = 1\n" + answer(), "gave neither a token nor a client certificate"),
         ("count = 1\n" + answer(clientCertificateData="x"), "gave only one of certificate and key"),
         ("count = 1\n" + answer(token=7), "not an ExecCredential"),
+        ("os.kill(os.getpid(), 9)", "was ended by signal 9"),
+        (f'print(\'{{"kind": {{"token": "{OPAQUE}"}}, "apiVersion": "v2"}}\')', "returned a dict of version v2"),
+        ("count = 1\n" + answer(token="t", expirationTimestamp=OPAQUE), "expirationTimestamp is not a time"),
+        ("count = 1\n" + answer(token=f"{OPAQUE}\n"), "has a line break or another control character"),
     ],
 )
 def test_a_failing_plugin_is_named(tmp_path: Path, program: str, words: str) -> None:
@@ -408,6 +414,21 @@ def test_a_failing_plugin_is_named(tmp_path: Path, program: str, words: str) -> 
     assert words in str(error.value)
     assert f"the exec plugin {tmp_path}/plugin " in str(error.value)
     assert "\n" not in str(error.value)
+    assert OPAQUE not in str(error.value)
+
+
+def test_what_a_failing_plugin_wrote_is_short_and_without_credentials(tmp_path: Path) -> None:
+    """Programs log their requests; the agent's log is read by more people than have the credentials."""
+    wrote = f"{'x' * 100_000}\x1b[31m\nAuthorization: Bearer {SIGNED}\nclient_secret={OPAQUE[::-1]} \u202erefused "
+    program = f"sys.exit({wrote!r} + os.environ['API_TOKEN'])"
+    with pytest.raises(TroubleError) as error:
+        plugin(tmp_path, program).headers()
+    said = str(error.value).removeprefix(f"the exec plugin {tmp_path}/plugin failed with exit code 1: ")
+    assert said.startswith("…xxx")
+    assert said.endswith("x\\x1b[31m Authorization: REDACTED client_secret=REDACTED \\u202erefused REDACTED")
+    assert len(said) < 250
+    with pytest.raises(TroubleError, match=r"failed with exit code 3$"):
+        plugin(tmp_path, "sys.exit(3)").headers()
 
 
 def test_a_missing_plugin_is_reported_with_its_install_hint() -> None:
