@@ -10,6 +10,7 @@ from __future__ import annotations
 import binascii
 import contextlib
 import json
+import logging
 import os
 import re
 import threading
@@ -18,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from pyebpf_proxy.cluster.errors import ClusterError, StoppedError
+from pyebpf_proxy.common.blotted import blotted
 from pyebpf_proxy.common.nesting import decode_nested
 from pyebpf_proxy.see.answers import NO_ANSWER
 
@@ -39,6 +41,8 @@ _LATER = frozenset({0, _BUSY, 500, 502, 503, 504})
 _CONFLICTS = 5
 JSON, MERGE, APPLY = "application/json", "application/merge-patch+json", "application/apply-patch+yaml"
 MANAGER = "pyebpf-proxy-cluster"
+#: How much of what the library logs is read, and how much of it is shown, in characters.
+_MOST_ERRORS, _LONGEST = 16 << 10, 300
 _NO_CURRENT = "the kubeconfig has no current context; specify one with --context"
 #: The protocol of commands in pods: output, errors and the exit status in channels.
 _CHANNELS = "v4.channel.k8s.io"
@@ -384,9 +388,10 @@ def _configuration(kubeconfig: str, context: str) -> tuple[str, Any]:
             lacks = f"no context {name} in the kubeconfig" if name else _NO_CURRENT
             raise ClusterError(f"{lacks}; it has: {', '.join(names) or 'none'}", NO_ANSWER)
         configuration = client.Configuration()
-        config.load_kube_config(  # type: ignore[no-untyped-call]
-            kubeconfig or None, name, client_configuration=configuration
-        )
+        with _library_errors() as errors:
+            config.load_kube_config(  # type: ignore[no-untyped-call]
+                kubeconfig or None, name, client_configuration=configuration
+            )
     except (
         config.ConfigException,
         yaml.YAMLError,
@@ -398,9 +403,50 @@ def _configuration(kubeconfig: str, context: str) -> tuple[str, Any]:
     ) as error:
         remedy = "specify one with --kubeconfig or the environment variable KUBECONFIG"
         raise ClusterError(f"no kubeconfig: {_unusable(kubeconfig, error)}; {remedy}", NO_ANSWER) from None
+    if errors and not (configuration.api_key or configuration.cert_file):
+        # The library goes on without credentials.
+        who = _exec_plugin(found, name)
+        raise ClusterError(f"{who or 'the kubeconfig'} gives no credentials{_in_short(errors[-1])}", NO_ANSWER)
     configuration.retries = Retry(0)
     _strip_tokens(configuration)
     return name, configuration
+
+
+@contextlib.contextmanager
+def _library_errors() -> Iterator[list[str]]:
+    """What the library logs meanwhile. It would print that: also what an exec plugin has written, line by line."""
+    found: list[str] = []
+
+    class Collected(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            found.append(record.getMessage())
+
+    handler = Collected()
+    logging.getLogger().addHandler(handler)
+    try:
+        yield found
+    finally:
+        logging.getLogger().removeHandler(handler)
+
+
+def _exec_plugin(kubeconfig: Object, context: str) -> str:
+    """The program that gives the context's credentials, in words; "" if there is none."""
+    from kubernetes import config
+
+    try:
+        named = next(each["context"]["user"] for each in kubeconfig["contexts"] if each["name"] == context)
+        user = next(each["user"] for each in kubeconfig["users"] if each["name"] == named)
+        return f"the exec plugin {user['exec']['command']}"
+    except (config.ConfigException, KeyError, StopIteration):
+        return ""
+
+
+def _in_short(text: str) -> str:
+    """The end of a text on one line, without credentials, as the end of an error."""
+    if "'NoneType' object has no attribute 'strip'" in text:
+        return ""  # on a terminal, the plugin writes there, and the library stumbles over it
+    text = " ".join(blotted(text[-_MOST_ERRORS:]).split())
+    return f": {text if len(text) <= _LONGEST else '…' + text[1 - _LONGEST :]}"
 
 
 def _strip_tokens(configuration: Any) -> None:
@@ -409,7 +455,8 @@ def _strip_tokens(configuration: Any) -> None:
 
     def refresh(now: Any) -> None:
         if read is not None:
-            read(now)
+            with _library_errors():  # the API server then refuses the request, and the reason is found again
+                read(now)
         now.api_key = {name: text.strip() for name, text in now.api_key.items()}
 
     configuration.refresh_api_key_hook = refresh

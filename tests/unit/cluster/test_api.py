@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -193,3 +195,38 @@ def test_a_kubeconfig_whose_current_context_is_missing(tmp_path: Path, current: 
     lacks = "no context deleted in the kubeconfig" if current else "has no current context; specify one with --context"
     with pytest.raises(ClusterError, match=f"{lacks}; it has: c$"):
         Api(str(file))
+
+
+@pytest.mark.parametrize("renewed", [False, True])
+def test_an_exec_plugin_that_fails_is_named_in_one_line(tmp_path: Path, renewed: bool) -> None:
+    """The library prints what it wrote, line by line and as it is, and goes on without credentials."""
+    plugin, ended = tmp_path / "plugin", tmp_path / "ended"
+    status = {"token": "t", "expirationTimestamp": "2026-01-01T00:00:00Z"}
+    answer = {"kind": "ExecCredential", "apiVersion": "client.authentication.k8s.io/v1", "status": status}
+    signed = "eyJhbGciOiJSUzI1NiJ9.eyJzdWIiOiJ4In0.c2lnbmF0dXJl"
+    plugin.write_text(
+        f"#!/bin/sh\n[ ! -e {ended} ] && echo '{json.dumps(answer)}' && exit\n"
+        f"printf 'refused:\\n{signed}\\n' >&2\nexit 7\n"
+    )
+    plugin.chmod(0o755)
+    file = tmp_path / "kubeconfig"
+    user = {"exec": {"apiVersion": answer["apiVersion"], "command": str(plugin), "interactiveMode": "Never"}}
+    content = {
+        "clusters": [{"name": "c", "cluster": {"server": "https://192.0.2.1:6443"}}],
+        "contexts": [{"name": "c", "context": {"cluster": "c", "user": "c"}}],
+        "users": [{"name": "c", "user": user}],
+    }
+    file.write_text(json.dumps(content))
+    if renewed:
+        # The token has expired: the library runs the plugin again for each request.
+        program = f"from pathlib import Path; from pyebpf_proxy.cluster.api import Api; api = Api({str(file)!r}, 'c')\n"
+        program += f"Path({str(ended)!r}).touch(); print(api._client.configuration.auth_settings())"
+        ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+        assert ran.stderr == ""
+        return
+    ended.touch()
+    words = ["cluster", "status", "--kubeconfig", str(file), "--context", "c"]
+    program = f"from pyebpf_proxy.cli import main; main({words!r})"
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    why = "exec: process returned 7. refused: REDACTED"
+    assert ran.stderr == f"Error: the exec plugin {plugin} gives no credentials: {why}\n"
