@@ -7,7 +7,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 
-from pyebpf_proxy.cluster import check, model, objects, task_pod
+from pyebpf_proxy.cluster import check, model, objects, takeover, task_pod
 from pyebpf_proxy.cluster.api import Api, Object, RefusedError
 from pyebpf_proxy.cluster.errors import ClusterError, NodeGoneError, StoppedError
 from pyebpf_proxy.cluster.lease import Lease
@@ -67,13 +67,14 @@ class Command:
     def apply(self, items: list[Object], dry_run: bool = False) -> None:
         """Create or change objects. ClusterError names one that is refused.
 
-        The API server may look at a ClusterRole for who binds it, and knows a new one only a moment later.
+        The API server may look at a ClusterRole for who binds it, and knows a new one only a moment later. The
+        controller of a DaemonSet has seen the change at the end: it makes no pod of the former template any more.
         """
         end = time.monotonic() + _ROLE_SECONDS
         for item in items:
             while True:
                 try:
-                    self.api.apply(item, dry_run)
+                    made = self.api.apply(item, dry_run)
                 except RefusedError as refused:
                     if item["kind"] == "ClusterRoleBinding" and refused.status == 404:
                         if dry_run:
@@ -82,6 +83,8 @@ class Command:
                             time.sleep(task_pod.POLL_SECONDS)
                             continue
                     raise ClusterError(f"{item['kind']} {item['metadata']['name']} was rejected: {refused}") from None
+                if item["kind"] == "DaemonSet" and not dry_run:
+                    takeover.wait_observed(self.api, made, self.seconds)
                 break
 
     def leave_out(self, nodes: list[str], why: str) -> None:

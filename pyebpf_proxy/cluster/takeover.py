@@ -344,15 +344,22 @@ def patch_kube_proxy(api: Api, change: Callable[[Object], Object | None], second
         version = {"resourceVersion": found["metadata"]["resourceVersion"]}
         body |= {"metadata": body.get("metadata", {}) | version}
         try:
-            generation = api.patch(DAEMON_SETS, KUBE_PROXY, body, NAMESPACE)["metadata"]["generation"]
+            changed = api.patch(DAEMON_SETS, KUBE_PROXY, body, NAMESPACE)
             break
         except RefusedError as refused:
             if refused.status != 409 or time.monotonic() > end:
                 raise
             time.sleep(POLL_SECONDS)
 
+    wait_observed(api, changed, seconds)
+
+
+def wait_observed(api: Api, changed: Object, seconds: float) -> None:
+    """Until a DaemonSet's controller has seen this change."""
+    name, generation = changed["metadata"]["name"], changed["metadata"]["generation"]
+
     def observed() -> bool:
-        now = api.get(DAEMON_SETS, KUBE_PROXY, NAMESPACE)
+        now = api.get(DAEMON_SETS, name, NAMESPACE)
         return now is None or now.get("status", {}).get("observedGeneration", 0) >= generation
 
-    wait_until(observed, f"the DaemonSet controller did not observe the change of {KUBE_PROXY}", seconds)
+    wait_until(observed, f"the DaemonSet controller did not observe the change of {name}", seconds)

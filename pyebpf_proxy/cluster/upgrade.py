@@ -42,7 +42,7 @@ class Upgrade(Command):
                 self.apply(objects.agent(site.image)[:-1])
             self.each(todo, "nodes upgraded", lambda node, tell: self._upgrade(site, node, others[node], tell))
             if any(pod.image == site.image for pod in model.pods(api, f"k8s-app={NAME}").values()):
-                api.apply(objects.upgraded(self._daemon_set(), site.image))
+                self.apply([objects.upgraded(self._daemon_set(), site.image)])
 
     def _daemon_set(self) -> Object:
         found = self.api.get(DAEMON_SETS, NAME, NAMESPACE)
@@ -58,7 +58,7 @@ class Upgrade(Command):
         with telling(say, f"{stays}; {again}"), naming(node, stays):
             before = takeover.try_image(site, node)
         try:
-            self.api.apply(objects.upgraded(self._daemon_set(), site.image))
+            self.apply([objects.upgraded(self._daemon_set(), site.image)])
             say("the image is available; replacing the agent")
             takeover.replace(site, node, old, say)
             if self._runs_kube_proxy(node):
@@ -94,7 +94,7 @@ class Upgrade(Command):
         command = f"pyebpf-proxy cluster upgrade --image {old.image} --nodes SELECTOR"
         again = f"to restore the agent with {old.image}, run {command}"
         try:
-            self.api.apply(objects.downgraded(self._daemon_set(), old.image))
+            self.apply([objects.downgraded(self._daemon_set(), old.image)])
             failed = model.pods(self.api, f"k8s-app={NAME}", node).get(node)
             if failed is not None and failed.image != old.image:
                 takeover.replace(site, node, failed, say)

@@ -51,6 +51,8 @@ class FakeApi(Api):
         self.status_of: Callable[[Object], Object] = lambda pod: running(ready=True)
         #: What admission makes of a new pod.
         self.admitted: Callable[[Object], Object] = lambda pod: pod
+        #: What their controller has seen last of DaemonSets that have changed since.
+        self.seen: dict[str, Object] = {}
         self.guard = unguarded
         self._numbers = itertools.count(1)
         for node in nodes:
@@ -162,10 +164,11 @@ class FakeApi(Api):
         """Pods of both DaemonSets where they belong, and the generation that the controller has seen."""
         nodes = {path.rpartition("/")[2]: item for path, item in self.stored.items() if path.startswith(NODES.path())}
         for name in (NAME, KUBE_PROXY):
-            daemon_set = self.stored.get(DAEMON_SETS.path(NAMESPACE, name))
-            if daemon_set is None:
+            stored = self.stored.get(DAEMON_SETS.path(NAMESPACE, name))
+            if stored is None:
                 continue
-            daemon_set["status"] = {"observedGeneration": daemon_set["metadata"]["generation"]}
+            daemon_set = self.seen.get(name, stored)
+            stored["status"] = {"observedGeneration": daemon_set["metadata"]["generation"]}
             present = self.pods_of(name)
             template = daemon_set["spec"]["template"]
             for node, item in nodes.items():

@@ -260,3 +260,23 @@ def test_ctrl_c_while_the_image_is_tried(
         f"[1/1] n1: interrupted; the agent with {OLDER} stays; to continue, run pyebpf-proxy cluster upgrade"
         f" --image {NEWER}\n"
     )
+
+
+def test_a_controller_that_has_not_seen_the_new_template(api: FakeApi) -> None:
+    """It hears of pods and of DaemonSets in two watches, and would make the pod again from the former template."""
+    api.label("n1", parked=ON, agent=ON)
+    path, looks = DAEMON_SETS.path(NAMESPACE, NAME), 0
+
+    def controller(method: str, asked: str) -> None:
+        nonlocal looks
+        if asked != path:
+            return
+        if method == "PATCH":
+            api.seen[NAME], looks = copy.deepcopy(api.stored[path]), 0
+        looks += method == "GET"
+        if looks == 2:
+            api.seen.clear()
+
+    api.before = controller
+    upgrade(api)
+    assert api.images() == {"n1": NEWER}
