@@ -134,6 +134,7 @@ def _output(api: Api, what: str, node: str, made: Object, seconds: float) -> str
         nonlocal found
         item = api.get(PODS, name, NAMESPACE)
         if item is None:
+            require_kubelet(api, node)  # the pods of a node that does not exist any more are deleted
             raise ClusterError(f"{what}: another program deleted the pod")
         found = pod_of(item)
         # A container that a webhook has added may run on.

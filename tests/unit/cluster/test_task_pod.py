@@ -6,8 +6,8 @@ from __future__ import annotations
 import pytest
 
 from pyebpf_proxy.cluster import task_pod
-from pyebpf_proxy.cluster.api import PODS, RefusedError
-from pyebpf_proxy.cluster.errors import ClusterError
+from pyebpf_proxy.cluster.api import NODES, PODS, RefusedError
+from pyebpf_proxy.cluster.errors import ClusterError, NodeGoneError
 from pyebpf_proxy.cluster.objects import NAME, NAMESPACE
 from tests.unit.cluster.fake_api import FakeApi
 
@@ -57,3 +57,18 @@ def test_a_container_of_a_webhook_runs_on(status: int) -> None:
             task_pod.run(api, "fit", "n1", IMAGE, ["true"], 1.0)
     else:
         assert task_pod.run(api, "fit", "n1", IMAGE, ["true"], 1.0)
+
+
+def test_the_pod_of_a_node_that_is_deleted() -> None:
+    """It is deleted, too. The command names the node and continues with the next one."""
+    api = FakeApi("n1")
+    path = PODS.path(NAMESPACE, task_pod.name_of("fit", "n1"))
+
+    def autoscaler(method: str, asked: str) -> None:
+        if method == "GET" and asked == path:
+            api.stored.pop(path, None)
+            api.stored.pop(NODES.path(name="n1"), None)
+
+    api.before = autoscaler
+    with pytest.raises(NodeGoneError):
+        task_pod.run(api, "fit", "n1", IMAGE, ["true"], 5.0)
