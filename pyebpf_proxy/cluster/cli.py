@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -123,6 +124,8 @@ def main(arguments: Sequence[str]) -> int:
         from pyebpf_proxy.cluster.on_node import main as on_node
 
         return on_node(list(arguments[1:]))
+    if sys.stdout is None:  # it is closed, and must not make a command end halfway
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     try:
         try:
             return _run(parser().parse_args(list(arguments)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import json
 import os
 import sys
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from pyebpf_proxy.common.closed_pipe import closed_pipe
 from pyebpf_proxy.see import text as texts
+from pyebpf_proxy.see.answers import NOT_RIGHT
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -38,8 +40,8 @@ def counted(number: int, what: str) -> str:
 class Output:
     """Lines are written at once. ``document``: what ``-o json`` prints at the end.
 
-    When the reader closes the pipe, the command goes on without output: a node that is being taken over must not be
-    left halfway.
+    When the reader closes the pipe, or the disk is full, the command goes on without output: a node that is being taken
+    over must not be left halfway.
     """
 
     def __init__(self, as_json: bool, terminal: texts.Terminal | None = None) -> None:
@@ -49,6 +51,9 @@ class Output:
         #: Exit status if the command itself is successful: 0, or that of a closed pipe.
         self.status = 0
         self._bar: Progress | None = None
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            # A message of the API server may have characters that the terminal's encoding lacks.
+            sys.stdout.reconfigure(errors="backslashreplace")
 
     def _print(self, text: str) -> None:
         try:
@@ -61,9 +66,12 @@ class Output:
         except BrokenPipeError:
             self.status = closed_pipe()
         except OSError as error:
-            if error.errno != errno.EIO:
-                raise
-            self.status = closed_pipe()  # the terminal was closed
+            self.status = closed_pipe()
+            if error.errno != errno.EIO:  # the terminal was closed
+                self.status = NOT_RIGHT
+                text = f"Error: stdout cannot be written: {error.strerror}; the command continues without output"
+                with contextlib.suppress(OSError):
+                    print(text, file=sys.stderr, flush=True)
 
     def say(self, text: str) -> None:
         """One line or several; none with -o json."""

@@ -71,3 +71,35 @@ def test_plain_lines_elsewhere() -> None:
     )
     lines = [f"[{number}/2] a line with [brackets] of n{number}" for number in (1, 2)]
     assert ran.stdout.splitlines() == [*lines, "done"]
+
+
+SAYS = (
+    "from pyebpf_proxy.cluster.output import Output; import sys\n"
+    "output = Output(False)\n"
+    "output.say('the webhook says: \\u62d2\\u7edd'); output.say('next'); output.end()\n"
+    "print('continued', output.status, file=sys.stderr)"
+)
+
+
+def test_characters_that_the_encoding_lacks() -> None:
+    """Of a webhook's refusal, in the middle of a takeover."""
+    environment = {**os.environ, "PYTHONIOENCODING": "latin-1"}
+    ran = subprocess.run([sys.executable, "-c", SAYS], capture_output=True, text=True, env=environment, check=True)
+    assert (ran.stdout, ran.stderr) == ("the webhook says: \\u62d2\\u7edd\nnext\n", "continued 0\n")
+
+
+def test_a_full_disk_does_not_stop_the_command_halfway() -> None:
+    with open("/dev/full", "w") as full:
+        ran = subprocess.run([sys.executable, "-c", SAYS], stdout=full, stderr=subprocess.PIPE, text=True, check=True)
+    assert ran.stderr == (
+        "Error: stdout cannot be written: No space left on device; the command continues without output\ncontinued 1\n"
+    )
+
+
+def test_a_closed_stdout() -> None:
+    """As a service manager's or `>&-`: the error is one line."""
+    code = '"$0" -m pyebpf_proxy cluster status --kubeconfig /nonexistent >&-'
+    ran = subprocess.run(["sh", "-c", code, sys.executable], capture_output=True, text=True, check=False)
+    assert ran.returncode == 3
+    assert ran.stderr.startswith("Error: no kubeconfig: /nonexistent does not exist; ")
+    assert ran.stderr.count("\n") == 1
