@@ -7,7 +7,6 @@ import copy
 import json
 import re
 from importlib import resources
-from typing import Any
 
 import yaml
 
@@ -139,8 +138,8 @@ def _template_of(present: Object, image: str) -> Object | None:
 
 
 def _former(daemon_set: Object) -> Object | None:
-    text = (daemon_set["metadata"].get("annotations") or {}).get(FORMER)
-    return dict(json.loads(text)) if text else None
+    found = _noted(daemon_set, FORMER) or {}
+    return found if (found.get("spec") or {}).get("containers") else None
 
 
 # ---- task pods -----------------------------------------------------------------------------------------------------
@@ -262,7 +261,7 @@ def restore_strategy(kube_proxy: Object) -> Object | None:
         return None
     patch: Object = {"metadata": {"annotations": {BEFORE: None}}}
     if kube_proxy["spec"]["updateStrategy"]["type"] == "OnDelete":
-        patch["spec"] = {"updateStrategy": before["updateStrategy"]}
+        patch["spec"] = {"updateStrategy": before.get("updateStrategy") or {"type": "RollingUpdate"}}
     return patch
 
 
@@ -271,9 +270,20 @@ def was_changed(kube_proxy: Object) -> bool:
     return _before(kube_proxy) is not None
 
 
-def _before(kube_proxy: Object) -> dict[str, Any] | None:
-    text = (kube_proxy["metadata"].get("annotations") or {}).get(BEFORE)
-    return json.loads(text) if text else None
+def _before(kube_proxy: Object) -> Object | None:
+    return _noted(kube_proxy, BEFORE)
+
+
+def _noted(item: Object, annotation: str) -> Object | None:
+    """What an annotation has noted; empty if another program has made it unreadable."""
+    text = (item["metadata"].get("annotations") or {}).get(annotation)
+    if not text:
+        return None
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _without_ours(term: Object) -> Object:

@@ -181,6 +181,22 @@ def test_a_term_of_others_beside_the_commands_own_restricts_nothing() -> None:
     assert scheduling.selects(merged(edited, objects.unprepare(edited)), node)
 
 
+@pytest.mark.parametrize("note", ["{", "null", "7", "{}", "[" * 100_000])
+def test_notes_that_another_program_has_changed(note: str) -> None:
+    """The end of a rollback, and an upgrade, must not fail for them."""
+    original: Any = {"metadata": {}, "spec": {"updateStrategy": {"type": "OnDelete"}, "template": {"spec": {}}}}
+    prepared = merged(original, objects.prepare(original))
+    prepared["metadata"]["annotations"][objects.BEFORE] = note
+    assert objects.was_changed(prepared)
+    back = merged(prepared, objects.restore_strategy(prepared))
+    assert back["spec"]["updateStrategy"] == {"type": "RollingUpdate"}
+    assert back["metadata"]["annotations"] == {}
+    agent = objects.upgraded(objects.agent("x:1")[-1], "x:2")
+    agent["metadata"]["annotations"][objects.FORMER] = note
+    assert objects.template_image(objects.downgraded(agent, "x:1")) == "x:1"
+    assert objects.FORMER not in objects.upgraded(agent, "x:2")["metadata"].get("annotations", {})
+
+
 def test_the_agents_former_template_comes_back() -> None:
     old = objects.agent("x:1")[-1]
     old["spec"]["template"]["spec"]["containers"][0]["env"].append({"name": "OLD", "value": "1"})
