@@ -185,7 +185,7 @@ def _run(options: argparse.Namespace) -> int:
         output.document["error"] = text
         fail(text, status)
     except KeyboardInterrupt as ended:
-        output.document["error"] = "interrupted"
+        output.document["error"] = output.document.get("error") or "interrupted"
         status = _status_of(ended)
     output.end()
     return status or output.status

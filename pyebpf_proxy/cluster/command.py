@@ -33,8 +33,6 @@ class Command:
         self.lease = Lease(api, self.name, output.say)
         self._selector = selector
         self._done: list[str] = []
-        #: Whether a line has said that the command was interrupted, and what that means for the node in progress.
-        self._was_told = False
         output.document |= {"context": api.context, "done": self._done, "error": None}
 
     def view(self) -> View:
@@ -120,16 +118,25 @@ class Command:
             try:
                 yield
             except KeyboardInterrupt:
-                if not self._was_told:
-                    self.output.say(f"{_INTERRUPTED}; {again}{self.done_before}")
+                if self.output.document["error"] is None:
+                    self._tell(f"{_INTERRUPTED}; {again}{self.done_before}")
                 raise
+            except (ClusterError, RefusedError):
+                raise
+            except Exception:
+                self._tell(f"an internal error has ended the command; {again}{self.done_before}")
+                raise
+
+    def _tell(self, text: str) -> None:
+        """Why the command ends, also in the document."""
+        self.output.document["error"] = text
+        self.output.say(text)
 
     def _prefixed(self, prefix: str) -> Say:
         """For the lines about one node."""
 
         def say(text: str) -> None:
-            self._was_told |= text.startswith(_INTERRUPTED)
-            self.output.say(prefix + text)
+            (self._tell if text.startswith(_INTERRUPTED) else self.output.say)(prefix + text)
 
         return say
 

@@ -253,3 +253,33 @@ def test_an_error_before_the_first_node_says_that_none_was_taken_over() -> None:
     api.before = forbid
     with pytest.raises(ClusterError, match=f"^the policy forbids it; no node was taken over; {UNDONE}$"):
         install(api)
+
+
+def test_the_document_says_what_ctrl_c_means(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With -o json no line is printed."""
+
+    def task(_: object, what: str, node: str, *__: object) -> str:
+        if (what, node) == ("verify", "n2"):
+            raise KeyboardInterrupt
+        return "all is well\n"
+
+    monkeypatch.setattr(task_pod, "run", task)
+    output = Output(as_json=True)
+    with pytest.raises(KeyboardInterrupt):
+        Install(FakeApi("n1", "n2"), output, "", 0.5).run(IMAGE, None, dry_run=False)
+    assert output.document["error"] == f"[2/2] n2: interrupted; a proxy serves the node; {UNDONE}"
+    assert output.document["done"] == ["n1"]
+
+
+def test_an_internal_error_says_how_to_continue(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def task(_: object, what: str, node: str, *__: object) -> str:
+        if (what, node) == ("verify", "n2"):
+            raise KeyError("items")
+        return "all is well\n"
+
+    monkeypatch.setattr(task_pod, "run", task)
+    with pytest.raises(KeyError):
+        install(FakeApi("n1", "n2"))
+    assert capsys.readouterr().out.endswith(f"\nan internal error has ended the command; {UNDONE}; done before: n1\n")
