@@ -102,6 +102,9 @@ class RefusedError(Exception):
 class Api:
     """One cluster, as the chosen context of the kubeconfig names it."""
 
+    #: Of each thread: whether these are its last requests.
+    _saying = threading.local()
+
     def __init__(self, kubeconfig: str = "", context: str = "", say: Callable[[str], None] = lambda text: None) -> None:
         from kubernetes import client
 
@@ -112,8 +115,6 @@ class Api:
         self._say = say
         self._answered = False
         self._away = False
-        self._patience = PATIENCE
-        self._request_seconds = _REQUEST_SECONDS
         self._hung_up = threading.Event()
         #: Asked before each change: StoppedError if this command may change nothing any more.
         self.guard: Callable[[], None] = unguarded
@@ -135,7 +136,7 @@ class Api:
         ``later``: statuses after which the request is repeated. A change asks ``guard`` each time: while the server did
         not answer, another command may have taken over.
         """
-        end = time.monotonic() + self._patience
+        end = time.monotonic() + (0.0 if self._is_last else PATIENCE)
         is_renewed = False
         while True:
             self._ask_guard(method, path)
@@ -189,13 +190,17 @@ class Api:
 
     @contextlib.contextmanager
     def last_words(self) -> Iterator[None]:
-        """For what a command that ends leaves behind: each request is made once, and none raises an error."""
-        self._patience, self._request_seconds = 0.0, _LAST_SECONDS
+        """For what a command that ends leaves behind: this thread makes each request once, and none raises an error."""
+        before, self._saying.last = self._is_last, True
         try:
             with contextlib.suppress(ClusterError, RefusedError):
                 yield
         finally:
-            self._patience, self._request_seconds = PATIENCE, _REQUEST_SECONDS
+            self._saying.last = before
+
+    @property
+    def _is_last(self) -> bool:
+        return bool(getattr(self._saying, "last", False))
 
     def _once(self, method: str, path: str, body: Any, content: str, query: Mapping[str, str], text: bool) -> Any:
         from kubernetes.client.exceptions import OpenApiException
@@ -211,7 +216,8 @@ class Api:
                 body=body,
                 auth_settings=["BearerToken"],
             )
-            response = self._client.call_api(*serialized, _request_timeout=self._request_seconds)
+            seconds = _LAST_SECONDS if self._is_last else _REQUEST_SECONDS
+            response = self._client.call_api(*serialized, _request_timeout=seconds)
             data: bytes = response.read()  # type: ignore[no-untyped-call]
         except (HTTPError, OSError, OpenApiException) as error:
             raise RefusedError(0, "NoAnswer", _shortened(error)) from None

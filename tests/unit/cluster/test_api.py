@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -230,3 +231,29 @@ def test_an_exec_plugin_that_fails_is_named_in_one_line(tmp_path: Path, renewed:
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     why = "exec: process returned 7. refused: REDACTED"
     assert ran.stderr == f"Error: the exec plugin {plugin} gives no credentials: {why}\n"
+
+
+def test_the_last_words_of_one_thread_do_not_hurry_the_others(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of ``cluster check``, one node has failed, and its pod is deleted. Its other nodes and the Lease go on."""
+    answers = Answers(api, monkeypatch)
+    api.get(NODES, "n1")
+    begun, ended = threading.Event(), threading.Event()
+
+    def other() -> None:
+        with api.last_words():
+            begun.set()
+            ended.wait(30)
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    try:
+        assert begun.wait(30)
+        answers.left = [BUSY]
+        api.get(NODES, "n1")
+    finally:
+        ended.set()
+        thread.join()
+    with api.last_words():
+        answers.left = [BUSY]
+        api.get(NODES, "n1")
+    assert answers.left == []
