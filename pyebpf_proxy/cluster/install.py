@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import yaml
 
 from pyebpf_proxy.cluster import check, objects, takeover, task_pod
@@ -93,7 +95,8 @@ class Install(Command):
             # Labels of before, as after an upgrade by kubeadm: kube-proxy is parked again where the agent is looked at.
             for node, item in view(self.api).nodes.items():
                 if PARKED in (item["metadata"].get("labels") or {}):
-                    takeover.label(site, node, PARKED, "")
+                    with contextlib.suppress(NodeGoneError):
+                        takeover.label(site, node, PARKED, "")
         if not objects.is_prepared(found.kube_proxy_set):
             takeover.patch_kube_proxy(self.api, objects.prepare, self.seconds)
 
@@ -140,6 +143,8 @@ class Install(Command):
             takeover.give_back(site, node, say)
         except KeyboardInterrupt:
             say(f"interrupted; a proxy serves the node; to continue, run {_ROLLBACK}")
+            raise
+        except NodeGoneError:
             raise
         except (ClusterError, RefusedError) as second:
             raise ClusterError(

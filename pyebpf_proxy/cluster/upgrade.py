@@ -103,6 +103,8 @@ class Upgrade(Command):
         except KeyboardInterrupt:
             say(f"interrupted; {_CARRIED}; {again}")
             raise
+        except NodeGoneError:
+            raise
         except StoppedError as stopped:
             text = f"{node}: {error}; {stopped}; {_CARRIED}; {again}"
             raise StoppedError(text, stopped.status) from None

@@ -283,3 +283,32 @@ def test_an_internal_error_says_how_to_continue(
     with pytest.raises(KeyError):
         install(FakeApi("n1", "n2"))
     assert capsys.readouterr().out.endswith(f"\nan internal error has ended the command; {UNDONE}; done before: n1\n")
+
+
+@pytest.mark.parametrize("moment", ["before its mark is removed", "before it is given back"])
+def test_a_node_that_is_deleted_ends_no_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], moment: str
+) -> None:
+    """As an autoscaler does: the others go on."""
+    api, path = FakeApi("n1", "n2"), NODES.path(name="n1")
+
+    def task(_: object, what: str, node: str, *__: object) -> str:
+        if (what, node) == ("verify", "n1"):
+            api.stored.pop(path)
+            raise ClusterError("verify: no connection")
+        return "all is well\n"
+
+    def delete(method: str, asked: str) -> None:
+        if asked == path:
+            api.stored.pop(path, None)
+
+    if moment == "before it is given back":
+        monkeypatch.setattr(task_pod, "run", task)
+    else:
+        # As after an upgrade by kubeadm: kube-proxy's DaemonSet does not spare the node that is marked.
+        api.label("n1", agent=ON, parked=ON)
+        api.before = delete
+    install(api)
+    said = capsys.readouterr().out
+    assert "n2: taken over, and verified" in said
+    assert ("[1/2] n1: the node does not exist any more" in said) == (moment == "before it is given back")

@@ -280,3 +280,22 @@ def test_a_controller_that_has_not_seen_the_new_template(api: FakeApi) -> None:
     api.before = controller
     upgrade(api)
     assert api.images() == {"n1": NEWER}
+
+
+def test_a_node_that_is_deleted_before_the_former_agent_is_back(
+    api: FakeApi, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for node in ("n1", "n2"):
+        api.label(node, parked=ON, agent=ON)
+
+    def task(_: object, what: str, node: str, *__: object) -> str:
+        if (what, node) == ("verify", "n1"):
+            del api.stored[NODES.path(name="n1")]
+            raise ClusterError("verify: no connection")
+        return "all is well\n"
+
+    monkeypatch.setattr(task_pod, "run", task)
+    upgrade(api)
+    said = capsys.readouterr().out
+    assert "[1/2] n1: the node no longer exists" in said
+    assert api.images()["n2"] == NEWER
