@@ -53,16 +53,15 @@ def run(api: Api, output: Output, found: View, image: str, seconds: float) -> bo
         output.say(f"skipped, because they are not ready: {', '.join(down)}")
     if not found.nodes:
         raise ClusterError("none of these nodes is ready", NO_ANSWER)
-    rows: list[Row] = []
+    rows, uid = list[Row](), ""
     try:
         _remove(api)
         wait_until(
             lambda: api.get(NAMESPACES, NAMESPACE) is None, f"the namespace {NAMESPACE} was not deleted", seconds
         )
         label = {"pod-security.kubernetes.io/enforce": "privileged"}  # for the pods on the nodes' network
-        api.create(
-            NAMESPACES, {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": NAMESPACE, "labels": label}}
-        )
+        namespace = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": NAMESPACE, "labels": label}}
+        uid = api.create(NAMESPACES, namespace)["metadata"]["uid"]
         services = {name: api.create(SERVICES, _service(name)) for name in _SERVICES}
         services["balanced"] = _balance(api, services["balanced"])
         names = set()
@@ -76,7 +75,8 @@ def run(api: Api, output: Output, found: View, image: str, seconds: float) -> bo
         rows += _from_outside(found, services["web"])
     except BaseException:
         with api.last_words():
-            _remove(api)
+            if not _is_of_another(api, uid):
+                _remove(api)
         raise
     _remove(api)
     wait_until(lambda: not _left(api, found), "the test pods were not deleted", seconds)
@@ -229,6 +229,12 @@ def _remove(api: Api) -> None:
         api.delete(SERVICES, name, NAMESPACE)
     for item in api.objects(PODS, NAMESPACE):
         api.delete(PODS, item["metadata"]["name"], NAMESPACE)
+
+
+def _is_of_another(api: Api, uid: str) -> bool:
+    """Whether another command has deleted this one's namespace, and made its own. ``uid``: its uid, if it is known."""
+    found = api.get(NAMESPACES, NAMESPACE)
+    return bool(uid) and found is not None and found["metadata"]["uid"] != uid
 
 
 def _left(api: Api, found: View) -> list[str]:

@@ -25,6 +25,7 @@ from pyebpf_proxy.cluster.api import (
     RefusedError,
     unguarded,
 )
+from pyebpf_proxy.cluster.connectivity import NAMESPACE as TEST
 from pyebpf_proxy.cluster.objects import AGENT, KUBE_PROXY, NAME, NAMESPACE, ON, PARKED
 from tests.support import kubeadm
 from tests.support.merge_patch import merged
@@ -135,7 +136,7 @@ class FakeApi(Api):
             metadata = body["metadata"] | {"creationTimestamp": NOW}
             return self.put(f"{path}/{metadata['name']}", body | {"metadata": metadata})
         if method == "GET" and path in [
-            kind.path(space) for kind in (NODES, PODS, SERVICES, SLICES) for space in ("", NAMESPACE, "default")
+            kind.path(space) for kind in (NODES, PODS, SERVICES, SLICES) for space in ("", NAMESPACE, "default", TEST)
         ]:
             return {"items": [item for name, item in self.stored.items() if self._is_listed(name, item, path, query)]}
         present = self.stored.get(path)

@@ -7,8 +7,13 @@ import json
 from collections import Counter
 from typing import Any
 
+import pytest
+
 from pyebpf_proxy.cluster import connectivity
-from pyebpf_proxy.cluster.model import View
+from pyebpf_proxy.cluster.api import NAMESPACES, RefusedError
+from pyebpf_proxy.cluster.model import View, view
+from pyebpf_proxy.cluster.output import Output
+from tests.unit.cluster.fake_api import FakeApi
 
 NODES = 1000
 
@@ -38,3 +43,19 @@ def test_a_plan_for_a_thousand_nodes_is_short_and_each_node_is_asked_for() -> No
         asked.update({row["address"] for row in rows if row["port"] == 30001})
     assert set(asked.values()) == {6}
     assert len(asked) == 2 * NODES
+
+
+def test_the_namespace_of_another_administrators_test_stays() -> None:
+    """That test has deleted this one's, as it does with what a killed one has left."""
+    api = FakeApi("n1")
+    path = NAMESPACES.path(name=connectivity.NAMESPACE)
+
+    def other(method: str, asked: str) -> None:
+        if method == "PATCH":
+            del api.stored[path]
+            api.put(path, {"metadata": {"name": connectivity.NAMESPACE}})
+
+    api.before = other
+    with pytest.raises(RefusedError, match="services/balanced"):
+        connectivity.run(api, Output(as_json=False), view(api), "registry.example/pyebpf-proxy:1", 1.0)
+    assert path in api.stored
