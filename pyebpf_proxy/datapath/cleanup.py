@@ -36,7 +36,7 @@ from pyebpf_proxy.datapath.node.mounts import (
     table_name,
     tcx_directory,
 )
-from pyebpf_proxy.datapath.node.node_settings import ANY_RESET, LIBERAL, Setting
+from pyebpf_proxy.datapath.node.node_settings import FAST_PATH, LIBERAL, Setting
 from pyebpf_proxy.datapath.node.sysctls import changed, leave, restore
 from pyebpf_proxy.datapath.report import Report
 
@@ -56,23 +56,22 @@ def cleanup(directory: Path, own_files: Iterable[str] = (), keep_settings: bool 
         except OSError as error:
             report.problems.append(str(error))
     else:
-        _settings(directory, "", report, keep=(LIBERAL, ANY_RESET))
+        _settings(directory, "", report, keep=FAST_PATH)
     for step in (_flows, _programs, _table, _pins):
         try:
             report.removed += step(directory)
         except OSError as error:
             report.problems.append(str(error))
-    if changed(LIBERAL, directory):
+    if any(changed(setting, directory) for setting in FAST_PATH):
         try:
             # kube-proxy reads this setting only at its start. Without its rule for INVALID packets, a strict conntrack
             # would let packets pass untranslated.
-            if keep_settings and leftovers.relies_on_liberal_conntrack():
+            if keep_settings and changed(LIBERAL, directory) and leftovers.relies_on_liberal_conntrack():
                 for line in leave(directory, LIBERAL):
                     _log.info("setting kept for kube-proxy, which started with it", what=line)
-            else:
-                # The fast path is gone, and conntrack becomes strict again: it must continue to translate the
-                # connections of the fast path.
-                make_liberal()
+            # The fast path is gone, and conntrack becomes strict again: it must continue to translate the fast path's
+            # connections.
+            make_liberal()
         except OSError as error:
             report.problems.append(str(error))
     _settings(directory, None, report)

@@ -193,6 +193,23 @@ def test_ports_of_a_connection_whose_reset_overtook_a_packet_are_used_again(movi
     client.reset()
 
 
+def test_an_idle_connection_stays_in_conntrack_as_long_as_without_the_fast_path(moving: Moving, family: int) -> None:
+    """conntrack does not see that data is acknowledged, and would forget the connection after five idle minutes."""
+    # Without a permit the flow begins in netfilter, so conntrack knows its sequence numbers.
+    time.sleep(1.1)
+    client, server, own_port = moving.begin(family)
+    assert moving.conntrack(own_port, family)
+    exchange_data(client, server, 1)
+    for _ in range(3):
+        # Then netfilter sees the request and the answer, but not the acknowledgement of the answer.
+        time.sleep(1.2)
+        exchange_data(client, server, 1)
+    time.sleep(0.5)
+    (line,) = moving.conntrack(own_port, family)
+    assert int(line.split()[2]) > 80_000
+    client.reset()
+
+
 @contextmanager
 def silent_after_reset(pod: Pod) -> Iterator[None]:
     """The pod does not answer the late packet: its other CPU still handles the RST, and drops the packet with it."""

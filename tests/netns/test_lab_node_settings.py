@@ -63,6 +63,7 @@ def every(node: Node) -> dict[str, int]:
     """All settings of a network namespace that an agent could change."""
     names = [NETFILTER + name for name, _, _ in TIMEOUTS.values()]
     names += [NETFILTER + name for name in ("max", "tcp_be_liberal", "tcp_ignore_invalid_rst", "tcp_timeout_fin_wait")]
+    names += [NETFILTER + "tcp_timeout_unacknowledged"]
     names += [CONF + name for name in ("route_localnet", "arp_ignore", "arp_announce")] + ["net.ipv4.ip_forward"]
     return {name: number(node, name) for name in names}
 

@@ -21,7 +21,9 @@ from pyebpf_proxy.datapath.netlink.request import RequestSocket
 
 def make_liberal() -> int:
     """Make every translated TCP connection of this network namespace liberal; returns how many. OSError."""
-    flags = bytes([uapi.IP_CT_TCP_FLAG_BE_LIBERAL] * 2)
+    # Also clears DATA_UNACKNOWLEDGED: conntrack has not seen the acknowledgement, and would shorten the timeout.
+    changed_flags = uapi.IP_CT_TCP_FLAG_BE_LIBERAL | uapi.IP_CT_TCP_FLAG_DATA_UNACKNOWLEDGED
+    flags = bytes([uapi.IP_CT_TCP_FLAG_BE_LIBERAL, changed_flags])  # the flags, and the mask of what to change
     info = attribute(uapi.CTA_PROTOINFO_TCP_FLAGS_ORIGINAL, flags)
     info += attribute(uapi.CTA_PROTOINFO_TCP_FLAGS_REPLY, flags)
     info = attribute(uapi.CTA_PROTOINFO, attribute(uapi.CTA_PROTOINFO_TCP, info, nested=True), nested=True)

@@ -12,7 +12,7 @@ from pyebpf_proxy.datapath.connections.liberal import make_liberal
 from pyebpf_proxy.datapath.loader.programs import fast_path_is_built
 from pyebpf_proxy.datapath.managers.manager import Delta, Manager
 from pyebpf_proxy.datapath.node import sysctls
-from pyebpf_proxy.datapath.node.node_settings import ANY_RESET, LIBERAL, Setting
+from pyebpf_proxy.datapath.node.node_settings import FAST_PATH, LIBERAL, Setting
 from pyebpf_proxy.services.node_facts import NodeFacts
 
 _log = Logger("datapath")
@@ -49,7 +49,7 @@ class FastPathSettings(Manager):
     def start(self, facts: NodeFacts, wanted: Delta) -> None:
         if self._effective.fast_path and fast_path_is_built():
             directory = self._effective.directory
-            self.refused = sysctls.hold(LIBERAL, directory) or sysctls.hold(ANY_RESET, directory)
+            self.refused = next(filter(None, (sysctls.hold(setting, directory) for setting in FAST_PATH)), "")
             self._holds = not self.refused
         if self._holds:
             self._run(self._watch(), "conntrack settings of the fast path")
@@ -62,7 +62,7 @@ class FastPathSettings(Manager):
     def refresh(self) -> None:
         """Make a setting again that another program has changed: without it, connections of the fast path end."""
         if self._holds:
-            for setting in (LIBERAL, ANY_RESET):
+            for setting in FAST_PATH:
                 self._ensure(setting)
 
     def _ensure(self, setting: Setting) -> None:
@@ -90,12 +90,11 @@ class FastPathSettings(Manager):
         """If the fast path is off now: restore the settings, so that connections that used it continue."""
         self._holds = False
         effective = self._effective
-        if not sysctls.held(LIBERAL, effective.directory) and not sysctls.held(ANY_RESET, effective.directory):
+        if not any(sysctls.held(setting, effective.directory) for setting in FAST_PATH):
             return
         keep = (LIBERAL,) if effective.kernel.conntrack.tcp_be_liberal else ()
         try:
-            if not keep:
-                _log.info("the fast path is off", connections=make_liberal())
+            _log.info("the fast path is off", connections=make_liberal())
             _, problems = sysctls.restore(effective.directory, holder=LIBERAL.field, keep=keep)
         except OSError as error:
             problems = [str(error)]

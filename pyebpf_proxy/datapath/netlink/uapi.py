@@ -118,7 +118,7 @@ CTA_TIMESTAMP_START = 1
 CTA_FILTER_ORIG_FLAGS, CTA_FILTER_REPLY_FLAGS = 1, 2
 # include/uapi/linux/netfilter/nf_conntrack_common.h, include/uapi/linux/netfilter/nf_conntrack_tcp.h
 IPS_SEEN_REPLY, IPS_ASSURED, IPS_CONFIRMED, IPS_SRC_NAT, IPS_DST_NAT = 1 << 1, 1 << 2, 1 << 3, 1 << 4, 1 << 5
-IP_CT_TCP_FLAG_CLOSE_INIT, IP_CT_TCP_FLAG_BE_LIBERAL = 0x04, 0x08
+IP_CT_TCP_FLAG_CLOSE_INIT, IP_CT_TCP_FLAG_BE_LIBERAL, IP_CT_TCP_FLAG_DATA_UNACKNOWLEDGED = 0x04, 0x08, 0x10
 
 # include/uapi/linux/sock_diag.h
 SOCK_DIAG_BY_FAMILY, SOCK_DESTROY = 20, 21

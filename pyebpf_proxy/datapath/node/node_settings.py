@@ -54,6 +54,13 @@ class Setting:
 LIBERAL = Setting(_NETFILTER + "tcp_be_liberal", 1, "fastPath", "fastPath: false")
 #: The same for resets: even a liberal conntrack checks them, and does not translate a refused one.
 ANY_RESET = Setting(_NETFILTER + "tcp_ignore_invalid_rst", 1, "fastPath", "fastPath: false")
+#: The same for its timeout of connections with data that is not acknowledged, five minutes: conntrack does not see the
+#: acknowledgements that the fast path sends. A connection that is idle for longer would lose its entry. The value is
+#: longer than the timeout of established connections, and every kernel accepts it (INT_MAX / HZ).
+UNACKNOWLEDGED = Setting(
+    _NETFILTER + "tcp_timeout_unacknowledged", 2_000_000, "fastPath", "fastPath: false", at_least=True
+)
+FAST_PATH = (LIBERAL, ANY_RESET, UNACKNOWLEDGED)
 
 #: Every file that the proxy changes.
 PATHS = frozenset(
@@ -61,8 +68,7 @@ PATHS = frozenset(
         HASHSIZE,
         BUCKETS,
         CONNTRACK_MAX,
-        LIBERAL.path,
-        ANY_RESET.path,
+        *(setting.path for setting in FAST_PATH),
         *(f"{_NETFILTER}tcp_timeout_{state}" for state in ("established", "close_wait", "fin_wait")),
         *(f"{_NETFILTER}udp_timeout{stream}" for stream in ("", "_stream")),
         *(f"{_IPV4}vs/{name}" for name in ("conntrack", "expire_nodest_conn", "expire_quiescent_template")),

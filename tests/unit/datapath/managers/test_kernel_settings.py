@@ -12,7 +12,7 @@ import pytest
 
 from pyebpf_proxy.datapath.managers import kernel_settings
 from pyebpf_proxy.datapath.managers.kernel_settings import FastPathSettings
-from pyebpf_proxy.datapath.node.node_settings import ANY_RESET, LIBERAL, Setting
+from pyebpf_proxy.datapath.node.node_settings import FAST_PATH, Setting
 from pyebpf_proxy.services.node_facts import NodeFacts
 
 
@@ -72,7 +72,7 @@ def run(sysctls: Sysctls, restored: bool) -> tuple[set[str], list[str]]:
 
 
 def test_they_are_set_again(sysctls: Sysctls) -> None:
-    assert run(sysctls, restored=False) == ({LIBERAL.name, ANY_RESET.name}, [])
+    assert run(sysctls, restored=False) == ({each.name for each in FAST_PATH}, [])
 
 
 def test_they_stay_as_they_are_if_the_kernel_refused_the_fast_path(sysctls: Sysctls) -> None:
@@ -90,4 +90,4 @@ def test_a_setting_that_cannot_be_set_again_is_a_problem(sysctls: Sysctls) -> No
         made.close()
         return list(made.problems)
 
-    assert asyncio.run(scene()) == [f"{each.name} cannot be set" for each in (LIBERAL, ANY_RESET)]
+    assert asyncio.run(scene()) == [f"{each.name} cannot be set" for each in FAST_PATH]
