@@ -132,19 +132,13 @@ static __always_inline struct nf_conn___pep *find_flow(struct __sk_buff *ctx, co
 static __always_inline bool endpoint_serves(const struct nf_conn___pep *ct, const struct packet *p, __u32 service)
 {
 	__be16 port = ct->tuplehash[DIRECTION_REPLY].tuple.src.u.all;
+	union address endpoint = {};
 
-	if (p->ipv6) {
-		struct endpoint6_key key = { .service = service, .port = bpf_ntohs(port), .protocol = p->protocol };
-
-		BPF_CORE_READ_INTO(&key.address, ct, tuplehash[DIRECTION_REPLY].tuple.src.u3);
-		return bpf_map_lookup_elem(&endpoints6, &key);
-	} else {
-		struct endpoint4_key key = { .service = service, .port = bpf_ntohs(port), .protocol = p->protocol };
-		__be32 address = ct->tuplehash[DIRECTION_REPLY].tuple.src.u3.ip;
-
-		__builtin_memcpy(key.address, &address, 4);
-		return bpf_map_lookup_elem(&endpoints4, &key);
-	}
+	if (p->ipv6)
+		BPF_CORE_READ_INTO(&endpoint, ct, tuplehash[DIRECTION_REPLY].tuple.src.u3);
+	else
+		endpoint.v4 = ct->tuplehash[DIRECTION_REPLY].tuple.src.u3.ip;
+	return is_endpoint(&endpoint, bpf_ntohs(port), p->protocol, p->ipv6, service);
 }
 
 /*
