@@ -64,7 +64,8 @@ enum agent_request {
 enum closing {
 	CLOSING = 1,		/* a FIN or RST was seen; it may have been forged */
 	CLOSING_IN_SEQUENCE = 2,	/* its sequence number was the expected one; for a kernel's flow: a RST */
-	CLOSING_BY_RESET = 3,	/* a young flow: a RST followed data that the other side had not acknowledged yet */
+	/* a young flow: a RST followed data that the other side had not acknowledged yet; a kernel's: a SYN followed a RST */
+	CLOSING_BY_RESET = 3,
 };
 
 enum first_packet {
@@ -94,7 +95,7 @@ struct flow {
 	__u8 promote;		/* enum agent_request: what the agent has been asked to do */
 	__u8 bulk;		/* XDP leaves this direction to tc */
 	__u8 first_counted;	/* not 0: `packets` includes the first packet; enum first_packet */
-	__u16 sent_until;	/* TCP: lower half of the sequence number after what this side sent; see note_sent() */
+	__u16 sent_until;	/* TCP: lower half of the sequence number after what this side sent last */
 };
 
 struct {

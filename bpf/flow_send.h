@@ -49,20 +49,22 @@ static __always_inline enum slow_path_reason why_kernel(const struct packet *p, 
 	return NOT_SLOW;
 }
 
-/*
- * Updates the entry for a packet that is sent.  `sent_until` is needed where packets follow a RST: of a young flow after
- * each packet, of a kernel's flow after its RST (note_ending()).
- */
+/* What a RST of either side is compared with. */
+static __always_inline void note_numbers(struct flow *f, const struct packet *p)
+{
+	f->acknowledged = p->acknowledged;
+	f->sent_until = p->sequence + (p->length - p->headers) + !!(p->tcp_flags & (TCP_SYN | TCP_FIN));
+}
+
+/* Updates the entry for a packet that is sent.  send_kernels() notes the numbers of a kernel's flow. */
 static __always_inline void note_sent(struct flow *f, const struct packet *p, __u64 now)
 {
 	f->packets++;
 	/* The coarse clock advances every few milliseconds, so the cache line is written once for many packets. */
 	if (f->last_seen != now)
 		f->last_seen = now;
-	if (p->protocol == TCP && f->young) {
-		f->acknowledged = p->acknowledged;
-		f->sent_until = p->sequence + (p->length - p->headers) + !!(p->tcp_flags & (TCP_SYN | TCP_FIN));
-	}
+	if (p->protocol == TCP && f->young)
+		note_numbers(f, p);
 }
 
 /* `way`: from why_not_here(). */
@@ -219,32 +221,55 @@ static __always_inline int send_young(struct context *ctx, const struct packet *
 	return verdict;
 }
 
+/*
+ * A RST of a kernel's flow after which nothing follows: its number is the one that the other side expects, or follows
+ * data that is on its way.  conntrack would close the connection in both cases, if it had seen the packet before.
+ */
+static __always_inline bool is_last_packet(const struct packet *p, const struct flow *f, const struct flow *other)
+{
+	__u32 ahead = p->sequence - other->acknowledged;
+
+	return p->tcp_flags & TCP_RST && other->acknowledged &&
+	       (!ahead || (ahead < GUESS_WINDOW && (__u16)p->sequence == f->sent_until));
+}
+
 /* A packet of a kernel's flow that is a SYN, FIN or RST, or that comes after a RST in sequence. */
 static __noinline int note_ending(const struct packet *p, const struct flow_rewrite *a, struct flow *known)
 {
 	struct flow *other;
-	bool in_sequence;
+	__u8 closing;
 
 	if (!p || !a || !known)
 		return 0;
 	if (!is_syn_fin_rst(p)) {
 		/* A later number: the flow goes on.  Otherwise the RST has overtaken this packet. */
-		if ((__s16)(p->sequence + p->length - p->headers - known->sent_until) > 0)
+		if ((__s16)(p->sequence + p->length - p->headers - known->sent_until) > 0) {
 			known->closing = CLOSING;
+			note_numbers(known, p);
+		}
 		return 0;
 	}
+	closing = p->tcp_flags & TCP_RST && known->closing == CLOSING_IN_SEQUENCE ? CLOSING_IN_SEQUENCE : CLOSING;
 	other = other_direction(a, p);
 	/* The kernel must see the end of the flow; later packets are confirmed again. */
 	known->confirmed_until = 0;
-	in_sequence = p->tcp_flags & TCP_RST && other && other->acknowledged && p->sequence == other->acknowledged;
-	known->closing = in_sequence ? CLOSING_IN_SEQUENCE : CLOSING;
-	known->sent_until = p->sequence;
-	if (!other)
-		return 0;
-	other->confirmed_until = 0;
-	if (p->tcp_flags & TCP_SYN && other->closing == CLOSING_IN_SEQUENCE)
-		/* The next connection with these ports. */
-		other->closing = CLOSING;
+	if (other)
+		other->confirmed_until = 0;
+	if (p->tcp_flags & TCP_SYN) {
+		/* The next connection with these ports.  tc may get the packet after XDP. */
+		if (known->closing >= CLOSING_IN_SEQUENCE)
+			closing = CLOSING_BY_RESET;
+		if (other && other->closing == CLOSING_IN_SEQUENCE) {
+			closing = CLOSING_BY_RESET;
+			other->closing = CLOSING;
+		}
+		/* Its end is reported, too, even if no sweep runs before. */
+		known->promote = NO_REQUEST;
+	} else if (other && is_last_packet(p, known, other)) {
+		closing = CLOSING_IN_SEQUENCE;
+		known->sent_until = p->sequence;
+	}
+	known->closing = closing;
 	return 0;
 }
 
@@ -267,6 +292,8 @@ static __always_inline int send_kernels(struct context *ctx, const struct packet
 	reason = fast_path_closed(state, p->ipv6, now);
 	if (is_syn_fin_rst(p) || known->closing == CLOSING_IN_SEQUENCE)
 		note_ending(p, a, known);
+	else
+		note_numbers(known, p);
 	if (!reason && is_syn_fin_rst(p))
 		reason = STACK_ENDING;
 	if (!reason && !is_plain(ctx))
@@ -275,7 +302,6 @@ static __always_inline int send_kernels(struct context *ctx, const struct packet
 		count_left(reason);
 		return NOT_SENT;
 	}
-	known->acknowledged = p->acknowledged;
 	if (now >= known->confirmed_until || known->generation != *(volatile __u32 *)&state->generation)
 		return NOT_CONFIRMED;
 	/* Only a confirmed entry has a complete link. */

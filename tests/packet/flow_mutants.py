@@ -407,8 +407,30 @@ FLOW_MUTANTS: dict[str, tuple[str, str, str]] = {
     ),
     "flows: any RST of a kernel flow is its last packet": (
         "flow_send.h",
-        "in_sequence = p->tcp_flags & TCP_RST && other && other->acknowledged && p->sequence == other->acknowledged;",
-        "in_sequence = p->tcp_flags & TCP_RST;",
+        "return p->tcp_flags & TCP_RST && other->acknowledged &&\n"
+        "\t       (!ahead || (ahead < GUESS_WINDOW && (__u16)p->sequence == f->sent_until));",
+        "return p->tcp_flags & TCP_RST;",
+    ),
+    "flows: a RST after data of a kernel flow is not its last packet": (
+        "flow_send.h",
+        "(!ahead || (ahead < GUESS_WINDOW && (__u16)p->sequence == f->sent_until));",
+        "!ahead;",
+    ),
+    "flows: a RST far ahead is the last packet of a kernel flow": (
+        "flow_send.h",
+        "(ahead < GUESS_WINDOW && (__u16)p->sequence == f->sent_until));",
+        "(__u16)p->sequence == f->sent_until);",
+    ),
+    "flows: a second RST shows that a kernel flow goes on": (
+        "flow_send.h",
+        "p->tcp_flags & TCP_RST && known->closing == CLOSING_IN_SEQUENCE ? CLOSING_IN_SEQUENCE : CLOSING;",
+        "CLOSING;",
+    ),
+    "flows: a kernel flow is reported once in all": ("flow_send.h", "\t\tknown->promote = NO_REQUEST;\n", ""),
+    "flows: numbers of sent packets only": (
+        "flow_send.h",
+        "\telse\n\t\tnote_numbers(known, p);\n\tif (!reason && is_syn_fin_rst(p))",
+        "\telse if (!reason)\n\t\tnote_numbers(known, p);\n\tif (!reason && is_syn_fin_rst(p))",
     ),
     "flows: a RST that has overtaken a packet is not the last one": (
         "observer.h",
@@ -423,8 +445,8 @@ FLOW_MUTANTS: dict[str, tuple[str, str, str]] = {
     ),
     "flows: the next connection is reset": (
         "flow_send.h",
-        "if (p->tcp_flags & TCP_SYN && other->closing == CLOSING_IN_SEQUENCE)",
-        "if (false)",
+        "if (p->tcp_flags & TCP_SYN) {",
+        "if (false) {",
     ),
     "flows: a reset flow is removed unreported": (
         "sweep.h",

@@ -456,11 +456,12 @@ def test_a_kernel_flow_that_was_reset_is_reported_once(fast: ProgramNode, by: st
     assert sweep(fast)["requested"] == 1
 
 
+@pytest.mark.parametrize("size", [0, 10])
 @pytest.mark.parametrize("by", ["client", "endpoint"])
-def test_a_kernel_flow_whose_reset_overtook_a_packet_stays_reset(fast: ProgramNode, by: str) -> None:
+def test_a_kernel_flow_whose_reset_overtook_a_packet_stays_reset(fast: ProgramNode, by: str, size: int) -> None:
     flow, reply = promoted(fast), by == "endpoint"
     resets(fast, flow, reply)
-    flow.pass_netfilter(reply, flags="A", seq=1, ack=1, size=0)
+    flow.pass_netfilter(reply, flags="A", seq=(1 - size) % (1 << 32), ack=1, size=size)
     entry = flow.entry(reply)
     assert entry is not None
     assert entry["confirmed_until"]
@@ -476,6 +477,60 @@ def test_a_kernel_flow_whose_data_is_acknowledged_after_a_reset_goes_on(fast: Pr
     flow.run(not reply, flow.frame(not reply, flags="A", seq=1, ack=11, size=0))
     assert flow.run(reply, flow.frame(reply, flags="A", seq=11, ack=1, size=0)).retval == GO_ON
     assert sweep(fast)["requested"] == 0
+
+
+@pytest.mark.parametrize("by", ["client", "endpoint"])
+def test_a_kernel_flow_that_was_reset_right_after_data_is_reported(fast: ProgramNode, by: str) -> None:
+    """The other side acknowledges the data when the RST has passed, for which conntrack extends the entry to a day."""
+    flow, reply = promoted(fast), by == "endpoint"
+    flow.run(reply, flow.frame(reply, seq=1, size=100))
+    resets(fast, flow, reply, seq=100)
+    flow.pass_netfilter(not reply, seq=1, ack=101, size=0)
+    assert sweep(fast)["requested"] == 1
+    assert fast.promotions() == [flow.key()]
+
+
+@pytest.mark.parametrize("seq", [99, 101, 100 + (1 << 16), 100 + (4 << 20), 100 - (1 << 16)])
+def test_a_reset_that_does_not_follow_the_data_is_not_reported(fast: ProgramNode, seq: int) -> None:
+    """XDP leaves it to tc, which judges it again."""
+    flow = promoted(fast)
+    flow.run(frame=flow.frame(seq=1, size=100))
+    for _ in range(2):
+        resets(fast, flow, seq=seq)
+    # A limit: only the lower half of the number is stored.
+    assert sweep(fast)["requested"] == int(seq == 100 + (1 << 16))
+
+
+@pytest.mark.parametrize("by", ["client", "endpoint"])
+def test_a_second_reset_does_not_show_that_the_flow_goes_on(fast: ProgramNode, by: str) -> None:
+    """The side that has reset the connection answers each packet that is still on its way, with the number of its
+    acknowledgement.
+    """
+    flow, reply = promoted(fast), by == "endpoint"
+    resets(fast, flow, reply)
+    resets(fast, flow, reply, seq=-500)
+    assert sweep(fast)["requested"] == 1
+
+
+def test_the_numbers_of_packets_are_known_though_no_agent_runs(fast: ProgramNode) -> None:
+    flow = promoted(fast)
+    fast.write_fast_path_state(alive=-1)
+    assert flow.run(True, flow.frame(True, seq=1, ack=5001, size=0)).retval == GO_ON
+    fast.write_fast_path_state()
+    resets(fast, flow, seq=5000)
+    assert sweep(fast)["requested"] == 1
+
+
+def test_the_end_of_the_next_connection_is_reported_although_no_sweep_ran_before(fast: ProgramNode) -> None:
+    flow = promoted(fast)
+    resets(fast, flow)
+    assert sweep(fast)["requested"] == 1
+    flow.pass_netfilter(flags="S", seq=5000, ack=0, size=0, new=True)
+    flow.run(True, flow.frame(True, flags="SA", seq=7000, ack=5001, size=0))
+    for reply, seq, ack in ((False, 5001, 7001), (True, 7001, 5001)):
+        flow.run(reply, flow.frame(reply, seq=seq, ack=ack, size=0))
+    assert flow.run(frame=flow.frame(flags="R", seq=5001, ack=0, size=0)).retval == GO_ON
+    assert sweep(fast)["requested"] == 1
 
 
 def test_a_kernel_flow_that_was_reset_is_reported_before_it_is_removed(fast: ProgramNode) -> None:
