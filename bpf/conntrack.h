@@ -142,14 +142,34 @@ static __always_inline bool endpoint_serves(const struct nf_conn___pep *ct, cons
 }
 
 /*
- * The last packet that the kernel saw of this connection is a reset.  The entry may still be ESTABLISHED: the kernel
- * has not seen what the flow table sent, so the sequence number may not be the one that it expects.  The kernel does
- * not replace an entry that an endpoint's reset has closed: the next SYN would get the same endpoint.
+ * This connection was reset.  The entry may still be ESTABLISHED, if the RST was the last packet: the kernel has not
+ * seen what the flow table sent, so the sequence number may not be the one that it expects.  The kernel replaces a
+ * closed entry only if the client's RST was the last packet: otherwise the next SYN would get the same endpoint.
  */
 static __always_inline bool was_reset(const struct nf_conn___pep *ct)
 {
-	return ct->proto.tcp.last_index == TCP_INDEX_RST &&
-	       (ct->proto.tcp.state == TCP_STATE_ESTABLISHED || ct->proto.tcp.state == TCP_STATE_CLOSE);
+	return ct->proto.tcp.state == TCP_STATE_CLOSE ||
+	       (ct->proto.tcp.state == TCP_STATE_ESTABLISHED && ct->proto.tcp.last_index == TCP_INDEX_RST);
+}
+
+/*
+ * The flow table knows this TCP connection, and has seen no RST that ends it: that of was_reset() was forged, or its
+ * other side has ignored it.  Two forged packets, a RST and a SYN, must not end a connection.  Global for the same reason
+ * as judge_syn().
+ */
+__noinline int goes_on(const struct packet *p)
+{
+	struct flow *f, *other;
+	struct flow_key key;
+
+	if (!settings.fast_path || !p)
+		return 0;
+	__builtin_memcpy(&key, p, sizeof(key));
+	f = bpf_map_lookup_elem(&flows, &key);
+	if (!f || was_reused(&f->rewrite, tag_of(&key)) || f->young || f->closing >= CLOSING_IN_SEQUENCE)
+		return 0;
+	other = other_direction(&f->rewrite, p);
+	return other && other->closing < CLOSING_IN_SEQUENCE;
 }
 
 static __always_inline bool has_ended(const struct nf_conn___pep *ct, const struct packet *p)
@@ -170,7 +190,8 @@ static __always_inline bool has_ended(const struct nf_conn___pep *ct, const stru
 static __always_inline enum counter must_go(const struct nf_conn___pep *ct, const struct packet *p,
 					    __u32 service, bool any_endpoints)
 {
-	if (p->protocol == TCP && settings.fast_path && was_reset(ct))
+	if (p->protocol == TCP && settings.fast_path && was_reset(ct) &&
+	    (ct->proto.tcp.state == TCP_STATE_CLOSE || !goes_on(p)))
 		return CLOSING_FLOW_REPLACED;
 	if (!any_endpoints || has_ended(ct, p))
 		return NOT_COUNTED;

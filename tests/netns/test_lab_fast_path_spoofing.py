@@ -116,6 +116,10 @@ ATTACKS: dict[str, Callable[[int, int], list[tuple[str, int, int]]]] = {
         ("FA", (sequence + (n << 28) + 12345) & 0xFFFFFFFF, acknowledged) for n in range(1, 16)
     ],
     "SYN": lambda sequence, acknowledged: [("S", (sequence + (n << 28)) & 0xFFFFFFFF, 0) for n in range(1, 16)],
+    "RST, then SYN": lambda sequence, acknowledged: [
+        ("R", (sequence + (7 << 28)) & 0xFFFFFFFF, 0),
+        ("S", (sequence + (3 << 28)) & 0xFFFFFFFF, 0),
+    ],
 }
 
 
