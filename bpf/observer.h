@@ -123,10 +123,10 @@ static __noinline int confirm(struct __sk_buff *skb, const struct packet *p, con
 		count(STACK_DEVICE);
 	f->confirmed_until = l.redirect ? now + CONFIRMED_NS : 0;
 	/*
-	 * After a RST or FIN: this packet is of a new connection with these ports, or the other direction ends later.
-	 * After a RST in sequence, note_ending() decides which.
+	 * After a RST or FIN: a packet with data, or of a new connection with these ports, shows that this side goes on.  An
+	 * acknowledgement does not: the other direction ends later.  After a RST in sequence, note_ending() decides.
 	 */
-	if (f->closing != CLOSING_IN_SEQUENCE)
+	if (f->closing != CLOSING_IN_SEQUENCE && (p->length > p->headers || p->tcp_flags & TCP_SYN))
 		f->closing = 0;
 	count(FLOW_CONFIRMED);
 	return 1;

@@ -75,9 +75,20 @@ static __always_inline bool is_answered(const struct flow *f, const struct flow 
 }
 
 /*
+ * A RST ends both directions.  conntrack knows only the sequence numbers of packets that it has seen, so it treats the
+ * RST as one that may be forged, and keeps the entry ESTABLISHED for ten seconds.  A new connection with the same ports
+ * would follow that entry to the old endpoint.  The flow table has seen the numbers of all packets.
+ */
+static __always_inline bool flow_was_reset(const struct flow_key *key, const struct flow *f, const struct flow *other)
+{
+	return key->protocol == TCP && other &&
+	       (f->closing == CLOSING_IN_SEQUENCE || other->closing == CLOSING_IN_SEQUENCE);
+}
+
+/*
  * Two kinds of flows must stay while conntrack may have them.  If a program does not look it up, an answered UDP flow:
  * its next datagram would open a flow to any endpoint.  And a flow that holds a source port: a young flow could take
- * the port.
+ * the port.  That also holds while one side has closed, and the other one has not answered yet.
  */
 static __always_inline bool kernel_flow_is_stale(const struct flow_key *key, const struct flow_rewrite *a,
 						 const struct flow *f, const struct flow *other, __u64 idle, bool pressed)
@@ -91,9 +102,9 @@ static __always_inline bool kernel_flow_is_stale(const struct flow_key *key, con
 		return idle > (f->packets ? KERNEL_PRESSED_NS : UNUSED_NS);
 	if (udp)
 		return idle > forgotten_udp_ns();
-	if (f->closing || other->closing)
-		return idle > KERNEL_CLOSED_NS;
-	return idle > (reserves && !pressed ? MASQUERADED_NS : KERNEL_TCP_NS);
+	if (reserves && !(f->closing && other->closing) && !flow_was_reset(key, f, other))
+		return idle > (f->closing || other->closing || pressed ? KERNEL_TCP_NS : MASQUERADED_NS);
+	return idle > (f->closing || other->closing ? KERNEL_CLOSED_NS : KERNEL_TCP_NS);
 }
 
 /* `f`: the client's direction of a young flow. True: it is over. */
@@ -143,17 +154,6 @@ static __always_inline bool is_due_for_promotion(const struct flow_key *key, con
 	if (age < YOUNG_NS)
 		return false;
 	return key->protocol == TCP || (idle < YOUNG_NS && is_stream(f, reply));
-}
-
-/*
- * A RST ends both directions.  conntrack knows only the sequence numbers of packets that it has seen, so it treats the
- * RST as one that may be forged, and keeps the entry ESTABLISHED for ten seconds.  A new connection with the same ports
- * would follow that entry to the old endpoint.  The flow table has seen the numbers of all packets.
- */
-static __always_inline bool flow_was_reset(const struct flow_key *key, const struct flow *f, const struct flow *other)
-{
-	return key->protocol == TCP && other &&
-	       (f->closing == CLOSING_IN_SEQUENCE || other->closing == CLOSING_IN_SEQUENCE);
 }
 
 /* `f`: the client's direction of a kernel's flow. Each end of the flow is reported once. */

@@ -432,10 +432,20 @@ FLOW_MUTANTS: dict[str, tuple[str, str, str]] = {
         "\telse\n\t\tnote_numbers(known, p);\n\tif (!reason && is_syn_fin_rst(p))",
         "\telse if (!reason)\n\t\tnote_numbers(known, p);\n\tif (!reason && is_syn_fin_rst(p))",
     ),
+    "flows: an acknowledgement opens a closed side": (
+        "observer.h",
+        " && (p->length > p->headers || p->tcp_flags & TCP_SYN))",
+        ")",
+    ),
+    "flows: a half-closed flow leaves its port": (
+        "sweep.h",
+        "if (reserves && !(f->closing && other->closing) &&",
+        "if (reserves && !(f->closing || other->closing) &&",
+    ),
     "flows: a RST that has overtaken a packet is not the last one": (
         "observer.h",
-        "if (f->closing != CLOSING_IN_SEQUENCE)",
-        "if (true)",
+        "if (f->closing != CLOSING_IN_SEQUENCE && (",
+        "if ((",
     ),
     "flows: a reset flow never goes on": ("flow_send.h", "\t\t\tknown->closing = CLOSING;\n", "\t\t\t;\n"),
     "flows: each packet after a RST goes on": (

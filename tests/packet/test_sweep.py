@@ -379,7 +379,12 @@ def test_in_a_full_table_a_source_port_stays_taken(fast: ProgramNode, variant: s
     other = learned_flow(fast, protocol, **{**VARIANTS[variant], "snat_port": 50000, "sport": 41000})
     assert is_swept(fast, other, 11, 0, 2 * QUOTA * 2 + 1)
     if protocol == "tcp":
-        flow.run(frame=flow.frame(flags="FA"))
+        # One side has closed: conntrack keeps the connection for an hour (kube-proxy's tcpCloseWaitTimeout).
+        flow.run(frame=flow.frame(flags="FA", seq=1, ack=1, size=0))
+        flow.pass_netfilter(True, seq=1, ack=2, size=0)
+        assert not is_swept(fast, flow, 60)
+        flow.run(True, flow.frame(True, flags="FA", seq=1, ack=2, size=0))
+        flow.pass_netfilter(seq=2, ack=2, size=0)
         assert not is_swept(fast, flow, 9)
         assert is_swept(fast, flow, 2)
 
