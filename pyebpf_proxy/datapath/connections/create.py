@@ -132,8 +132,8 @@ def _is_of_one_family(entry: Entry) -> bool:
 
 
 def close(netlink: RequestSocket, entries: Sequence[Entry], seconds: Mapping[tuple[Protocol, TcpState], int]) -> None:
-    """Shorten the timeout of TCP connections that began to close while their entries were created. OSError."""
-    ending = [entry._replace(state=TcpState.FIN_WAIT) for entry in entries if entry.protocol is Protocol.TCP]
+    """Give TCP connections that began to close before their entries were created the state of their entry. OSError."""
+    ending = [entry for entry in entries if entry.protocol is Protocol.TCP]
     netlink.request_many(uapi.IPCTNL_MSG_CT_NEW, 0, [_key(e) + _state(e, seconds[e.protocol, e.state]) for e in ending])
 
 
@@ -225,8 +225,8 @@ def _state(entry: Entry, seconds: int) -> bytes:
     if entry.protocol is not Protocol.TCP:
         return status
     flags = uapi.IP_CT_TCP_FLAG_BE_LIBERAL
-    # Otherwise the kernel replaces a closed entry at the next SYN only if the last packet was the client's RST.
-    flags |= uapi.IP_CT_TCP_FLAG_CLOSE_INIT if entry.state is TcpState.CLOSE else 0
+    # Otherwise the kernel replaces an ended connection at the next SYN only if the client's RST was the last packet.
+    flags |= 0 if entry.state is TcpState.ESTABLISHED else uapi.IP_CT_TCP_FLAG_CLOSE_INIT
     changed = bytes([flags, flags])  # the flags, and the mask of what to change
     info = attribute(uapi.CTA_PROTOINFO_TCP_STATE, bytes([entry.state]))
     info += attribute(uapi.CTA_PROTOINFO_TCP_FLAGS_ORIGINAL, changed)

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple, Protocol
 
-from pyebpf_proxy.common.bpf_constants import CLOSING_IN_SEQUENCE
+from pyebpf_proxy.common.bpf_constants import CLOSING_BY_RESET, CLOSING_IN_SEQUENCE
 from pyebpf_proxy.common.log import Logger
 from pyebpf_proxy.datapath.connections import create, gone_sources
 from pyebpf_proxy.datapath.connections.create import Entry, Outcome, Result, TcpState
@@ -85,6 +85,8 @@ class Flow(NamedTuple):
     reset: bool = False
     #: No packet came for QUIET_NS.
     quiet: bool = False
+    #: One side has sent a FIN, and the other one has acknowledged it.
+    half_closed: bool = False
 
     @property
     def read(self) -> bytes:
@@ -111,9 +113,10 @@ class FlowReader:
         # A pass may have thousands of flows: only the needed fields are read.
         ends = ("source", "destination", "source_port", "destination_port")
         self._key = btf.struct("flow_key").packer(*ends, "protocol", "ipv6")
-        self._flow = btf.struct("flow").packer(
-            "rewrite", "started", "last_seen", "packets", "young", "reply", "closing"
-        )
+        flow = btf.struct("flow")
+        self._flow = flow.packer("rewrite", "started", "last_seen", "packets", "young", "reply", "closing")
+        # The table of an earlier version that is drained may lack it.
+        self._numbers = flow.packer("acknowledged", "sent_until") if "sent_until" in flow.fields else None
         self._rewrite = btf.struct("flow_rewrite").packer(*ends)
         self.key_size = btf.struct("flow_key").size
 
@@ -152,7 +155,16 @@ class FlowReader:
         reset = not young and CLOSING_IN_SEQUENCE in (closing, closing_too)
         # bpf_ktime_get_coarse_ns() reads the same clock, with the resolution of a timer tick.
         quiet = time.monotonic_ns() - max(last_seen, last_seen_too) > QUIET_NS
-        return Flow(entry, bool(closing or closing_too), key, answer_key, started, reset, quiet)
+        closed = closing or closing_too
+        half = not (closing and closing_too) and self._is_acknowledged(there, back, closed, not closing)
+        return Flow(entry, bool(closed), key, answer_key, started, reset, quiet, half)
+
+    def _is_acknowledged(self, there: bytes, back: bytes, closing: int, by_endpoint: bool) -> bool:
+        """Whether the other side has acknowledged the FIN of the side with ``closing``. Nothing acknowledges a RST."""
+        if self._numbers is None or closing in (0, CLOSING_BY_RESET):
+            return False
+        (acknowledged, sent), (acknowledged_too, sent_too) = map(self._numbers.unpack, (there, back))
+        return bool(sent_too == acknowledged & 0xFFFF if by_endpoint else sent == acknowledged_too & 0xFFFF)
 
     def is_kernels(self, flow: Masqueraded) -> bool:
         """Whether the key is still that of this flow of the kernel, and not of a later one."""
@@ -386,7 +398,8 @@ class Promoter:
                     if now is None:
                         over.append(flow.entry)
                     elif now.closing:
-                        closing.append(flow.entry)
+                        state = TcpState.CLOSE_WAIT if flow.half_closed else TcpState.FIN_WAIT
+                        closing.append(flow.entry._replace(state=state))
                 elif result.outcome is not Outcome.KNOWN:
                     over.append(flow.entry)
             # A flow may end during this pass. Without this its entry would stay for days.
