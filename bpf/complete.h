@@ -36,6 +36,13 @@ static __always_inline bool all_answered(const struct flow *f, const struct flow
 	return reply->packets + !!f->first_counted > f->packets;
 }
 
+/* TCP, a young flow: both sides have closed, and each has acknowledged the FIN of the other one. */
+static __always_inline bool have_closed(const struct flow *f, const struct flow *reply)
+{
+	return f->closing && reply->closing && f->sent_until == (__u16)reply->acknowledged &&
+	       reply->sent_until == (__u16)f->acknowledged;
+}
+
 /* True if all datagrams are answered, or both sides have closed, and nothing came since. */
 static __always_inline bool is_complete(const struct flow *f, const struct flow *reply, enum protocol protocol,
 					__u64 now)
@@ -43,7 +50,8 @@ static __always_inline bool is_complete(const struct flow *f, const struct flow 
 	if (now <= newest(f, reply) + EXCHANGE_NS)
 		return false;
 	if (protocol == TCP)
-		return f->closing == CLOSING_IN_SEQUENCE && reply->closing == CLOSING_IN_SEQUENCE;
+		return f->closing == CLOSING_IN_SEQUENCE && reply->closing == CLOSING_IN_SEQUENCE &&
+		       have_closed(f, reply);
 	return all_answered(f, reply);
 }
 

@@ -117,10 +117,10 @@ static __always_inline bool young_flow_is_over(const struct flow_key *key, const
 		return idle > udp_idle_ns(s->udp_idle, f->first_counted, all_answered(f, reply)) ||
 		       (s->crowded && may_make_room(f, reply, UDP, s->now));
 	/*
-	 * Not if only one side has closed: such a connection may continue, or the packet may have been forged.  It is
-	 * promoted, and the kernel has to end it.
+	 * Not if only one side has closed, or a FIN is not acknowledged: such a connection may continue, a lost packet may be
+	 * sent again, or the packet may have been forged.  It is promoted, and the kernel has to end it.
 	 */
-	if (f->closing && reply->closing && idle > CLOSING_NS)
+	if (have_closed(f, reply) && idle > CLOSING_NS)
 		return true;
 	if (ends_by_reset(f, reply) && idle > (s->crowded ? CLOSING_NS : KERNEL_CLOSED_NS))
 		return true;

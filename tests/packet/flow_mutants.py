@@ -442,6 +442,12 @@ FLOW_MUTANTS: dict[str, tuple[str, str, str]] = {
         "if (reserves && !(f->closing && other->closing) &&",
         "if (reserves && !(f->closing || other->closing) &&",
     ),
+    "flows: a FIN that is not acknowledged ends": (
+        "complete.h",
+        "return f->closing && reply->closing && f->sent_until == (__u16)reply->acknowledged &&\n"
+        "\t       reply->sent_until == (__u16)f->acknowledged;",
+        "return f->closing && reply->closing;",
+    ),
     "flows: a RST that has overtaken a packet is not the last one": (
         "observer.h",
         "if (f->closing != CLOSING_IN_SEQUENCE && (",
@@ -585,7 +591,7 @@ FLOW_MUTANTS: dict[str, tuple[str, str, str]] = {
     ),
     "flows: changed link": ("observer.h", "if (!is_same_link(&f->rewrite.out, &l))", "if (false)"),
     "flows: excluded device confirms": ("observer.h", "l.redirect ? now + CONFIRMED_NS : 0", "now + CONFIRMED_NS"),
-    "flows: closing stays": ("sweep.h", "if (f->closing && reply->closing && idle > CLOSING_NS)", "if (false)"),
+    "flows: closing stays": ("sweep.h", "if (have_closed(f, reply) && idle > CLOSING_NS)", "if (false)"),
     "flows: unanswered stays": (
         "sweep.h",
         "return !reply->packets && (idle > UNANSWERED_NS || since(s, f->started) > UNANSWERED_NS);",

@@ -116,6 +116,26 @@ def test_a_closing_flow_ends_after_a_second(fast: ProgramNode, reply: bool) -> N
     assert fast.reasons()["YOUNG_ENDED"] == 1
 
 
+def test_a_flow_whose_last_data_is_not_acknowledged_does_not_end(fast: ProgramNode) -> None:
+    """The client has closed first. The endpoint's data and FIN are lost behind the node, and are sent again later."""
+    flow = answered(fast)
+    flow.run(frame=flow.frame(flags="FA", seq=101, ack=501, size=0))
+    flow.run(True, flow.frame(True, flags="FA", seq=501, ack=102, size=40))
+    assert not is_swept(fast, flow, 3)
+    assert sweep(fast)["requested"] == 0
+    flow.run(True, flow.frame(True, flags="FA", seq=501, ack=102, size=40))
+    flow.run(frame=flow.frame(seq=102, ack=542, size=0))
+    assert is_swept(fast, flow, 1.1)
+
+
+def test_a_flow_whose_last_data_is_never_acknowledged_is_promoted(fast: ProgramNode) -> None:
+    flow = answered(fast)
+    flow.run(frame=flow.frame(flags="FA", seq=101, ack=501, size=0))
+    flow.run(True, flow.frame(True, flags="FA", seq=501, ack=102, size=40))
+    flow.set_back(4.5)
+    assert (sweep(fast)["requested"], flow.entries()) == (1, [False, True])
+
+
 @pytest.mark.parametrize("what", ["sweep", "promote"])
 def test_an_element_that_another_flow_has_just_taken_is_not_changed(fast: ProgramNode, what: str) -> None:
     """Another CPU may read it so: the key already belongs to the new flow, the value still to the old one."""

@@ -138,7 +138,7 @@ ORDER = {
     "tc.bpf.c:leave_young": ["request_promotion(", "leave_to_netfilter("],
     "tc.bpf.c:leave_to_netfilter": ["drop_until_promotion(", "set_choice("],
     "sweep.h:sweep_flow": ["kernel_flow_is_stale(", "young_flow_is_over(", "forget_flow(", "is_due_for_promotion("],
-    "sweep.h:young_flow_is_over": ["!reply)", "f->closing && reply->closing", "!reply->packets"],
+    "sweep.h:young_flow_is_over": ["!reply)", "have_closed(f, reply)", "!reply->packets"],
     "sweep.h:promote": ["confirmed_until = 0", "other->young = 0", "f->young = 0", "uncount_young("],
     "observer.h:confirm": ["matches_rewrite(", "f->confirmed_until = "],
 }
