@@ -109,7 +109,14 @@ def _planner(settings: Effective) -> Planner:
     bind_address = settings.bind_address.packed if settings.bind_address is not None else None
     limits = Limits.of_maps(settings.map_sizes)
     return Planner(
-        PlanSettings(settings.node_name, bind_address, settings.external_ips, settings.external_ip_check, limits)
+        PlanSettings(
+            settings.node_name,
+            bind_address,
+            settings.external_ips,
+            settings.external_ip_check,
+            limits,
+            settings.health_port,
+        )
     )
 
 

@@ -100,6 +100,15 @@ class Effective:
         """The fwmark bit of packets that are to be masqueraded."""
         return 1 << self.masquerade_bit
 
+    @property
+    def health_port(self) -> int:
+        """The port of the health server, if other hosts can reach it; 0: it is on loopback, or there is none."""
+        if self.healthz_address is None:
+            return 0
+        host, port = self.healthz_address
+        address = addresses.parse_ip(host)
+        return 0 if address is not None and address.is_loopback else port
+
 
 def node_name(override: str) -> str:
     """The Node's name: the override, else the host's name; trimmed, lower case (spec/configuration §5.3)."""

@@ -178,7 +178,8 @@ def _source(settings: Effective) -> Source:
 async def _read(settings: Effective, source: Source) -> Wanted:
     bind = settings.bind_address.packed if settings.bind_address is not None else None
     limits = Limits.of_maps(settings.map_sizes)
-    planner = Planner(PlanSettings(settings.node_name, bind, settings.external_ips, settings.external_ip_check, limits))
+    external_ips, check, health_port = settings.external_ips, settings.external_ip_check, settings.health_port
+    planner = Planner(PlanSettings(settings.node_name, bind, external_ips, check, limits, health_port))
     complete = asyncio.Event()
     batches: list[Batch] = []
 

@@ -20,6 +20,7 @@ class Disputes:
 
     :param rank: orders claimants whose address is of the same kind; the smallest wins.
     :param wanted: all service ports, with all addresses that they list.
+    :param health_port: as of ``Guard``.
     """
 
     def __init__(
@@ -28,6 +29,7 @@ class Disputes:
         rank: Callable[[ServicePortName], Any],
         wanted: Mapping[ServicePortName, ServicePort],
         overlaps: Overlaps,
+        health_port: int = 0,
     ) -> None:
         self._wanted = wanted
         self._overlaps = overlaps
@@ -38,7 +40,7 @@ class Disputes:
         self._node_ports: dict[Claim, ServicePortName | None] = {}
         self._entered: set[ServicePortName] = set()
         self.losses = Losses()
-        self.guard = Guard(check, self._claims.holder)
+        self.guard = Guard(check, self._claims.holder, health_port)
 
     def leave(self, port: ServicePort) -> None:
         """Record that a service port is deleted, or replaced by a new version."""
@@ -78,6 +80,7 @@ class Disputes:
 
         for claim in self._disputed & self._node_ports.keys():
             self._settle(claim, kind_of, remember)
+        health_checks = self.guard.changed_health_checks()
         if self.guard.changed:
             self.guard.changed = False
             concerned = set(self._wanted)
@@ -87,6 +90,7 @@ class Disputes:
                 there = self._overlaps.at(claim)
                 # The others know the holder. A tenant may let thousands of service ports claim this port of a Node.
                 concerned |= there & self._entered if self._claims.holder(claim) == before else there
+            concerned.update(*map(self._overlaps.at, health_checks))
         for name in concerned:
             self._review(name, remember)
         for claim in self._disputed - self._node_ports.keys():

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from pyebpf_proxy.services import endpoints, frontends
-from pyebpf_proxy.services.claims import claim_of
+from pyebpf_proxy.services.addresses import UNSPECIFIED
+from pyebpf_proxy.services.claims import Claim, claim_of
 from pyebpf_proxy.services.cluster_nodes import ClusterNodes
 from pyebpf_proxy.services.disputes import Disputes
 from pyebpf_proxy.services.guard import API_SERVER, Check
@@ -59,13 +60,21 @@ class _Service(msgspec.Struct, frozen=True, gc=False):
     held: objects.Service | bytes | None = None
 
 
+def _health_checks(known: _Service | None) -> set[Claim]:
+    """The health check node port of a Service, as the claims of a NodePort."""
+    if known is None or not known.health_check_port:
+        return set()
+    families = {port.name.family for port in known.ports}
+    return {Claim(UNSPECIFIED[family], known.health_check_port, Protocol.TCP) for family in families}
+
+
 class PlanSettings(msgspec.Struct, frozen=True):
     """The inputs of the plan besides the objects.
 
     ``node_name``: the name of this Node, as in ``nodeName`` of endpoints. ``node_ip``: the packed ``bindAddress``, if
     it is not unspecified; it replaces the Node's address of that family (spec/configuration §5.3). ``external_ips``:
     whether external IPs are served (feature gate AllowServiceExternalIPs). ``check``: which of them are refused.
-    ``limits``: the limits of a namespace.
+    ``limits``: the limits of a namespace. ``health_port``: that of the health server; 0: none.
     """
 
     node_name: str
@@ -73,6 +82,7 @@ class PlanSettings(msgspec.Struct, frozen=True):
     external_ips: bool = True
     check: Check = "checked"
     limits: Limits = Limits()
+    health_port: int = 0
 
 
 class Planner:
@@ -91,7 +101,7 @@ class Planner:
         self._wanted: dict[ServicePortName, ServicePort] = {}
         self._health_checks = HealthChecks()
         self._overlaps = Overlaps()
-        self._disputes = Disputes(settings.check, self._rank, self._wanted, self._overlaps)
+        self._disputes = Disputes(settings.check, self._rank, self._wanted, self._overlaps, settings.health_port)
         self._read_nodes()
 
     @property
@@ -331,6 +341,8 @@ class Planner:
             self._disputes.leave(template)
             del self._wanted[template.name]
         self._overlaps.service(key, known.ports if known is not None else ())
+        former = self._services.get(key)
+        self._disputes.guard.set_health_checks(key, _health_checks(former), _health_checks(known))
         if known is None:
             self._services.pop(key, None)
             return

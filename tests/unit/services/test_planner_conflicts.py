@@ -233,6 +233,69 @@ def test_the_cluster_keeps_its_own_ports_and_ranges(planner: Planner, first: boo
     assert not planner.conflicts
 
 
+CHECKED = {
+    "type": "LoadBalancer",
+    "externalTrafficPolicy": "Local",
+    "healthCheckNodePort": 30080,
+    "status": balancer("203.0.113.80"),
+}
+
+
+@pytest.mark.parametrize("how", [{"externalIPs": [NODE_IP]}, {"status": balancer(NODE_IP)}])
+@pytest.mark.parametrize("order", ["thief, service, node", "node, service, thief", "service, node, thief", "at once"])
+def test_a_health_check_node_port_of_another_namespace_stays(
+    planner: Planner, how: dict[str, object], order: str
+) -> None:
+    """The load balancer asks there which Nodes get the traffic of a Service: a tenant could answer."""
+    changes = {"thief": thief(**how), "service": service("web", **CHECKED), "node": node(NODE, internal_ip=NODE_IP)}
+    for each in [changes.values()] if order == "at once" else [[changes[which]] for which in order.split(", ")]:
+        planner.update(each)
+    assert frontends(planner.get(THIEF)) == [AT_NODE[0]]
+    (refused,) = planner.conflicts
+    text = f"{NODE_IP}:30080/TCP is the health check node port of Service default/web on Node {NODE}: refused"
+    assert text in str(refused)
+    # The Service gets another port, the former one again, and is deleted.
+    delta = planner.update([service("web", **{**CHECKED, "healthCheckNodePort": 30081})])
+    assert frontends(delta[THIEF]) == [*AT_NODE]
+    delta = planner.update([changes["service"]])
+    assert frontends(delta[THIEF]) == [AT_NODE[0]]
+    delta = planner.update([gone(changes["service"])])
+    assert frontends(delta[THIEF]) == [*AT_NODE]
+    assert not planner.conflicts
+
+
+def test_a_tenant_may_name_its_own_health_check_node_port_and_other_protocols(planner: Planner) -> None:
+    planner.update([node(NODE, internal_ip=NODE_IP), service("web", **CHECKED)])
+    planner.update([thief(externalIPs=[NODE_IP])._replace(namespace="default")])
+    planner.update([thief(externalIPs=[NODE_IP], ports=[{"port": 30080, "protocol": "UDP"}, {"port": 30081}])])
+    assert not planner.conflicts
+
+
+def test_a_health_check_node_port_that_keeps_its_holders_is_not_checked_again(
+    planner: Planner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ports = [{"port": 30080, "name": "a"}, {"port": 30081, "name": "b"}]
+    stolen = thief(externalIPs=[NODE_IP], ports=ports)
+    planner.update([node(NODE, internal_ip=NODE_IP), service("web", **CHECKED), stolen])
+    monkeypatch.setattr(Disputes, "_review", lambda *_: pytest.fail("checked again"))
+    planner.update([service("web", **{**CHECKED, "ports": [{"port": 81}]})])
+    assert planner.lost == 1
+
+
+@pytest.mark.parametrize("how", [{"externalIPs": [NODE_IP]}, {"status": balancer(NODE_IP)}])
+def test_the_kubelet_an_api_server_and_healthz_on_a_node_stay(how: dict[str, object]) -> None:
+    planner = Planner(PlanSettings(NODE, health_port=10256))
+    api = endpoint_slice("kubernetes", "kubernetes", NODE_IP, port=6443)
+    ports = [{"port": number, "name": f"p{number}"} for number in (80, 6443, 10250, 10256)]
+    planner.update([thief(**how, ports=ports)])
+    planner.update([kubelet(10250), api])
+    assert {(each.claim.port, each.why) for each in planner.conflicts} == {
+        (6443, "an API server"),
+        (10250, f"the kubelet of Node {NODE}"),
+        (10256, f"the port of /healthz on Node {NODE}"),
+    }
+
+
 def test_the_checks_are_configurable() -> None:
     changes = [node(NODE, internal_ip=NODE_IP), service("web", ports=HTTP), service_cidr("10.96.0.0/16")]
     changes.append(thief(externalIPs=[NODE_IP, "10.96.7.7"], ports=[{"port": 30080}, {"port": 81, "name": "b"}]))
