@@ -13,6 +13,8 @@ from pyebpf_proxy.kube.source import Change, Object
 
 #: Used as the kind of objects that have no name or cannot be read.
 UNREADABLE = "unreadable"
+#: How many lines about the objects of one file are logged at a time.
+MOST_LINES = 1000
 
 
 class _File(NamedTuple):
@@ -112,6 +114,14 @@ class Catalogue:
         objects: dict[ObjectKey, Object] = {}
         complete = True
         bad: dict[str, list[int]] = {}
+        lines = 0
+
+        def report(text: str) -> None:
+            nonlocal lines
+            lines += 1
+            if lines <= MOST_LINES:
+                self._report(f"{name}: {text}")
+
         for decoded in self._documents(name, data):
             if decoded is None:
                 complete = False
@@ -122,17 +132,19 @@ class Catalogue:
                 bad.setdefault(key.kind if key is not None else UNREADABLE, [0, 0])[value is not None] += 1
             for message in messages:
                 kept = key is not None and value is None and key in old
-                self._report(f"{name}: {message}" + ("; its last good state stays" if kept else ""))
+                report(message + ("; its last good state stays" if kept else ""))
             if ignored is not None:
-                if (name, ignored) not in self._ignored:
+                if (name, ignored) not in self._ignored and len(self._ignored) < MOST_LINES:
                     self._ignored.add((name, ignored))
                     self._note(f"{name}: objects of kind {ignored} are not used")
             elif key is None:
                 complete = False
             elif value is not None or key in old:
                 if key in objects:
-                    self._report(f"{name}: {key}: is in this file more than once, the last one counts")
+                    report(f"{key}: is in this file more than once, the last one counts")
                 objects[key] = value if value is not None else old[key]
+        if lines > MOST_LINES:
+            self._report(f"{name}: {lines - MOST_LINES} more errors")
         self._bad.pop(name, None)
         if bad:
             self._bad[name] = bad

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import chain
 from sys import intern
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import msgspec
 import yaml
@@ -83,10 +83,22 @@ KINDS: dict[str, _Group] = {
 
 #: Maximum of values in one object, to bound memory and time: several times what fits into etcd's limit of 1.5 MiB.
 MOST_VALUES = 200_000
+#: Maximum of values in a file. Objects have about 20 bytes for each, so those of the largest file have fewer.
+MOST_VALUES_OF_FILE = 4_000_000
+#: Maximum of values in one YAML document, such as a list: libyaml's nodes take about 600 bytes each.
+MOST_VALUES_OF_DOCUMENT = 1_000_000
+#: Maximum of documents in a YAML file.
+MOST_DOCUMENTS = 200_000
 #: So many bytes of JSON cannot contain more values: only in larger objects are they counted.
 _FEW_BYTES = MOST_VALUES
 _PIECE = 1 << 16
+#: No kind, API version or UID is longer: such values are not decoded, since a list may have millions of others.
+_LONGEST_WORD = 1000
 TOO_MANY = f"one object has more than {MOST_VALUES} values"
+_SPLIT = "split the file into several"
+TOO_MANY_OF_FILE = f"the file has more than {MOST_VALUES_OF_FILE} values; {_SPLIT}"
+_TOO_MANY_OF_DOCUMENT = f"one YAML document has more than {MOST_VALUES_OF_DOCUMENT} values; {_SPLIT}, or write JSON"
+_TOO_MANY_DOCUMENTS = f"the file has more than {MOST_DOCUMENTS} documents; {_SPLIT}"
 #: Maximum of messages about one object.
 MOST_MESSAGES = 100
 
@@ -94,6 +106,8 @@ _DEEPEST_LIST = 3
 
 _DEEPEST_YAML = 100
 _MANY_BRACKETS = 1000
+#: A list or a mapping is two events, a document another two; then the loader would stop, too.
+_MOST_EVENTS = 2 * (MOST_VALUES_OF_FILE + MOST_DOCUMENTS)
 _FAR_INDENTATION = re.compile(rb"(?:^|[\r\n])[ ?:\t\0-]{200}")
 
 _read_any = msgspec.json.Decoder()
@@ -105,15 +119,23 @@ class _Name(msgspec.Struct, gc=False):
 
     name: str | None = None
     namespace: str | None = None
-    uid: Any = None
+    uid: msgspec.Raw = msgspec.Raw(b"null")
 
 
-class _Header(msgspec.Struct, rename="camel", gc=False):
+class _RawHeader(msgspec.Struct, rename="camel", gc=False):
     """The fields that identify an object. All others are skipped, without Python objects for them."""
 
-    api_version: Any = None
-    kind: Any = None
+    api_version: msgspec.Raw = msgspec.Raw(b"null")
+    kind: msgspec.Raw = msgspec.Raw(b"null")
     metadata: msgspec.Raw = msgspec.Raw(b"{}")
+
+
+class _Header(NamedTuple):
+    """The same, decoded. A kind or an API version that no object has is None."""
+
+    kind: object
+    api_version: object
+    metadata: msgspec.Raw
 
 
 class _Items(msgspec.Struct, gc=False):
@@ -123,19 +145,32 @@ class _Items(msgspec.Struct, gc=False):
 
 
 _read_name = msgspec.json.Decoder(_Name)
-_read_header = msgspec.json.Decoder(_Header)
+_read_raw_header = msgspec.json.Decoder(_RawHeader)
 _read_items = msgspec.json.Decoder(_Items)
+
+
+def _header(data: bytes | msgspec.Raw) -> _Header:
+    """The header of a JSON text. msgspec.ValidationError: it is not an object."""
+    raw = _read_raw_header.decode(data)
+    return _Header(_word(raw.kind), _word(raw.api_version), raw.metadata)
+
+
+def _word(value: msgspec.Raw) -> object:
+    return _read_any.decode(value) if len(value) <= _LONGEST_WORD else None
 
 
 class _Loader(yaml.CSafeLoader):
     """The C loader without YAML 1.1's dates (creationTimestamp is a string) and without the ``=`` value type.
 
-    It counts the values of each object and stops at the limit, before it has created Python objects for all of them.
+    It counts the values of each object, of each document and of the file, and stops at the limit, before it has created
+    Python objects for all of them.
     """
 
     def __init__(self, data: bytes) -> None:
         super().__init__(data)
         self._depth = self._values = self._all_values = 0
+        self._left = MOST_VALUES_OF_FILE
+        self._documents = 0
         self._in_items = False
         self._may_have_aliases = b"*" in data
 
@@ -143,6 +178,7 @@ class _Loader(yaml.CSafeLoader):
         """Called for each node, with its parent node, and its position or the node of its key in the parent."""
         self._depth += 1
         if self._depth == 1:
+            self._left -= self._all_values
             self._values = self._all_values = 0
         elif self._depth == 2:
             self._in_items = getattr(index, "value", None) == "items"
@@ -150,8 +186,15 @@ class _Loader(yaml.CSafeLoader):
             self._values = 0  # the next object of a list
         self._values += 1
         self._all_values += 1
+        if self._values > MOST_VALUES or self._all_values > MOST_VALUES_OF_DOCUMENT or self._all_values > self._left:
+            self._too_many(parent)
+
+    def _too_many(self, parent: Any) -> NoReturn:
+        where = f"line {parent.start_mark.line + 1}: " if parent is not None else ""
         if self._values > MOST_VALUES:
-            raise UnreadableError(f"line {parent.start_mark.line + 1}: {TOO_MANY}")
+            raise UnreadableError(f"{where}{TOO_MANY}")
+        too_large = self._all_values > MOST_VALUES_OF_DOCUMENT
+        raise UnreadableError(f"{where}{_TOO_MANY_OF_DOCUMENT if too_large else TOO_MANY_OF_FILE}")
 
     def ascend_resolver(self) -> None:
         """Called after each node."""
@@ -159,6 +202,9 @@ class _Loader(yaml.CSafeLoader):
 
     def next_document(self) -> Any:
         """The plain values of the next document, which must exist. Raises UnreadableError."""
+        self._documents += 1
+        if self._documents > MOST_DOCUMENTS:
+            raise UnreadableError(_TOO_MANY_DOCUMENTS)
         node: Any = self.get_node()
         if self._may_have_aliases:
             # They are not passed to the methods above, and each may stand for any number of values.
@@ -201,17 +247,23 @@ def decode_json(data: bytes) -> Iterator[Decoded]:
     data = data.removeprefix(b"\xef\xbb\xbf")
     if not data.strip():
         return
+    values = _count(data)
+    if values > MOST_VALUES_OF_FILE:
+        raise UnreadableError(TOO_MANY_OF_FILE)
     try:
-        header = _read_header.decode(data)
+        header = _header(data)
         kind = header.kind if isinstance(header.kind, str) else ""
-        if _is_large(data):
+        if values > MOST_VALUES:
             yield from _large(header, data)
             return
         if kind in KINDS and header.api_version == _api_version(KINDS[kind]):
             yield _finish(kind, _READERS[kind].decode(data))
             return
     except msgspec.ValidationError:
-        pass  # a field has a wrong type: decoding via plain values finds the field and its value
+        if values > MOST_VALUES:
+            yield _no_object(data)
+            return
+        # A field has a wrong type: decoding via plain values finds the field and its value.
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise UnreadableError(_json_message(data, error)) from None
     try:
@@ -221,13 +273,13 @@ def decode_json(data: bytes) -> Iterator[Decoded]:
     yield from decode_document(document)
 
 
-def _is_large(data: bytes | msgspec.Raw) -> bool:
-    """Whether a JSON text may have too many values for one object. It counts commas, which strings may also contain."""
+def _count(data: bytes | msgspec.Raw) -> int:
+    """The values of a JSON text, if it may have too many for one object. Counts commas, also those within strings."""
     if len(data) <= _FEW_BYTES:
-        return False
+        return 0
     view = memoryview(data)
     pieces = (view[at : at + _PIECE].tobytes() for at in range(0, len(view), _PIECE))
-    return sum(piece.count(b",") for piece in pieces) > MOST_VALUES
+    return sum(piece.count(b",") for piece in pieces)
 
 
 def _large(header: _Header, data: bytes) -> Iterator[Decoded]:
@@ -236,27 +288,47 @@ def _large(header: _Header, data: bytes) -> Iterator[Decoded]:
     if not isinstance(kind, str) or not kind.endswith("List"):
         yield _too_large(header)
         return
+    try:
+        items = _read_items.decode(data).items or ()
+    except msgspec.ValidationError:  # the items are no list
+        yield _too_large(header)
+        return
     default_kind = kind.removesuffix("List")
     default_version = version if default_kind and isinstance(version, str) else ""
-    for item in _read_items.decode(data).items or ():
-        if _is_large(item):
-            header = _read_header.decode(item)
-            header.kind, header.api_version = header.kind or default_kind, header.api_version or default_version
-            yield _too_large(header)
-        else:
+    for item in items:
+        if _count(item) <= MOST_VALUES:
             yield from decode_document(_read_any.decode(item), default_kind, default_version, 1)
+            continue
+        try:
+            header = _header(item)
+        except msgspec.ValidationError:
+            yield _no_object(item)
+        else:
+            version = header.api_version or default_version
+            yield _too_large(header._replace(kind=header.kind or default_kind, api_version=version))
+
+
+def _no_object(data: bytes | msgspec.Raw) -> Decoded:
+    """The refusal of a JSON text with too many values that is not an object."""
+    begin = memoryview(data)[:_LONGEST_WORD].tobytes().lstrip()
+    return Decoded(messages=(f"{'a list' if begin.startswith(b'[') else 'a text'} is not an object",))
 
 
 def _too_large(header: _Header) -> Decoded:
     """The refusal of an object of which only the header was read. A kind that is not used is ignored, as usual."""
+    name: dict[str, str | None] = {}
+    uid = ""
     try:
-        name = msgspec.structs.asdict(_read_name.decode(header.metadata))
+        found = _read_name.decode(header.metadata)
     except msgspec.ValidationError:
-        name = {}
+        pass
+    else:
+        name = {"name": found.name, "namespace": found.namespace}
+        uid = _text(_word(found.uid))
     decoded = next(decode_document({"kind": header.kind, "apiVersion": header.api_version, "metadata": name}))
     if decoded.key is None:
         return decoded
-    return Decoded(decoded.key, None, (f"{decoded.key}: {TOO_MANY}",), uid=_text(name.get("uid")))
+    return Decoded(decoded.key, None, (f"{decoded.key}: {TOO_MANY}",), uid=uid)
 
 
 def decode_object(kind: Kind, data: bytes | msgspec.Raw) -> Decoded:
@@ -268,10 +340,8 @@ def decode_object(kind: Kind, data: bytes | msgspec.Raw) -> Decoded:
 
 
 def _decode_object(kind: Kind, data: bytes | msgspec.Raw) -> Decoded:
-    if _is_large(data):
-        header = _read_header.decode(data)
-        header.kind, header.api_version = kind, _api_version(KINDS[kind])
-        return _too_large(header)
+    if _count(data) > MOST_VALUES:
+        return _too_large(_header(data)._replace(kind=kind, api_version=_api_version(KINDS[kind])))
     try:
         return _finish(kind, _READERS[kind].decode(data))
     except msgspec.ValidationError:
@@ -312,7 +382,9 @@ def _check_depth(data: bytes) -> None:
     if data.count(b"[") + data.count(b"{") <= _MANY_BRACKETS and _FAR_INDENTATION.search(data) is None:
         return
     depth = 0
-    for event in yaml.parse(data, Loader=yaml.CSafeLoader):
+    for number, event in enumerate(yaml.parse(data, Loader=yaml.CSafeLoader)):
+        if number > _MOST_EVENTS:
+            raise UnreadableError(TOO_MANY_OF_FILE)
         if isinstance(event, yaml.CollectionStartEvent):
             depth += 1
             if depth > _DEEPEST_YAML:

@@ -12,7 +12,7 @@ import pytest
 
 from pyebpf_proxy.kube import decode
 from pyebpf_proxy.kube.api.inventory import Inventory
-from pyebpf_proxy.kube.catalogue import Catalogue
+from pyebpf_proxy.kube.catalogue import MOST_LINES, Catalogue
 from pyebpf_proxy.kube.decode import Decoded, UnreadableError, decode_json, decode_object, decode_yaml
 from pyebpf_proxy.kube.objects import EndpointSlice, Service
 from pyebpf_proxy.kube.source import Kind
@@ -247,6 +247,85 @@ def test_a_few_aliases_are_used() -> None:
     assert {(each.addresses, each.conditions.ready if each.conditions else None) for each in endpoints} == {
         (("10.244.1.1",), False)
     }
+
+
+def million(value: bytes) -> bytes:
+    """A JSON list of so many values."""
+    return b"[" + (value + b",") * (MILLION - 1) + value + b"]"
+
+
+TOO_LARGE = "one object has more than 200000 values"
+UNUSUAL = {
+    "a list": (million(b"[]"), "a list is not an object"),
+    "a text": (b'"' + b"," * MILLION + b'"', "a text is not an object"),
+    "a list as kind": (b'{"kind": %s}' % million(b"[]"), "object: kind: missing"),
+    "a list as version": (b'{"kind": "Service", "apiVersion": %s}' % million(b"[]"), "Service: apiVersion: missing"),
+    "a list as UID": (
+        b'{"kind": "Service", "apiVersion": "v1", "metadata": {"name": "a", "uid": %s}}' % million(b"[]"),
+        f"Service default/a: {TOO_LARGE}",
+    ),
+    "a list as item": (b'{"kind": "List", "items": [%s]}' % million(b"[]"), "a list is not an object"),
+}
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize(("data", "message"), UNUSUAL.values(), ids=UNUSUAL)
+def test_a_million_values_in_unusual_places_create_no_objects(data: bytes, message: str) -> None:
+    """A file of 64 MiB took 2 GB."""
+    (decoded,) = decode_json(data)
+    assert (decoded.object, decoded.messages) == (None, (message,))
+    seconds, size = cost(lambda: list(decode_json(data)))
+    assert (seconds < 0.5, size < 2 * MIB) == (True, True), (seconds, size)
+
+
+def test_items_that_are_no_list_are_ignored_as_in_a_small_object() -> None:
+    (decoded,) = decode_json(b'{"kind": "ServiceList", "apiVersion": "v1", "items": {"a": %s}}' % million(b"0"))
+    assert decoded.ignored == "v1/ServiceList"
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("shape", [b"[%s0]", b'{"kind": "List", "apiVersion": "v1", "items": [%s0]}'])
+def test_a_file_of_the_largest_size_with_short_values_is_refused(shape: bytes) -> None:
+    data = shape % (b"0," * (32 * MIB))
+
+    def read() -> None:
+        with pytest.raises(UnreadableError, match=r"^the file has more than 4000000 values; split the file into seve"):
+            list(decode_json(data))
+
+    seconds, size = cost(read)
+    assert (seconds < 1, size < MIB) == (True, True), (seconds, size)
+
+
+@pytest.mark.parametrize("items", ["\n" + "- 0\n" * 2000, " [" + "[], " * 2000 + "]"], ids=["numbers", "lists"])
+def test_items_of_a_list_in_yaml_are_not_read_to_the_end(items: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is an object of its own; 64 MiB of them took 16 GB."""
+    monkeypatch.setattr(decode, "MOST_VALUES_OF_DOCUMENT", 1000)
+    with pytest.raises(UnreadableError, match=r"^line \d+: one YAML document has more than .*, or write JSON$"):
+        list(decode_yaml(f"kind: List\nitems:{items}".encode()))
+
+
+def test_the_documents_of_a_yaml_file_are_not_read_to_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    good = "---\n" + YAML + "  - 10.1.2.3/32\n"
+    assert len(list(decode_yaml((good * 100).encode()))) == 100
+    monkeypatch.setattr(decode, "MOST_VALUES_OF_FILE", 200)
+    with pytest.raises(UnreadableError, match=r"^line \d+: the file has more than 4000000 values; split the file into"):
+        list(decode_yaml((good * 100).encode()))
+    monkeypatch.setattr(decode, "MOST_DOCUMENTS", 10)
+    assert len(list(decode_yaml(("--- 0\n" * 10).encode()))) == 10
+    with pytest.raises(UnreadableError, match=r"^the file has more than 200000 documents; split the file into several"):
+        list(decode_yaml(("--- 0\n" * 11).encode()))
+
+
+def test_a_file_of_errors_gives_a_limited_number_of_lines() -> None:
+    lines: list[str] = []
+    notes: list[str] = []
+    catalogue = Catalogue(lines.append, notes.append)
+    catalogue.read("a.json", b'{"apiVersion": "v1", "kind": "List", "items": [%s0]}' % (b"0," * 2999))
+    assert len(lines) == MOST_LINES + 1
+    assert lines[-2:] == ["a.json: 0 is not an object", "a.json: 2000 more errors"]
+    kinds = ",".join(f'{{"kind": "K{number}"}}' for number in range(3000))
+    catalogue.read("b.json", f'{{"apiVersion": "v1", "kind": "List", "items": [{kinds}]}}'.encode())
+    assert len(notes) == MOST_LINES
 
 
 @pytest.mark.parametrize("name", ["a." * 500_000 + "-", "a" * 1_000_000 + "-", "/" * 1_000_000])
