@@ -36,6 +36,13 @@ from pyebpf_proxy.kube.decode import ObjectKey, UnreadableError
 from pyebpf_proxy.kube.source import Change
 
 PAGE = 500
+#: A list ends with an error if, beyond so many pages, they have fewer new objects than this on average. A page may have
+#: none, but a server or a proxy could send such pages for ever.
+FEW_PAGES, LEAST_OF_PAGE = 100, 10
+#: How many events the list at the beginning of a watch may have, in addition to ten for each object.
+FEW_EVENTS, MOST_OF_OBJECT = 100_000, 10
+#: More objects than a resource has in any cluster.
+MOST_OBJECTS = 500_000
 #: How many changes of the first list are delivered at once: their plan takes less memory than the objects.
 PART = 500
 #: Larger than any object that etcd accepts.
@@ -180,21 +187,28 @@ class Follower:
 
     def _list_pages(self) -> None:
         changes: list[Change] = []
-        keys: list[ObjectKey] = []
+        keys: set[ObjectKey] = set()
         query = {**self._resource.selectors, "limit": str(PAGE)}
         # As in kube-proxy, the first list may come from the server's cache, which returns it as one page.
         first = {} if self._was_listed else {"resourceVersion": "0"}
         version = token = ""
+        pages = 0
         with self._delivering(changes):
             while True:
+                pages += 1
+                if pages > FEW_PAGES + len(keys) // LEAST_OF_PAGE:
+                    raise TroubleError(
+                        f"{self._client.access.host} sends page after page of a list that does not end, with fewer than"
+                        f" {LEAST_OF_PAGE} new objects each: check proxies between it and this node"
+                    )
                 try:
                     # The pages of a list count as one request for qps and burst: they are read one after the other.
                     answer = self._ask(query | ({"continue": token} if token else first), limited=not token)
                 except GoneError:
-                    if not token:
+                    if not token or "limit" not in query:
                         raise
                     # The list has expired while it was read: list again, without pages.
-                    keys, token = [], ""
+                    keys, token, pages = set(), "", 0
                     query = dict(self._resource.selectors)
                     continue
                 page = self._page(answer)
@@ -226,22 +240,31 @@ class Follower:
             raise self._garbage(ValueError("a list without resourceVersion"))
         return page
 
-    def _take(self, data: msgspec.Raw, changes: list[Change], keys: list[ObjectKey]) -> None:
+    def _take(self, data: msgspec.Raw, changes: list[Change], keys: set[ObjectKey]) -> None:
         """Process one object of a list."""
         try:
             read = self._inventory.read(data)
         except UnreadableError as error:
             raise self._garbage(error) from None
         if read.key is not None:
-            keys.append(read.key)
+            keys.add(read.key)
+            self._check_number(len(keys))
         changes += self._inventory.change(read)
 
-    def _take_back(self, event: Event, changes: list[Change], keys: list[ObjectKey]) -> None:
+    def _check_number(self, listed: int) -> None:
+        """Raise a TroubleError for too many objects. Those of the former list stay until a new one is complete."""
+        inventory = self._inventory
+        if listed > MOST_OBJECTS or len(inventory) + inventory.refused > 2 * MOST_OBJECTS:
+            raise TroubleError(
+                f"{self._client.access.host} sends more than {MOST_OBJECTS} objects: the rest is ignored"
+            )
+
+    def _take_back(self, event: Event, changes: list[Change], keys: set[ObjectKey]) -> None:
         """An object of the list was deleted before the list was complete."""
         identity = self._identity(event)
         gone = (identity.namespace, identity.name)
         changes += self._inventory.remove(*gone)
-        keys[:] = [key for key in keys if (key.namespace, key.name) != gone]
+        keys.discard(ObjectKey(self._resource.kind, *gone))
 
     def _deliver_part(self, changes: list[Change]) -> None:
         """Deliver a part of the first list; nothing is programmed before its end. Later lists give one difference."""
@@ -249,7 +272,7 @@ class Follower:
             self._deliver(self._resource, changes[:], False)
             changes.clear()
 
-    def _listed(self, changes: list[Change], keys: list[ObjectKey], version: str) -> None:
+    def _listed(self, changes: list[Change], keys: set[ObjectKey], version: str) -> None:
         changes += self._inventory.keep_only(keys)
         self._version = version
         self._was_listed = True
@@ -280,7 +303,7 @@ class Follower:
             self._client.observer.connected(self._resource.name, True)
             self._watching_since = begin
         changes: list[Change] = []
-        keys: list[ObjectKey] | None = [] if initial else None
+        keys: set[ObjectKey] | None = set() if initial else None
         total = 0
         with self._delivering(changes):
             for lines in self._lines(answer, begin + seconds + timing.grace, listing=initial):
@@ -297,6 +320,11 @@ class Follower:
                     elif event.type == "DELETED":
                         self._take_back(event, changes, keys)
                 total += len(lines)
+                if keys is not None and total > FEW_EVENTS + MOST_OF_OBJECT * len(keys):
+                    raise TroubleError(
+                        f"{self._client.access.host} sends event after event of a list that does not end, without new"
+                        " objects: check proxies between it and this node"
+                    )
                 if keys is None:
                     if changes:
                         # Deliver events together if they have arrived together.
@@ -394,6 +422,7 @@ class Follower:
                 self._report_unchanged(Change(*read.key, read.object))
         self._count_bad()
         self._version = identity.resource_version or self._version
+        self._check_number(len(self._inventory))
 
     def _identity(self, event: Event) -> Identity:
         try:

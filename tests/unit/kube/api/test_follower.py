@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 import time
 import tracemalloc
@@ -16,7 +17,7 @@ import pytest
 from pyebpf_proxy.kube.api import follower
 from pyebpf_proxy.kube.api.access import Access
 from pyebpf_proxy.kube.api.client import Client
-from pyebpf_proxy.kube.api.follower import PART, Follower
+from pyebpf_proxy.kube.api.follower import FEW_PAGES, LEAST_OF_PAGE, PART, Follower
 from pyebpf_proxy.kube.api.limiter import Limiter
 from pyebpf_proxy.kube.api.observer import Silent
 from pyebpf_proxy.kube.api.source import MOST_WAITING
@@ -25,7 +26,17 @@ from pyebpf_proxy.servers.client_metrics import ClientMetrics
 from pyebpf_proxy.servers.numbers import Gauge
 from tests.support.cpu_time import cpu_limit
 from tests.support.logs import Message
-from tests.support.scripted_api import QUICK, Exchange, Following, ScriptedApi, following, node, service, wait_until
+from tests.support.scripted_api import (
+    QUICK,
+    Exchange,
+    Following,
+    Handler,
+    ScriptedApi,
+    following,
+    node,
+    service,
+    wait_until,
+)
 
 
 @pytest.fixture
@@ -663,3 +674,120 @@ def test_a_source_that_waits_for_lists_and_the_node_does_not_spin(api: ScriptedA
         api.held.set()
         source.until(lambda: source.complete)
         assert source.logged("timed out waiting for the Node to exist")
+
+
+def only_pages(api: ScriptedApi, again: list[Handler]) -> None:
+    """Objects a and b are listed, the history expires, and ``again`` answers the next lists."""
+    api.script(
+        "services",
+        refuse_streams,
+        lambda exchange: exchange.listed([service("a"), service("b", "10.96.0.2")], "5"),
+        lambda exchange: exchange.status(410, "too old resource version"),
+        *again,
+        lambda exchange: exchange.listed([service("b", "10.96.0.2"), service("c", "10.96.0.3")], "9"),
+    )
+
+
+@pytest.mark.parametrize("objects", [0, 1], ids=["empty pages", "the same object"])
+def test_a_list_whose_pages_do_not_end_is_given_up_with_one_line(api: ScriptedApi, objects: int) -> None:
+    """Without a limit, the resource would never be followed again."""
+    pages = 2 * FEW_PAGES
+
+    def page(number: int) -> Handler:
+        items = [service("a")] * objects
+        return lambda exchange: exchange.listed(items, "7", f"token{number}")
+
+    only_pages(api, [page(number) for number in range(pages)])
+    with following(api) as source:
+        source.until(lambda: source.names("Service") == {"b", "c"})
+        (line,) = source.errors()
+        assert "sends page after page of a list that does not end, with fewer than 10 new objects each: check" in line
+        source.until(lambda: source.logged(Message.RESOURCE_BACK))
+        # What was there has stayed until the list that succeeded.
+        assert [(change.name, change.object is None) for change in source.changes if change.kind == "Service"] == [
+            ("a", False),
+            ("b", False),
+            ("c", False),
+            ("a", True),
+        ]
+    lists = [exchange.query.get("continue") for exchange in api.asked("services") if "watch" not in exchange.query]
+    assert lists.count(None) == 1 + 1 + 2  # the first list, two attempts that are given up, and the last one
+    assert len(lists) == 1 + pages + 1
+
+
+def test_a_list_that_expires_again_and_again_within_its_pages_waits(api: ScriptedApi) -> None:
+    """After the first time it is asked for in one piece. An answer in pages that expires again is expired history."""
+    again: list[Handler] = []
+    for number in range(5):
+        again += [
+            lambda exchange, number=number: exchange.listed([service("a")], "7", f"token{number}"),  # type: ignore[misc]
+            lambda exchange: exchange.status(410, "The provided continue parameter is too old"),
+        ] * 2
+    only_pages(api, again)
+    begin = time.monotonic()
+    with following(api, replace(QUICK, backoff=(0.2, 0.4), settle=10.0)) as source:
+        source.until(lambda: source.names("Service") == {"b", "c"})
+        assert time.monotonic() - begin > 1.0
+        (line,) = source.errors()
+        assert "410: the history has expired again" in line
+
+
+def test_a_list_with_many_pages_is_read(api: ScriptedApi) -> None:
+    count = 3 * FEW_PAGES
+    names = [f"s{number}" for number in range(count * LEAST_OF_PAGE)]
+    again: list[Handler] = []
+    for page in range(count):
+        items = [service(name) for name in names[page * LEAST_OF_PAGE :][:LEAST_OF_PAGE]]
+        token = f"token{page}" if page < count - 1 else ""
+        again.append(lambda exchange, items=items, token=token: exchange.listed(items, "7", token))  # type: ignore[misc]
+    only_pages(api, again)
+    with following(api) as source:
+        source.until(lambda: source.names("Service") == {*names})
+        assert source.errors() == []
+
+
+@pytest.mark.parametrize("how", ["pages", "stream", "watch"])
+def test_objects_without_end_are_not_kept(api: ScriptedApi, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(follower, "MOST_OBJECTS", 100)
+    numbers = itertools.count()
+
+    def some() -> list[dict[str, Any]]:
+        return [service(f"s{next(numbers)}") for _ in range(50)]
+
+    def pages(exchange: Exchange) -> None:
+        exchange.listed(some(), "7", "more")
+
+    def events(exchange: Exchange) -> None:
+        exchange.begin()
+        while True:  # until the agent closes the connection
+            for item in some():
+                exchange.event("ADDED", item)
+
+    def first(exchange: Exchange) -> None:
+        exchange.initial([service("a")], "5")
+        exchange.end()
+
+    scripts = {"pages": [refuse_streams, *[pages] * 200], "stream": [events] * 200, "watch": [first, *[events] * 200]}
+    api.script("services", *scripts[how])
+    with following(api) as source:
+        source.until(lambda: source.errors())
+        time.sleep(0.5)
+        (line,) = source.errors()
+        assert "sends more than 100 objects: the rest is ignored" in line
+        assert len(source.names("Service")) < 250
+
+
+def test_a_list_of_events_for_one_object_is_given_up(api: ScriptedApi, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(follower, "FEW_EVENTS", 1000)
+
+    def endless(exchange: Exchange) -> None:
+        exchange.begin()
+        for number in range(100_000):
+            exchange.event("MODIFIED", service("a", version=str(number)))
+
+    api.script("services", endless)
+    api.has("services", service("b"))
+    with following(api) as source:
+        source.until(lambda: source.names("Service") == {"b"})
+        (line,) = source.errors()
+        assert "sends event after event of a list that does not end, without new objects: check proxies" in line
