@@ -162,7 +162,9 @@ class EventRecorder:
                     return False  # it has expired: the caller creates a new one
                 if method == "POST" and trouble.code == 409 and attempt > 1:
                     return True  # the previous attempt created it, but its answer was lost
-                again = trouble.code in (0, 401, 429) or trouble.code >= 500
+                again = trouble.code in (0, 401) or trouble.code >= 500
+                # The server may limit the Events of one namespace: those of others do not wait for them.
+                again |= trouble.code == 429 and self._queue.empty()
                 if not again or attempt == TRIES:
                     self._lost(str(trouble), reason)
                     return method == "PATCH"

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -159,6 +160,24 @@ def test_events_of_one_namespace_keep_out_no_other(api: ScriptedApi, events: Eve
     names = {json.loads(request.body)["metadata"]["name"] for request in posted(api)}
     assert len(names) <= recorder.MOST_OF_NAMESPACE + 2
     assert not events._waiting
+
+
+def test_events_of_a_namespace_that_the_server_limits_hold_up_no_other(
+    api: ScriptedApi, events: EventRecorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the admission plugin EventRateLimit does. A tenant's Events were tried again for two minutes, each."""
+    monkeypatch.setattr(recorder, "RETRY_SECONDS", 600.0)
+    waiting = threading.Event()
+
+    def limit(exchange: Exchange) -> None:
+        waiting.wait(20)
+        exchange.status(429, "limit reached on type Namespace")
+
+    api.script("events", limit)
+    events.event(ObjectReference("Service", "tenant", "a"), "Warning", "OverLimit", "Serve", "")
+    events.event(ObjectReference("Service", "shop", "web"), "Warning", "OverLimit", "Serve", "")
+    waiting.set()
+    wait_until(lambda: [request.path for request in posted(api) if "/shop/" in request.path], 20)
 
 
 def test_an_event_whose_answer_was_lost_is_not_created_twice(
