@@ -82,7 +82,7 @@ class Connection(asyncio.Protocol):
     # ---- asyncio's calls ---------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.source.connections += 1
+        self.source.count(1)
         self._sources.charge(self.source, CONNECTION_SECONDS, self._loop.time())
         self._transport = cast(asyncio.Transport, transport)
         self._transport.set_write_buffer_limits(WRITE_BUFFER)
@@ -90,7 +90,7 @@ class Connection(asyncio.Protocol):
         self._pool.add(self)
 
     def connection_lost(self, error: Exception | None) -> None:
-        self.source.connections -= 1
+        self.source.count(-1)
         self._keep(0)
         self._buffer.clear()
         self._siblings.discard(self)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from email.utils import formatdate
 from ipaddress import ip_address
@@ -23,6 +24,9 @@ ALL_BURST_SECONDS = 0.25
 MOST_PAUSE = 1.0
 #: One source may have one part in this many of a pool's connections.
 SOURCE_PART = 4
+#: How many addresses of an IPv6 /64 network share its part of the CPU, at most; and its burst, in bursts of one source.
+MOST_PARTS = 7
+NETWORK_BURSTS = 2
 
 
 class Request(NamedTuple):
@@ -78,11 +82,16 @@ class Pool:
         return iter(list(self._connections))
 
     def add(self, connection: Member) -> None:
-        """Admit a connection. A source at its limit loses one of its own; connections of the node are closed last."""
+        """Admit a connection. A source at its limit loses one of its own; connections of the node are closed last.
+
+        An IPv6 network at its limit loses one of the address that has most.
+        """
         source = connection.source
-        same = [each for each in self._connections if each.source is source]
+        same = [each for each in self._connections if each.source.whole is source.whole]
         if len(same) >= self.most_of(source):
-            self._drop(same[0])
+            number = Counter([source, *(each.source for each in same)])
+            most = max(number.values())
+            self._drop(next(each for each in same if number[each.source] == most))
         while len(self._connections) >= self.limit:
             others = (each for each in self._connections if not each.source.own)
             self._drop(next(others, next(iter(self._connections))))
@@ -108,19 +117,42 @@ class Pool:
 
 
 class Source:
-    """A source of requests: the node itself, one IPv4 address, or one IPv6 /64 network."""
+    """A source of requests: the node itself, one IPv4 address, one IPv6 address, or the /64 network of these.
 
-    __slots__ = ("connections", "free", "own")
+    A host may use all addresses of an IPv6 /64, so the network has the share of one source. But its addresses may also
+    be those of several hosts, such as all pods of a node: each of them has a part of this share.
+    """
 
-    def __init__(self, own: bool) -> None:
+    __slots__ = ("connections", "free", "members", "network", "own")
+
+    def __init__(self, own: bool, network: Source | None = None) -> None:
+        """``network``: the /64 network of an IPv6 address."""
         self.own = own
+        self.network = network
+        #: How many addresses of a network are known.
+        self.members = 0
         self.connections = 0
         #: The source is served again at this time of the loop's clock, because of the CPU time that it has used.
         self.free = 0.0
 
+    @property
+    def whole(self) -> Source:
+        """What has one share: the network of an IPv6 address, or the source."""
+        return self if self.network is None else self.network
+
     def rest(self, now: float) -> float:
         """Seconds until the source is served again; 0 means now."""
-        return max(0.0, self.free - now)
+        return max(0.0, self.free - now, self.whole.free - now)
+
+    def may_be_forgotten(self, moment: float) -> bool:
+        """Whether nothing depends on the source any more: it has no connections, and did not have to wait then."""
+        return not self.connections and not self.members and self.free <= moment
+
+    def count(self, more: int) -> None:
+        """Count new connections, or those that are closed (-1)."""
+        self.connections += more
+        if self.network is not None:
+            self.network.connections += more
 
 
 class Sources:
@@ -132,7 +164,9 @@ class Sources:
         self._own = Source(own=True)
         #: Any user of the node can flood its own addresses, but only root can use the socket.
         self._socket = Source(own=True)
+        #: IPv4 addresses and IPv6 networks; and the addresses of these networks.
         self._others: dict[bytes, Source] = {}
+        self._addresses: dict[bytes, Source] = {}
         #: When no connection of another host may be accepted before, because of the CPU time of all of them.
         self._free = 0.0
 
@@ -145,13 +179,25 @@ class Sources:
             return self._socket
         if is_own(peer, here):
             return self._own
-        key = address_key(peer)
-        return self._others.setdefault(key, Source(own=False))
+        address = packed(peer)
+        found = self._addresses.get(address)
+        if found is None:
+            found = self._others.setdefault(address[:8], Source(own=False))
+            if len(address) > 8:
+                found.members += 1
+                found = self._addresses[address] = Source(False, found)
+        return found
 
     def charge(self, source: Source, used: float, now: float) -> None:
         """Charge a source for CPU time. ``used``: seconds."""
         rate = self._share if source.own else self._share / max(LEAST_SOURCES, len(self._others))
-        source.free = max(source.free, now - self._burst / rate) + used / rate
+        if source.network is None:
+            _charge(source, used, now, rate, self._burst)
+        else:
+            # With one part more than there are addresses, they do not use up what the network has.
+            parts = min(source.network.members, MOST_PARTS) + 1
+            _charge(source, used, now, rate / parts, self._burst)
+            _charge(source.network, used, now, rate, NETWORK_BURSTS * self._burst)
         if not source.own:
             free = max(self._free, now - ALL_BURST_SECONDS / ALL_SHARE) + used / ALL_SHARE
             self._free = min(free, now + MOST_PAUSE)
@@ -165,9 +211,17 @@ class Sources:
 
     def forget(self, now: float) -> None:
         """Forget sources that have no connections and need not wait."""
-        idle = [key for key, source in self._others.items() if not source.connections and source.free <= now]
-        for key in idle:
+        for key in [key for key, source in self._addresses.items() if source.may_be_forgotten(now)]:
+            self._addresses.pop(key).whole.members -= 1
+        # The addresses of a network are forgotten before, each with its burst: that of the network must not return.
+        restored = now - NETWORK_BURSTS * self._burst * LEAST_SOURCES / self._share
+        moments = {4: now, 8: restored}
+        for key in [key for key, source in self._others.items() if source.may_be_forgotten(moments[len(key)])]:
             del self._others[key]
+
+
+def _charge(source: Source, used: float, now: float, rate: float, burst: float) -> None:
+    source.free = max(source.free, now - burst / rate) + used / rate
 
 
 def is_own(peer: str, here: str | None) -> bool:
@@ -177,11 +231,11 @@ def is_own(peer: str, here: str | None) -> bool:
     return peer == here or (mapped or address).is_loopback
 
 
-def address_key(peer: str) -> bytes:
-    """The identity of a source. An IPv6 host may use all addresses of its /64 network."""
+def packed(peer: str) -> bytes:
+    """The bytes of a source's address."""
     address = ip_address(peer.partition("%")[0])
     mapped = getattr(address, "ipv4_mapped", None)
-    return (mapped or address).packed[:8]
+    return (mapped or address).packed
 
 
 _date = ("", 0)

@@ -122,7 +122,7 @@ class Open:
                 accepted.close()  # the peer has closed it already
                 continue
             now = self._loop.time()
-            full = not source.own and source.connections >= self._pool.most_of(source)
+            full = not source.own and source.whole.connections >= self._pool.most_of(source)
             if not local and source.rest(now) > (MOST_DEBT if full else MOST_REST):
                 accepted.close()
                 self._refused_until = max(self._refused_until, now) + REFUSAL_SECONDS / REFUSALS

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import socket
 import time
 import tracemalloc
@@ -14,7 +15,7 @@ import pytest
 from pyebpf_proxy.servers import connection
 from pyebpf_proxy.servers import http as bounds
 from pyebpf_proxy.servers.connection import CHUNKS, Connection
-from pyebpf_proxy.servers.http import Pool, Request, Response, Source, Sources, address_key, is_own
+from pyebpf_proxy.servers.http import Pool, Request, Response, Source, Sources, is_own
 from tests.support.cpu_time import cpu_limit
 from tests.unit.servers.http_client import get, serving, until
 
@@ -159,8 +160,82 @@ def test_a_flood_of_the_nodes_own_addresses_does_not_delay_the_socket_in_the_run
 
 
 def test_an_ipv6_host_has_one_share_for_all_its_addresses() -> None:
-    assert address_key("2001:db8::1") == address_key("2001:db8::2:3") != address_key("2001:db8:0:1::1")
-    assert address_key("::ffff:192.0.2.1") == address_key("192.0.2.1") != address_key("192.0.2.2")
+    sources = Sources()
+
+    def whole(peer: str) -> Source:
+        return sources.of(peer, "192.0.2.9").whole
+
+    assert whole("2001:db8::1") is whole("2001:db8::2:3") is not whole("2001:db8:0:1::1")
+    assert whole("::ffff:192.0.2.1") is whole("192.0.2.1") is not whole("192.0.2.2")
+    now = used = 0.0
+    for number in range(20_000):
+        source = sources.of(f"2001:db8::{number:x}", "192.0.2.9")
+        sources.charge(source, 0.002, now)
+        used += 0.002
+        now += 0.0001 + source.whole.rest(now)
+        if number % 100 == 0:
+            sources.forget(now)
+    assert used / now == pytest.approx(bounds.SHARE / bounds.LEAST_SOURCES, rel=0.05)
+    sources.forget(now + 1000)
+    assert len(sources) == 0
+
+
+@pytest.mark.parametrize("pods", [1, 2, 6])
+def test_addresses_of_an_ipv6_network_leave_a_part_of_its_share(pods: int) -> None:
+    """The pods of a node have addresses of one /64, which may also be that of Prometheus."""
+    sources = Sources(share=0.25, burst=0.01)
+    prometheus = sources.of("2001:db8::ffff", "2001:db8:1::1")
+    floods = [sources.of(f"2001:db8::{number:x}", "2001:db8:1::1") for number in range(1, pods + 1)]
+    begin = now = 1000.0
+    used = 0.0
+    for step in range(10_000):
+        for flood in floods:
+            if flood.rest(now) == 0:
+                sources.charge(flood, 0.001, now)
+                used += 0.001
+        if step % 1000 == 0:
+            assert prometheus.rest(now) == 0
+            sources.charge(prometheus, 0.01, now)
+        now += 0.02
+    assert used / (now - begin) == pytest.approx(0.25 / bounds.LEAST_SOURCES * pods / (pods + 2), rel=0.05)
+
+
+def test_an_address_of_an_ipv6_network_that_has_its_share_of_a_pool_loses_no_connection() -> None:
+    closed = []
+
+    class One:
+        def __init__(self, peer: str) -> None:
+            self.peer = peer
+            self.source = sources.of(peer, "2001:db8:1::1")
+
+        def abort(self) -> None:
+            closed.append(self.peer)
+
+        def look(self, now: float) -> None: ...
+
+    sources, pool = Sources(), Pool(32)
+    pool.add(One("2001:db8::a"))
+    for _ in range(20):
+        pool.add(One("2001:db8::b"))
+    pool.add(One("2001:db8::a"))
+    assert set(closed) == {"2001:db8::b"}
+    assert len(pool) == 8
+
+
+def test_a_pod_does_not_use_up_what_others_of_its_ipv6_network_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "CONNECTION_SECONDS", 0.012)
+    monkeypatch.setattr(bounds, "is_own", lambda peer, here: peer == "127.0.0.1")
+    # Addresses of loopback count as those of one network.
+    monkeypatch.setattr(bounds, "packed", lambda peer: bytes(12) + socket.inet_aton(peer))
+    with serving(echo) as (port, _):
+        for _ in range(20):
+            with socket.create_connection(("127.0.0.1", port), timeout=20, source_address=("127.0.0.2", 0)):
+                pass
+            time.sleep(0.01)
+        prometheus = http.client.HTTPConnection("127.0.0.1", port, timeout=20, source_address=("127.0.0.3", 0))
+        prometheus.request("GET", "/metrics")
+        assert prometheus.getresponse().status == 200
+        prometheus.close()
 
 
 FLOOD = (
