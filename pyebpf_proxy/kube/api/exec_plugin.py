@@ -4,19 +4,27 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import os
+import selectors
+import signal
 import subprocess
+import time
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from pyebpf_proxy.common.printable import printable
+from pyebpf_proxy.config.loader import content
 from pyebpf_proxy.kube.api.access import Access, ExecPlugin
 from pyebpf_proxy.kube.api.trouble import TroubleError
 
 #: Seconds after which a program without an answer is killed.
 TIMEOUT = 60.0
-#: How much of its errors is read, in bytes, and how much of them is shown, in characters.
+#: Maximum of bytes on its standard output.
+MOST_BYTES = 1 << 20
+#: How much of its errors is kept, in bytes, and how much of them is shown, in characters.
 _MOST_ERRORS, _LONGEST = 16 << 10, 200
 
 
@@ -40,25 +48,60 @@ def run(plugin: ExecPlugin, access: Access) -> Credential:
         request["spec"]["cluster"] = _cluster(plugin, access)
     environment = {**os.environ, **dict(plugin.environment), "KUBERNETES_EXEC_INFO": json.dumps(request)}
     try:
-        ran = subprocess.run(
+        process = subprocess.Popen(
             [plugin.command, *plugin.arguments],
             env=environment,
             stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=TIMEOUT,
-            check=False,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
         )
-    except subprocess.TimeoutExpired:
-        raise _trouble(plugin, f"has not answered in {TIMEOUT:.0f} s") from None
     except (OSError, ValueError) as error:
         hint = f"; {' '.join(plugin.install_hint.split())}" if plugin.install_hint else ""
         raise _trouble(plugin, f"cannot be run: {getattr(error, 'strerror', None) or error}{hint}") from None
-    if ran.returncode != 0:
-        code = ran.returncode
+    end = time.monotonic() + TIMEOUT
+    with process:
+        try:
+            output, errors = _output(process, end)
+            code = process.wait(max(0.0, end - time.monotonic()))
+        except BaseException as error:
+            # Also what the program has started, which may hold the pipes.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            if isinstance(error, TimeoutError | subprocess.TimeoutExpired):
+                raise _trouble(plugin, f"has not answered in {TIMEOUT:.0f} s") from None
+            if isinstance(error, OverflowError):
+                raise _trouble(plugin, f"printed more than {MOST_BYTES >> 20} MiB") from None
+            raise
+    if code != 0:
         how = f"failed with exit code {code}" if code > 0 else f"was ended by signal {-code}"
-        said = _said(plugin, ran.stderr)
+        said = _said(plugin, errors)
         raise _trouble(plugin, f"{how}: {said}" if said else how)
-    return _read(plugin, ran.stdout)
+    return _read(plugin, output)
+
+
+def _output(process: subprocess.Popen[bytes], end: float) -> tuple[bytes, bytes]:
+    """What it prints, and the end of its errors. TimeoutError; OverflowError if it is too much."""
+    assert process.stdout is not None
+    assert process.stderr is not None
+    output, errors = process.stdout.fileno(), process.stderr.fileno()
+    read = {output: bytearray(), errors: bytearray()}
+    with selectors.DefaultSelector() as ready:
+        for pipe in read:
+            ready.register(pipe, selectors.EVENT_READ)
+        while ready.get_map():
+            left = end - time.monotonic()
+            if left <= 0:
+                raise TimeoutError
+            for key, _ in ready.select(left):
+                piece = os.read(key.fd, 1 << 16)
+                if not piece:
+                    ready.unregister(key.fd)
+                read[key.fd] += piece
+                del read[errors][:-_MOST_ERRORS]
+                if len(read[output]) > MOST_BYTES:
+                    raise OverflowError
+    return bytes(read[output]), bytes(read[errors])
 
 
 def _cluster(plugin: ExecPlugin, access: Access) -> dict[str, Any]:
@@ -71,8 +114,10 @@ def _cluster(plugin: ExecPlugin, access: Access) -> dict[str, Any]:
     if tls.has_ca:
         data = tls.ca_data
         if not data:
-            with open(tls.ca_file, "rb") as file:
-                data = file.read()
+            try:
+                data = content(Path(tls.ca_file))
+            except ValueError as error:
+                raise TroubleError(f"unable to load root certificates: {error}", shared=True) from None
         cluster["certificate-authority-data"] = base64.b64encode(data).decode()
     if access.proxy_url:
         cluster["proxy-url"] = access.proxy_url
@@ -88,7 +133,7 @@ def _said(plugin: ExecPlugin, errors: bytes) -> str:
     """
     from pyebpf_proxy.common.blotted import BLOT, blotted, names_credential
 
-    text = errors[-_MOST_ERRORS:].decode(errors="replace")
+    text = errors.decode(errors="replace")
     for name, value in plugin.environment:
         if value and names_credential(name):
             text = text.replace(value, BLOT)

@@ -24,6 +24,7 @@ from typing import Any
 import pytest
 
 from pyebpf_proxy.common.errors import FatalError
+from pyebpf_proxy.kube.api import exec_plugin
 from pyebpf_proxy.kube.api.access import Access, ExecPlugin, Tls, in_cluster, server_url
 from pyebpf_proxy.kube.api.client import Client
 from pyebpf_proxy.kube.api.connect import find
@@ -32,7 +33,7 @@ from pyebpf_proxy.kube.api.environment import proxy_for
 from pyebpf_proxy.kube.api.limiter import Limiter
 from pyebpf_proxy.kube.api.observer import Silent
 from pyebpf_proxy.kube.api.trouble import TroubleError
-from tests.support.scripted_api import QUICK, ScriptedApi
+from tests.support.scripted_api import QUICK, ScriptedApi, wait_until
 
 CONTEXT = "current-context: a\ncontexts: [{name: a, context: {cluster: c, user: u}}]\n"
 SERVER = "clusters: [{name: c, cluster: {server: 'https://192.0.2.1:6443'}}]\n"
@@ -406,6 +407,8 @@ count = 1
         (f'print(\'{{"kind": {{"token": "{OPAQUE}"}}, "apiVersion": "v2"}}\')', "returned a dict of version v2"),
         ("count = 1\n" + answer(token="t", expirationTimestamp=OPAQUE), "expirationTimestamp is not a time"),
         ("count = 1\n" + answer(token=f"{OPAQUE}\n"), "has a line break or another control character"),
+        ("while True: os.write(1, b'x' * 65536)", "printed more than 1 MiB"),
+        ("print(json.dumps({'kind': 'x' * 10000}))", f"but returned {'x' * 200} of version none"),
     ],
 )
 def test_a_failing_plugin_is_named(tmp_path: Path, program: str, words: str) -> None:
@@ -415,6 +418,7 @@ def test_a_failing_plugin_is_named(tmp_path: Path, program: str, words: str) -> 
     assert f"the exec plugin {tmp_path}/plugin " in str(error.value)
     assert "\n" not in str(error.value)
     assert OPAQUE not in str(error.value)
+    assert len(str(error.value)) < 500
 
 
 def test_what_a_failing_plugin_wrote_is_short_and_without_credentials(tmp_path: Path) -> None:
@@ -435,6 +439,46 @@ def test_a_missing_plugin_is_reported_with_its_install_hint() -> None:
     given = ExecPlugin("/nonexistent/plugin", api_version=VERSION, install_hint="get it\nfrom there")
     with pytest.raises(TroubleError, match="cannot be run: No such file or directory; get it from there"):
         Credentials(Access("https://x", exec_plugin=given)).headers()
+
+
+def test_what_a_plugin_has_started_is_ended_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It holds the plugin's output, so the agent waits for it."""
+    monkeypatch.setattr(exec_plugin, "TIMEOUT", 2.0)
+    note = tmp_path / "note"
+    program = f"import subprocess\nPath({str(note)!r}).write_text(str(subprocess.Popen(['sleep', '1000']).pid))"
+    with pytest.raises(TroubleError, match="has not answered in 2 s"):
+        plugin(tmp_path, program).headers()
+    started = Path("/proc", note.read_text(), "stat")
+    wait_until(lambda: not started.exists() or started.read_text().rpartition(")")[2].split()[0] == "Z", 10)
+
+
+def test_a_plugin_that_closes_its_output_and_stays_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exec_plugin, "TIMEOUT", 2.0)
+    with pytest.raises(TroubleError, match="has not answered in 2 s"):
+        plugin(tmp_path, "import time\nos.close(1)\nos.close(2)\ntime.sleep(1000)").headers()
+
+
+@pytest.mark.parametrize(("size", "words"), [(None, "no such file or directory"), ((1 << 20) + 1, "larger than 1 MiB")])
+def test_the_root_certificates_for_a_plugin_are_read_within_bounds(
+    tmp_path: Path, size: int | None, words: str
+) -> None:
+    authority = tmp_path / "ca.crt"
+    if size is not None:
+        authority.write_bytes(b"x" * size)
+    given = ExecPlugin("/bin/true", api_version=VERSION, provide_cluster_info=True)
+    access = Access("https://192.0.2.1", Tls(ca_file=str(authority)), exec_plugin=given)
+    with pytest.raises(TroubleError, match=f"unable to load root certificates: .*{words}"):
+        Credentials(access).headers()
+
+
+def test_a_token_with_a_line_break_is_not_shown(tmp_path: Path) -> None:
+    """Python's error for the header has its value, and went to the log."""
+    file = tmp_path / "token"
+    file.write_text("first-secret\nsecond-secret\n")
+    client = Client(Access("http://127.0.0.1:1", token_file=str(file)), Limiter(-1, 0), Silent(), QUICK)
+    with pytest.raises(TroubleError) as error:
+        client.channel().request("GET", "/version")
+    assert str(error.value) == f"the token of the file {file} has a line break or another control character"
 
 
 # ---- proxies of the environment, limits
