@@ -111,7 +111,7 @@ class RunDirectory:
 
     def _is_still(self, descriptor: int) -> bool:
         try:
-            return os.fstat(descriptor).st_ino == self._lock.stat().st_ino
+            return os.path.samestat(os.fstat(descriptor), self._lock.lstat())
         except FileNotFoundError:
             return False
 
@@ -189,7 +189,7 @@ def obstacle(directory: Path) -> str:
 def lock_holder(lock: Path) -> int | None:
     """The PID that holds this lock; None if there is none, or if it is in another PID namespace."""
     try:
-        status = lock.stat()
+        status = lock.lstat()
         held = [line.split() for line in (_PROC / "locks").read_text().splitlines()]
     except OSError:
         return None
@@ -279,13 +279,19 @@ def remove_socket(directory: Path) -> None:
 
 
 def connected(directory: Path, timeout: float) -> socket.socket:
-    """A connection to the agent of a run folder. Raises OSError."""
-    asking = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    """A connection to the agent of a run folder. Raises OSError, also if the socket is a link."""
+    # connect() would follow a link, to a socket of another program. This descriptor names the file itself.
+    descriptor = os.open(directory / SOCKET, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        asking.settimeout(timeout)
-        with _short(directory) as path:
-            asking.connect(path)
-    except OSError:
-        asking.close()
-        raise
+        if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+            raise OSError(errno.ENOTSOCK, os.strerror(errno.ENOTSOCK))
+        asking = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            asking.settimeout(timeout)
+            asking.connect(f"/proc/self/fd/{descriptor}")
+        except OSError:
+            asking.close()
+            raise
+    finally:
+        os.close(descriptor)
     return asking

@@ -18,7 +18,6 @@ import functools
 import hashlib
 import os
 import re
-import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -273,15 +272,31 @@ def _release_mount(bpffs: Path) -> list[str]:
 
 
 def _remove_tree(folder: Path) -> None:
-    """Removes a folder of a bpffs. Never leaves that file system; links are removed before maps."""
-    if not is_bpffs(folder):
-        raise MountError(errno.EINVAL, f"{folder} is not in a bpffs, it is left alone")
-    for entry in sorted(folder.iterdir(), key=lambda entry: (entry.name != "links", entry.name)):
-        if stat.S_ISDIR(entry.lstat().st_mode):
-            _remove_tree(entry)
-        else:
-            entry.unlink(missing_ok=True)
+    """Removes a folder of a bpffs. Never leaves that file system, and follows no link, even one that is put there
+    meanwhile: a container of the agent can write to it. Links are removed before maps."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        _empty(descriptor, folder)
+    finally:
+        os.close(descriptor)
     folder.rmdir()
+
+
+def _empty(folder: int, path: Path) -> None:
+    """Removes everything in an open folder. ``path``: for the error."""
+    if not is_bpffs(Path(f"/proc/self/fd/{folder}")):
+        raise MountError(errno.EINVAL, f"{path} is not in a bpffs, it is left alone")
+    for name in sorted(os.listdir(folder), key=lambda name: (name != "links", name)):
+        try:
+            inner = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+        except NotADirectoryError:
+            os.unlink(name, dir_fd=folder)
+            continue
+        try:
+            _empty(inner, path / name)
+        finally:
+            os.close(inner)
+        os.rmdir(name, dir_fd=folder)
 
 
 @functools.cache

@@ -14,8 +14,10 @@ device is left for good: the kernel stops the device's queues while a clsact com
 from __future__ import annotations
 
 import errno
+import os
 import re
-from collections.abc import Container
+from collections.abc import Container, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -115,42 +117,63 @@ class Filters:
     def recorded(self) -> list[tuple[int, str]]:
         """Devices whose clsact was created by the proxy, from the record: ifindex and the name at that time."""
         found = []
-        for entry in sorted(self._entries("*-*")):
-            index, _, device = entry.name.partition("-")
-            if _IFINDEX.fullmatch(index):
-                found.append((int(index), device))
+        with self._folder() as folder:
+            for name in sorted(_entries(folder)):
+                index, _, device = name.partition("-")
+                if _IFINDEX.fullmatch(index):
+                    found.append((int(index), device))
         return found
 
     def is_recorded(self, ifindex: int) -> bool:
         """Whether the device's clsact was created by the proxy, from the record."""
-        return bool(self._record(ifindex))
+        with self._folder() as folder:
+            return bool(_entries(folder, ifindex))
 
     def forget(self, ifindex: int) -> None:
         """Drops the record of a device that is gone: its qdisc is gone, too, and its ifindex may be reused."""
-        for entry in self._record(ifindex):
-            try:
-                entry.unlink(missing_ok=True)
-            except OSError as error:
-                _log.warning("the record of a clsact stays", record=str(entry), error=error.strerror)
+        with self._folder() as folder:
+            for name in _entries(folder, ifindex):
+                try:
+                    os.unlink(name, dir_fd=folder)
+                except FileNotFoundError:
+                    pass
+                except OSError as error:
+                    record = str(self._records / name)
+                    _log.warning("the record of a clsact stays", record=record, error=error.strerror)
 
-    def _record(self, ifindex: int) -> list[Path]:
-        # By ifindex only, because CNI plugins rename their devices. The name is for people.
-        return self._entries(f"{ifindex}-*")
+    @contextmanager
+    def _folder(self) -> Iterator[int | None]:
+        """The open folder of the records; None: there is none.
 
-    def _entries(self, pattern: str) -> list[Path]:
-        # A container of the agent may put a link here, and other folders have files with such names (10-example.conf).
-        return [] if self._records.is_symlink() else list(self._records.glob(pattern))
+        A container of the agent may put a link in its place at any moment, and other folders have files with such names
+        (10-example.conf). So the folder is opened without following links, and used by its descriptor.
+        """
+        try:
+            folder = os.open(self._records, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError:
+            yield None
+            return
+        try:
+            yield folder
+        finally:
+            os.close(folder)
+
+    def _write_record(self, ifindex: int, device: str) -> None:
+        if self._records.is_symlink():
+            self._records.unlink()
+        self._records.mkdir(parents=True, exist_ok=True, mode=0o755)
+        with self._folder() as folder:
+            if folder is None:
+                raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
+            os.close(os.open(f"{ifindex}-{device}", os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o644, dir_fd=folder))
 
     def _ensure_qdisc(self, ifindex: int, device: str) -> None:
         """A qdisc with an ingress hook: a new clsact, or the existing clsact or ingress qdisc."""
-        recorded = self._record(ifindex)
+        recorded = self.is_recorded(ifindex)
         if not recorded:
             # Written first: an agent killed between the two steps must not leave an unrecorded qdisc.
             try:
-                if self._records.is_symlink():
-                    self._records.unlink()
-                self._records.mkdir(parents=True, exist_ok=True, mode=0o755)
-                (self._records / f"{ifindex}-{device}").touch()
+                self._write_record(ifindex, device)
             except OSError as error:
                 _log.warning("a clsact has no record, --cleanup will leave it", device=device, error=error.strerror)
         flags = uapi.NLM_F_CREATE | uapi.NLM_F_EXCL
@@ -164,7 +187,7 @@ class Filters:
 
     def _release_qdisc(self, ifindex: int, device: str) -> bool:
         """Deletes the clsact if it is recorded and empty. False if it is not recorded."""
-        if not self._record(ifindex):
+        if not self.is_recorded(ifindex):
             return False
         if not self._in_use(ifindex):
             try:
@@ -224,6 +247,12 @@ class Filters:
     def _filters(self, ifindex: int, parent: int) -> list[_Listed]:
         body = uapi.TCMSG.pack(0, ifindex, 0, parent, 0)
         return [_read(each) for each in self._netlink.list_all(uapi.RTM_GETTFILTER, body, "list of tc filters")]
+
+
+def _entries(folder: int | None, ifindex: int | None = None) -> list[str]:
+    """The names of records, of one device or of all. The device's name is for people: CNI plugins rename devices."""
+    prefix = "" if ifindex is None else f"{ifindex}-"
+    return [] if folder is None else [name for name in os.listdir(folder) if name.startswith(prefix) and "-" in name]
 
 
 def _clsact(ifindex: int) -> bytes:

@@ -216,6 +216,17 @@ def test_pins_of_other_programs_stay_if_a_link_leads_to_them(tmp_path: Path) -> 
         mounts.release_bpffs(directory)
         assert (place.path / "other" / "pins").is_dir()
         assert not os.path.lexists(instance)
+        instance.parent.mkdir(exist_ok=True)
+        os.symlink("../other", instance)
+        # As if the link had been put there just after the check.
+        Path.is_symlink = lambda path: False
+        try:
+            mounts.release_bpffs(directory)
+        except NotADirectoryError:
+            pass
+        else:
+            raise AssertionError("no error")
+        assert (place.path / "other" / "pins").is_dir()
         """,
         tmp_path,
     )

@@ -197,8 +197,9 @@ def test_a_removed_device_is_no_error(filters: Filters, device: int, fds: tuple[
     assert filters.recorded() == []
 
 
+@pytest.mark.parametrize("late", [False, True], ids=["before", "at the same time"])
 def test_files_of_another_folder_are_no_records(
-    filters: Filters, device: int, fds: tuple[int, int], tmp_path: Path
+    filters: Filters, device: int, fds: tuple[int, int], tmp_path: Path, late: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A container of the agent can put a link there, and /etc/cni/net.d has files with such names."""
     other = tmp_path / "net.d"
@@ -207,6 +208,8 @@ def test_files_of_another_folder_are_no_records(
     for name in names:
         (other / name).touch()
     (tmp_path / "clsact").symlink_to(other)
+    if late:  # as if it had been put there just after a check
+        monkeypatch.setattr(Path, "is_symlink", lambda path: False)
     assert filters.recorded() == []
     filters.forget(99999)
     assert filters.attach(device, "v0", fds[0])

@@ -123,6 +123,18 @@ def test_a_lock_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
     assert victim.read_text() == "as it was"
 
 
+def test_a_socket_that_is_a_link_is_not_asked(tmp_path: Path) -> None:
+    """A container of the agent can put a link there, and commands on the node may reach sockets that it may not."""
+    other, run = tmp_path / "other", tmp_path / "run"
+    other.mkdir()
+    run.mkdir()
+    with run_directory.listening_socket(other):
+        run_directory.connected(other, 5.0).close()
+        (run / "agent.sock").symlink_to(other / "agent.sock")
+        with pytest.raises(OSError, match="Socket operation on non-socket"):
+            run_directory.connected(run, 5.0)
+
+
 @contextmanager
 def as_other_user(program: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
     """A local user's program, standard library only; returns when it has printed a line."""
