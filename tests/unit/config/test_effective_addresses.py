@@ -27,3 +27,12 @@ def test_addresses_that_kube_proxy_accepts_can_be_bound(text: str, expected: tup
     config = KubeProxyConfiguration(healthz_bind_address=text, metrics_bind_address=text)
     found = effective(with_platform_defaults(with_defaults(config)), parse([]))
     assert found.healthz_address == found.metrics_address == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "port"),
+    [("0.0.0.0:10256", 10256), ("192.0.2.1:10257", 10257), ("127.0.0.1:10256", 0), ("[::1]:10256", 0)],
+)
+def test_the_health_port_is_known_if_other_hosts_can_reach_it(text: str, port: int) -> None:
+    config = KubeProxyConfiguration(healthz_bind_address=text)
+    assert effective(with_platform_defaults(with_defaults(config)), parse([])).health_port == port
