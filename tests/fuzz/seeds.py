@@ -96,7 +96,11 @@ SEEDS: dict[str, list[bytes]] = {
         b"\4" + _RULE + _attribute(4, _EXPRESSION),
     ],
     "iptables_legacy": [b"\0" + _LEGACY + bytes(500)],
-    "conntrack": [b"\2\0\0\0" + _tuple(1) + _tuple(2) + _attribute(12, b"\0\0\0\1")],
+    "conntrack": [
+        b"\2\0\0\0" + _tuple(1) + _tuple(2) + _attribute(12, b"\0\0\0\1"),
+        # A TCP state without a value.
+        b"\0\0\0\0\x80\0\4\0\2\xff\xff\0\4\0\1\0",
+    ],
     "rtnetlink": [
         b"\0" + _LINK + _VETH,
         b"\0" + _LINK + _BRIDGE,

@@ -212,9 +212,9 @@ def read_entry(message: bytes) -> TrackedEntry:
 
 def _tcp_state(message: bytes, begin: int, end: int) -> int:
     for _, section, section_end in attributes(message, begin, end):
-        for kind, value, _ in attributes(message, section, section_end):
+        for kind, value, stop in attributes(message, section, section_end):
             if kind == CTA_PROTOINFO_TCP_STATE:
-                return message[value]
+                return int.from_bytes(message[value:stop][:1], "big")
     return 0
 
 
