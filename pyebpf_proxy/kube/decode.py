@@ -85,7 +85,7 @@ KINDS: dict[str, _Group] = {
 MOST_VALUES = 200_000
 #: Maximum of values in a file. Objects have about 20 bytes for each, so those of the largest file have fewer.
 MOST_VALUES_OF_FILE = 4_000_000
-#: Maximum of values in one YAML document, such as a list: libyaml's nodes take about 600 bytes each.
+#: Maximum of values in one YAML document, such as a list: until its end, each takes about 500 bytes.
 MOST_VALUES_OF_DOCUMENT = 1_000_000
 #: Maximum of documents in a YAML file.
 MOST_DOCUMENTS = 200_000
