@@ -424,7 +424,8 @@ def test_the_holders_depend_only_on_the_objects(seed: int) -> None:
     """Whatever came before: a planner that is given all objects at once has the same conflicts."""
     draw = random.Random(seed)
     limits = Limits(ports=12, frontends=(30, 30))
-    planner = Planner(PlanSettings(NODE, limits=limits))
+    settings = PlanSettings(NODE, limits=limits, health_port=10256)
+    planner = Planner(settings)
     there: dict[tuple[str, str, str], Change] = {}
     for _ in range(120):
         batch = []
@@ -435,16 +436,18 @@ def test_the_holders_depend_only_on_the_objects(seed: int) -> None:
                 number = draw.randrange(8)
                 addresses = draw.sample((NODE_IP, "203.0.113.1", "203.0.113.2", "10.96.0.3"), draw.randrange(4))
                 where = draw.choice(({"externalIPs": addresses}, {"status": balancer(*addresses)}))
-                port = {"port": draw.choice((80, 30080)), "nodePort": draw.choice((0, 0, 30080))}
+                port = {"port": draw.choice((80, 10256, 30080, 30081)), "nodePort": draw.choice((0, 0, 30080))}
+                local = {"type": "LoadBalancer", "externalTrafficPolicy": "Local", "healthCheckNodePort": 30081}
+                local = draw.choice(({}, local))
                 created = draw.choice((OLD, YOUNG, ""))
-                change = service(f"s{number}", f"10.96.0.{number}", created=created, ports=[port], **where)
+                change = service(f"s{number}", f"10.96.0.{number}", created=created, ports=[port], **where, **local)
                 change = elsewhere(change, draw.choice(("tenant", "default")))
                 if draw.random() < 0.25:
                     change = gone(change)
             batch.append(change)
             there[change[:3]] = change
         planner.update(batch)
-        fresh = Planner(PlanSettings(NODE, limits=limits))
+        fresh = Planner(settings)
         fresh.update(there.values())
         assert planner.conflicts == fresh.conflicts
         assert {name: planner.get(name) for name in planner.names} == {name: fresh.get(name) for name in fresh.names}
