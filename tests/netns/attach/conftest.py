@@ -12,6 +12,7 @@ import pytest
 
 from pyebpf_proxy.datapath.loader.libbpf import Object
 from pyebpf_proxy.datapath.netfilter.nft import Table
+from pyebpf_proxy.datapath.node.links import MAPS
 from tests.netns.attach.router import CLONE_NEWNET, Router, Shell, check, libc
 
 
@@ -41,10 +42,20 @@ def namespace(shell: Shell) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def programs(bpf_objects: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Object]:
-    """The tc object, loaded, with separate maps that are not pinned."""
+def loaded(bpf_objects: Path) -> Iterator[Object]:
+    """The tc object. Its programs take the verifier long, so all tests share them."""
     with Object.open(bpf_objects / "tc.bpf.o") as opened:
         yield opened.load()
+
+
+@pytest.fixture
+def programs(loaded: Object) -> Iterator[Object]:
+    """The tc object with maps that are not pinned. Those of the node are empty."""
+    for name in MAPS:
+        loaded.maps[name].delete_batch(loaded.maps[name].dump()[0])
+    real = dict(loaded.maps)
+    yield loaded
+    loaded.maps.update(real)
 
 
 @pytest.fixture

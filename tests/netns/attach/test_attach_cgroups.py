@@ -40,7 +40,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", place], check=True)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def sock(bpf_objects: Path) -> Iterator[Object]:
     with Object.open(bpf_objects / "sock.bpf.o") as opened:
         yield opened.load()

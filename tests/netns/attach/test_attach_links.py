@@ -101,12 +101,11 @@ class Harness:
 
 @pytest.fixture(params=[True, False], ids=["tcx", "clsact"])
 def harness(
-    namespace: None, tmp_path: Path, bpf_objects: Path, bpffs: Path, request: pytest.FixtureRequest
+    namespace: None, tmp_path: Path, programs: Object, bpffs: Path, request: pytest.FixtureRequest
 ) -> Iterator[Harness]:
-    with Object.open(bpf_objects / "tc.bpf.o") as opened:
-        made = Harness(tmp_path, opened.load(), bpffs, request.param)
-        yield made
-        made.node.close()
+    made = Harness(tmp_path, programs, bpffs, request.param)
+    yield made
+    made.node.close()
 
 
 def test_existing_addresses_and_devices_are_in_the_maps(

@@ -97,12 +97,11 @@ class Agent:
 
 
 @pytest.fixture
-def agent(tmp_path: Path, bpffs: Path, bpf_objects: Path) -> Iterator[Agent]:
-    with Object.open(bpf_objects / "tc.bpf.o") as opened:
-        made = Agent(tmp_path, bpffs, opened.load())
-        yield made
-        if hasattr(made, "node"):
-            made.node.close()
+def agent(tmp_path: Path, bpffs: Path, programs: Object) -> Iterator[Agent]:
+    made = Agent(tmp_path, bpffs, programs)
+    yield made
+    if hasattr(made, "node"):
+        made.node.close()
 
 
 Put = Callable[[str, int, int], None]

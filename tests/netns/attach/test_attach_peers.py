@@ -75,12 +75,6 @@ def pod(namespace: None, shell: Shell, program: Path) -> Iterator[Pod]:
 
 
 @pytest.fixture
-def programs(bpf_objects: Path) -> Iterator[Object]:
-    with Object.open(bpf_objects / "tc.bpf.o") as opened:
-        yield opened.load()
-
-
-@pytest.fixture
 def start(tmp_path: Path, bpffs: Path, programs: Object) -> Iterator[Callable[[], Node]]:
     made: list[Node] = []
 
