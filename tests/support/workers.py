@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import gc
+import importlib
 import os
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -82,10 +85,42 @@ class Worker:
     """Plugin of a process that runs tests."""
 
     def __init__(self, config: Any) -> None:
-        self._alone = AloneLock(Path(config.workerinput["lock"]))
+        given = config.workerinput
+        self._alone = AloneLock(Path(given["lock"]))
+        self._number, self._count = int(given["workerid"].removeprefix("gw")), int(given["workercount"])
         self._output: dict[str, Any] = config.workeroutput
         self._output["deselected"] = {}
         self._begin, self._until = time.time(), float(os.environ.get(UNTIL) or "inf")
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_collection(self, session: pytest.Session) -> Any:
+        unwritten = sys.dont_write_bytecode
+        # What is made here exists until the end. The garbage collector would read all of it again and again, also in
+        # the children that tests fork.
+        gc.disable()
+        try:
+            self._import_share(session.config)
+            return (yield)
+        finally:
+            gc.freeze()
+            gc.enable()
+            sys.dont_write_bytecode = unwritten
+
+    def _import_share(self, config: pytest.Config) -> None:
+        """Import every n-th test module first, so that not every one of n workers compiles all modules.
+
+        pytest stores what it has compiled, and the other workers read it. This is done even if PYTHONDONTWRITEBYTECODE
+        is set, except in the folder of another user.
+        """
+        root = config.rootpath
+        if root.stat().st_uid != os.geteuid():
+            return
+        sys.dont_write_bytecode = False
+        paths = sorted({path for argument in config.args for path in (root / argument).rglob("test_*.py")})
+        for path in paths[self._number :: self._count]:
+            # pytest tries again, and reports the error.
+            with contextlib.suppress(Exception):
+                importlib.import_module(".".join(path.relative_to(root).with_suffix("").parts))
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:

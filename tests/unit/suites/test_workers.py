@@ -102,6 +102,17 @@ def test_tests_marked_alone_run_alone(tmp_path: Path) -> None:
     assert notes[notes.index("alone") + 1] == "alone"
 
 
+def test_workers_store_what_they_compile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each compiles a part, and they read the rest, so this does not depend on the environment."""
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    modules = [f"test_{number}" for number in range(5)]
+    text = "import sys\ndef test_it(): assert sys.dont_write_bytecode\n"
+    done = run(tmp_path, {f"{name}.py": text for name in modules}, "-n", "2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    stored = sorted(path.name.split(".")[0] for path in (tmp_path / "__pycache__").glob("test_*-pytest-*.pyc"))
+    assert stored == modules
+
+
 def test_tests_without_time_are_skipped_and_listed(tmp_path: Path) -> None:
     files = {"test_many.py": MANY}
     done = run(tmp_path, files, "-n", "2", until="1")
