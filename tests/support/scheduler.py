@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
+from tests.support.workers import module_of
+
 
 class Modules(LoadScopeScheduling):
     """All tests of a module run on one worker, with their lab and agents."""
@@ -17,4 +19,4 @@ class Modules(LoadScopeScheduling):
         config.option.loadscopereorder = False
 
     def _split_scope(self, nodeid: str) -> str:
-        return nodeid.partition("::")[0]
+        return module_of(nodeid)

@@ -15,7 +15,7 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -124,15 +124,13 @@ class Worker:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        places = {folder: place for place, folder in enumerate(_FIRST)}
-        items.sort(
-            key=lambda item: min((p for f, p in places.items() if item.nodeid.startswith(f)), default=len(_FIRST))
-        )
+        alone = {module_of(item.nodeid) for item in items if _is_alone(item)}
+        items.sort(key=lambda item: _place(module_of(item.nodeid), alone))
 
     @pytest.hookimpl
     def pytest_deselected(self, items: list[pytest.Item]) -> None:
         counts = Counter(self._output["deselected"])
-        counts.update(item.nodeid.split("::")[0] for item in items)
+        counts.update(module_of(item.nodeid) for item in items)
         self._output["deselected"] = dict(counts)
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -144,6 +142,17 @@ class Worker:
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
         if time.time() > last_begin(item.nodeid, self._begin, self._until):
             pytest.skip("no time is left on this slow machine")
+
+
+def module_of(nodeid: str) -> str:
+    """The path of a test's module."""
+    return nodeid.partition("::")[0]
+
+
+def _place(module: str, alone: Collection[str]) -> tuple[bool, int]:
+    """Modules with tests that run alone come first: workers that wait for each other then do not wait for long."""
+    folders = [place for place, folder in enumerate(_FIRST) if module.startswith(folder)]
+    return module not in alone, folders[0] if folders else len(_FIRST)
 
 
 def last_begin(nodeid: str, begin: float, until: float) -> float:

@@ -102,6 +102,13 @@ def test_tests_marked_alone_run_alone(tmp_path: Path) -> None:
     assert notes[notes.index("alone") + 1] == "alone"
 
 
+def test_modules_with_tests_that_run_alone_come_first(tmp_path: Path) -> None:
+    """Otherwise all workers would wait for the longest test that happens to run."""
+    done = run(tmp_path, {"test_a.py": MANY, "test_b.py": "def test_first(): note('first')\n" + ALONE}, "-n", "1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "notes").read_text().startswith("first\nalone\nalone\n0 of ")
+
+
 def test_workers_store_what_they_compile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each compiles a part, and they read the rest, so this does not depend on the environment."""
     monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
