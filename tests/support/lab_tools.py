@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import multiprocessing
 import socket
 import sys
@@ -46,14 +45,16 @@ def reason_names() -> dict[int, str]:
 
 def reasons(node: Node) -> dict[str, int]:
     """The counters of every reason on a node, summed over CPUs."""
-    dump = json.loads(node.namespace.run("bpftool", "-j", "map", "dump", "pinned", str(node.agent.pin("counters"))))
-    names = reason_names()
-    counts = {}
-    for entry in dump:
-        formatted = entry["formatted"]
-        if formatted["key"] in names:
-            counts[names[formatted["key"]]] = sum(value["value"] for value in formatted["values"])
-    return counts
+    counters = Map.open_pinned(node.agent.pin("counters"))
+    try:
+        values = {
+            name: counters.lookup_cpus(number.to_bytes(4, sys.byteorder)) for number, name in reason_names().items()
+        }
+    finally:
+        counters.close()
+    return {
+        name: sum(int.from_bytes(value, sys.byteorder) for value in found) for name, found in values.items() if found
+    }
 
 
 def counted_between(before: dict[str, int], after: dict[str, int]) -> dict[str, int]:
@@ -116,11 +117,15 @@ def full_conntrack(
 def wait_until(condition: Callable[[], Any], what: str | Callable[[], str], deadline: float = 60.0) -> Any:
     """Poll until ``condition`` is true, and return its value. Fails with ``what`` after ``deadline`` seconds."""
     end = time.monotonic() + deadline
-    while not (value := condition()):
-        if time.monotonic() > end:
+    while True:
+        begun = time.monotonic()
+        if value := condition():
+            return value
+        now = time.monotonic()
+        if now > end:
             pytest.fail(f"after {deadline} s still not: {what if isinstance(what, str) else what()}")
-        time.sleep(0.01)
-    return value
+        # A condition that runs a command leaves half of the CPU time to what is awaited.
+        time.sleep(min(max(0.01, now - begun), 0.25))
 
 
 def pod_client(pod: Pod) -> Client:
