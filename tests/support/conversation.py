@@ -23,6 +23,9 @@ _AT_ONCE = 8
 #: Environment variable: seconds between an answer and the next request. Many clients at full speed would leave an
 #: emulated CPU no time for the test itself.
 PACE = "PEP_TALK_PACE"
+#: The same while no test waits for an answer: a dozen clients at full speed would take all CPU time from the agent that
+#: starts meanwhile.
+_UNAWAITED = 0.004
 
 
 def serve(pod: Pod) -> Task[None]:
@@ -80,7 +83,8 @@ class Conversation:
         self, namespace: Namespace, address: str, protocol: str, port: int = PORT, size: int = 100, gate: Any = None
     ) -> None:
         context = multiprocessing.get_context("fork")
-        self._state = context.RawArray("d", [0.0, 0.0, 0.0])  # answers, when the last one came, longest pause
+        # Answers, when the last one came, the longest pause, and whether a test waits for more.
+        self._state = context.RawArray("d", [0.0, 0.0, 0.0, 0.0])
         self._peer = context.RawArray("c", 64)
         self._protocol = protocol
         self._own_address = context.RawArray("c", 64)
@@ -125,11 +129,15 @@ class Conversation:
         """Wait for so many more answers; the seconds that the first one took. AssertionError if none comes."""
         before, begun = self.answers, time.monotonic()
         first = 0.0
-        while self.answers < before + more:
-            assert time.monotonic() - begun < deadline, f"no further answers after {before}"
-            if not first and self.answers > before:
-                first = time.monotonic() - begun
-            time.sleep(0.002)
+        self._state[3] = 1.0
+        try:
+            while self.answers < before + more:
+                assert time.monotonic() - begun < deadline, f"no further answers after {before}"
+                if not first and self.answers > before:
+                    first = time.monotonic() - begun
+                time.sleep(0.002)
+        finally:
+            self._state[3] = 0.0
         return first
 
     def stops(self, seconds: float = 1.5, deadline: float = 60.0) -> bool:
@@ -157,7 +165,8 @@ def _converse(
     own_port: Any,
     gate: Any,
 ) -> None:
-    pace = float(os.environ.get(PACE, "0.001"))
+    awaited = float(os.environ.get(PACE, "0.001"))
+    unawaited = max(awaited, _UNAWAITED)
     if gate is not None:
         gate.wait()
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -186,7 +195,7 @@ def _converse(
             state[1] = now
             # With a pause after each answer a UDP flow never becomes a stream. Each request is then a new flow, which a
             # new policy denies (docs/fast-path.md).
-            time.sleep(pace if number > _AT_ONCE else 0)
+            time.sleep(0 if number <= _AT_ONCE else awaited if state[3] else unawaited)
 
 
 def _ask(sock: socket.socket, data: bytes, protocol: str) -> bytes | None:
