@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import functools
 import os
 import platform
 import re
@@ -25,7 +26,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from ipaddress import ip_address, ip_network
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from scapy.layers.inet import IP, TCP, UDP
 from scapy.layers.inet6 import IPv6
@@ -35,6 +36,7 @@ from scapy.packet import Packet, Raw
 
 import pyebpf_proxy
 from pyebpf_proxy.datapath.loader.abilities import STORAGE_MAPS
+from pyebpf_proxy.datapath.loader.btf import Layout
 from pyebpf_proxy.datapath.loader.libbpf import Link, Object, Program, RunResult, SkBuff
 from pyebpf_proxy.datapath.loader.programs import unused_maps
 from pyebpf_proxy.datapath.loader.reasons import reasons
@@ -116,6 +118,61 @@ def enter_namespace(fd: int) -> None:
         raise OSError(ctypes.get_errno(), "setns")
 
 
+class Programs(NamedTuple):
+    """The programs with one choice of settings, loaded, and their maps."""
+
+    tc: Object
+    xdp: Object | None
+
+    def close(self) -> None:
+        if self.xdp is not None:
+            self.xdp.close()
+        self.tc.close()
+
+
+#: What this process has loaded, by its constants; the one that was used last is the last one. The verifier takes long,
+#: so all nodes of a process share them. A node empties the maps before each use.
+_loaded: dict[bytes, Programs] = {}
+#: Each of them has up to a hundred descriptors, and a process often may not have more than 1024.
+_MOST_LOADED = 8
+
+
+@functools.cache
+def _settings_layout() -> Layout:
+    with Object.open(OBJECT) as opened:
+        return opened.btf.struct("settings")
+
+
+def _load(values: dict[str, Any]) -> Programs:
+    """The programs with these settings, loaded before or now."""
+    rodata = _settings_layout().pack(**values)
+    found = _loaded.pop(rodata, None)
+    if found is None:
+        while len(_loaded) >= _MOST_LOADED:
+            _loaded.pop(next(iter(_loaded))).close()
+        without = unused_maps(
+            values.get("scheduler", 0),
+            values.get("pod_sockets", False),
+            values["fast_path"],
+            values["xdp"],
+        )
+        if values.get("dry_run"):
+            without -= {"dry_results"}
+        constants = {"settings": rodata}
+        tc = Object.open(OBJECT, rodata=constants, max_entries=SIZES, without=without).load()
+        xdp = None
+        if values["xdp"]:
+            xdp = Object.open(XDP_OBJECT, rodata=constants, reuse=tc.maps, without=without).load()
+        found = Programs(tc, xdp)
+    _loaded[rodata] = found
+    return found
+
+
+@functools.cache
+def _array_keys(count: int) -> bytes:
+    return b"".join(map(u32, range(count)))
+
+
 @dataclass
 class Flow:
     """One conntrack entry, as `conntrack -L` prints it."""
@@ -140,15 +197,11 @@ class ProgramNode:
         if libc.unshare(0x40000000):
             raise OSError(ctypes.get_errno(), "unshare")
         self._make_devices()
-        self._loaded: dict[bytes, Object] = {}
         self._links: list[Link] = []
         self.load()
 
     def load(self, **settings: Any) -> Object:
         """Load the programs with these settings added to the world's; only the node's maps have entries."""
-        probe = Object.open(OBJECT)
-        layout = probe.btf.struct("settings")
-        probe.close()
         values: dict[str, Any] = {
             "masquerade_mark": MARK,
             "flow_quota": 16384,
@@ -175,27 +228,12 @@ class ProgramNode:
         asked = {**self.settings, **settings}
         # Tests without the fast path ignore the reasons why a flow did not take it.
         self._unasked = {"SLOW_NO_PERMIT", "STACK_NO_AGENT"} if not asked.get("fast_path") else set()
-        rodata = layout.pack(**values)
-        if rodata not in self._loaded:
-            without = unused_maps(
-                values.get("scheduler", 0),
-                values.get("pod_sockets", False),
-                values.get("fast_path", False),
-                values["xdp"],
-            )
-            if values.get("dry_run"):
-                without -= {"dry_results"}
-            opened = Object.open(OBJECT, rodata={"settings": rodata}, max_entries=SIZES, without=without)
-            self._loaded[rodata] = opened.load()
-            if values["xdp"]:
-                constants = {"settings": rodata}
-                xdp = Object.open(XDP_OBJECT, rodata=constants, reuse=opened.maps, without=without).load()
-                self._loaded[b"xdp" + rodata] = xdp
-                self._attach(xdp.programs["xdp_ethernet"])
-        self.object = self._loaded[rodata]
+        programs = _load(values)
+        self.object = programs.tc
         self._wipe()
-        if values["xdp"]:
-            self.xdp = self._loaded[b"xdp" + rodata].programs["xdp_ethernet"]
+        if programs.xdp is not None:
+            self.xdp = programs.xdp.programs["xdp_ethernet"]
+            self._attach(self.xdp)
             for device in self.devices:
                 self.xdp_device(device)
         self._hints = AddressHints(self.object.maps["address_hints"], self.object.btf)
@@ -243,28 +281,21 @@ class ProgramNode:
         self.object.maps["xdp_devices"].update(u32(self.devices[name]), value)
 
     def _wipe(self) -> None:
-        """Empty the maps. Loading takes long (the verifier), so tests share objects."""
+        """Empty the maps: other tests have used them."""
         for name, of in self.object.maps.items():
             if "." in name or name == "decisions" or name in STORAGE_MAPS:
                 continue  # not a map of bpf/*_maps.h, or it cannot be listed
-            if of.type == _ARRAY:
-                keys = b"".join(u32(i) for i in range(of.max_entries))
-                of.update_batch(keys, bytes(of.max_entries * of.value_size))
-            elif of.type == _PERCPU_ARRAY:
-                size = len(of.lookup(bytes(4)) or b"")
-                for number in range(of.max_entries):
-                    of.update(u32(number), bytes(size))
+            if of.type in (_ARRAY, _PERCPU_ARRAY):
+                size = len(of.lookup(bytes(4)) or b"")  # of all CPUs
+                of.update_batch(_array_keys(of.max_entries), bytes(of.max_entries * size))
             elif name == "promotions":
                 self.promotions()
             else:
-                for key, _ in list(of.items()):
-                    of.delete(key)
+                of.delete_batch(of.dump()[0])
 
     def close(self) -> None:
         for link in self._links:
             link.close()
-        for o in self._loaded.values():
-            o.close()
         enter_namespace(self._home)
         os.close(self._home)
 
