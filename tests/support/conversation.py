@@ -25,7 +25,7 @@ _AT_ONCE = 8
 PACE = "PEP_TALK_PACE"
 #: The same while no test waits for an answer: a dozen clients at full speed would take all CPU time from the agent that
 #: starts meanwhile.
-_UNAWAITED = 0.004
+_UNAWAITED = 0.002
 
 
 def serve(pod: Pod) -> Task[None]:
