@@ -69,6 +69,18 @@ def test_flannel_refuses_both_families(monkeypatch: pytest.MonkeyPatch) -> None:
         Cluster().up("pyebpf-proxy", dual=True, cni="flannel")
 
 
+def test_the_fast_path_of_all_agents_is_read_although_status_has_warnings(monkeypatch: pytest.MonkeyPatch) -> None:
+    views = {"a": {"sent": 3, "closed4": "", "why4": ""}, "b": {"sent": 4, "closed4": "a rule", "why4": ""}}
+
+    def kubectl(self: Cluster, *command: str, check: bool = True) -> str:
+        assert not check
+        return json.dumps({"fastPath": views[command[3]]})
+
+    monkeypatch.setattr(Cluster, "agents", lambda self: [{"metadata": {"name": name}} for name in views])
+    monkeypatch.setattr(Cluster, "kubectl", kubectl)
+    assert Cluster().fast_path() == {"sent": 7, "closed": ["a rule"]}
+
+
 def test_specs_of_network_policies_run_where_they_are_enforced() -> None:
     name = "[sig-network] Netpol NetworkPolicy between server and client should"
     for cni in CNIS.values():
