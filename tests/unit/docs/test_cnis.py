@@ -29,7 +29,7 @@ def test_the_tests_that_it_names_exist() -> None:
 
 
 @pytest.mark.parametrize(
-    ("file", "row"), [("calico", "Calico, iptables"), ("flannel", "flannel"), ("kube-router", "kube-router")]
+    ("file", "row"), [("calico", "Calico, iptables"), ("flannel", "flannel (vxlan)"), ("kube-router", "kube-router")]
 )
 def test_versions_are_those_of_the_recordings(file: str, row: str) -> None:
     head = (RULES / f"{file}.iptables").read_text().splitlines()[0]
@@ -37,6 +37,15 @@ def test_versions_are_those_of_the_recordings(file: str, row: str) -> None:
     assert recorded, head
     (cells,) = (cells for name, cells in rows("What was run").items() if name.startswith(row))
     assert cells[1].split(",")[0] == recorded.group(1)
+
+
+def test_versions_are_those_that_the_cluster_builds() -> None:
+    pinned = [
+        re.findall(r"^require \S+ v(\S+)$", (ROOT / f"tests/e2e/{name}/go.mod").read_text(), re.MULTILINE)[0]
+        for name in ("flannel", "kube-router")
+    ]
+    (cells,) = (cells for name, cells in rows("What was run").items() if name.startswith("flannel (host-gw)"))
+    assert cells[1].split(", ") == pinned
 
 
 def test_the_plugins_of_the_checks_are_on_the_page() -> None:
