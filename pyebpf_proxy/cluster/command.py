@@ -146,28 +146,22 @@ class Command:
         return f"; done before: {', '.join(self._done)}" if self._done else ""
 
 
-@contextlib.contextmanager
-def naming(node: str, end: str, end_if_stopped: str = "") -> Iterator[None]:
+def naming(node: str, end: str, end_if_stopped: str = "") -> contextlib.AbstractContextManager[None]:
     """Errors in the block begin with the node's name, and end with what they mean for the node."""
+    return ending(end, end_if_stopped, f"{node}: ")
+
+
+@contextlib.contextmanager
+def ending(end: str, end_if_stopped: str = "", begin: str = "") -> Iterator[None]:
+    """Errors in the block end with what they mean for the cluster, or for a node."""
     try:
         yield
     except NodeGoneError:
         raise
     except StoppedError as stopped:
-        raise StoppedError(f"{node}: {stopped}; {end_if_stopped or end}", stopped.status) from None
+        raise StoppedError(f"{begin}{stopped}; {end_if_stopped or end}", stopped.status) from None
     except (ClusterError, RefusedError) as error:
-        raise ClusterError(f"{node}: {error}; {end}") from None
-
-
-@contextlib.contextmanager
-def ending(end: str) -> Iterator[None]:
-    """Errors in the block end with what they mean for the cluster."""
-    try:
-        yield
-    except StoppedError as stopped:
-        raise StoppedError(f"{stopped}; {end}", stopped.status) from None
-    except (ClusterError, RefusedError) as error:
-        raise ClusterError(f"{error}; {end}") from None
+        raise ClusterError(f"{begin}{error}; {end}") from None
 
 
 @contextlib.contextmanager

@@ -111,10 +111,8 @@ class Install(Command):
                 say("the image runs on the node, and the kernel meets the requirements")
             _say_unreached(site, before, say)
         try:
-            takeover.take(site, node, before, say)
-        except KeyboardInterrupt:
-            say(f"interrupted; a proxy serves the node; {_CONTINUE}")
-            raise
+            with telling(say, f"a proxy serves the node; {_CONTINUE}"):
+                takeover.take(site, node, before, say)
         except NodeGoneError:
             raise
         except NodeLostError as lost:
@@ -140,10 +138,8 @@ class Install(Command):
     def _give_back(site: Site, node: str, error: str, say: Say) -> None:
         """After a failure. ClusterError if that fails, too."""
         try:
-            takeover.give_back(site, node, say)
-        except KeyboardInterrupt:
-            say(f"interrupted; a proxy serves the node; to continue, run {_ROLLBACK}")
-            raise
+            with telling(say, f"a proxy serves the node; to continue, run {_ROLLBACK}"):
+                takeover.give_back(site, node, say)
         except NodeGoneError:
             raise
         except (ClusterError, RefusedError) as second:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from pyebpf_proxy.cluster import objects, scheduling, takeover, task_pod
 from pyebpf_proxy.cluster.api import Object, kind_of
-from pyebpf_proxy.cluster.command import Command, ending, naming
+from pyebpf_proxy.cluster.command import Command, ending, naming, telling
 from pyebpf_proxy.cluster.errors import ClusterError
 from pyebpf_proxy.cluster.model import View, installed_image, view
 from pyebpf_proxy.cluster.objects import KUBE_PROXY, NAMESPACE
@@ -73,12 +73,9 @@ class Rollback(Command):
     def _give_back(site: Site, node: str, say: Say) -> None:
         """One node."""
         again = "to continue, run the command again"
-        try:
-            with naming(node, again, f"a proxy serves the node; {again}"):
-                takeover.give_back(site, node, say)
-        except KeyboardInterrupt:
-            say(f"interrupted; a proxy serves the node; {_AGAIN}")
-            raise
+        serves = "a proxy serves the node"
+        with telling(say, f"{serves}; {_AGAIN}"), naming(node, again, f"{serves}; {again}"):
+            takeover.give_back(site, node, say)
 
 
 def _kube_proxy_of(found: View) -> Object:

@@ -58,20 +58,18 @@ class Upgrade(Command):
         with telling(say, f"{stays}; {again}"), naming(node, stays):
             before = takeover.try_image(site, node)
         try:
-            self.apply([objects.upgraded(self._daemon_set(), site.image)])
-            say("the image is available; replacing the agent")
-            takeover.replace(site, node, old, say)
-            if self._runs_kube_proxy(node):
-                say(
-                    "upgraded; kube-proxy also runs on the node: to complete the installation, run pyebpf-proxy cluster"
-                    " install"
-                )
-                return
-            takeover.wait_ready(site, node)
-            takeover.verify(site, node, before, say)
-        except KeyboardInterrupt:
-            say(f"interrupted; {_CARRIED}; {again}")
-            raise
+            with telling(say, f"{_CARRIED}; {again}"):
+                self.apply([objects.upgraded(self._daemon_set(), site.image)])
+                say("the image is available; replacing the agent")
+                takeover.replace(site, node, old, say)
+                if self._runs_kube_proxy(node):
+                    say(
+                        "upgraded; kube-proxy also runs on the node: to complete the installation, run pyebpf-proxy"
+                        " cluster install"
+                    )
+                    return
+                takeover.wait_ready(site, node)
+                takeover.verify(site, node, before, say)
         except NodeGoneError:
             raise
         except NodeLostError as lost:
@@ -94,15 +92,13 @@ class Upgrade(Command):
         command = f"pyebpf-proxy cluster upgrade --image {old.image} --nodes SELECTOR"
         again = f"to restore the agent with {old.image}, run {command}"
         try:
-            self.apply([objects.downgraded(self._daemon_set(), old.image)])
-            failed = model.pods(self.api, f"k8s-app={NAME}", node).get(node)
-            if failed is not None and failed.image != old.image:
-                takeover.replace(site, node, failed, say)
-            wait = takeover.wait_programmed if self._runs_kube_proxy(node) else takeover.wait_ready
-            wait(site, node)
-        except KeyboardInterrupt:
-            say(f"interrupted; {_CARRIED}; {again}")
-            raise
+            with telling(say, f"{_CARRIED}; {again}"):
+                self.apply([objects.downgraded(self._daemon_set(), old.image)])
+                failed = model.pods(self.api, f"k8s-app={NAME}", node).get(node)
+                if failed is not None and failed.image != old.image:
+                    takeover.replace(site, node, failed, say)
+                wait = takeover.wait_programmed if self._runs_kube_proxy(node) else takeover.wait_ready
+                wait(site, node)
         except NodeGoneError:
             raise
         except StoppedError as stopped:
