@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from pyebpf_proxy.cluster.errors import ClusterError, StoppedError
-from pyebpf_proxy.common.blotted import blotted
+from pyebpf_proxy.common.blotted import blotted_end
 from pyebpf_proxy.common.nesting import decode_nested
 from pyebpf_proxy.see.answers import NO_ANSWER
 
@@ -41,8 +41,8 @@ _LATER = frozenset({0, _BUSY, 500, 502, 503, 504})
 _CONFLICTS = 5
 JSON, MERGE, APPLY = "application/json", "application/merge-patch+json", "application/apply-patch+yaml"
 MANAGER = "pyebpf-proxy-cluster"
-#: How much of what the library logs is read, and how much of it is shown, in characters.
-_MOST_ERRORS, _LONGEST = 16 << 10, 300
+#: How much of what the library logs is shown, in characters.
+_LONGEST = 300
 _NO_CURRENT = "the kubeconfig has no current context; specify one with --context"
 #: The protocol of commands in pods: output, errors and the exit status in channels.
 _CHANNELS = "v4.channel.k8s.io"
@@ -451,8 +451,7 @@ def _in_short(text: str) -> str:
     """The end of a text on one line, without credentials, as the end of an error."""
     if "'NoneType' object has no attribute 'strip'" in text:
         return ""  # on a terminal, the plugin writes there, and the library stumbles over it
-    text = " ".join(blotted(text[-_MOST_ERRORS:]).split())
-    return f": {text if len(text) <= _LONGEST else '…' + text[1 - _LONGEST :]}"
+    return f": {blotted_end(text, _LONGEST)}"
 
 
 def _strip_tokens(configuration: Any) -> None:

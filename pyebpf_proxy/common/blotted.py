@@ -7,6 +7,8 @@ import base64
 import re
 
 BLOT = "REDACTED"
+#: How much of the end of what a program has written is looked at, in characters: its last lines name the reason.
+MOST_OF_END = 16 << 10
 #: How names of fields, variables, options and annotations end that hold credentials. "token-file" and "secretName" do
 #: not.
 _ENDS = (
@@ -45,6 +47,15 @@ def blotted(text: str) -> str:
     if _HINT.search(text.lower()):
         text = _FIELD.sub(rf'\1"{BLOT}"', _ASSIGNED.sub(rf"\1{BLOT}", text))
     return _LINE.sub(rf"\1 {BLOT}", text)
+
+
+def blotted_end(text: str, longest: int) -> str:
+    """The end of what a program has written, on one line of at most ``longest`` characters, without credentials.
+
+    They are blotted out before the line is cut, which would hide their form.
+    """
+    line = " ".join(blotted(text[-MOST_OF_END:]).split())
+    return line if len(line) <= longest else f"…{line[1 - longest :]}"
 
 
 def _is_private_key(text: str) -> bool:

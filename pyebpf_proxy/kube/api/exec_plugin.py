@@ -127,18 +127,14 @@ def _cluster(plugin: ExecPlugin, access: Access) -> dict[str, Any]:
 
 
 def _said(plugin: ExecPlugin, errors: bytes) -> str:
-    """The end of what the program has written to stderr, on one line.
-
-    It may have logged its requests: credentials are blotted out before the line is cut, which would hide their form.
-    """
-    from pyebpf_proxy.common.blotted import BLOT, blotted, names_credential
+    """The end of what the program has written to stderr, on one line. It may have logged its requests."""
+    from pyebpf_proxy.common.blotted import BLOT, blotted_end, names_credential
 
     text = errors.decode(errors="replace")
     for name, value in plugin.environment:
         if value and names_credential(name):
             text = text.replace(value, BLOT)
-    text = " ".join(blotted(text).split())
-    return printable(text if len(text) <= _LONGEST else f"…{text[1 - _LONGEST :]}")
+    return printable(blotted_end(text, _LONGEST))
 
 
 def _shown(value: object) -> str:
