@@ -31,7 +31,6 @@ from pyebpf_proxy.servers.observer import Observer
 from pyebpf_proxy.servers.serving import Servers
 from pyebpf_proxy.services.node_facts import NodeFacts
 from pyebpf_proxy.services.planner import Planner, PlanSettings
-from pyebpf_proxy.services.shares import Limits
 
 #: Descriptors for the agent. There are at most 2768 NodePorts by default, and a health check node port has a listener
 #: for each family.
@@ -92,7 +91,7 @@ def prepare(settings: Effective, source: Source) -> None:
     directory.acquire()
     prepared = False
     try:
-        planner = _planner(settings)
+        planner = Planner(PlanSettings.of(settings))
         preparation = Preparation(Datapath(settings))
         observer = Observer(Metrics(DatapathNumbers()), Health(2 * settings.sync_period), planner, settings.node_name)
         proxy = Proxy(settings, source, planner, preparation, observer, _facts(planner), _checks(settings), once=True)
@@ -103,21 +102,6 @@ def prepare(settings: Effective, source: Source) -> None:
     if not prepared:
         raise FatalError("stopped before everything was prepared")
     _log.info("prepared", directory=settings.directory)
-
-
-def _planner(settings: Effective) -> Planner:
-    bind_address = settings.bind_address.packed if settings.bind_address is not None else None
-    limits = Limits.of_maps(settings.map_sizes)
-    return Planner(
-        PlanSettings(
-            settings.node_name,
-            bind_address,
-            settings.external_ips,
-            settings.external_ip_check,
-            limits,
-            settings.health_port,
-        )
-    )
 
 
 def _facts(planner: Planner) -> Callable[[], NodeFacts]:
@@ -131,7 +115,7 @@ def _checks(settings: Effective) -> Callable[[NodeFacts], None]:
 async def _serve(
     settings: Effective, cluster: ClusterConnection, datapath: Datapath, shown: Shown, watch: ConfigWatch | None
 ) -> None:
-    planner = _planner(settings)
+    planner = Planner(PlanSettings.of(settings))
     numbers = DatapathNumbers(datapath.reasons, datapath.fill, datapath.xdp_devices, datapath.view)
     local = Local(settings.directory, planner.pods, datapath.refusals, datapath.view, cluster.troubles)
     servers = Servers(settings, shown, planner, numbers, datapath.addresses, cluster.events, cluster.metrics, local)

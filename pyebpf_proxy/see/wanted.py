@@ -19,7 +19,6 @@ from pyebpf_proxy.services import endpoints
 from pyebpf_proxy.services.endpoints import FALLBACK, LOCAL, READY, TERMINATING, SliceEndpoint
 from pyebpf_proxy.services.model import ServicePort, ServicePortName
 from pyebpf_proxy.services.planner import Planner, PlanSettings
-from pyebpf_proxy.services.shares import Limits
 
 if TYPE_CHECKING:
     from pyebpf_proxy.config.effective import Effective
@@ -176,10 +175,7 @@ def _source(settings: Effective) -> Source:
 
 
 async def _read(settings: Effective, source: Source) -> Wanted:
-    bind = settings.bind_address.packed if settings.bind_address is not None else None
-    limits = Limits.of_maps(settings.map_sizes)
-    external_ips, check, health_port = settings.external_ips, settings.external_ip_check, settings.health_port
-    planner = Planner(PlanSettings(settings.node_name, bind, external_ips, check, limits, health_port))
+    planner = Planner(PlanSettings.of(settings))
     complete = asyncio.Event()
     batches: list[Batch] = []
 

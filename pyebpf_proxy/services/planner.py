@@ -29,6 +29,7 @@ from pyebpf_proxy.services.shares import EndpointShares, Limits, Shares
 from pyebpf_proxy.services.slices import Slices
 
 if TYPE_CHECKING:
+    from pyebpf_proxy.config.effective import Effective
     from pyebpf_proxy.kube import objects
     from pyebpf_proxy.kube.source import Change
 
@@ -83,6 +84,18 @@ class PlanSettings(msgspec.Struct, frozen=True):
     check: Check = "checked"
     limits: Limits = Limits()
     health_port: int = 0
+
+    @classmethod
+    def of(cls, settings: Effective) -> PlanSettings:
+        """Those of an agent with these settings."""
+        return cls(
+            settings.node_name,
+            settings.bind_address.packed if settings.bind_address is not None else None,
+            settings.external_ips,
+            settings.external_ip_check,
+            Limits.of_maps(settings.map_sizes),
+            settings.health_port,
+        )
 
 
 class Planner:
