@@ -19,6 +19,7 @@ import hashlib
 import os
 import re
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -274,12 +275,19 @@ def _release_mount(bpffs: Path) -> list[str]:
 def _remove_tree(folder: Path) -> None:
     """Removes a folder of a bpffs. Never leaves that file system, and follows no link, even one that is put there
     meanwhile: a container of the agent can write to it. Links are removed before maps."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
+    with opened_folder(folder) as descriptor:
         _empty(descriptor, folder)
+    folder.rmdir()
+
+
+@contextmanager
+def opened_folder(name: Path | str, inside: int | None = None) -> Iterator[int]:
+    """The descriptor of a folder. OSError, also if it is a link. ``inside``: another folder's, for a name there."""
+    descriptor = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=inside)
+    try:
+        yield descriptor
     finally:
         os.close(descriptor)
-    folder.rmdir()
 
 
 def _empty(folder: int, path: Path) -> None:
@@ -288,15 +296,12 @@ def _empty(folder: int, path: Path) -> None:
         raise MountError(errno.EINVAL, f"{path} is not in a bpffs, it is left alone")
     for name in sorted(os.listdir(folder), key=lambda name: (name != "links", name)):
         try:
-            inner = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+            with opened_folder(name, folder) as inner:
+                _empty(inner, path / name)
         except NotADirectoryError:
             os.unlink(name, dir_fd=folder)
-            continue
-        try:
-            _empty(inner, path / name)
-        finally:
-            os.close(inner)
-        os.rmdir(name, dir_fd=folder)
+        else:
+            os.rmdir(name, dir_fd=folder)
 
 
 @functools.cache

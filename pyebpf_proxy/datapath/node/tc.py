@@ -17,7 +17,7 @@ import errno
 import os
 import re
 from collections.abc import Container, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,6 +26,7 @@ from pyebpf_proxy.datapath.netlink import uapi
 from pyebpf_proxy.datapath.netlink.messages import attribute, number, text, values, word, zero_terminated
 from pyebpf_proxy.datapath.netlink.request import RequestSocket
 from pyebpf_proxy.datapath.netlink.rtnetlink import NetlinkError, Rtnetlink
+from pyebpf_proxy.datapath.node.mounts import opened_folder
 
 NAME = "pyebpf-proxy"
 _log = Logger("datapath")
@@ -148,15 +149,11 @@ class Filters:
         A container of the agent may put a link in its place at any moment, and other folders have files with such names
         (10-example.conf). So the folder is opened without following links, and used by its descriptor.
         """
-        try:
-            folder = os.open(self._records, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        except OSError:
-            yield None
-            return
-        try:
+        with ExitStack() as opened:
+            folder = None
+            with suppress(OSError):
+                folder = opened.enter_context(opened_folder(self._records))
             yield folder
-        finally:
-            os.close(folder)
 
     def _write_record(self, ifindex: int, device: str) -> None:
         if self._records.is_symlink():
