@@ -93,7 +93,7 @@ class Flannel(Cni):
             *("kube-router", "kube-router", "--run-firewall=true", "--run-router=false", "--run-service-proxy=false"),
             *(f"--kubeconfig={node.admin}", f"--hostname-override={node.name}"),
             *(f"--service-cluster-ip-range={node.network.services}", "--service-node-port-range=30000-32767"),
-            # The names of its metrics and health servers' ports differ between releases; both are off.
+            # Nothing asks its servers, and they listen on the node's addresses.
             *("--metrics-port=0", "--health-port=0"),
         )
         wait_for(f"{node.name}: flanneld has a subnet", lambda: bool(_subnet_file(node)), 60)
