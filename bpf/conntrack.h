@@ -154,10 +154,11 @@ static __always_inline bool was_reset(const struct nf_conn___pep *ct)
 
 /*
  * The flow table knows this TCP connection, and has seen no RST that ends it: that of was_reset() was forged, or its
- * other side has ignored it.  Two forged packets, a RST and a SYN, must not end a connection.  Global for the same reason
- * as judge_syn().
+ * other side has ignored it.  Some forged packets, RST and SYN, must not end a connection.  `closed`: conntrack has taken
+ * the RST for the end.  That is true if the table knows no numbers, and if both sides have sent SYN, FIN or RST: an
+ * endpoint that has restarted answers a SYN by a RST.  Global for the same reason as judge_syn().
  */
-__noinline int goes_on(const struct packet *p)
+__noinline int goes_on(const struct packet *p, bool closed)
 {
 	struct flow *f, *other;
 	struct flow_key key;
@@ -169,7 +170,9 @@ __noinline int goes_on(const struct packet *p)
 	if (!f || was_reused(&f->rewrite, tag_of(&key)) || f->young || f->closing >= CLOSING_IN_SEQUENCE)
 		return 0;
 	other = other_direction(&f->rewrite, p);
-	return other && other->closing < CLOSING_IN_SEQUENCE;
+	if (!other || other->closing >= CLOSING_IN_SEQUENCE)
+		return 0;
+	return !closed || (f->acknowledged && other->acknowledged && !(f->closing && other->closing));
 }
 
 static __always_inline bool has_ended(const struct nf_conn___pep *ct, const struct packet *p)
@@ -191,7 +194,7 @@ static __always_inline enum counter must_go(const struct nf_conn___pep *ct, cons
 					    __u32 service, bool any_endpoints)
 {
 	if (p->protocol == TCP && settings.fast_path && was_reset(ct) &&
-	    (ct->proto.tcp.state == TCP_STATE_CLOSE || !goes_on(p)))
+	    !goes_on(p, ct->proto.tcp.state == TCP_STATE_CLOSE))
 		return CLOSING_FLOW_REPLACED;
 	if (!any_endpoints || has_ended(ct, p))
 		return NOT_COUNTED;

@@ -59,6 +59,8 @@ enum agent_request {
 	NO_REQUEST = 0,
 	PROMOTION = 1,		/* promote the young flow */
 	CLOSE = 2,		/* close the conntrack entry of a kernel flow that was reset */
+	RESTORE = 3,		/* restore it: a FIN or RST that the other side ignores has shortened its timeout */
+	RESTORING = 4,		/* the same; the agent has been asked once */
 };
 
 enum closing {

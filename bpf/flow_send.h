@@ -84,6 +84,7 @@ static __always_inline int rewrite_and_send(struct context *ctx, const struct pa
 
 /* A guessed sequence number is in this window once in a thousand times. */
 #define GUESS_WINDOW (4U << 20)
+#define LARGEST_WINDOW (64U << 20)	/* more data is hardly ever on its way */
 
 static __always_inline bool ends_by_reset(const struct flow *f, const struct flow *other)
 {
@@ -233,6 +234,66 @@ static __always_inline bool is_last_packet(const struct packet *p, const struct 
 	       (!ahead || (ahead < GUESS_WINDOW && (__u16)p->sequence == f->sent_until));
 }
 
+/*
+ * A FIN or RST of a kernel's flow that the other side ignores: it was forged, or the packet before it was lost, and it
+ * will be sent again.  conntrack does not check the number, and expects the connection to end soon.  False if the
+ * numbers are not known: then the fast path has sent nothing, so conntrack knows them.
+ */
+static __always_inline bool is_out_of_sequence(const struct packet *p, const struct flow *f, const struct flow *other)
+{
+	__u32 ahead = p->sequence - other->acknowledged;
+
+	if (!(p->tcp_flags & (TCP_FIN | TCP_RST)) || !other->acknowledged)
+		return false;
+	if (ahead < LARGEST_WINDOW && (__u16)p->sequence == f->sent_until)
+		return false;
+	/* A FIN may be sent again, or may have overtaken data. */
+	return p->tcp_flags & TCP_RST ? !!ahead : ahead + GUESS_WINDOW > 2 * GUESS_WINDOW;
+}
+
+/* A FIN or RST of a kernel's flow came in by another device, where nothing but conntrack checks it. */
+static __noinline int note_forged(const struct packet *p, const struct flow_rewrite *a, struct flow *known)
+{
+	struct flow *other;
+
+	if (!p || !a || !known)
+		return 0;
+	other = other_direction(a, p);
+	if (other && known->closing < CLOSING_IN_SEQUENCE && is_out_of_sequence(p, known, other))
+		known->promote = RESTORE;
+	return 0;
+}
+
+/*
+ * Drops a packet that must wait for the agent: a young flow is not in conntrack yet, or conntrack's entry is to be
+ * restored.  `p` is never NULL.  Not inlined, because several places need it, and none is on the path of a packet that is
+ * served.  Global for the same reason as judge_syn().
+ */
+__noinline int drop_until_promotion(const struct packet *p, __u32 device, __u32 service)
+{
+	if (!settings.fast_path || !p)
+		return 0;
+	count(DROP_AWAITING_PROMOTION);
+	remember_refused(p, device, service, DROP_AWAITING_PROMOTION);
+	return 0;
+}
+
+/*
+ * A SYN of a kernel's flow came after a FIN or RST out of sequence, perhaps also a forged one.  If conntrack has closed
+ * the entry, it would replace it now.  A client that really connects again sends the SYN once more.
+ */
+static __noinline int awaits_restoration(const struct packet *p, const struct flow_rewrite *a, struct flow *known)
+{
+	const struct fast_path *state = fast_path_state();
+	struct flow *other;
+
+	if (!p || !a || !known || !state || known->closing >= CLOSING_IN_SEQUENCE)
+		return 0;
+	other = other_direction(a, p);
+	return other && other->closing < CLOSING_IN_SEQUENCE &&
+	       (known->promote >= RESTORE || other->promote >= RESTORE) && flow_clock() < state->alive_until;
+}
+
 /* A packet of a kernel's flow that is a SYN, FIN or RST, or that comes after a RST in sequence. */
 static __noinline int note_ending(const struct packet *p, const struct flow_rewrite *a, struct flow *known)
 {
@@ -255,6 +316,11 @@ static __noinline int note_ending(const struct packet *p, const struct flow_rewr
 	known->confirmed_until = 0;
 	if (other)
 		other->confirmed_until = 0;
+	/* Not the answer to a SYN: a host that has restarted knows no numbers. */
+	if (other && !other->closing && known->closing < CLOSING_IN_SEQUENCE && is_out_of_sequence(p, known, other)) {
+		known->promote = RESTORE;
+		return 0;
+	}
 	if (p->tcp_flags & TCP_SYN) {
 		/* The next connection with these ports.  tc may get the packet after XDP. */
 		if (known->closing >= CLOSING_IN_SEQUENCE)
@@ -264,7 +330,8 @@ static __noinline int note_ending(const struct packet *p, const struct flow_rewr
 			other->closing = CLOSING;
 		}
 		/* Its end is reported, too, even if no sweep runs before. */
-		known->promote = NO_REQUEST;
+		if (known->promote == CLOSE)
+			known->promote = NO_REQUEST;
 	} else if (other && is_last_packet(p, known, other)) {
 		closing = CLOSING_IN_SEQUENCE;
 		known->sent_until = p->sequence;
@@ -519,7 +586,13 @@ static __always_inline int send_by_table(struct context *ctx, struct packet *p, 
 	if (!known || was_reused(&known->rewrite, tag_of(p)))
 		return NOT_KNOWN;
 	a = &known->rewrite;
+	if (is_new_connection(p) && !known->young && awaits_restoration(p, a, known)) {
+		drop_until_promotion(p, device, known->service);
+		return DROPPED;
+	}
 	if (!came_in_right(ctx, a, device)) {
+		if (HOOK == AT_TC && !known->young && is_syn_fin_rst(p))
+			note_forged(p, a, known);
 		if (HOOK == AT_XDP || !p->starts_flow || !known->young || known->reply || !has_lost_device(a, device))
 			return NOT_SENT;
 		p->kept = known->backend;

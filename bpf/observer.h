@@ -89,8 +89,12 @@ static __always_inline void change_link(struct flow_rewrite *a, const struct lin
 	*(volatile __u32 *)&a->tag_again = tag;
 }
 
-/* 1: the table has the flow, and its rewrite is right. Removes a flow that netfilter translates differently. */
-static __noinline int confirm(struct __sk_buff *skb, const struct packet *p, const struct handover *h, __u64 now)
+/*
+ * 1: the table has the flow, and its rewrite is right.  Removes a flow that netfilter translates differently, and one
+ * whose packet came in by another device, if that `is_new` to conntrack.  If it is not, it may be a forged SYN.
+ */
+static __noinline int confirm(struct __sk_buff *skb, const struct packet *p, const struct handover *h, __u64 now,
+			      bool is_new)
 {
 	struct fast_path *state = fast_path_state();
 	struct flow_key key;
@@ -108,6 +112,8 @@ static __noinline int confirm(struct __sk_buff *skb, const struct packet *p, con
 		__builtin_memcpy(f->rewrite.mac_in, h->mac_to, 6);
 		f->rewrite.device_in = h->device;
 	}
+	if (f->rewrite.device_in != h->device && !is_new)
+		return 0;
 	if (!matches_rewrite(p, &f->rewrite) || f->rewrite.device_in != h->device) {
 		struct flow_rewrite a = f->rewrite;
 
@@ -277,7 +283,7 @@ static __always_inline int observe_open(struct __sk_buff *skb, const struct pack
 {
 	bool keeps_address, same_source, known_pair;
 
-	if (confirm(skb, p, h, now) || !is_new)
+	if (confirm(skb, p, h, now, is_new) || !is_new)
 		return TC_ACT_UNSPEC;
 	if (!same_bytes16(h->endpoint, &p->destination) || h->endpoint_port != p->destination_port)
 		return TC_ACT_UNSPEC;
@@ -388,7 +394,7 @@ static __always_inline void observe_reply(struct __sk_buff *skb, const struct pa
 {
 	if (!learn_return_path(skb, p, h, now))
 		return;
-	if (h->learn && !confirm(skb, p, h, now))
+	if (h->learn && !confirm(skb, p, h, now, true))
 		enter_by_reply(skb, p, h, now);
 }
 
@@ -427,7 +433,7 @@ static __always_inline int observe(struct __sk_buff *skb)
 		/*
 		 * The flow of a first reply may already be in the table, while the permit still lacks the return path.
 		 */
-		if (confirm(skb, &p, h, now))
+		if (confirm(skb, &p, h, now, is_new))
 			learn_return_path(skb, &p, h, now);
 		break;
 	}

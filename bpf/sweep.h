@@ -156,6 +156,23 @@ static __always_inline bool is_due_for_promotion(const struct flow_key *key, con
 	return key->protocol == TCP || (idle < YOUNG_NS && is_stream(f, reply));
 }
 
+/*
+ * False: the former sweep asked for this entry before the queue was full.  Otherwise, if conntrack is full, the first
+ * flows of the table would fill the queue each time.
+ */
+static __always_inline bool is_its_turn(const struct sweep *s)
+{
+	return s->found.entries >= s->from;
+}
+
+/* `requested`: 0: the queue was full. */
+static __always_inline void note_request(struct sweep *s, int requested)
+{
+	s->found.requested += requested;
+	if (!requested && !s->full_at)
+		s->full_at = s->found.entries;
+}
+
 /* `f`: the client's direction of a kernel's flow. Each end of the flow is reported once. */
 static __always_inline bool request_close(const struct flow_key *key, struct flow *f)
 {
@@ -165,13 +182,32 @@ static __always_inline bool request_close(const struct flow_key *key, struct flo
 	return true;
 }
 
+/* `f`: as for request_close(). True if conntrack's entry should be restored, and the connection has not ended since. */
+static __always_inline bool needs_restoration(const struct flow *f, const struct flow *other)
+{
+	return other && (f->promote >= RESTORE || other->promote >= RESTORE) && f->closing < CLOSING_IN_SEQUENCE &&
+	       other->closing < CLOSING_IN_SEQUENCE;
+}
+
+/*
+ * Two sweeps ask for each restoration: when the first one asks, the forged packet may not have reached conntrack yet.
+ * False: the queue was full.
+ */
+static __always_inline bool request_restoration(const struct flow_key *key, struct flow *f, struct flow *other)
+{
+	if (bpf_map_push_elem(&promotions, key, 0))
+		return false;
+	f->promote = f->promote == RESTORE || other->promote == RESTORE ? RESTORING : NO_REQUEST;
+	other->promote = NO_REQUEST;
+	return true;
+}
+
 /* A global function, so that the verifier checks it once, and not for each number of entries that came before. */
 __noinline int sweep_flow(const struct flow_key *entry_key, struct flow *f, struct sweep *s)
 {
 	struct flow_key key, other_key;
 	struct flow_rewrite a;
 	struct flow *other;
-	int requested;
 	bool over, reset;
 	__u64 idle;
 	__u32 tag;
@@ -200,6 +236,11 @@ __noinline int sweep_flow(const struct flow_key *entry_key, struct flow *f, stru
 			s->found.requested += !f->reply;
 			return 0;
 		}
+		if (!f->reply && needs_restoration(f, other)) {
+			if (is_its_turn(s))
+				note_request(s, request_restoration(&key, f, other));
+			return 0;
+		}
 		if (kernel_flow_is_stale(&key, &a, f, other, idle, s->pressed) && !bpf_map_delete_elem(&flows, &key))
 			count(FLOW_FORGOTTEN);
 		else if (!f->reply && !reset && f->promote)
@@ -224,15 +265,11 @@ __noinline int sweep_flow(const struct flow_key *entry_key, struct flow *f, stru
 	}
 	if (!other || !is_due_for_promotion(&key, f, other, idle, s))
 		return 0;
-	/* Otherwise, if conntrack is full, the first flows of the table would fill the queue each time. */
-	if (s->found.entries < s->from)
+	if (!is_its_turn(s))
 		return 0;
 	/* Requested with each sweep, until it is promoted: an agent that took an earlier request may have ended. */
 	f->promote = NO_REQUEST;
-	requested = request_promotion(&key, &a, f);
-	s->found.requested += requested;
-	if (!requested && !s->full_at)
-		s->full_at = s->found.entries;
+	note_request(s, request_promotion(&key, &a, f));
 	return 0;
 }
 

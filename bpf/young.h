@@ -490,17 +490,4 @@ __noinline int open_young(struct context *ctx, const struct packet *p, const str
 	return exchange ? OPENED_EXCHANGE : NOT_SLOW;
 }
 
-/*
- * Drops a packet that must wait until a young flow is in conntrack.  `p` is never NULL.  Not inlined, because several
- * places need it, and none is on the path of a packet that is served.  Global for the same reason as judge_syn().
- */
-__noinline int drop_until_promotion(const struct packet *p, __u32 device, __u32 service)
-{
-	if (!settings.fast_path || !p)
-		return 0;
-	count(DROP_AWAITING_PROMOTION);
-	remember_refused(p, device, service, DROP_AWAITING_PROMOTION);
-	return 0;
-}
-
 #endif

@@ -31,8 +31,8 @@ MEANINGS = {
     ),
     "drop_rewrite_failed": Meaning("the fast path could not rewrite a packet", _REPORT),
     "drop_awaiting_promotion": Meaning(
-        "a packet that only the kernel can handle arrived before its young flow was in conntrack: its retransmission"
-        " gets through",
+        "a packet that only the kernel can handle arrived before its young flow was in conntrack, or a SYN right after"
+        " a forged RST or FIN: its retransmission gets through",
         "nothing to do if rare; if it persists, conntrack is full or rejects entries: pyebpf-proxy status",
     ),
     "service_config_missing": Meaning(

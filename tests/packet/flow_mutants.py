@@ -17,7 +17,7 @@ FLOW_MUTANTS: dict[str, tuple[str, str, str]] = {
     ),
     "flows: permit without proof of a new flow": (
         "observer.h",
-        "if (confirm(skb, p, h, now) || !is_new)",
+        "if (confirm(skb, p, h, now, is_new) || !is_new)",
         "if (confirm(skb, p, h, now))",
     ),
     "flows: permit for another endpoint": (
@@ -49,7 +49,7 @@ FLOW_MUTANTS: dict[str, tuple[str, str, str]] = {
     "flows: priority not put back": ("observer.h", "skb->priority = tos ? priority_of_tos(*tos) : 0;", ""),
     "flows: UDP answers complete no permit": (
         "observer.h",
-        "if (confirm(skb, &p, h, now))",
+        "if (confirm(skb, &p, h, now, is_new))",
         "confirm(skb, &p, h, now);\n\t\tif (false)",
     ),
     "flows: permit for ever": ("permit.h", "now >= d->permit.until || ", ""),
@@ -426,7 +426,89 @@ FLOW_MUTANTS: dict[str, tuple[str, str, str]] = {
         "p->tcp_flags & TCP_RST && known->closing == CLOSING_IN_SEQUENCE ? CLOSING_IN_SEQUENCE : CLOSING;",
         "CLOSING;",
     ),
-    "flows: a kernel flow is reported once in all": ("flow_send.h", "\t\tknown->promote = NO_REQUEST;\n", ""),
+    "flows: a kernel flow is reported once in all": (
+        "flow_send.h",
+        "\t\tif (known->promote == CLOSE)\n\t\t\tknown->promote = NO_REQUEST;\n",
+        "",
+    ),
+    "flows: a SYN hides a forged RST": ("flow_send.h", "\t\tif (known->promote == CLOSE)\n", ""),
+    "flows: a forged RST closes its side": ("flow_send.h", "\t\tknown->promote = RESTORE;\n\t\treturn 0;\n", ""),
+    "flows: a forged RST of another device is not noted": (
+        "flow_send.h",
+        "if (HOOK == AT_TC && !known->young && is_syn_fin_rst(p))",
+        "if (false)",
+    ),
+    "flows: every FIN of a kernel flow was forged": (
+        "flow_send.h",
+        "!!ahead : ahead + GUESS_WINDOW > 2 * GUESS_WINDOW;",
+        "!!ahead : true;",
+    ),
+    "flows: a FIN is like a RST": (
+        "flow_send.h",
+        "return p->tcp_flags & TCP_RST ? !!ahead : ahead + GUESS_WINDOW > 2 * GUESS_WINDOW;",
+        "return ahead;",
+    ),
+    "flows: no FIN was forged": (
+        "flow_send.h",
+        "!!ahead : ahead + GUESS_WINDOW > 2 * GUESS_WINDOW;",
+        "!!ahead : false;",
+    ),
+    "flows: data before a FIN makes it a forged one": (
+        "flow_send.h",
+        "\tif (ahead < LARGEST_WINDOW && (__u16)p->sequence == f->sent_until)\n\t\treturn false;\n",
+        "",
+    ),
+    "flows: half of a number proves a FIN": (
+        "flow_send.h",
+        "if (ahead < LARGEST_WINDOW && (__u16)p->sequence == f->sent_until)",
+        "if ((__u16)p->sequence == f->sent_until)",
+    ),
+    "flows: the answer to a SYN was forged": (
+        "flow_send.h",
+        "if (other && !other->closing && known",
+        "if (other && known",
+    ),
+    "flows: a RST with unknown numbers was forged": ("flow_send.h", " || !other->acknowledged)\n", ")\n"),
+    "flows: no SYN waits": (
+        "flow_send.h",
+        "if (is_new_connection(p) && !known->young && awaits_restoration(p, a, known))",
+        "if (false)",
+    ),
+    "flows: a SYN waits only until the agent is asked": (
+        "flow_send.h",
+        "(known->promote >= RESTORE || other->promote >= RESTORE)",
+        "(known->promote == RESTORE || other->promote == RESTORE)",
+    ),
+    "flows: a SYN waits without an agent": (
+        "flow_send.h",
+        "other->promote >= RESTORE) && flow_clock() < state->alive_until;",
+        "other->promote >= RESTORE);",
+    ),
+    "flows: a SYN of a flow that was reset waits": (
+        "flow_send.h",
+        "!state || known->closing >= CLOSING_IN_SEQUENCE)",
+        "!state)",
+    ),
+    "flows: a forged RST of the endpoint is not reported": (
+        "sweep.h",
+        "(f->promote >= RESTORE || other->promote >= RESTORE)",
+        "f->promote >= RESTORE",
+    ),
+    "flows: a forged RST hides a real one": (
+        "sweep.h",
+        " && f->closing < CLOSING_IN_SEQUENCE &&\n\t       other->closing < CLOSING_IN_SEQUENCE;",
+        ";",
+    ),
+    "flows: a forged RST is reported for ever": (
+        "sweep.h",
+        "\tother->promote = NO_REQUEST;\n\treturn true;",
+        "\treturn true;",
+    ),
+    "flows: a forged SYN of another device removes the flow": (
+        "observer.h",
+        "\tif (f->rewrite.device_in != h->device && !is_new)\n\t\treturn 0;\n",
+        "",
+    ),
     "flows: numbers of sent packets only": (
         "flow_send.h",
         "\telse\n\t\tnote_numbers(known, p);\n\tif (!reason && is_syn_fin_rst(p))",
@@ -607,7 +689,11 @@ FLOW_MUTANTS: dict[str, tuple[str, str, str]] = {
     "flows: promoted at once": ("sweep.h", "if (age < YOUNG_NS)", "if (false)"),
     "flows: datagram and answer promoted": ("sweep.h", " && is_stream(f, reply)", ""),
     "flows: draining promotes none": ("sweep.h", "if (s->draining)\n\t\treturn true;", ""),
-    "flows: the first flows of the table fill the queue": ("sweep.h", "if (s->found.entries < s->from)", "if (false)"),
+    "flows: the first flows of the table fill the queue": (
+        "sweep.h",
+        "return s->found.entries >= s->from;",
+        "return true;",
+    ),
     "flows: a full queue is not noticed": ("sweep.h", "\t\ts->full_at = s->found.entries;\n", "\t\t;\n"),
     "flows: orphans stay": ("sweep.h", "if (!other && idle > CLOSING_NS &&", "if (false &&"),
     "flows: new halves swept": ("sweep.h", "if (!other && idle > CLOSING_NS &&", "if (!other &&"),

@@ -146,6 +146,12 @@ class Node:
             changes = fields if each == key else both
             self.loaded.maps["flows"].update(each, flow.pack(**{**value, **changes}))
 
+    def write_reply(self, key: bytes, **fields: int) -> None:
+        """Change fields of the endpoint's direction of a kernel's flow."""
+        (found,) = self.read(key, young=False)
+        flow, flows = self.loaded.tc.btf.struct("flow"), self.loaded.maps["flows"]
+        flows.update(found.answer_key, flow.pack(**{**flow.unpack(flows.lookup(found.answer_key) or b""), **fields}))
+
     def read(self, key: bytes, young: bool = True) -> list[Flow]:
         """The flow with this key, if ``young`` matches."""
         found = self.promoter._flows.read(key, young)
@@ -175,10 +181,10 @@ class Node:
     def packer(self, struct: str, *fields: str) -> Struct:
         return self.btf.struct(struct).packer(*fields)
 
-    def expire_in(self, seconds: int) -> None:
-        """Set the timeout of the entry with the client's port 1000."""
+    def expire_in(self, seconds: int, *more: str) -> None:
+        """Set the timeout of the entry with the client's port 1000. ``more``: other options of ``conntrack -U``."""
         ends = ["-s", CLIENT[self.family], "-d", FRONTEND[self.family], "--sport", "1000", "--dport", "80"]
-        command = ["conntrack", "-U", "-p", "tcp", *ends, "-t", str(seconds)]
+        command = ["conntrack", "-U", "-p", "tcp", *ends, "-t", str(seconds), *more]
         subprocess.run(command, check=True, capture_output=True)
 
     def listed(self) -> list[str]:
@@ -485,6 +491,74 @@ def test_the_entry_of_another_flow_is_not_closed(node: Node) -> None:
     node.promoter.pass_now()
     (line,) = node.listed()
     assert line.split()[3] == "ESTABLISHED"
+
+
+RESTORE = 3  # enum agent_request
+
+
+@pytest.mark.parametrize(
+    ("state", "seconds", "closing", "after"),
+    [
+        ("ESTABLISHED", 10, 0, "restored"),
+        ("ESTABLISHED", 10, 1, "restored"),
+        ("ESTABLISHED", 300, 0, "unchanged"),
+        ("FIN_WAIT", 120, 0, "restored"),
+        ("CLOSE_WAIT", 60, 0, "restored"),
+        ("LAST_ACK", 30, 0, "restored"),
+        ("TIME_WAIT", 120, 0, "restored"),
+        ("CLOSE", 10, 0, "restored"),
+        ("CLOSE", 10, 1, "restored"),
+        ("CLOSE_WAIT", 60, 1, "unchanged"),
+        ("FIN_WAIT", 120, 1, "unchanged"),
+        ("SYN_SENT", 10, 0, "unchanged"),
+    ],
+)
+@pytest.mark.parametrize("masqueraded", [False, True], ids=["own source", "masqueraded"])
+def test_the_entry_of_a_flow_whose_end_was_forged_is_restored(
+    node: Node, masqueraded: bool, state: str, seconds: int, closing: int, after: str
+) -> None:
+    """``closing``: the client has really sent a FIN. SYN_SENT: the entry is that of a new connection."""
+    key = node.young(1000, masqueraded=masqueraded)
+    node.promoter.pass_now()
+    node.expire_in(seconds, "--state", state)
+    node.write(key, closing=closing, promote=RESTORE)
+    node.promoter.pass_now()
+    (line,) = node.listed()
+    left, now = int(line.split()[2]), line.split()[3]
+    if after == "restored":
+        assert now == "ESTABLISHED"
+        assert left > 1000
+    else:
+        assert now == state
+        assert left <= seconds
+    assert f"src={ENDPOINT[node.family]} " in line
+
+
+def test_the_entry_of_a_flow_that_both_sides_have_closed_is_not_restored(node: Node) -> None:
+    key = node.young(1000)
+    node.promoter.pass_now()
+    node.expire_in(10, "--state", "CLOSE")
+    node.write(key, closing=1, promote=RESTORE)
+    node.write_reply(key, closing=1)
+    node.promoter.pass_now()
+    (line,) = node.listed()
+    assert line.split()[3] == "CLOSE"
+
+
+@pytest.mark.parametrize("what", ["gone", "another endpoint"])
+def test_only_the_flows_own_entry_is_restored(node: Node, what: str) -> None:
+    key = node.young(1000)
+    node.promoter.pass_now()
+    subprocess.run(["conntrack", "-F"], check=True, capture_output=True)
+    if what == "another endpoint":
+        node.young(1000, to=8081)
+        node.promoter.pass_now()
+        node.expire_in(10)
+    node.young(1000)
+    node.write(key, young=0, promote=RESTORE)
+    node.promoter.pass_now()
+    lines = node.listed()
+    assert [int(line.split()[2]) <= 10 for line in lines] == [True] * (what != "gone")
 
 
 def test_a_flow_that_closes_during_promotion_gets_a_short_timeout(node: Node) -> None:

@@ -38,6 +38,10 @@ class TcpState(enum.IntEnum):
     CLOSE = 8
 
 
+#: The states of connections that both sides have closed, and of those that one side has closed; 6 and 7 are LAST_ACK
+#: and TIME_WAIT.
+_ENDED = {6, 7, int(TcpState.CLOSE)}
+_CLOSING = _ENDED | {int(TcpState.FIN_WAIT), int(TcpState.CLOSE_WAIT)}
 #: Entries in these states need not be replaced.
 _ALIVE = {int(state) for state in TcpState} - {int(TcpState.CLOSE)}
 
@@ -171,6 +175,31 @@ def reset(
             over.append(_key(entry) + _state(closed_entry, min(known.seconds, closed)))
     numbers = netlink.request_many(uapi.IPCTNL_MSG_CT_NEW, 0, over)
     return Closed(extended, [number for number in numbers if number not in (0, errno.ENOENT)])
+
+
+def restore(
+    netlink: RequestSocket, entries: Iterable[tuple[Entry, bool]], seconds: Mapping[tuple[Protocol, TcpState], int]
+) -> None:
+    """Make entries ESTABLISHED again that a forged RST or FIN has closed, or whose timeout it has shortened. OSError.
+
+    The kernel does not check the sequence numbers while the fast path is on (nf_conntrack_tcp_be_liberal and
+    nf_conntrack_tcp_ignore_invalid_rst). The second value: one side has really sent a FIN. An entry that is
+    gone stays gone.
+    """
+    limit = seconds[Protocol.TCP, TcpState.CLOSE]
+    bodies = []
+    for entry, half_closed in entries:
+        if entry.protocol is not Protocol.TCP:
+            continue
+        known = lookup(netlink, entry.protocol, entry.client, entry.frontend)
+        if known is None or not known.reply or known.reply.ends != (entry.endpoint, entry.seen):
+            continue
+        shortened = known.tcp_state == TcpState.ESTABLISHED and known.seconds <= limit
+        closed = known.tcp_state in (_ENDED if half_closed else _CLOSING)
+        if shortened or closed:
+            established = entry._replace(state=TcpState.ESTABLISHED, answered=True)
+            bodies.append(_key(entry) + _state(established, seconds[Protocol.TCP, TcpState.ESTABLISHED]))
+    netlink.request_many(uapi.IPCTNL_MSG_CT_NEW, 0, bodies)
 
 
 def abandon(netlink: RequestSocket, entries: Sequence[Entry]) -> None:

@@ -4,7 +4,7 @@
 A sweep, which is a program, selects the flows that are due. Each gets a conntrack entry with the programs' translation.
 From then on it is a kernel's flow, and the programs confirm it through netfilter once a second (docs/fast-path.md). The
 sweep also selects kernel's flows that were reset. conntrack cannot know that their RST was the last packet, so the
-agent closes their entries.
+agent closes their entries. If a RST or FIN was forged, conntrack cannot know that either, so the agent restores them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple, Protocol
@@ -87,6 +87,8 @@ class Flow(NamedTuple):
     quiet: bool = False
     #: One side has sent a FIN, and the other one has acknowledged it.
     half_closed: bool = False
+    #: Both sides have sent a FIN or RST.
+    both_closed: bool = False
 
     @property
     def read(self) -> bytes:
@@ -156,8 +158,9 @@ class FlowReader:
         # bpf_ktime_get_coarse_ns() reads the same clock, with the resolution of a timer tick.
         quiet = time.monotonic_ns() - max(last_seen, last_seen_too) > QUIET_NS
         closed = closing or closing_too
-        half = not (closing and closing_too) and self._is_acknowledged(there, back, closed, not closing)
-        return Flow(entry, bool(closed), key, answer_key, started, reset, quiet, half)
+        both = bool(closing and closing_too)
+        half = not both and self._is_acknowledged(there, back, closed, not closing)
+        return Flow(entry, bool(closed), key, answer_key, started, reset, quiet, half, both)
 
     def _is_acknowledged(self, there: bytes, back: bytes, closing: int, by_endpoint: bool) -> bool:
         """Whether the other side has acknowledged the FIN of the side with ``closing``. Nothing acknowledges a RST."""
@@ -194,6 +197,17 @@ class Swept(NamedTuple):
     young: int
     #: Where the next sweep should begin to ask for promotions, because the queue was full; 0: all were asked for.
     ask_from: int = 0
+
+
+class Asked(NamedTuple):
+    """The flows for which the programs have asked the agent to do something."""
+
+    #: Young flows that should be promoted.
+    due: list[Flow]
+    #: Kernel's flows that were reset.
+    reset: list[Flow]
+    #: Kernel's flows that were not: a RST or FIN may have been forged.
+    going_on: list[Flow]
 
 
 class Refused(NamedTuple):
@@ -348,8 +362,9 @@ class Promoter:
         is_full = False
         while keys and not is_full:
             batch, keys = keys[:AT_ONCE], keys[AT_ONCE:]
-            due, reset = self._read(batch)
-            refused = self._promote_all(due, reset) if due or reset else []
+            asked = self._read(batch)
+            due = asked.due
+            refused = self._promote_all(asked) if any(asked) else []
             # In this order, so that those that fail are the next pass's last.
             waiting = {flow.key: self._asked[flow.key] for flow, _ in refused}
             for key in batch:
@@ -366,23 +381,26 @@ class Promoter:
             # The flows that conntrack had no space for have ended. The next time is logged again.
             self._full = False
 
-    def _read(self, keys: Iterable[bytes]) -> tuple[list[Flow], list[Flow]]:
-        """Of these keys, the young flows, which wait from now on, and the kernel's flows that were reset. BpfError."""
+    def _read(self, keys: Iterable[bytes]) -> Asked:
+        """The flows with these keys. The young flows wait from now on. BpfError."""
         now = self._clock()
-        due: list[Flow] = []
-        reset: list[Flow] = []
+        asked = Asked([], [], [])
         for key in keys:
             if flow := self._flows.read(key):
-                due.append(flow)
+                asked.due.append(flow)
                 known = self._asked[key]
                 if known is None or known.flow != flow.read:
                     self._asked[key] = Refused(flow.read, now)
-            elif (flow := self._flows.read(key, young=False)) and flow.reset:
-                reset.append(flow)
-        return due, reset
+            elif flow := self._flows.read(key, young=False):
+                (asked.reset if flow.reset else asked.going_on).append(flow)
+        return asked
 
-    def _promote_all(self, due: Sequence[Flow], reset: Sequence[Flow]) -> list[tuple[Flow, Result]]:
-        """Give these flows conntrack entries, and close those of ``reset``: what conntrack did not accept. OSError."""
+    def _promote_all(self, asked: Asked) -> list[tuple[Flow, Result]]:
+        """Give the flows that are due conntrack entries, and mend those of the others.
+
+        Returns the flows that conntrack did not accept. OSError.
+        """
+        due = asked.due
         with RequestSocket(NETLINK_NETFILTER) as netlink:
             seconds = create.time_outs()
             results = create.create(netlink, [flow.entry for flow in due], seconds)
@@ -405,7 +423,9 @@ class Promoter:
             # A flow may end during this pass. Without this its entry would stay for days.
             create.abandon(netlink, over)
             create.close(netlink, closing, seconds)
-            self._close_reset(netlink, reset, seconds)
+            self._close_reset(netlink, asked.reset, seconds)
+            going_on = [(flow.entry, flow.closing) for flow in asked.going_on if not flow.both_closed]
+            create.restore(netlink, going_on, seconds)
         return failed
 
     def _close_reset(

@@ -19,6 +19,8 @@ from typing import Any, NamedTuple
 
 #: enum closing of flow_send.h; 0: neither side.
 CLOSING, CLOSING_IN_SEQUENCE, CLOSING_BY_RESET = 1, 2, 3
+#: enum agent_request.
+RESTORE, RESTORING = 3, 4
 #: State of a connection, as its two ends know it.
 NO_CONNECTION, SYN_SENT, ESTABLISHED, OVER = range(4)
 CLIENT, ENDPOINT = 0, 1
@@ -44,6 +46,8 @@ class State(NamedTuple):
     alive: bool = True
     draining: bool = False
     denied: bool = False  # a rule denies new flows of the pair
+    shortened: bool = False  # a forged RST: conntrack will soon forget a silent connection
+    restore: int = 0  # promote of a kernel's flow: RESTORE, RESTORING or neither
     connection: int = NO_CONNECTION
     fin: tuple[bool, bool] = (False, False)  # sent and received, by side
     cpus: tuple[tuple[Any, ...] | None, ...] = (None, None)
@@ -125,7 +129,7 @@ def to_netfilter(state: State, side: int, kind: str, tagged: bool) -> State:
     set_choice).
     """
     if state.conntrack:
-        return delivered(state, side, kind)
+        return delivered(state._replace(shortened=False), side, kind)
     if side == CLIENT and tagged:
         if state.denied:
             return state
@@ -164,9 +168,16 @@ def step_packet(state: State, thread: tuple[Any, ...]) -> Iterator[Step]:
         sent = delivered(state, side, kind)
         yield sent, (("forget", side, kind, "") if kind == "RST" else None)
     elif at == "kernels":  # send_kernels
-        if not state.alive:
+        if kind == "FORGED":  # note_ending, also if no agent runs
+            # A limit (docs/fast-path.md): nothing is restored for a flow that the table does not have.
+            both = kernel(state, CLIENT) and kernel(state, ENDPOINT)
+            noted = state._replace(restore=RESTORE) if both else state
+            yield changed(noted, side, confirmed=False), ("ending", side, kind, both)
+        elif not state.alive:
             yield to_netfilter(state, side, kind, False), None
-        elif kind in ("SYN", "FIN", "RST", "LATE", "FORGED"):
+        elif kind == "SYN" and state.restore:
+            yield state, None  # awaits_restoration
+        elif kind in ("SYN", "FIN", "RST", "LATE"):
             yield changed(state, side, confirmed=False, closing=CLOSING), ("ending", side, kind)
         else:
             entry = entry_of(state, side)
@@ -178,7 +189,10 @@ def step_packet(state: State, thread: tuple[Any, ...]) -> Iterator[Step]:
                 yield to_netfilter(state, side, kind, False), ("confirm", side, kind)
     elif at == "ending":
         after = changed(state, 1 - side, confirmed=False)
-        yield to_netfilter(after, side, kind if kind != "FORGED" else "DATA", kind == "SYN"), None
+        if kind == "FORGED":
+            yield after._replace(shortened=state.conntrack and thread[3]), None
+        else:
+            yield to_netfilter(after, side, kind, kind == "SYN"), None
     elif at == "confirm":  # the observer: netfilter has accepted the packet
         passes = state.conntrack and not state.denied and state.alive
         yield (changed(state, side, confirmed=True) if passes and kernel(state, side) else state), None
@@ -267,7 +281,13 @@ def step_agent(state: State, thread: tuple[Any, ...]) -> Iterator[Step]:
             inserting = any(cpu and cpu[0] in ("count", "insert there") for cpu in state.cpus)
             if reply is not None and there is None and reply.young and not inserting:
                 yield state, ("sweep leftover",)
-            yield state, None
+            # The second sweep is half a second later: the packet has reached conntrack.
+            early = state.restore == RESTORING and any(cpu and cpu[0] == "ending" for cpu in state.cpus)
+            if state.restore and kernel(state, CLIENT) and kernel(state, ENDPOINT) and not early:
+                # request_restoration
+                yield state._replace(promotions=True), ("sweep restoration",)
+            else:
+                yield state, None
         elif reply is None or (there.closing and reply.closing) or state.connection in (NO_CONNECTION, SYN_SENT, OVER):
             # young_flow_is_over. It takes a second of silence, or five seconds: no packet of it is on its way.
             if not any(cpu and cpu[0] not in BETWEEN_PROGRAMS for cpu in state.cpus):
@@ -278,12 +298,17 @@ def step_agent(state: State, thread: tuple[Any, ...]) -> Iterator[Step]:
             yield state, None
     elif at == "sweep leftover":
         yield (state._replace(reply=None) if state.there is None else state), None
+    elif at == "sweep restoration":
+        yield state._replace(restore=RESTORING if state.restore == RESTORE else 0), None
     elif at == "read":  # FlowReader.read
         found = state.there is not None and state.reply is not None and state.there.young and state.reply.young
-        yield state._replace(promotions=False), (("create",) if found else None)
+        going_on = kernel(state, CLIENT) and kernel(state, ENDPOINT)
+        yield state._replace(promotions=False), (("create",) if found else ("restore",) if going_on else None)
+    elif at == "restore":
+        yield state._replace(shortened=False), None
     elif at == "create":
         if state.conntrack:
-            yield state, ("promote", True)
+            yield state._replace(shortened=False), ("promote", True)
         else:
             yield state._replace(conntrack=True), ("promote", False)
             yield state._replace(promotions=True), None  # conntrack is full: the flow waits
@@ -303,9 +328,20 @@ def step_agent(state: State, thread: tuple[Any, ...]) -> Iterator[Step]:
         yield (state if state.lives or state.connection == SYN_SENT else state._replace(conntrack=False)), None
 
 
-AGENT = ("sweep", "sweep leftover", "read", "create", "promote", "promote there", "promote count", "abandon")
+AGENT = (
+    "sweep",
+    "sweep leftover",
+    "sweep restoration",
+    "read",
+    "restore",
+    "create",
+    "promote",
+    "promote there",
+    "promote count",
+    "abandon",
+)
 #: States in which the agent itself runs, and not one of its programs.
-BETWEEN_PROGRAMS = ("sweep", "read", "create", "promote", "abandon")
+BETWEEN_PROGRAMS = ("sweep", "read", "restore", "create", "promote", "abandon")
 
 
 def is_sweep_end(thread: tuple[Any, ...] | None) -> bool:
@@ -364,15 +400,21 @@ def environment(state: State) -> Iterator[tuple[str, State]]:
         # A start voids permits and confirmations; the table is adopted.
         unconfirmed = changed(changed(state, CLIENT, confirmed=False), ENDPOINT, confirmed=False)
         yield "the agent starts", unconfirmed._replace(alive=True, permit=False, draining=False)
+    # The agent does what a sweep has asked for before the next one. A sweep keeps what is to be restored.
+    kept = state.restore or (state.shortened and (state.promotions or any(map(is_agent, state.cpus))))
     for side in (CLIENT, ENDPOINT):
         entry = entry_of(state, side)
         if entry is not None and entry.confirmed:
             yield "a confirmation lapses", changed(state, side, confirmed=False)
-        if entry is not None and not entry.young and state.alive:
+        if entry is not None and not entry.young and state.alive and not kept:
             yield "a stale entry of the kernel's is swept", with_entry(state, side, None)
     unused = state.connection in (NO_CONNECTION, OVER) and state.there is None and state.reply is None
     if state.conntrack and unused and not any(map(is_agent, state.cpus)):
-        yield "conntrack's entry runs out", state._replace(conntrack=False)
+        yield "conntrack's entry runs out", state._replace(conntrack=False, shortened=False)
+    # It takes ten seconds, in which the agent sweeps and does what was asked for.
+    asked = state.restore or state.promotions or state.cpus != (None, None)
+    if state.conntrack and state.shortened and state.alive and not asked:
+        yield "the shortened entry runs out", state._replace(conntrack=False, shortened=False)
 
 
 def check(state: State) -> None:

@@ -41,8 +41,8 @@ def test_a_forged_reset_on_a_flow_that_one_side_has_closed_ends_it() -> None:
 # Changes of the model, as a developer might change the programs, and which property they violate.
 MUTANTS = {
     "promoted before conntrack has it": (
-        '(("create",) if found else None)',
-        '(("promote", True) if found else None)',
+        '(("create",) if found else',
+        '(("promote", True) if found else',
         "lost|untranslated|does not have",
     ),
     "a FIN of one side is enough to be swept": (
@@ -71,6 +71,8 @@ MUTANTS = {
         "entry is not None and state.alive",
         "lost|untranslated|counted",
     ),
+    "a forged RST is not noted": ("state._replace(restore=RESTORE) if both", "state if both", "lost"),
+    "a restoration is requested once": ("RESTORING if state.restore == RESTORE else 0", "0", "lost"),
     "an endpoint's packet for the kernel continues": (
         "yield after, None  # DROP_AWAITING_PROMOTION",
         "yield to_netfilter(after, side, 'DATA', False), None",
@@ -137,7 +139,15 @@ ORDER = {
     "flow_send.h:note_ending": ["known->confirmed_until = 0", "other->confirmed_until = 0"],
     "tc.bpf.c:leave_young": ["request_promotion(", "leave_to_netfilter("],
     "tc.bpf.c:leave_to_netfilter": ["drop_until_promotion(", "set_choice("],
-    "sweep.h:sweep_flow": ["kernel_flow_is_stale(", "young_flow_is_over(", "forget_flow(", "is_due_for_promotion("],
+    "flow_send.h:note_forged": ["other_direction(", "is_out_of_sequence(", "known->promote = RESTORE"],
+    "sweep.h:request_restoration": ["bpf_map_push_elem(&promotions", "f->promote = "],
+    "sweep.h:sweep_flow": [
+        "request_restoration(",
+        "kernel_flow_is_stale(",
+        "young_flow_is_over(",
+        "forget_flow(",
+        "is_due_for_promotion(",
+    ],
     "sweep.h:young_flow_is_over": ["!reply)", "have_closed(f, reply)", "!reply->packets"],
     "sweep.h:promote": ["confirmed_until = 0", "other->young = 0", "f->young = 0", "uncount_young("],
     "observer.h:confirm": ["matches_rewrite(", "f->confirmed_until = "],
@@ -164,7 +174,7 @@ def test_the_agent_creates_the_entry_before_it_promotes() -> None:
 
 def test_the_model_uses_the_names_of_the_programs() -> None:
     headers = {path.name: path.read_text() for path in (ROOT / "bpf").glob("*.[hc]")}
-    for name in ("CLOSING", "CLOSING_IN_SEQUENCE", "CLOSING_BY_RESET"):
+    for name in ("CLOSING", "CLOSING_IN_SEQUENCE", "CLOSING_BY_RESET", "RESTORE", "RESTORING"):
         assert re.search(rf"\b{name} = {getattr(life_cycle, name)},", headers["flow_maps.h"])
     struct = headers["flow_maps.h"].partition("struct flow {")[2].partition("};")[0]
     for field in ("young", "closing", "confirmed_until", "packets", "reply"):
