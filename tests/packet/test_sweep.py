@@ -687,15 +687,25 @@ def test_no_syn_waits_for_an_agent_that_does_not_run(fast: ProgramNode) -> None:
     assert sweep(fast)["requested"] == 1, "the next agent restores the entry"
 
 
+@pytest.mark.parametrize("forged_by", ["client", "endpoint"])
 @pytest.mark.parametrize("by", ["client", "endpoint"])
-def test_the_end_of_a_flow_counts_although_one_was_forged_before(fast: ProgramNode, by: str) -> None:
-    flow, reply = promoted(fast), by == "endpoint"
-    resets(fast, flow, seq=1 << 31)
-    resets(fast, flow, reply)
-    sweep(fast)
-    entry = flow.entry()
-    assert entry is not None
-    assert entry["promote"] == request("CLOSE")
+def test_the_end_of_a_flow_counts_although_one_was_forged_before(fast: ProgramNode, by: str, forged_by: str) -> None:
+    flow = promoted(fast)
+    resets(fast, flow, forged_by == "endpoint", seq=1 << 31)
+    resets(fast, flow, by == "endpoint")
+    for requested in (1, 0, 0):
+        assert sweep(fast)["requested"] == requested
+        entry = flow.entry()
+        assert entry is not None
+        assert entry["promote"] == request("CLOSE")
+
+
+@pytest.mark.parametrize("forged_by", ["client", "endpoint"])
+@pytest.mark.parametrize("by", ["client", "endpoint"])
+def test_a_syn_does_not_wait_after_the_end_of_a_flow(fast: ProgramNode, by: str, forged_by: str) -> None:
+    flow = promoted(fast)
+    resets(fast, flow, forged_by == "endpoint", seq=1 << 31)
+    resets(fast, flow, by == "endpoint")
     assert flow.run(frame=flow.frame(flags="S", seq=5000, ack=0, size=0)).retval == GO_ON
 
 
