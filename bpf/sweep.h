@@ -24,6 +24,7 @@ struct sweep {
 	__u32 pressed;		/* half of the table is in use */
 	__u32 crowded;		/* three eighths of it by young flows, whose endpoints nothing else knows */
 	__u32 from;		/* promotions are requested from this entry on, counted from 1 */
+	__u32 anew;		/* the agent has started: what its predecessor was asked for may not be done */
 	__u32 full_at;		/* the entry at which the queue was full; 0: it was not */
 };
 
@@ -173,10 +174,10 @@ static __always_inline void note_request(struct sweep *s, int requested)
 		s->full_at = s->found.entries;
 }
 
-/* `f`: the client's direction of a kernel's flow. Each end of the flow is reported once. */
-static __always_inline bool request_close(const struct flow_key *key, struct flow *f)
+/* `f`: the client's direction of a kernel's flow. Each end of the flow is reported once to each agent. */
+static __always_inline bool request_close(const struct flow_key *key, struct flow *f, bool anew)
 {
-	if (f->promote == CLOSE || bpf_map_push_elem(&promotions, key, 0))
+	if ((f->promote == CLOSE && !anew) || bpf_map_push_elem(&promotions, key, 0))
 		return false;
 	f->promote = CLOSE;
 	return true;
@@ -232,7 +233,7 @@ __noinline int sweep_flow(const struct flow_key *entry_key, struct flow *f, stru
 			note_tracked(client_hash(&key, false), s->now);
 		reset = flow_was_reset(&key, f, other);
 		/* The agent reads both entries. That of the client is removed first. */
-		if (reset && (f->reply || request_close(&key, f))) {
+		if (reset && (f->reply || request_close(&key, f, s->anew))) {
 			s->found.requested += !f->reply;
 			return 0;
 		}
@@ -349,15 +350,15 @@ static __always_inline void sweep_exchanges(struct exchange_sweep_result *result
 
 /*
  * Requests promotions from the entry `from` on.  Returns the entry at which the queue was full, where the next sweep
- * should begin to request; 0: it was not full.
+ * should begin to request; 0: it was not full.  `anew`: the first sweep of an agent.
  */
-static __always_inline int sweep(__u32 from)
+static __always_inline int sweep(__u32 from, __u32 anew)
 {
 	__u32 zero = 0;
 	struct sweep_result *result = bpf_map_lookup_elem(&sweep_results, &zero);
 	struct fast_path *state = fast_path_state();
 	struct exchange_sweep_result *exchanged = bpf_map_lookup_elem(&exchange_sweeps, &zero);
-	struct sweep s = { .from = from };
+	struct sweep s = { .from = from, .anew = anew };
 
 	if (!result || !state || !exchanged)
 		return 0;

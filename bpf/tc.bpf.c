@@ -299,19 +299,21 @@ int tc_egress(struct __sk_buff *skb)
 
 /*
  * The agent alone runs sweep_flows, promote_flow, end_flow and enter_flow.  Data of the first: a link header of zeros,
- * and what the former run has returned.
+ * what the former run has returned, and whether this is the agent's first run.
  */
 SEC("tc")
 int sweep_flows(struct __sk_buff *skb)
 {
-	__u32 from = 0;
+	__u32 from = 0, anew = 0;
 
 	if (!settings.fast_path)
 		return 0;
-	/* An agent of an earlier version, which drains by the pinned program, gives the link header only. */
+	/* An agent of an earlier version, which drains by the pinned program, gives less. */
 	if (bpf_skb_load_bytes(skb, ETH_HLEN, &from, sizeof(from)))
 		from = 0;
-	return sweep(from);
+	if (bpf_skb_load_bytes(skb, ETH_HLEN + sizeof(from), &anew, sizeof(anew)))
+		anew = 0;
+	return sweep(from, anew);
 }
 
 /* Data of the next two programs: a link header of zeros and a struct flow_read, or its key alone. */

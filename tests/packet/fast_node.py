@@ -509,14 +509,15 @@ def young_flows_of(world: ProgramNode, name: str) -> int:
     return int.from_bytes(value or b"", "little")
 
 
-def ask_from(world: ProgramNode, entry: int) -> int:
-    """A sweep that asks for promotions from this entry on: where the queue was full."""
-    return world.object.programs["sweep_flows"].test_run(bytes(14) + entry.to_bytes(4, sys.byteorder)).retval
+def ask_from(world: ProgramNode, entry: int, anew: bool = False) -> int:
+    """A sweep that asks for promotions from this entry on: where the queue was full. ``anew``: an agent's first one."""
+    request = entry.to_bytes(4, sys.byteorder) + int(anew).to_bytes(4, sys.byteorder)
+    return world.object.programs["sweep_flows"].test_run(bytes(14) + request).retval
 
 
-def sweep(world: ProgramNode) -> dict[str, int]:
+def sweep(world: ProgramNode, anew: bool = False) -> dict[str, int]:
     """As the agent runs it; what it found."""
-    ask_from(world, 0)
+    ask_from(world, 0, anew)
     value = world.object.maps["sweep_results"].lookup(bytes(4)) or b""
     return dict(world.object.btf.struct("sweep_result").unpack(value))  # type: ignore[arg-type]
 

@@ -431,6 +431,8 @@ FLOW_MUTANTS: dict[str, tuple[str, str, str]] = {
         "\t\tif (known->promote == CLOSE)\n\t\t\tknown->promote = NO_REQUEST;\n",
         "",
     ),
+    "flows: the next agent closes nothing": ("sweep.h", "f->promote == CLOSE && !anew", "f->promote == CLOSE"),
+    "flows: each sweep reports a kernel flow": ("sweep.h", "(f->promote == CLOSE && !anew) || ", ""),
     "flows: a SYN hides a forged RST": ("flow_send.h", "\t\tif (known->promote == CLOSE)\n", ""),
     "flows: a forged RST closes its side": ("flow_send.h", "\t\tknown->promote = RESTORE;\n\t\treturn 0;\n", ""),
     "flows: a forged RST of another device is not noted": (
@@ -548,8 +550,8 @@ FLOW_MUTANTS: dict[str, tuple[str, str, str]] = {
     ),
     "flows: a reset flow is removed unreported": (
         "sweep.h",
-        "if (reset && (f->reply || request_close(&key, f)))",
-        "if (reset && idle < KERNEL_CLOSED_NS && (f->reply || request_close(&key, f)))",
+        "if (reset && (f->reply || request_close(&key, f, s->anew)))",
+        "if (reset && idle < KERNEL_CLOSED_NS && (f->reply || request_close(&key, f, s->anew)))",
     ),
     "flows: a tracked flow never gets a device": ("observer.h", "if (!f->rewrite.device_in) {", "if (false) {"),
     "flows: any RST ends": ("flow_send.h", "if (ahead) {", "if (false) {"),

@@ -40,6 +40,7 @@ from tests.support.logs import Log, Message
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
 
 SECOND = 10**9
+CLOSE, RESTORE = 2, 3  # enum agent_request
 CLIENT = {4: "10.244.1.9", 6: "fd00:10:244:1::9"}
 FRONTEND = {4: "10.96.0.10", 6: "fd00:10:96::10"}
 ENDPOINT = {4: "10.244.2.5", 6: "fd00:10:244:2::5"}
@@ -435,6 +436,19 @@ def test_the_entry_of_a_flow_whose_reset_overtook_a_packet_is_closed_when_it_is_
     assert not node.promoter._extended
 
 
+def test_the_next_agent_closes_what_an_agent_was_asked_to_close(node: Node) -> None:
+    key = node.young(1000)
+    node.promoter.pass_now()
+    node.expire_in(10)
+    node.write(key, closing=2, promote=CLOSE)
+    node.promoter.pass_now()
+    (line,) = node.listed()
+    assert line.split()[3] == "ESTABLISHED", "it was asked before, and does not wait for it"
+    promotion.promoter(node.loaded.maps, node.loaded.tc.programs, node.btf).pass_now()
+    (line,) = node.listed()
+    assert line.split()[3] == "CLOSE"
+
+
 def test_an_entry_waits_if_conntrack_does_not_answer(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     key = node.young(1000)
     node.promoter.pass_now()
@@ -491,9 +505,6 @@ def test_the_entry_of_another_flow_is_not_closed(node: Node) -> None:
     node.promoter.pass_now()
     (line,) = node.listed()
     assert line.split()[3] == "ESTABLISHED"
-
-
-RESTORE = 3  # enum agent_request
 
 
 @pytest.mark.parametrize(

@@ -485,6 +485,17 @@ def test_a_kernel_flow_that_was_reset_is_reported_once(fast: ProgramNode, by: st
     assert sweep(fast)["requested"] == 1
 
 
+def test_a_kernel_flow_that_was_reset_is_reported_to_the_next_agent_too(fast: ProgramNode) -> None:
+    """The agent that was asked may have ended before it has closed the entry."""
+    flow = promoted(fast)
+    resets(fast, flow)
+    assert sweep(fast)["requested"] == 1
+    fast.promotions()
+    assert sweep(fast, anew=True)["requested"] == 1
+    assert fast.promotions() == [flow.key()]
+    assert sweep(fast)["requested"] == 0
+
+
 @pytest.mark.parametrize("size", [0, 10])
 @pytest.mark.parametrize("by", ["client", "endpoint"])
 def test_a_kernel_flow_whose_reset_overtook_a_packet_stays_reset(fast: ProgramNode, by: str, size: int) -> None:

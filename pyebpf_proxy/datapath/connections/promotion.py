@@ -500,9 +500,14 @@ def promoter(
     results, layout = maps["sweep_results"], btf.struct("sweep_result")
     sweep_flows, promote_flow, end_flow = programs["sweep_flows"], programs["promote_flow"], programs.get("end_flow")
 
+    first = 1
+
     def sweep(ask_from: int) -> Swept:
+        nonlocal first
+        request = b"".join(each.to_bytes(4, sys.byteorder) for each in (ask_from, first))
         # 0: also of a program that a version without this result has pinned.
-        full_at = sweep_flows.test_run(_ETHERNET_HEADER + ask_from.to_bytes(4, sys.byteorder)).retval
+        full_at = sweep_flows.test_run(_ETHERNET_HEADER + request).retval
+        first = 0
         value = results.lookup(_ZERO)
         return Swept(int(layout.unpack(value)["young"]) if value else 0, full_at)
 
