@@ -360,15 +360,20 @@ enum handover_kind {
 	HANDOVER_CONFIRM = 3,	/* a packet of a kernel flow that must be confirmed */
 } __attribute__((packed));
 
+/*
+ * skb->tc_index: the mark, and a record's number above five bits that stay 0.  They are flags of Cilium's programs, which
+ * see the packet later: with the lowest one they skip the NetworkPolicy of the pod that receives it.
+ */
 #define HANDOVER_SLOTS 64
-#define HANDOVER_MARK 0xB000	/* skb->tc_index: this, and a number */
-#define HANDOVER_NUMBER 0x0FFF
+#define HANDOVER_MARK 0xA000
+#define HANDOVER_NUMBER 0xFF
+#define HANDOVER_SHIFT 5
 
 /* A packet that is going through netfilter on this CPU; skb->tc_index names the record. */
 struct handover {
 	struct flow_key key;
 	__u64 when;		/* bpf_ktime_get_coarse_ns() */
-	__u32 number;		/* as in skb->tc_index; 0: empty */
+	__u32 number;		/* never 0 in skb->tc_index; 0: empty */
 	__u32 device;		/* the device it came in by */
 	__u32 ip_device;	/* the same as the IP layer sees it: for a bridge port, its bridge */
 	__u32 service;

@@ -23,7 +23,7 @@ static __always_inline struct handover *handover_slot(__u32 number)
 static __always_inline struct handover *hand_over(struct __sk_buff *skb, const struct packet *p,
 						  enum handover_kind kind, __u32 ip_device)
 {
-	__u32 number = (bpf_get_prandom_u32() & HANDOVER_NUMBER) | 1;
+	__u32 number = (bpf_get_prandom_u32() & HANDOVER_NUMBER) ?: HANDOVER_SLOTS;
 	struct handover *h = handover_slot(number);
 
 	if (!h || bpf_skb_load_bytes(skb, 0, h->mac_to, sizeof(h->mac_to) + sizeof(h->mac_from)))
@@ -38,7 +38,7 @@ static __always_inline struct handover *hand_over(struct __sk_buff *skb, const s
 	h->kind = kind;
 	h->masquerade = 0;
 	h->learn = 0;
-	skb->tc_index = HANDOVER_MARK | number;
+	skb->tc_index = HANDOVER_MARK | number << HANDOVER_SHIFT;
 	return h;
 }
 

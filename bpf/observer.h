@@ -410,9 +410,9 @@ static __always_inline int observe(struct __sk_buff *skb)
 
 	/* Comes first, because packets without a record have this priority, too. */
 	is_new = take_proof_of_new(skb);
-	if ((skb->tc_index & ~HANDOVER_NUMBER) != HANDOVER_MARK)
+	number = (skb->tc_index ^ HANDOVER_MARK) >> HANDOVER_SHIFT;
+	if (number > HANDOVER_NUMBER)
 		return TC_ACT_UNSPEC;
-	number = skb->tc_index & HANDOVER_NUMBER;
 	skb->tc_index = 0;
 	h = handover_slot(number);
 	if (!h || h->number != number)

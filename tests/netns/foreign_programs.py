@@ -20,11 +20,17 @@ from tests import ROOT
 
 #: TC_ACT_OK: later programs get no packet. TC_ACT_UNSPEC: the next program runs.
 ENDS, GOES_ON = "ends_chain", "goes_on"
+#: They count only packets with a value in skb->tc_index, and only those with one of Cilium's flags in it.
+NUMBERED, FLAGGED = "sees_number", "sees_flags"
 _SOURCE = """
-struct __sk_buff;
+struct __sk_buff { unsigned before[11], tc_index; };
 unsigned long long seen;
 __attribute__((section("tc"), used)) int ends_chain(struct __sk_buff *skb) { __sync_fetch_and_add(&seen, 1); return 0; }
 __attribute__((section("tc"), used)) int goes_on(struct __sk_buff *skb) { __sync_fetch_and_add(&seen, 1); return -1; }
+__attribute__((section("tc"), used)) int sees_number(struct __sk_buff *skb)
+{ __sync_fetch_and_add(&seen, !!*(volatile unsigned *)&skb->tc_index); return -1; }
+__attribute__((section("tc"), used)) int sees_flags(struct __sk_buff *skb)
+{ __sync_fetch_and_add(&seen, !!(*(volatile unsigned *)&skb->tc_index & 0x1f)); return -1; }
 char LICENSE[] __attribute__((section("license"), used)) = "GPL";
 """
 #: Where `make test-kernels` leaves the object file for its guests.

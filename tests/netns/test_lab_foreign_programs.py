@@ -22,7 +22,7 @@ from pyebpf_proxy.lab.addresses import Dual
 from pyebpf_proxy.lab.agent import FEW_RIGHTS
 from pyebpf_proxy.lab.cluster import Lab
 from pyebpf_proxy.lab.namespace import Namespace
-from tests.netns.foreign_programs import ENDS, GOES_ON, Foreign, attached, chain, compiled
+from tests.netns.foreign_programs import ENDS, FLAGGED, GOES_ON, NUMBERED, Foreign, attached, chain, compiled
 from tests.support.conversation import PORT, Conversation
 from tests.support.fast_lab import FAR, NEAR, ON, Ask, FastWorld, build_fast_world
 from tests.support.lab_tools import Capture, wait_until
@@ -170,6 +170,19 @@ def test_a_program_at_ingress(world: FastWorld, ask: Ask, foreign: Path, where: 
     with ending(*flows):
         wait_until_fast(world, *flows)
         all_answered(flows)
+
+
+@pytest.mark.parametrize("where", ["a pod's device", "eth0"])
+def test_a_hand_over_has_no_flag_of_cilium(world: FastWorld, foreign: Path, where: str) -> None:
+    """The lower five bits of skb->tc_index: by the lowest one Cilium skips the policy of the pod that receives."""
+    device = "eth0" if where == "eth0" else world.client.device
+    hook = partial(attached, world.node.namespace, foreign, device=device, where=tcx.AFTER)
+    with hook(NUMBERED) as numbered, hook(FLAGGED) as flagged:
+        flows = new_flows(world, device)
+        with ending(*flows):
+            wait_until(lambda: int(numbered) > 200, "hand-overs")
+        assert int(flagged) == 0
+    wait_for(world, device, PEER)
 
 
 # ---- at egress -----------------------------------------------------------------------------------------------

@@ -31,7 +31,8 @@ REDIRECT = 7
 CLIENT_MAC = "02:00:00:00:0c:01"
 FAR = "02:00:00:00:0f:01"
 NEW = 0xEE000001
-HANDOVER_MARK = 0xB000
+#: As in bpf/flow_maps.h.
+HANDOVER_MARK, HANDOVER_SHIFT = 0xA000, 5
 SECOND = 1_000_000_000
 #: The clock of bpf_ktime_get_coarse_ns(). Python has no name for it.
 _CLOCK_MONOTONIC_COARSE = 6
@@ -188,7 +189,7 @@ class Flow:
             ifindex=world.devices[by or (self.entrance if reply else self.exit)],
             ingress_ifindex=world.devices[came_by or (self.exit if reply else self.entrance)],
             priority=NEW if new else priority,
-            cb=(HANDOVER_MARK | record, 0, 0, 0, 0),
+            cb=(HANDOVER_MARK | record << HANDOVER_SHIFT, 0, 0, 0, 0),
         )
         # A record is valid for 20 ms, and a busy machine may run this process later: give it a time in the future.
         write_record(world, record, when=now() - age if age else now() + SECOND)
