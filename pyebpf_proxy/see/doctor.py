@@ -26,12 +26,11 @@ from pyebpf_proxy.see.text import Cell, Colour, Terminal, table, terminal, wrapp
 _PROC = Path("/proc/sys")
 _FILES_LEAST, _WATCHES_LEAST = 1024, 16
 _MARK = 0x4000
-#: Pins of other eBPF implementations of Services.
+_CILIUM = ("Cilium implements Services on this node", "kubeProxyReplacement: false")
+#: Pins of other eBPF implementations of Services. Cilium has maps of Services in any case, these for NodePorts only.
 _OTHERS = {
-    "tc/globals/cilium_lb4_services_v2": (
-        "Cilium implements Services on this node",
-        "kubeProxyReplacement: false",
-    ),
+    "tc/globals/cilium_snat_v4_external": _CILIUM,
+    "tc/globals/cilium_snat_v6_external": _CILIUM,
     "tc/globals/cali_v4_nat_fe3": ("Calico implements Services on this node", "bpfEnabled: false"),
 }
 _ON_THE_NODE = "install pyebpf-proxy on the node and run doctor there as root: docs/deploy.md, on a single node"
@@ -223,12 +222,16 @@ def _others(directory: Path) -> Found:
     if facts.in_container() and not mounts.is_bpffs(mounts.SYSTEM_BPFFS):
         what = f"not checked: the node's {mounts.SYSTEM_BPFFS}, with the pins of other programs, is not visible here"
         yield _warn("other proxies", what, _ON_THE_NODE)
-    for path, (text, remedy) in _OTHERS.items():
-        if (mounts.SYSTEM_BPFFS / path).exists():
-            yield _bad("other proxies", text, remedy)
+    yield from _other_pins()
     mark = _masquerade_mark(directory)
     yield from _mark_users(directory, mark)
     yield from _cni(mark)
+
+
+def _other_pins() -> Found:
+    pinned = {other for path, other in _OTHERS.items() if (mounts.SYSTEM_BPFFS / path).exists()}
+    for text, remedy in sorted(pinned):
+        yield _bad("other proxies", text, remedy)
 
 
 def _cni(mark: int) -> Found:

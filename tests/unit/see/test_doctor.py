@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``doctor``: replies between two ports of a bridge that netfilter does not see."""
+"""``doctor``: replies between two ports of a bridge that netfilter does not see, and other proxies' pins."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from pyebpf_proxy.datapath.loader.libbpf import BpfError
+from pyebpf_proxy.datapath.node import mounts
 from pyebpf_proxy.see import doctor, loading, model
 
 NAME = "bridge-nf-call-iptables"
@@ -54,3 +55,26 @@ def test_bridged_replies_that_netfilter_translates(monkeypatch: pytest.MonkeyPat
 def test_without_the_module_there_is_no_such_setting(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(doctor, "_PROC", tmp_path)
     assert list(doctor._bridges(tmp_path)) == []
+
+
+#: Of Cilium 1.18: these exist in any case.
+_CILIUM = ("cilium_lb4_services_v2", "cilium_lb4_backends_v3", "cilium_ct4_global", "cilium_calls_hostns_00123")
+
+
+@pytest.mark.parametrize(
+    ("pins", "named"),
+    [
+        (_CILIUM, []),
+        ((*_CILIUM, "cilium_snat_v4_external", "cilium_nodeport_neigh4"), ["Cilium"]),
+        (("cilium_lb6_services_v2", "cilium_snat_v6_external"), ["Cilium"]),
+        (("cilium_snat_v4_external", "cilium_snat_v6_external", "cali_v4_nat_fe3"), ["Calico", "Cilium"]),
+    ],
+)
+def test_cilium_is_another_proxy_only_if_it_serves_node_ports(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, pins: tuple[str, ...], named: list[str]
+) -> None:
+    (tmp_path / "tc/globals").mkdir(parents=True)
+    for name in pins:
+        (tmp_path / "tc/globals" / name).touch()
+    monkeypatch.setattr(mounts, "SYSTEM_BPFFS", tmp_path)
+    assert [finding.text.split()[0] for finding in doctor._other_pins()] == named
