@@ -190,11 +190,12 @@ lab-test: setup ## test two Vagrant machines: requests, restart and upgrade unde
 define e2e-programs
 	@tools/setup.sh packages tests/cluster/debian-packages.txt
 	@tests/cluster/build.sh kube-proxy kube-apiserver kubelet kubectl kube-controller-manager kube-scheduler coredns agnhost \
-		regression-issue-74839 $(if $(filter flannel,$(CNI)),flanneld kube-router) $(1)
+		regression-issue-74839 $(if $(filter flannel,$(CNI)),flanneld kube-router) \
+		$(if $(filter cilium,$(CNI)),cilium-agent cilium-operator cilium-cni) $(1)
 endef
 E2E = $(SUDO) env $(foreach name,PYEBPF_PROXY_CACHE E2E_WORK,$(if $($(name)),$(name)="$($(name))")) nice -n 5 $(PYTHON) -m tests.e2e
 
-cluster-up: setup ## start a real Kubernetes cluster on this machine: PROXY=pyebpf-proxy, kube-proxy or kube-proxy-nftables, DUAL=1: both families, CNI=bridge or flannel (docs/kubernetes-e2e.md)
+cluster-up: setup ## start a real Kubernetes cluster on this machine: PROXY=pyebpf-proxy, kube-proxy or kube-proxy-nftables, DUAL=1: both families, CNI=bridge, flannel or cilium (docs/kubernetes-e2e.md)
 	$(call e2e-programs)
 	@$(E2E) up --proxy $(or $(PROXY),pyebpf-proxy) $(if $(DUAL),--dual) $(if $(CNI),--cni $(CNI))
 

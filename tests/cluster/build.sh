@@ -35,6 +35,15 @@ build() {
     mv "$program.$$" "$program"
 }
 
+# cilium PACKAGE [OPTION...]: a program of Cilium, which then says that it is of the version that the go.mod pins.
+cilium() {
+    local package=github.com/cilium/cilium/$1 pinned=$here/../e2e/cilium version
+    shift
+    version=$(sed -n 's/^require github.com.cilium.cilium v//p' "$pinned/go.mod")
+    flags="-s -w -X github.com/cilium/cilium/pkg/version.ciliumVersion=$version" \
+        build "$package" "$folder/$program" "$pinned" go build "$@"
+}
+
 if [ "${1:-}" = gates ]; then
     build ./gates "$folder/gates"
     table=$here/../../pyebpf_proxy/config/gate_table.py
@@ -66,6 +75,9 @@ for program; do
     helm) build helm.sh/helm/v4/cmd/helm "$folder/$program" "$here/helm" ;;
     coredns) build . "$folder/$program" "$here/../e2e/coredns" ;;
     flanneld) cgo=1 build github.com/flannel-io/flannel "$folder/$program" "$here/../e2e/flannel" ;;
+    cilium-agent) cilium daemon ;;
+    cilium-operator) cilium operator -tags ipam_provider_operator ;;
+    cilium-cni) cilium plugins/cilium-cni ;;
     *) echo "$0: no program is called $program" >&2; exit 2 ;;
     esac
 done

@@ -4,16 +4,20 @@
 from __future__ import annotations
 
 import json
+import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from tests.e2e.layout import REPOSITORY
 from tests.e2e.processes import wait_for
+from tests.e2e.programs import UNPACKED, built, source
 
 if TYPE_CHECKING:
     from tests.e2e.node import Node
 
 _MTU = 1500
+_CILIUM_CGROUP = "/run/cilium/cgroupv2"
 _PORTMAP = {"type": "portmap", "capabilities": {"portMappings": True}}
 _BANDWIDTH = {"type": "bandwidth", "capabilities": {"bandwidth": True}}
 
@@ -106,5 +110,67 @@ def _subnet_file(node: Node) -> dict[str, str]:
     return dict(line.split("=", 1) for line in text.splitlines() if "=" in line)
 
 
+class Cilium(Cni):
+    """Cilium without its kube-proxy replacement and without its L7 proxy, with native routing.
+
+    Its agents compile their BPF programs when they start. Until then cilium-cni fails, and the kubelet tries again.
+    Without socket programs of its own, an agent detaches all programs from its root cgroup, and starts no data plane if
+    that fails. The proxy's programs are attached to the machine's root cgroup, so Cilium gets another one.
+    """
+
+    title = "Cilium (native routing, without kube-proxy replacement), `portmap`"
+    programs = ("cilium-agent", "cilium-operator", "cilium-cni")
+    policies = True
+    dual = False
+    routes = True
+
+    def start(self, node: Node, subnets: Sequence[str]) -> list[dict[str, Any]]:
+        library = node.folder / "cilium"
+        if not library.exists():
+            # A copy, because the agent writes headers there.
+            sources = source("github.com/cilium/cilium", REPOSITORY / "tests/e2e/cilium")
+            shutil.copytree(sources / "bpf", library / "bpf", ignore=shutil.ignore_patterns("tests"))
+        environment = {"K8S_NODE_NAME": node.name, "CILIUM_K8S_NAMESPACE": "kube-system"}
+        common = {
+            "k8s-kubeconfig-path": node.admin,
+            "enable-ipv4": "true",
+            "enable-ipv6": "false",
+            "identity-allocation-mode": "crd",
+            "ipam": "kubernetes",
+            "kube-proxy-replacement": "false",
+            "enable-l7-proxy": "false",
+        }
+        if node.number == 1:
+            # A cluster has one operator. It creates the custom resource definitions that the agents wait for. It must
+            # not restart pods because it sees no pod of Cilium.
+            operator = common | {"unmanaged-pod-watcher-interval": "0", "set-cilium-is-up-condition": "false"}
+            node.keep_running("cilium-operator", "cilium-operator", *_options(operator), environment=environment)
+        agent = common | {
+            "cluster-name": "default",
+            "routing-mode": "native",
+            "ipv4-native-routing-cidr": node.network.pods,
+            "auto-direct-node-routes": "true",
+            "enable-bpf-masquerade": "false",
+            # It translates the ClusterIPs of pods all the same. Its defaults ignore these fields of a Service.
+            "enable-session-affinity": "true",
+            "enable-service-topology": "true",
+            "enable-health-checking": "false",
+            "enable-endpoint-health-checking": "false",
+            "enable-hubble": "false",
+            "lib-dir": library,
+            "cgroup-root": _CILIUM_CGROUP,
+        }
+        node.mount_cgroup(_CILIUM_CGROUP)
+        node.keep_running("cilium-agent", "cilium-agent", *_options(agent), environment=environment)
+        plugin = UNPACKED / "usr/lib/cni/cilium-cni"
+        if not plugin.is_symlink():
+            plugin.symlink_to(built("cilium-cni"))
+        return [{"type": "cilium-cni"}, _PORTMAP]
+
+
+def _options(values: Mapping[str, object]) -> list[str]:
+    return [f"--{name}={value}" for name, value in values.items()]
+
+
 DEFAULT_CNI = "ptp"
-CNIS: dict[str, Cni] = {DEFAULT_CNI: Ptp(), "bridge": Bridge(), "flannel": Flannel()}
+CNIS: dict[str, Cni] = {DEFAULT_CNI: Ptp(), "bridge": Bridge(), "flannel": Flannel(), "cilium": Cilium()}

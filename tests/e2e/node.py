@@ -121,6 +121,14 @@ class Node:
             values = [f"{variable}={value}" for variable, value in (environment or {}).items()]
             self._spawn(name, *(["env", *values] if values else []), *command)
 
+    def mount_cgroup(self, target: str) -> None:
+        """Mount a cgroup of the node, of version 2, in the node."""
+        parent = CGROUPS if (CGROUPS / "cgroup.controllers").exists() else CGROUPS / "unified"
+        group = parent / self.name
+        group.mkdir(exist_ok=True)
+        self.run("mkdir", "-p", target)
+        self.run("mount", "--bind", group, target)
+
     def _exists(self, pid: str) -> bool:
         done = subprocess.run([*self._enter(), "kill", "-0", pid], check=False, capture_output=True)
         return done.returncode == 0

@@ -29,10 +29,11 @@ mkdir -p /run/netns /run/lock
 # Each node has its own pins.
 mount -t bpf bpf /sys/fs/bpf
 
-# The kubelet writes these; the machine's own must not change.
+# The kubelet or Cilium's agent writes these; the machine's own must not change.
 mkdir -p "$folder/sys"
 for entry in kernel/panic=10 kernel/panic_on_oops=1 vm/overcommit_memory=1 vm/panic_on_oom=0 \
-    kernel/keys/root_maxkeys=1000000 kernel/keys/root_maxbytes=25000000; do
+    kernel/keys/root_maxkeys=1000000 kernel/keys/root_maxbytes=25000000 \
+    kernel/unprivileged_bpf_disabled=1 kernel/timer_migration=0; do
     file=$folder/sys/$(basename "${entry%=*}")
     echo "${entry#*=}" >"$file"
     mount --bind "$file" "/proc/sys/${entry%=*}"

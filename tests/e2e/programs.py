@@ -93,11 +93,11 @@ def _unpack() -> None:
         root.rename(UNPACKED)
 
 
-def source(module: str) -> Path:
-    """The folder of a Go module's sources that were built."""
+def source(module: str, pinned_by: Path = REPOSITORY / "tests/cluster/kubernetes") -> Path:
+    """The folder of a Go module's sources that were built. ``pinned_by``: the folder of the go.mod that names it."""
     listed = subprocess.run(
         ["go", "list", "-m", "-f", "{{.Dir}}", module],
-        cwd=REPOSITORY / "tests/cluster/kubernetes",
+        cwd=pinned_by,
         check=False,
         capture_output=True,
         text=True,

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 
-from tests.e2e import images, page, results, specs
+from tests.e2e import cni, images, page, results, specs
 from tests.e2e.cluster import Cluster
 from tests.e2e.cni import CNIS, DEFAULT_CNI
 from tests.e2e.layout import Network
@@ -25,10 +25,14 @@ class FakeNode:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.name, self.network, self.admin = folder, "pep-e2e-1", Network(), folder / "admin.conf"
+        self.number = 1
         self.started: dict[str, tuple[str, ...]] = {}
 
     def keep_running(self, name: str, *command: str | Path, environment: dict[str, str] | None = None) -> None:
         self.started[name] = tuple(map(str, command))
+
+    def mount_cgroup(self, target: str) -> None:
+        self.cgroup = target
 
     def run(self, *command: str, check: bool = True) -> str:
         assert command == ("cat", "/run/flannel/subnet.env")
@@ -52,7 +56,8 @@ def test_each_cni_gives_pods_addresses_of_the_nodes_range(name: str, types: list
     _, listed = plugins(name, tmp_path)
     assert [each["type"] for each in listed] == types
     assert listed[0]["ipam"]["ranges"] == [[{"subnet": SUBNET}]]
-    assert set(CNIS) == {"ptp", "bridge", "flannel"}
+    # Cilium gives them by itself.
+    assert set(CNIS) == {"ptp", "bridge", "flannel", "cilium"}
 
 
 def test_flannel_has_its_processes_and_its_mtu(tmp_path: Path) -> None:
@@ -63,10 +68,38 @@ def test_flannel_has_its_processes_and_its_mtu(tmp_path: Path) -> None:
     assert plugins(DEFAULT_CNI, tmp_path)[0].started == {}
 
 
-def test_flannel_refuses_both_families(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache with the plugin and the sources of Cilium's BPF programs."""
+    for file in ("bpf/bpf_lxc.c", "bpf/tests/large.c", "go/cilium-cni", "usr/lib/cni/portmap"):
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).touch(0o755)
+    monkeypatch.setattr(cni, "source", lambda module, pinned_by: tmp_path)
+    monkeypatch.setattr(cni, "built", lambda name: tmp_path / "go" / name)
+    monkeypatch.setattr(cni, "UNPACKED", tmp_path)
+    return tmp_path
+
+
+def test_cilium_serves_no_services_and_has_one_operator(cache: Path, tmp_path: Path) -> None:
+    for number, started in ((1, {"cilium-operator", "cilium-agent"}), (2, {"cilium-agent"})):
+        node = FakeNode(tmp_path / str(number))
+        node.number = number
+        listed = CNIS["cilium"].start(cast(Node, node), [SUBNET])
+        assert [each["type"] for each in listed] == ["cilium-cni", "portmap"]
+        assert set(node.started) == started
+        for command in node.started.values():
+            assert "--kube-proxy-replacement=false" in command
+        assert f"--cgroup-root={node.cgroup}" in node.started["cilium-agent"], "its own, which has no programs"
+        (library,) = (each.partition("=")[2] for each in node.started["cilium-agent"] if each.startswith("--lib-dir="))
+        assert [path.name for path in Path(library, "bpf").iterdir()] == ["bpf_lxc.c"]
+    assert (cache / "usr/lib/cni/cilium-cni").resolve() == cache / "go/cilium-cni"
+
+
+@pytest.mark.parametrize("name", ["flannel", "cilium"])
+def test_some_refuse_both_families(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(images, "prepare", lambda: pytest.fail("the cluster is made"))
-    with pytest.raises(E2EError, match="flannel connects only one family"):
-        Cluster().up("pyebpf-proxy", dual=True, cni="flannel")
+    with pytest.raises(E2EError, match=f"{name} connects only one family"):
+        Cluster().up("pyebpf-proxy", dual=True, cni=name)
 
 
 def test_the_fast_path_of_all_agents_is_read_although_status_has_warnings(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,9 +116,9 @@ def test_the_fast_path_of_all_agents_is_read_although_status_has_warnings(monkey
 
 def test_specs_of_network_policies_run_where_they_are_enforced() -> None:
     name = "[sig-network] Netpol NetworkPolicy between server and client should"
-    for cni in CNIS.values():
-        patterns = specs.left_out(False, cni.policies)
-        assert any(pattern.startswith("Netpol") for pattern in patterns) is not cni.policies, name
+    for each in CNIS.values():
+        patterns = specs.left_out(False, each.policies)
+        assert any(pattern.startswith("Netpol") for pattern in patterns) is not each.policies, name
 
 
 def test_the_page_shows_each_cni(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
