@@ -188,6 +188,9 @@ def _cni(api: Api) -> Iterator[Finding]:
         value = (settings.get("data") or {}).get("kube-proxy-replacement", "false")
         if value not in ("false", "disabled"):
             clashes.append(("cilium", "Cilium implements Services itself", "set kubeProxyReplacement: false"))
+        else:
+            text = "DaemonSet cilium: its agent does not start again beside the socket programs of pyebpf-proxy"
+            yield Finding("CNI", "warning", text, "set socketLB: off in the DatapathConfiguration: docs/cnis.md")
     if "calico-node" in sets:
         variables = sets["calico-node"]["spec"]["template"]["spec"]["containers"][0].get("env") or ()
         values = {each["name"]: each.get("value", "") for each in variables}

@@ -64,6 +64,34 @@ def test_nodes(changed: dict[str, str], state: str, said: str) -> None:
     assert said in finding.text
 
 
+class Cilium:
+    """An API server with Cilium's DaemonSet and this value of its setting, or without the setting."""
+
+    def __init__(self, replacement: str | None) -> None:
+        self.data = {} if replacement is None else {"kube-proxy-replacement": replacement}
+
+    def objects(self, _: Any) -> list[dict[str, Any]]:
+        return [{"metadata": {"name": "cilium", "namespace": "kube-system"}}]
+
+    def get(self, kind: Any, name: str, namespace: str) -> dict[str, Any]:
+        assert (kind, name, namespace) == (CONFIG_MAPS, "cilium-config", "kube-system")
+        return {"data": self.data}
+
+
+@pytest.mark.parametrize(
+    ("replacement", "state", "said"),
+    [
+        ("true", "bad", "implements Services itself"),
+        ("false", "warning", "socket programs"),
+        (None, "warning", "socket"),
+    ],
+)
+def test_cilium(replacement: str | None, state: str, said: str) -> None:
+    findings = list(check._cni(cast(Api, Cilium(replacement))))
+    assert findings[0].state == state
+    assert said in findings[0].text
+
+
 def test_check_waits_for_a_lost_api_server_once(monkeypatch: pytest.MonkeyPatch) -> None:
     nodes = [f"n{number:02}" for number in range(40)]
     api = FakeApi(*nodes)
