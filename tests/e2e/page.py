@@ -31,7 +31,7 @@ make test-e2e PROXY=kube-proxy-nftables  # and in mode nftables
 make test-e2e ARGS='--focus EndpointSlice'
 make test-e2e ARGS=--load-balancer       # a load-balancer controller, and the specs that need one
 make test-e2e DUAL=1                     # both families, and the specs that need them
-make test-e2e CNI=flannel                # other CNI plugins: bridge, or flannel with kube-router's NetworkPolicies
+make test-e2e CNI=flannel                # other CNI plugins: flannel with kube-router's policies, cilium, or bridge
 make test-e2e PROXY=kube-proxy ARGS=--replace  # while pyebpf-proxy replaces kube-proxy, and back
 make test-e2e ARGS=--record              # writes the results that this page shows
 make cluster-up                          # a cluster that stays; PROXY, DUAL=1, CNI
@@ -268,7 +268,8 @@ def _not_passed(runs: Mapping[str, list[Spec]]) -> str:
 
 def _reason(run: str, spec: Spec) -> str:
     if spec.state == "failed":
-        return results.known_reason(spec, specs.KNOWN.get(run.partition(",")[0], {})) or "not known"
+        known = specs.KNOWN.get(run.replace(", ", "-")) or specs.KNOWN.get(run.partition(",")[0], {})
+        return results.known_reason(spec, known) or "not known"
     return spec.why
 
 

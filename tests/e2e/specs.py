@@ -23,7 +23,7 @@ FOCUS = r"\[sig-network\]"
 DUAL_FOCUS = r"\[sig-network\].*\[Feature:IPv6DualStack\]"
 _LONG = "run for many minutes, or need the cluster for themselves"
 _NEEDS_BALANCER = "need a load balancer; these run with `ARGS=--load-balancer`"
-_NEEDS_POLICIES = "need a CNI with NetworkPolicy; these run with `CNI=flannel`"
+_NEEDS_POLICIES = "need a CNI with NetworkPolicy; these run with `CNI=flannel` and `CNI=cilium`"
 #: Why a spec is left out, by parts of its name.
 LEFT_OUT = {
     _LONG: r"\[Slow\]|\[Serial\]|\[Disruptive\]",
@@ -39,8 +39,12 @@ DUAL = r"Feature:IPv6DualStack"
 #: With the load-balancer controller: these, also those that take minutes.
 BALANCED_FOCUS = r"\[sig-network\] LoadBalancers"
 BALANCED = (_LONG, _NEEDS_BALANCER)
-#: Specs that may fail, by proxy: regular expressions of their names, with reasons. Only what was recorded with it.
-KNOWN: dict[str, dict[str, str]] = {}
+#: Specs that may fail, by recorded run: regular expressions of their names, with reasons. Only what was recorded.
+KNOWN: dict[str, dict[str, str]] = {
+    "pyebpf-proxy-cilium": {
+        r"IPBlock\.CIDR|CIDR block": "Cilium does not apply `ipBlock` to addresses of pods",
+    },
+}
 _LIMIT = 3600
 
 

@@ -39,12 +39,15 @@ def test_versions_are_those_of_the_recordings(file: str, row: str) -> None:
     assert cells[1].split(",")[0] == recorded.group(1)
 
 
-def test_versions_are_those_that_the_cluster_builds() -> None:
+@pytest.mark.parametrize(
+    ("modules", "row"), [(["flannel", "kube-router"], "flannel (host-gw)"), (["cilium"], "Cilium without")]
+)
+def test_versions_are_those_that_the_cluster_builds(modules: list[str], row: str) -> None:
     pinned = [
         re.findall(r"^require \S+ v(\S+)$", (ROOT / f"tests/e2e/{name}/go.mod").read_text(), re.MULTILINE)[0]
-        for name in ("flannel", "kube-router")
+        for name in modules
     ]
-    (cells,) = (cells for name, cells in rows("What was run").items() if name.startswith("flannel (host-gw)"))
+    (cells,) = (cells for name, cells in rows("What was run").items() if name.startswith(row))
     assert cells[1].split(", ") == pinned
 
 
