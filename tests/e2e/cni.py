@@ -163,8 +163,9 @@ class Cilium(Cni):
         node.mount_cgroup(_CILIUM_CGROUP)
         node.keep_running("cilium-agent", "cilium-agent", *_options(agent), environment=environment)
         plugin = UNPACKED / "usr/lib/cni/cilium-cni"
-        if not plugin.is_symlink():
-            plugin.symlink_to(built("cilium-cni"))
+        # A former one may lead to another cache.
+        plugin.unlink(missing_ok=True)
+        plugin.symlink_to(built("cilium-cni"))
         return [{"type": "cilium-cni"}, _PORTMAP]
 
 
