@@ -278,6 +278,13 @@ __noinline int drop_until_promotion(const struct packet *p, __u32 device, __u32 
 	return 0;
 }
 
+/* A kernel's flow. True if conntrack's entry should be restored, and the connection has not ended since. */
+static __always_inline bool needs_restoration(const struct flow *f, const struct flow *other)
+{
+	return other && (f->promote >= RESTORE || other->promote >= RESTORE) && f->closing < CLOSING_IN_SEQUENCE &&
+	       other->closing < CLOSING_IN_SEQUENCE;
+}
+
 /*
  * A SYN of a kernel's flow came after a FIN or RST out of sequence, perhaps also a forged one.  If conntrack has closed
  * the entry, it would replace it now.  A client that really connects again sends the SYN once more.
@@ -285,13 +292,10 @@ __noinline int drop_until_promotion(const struct packet *p, __u32 device, __u32 
 static __noinline int awaits_restoration(const struct packet *p, const struct flow_rewrite *a, struct flow *known)
 {
 	const struct fast_path *state = fast_path_state();
-	struct flow *other;
 
-	if (!p || !a || !known || !state || known->closing >= CLOSING_IN_SEQUENCE)
+	if (!p || !a || !known || !state)
 		return 0;
-	other = other_direction(a, p);
-	return other && other->closing < CLOSING_IN_SEQUENCE &&
-	       (known->promote >= RESTORE || other->promote >= RESTORE) && flow_clock() < state->alive_until;
+	return needs_restoration(known, other_direction(a, p)) && flow_clock() < state->alive_until;
 }
 
 /* A packet of a kernel's flow that is a SYN, FIN or RST, or that comes after a RST in sequence. */

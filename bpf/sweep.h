@@ -183,16 +183,9 @@ static __always_inline bool request_close(const struct flow_key *key, struct flo
 	return true;
 }
 
-/* `f`: as for request_close(). True if conntrack's entry should be restored, and the connection has not ended since. */
-static __always_inline bool needs_restoration(const struct flow *f, const struct flow *other)
-{
-	return other && (f->promote >= RESTORE || other->promote >= RESTORE) && f->closing < CLOSING_IN_SEQUENCE &&
-	       other->closing < CLOSING_IN_SEQUENCE;
-}
-
 /*
- * Two sweeps ask for each restoration: when the first one asks, the forged packet may not have reached conntrack yet.
- * False: the queue was full.
+ * `f`: as for request_close().  Two sweeps ask for each restoration: when the first one asks, the forged packet may not
+ * have reached conntrack yet.  False: the queue was full.
  */
 static __always_inline bool request_restoration(const struct flow_key *key, struct flow *f, struct flow *other)
 {

@@ -626,9 +626,8 @@ def test_the_entry_of_a_flow_whose_end_was_forged_is_to_be_restored(
     fast: ProgramNode, by: str, flags: str, seq: int
 ) -> None:
     """conntrack does not check the number, and would forget the connection after some silent seconds."""
-    flow, reply = promoted(fast), by == "endpoint"
-    flow.run(reply, flow.frame(reply, seq=1, size=100))
-    flow.run(not reply, flow.frame(not reply, seq=1, ack=101, size=0))
+    reply = by == "endpoint"
+    flow = acknowledged(fast, reply)
     for _ in range(2):
         forge(flow, reply, flags, 100 + seq, by)
         for direction in (False, True):
@@ -647,9 +646,8 @@ def test_the_entry_of_a_flow_whose_end_was_forged_is_to_be_restored(
 def test_the_entry_of_a_flow_that_really_ends_is_not_to_be_restored(
     fast: ProgramNode, by: str, flags: str, seq: int
 ) -> None:
-    flow, reply = promoted(fast), by == "endpoint"
-    flow.run(reply, flow.frame(reply, seq=1, size=100))
-    flow.run(not reply, flow.frame(not reply, seq=1, ack=101, size=0))
+    reply = by == "endpoint"
+    flow = acknowledged(fast, reply)
     forge(flow, reply, flags, 100 + seq, by)
     entry = flow.entry(reply)
     assert entry is not None
@@ -718,6 +716,14 @@ def test_a_syn_does_not_wait_after_the_end_of_a_flow(fast: ProgramNode, by: str,
     resets(fast, flow, forged_by == "endpoint", seq=1 << 31)
     resets(fast, flow, by == "endpoint")
     assert flow.run(frame=flow.frame(flags="S", seq=5000, ack=0, size=0)).retval == GO_ON
+
+
+def acknowledged(world: ProgramNode, reply: bool) -> Flow:
+    """A promoted flow: 100 bytes of one side, which the other one has acknowledged."""
+    flow = promoted(world)
+    flow.run(reply, flow.frame(reply, seq=1, size=100))
+    flow.run(not reply, flow.frame(not reply, seq=1, ack=101, size=0))
+    return flow
 
 
 def forge(flow: Flow, reply: bool, flags: str, seq: int, by: str) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from pyebpf_proxy.datapath.connections.ctnetlink import Place, lookup, tuple_of
+from pyebpf_proxy.datapath.connections.ctnetlink import Place, TrackedEntry, lookup, tuple_of
 from pyebpf_proxy.datapath.netlink import uapi
 from pyebpf_proxy.datapath.netlink.messages import attribute
 from pyebpf_proxy.datapath.netlink.request import RequestSocket
@@ -161,10 +161,8 @@ def reset(
     over = []
     extended = []
     for entry, quiet in entries:
-        known = lookup(netlink, entry.protocol, entry.client, entry.frontend)
+        known = _own(netlink, entry)
         if known is None or known.tcp_state != TcpState.ESTABLISHED:
-            continue
-        if not known.reply or known.reply.ends != (entry.endpoint, entry.seen):
             continue
         if known.seconds > closed and not quiet:
             extended.append(entry)
@@ -175,6 +173,12 @@ def reset(
             over.append(_key(entry) + _state(closed_entry, min(known.seconds, closed)))
     numbers = netlink.request_many(uapi.IPCTNL_MSG_CT_NEW, 0, over)
     return Closed(extended, [number for number in numbers if number not in (0, errno.ENOENT)])
+
+
+def _own(netlink: RequestSocket, entry: Entry) -> TrackedEntry | None:
+    """What conntrack has of this flow. None: nothing, or an entry of another flow with its client's end. OSError."""
+    known = lookup(netlink, entry.protocol, entry.client, entry.frontend)
+    return known if known and known.reply and known.reply.ends == (entry.endpoint, entry.seen) else None
 
 
 def restore(
@@ -191,8 +195,8 @@ def restore(
     for entry, half_closed in entries:
         if entry.protocol is not Protocol.TCP:
             continue
-        known = lookup(netlink, entry.protocol, entry.client, entry.frontend)
-        if known is None or not known.reply or known.reply.ends != (entry.endpoint, entry.seen):
+        known = _own(netlink, entry)
+        if known is None:
             continue
         shortened = known.tcp_state == TcpState.ESTABLISHED and known.seconds <= limit
         closed = known.tcp_state in (_ENDED if half_closed else _CLOSING)
