@@ -390,6 +390,40 @@ def test_netfilter_backends_are_reported_in_time(loaded: Loaded) -> None:
     assert list(table.elements.values()) == [(ip_address("172.16.0.1").packed, 6443)]
 
 
+def test_frontends_are_reported_in_time(loaded: Loaded) -> None:
+    """Before the programs find them, and after: netfilter leaves packets to other addresses as they are."""
+    known: set[tuple[str, int, int]] = set()
+    refuse = False
+
+    def report(added: Any, removed: Any) -> None:
+        if refuse:
+            raise OSError(errno.ENOMEM, "nft: no memory")
+        for plans, change in ((removed, known.discard), (added, known.add)):
+            for address, port, protocol in plans:
+                change((str(ip_address(address)), port, protocol))
+        found = {str(ip_address(key[:4])) for key, _ in loaded.maps["frontends4"].items()}
+        assert found <= {address for address, _, _ in known}
+
+    writer = Writer(loaded, on_frontends=report)
+    web, api = name_of("web"), name_of("api")
+    writer.apply({web: service(web, ("10.96.0.1", "192.0.2.1"), "10.0.0.1:80")})
+    assert known == {("10.96.0.1", 80, 6), ("192.0.2.1", 80, 6)}
+    assert {str(ip_address(address)) for address, _, _ in writer.frontends} == {"10.96.0.1", "192.0.2.1"}
+    # One address moves to another Service, and one is no longer served.
+    writer.apply({web: service(web, ("10.96.0.3",), "10.0.0.1:80"), api: service(api, ("192.0.2.1",), "10.0.0.2:80")})
+    assert known == {("10.96.0.3", 80, 6), ("192.0.2.1", 80, 6)}
+    writer.apply({api: None})
+    assert known == {("10.96.0.3", 80, 6)}
+    refuse = True
+    (problem,) = writer.apply({api: service(api, ("192.0.2.1",), "10.0.0.2:80")})
+    assert (problem.name, "nft: no memory" in problem.text) == (api, True)
+    assert [key for key, _ in loaded.maps["frontends4"].items() if key[:4] == ip_address("192.0.2.1").packed] == []
+    refuse = False
+    writer.apply({api: service(api, ("192.0.2.1",), "10.0.0.2:80")})
+    assert ("192.0.2.1", 80, 6) in known
+    assert not writer.problems
+
+
 def test_ids_that_drained_programs_use_are_not_given_to_new_backends(loaded: Loaded) -> None:
     web = name_of("web")
     writer = Writer(loaded, foreign_id=5000)

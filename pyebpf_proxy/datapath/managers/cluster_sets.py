@@ -35,11 +35,11 @@ class ClusterSets(Manager):
             self._write_all()
             return
         # The ports come first: ports of defined services must not be refused.
-        self._nft.table.change_ports(moved.ports_added, moved.ports_removed)
+        self._nft.table.change_ports("cluster_ports", moved.ports_added, moved.ports_removed)
         self._nft.table.change_addresses("cluster_ips", map(_prefix, moved.added), map(_prefix, moved.removed))
 
     def _write_all(self) -> None:
-        self._nft.table.set_ports(self._addresses.ports)
+        self._nft.table.set_ports("cluster_ports", self._addresses.ports)
         self._nft.table.set_addresses("cluster_ips", map(_prefix, self._addresses.all))
 
     def node_changed(self, facts: NodeFacts) -> None:

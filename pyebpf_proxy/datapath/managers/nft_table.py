@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 
 from pyebpf_proxy.common.log import Logger
 from pyebpf_proxy.config.effective import Effective
@@ -39,6 +40,8 @@ class NftTable(Manager):
         self._behaviour = self._behaviour._replace(
             drop_invalid=not effective.nft_mode and not liberal,
             mark_datagrams=effective.socket_lb != "off" and self.table.knows_sockets(),
+            # Until all devices are known, as in the former run.
+            check_destination=self.table.checks_destination(),
         )
         self.support_fast_path(bool(effective.fast_path) and fast_path_is_built())
 
@@ -46,6 +49,21 @@ class NftTable(Manager):
     def mark_datagrams(self) -> bool:
         """Whether the table recognises datagrams of translated sockets by a mark."""
         return self._behaviour.mark_datagrams
+
+    @property
+    def checks_destination(self) -> bool:
+        """Whether the table checks that a packet goes to a frontend."""
+        return self._behaviour.check_destination
+
+    def check_destination(self, enabled: bool, frontends: Iterable[bytes]) -> None:
+        """Add or remove this check, and the frontends that it needs (``nft_rules.port_key``). Errors are logged."""
+        if enabled == self._behaviour.check_destination:
+            return
+        self._behaviour = self._behaviour._replace(check_destination=enabled)
+        try:
+            self.table.ensure(self._behaviour, set(frontends))
+        except OSError as error:
+            _log.error("the nftables table could not be changed, will retry", error=str(error))
 
     def support_fast_path(self, enabled: bool) -> None:
         """Add or remove what the table does for the fast path."""

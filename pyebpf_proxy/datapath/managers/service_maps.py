@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from pyebpf_proxy.datapath.managers.manager import Delta, Manager
 from pyebpf_proxy.datapath.managers.nft_table import NftTable
 from pyebpf_proxy.datapath.managers.programs import Programs
+from pyebpf_proxy.datapath.maps.layouts import FrontendAddress
 from pyebpf_proxy.datapath.maps.writer import Writer
+from pyebpf_proxy.datapath.netfilter.nft_rules import port_key
 from pyebpf_proxy.services.node_facts import NodeFacts
 
 
@@ -26,12 +28,14 @@ class ServiceMaps(Manager):
     def start(self, facts: NodeFacts, wanted: Delta) -> None:
         table = self._nft.table
         # Until the new programs are attached, those of a former run may use other maps with different ids.
-        self.writer = Writer(self._programs.loaded, table.update, max(table.elements, default=0))
+        last_id = max(table.elements, default=0)
+        self.writer = Writer(self._programs.loaded, table.update, last_id, self._change_frontends)
         # In one step: no entry of a former run may keep an address that belongs to another service by now.
         self.writer.apply(wanted, complete=True)
         # This includes ids that the writer has adopted. remove_old_backends() removes the other old elements.
         self._backends = self.writer.netfilter_backends
         table.update(self._backends)
+        self._set_frontends()
 
     def remove_old_backends(self) -> None:
         """Remove backends of a former run. No program uses them any more: the new ones are attached everywhere."""
@@ -42,6 +46,21 @@ class ServiceMaps(Manager):
         self.writer.apply(delta, complete)
         if complete:
             self._nft.table.replace(self.writer.netfilter_backends)
+            self._set_frontends()
+
+    def check_destination(self, needed: bool) -> None:
+        """Whether netfilter must check that a packet still goes to a frontend: other programs may have translated it.
+
+        The table has every frontend then, which costs time and memory.
+        """
+        self._nft.check_destination(needed, _keys(self.writer.frontends) if needed else ())
+
+    def _change_frontends(self, added: Iterable[FrontendAddress], removed: Iterable[FrontendAddress]) -> None:
+        self._nft.table.change_ports("frontends", _keys(added), _keys(removed))
+
+    def _set_frontends(self) -> None:
+        if self._nft.checks_destination:
+            self._nft.table.set_ports("frontends", _keys(self.writer.frontends))
 
     def refresh(self) -> None:
         """Recount the clients with session affinity."""
@@ -54,3 +73,7 @@ class ServiceMaps(Manager):
     @property
     def problems(self) -> Collection[str]:
         return [str(problem) for problem in self.writer.problems.values()]
+
+
+def _keys(frontends: Iterable[FrontendAddress]) -> Iterator[bytes]:
+    return (port_key(address, protocol, port) for address, port, protocol in frontends)

@@ -12,6 +12,9 @@ from pyebpf_proxy.services.model import Frontend, FrontendKind, IPFamily, Protoc
 #: Kubernetes refuses longer names, too; one byte is left for the end of the C string.
 NAME_MAX = 63
 
+#: Packed address (all zero for a NodePort), port, protocol.
+FrontendAddress = tuple[bytes, int, int]
+
 
 class Layouts:
     """All layouts of the writer. Attributes by family are dicts by IPFamily."""
@@ -63,6 +66,14 @@ class Layouts:
     def pack_frontend(self, name: ServicePortName, frontend: Frontend) -> bytes:
         """The key of a frontend."""
         return self.frontend_key[name.family].pack(frontend.address, frontend.port, name.protocol)
+
+    def frontend_address(self, key: bytes) -> FrontendAddress:
+        """The content of a frontend's key, of either family."""
+        for layout in self.frontend_key.values():
+            if len(key) == layout.size:
+                address, port, protocol = layout.unpack(key)
+                return address, port, protocol
+        raise ValueError(f"no key of a frontend has {len(key)} bytes")
 
     def unpack_frontend(self, family: IPFamily, key: bytes, kind: int) -> Frontend:
         address, port, _ = self.frontend_key[family].unpack(key)

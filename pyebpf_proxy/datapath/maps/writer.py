@@ -32,7 +32,7 @@ from pyebpf_proxy.datapath.maps.adopt import adopt
 from pyebpf_proxy.datapath.maps.affinity import Memory
 from pyebpf_proxy.datapath.maps.changes import Change, Garbage, MapFullError, Problem
 from pyebpf_proxy.datapath.maps.hints import Hints
-from pyebpf_proxy.datapath.maps.layouts import Layouts
+from pyebpf_proxy.datapath.maps.layouts import FrontendAddress, Layouts
 from pyebpf_proxy.datapath.maps.mirror import Mirror
 from pyebpf_proxy.datapath.maps.read_back import ReadBack
 from pyebpf_proxy.services.model import IPFamily, ServicePort, ServicePortName, with_removals
@@ -49,14 +49,16 @@ PART = 1000
 _MAP_FULL = {errors.E2BIG, errors.ENOSPC, errors.ENOMEM}
 
 BackendsCallback = Callable[[Mapping[int, tuple[bytes, int]], Iterable[int]], None]
+FrontendsCallback = Callable[[Iterable[FrontendAddress], Iterable[FrontendAddress]], None]
 
 
 class Writer:
     """Owns the service maps of ``loaded``.
 
     ``on_backends`` is called with added (id → packed address, port) and removed backends (ids), for added ones before
-    packets can choose them; :attr:`netfilter_backends` has all of them for the start. ``foreign_id``: ids up to this
-    one are in use by programs with other maps, and are not given to new backends.
+    packets can choose them; :attr:`netfilter_backends` has all of them for the start. ``on_frontends`` is called in the
+    same way with added and removed frontends; :attr:`frontends` has all of them. ``foreign_id``: ids up to this one are
+    in use by programs with other maps, and are not given to new backends.
 
     The constructor adopts the contents of the maps. A BpfError from any call means that the kernel refused something
     that should always work; the pending work is kept, and the next call begins by adopting again.
@@ -67,10 +69,12 @@ class Writer:
         loaded: Loaded,
         on_backends: BackendsCallback | None = None,
         foreign_id: int = 0,
+        on_frontends: FrontendsCallback = lambda added, removed: None,
     ) -> None:
         maps = self._maps = loaded.maps
         self._layouts = Layouts(loaded.tc.btf)
         self._on_backends = on_backends
+        self._on_frontends = on_frontends
         self._foreign_id = foreign_id
         self._services = maps["services"].mmap().cast("Q")
         self._slots = maps["slots"].mmap().cast("Q")
@@ -129,6 +133,11 @@ class Writer:
         garbage.absorb(self._dying)
         with without_cycle_search():
             return self._mirror.targets(garbage)
+
+    @property
+    def frontends(self) -> Iterator[FrontendAddress]:
+        """Every frontend in the maps."""
+        return self._addresses(self._mirror.owners)
 
     @property
     def names(self) -> Iterable[ServicePortName]:
@@ -395,8 +404,14 @@ class Writer:
             for c in changes
             if c.frontend_puts
         ]
-        for change, written, error in self._update(name, rows):
-            change.failed = _refusal(name, error)
+        try:
+            self._on_frontends(self._addresses(key for c in changes for key, _ in c.frontend_puts), ())
+        except OSError as error:
+            failures = [(change, 0, str(error)) for change, _, _ in rows]
+        else:
+            failures = [(c, written, _refusal(name, error)) for c, written, error in self._update(name, rows)]
+        for change, written, text in failures:
+            change.failed = text
             self._mirror.frontends_missing(change, [key for key, _ in change.frontend_puts[written:]])
 
     def _delete_frontends(self, changes: list[Change], family: IPFamily) -> None:
@@ -410,9 +425,13 @@ class Writer:
         ]
         if gone:
             self._maps[f"frontends{family.value}"].delete_batch(b"".join(gone))
+            self._on_frontends((), self._addresses(gone))
             self._freed = True
         for key in gone:
             mirror.frontend_deleted(key, family)
+
+    def _addresses(self, keys: Iterable[bytes]) -> Iterator[FrontendAddress]:
+        return map(self._layouts.frontend_address, keys)
 
     def _delete_serving(self, changes: list[Change], family: IPFamily) -> None:
         mirror = self._mirror
@@ -427,6 +446,7 @@ class Writer:
             family = change.name.family
             for key in self._mirror.orphans(change):
                 self._maps[f"frontends{family.value}"].delete(key)
+                self._on_frontends((), self._addresses([key]))
                 self._mirror.frontend_deleted(key, family)
 
     def _add_netfilter_backends(self, changes: list[Change], family: int) -> None:

@@ -55,8 +55,8 @@ class Table:
         self._elements: dict[int, _Packed] = {}
         #: By the set's name without the 4 or 6.
         self._addresses: dict[str, set[Prefix]] = {"cluster_ips": set(), "service_cidrs": set()}
-        #: Keys of the sets cluster_ports4 and cluster_ports6.
-        self._ports: set[bytes] = set()
+        #: The same for sets of ports, with their keys (``nft_rules.port_key``).
+        self._ports: dict[str, set[bytes]] = {"cluster_ports": set(), "frontends": set()}
         self._behaviour: Behaviour | None = None
         #: None: not set yet; the rules of a former run stay.
         self._host_rules: HostRules | None = None
@@ -82,8 +82,15 @@ class Table:
             return False
         return True
 
-    def ensure(self, behaviour: Behaviour) -> bool:
+    def checks_destination(self) -> bool:
+        """Whether the table that exists was made with ``check_destination``."""
+        with self._in_words("read the table"):
+            return self._channel.has_table(self.name) and "frontends4" in self._channel.sets(self.name)
+
+    def ensure(self, behaviour: Behaviour, frontends: Collection[bytes] = ()) -> bool:
         """Creates the table, or repairs its rules and keeps the elements of its maps and sets.
+
+        ``frontends``: what the sets of frontends contain if the behaviour adds them.
 
         Chains of another shape (of another version or mode of the proxy) are replaced in the same transaction; elements
         are kept. Also repairs a table that was flushed meanwhile. Costs next to nothing if no nftables rule has changed
@@ -104,7 +111,13 @@ class Table:
         if self._behaviour is None:
             self._elements = dict(kept)
             if behaviour.refuse_unknown:
-                self._addresses, self._ports = held, set(ports)
+                self._addresses = held
+            self._ports = {base: set(keys) if _has(behaviour, base) else set() for base, keys in ports.items()}
+            checked = "frontends4" in counts
+        else:
+            checked = self._behaviour.check_destination
+        if behaviour.check_destination != checked:
+            self._ports["frontends"] = set(frontends) if behaviour.check_destination else set()
         self._behaviour = behaviour
         missing: dict[int, _Packed] = {}
         if kept is not self._elements:
@@ -112,7 +125,13 @@ class Table:
         lacking = {name: wanted - held[name] for name, wanted in self._addresses.items()}
         try:
             wrong = {id_: kept[id_] for id_ in missing if id_ in kept}
-            self._make(_Found(chains, counts), wrong, missing, lacking, self._ports - ports)
+            self._make(
+                _Found(chains, counts),
+                wrong,
+                missing,
+                lacking,
+                {base: keys - ports[base] for base, keys in self._ports.items()},
+            )
         except NftError:
             if chains is None:
                 raise
@@ -147,28 +166,33 @@ class Table:
         """Makes the maps hold exactly ``wanted``, writing only the differences (for adoption after a restart)."""
         self.update(wanted, [id_ for id_ in self._elements if id_ not in wanted])
 
-    def change_ports(self, added: Iterable[bytes], removed: Iterable[bytes]) -> None:
-        """Adds and removes defined ports of cluster IPs (``nft_rules.port_key``); ports in both are added."""
-        if self._behaviour is None or not self._behaviour.refuse_unknown:
+    def change_ports(self, base: str, added: Iterable[bytes], removed: Iterable[bytes]) -> None:
+        """Adds and removes keys of the sets ``cluster_ports`` or ``frontends``; keys in both are added.
+
+        Nothing is done if the table's behaviour does not have these sets.
+        """
+        if self._behaviour is None or not _has(self._behaviour, base):
             return
+        present = self._ports[base]
         new = set(added)
-        gone = {key for key in removed if key in self._ports} - new
-        new -= self._ports
-        after = (self._ports - gone) | new
-        before, self._ports = self._ports, after
+        gone = {key for key in removed if key in present} - new
+        new -= present
+        present -= gone
+        present |= new
         try:
-            self._change([*_port_steps(True, gone), *_port_steps(False, new)], "change cluster_ports")
+            self._change([*_port_steps(base, True, gone), *_port_steps(base, False, new)], f"change {base}")
         except NftError:
             try:
                 self._remake(self._elements)
             except NftError:
-                self._ports = before
+                present -= new
+                present |= gone
                 raise
 
-    def set_ports(self, wanted: Iterable[bytes]) -> None:
-        """Makes the sets of defined ports hold exactly ``wanted``, writing only the differences."""
+    def set_ports(self, base: str, wanted: Iterable[bytes]) -> None:
+        """Makes the sets ``cluster_ports`` or ``frontends`` hold exactly ``wanted``, writing only the differences."""
         wanted = set(wanted)
-        self.change_ports(wanted - self._ports, self._ports - wanted)
+        self.change_ports(base, wanted - self._ports[base], self._ports[base] - wanted)
 
     def set_addresses(self, base: str, wanted: Iterable[Prefix]) -> None:
         """Makes the sets ``cluster_ips`` or ``service_cidrs`` hold exactly ``wanted``, writing only the differences.
@@ -229,7 +253,7 @@ class Table:
             self._run([f"delete table inet {self.name}"], "delete the table")
         self._elements = {}
         self._addresses = {name: set() for name in self._addresses}
-        self._ports = set()
+        self._ports = {base: set() for base in self._ports}
         self._behaviour = None
         self._host_rules = None
         return present
@@ -243,15 +267,16 @@ class Table:
         wrong: Mapping[int, _Packed],
         missing: Mapping[int, _Packed],
         lacking: Mapping[str, Iterable[Prefix]],
-        ports: Iterable[bytes],
+        ports: Mapping[str, Collection[bytes]],
     ) -> None:
         """Brings the table from the found to the wanted state. Elements first: rules must find them."""
         assert self._behaviour is not None
-        ports = set(ports) if self._behaviour.refuse_unknown else set()
-        if missing or ports:
+        if missing or any(ports.values()):
             self._run(nft_rules.places(self.name, self._behaviour), "make the maps")
-            steps = _backend_steps(wrong, missing)
-            self._change([*steps, *_port_steps(False, ports)], "fill the maps")
+            steps = [*_backend_steps(wrong, missing)]
+            for base, keys in ports.items():
+                steps += _port_steps(base, False, keys)
+            self._change(steps, "fill the maps")
         chains = {name: shape for name, shape in (found.chains or {}).items() if not is_own(name)}
         commands = nft_rules.definition(self.name, self._behaviour, chains, found.sets)
         if self._behaviour.refuse_unknown:
@@ -270,7 +295,8 @@ class Table:
         if self._behaviour.refuse_unknown:
             for base, prefixes in self._addresses.items():
                 commands += nft_rules.address_elements(self.name, "add", base, prefixes)
-            commands += nft_rules.port_elements(self.name, self._ports)
+        for base, keys in self._ports.items():
+            commands += nft_rules.port_elements(self.name, base, keys)
         if self._host_rules is not None:
             commands += self._host_rules.definition(self.name)
         self._run(commands, "make the table again")
@@ -301,12 +327,13 @@ class Table:
                     found[nft_rules.backend_id(key)] = data[:-2]
         return found
 
-    def _read_ports(self, counts: Mapping[str, int | None]) -> set[bytes]:
-        found: set[bytes] = set()
-        with self._in_words("read cluster_ports"):
-            for name, shape in PORT_SHAPES.items():
-                if counts.get(name, 0) != 0:
-                    found.update(self._channel.elements(self.name, name, shape))
+    def _read_ports(self, counts: Mapping[str, int | None]) -> dict[str, set[bytes]]:
+        found: dict[str, set[bytes]] = {base: set() for base in self._ports}
+        with self._in_words("read sets of ports"):
+            for base, keys in found.items():
+                for family, shape in PORT_SHAPES.items():
+                    if counts.get(base + family, 0) != 0:
+                        keys.update(self._channel.elements(self.name, base + family, shape))
         return found
 
     def _read_addresses(self, counts: Mapping[str, int | None]) -> dict[str, set[Prefix]]:
@@ -381,10 +408,15 @@ def _backend_steps(gone: Mapping[int, _Packed], added: Mapping[int, _Packed]) ->
         yield Step(False, name, shape, [key(id_) + to + b"\0\0" for id_, to in added.items() if len(to) == size])
 
 
-def _port_steps(delete: bool, keys: Iterable[bytes]) -> Iterator[Step]:
+def _has(behaviour: Behaviour, base: str) -> bool:
+    """Whether the table has these sets of ports."""
+    return behaviour.check_destination if base == "frontends" else behaviour.refuse_unknown
+
+
+def _port_steps(base: str, delete: bool, keys: Iterable[bytes]) -> Iterator[Step]:
     keys = list(keys)
-    for name, shape in PORT_SHAPES.items():
-        yield Step(delete, name, shape, [key for key in keys if len(key) == shape.key])
+    for family, shape in PORT_SHAPES.items():
+        yield Step(delete, base + family, shape, [key for key in keys if len(key) == shape.key])
 
 
 def _failure(table: str, what: str, text: str, number: int | None = None) -> NftError:

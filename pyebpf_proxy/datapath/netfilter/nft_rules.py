@@ -9,7 +9,8 @@ packet of a connection. The table carries it out:
 chain              hook                         what it does
 =================  ===========================  ==========================================================
 reject_local       input, nat, -110             rejects packets for an address of this node
-translate          prerouting, nat, -105        rejects packets that are not for this node. Not in the forward
+translate          prerouting, nat, -105        leaves out packets that go to no frontend any more;
+                                                rejects packets that are not for this node. Not in the forward
                                                 hook, because the kernel resets the priority when it
                                                 forwards; after conntrack (-200), before all other NAT;
                                                 resets connections that conntrack would pick up midstream;
@@ -40,6 +41,10 @@ NOTRACK pass no nat chain at all. Packets to a served port are translated before
 not translated by then came in through a device that has no program yet: it is dropped, and the client's next attempt is
 served.
 
+A program after the agent's on the same device may translate a packet after the agent's program has decided about it.
+Cilium does so with ClusterIPs, and applies NetworkPolicy to the endpoint that it has chosen. The table then knows every
+frontend, and leaves these packets as they are, as kube-proxy does.
+
 Not implemented: kube-proxy's explicit ACCEPT of marked and established packets in the forward path (§5.1, iptables
 mode). An accept in one nftables table does not overrule a drop in another or in iptables, so it would have no effect.
 A firewall that drops by default in FORWARD must accept pod and service traffic itself, as with kube-proxy's nftables
@@ -66,9 +71,10 @@ from pyebpf_proxy.datapath.netfilter.nfnetlink import Chain, Shape
 MAPS = {"backends4": "ipv4_addr", "backends6": "ipv6_addr"}
 #: A tag; address and port, with the port padded.
 MAP_SHAPES = {"backends4": Shape(4, 8), "backends6": Shape(4, 20)}
-#: Address, protocol and port of a set's key, each padded.
-PORT_SHAPES = {"cluster_ports4": Shape(12), "cluster_ports6": Shape(24)}
+#: The keys of sets of ports, by the last character of the set's name: address, protocol and port, each padded.
+PORT_SHAPES = {"4": Shape(12), "6": Shape(24)}
 _TAG = "meta priority and ff00:0000"
+_ANY_TAG = "meta priority and f800:0000 == e800:0000"
 _TRANSPORTS = "meta l4proto { tcp, udp, sctp }"
 _PORT_UNREACHABLE = "reject with icmpx type port-unreachable"
 
@@ -84,6 +90,8 @@ class Behaviour(NamedTuple):
     drop_invalid: bool = False
     refuse_unknown: bool = False
     mark_datagrams: bool = False
+    #: Ignore the decision about a packet that does not go to a frontend any more.
+    check_destination: bool = False
     #: Mark first packets of flows; then a program at the devices' egress must reset the priority.
     prove_new: bool = False
     #: First and last source port that conntrack may choose, which no young flow has; None: the kernel chooses.
@@ -97,15 +105,22 @@ class Target(NamedTuple):
     port: int
 
 
-#: Sets by name, and the type of their elements.
-SETS = {
+_PORTS = {"4": "type ipv4_addr . inet_proto . inet_service ;", "6": "type ipv6_addr . inet_proto . inet_service ;"}
+#: Sets with ``refuse_unknown``, and the type of their elements.
+_KNOWN = {
     "cluster_ips4": "type ipv4_addr ;",
     "cluster_ips6": "type ipv6_addr ;",
-    "cluster_ports4": "type ipv4_addr . inet_proto . inet_service ;",
-    "cluster_ports6": "type ipv6_addr . inet_proto . inet_service ;",
+    **{f"cluster_ports{family}": shape for family, shape in _PORTS.items()},
     "service_cidrs4": "type ipv4_addr ; flags interval ;",
     "service_cidrs6": "type ipv6_addr ; flags interval ;",
 }
+#: Sets with ``check_destination``. A NodePort has the address 0.0.0.0 or ::, as in the programs' maps.
+_FRONTENDS = {f"frontends{family}": shape for family, shape in _PORTS.items()}
+
+
+def sets(behaviour: Behaviour) -> dict[str, str]:
+    """The table's sets by name, and the type of their elements."""
+    return {**(_KNOWN if behaviour.refuse_unknown else {}), **(_FRONTENDS if behaviour.check_destination else {})}
 
 
 def chains(behaviour: Behaviour) -> dict[str, Chain]:
@@ -136,8 +151,17 @@ def rules(behaviour: Behaviour) -> list[tuple[str, str]]:
     reject = f"meta priority {_class(PRIORITY_REJECT)}"
     # One map key for both tags: the elements have the tag without masquerade.
     one_tag = f"meta priority set meta priority xor {_class(PRIORITY_MASQUERADE ^ PRIORITY_BACKEND)}"
-    found = [
-        ("reject_local", f"{reject} {_PORT_UNREACHABLE}"),
+    found = [("reject_local", f"{reject} {_PORT_UNREACHABLE}")]
+    if behaviour.check_destination:
+        for family, number, zero in (("ip", 4, "0.0.0.0"), ("ip6", 6, "::")):
+            frontend, port = f"@frontends{number}", "meta l4proto . th dport"
+            elsewhere = f"{_ANY_TAG} {family} daddr . {port} != {frontend}"
+            found += [
+                ("translate", f"{elsewhere} fib daddr type != local return"),
+                # An address of the node, but no NodePort.
+                ("translate", f"{elsewhere} {family} daddr and {zero} . {port} != {frontend} return"),
+            ]
+    found += [
         ("translate", f"{reject} fib daddr type != local {_PORT_UNREACHABLE}"),
         # A nat chain sees only new connections, so conntrack would pick this one up midstream.
         ("translate", f"meta priority {_class(PRIORITY_MIDSTREAM)} reject with tcp reset"),
@@ -165,7 +189,7 @@ def rules(behaviour: Behaviour) -> list[tuple[str, str]]:
         ("masquerading", f"{marked} masquerade fully-random"),
         ("clear_mark", f"{marked} meta mark set meta mark and {~mark & 0xFFFFFFFF:#x}"),
         # 0xEB to 0xED; cheap for packets without a tag.
-        ("clear_mark", f"meta priority and f800:0000 == e800:0000 {_TAG} != ee00:0000 meta priority set 0:0"),
+        ("clear_mark", f"{_ANY_TAG} {_TAG} != ee00:0000 meta priority set 0:0"),
     ]
     if behaviour.drop_invalid:
         found.append(("drop_invalid", "ct state invalid counter drop"))
@@ -196,24 +220,22 @@ def places(table: str, behaviour: Behaviour) -> list[str]:
     commands = [f"add table inet {table}"]
     for name, data in MAPS.items():
         commands.append(f"add map inet {table} {name} {{ type classid : {data} . inet_service ; }}")
-    if behaviour.refuse_unknown:
-        commands += [f"add set inet {table} {name} {{ {shape} }}" for name, shape in SETS.items()]
-    return commands
+    return commands + [f"add set inet {table} {name} {{ {shape} }}" for name, shape in sets(behaviour).items()]
 
 
 def definition(
-    table: str, behaviour: Behaviour, existing: Mapping[str, Chain], sets: Collection[str] = ()
+    table: str, behaviour: Behaviour, existing: Mapping[str, Chain], existing_sets: Collection[str] = ()
 ) -> list[str]:
     """Commands that create the table, or turn ``existing`` chains of any version into exactly these; elements stay.
 
-    ``sets``: the existing ones. Sets that only another mode uses are deleted.
+    Sets that only another behaviour uses are deleted.
     """
     wanted = chains(behaviour)
     commands = places(table, behaviour)
     commands += [f"flush chain inet {table} {name}" for name in existing]
     commands += [f"delete chain inet {table} {name}" for name in existing if wanted.get(name) != existing[name]]
-    if not behaviour.refuse_unknown:
-        commands += [f"delete set inet {table} {name}" for name in SETS if name in sets]
+    unused = (_KNOWN | _FRONTENDS).keys() - sets(behaviour).keys()
+    commands += [f"delete set inet {table} {name}" for name in sorted(unused) if name in existing_sets]
     for name, (kind, hook, priority) in wanted.items():
         shape = f"type {kind} hook {hook} priority {priority} ; policy accept ;"
         commands.append(f"add chain inet {table} {name} {{ {shape} }}")
@@ -231,7 +253,7 @@ def backend_id(key: bytes) -> int:
 
 
 def port_key(address: bytes, protocol: int, port: int) -> bytes:
-    """The key of a defined port in the sets cluster_ports4 and cluster_ports6."""
+    """The key of a port in the sets ``cluster_ports`` and ``frontends`` of its family."""
     return address + protocol.to_bytes(1) + bytes(3) + port.to_bytes(2) + bytes(2)
 
 
@@ -249,13 +271,15 @@ def backend_elements(table: str, elements: Mapping[int, bytes]) -> list[str]:
     return commands
 
 
-def port_elements(table: str, keys: Iterable[bytes]) -> list[str]:
-    """Commands that add defined ports, given as keys of ``port_key``."""
-    texts: dict[str, list[str]] = {name: [] for name in PORT_SHAPES}
+def port_elements(table: str, base: str, keys: Iterable[bytes]) -> list[str]:
+    """Commands that add ports to the sets ``base``4 and ``base``6, given as keys of ``port_key``."""
+    texts: dict[int, list[str]] = {4: [], 6: []}
     for key in keys:
         address, number = ipaddress.ip_address(key[:-8]), int.from_bytes(key[-4:-2])
-        texts[f"cluster_ports{address.version}"].append(f"{address} . {key[-8]} . {number}")
-    return [f"add element inet {table} {name} {{ {', '.join(found)} }}" for name, found in texts.items() if found]
+        texts[address.version].append(f"{address} . {key[-8]} . {number}")
+    return [
+        f"add element inet {table} {base}{number} {{ {', '.join(found)} }}" for number, found in texts.items() if found
+    ]
 
 
 def address_elements(table: str, verb: str, base: str, prefixes: Iterable[Prefix]) -> list[str]:

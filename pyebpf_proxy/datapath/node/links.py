@@ -137,6 +137,8 @@ class Node:
         self.on_devices: Callable[[], None] = lambda: None
         #: Called with the ifindexes of devices that are gone, of which no other device has one yet.
         self.on_devices_gone: Callable[[Set[int]], None] = lambda indexes: None
+        #: Called after every listing of other programs, with whether any comes after the agent's at ingress.
+        self.on_programs_behind: Callable[[bool], None] = lambda any_: None
         self._written: dict[str, Contents] = {name: dict(maps[name].items()) for name in MAPS}
         self._programs: Mapping[str, int] = {}
         self._attached: dict[int, str] = {}
@@ -333,7 +335,12 @@ class Node:
         kept = {index: state.others[index] for index in watched if index in state.others and index not in listed}
         state.others = kept | found
         state.bridge_rules = bridge_rules() if self._bridges() else ""
+        self._note_programs_behind()
         return before != (state.others, state.bridge_rules)
+
+    def _note_programs_behind(self) -> None:
+        others = self._follower.state.others
+        self.on_programs_behind(any(others[index].ingress for index in self._attached if index in others))
 
     def _replan(self) -> None:
         self._wanted = plan(self._follower.state, self._config)

@@ -123,7 +123,7 @@ def test_a_cache_at_a_cluster_ip_serves_the_node_at_defined_ports(
     # The kernel adds the local route of an IPv6 address later, in a worker thread.
     wait_until(lambda: shell(f"ip route get {router.VIP[family]}").startswith("local"), "the address is local")
     table.ensure(Behaviour(MARK, refuse_unknown=True))
-    table.set_ports([port_key(vip, 17, 53)])
+    table.set_ports("cluster_ports", [port_key(vip, 17, 53)])
     table.set_addresses("cluster_ips", [(vip, 8 * len(vip))])
     table.set_addresses("service_cidrs", CIDRS)
     with closing(socket.socket(af(family), socket.SOCK_DGRAM)) as cache:

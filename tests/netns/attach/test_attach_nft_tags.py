@@ -264,7 +264,7 @@ def test_a_defined_port_is_not_refused_where_no_program_has_chosen(
     table.ensure(Behaviour(MARK, refuse_unknown=True))
     vip = packed(router.VIP[family])
     number = {"tcp": 6, "udp": 17}[protocol]
-    table.set_ports([port_key(vip, number, 80), port_key(vip, 23 - number, 81)])
+    table.set_ports("cluster_ports", [port_key(vip, number, 80), port_key(vip, 23 - number, 81)])
     table.set_addresses("cluster_ips", [(vip, 8 * len(vip))])
     kind = socket.SOCK_STREAM if protocol == "tcp" else socket.SOCK_DGRAM
 
@@ -282,7 +282,7 @@ def test_a_defined_port_is_not_refused_where_no_program_has_chosen(
     for port in (79, 81):
         with pytest.raises(ConnectionRefusedError):
             asks(port)
-    table.set_ports([])
+    table.set_ports("cluster_ports", [])
     with pytest.raises(ConnectionRefusedError):
         asks(80)
 
@@ -290,19 +290,19 @@ def test_a_defined_port_is_not_refused_where_no_program_has_chosen(
 def test_defined_ports_are_adopted_and_repaired(table: Table, shell: Shell) -> None:
     keys = {port_key(packed("10.96.0.1"), 6, 80), port_key(packed("fd00::1"), 132, 65535)}
     table.ensure(Behaviour(MARK, refuse_unknown=True))
-    table.set_ports(keys)
+    table.set_ports("cluster_ports", keys)
     before = shell("nft list table inet pyebpf-proxy")
     assert "10.96.0.1 . tcp . 80" in before
     assert "fd00::1 . sctp . 65535" in before
     again = Table()
     again.ensure(Behaviour(MARK, refuse_unknown=True))
-    again.set_ports(keys)
+    again.set_ports("cluster_ports", keys)
     assert shell("nft list table inet pyebpf-proxy") == before
     shell("nft flush set inet pyebpf-proxy cluster_ports4")
     again.ensure(Behaviour(MARK, refuse_unknown=True))
     assert shell("nft list table inet pyebpf-proxy") == before
     shell("nft flush ruleset")
-    again.change_ports([], [port_key(packed("fd00::1"), 132, 65535)])
+    again.change_ports("cluster_ports", [], [port_key(packed("fd00::1"), 132, 65535)])
     after = shell("nft list table inet pyebpf-proxy")
     assert "10.96.0.1 . tcp . 80" in after
     assert "fd00::1" not in after
@@ -311,7 +311,7 @@ def test_defined_ports_are_adopted_and_repaired(table: Table, shell: Shell) -> N
 def test_status_reads_the_rules_without_the_elements(table: Table, shell: Shell) -> None:
     """With 10 000 Services the sets have 20 000 elements, and reading them takes a second."""
     table.ensure(Behaviour(MARK, refuse_unknown=True))
-    table.set_ports({port_key(packed("10.96.0.1"), 6, 80)})
+    table.set_ports("cluster_ports", {port_key(packed("10.96.0.1"), 6, 80)})
     assert "10.96.0.1" in shell("nft list table inet pyebpf-proxy")
     listed = json.loads(shell("nft -j list table inet pyebpf-proxy"))["nftables"]
     assert facts.nft_rules(mounts.DEFAULT_DIRECTORY) == sum("rule" in entry for entry in listed) > 0

@@ -166,6 +166,24 @@ def test_a_later_program_is_detected_and_runs_after_the_agents(agent: Agent, pod
     )
 
 
+def test_programs_after_the_agents_are_reported(agent: Agent, pod: int, foreign: Object) -> None:
+    """They may translate a packet after the agent's program has decided about it."""
+    node = agent.start()
+    reported: list[bool] = []
+    node.on_programs_behind = reported.append
+    for where in (tcx.AFTER, tcx.BEFORE):
+        link = tcx.attach(foreign.programs["goes_on"].fd, pod, tcx.INGRESS, where)
+        node.look()
+        assert reported[-1]
+        os.close(link)
+        node.look()
+        assert not reported[-1]
+    link = tcx.attach(foreign.programs["goes_on"].fd, pod, tcx.EGRESS, tcx.AFTER)
+    node.look()
+    assert not reported[-1]
+    os.close(link)
+
+
 def test_a_program_that_keeps_moving_to_the_head_is_left_there(agent: Agent, pod: int, foreign: Object) -> None:
     node = agent.start()
     for _ in range(30):
