@@ -35,8 +35,11 @@ class Read(NamedTuple):
     problem: str = ""
 
 
-def read(mark: int, folders: tuple[Path, ...] = FOLDERS, cilium: Path = CILIUM) -> Read:
-    """The configuration in use, and its conflicts. ``mark``: the masquerade bit in use."""
+def read(mark: int, socket_programs: bool = True, folders: tuple[Path, ...] = FOLDERS, cilium: Path = CILIUM) -> Read:
+    """The configuration in use, and its conflicts.
+
+    ``mark``: the masquerade bit in use. ``socket_programs``: whether the agent attaches programs to the root cgroup.
+    """
     path = next((path for folder in folders for path in _files(folder)), None)
     if path is None:
         return Read(None, [], [])
@@ -44,7 +47,7 @@ def read(mark: int, folders: tuple[Path, ...] = FOLDERS, cilium: Path = CILIUM) 
         plugins = list(_plugins(json.loads(path.read_bytes())))
     except (OSError, ValueError, AttributeError) as error:
         return Read(path, [], [], f"{path} cannot be read: {error}")
-    clashes = [clash for plugin in plugins for clash in _clashes(plugin, mark, cilium)]
+    clashes = [clash for plugin in plugins for clash in _clashes(plugin, mark, socket_programs, cilium)]
     return Read(path, [str(plugin.get("type", "?")) for plugin in plugins], clashes)
 
 
@@ -61,10 +64,10 @@ def _plugins(document: Any) -> Iterator[Plugin]:
         yield each
 
 
-def _clashes(plugin: Plugin, mark: int, cilium: Path) -> Iterator[Clash]:
+def _clashes(plugin: Plugin, mark: int, socket_programs: bool, cilium: Path) -> Iterator[Clash]:
     kind = str(plugin.get("type", ""))
     if kind == "cilium-cni":
-        yield from _cilium(cilium)
+        yield from _cilium(cilium, socket_programs)
     elif kind == "portmap":
         yield from _portmap(plugin, mark)
     elif kind in _SERVE_THEMSELVES:
@@ -73,16 +76,22 @@ def _clashes(plugin: Plugin, mark: int, cilium: Path) -> Iterator[Clash]:
         yield from _BY_KIND[kind](plugin)
 
 
-def _cilium(state: Path) -> Iterator[Clash]:
+def _cilium(state: Path, socket_programs: bool) -> Iterator[Clash]:
     try:
         mode = json.loads(state.read_bytes()).get("KubeProxyReplacement")
     except (OSError, ValueError, AttributeError):
-        return  # another check finds Cilium's maps
+        mode = None  # another check finds Cilium's maps
     if str(mode).lower() not in ("none", "", "false", "disabled"):
         yield Clash(
             True,
             f"Cilium runs with kubeProxyReplacement {mode}: it implements Services itself, before pyebpf-proxy",
             "set kubeProxyReplacement: false (Helm), or do not run pyebpf-proxy",
+        )
+    elif socket_programs:
+        yield Clash(
+            False,
+            "Cilium's agent does not start again while pyebpf-proxy has socket programs on its root cgroup",
+            "set socketLB: off in the DatapathConfiguration, or give Cilium a cgroup of its own: docs/cnis.md",
         )
 
 

@@ -11,7 +11,7 @@ import os
 import resource
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pyebpf_proxy.common.errors import FatalError
 from pyebpf_proxy.common.kernel_files import kernel_number
@@ -22,6 +22,9 @@ from pyebpf_proxy.see import facts, model
 from pyebpf_proxy.see.answers import NOT_RIGHT, RIGHT
 from pyebpf_proxy.see.doctor_fast_path import findings as _fast_path
 from pyebpf_proxy.see.text import Cell, Colour, Terminal, table, terminal, wrapped
+
+if TYPE_CHECKING:
+    from pyebpf_proxy.see.programs import Programs
 
 _PROC = Path("/proc/sys")
 _FILES_LEAST, _WATCHES_LEAST = 1024, 16
@@ -196,9 +199,9 @@ def _looks_up_conntrack(directory: Path) -> bool:
     from pyebpf_proxy.datapath.loader.libbpf import BpfError
     from pyebpf_proxy.see import loading
 
-    attached = _settings(directory)
-    if attached is not None:
-        return bool(attached["conntrack_lookup"])
+    settings = _settings(_attached(directory))
+    if settings is not None:
+        return bool(settings["conntrack_lookup"])
     try:
         loading.attempt("tc", loading.LOOKUP)
     except (BpfError, FatalError):
@@ -223,9 +226,11 @@ def _others(directory: Path) -> Found:
         what = f"not checked: the node's {mounts.SYSTEM_BPFFS}, with the pins of other programs, is not visible here"
         yield _warn("other proxies", what, _ON_THE_NODE)
     yield from _other_pins()
-    mark = _masquerade_mark(directory)
+    attached = _attached(directory)
+    settings = _settings(attached)
+    mark = _MARK if settings is None else int(settings["masquerade_mark"])
     yield from _mark_users(directory, mark)
-    yield from _cni(mark)
+    yield from _cni(mark, socket_programs=attached is None or bool(attached.links))
 
 
 def _other_pins() -> Found:
@@ -234,10 +239,10 @@ def _other_pins() -> Found:
         yield _bad("other proxies", text, remedy)
 
 
-def _cni(mark: int) -> Found:
+def _cni(mark: int, socket_programs: bool) -> Found:
     from pyebpf_proxy.see import cni
 
-    found = cni.read(mark)
+    found = cni.read(mark, socket_programs)
     if found.problem:
         yield _warn("CNI", found.problem, "repair or remove the file: the kubelet cannot start pods with it either")
     elif found.file is None and facts.in_container():
@@ -273,20 +278,19 @@ def _mark_users(directory: Path, mark: int) -> Found:
         yield _good("masquerade bit", f"no other nftables rule sets {mark:#x}")
 
 
-def _masquerade_mark(directory: Path) -> int:
-    settings = _settings(directory)
-    return int(settings["masquerade_mark"]) if settings is not None else _MARK
+def _settings(attached: Programs | None) -> Mapping[str, Any] | None:
+    return attached.settings if attached is not None else None
 
 
-def _settings(directory: Path) -> Mapping[str, Any] | None:
-    """The settings of the attached programs; None if none are attached, or if the settings cannot be read."""
+def _attached(directory: Path) -> Programs | None:
+    """The programs of the agent; None if it has none, or if they cannot be read."""
     from pyebpf_proxy.see import programs
     from pyebpf_proxy.see.answers import SeeError
     from pyebpf_proxy.see.maps import Pinned
 
     try:
         with Pinned(directory) as maps:
-            return programs.read(maps).settings
+            return programs.read(maps)
     except SeeError:
         return None
 

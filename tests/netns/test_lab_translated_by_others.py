@@ -98,7 +98,7 @@ def test_a_translated_packet_keeps_its_endpoint(lab: Lab, family: int, tmp_path:
         wait_until(lambda: f"{address} . udp . {PORT}" in table(lab), "the table knows the frontends")
         assert answered_by(lab, "client-pod", address) == {"far"}
         assert int(foreign) >= MANY
-        # What nobody else translates is still served.
+        # What no other program translates is still served.
         assert answered_by(lab, "other-pod", address) == both
         assert answered_by(lab, "outside", node.address.of(family), NODE_PORT) == both
         lab.wait_synced(write(lab, "later", LATER, NODE_PORT + 1, lab.pods["near"]))

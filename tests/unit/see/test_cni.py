@@ -21,11 +21,11 @@ def write(folder: Path, *plugins: dict[str, Any], name: str = "10-net.conflist")
     return folder
 
 
-def found(tmp_path: Path, *plugins: dict[str, Any], cilium: object = None) -> cni.Read:
+def found(tmp_path: Path, *plugins: dict[str, Any], cilium: object = None, socket_programs: bool = False) -> cni.Read:
     state = tmp_path / "cilium.json"
     if cilium is not None:
         state.write_text(json.dumps({"KubeProxyReplacement": cilium}))
-    return cni.read(MARK, (write(tmp_path / "net.d", *plugins),), state)
+    return cni.read(MARK, socket_programs, (write(tmp_path / "net.d", *plugins),), state)
 
 
 @pytest.mark.parametrize(
@@ -51,9 +51,17 @@ def test_conflicting_plugins_are_named_with_the_fix(
 
 @pytest.mark.parametrize("mode", [True, "true", "strict", "partial"])
 def test_cilium_that_serves_services(tmp_path: Path, mode: object) -> None:
-    (clash,) = found(tmp_path, {"type": "cilium-cni"}, cilium=mode).clashes
+    (clash,) = found(tmp_path, {"type": "cilium-cni"}, cilium=mode, socket_programs=True).clashes
     assert clash.bad
     assert "kubeProxyReplacement: false" in clash.remedy
+
+
+def test_cilium_does_not_start_again_beside_socket_programs(tmp_path: Path) -> None:
+    (clash,) = found(tmp_path, {"type": "cilium-cni"}, socket_programs=True).clashes
+    assert not clash.bad
+    assert "does not start again" in clash.text
+    assert "socketLB: off" in clash.remedy
+    assert found(tmp_path, PTP, socket_programs=True).clashes == []
 
 
 @pytest.mark.parametrize("mode", [None, False, "false", "disabled"])
@@ -68,7 +76,7 @@ def test_the_first_file_counts(tmp_path: Path) -> None:
     write(folder, {"type": "bandwidth"}, name="20-other.conflist")
     (folder / "05-notes.txt").write_text("not for the runtime")
     (folder / "00-old.conf").write_text('{"cniVersion": "0.3.1", "name": "old", "type": "bridge"}')
-    read = cni.read(MARK, (tmp_path / "none", folder), tmp_path / "none.json")
+    read = cni.read(MARK, True, (tmp_path / "none", folder), tmp_path / "none.json")
     assert (read.file, read.plugins, read.clashes) == (folder / "00-old.conf", ["bridge"], [])
 
 
@@ -77,13 +85,13 @@ def test_an_invalid_file_is_named(tmp_path: Path, text: str, monkeypatch: pytest
     folder = tmp_path / "net.d"
     folder.mkdir()
     (folder / "10-net.conf").write_text(text)
-    monkeypatch.setattr(cni, "read", lambda mark, read=cni.read: read(mark, (folder,)))
-    (finding,) = doctor._cni(MARK)
+    monkeypatch.setattr(cni, "read", lambda *arguments, read=cni.read: read(*arguments, (folder,)))
+    (finding,) = doctor._cni(MARK, True)
     assert (finding.what, finding.state) == ("CNI", "warning")
     assert finding.text.startswith(f"{folder}/10-net.conf cannot be read: ")
 
 
 def test_doctor_reports_each_conflict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write(tmp_path / "net.d", {"type": "bandwidth"}, {"type": "calico", "linuxDataplane": "BPF"})
-    monkeypatch.setattr(cni, "read", lambda mark, read=cni.read: read(mark, (folder,)))
-    assert [(each.state, bool(each.remedy)) for each in doctor._cni(MARK)] == [("warning", True), ("bad", True)]
+    monkeypatch.setattr(cni, "read", lambda *arguments, read=cni.read: read(*arguments, (folder,)))
+    assert [(each.state, bool(each.remedy)) for each in doctor._cni(MARK, True)] == [("warning", True), ("bad", True)]

@@ -11,7 +11,9 @@ import pytest
 
 from pyebpf_proxy.datapath.loader.libbpf import BpfError
 from pyebpf_proxy.datapath.node import mounts
+from pyebpf_proxy.datapath.node.plan import State
 from pyebpf_proxy.see import doctor, loading, model
+from pyebpf_proxy.see.programs import Programs
 
 NAME = "bridge-nf-call-iptables"
 
@@ -39,7 +41,8 @@ def test_bridged_replies_need_the_lookup(
 ) -> None:
     """The attached programs count. Another process may load programs that the agent may not."""
     refuse(monkeypatch, lookup if attached else not lookup)
-    monkeypatch.setattr(doctor, "_settings", lambda directory: {"conntrack_lookup": lookup} if attached else None)
+    settings = {"conntrack_lookup": lookup} if attached else None
+    monkeypatch.setattr(doctor, "_attached", lambda directory: Programs([], settings, [], State()))
     (finding,) = found(monkeypatch, tmp_path, "0")
     assert (finding.what, finding.state) == (NAME, "good" if lookup else "warning")
     assert finding.remedy == ("" if lookup else "sysctl -w net.bridge.bridge-nf-call-iptables=1")
@@ -48,7 +51,7 @@ def test_bridged_replies_need_the_lookup(
 
 def test_bridged_replies_that_netfilter_translates(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     refuse(monkeypatch, True)
-    monkeypatch.setattr(doctor, "_settings", lambda directory: None)
+    monkeypatch.setattr(doctor, "_attached", lambda directory: None)
     assert found(monkeypatch, tmp_path, "1") == []
 
 
