@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from pyebpf_proxy.common.log import Logger
 from pyebpf_proxy.config.effective import Effective
@@ -28,6 +28,8 @@ class NftTable(Manager):
 
     def __init__(self, effective: Effective) -> None:
         super().__init__()
+        #: Every frontend (``nft_rules.port_key``): needed while the table checks destinations.
+        self.frontends: Callable[[], Iterable[bytes]] = tuple
         self._effective = effective
         self._behaviour = Behaviour(effective.masquerade_mark, refuse_unknown=effective.nft_mode)
 
@@ -55,29 +57,32 @@ class NftTable(Manager):
         """Whether the table checks that a packet goes to a frontend."""
         return self._behaviour.check_destination
 
-    def check_destination(self, enabled: bool, frontends: Iterable[bytes]) -> None:
-        """Add or remove this check, and the frontends that it needs (``nft_rules.port_key``). Errors are logged."""
+    def check_destination(self, enabled: bool) -> None:
+        """Add or remove this check, and the frontends that it needs. Errors are logged, and :meth:`refresh` retries."""
         if enabled == self._behaviour.check_destination:
             return
         self._behaviour = self._behaviour._replace(check_destination=enabled)
         try:
-            self.table.ensure(self._behaviour, set(frontends))
+            self._ensure()
         except OSError as error:
             _log.error("the nftables table could not be changed, will retry", error=str(error))
 
     def support_fast_path(self, enabled: bool) -> None:
         """Add or remove what the table does for the fast path."""
         self._behaviour = with_fast_path_support(self._behaviour, enabled)
-        self.table.ensure(self._behaviour)
+        self._ensure()
+
+    def _ensure(self) -> bool:
+        return self.table.ensure(self._behaviour, self.frontends)
 
     def refresh(self) -> None:
         """Repair the table. Costs little if no other program has changed it."""
-        self.table.ensure(self._behaviour)
+        self._ensure()
 
     def restore(self) -> None:
         """Restore the table at once if another program has deleted or flushed it; errors are logged."""
         try:
-            if self.table.ensure(self._behaviour):
+            if self._ensure():
                 _log.warning(
                     "another program deleted or flushed the nftables table, it is restored:"
                     " let that program flush only its own tables",

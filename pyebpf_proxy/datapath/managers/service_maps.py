@@ -35,6 +35,7 @@ class ServiceMaps(Manager):
         # This includes ids that the writer has adopted. remove_old_backends() removes the other old elements.
         self._backends = self.writer.netfilter_backends
         table.update(self._backends)
+        self._nft.frontends = lambda: _keys(self.writer.frontends)
         self._set_frontends()
 
     def remove_old_backends(self) -> None:
@@ -53,7 +54,7 @@ class ServiceMaps(Manager):
 
         The table has every frontend then, which costs time and memory.
         """
-        self._nft.check_destination(needed, _keys(self.writer.frontends) if needed else ())
+        self._nft.check_destination(needed)
 
     def _change_frontends(self, added: Iterable[FrontendAddress], removed: Iterable[FrontendAddress]) -> None:
         self._nft.table.change_ports("frontends", _keys(added), _keys(removed))

@@ -87,10 +87,10 @@ class Table:
         with self._in_words("read the table"):
             return self._channel.has_table(self.name) and "frontends4" in self._channel.sets(self.name)
 
-    def ensure(self, behaviour: Behaviour, frontends: Collection[bytes] = ()) -> bool:
+    def ensure(self, behaviour: Behaviour, frontends: Callable[[], Iterable[bytes]] = tuple) -> bool:
         """Creates the table, or repairs its rules and keeps the elements of its maps and sets.
 
-        ``frontends``: what the sets of frontends contain if the behaviour adds them.
+        ``frontends`` returns what the sets of frontends contain if the behaviour adds them.
 
         Chains of another shape (of another version or mode of the proxy) are replaced in the same transaction; elements
         are kept. Also repairs a table that was flushed meanwhile. Costs next to nothing if no nftables rule has changed
@@ -117,7 +117,7 @@ class Table:
         else:
             checked = self._behaviour.check_destination
         if behaviour.check_destination != checked:
-            self._ports["frontends"] = set(frontends) if behaviour.check_destination else set()
+            self._ports["frontends"] = set(frontends()) if behaviour.check_destination else set()
         self._behaviour = behaviour
         missing: dict[int, _Packed] = {}
         if kept is not self._elements:

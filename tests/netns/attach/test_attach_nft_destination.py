@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 from contextlib import closing
+from unittest.mock import Mock
 
 import pytest
 
-from pyebpf_proxy.datapath.netfilter.nft import Table
+from pyebpf_proxy.datapath.netfilter.nfnetlink import Channel
+from pyebpf_proxy.datapath.netfilter.nft import NftError, Table
 from pyebpf_proxy.datapath.netfilter.nft_rules import Behaviour, port_key
 from tests.netns.attach.datagrams import BACKEND, MARK, SECONDS, af, decide, exchange, packed
 from tests.netns.attach.router import Router, Shell
@@ -29,7 +32,7 @@ def known(router: Router, family: int, protocol: str, *node_ports: int) -> set[b
 
 def make(table: Table, router: Router, family: int, port: int, frontends: set[bytes]) -> None:
     """The table, with a backend at this port of the server."""
-    table.ensure(CHECKED, frontends)
+    table.ensure(CHECKED, lambda: frontends)
     table.update({BACKEND: (packed(router.SERVER[family]), port)})
 
 
@@ -87,7 +90,7 @@ def test_frontends_are_adopted_repaired_and_removed(table: Table, shell: Shell) 
     table.change_ports("frontends", keys, [])
     without = shell("nft list table inet pyebpf-proxy")
     assert "frontends" not in without
-    table.ensure(CHECKED, keys)
+    table.ensure(CHECKED, lambda: keys)
     before = shell("nft list table inet pyebpf-proxy")
     for element in ("10.96.0.1 . tcp . 80", "0.0.0.0 . udp . 30053", "fd00::1 . sctp . 1"):
         assert element in before
@@ -112,7 +115,7 @@ def test_both_kinds_of_sets_in_one_table(table: Table, shell: Shell) -> None:
     """Mode nftables beside a program that translates."""
     cluster, frontend = port_key(packed("10.96.0.1"), 6, 80), port_key(packed("192.0.2.1"), 6, 80)
     both = CHECKED._replace(refuse_unknown=True)
-    table.ensure(both, {frontend})
+    table.ensure(both, lambda: {frontend})
     table.set_ports("cluster_ports", {cluster})
     listed = shell("nft list table inet pyebpf-proxy")
     assert "10.96.0.1 . tcp . 80" in listed
@@ -121,3 +124,17 @@ def test_both_kinds_of_sets_in_one_table(table: Table, shell: Shell) -> None:
     listed = shell("nft list table inet pyebpf-proxy")
     assert "10.96.0.1 . tcp . 80" in listed
     assert "192.0.2.1" not in listed
+
+
+def test_the_frontends_are_complete_after_a_failure(
+    table: Table, shell: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With empty sets, no packet to a Service would be translated."""
+    keys = {port_key(packed("10.96.0.1"), 6, 80)}
+    table.ensure(Behaviour(MARK))
+    with monkeypatch.context() as patched, pytest.raises(NftError):
+        patched.setattr(Channel, "has_table", Mock(side_effect=OSError(errno.ENOBUFS, "no memory")))
+        table.ensure(CHECKED, lambda: keys)
+    assert "10.96.0.1" not in shell("nft list table inet pyebpf-proxy")
+    table.ensure(CHECKED, lambda: keys)
+    assert "10.96.0.1 . tcp . 80" in shell("nft list table inet pyebpf-proxy")
