@@ -34,6 +34,7 @@ _VERDICTS = {
 _NAME_BYTES = 16  # IFNAMSIZ
 _COUNTERS = 16  # struct xt_counters, last before the matches
 _INVERTED_PROTOCOL = 0x40  # XT_INV_PROTO
+_FRAGMENT = 0x01  # IPT_F_FRAG; IPv6 has another flag there
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +144,7 @@ def _chains(blob: bytes, shape: _Shape, begins: dict[int, str]) -> dict[int, str
 
 
 def _conditions(blob: bytes, at: int, shape: _Shape) -> list[Part]:
-    """The addresses, devices and protocol in the entry itself."""
+    """The addresses, devices, protocol and ``--fragment`` in the entry itself."""
     found = []
     own = blob[at : at + shape.conditions]
     inverted = own[shape.inverted : shape.inverted + 1]
@@ -157,6 +158,8 @@ def _conditions(blob: bytes, at: int, shape: _Shape) -> list[Part]:
         found.append(Part(Kind.CONDITION, "protocol", rest, field=Field.PROTOCOL, number=protocol))
     elif any(rest[:-1]):
         found.append(Part(Kind.CONDITION, "device", rest))
+    if shape is _SHAPES[4] and own[shape.flags] & _FRAGMENT:
+        found.append(Part(Kind.CONDITION, "fragment", b"fragment %d" % own[shape.inverted]))
     for number in range(2):
         name, mask = (
             own[at : at + _NAME_BYTES] for at in (first + number * _NAME_BYTES, first + (2 + number) * _NAME_BYTES)

@@ -295,6 +295,15 @@ END""")
     assert (closed() == {}) is is_open
 
 
+@pytest.mark.parametrize("before", ["-j LOG", "-m hashlimit --hashlimit-above 5/sec --hashlimit-name a -j DROP"])
+@pytest.mark.parametrize("drop", ["-f", "! -f", "-p udp -f", "! -i other"])
+@pytest.mark.parametrize("variant", ["nft", "legacy"])
+def test_a_rule_that_drops_some_packets_does_not_drop_all(variant: str, drop: str, before: str, shell: Shell) -> None:
+    """Fragments, for example: the rule before it must see the packets that are not dropped."""
+    shell(f"iptables-{variant} -A FORWARD {before}; iptables-{variant} -A FORWARD {drop} -j DROP")
+    assert set(closed()) == {4}
+
+
 @pytest.mark.parametrize(
     ("mark", "rule", "closes"),
     [
