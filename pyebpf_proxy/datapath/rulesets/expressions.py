@@ -28,7 +28,7 @@ _VERDICTS = {
     _GOTO: Kind.GOTO,
     _RETURN: Kind.RETURN,
 }
-_EQUAL = 0
+_EQUAL, _NOT_EQUAL = 0, 1
 _ALL = 0xFFFFFFFF
 _META_FIELDS = {
     1: Field.ETHERTYPE,
@@ -161,9 +161,15 @@ def _bitwise(found: Found, raw: bytes) -> Part:
 
 
 def _compare(found: Found, raw: bytes) -> Part:
-    value = values(found.get(3, b"")).get(1, b"")
-    equal = number(found.get(2)) == _EQUAL
-    return Part(Kind.CONDITION, "compare", raw, number=int.from_bytes(value, "big") if equal and value else None)
+    value = number(values(found.get(3, b"")).get(1, b""))
+    operator = number(found.get(2))
+    return Part(
+        Kind.CONDITION,
+        "compare",
+        raw,
+        number=value if operator == _EQUAL else None,
+        value=value if operator == _NOT_EQUAL else None,
+    )
 
 
 def _condition(_: Found, raw: bytes) -> Part:

@@ -238,7 +238,7 @@ class _Reader:
         if _has_no_effect(rule):
             return _NOTHING, ""
         selected = _families(rule, self._slow)
-        states = [bits for field, bits in _compared(rule) if field is Field.STATE]
+        states = list(_states(rule))
         for field, bits in _compared(rule):
             packets, words = reach.packets, ""
             if field is Field.CONNMARK and bits & self._memory.marks:
@@ -397,6 +397,31 @@ def _compared(rule: Rule) -> Iterable[tuple[Field, int]]:
             yield part.field, _ALL if part.number is None else part.number
         if part.kind is not Kind.CONDITION:
             loads = []
+
+
+def _states(rule: Rule) -> Iterable[int]:
+    """For each condition about the state of the flow: the states that meet it."""
+    group: list[Part] = []
+    last: list[Part] = []
+    for part in rule.parts:
+        if part.kind is Kind.LOAD:
+            group.append(part)
+        elif part.kind is Kind.CONDITION:
+            last, group = group or last, []
+            if part.field is Field.STATE:
+                yield _ALL if part.number is None else part.number
+            elif any(load.field is Field.STATE for load in last):
+                yield _states_of(last, part)
+
+
+def _states_of(loads: Sequence[Part], condition: Part) -> int:
+    """The states that meet a comparison of nftables: some of the loaded bits are set, or none of them."""
+    if len(loads) == 2 and loads[1].words == "bitwise" and not loads[1].value and (bits := loads[1].number):
+        if condition.value == 0:
+            return bits
+        if condition.number == 0:
+            return ~bits & _ALL
+    return _ALL
 
 
 def _conditions(rule: Rule) -> tuple[Conditions, bool]:

@@ -92,7 +92,7 @@ class Part:
     #: MARK, CONNMARK, RESTORE: the bits that may change. A condition for equality: the compared number. A LOAD or
     #: condition of the packet's or the flow's mark, or of the flow's state: the bits that count.
     number: int | None = None
-    #: MARK: the new value of those bits; None: unknown.
+    #: MARK: the new value of those bits; None: unknown. A condition for inequality: the compared number.
     value: int | None = None
 
 

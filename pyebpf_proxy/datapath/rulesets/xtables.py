@@ -123,6 +123,8 @@ _WITHOUT_QUOTA = frozenset({"ct_state_invalid_dropped_pkts", "localhost_nps_acce
 _MULTIPORT_DESTINATION = 1  # XT_MULTIPORT_DESTINATION
 _CONNTRACK = struct.Struct("=146xHHH")  # struct xt_conntrack_mtinfo2, mtinfo3: compared, inverted, states
 _CONNTRACK_STATE = 1  # XT_CONNTRACK_STATE
+#: XT_CONNTRACK_STATE_BIT(IP_CT_NEW); XT_CONNTRACK_STATE_SNAT, XT_CONNTRACK_STATE_DNAT
+_STATE_NEW, _STATES_TRANSLATED = 1 << 3, 1 << 6 | 1 << 7
 #: Offsets in struct xt_set_info_match_v3 and _v4 of the operators that compare an element's counters.
 _SET_OPERATORS = {3: (8, 24), 4: (16, 32)}
 
@@ -164,6 +166,8 @@ def _compared(name: str, revision: int, data: bytes) -> Part:
         compared, inverted, states = _CONNTRACK.unpack_from(data)
         if compared & _CONNTRACK_STATE:
             field, bits = Field.STATE, ~states & 0xFFFF if inverted & _CONNTRACK_STATE else states
+            if bits & _STATES_TRANSLATED:
+                bits |= _STATE_NEW  # the packet has this state in addition to its own
     elif name == "state":
         field, bits = Field.STATE, int.from_bytes(data[:4], sys.byteorder)
     elif name in ("tcp", "udp", "udplite"):

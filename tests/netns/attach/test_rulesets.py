@@ -122,6 +122,12 @@ RULES = {
         "-p udp --sport 53 -m conntrack ! --ctstate ESTABLISHED -j DROP",
         "source ports",
     ),
+    "source port of translated flows": (
+        "filter",
+        "FORWARD",
+        "-p udp --sport 53 -m conntrack --ctstate DNAT -j DROP",
+        "source ports",
+    ),
 }
 
 
@@ -189,6 +195,13 @@ NFT_RULES = {
     "source port": ("tcp sport < 1024 drop", "source ports", {4, 6}),
     "source port, hashed": ("jhash udp sport . udp dport mod 4 0 drop", "source ports", {4, 6}),
     "source port of new flows": ("ct state new udp sport 53 drop", "source ports", {4, 6}),
+    "source port, not of replies": ("ct state ! established,related udp sport 53 drop", "source ports", {4, 6}),
+    "the same in bits": ("udp sport 53 ct state & (established|related) == 0 drop", "source ports", {4, 6}),
+    "not of established flows": (
+        "ct state & (established|related) != established udp sport 53 drop",
+        "source ports",
+        {4, 6},
+    ),
     "helper": ('tcp dport 21 ct helper set "ftp-21"', "ct helper", {4, 6}),
     "by a map": ("tcp dport vmap { 80 : jump counted }", "quota", {4, 6}),
     "by a named map": ("tcp dport vmap @ports", "quota", {4, 6}),
@@ -345,6 +358,9 @@ def test_connection_marks_close_the_fast_path_if_they_are_restored(shell: Shell)
         "tcp flags & (fin | syn) == (fin | syn) drop",
         "tcp dport 1-1023 accept",
         "ct state established,related tcp sport 80 accept",
+        "tcp sport 0 ct state established,related accept",
+        "ct state established,related tcp sport 0 accept",
+        "ct state ! new,untracked tcp sport 80 accept",
         "ip protocol tcp ip saddr 10.0.0.1 accept",
         "ip6 saddr fd00::/8 ip6 nexthdr udp drop",
         "ip6 saddr fd00::/8 drop",
