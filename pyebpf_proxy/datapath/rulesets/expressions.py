@@ -50,11 +50,14 @@ _META_SET = {
 _CT_STATE, _CT_MARK, _CT_SECMARK, _CT_LABEL, _CT_PACKETS, _CT_BYTES, _CT_AVERAGE, _CT_ZONE = 0, 3, 4, 13, 14, 15, 16, 17
 _CT_FIELDS = {_CT_STATE: Field.STATE, _CT_MARK: Field.CONNMARK, _CT_LABEL: Field.LABEL}
 _CT_ADDRESSES = {8, 9, 19, 20, 21, 22}
+#: Key and direction of the client's port: proto-src of original packets, proto-dst of replies.
+_CT_SOURCE_PORTS = {(11, 0), (12, 1)}
 _LINK, _NETWORK, _TRANSPORT = 0, 1, 2
 #: What follows the ports differs among the packets of two hosts. The flags of TCP do not count: SYN, FIN and RST of
 #: flows that conntrack knows take the slow path.
 _PORT_BYTES, _TCP_FLAGS = 4, range(12, 14)
 _TCP_OPTION = 1  # NFT_EXTHDR_OP_TCPOPT
+_SYMMETRIC = 1  # NFT_HASH_SYM
 _OBJECTS = {
     2: (Kind.COUNTS, "quota"),
     3: (Kind.TRACKS, "ct helper set"),
@@ -88,7 +91,7 @@ _PLAIN: dict[str, tuple[Kind, str]] = {
     "osf": (Kind.INSPECTS, "osf"),
 }
 #: They load something into a register.
-_LOADS = frozenset({"byteorder", "hash", "fib", "rt", "socket", "tunnel", "xfrm", "inner"})
+_LOADS = frozenset({"byteorder", "fib", "rt", "socket", "tunnel", "xfrm", "inner"})
 
 Found = dict[int, bytes]
 
@@ -205,6 +208,8 @@ def _ct(found: Found, raw: bytes) -> Part:
         if key in (_CT_PACKETS, _CT_BYTES, _CT_AVERAGE):
             return Part(Kind.COUNTS, "ct bytes" if key == _CT_BYTES else "ct packets")
         field = Field.ADDRESS if key in _CT_ADDRESSES else _CT_FIELDS.get(key, Field.OTHER)
+        if (key, number(found.get(3))) in _CT_SOURCE_PORTS:
+            field = Field.SOURCE_PORT
         return Part(Kind.LOAD, "ct", raw, field=field)
     if key == _CT_MARK:
         return Part(Kind.CONNMARK, "ct mark set", number=_ALL)
@@ -251,6 +256,12 @@ def _header(found: Found, raw: bytes) -> Part:
     return Part(Kind.LOAD, "exthdr", raw)
 
 
+def _hash(found: Found, raw: bytes) -> Part:
+    if number(found.get(7)) == _SYMMETRIC:
+        return Part(Kind.COUNTS, "symhash")  # of addresses and ports: another number for each flow
+    return Part(Kind.LOAD, "hash", raw)
+
+
 def _object(found: Found, raw: bytes) -> Part:
     if 4 in found:
         return Part(Kind.COUNTS, "an object from a map", target=text(found[4]))
@@ -288,6 +299,7 @@ _SPECIAL: dict[str, Callable[[Found, bytes], Part]] = {
     "ct": _ct,
     "payload": _payload,
     "exthdr": _header,
+    "hash": _hash,
     "objref": _object,
     "dynset": _dynamic,
     "match": _match,

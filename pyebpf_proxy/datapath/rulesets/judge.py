@@ -45,7 +45,7 @@ _DEPTH = 16
 _FAMILY = {2: frozenset({4}), 10: frozenset({6})}
 _ETHERTYPE = {0x0800: frozenset({4}), 0x86DD: frozenset({6})}
 #: In nat chains these choose a translation.
-_CHOOSES = {"statistic", "recent", "numgen", "meta random"}
+_CHOOSES = {"statistic", "recent", "numgen", "meta random", "symhash"}
 _NOTHING = frozenset[int]()
 _DROPS, _THROUGH, _MAYBE = "drops", "through", "maybe"
 

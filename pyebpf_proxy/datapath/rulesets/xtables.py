@@ -125,6 +125,8 @@ _CONNTRACK = struct.Struct("=146xHHH")  # struct xt_conntrack_mtinfo2, mtinfo3: 
 _CONNTRACK_STATE = 1  # XT_CONNTRACK_STATE
 #: XT_CONNTRACK_STATE_BIT(IP_CT_NEW); XT_CONNTRACK_STATE_SNAT, XT_CONNTRACK_STATE_DNAT
 _STATE_NEW, _STATES_TRANSLATED = 1 << 3, 1 << 6 | 1 << 7
+#: XT_CONNTRACK_ORIGSRC_PORT, XT_CONNTRACK_REPLDST_PORT
+_CONNTRACK_SOURCE_PORTS = 1 << 8 | 1 << 11
 #: Offsets in struct xt_set_info_match_v3 and _v4 of the operators that compare an element's counters.
 _SET_OPERATORS = {3: (8, 24), 4: (16, 32)}
 
@@ -168,6 +170,8 @@ def _compared(name: str, revision: int, data: bytes) -> Part:
             field, bits = Field.STATE, ~states & 0xFFFF if inverted & _CONNTRACK_STATE else states
             if bits & _STATES_TRANSLATED:
                 bits |= _STATE_NEW  # the packet has this state in addition to its own
+        if compared & _CONNTRACK_SOURCE_PORTS and (bits is None or bits & _STATE_NEW):
+            field, bits = Field.SOURCE_PORT, None
     elif name == "state":
         field, bits = Field.STATE, int.from_bytes(data[:4], sys.byteorder)
     elif name in ("tcp", "udp", "udplite"):

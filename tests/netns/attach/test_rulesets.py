@@ -122,6 +122,18 @@ RULES = {
         "-p udp --sport 53 -m conntrack ! --ctstate ESTABLISHED -j DROP",
         "source ports",
     ),
+    "source port of a flow": (
+        "filter",
+        "FORWARD",
+        "-p tcp -m conntrack --ctproto tcp --ctorigsrcport 6000:6010 -j DROP",
+        "source ports",
+    ),
+    "destination port of replies": (
+        "filter",
+        "FORWARD",
+        "-p tcp -m conntrack --ctstate NEW,ESTABLISHED --ctproto tcp --ctrepldstport 6000:6010 -j DROP",
+        "source ports",
+    ),
     "source port of translated flows": (
         "filter",
         "FORWARD",
@@ -194,6 +206,9 @@ NFT_RULES = {
     "hops": ("ip6 hoplimit < 9 drop", "header fields that differ", {6}),
     "source port": ("tcp sport < 1024 drop", "source ports", {4, 6}),
     "source port, hashed": ("jhash udp sport . udp dport mod 4 0 drop", "source ports", {4, 6}),
+    "a hash of the flow": ("symhash mod 4 0 drop", "symhash", {4, 6}),
+    "source port of a flow": ("meta l4proto tcp ct original proto-src 6000-6010 drop", "source ports", {4, 6}),
+    "destination port of replies": ("meta l4proto tcp ct reply proto-dst 6000 drop", "source ports", {4, 6}),
     "source port of new flows": ("ct state new udp sport 53 drop", "source ports", {4, 6}),
     "source port, not of replies": ("ct state ! established,related udp sport 53 drop", "source ports", {4, 6}),
     "the same in bits": ("udp sport 53 ct state & (established|related) == 0 drop", "source ports", {4, 6}),
@@ -361,6 +376,7 @@ def test_connection_marks_close_the_fast_path_if_they_are_restored(shell: Shell)
         "tcp sport 0 ct state established,related accept",
         "ct state established,related tcp sport 0 accept",
         "ct state ! new,untracked tcp sport 80 accept",
+        "meta l4proto tcp ct original proto-dst 80 ct reply proto-src 8080 accept",
         "ip protocol tcp ip saddr 10.0.0.1 accept",
         "ip6 saddr fd00::/8 ip6 nexthdr udp drop",
         "ip6 saddr fd00::/8 drop",
@@ -379,7 +395,13 @@ def test_rules_that_mean_the_same_for_all_packets_of_two_hosts(rule: str, shell:
 
 
 @pytest.mark.parametrize(
-    "rule", ["-p tcp --sport 80 -m conntrack --ctstate ESTABLISHED", "-p tcp --sport 80 -m state --state ESTABLISHED"]
+    "rule",
+    [
+        "-p tcp --sport 80 -m conntrack --ctstate ESTABLISHED",
+        "-p tcp --sport 80 -m state --state ESTABLISHED",
+        "-p tcp -m conntrack --ctstate ESTABLISHED --ctproto tcp --ctorigsrcport 6000",
+        "-p tcp -m conntrack --ctproto tcp --ctorigdstport 80 --ctreplsrcport 8080",
+    ],
 )
 @pytest.mark.parametrize("variant", ["nft", "legacy"])
 def test_source_ports_of_replies_close_nothing(rule: str, variant: str, shell: Shell) -> None:
