@@ -108,13 +108,16 @@ def judge(rulesets: Rulesets) -> dict[int, Verdict]:
 
 def sets_marks(rulesets: Rulesets) -> bool:
     """Whether any rule sets packets' marks, so that users of marks matter."""
-    return any(
-        part.kind in (Kind.MARK, Kind.RESTORE)
-        for table in rulesets.tables
-        for chain in table.chains.values()
-        for rule in chain.rules
-        for part in rule.parts
-    )
+    return any(part.kind in (Kind.MARK, Kind.RESTORE) for part in _parts(rulesets.tables))
+
+
+def looks_up_ipsets(rulesets: Rulesets) -> bool:
+    """Whether any rule looks the packet's source up in an ipset, so that the sets' types matter."""
+    return any(part.field is Field.IPSET for part in _parts(rulesets.tables))
+
+
+def _parts(tables: Iterable[Table]) -> Iterable[Part]:
+    return (part for table in tables for chain in table.chains.values() for rule in chain.rules for part in rule.parts)
 
 
 @dataclass(slots=True)
@@ -158,6 +161,7 @@ class _Reader:
         self._table = table
         self._marks = rulesets.marks
         self._slow = rulesets.slow_devices
+        self._ipset_ports = rulesets.ipset_ports
         self._memory = memory
         self._callers: dict[str, list[tuple[Chain, int]]] | None = None
 
@@ -247,7 +251,7 @@ class _Reader:
                 words = "it compares flows' labels"
             elif field is Field.MARK and bits & self._memory.restored:
                 words = "it compares marks that are restored from flows"
-            elif field is Field.SOURCE_PORT and all(each & _NEW for each in states):
+            elif self._is_source_port(field, bits) and all(each & _NEW for each in states):
                 packets, words = reach.packets | reach.flows, "it compares source ports"
             if words and packets & selected:
                 return packets & selected, words
@@ -258,6 +262,11 @@ class _Reader:
                 if families := (reach.packets | reach.flows) & selected & differ & self._table.families:
                     return families, "it compares header fields that differ among packets"
         return _NOTHING, ""
+
+    def _is_source_port(self, field: Field, bits: int) -> bool:
+        if field is Field.IPSET:
+            return bool(bits >> 16 & self._ipset_ports.get(bits & 0xFFFF, 0))
+        return field is Field.SOURCE_PORT
 
     def _by_mark(self, part: Part, families: frozenset[int]) -> frozenset[int]:
         """The families in which an ip rule or tc filter uses the mark that a rule sets."""

@@ -23,7 +23,7 @@ from pyebpf_proxy.datapath.netlink.request import RequestSocket
 from pyebpf_proxy.datapath.netlink.rtnetlink import WITHOUT_STATISTICS
 from pyebpf_proxy.datapath.node import policy_routing
 from pyebpf_proxy.datapath.rulesets import legacy, nft
-from pyebpf_proxy.datapath.rulesets.judge import Verdict, judge, sets_marks
+from pyebpf_proxy.datapath.rulesets.judge import Verdict, judge, looks_up_ipsets, sets_marks
 from pyebpf_proxy.datapath.rulesets.model import Mark, Part, Rulesets, Table
 
 #: kube-proxy's tables in mode nftables. Those of this proxy's instances begin with the second word.
@@ -89,6 +89,11 @@ def read() -> Reading:
             _add_marks(rulesets)
     except OSError as error:
         _unread(rulesets, (4, 6), f"devices and users of marks could not be read: {error}")
+    try:
+        if looks_up_ipsets(rulesets):
+            rulesets.ipset_ports = _ipset_ports()
+    except UNREADABLE as error:
+        _unread(rulesets, (4, 6), f"the types of ipsets could not be read: {error}")
     unread = bool(rulesets.unread)
     verdicts, slow = judge(rulesets), rulesets.slow_devices
     return Reading(verdicts, frozenset(maps), tables, digests, marks, slow, owned, unread)
@@ -218,6 +223,30 @@ def _getsockopt(family: int, option: int, ask: bytearray) -> int:
             number = ctypes.get_errno()
             raise OSError(number, os.strerror(number))
     return size.value
+
+
+# ---- ipsets --------------------------------------------------------------------------------------------------------
+
+
+def _ipset_ports() -> dict[int, int]:
+    """``Rulesets.ipset_ports`` of all ipsets; their elements are not read."""
+    ask = attribute(uapi.IPSET_ATTR_PROTOCOL, bytes([uapi.IPSET_PROTOCOL]))
+    ask += attribute(uapi.IPSET_ATTR_FLAGS, struct.pack(">I", uapi.IPSET_FLAG_LIST_HEADER))
+    found = {}
+    with RequestSocket(uapi.NETLINK_NETFILTER) as netlink:
+        for message in _ask(netlink, uapi.IPSET_MSG_LIST, socket.AF_INET, ask):
+            one = values(message, uapi.NFGENMSG.size)
+            index = int.from_bytes(one[uapi.IPSET_ATTR_INDEX], "big")
+            found[index] = ports_of_ipset(text(one[uapi.IPSET_ATTR_TYPENAME]))
+    return found
+
+
+def ports_of_ipset(kind: str) -> int:
+    """Which parts of an element are ports, by the type of the set."""
+    if kind == "list:set":
+        return 1 << 2  # if its members have a port, it is the second part
+    parts = kind.partition(":")[2].split(",")
+    return sum(1 << place for place, part in enumerate(parts, 1) if part == "port")
 
 
 # ---- users of marks ------------------------------------------------------------------------------------------------

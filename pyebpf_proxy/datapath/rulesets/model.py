@@ -55,6 +55,7 @@ class Field(Enum):
     HEADER = 10  # bytes of the IP header: ``number`` is the first one, ``value`` the one after the last
     SOURCE_PORT = 11
     STATE = 12  # of the flow: new, established
+    IPSET = 13  # lookup of the packet's source: ``number`` is its index, and above 16 bits the flags of xt_set_info
 
 
 #: Kinds that end the walk through a chain, or leave it.
@@ -151,5 +152,7 @@ class Rulesets:
     marks: dict[int, list[Mark]] = field(default_factory=dict)
     #: Names of devices that the fast path never uses: loopback, tunnels, PPP.
     slow_devices: frozenset[str] = frozenset()
+    #: By an ipset's index: which parts of its elements are ports, as in the flags of xt_set_info.
+    ipset_ports: dict[int, int] = field(default_factory=dict)
     #: Parts that could not be read, by family.
     unread: dict[int, list[str]] = field(default_factory=dict)

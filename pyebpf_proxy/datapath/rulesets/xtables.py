@@ -127,6 +127,8 @@ _CONNTRACK_STATE = 1  # XT_CONNTRACK_STATE
 _STATE_NEW, _STATES_TRANSLATED = 1 << 3, 1 << 6 | 1 << 7
 #: XT_CONNTRACK_ORIGSRC_PORT, XT_CONNTRACK_REPLDST_PORT
 _CONNTRACK_SOURCE_PORTS = 1 << 8 | 1 << 11
+_SET = struct.Struct("=HxB")  # struct xt_set_info: index, dim, flags
+_SET_SOURCES = 1 << 1 | 1 << 2 | 1 << 3  # IPSET_DIM_ONE_SRC, IPSET_DIM_TWO_SRC, IPSET_DIM_THREE_SRC
 #: Offsets in struct xt_set_info_match_v3 and _v4 of the operators that compare an element's counters.
 _SET_OPERATORS = {3: (8, 24), 4: (16, 32)}
 
@@ -172,6 +174,10 @@ def _compared(name: str, revision: int, data: bytes) -> Part:
                 bits |= _STATE_NEW  # the packet has this state in addition to its own
         if compared & _CONNTRACK_SOURCE_PORTS and (bits is None or bits & _STATE_NEW):
             field, bits = Field.SOURCE_PORT, None
+    elif name == "set" and revision and len(data) >= _SET.size:
+        index, flags = _SET.unpack_from(data)
+        if flags & _SET_SOURCES:
+            field, bits = Field.IPSET, index | (flags & _SET_SOURCES) << 16
     elif name == "state":
         field, bits = Field.STATE, int.from_bytes(data[:4], sys.byteorder)
     elif name in ("tcp", "udp", "udplite"):

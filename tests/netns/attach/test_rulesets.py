@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 import subprocess
 from collections.abc import Callable
@@ -407,6 +408,48 @@ def test_rules_that_mean_the_same_for_all_packets_of_two_hosts(rule: str, shell:
 def test_source_ports_of_replies_close_nothing(rule: str, variant: str, shell: Shell) -> None:
     shell(f"iptables-{variant} -A FORWARD {rule} -j ACCEPT")
     assert closed() == {}
+
+
+@pytest.mark.parametrize(
+    ("kind", "match", "closes"),
+    [
+        ("hash:ip,port", "src,src", True),
+        ("hash:ip,port", "dst,src", True),
+        ("hash:ip,port", "src,dst", False),
+        ("hash:ip,port,net", "src,src,dst", True),
+        ("hash:net,port", "src,dst", False),
+        ("hash:net,iface", "src,src", False),
+        ("hash:net", "src", False),
+        ("bitmap:port range 0-1023", "src", True),
+        ("bitmap:port range 0-1023", "dst", False),
+        ("list:set", "src,src", True),
+        ("list:set", "src", False),
+    ],
+)
+@pytest.mark.parametrize("variant", ["nft", "legacy"])
+def test_ipsets_of_source_ports(variant: str, kind: str, match: str, closes: bool, shell: Shell) -> None:
+    shell(f"ipset create another hash:ip; ipset create some {kind}")
+    shell(f"iptables-{variant} -A FORWARD -p udp -m set --match-set some {match} -m conntrack --ctstate NEW -j DROP")
+    found = closed()
+    assert set(found) == ({4} if closes else set())
+    assert all("source ports" in text for text in found.values())
+    shell(f"iptables-{variant} -F FORWARD")
+    shell(f"iptables-{variant} -A FORWARD -m set --match-set some {match} -m state --state ESTABLISHED -j DROP")
+    assert closed() == {}
+
+
+def test_ipsets_that_cannot_be_listed_close_both_families(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    shell("ipset create some hash:ip,port; iptables -A FORWARD -p udp -m set --match-set some src,dst -j DROP")
+    assert closed() == {}
+
+    def refuse() -> dict[int, int]:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(kernel, "_ipset_ports", refuse)
+    found = closed()
+    assert set(found) == {4, 6}
+    assert all("Too many open files" in text for text in found.values())
+    assert kernel.read().unread
 
 
 @pytest.mark.parametrize(
