@@ -105,6 +105,12 @@ class Channel:
         bodies, _ = self._dump(uapi.NFT_MSG_GETRULE, attribute(uapi.NFTA_RULE_TABLE, zero_terminated(table)))
         return len(bodies)
 
+    def looks_up(self, table: str, name: str) -> bool:
+        """Whether a rule of the table names this set or map."""
+        bodies, _ = self._dump(uapi.NFT_MSG_GETRULE, attribute(uapi.NFTA_RULE_TABLE, zero_terminated(table)))
+        lookup = attribute(uapi.NFTA_LOOKUP_SET, zero_terminated(name))
+        return any(lookup in body for body in bodies)
+
     def chains(self, table: str) -> dict[str, Chain]:
         """The chains of a table by name."""
         found = {}

@@ -83,9 +83,13 @@ class Table:
         return True
 
     def checks_destination(self) -> bool:
-        """Whether the table that exists was made with ``check_destination``."""
+        """Whether the table that exists was made with ``check_destination``.
+
+        Sets alone do not show it: an agent that was killed may not have filled them, and an older version leaves them
+        as they are.
+        """
         with self._in_words("read the table"):
-            return self._channel.has_table(self.name) and "frontends4" in self._channel.sets(self.name)
+            return self._channel.looks_up(self.name, "frontends4")
 
     def ensure(self, behaviour: Behaviour, frontends: Callable[[], Iterable[bytes]] = tuple) -> bool:
         """Creates the table, or repairs its rules and keeps the elements of its maps and sets.

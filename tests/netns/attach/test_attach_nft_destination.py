@@ -111,6 +111,25 @@ def test_frontends_are_adopted_repaired_and_removed(table: Table, shell: Shell) 
     assert shell("nft list table inet pyebpf-proxy") == without
 
 
+def test_sets_without_their_rules_are_not_adopted(table: Table, shell: Shell) -> None:
+    """A former run was killed before it had filled them. Or an older version, which does not know them, has made its
+    own rules: since then the sets lack new frontends.
+    """
+    known_then = port_key(packed("10.96.0.1"), 6, 80)
+    table.ensure(Behaviour(MARK))
+    without = shell("nft list table inet pyebpf-proxy")
+    table.ensure(CHECKED, {known_then})
+    shell("nft flush chain inet pyebpf-proxy translate")
+    again = Table()
+    behaviour = Behaviour(MARK, check_destination=again.checks_destination())
+    again.ensure(behaviour)
+    assert shell("nft list table inet pyebpf-proxy") == without
+    again.ensure(CHECKED, {port_key(packed("10.96.0.2"), 6, 80)})
+    listed = shell("nft list table inet pyebpf-proxy")
+    assert "10.96.0.2 . tcp . 80" in listed
+    assert "10.96.0.1" not in listed
+
+
 def test_both_kinds_of_sets_in_one_table(table: Table, shell: Shell) -> None:
     """Mode nftables beside a program that translates."""
     cluster, frontend = port_key(packed("10.96.0.1"), 6, 80), port_key(packed("192.0.2.1"), 6, 80)
