@@ -137,7 +137,8 @@ class Node:
         self.on_devices: Callable[[], None] = lambda: None
         #: Called with the ifindexes of devices that are gone, of which no other device has one yet.
         self.on_devices_gone: Callable[[Set[int]], None] = lambda indexes: None
-        #: Called after every listing of other programs, with whether any comes after the agent's at ingress.
+        #: Called after every listing of other programs and change of devices, with whether any comes after the agent's
+        #: at ingress.
         self.on_programs_behind: Callable[[bool], None] = lambda any_: None
         self._written: dict[str, Contents] = {name: dict(maps[name].items()) for name in MAPS}
         self._programs: Mapping[str, int] = {}
@@ -339,8 +340,11 @@ class Node:
         return before != (state.others, state.bridge_rules)
 
     def _note_programs_behind(self) -> None:
-        others = self._follower.state.others
-        self.on_programs_behind(any(others[index].ingress for index in self._attached if index in others))
+        state = self._follower.state
+        passed = set(self._attached)
+        # A packet of a bridge's port then comes in by the bridge.
+        passed.update(state.links[index].master for index in self._attached if index in state.links)
+        self.on_programs_behind(any(state.others[index].ingress for index in passed if index in state.others))
 
     def _replan(self) -> None:
         self._wanted = plan(self._follower.state, self._config)
@@ -355,6 +359,7 @@ class Node:
         if fresh and self._see_others({index for index, _ in fresh}):
             self._wanted = plan(self._follower.state, self._config)
             self._write()
+        self._note_programs_behind()
         self.changed()
 
     def _write(self) -> None:

@@ -184,6 +184,28 @@ def test_programs_after_the_agents_are_reported(agent: Agent, pod: int, foreign:
     os.close(link)
 
 
+def test_a_program_on_a_bridge_is_after_the_agents_on_its_ports(
+    agent: Agent, pod: int, foreign: Object, shell: Shell
+) -> None:
+    shell("ip link add bridge type bridge; ip link set bridge up; ip link add other type bridge")
+    node = agent.start()
+    reported: list[bool] = []
+    node.on_programs_behind = reported.append
+    link = tcx.attach(foreign.programs["goes_on"].fd, socket.if_nametoindex("bridge"), tcx.INGRESS, tcx.AFTER)
+    node.look()
+    assert not reported[-1], "no packet passes the agent's program first"
+    shell("ip link set pod master bridge")
+    follow(node, lambda: node.attached[pod] == "tc_bridge_port")
+    assert reported[-1]
+    shell("ip link set pod master other")
+    follow(node, lambda: not reported[-1])
+    shell("ip link set pod master bridge")
+    follow(node, lambda: reported[-1])
+    os.close(link)
+    node.look()
+    assert not reported[-1]
+
+
 def test_a_program_that_keeps_moving_to_the_head_is_left_there(agent: Agent, pod: int, foreign: Object) -> None:
     node = agent.start()
     for _ in range(30):
