@@ -156,10 +156,12 @@ def rules(behaviour: Behaviour) -> list[tuple[str, str]]:
         for family, number, zero in (("ip", 4, "0.0.0.0"), ("ip6", 6, "::")):
             frontend, port = f"@frontends{number}", "meta l4proto . th dport"
             elsewhere = f"{_ANY_TAG} {family} daddr . {port} != {frontend}"
+            # Without the decision: reject_local would carry it out if the packet goes to the node.
+            leave_alone = "meta priority set 0:0 return"
             found += [
-                ("translate", f"{elsewhere} fib daddr type != local return"),
+                ("translate", f"{elsewhere} fib daddr type != local {leave_alone}"),
                 # An address of the node, but no NodePort.
-                ("translate", f"{elsewhere} {family} daddr and {zero} . {port} != {frontend} return"),
+                ("translate", f"{elsewhere} {family} daddr and {zero} . {port} != {frontend} {leave_alone}"),
             ]
     found += [
         ("translate", f"{reject} fib daddr type != local {_PORT_UNREACHABLE}"),

@@ -49,13 +49,14 @@ def test_a_packet_to_another_host_is_left_alone(
     assert exchange(router, family, protocol, (router.SERVER[family], 8080)) == addresses
 
 
+@pytest.mark.parametrize("tag", [TRANSLATED, MASQUERADED, REJECTED, MIDSTREAM])
 @pytest.mark.parametrize("protocol", ["tcp", "udp"])
 def test_a_packet_to_the_node_is_left_alone(
-    protocol: str, family: int, router: Router, table: Table, shell: Shell
+    protocol: str, tag: str, family: int, router: Router, table: Table, shell: Shell
 ) -> None:
     """Another program has translated it to an endpoint in the network of the node."""
     make(table, router, family, 8080, known(router, family, protocol, NODE_PORT))
-    decide(shell, f"meta priority set {TRANSLATED}")
+    decide(shell, f"meta priority set {tag}")
     kind = socket.SOCK_STREAM if protocol == "tcp" else socket.SOCK_DGRAM
     with router.inside("client"):
         client = socket.socket(af(family), kind)
