@@ -137,8 +137,8 @@ class Node:
         self.on_devices: Callable[[], None] = lambda: None
         #: Called with the ifindexes of devices that are gone, of which no other device has one yet.
         self.on_devices_gone: Callable[[Set[int]], None] = lambda indexes: None
-        #: Called after every listing of other programs and change of devices, with whether any comes after the agent's
-        #: at ingress.
+        #: Called before the first program is attached, and after every listing of other programs and change of devices,
+        #: with whether any comes after the agent's at ingress.
         self.on_programs_behind: Callable[[bool], None] = lambda any_: None
         self._written: dict[str, Contents] = {name: dict(maps[name].items()) for name in MAPS}
         self._programs: Mapping[str, int] = {}
@@ -153,6 +153,7 @@ class Node:
             raise
         #: As the last :meth:`look` has found them.
         self._chains: dict[int, tuple[tuple[int, ...], ...]] = {}
+        self._wanted = Wanted()
         self._see_others()
         self._wanted = plan(self._follower.state, config)
         #: As the last :meth:`_note_sources` has found them; before it those of a former run. A device of those may have
@@ -222,6 +223,8 @@ class Node:
         """
         self._programs = dict(programs)
         self._attachments.tidy(self._follower.state.links)
+        # First: with many devices the last one follows a second later.
+        self._note_programs_behind()
         for index in self._attachments.attached():
             if index not in self._wanted.programs:
                 self._detach(index)
@@ -341,9 +344,9 @@ class Node:
 
     def _note_programs_behind(self) -> None:
         state = self._follower.state
-        passed = set(self._attached)
+        passed = set(self._wanted.programs)
         # A packet of a bridge's port then comes in by the bridge.
-        passed.update(state.links[index].master for index in self._attached if index in state.links)
+        passed.update(state.links[index].master for index in self._wanted.programs if index in state.links)
         self.on_programs_behind(any(state.others[index].ingress for index in passed if index in state.others))
 
     def _replan(self) -> None:

@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -182,6 +182,23 @@ def test_programs_after_the_agents_are_reported(agent: Agent, pod: int, foreign:
     node.look()
     assert not reported[-1]
     os.close(link)
+
+
+def test_programs_after_the_agents_are_reported_before_the_agents_are_attached(
+    agent: Agent, pod: int, put: Put, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put("goes_on", pod, tcx.AFTER)
+    reported: list[tuple[bool, list[str]]] = []
+
+    class Reporting(Node):
+        def attach(self, programs: Mapping[str, int]) -> None:
+            self.on_programs_behind = lambda any_: reported.append((any_, carried("pod")[0]))
+            super().attach(programs)
+
+    monkeypatch.setattr(f"{__name__}.Node", Reporting)
+    agent.start()
+    assert reported[0] == (True, ["goes_on"])
+    assert reported[-1] == (True, ["tc_ethernet", "goes_on"])
 
 
 def test_a_program_on_a_bridge_is_after_the_agents_on_its_ports(
