@@ -424,6 +424,34 @@ def test_frontends_are_reported_in_time(loaded: Loaded) -> None:
     assert not writer.problems
 
 
+def test_a_refused_frontend_does_not_stay_with_its_former_service(loaded: Loaded) -> None:
+    refuse = False
+
+    def report(added: Any, removed: Any) -> None:
+        if refuse and list(added):
+            raise OSError(errno.ENOMEM, "nft: no memory")
+
+    def owners() -> dict[str, Any]:
+        return {str(ip_address(key[:4])): value for key, value in loaded.maps["frontends4"].items()}
+
+    writer = Writer(loaded, on_frontends=report)
+    web, api = name_of("web"), name_of("api")
+    writer.apply({web: service(web, ("10.96.0.1", "192.0.2.1"), "10.0.0.1:80")})
+    before = owners()
+    moved = {web: service(web, ("10.96.0.1",), "10.0.0.1:80"), api: service(api, ("192.0.2.1",), "10.0.0.2:80")}
+    refuse = True
+    (problem,) = writer.apply(moved)
+    assert problem.name == api
+    assert owners() == {"10.96.0.1": before["10.96.0.1"]}
+    assert not writer.was_overwritten()
+    refuse = False
+    writer.apply(moved)
+    assert not writer.problems
+    after = owners()
+    assert after.keys() == before.keys()
+    assert after["192.0.2.1"] != before["192.0.2.1"]
+
+
 def test_ids_that_drained_programs_use_are_not_given_to_new_backends(loaded: Loaded) -> None:
     web = name_of("web")
     writer = Writer(loaded, foreign_id=5000)

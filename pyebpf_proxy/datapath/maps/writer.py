@@ -408,6 +408,10 @@ class Writer:
             self._on_frontends(self._addresses(key for c in changes for key, _ in c.frontend_puts), ())
         except OSError as error:
             failures = [(change, 0, str(error)) for change, _, _ in rows]
+            for change, _, _ in rows:
+                for key, _ in change.frontend_puts:
+                    # One that moves from another service port would still belong to that one.
+                    self._maps[name].delete(key)
         else:
             failures = [(c, written, _refusal(name, error)) for c, written, error in self._update(name, rows)]
         for change, written, text in failures:
