@@ -297,6 +297,9 @@ __noinline long translate_for_pod(struct bpf_sock_addr *ctx, struct packet *p, b
 		return leave_direct(ctx, p, datagram);
 	if (datagram && (names_peer(ctx, p, b) || answers_asker(ctx, p, &f)))
 		return ALLOW;
+	/* As in translate().  The node's rules decide whether the packet reaches the cache, so they must see its address. */
+	if (f.kind == CLUSTER_IP && node_address(&p->destination, p->ipv6))
+		return ALLOW;
 	key.service = f.service;
 	key.kind = f.kind;
 	if (datagram)

@@ -121,6 +121,7 @@ because everything that cannot be done at the socket is left to the tc programs:
 * connections that must be masqueraded: external addresses with policy Cluster, `masqueradeAll`, hairpin connections;
 * connections that are rejected or dropped;
 * SCTP;
+* a ClusterIP that is also an address of the node, where a cache may listen (NodeLocal DNSCache);
 * sources that the local traffic detector does not classify as pods. An IP family without a detector (for example
   `detectLocalMode: ClusterCIDR` without a `clusterCIDR` of that family) has no pods, so `all` has no effect on it;
 * pods whose network namespace has netfilter rules for outgoing packets. A service mesh that redirects connections by

@@ -201,12 +201,13 @@ def test_a_cache_at_the_clusterip_serves_the_node_itself(small: Lab, family: int
 
 
 @pytest.mark.parametrize("family", [4, 6])
-def test_a_cache_with_notrack_rules_serves_pods(small: Lab, family: int) -> None:
+@pytest.mark.parametrize("socket_lb", ["node", "all"])
+def test_a_cache_with_notrack_rules_serves_pods(small: Lab, family: int, socket_lb: str) -> None:
     """NodeLocal DNSCache: raw rules exclude the Service's own address from conntrack, and so from NAT (finding D5)."""
     node, toolbox = small.nodes[0], small.pods["toolbox"].namespace
     address = WEB.target("ClusterIP", node).address.of(family)
     word = "ip" if family == 4 else "ip6"
-    node.agent.start()
+    node.agent.start(own={"socketLB": socket_lb})
     node.agent.wait_synced()
     ways = (80, "tcp"), (53, "udp")
     for way in ways:
