@@ -249,6 +249,23 @@ static __noinline int place_for(struct socket_translations *all, const struct so
 	return again ? at : at + SOCKET_PEERS;
 }
 
+/*
+ * A socket that is no longer connected, but was, to the same endpoint by another service: a datagram from there now
+ * belongs to the message.
+ */
+static __noinline int forget_connected(struct bpf_sock *sk, const struct packet *p, const struct backend *b)
+{
+	struct connected_revnat_value *revnat = connected_revnat_of(sk, 0);
+
+	if (!revnat || FIELD(sk->state) == BPF_TCP_ESTABLISHED)
+		return 0;
+	bpf_spin_lock(&revnat->lock);
+	if (revnat->port == b->port && revnat->ipv6 == p->ipv6 && is_at(revnat->address, &b->address))
+		revnat->port = 0;
+	bpf_spin_unlock(&revnat->lock);
+	return 0;
+}
+
 /* Records that the socket uses this backend for that service from now on; b->id 0: tc chooses the backend. */
 __noinline int note_translation(struct bpf_sock_addr *ctx, const struct socket_flow_key *key, const struct packet *p,
 			 const struct backend *b)
@@ -266,6 +283,7 @@ __noinline int note_translation(struct bpf_sock_addr *ctx, const struct socket_f
 		share_translation(key, b->id);
 		return b->id ? share_places(key->cookie, p, b) : 0;
 	}
+	forget_connected(socket_of(ctx), p, b);
 	at = place_for(all, key, b->id);
 	if (at >= SOCKET_PEERS)
 		move_out(key->cookie, all, at);

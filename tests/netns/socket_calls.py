@@ -335,6 +335,20 @@ def service_then_endpoint(place: Place, endpoint: Place) -> None:
                     _disconnect(sock)
 
 
+def two_services(first: Place, second: Place) -> None:
+    """One socket uses two services with the same endpoint, connected and unconnected."""
+    with opened(first, socket.SOCK_DGRAM) as sock:
+        for connected, other in ((first, second), (second, first)):
+            sock.connect(connected)
+            looks_connected(sock, connected)
+            sock.send(b"who")
+            _receive(sock, connected, 1)
+            _disconnect(sock)
+            for asked in (other, connected, other):
+                sock.sendto(b"who", asked)
+                _receive(sock, asked, 1)
+
+
 def udp_segments(place: Place, own: str) -> list[Answer]:
     """One write that the kernel splits into datagrams (UDP_SEGMENT), connected and unconnected."""
     size = struct.pack("=H", 100)

@@ -25,6 +25,7 @@ from tests.netns.socket_calls import (
     many_connected_and_named,
     service_then_endpoint,
     tcp_mapped,
+    two_services,
     udp_mapped,
 )
 from tests.support.lab_services import Kind, write_nodes, write_services
@@ -34,6 +35,7 @@ pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs
 
 WEB = Kind("web", 10)
 PAIR = Kind("pair", 11)
+SAME = Kind("same", 12)
 DNS_PORTS = [Port("dns", 53, 5300, "UDP"), Port("dns-tcp", 53, 5300, "TCP")]
 DNS_ADDRESS = cluster_ip(20)
 FOUND = ("203.0.113.53", "2001:db8:53::53")
@@ -45,10 +47,10 @@ def lab() -> Iterator[Lab]:
         first, second = made.nodes
         made.add_pod("asker", first, serve=False)
         server = made.add_pod("server", second)
-        WEB.endpoints = (server,)
+        WEB.endpoints = SAME.endpoints = (server,)
         PAIR.endpoints = (server, made.add_pod("other", second))
         write_nodes(made)
-        write_services(made, WEB, PAIR)
+        write_services(made, WEB, PAIR, SAME)
         dns = slices("dns", DNS_PORTS, [(server.address, second.name)])
         made.write("dns.yaml", [service("dns", DNS_PORTS, DNS_ADDRESS), *dns])
         resolver = server.namespace.start(serve, 5300, *FOUND)
@@ -122,6 +124,12 @@ def test_a_message_to_the_peer_by_its_name_keeps_the_endpoint(lab: Lab, side: Si
 def test_a_service_and_its_endpoint_by_one_socket(lab: Lab, side: Side, family: int) -> None:
     place = cluster_ip(WEB.number).of(family), 53
     side.namespace.call(service_then_endpoint, place, (lab.pods["server"].address.of(family), 5353))
+
+
+def test_two_services_of_one_endpoint_by_one_socket(lab: Lab, side: Side, family: int) -> None:
+    """A datagram comes from the service that was asked last."""
+    first, second = (cluster_ip(kind.number).of(family) for kind in (WEB, SAME))
+    side.namespace.call(two_services, (first, 53), (second, 53))
 
 
 def test_io_uring(lab: Lab, side: Side, family: int) -> None:
