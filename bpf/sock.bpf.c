@@ -110,19 +110,26 @@ static __always_inline long translate_for(struct bpf_sock_addr *ctx, struct pack
  */
 static __noinline int set_masquerade_mark(struct bpf_sock_addr *ctx)
 {
+	struct socket_flow_key key = { .cookie = bpf_get_socket_cookie(ctx) };
 	struct bpf_sock *sk = ctx->sk;
+	struct socket_translations *all;
 	__u32 mark;
 
 	if (!sk)
 		return 0;
+	/* If the bit is that of an earlier message, it is the connection's from now on, and no message clears it. */
+	all = translations_of(sk, 0);
+	if (all)
+		all->marked = 0;
+	bpf_map_delete_elem(&socket_flows, &key);
 	mark = FIELD(sk->mark) | settings.masquerade_mark;
 	return bpf_setsockopt(ctx, SOL_SOCKET_, SO_MARK_, &mark, sizeof(mark));
 }
 
 /*
  * A message of an unconnected socket already has its mark, so the nft table takes the bit from the socket for this
- * packet.  The next message may have another destination and must not find the bit set.  Only a bit that was set here
- * is cleared.
+ * packet.  The next message, or a connection, may have another destination and must not find the bit set.  Only a bit
+ * that was set here is cleared.
  */
 static __noinline int mark_for_message(struct bpf_sock_addr *ctx, bool masquerade)
 {
@@ -151,10 +158,10 @@ static __noinline int mark_for_message(struct bpf_sock_addr *ctx, bool masquerad
 
 static __always_inline void request_masquerade(struct bpf_sock_addr *ctx, bool datagram, int verdict)
 {
-	if (datagram)
-		mark_for_message(ctx, verdict == ALLOW_MASQUERADED);
-	else if (verdict == ALLOW_MASQUERADED)
+	if (!datagram && verdict == ALLOW_MASQUERADED)
 		set_masquerade_mark(ctx);
+	else
+		mark_for_message(ctx, verdict == ALLOW_MASQUERADED);
 }
 
 static __always_inline int outgoing4(struct bpf_sock_addr *ctx, bool datagram)

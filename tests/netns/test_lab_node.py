@@ -170,6 +170,41 @@ def test_the_source_of_a_message_is_masqueraded(node_lab: Lab, family: int, plac
         node_lab.wait_synced(write_services(node_lab, WEB))
 
 
+def _message_then_connection(asked: tuple[str, int], peer: tuple[str, int], source: str, port: int, named: bool) -> str:
+    """A bound socket sends a message, and then connects elsewhere: the source that the peer saw."""
+    with socket.socket(family_of(asked[0]), socket.SOCK_DGRAM) as sock:
+        sock.settimeout(5)
+        sock.bind((source, port))
+        sock.sendto(b"who", asked)
+        assert sock.recvfrom(65536)[1][:2] == asked
+        sock.connect(peer)
+        if named:
+            sock.sendto(b"who", peer)
+        else:
+            sock.send(b"who")
+        return read_answer(sock.recv(65536)).peer[0]
+
+
+@pytest.mark.parametrize("named", [False, True], ids=["sent", "sent by name"])
+def test_a_connection_after_a_message_is_masqueraded_by_its_own_policy(node_lab: Lab, family: int, named: bool) -> None:
+    """The bit of the message does not stay, and that of the connection does."""
+    node = node_lab.nodes[0]
+    first, second = both = WEB.endpoints
+    vip = WEB.target("LoadBalancer", node).address.of(family), 53
+    other_vip = EMPTY.target("LoadBalancer", node).address.of(family), 53
+    straight = second.address.of(family), 5353
+    source = node.gateway.of(family)
+    try:
+        WEB.endpoints, EMPTY.endpoints = (first,), (second,)
+        node_lab.wait_synced(write_services(node_lab, WEB, EMPTY))
+        for peer, expected in ((other_vip, node.source_towards(second).of(family)), (straight, source)):
+            seen = node.namespace.call(_message_then_connection, vip, peer, source, next(_PORTS), named)
+            assert seen == expected, peer
+    finally:
+        WEB.endpoints, EMPTY.endpoints = both, ()
+        node_lab.wait_synced(write_services(node_lab, WEB, EMPTY))
+
+
 def test_getpeername_shows_the_service(node_lab: Lab, family: int, protocol: str) -> None:
     node = node_lab.nodes[0]
     for kind in ("ClusterIP", "LoadBalancer", "NodePort"):
