@@ -483,6 +483,25 @@ def test_a_socket_that_was_connected_before_there_was_the_service_is_ended(node_
         assert answer().startswith("web-")
 
 
+def test_a_socket_that_was_connected_before_the_service_had_the_address_is_ended(node_lab: Lab, family: int) -> None:
+    """An external address may come later than the Service and its endpoints."""
+    node = node_lab.nodes[0]
+    late = Kind(f"late-address-{family}", 30 + family)
+    late.endpoints = WEB.endpoints
+    place = Dual("198.51.100.77", "2001:db8:77::77").of(family), 53
+    objects = late.objects()
+    objects[0]["spec"]["externalIPs"] = []
+    node_lab.wait_synced(node_lab.write("late-address.yaml", objects))
+    with _connected(node, place) as answer:
+        # It takes so long that the agent has looked at sockets because of the new endpoints.
+        assert answer() == "timed out"
+        objects[0]["spec"]["externalIPs"] = [place[0]]
+        node_lab.wait_synced(node_lab.write("late-address.yaml", objects))
+        _ends(answer)
+    with _connected(node, place) as answer:
+        assert answer().startswith("web-")
+
+
 def test_a_socket_lives_from_its_entry_in_conntrack_and_no_longer(node_lab: Lab, family: int) -> None:
     """As after a take-over from kube-proxy: nft rules have translated its flow, which programs cannot see."""
     node = node_lab.nodes[0]

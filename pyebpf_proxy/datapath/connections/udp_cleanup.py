@@ -58,7 +58,8 @@ class UdpCleanup:
         self._peers = peers
         self._is_own = is_own
         self._moves_flows = moves_flows
-        #: A socket lives from an entry of conntrack, which another proxy or an earlier configuration has made.
+        #: A socket lives from an entry of conntrack, which another proxy or an earlier configuration has made. Or one
+        #: may be connected to a service address that had no endpoints then.
         self.waiting = False
         #: Why stale sockets of the node cannot be ended on this kernel, or "".
         self.sockets_stay = ""
@@ -72,7 +73,9 @@ class UdpCleanup:
         ``complete``: there are no other service ports.
         """
         with self._lock:
-            return self._services.apply(delta, complete)
+            touched = self._services.apply(delta, complete)
+            self.waiting |= self._is_own is not None and self._services.gained
+            return touched
 
     async def clean(self) -> Outcome:
         """End every stale flow and socket. If the kernel refuses one of them, the others are ended all the same."""

@@ -19,6 +19,8 @@ class UdpServices:
         self._places: dict[Place, frozenset[Place]] = {}
         self._node_ports: dict[tuple[IPFamily, int], frozenset[Place]] = {}
         self._kinds: dict[Place, FrontendKind] = {}
+        #: Whether the last changes gave endpoints to a service address that had none (:meth:`kind_of`).
+        self.gained = False
         #: Endpoints that no longer serve, since the last clean-up.
         self._lost: dict[ServicePortName, set[Place]] = {}
 
@@ -29,6 +31,7 @@ class UdpServices:
         """Apply changes; ``complete``: there are no other ports. True if the serving endpoints of a port change."""
         touched = False
         new: list[ServicePort] = []
+        had: set[Place] = set()
         if complete:
             delta = with_removals(delta, self._ports)
         for name, plan in delta.items():
@@ -36,6 +39,7 @@ class UdpServices:
                 continue
             old = self._ports.pop(name, None)
             if old is not None:
+                had |= self._kinds.keys() & _addresses(old)
                 self._forget(old)
             if plan is not None:
                 self._ports[name] = plan
@@ -45,6 +49,7 @@ class UdpServices:
         # After all old ports are removed: an address may have moved from one to another.
         for plan in new:
             self._learn(plan)
+        self.gained = any(place in self._kinds and place not in had for plan in new for place in _addresses(plan))
         return touched
 
     def is_stale(self, family: IPFamily, destination: Place, endpoint: Place) -> bool:
@@ -102,6 +107,10 @@ class UdpServices:
             else:
                 self._places.pop((frontend.address, frontend.port), None)
                 self._kinds.pop((frontend.address, frontend.port), None)
+
+
+def _addresses(plan: ServicePort) -> set[Place]:
+    return {(frontend.address, frontend.port) for frontend in plan.frontends}
 
 
 def _serving(plan: ServicePort) -> frozenset[Place]:

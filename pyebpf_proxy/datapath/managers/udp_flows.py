@@ -43,7 +43,9 @@ class UdpFlows(Manager):
         self._run(self._look_again(), "look at sockets that conntrack translates")
 
     async def _look_again(self) -> None:
-        """A socket that lives from an entry of conntrack is ended when that is gone."""
+        """A socket that lives from an entry of conntrack is ended when that is gone. So is one that is connected to an
+        address that a Service has got since.
+        """
         while True:
             await asyncio.sleep(LOOK_SECONDS)
             if not self._udp.waiting:

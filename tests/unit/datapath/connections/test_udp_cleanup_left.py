@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from pyebpf_proxy.datapath.connections import ctnetlink, sock_diag
@@ -118,6 +119,21 @@ def test_a_socket_that_conntrack_translates_is_ended_when_its_entry_is_gone(kern
     kernel.repliers[VIP, 53] = POD_B
     cleanup.clean_now()
     assert (kernel.ended, cleanup.waiting) == (kernel.sockets, False)
+
+
+@pytest.mark.parametrize("programs", [True, False])
+def test_a_socket_at_an_address_that_the_service_gets_later_is_to_be_looked_at(kernel: Kernel, programs: bool) -> None:
+    cleanup = UdpCleanup(lambda cookie, endpoint: None, (lambda address: False) if programs else None)
+    plan = dns(POD_A)
+    cleanup.apply({NAME: msgspec.structs.replace(plan, frontends=plan.frontends[:1])})
+    cleanup.clean_now()
+    assert not cleanup.waiting
+    assert not cleanup.apply({NAME: plan}), "the serving endpoints are the same"
+    assert cleanup.waiting == programs
+    kernel.sockets = [connected((EXTERNAL, 53))]
+    cleanup.clean_now()
+    assert bool(kernel.ended) == programs
+    assert not cleanup.waiting
 
 
 @pytest.mark.parametrize("moves", [True, False])

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from pyebpf_proxy.datapath.connections.udp_services import UdpServices
@@ -83,6 +84,29 @@ def test_what_counts_as_a_change() -> None:
     assert services.apply({name: dns(POD_A, POD_B)})
     assert services.apply({name: None})
     assert not services.apply({name: None})
+
+
+def test_an_address_that_gains_endpoints() -> None:
+    """Not an address that moves, nor a NodePort: any destination has its number."""
+    services = UdpServices()
+    plan = dns(POD_A)
+    name, usable = plan.name, msgspec.structs.replace(plan, any_endpoints=True)
+    steps = [
+        (msgspec.structs.replace(plan, any_endpoints=False), False),
+        (msgspec.structs.replace(usable, frontends=usable.frontends[2:]), False),
+        (msgspec.structs.replace(usable, frontends=usable.frontends[:1]), True),
+        (usable, True),
+        (usable, False),
+        (msgspec.structs.replace(usable, serving=dns(POD_B).serving), False),
+        (None, False),
+        (usable, True),
+    ]
+    for changed, gained in steps:
+        services.apply({name: changed})
+        assert services.gained == gained
+    moved = msgspec.structs.replace(usable, name=name._replace(name="a"))
+    services.apply({moved.name: moved, name: None})
+    assert not services.gained
 
 
 def test_a_deleted_service_leaves_its_flows() -> None:
