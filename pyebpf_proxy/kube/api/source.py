@@ -102,9 +102,10 @@ class ApiSource:
             with self._lock:
                 changes, self._changes = self._changes, []
                 unchanged, self._unchanged = self._unchanged, []
+                # With the changes: a list that ends after they were taken is delivered with the next batch.
+                first = not self._complete and self._is_complete()
+                self._complete |= first
                 self._taken.notify_all()
-            first = not self._complete and self._is_complete()
-            self._complete |= first
             if changes or unchanged or first:
                 deliver(Batch(changes, self._complete, unchanged))
             del changes, unchanged  # do not keep the objects in memory while waiting
@@ -149,6 +150,7 @@ class ApiSource:
         return max(0.0, self._node_listed + self._client.timing.node - time.monotonic())
 
     def _is_complete(self) -> bool:
+        """Whether the changes that were taken are all that a start needs. Called with the lock held."""
         if self._unlisted:
             return False
         if self._node_has_address():
