@@ -215,8 +215,8 @@ class Proxy:
             await asyncio.sleep(0)
 
     def _sync(self) -> None:
-        wanted = self._schedule.started()
         begin = time.monotonic()
+        wanted = self._schedule.started(begin)
         ok = True
         full = not (wanted and self._running) or self._failed
         zone = self._planner.zone

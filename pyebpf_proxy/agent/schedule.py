@@ -3,7 +3,8 @@
 
 The gap from the end of one sync to the start of the next is at least ``minimum``; the first is immediate. A failed
 sync is repeated after ``retry``, unless a new change comes earlier. Without any change there is a full sync every
-``full`` seconds. The caller passes the current time to every method.
+``full`` seconds; with changes, the first sync after this time is full. The caller passes the current time to every
+method.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ class Schedule:
         self._wanted = False
         self._last_end: float | None = None
         self._next: float | None = None
+        #: When the last full sync has started; the first sync is full.
+        self._last_full: float | None = None
 
     def request(self, now: float) -> None:
         """Request a sync as soon as permitted, because something has changed."""
@@ -37,11 +40,16 @@ class Schedule:
         """Seconds until the next sync; 0 means now, None that no sync is scheduled."""
         return None if self._next is None else max(0.0, self._next - now)
 
-    def started(self) -> bool:
-        """A sync starts, with all requested changes. True if there were any; False: it is a full sync."""
+    def started(self, now: float) -> bool:
+        """A sync starts, with all requested changes. True if it is for these only; False: it is a full sync."""
         wanted, self._wanted = self._wanted, False
         self._next = None
-        return wanted
+        if self._last_full is None:
+            self._last_full = now
+        if wanted and now - self._last_full < self._full:
+            return True
+        self._last_full = now
+        return False
 
     def finished(self, now: float, ok: bool) -> None:
         """The sync has ended. A change that was requested meanwhile waits until ``minimum`` has passed."""

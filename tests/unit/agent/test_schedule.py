@@ -8,7 +8,7 @@ from pyebpf_proxy.agent.schedule import Schedule
 
 def sync(schedule: Schedule, start: float, end: float, ok: bool = True) -> bool:
     assert schedule.delay(start) == 0
-    wanted = schedule.started()
+    wanted = schedule.started(start)
     schedule.finished(end, ok)
     return wanted
 
@@ -53,7 +53,7 @@ def test_many_changes_are_one_sync() -> None:
 def test_a_change_during_a_sync_is_not_lost() -> None:
     schedule = Schedule(1, 30)
     schedule.request(100)
-    schedule.started()
+    schedule.started(100)
     schedule.request(100.2)
     schedule.finished(100.5, ok=True)
     assert schedule.delay(100.5) == 1
@@ -82,6 +82,16 @@ def test_without_changes_there_is_a_full_sync_every_hour() -> None:
     assert schedule.delay(100) == 3600
     assert sync(schedule, 3700, 3700) is False
     assert schedule.delay(3700) == 3600
+
+
+def test_with_changes_all_the_time_there_is_a_full_sync_every_hour() -> None:
+    schedule = Schedule(1, 30)
+    full = []
+    for moment in range(0, 3 * 3600, 600):
+        schedule.request(moment)
+        if not sync(schedule, moment, moment + 1):
+            full.append(moment)
+    assert full == [3600, 7200]
 
 
 def test_without_a_minimum_every_change_is_synced_at_once() -> None:
