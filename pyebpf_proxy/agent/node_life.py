@@ -2,7 +2,9 @@
 """When the agent starts and ends, as far as this depends on its own Node object (spec/configuration §5.3).
 
 It behaves as the NodeManager of kube-proxy v1.36: in detectLocalMode NodeCIDR, nothing starts before the Node has
-podCIDRs, and a change of the podCIDRs ends the agent. Changed addresses and a deleted Node are only logged.
+podCIDRs, and a change of the podCIDRs ends the agent. Changed addresses and a deleted Node are only logged. Changed
+addresses are used, but the last one of a family stays if the Node has none: a Node that is created again has no
+addresses at first, and without them ``primary`` means every address of this machine.
 """
 
 from __future__ import annotations
@@ -11,13 +13,17 @@ import asyncio
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from pyebpf_proxy.common.errors import FatalError
 from pyebpf_proxy.common.log import Logger
+from pyebpf_proxy.kube.objects import Node, NodeAddress, NodeStatus
 from pyebpf_proxy.services.addresses import format_address
 from pyebpf_proxy.services.nodes import NO_NODE, NodeView, view_node
 
 if TYPE_CHECKING:
     from pyebpf_proxy.kube.source import Change
+    from pyebpf_proxy.services.model import IPFamily
 
 #: Seconds to wait for podCIDRs.
 POD_CIDRS_SECONDS = 300.0
@@ -35,6 +41,8 @@ class NodeLife:
         self._seconds = seconds
         self._view: NodeView | None = None
         self._first: NodeView | None = None
+        #: Since the start, the last address of each family.
+        self._ips: dict[IPFamily, bytes] = {}
         self._listed = asyncio.Event()
         self._ready = asyncio.Event()
         self._ended = asyncio.Event()
@@ -46,14 +54,14 @@ class NodeLife:
         return self._ready.is_set()
 
     def take(self, changes: Iterable[Change]) -> list[Change]:
-        """Receive changes. The result: those to pass on, which are all but the deletion of this agent's Node."""
+        """Receive changes. The result: those to pass on, which are all but the deletion of this agent's Node. That Node
+        has its last address of each family for which it has none any more."""
         seen = []
         for change in changes:
             if change.kind != "Node" or change.name != self._name:
                 seen.append(change)
             elif change.object is not None:
-                seen.append(change)
-                self._changed(view_node(change.object))  # type: ignore[arg-type]
+                seen.append(change._replace(object=self._changed(change.object)))  # type: ignore[arg-type]
             elif self._first is None:
                 seen.append(change)
                 self._view = None
@@ -91,13 +99,15 @@ class NodeLife:
         has = self._view is not None and bool(self._view.pod_cidrs)
         if self._first is None and (has or not self._needs_pod_cidrs):
             self._first = self._view or NO_NODE
+            self._ips = self._first.ips
             self._ready.set()
 
-    def _changed(self, view: NodeView) -> None:
+    def _changed(self, node: Node) -> Node:
+        view = view_node(node)
         before, self._view = self._view, view
         first = self._first
         if first is None:
-            return
+            return node
         if self._needs_pod_cidrs and view.pod_cidrs != first.pod_cidrs:
             now, then = (" ".join(map(str, cidrs)) or "none" for cidrs in (view.pod_cidrs, first.pod_cidrs))
             self._end_reason = f'PodCIDRs changed for the node "{self._name}": now {now}, at the start {then}'
@@ -106,3 +116,14 @@ class NodeLife:
         if not is_same and list(view.ips.values()) != list(first.ips.values()):
             now, then = (" ".join(map(format_address, ips.values())) or "none" for ips in (view.ips, first.ips))
             _log.info("NodeIPs changed for the node", node=self._name, now=now, at_start=then)
+        kept = {family: ip for family, ip in self._ips.items() if family not in view.ips}
+        self._ips = {**view.ips, **kept}
+        return _with_addresses(node, kept.values()) if kept else node
+
+
+def _with_addresses(node: Node, more: Iterable[bytes]) -> Node:
+    status = node.status or NodeStatus()
+    added = (NodeAddress("InternalIP", format_address(ip)) for ip in more)
+    return msgspec.structs.replace(
+        node, status=msgspec.structs.replace(status, addresses=(*(status.addresses or ()), *added))
+    )

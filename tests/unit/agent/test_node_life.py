@@ -12,6 +12,8 @@ from pyebpf_proxy.agent.node_life import NodeLife
 from pyebpf_proxy.common.errors import FatalError
 from pyebpf_proxy.kube.objects import Node, NodeAddress, NodeSpec, NodeStatus, ObjectMeta
 from pyebpf_proxy.kube.source import Change
+from pyebpf_proxy.services.addresses import format_address
+from pyebpf_proxy.services.nodes import view_node
 from tests.support.logs import Log, Message
 
 
@@ -147,6 +149,39 @@ def test_changed_addresses_are_logged_once_and_followed(caplog: pytest.LogCaptur
     assert end_of(life, play) == ""
     line = Log(caplog).only(Message.NODE_IPS_CHANGED)
     assert line.text.endswith(" node=here now=192.0.2.2 2001:db8::2 at_start=192.0.2.1")
+
+
+@pytest.mark.parametrize(
+    ("ips", "used"),
+    [
+        ((), ("192.0.2.1", "2001:db8::1")),
+        (("192.0.2.2",), ("192.0.2.2", "2001:db8::1")),
+        (("2001:db8::2",), ("192.0.2.1", "2001:db8::2")),
+    ],
+)
+def test_the_last_address_of_a_family_stays(ips: tuple[str, ...], used: tuple[str, ...]) -> None:
+    """Without any, nodePortAddresses ``primary`` would mean every address of the machine."""
+    life = NodeLife("here", needs_pod_cidrs=False)
+    life.take([node(ips=("192.0.2.1", "2001:db8::1"))])
+
+    def ips_of(changes: list[Change]) -> set[str]:
+        (change,) = changes
+        assert isinstance(change.object, Node)
+        return set(map(format_address, view_node(change.object).ips.values()))
+
+    async def play() -> None:
+        life.listed()
+        # As if someone deletes the Node: the kubelet creates it again, and later a cloud's controller completes it.
+        assert life.take([gone()]) == []
+        for status in (NodeStatus(), None):
+            created = Node(metadata=ObjectMeta(name="here"), status=status)
+            again = life.take([Change("Node", "", "here", created)])
+            assert ips_of(again) == {"192.0.2.1", "2001:db8::1"}
+        assert ips_of(life.take([node(ips=ips)])) == set(used)
+        assert ips_of(life.take([node(ips=())])) == set(used)
+        assert ips_of(life.take([node(ips=("192.0.2.3", "2001:db8::3"))])) == {"192.0.2.3", "2001:db8::3"}
+
+    assert end_of(life, play) == ""
 
 
 def test_a_deleted_node_keeps_its_facts(caplog: pytest.LogCaptureFixture) -> None:
