@@ -31,7 +31,14 @@ from pyebpf_proxy.kube.api.environment import proxy_for
 from pyebpf_proxy.kube.api.limiter import Limiter
 from pyebpf_proxy.kube.api.observer import Observer
 from pyebpf_proxy.kube.api.timing import Timing
-from pyebpf_proxy.kube.api.trouble import HTTP_ERRORS, StoppedError, TroubleError, connection_trouble, status_trouble
+from pyebpf_proxy.kube.api.trouble import (
+    HTTP_ERRORS,
+    StoppedError,
+    TooLongError,
+    TroubleError,
+    connection_trouble,
+    status_trouble,
+)
 
 #: More than any answer needs: an endless answer must not exhaust the memory.
 MOST_BYTES = 128 * 1024 * 1024
@@ -288,7 +295,7 @@ class Answer:
         self._channel.done()
 
     def read(self, most: int = MOST_BYTES) -> bytes:
-        """The whole body. TroubleError if reading fails, is too slow, or the body is too long."""
+        """The whole body. TroubleError if reading fails or is too slow; TooLongError if the body is too long."""
         # One buffer: of an answer in chunks of a byte or two, a list of pieces would take thirty times its size.
         body = io.BytesIO()
         total = 0
@@ -305,9 +312,9 @@ class Answer:
         client.observer.transferred(self._method, client.access.host, self._sent, total)
         return body.getvalue()
 
-    def _too_long(self, most: int) -> TroubleError:
+    def _too_long(self, most: int) -> TooLongError:
         self._channel.close()
-        return TroubleError(f"an answer of more than {most >> 20} MiB is not read", shared=True)
+        return TooLongError(f"an answer of more than {most >> 20} MiB is not read", shared=True)
 
 
 class Pace:

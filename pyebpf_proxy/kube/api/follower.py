@@ -31,7 +31,7 @@ from pyebpf_proxy.kube.api.messages import (
     read_status,
 )
 from pyebpf_proxy.kube.api.resources import Resource
-from pyebpf_proxy.kube.api.trouble import GoneError, Log, StoppedError, TroubleError, unexpected
+from pyebpf_proxy.kube.api.trouble import GoneError, Log, StoppedError, TooLongError, TroubleError, unexpected
 from pyebpf_proxy.kube.decode import ObjectKey, UnreadableError
 from pyebpf_proxy.kube.source import Change
 
@@ -79,6 +79,9 @@ class Follower:
         self._version = ""
         self._was_listed = False
         self._streams_lists = True
+        #: The whole list is too long to be read in one piece; and how many objects are asked for in one.
+        self._only_pages = False
+        self._limit = PAGE
         self._bookmarks = False
         self._failures = 0
         #: How often the history has expired, each time within ``settle`` after the time before; and the last time.
@@ -188,9 +191,9 @@ class Follower:
     def _list_pages(self) -> None:
         changes: list[Change] = []
         keys: set[ObjectKey] = set()
-        query = {**self._resource.selectors, "limit": str(PAGE)}
+        query = {**self._resource.selectors, "limit": str(self._limit)}
         # As in kube-proxy, the first list may come from the server's cache, which returns it as one page.
-        first = {} if self._was_listed else {"resourceVersion": "0"}
+        first = {} if self._was_listed or self._only_pages else {"resourceVersion": "0"}
         version = token = ""
         pages = 0
         with self._delivering(changes):
@@ -204,14 +207,25 @@ class Follower:
                 try:
                     # The pages of a list count as one request for qps and burst: they are read one after the other.
                     answer = self._ask(query | ({"continue": token} if token else first), limited=not token)
+                    page = self._page(answer)
                 except GoneError:
-                    if not token or "limit" not in query:
+                    if not token or "limit" not in query or self._only_pages:
                         raise
                     # The list has expired while it was read: list again, without pages.
                     keys, token, pages = set(), "", 0
                     query = dict(self._resource.selectors)
                     continue
-                page = self._page(answer)
+                except TooLongError:
+                    if "limit" not in query or (first and not token):
+                        # The server has sent the whole list.
+                        self._only_pages, first = True, {}
+                        keys, token, pages = set(), "", 0
+                    elif self._limit < 2 * LEAST_OF_PAGE:
+                        raise
+                    else:
+                        self._limit //= 2
+                    query["limit"] = str(self._limit)
+                    continue
                 for data in page.items or ():
                     self._take(data, changes, keys)
                     self._deliver_part(changes)

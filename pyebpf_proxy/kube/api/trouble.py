@@ -49,6 +49,10 @@ class GoneError(TroubleError):
     """The requested history has expired (410): list again."""
 
 
+class TooLongError(TroubleError):
+    """An answer is longer than what is read."""
+
+
 def connection_trouble(host: str, error: Exception) -> TroubleError:
     """The TroubleError for an exception of the HTTP library."""
     cause = _root(error)

@@ -16,8 +16,8 @@ import pytest
 
 from pyebpf_proxy.kube.api import follower
 from pyebpf_proxy.kube.api.access import Access
-from pyebpf_proxy.kube.api.client import Client
-from pyebpf_proxy.kube.api.follower import FEW_PAGES, LEAST_OF_PAGE, PART, Follower
+from pyebpf_proxy.kube.api.client import MOST_BYTES, Client
+from pyebpf_proxy.kube.api.follower import FEW_PAGES, LEAST_OF_PAGE, PAGE, PART, Follower
 from pyebpf_proxy.kube.api.limiter import Limiter
 from pyebpf_proxy.kube.api.observer import Silent
 from pyebpf_proxy.kube.api.source import MOST_WAITING
@@ -155,6 +155,59 @@ def test_an_expired_page_causes_a_list_without_pages(api: ScriptedApi) -> None:
         # "a" existed before: it was delivered, and is withdrawn.
         source.until(lambda: source.complete and source.names("Service") == {"b"})
     assert "limit" not in api.asked("services")[3].query
+
+
+def too_long(exchange: Exchange) -> None:
+    """An answer of which only the length is read."""
+    exchange.raw(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % (MOST_BYTES + 1))
+
+
+def test_a_list_that_is_too_long_for_one_piece_is_read_in_pages(api: ScriptedApi) -> None:
+    """The slices of 32 768 dual-stack Services have 160 MiB, and the server's cache returns them in one piece."""
+    api.script(
+        "services",
+        refuse_streams,
+        too_long,
+        lambda exchange: exchange.listed([service("a")], "5", "next"),
+        too_long,
+        lambda exchange: exchange.listed([service("b", "10.96.0.2")], "5", "more"),
+        # It expires, and is not read without pages then.
+        lambda exchange: exchange.status(410, "The provided continue parameter is too old"),
+        lambda exchange: exchange.listed([service("c", "10.96.0.3")], "9"),
+    )
+    with following(api) as source:
+        source.until(lambda: source.complete and source.names("Service") == {"c"})
+        assert source.errors() == []
+    asked = [exchange.query for exchange in api.asked("services")][1:7]
+    assert [query.get("resourceVersion") for query in asked] == ["0", None, None, None, None, None]
+    assert [query.get("continue") for query in asked] == [None, None, "next", "next", "more", None]
+    half = str(PAGE // 2)
+    assert [query["limit"] for query in asked] == [str(PAGE), str(PAGE), str(PAGE), half, half, half]
+
+
+def test_pages_that_are_too_long_with_few_objects_are_an_error(api: ScriptedApi) -> None:
+    api.script("services", refuse_streams, *[too_long] * 8, lambda exchange: exchange.listed([service("a")], "5"))
+    with following(api) as source:
+        source.until(lambda: source.complete and source.names("Service") == {"a"})
+        assert source.logged("an answer of more than 128 MiB is not read")
+    limits = [int(exchange.query["limit"]) for exchange in api.asked("services")[2:10]]
+    assert limits == [500, 250, 125, 62, 31, 15, 15, 15]
+
+
+def test_a_list_that_expires_and_is_too_long_for_one_piece_is_read_in_pages(api: ScriptedApi) -> None:
+    api.script(
+        "services",
+        refuse_streams,
+        lambda exchange: exchange.listed([service("a")], "5", "next"),
+        lambda exchange: exchange.status(410, "The provided continue parameter is too old"),
+        too_long,
+        lambda exchange: exchange.listed([service("b", "10.96.0.2")], "9"),
+    )
+    with following(api) as source:
+        source.until(lambda: source.complete and source.names("Service") == {"b"})
+        assert source.errors() == []
+    _, _, _, whole, paged, *_ = api.asked("services")
+    assert ("limit" in whole.query, "limit" in paged.query) == (False, True)
 
 
 @pytest.mark.parametrize("how", ["status", "event"])
