@@ -36,6 +36,8 @@ _ETHERNET = 1  # ARPHRD_ETHER
 _CLSACT = "clsact"
 #: Qdiscs without filters.
 _PLAIN_QDISCS = frozenset({"noqueue", "pfifo_fast", "pfifo", "bfifo", "fq", "mq", "mqprio", "tbf", "netem", "ingress"})
+#: They list flows as classes, which have no filters.
+_LIST_FLOWS = frozenset({"fq_codel", "sfq", "cake"})
 
 _libc = ctypes.CDLL(None, use_errno=True)
 #: What reading rules may raise; the last two: a kernel sends other messages than those that this version knows.
@@ -267,11 +269,20 @@ def _has_mark_filters() -> bool:
     """Whether a tc filter at the egress of any device uses the mark."""
     with RequestSocket(uapi.NETLINK_ROUTE) as netlink:
         places = set()
+        with_classes = set()
         for message in list(netlink.dump(uapi.RTM_GETQDISC, uapi.TCMSG.pack(0, 0, 0, 0, 0))):
             _, device, handle, _, _ = uapi.TCMSG.unpack_from(message)
             kind = _kind(message)
-            if kind not in _PLAIN_QDISCS:
-                places.add((device, uapi.TC_H_CLSACT_EGRESS if kind == _CLSACT else handle))
+            if kind == _CLSACT:
+                places.add((device, uapi.TC_H_CLSACT_EGRESS))
+            elif kind not in _PLAIN_QDISCS:
+                places.add((device, handle))
+                if kind not in _LIST_FLOWS:
+                    with_classes.add(device)
+        for device in with_classes:
+            for message in list(netlink.dump(uapi.RTM_GETTCLASS, uapi.TCMSG.pack(0, device, 0, 0, 0))):
+                if _kind(message) not in _LIST_FLOWS:
+                    places.add((device, uapi.TCMSG.unpack_from(message)[2]))
         for device, parent in sorted(places):
             try:
                 filters = list(netlink.dump(uapi.RTM_GETTFILTER, uapi.TCMSG.pack(0, device, 0, parent, 0)))

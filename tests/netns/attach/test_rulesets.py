@@ -524,6 +524,26 @@ def test_tc_filters_are_read_if_rules_set_marks(shell: Shell, monkeypatch: pytes
     assert "MARK" in closed()[4]
 
 
+def test_tc_filters_of_classes_are_read(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    shell("""
+        iptables -t mangle -A POSTROUTING -j MARK --set-mark 6
+        ip link add one type veth peer other
+        tc qdisc add dev one root handle 1: htb
+        tc class add dev one parent 1: classid 1:1 htb rate 9mbit
+        tc class add dev one parent 1:1 classid 1:6 htb rate 1mbit
+        tc class add dev one parent 1:1 classid 1:7 htb rate 1mbit
+        tc qdisc add dev one parent 1:7 handle 7: htb
+        tc class add dev one parent 7: classid 7:1 htb rate 1mbit
+    """)
+    monkeypatch.setattr(kernel, "goes_by_mark", lambda message: kernel._kind(message) == "bpf")
+    for parent in ("1:", "1:1", "7:", "7:1"):
+        assert closed() == {}
+        which = f"dev one parent {parent} protocol ip prio 5"
+        shell(f"tc filter add {which} bpf bytecode '1,6 0 0 4294967295' flowid 1:6")
+        assert "MARK" in closed()[4], parent
+        shell(f"tc filter del {which}")
+
+
 @pytest.mark.parametrize("variant", ["nft", "legacy"])
 def test_rules_for_a_device_that_the_fast_path_never_uses(variant: str, shell: Shell) -> None:
     """Tailscale and PPP set the maximum segment size of packets to the tunnel."""
