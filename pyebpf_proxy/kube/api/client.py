@@ -7,6 +7,7 @@ reads. Another thread calls ``Client.look``, which shuts down the sockets of req
 
 from __future__ import annotations
 
+import base64
 import io
 import os
 import platform
@@ -15,7 +16,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote, unquote, urlsplit
 
 import msgspec
 import urllib3
@@ -262,7 +263,10 @@ class Channel:
             elif access.tls.server_name:
                 options["server_hostname"] = access.tls.server_name
         proxy = access.proxy_url or proxy_for(access.server, os.environ)
-        manager = urllib3.ProxyManager(proxy, **options) if proxy else urllib3.PoolManager(**options)
+        if proxy:
+            manager: urllib3.PoolManager = urllib3.ProxyManager(proxy, proxy_headers=_proxy_headers(proxy), **options)
+        else:
+            manager = urllib3.PoolManager(**options)
         pool = manager.connection_from_url(access.server)
         pool.ConnectionCls = _secure_connection(self) if secure else _plain_connection(self)
         self._pool = pool
@@ -339,6 +343,15 @@ class Pace:
             timing.window,
             f"it answers too slowly: less than {timing.window_bytes // 1024} KiB in {timing.window:g} s",
         )
+
+
+def _proxy_headers(url: str) -> Mapping[str, str]:
+    """The credentials in a proxy's URL, as headers: urllib3 ignores them there."""
+    parts = urlsplit(url)
+    if parts.username is None and parts.password is None:
+        return {}
+    pair = f"{unquote(parts.username or '')}:{unquote(parts.password or '')}"
+    return {"Proxy-Authorization": f"Basic {base64.b64encode(pair.encode()).decode()}"}
 
 
 def _secure_connection(channel: Channel) -> type[HTTPSConnection]:

@@ -508,6 +508,35 @@ def test_proxies_of_the_environment_as_go_reads_them(url: str, no_proxy: str, ex
     assert proxy_for(url, {"HTTPS_PROXY": "proxy:3128", "NO_PROXY": no_proxy}) == expected
 
 
+@pytest.mark.parametrize("where", ["kubeconfig", "environment"])
+@pytest.mark.parametrize(
+    ("credentials", "sent"),
+    [("", None), ("user:secret@", "user:secret"), ("us%20er:p%40:ss@", "us er:p@:ss"), ("user@", "user:")],
+)
+def test_a_proxy_gets_the_credentials_of_its_url(
+    monkeypatch: pytest.MonkeyPatch, where: str, credentials: str, sent: str | None
+) -> None:
+    asked: queue.Queue[bytes] = queue.Queue()
+
+    def serve(listener: socket.socket) -> None:
+        asking, _ = listener.accept()
+        asked.put(asking.recv(65536))
+        asking.sendall(b"HTTP/1.1 407 Proxy Authentication Required\r\nContent-Length: 0\r\n\r\n")
+        asking.close()
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=serve, args=(listener,), daemon=True).start()
+        url = f"http://{credentials}127.0.0.1:{listener.getsockname()[1]}"
+        monkeypatch.setenv("HTTPS_PROXY", url if where == "environment" else "")
+        access = Access("https://192.0.2.1:6443", proxy_url=url if where == "kubeconfig" else "")
+        with pytest.raises(TroubleError, match=r"^the proxy on the way to 192\.0\.2\.1:6443 fails: "):
+            Client(access, Limiter(-1, 0), Silent()).channel().request("GET", "/")
+    request, *headers = asked.get(timeout=5).decode().split("\r\n")
+    assert request.startswith("CONNECT 192.0.2.1:6443 ")
+    given = [line.partition(": ")[2] for line in headers if line.lower().startswith("proxy-authorization:")]
+    assert given == ([] if sent is None else [f"Basic {base64.b64encode(sent.encode()).decode()}"])
+
+
 def test_the_limit_is_a_token_bucket() -> None:
     now = 0.0
     limiter = Limiter(2.0, 3, lambda: now)
