@@ -182,7 +182,8 @@ class Follower:
                     if trouble.code in (0, 401, 403, 404, 410, 429):
                         raise
                     _log.debug("this server lists only in pages", resource=self._resource.name, why=str(trouble))
-                    self._streams_lists = False
+                    # As in client-go, a server that fails is asked for a stream again.
+                    self._streams_lists = trouble.code >= 500
                 else:
                     return
             self._list_pages()

@@ -143,6 +143,17 @@ def test_an_older_server_is_listed_in_pages_and_then_watched(api: ScriptedApi) -
     assert first["labelSelector"] == second["labelSelector"] == watch["labelSelector"]
 
 
+@pytest.mark.parametrize("code", [500, 503, 504])
+def test_a_server_that_only_fails_for_a_moment_sends_its_lists_as_watches_later(api: ScriptedApi, code: int) -> None:
+    def fail(exchange: Exchange) -> None:
+        exchange.status(code, "for a moment")
+
+    api.script("services", fail, fail, lambda exchange: exchange.initial([service("a")], "5"))
+    with following(api) as source:
+        source.until(lambda: source.complete and source.names("Service") == {"a"})
+    assert ["sendInitialEvents" in exchange.query for exchange in api.asked("services")[:3]] == [True, False, True]
+
+
 def test_an_expired_page_causes_a_list_without_pages(api: ScriptedApi) -> None:
     api.script(
         "services",
