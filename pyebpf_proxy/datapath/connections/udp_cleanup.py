@@ -26,6 +26,8 @@ from pyebpf_proxy.services.model import FrontendKind, IPFamily, Protocol, Servic
 
 #: From a socket's cookie and connected endpoint to the address that its owner connected to; None: not translated.
 Peers = Callable[[int, Place], Place | None]
+#: Keeps that translation from being evicted. OSError: the kernel refused.
+Keep = Callable[[int, Place], None]
 #: Whether an address is one of the node.
 IsOwn = Callable[[bytes], bool]
 
@@ -46,6 +48,8 @@ class Outcome(NamedTuple):
     refused: list[str]
 
 
+#: include/uapi/linux/bpf.h: update only what exists.
+_BPF_EXIST = 2
 #: The kernel is built without these functions (CONFIG_INET_UDP_DIAG, CONFIG_INET_DIAG_DESTROY): no retry helps.
 _NOT_BUILT = (errno.ENOENT, errno.EOPNOTSUPP)
 
@@ -53,9 +57,14 @@ _NOT_BUILT = (errno.ENOENT, errno.EOPNOTSUPP)
 class UdpCleanup:
     """Follows the plan in the event loop's thread, cleans up in another thread."""
 
-    def __init__(self, peers: Peers, is_own: IsOwn | None = None, moves_flows: bool = False) -> None:
-        """``is_own``: None if no sockets are translated. ``moves_flows``: pods' are, and tc cannot expire flows."""
+    def __init__(
+        self, peers: Peers, is_own: IsOwn | None = None, moves_flows: bool = False, keep: Keep | None = None
+    ) -> None:
+        """``is_own``, ``keep``: None if no sockets are translated. ``moves_flows``: pods' are, and tc cannot expire
+        flows.
+        """
         self._peers = peers
+        self._keep = keep
         self._is_own = is_own
         self._moves_flows = moves_flows
         #: A socket lives from an entry of conntrack, which another proxy or an earlier configuration has made. Or one
@@ -80,6 +89,19 @@ class UdpCleanup:
     async def clean(self) -> Outcome:
         """End every stale flow and socket. If the kernel refuses one of them, the others are ended all the same."""
         return await asyncio.to_thread(self.clean_now)
+
+    async def keep(self) -> None:
+        """Keep the translations of connected sockets, although other sockets fill the same maps.
+
+        No program reads the entry of a socket whose owner only sends and receives. So it would be the first to be
+        evicted, and the socket could not be ended later. OSError: the kernel refused.
+        """
+        if self._keep is not None:
+            await asyncio.to_thread(self._keep_now, self._keep)
+
+    def _keep_now(self, keep: Keep) -> None:
+        for found in list(sock_diag.connected_udp()):
+            keep(found.cookie, (found.peer, found.peer_port))
 
     def clean_now(self) -> Outcome:
         """The same, in the caller's thread."""
@@ -176,20 +198,37 @@ def addresses_in(maps: Mapping[str, Map]) -> IsOwn:
     return lambda address: tables[len(address)].lookup(address) is not None
 
 
-def peers_in(maps: Mapping[str, Map], btf: Btf) -> Peers:
-    """Reads the socket programs' reverse translations (``socket_revnat4``, ``socket_revnat6``)."""
-    layouts = {4: btf.struct("socket_revnat4_key"), 16: btf.struct("socket_revnat6_key")}
-    values = {4: btf.struct("socket_revnat4_value"), 16: btf.struct("socket_revnat6_value")}
-    tables = {4: maps["socket_revnat4"], 16: maps["socket_revnat6"]}
+class SocketPeers:
+    """The socket programs' reverse translations (``socket_revnat4``, ``socket_revnat6``)."""
 
-    def look_up(cookie: int, endpoint: Place) -> Place | None:
-        address, port = endpoint
-        size = len(address)
-        key = layouts[size].pack(cookie=cookie, address=address, port=port, protocol=int(Protocol.UDP))
-        value = tables[size].lookup(key)
+    def __init__(self, maps: Mapping[str, Map], btf: Btf) -> None:
+        names = {4: "socket_revnat4", 16: "socket_revnat6"}
+        self._tables = {size: maps[name] for size, name in names.items()}
+        self._keys = {size: btf.struct(f"{name}_key") for size, name in names.items()}
+        self._values = {size: btf.struct(f"{name}_value") for size, name in names.items()}
+
+    def find(self, cookie: int, endpoint: Place) -> Place | None:
+        """See :data:`Peers`."""
+        size = len(endpoint[0])
+        value = self._tables[size].lookup(self._key(cookie, endpoint))
         if value is None:
             return None
-        wanted = values[size].unpack(value)
+        wanted = self._values[size].unpack(value)
         return bytes(wanted["address"]), int(wanted["port"])
 
-    return look_up
+    def keep(self, cookie: int, endpoint: Place) -> None:
+        """Make the entry the most recently used one of its map, if there is one."""
+        table, key = self._tables[len(endpoint[0])], self._key(cookie, endpoint)
+        value = table.lookup(key)
+        if value is None:
+            return
+        try:
+            table.update(key, value, _BPF_EXIST)
+        except OSError as error:
+            # The owner has just sent to the endpoint itself.
+            if error.errno != errno.ENOENT:
+                raise
+
+    def _key(self, cookie: int, endpoint: Place) -> bytes:
+        address, port = endpoint
+        return self._keys[len(address)].pack(cookie=cookie, address=address, port=port, protocol=int(Protocol.UDP))

@@ -4,16 +4,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Collection
 
 from pyebpf_proxy.common.log import Logger
 from pyebpf_proxy.config.effective import Effective
-from pyebpf_proxy.datapath.connections.udp_cleanup import Cleaned, UdpCleanup, addresses_in, peers_in
+from pyebpf_proxy.datapath.connections.udp_cleanup import Cleaned, SocketPeers, UdpCleanup, addresses_in
 from pyebpf_proxy.datapath.managers.manager import Delta, Manager
 from pyebpf_proxy.datapath.managers.programs import Programs
 from pyebpf_proxy.services.node_facts import NodeFacts
 
-#: Seconds between two looks at such sockets, if there are any. Less than conntrack's timeouts.
+#: Seconds between two looks at connected sockets. Less than conntrack's timeouts, and than it takes other sockets to
+#: fill the maps of the socket programs.
 LOOK_SECONDS = 10
 
 _log = Logger("datapath")
@@ -34,10 +36,12 @@ class UdpFlows(Manager):
 
     def start(self, facts: NodeFacts, wanted: Delta) -> None:
         loaded = self._programs.loaded
+        peers = SocketPeers(loaded.maps, loaded.sock.btf)
         self._udp = UdpCleanup(
-            peers_in(loaded.maps, loaded.sock.btf),
+            peers.find,
             addresses_in(loaded.maps) if self._sockets else None,
             loaded.settings.pod_sockets and not loaded.settings.conntrack_lookup,
+            peers.keep if self._sockets else None,
         )
         self._touched = self._udp.apply(wanted)
         self._run(self._look_again(), "look at sockets that conntrack translates")
@@ -48,6 +52,9 @@ class UdpFlows(Manager):
         """
         while True:
             await asyncio.sleep(LOOK_SECONDS)
+            # A clean-up meets the same error, and reports it.
+            with contextlib.suppress(OSError):
+                await self._udp.keep()
             if not self._udp.waiting:
                 continue
             self._touched = True
