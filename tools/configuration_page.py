@@ -139,6 +139,7 @@ Known differences:
 * A pod that has a Service's address on its own interface is not detected, and its connections to that address
   are translated.
 * Unconnected UDP sockets that use a Service at the moment `all` is switched on may change their endpoint once.
+* After `all` is switched off, `getpeername()` of a TCP connection from before returns the endpoint.
 
 If the kernel does not let socket programs inspect network namespaces, the agent logs this at the start and treats `all`
 as `node`.
