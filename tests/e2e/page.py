@@ -111,10 +111,11 @@ def text() -> str:
     parts += [_others(cnis)] if any(cnis.values()) else []
     replaced = {name: found[f"{name}-replaced"] for name in PROXIES if f"{name}-replaced" in found}
     parts += [_replaced(name, *each) for name, each in replaced.items()]
-    others = {f"{name}, both families": each for name, each in dual.items()}
-    others |= {f"{name}, {cni}": each for cni, runs in cnis.items() for name, _, each in runs}
-    others |= {f"{name} (--replace)": each for name, (_, each) in replaced.items()}
-    parts.append(_not_passed(single | others))
+    runs = [(name, name, each) for name, each in single.items()]
+    runs += [(f"{name} (both families)", f"{name}-dual", each) for name, each in dual.items()]
+    runs += [(f"{name} ({cni})", f"{name}-{cni}", each) for cni, some in cnis.items() for name, _, each in some]
+    runs += [(f"{name} (--replace)", f"{name}-replaced", each) for name, (_, each) in replaced.items()]
+    parts.append(_not_passed(runs))
     parts.append(_left_out())
     return "\n".join([*parts, _SWITCH, _switched(), _CHURN, _churned(), _CLUSTER])
 
@@ -247,16 +248,18 @@ def _cell(count: dict[str, int] | None) -> str:
     return f"{count['passed']} of {ran}" if ran else "–"
 
 
-def _not_passed(runs: Mapping[str, list[Spec]]) -> str:
-    """Failures with their reasons, and specs that skip themselves."""
+def _not_passed(runs: Sequence[tuple[str, str, list[Spec]]]) -> str:
+    """Failures with their reasons, and specs that skip themselves.
+
+    ``runs``: the words for a run, the name of its record, its specs.
+    """
     lines = []
     for state, title in (("failed", "Specs that failed"), ("skipped", "Specs that skip themselves here")):
         concerned: dict[tuple[str, str], list[str]] = {}
-        for name, found in runs.items():
+        for words, record, found in runs:
             for spec in found:
                 if spec.state == state:
-                    proxies = concerned.setdefault((spec.name, _reason(name, spec)), [])
-                    proxies.append(name)
+                    concerned.setdefault((spec.name, _reason(record, spec)), []).append(words)
         if not concerned:
             continue
         lines += [f"{title}:", "", "| spec | with | why |", "|---|---|---|"]
@@ -266,10 +269,9 @@ def _not_passed(runs: Mapping[str, list[Spec]]) -> str:
     return "\n".join(lines)
 
 
-def _reason(run: str, spec: Spec) -> str:
+def _reason(record: str, spec: Spec) -> str:
     if spec.state == "failed":
-        known = specs.KNOWN.get(run.replace(", ", "-")) or specs.KNOWN.get(run.partition(",")[0], {})
-        return results.known_reason(spec, known) or "not known"
+        return results.known_reason(spec, specs.KNOWN.get(record, {})) or "not known"
     return spec.why
 
 

@@ -136,6 +136,6 @@ def test_the_page_shows_each_cni(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert f"| `flannel` | {title} | kube-proxy | 1 of 1 | – | – |\n" in shown
     assert f"| `flannel` | {title} | pyebpf-proxy | 1 of 1 | 1 of 2 | open, 12,345 packets |\n" in shown
     assert f"| `bridge` | {CNIS['bridge'].title} | pyebpf-proxy | 1 of 1 | – | closed: a rule |\n" in shown
-    assert "| three | pyebpf-proxy, flannel | not known |" in shown
+    assert "| three | pyebpf-proxy (flannel) | not known |" in shown
     monkeypatch.setattr(specs, "KNOWN", {"pyebpf-proxy-flannel": {"thr": "a reason"}})
-    assert "| three | pyebpf-proxy, flannel | a reason |" in page.text()
+    assert "| three | pyebpf-proxy (flannel) | a reason |" in page.text()

@@ -65,6 +65,7 @@ OWN_NAMES = {
     "TC_H_CLSACT_EGRESS": "TC_H_MAKE(TC_H_CLSACT, TC_H_MIN_EGRESS)",
     "NLA_TYPE_MASK": "NLA_TYPE_MASK & 0xFFFF",
     "XFRM_USERPOLICY_ID_BYTES": "sizeof(struct xfrm_userpolicy_id)",
+    "IPSET_MSG_LIST": "NFNL_SUBSYS_IPSET << 8 | IPSET_CMD_LIST",
     **{name: f"NFNL_SUBSYS_NFTABLES << 8 | {name}" for name in vars(uapi) if name.startswith("NFT_MSG_")},
     **{name: f"NFNL_SUBSYS_CTNETLINK << 8 | {name}" for name in vars(uapi) if name.startswith("IPCTNL_MSG_")},
 }
