@@ -119,13 +119,13 @@ def test_sets_without_their_rules_are_not_adopted(table: Table, shell: Shell) ->
     known_then = port_key(packed("10.96.0.1"), 6, 80)
     table.ensure(Behaviour(MARK))
     without = shell("nft list table inet pyebpf-proxy")
-    table.ensure(CHECKED, {known_then})
+    table.ensure(CHECKED, lambda: {known_then})
     shell("nft flush chain inet pyebpf-proxy translate")
     again = Table()
     behaviour = Behaviour(MARK, check_destination=again.checks_destination())
     again.ensure(behaviour)
     assert shell("nft list table inet pyebpf-proxy") == without
-    again.ensure(CHECKED, {port_key(packed("10.96.0.2"), 6, 80)})
+    again.ensure(CHECKED, lambda: {port_key(packed("10.96.0.2"), 6, 80)})
     listed = shell("nft list table inet pyebpf-proxy")
     assert "10.96.0.2 . tcp . 80" in listed
     assert "10.96.0.1" not in listed
