@@ -239,6 +239,7 @@ class Proxy:
         self._metrics.synced(end - begin, ok, full, problems_now, self._backlog.slices() if self._backlog else ())
         self._schedule.finished(end, ok)
         if ok and self._backlog:
+            self._metrics.queued()
             self._schedule.resume(end + LISTEN_SECONDS)
         if self._once:
             self._stop.set()

@@ -483,6 +483,7 @@ def test_a_tenants_costly_changes_do_not_hold_up_others(agent: RecordedAgent, mo
     assert with_victim == 1, "the next sync has it"
     assert sorted(name for names in agent.applied() for name in names) == [f"t{i:03}" for i in range(100)] + ["victim"]
     assert agent.metrics.waiting[0] == agent.metrics.waiting[-1] == 0, "these are no slices"
+    assert agent.metrics.asked >= len(agent.metrics.syncs) > 3, "a sync is queued until everything is planned"
 
 
 def test_messages_of_the_planner_are_logged_and_cause_an_event_if_they_have_a_reason(
