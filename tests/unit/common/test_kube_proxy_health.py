@@ -30,7 +30,10 @@ GOOD = page(b'{"currentTime": "", "healthy": true, "status": {"IPv4": {}, "IPv6"
 def test_a_strange_answer_is_printable_and_not_the_end(answer: bytes, capsys: pytest.CaptureFixture[str]) -> None:
     def serve(listener: socket.socket) -> None:
         for each in (answer, GOOD):
-            asking, _ = listener.accept()
+            try:
+                asking, _ = listener.accept()
+            except OSError:
+                return  # the first answer was enough
             with asking:
                 asking.recv(65536)
                 asking.sendall(each)

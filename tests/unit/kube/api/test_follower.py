@@ -804,7 +804,12 @@ def test_a_list_with_many_pages_is_read(api: ScriptedApi) -> None:
         items = [service(name) for name in names[page * LEAST_OF_PAGE :][:LEAST_OF_PAGE]]
         token = f"token{page}" if page < count - 1 else ""
         again.append(lambda exchange, items=items, token=token: exchange.listed(items, "7", token))  # type: ignore[misc]
-    only_pages(api, again)
+
+    def watch(exchange: Exchange) -> None:
+        exchange.begin()
+        exchange.hold()
+
+    only_pages(api, [*again, watch])
     with following(api) as source:
         source.until(lambda: source.names("Service") == {*names})
         assert source.errors() == []
