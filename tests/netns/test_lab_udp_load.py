@@ -13,6 +13,7 @@ import pytest
 from pyebpf_proxy.lab.cluster import Lab
 from tests.support.conversation import PORT
 from tests.support.fast_lab import FAR, NEAR, FastWorld, build_fast_world
+from tests.support.new_flows import NewFlows, ending, wait_until_fast
 
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
 
@@ -32,7 +33,13 @@ def fast(request: pytest.FixtureRequest) -> bool:
 @pytest.fixture(scope="module")
 def world(fast: bool) -> Iterator[FastWorld]:
     with Lab() as lab:
-        yield build_fast_world(lab, {"fastPath": fast})
+        world = build_fast_world(lab, {"fastPath": fast})
+        if fast:
+            # On a busy machine the agent opens the fast path some seconds after its first sync.
+            flows = NewFlows(world.client.namespace, NEAR.v4, "udp")
+            with ending(flows):
+                wait_until_fast(world, flows)
+        yield world
 
 
 @pytest.mark.parametrize("origin", ["pod", "pod, far", "outside"])
