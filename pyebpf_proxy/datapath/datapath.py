@@ -88,7 +88,7 @@ class Datapath:
             # Just before the programs of a former run are replaced: until then they change affinity and flows.
             take_over,
             sockets,
-            TcPrograms(bpffs, programs, node_maps, service_maps),
+            TcPrograms(bpffs, programs, node_maps, nft),
             # After tc, which handles what XDP leaves to it.
             xdp,
             # After the last program has been replaced.

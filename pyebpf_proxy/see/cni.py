@@ -35,7 +35,7 @@ class Read(NamedTuple):
     problem: str = ""
 
 
-def read(mark: int, socket_programs: bool = True, folders: tuple[Path, ...] = FOLDERS, cilium: Path = CILIUM) -> Read:
+def read(mark: int, socket_programs: bool, folders: tuple[Path, ...] = FOLDERS, cilium: Path = CILIUM) -> Read:
     """The configuration in use, and its conflicts.
 
     ``mark``: the masquerade bit in use. ``socket_programs``: whether the agent attaches programs to the root cgroup.

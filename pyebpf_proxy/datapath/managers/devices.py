@@ -11,8 +11,8 @@ from pyebpf_proxy.config.effective import Effective
 from pyebpf_proxy.datapath.connections.drain import pin_programs
 from pyebpf_proxy.datapath.managers.bpffs import Bpffs
 from pyebpf_proxy.datapath.managers.manager import Delta, Manager
+from pyebpf_proxy.datapath.managers.nft_table import NftTable
 from pyebpf_proxy.datapath.managers.programs import Programs
-from pyebpf_proxy.datapath.managers.service_maps import ServiceMaps
 from pyebpf_proxy.datapath.node.frames import Frames, attach_frames
 from pyebpf_proxy.datapath.node.links import MAPS, Node
 from pyebpf_proxy.datapath.settings import node_config, xdp_config
@@ -51,16 +51,16 @@ class NodeMaps(Manager):
 class TcPrograms(Manager):
     """Attaches the tc programs, and from then on follows the devices."""
 
-    def __init__(self, bpffs: Bpffs, programs: Programs, node_maps: NodeMaps, service_maps: ServiceMaps) -> None:
+    def __init__(self, bpffs: Bpffs, programs: Programs, node_maps: NodeMaps, nft: NftTable) -> None:
         super().__init__()
         self._bpffs = bpffs
         self._programs = programs
         self._node_maps = node_maps
-        self._service_maps = service_maps
+        self._nft = nft
 
     def start(self, facts: NodeFacts, wanted: Delta) -> None:
         loaded, node = self._programs.loaded, self._node_maps.node
-        node.on_programs_behind = self._service_maps.check_destination
+        node.on_programs_behind = self._nft.check_destination
         if loaded.settings.fast_path:
             pin_programs(loaded.tc.programs, self._bpffs.pins)
         node.attach({name: program.fd for name, program in loaded.tc.programs.items()})

@@ -52,13 +52,12 @@ class NftTable(Manager):
         """Whether the table recognises datagrams of translated sockets by a mark."""
         return self._behaviour.mark_datagrams
 
-    @property
-    def checks_destination(self) -> bool:
-        """Whether the table checks that a packet goes to a frontend."""
-        return self._behaviour.check_destination
-
     def check_destination(self, enabled: bool) -> None:
-        """Add or remove this check, and the frontends that it needs. Errors are logged, and :meth:`refresh` retries."""
+        """Check that a packet still goes to a frontend, or no longer: other programs may have translated it.
+
+        With the check the table has every frontend, which costs time and memory. Errors are logged, and :meth:`refresh`
+        retries.
+        """
         if enabled == self._behaviour.check_destination:
             return
         self._behaviour = self._behaviour._replace(check_destination=enabled)

@@ -49,19 +49,11 @@ class ServiceMaps(Manager):
             self._nft.table.replace(self.writer.netfilter_backends)
             self._set_frontends()
 
-    def check_destination(self, needed: bool) -> None:
-        """Whether netfilter must check that a packet still goes to a frontend: other programs may have translated it.
-
-        The table has every frontend then, which costs time and memory.
-        """
-        self._nft.check_destination(needed)
-
     def _change_frontends(self, added: Iterable[FrontendAddress], removed: Iterable[FrontendAddress]) -> None:
         self._nft.table.change_ports("frontends", _keys(added), _keys(removed))
 
     def _set_frontends(self) -> None:
-        if self._nft.checks_destination:
-            self._nft.table.set_ports("frontends", _keys(self.writer.frontends))
+        self._nft.table.set_ports("frontends", _keys(self.writer.frontends))
 
     def refresh(self) -> None:
         """Recount the clients with session affinity."""

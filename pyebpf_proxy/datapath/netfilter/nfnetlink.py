@@ -102,14 +102,15 @@ class Channel:
 
     def rules(self, table: str) -> int:
         """The number of rules in a table; 0 also if there is no such table."""
-        bodies, _ = self._dump(uapi.NFT_MSG_GETRULE, attribute(uapi.NFTA_RULE_TABLE, zero_terminated(table)))
-        return len(bodies)
+        return len(self._rules(table))
 
     def looks_up(self, table: str, name: str) -> bool:
         """Whether a rule of the table names this set or map."""
-        bodies, _ = self._dump(uapi.NFT_MSG_GETRULE, attribute(uapi.NFTA_RULE_TABLE, zero_terminated(table)))
         lookup = attribute(uapi.NFTA_LOOKUP_SET, zero_terminated(name))
-        return any(lookup in body for body in bodies)
+        return any(lookup in body for body in self._rules(table))
+
+    def _rules(self, table: str) -> list[bytes]:
+        return self._dump(uapi.NFT_MSG_GETRULE, attribute(uapi.NFTA_RULE_TABLE, zero_terminated(table)))[0]
 
     def chains(self, table: str) -> dict[str, Chain]:
         """The chains of a table by name."""

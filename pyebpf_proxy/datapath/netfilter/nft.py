@@ -195,8 +195,10 @@ class Table:
 
     def set_ports(self, base: str, wanted: Iterable[bytes]) -> None:
         """Makes the sets ``cluster_ports`` or ``frontends`` hold exactly ``wanted``, writing only the differences."""
-        wanted = set(wanted)
-        self.change_ports(base, wanted - self._ports[base], self._ports[base] - wanted)
+        # Without these sets, the wanted keys are not even computed.
+        if self._behaviour is not None and _has(self._behaviour, base):
+            wanted = set(wanted)
+            self.change_ports(base, wanted - self._ports[base], self._ports[base] - wanted)
 
     def set_addresses(self, base: str, wanted: Iterable[Prefix]) -> None:
         """Makes the sets ``cluster_ips`` or ``service_cidrs`` hold exactly ``wanted``, writing only the differences.
@@ -414,7 +416,7 @@ def _backend_steps(gone: Mapping[int, _Packed], added: Mapping[int, _Packed]) ->
 
 def _has(behaviour: Behaviour, base: str) -> bool:
     """Whether the table has these sets of ports."""
-    return behaviour.check_destination if base == "frontends" else behaviour.refuse_unknown
+    return f"{base}4" in nft_rules.sets(behaviour)
 
 
 def _port_steps(base: str, delete: bool, keys: Iterable[bytes]) -> Iterator[Step]:

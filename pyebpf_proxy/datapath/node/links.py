@@ -137,8 +137,8 @@ class Node:
         self.on_devices: Callable[[], None] = lambda: None
         #: Called with the ifindexes of devices that are gone, of which no other device has one yet.
         self.on_devices_gone: Callable[[Set[int]], None] = lambda indexes: None
-        #: Called before the first program is attached, and after every listing of other programs and change of devices,
-        #: with whether any comes after the agent's at ingress.
+        #: Called before the first program is attached, and after every change of devices and of the other programs on
+        #: them, with whether any comes after the agent's at ingress.
         self.on_programs_behind: Callable[[bool], None] = lambda any_: None
         self._written: dict[str, Contents] = {name: dict(maps[name].items()) for name in MAPS}
         self._programs: Mapping[str, int] = {}
@@ -153,7 +153,6 @@ class Node:
             raise
         #: As the last :meth:`look` has found them.
         self._chains: dict[int, tuple[tuple[int, ...], ...]] = {}
-        self._wanted = Wanted()
         self._see_others()
         self._wanted = plan(self._follower.state, config)
         #: As the last :meth:`_note_sources` has found them; before it those of a former run. A device of those may have
@@ -339,7 +338,6 @@ class Node:
         kept = {index: state.others[index] for index in watched if index in state.others and index not in listed}
         state.others = kept | found
         state.bridge_rules = bridge_rules() if self._bridges() else ""
-        self._note_programs_behind()
         return before != (state.others, state.bridge_rules)
 
     def _note_programs_behind(self) -> None:
