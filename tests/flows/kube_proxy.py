@@ -23,6 +23,8 @@ from tests.support.reference import kube_proxy
 from tests.support.relay import Relay
 
 DEADLINE = 60.0
+#: Starts until kube-proxy has the ServiceCIDRs at its first sync (``_drops_unallocated``).
+STARTS = 5
 #: Settings that it cannot write outside the machine's first network namespace.
 _NO_SYSCTLS = {"maxPerCore": 0, "min": 0, "tcpEstablishedTimeout": "0s", "tcpCloseWaitTimeout": "0s"}
 _TOOLS = ("iptables", "iptables-save", "iptables-restore", "ip6tables", "ip6tables-save", "ip6tables-restore")
@@ -95,10 +97,27 @@ class KubeProxy:
 
     def start(self, mode: str, scenario: Scenario) -> None:
         """Start it with the scenario's objects and wait until they are programmed."""
-        self._world.give(scenario.node_addresses())
         self.write(scenario.objects())
-        self._launch(mode, scenario.config)
-        self.wait_synced()
+        for _ in range(STARTS):
+            self._world.give(scenario.node_addresses())
+            self._launch(mode, scenario.config)
+            self.wait_synced()
+            if mode != "nftables" or self._drops_unallocated():
+                return
+            self.stop()
+        raise LabError(f"kube-proxy had no ServiceCIDRs at its first sync, {STARTS} times:\n{self.log()[-3000:]}")
+
+    def _drops_unallocated(self) -> bool:
+        """Whether both families drop what goes to a cluster IP that no Service has.
+
+        kube-proxy does not wait for the ServiceCIDRs before its first sync. If they come later, it adds this rule at
+        the next full sync, up to an hour later (``OnServiceCIDRsChanged`` requests none).
+        """
+        return all(
+            "Drop traffic to unallocated ClusterIPs"
+            in self._namespace.run("nft", "list", "chain", family, "kube-proxy", "cluster-ips-check")
+            for family in ("ip", "ip6")
+        )
 
     def _launch(self, mode: str, config: dict[str, Any]) -> None:
         document = {
