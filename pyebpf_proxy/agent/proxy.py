@@ -24,6 +24,7 @@ from pyebpf_proxy.common.cycles import without_cycle_search
 from pyebpf_proxy.common.errors import DatapathError, FatalError
 from pyebpf_proxy.common.log import Logger
 from pyebpf_proxy.config.effective import Effective
+from pyebpf_proxy.datapath.repairs import Repair, repairs
 from pyebpf_proxy.kube.events import ObjectReference, Recorder
 from pyebpf_proxy.kube.source import Batch, Change, Source
 from pyebpf_proxy.services.losses import LossMessage
@@ -355,6 +356,7 @@ class Proxy:
                     continue
                 if overwritten and not self._failed:
                     _log.error("another program has changed the service maps; comparing them with all Services")
+                    repairs.note(Repair.MAP)
                     self._failed = True
                     self._request()
 

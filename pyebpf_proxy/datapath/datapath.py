@@ -36,6 +36,7 @@ from pyebpf_proxy.datapath.managers.udp_flows import UdpFlows
 from pyebpf_proxy.datapath.netlink.subscription import overruns
 from pyebpf_proxy.datapath.node import mounts
 from pyebpf_proxy.datapath.node.sysctls import WarnNode
+from pyebpf_proxy.datapath.repairs import repairs
 from pyebpf_proxy.datapath.view import flow_table, view
 from pyebpf_proxy.services.node_facts import NodeFacts
 
@@ -250,6 +251,7 @@ class Datapath:
             "pinsGone": self._pins.why_gone,
             "conntrackRefusals": self._conntrack.refusals(),
             "netlinkOverruns": overruns(),
+            "repairs": repairs.view(),
             "runFolder": obstacle(self._effective.directory),
         }
 

@@ -17,6 +17,7 @@ from pyebpf_proxy.common.kernel_files import kernel_number
 from pyebpf_proxy.common.run_directory import obstacle
 from pyebpf_proxy.datapath.loader.programs import OPTIONAL
 from pyebpf_proxy.datapath.node.plan import REDIRECTS
+from pyebpf_proxy.datapath.repairs import Repair
 from pyebpf_proxy.see import drops, facts, fast_path, local, model, programs
 from pyebpf_proxy.see.agent import running_agent
 from pyebpf_proxy.see.answers import NOT_RIGHT, RIGHT, OtherLayoutError, SeeError, listed
@@ -94,6 +95,7 @@ def read(directory: Path) -> model.Status:
         *_about_run_folder(directory),
         *_about_refusals(refusals or {}),
         *_about_conntrack(agent_state),
+        *_about_repairs(agent_state),
     ]
     return made
 
@@ -145,6 +147,31 @@ def _about_conntrack(agent_state: Mapping[str, Any]) -> Iterator[model.Trouble]:
             what=f"{dropped} times in the last minute: conntrack dropped the first packet of a flow, its table is full",
             remedy=_fill_remedy("conntrack"),
         )
+
+
+#: What the agent restores, in words: one, and several.
+_RESTORED = {
+    Repair.TC_PROGRAM: ("a tc program", "tc programs"),
+    Repair.SOCKET_PROGRAM: ("a socket program", "socket programs"),
+    Repair.NFTABLES_TABLE: ("the nftables table", "the nftables table"),
+    Repair.PINS: ("pins", "pins"),
+    Repair.MAP: ("a map", "maps"),
+    Repair.SETTING: ("a setting of the kernel", "settings of the kernel"),
+}
+
+
+def _about_repairs(agent_state: Mapping[str, Any]) -> Iterator[model.Trouble]:
+    """What another program has removed or changed in the last minute. Connections may have failed meanwhile."""
+    lately = agent_state.get("repairs", {}).get("lastMinute", {})
+    for kind, (one, several) in _RESTORED.items():
+        if count := lately.get(kind, 0):
+            times = "once" if count == 1 else f"{count} times"
+            yield model.Trouble(
+                what=f"{times} in the last minute: another program removed or changed {one if count == 1 else several},"
+                " and the agent restored this",
+                remedy="connections may have failed meanwhile; find the program that does it: the agent's log shows"
+                " what was removed and when",
+            )
 
 
 def _about_refusals(refusals: Mapping[str, str]) -> Iterator[model.Trouble]:

@@ -317,6 +317,9 @@ def _read_node(view: Callable[[], Mapping[str, Any]]) -> Iterable[Read]:
     def overruns() -> Iterable[tuple[Labels, float]]:
         return [((protocol,), count) for protocol, count in sorted(view().get("netlinkOverruns", {}).items())]
 
+    def restored() -> Iterable[tuple[Labels, float]]:
+        return [((what,), count) for what, count in view().get("repairs", {}).get("total", {}).items()]
+
     def writable() -> Iterable[tuple[Labels, float]]:
         return [((), float(not view()["runFolder"]))] if "runFolder" in view() else []
 
@@ -327,6 +330,13 @@ def _read_node(view: Callable[[], Mapping[str, Any]]) -> Iterable[Read]:
         " each time the agent listed everything again",
         ("protocol",),
         overruns,
+    )
+    yield Read(
+        CounterMetricFamily,
+        "pyebpf_proxy_repairs_total",
+        "Objects in the kernel that another program removed or changed, and that the agent restored",
+        ("object",),
+        restored,
     )
     yield Read(
         GaugeMetricFamily,

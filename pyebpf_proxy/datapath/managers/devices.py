@@ -15,6 +15,7 @@ from pyebpf_proxy.datapath.managers.nft_table import NftTable
 from pyebpf_proxy.datapath.managers.programs import Programs
 from pyebpf_proxy.datapath.node.frames import Frames, attach_frames
 from pyebpf_proxy.datapath.node.links import MAPS, Node
+from pyebpf_proxy.datapath.repairs import Repair, repairs
 from pyebpf_proxy.datapath.settings import node_config, xdp_config
 from pyebpf_proxy.services.node_facts import NodeFacts
 
@@ -45,6 +46,7 @@ class NodeMaps(Manager):
     def refresh(self) -> None:
         for name in self.node.read_back():
             _log.error("another program has changed a map; it was repaired", map=name)
+            repairs.note(Repair.MAP)
         self.node.look()
 
 

@@ -13,6 +13,7 @@ from pyebpf_proxy.datapath.loader.programs import fast_path_is_built
 from pyebpf_proxy.datapath.managers.manager import Delta, Manager
 from pyebpf_proxy.datapath.node import sysctls
 from pyebpf_proxy.datapath.node.node_settings import FAST_PATH, LIBERAL, Setting
+from pyebpf_proxy.datapath.repairs import Repair, repairs
 from pyebpf_proxy.services.node_facts import NodeFacts
 
 _log = Logger("datapath")
@@ -77,6 +78,7 @@ class FastPathSettings(Manager):
             _log.warning(
                 "another program changed a setting that the fast path needs; it is set again", setting=setting.name
             )
+            repairs.note(Repair.SETTING)
             self._lost.pop(setting.name, None)
         elif self._lost.get(setting.name) != refused:
             _log.error("established connections of the fast path may end", error=refused)

@@ -15,6 +15,7 @@ from pyebpf_proxy.datapath.netfilter.nft_rules import Behaviour
 from pyebpf_proxy.datapath.netfilter.table_watch import TableWatch
 from pyebpf_proxy.datapath.node import mounts, sysctls
 from pyebpf_proxy.datapath.node.node_settings import LIBERAL
+from pyebpf_proxy.datapath.repairs import Repair, repairs
 from pyebpf_proxy.datapath.settings import conntrack_is_liberal, with_fast_path_support
 from pyebpf_proxy.services.node_facts import NodeFacts
 
@@ -82,6 +83,7 @@ class NftTable(Manager):
         """Restore the table at once if another program has deleted or flushed it; errors are logged."""
         try:
             if self._ensure():
+                repairs.note(Repair.NFTABLES_TABLE)
                 _log.warning(
                     "another program deleted or flushed the nftables table, it is restored:"
                     " let that program flush only its own tables",

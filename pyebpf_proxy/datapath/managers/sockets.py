@@ -13,6 +13,7 @@ from pyebpf_proxy.datapath.managers.bpffs import Bpffs
 from pyebpf_proxy.datapath.managers.manager import Delta, Manager
 from pyebpf_proxy.datapath.managers.programs import Programs
 from pyebpf_proxy.datapath.node import cgroups, mounts
+from pyebpf_proxy.datapath.repairs import Repair, repairs
 from pyebpf_proxy.services.node_facts import NodeFacts
 
 #: Seconds between two looks at the links. The kernel does not report that one was detached.
@@ -64,6 +65,8 @@ class SocketPrograms(Manager):
             if self._problem != before:
                 _log.error(self._problem)
             return
+        repairs.note(Repair.SOCKET_PROGRAM, len(names))
+        repairs.note(Repair.PINS, len(pinned))
         if names:
             _log.warning("socket programs were detached, they are attached again", programs=",".join(names))
         if pinned:

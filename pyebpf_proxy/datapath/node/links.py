@@ -25,6 +25,7 @@ from pyebpf_proxy.datapath.node.plan import (
     program_for,
     source_addresses,
 )
+from pyebpf_proxy.datapath.repairs import Repair, repairs
 
 # If others remove a program this often within a minute, it is attached again a minute later.
 REATTACH_LIMIT = 10
@@ -461,6 +462,7 @@ class Node:
             return True
         self._reattached[index] = [*recent, now]
         self._report(f"device {self._name(index)}: the agent's tc program is {wrong}, attaching it again")
+        repairs.note(Repair.TC_PROGRAM)
         self._attach(index, self._attached.pop(index))
         return True
 

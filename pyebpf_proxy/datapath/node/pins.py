@@ -26,6 +26,7 @@ from typing import NamedTuple
 from pyebpf_proxy.common.log import Logger
 from pyebpf_proxy.datapath.loader import tcx
 from pyebpf_proxy.datapath.node import mounts
+from pyebpf_proxy.datapath.repairs import Repair, repairs
 
 SYS_OPEN_TREE, SYS_MOVE_MOUNT = 428, 429  # the same on every architecture
 OPEN_TREE_CLONE, OPEN_TREE_CLOEXEC = 1, os.O_CLOEXEC
@@ -99,6 +100,7 @@ class KeptPins:
         place = gone[0].target
         if not self._gone():
             self.why_not = ""
+            repairs.note(Repair.PINS)
             _log.warning("the bpffs with the pins was unmounted, it is restored", place=place)
             return
         before, self.why_not = self.why_not, f"the bpffs at {place} was unmounted, and {problem or self._why_not_held}"

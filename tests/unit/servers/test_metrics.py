@@ -50,6 +50,7 @@ VIEW = {
     "devices": {"2": {"name": "eth0", "redirect": 1}, "3": {"name": "veth1", "redirect": 0}},
     "promotion": {"failed": {"full": 6}, "young": 11},
     "netlinkOverruns": {"route": 2, "netfilter": 0},
+    "repairs": {"total": {"tc_program": 3, "pins": 0}, "lastMinute": {}},
     "runFolder": "it is read-only",
 }
 MAPS = {"services": (3, 100)}
@@ -365,6 +366,8 @@ def test_the_fast_path(agent: ObservedAgent) -> None:
     assert [labels for labels in page if labels[0] == closed] == [(closed, "IPv6", "stack_rules")]
     overruns = "pyebpf_proxy_netlink_overruns_total"
     assert (page[overruns, "route"], page[overruns, "netfilter"]) == (2, 0)
+    repairs = "pyebpf_proxy_repairs_total"
+    assert (page[repairs, "tc_program"], page[repairs, "pins"]) == (3, 0)
     assert page["pyebpf_proxy_run_directory_writable",] == 0
     device = "pyebpf_proxy_device"
     assert (page[device, "eth0", "device"], page[device, "veth1", "none"]) == (1, 1)
