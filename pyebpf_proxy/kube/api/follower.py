@@ -47,6 +47,8 @@ MOST_OBJECTS = 500_000
 PART = 500
 #: Larger than any object that etcd accepts.
 MOST_BYTES_OF_EVENT = 64 * 1024 * 1024
+#: From how many failures in a row on a failure that is usual is reported.
+RECURRING = 3
 #: How often a list may follow an expired history without a wait.
 MOST_AT_ONCE = 2
 
@@ -163,6 +165,8 @@ class Follower:
                 log = False
             else:
                 delay = max(delay, timing.forbidden)
+        elif trouble.usual and self._failures < RECURRING:
+            log = False
         elif trouble.code not in (0, 401, 429) and self._failures > 1:
             # As client-go does. It may refuse this resourceVersion for ever, or be another server by now.
             self._version = ""
@@ -352,7 +356,7 @@ class Follower:
             raise TroubleError(f"{host} closed the connection before the list was complete", shared=True)
         if total == 0 and time.monotonic() - begin < min(1.0, seconds / 2):
             what = f"{host} closes every watch immediately: check proxies between it and this node"
-            raise TroubleError(what, shared=True)
+            raise TroubleError(what, shared=True, usual=True)
 
     def _lines(self, answer: Answer, end: float, *, listing: bool) -> Iterator[list[bytes]]:
         """The complete lines of a stream, in the groups in which they arrive. Sets the timeout for the next data."""

@@ -21,15 +21,24 @@ class TroubleError(Exception):
     """A failed request. Its message is one line with the problem and the remedy.
 
     ``shared``: the problem affects the server, and so every resource. ``lost``: the server was not reachable, and the
-    next connection may lead to another one. ``code``: the HTTP status. ``seconds``: minimum delay before a retry.
+    next connection may lead to another one. ``usual``: a server under load does this now and then, so only a failure
+    that recurs is reported. ``code``: the HTTP status. ``seconds``: minimum delay before a retry.
     """
 
     def __init__(
-        self, text: str, *, shared: bool = False, lost: bool = False, code: int = 0, seconds: float = 0.0
+        self,
+        text: str,
+        *,
+        shared: bool = False,
+        lost: bool = False,
+        usual: bool = False,
+        code: int = 0,
+        seconds: float = 0.0,
     ) -> None:
         super().__init__(text)
         self.shared = shared
         self.lost = lost
+        self.usual = usual
         self.code = code
         self.seconds = seconds
 

@@ -17,7 +17,7 @@ import pytest
 from pyebpf_proxy.kube.api import follower
 from pyebpf_proxy.kube.api.access import Access
 from pyebpf_proxy.kube.api.client import MOST_BYTES, Client
-from pyebpf_proxy.kube.api.follower import FEW_PAGES, LEAST_OF_PAGE, PAGE, PART, Follower
+from pyebpf_proxy.kube.api.follower import FEW_PAGES, LEAST_OF_PAGE, PAGE, PART, RECURRING, Follower
 from pyebpf_proxy.kube.api.limiter import Limiter
 from pyebpf_proxy.kube.api.observer import Silent
 from pyebpf_proxy.kube.api.source import MOST_WAITING
@@ -265,6 +265,32 @@ def test_a_watch_that_ends_properly_is_resumed(api: ScriptedApi) -> None:
         source.until(lambda: len(api.asked("services")) == 2)
         assert source.errors() == []
     assert api.asked("services")[1].query["resourceVersion"] == "42"
+
+
+@pytest.mark.parametrize("times", [RECURRING - 1, RECURRING])
+def test_a_watch_that_is_closed_at_once_is_reported_if_this_recurs(api: ScriptedApi, times: int) -> None:
+    """An API server under load closes the watches of clients that it cannot serve."""
+
+    def first(exchange: Exchange) -> None:
+        exchange.initial([service("a")], "5")
+        exchange.cut()
+
+    def close(exchange: Exchange) -> None:
+        exchange.begin()
+        exchange.end()
+
+    def go_on(exchange: Exchange) -> None:
+        exchange.begin()
+        exchange.event("ADDED", service("b", "10.96.0.2", version="6"))
+        exchange.hold()
+
+    # The first failure in a row is the watch that breaks.
+    api.script("services", first, *[close] * (times - 1), go_on)
+    with following(api) as source:
+        source.until(lambda: source.names("Service") == {"a", "b"})
+        errors = source.errors()
+    assert len(errors) == (times == RECURRING), errors
+    assert all("closes every watch immediately" in line for line in errors)
 
 
 def test_a_broken_watch_is_resumed_without_a_message(api: ScriptedApi) -> None:
