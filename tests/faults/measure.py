@@ -22,7 +22,7 @@ NEVER = 40.0
 _REASON = re.compile(r'^pyebpf_proxy_reasons_total\{reason="(\w+)"\} (\S+)$', re.MULTILINE)
 #: Other counters, and gauges of problems.
 _LABELLED = re.compile(
-    r'^pyebpf_proxy_(conntrack_refusals|netlink_overruns|api_retries)_total\{\w+="(\w+)"\} (\S+)$', re.MULTILINE
+    r'^pyebpf_proxy_(conntrack_refusals|netlink_overruns|api_retries|repairs)_total\{\w+="(\w+)"\} (\S+)$', re.MULTILINE
 )
 _PLAIN = re.compile(
     r"^pyebpf_proxy_(service_port_problems|failed_syncs_total|run_directory_writable) (\S+)$", re.MULTILINE
@@ -89,6 +89,8 @@ class Outcome(msgspec.Struct, kw_only=True):
     status: list[str]
     metrics: dict[str, int]
     log: list[str]
+    #: Seconds from the request to end the fault until it had ended: such as the start of a proxy that was killed.
+    ending: float = 0.0
     stalled: float = 0.0
     #: What the fault has measured itself.
     notes: str = ""
@@ -132,21 +134,28 @@ def run(
     if fault.once:
         context.__exit__(None, None, None)
     over = time.monotonic()
-    healed = _seconds_until(lambda: fault.healed(ground), over) if fault.once else 0.0
+    healed = change_right = 0.0
+    if fault.once:
+        # It lasts until the proxy has repaired it: this change is made meanwhile.
+        ground.proxy.apply("meanwhile", meanwhile)
+        healed = _seconds_until(lambda: fault.healed(ground), over)
+        change_right = _seconds_until(lambda: ground.serves(MEANWHILE), over)
     try:
         pass_by(fault.seconds * scale / 2)
-        ground.proxy.apply("meanwhile", meanwhile)
+        if not fault.once:
+            ground.proxy.apply("meanwhile", meanwhile)
         pass_by(fault.seconds * scale / 2)
         ending = time.monotonic()
         # Some counters exist only during the fault.
         peak = reasons(ground)
         status = [] if fault.once else ground.status()
+        asked_end = time.monotonic()
     finally:
         if not fault.once:
             context.__exit__(None, None, None)
             over = time.monotonic()
-    change_right = _seconds_until(lambda: ground.serves(MEANWHILE), over)
     if not fault.once:
+        change_right = _seconds_until(lambda: ground.serves(MEANWHILE), over)
         healed = _seconds_until(lambda: fault.healed(ground), over)
     status += ground.status() if fault.once else []
     changed = time.monotonic()
@@ -168,13 +177,14 @@ def run(
     return Outcome(
         proxy=ground.proxy.name,
         lost=lost,
-        change_right=0.0 if fault.once else change_right,
+        change_right=change_right,
         healed=healed,
         change_after=change_after,
         status=[each for each in status if each not in warned],
         metrics={name: int(most[name] - usual.get(name, 0)) for name in sorted(moved)},
         log=_shortened(ground.proxy.complaints()[len(said) :], said),
         notes="; ".join(ground.notes),
+        ending=0.0 if fault.once else round(over - asked_end, 3),
         stalled=round(max((stall.ended - stall.begun for stall in stalls), default=0.0), 3),
         **found,
     )
@@ -214,12 +224,10 @@ def problems(fault: Fault, found: Outcome, beside: Outcome | None) -> list[str]:
         said.append(f"{found.lost} established connections were lost")
     if found.right > soon:
         said.append(f"right again after {found.right:.1f} s, not {soon:.0f}")
-    if fault.refuses and not counters(found):
+    if (fault.refuses or found.failed) and not counters(found):
         said.append("refusals are not counted")
-    if (fault.refuses or fault.named) and not found.status:
+    if (fault.refuses or fault.named or found.failed) and not found.status:
         said.append("`status` does not name it")
-    if found.failed and not (found.status or counters(found) or found.log):
-        said.append("failed connections are named nowhere")
     return said
 
 

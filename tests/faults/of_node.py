@@ -176,7 +176,19 @@ def victim_is_served(ground: Ground) -> bool:
 @contextmanager
 def device_renamed(ground: Ground) -> Iterator[None]:
     """A pod's device is renamed while it is up."""
-    name = ground.lab.pods["web-1"].device
+    with _renamed(ground, ground.lab.pods["web-1"].device):
+        yield
+
+
+@contextmanager
+def uplink_renamed(ground: Ground) -> Iterator[None]:
+    """The node's device to the outside is renamed while it is up."""
+    with _renamed(ground, "eth0"):
+        yield
+
+
+@contextmanager
+def _renamed(ground: Ground, name: str) -> Iterator[None]:
     try:
         ground.node.namespace.ip(f"link set dev {name} name other0")
     except LabError as error:

@@ -63,6 +63,7 @@ def put(ground: Ground, name: str) -> Outcome:
         ("disk-full", "cannot be written to: its file system is full"),
         ("read-only", "cannot be written to: it is read-only"),
         ("renamed", ""),
+        ("uplink-renamed", ""),
         ("moved", ""),
         ("neighbours", ""),
         ("descriptors", "cannot be read: Too many open files"),
@@ -98,6 +99,7 @@ def test_flushed_rules_are_restored_at_once(ground: Ground) -> None:
     # The log line comes after the table.
     wait_until(lambda: logged() > before, "the agent logs it")
     assert logged() == before + 1
+    assert_named(ground, "the nftables table", {"nftables_table": 1})
 
 
 def test_detached_socket_programs_are_restored_within_a_second(ground: Ground) -> None:
@@ -107,7 +109,23 @@ def test_detached_socket_programs_are_restored_within_a_second(ground: Ground) -
         assert not of_node.has_socket_programs(ground)
         wait_until(lambda: of_node.has_socket_programs(ground), "the programs are back", 5.0 * slowness())
     log.wait(Message.SOCKET_PROGRAMS_ATTACHED_AGAIN)
+    assert_named(ground, "socket programs", {"socket_program": 8})
     assert ground.node.namespace.call(answers, cluster_ip(SHOP), 80)
+
+
+def test_detached_tc_programs_are_restored_counted_and_named(ground: Ground) -> None:
+    log = Log(ground.node.agent).from_now()
+    with of_node.programs_detached(ground):
+        wait_until(lambda: of_node.has_programs(ground), "the programs are back")
+    log.wait("attaching it again")
+    assert_named(ground, "tc programs", {"tc_program": 5})
+
+
+def assert_named(ground: Ground, what: str, at_least: dict[str, int]) -> None:
+    """The agent has counted these repairs, and ``status`` names them."""
+    metrics = measure.reasons(ground)
+    assert all(metrics[f"repairs: {name}"] >= count for name, count in at_least.items()), metrics
+    assert any(f"another program removed or changed {what}" in text for text in ground.status()), ground.status()
 
 
 def test_the_fast_path_opens_again_when_descriptors_are_available(ground: Ground) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from pyebpf_proxy.see.maps import Pinned
-from tests.faults.ground import Ground
+from tests.faults.ground import Ground, wait_until
 
 _ENTRIES = re.compile(r'^pyebpf_proxy_map_entries\{map="(\w+)"\} (\S+)$', re.MULTILINE)
 _MEMLOCK = re.compile(r"^memlock:\s+(\d+)$", re.MULTILINE)
@@ -87,7 +87,7 @@ def sample(ground: Ground, start: float, group: Path | None) -> Sample:
     fds = [path.name for path in Path(f"/proc/{pid}/fd").iterdir()]
     with Pinned(ground.node.agent.directory) as pinned:
         memory = sum(_memlock(pinned.map(name).fd) for name in pinned.names)
-    entries = {name: int(float(value)) for name, value in _ENTRIES.findall(ground.proxy.metrics())}
+    entries = _entries(ground)
     # Traffic fills the flow table, Services fill the others.
     flows = entries.pop("flows")
     return Sample(
@@ -103,6 +103,18 @@ def sample(ground: Ground, start: float, group: Path | None) -> Sample:
         kernel_kib=0 if group is None else _kernel_memory(group) // 1024,
         conntrack_kib=_slabs("nf_conntrack") // 1024,
     )
+
+
+def _entries(ground: Ground) -> dict[str, int]:
+    """The used entries of each map. On a busy machine, the agent may not answer in time: then it is asked again."""
+    found: dict[str, int] = {}
+
+    def answered() -> bool:
+        found.update((name, int(float(value))) for name, value in _ENTRIES.findall(ground.proxy.metrics()))
+        return bool(found)
+
+    wait_until(answered, "the agent shows its metrics")
+    return found
 
 
 def _kernel_memory(group: Path) -> int:

@@ -74,7 +74,8 @@ def test_recovery_is_when_the_last_failing_connection_begins() -> None:
         ({"lost": 1}, "1 established connections were lost"),
         ({"change_right": 1.1}, "right again after 1.1 s, not 1"),
         ({"healed": 2.0}, "right again after 2.0 s, not 1"),
-        ({"failed": 1}, "failed connections are named nowhere"),
+        ({"failed": 1, "status": ["full"]}, "refusals are not counted"),
+        ({"failed": 1, "metrics": {"slow_no_port": 1}, "log": ["error"]}, "`status` does not name it"),
     ],
 )
 def test_each_broken_promise_is_named(fields: dict[str, object], output: str) -> None:
@@ -98,9 +99,15 @@ def test_refusals_of_a_fault_are_counted_and_named_by_status() -> None:
     assert measure.problems(fault(named=True), outcome(status=named), None) == []
 
 
-def test_failed_connections_are_named_somewhere() -> None:
-    for fields in ({"status": ["full"]}, {"metrics": {"slow_no_port": 1}}, {"log": ["error"]}):
-        assert measure.problems(fault(), outcome(failed=1, **fields), None) == []
+def test_failed_connections_that_are_counted_and_named_are_no_broken_promise() -> None:
+    found = outcome(failed=1, status=["once in the last minute"], metrics={"repairs: tc_program": 1})
+    assert measure.problems(fault(), found, None) == []
+
+
+def test_a_fault_that_took_long_to_end_says_so() -> None:
+    for ending, words in ((0.4, "stops |"), (1.24, "stops (its end took 1.2 s) |")):
+        assert words in page._row("stops", "pyebpf-proxy", outcome(ending=ending), "met")
+    assert "stops (three; its end took 1.2 s) |" in page._row("stops", "x", outcome(ending=1.2, notes="three"), "met")
 
 
 def test_goals_that_the_numbers_alone_do_not_meet_have_a_reason() -> None:
@@ -130,6 +137,7 @@ class Page:
         return """pyebpf_proxy_reasons_total{reason="slow_quota"} 7.0
 pyebpf_proxy_conntrack_refusals_total{reason="insert_failed"} 20.0
 pyebpf_proxy_netlink_overruns_total{protocol="route"} 3.0
+pyebpf_proxy_repairs_total{object="tc_program"} 2.0
 pyebpf_proxy_service_port_problems 176.0
 pyebpf_proxy_service_over_limit{namespace="a",service="b"} 1.0
 pyebpf_proxy_service_over_limit{namespace="a",service="c"} 2.0
@@ -143,6 +151,7 @@ def test_counters_of_every_kind_are_read() -> None:
         "slow_quota": 7,
         "conntrack_refusals: insert_failed": 20,
         "netlink_overruns: route": 3,
+        "repairs: tc_program": 2,
         "service_port_problems": 176,
         "service_over_limit": 3,
         "run_directory_writable is 0": 1,
