@@ -61,6 +61,7 @@ enum agent_request {
 	CLOSE = 2,		/* close the conntrack entry of a kernel flow that was reset */
 	RESTORE = 3,		/* restore it: a FIN or RST that the other side ignores has shortened its timeout */
 	RESTORING = 4,		/* the same; the agent has been asked once */
+	SHORTEN = 5,		/* shorten its timeout: one side has vanished */
 };
 
 enum closing {

@@ -278,10 +278,15 @@ __noinline int drop_until_promotion(const struct packet *p, __u32 device, __u32 
 	return 0;
 }
 
+static __always_inline bool asks_for_restoration(const struct flow *f)
+{
+	return f->promote == RESTORE || f->promote == RESTORING;
+}
+
 /* A kernel's flow. True if conntrack's entry should be restored, and the connection has not ended since. */
 static __always_inline bool needs_restoration(const struct flow *f, const struct flow *other)
 {
-	return other && (f->promote >= RESTORE || other->promote >= RESTORE) && f->closing < CLOSING_IN_SEQUENCE &&
+	return other && (asks_for_restoration(f) || asks_for_restoration(other)) && f->closing < CLOSING_IN_SEQUENCE &&
 	       other->closing < CLOSING_IN_SEQUENCE;
 }
 

@@ -14,6 +14,8 @@
 #define KERNEL_TCP_NS (3600 * NANOSECONDS)
 #define KERNEL_CLOSED_NS (10 * NANOSECONDS)	/* TCP: after the last packet, if a FIN or RST was seen */
 #define KERNEL_PRESSED_NS (10 * NANOSECONDS)
+#define GIVEN_UP_SECONDS 180	/* TCP sends a segment again after 2 minutes at the latest */
+#define NO_ANSWER_SECONDS 10
 #define MASQUERADED_NS (24 * KERNEL_TCP_NS)	/* kube-proxy's timeout of established connections in conntrack */
 
 struct sweep {
@@ -87,6 +89,27 @@ static __always_inline bool flow_was_reset(const struct flow_key *key, const str
 }
 
 /*
+ * One side of a kernel's flow has sent packets for a while, got no acknowledgement of the last one, and sends no more:
+ * the other side has vanished.  conntrack would keep the entry for nf_conntrack_tcp_timeout_established, a day, as it
+ * cannot judge the sequence numbers.  Without the fast path it is nf_conntrack_tcp_timeout_max_retrans, five minutes.
+ */
+static __always_inline bool one_side_has_vanished(const struct flow_key *key, const struct flow *f,
+						  const struct flow *other, __u64 idle)
+{
+	const struct flow *sender = f, *silent = other;
+
+	if (key->protocol != TCP || !other || idle <= GIVEN_UP_SECONDS * NANOSECONDS)
+		return false;
+	if (other->last_seen > f->last_seen) {
+		sender = other;
+		silent = f;
+	}
+	/* A keepalive probe repeats an old number, but if it is answered, both sides were seen at the same time. */
+	return sender->last_seen - silent->last_seen > NO_ANSWER_SECONDS * NANOSECONDS && silent->acknowledged &&
+	       sender->sent_until != (__u16)silent->acknowledged;
+}
+
+/*
  * Two kinds of flows must stay while conntrack may have them.  If a program does not look it up, an answered UDP flow:
  * its next datagram would open a flow to any endpoint.  And a flow that holds a source port: a young flow could take
  * the port.  That also holds while one side has closed, and the other one has not answered yet.
@@ -104,7 +127,9 @@ static __always_inline bool kernel_flow_is_stale(const struct flow_key *key, con
 	if (udp)
 		return idle > forgotten_udp_ns();
 	if (reserves && !(f->closing && other->closing) && !flow_was_reset(key, f, other))
-		return idle > (f->closing || other->closing || pressed ? KERNEL_TCP_NS : MASQUERADED_NS);
+		return idle > (f->closing || other->closing || pressed || one_side_has_vanished(key, f, other, idle)
+				       ? KERNEL_TCP_NS
+				       : MASQUERADED_NS);
 	return idle > (f->closing || other->closing ? KERNEL_CLOSED_NS : KERNEL_TCP_NS);
 }
 
@@ -174,17 +199,20 @@ static __always_inline void note_request(struct sweep *s, int requested)
 		s->full_at = s->found.entries;
 }
 
-/* `f`: the client's direction of a kernel's flow. Each end of the flow is reported once to each agent. */
-static __always_inline bool request_close(const struct flow_key *key, struct flow *f, bool anew)
+/*
+ * `f`: the client's direction of a kernel's flow; `request`: CLOSE or SHORTEN.  It is requested once of each agent, as
+ * long as the flow does not go on.
+ */
+static __always_inline bool request_end(const struct flow_key *key, struct flow *f, bool anew, __u8 request)
 {
-	if ((f->promote == CLOSE && !anew) || bpf_map_push_elem(&promotions, key, 0))
+	if ((f->promote == request && !anew) || bpf_map_push_elem(&promotions, key, 0))
 		return false;
-	f->promote = CLOSE;
+	f->promote = request;
 	return true;
 }
 
 /*
- * `f`: as for request_close().  Two sweeps ask for each restoration: when the first one asks, the forged packet may not
+ * `f`: as for request_end().  Two sweeps ask for each restoration: when the first one asks, the forged packet may not
  * have reached conntrack yet.  False: the queue was full.
  */
 static __always_inline bool request_restoration(const struct flow_key *key, struct flow *f, struct flow *other)
@@ -226,7 +254,7 @@ __noinline int sweep_flow(const struct flow_key *entry_key, struct flow *f, stru
 			note_tracked(client_hash(&key, false), s->now);
 		reset = flow_was_reset(&key, f, other);
 		/* The agent reads both entries. That of the client is removed first. */
-		if (reset && (f->reply || request_close(&key, f, s->anew))) {
+		if (reset && (f->reply || request_end(&key, f, s->anew, CLOSE))) {
 			s->found.requested += !f->reply;
 			return 0;
 		}
@@ -237,6 +265,8 @@ __noinline int sweep_flow(const struct flow_key *entry_key, struct flow *f, stru
 		}
 		if (kernel_flow_is_stale(&key, &a, f, other, idle, s->pressed) && !bpf_map_delete_elem(&flows, &key))
 			count(FLOW_FORGOTTEN);
+		else if (!f->reply && !reset && one_side_has_vanished(&key, f, other, idle))
+			s->found.requested += request_end(&key, f, s->anew, SHORTEN);
 		else if (!f->reply && !reset && f->promote)
 			f->promote = NO_REQUEST;
 		return 0;

@@ -24,6 +24,7 @@ MACROS = {
     ),
     "observer.h": ("PRIORITY_NEW",),
     "service_maps.h": ("ADDRESS_HINT_BITS",),
+    "sweep.h": ("GIVEN_UP_SECONDS", "NO_ANSWER_SECONDS"),
     "maps.h": ("REFUSED_PERIOD",),
     "trace_maps.h": ("TRACED_SERVICES",),
 }

@@ -59,6 +59,10 @@ PRIORITY_NEW = 0xEE000001
 # bpf/service_maps.h
 ADDRESS_HINT_BITS = 20
 
+# bpf/sweep.h
+GIVEN_UP_SECONDS = 180
+NO_ANSWER_SECONDS = 10
+
 # bpf/maps.h
 REFUSED_PERIOD = 4
 

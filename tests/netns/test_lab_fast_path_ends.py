@@ -18,6 +18,7 @@ import pytest
 from pyebpf_proxy.lab.addresses import cluster_ip
 from pyebpf_proxy.lab.cluster import Lab, Pod
 from pyebpf_proxy.lab.manifests import Port, service, slices
+from pyebpf_proxy.see.maps import Pinned
 from tests.netns.tcp_ends import End, exchange_data
 from tests.support.fast_lab import FastWorld, build_fast_world
 from tests.support.lab_tools import wait_until
@@ -46,10 +47,10 @@ class Moving:
     def other(self) -> Pod:
         return self.world.far if self.at is self.world.near else self.world.near
 
-    def begin(self, family: int = 4, own_port: int | None = None) -> tuple[End, End, int]:
+    def begin(self, family: int = 4, own_port: int | None = None, name: str = "it") -> tuple[End, End, int]:
         """A new connection: the client's end, the endpoint's end, and the client's port."""
         own_port = next(_own_ports) if own_port is None else own_port
-        client, server = End(self.world.client.namespace), End(self.at.namespace)
+        client, server = End(self.world.client.namespace, name), End(self.at.namespace, name)
         client.connect(ADDRESS.of(family), PORT, own_port)
         server.accept(PORT)
         return client, server, own_port
@@ -94,6 +95,23 @@ class Moving:
         for entry in json.loads(keys.stdout):
             subprocess.run(["bpftool", "map", "delete", "pinned", pin, "key", "hex", *entry["key"]], check=False)
 
+    def age(self, own_port: int, client: float, endpoint: float) -> None:
+        """Change when the table has last seen the two sides of a connection: so many seconds ago."""
+        with Pinned(self.world.node.agent.directory) as maps:
+            flows, flow, key = maps.map("flows"), maps.btf.struct("flow"), maps.btf.struct("flow_key")
+            for one, value in flows.items():
+                ends = key.unpack(one)
+                if own_port in (ends["source_port"], ends["destination_port"]):
+                    fields = flow.unpack(value)
+                    ago = endpoint if fields["reply"] else client
+                    fields["last_seen"] = time.monotonic_ns() - int(ago * 1e9)
+                    flows.update(one, flow.pack(**fields))
+
+    def seconds_left(self, own_port: int, family: int) -> int:
+        """The timeout of conntrack's entry."""
+        (line,) = self.conntrack(own_port, family)
+        return int(line.split()[2])
+
 
 @pytest.fixture(scope="module")
 def moving() -> Iterator[Moving]:
@@ -126,6 +144,40 @@ def test_ports_of_a_reset_connection_are_used_again(moving: Moving, by: str, for
     client, server, _ = moving.begin(family, own_port)
     exchange_data(client, server, 10)
     client.reset()
+
+
+def test_a_connection_whose_client_has_vanished_leaves_conntrack_soon(moving: Moving, family: int) -> None:
+    """conntrack has not seen the numbers of all packets, and would keep the connection for a day. An idle one stays."""
+    client, server, own_port = moving.begin(family)
+    idle, idle_server, idle_port = moving.begin(family, name="idle")
+    for ends in ((client, server), (idle, idle_server)):
+        moving.fast(*ends)
+    wait_until(lambda: moving.conntrack(own_port, family), "the kernel has the flow")
+    wait_until(lambda: moving.conntrack(idle_port, family), "the kernel has the idle flow")
+    machine = moving.world.client.namespace
+    machine.run("nft", "add table inet cut; add chain inet cut in { type filter hook input priority 0; policy drop; }")
+    try:
+        server.send(bytes(20_000))
+        # The endpoint sends the data again and again. Each time, conntrack extends the timeout.
+        time.sleep(2.0)
+        assert moving.seconds_left(own_port, family) > 3600
+
+        def shortened() -> bool:
+            # Three minutes later.
+            for port in (own_port, idle_port):
+                moving.age(port, client=900.0, endpoint=200.0)
+            return moving.seconds_left(own_port, family) <= 300
+
+        wait_until(shortened, "conntrack's entry expires soon")
+        assert moving.seconds_left(idle_port, family) > 3600
+    finally:
+        machine.run("nft", "delete table inet cut")
+    # The client was only cut off: the connection goes on.
+    assert len(client.receive(20_000)) == 20_000
+    exchange_data(client, server, 3)
+    wait_until(lambda: moving.seconds_left(own_port, family) > 3600, "conntrack keeps it")
+    for end in (client, idle):
+        end.reset()
 
 
 def test_ports_of_a_connection_that_was_reset_after_data_are_used_again(moving: Moving, family: int) -> None:

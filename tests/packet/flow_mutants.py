@@ -431,8 +431,8 @@ FLOW_MUTANTS: dict[str, tuple[str, str, str]] = {
         "\t\tif (known->promote == CLOSE)\n\t\t\tknown->promote = NO_REQUEST;\n",
         "",
     ),
-    "flows: the next agent closes nothing": ("sweep.h", "f->promote == CLOSE && !anew", "f->promote == CLOSE"),
-    "flows: each sweep reports a kernel flow": ("sweep.h", "(f->promote == CLOSE && !anew) || ", ""),
+    "flows: the next agent closes nothing": ("sweep.h", "f->promote == request && !anew", "f->promote == request"),
+    "flows: each sweep reports a kernel flow": ("sweep.h", "(f->promote == request && !anew) || ", ""),
     "flows: a SYN hides a forged RST": ("flow_send.h", "\t\tif (known->promote == CLOSE)\n", ""),
     "flows: a forged RST closes its side": ("flow_send.h", "\t\tknown->promote = RESTORE;\n\t\treturn 0;\n", ""),
     "flows: a forged RST of another device is not noted": (
@@ -478,7 +478,7 @@ FLOW_MUTANTS: dict[str, tuple[str, str, str]] = {
     ),
     "flows: a SYN waits only until the agent is asked": (
         "flow_send.h",
-        "(f->promote >= RESTORE || other->promote >= RESTORE)",
+        "(asks_for_restoration(f) || asks_for_restoration(other))",
         "(f->promote == RESTORE || other->promote == RESTORE)",
     ),
     "flows: a SYN waits without an agent": (
@@ -493,8 +493,8 @@ FLOW_MUTANTS: dict[str, tuple[str, str, str]] = {
     ),
     "flows: a forged RST of the endpoint is not reported": (
         "flow_send.h",
-        "(f->promote >= RESTORE || other->promote >= RESTORE)",
-        "f->promote >= RESTORE",
+        "(asks_for_restoration(f) || asks_for_restoration(other))",
+        "asks_for_restoration(f)",
     ),
     "flows: a forged RST hides a real one": (
         "flow_send.h",
@@ -550,9 +550,26 @@ FLOW_MUTANTS: dict[str, tuple[str, str, str]] = {
     ),
     "flows: a reset flow is removed unreported": (
         "sweep.h",
-        "if (reset && (f->reply || request_close(&key, f, s->anew)))",
-        "if (reset && idle < KERNEL_CLOSED_NS && (f->reply || request_close(&key, f, s->anew)))",
+        "if (reset && (f->reply || request_end(&key, f, s->anew, CLOSE)))",
+        "if (reset && idle < KERNEL_CLOSED_NS && (f->reply || request_end(&key, f, s->anew, CLOSE)))",
     ),
+    "flows: a vanished side is never reported": (
+        "sweep.h",
+        "s->found.requested += request_end(&key, f, s->anew, SHORTEN)",
+        "s->found.requested += 0",
+    ),
+    "flows: a side that may send again has vanished": (
+        "sweep.h",
+        "idle <= GIVEN_UP_SECONDS * NANOSECONDS",
+        "idle <= NANOSECONDS",
+    ),
+    "flows: an answered keepalive is given up": (
+        "sweep.h",
+        "sender->last_seen - silent->last_seen > NO_ANSWER_SECONDS * NANOSECONDS && silent->acknowledged",
+        "silent->acknowledged",
+    ),
+    "flows: an idle side has vanished": ("sweep.h", "sender->sent_until != (__u16)silent->acknowledged", "true"),
+    "flows: only the client vanishes": ("sweep.h", "if (other->last_seen > f->last_seen) {", "if (false) {"),
     "flows: a tracked flow never gets a device": ("observer.h", "if (!f->rewrite.device_in) {", "if (false) {"),
     "flows: any RST ends": ("flow_send.h", "if (ahead) {", "if (false) {"),
     "flows: no RST ends": ("flow_send.h", "return p->tcp_flags & TCP_RST;", "return 0;"),

@@ -40,7 +40,7 @@ from tests.support.logs import Log, Message
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
 
 SECOND = 10**9
-CLOSE, RESTORE = 2, 3  # enum agent_request
+CLOSE, RESTORE, SHORTEN = 2, 3, 5  # enum agent_request
 CLIENT = {4: "10.244.1.9", 6: "fd00:10:244:1::9"}
 FRONTEND = {4: "10.96.0.10", 6: "fd00:10:96::10"}
 ENDPOINT = {4: "10.244.2.5", 6: "fd00:10:244:2::5"}
@@ -434,6 +434,103 @@ def test_the_entry_of_a_flow_whose_reset_overtook_a_packet_is_closed_when_it_is_
     (line,) = node.listed()
     assert line.split()[3] == state
     assert not node.promoter._extended
+
+
+#: nf_conntrack_tcp_timeout_max_retrans, and a timeout as of an established connection.
+MOST_RETRANSMISSIONS, ESTABLISHED = 300, 80_000
+VANISHED = {"idle": 200, "silent": 260, "sent": 0x1234, "acknowledged": 0x771230}
+
+
+def vanish(node: Node, key: bytes, *, client: bool, idle: int, silent: int, sent: int, acknowledged: int) -> None:
+    """The last packet of one side came ``idle`` seconds ago, that of the other side ``silent`` seconds ago.
+
+    ``client``: the client has vanished. ``sent``: what the side that was seen last has sent; ``acknowledged``: what the
+    other one has acknowledged.
+    """
+    moment = time.monotonic_ns()
+    last = {"last_seen": moment - idle * SECOND, "sent_until": sent, "acknowledged": 7}
+    first = {"last_seen": moment - silent * SECOND, "sent_until": 7, "acknowledged": acknowledged}
+    node.write(key, **(first if client else last))
+    node.write_reply(key, **(last if client else first))
+
+
+@pytest.mark.parametrize("client", [True, False], ids=["client", "endpoint"])
+@pytest.mark.parametrize("masqueraded", [False, True], ids=["own source", "masqueraded"])
+def test_the_entry_of_a_flow_whose_one_side_has_vanished_expires_soon(
+    node: Node, masqueraded: bool, client: bool
+) -> None:
+    """conntrack has not seen all numbers, so it does not count retransmissions, and would keep the entry for a day."""
+    key = node.young(1000, masqueraded=masqueraded)
+    node.promoter.pass_now()
+    node.expire_in(ESTABLISHED)
+    vanish(node, key, client=client, **VANISHED)
+    node.promoter.pass_now()
+    (line,) = node.listed()
+    assert line.split()[3] == "ESTABLISHED"
+    assert MOST_RETRANSMISSIONS - 5 < int(line.split()[2]) <= MOST_RETRANSMISSIONS
+    # Asked once: another pass does not extend the timeout, nor shorten it if the connection goes on by the slow path.
+    node.expire_in(ESTABLISHED)
+    node.promoter.pass_now()
+    (line,) = node.listed()
+    assert int(line.split()[2]) > MOST_RETRANSMISSIONS
+    # After a packet of the flow it is judged anew.
+    node.write(key, last_seen=time.monotonic_ns())
+    node.promoter.pass_now()
+    vanish(node, key, client=client, **VANISHED)
+    node.promoter.pass_now()
+    (line,) = node.listed()
+    assert int(line.split()[2]) <= MOST_RETRANSMISSIONS
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"idle": 170},
+        {"silent": 205},
+        {"acknowledged": 0x771234},
+        {"acknowledged": 0},
+    ],
+    ids=["may be sent again", "answered", "acknowledged", "unknown numbers"],
+)
+@pytest.mark.parametrize("client", [True, False], ids=["client", "endpoint"])
+def test_the_entry_of_a_quiet_flow_stays(node: Node, client: bool, changes: dict[str, int]) -> None:
+    """Both sides of such a flow may still be there, with nothing to say."""
+    key = node.young(1000)
+    node.promoter.pass_now()
+    node.expire_in(ESTABLISHED)
+    vanish(node, key, client=client, **{**VANISHED, **changes})
+    node.promoter.pass_now()
+    (line,) = node.listed()
+    assert int(line.split()[2]) > ESTABLISHED - 5
+    flow = node.loaded.tc.btf.struct("flow").unpack(node.loaded.maps["flows"].lookup(key) or b"")
+    assert flow["promote"] == 0, "the sweep has asked for it"
+    # Also if the agent was asked for it, by a sweep just before the answer.
+    assert [flow.vanished for flow in node.read(key, young=False)] == [False]
+
+
+def test_a_short_timeout_of_a_flow_whose_one_side_has_vanished_stays(node: Node) -> None:
+    key = node.young(1000)
+    node.promoter.pass_now()
+    node.expire_in(60)
+    vanish(node, key, client=True, **VANISHED)
+    node.promoter.pass_now()
+    (line,) = node.listed()
+    assert int(line.split()[2]) <= 60
+
+
+def test_the_next_agent_shortens_what_an_agent_was_asked_to_shorten(node: Node) -> None:
+    key = node.young(1000)
+    node.promoter.pass_now()
+    node.expire_in(ESTABLISHED)
+    vanish(node, key, client=True, **VANISHED)
+    node.write(key, promote=SHORTEN, last_seen=time.monotonic_ns() - VANISHED["silent"] * SECOND)
+    node.write_reply(key, last_seen=time.monotonic_ns() - VANISHED["idle"] * SECOND)
+    node.promoter.pass_now()
+    (line,) = node.listed()
+    assert int(line.split()[2]) > MOST_RETRANSMISSIONS, "it was asked before, and does not wait for it"
+    promotion.promoter(node.loaded.maps, node.loaded.tc.programs, node.btf).pass_now()
+    (line,) = node.listed()
+    assert int(line.split()[2]) <= MOST_RETRANSMISSIONS
 
 
 def test_the_next_agent_closes_what_an_agent_was_asked_to_close(node: Node) -> None:

@@ -141,6 +141,21 @@ def close(netlink: RequestSocket, entries: Sequence[Entry], seconds: Mapping[tup
     netlink.request_many(uapi.IPCTNL_MSG_CT_NEW, 0, [_key(e) + _state(e, seconds[e.protocol, e.state]) for e in ending])
 
 
+def shorten(netlink: RequestSocket, entries: Iterable[Entry]) -> None:
+    """Give connections of which one side has vanished the timeout of those that conntrack saw retransmit. OSError.
+
+    It is nf_conntrack_tcp_timeout_max_retrans. A packet of the connection makes the timeout long again.
+    """
+    limit = _sysctl("tcp_timeout_max_retrans")
+    timeout = attribute(uapi.CTA_TIMEOUT, limit.to_bytes(4, "big"))
+    bodies = []
+    for entry in entries:
+        known = _own(netlink, entry)
+        if known and known.tcp_state == TcpState.ESTABLISHED and known.seconds > limit:
+            bodies.append(_key(entry) + timeout)
+    netlink.request_many(uapi.IPCTNL_MSG_CT_NEW, 0, bodies)
+
+
 class Closed(NamedTuple):
     """What :func:`reset` has not closed: entries that had a packet after the RST, and the errno of each refusal."""
 

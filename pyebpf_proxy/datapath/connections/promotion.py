@@ -5,6 +5,7 @@ A sweep, which is a program, selects the flows that are due. Each gets a conntra
 From then on it is a kernel's flow, and the programs confirm it through netfilter once a second (docs/fast-path.md). The
 sweep also selects kernel's flows that were reset. conntrack cannot know that their RST was the last packet, so the
 agent closes their entries. If a RST or FIN was forged, conntrack cannot know that either, so the agent restores them.
+If one side of a flow has vanished, the agent shortens the timeout of the entry.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple, Protocol
 
-from pyebpf_proxy.common.bpf_constants import CLOSING_BY_RESET, CLOSING_IN_SEQUENCE
+from pyebpf_proxy.common.bpf_constants import CLOSING_BY_RESET, CLOSING_IN_SEQUENCE, GIVEN_UP_SECONDS, NO_ANSWER_SECONDS
 from pyebpf_proxy.common.log import Logger
 from pyebpf_proxy.datapath.connections import create, gone_sources
 from pyebpf_proxy.datapath.connections.create import Entry, Outcome, Result, TcpState
@@ -40,6 +41,7 @@ SOON_SECONDS = 0.05
 AT_ONCE = 4096
 #: Packets that a RST has overtaken arrive within this time.
 QUIET_NS = 500_000_000
+NANOSECONDS = 1_000_000_000
 #: A flow that conntrack does not accept for this long is ended. Otherwise no new netfilter rule would ever see it.
 UNPROMOTED_SECONDS = 30.0
 _ETHERNET_HEADER = bytes(14)
@@ -85,6 +87,8 @@ class Flow(NamedTuple):
     reset: bool = False
     #: No packet came for QUIET_NS.
     quiet: bool = False
+    #: For a kernel's flow: one side has given up, because the other one has vanished.
+    vanished: bool = False
     #: One side has sent a FIN, and the other one has acknowledged it.
     half_closed: bool = False
     #: Both sides have sent a FIN or RST.
@@ -156,18 +160,33 @@ class FlowReader:
         )
         reset = not young and CLOSING_IN_SEQUENCE in (closing, closing_too)
         # bpf_ktime_get_coarse_ns() reads the same clock, with the resolution of a timer tick.
-        quiet = time.monotonic_ns() - max(last_seen, last_seen_too) > QUIET_NS
+        idle = time.monotonic_ns() - max(last_seen, last_seen_too)
+        # How much later the client was seen than the endpoint.
+        later = last_seen - last_seen_too
+        vanished = (
+            not young
+            and idle > GIVEN_UP_SECONDS * NANOSECONDS
+            and abs(later) > NO_ANSWER_SECONDS * NANOSECONDS
+            and self._acknowledged(there, back, by_endpoint=later > 0, known=True) is False
+        )
         closed = closing or closing_too
         both = bool(closing and closing_too)
-        half = not both and self._is_acknowledged(there, back, closed, not closing)
-        return Flow(entry, bool(closed), key, answer_key, started, reset, quiet, half, both)
+        # Nothing acknowledges a RST.
+        fin = closed not in (0, CLOSING_BY_RESET)
+        half = not both and fin and bool(self._acknowledged(there, back, by_endpoint=bool(closing)))
+        return Flow(entry, bool(closed), key, answer_key, started, reset, idle > QUIET_NS, vanished, half, both)
 
-    def _is_acknowledged(self, there: bytes, back: bytes, closing: int, by_endpoint: bool) -> bool:
-        """Whether the other side has acknowledged the FIN of the side with ``closing``. Nothing acknowledges a RST."""
-        if self._numbers is None or closing in (0, CLOSING_BY_RESET):
-            return False
+    def _acknowledged(self, there: bytes, back: bytes, *, by_endpoint: bool, known: bool = False) -> bool | None:
+        """Whether this side has acknowledged what the other one sent last.
+
+        None: the table has no numbers. ``known``: also None if the programs have not seen those of this flow.
+        """
+        if self._numbers is None:
+            return None
         (acknowledged, sent), (acknowledged_too, sent_too) = map(self._numbers.unpack, (there, back))
-        return bool(sent_too == acknowledged & 0xFFFF if by_endpoint else sent == acknowledged_too & 0xFFFF)
+        if by_endpoint:
+            acknowledged, sent_too = acknowledged_too, sent
+        return None if known and not acknowledged else bool(sent_too == acknowledged & 0xFFFF)
 
     def is_kernels(self, flow: Masqueraded) -> bool:
         """Whether the key is still that of this flow of the kernel, and not of a later one."""
@@ -206,7 +225,9 @@ class Asked(NamedTuple):
     due: list[Flow]
     #: Kernel's flows that were reset.
     reset: list[Flow]
-    #: Kernel's flows that were not: a RST or FIN may have been forged.
+    #: Kernel's flows with a side that has vanished.
+    vanished: list[Flow]
+    #: Other kernel's flows: a RST or FIN may have been forged.
     going_on: list[Flow]
 
 
@@ -384,7 +405,7 @@ class Promoter:
     def _read(self, keys: Iterable[bytes]) -> Asked:
         """The flows with these keys. The young flows wait from now on. BpfError."""
         now = self._clock()
-        asked = Asked([], [], [])
+        asked = Asked([], [], [], [])
         for key in keys:
             if flow := self._flows.read(key):
                 asked.due.append(flow)
@@ -392,7 +413,7 @@ class Promoter:
                 if known is None or known.flow != flow.read:
                     self._asked[key] = Refused(flow.read, now)
             elif flow := self._flows.read(key, young=False):
-                (asked.reset if flow.reset else asked.going_on).append(flow)
+                (asked.reset if flow.reset else asked.vanished if flow.vanished else asked.going_on).append(flow)
         return asked
 
     def _promote_all(self, asked: Asked) -> list[tuple[Flow, Result]]:
@@ -426,6 +447,7 @@ class Promoter:
             self._close_reset(netlink, asked.reset, seconds)
             going_on = [(flow.entry, flow.closing) for flow in asked.going_on if not flow.both_closed]
             create.restore(netlink, going_on, seconds)
+            create.shorten(netlink, (flow.entry for flow in asked.vanished))
         return failed
 
     def _close_reset(
