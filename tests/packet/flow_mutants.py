@@ -553,23 +553,23 @@ FLOW_MUTANTS: dict[str, tuple[str, str, str]] = {
         "if (reset && (f->reply || request_end(&key, f, s->anew, CLOSE)))",
         "if (reset && idle < KERNEL_CLOSED_NS && (f->reply || request_end(&key, f, s->anew, CLOSE)))",
     ),
-    "flows: a vanished side is never reported": (
+    "promotion: a vanished side is never reported": (
         "sweep.h",
         "s->found.requested += request_end(&key, f, s->anew, SHORTEN)",
         "s->found.requested += 0",
     ),
-    "flows: a side that may send again has vanished": (
+    "promotion: a side that may send again has vanished": (
         "sweep.h",
         "idle <= GIVEN_UP_SECONDS * NANOSECONDS",
         "idle <= NANOSECONDS",
     ),
-    "flows: an answered keepalive is given up": (
+    "promotion: an answered keepalive is given up": (
         "sweep.h",
         "sender->last_seen - silent->last_seen > NO_ANSWER_SECONDS * NANOSECONDS && silent->acknowledged",
         "silent->acknowledged",
     ),
-    "flows: an idle side has vanished": ("sweep.h", "sender->sent_until != (__u16)silent->acknowledged", "true"),
-    "flows: only the client vanishes": ("sweep.h", "if (other->last_seen > f->last_seen) {", "if (false) {"),
+    "promotion: an idle side has vanished": ("sweep.h", "sender->sent_until != (__u16)silent->acknowledged", "true"),
+    "promotion: only the client vanishes": ("sweep.h", "if (other->last_seen > f->last_seen) {", "if (false) {"),
     "flows: a tracked flow never gets a device": ("observer.h", "if (!f->rewrite.device_in) {", "if (false) {"),
     "flows: any RST ends": ("flow_send.h", "if (ahead) {", "if (false) {"),
     "flows: no RST ends": ("flow_send.h", "return p->tcp_flags & TCP_RST;", "return 0;"),

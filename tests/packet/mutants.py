@@ -200,6 +200,8 @@ def modules(name: str) -> tuple[str, ...]:
         return ("test_renewal.py", "test_exchanges.py")
     if name.startswith("untracked: "):
         return ("test_untracked_flows.py",)
+    if name.startswith("promotion: "):
+        return ("test_promotion.py",)
     if name.startswith("recent: "):
         return ("test_recent_flows.py",)
     return _FLOWS if name.startswith("flows: ") else ("",)
