@@ -219,6 +219,9 @@ def main() -> int:
             if old not in text:
                 raise SystemExit(f"mutant {name!r}: {old!r} is not in {file} any more")
             source.write_text(text.replace(old, new))
+            # The others, for tests that load them all.
+            for other in (ROOT / "pyebpf_proxy" / "bpf").glob("*.o"):
+                shutil.copy(other, scratch)
             built = f"{scratch}/tc.bpf.o"
             clang = ["clang", "-O2", "-g", "-target", "bpf", "-mcpu=v3"]
             for which in ("tc", "xdp"):

@@ -34,7 +34,7 @@ from pyebpf_proxy.see import flows, young
 from pyebpf_proxy.services.model import Protocol
 from pyebpf_proxy.services.node_facts import NodeFacts
 from tests.packet.fast_node import tag_of
-from tests.packet.program_node import enter_namespace, libc
+from tests.packet.program_node import OBJECT, enter_namespace, libc
 from tests.support.logs import Log, Message
 
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
@@ -50,7 +50,8 @@ GATEWAY = {4: "10.244.1.1", 6: "fd00:10:244:1::1"}
 
 @pytest.fixture(scope="module")
 def loaded(bpf_objects: Path) -> Iterator[Loaded]:
-    loaded = load(Settings(netns_cookie=1, fast_path=True), objects=bpf_objects)
+    """``bpf_objects``: they are built."""
+    loaded = load(Settings(netns_cookie=1, fast_path=True), objects=OBJECT.parent)
     assert not loaded.why_not_fast
     yield loaded
     loaded.close()
