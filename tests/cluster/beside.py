@@ -46,6 +46,8 @@ class Side:
         self.name = name
         #: A folder of programs that come first.
         self.programs: Path | None = None
+        #: What it authenticates with.
+        self.token = ADMIN_TOKEN
         self.namespace = Namespace(f"{name}-{os.getpid()}-{next(_numbers)}")
         self._server = server
         self._folder = folder
@@ -86,7 +88,7 @@ class Side:
         return self._process.wait(timeout=WAIT_SECONDS)
 
     def _begin(self, config: Object) -> None:
-        kubeconfig = self._server.kubeconfig(self._folder / "kubeconfig", {"token": ADMIN_TOKEN})
+        kubeconfig = self._server.kubeconfig(self._folder / "kubeconfig", {"token": self.token})
         document = {
             "apiVersion": "kubeproxy.config.k8s.io/v1alpha1",
             "kind": "KubeProxyConfiguration",

@@ -21,7 +21,7 @@ from pyebpf_proxy.lab.cluster import Lab
 from pyebpf_proxy.lab.manifests import Port, node, service, slices
 from pyebpf_proxy.lab.namespace import Namespace
 from tests.cluster.beside import NODE, NODE_IP, Side
-from tests.support.apiserver import ApiServer, running
+from tests.support.apiserver import ApiServer, Object, running
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns]
 PORTS = [Port("http", 80, 8080)]
@@ -92,6 +92,36 @@ def test_rules_are_awaited_and_removed(server: ApiServer, tmp_path: Path, mode: 
         assert "kube-proxy" not in left
         done = task("fit")
         assert (done.returncode, done.stdout) == (0, "all is well\n")
+
+
+@pytest.mark.parametrize("mode", ["iptables", "nftables"])
+def test_the_probe_waits_until_kube_proxy_has_written_rules(server: ApiServer, tmp_path: Path, mode: str) -> None:
+    """Its health page is good before. A clean-up that follows the probe would leave the node without Services."""
+    addresses = [{"type": "InternalIP", "address": NODE_IP}]
+    server.apply({"apiVersion": "v1", "kind": "Node", "metadata": {"name": NODE}, "status": {"addresses": addresses}})
+
+    def reads(group: str, name: str) -> Object:
+        return {"apiGroups": [group], "resources": [name], "verbs": ["list", "watch"]}
+
+    rules = [reads("", "services"), reads("", "nodes"), reads("networking.k8s.io", "servicecidrs")]
+    account = f"no-slices-{mode}"
+    server.account(account, rules)
+    with Side("kube-proxy", server, tmp_path) as side:
+        side.token = server.token(account)
+        side.start({"mode": mode, "clusterCIDR": "10.244.0.0/16"})
+        command = [sys.executable, "-m", "pyebpf_proxy", "probe", "kube-proxy"]
+        probe = subprocess.Popen(
+            ["ip", "netns", "exec", side.namespace.name, *command], stdout=subprocess.PIPE, text=True
+        )
+        with pytest.raises(subprocess.TimeoutExpired):
+            probe.wait(3)
+        server.account(account, [*rules, reads("discovery.k8s.io", "endpointslices")])
+        output, _ = probe.communicate(timeout=60)
+    assert probe.returncode == 0
+    # Between these, IPv4 may be programmed before IPv6.
+    first, *_, last = output.splitlines()
+    assert first == "waiting for kube-proxy at 127.0.0.1:10256: it has not programmed the node yet (IPv4, IPv6)"
+    assert last == "kube-proxy has programmed this node: IPv4, IPv6"
 
 
 def test_verify_connects_to_services() -> None:
