@@ -31,6 +31,11 @@ def check(values: FamilyValues, facts: NodeFacts, proc: Path = Path("/proc")) ->
     _log.info(f"running in {stack} mode", primary="IPv4" if primary == IPFamily.IPV4 else "IPv6")
 
 
+def families_of_node(proc: Path = Path("/proc")) -> tuple[IPFamily, ...]:
+    """The IP families of this network namespace."""
+    return tuple(IPFamily) if has_ipv6(proc) else (IPFamily.IPV4,)
+
+
 def has_ipv6(proc: Path = Path("/proc")) -> bool:
     """Whether this network namespace has IPv6: the kernel supports it, and ``disable_ipv6`` is not set for all."""
     try:

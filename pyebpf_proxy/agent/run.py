@@ -118,7 +118,10 @@ async def _serve(
     planner = Planner(PlanSettings.of(settings))
     numbers = DatapathNumbers(datapath.reasons, datapath.fill, datapath.xdp_devices, datapath.view)
     local = Local(settings.directory, planner.pods, datapath.refusals, datapath.view, cluster.troubles)
-    servers = Servers(settings, shown, planner, numbers, datapath.addresses, cluster.events, cluster.metrics, local)
+    families = node_checks.families_of_node()
+    servers = Servers(
+        settings, shown, planner, numbers, datapath.addresses, cluster.events, cluster.metrics, local, families
+    )
     observer = servers.observer
     datapath.on_cleaned = lambda cleaned: observer.reconciled(cleaned.family, cleaned.seconds, cleaned.flows)
     guards = [servers.guard, datapath.guard, *([watch.wait] if watch is not None else [])]

@@ -157,7 +157,7 @@ class Agent:
         while True:
             text = self.metrics()
             stamps, queued = _stamps(SYNCED, text), _stamps(QUEUED, text)
-            if len(stamps) == 2 and all(stamp >= queued[family] >= threshold for family, stamp in stamps.items()):
+            if stamps and all(stamp >= queued[family] >= threshold for family, stamp in stamps.items()):
                 return
             if self.process is None or self.process.poll() is not None:
                 raise LabError(f"the agent of {self.node_name} ended:\n{self.log()}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 from pyebpf_proxy.servers.http import Request, Response
@@ -64,9 +64,13 @@ class Report(NamedTuple):
 class Health:
     """Requested changes that are not yet written, by family."""
 
-    def __init__(self, timeout: float) -> None:
-        """``timeout``: after so many seconds, an unwritten change means unhealthy: 2 × syncPeriod."""
+    def __init__(self, timeout: float, families: Collection[IPFamily] = tuple(IPFamily)) -> None:
+        """``timeout``: after so many seconds, an unwritten change means unhealthy: 2 × syncPeriod.
+
+        ``families``: those that this node has.
+        """
         self._timeout = timeout
+        self.families = families
         self._oldest: dict[IPFamily, float] = {}
         self._updated: dict[IPFamily, Moment] = {}
 
@@ -82,7 +86,7 @@ class Health:
     @property
     def programmed(self) -> bool:
         """Whether everything was written once, for each family."""
-        return self._updated.keys() >= FAMILIES.keys()
+        return self._updated.keys() >= set(self.families)
 
     def report(self, now: Moment) -> Report:
         """The current health."""

@@ -88,7 +88,9 @@ class HealthCheckPorts:
 
     def _change(self) -> None:
         self._listened = self._addresses()
-        self._server.call(self._apply, self._last, self._listened)
+        families = self._health.families
+        wanted = {name: check for name, check in self._last.items() if name.family in families}
+        self._server.call(self._apply, wanted, self._listened)
 
     # ---- the servers' thread -----------------------------------------------------------------------------------
 

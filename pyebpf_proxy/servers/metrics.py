@@ -13,6 +13,7 @@ from pyebpf_proxy.common.kernel_files import kernel_number
 from pyebpf_proxy.datapath.node.plan import REDIRECTS
 from pyebpf_proxy.servers.health import FAMILIES
 from pyebpf_proxy.servers.numbers import EXP15, NETPROG, Counter, Gauge, Histogram, Labels, Read, Registry
+from pyebpf_proxy.services.model import IPFamily
 
 _ALPHA = "[ALPHA] "
 _FAMILY = ("ip_family",)
@@ -49,8 +50,16 @@ class DatapathNumbers(NamedTuple):
 class Metrics:
     """All metrics that the agent's code writes. Only one thread writes each field."""
 
-    def __init__(self, datapath: DatapathNumbers, localhost_node_ports: bool = False) -> None:
-        """``localhost_node_ports``: add the metric that kube-proxy has only in mode iptables."""
+    def __init__(
+        self,
+        datapath: DatapathNumbers,
+        localhost_node_ports: bool = False,
+        families: Iterable[IPFamily] = tuple(IPFamily),
+    ) -> None:
+        """``localhost_node_ports``: add the metric that kube-proxy has only in mode iptables.
+
+        ``families``: those that this node has.
+        """
         self.duration = _histogram("sync_proxy_rules_duration_seconds", "SyncProxyRules latency in seconds", EXP15)
         self.full_duration = _histogram(
             "sync_full_proxy_rules_duration_seconds", "SyncProxyRules latency in seconds for full resyncs", EXP15
@@ -116,7 +125,7 @@ class Metrics:
             "pyebpf_proxy_source_last_delivery_timestamp_seconds", "When the source last delivered something"
         )
         self.objects = Gauge("pyebpf_proxy_objects", "Kubernetes objects in use, by kind", ("kind",))
-        for family in FAMILIES.values():
+        for family in (FAMILIES[family] for family in families):
             self.last_synced.set(family, value=0)
             self.last_queued.set(family, value=0)
         self.registry = Registry()

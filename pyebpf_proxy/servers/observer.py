@@ -20,8 +20,6 @@ from pyebpf_proxy.services.nodes import is_eligible
 #: At most this many Services over a limit have their own sample.
 MOST_OVER_LIMIT = 100
 
-_TRACKED = {"IPv4", "IPv6"}
-
 
 class SyncedObjects(Protocol):
     """The interface of ``services.planner.Planner``: the state as of the last sync."""
@@ -60,6 +58,9 @@ class Observer:
         """``applied`` is called after every successful sync, ``period`` every syncPeriod."""
         self._metrics = metrics
         self._health = health
+        # As in kube-proxy, a node without IPv6 has one proxy: nothing is counted for the other family.
+        self._families = {family: FAMILIES[family] for family in health.families}
+        self._tracked = frozenset(self._families.values())
         self._known = known
         self._node_name = node_name
         self._clock = clock
@@ -78,7 +79,7 @@ class Observer:
         return self._eligible
 
     def changed(self, changes: Sequence[Change], complete: bool = True) -> None:
-        """The source has delivered changes. A Service counts for both families, a slice only for its own."""
+        """The source has delivered changes. A Service counts for each family, a slice only for its own."""
         metrics = self._metrics
         metrics.source_delivered.set(value=self._clock().wall / 1e9)
         metrics.source_complete.set(value=float(complete or metrics.source_complete.get() == 1))
@@ -86,7 +87,7 @@ class Observer:
         for kind, namespace, name, value in changes:
             key = (namespace, name)
             if kind == "Service":
-                metrics.service_total.add(value=len(FAMILIES))
+                metrics.service_total.add(value=len(self._families))
                 services[key] = cast("Service | None", value)
             elif kind == "EndpointSlice":
                 self._slice(key, cast("EndpointSlice | None", value))
@@ -101,14 +102,14 @@ class Observer:
         """Events after which these objects are as before. As in kube-proxy, they count, but are never pending."""
         for change in objects:
             if isinstance(change.object, Service):
-                self._metrics.service_total.add(value=len(FAMILIES))
-            elif isinstance(change.object, EndpointSlice) and _is_tracked(change.object):
+                self._metrics.service_total.add(value=len(self._families))
+            elif isinstance(change.object, EndpointSlice) and self._is_tracked(change.object):
                 self._metrics.endpoint_total.add()
 
     def queued(self) -> None:
         """A sync has been requested."""
         now = self._clock()
-        for family, text in FAMILIES.items():
+        for family, text in self._families.items():
             self._metrics.last_queued.set(text, value=now.wall / 1e9)
             self._health.queued(family, now)
 
@@ -139,7 +140,7 @@ class Observer:
         """
         now = self._clock()
         metrics = self._metrics
-        for family, text in FAMILIES.items():
+        for family, text in self._families.items():
             metrics.duration.observe(text, value=seconds)
             (metrics.full_duration if full else metrics.partial_duration).observe(text, value=seconds)
             if ok:
@@ -165,6 +166,8 @@ class Observer:
 
     def reconciled(self, family: IPFamily, seconds: float, deleted: int) -> None:
         """The conntrack clean-up of a family has ended. ``deleted``: the number of deleted flows."""
+        if family not in self._families:
+            return
         self._metrics.reconciled.observe(FAMILIES[family], value=seconds)
         self._metrics.reconciler_deleted.add(FAMILIES[family], value=deleted)
 
@@ -180,7 +183,7 @@ class Observer:
     def _slice(self, key: tuple[str, str], endpoint_slice: EndpointSlice | None) -> None:
         if endpoint_slice is None:
             service = self._service_of_new.pop(key, None) or self._known.service_of_slice(*key)
-            if service is None:
+            if service is None or service[2] not in self._tracked:
                 return
             # The time of a deletion is unknown. As in kube-proxy, pending changes of the service in this family are not
             # measured then.
@@ -188,7 +191,7 @@ class Observer:
         else:
             name = service_of(endpoint_slice)
             kind = endpoint_slice.address_type
-            if name is None or kind not in _TRACKED:
+            if name is None or kind not in self._tracked:
                 return
             service = (key[0], name, kind)
             self._service_of_new[key] = service
@@ -198,9 +201,8 @@ class Observer:
         self._metrics.endpoint_total.add()
         self._metrics.endpoint_pending.add()
 
-
-def _is_tracked(endpoint_slice: EndpointSlice) -> bool:
-    return service_of(endpoint_slice) is not None and endpoint_slice.address_type in _TRACKED
+    def _is_tracked(self, endpoint_slice: EndpointSlice) -> bool:
+        return service_of(endpoint_slice) is not None and endpoint_slice.address_type in self._tracked
 
 
 def _trigger_time(endpoint_slice: EndpointSlice) -> int | None:

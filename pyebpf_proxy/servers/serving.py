@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Protocol
 
 from pyebpf_proxy.common.errors import FatalError
@@ -24,6 +24,7 @@ from pyebpf_proxy.servers.numbers import MetricFamily
 from pyebpf_proxy.servers.observer import Observer, SyncedObjects
 from pyebpf_proxy.servers.pages import Mux, metrics_pages
 from pyebpf_proxy.services.health_checks import HealthCheck, HealthCheckName
+from pyebpf_proxy.services.model import IPFamily
 from pyebpf_proxy.services.node_facts import NodeFacts
 
 #: Concurrent connections of one server.
@@ -61,19 +62,20 @@ class Servers:
         events: Recorder | None = None,
         more: Iterable[MetricFamily] = (),
         local: Local | None = None,
+        families: Collection[IPFamily] = tuple(IPFamily),
     ) -> None:
         """``addresses``: all addresses of this node's interfaces. ``more``: metrics of other packages.
 
-        ``local``: the handler of the socket for commands; None: no socket.
+        ``local``: the handler of the socket for commands; None: no socket. ``families``: those that this node has.
         """
         self._settings = settings
         self._events = events
         self._loop = asyncio.get_running_loop()
         self._unserved: asyncio.Future[None] = self._loop.create_future()
         self._server = server.Server()
-        self._health = health = Health(2 * settings.sync_period)
+        self._health = health = Health(2 * settings.sync_period, families)
         mode_iptables = not settings.nft_mode and settings.scheduler is None
-        self.metrics = Metrics(datapath, mode_iptables and settings.socket_lb != "off")
+        self.metrics = Metrics(datapath, mode_iptables and settings.socket_lb != "off", families)
         self.metrics.registry.add(*more)
 
         def listen() -> Addresses:

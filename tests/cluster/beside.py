@@ -76,10 +76,11 @@ class Side:
             self._listener.close()
         self.namespace.remove()
 
-    def start(self, config: Object) -> None:
-        """Start it with this configuration, and wait until both families are programmed."""
+    def start(self, config: Object, families: int = 2) -> None:
+        """Start it with this configuration, and wait until its families are served."""
         self._begin(config)
-        self.until(lambda: self.get(10256, "/livez").body.count("lastUpdated") == 3, "both families are programmed")
+        count = 1 + families
+        self.until(lambda: self.get(10256, "/livez").body.count("lastUpdated") == count, "all families are served")
 
     def run(self, config: Object) -> int:
         """Start it with a configuration that it cannot live with; its exit status."""

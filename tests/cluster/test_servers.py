@@ -260,6 +260,36 @@ def test_healthz_and_livez(server: ApiServer, sides: list[Side]) -> None:
         assert proxy == real
 
 
+def test_a_node_without_ipv6(server: ApiServer, tmp_path: Path) -> None:
+    """kube-proxy then serves and counts IPv4 only, and does not complain about health checks of the other family."""
+    config = {
+        "mode": "nftables",
+        "clusterCIDR": "10.244.0.0/16",
+        "nftables": {"minSyncPeriod": "0.1s"},
+        "nodePortAddresses": ["192.0.2.0/24", "2001:db8::/32"],
+    }
+    for item in (slice_of(), service()):
+        remove(server, item)
+    server.apply(node())
+    answers = []
+    for name in ("kube-proxy", "agent"):
+        (tmp_path / name).mkdir()
+        with Side(name, server, tmp_path / name) as side:
+            side.namespace.run("sysctl", "-w", "net.ipv6.conf.all.disable_ipv6=1")
+            side.start(config, families=1)
+            server.apply(service(ipFamilyPolicy="PreferDualStack"))
+            server.apply(slice_of(endpoint("10.244.1.5")))
+            side.until(lambda s=side: matches((200, "1"), check(s)), "its health check counts the endpoint")  # type: ignore[misc]
+            samples = [sample for family in metrics(side).values() for sample in family.samples]
+            families = {sample.labels["ip_family"] for sample in samples if "ip_family" in sample.labels}
+            changes = value(side, "sync_proxy_rules_service_changes_total")
+            answers.append((shape(side.get(10256, "/healthz")), families, changes, check(side)))
+            assert "health check node port cannot be served" not in side.log.read_text()
+            for item in (service(), slice_of()):
+                remove(server, item)
+    assert answers[1] == answers[0]
+
+
 def test_pages(sides: list[Side]) -> None:
     for path in ("/proxyMode", "/healthz", "/healthz/ping", "/healthz?verbose", "/", "/nothing", "/debug/flags/v"):
         real, proxy = (side.get(10249, path) for side in sides)

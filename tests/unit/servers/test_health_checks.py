@@ -65,6 +65,15 @@ def served(port: int) -> str:
         return ""  # at that moment one was closed and the other opened
 
 
+def test_a_node_without_ipv6_has_no_listener_for_it(checks: HealthCheckNode) -> None:
+    checks.health.families = (V4,)
+    checks.addresses = {V4: ("127.0.0.1",), V6: ()}  # with IPv6 networks in nodePortAddresses
+    port = free_port()
+    checks.ports.sync({S6: HealthCheck(port, 2), S4: HealthCheck(port, 2)})
+    until(lambda: answers(port))
+    assert checks.events == []
+
+
 def test_the_answer(checks: HealthCheckNode) -> None:
     port = free_port()
     checks.ports.sync({S4: HealthCheck(port, 2)})

@@ -62,11 +62,12 @@ SYNC = f"{K}sync_proxy_rules_"
 class ObservedAgent:
     """Observer and planner as in the agent, and a clock that does not run."""
 
-    def __init__(self) -> None:
-        self.metrics = Metrics(DatapathNumbers(lambda: REASONS, lambda: MAPS, view=lambda: VIEW))
+    def __init__(self, *families: IPFamily) -> None:
+        families = families or tuple(IPFamily)
+        self.metrics = Metrics(DatapathNumbers(lambda: REASONS, lambda: MAPS, view=lambda: VIEW), families=families)
         self.planner = Planner(PlanSettings(node_name="here"))
         self.seconds = 0.0
-        self.health = Health(60)
+        self.health = Health(60, families)
         self.applied = 0
         self.observer = Observer(self.metrics, self.health, self.planner, "here", self.now, self.count)
 
@@ -451,3 +452,18 @@ def test_the_cost_of_a_scrape_does_not_depend_on_the_services(agent: ObservedAge
         text(agent.metrics.registry, "")
         costs.append(time.thread_time() - before)
     assert min(costs) < 0.02, costs
+
+
+def test_a_node_without_ipv6_counts_for_ipv4_only() -> None:
+    agent = ObservedAgent(IPFamily.IPV4)
+    agent.change(service(), endpoints("here", kind="IPv6"), endpoints("here", name="s-2"))
+    agent.sync()
+    agent.observer.reconciled(IPFamily.IPV6, 0.1, 0)
+    agent.change(endpoints(gone=True, kind="IPv6"))
+    agent.sync()
+    assert agent[f"{SYNC}service_changes_total"] == agent[f"{SYNC}endpoint_changes_total"] == 1
+    page = agent.page()
+    assert (f"{SYNC}last_timestamp_seconds", "IPv4") in page
+    assert [labels for labels in page if labels[0].startswith(K) and "IPv6" in labels] == []
+    assert agent.health.programmed
+    assert list(agent.health.report(agent.now()).families) == [IPFamily.IPV4]
