@@ -71,6 +71,14 @@ def test_features_of_ci_are_no_reason(reason: str) -> None:
     assert unexpected(["ipip carries IPv4 only", reason]) == [reason]
 
 
+def run(folder: Path, workers: tuple[str, ...], **variables: str) -> subprocess.CompletedProcess[str]:
+    """Pytest in a process, with the hooks that the folder's conftest.py imports."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    environment |= {"PYTHONPATH": str(ROOT), "PYEBPF_PROXY_STRICT": ""} | variables
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *workers, str(folder)]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+
+
 SKIPS = """
 import pytest
 def test_passes(): ...
@@ -92,15 +100,45 @@ def test_t6_an_unexpected_skip_fails_a_strict_run(
         "[pytest]\nmarkers = alone: no other test meanwhile\naddopts = --import-mode=importlib\n"
     )
     (tmp_path / "test_it.py").write_text(SKIPS.format(reason))
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *workers, str(tmp_path)],
-        cwd=tmp_path,
-        env=environment | {"PYTHONPATH": str(ROOT), "PYEBPF_PROXY_STRICT": strict},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = run(tmp_path, workers, PYEBPF_PROXY_STRICT=strict)
     assert done.returncode == status, done.stdout + done.stderr
     assert ("UNEXPECTED, not in tests/support/skips.py: the cat is ill" in done.stdout) == bool(status)
     assert "1 passed, 1 skipped" in done.stdout
+
+
+PRIVILEGED = """
+import pytest
+@pytest.mark.needs_root
+def test_root(): ...
+@pytest.mark.needs_netns
+def test_netns(): ...
+def test_passes(): ...
+"""
+
+
+@pytest.mark.parametrize("workers", [(), ("-n", "1")])
+@pytest.mark.parametrize("user", [0, 1000])
+def test_t6_a_run_without_root_ends_with_how_many_tests_sent_no_packet(
+    tmp_path: Path, workers: tuple[str, ...], user: int
+) -> None:
+    """The number of skips alone looks like success (finding T6)."""
+    hooks = ("pytest_configure", "pytest_collection_modifyitems", "pytest_terminal_summary")
+    (tmp_path / "conftest.py").write_text(
+        "from tests import conftest\n"
+        f"conftest.os.geteuid = lambda: {user}\n"
+        "conftest.NEEDS['needs_netns'] = conftest._not_root\n"
+        f"from tests.conftest import {', '.join(hooks)}\n"
+    )
+    (tmp_path / "pytest.ini").write_text(
+        "[pytest]\nmarkers =\n  alone: no other test meanwhile\n  needs_root: root\n  needs_netns: network namespaces\n"
+        "addopts = --import-mode=importlib\n"
+    )
+    (tmp_path / "test_it.py").write_text(PRIVILEGED)
+    done = run(tmp_path, workers)
+    assert done.returncode == 0, done.stdout + done.stderr
+    *_, last, _ = filter(None, done.stdout.splitlines())
+    if user:
+        assert last == "NOT TESTED: 2 tests need rights that this run has not; no packet was sent in them"
+    else:
+        assert "3 passed" in done.stdout
+        assert "NOT TESTED" not in done.stdout
