@@ -14,6 +14,10 @@ from pyebpf_proxy.servers.http import Handler, Pool
 from pyebpf_proxy.servers.server import Server
 from tests.support.ports import free_port
 
+#: What one pass of the event loop reads at most, and what a connection takes besides its request.
+READ_BYTES = 1 << 20
+CONNECTION_BYTES = 12 << 10
+
 
 class Answer(NamedTuple):
     status: int
