@@ -140,7 +140,7 @@ def test_spoilt_answers(server: ApiServer, proxy: Proxy, through: Path, mode: Mo
 
 @pytest.mark.usefixtures("objects")
 def test_frozen_for_a_while(server: ApiServer, kubeconfig: Path) -> None:
-    """Nothing was lost meanwhile: the connections continue where they were."""
+    """Nothing was lost meanwhile: the connections continue where they were (finding T4)."""
     source, numbers = following(kubeconfig)
     with source:
         source.until(lambda: source.complete and numbers.all_connected)
@@ -270,6 +270,7 @@ def test_names_cannot_be_resolved(server: ApiServer, proxy: Proxy, kubeconfig: P
 
 
 def test_unknown_authority_and_wrong_name(server: ApiServer, kubeconfig: Path, tmp_path: Path) -> None:
+    """The right server with another name in its certificate is not accepted (finding T5)."""
     key = tmp_path / "other.key"
     new = ["req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-subj", "/CN=other"]
     other = tmp_path / "other.crt"

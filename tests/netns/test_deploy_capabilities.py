@@ -223,6 +223,7 @@ def test_t13_these_containers_have_the_runtimes_default_seccomp_profile(small: L
 
 
 def test_t13_the_seccomp_filter_applies_to_the_agent_and_its_threads(small: Lab) -> None:
+    """Every thread's status in /proc shows it (finding T13)."""
     with contained(small.nodes[0], pod(small)) as container:
         container.start()
         wait_ready(small.nodes[0], container)
@@ -258,7 +259,10 @@ def test_with_the_component_for_crio_it_serves_without_a_profile(small: Lab) -> 
 
 
 def test_t13_the_agent_serves_under_the_apparmor_profile(small: Lab) -> None:
-    """Writing below /sys/fs is denied by path, also on a mount that is writable; the agent has its pins elsewhere."""
+    """Writing below /sys/fs is denied by path, also on a mount that is writable; the agent has its pins elsewhere.
+
+    Finding T13.
+    """
     if not apparmor.enabled():
         pytest.skip("this kernel has no AppArmor; suite container of make test-kernels has it")
     specification = pod(small)
@@ -301,7 +305,10 @@ def test_missing_cgroups_of_the_node_are_reported(small: Lab) -> None:
 
 
 def test_s11_the_agent_accesses_only_its_part_of_the_nodes_file_systems(small: Lab) -> None:
-    """A compromised agent must not find the pins of the CNI plugin's programs, nor change other settings."""
+    """A compromised agent must not find the pins of the CNI plugin's programs, nor change other settings.
+
+    Finding S11.
+    """
     (small.nodes[0].agent.directory / "bpf" / "others").mkdir(exist_ok=True)
     specification = pod(small)
     (container,) = specification["containers"]

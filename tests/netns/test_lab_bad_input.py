@@ -158,7 +158,7 @@ def test_a_vip_that_is_an_address_of_the_node(bad: Lab, family: int) -> None:
 
 def test_one_node_port_and_one_address_of_two_services(bad: Lab, family: int) -> None:
     """The older Service has them; another protocol is another address; the other Service is served when the older one
-    leaves.
+    leaves (finding T1).
     """
     both: dict[str, Any] = {"externalIPs": list(SHARED)}
     old = simple(bad, "older", 25, [port(80, 30024)], "web-1", created="2024-01-01T00:00:00Z", **both)

@@ -128,7 +128,7 @@ def moving() -> Iterator[Moving]:
 @pytest.mark.parametrize("by", ["client", "endpoint"])
 def test_ports_of_a_reset_connection_are_used_again(moving: Moving, by: str, forgotten: bool, family: int) -> None:
     """The next connection from the same port gets the current endpoint, whatever state conntrack has for the
-    old one.
+    old one (finding T10).
     """
     client, server, own_port = moving.begin(family)
     moving.fast(client, server)

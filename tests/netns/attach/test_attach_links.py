@@ -500,7 +500,7 @@ def as_followed(follower: Follower) -> tuple[dict[str, Entry], dict[str, bool], 
 
 def test_the_followed_state_matches_the_kernel_after_any_changes(namespace: None, shell: Shell) -> None:
     """Promotion of secondary addresses, one address on two devices, ports that move: compared with iproute2's
-    listing.
+    listing (finding T12).
     """
     shell(f"sysctl -qw net.ipv4.conf.all.promote_secondaries=1; {NO_LINK_LOCAL}")
     # Two devices of one bridge may get the same address; whether the kernel detects that depends on timing.

@@ -51,6 +51,7 @@ def own_log() -> Iterator[None]:
 @pytest.mark.parametrize("form", ["text", "json"])
 @pytest.mark.usefixtures("own_log")
 def test_a_log_message_is_one_printable_line(form: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """ESC and CR in values are escaped in both forms (finding S8)."""
     log.configure(form)  # type: ignore[arg-type]
     log.Logger("x").error(f"from {EVIL}", error="\x1b]0;owned\x07", name="a b\x9b31m")
     shown = capsys.readouterr().err
@@ -76,6 +77,7 @@ def test_the_text_of_an_exception_is_printable(capsys: pytest.CaptureFixture[str
 
 
 def test_tables_and_sentences_show_escapes() -> None:
+    """Control characters do not reach the terminal (finding S5)."""
     terminal = Terminal(60, colour=True)
     lines = [
         *table(terminal, ["POD", "STATE"], [[Cell(EVIL, "red"), EVIL]]),
@@ -107,7 +109,7 @@ def test_an_answer_is_printable(form: str, capsys: pytest.CaptureFixture[str]) -
 
 
 def test_the_name_of_a_process_in_trace_is_printable() -> None:
-    """A process chooses its name (PR_SET_NAME), and any user may start one."""
+    """A process chooses its name (PR_SET_NAME), and any user may start one (finding S5)."""
     layout = Struct("=Q16s16s16sHHHBBIIIHIBBB16s")
     none = bytes(16)
     raw = layout.pack(1, none, none, none, 1, 2, 3, 6, 0, 0, 0, 0, 1, 7, 0, 0, 0, "x\x1b[2J\n\x9b1m".encode())
@@ -141,6 +143,7 @@ def a_slice(*names: str | None) -> dict[str, object]:
 
 @pytest.mark.parametrize("bad", [EVIL, "a\0b", "a/b", "Web", "web-", "x" * 254, "a\nb", "é"])
 def test_an_invalid_pod_name_is_left_out_and_shifts_no_other(bad: str) -> None:
+    """As NUL did, which separates the names in memory (finding S5)."""
     (found,) = decode_document(a_slice("web-1", bad, None, "web-3"))
     assert found.object is not None
     assert list(pods.unpacked(found.object.pods)) == ["web-1", "", "", "web-3"]

@@ -172,6 +172,7 @@ def modes(path: Path) -> tuple[int, int]:
 
 @pytest.mark.needs_root
 def test_no_other_user_can_take_the_lock(open_folder: Path) -> None:
+    """It would keep an agent from starting (finding S7)."""
     directory = RunDirectory(open_folder / "run")
     directory.acquire()
     assert modes(directory.path) == (0o700, 0o600)

@@ -62,6 +62,7 @@ def test_every_difference_has_a_reason_on_the_page_and_occurs() -> None:
 
 
 def test_t9_a_key_with_a_question_mark_excuses_no_other_answer() -> None:
+    """The excuse is for one key, not for the whole document (finding T9)."""
     case, expected = next(each for each in RECORDED if each[0].name == "a key with a question mark, in braces")
     answer = proxy.ask(case)
     assert difference(case, expected, answer) == "flow indicators"

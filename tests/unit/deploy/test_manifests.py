@@ -176,6 +176,7 @@ def test_the_agent_runs_on_every_node_and_is_not_evicted(folder: Path) -> None:
 
 @pytest.mark.parametrize("folder", [DEPLOY / "base", KUBEADM], ids=lambda folder: folder.name)
 def test_probes_ask_the_agent_itself_and_no_port(folder: Path) -> None:
+    """A flood of the health port restarts no agent (finding S3)."""
     agent = container(one(build(folder), "DaemonSet"))
     probes = {name: agent[name]["exec"]["command"] for name in ("startupProbe", "livenessProbe", "readinessProbe")}
     assert not any("httpGet" in agent[name] for name in probes), "a port can be flooded, or belong to another process"
@@ -313,6 +314,7 @@ def test_the_component_for_crio_takes_the_profile_away_and_nothing_else(tmp_path
 
 
 def test_s12_the_contents_of_the_image_are_pinned() -> None:
+    """The base image by its digest, Debian's packages by a day (finding S12)."""
     text = (DEPLOY / "Dockerfile").read_text()
     bases = re.findall(r"^FROM (?:--platform=\S+ )?(\S+)", text, re.MULTILINE)
     assert len(bases) == text.count("\nARG SNAPSHOT=") == 2

@@ -172,6 +172,7 @@ def test_an_overflow_of_the_event_queue(tmp_path: Path) -> None:
 
 
 def test_a_huge_file_is_not_read_and_affects_no_other(tmp_path: Path) -> None:
+    """Manifests are read within bounds (finding S10)."""
     (tmp_path / "a.yaml").write_text(text(a=1))
 
     async def scenario(watcher: Watcher) -> None:

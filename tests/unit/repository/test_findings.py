@@ -9,9 +9,10 @@ from pathlib import Path
 
 from tests import ROOT
 
-#: Findings about the data plane. A docstring names one as ``finding D7``.
-DATA_PLANE = {f"D{number}" for number in range(1, 19)}
-NAME = re.compile(r"\bfinding (D\d+)\b", re.IGNORECASE)
+#: Findings about the data plane (D), tests (T) and security (S). A docstring names one as ``finding D7``.
+LAST = {"D": 18, "T": 13, "S": 12}
+FINDINGS = {f"{letter}{number}" for letter, last in LAST.items() for number in range(1, last + 1)}
+NAME = re.compile(r"\bfinding ([DTS]\d+)\b", re.IGNORECASE)
 
 
 def named(path: Path) -> dict[str, set[str]]:
@@ -27,14 +28,14 @@ def test_every_finding_is_named_by_a_test() -> None:
         for test, findings in named(path).items():
             for finding in findings:
                 found.setdefault(finding, []).append(test)
-    assert DATA_PLANE - set(found) == set(), "no test shows that they are fixed"
-    assert set(found) - DATA_PLANE == set(), "unknown findings"
+    assert FINDINGS - set(found) == set(), "no test shows that they are fixed"
+    assert set(found) - FINDINGS == set(), "unknown findings"
 
 
 def test_a_finding_is_read_from_docstrings_alone(tmp_path: Path) -> None:
     source = tmp_path / "test_it.py"
     source.write_text(
-        "# finding D1\ndef test_a():\n    '''As Finding D2, (finding D17).'''\n"
-        "def helper():\n    '''finding D3'''\ndef test_b():\n    assert 'finding D4'\n"
+        "# finding D1\ndef test_a():\n    '''As Finding D2, (finding S1).'''\n"
+        "def helper():\n    '''finding T3'''\ndef test_b():\n    assert 'finding D4'\n"
     )
-    assert named(source) == {"test_a": {"D2", "D17"}, "test_b": set()}
+    assert named(source) == {"test_a": {"D2", "S1"}, "test_b": set()}

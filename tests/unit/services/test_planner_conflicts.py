@@ -128,6 +128,7 @@ def balancer(*addresses: str) -> dict[str, object]:
 
 
 def test_an_older_external_ip_does_not_take_a_cluster_ip(planner: Planner) -> None:
+    """Kinds of addresses are ranked before ages (finding S1)."""
     thief = elsewhere(service("thief", "10.96.0.66", created=OLD, externalIPs=["10.96.0.10"], ports=[{"port": 53}]))
     planner.update([thief])
     delta = planner.update([service("dns", "10.96.0.10", created=YOUNG, ports=[{"port": 53}])])
@@ -334,6 +335,7 @@ def test_each_conflict_is_logged_once_and_again_when_it_returns(planner: Planner
 def test_many_conflicts_give_few_lines_and_no_work_for_other_changes(
     planner: Planner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Texts of conflicts are made when conflicts change, not by every sync (finding S6)."""
     made = []
     real = Loss.__str__
     monkeypatch.setattr(Loss, "__str__", lambda loss: made.append(loss) or real(loss))

@@ -110,7 +110,7 @@ def test_skipping_the_rest_of_a_list_changes_nothing(monkeypatch: pytest.MonkeyP
 
 
 def test_addresses_times_ports_are_bounded_and_cluster_ips_stay(planner: Planner) -> None:
-    """A Service of 11 KB that would have 65 792 frontends."""
+    """A Service of 11 KB that would have 65 792 frontends (finding S2)."""
     status = {"loadBalancer": {"ingress": [{"ip": "198.51.100.1"}]}}
     big = service("big", ports=ports(256), externalIPs=addresses(256), status=status)
     delta = planner.update([big])

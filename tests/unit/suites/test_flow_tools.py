@@ -53,7 +53,7 @@ def test_a_failure_is_reduced_to_its_causes() -> None:
 
 
 def test_t2_an_outcome_that_was_seen_once_counts() -> None:
-    """A lost answer can be chance. A wrong endpoint cannot, however rare it is."""
+    """A lost answer can be chance. A wrong endpoint cannot, however rare it is (finding T2)."""
     right, wrong = "local-1:8080 <- client", "remote-1:8080 <- node"
     assert with_evidence(Seen.of([right, wrong]), Seen.of([right])) == Seen.of([right, wrong])
     assert with_evidence(Seen.of([DROPPED, right]), Seen.of([right])) == Seen.of([right])
@@ -70,6 +70,7 @@ def test_t2_a_busy_machine_may_lose_one_answer_in_fifty() -> None:
 
 
 def test_t9_a_difference_explains_only_its_own_outcomes() -> None:
+    """An excuse needs its mode, its policy and both of its outcomes (finding T9)."""
     flow = Flow("node1", "NodePort:30080 on 127.0.0.1", "127.0.0.1", 30080, "tcp", local=True)
     ground = Ground("iptables", {"clusterCIDR": "0.0.0.0/1,::/0"})
     lost, served = Seen.of([DROPPED]), Seen.of(["local-1:8080 <- node"])
@@ -113,6 +114,7 @@ def test_t9_the_other_differences_apply_only_in_their_mode() -> None:
 
 
 def test_t11_a_suite_of_a_guest_that_left_no_results_has_failed(tmp_path: Path) -> None:
+    """Also with exit status 1 or 0 (finding T11)."""
     (tmp_path / "probe.json").write_text("{}")
     (tmp_path / "start.status").write_text("1")
     (tmp_path / "load.status").write_text("0")

@@ -91,6 +91,7 @@ MISTAKES = {
 
 @pytest.mark.parametrize("text", MISTAKES)
 def test_a_kubeconfig_with_a_mistake(tmp_path: Path, text: str) -> None:
+    """Also with an anchor that contains itself: one line, no RecursionError (finding S9)."""
     path = tmp_path / "kubeconfig"
     path.write_text(text)
     with pytest.raises(FatalError) as error:
@@ -129,6 +130,7 @@ def test_a_kubeconfig_with_very_many_values_takes_little_memory(tmp_path: Path, 
 
 @pytest.mark.parametrize("what", ["kubeconfig", "certificate-authority", "tokenFile"])
 def test_huge_files_are_not_read(tmp_path: Path, what: str) -> None:
+    """A file of 1 GiB takes no memory (finding S10)."""
     large = tmp_path / "large"
     large.touch()
     os.truncate(large, 1 << 30)
@@ -145,6 +147,8 @@ def test_huge_files_are_not_read(tmp_path: Path, what: str) -> None:
 
 @pytest.mark.parametrize("length", [b"Content-Length: 536870912", b"Transfer-Encoding: chunked"])
 def test_an_endless_answer_is_aborted(length: bytes) -> None:
+    """With a length and without one (finding S10)."""
+
     def serve(listener: socket.socket) -> None:
         asking, _ = listener.accept()
         asking.recv(65536)
