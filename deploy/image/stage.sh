@@ -53,6 +53,8 @@ platforms() {
 build() {
     local builder=/tmp/builder foreign site
     foreign=$(platforms)
+    # Two builds of the same sources give the same bytes: no dates of files in the wheel, and none in compiled modules.
+    export SOURCE_DATE_EPOCH=315532800 PYTHONHASHSEED=0
     make -s objects
     python3 -m venv "$builder"
     local pip=("$builder/bin/python" -m pip --quiet --no-input --disable-pip-version-check)
@@ -71,9 +73,10 @@ build() {
     python3 deploy/image/locked.py requirements.lock --report "$builder/report.json" >"$builder/run.lock"
     # Wheels of a named platform can be installed only into a folder. Their scripts are not needed.
     # shellcheck disable=SC2086
-    "${pip[@]}" install --target "$site" --no-deps --only-binary=:all: $foreign --require-hashes -r "$builder/run.lock"
+    "${pip[@]}" install --target "$site" --no-deps --no-compile --only-binary=:all: $foreign --require-hashes -r "$builder/run.lock"
     rm -rf "$site/bin"
-    "${pip[@]}" install --no-deps --no-index "$builder"/pyebpf_proxy-*.whl
+    "${pip[@]}" install --no-deps --no-index --no-compile "$builder"/pyebpf_proxy-*.whl
+    "$target/bin/python" -m compileall -q --invalidation-mode unchecked-hash "$site"
 }
 
 case "${1:-}" in

@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 import shlex
+import shutil
 import subprocess
 from collections.abc import Iterator
 from importlib.metadata import distributions
@@ -89,6 +92,47 @@ def test_s12_the_sbom_names_every_package_with_its_version(image: Path) -> None:
     modules = {f"{found.name.lower()}@{found.version}" for found in distributions(path=[str(site)])}
     assert len(modules) > 10
     assert {f"pkg:pypi/{each.replace('_', '-')}" for each in modules} == named("python.cdx.json")
+
+
+#: The sources are in a folder whose name differs by build. What the build writes is visible only to it.
+BUILD = """
+mount --bind "$1" /mnt
+mount -t tmpfs none /tmp
+mount -t tmpfs none /opt
+cd "/mnt/$2"
+deploy/image/stage.sh build
+cp -a /opt/pyebpf-proxy "/mnt/built-$2"
+"""
+
+
+def test_s12_two_builds_have_the_same_contents(tmp_path: Path) -> None:
+    """Every file of /opt/pyebpf-proxy: the BPF objects, the agent and its libraries from the lock, their bytecode."""
+    found = []
+    for number, name in enumerate(("first", "the-second")):
+        tree = tmp_path / name
+        tracked = subprocess.run(["git", "-C", ROOT, "ls-files", "-z"], check=True, capture_output=True, text=True)
+        for each in filter(None, tracked.stdout.split("\0")):
+            if each.startswith(("bpf/", "deploy/image/", "pyebpf_proxy/", "tools/")) or "/" not in each:
+                (tree / each).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(ROOT / each, tree / each)
+                shutil.copymode(ROOT / each, tree / each)
+                os.utime(tree / each, (1_700_000_000 + 100_000 * number,) * 2)
+        script = ["unshare", "--mount", "bash", "-euc", BUILD, "bash", tmp_path, name]
+        subprocess.run(script, check=True, stdin=subprocess.DEVNULL)
+        built = tmp_path / f"built-{name}"
+        files = {path.relative_to(built): path for path in built.rglob("*") if not path.is_dir() or path.is_symlink()}
+        found.append({each: _content(path) for each, path in files.items()})
+    first, second = found
+    assert sorted(str(each) for each in first.keys() | second.keys() if first.get(each) != second.get(each)) == []
+    names = {each.name for each in first}
+    assert {"tc.bpf.o", "sock.bpf.o", "RECORD", "direct_url.json"} <= names
+    assert any(name.endswith(".pyc") for name in names)
+
+
+def _content(path: Path) -> str:
+    if path.is_symlink():
+        return f"-> {path.readlink()}"
+    return f"{path.stat().st_mode:o} {hashlib.sha256(path.read_bytes()).hexdigest()}"
 
 
 def test_the_pod_of_the_rollback_cleans_up(small: Lab) -> None:
