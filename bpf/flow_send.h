@@ -209,8 +209,11 @@ static __always_inline int send_young(struct context *ctx, const struct packet *
 	}
 	if (p->protocol == TCP && p->tcp_flags & (TCP_RST | TCP_FIN))
 		over = end_young(p, a, known);
-	else if (known->closing && p->length > p->headers)
-		/* A packet with data: the flow continues. */
+	else if (known->closing && (p->length > p->headers || p->tcp_flags & TCP_SYN))
+		/*
+		 * A packet with data: the flow continues.  Or the next connection with these ports: if it is silent, the sweep
+		 * must not take it for the one that has closed.
+		 */
 		known->closing = 0;
 	else if (known->closing == CLOSING_BY_RESET)
 		/* Nothing follows a RST: one of the packets was forged. */

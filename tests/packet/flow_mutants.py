@@ -576,9 +576,10 @@ FLOW_MUTANTS: dict[str, tuple[str, str, str]] = {
     "flows: data ends no closing": ("flow_send.h", "\t\tknown->closing = 0;\n", "\t\t;\n"),
     "flows: acknowledgements end closing": (
         "flow_send.h",
-        "known->closing && p->length > p->headers",
+        "known->closing && (p->length > p->headers || p->tcp_flags & TCP_SYN)",
         "known->closing",
     ),
+    "flows: the next connection is still closing": ("flow_send.h", " || p->tcp_flags & TCP_SYN", ""),
     "flows: any SYN begins anew": (
         "flow_send.h",
         "if (!other || (f->closing == CLOSING_IN_SEQUENCE && other->closing == CLOSING_IN_SEQUENCE))",

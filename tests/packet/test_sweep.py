@@ -106,6 +106,29 @@ def test_a_flow_that_begins_while_the_sweep_runs_is_new(fast: ProgramNode, is_an
     assert fast.promotions() == []
 
 
+def test_a_silent_connection_from_the_port_of_a_closed_one_is_kept(fast: ProgramNode) -> None:
+    """The FIN came while data before it was on its way, so the table takes the next SYN for one of the same flow."""
+    flow = answered(fast)
+    for reply, flags, seq, ack, size in (
+        (True, "A", 501, 101, 200),
+        (True, "FA", 701, 101, 0),
+        (False, "A", 101, 702, 0),
+        (False, "FA", 101, 702, 0),
+        (True, "A", 702, 102, 0),
+        # The next connection of this port; then the client is silent, as in a pool of connections.
+        (False, "S", 90000, 0, 0),
+        (True, "SA", 70000, 90001, 0),
+        (False, "A", 90001, 70001, 0),
+    ):
+        frame = {"flags": flags, "seq": seq, "ack": ack, "size": size}
+        found = flow.run(reply, flow.frame(reply, **frame))
+        assert (found.retval, found.data) == (REDIRECT, bytes(flow.expected(reply, **frame))), flags
+    assert fast.reasons()["NEW_FLOW_FAST"] == 0
+    assert not is_swept(fast, flow, 1.5)
+    assert not is_swept(fast, flow, 1.5)
+    assert flow.key() in fast.promotions(), "the kernel keeps it from now on"
+
+
 @pytest.mark.parametrize("reply", [False, True], ids=["client", "endpoint"])
 def test_a_closing_flow_ends_after_a_second(fast: ProgramNode, reply: bool) -> None:
     flow = answered(fast)
