@@ -151,8 +151,28 @@ def explain(maps: Pinned, packet: Packet, node: Node, known: state.State, wanted
         view.disagreements = list(disagreements(view, decision, view.program))
         if view.xdp is not None and view.xdp.verdict != "left":
             view.disagreements += [f"XDP: {each}" for each in disagreements(view, decision, view.xdp)]
+    _add_unknown_address(packet, node, decision, view)
     _add_full_conntrack(view)
     return view
+
+
+def _add_unknown_address(packet: Packet, node: Node, decision: Decision, view: model.Explanation) -> None:
+    """What nftables does in mode nftables to a packet that the programs leave (spec/service-semantics §9)."""
+    local = packet.destination in node.own or ip_address(packet.destination).is_loopback
+    if not node.settings["nft_mode"] or decision.service is not None or (packet.device and local):
+        return
+    try:
+        known = facts.unknown_address(node.maps.directory, packet.destination)
+    except OSError as error:
+        view.steps.append(f"mode nftables: the agent's nftables table cannot be read: {error.strerror}")
+        return
+    where = f"mode nftables: {format_address(packet.destination)}"
+    if known == "cluster IP":
+        view.verdict = "refused"
+        view.steps.append(f"{where} is a cluster IP, and nftables refuses ports that its Service does not have")
+    elif known:
+        view.verdict = "dropped"
+        view.steps.append(f"{where} is in a ServiceCIDR, and no Service has it: nftables drops the packet")
 
 
 def _add_full_conntrack(view: model.Explanation) -> None:

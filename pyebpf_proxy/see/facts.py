@@ -8,7 +8,7 @@ import json
 import os
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pyebpf_proxy.common.kernel_files import kernel_number
 from pyebpf_proxy.datapath.netfilter.nfnetlink import Channel
@@ -46,6 +46,18 @@ def nft_rules(directory: Path) -> int | None:
     # libnftables is not used: with 10 000 Services, it takes a second.
     with contextlib.closing(Channel()) as channel:
         return channel.rules(name) if channel.has_table(name) else None
+
+
+def unknown_address(directory: Path, address: bytes) -> Literal["", "cluster IP", "ServiceCIDR"]:
+    """What the agent's table of mode nftables knows about an address: it refuses the one and drops the other.
+
+    OSError if nftables cannot be read.
+    """
+    name, family = mounts.table_name(directory), 4 if len(address) == 4 else 6
+    with contextlib.closing(Channel()) as channel:
+        if channel.contains(name, f"cluster_ips{family}", address):
+            return "cluster IP"
+        return "ServiceCIDR" if channel.contains(name, f"service_cidrs{family}", address) else ""
 
 
 def nft_remedy() -> str:

@@ -156,6 +156,20 @@ class Channel:
             time.sleep(_REHASH)
         return found
 
+    def contains(self, table: str, name: str, key: bytes) -> bool:
+        """Whether a set has this key, also inside one of its intervals; False also if the set does not exist."""
+        sequence = self._next()
+        (body,) = _element_bodies(table, Step(False, name, Shape(len(key)), [key]))
+        self._socket.send(_message(uapi.NFT_MSG_GETSETELEM, 0, sequence, body))
+        while True:
+            for kind, _, number, answer in messages(self._socket.receive()):
+                if number != sequence:
+                    continue  # the answer to an earlier request
+                error = error_number(answer) if kind == uapi.NLMSG_ERROR else 0
+                if error not in (0, errno.ENOENT):
+                    raise OSError(error, os.strerror(error))
+                return not error
+
     def change(self, table: str, steps: Iterable[Step]) -> bool:
         """Carry out all steps in order, in one transaction, or none; False if there was nothing to do."""
         changes = list(_bodies(table, steps))
@@ -224,12 +238,17 @@ def _unpacked(raw: bytes, shape: Shape) -> Iterator[tuple[bytes, bytes]]:
 def _bodies(table: str, steps: Iterable[Step]) -> Iterator[tuple[int, int, bytes]]:
     """Type, flags and body of each message."""
     for step in steps:
-        packed = _packed(step)
         kind, flags = (uapi.NFT_MSG_DELSETELEM, 0) if step.delete else (uapi.NFT_MSG_NEWSETELEM, uapi.NLM_F_CREATE)
-        for start in range(0, len(packed), _IN_A_MESSAGE):
-            part = b"".join(packed[start : start + _IN_A_MESSAGE])
-            elements = attribute_header(uapi.NFTA_SET_ELEM_LIST_ELEMENTS, len(part), nested=True) + part
-            yield kind, flags, _names(table, step.set) + elements
+        for body in _element_bodies(table, step):
+            yield kind, flags, body
+
+
+def _element_bodies(table: str, step: Step) -> Iterator[bytes]:
+    packed = _packed(step)
+    for start in range(0, len(packed), _IN_A_MESSAGE):
+        part = b"".join(packed[start : start + _IN_A_MESSAGE])
+        elements = attribute_header(uapi.NFTA_SET_ELEM_LIST_ELEMENTS, len(part), nested=True) + part
+        yield _names(table, step.set) + elements
 
 
 def _packed(step: Step) -> list[bytes]:
