@@ -462,7 +462,9 @@ class Node:
             return True
         self._reattached[index] = [*recent, now]
         self._report(f"device {self._name(index)}: the agent's tc program is {wrong}, attaching it again")
-        repairs.note(Repair.TC_PROGRAM)
+        # A program that is no longer the first one has still served every packet that reached it.
+        if wrong == GONE:
+            repairs.note(Repair.TC_PROGRAM)
         self._attach(index, self._attached.pop(index))
         return True
 
