@@ -11,6 +11,7 @@ from pathlib import Path
 from struct import Struct
 from typing import TYPE_CHECKING, Any
 
+from pyebpf_proxy.common.digits import port_number
 from pyebpf_proxy.datapath.node.plan import IFA_F_SECONDARY, SCOPE_UNIVERSE
 from pyebpf_proxy.see import dryrun, facts, local, model, pods, programs, routes, state
 from pyebpf_proxy.see.answers import NOT_RIGHT, RIGHT, QuestionError, SeeError, near
@@ -343,16 +344,21 @@ def parse_packet(source: str, destination: str, protocol: str) -> tuple[bytes, i
 def _place(text: str, what: str) -> tuple[bytes, int | None]:
     address, port = text, ""
     if text.startswith("["):
-        address, _, port = text[1:].partition("]")
+        address, bracket, port = text[1:].partition("]")
+        if not bracket or port[:1] not in ("", ":"):
+            raise QuestionError(f"{what}: {text} is not an IP address in brackets, with a port after a colon")
         port = port.removeprefix(":")
     elif text.count(":") == 1:
         address, _, port = text.partition(":")
     packed = parse_address(address)
     if packed is None:
         raise QuestionError(f"{what}: {address} is not an IP address")
-    if port and not (port.isdigit() and 0 < int(port) < 65536):
+    if not port:
+        return packed, None
+    number = port_number(port)
+    if number is None:
         raise QuestionError(f"{what}: {port} is not a port (1–65535)")
-    return packed, int(port) if port else None
+    return packed, number
 
 
 def ask(

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 from pyebpf_proxy.common.bpf_constants import TRACED_SERVICES
+from pyebpf_proxy.common.digits import port_number
 from pyebpf_proxy.see import model
 from pyebpf_proxy.see.answers import QuestionError, listed, near
 from pyebpf_proxy.see.filters import means, split
@@ -134,10 +135,11 @@ class Filter:
         self._checks.append(lambda d: any(means(text, place) for place in get[field](d) if place))
 
     def _port(self, value: str) -> None:
-        if not value.isdecimal() or not 0 < int(value) < 65536:
+        number = port_number(value)
+        if number is None:
             raise QuestionError(f"{value} is not a port (1 to 65535)")
-        self.wanted["port"] = int(value)
-        end = f":{int(value)}"
+        self.wanted["port"] = number
+        end = f":{number}"
         self._checks.append(lambda d: any(place.endswith(end) for place in (d.source, d.destination, d.endpoint)))
 
     def _reasons(self, field: str, value: str, known: FilterNames) -> None:

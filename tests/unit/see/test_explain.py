@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import pytest
 
+from pyebpf_proxy.see.answers import QuestionError
 from pyebpf_proxy.see.decide import Decision
-from pyebpf_proxy.see.explain import disagreements
+from pyebpf_proxy.see.explain import disagreements, parse_packet
 from pyebpf_proxy.see.explain_text import text
 from pyebpf_proxy.see.model import ChoiceView, Explanation, ProgramView
 from pyebpf_proxy.see.state import Backend
@@ -77,3 +78,25 @@ def test_another_reason_is_shown() -> None:
     view.disagreements = [output]
     assert f"disagreement: {output}" in text(view, Terminal())
     assert not any("It agrees" in line for line in text(view, Terminal()))
+
+
+@pytest.mark.parametrize(
+    ("source", "destination", "text"),
+    [
+        ("192.0.2.1", "203.0.113.10:²", "DST: ² is not a port (1–65535)"),
+        ("192.0.2.1", "203.0.113.10:٣", "DST: ٣ is not a port (1–65535)"),
+        ("192.0.2.1:" + "9" * 5000, "203.0.113.10:80", f"SRC: {'9' * 5000} is not a port (1–65535)"),
+        ("[2001:db8::1", "[::1]:80", "SRC: [2001:db8::1 is not an IP address in brackets, with a port after a colon"),
+        ("2001:db8::1", "[::1]80", "DST: [::1]80 is not an IP address in brackets, with a port after a colon"),
+    ],
+    ids=["a superscript", "another script", "5000 digits", "no second bracket", "no colon"],
+)
+def test_an_invalid_place_is_one_line_of_error(source: str, destination: str, text: str) -> None:
+    with pytest.raises(QuestionError) as caught:
+        parse_packet(source, destination, "TCP")
+    assert str(caught.value) == text
+
+
+def test_places_with_and_without_brackets() -> None:
+    assert parse_packet("[2001:db8::1]", "[::1]:80", "udp")[1:4] == (49152, bytes(15) + b"\1", 80)
+    assert parse_packet("[192.0.2.1]:1", "127.0.0.1:65535", "tcp")[1:4] == (1, bytes([127, 0, 0, 1]), 65535)

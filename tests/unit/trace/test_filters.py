@@ -123,6 +123,7 @@ def test_services_are_renumbered() -> None:
         ("protocol=icmp", "there is no protocol icmp: TCP, UDP, SCTP"),
         ("path=direct", "there is no path direct: fast, netfilter, socket"),
         ("port=70000", "70000 is not a port (1 to 65535)"),
+        pytest.param("port=" + "9" * 5000, "9" * 5000 + " is not a port (1 to 65535)", id="5000 digits"),
         ("client=10.0.0", "10.0.0 is not an ADDRESS or ADDRESS:PORT"),
         ("port=", "port= needs a value"),
     ],
