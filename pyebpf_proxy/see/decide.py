@@ -102,7 +102,11 @@ def _destination(packet: Packet) -> str:
 
 def _find(packet: Packet, world: World, state: State, found: Decision) -> tuple[Service, FrontendKind, bool] | None:
     address, port, protocol = packet.destination, packet.destination_port, int(packet.protocol)
-    entry = state.frontends.get((address, port, protocol))
+    if address == bytes(4) and not packet.device:
+        address = bytes([127, 0, 0, 1])
+        found.say("the kernel takes 0.0.0.0 for 127.0.0.1")
+    # NodePorts are stored with the unspecified address, which is no destination of theirs.
+    entry = state.frontends.get((address, port, protocol)) if any(address) else None
     served = True
     loopback = len(address) == 4 and address[0] == 127
     if loopback and packet.device and world.settings["localhost_node_ports"]:
@@ -135,7 +139,7 @@ def _frontends_at_address(packet: Packet, world: World, state: State) -> str:
         f"{port}/{Protocol(protocol).name} ({name_text(state.services[number].name)})"
         for (address, port, protocol), (number, _) in sorted(state.frontends.items())
         if number in state.services
-        and (address == packet.destination or (not any(address) and packet.destination in world.own))
+        and packet.destination in (world.own if not any(address) else (address,))
         and len(address) == len(packet.destination)
     ]
     if not there:

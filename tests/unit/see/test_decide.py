@@ -44,6 +44,30 @@ def test_node_ports_at_loopback_addresses(where: int, served: tuple[int, ...]) -
 
 
 @pytest.mark.parametrize(
+    ("where", "device", "verdict"),
+    [(ON_ALL_LOOPBACK, 0, "refused"), (ON_LOCALHOST, 0, "refused"), (NOT_ON_LOOPBACK, 0, "left"), (1, 3, "left")],
+    ids=["on all loopback addresses", "on 127.0.0.1", "not on loopback", "from a device"],
+)
+def test_the_unspecified_address_is_localhost_to_a_process_of_the_node(where: int, device: int, verdict: str) -> None:
+    """As translate() of bpf/translate.h. NodePorts are in the map at this address, which is not their destination."""
+    settings = {"localhost_node_ports": where, "nft_mode": 1, "detector4": 0, "masquerade_all": 0}
+    found = decide(
+        Packet(CLIENT, 40000, ANY, NODE_PORT, Protocol.TCP, device), World(settings, {}, frozenset(), True), STATE
+    )
+    assert found.verdict == verdict
+    assert not any("frontends at" in step for step in found.steps)
+
+
+def test_no_node_port_is_served_at_the_unspecified_ipv6_address() -> None:
+    """The kernel takes it for ::1, where no NodePort is served."""
+    any6, local6 = bytes(16), bytes(15) + b"\1"
+    state = State(services={1: WEB}, frontends={(any6, NODE_PORT, int(Protocol.TCP)): (1, FrontendKind.NODE_PORT)})
+    world = World({"localhost_node_ports": ON_ALL_LOOPBACK, "nft_mode": 0}, {}, frozenset(), True)
+    found = decide(Packet(local6, 40000, any6, NODE_PORT, Protocol.TCP, 0), world, state)
+    assert (found.verdict, len(found.steps)) == ("left", 1)
+
+
+@pytest.mark.parametrize(
     ("device", "sockets", "protocol", "verdict"),
     [
         (0, True, Protocol.UDP, "left"),
