@@ -229,6 +229,7 @@ def _status(api: Api, output: Output, options: argparse.Namespace) -> int:
 
     check.rights(api, check.READ)
     found = view(api, options.nodes)
+    check.selected(found)
     return NOT_RIGHT if status.show(found, agents.ask_all(api, found, options.timeout), output) else 0
 
 

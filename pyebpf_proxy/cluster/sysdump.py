@@ -19,7 +19,7 @@ import msgspec
 import yaml
 
 from pyebpf_proxy import __version__
-from pyebpf_proxy.cluster import agents, ask, status
+from pyebpf_proxy.cluster import agents, ask, check, status
 from pyebpf_proxy.cluster.api import (
     CONFIG_MAPS,
     DAEMON_SETS,
@@ -157,6 +157,7 @@ def _asked(api: Api, nodes: str, seconds: float) -> Iterator[Part]:
     """What ``cluster status`` prints, and what each agent says of itself."""
     try:
         found = view(api, nodes)
+        check.selected(found)
         asked = agents.ask_all(api, found, seconds)
     except (RefusedError, ClusterError) as error:
         yield "status.txt", partial(_fail, error)

@@ -3,13 +3,18 @@
 
 from __future__ import annotations
 
+import argparse
 from typing import Any
 
 import pytest
 
-from pyebpf_proxy.cluster import objects, status
+from pyebpf_proxy.cluster import cli, objects, status
+from pyebpf_proxy.cluster.errors import ClusterError
 from pyebpf_proxy.cluster.model import View, pod_of
+from pyebpf_proxy.cluster.output import Output
+from pyebpf_proxy.see.answers import QUESTION
 from tests.support.merge_patch import merged
+from tests.unit.cluster.fake_api import FakeApi
 
 
 def kube_proxy(image: str) -> Any:
@@ -59,3 +64,11 @@ def test_the_agents_daemonset_was_deleted(image: str) -> None:
     texts = [each.text for each in status.problems(found, image)]
     deleted = "DaemonSet kube-system/pyebpf-proxy was deleted: no agent starts any more"
     assert (deleted in texts) == (not image)
+
+
+def test_a_selector_of_no_node_is_an_error() -> None:
+    """A monitor with a misspelt selector would see status 0 whatever happens."""
+    options = argparse.Namespace(nodes="role=wroker", timeout=1.0)
+    with pytest.raises(ClusterError, match="no node matches --nodes") as caught:
+        cli._status(FakeApi("n1"), Output(as_json=False), options)
+    assert caught.value.status == QUESTION

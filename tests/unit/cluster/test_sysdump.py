@@ -193,6 +193,12 @@ def test_a_sysdump_waits_for_a_lost_api_server_once(tmp_path: Path) -> None:
     assert path.exists()
 
 
+def test_a_selector_of_no_node_is_reported(tmp_path: Path) -> None:
+    """The objects of the cluster are in the archive, but no agent's report is."""
+    missing = sysdump.write(FakeApi("n1"), Output(as_json=False), str(tmp_path / "dump.tar.gz"), "role=wroker", 1.0)
+    assert any(line.startswith("status.txt: no node matches --nodes") for line in missing)
+
+
 def test_an_interrupted_sysdump_leaves_no_truncated_archive(tmp_path: Path) -> None:
     """The same command can be run again."""
     api = FakeApi("n1")
