@@ -16,15 +16,16 @@ from pyebpf_proxy.datapath.node.plan import IFA_F_SECONDARY, SCOPE_UNIVERSE
 from pyebpf_proxy.see import dryrun, facts, local, model, pods, programs, routes, state
 from pyebpf_proxy.see.answers import NOT_RIGHT, RIGHT, QuestionError, SeeError, near
 from pyebpf_proxy.see.decide import Decision, Packet, World, decide
+from pyebpf_proxy.see.diff import KINDS
 from pyebpf_proxy.see.maps import Pinned
 from pyebpf_proxy.see.partial_maps import reached
 from pyebpf_proxy.see.paths import Paths
-from pyebpf_proxy.see.programs import Programs, device_name
+from pyebpf_proxy.see.programs import Device, Programs, device_name
 from pyebpf_proxy.see.services import name_text, service_view
 from pyebpf_proxy.see.state import Backend
 from pyebpf_proxy.see.text import ago, terminal
 from pyebpf_proxy.services.addresses import format_address, format_address_port, parse_address
-from pyebpf_proxy.services.model import Protocol
+from pyebpf_proxy.services.model import FrontendKind, Protocol
 
 if TYPE_CHECKING:
     from pyebpf_proxy.see.wanted import Wanted
@@ -79,6 +80,11 @@ class Node:
         ports = [device for device, bridge in self.bridges.items() if bridge == route.device]
         return min(ports) if ports else route.device
 
+    def program_on(self, device: int) -> Device | None:
+        """The device, if a program is attached to it."""
+        found = (each for each in self.attached.devices if each.ifindex == device and each.program is not None)
+        return next(found, None)
+
     def ip_device(self, device: int) -> int:
         """The device that the IP layer sees: for a bridge port, the bridge."""
         return self.bridges.get(device) or device
@@ -114,6 +120,7 @@ class Node:
 def explain(maps: Pinned, packet: Packet, node: Node, known: state.State, wanted: Wanted | None) -> model.Explanation:
     """The whole answer."""
     decision = decide(packet, node.world, known)
+    _require_program(packet, node, decision)
     view = model.Explanation(
         source=format_address_port(packet.source, packet.source_port),
         destination=format_address_port(packet.destination, packet.destination_port),
@@ -155,6 +162,17 @@ def explain(maps: Pinned, packet: Packet, node: Node, known: state.State, wanted
     _add_unknown_address(packet, node, decision, view)
     _add_full_conntrack(view)
     return view
+
+
+def _require_program(packet: Packet, node: Node, decision: Decision) -> None:
+    """Without a program on the ingress device nothing is decided: the packet goes on as it is."""
+    if not packet.device or decision.verdict == "left" or node.program_on(packet.device) is not None:
+        return
+    decision.verdict, decision.reason = "left", ""
+    decision.say(f"no program is attached to {device_name(packet.device)}: the packet is not changed")
+    if node.settings["nft_mode"] and decision.kind == KINDS[FrontendKind.CLUSTER_IP]:
+        decision.verdict = "dropped"
+        decision.say("mode nftables: nftables drops packets to a cluster IP that no program has handled")
 
 
 def _add_unknown_address(packet: Packet, node: Node, decision: Decision, view: model.Explanation) -> None:
@@ -278,7 +296,7 @@ def _program(maps: Pinned, packet: Packet, node: Node, affinity: bytes | None) -
         if not _by_socket(packet, node):
             why = f"nftables handles {packet.protocol.name} packets of this node"
         return model.ProgramView(ran=False, why=f"{why}; the answer is from the rules alone")
-    device = next((each for each in node.attached.devices if each.ifindex == packet.device), None)
+    device = node.program_on(packet.device)
     if device is None or device.program is None:
         name = device_name(packet.device)
         return model.ProgramView(ran=False, why=f"no program is attached to {name}: its packets are not handled")
@@ -382,7 +400,7 @@ def ask(
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """``explain SRC DST [PROTO]``. Exit status 1: refused or dropped, or rules and program disagree."""
+    """``explain SRC DST [PROTO]``. Exit status 1: refused, dropped or not handled; or rules and program disagree."""
     from pyebpf_proxy.see.explain_text import text
     from pyebpf_proxy.see.output import show
     from pyebpf_proxy.see.run_services import maybe_wanted
@@ -396,5 +414,6 @@ def run(arguments: argparse.Namespace) -> int:
         lambda service_ports: maybe_wanted(arguments, service_ports),
     )
     show(arguments, view, text(view, terminal()), (each.address for each in view.endpoints))
-    wrong = view.verdict in ("refused", "dropped") or view.disagreements
+    unhandled = bool(view.device and view.service) and not view.program.ran
+    wrong = view.verdict in ("refused", "dropped") or view.disagreements or unhandled
     return NOT_RIGHT if wrong else RIGHT

@@ -18,7 +18,7 @@ from pyebpf_proxy.lab.rules import Destination, decide, expect
 from pyebpf_proxy.see.explain import ask as explain
 from pyebpf_proxy.see.model import Explanation
 from tests.support.lab_services import Kind, write_nodes, write_services
-from tests.support.lab_tools import counted_between, reasons, wait_until
+from tests.support.lab_tools import counted_between, detach_program, reasons, wait_until
 from tests.support.see_tools import answer, error, see
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs_bpf]
@@ -179,6 +179,25 @@ def test_no_agent_no_fast_path(world: Lab) -> None:
         output = wait_until(lambda: _closed(world, 4), "the agent's word has run out", 20.0)
         assert (output["pathReason"], output["pathWhy"]) == ("stack_no_agent", "no agent follows rules and routes")
         assert {one_flow(world, 4) for _ in range(4)} == {"new_flow_netfilter"}
+    finally:
+        node.agent.start()
+        node.agent.wait_synced()
+
+
+def test_a_device_without_a_program(world: Lab) -> None:
+    """The agent would attach it again at once, so it must not run."""
+    node = world.nodes[0]
+    assert world.client.call(ask, vip(16).v4, 80).kind == "answered"
+    node.agent.kill()
+    try:
+        assert node.namespace.call(detach_program, node.agent.directory, "eth0")
+        for number in (16, 13, 12):  # served, without endpoints, with source ranges
+            found = answer(node, "explain", CLIENT.v4, f"{vip(number).v4}:80", status=1)
+            assert (found["verdict"], found["reason"], found["endpoints"]) == ("left", "", [])
+            assert found["steps"][-1] == "no program is attached to eth0: the packet is not changed"
+        assert world.client.call(ask, vip(16).v4, 80, timeout=0.5).kind != "answered"
+        # No Service, so nothing is wrong.
+        assert answer(node, "explain", CLIENT.v4, f"{vip(16).v4}:81")["verdict"] == "left"
     finally:
         node.agent.start()
         node.agent.wait_synced()

@@ -11,6 +11,7 @@ from pyebpf_proxy.lab.addresses import cluster_ip, vip
 from pyebpf_proxy.lab.client import REFUSED, TIMED_OUT, UNREACHABLE, ask
 from pyebpf_proxy.lab.cluster import Lab
 from tests.support.lab_services import Kind, write_nodes, write_services
+from tests.support.lab_tools import detach_program
 from tests.support.see_tools import answer, see
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs_bpf]
@@ -67,6 +68,23 @@ def test_other_addresses_are_passed_to_the_kernel(lab: Lab, family: int) -> None
     assert answer(node, "explain", pod, place(last, 80), status=1)["verdict"] == "dropped"
     for address in (after, vip(10).of(family), node.address.of(family)):
         assert answer(node, "explain", pod, place(address, UNDEFINED_PORT))["verdict"] == "left"
+
+
+def test_a_device_without_a_program(lab: Lab, family: int) -> None:
+    """The table drops what goes to a defined port of a cluster IP: the client's next attempt may be served."""
+    node, pod = lab.nodes[0], lab.pods["toolbox"]
+    node.agent.kill()
+    try:
+        for device in ("pod0", "pod1"):
+            assert node.namespace.call(detach_program, node.agent.directory, device)
+        for address, verdict in ((cluster_ip(10).of(family), "dropped"), (vip(10).of(family), "left")):
+            found = answer(node, "explain", pod.address.of(family), place(address, 80), status=1)
+            assert (found["verdict"], found["endpoints"]) == (verdict, [])
+        # The lab's router sends what goes to a VIP back to the node, to eth0, which has its program.
+        assert pod.namespace.call(ask, cluster_ip(10).of(family), 80, timeout=0.5).kind == TIMED_OUT
+    finally:
+        node.agent.start(CONFIG)
+        node.agent.wait_synced()
 
 
 def test_a_table_that_is_gone_refuses_nothing(lab: Lab, family: int) -> None:
