@@ -7,6 +7,7 @@ node, so it imports less than that.
 
 from __future__ import annotations
 
+import io
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line. The result is the exit status."""
     arguments = sys.argv[1:] if arguments is None else arguments
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # The terminal's encoding may lack characters of the texts, and of names and messages of others.
+        sys.stdout.reconfigure(errors="backslashreplace")
     if arguments[:1] == ["lab"]:
         from pyebpf_proxy.lab.cli import main as lab
 
