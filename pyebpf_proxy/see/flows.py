@@ -169,7 +169,9 @@ class Names:
         address, port = flow.frontend
         key = (address, port, int(flow.protocol))
         found = self._state.frontends.get(key)
-        if found is None and address in self._own:
+        # Where no NodePort is served on loopback, another server may have the number there.
+        loopback = len(address) == 4 and address[0] == 127 and flow.status & uapi.IPS_DST_NAT
+        if found is None and (loopback or address in self._own):
             found = self._state.frontends.get((bytes(len(address)), port, int(flow.protocol)))
         service = self._state.services.get(found[0]) if found is not None else None
         return self._text(service.name) if service is not None else ""
