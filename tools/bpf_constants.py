@@ -15,7 +15,7 @@ ENUMS = {
     "service_maps.h": ("frontend_kind",),
     "settings.h": ("detector", "scheduler", "loopback_node_ports"),
     "node_maps.h": ("redirect_mode",),
-    "flow_maps.h": ("xdp_frames", "closing"),
+    "flow_maps.h": ("xdp_frames", "agent_request", "closing"),
 }
 MACROS = {
     "ctx_skb.h": (
@@ -24,7 +24,7 @@ MACROS = {
     ),
     "observer.h": ("PRIORITY_NEW",),
     "service_maps.h": ("ADDRESS_HINT_BITS",),
-    "sweep.h": ("GIVEN_UP_SECONDS", "NO_ANSWER_SECONDS"),
+    "sweep.h": ("GIVEN_UP_SECONDS",),
     "maps.h": ("REFUSED_PERIOD",),
     "trace_maps.h": ("TRACED_SERVICES",),
 }

@@ -41,6 +41,14 @@ NO_FRAMES = 0
 ONE_BUFFER = 1
 ANY_FRAMES = 2
 
+# enum agent_request of bpf/flow_maps.h
+NO_REQUEST = 0
+PROMOTION = 1
+CLOSE = 2
+RESTORE = 3
+RESTORING = 4
+SHORTEN = 5
+
 # enum closing of bpf/flow_maps.h
 CLOSING = 1
 CLOSING_IN_SEQUENCE = 2
@@ -61,7 +69,6 @@ ADDRESS_HINT_BITS = 20
 
 # bpf/sweep.h
 GIVEN_UP_SECONDS = 180
-NO_ANSWER_SECONDS = 10
 
 # bpf/maps.h
 REFUSED_PERIOD = 4

@@ -505,8 +505,23 @@ def test_the_entry_of_a_quiet_flow_stays(node: Node, client: bool, changes: dict
     assert int(line.split()[2]) > ESTABLISHED - 5
     flow = node.loaded.tc.btf.struct("flow").unpack(node.loaded.maps["flows"].lookup(key) or b"")
     assert flow["promote"] == 0, "the sweep has asked for it"
-    # Also if the agent was asked for it, by a sweep just before the answer.
     assert [flow.vanished for flow in node.read(key, young=False)] == [False]
+
+
+def test_the_entry_stays_if_a_packet_comes_after_the_sweep(node: Node) -> None:
+    key = node.young(1000)
+    node.promoter.pass_now()
+    vanish(node, key, client=True, **VANISHED)
+    node.promoter._look()
+    assert [flow.vanished for flow in node.read(key, young=False)] == [True]
+    node.expire_in(ESTABLISHED)
+    node.write_reply(key, last_seen=time.monotonic_ns())
+    for each in node.promoter._requests.pop():
+        node.promoter._asked.setdefault(each)
+    assert key in node.promoter._asked
+    node.promoter._hand_over()
+    (line,) = node.listed()
+    assert int(line.split()[2]) > ESTABLISHED - 5
 
 
 def test_a_short_timeout_of_a_flow_whose_one_side_has_vanished_stays(node: Node) -> None:

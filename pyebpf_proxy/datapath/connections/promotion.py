@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple, Protocol
 
-from pyebpf_proxy.common.bpf_constants import CLOSING_BY_RESET, CLOSING_IN_SEQUENCE, GIVEN_UP_SECONDS, NO_ANSWER_SECONDS
+from pyebpf_proxy.common.bpf_constants import CLOSING_BY_RESET, CLOSING_IN_SEQUENCE, GIVEN_UP_SECONDS, SHORTEN
 from pyebpf_proxy.common.log import Logger
 from pyebpf_proxy.datapath.connections import create, gone_sources
 from pyebpf_proxy.datapath.connections.create import Entry, Outcome, Result, TcpState
@@ -87,7 +87,7 @@ class Flow(NamedTuple):
     reset: bool = False
     #: No packet came for QUIET_NS.
     quiet: bool = False
-    #: For a kernel's flow: one side has given up, because the other one has vanished.
+    #: For a kernel's flow: a sweep has found that one side has given up, and no packet came since.
     vanished: bool = False
     #: One side has sent a FIN, and the other one has acknowledged it.
     half_closed: bool = False
@@ -120,7 +120,7 @@ class FlowReader:
         ends = ("source", "destination", "source_port", "destination_port")
         self._key = btf.struct("flow_key").packer(*ends, "protocol", "ipv6")
         flow = btf.struct("flow")
-        self._flow = flow.packer("rewrite", "started", "last_seen", "packets", "young", "reply", "closing")
+        self._flow = flow.packer("rewrite", "started", "last_seen", "packets", "young", "reply", "closing", "promote")
         # The table of an earlier version that is drained may lack it.
         self._numbers = flow.packer("acknowledged", "sent_until") if "sent_until" in flow.fields else None
         self._rewrite = btf.struct("flow_rewrite").packer(*ends)
@@ -131,7 +131,7 @@ class FlowReader:
         there = self._flows.lookup(key)
         if there is None:
             return None
-        rewrite, started, last_seen, _, is_young, reply, closing = self._flow.unpack(there)
+        rewrite, started, last_seen, _, is_young, reply, closing, request = self._flow.unpack(there)
         if reply or bool(is_young) is not young:
             return None
         client, frontend, client_port, frontend_port, protocol, ipv6 = self._key.unpack(key)
@@ -143,7 +143,7 @@ class FlowReader:
         back = self._flows.lookup(answer_key)
         if back is None:
             return None
-        rewrite, _, last_seen_too, answers, is_young, _, closing_too = self._flow.unpack(back)
+        rewrite, _, last_seen_too, answers, is_young, _, closing_too, _ = self._flow.unpack(back)
         # Otherwise the replies belong to another flow: one of the two is being replaced.
         if self._rewrite.unpack(rewrite) != (frontend, client, frontend_port, client_port):
             return None
@@ -161,45 +161,31 @@ class FlowReader:
         reset = not young and CLOSING_IN_SEQUENCE in (closing, closing_too)
         # bpf_ktime_get_coarse_ns() reads the same clock, with the resolution of a timer tick.
         idle = time.monotonic_ns() - max(last_seen, last_seen_too)
-        # How much later the client was seen than the endpoint.
-        later = last_seen - last_seen_too
-        vanished = (
-            not young
-            and idle > GIVEN_UP_SECONDS * NANOSECONDS
-            and abs(later) > NO_ANSWER_SECONDS * NANOSECONDS
-            and self._acknowledged(there, back, by_endpoint=later > 0, known=True) is False
-        )
+        vanished = not young and request == SHORTEN and idle > GIVEN_UP_SECONDS * NANOSECONDS
         closed = closing or closing_too
         both = bool(closing and closing_too)
-        # Nothing acknowledges a RST.
-        fin = closed not in (0, CLOSING_BY_RESET)
-        half = not both and fin and bool(self._acknowledged(there, back, by_endpoint=bool(closing)))
+        half = not both and self._is_acknowledged(there, back, closed, not closing)
         return Flow(entry, bool(closed), key, answer_key, started, reset, idle > QUIET_NS, vanished, half, both)
 
-    def _acknowledged(self, there: bytes, back: bytes, *, by_endpoint: bool, known: bool = False) -> bool | None:
-        """Whether this side has acknowledged what the other one sent last.
-
-        None: the table has no numbers. ``known``: also None if the programs have not seen those of this flow.
-        """
-        if self._numbers is None:
-            return None
+    def _is_acknowledged(self, there: bytes, back: bytes, closing: int, by_endpoint: bool) -> bool:
+        """Whether the other side has acknowledged the FIN of the side with ``closing``. Nothing acknowledges a RST."""
+        if self._numbers is None or closing in (0, CLOSING_BY_RESET):
+            return False
         (acknowledged, sent), (acknowledged_too, sent_too) = map(self._numbers.unpack, (there, back))
-        if by_endpoint:
-            acknowledged, sent_too = acknowledged_too, sent
-        return None if known and not acknowledged else bool(sent_too == acknowledged & 0xFFFF)
+        return bool(sent_too == acknowledged & 0xFFFF if by_endpoint else sent == acknowledged_too & 0xFFFF)
 
     def is_kernels(self, flow: Masqueraded) -> bool:
         """Whether the key is still that of this flow of the kernel, and not of a later one."""
         there = self._flows.lookup(flow.key)
         if there is None:
             return False
-        _, started, _, _, young, _, _ = self._flow.unpack(there)
+        _, started, _, _, young, _, _, _ = self._flow.unpack(there)
         return not young and flow_read(flow.key, started) == flow.read
 
     def masqueraded(self, entries: Iterable[tuple[bytes, bytes]], sources: Collection[bytes]) -> Iterator[Masqueraded]:
         """Those of these keys and values that are masqueraded to one of these (packed) addresses."""
         for key, there in entries:
-            rewrite, started, _, _, young, reply, _ = self._flow.unpack(there)
+            rewrite, started, _, _, young, reply, _, _ = self._flow.unpack(there)
             if reply:
                 continue
             client, _, _, _, protocol, ipv6 = self._key.unpack(key)
