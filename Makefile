@@ -108,8 +108,9 @@ build/tests/%: tests/changes/%.c Makefile
 	$(compile)
 
 wheel: setup ## build a wheel with the BPF objects, in dist/
-	@# Remove files of earlier builds: setuptools would put them into the wheel.
-	@rm -rf build/lib build/bdist.* *.egg-info
+	@# Remove files of earlier builds: setuptools would put them into the wheel. And the wheel of an earlier version: the
+	@# commands of the pages name dist/*.whl.
+	@rm -rf build/lib build/bdist.* *.egg-info dist/pyebpf_proxy-*.whl
 	@$(PYTHON) -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation --no-index --wheel-dir dist .
 	@rm -rf build/lib build/bdist.* *.egg-info
 	@ls -1 dist/*.whl
