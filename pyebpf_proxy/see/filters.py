@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from pyebpf_proxy.see.answers import QuestionError, near
+from pyebpf_proxy.services.addresses import format_address, parse_address
 
 
 def split(word: str, fields: Collection[str], whose: str) -> tuple[str, str]:
@@ -16,6 +17,18 @@ def split(word: str, fields: Collection[str], whose: str) -> tuple[str, str]:
     if field not in fields:
         raise QuestionError(f"{whose} have no field {field}: {', '.join(fields)}{near(field, fields)}")
     return field, value
+
+
+def as_shown(value: str) -> str:
+    """An ADDRESS or ADDRESS:PORT in the form in which flows are shown; any other value unchanged."""
+    packed = parse_address(value.strip("[]"))
+    if packed is not None:
+        return format_address(packed)
+    host, _, port = value.rpartition(":")
+    packed = parse_address(host.strip("[]"))
+    if packed is None or not port.isdecimal():
+        return value
+    return f"[{format_address(packed)}]:{port}" if len(packed) == 16 else f"{format_address(packed)}:{port}"
 
 
 def means(value: str, text: str) -> bool:
