@@ -146,6 +146,11 @@ def explain(maps: Pinned, packet: Packet, node: Node, known: state.State, wanted
             if _by_socket(packet, node):
                 other = "; masqueraded if it is bound to another address" if decision.masquerade else ""
                 decision.say(f"the socket connects to the endpoint from the route's source address{other}")
+            elif _by_pod_socket(maps, packet, node, decision):
+                decision.say(
+                    "socketLB: all: except for one connection a minute, sockets of this pod connect to an endpoint"
+                    " directly (path socket); the path below is for packets that reach the program"
+                )
             routed = decision.eligible[:_MOST_ROUTES]
             sockets = bool(node.attached.links)
             of_datapath, refusals = (node.agent_state.get(name, {}) for name in ("datapath", "refusals"))
@@ -257,6 +262,21 @@ def _affinity(maps: Pinned, packet: Packet, decision: Decision) -> bytes | None:
 def _by_socket(packet: Packet, node: Node) -> bool:
     """Whether a socket program handles the packet: a process of this node sends it, and it is not SCTP."""
     return not packet.device and node.world.sockets and packet.protocol is not Protocol.SCTP
+
+
+def _by_pod_socket(maps: Pinned, packet: Packet, node: Node, decision: Decision) -> bool:
+    """Whether the socket programs translate for this pod, as translate_for_pod() of bpf/translate.h decides."""
+    if not node.settings["pod_sockets"] or packet.protocol is Protocol.SCTP or decision.masquerade:
+        return False
+    if decision.kind == KINDS[FrontendKind.CLUSTER_IP] and packet.destination in node.own:
+        return False
+    source = (packet.source.ljust(16, b"\0"), packet.device)
+    key, value = maps.packer("pod_key", "family"), maps.packer("pod_source", "address", "device", "served")
+    learned = maps.rows("pod_sources", key, value)
+    return any(
+        family == (6 if len(packet.source) == 16 else 4) and (address, device) == source and served
+        for (family,), (address, device, served) in learned
+    )
 
 
 def _choice(

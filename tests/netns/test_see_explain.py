@@ -203,6 +203,41 @@ def test_a_device_without_a_program(world: Lab) -> None:
         node.agent.wait_synced()
 
 
+@pytest.fixture(scope="module")
+def with_pod_sockets() -> Iterator[Lab]:
+    with Lab() as made:
+        web = Kind("web", 10)
+        web.endpoints = (made.add_pod("web-1", made.nodes[0]),)
+        made.add_pod("toolbox", made.nodes[0])
+        write_nodes(made)
+        write_services(made, web)
+        made.start_agents(own={"socketLB": "all"})
+        yield made
+
+
+def test_sockets_of_pods_are_named(with_pod_sockets: Lab, family: int) -> None:
+    """tc serves the first connection and learns the pod by it, so the step is there from the second one on."""
+    node, pod = with_pod_sockets.nodes[0], with_pod_sockets.pods["toolbox"]
+
+    def says(address: str, protocol: str = "tcp") -> bool:
+        steps = answer(node, "explain", pod.address.of(family), place(address, 80), protocol)["steps"]
+        return any("(path socket)" in step for step in steps)
+
+    def path(address: str) -> set[str]:
+        before = reasons(node)
+        assert pod.namespace.call(ask, address, 80).kind == "answered"
+        return {name for name in counted_between(before, reasons(node)) if name.startswith("new_flow_")}
+
+    inside, outside = cluster_ip(10).of(family), vip(10).of(family)
+    assert not says(inside)
+    assert path(inside) == {"new_flow_netfilter"}
+    assert says(inside)
+    assert path(inside) == {"new_flow_socket"}
+    # It must be masqueraded, which sockets cannot do.
+    assert not says(outside)
+    assert "new_flow_socket" not in path(outside)
+
+
 def test_a_source_outside_the_ranges(world: Lab) -> None:
     found = answer(world.nodes[0], "explain", CLIENT.v4, f"{vip(12).v4}:80", status=1)
     assert (found["verdict"], found["reason"]) == ("dropped", "drop_source_range")
