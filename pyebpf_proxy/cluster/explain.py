@@ -95,9 +95,17 @@ def _port(service: Object, wanted: str) -> dict[str, Any]:
     known = ", ".join(str(each.get("name") or each["port"]) for each in ports)
     if not wanted and len(ports) > 1:
         raise ClusterError(f"Service {name} has several ports ({known}); specify one as {name}:PORT", QUESTION)
-    for each in ports:
-        if not wanted or wanted in (each.get("name"), str(each["port"])):
-            return each
+    found = [each for each in ports if not wanted or each.get("name") == wanted]
+    found = found or [each for each in ports if str(each["port"]) == wanted]
+    if len(found) > 1:
+        named = ", ".join(f"{each.get('name')} {each.get('protocol', 'TCP')}" for each in found)
+        raise ClusterError(
+            f"Service {name} has several ports {wanted} ({named}); specify one by its name, as"
+            f" {name}:{found[0].get('name')}",
+            QUESTION,
+        )
+    if found:
+        return found[0]
     raise ClusterError(f"Service {name} has no port {wanted}; it has: {known}", QUESTION)
 
 
