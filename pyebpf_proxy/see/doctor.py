@@ -142,14 +142,14 @@ def _conntrack() -> Found:
     fill = facts.conntrack_fill()
     if fill is None:
         yield _warn("conntrack", "nf_conntrack is not loaded; the agent loads it", "modprobe nf_conntrack")
-    elif fill.used >= 0.9 * fill.capacity:
+    elif fill.is_full(0.9):
         yield _bad(
             "conntrack",
             f"{fill.used} of {fill.capacity} entries in use",
             "raise nf_conntrack_max (conntrack.maxPerCore)",
         )
     else:
-        yield _good("conntrack", f"{fill.used} of {fill.capacity} entries in use")
+        yield _good("conntrack", f"entries in use: {fill.text}")
     for name in ("nf_conntrack_acct", "nf_conntrack_timestamp"):
         if kernel_number(_PROC / "net/netfilter" / name) == 0:
             what = "bytes" if name.endswith("acct") else "age"

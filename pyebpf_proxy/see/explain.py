@@ -202,7 +202,7 @@ def _add_unknown_address(packet: Packet, node: Node, decision: Decision, view: m
 def _add_full_conntrack(view: model.Explanation) -> None:
     """Check whether conntrack is full: the kernel creates the entry after the programs, which do not see this drop."""
     fill = facts.conntrack_fill()
-    if view.verdict != "served" or not view.device or fill is None or fill.used < fill.capacity:
+    if view.verdict != "served" or not view.device or fill is None or not fill.is_full():
         return
     full = f"conntrack is full, {fill.used} of {fill.capacity} entries"
     if any(each.path == "fast" for each in view.endpoints):

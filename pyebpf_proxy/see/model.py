@@ -194,11 +194,20 @@ class FastPathView(Answer, kw_only=True):
 
 
 class Fill(Answer, kw_only=True):
-    """Usage of a table: ``used`` of ``capacity`` entries."""
+    """Usage of a table: ``used`` of ``capacity`` entries. Conntrack without a limit has the capacity 0."""
 
     name: str
     used: int
     capacity: int
+
+    def is_full(self, share: float = 1.0) -> bool:
+        """Whether this share of the entries is in use; never without a limit."""
+        return self.capacity > 0 and self.used >= share * self.capacity
+
+    @property
+    def text(self) -> str:
+        """``12 of 100``."""
+        return f"{self.used} of {self.capacity}" if self.capacity else f"{self.used}, without a limit"
 
 
 class Status(Answer, kw_only=True, tag_field="kind", tag="Status"):

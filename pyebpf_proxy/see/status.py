@@ -280,7 +280,7 @@ def _warnings(status: model.Status, attached: Programs) -> Iterator[model.Troubl
         *([status.conntrack] if status.conntrack is not None else []),
         *status.source_ports,
     ):
-        if fill.used >= _FULL * fill.capacity:
+        if fill.is_full(_FULL):
             what = f"{fill.name}: {fill.used} of {fill.capacity} in use"
             yield model.Trouble(what=what, remedy=_fill_remedy(fill.name))
     for drop in drops.recent(status.drops):
@@ -442,7 +442,7 @@ def _agent_text(agent: model.AgentView) -> Cell:
 
 
 def _fill_text(fill: model.Fill) -> Cell:
-    return Cell(f"{fill.used} of {fill.capacity}", "red" if fill.used >= _FULL * fill.capacity else "")
+    return Cell(fill.text, "red" if fill.is_full(_FULL) else "")
 
 
 def _fill_row(fill: model.Fill) -> list[Cell | str]:
