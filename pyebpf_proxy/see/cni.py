@@ -45,7 +45,7 @@ def read(mark: int, socket_programs: bool, folders: tuple[Path, ...] = FOLDERS, 
         return Read(None, [], [])
     try:
         plugins = list(_plugins(json.loads(path.read_bytes())))
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, ValueError, AttributeError, TypeError, RecursionError) as error:
         return Read(path, [], [], f"{path} cannot be read: {error}")
     clashes = [clash for plugin in plugins for clash in _clashes(plugin, mark, socket_programs, cilium)]
     return Read(path, [str(plugin.get("type", "?")) for plugin in plugins], clashes)

@@ -80,7 +80,13 @@ def test_the_first_file_counts(tmp_path: Path) -> None:
     assert (read.file, read.plugins, read.clashes) == (folder / "00-old.conf", ["bridge"], [])
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"plugins": ["ptp"]}', '"ptp"', "{\x00"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("{", "[]", '{"plugins": ["ptp"]}', '"ptp"', "{\x00", '{"plugins": null}', '{"plugins": 5}'),
+        pytest.param("[" * 5000, id="nested deeply"),
+    ],
+)
 def test_an_invalid_file_is_named(tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "net.d"
     folder.mkdir()
