@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable
 
+from pyebpf_proxy.common.digits import port_number
 from pyebpf_proxy.common.printable import printable
 
 #: Host and port of kube-proxy's health server; empty: do not wait.
@@ -75,10 +76,11 @@ def wait(address: str | None = None, sleep: Callable[[float], None] = time.sleep
 def _place(variable: str, address: str) -> tuple[str, int] | None:
     """Host and port of an address; None, after a message, if it is none."""
     host, _, port = address.rpartition(":")
-    if not host or not port.isdigit():
+    number = port_number(port)
+    if not host or number is None:
         print(f"Error: {variable}: {address} is not HOST:PORT", file=sys.stderr)
         return None
-    return host.strip("[]"), int(port)
+    return host.strip("[]"), number
 
 
 def _missing(families: set[str], synced: set[str]) -> str:

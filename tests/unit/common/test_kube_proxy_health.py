@@ -114,3 +114,10 @@ def test_an_address_without_a_port_is_an_error(capsys: pytest.CaptureFixture[str
     assert capsys.readouterr().err == (
         "Error: KUBE_PROXY_HEALTH: 127.0.0.1 is not HOST:PORT\nError: KUBE_PROXY_METRICS: 10249 is not HOST:PORT\n"
     )
+
+
+@pytest.mark.parametrize("port", ["²", "0", "99999"])
+def test_a_port_that_does_not_exist_is_an_error(port: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Python would ask port 34463 in place of 99999."""
+    assert wait(f"127.0.0.1:{port}", metrics="", sleep=lambda seconds: pytest.fail("it waits")) == 2
+    assert capsys.readouterr().err == f"Error: KUBE_PROXY_HEALTH: 127.0.0.1:{port} is not HOST:PORT\n"
