@@ -77,7 +77,8 @@ def settings(effective: Effective, facts: NodeFacts) -> Settings:
         scheduler=SCHEDULERS[effective.scheduler] if effective.scheduler else 0,
         pod_sockets=effective.socket_lb == "all",
         xdp=bool(effective.xdp_devices),
-        xdp_generic=effective.xdp_mode == "generic",
+        # Without devices the programs' map of them does not exist.
+        xdp_generic=bool(effective.xdp_devices) and effective.xdp_mode == "generic",
     )
 
 

@@ -156,6 +156,15 @@ def test_generic_mode(outside: FastWorld) -> None:
     wait_until(lambda: shown(outside.node).get("mode") == 1, "XDP in native mode again")
 
 
+def test_generic_mode_without_devices(outside: FastWorld, family: int) -> None:
+    """The agent did not start: its programs referred to a map that is created only with devices."""
+    restart(outside, {"xdpMode": "generic"})
+    with talking(outside.lab.client, outside.node.address.of(family), "tcp", NODE_PORT) as conversation:
+        conversation.wait()
+    restart(outside, XDP)
+    wait_until(lambda: shown(outside.node).get("mode") == 1, "XDP in native mode again")
+
+
 # ---- programs --------------------------------------------------------------------------------------------------
 
 

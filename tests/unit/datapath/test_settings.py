@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pyebpf_proxy.config.datapath_model import DatapathConfiguration
 from pyebpf_proxy.config.defaults import with_defaults, with_platform_defaults
 from pyebpf_proxy.config.effective import effective
 from pyebpf_proxy.config.flags import parse
@@ -72,3 +73,12 @@ def test_the_programs_know_whether_loads_are_reordered(
     config = with_platform_defaults(with_defaults(KubeProxyConfiguration()))
     found = settings(effective(config, parse([])), NodeFacts())
     assert found.weak_memory == weak
+
+
+@pytest.mark.parametrize(("devices", "generic"), [([], False), (["eth0"], True)])
+def test_the_mode_of_xdp_counts_only_with_devices(devices: list[str], generic: bool) -> None:
+    """Without devices the programs have no map of them, which they would use in this mode."""
+    config = with_platform_defaults(with_defaults(KubeProxyConfiguration()))
+    own = DatapathConfiguration(xdp_devices=devices, xdp_mode="generic")
+    found = settings(effective(config, parse([]), own), NodeFacts())
+    assert (found.xdp, found.xdp_generic) == (bool(devices), generic)
