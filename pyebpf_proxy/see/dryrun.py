@@ -118,7 +118,9 @@ def _load(maps: Pinned, object_name: str, program: str, settings: Mapping[str, A
     with Object.open(path) as unset:
         layout = unset.btf.struct("settings")
         known = {name: value for name, value in settings.items() if name in layout.fields}
-        packed = layout.pack(**{**known, "dry_run": 1, "pod_sockets": 0, "fast_path": 0, "xdp": int(xdp)})
+        # A test frame has its link header, also in generic mode.
+        others = {"dry_run": 1, "pod_sockets": 0, "fast_path": 0, "xdp": int(xdp), "xdp_generic": 0}
+        packed = layout.pack(**{**known, **others})
         wanted = frozenset(unset.sizes)
     without = unused_maps(settings["scheduler"], False, xdp=xdp) - {"dry_results"}
     shared = {name: maps.map(name) for name in wanted - without - _OWN if name in maps.names}

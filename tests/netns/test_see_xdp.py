@@ -76,6 +76,23 @@ def test_xdp_drops_what_it_may_and_leaves_refusals_to_tc(node: Node) -> None:
     assert "Dry run of the tc program: served by 10.244." in text
 
 
+@pytest.mark.parametrize("source", [CLIENT.v4, CLIENT.v6])
+def test_generic_mode(node: Node, source: str) -> None:
+    """The tc program then uses the map of XDP devices, which a dry run does not have."""
+    node.agent.stop()
+    node.agent.start(own={"fastPath": True, "xdpDevices": ["eth0"], "xdpMode": "generic"})
+    node.agent.wait_synced()
+    try:
+        address = f"[{vip(10).v6}]:80" if ":" in source else f"{vip(10).v4}:80"
+        found = answer(node, "explain", source, address)
+        assert (found["verdict"], found["disagreements"]) == ("served", [])
+        assert (found["program"]["verdict"], found["xdp"]["verdict"]) == ("served", "served")
+    finally:
+        node.agent.stop()
+        node.agent.start(own={"fastPath": True, "xdpDevices": ["eth0"]})
+        node.agent.wait_synced()
+
+
 def test_without_its_agent_the_fast_path_is_off(node: Node) -> None:
     node.agent.kill()
     try:
