@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import errno
+import itertools
+import secrets
 import select
 import socket
 import struct
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from pyebpf_proxy.lab.client import read_answer
@@ -30,6 +32,10 @@ LOST = 1
 SELDOM = 6
 #: How many refusals end a flow.
 REFUSED = 2
+
+#: The client ports of datagrams, in turns. A datagram with the port and destination of an earlier one continues its
+#: flow, with the same endpoint and masquerading, for half a minute at least: in conntrack, or in the programs.
+UDP_PORTS = range(34000, 60000)
 
 _IP_RECVERR, _IPV6_RECVERR = 11, 25
 _IP_BIND_ADDRESS_NO_PORT = 24
@@ -53,9 +59,12 @@ class Raw(NamedTuple):
     lost: int = 0
 
 
-def ask_flows(flows: Sequence[Flow], patience: float = PATIENCE) -> list[list[Raw]]:
-    """Send every flow until it has no new outcome; in the order of ``flows``. Runs in the client's namespace."""
-    asker = _Asker(flows, patience)
+def ask_flows(flows: Sequence[Flow], patience: float = PATIENCE, first: int | None = None) -> list[list[Raw]]:
+    """Send every flow until it has no new outcome; in the order of ``flows``. Runs in the client's namespace.
+
+    ``first``: the place in UDP_PORTS of the first port; None: a random one.
+    """
+    asker = _Asker(flows, patience, secrets.randbelow(len(UDP_PORTS)) if first is None else first)
     try:
         return asker.run()
     finally:
@@ -100,15 +109,16 @@ class _Found:
 
 
 class _Request:
-    """One request with its socket."""
+    """One request with its socket. ``ports``: those to try, for a datagram."""
 
-    def __init__(self, found: _Found) -> None:
+    def __init__(self, found: _Found, ports: Iterator[int]) -> None:
         self.found = found
         self.flow = flow = found.flow
         self.begun = time.monotonic()
         self.own = ""
         self.text = b""
         self.port = 0
+        self._ports = ports
         self.connected = False
         family = socket.AF_INET6 if flow.family == 6 else socket.AF_INET
         kind, number = socket.SOCK_STREAM, 0
@@ -124,7 +134,9 @@ class _Request:
         """Connect and send; returns the outcome if it is known at once."""
         flow, sock = self.flow, self.sock
         raw = flow.protocol == "sctp"
-        if flow.bound:
+        if flow.protocol == "udp":
+            self._bind()
+        elif flow.bound:
             sock.setsockopt(socket.IPPROTO_IP, _IP_BIND_ADDRESS_NO_PORT, 1)
             sock.bind((flow.bound, 0))
         error = sock.connect_ex((flow.address, 0 if raw else flow.port))
@@ -143,6 +155,16 @@ class _Request:
         except OSError as error_:
             return self.failed(error_.errno or 0)
         return None
+
+    def _bind(self) -> None:
+        """Bind to the next port that no other socket has."""
+        while True:
+            try:
+                self.sock.bind((self.flow.bound, next(self._ports)))
+                break
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise
 
     def step(self, events: int) -> Raw | None:
         """The socket has an event; returns the outcome of the request as soon as it is known."""
@@ -209,7 +231,8 @@ class _Request:
 
 
 class _Asker:
-    def __init__(self, flows: Sequence[Flow], patience: float) -> None:
+    def __init__(self, flows: Sequence[Flow], patience: float, first: int) -> None:
+        self._ports = itertools.islice(itertools.cycle(UDP_PORTS), first, None)
         self._found = [_Found(flow) for flow in flows]
         self._waiting = deque(self._found)
         self._patience = patience
@@ -236,7 +259,7 @@ class _Asker:
 
     def _start(self) -> None:
         while self._waiting and len(self._young) < AT_ONCE and len(self._live) < MOST:
-            request = _Request(self._waiting.popleft())
+            request = _Request(self._waiting.popleft(), self._ports)
             fd = request.sock.fileno()
             self._live[fd] = self._young[fd] = request
             self._epoll.register(fd, select.EPOLLOUT if request.flow.protocol == "tcp" else select.EPOLLIN)

@@ -47,8 +47,6 @@ class SideBySide:
             self._running = mode, scenario.config
         self._proxy.write(scenario)
         self._kube_proxy.change(scenario.objects())
-        for world in self._worlds:
-            world.forget_flows()
         flows, ground = list(scenario.flows()), Ground(mode, scenario.config)
         short = briefly(flows)
         expected, actual = [finish() for finish in [world.start_asking(short, BRIEF) for world in self._worlds]]

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -24,7 +24,7 @@ from pyebpf_proxy.lab.cluster import Lab, Pod
 from pyebpf_proxy.lab.namespace import Namespace
 from pyebpf_proxy.lab.servers import Ports, start_servers
 from tests.flows import sctp
-from tests.flows.ask import PATIENCE, Raw, ask_flows
+from tests.flows.ask import PATIENCE, UDP_PORTS, Raw, ask_flows
 from tests.flows.differences import difference
 from tests.flows.flow import DROPPED, UNTOUCHED, Flow, Ground, Seen
 from tests.support.world import TOOLBOX, World
@@ -77,6 +77,8 @@ class FlowWorld(World):
         super().__init__(lab)
         self._given: list[str] = []
         self.silence = Silence(0, 0)
+        #: The place in UDP_PORTS of each client's next port.
+        self._ports: Counter[str] = Counter()
 
     def build(self) -> None:
         """Create pods, the sink, and routes through node1."""
@@ -163,7 +165,9 @@ class FlowWorld(World):
         for number, flow in enumerate(flows):
             by_source[flow.source].append(number)
         tasks = {
-            source: self.namespace(source).start(ask_flows, [flows[number] for number in numbers], patience)
+            source: self.namespace(source).start(
+                ask_flows, [flows[number] for number in numbers], patience, self._ports[source] % len(UDP_PORTS)
+            )
             for source, numbers in by_source.items()
         }
 
@@ -172,6 +176,8 @@ class FlowWorld(World):
             for source, task in tasks.items():
                 for number, raws in zip(by_source[source], task.result(600), strict=True):
                     words = {self._in_words(raw, source) for raw in raws}
+                    if flows[number].protocol == "udp":
+                        self._ports[source] += raws[0].asked
                     lost = raws[0].lost if all(raw.failed != DROPPED for raw in raws) else 0
                     self.silence = Silence(self.silence.asked + raws[0].asked, self.silence.lost + lost)
                     if flows[number].sticky:
@@ -180,10 +186,6 @@ class FlowWorld(World):
             return found
 
         return finish
-
-    def forget_flows(self) -> None:
-        """Delete the node's UDP entries: a port that is used again would continue the old flow."""
-        self.node.namespace.run("conntrack", "-D", "-p", "udp", check=False)
 
     def compare(self, flows: Sequence[Flow], ground: Ground, expected: Sequence[Seen], shown: set[str]) -> list[str]:
         """Send the flows; returns the unlisted differences from ``expected``, in words. ``shown`` gets the listed ones.
