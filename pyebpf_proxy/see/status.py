@@ -133,18 +133,24 @@ def _about_run_folder(directory: Path) -> Iterator[model.Trouble]:
         )
 
 
+def _lately(count: int) -> str:
+    """How many times in the last minute; 0 if it is unknown."""
+    times = {0: "", 1: "once "}.get(count, f"{count} times ")
+    return f"{times}in the last minute"
+
+
 def _about_conntrack(agent_state: Mapping[str, Any]) -> Iterator[model.Trouble]:
     """Flows that conntrack refused in the last minute: netfilter drops their packets, and no program counts them."""
     lately = agent_state.get("conntrackRefusals", {}).get("lastMinute", {})
     if no_port := lately.get("insert_failed", 0):
         yield model.Trouble(
-            what=f"{no_port} times in the last minute: conntrack refused a new flow whose ports are in use, as when all"
+            what=f"{_lately(no_port)}: conntrack refused a new flow whose ports are in use, as when all"
             " source ports for masquerading to an endpoint are used up",
             remedy=_fill_remedy("source ports"),
         )
     if (dropped := lately.get("drop", 0) - no_port) > 0:
         yield model.Trouble(
-            what=f"{dropped} times in the last minute: conntrack dropped the first packet of a flow, its table is full",
+            what=f"{_lately(dropped)}: conntrack dropped the first packet of a flow, its table is full",
             remedy=_fill_remedy("conntrack"),
         )
 
@@ -165,9 +171,8 @@ def _about_repairs(agent_state: Mapping[str, Any]) -> Iterator[model.Trouble]:
     lately = agent_state.get("repairs", {}).get("lastMinute", {})
     for kind, (one, several) in _RESTORED.items():
         if count := lately.get(kind, 0):
-            times = "once" if count == 1 else f"{count} times"
             yield model.Trouble(
-                what=f"{times} in the last minute: another program removed or changed {one if count == 1 else several},"
+                what=f"{_lately(count)}: another program removed or changed {one if count == 1 else several},"
                 " and the agent restored this",
                 remedy="connections may have failed meanwhile; find the program that does it: the agent's log shows"
                 " what was removed and when",
@@ -286,8 +291,7 @@ def _warnings(status: model.Status, attached: Programs) -> Iterator[model.Troubl
     for drop in drops.recent(status.drops):
         whom = f", the latest from {drops.sender(drop)} to {drop.destination} {drop.protocol}" if drop.source else ""
         whom += f" ({drop.service})" if drop.service else ""
-        times = f"{drop.last_minute} times " if (drop.last_minute or 0) > 1 else "once " if drop.last_minute else ""
-        yield model.Trouble(what=f"{times}in the last minute: {drop.meaning}{whom}", remedy=drop.remedy)
+        yield model.Trouble(what=f"{_lately(drop.last_minute or 0)}: {drop.meaning}{whom}", remedy=drop.remedy)
 
 
 def _about_programs(status: model.Status, attached: Programs) -> Iterator[model.Trouble]:

@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 
+from pyebpf_proxy.common.bpf_constants import CLOSE, RESTORE, SHORTEN
 from pyebpf_proxy.common.errors import FatalError
 from pyebpf_proxy.datapath.connections import create, drain, promotion
 from pyebpf_proxy.datapath.connections.create import ABANDONED_SECONDS, Entry, Outcome, Result
@@ -40,7 +41,6 @@ from tests.support.logs import Log, Message
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
 
 SECOND = 10**9
-CLOSE, RESTORE, SHORTEN = 2, 3, 5  # enum agent_request
 CLIENT = {4: "10.244.1.9", 6: "fd00:10:244:1::9"}
 FRONTEND = {4: "10.96.0.10", 6: "fd00:10:96::10"}
 ENDPOINT = {4: "10.244.2.5", 6: "fd00:10:244:2::5"}

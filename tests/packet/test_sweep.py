@@ -3,14 +3,13 @@
 
 from __future__ import annotations
 
-import re
 import sys
 import time
 from collections.abc import Iterator
 
 import pytest
 
-from tests import ROOT
+from pyebpf_proxy.common.bpf_constants import CLOSE, RESTORE
 from tests.packet.fast_node import (
     CONFIRM,
     REDIRECT,
@@ -564,7 +563,7 @@ def test_a_reset_that_does_not_follow_the_data_is_not_reported(fast: ProgramNode
     entry = flow.entry()
     assert entry is not None
     # A limit: only the lower half of the number is stored.
-    assert (entry["promote"] == request("CLOSE")) is (seq == 100 + (1 << 16))
+    assert (entry["promote"] == CLOSE) is (seq == 100 + (1 << 16))
 
 
 @pytest.mark.parametrize("by", ["client", "endpoint"])
@@ -636,13 +635,6 @@ IGNORED = {"R": [1, -1, 1 << 15, -(1 << 15), 1 << 31], "FA": [(4 << 20) + 1, -(4
 HEEDED = {"R": [0], "FA": [0, 4 << 20, -(4 << 20)]}
 
 
-def request(name: str) -> int:
-    """A number of enum agent_request, which the BTF does not have."""
-    found = re.search(rf"\t{name} = (\d+),", (ROOT / "bpf" / "flow_maps.h").read_text())
-    assert found
-    return int(found[1])
-
-
 @pytest.mark.parametrize("by", ["client", "endpoint", "another device"])
 @pytest.mark.parametrize(("flags", "seq"), [(flags, seq) for flags in IGNORED for seq in IGNORED[flags]])
 def test_the_entry_of_a_flow_whose_end_was_forged_is_to_be_restored(
@@ -674,7 +666,7 @@ def test_the_entry_of_a_flow_that_really_ends_is_not_to_be_restored(
     forge(flow, reply, flags, 100 + seq, by)
     entry = flow.entry(reply)
     assert entry is not None
-    assert entry["promote"] < request("RESTORE")
+    assert entry["promote"] < RESTORE
     assert bool(entry["closing"]) is (by != "another device")
 
 
@@ -729,7 +721,7 @@ def test_the_end_of_a_flow_counts_although_one_was_forged_before(fast: ProgramNo
         assert sweep(fast)["requested"] == requested
         entry = flow.entry()
         assert entry is not None
-        assert entry["promote"] == request("CLOSE")
+        assert entry["promote"] == CLOSE
 
 
 @pytest.mark.parametrize("forged_by", ["client", "endpoint"])
