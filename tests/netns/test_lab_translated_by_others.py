@@ -6,6 +6,7 @@ endpoint that it has chosen. The agent must not translate the packet to another 
 from __future__ import annotations
 
 import contextlib
+import json
 import multiprocessing
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,11 +18,12 @@ from pyebpf_proxy.datapath.loader import tcx
 from pyebpf_proxy.datapath.node import mounts
 from pyebpf_proxy.lab.addresses import Dual, cluster_ip
 from pyebpf_proxy.lab.client import Outcome, ask, ask_many
-from pyebpf_proxy.lab.cluster import Lab, Pod
+from pyebpf_proxy.lab.cluster import Lab, Node, Pod
 from pyebpf_proxy.lab.manifests import Port, service, slices
 from tests.netns.foreign_programs import TRANSLATES, attached, compiled, nat
 from tests.support.lab_services import write_nodes
 from tests.support.lab_tools import wait_until
+from tests.support.see_tools import see
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs_bpf]
 
@@ -82,6 +84,13 @@ def _ask_until_told(address: str, channel: Any) -> list[Outcome]:
     return found
 
 
+def programs_of_others(node: Node, device: str) -> list[str]:
+    """Those on a device, as the agent reports them. ``status`` exits with 1 if it also warns of a restored table."""
+    status = json.loads(see(node, "status", "-o", "json").stdout)
+    found: list[str] = next(each for each in status["devices"] if each["name"] == device)["others"]
+    return found
+
+
 def table(lab: Lab) -> str:
     node = lab.nodes[0]
     name = mounts.table_name(node.agent.directory)
@@ -95,7 +104,9 @@ def test_a_translated_packet_keeps_its_endpoint(lab: Lab, family: int, tmp_path:
     assert answered_by(lab, "client-pod", address) == both
     rules = nat(ADDRESS, far.address)
     with attached(node.namespace, compiled(tmp_path), TRANSLATES, pod.device, where=tcx.AFTER, nat=rules) as foreign:
-        wait_until(lambda: f"{address} . udp . {PORT}" in table(lab), "the table knows the frontends")
+        # After the table, the agent closes the fast path of the device.
+        wait_until(lambda: programs_of_others(node, pod.device), "the agent knows the program")
+        assert f"{address} . udp . {PORT}" in table(lab)
         assert answered_by(lab, "client-pod", address) == {"far"}
         assert int(foreign) >= MANY
         # What no other program translates is still served.

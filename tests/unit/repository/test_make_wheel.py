@@ -26,7 +26,7 @@ def test_the_wheel_of_an_earlier_version_is_replaced(tmp_path: Path) -> None:
     pip.write_text(_PIP)
     pip.chmod(0o755)
     # The environment is there.
-    made = ["make", "-f", str(ROOT / "Makefile"), "--old-file=setup", "wheel", f"PYTHON={pip}"]
+    made = ["make", "--no-print-directory", "-f", str(ROOT / "Makefile"), "--old-file=setup", "wheel", f"PYTHON={pip}"]
     ran = subprocess.run(made, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert (ran.returncode, ran.stdout) == (0, "dist/pyebpf_proxy-9.9.9-py3-none-any.whl\n"), ran.stderr
     assert {each.name for each in dist.iterdir()} == kept | {"pyebpf_proxy-9.9.9-py3-none-any.whl"}
