@@ -70,6 +70,11 @@ static __always_inline __u32 segment_size(struct context *ctx)
 	return ctx->gso_size;
 }
 
+static __always_inline __u32 whole_length(struct context *ctx)
+{
+	return ctx->len;
+}
+
 /*
  * With generic XDP the kernel (6.18) copies nearly every packet to get headroom, and loses the length of the
  * link header: such a packet arrives here starting with the IP header.

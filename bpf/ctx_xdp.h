@@ -55,6 +55,11 @@ static __always_inline __u32 segment_size(struct context *ctx __attribute__((unu
 	return 0;
 }
 
+static __always_inline __u32 whole_length(struct context *ctx __attribute__((unused)))
+{
+	return 0;
+}
+
 static __always_inline bool is_plain(struct context *ctx __attribute__((unused)))
 {
 	return true;

@@ -52,6 +52,15 @@ static __always_inline bool parse_transport(struct context *ctx, __u32 offset, s
 	return true;
 }
 
+/*
+ * The length of a packet whose IP header has none, because it has more than 64 KiB and will be segmented (BIG TCP).  It
+ * is the lower half, which is all that sequence numbers are compared by.  0: the header is wrong.
+ */
+static __always_inline __u16 long_length(struct context *ctx, __u32 offset)
+{
+	return segment_size(ctx) ? whole_length(ctx) - offset : 0;
+}
+
 static __always_inline bool is_transport(__u8 protocol)
 {
 	return protocol == TCP || protocol == UDP || protocol == SCTP;
@@ -76,7 +85,7 @@ static __always_inline bool parse_ipv4(struct context *ctx, __u32 offset, struct
 	p->options = ip->ihl > 5;
 	p->hops = ip->ttl;
 	p->headers = sizeof(*ip);
-	p->length = bpf_ntohs(ip->tot_len);
+	p->length = bpf_ntohs(ip->tot_len) ?: long_length(ctx, offset);
 	p->header_check = ip->check;
 	return parse_transport(ctx, offset + header, p);
 }
@@ -128,7 +137,7 @@ static __always_inline bool parse_ipv6(struct context *ctx, __u32 offset, struct
 	p->ipv6 = true;
 	p->hops = ip->hop_limit;
 	p->headers = sizeof(*ip);
-	p->length = sizeof(*ip) + bpf_ntohs(ip->payload_len);
+	p->length = ip->payload_len ? sizeof(*ip) + bpf_ntohs(ip->payload_len) : long_length(ctx, offset);
 	next = ip->nexthdr;
 	offset += sizeof(*ip);
 	if (!is_transport(next)) {

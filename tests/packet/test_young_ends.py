@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from scapy.layers.inet import IP
+from scapy.layers.inet6 import IPv6
 
 from tests.packet.fast_node import (
     REDIRECT,
@@ -72,6 +74,19 @@ def test_the_next_syn_after_a_reset_that_follows_data_is_a_new_connection(fast: 
     assert flow.run(frame=flow.frame(flags="S", size=0, seq=9000, ack=0)).retval == REDIRECT
     assert fast.reasons()["NEW_FLOW_FAST"] == 2
     assert closing(flow) == [0, 0]
+
+
+@pytest.mark.parametrize("reply", [False, True], ids=["client", "endpoint"])
+def test_a_reset_follows_a_packet_of_more_than_64_kib(fast: ProgramNode, reply: bool) -> None:
+    """Such a packet (BIG TCP) has no length in its IP header. Only the kernel's own packets are so long."""
+    flow = young(fast)
+    flow.answer()
+    seq = 501 if reply else 101
+    frame = flow.frame(reply, size=1400, seq=seq)
+    frame[IP if fast.family == 4 else IPv6].setfieldval("len" if fast.family == 4 else "plen", 0)
+    assert flow.run(reply, frame, gso_size=700, gso_segs=2).retval == REDIRECT
+    flow.run(reply, flow.frame(reply, flags="R", size=0, seq=seq + 1400))
+    assert closing(flow)[reply] == 3
 
 
 @pytest.mark.parametrize("reply", [False, True], ids=["client", "endpoint"])
