@@ -17,10 +17,8 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-#: enum closing of flow_send.h; 0: neither side.
-CLOSING, CLOSING_IN_SEQUENCE, CLOSING_BY_RESET = 1, 2, 3
-#: enum agent_request.
-RESTORE, RESTORING = 3, 4
+from pyebpf_proxy.common.bpf_constants import CLOSING, CLOSING_BY_RESET, CLOSING_IN_SEQUENCE, RESTORE, RESTORING
+
 #: State of a connection, as its two ends know it.
 NO_CONNECTION, SYN_SENT, ESTABLISHED, OVER = range(4)
 CLIENT, ENDPOINT = 0, 1
