@@ -145,7 +145,7 @@ def _conntrack() -> Found:
     elif fill.is_full(0.9):
         yield _bad(
             "conntrack",
-            f"{fill.used} of {fill.capacity} entries in use",
+            f"{fill.text} entries in use",
             "raise nf_conntrack_max (conntrack.maxPerCore)",
         )
     else:

@@ -204,7 +204,7 @@ def _add_full_conntrack(view: model.Explanation) -> None:
     fill = facts.conntrack_fill()
     if view.verdict != "served" or not view.device or fill is None or not fill.is_full():
         return
-    full = f"conntrack is full, {fill.used} of {fill.capacity} entries"
+    full = f"conntrack is full, {fill.text} entries"
     if any(each.path == "fast" for each in view.endpoints):
         view.steps.append(f"{full}: a new flow through netfilter is dropped, a fast-path flow needs no entry")
         return

@@ -19,16 +19,17 @@ def split(word: str, fields: Collection[str], whose: str) -> tuple[str, str]:
     return field, value
 
 
-def as_shown(value: str) -> str:
-    """An ADDRESS or ADDRESS:PORT in the form in which flows are shown; any other value unchanged."""
+def parse_place(value: str) -> tuple[bytes, str] | None:
+    """The packed address of an ADDRESS or ADDRESS:PORT, and the text in which flows show it; None for other values."""
     packed = parse_address(value.strip("[]"))
     if packed is not None:
-        return format_address(packed)
+        return packed, format_address(packed)
     host, _, port = value.rpartition(":")
     packed = parse_address(host.strip("[]"))
     if packed is None or not port.isdecimal():
-        return value
-    return f"[{format_address(packed)}]:{port}" if len(packed) == 16 else f"{format_address(packed)}:{port}"
+        return None
+    text = format_address(packed)
+    return packed, f"[{text}]:{port}" if len(packed) == 16 else f"{text}:{port}"
 
 
 def means(value: str, text: str) -> bool:

@@ -13,7 +13,7 @@ from pyebpf_proxy.datapath.netlink.messages import attributes
 from pyebpf_proxy.datapath.netlink.request import RequestSocket
 from pyebpf_proxy.see import model
 from pyebpf_proxy.see.answers import QuestionError, SeeError
-from pyebpf_proxy.see.filters import as_shown, means, split
+from pyebpf_proxy.see.filters import means, parse_place, split
 from pyebpf_proxy.see.names import suggested
 from pyebpf_proxy.see.state import State
 from pyebpf_proxy.see.text import Cell, Terminal, duration, table
@@ -268,7 +268,8 @@ _FIELDS: dict[str, Callable[[model.FlowView], tuple[str, ...]]] = {
 
 
 def _check(fields: tuple[str, ...], value: str) -> Filter:
-    value = as_shown(value)
+    if place := parse_place(value):
+        _, value = place
     return lambda flow: any(means(value, text) for field in fields for text in _FIELDS[field](flow) if text)
 
 

@@ -286,7 +286,7 @@ def _warnings(status: model.Status, attached: Programs) -> Iterator[model.Troubl
         *status.source_ports,
     ):
         if fill.is_full(_FULL):
-            what = f"{fill.name}: {fill.used} of {fill.capacity} in use"
+            what = f"{fill.name}: {fill.text} in use"
             yield model.Trouble(what=what, remedy=_fill_remedy(fill.name))
     for drop in drops.recent(status.drops):
         whom = f", the latest from {drops.sender(drop)} to {drop.destination} {drop.protocol}" if drop.source else ""

@@ -11,9 +11,9 @@ from pyebpf_proxy.common.bpf_constants import TRACED_SERVICES
 from pyebpf_proxy.common.digits import port_number
 from pyebpf_proxy.see import model
 from pyebpf_proxy.see.answers import QuestionError, listed, near
-from pyebpf_proxy.see.filters import means, split
+from pyebpf_proxy.see.filters import means, parse_place, split
 from pyebpf_proxy.see.names import matching, suggested
-from pyebpf_proxy.services.addresses import format_address, parse_address
+from pyebpf_proxy.services.addresses import parse_address
 from pyebpf_proxy.services.model import Protocol, ServicePortName
 from pyebpf_proxy.trace.events import path_of
 
@@ -116,15 +116,10 @@ class Filter:
         self.renumber(known.services)
 
     def _address(self, field: str, value: str) -> None:
-        host, _, port = value.rpartition(":")
-        packed = parse_address(value.strip("[]"))
-        if packed is not None:
-            text = format_address(packed)
-        else:
-            packed = parse_address(host.strip("[]"))
-            if packed is None or not port.isdecimal():
-                raise QuestionError(f"{value} is not an ADDRESS or ADDRESS:PORT")
-            text = f"[{format_address(packed)}]:{port}" if len(packed) == 16 else f"{format_address(packed)}:{port}"
+        found = parse_place(value)
+        if found is None:
+            raise QuestionError(f"{value} is not an ADDRESS or ADDRESS:PORT")
+        packed, text = found
         self.wanted |= {"family": 4 if len(packed) == 4 else 6, "address": packed.ljust(16, b"\0")}
         get: dict[str, Callable[[model.Decision], tuple[str, ...]]] = {
             "address": lambda d: (d.source, d.destination, d.endpoint),
