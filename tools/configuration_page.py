@@ -52,6 +52,7 @@ Options that kube-proxy does not have are in a separate document, given by `--da
 `apiVersion: datapath.pyebpf-proxy.io/v1alpha1`, `kind: DatapathConfiguration`. A KubeProxyConfiguration never contains
 any of them, and `--write-config-to` does not write them.
 [examples/datapath-config.yaml](../examples/datapath-config.yaml) shows every field.
+[deploy.md](deploy.md#datapath-configuration) shows how the agents of a cluster get it.
 
 * The file is decoded strictly. An unknown or duplicate field, a wrong type or a value out of range is an error: the
   program exits before it changes anything, also with `--write-config-to` and `--cleanup` (which reads `directory`).
@@ -91,8 +92,8 @@ not moved: an array must be large enough for the highest one in use. `--cleanup`
 affinity and socket state are lost.
 
 The flow table (`fastPathEntries`) is [drained](fast-path-flows.md#drain) instead: before the new programs are attached,
-young flows are handed to conntrack, and its flows are copied to the new table. If that is too small, the others only
-take the slow path until they are entered again. Nothing is an error.
+young flows are handed to conntrack, and the flows that conntrack has are copied to the new table. If the new table is
+too small, the other flows take the slow path until they are entered again. This is no error.
 
 If the agent is killed at any point of the change, the next start continues from there
 ([resize.py](../pyebpf_proxy/datapath/maps/resize.py) explains how).
@@ -180,14 +181,25 @@ def datapath_page() -> str:
     return "".join(parts)
 
 
+#: Types of fields that accept more than the model's type says.
+_KINDS = {
+    "fastPath": "auto|true|false",
+    "podNetwork": "list of CIDRs",
+    "socketLBExclude": "list of CIDRs",
+    "xdpDevices": "auto, or list of strings",
+}
+
+
 def _kind(info: Any) -> str:
     import typing
 
+    if info.alias in _KINDS:
+        return _cell(_KINDS[info.alias])
     kind = bare(info.annotation)
     if typing.get_origin(kind) is typing.Literal:
         return _cell("|".join(typing.get_args(kind)))
     if typing.get_origin(kind) is list:
-        return "list of CIDRs" if info.alias in ("podNetwork", "socketLBExclude") else "list of strings"
+        return "list of strings"
     return {"str": "string"}.get(kind.__name__, kind.__name__)
 
 

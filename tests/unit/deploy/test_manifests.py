@@ -254,6 +254,25 @@ def test_a_users_overlay_names_the_image(tmp_path: Path, folder: Path) -> None:
     assert container(one(build(tmp_path), "DaemonSet"))["image"] == f"{name}:1.2.3"
 
 
+def test_a_users_overlay_adds_a_datapath_configuration(tmp_path: Path) -> None:
+    """As docs/deploy.md shows it. A change of the file gives the ConfigMap another name, which replaces the pods."""
+    section = (ROOT / "docs" / "deploy.md").read_text().partition("\n## Datapath configuration\n")[2]
+    (text,) = re.findall(r"^```yaml\n(.*?)^```$", section.partition("\n## ")[0], re.MULTILINE | re.DOTALL)
+    relative = "/".join([".."] * (len(tmp_path.parts) - 1)) + str(ROOT)
+    (tmp_path / "kustomization.yaml").write_text(text.replace("PATH/", f"{relative}/"))
+    (tmp_path / "datapath.yaml").write_text((ROOT / "examples" / "datapath-config.yaml").read_text())
+    objects = build(tmp_path)
+    (made,) = (each for each in objects if each["kind"] == "ConfigMap")
+    agent = container(one(objects, "DaemonSet"))
+    (volume,) = (each for each in pod(objects)["spec"]["volumes"] if each["name"] == "datapath")
+    (mount,) = (each for each in agent["volumeMounts"] if each["name"] == "datapath")
+    assert volume["configMap"] == {"name": made["metadata"]["name"]}
+    assert made["metadata"]["name"].startswith("pyebpf-proxy-datapath-")
+    (file,) = made["data"]
+    assert agent["args"][-1] == f"--datapath-config={mount['mountPath']}/{file}"
+    assert len(agent["args"]) == len(container(one(build(KUBEADM), "DaemonSet"))["args"]) + 1
+
+
 @pytest.mark.parametrize("folder", OURS, ids=lambda folder: folder.name)
 def test_there_is_no_default_image(folder: Path) -> None:
     """An image that was not chosen must not be pulled from a public registry: runtimes reject names with capitals."""
