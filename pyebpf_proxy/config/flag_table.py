@@ -66,7 +66,7 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         Flag("feature-gates", "mapStringBool", "", "Name=true|false, comma-separated; validated as in kube-proxy.", read.gates, "feature_gates"),
     ),
     "Mode and traffic": (
-        Flag("proxy-mode", "ProxyMode", "", "Behave like kube-proxy in this mode where the modes differ: iptables (also blank and ipvs) or nftables.", str, "mode"),
+        Flag("proxy-mode", "ProxyMode", "", "Which mode of kube-proxy to follow: iptables (also blank), nftables, or ipvs (docs/ipvs-mode.md).", str, "mode"),
         Flag("detect-local-mode", "LocalMode", "", "How traffic of local pods is detected: ClusterCIDR (also blank), NodeCIDR, BridgeInterface, InterfaceNamePrefix.", str, "detect_local_mode"),
         Flag("cluster-cidr", "string", "", "Pod CIDR for mode ClusterCIDR, or an IPv4 and an IPv6 CIDR, comma-separated.", str, "cluster_cidr"),
         Flag("pod-bridge-interface", "string", "", "Name of the bridge for mode BridgeInterface.", str, "detect_local.bridge_interface"),
@@ -84,7 +84,7 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
     ),
     "Mode ipvs (IPVS itself is not used)": (
         Flag("ipvs-scheduler", "string", "", "Scheduler that chooses the endpoint in mode ipvs; empty: rr.", str, "ipvs.scheduler"),
-        Flag("ipvs-exclude-cidrs", "strings", "", "CIDRs whose IPVS virtual servers --cleanup leaves alone.", read.strings, "ipvs.exclude_cidrs"),
+        Flag("ipvs-exclude-cidrs", "strings", "", "CIDRs whose IPVS virtual servers stay when kube-proxy's state is removed.", read.strings, "ipvs.exclude_cidrs"),
         _switch("ipvs-strict-arp", "Mode ipvs: set arp_ignore to 1 and arp_announce to 2.", "ipvs.strict_arp"),
         _duration("ipvs-tcp-timeout", "0s", "Mode ipvs: value of nf_conntrack_tcp_timeout_established; 0: unchanged.", "ipvs.tcp_timeout"),
         _duration("ipvs-tcpfin-timeout", "0s", "Mode ipvs: value of nf_conntrack_tcp_timeout_fin_wait; 0: unchanged.", "ipvs.tcp_fin_timeout"),

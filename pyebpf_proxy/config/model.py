@@ -270,7 +270,7 @@ class KubeProxyConfiguration(Section):
     mode: Annotated[
         str,
         GoType("v1alpha1.ProxyMode"),
-        _doc('Behave like kube-proxy in this mode where the modes differ: iptables (also "" and ipvs) or nftables.'),
+        _doc('Which mode of kube-proxy to follow: iptables (also ""), nftables, or ipvs (docs/ipvs-mode.md).'),
     ] = ""
     iptables: Annotated[IPTables, _doc("Settings of mode iptables.")] = IPTables()
     ipvs: Annotated[IPVS, _doc("Settings of mode ipvs.")] = IPVS()
