@@ -111,8 +111,9 @@ def _drops(arguments: argparse.Namespace) -> int:
 
 
 def _flows_arguments(parser: argparse.ArgumentParser) -> None:
-    text = "an address, a service, a protocol or a state; or FIELD=VALUE: service, client, endpoint, destination, …"
-    parser.add_argument("filter", nargs="*", metavar="FILTER", help=text + "; a flow must match all filters")
+    text = "an address, a service, a pod, a protocol or a state; or FIELD=VALUE with service, client, endpoint,"
+    text += " destination, protocol, state, age or path; a flow must match all filters"
+    parser.add_argument("filter", nargs="*", metavar="FILTER", help=text)
     _source(parser)
 
 

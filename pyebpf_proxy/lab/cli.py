@@ -59,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
         return command
 
     add("demo", _demo, "send requests to the services of examples/ and compare the results with the rules", True)
-    add("shell", _shell, "start a lab and open a shell in the outside client; Ctrl-D removes the lab", True)
+    add("shell", _shell, "start a lab and open a shell in the external client; Ctrl-D removes the lab", True)
     add(
         "inspect",
         _inspect,
@@ -108,7 +108,7 @@ def _guide(lab: Lab) -> str:
     folder = lab.manifests
     first = lab.nodes[0].agent
     return f"""
-The lab {lab.tag} is up: node1 (web-1, toolbox), node2 (web-2, web-3), and you are the outside client.
+The lab {lab.tag} is up: node1 (web-1, toolbox), node2 (web-2, web-3), and you are the external client.
 
   curl http://203.0.113.10/                        LB VIP, policy Cluster: the pod sees a node's address
   curl http://[2001:db8:3::10]/                    the same over IPv6

@@ -34,8 +34,8 @@ _LOOK = 1.0
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of the command."""
-    text = "an address, service, protocol, path, reason or device; or FIELD=VALUE: service, address, client,"
-    text += " destination, endpoint, port, …; a decision must match all filters"
+    text = "an address, service, protocol, path, reason or device; or FIELD=VALUE with service, address, client,"
+    text += " destination, endpoint, port, protocol, reason, path, device or process; a decision must match all filters"
     parser.add_argument("filter", nargs="*", metavar="FILTER", help=text)
     parser.add_argument("--count", type=int, metavar="N", help="stop after N decisions")
     parser.add_argument("--duration", metavar="TIME", help="stop after this time, for example 30s or 5m")
