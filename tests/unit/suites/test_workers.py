@@ -124,7 +124,7 @@ def test_tests_without_time_are_skipped_and_listed(tmp_path: Path) -> None:
     files = {"test_many.py": MANY}
     done = run(tmp_path, files, "-n", "2", until="1")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "  200 × no time is left on this slow machine\n" in done.stdout
+    assert "  200 × no time is left\n" in done.stdout
     assert not (tmp_path / "notes").exists()
     done = run(tmp_path, files, "-n", "2", until=str(time.time() + 3600))
     assert " 200 passed" in done.stdout
