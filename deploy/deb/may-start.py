@@ -17,7 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, "/usr/lib/pyebpf-proxy")
 
-from pyebpf_proxy.common.kube_proxy_health import DEFAULT, VARIABLE
+from pyebpf_proxy.common.kube_proxy_health import DEFAULT, VARIABLE, hosts
 
 #: In /proc/PID/status, of a process of root; in /proc/net/tcp, the state of a listening socket.
 ROOTS, LISTEN = b"\nUid:\t0\t", "0A"
@@ -41,11 +41,16 @@ def processes() -> list[str]:
 def answers(address: str) -> bool:
     """Whether a program listens there. Then an agent could not bind the port."""
     host, _, port = address.rpartition(":")
+    return any(connects(each, port) for each in hosts(host.strip("[]"))) and not is_of_another_user(int(port))
+
+
+def connects(host: str, port: str) -> bool:
+    """Whether a program accepts connections there."""
     try:
-        socket.create_connection((host.strip("[]"), int(port)), 2).close()
+        socket.create_connection((host, int(port)), 2).close()
     except (OSError, ValueError):
         return False
-    return not is_of_another_user(int(port))
+    return True
 
 
 def is_of_another_user(port: int) -> bool:

@@ -26,6 +26,9 @@ DEFAULT = "127.0.0.1:10256"
 #: Host and port of kube-proxy's metrics; empty: do not ask.
 METRICS_VARIABLE = "KUBE_PROXY_METRICS"
 METRICS_DEFAULT = "127.0.0.1:10249"
+#: With bindAddress ::, which kubeadm sets where the first family of the nodes is IPv6, kube-proxy serves its metrics
+#: only on ::1. On such nodes k3s serves the health page there.
+_LOOPBACK, _LOOPBACK6 = "127.0.0.1", "::1"
 #: How long the answers must be good if they do not show that both families are programmed: kube-proxy has one family,
 #: is an old version, or has its metrics elsewhere. It tries to bind the port of the metrics every 5 s.
 SETTLED_SECONDS = 10.0
@@ -90,8 +93,18 @@ def _missing(families: set[str], synced: set[str]) -> str:
     return ", ".join(sorted(families - synced)) or ("" if synced else "no family")
 
 
+def hosts(host: str) -> tuple[str, ...]:
+    """Where to ask: ::1 if 127.0.0.1 does not answer."""
+    return (_LOOPBACK, _LOOPBACK6) if host == _LOOPBACK else (host,)
+
+
 def programmed(host: str, port: int) -> set[str] | None:
     """The families that kube-proxy has synced; "" for those of an old one. None if it does not serve metrics there."""
+    answers = (_programmed(each, port) for each in hosts(host))
+    return next((families for families in answers if families is not None), None)
+
+
+def _programmed(host: str, port: int) -> set[str] | None:
     connection = http.client.HTTPConnection(host, port, timeout=5)
     try:
         connection.request("GET", "/metrics")
@@ -106,6 +119,16 @@ def programmed(host: str, port: int) -> set[str] | None:
 
 def started(host: str, port: int) -> tuple[set[str] | None, str]:
     """The families that kube-proxy has (empty if it names none), or None, and the reason."""
+    reason = ""
+    for each in hosts(host):
+        families, why = _started(each, port)
+        if families is not None:
+            return families, why
+        reason = reason or why
+    return None, reason
+
+
+def _started(host: str, port: int) -> tuple[set[str] | None, str]:
     connection = http.client.HTTPConnection(host, port, timeout=5)
     try:
         connection.request("GET", "/livez")

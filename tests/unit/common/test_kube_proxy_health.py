@@ -31,8 +31,8 @@ BOTH = f'{ONE}{TIME}{{ip_family="IPv6"}} 1.7958424570756457e+09\n'
 
 
 @contextmanager
-def serving(answers: Sequence[bytes]) -> Iterator[str]:
-    """A server that gives these answers, then the last one again and again. The result: its address."""
+def serving(answers: Sequence[bytes], host: str = "127.0.0.1") -> Iterator[str]:
+    """A server that gives these answers, then the last one again and again. The result: its address on 127.0.0.1."""
 
     def serve(listener: socket.socket) -> None:
         number = 0
@@ -46,7 +46,8 @@ def serving(answers: Sequence[bytes]) -> Iterator[str]:
                 asking.sendall(answers[min(number, len(answers) - 1)])
             number += 1
 
-    with socket.create_server(("127.0.0.1", 0)) as listener:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.create_server((host, 0), family=family) as listener:
         threading.Thread(target=serve, args=(listener,), daemon=True).start()
         yield f"127.0.0.1:{listener.getsockname()[1]}"
         listener.shutdown(socket.SHUT_RDWR)
@@ -89,6 +90,26 @@ def test_a_healthy_kube_proxy_that_has_written_no_rules_is_not_the_end(
     output = capsys.readouterr().out
     assert "it has not programmed the node yet" in output
     assert output.endswith("kube-proxy has programmed this node: IPv4, IPv6\n")
+
+
+@pytest.mark.parametrize(("health", "metrics"), [("127.0.0.1", "::1"), ("::1", "127.0.0.1")])
+def test_a_kube_proxy_that_listens_on_the_ipv6_loopback_is_asked_there(
+    health: str, metrics: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its metrics with bindAddress ::, as kubeadm sets it on IPv6 nodes; the health page of k3s on such nodes."""
+    monkeypatch.setattr(kube_proxy_health, "SETTLED_SECONDS", 0.0)
+    looks: list[float] = []
+
+    def look_again(seconds: float) -> None:
+        looks.append(seconds)
+        assert len(looks) < 10, "it waits"
+
+    with (
+        serving([GOOD], health) as address,
+        serving([page(text.encode()) for text in (STARTED, BOTH)], metrics) as metrics_address,
+    ):
+        assert wait(address, look_again, metrics_address) == 0
+    assert len(looks) == 1, "not before the rules are written"
 
 
 @pytest.mark.parametrize("other", [b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n", page(b"up 1\n"), b"\x00"])
