@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Builds the Helm chart from deploy/; `make chart` calls it. Needs kubectl.
+"""Builds the Helm chart from deploy/; `make chart` calls it.
 
 tools/chart.py FOLDER   writes FOLDER/pyebpf-proxy
 
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import re
 import shutil
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -231,11 +230,9 @@ def replace_field(text: str, operation: dict[str, Any], value: str) -> str:
 
 
 def cleanup() -> str:
-    """The DaemonSet that cleans up, as kustomize builds it."""
-    folder = DEPLOY / "overlays" / "kubeadm-back" / "cleanup"
-    command = ["kubectl", "kustomize", str(folder)]
-    built = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    (found,) = (each for each in yaml.safe_load_all(built) if each["kind"] == "DaemonSet")
+    """The DaemonSet that cleans up, as kustomize builds it: the file of tools/cluster_objects.py, without kubectl."""
+    built = DEPLOY.parent / "pyebpf_proxy" / "cluster" / "cleanup.yaml"
+    (found,) = (each for each in yaml.safe_load_all(built.read_text()) if each["kind"] == "DaemonSet")
     found["metadata"] = {"name": NAME}
     text = yaml.safe_dump(found, sort_keys=False, width=1000)
     text = replaced(text, f"image: {IMAGE}:{__version__}\n", f"image: {_IMAGE}\n")

@@ -3,9 +3,14 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
-from tests.support.tool_module import tool
+from tests.support.tool_module import TOOLS, tool
 
 PATH = "/spec/template/spec/containers/0/securityContext/capabilities/add/-"
 
@@ -18,3 +23,13 @@ def test_capabilities_in_another_form_are_an_error() -> None:
     assert chart.added(text, operation, "x") == "              add: [NET_ADMIN{{ if .Values.x }}, NET_RAW{{ end }}]\n"
     with pytest.raises(chart.ChartError, match="capabilities have no list"):
         chart.added("              add:\n                - NET_ADMIN\n", operation, "x")
+
+
+def test_the_chart_is_built_without_kubectl(tmp_path: Path) -> None:
+    """No Debian package of `make setup` has it."""
+    environment = os.environ | {"PATH": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, TOOLS / "chart.py", tmp_path], env=environment, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "--keep-kube-proxy-rules" in (tmp_path / "pyebpf-proxy" / "templates" / "daemonset.yaml").read_text()
