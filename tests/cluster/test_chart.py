@@ -170,6 +170,15 @@ def test_what_only_the_administrator_knows_is_a_value(helm: Render, chart: Path)
         assert (health in container["env"]) == cleanup
 
 
+def test_the_notes_describe_what_was_installed(helm: Render, chart: Path) -> None:
+    """After an upgrade to the clean-up, no agent starts."""
+    for cleanup, text in (("false", "The agents start alongside kube-proxy"), ("true", "a pod waits for kube-proxy")):
+        values = f"--set=image.repository={IMAGE},kubeProxyConfigMap=a-copy,cleanup={cleanup}"
+        notes = helm("install", "any-name", chart, "--dry-run=client", values).partition("NOTES:")[2]
+        assert text in notes
+        assert ("agents start" in notes) == (cleanup == "false")
+
+
 def test_every_overlay_and_component_is_a_case() -> None:
     """A new folder of deploy/ needs a new value of the chart."""
     folders = {path.parent.relative_to(DEPLOY) for path in DEPLOY.rglob("kustomization.yaml")}
