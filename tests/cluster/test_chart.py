@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import tarfile
 from collections.abc import Callable, Iterable, Iterator
@@ -177,6 +178,18 @@ def test_the_notes_describe_what_was_installed(helm: Render, chart: Path) -> Non
         notes = helm("install", "any-name", chart, "--dry-run=client", values).partition("NOTES:")[2]
         assert text in notes
         assert ("agents start" in notes) == (cleanup == "false")
+
+
+def test_another_chart_includes_it_on_a_condition(helm: Render, chart: Path, tmp_path: Path) -> None:
+    """The path in Helm's own examples is `enabled` among the values of the included chart."""
+    dependency = {"name": "pyebpf-proxy", "version": __version__, "condition": "pyebpf-proxy.enabled"}
+    outer = {"apiVersion": "v2", "name": "outer", "version": "1.0.0", "dependencies": [dependency]}
+    (tmp_path / "Chart.yaml").write_text(yaml.safe_dump(outer))
+    shutil.copytree(chart, tmp_path / "charts" / "pyebpf-proxy")
+    for enabled in (True, False):
+        inner = {"enabled": enabled, "image": {"repository": IMAGE}, "kubeProxyConfigMap": "a-copy"}
+        (tmp_path / "values.yaml").write_text(yaml.safe_dump({"pyebpf-proxy": inner}))
+        assert ("kind: DaemonSet" in helm("template", "any-name", tmp_path)) == enabled
 
 
 def test_every_overlay_and_component_is_a_case() -> None:
