@@ -47,9 +47,11 @@ def make_root(folder: Path, packages: tuple[Path, Path]) -> Path:
     """A Debian in which apt has installed systemd, the package and its dependencies."""
     recipe = tool("root", ROOT / "deploy" / "image")
     folder.mkdir(parents=True, exist_ok=True)
-    stage = recipe.Stage(folder / "root")
+    stage = recipe.Stage(folder / "root", recipe.own_architecture())
     shutil.rmtree(stage.root, ignore_errors=True)
-    subprocess.run(["cp", "-a", "--reflink=auto", recipe.base("debian:bookworm-slim"), stage.root], check=True)
+    subprocess.run(
+        ["cp", "-a", "--reflink=auto", recipe.base("debian:bookworm-slim", stage.architecture), stage.root], check=True
+    )
     for package, name in zip(packages, ("package", "later"), strict=True):
         shutil.copy(package, stage.root / "root" / f"{name}.deb")
     apt = "DEBIAN_FRONTEND=noninteractive apt-get -q -y"

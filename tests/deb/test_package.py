@@ -41,6 +41,8 @@ def packages() -> tuple[Path, Path]:
     (made,) = (ROOT / "dist").glob(f"pyebpf-proxy_{__version__}_*.deb")
     unpacked = FOLDER / "later"
     shutil.rmtree(unpacked, ignore_errors=True)
+    # dpkg-deb makes only the last folder of the path.
+    FOLDER.mkdir(parents=True, exist_ok=True)
     subprocess.run(["dpkg-deb", "-R", made, unpacked], check=True)
     control = unpacked / "DEBIAN" / "control"
     control.write_text(control.read_text().replace(f"Version: {__version__}\n", f"Version: {__version__}+1\n"))
