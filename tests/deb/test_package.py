@@ -138,6 +138,9 @@ def test_upgraded_without_losing_a_connection_then_removed_and_purged(
 ) -> None:
     (only,) = lab.nodes
     (pod,) = lab.pods.values()
+    # systemd accepts this comment and the space, a shell does not.
+    options = "; of the unit\nOPTIONS=--manifests=/etc/pyebpf-proxy/manifests --v=2\n"
+    (machine.root / "etc/default/pyebpf-proxy").write_text(options)
     machine.run("systemctl", "enable", UNIT)
     start(machine)
     shown = machine.run("systemctl", "show", UNIT, "--property=MainPID")
