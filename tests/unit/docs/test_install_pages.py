@@ -12,7 +12,7 @@ import pytest
 
 from pyebpf_proxy.cluster.model import says_programmed
 from tests import ROOT
-from tests.deployment.manifests import DEPLOY, build
+from tests.deployment.manifests import DEPLOY, build, one
 
 #: As the agent writes it while kube-proxy holds the ports, of which two lines come every five seconds.
 READY = "2026-11-28T14:06:54.253Z info ready objects=0 service_ports=0 seconds=5.448"
@@ -59,3 +59,25 @@ def test_the_way_back_deletes_what_was_installed(page: str) -> None:
         for verb in ("apply", "delete")
     )
     assert deleted == applied[:1] == ["OVERLAY"]
+
+
+def test_the_page_names_what_the_unit_cannot_read() -> None:
+    """With a kubeconfig in /root, root's own agent reports `permission denied`."""
+    hidden = "ProtectHome=yes\n" in (DEPLOY / "deb" / "pyebpf-proxy.service").read_text()
+    (row,) = re.findall(r"^\| objects \|.*", (ROOT / "docs" / "deploy.md").read_text(), re.MULTILINE)
+    assert ("outside `/root` and `/home`" in row) == hidden
+
+
+@pytest.mark.needs_kubectl
+@pytest.mark.parametrize("component", ["crio", "selinux"])
+def test_the_clean_up_needs_the_component_of_its_runtime(component: str, tmp_path: Path) -> None:
+    """It calls bpf() and writes to the node's folders, as the agent does; the page says where to add the component."""
+    up = "/".join([".."] * len(tmp_path.parts))
+    cleanup = f"{up}{DEPLOY}/overlays/kubeadm-back/cleanup"
+    for name, components in (("without", ""), ("with", f"components: [{up}{DEPLOY}/components/{component}]\n")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "kustomization.yaml").write_text(f"resources: [{cleanup}]\n{components}")
+        security = one(build(tmp_path / name), "DaemonSet")["spec"]["template"]["spec"]["securityContext"]
+        assert (security != {"seccompProfile": {"type": "RuntimeDefault"}}) == bool(components)
+    section = (ROOT / "docs" / "deploy.md").read_text().partition("## SELinux and CRI-O")[2].partition("\n## ")[0]
+    assert "The clean-up's pods need the same components" in section
