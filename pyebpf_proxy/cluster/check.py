@@ -48,6 +48,8 @@ _CNI = {
     "ovnkube-node": ("OVN-Kubernetes implements Services itself", "do not install pyebpf-proxy"),
     "kube-router": ("kube-router may implement Services itself", "start it with --run-service-proxy=false"),
 }
+#: What Go's flags of type bool take for false.
+_FALSE = frozenset({"0", "f", "F", "false", "FALSE", "False"})
 
 #: Findings about the image: one of each node.
 IMAGE = "image"
@@ -183,6 +185,8 @@ def _cni(api: Api) -> Iterator[Finding]:
     sets = {each["metadata"]["name"]: each for each in api.objects(DAEMON_SETS)}
     known = [name for name in sets if name in _CNI or name in ("cilium", "calico-node", "kindnet") or "flannel" in name]
     clashes = [(name, *_CNI[name]) for name in known if name in _CNI]
+    if "kube-router" in sets and _is_off(sets["kube-router"], "run-service-proxy"):
+        clashes = [each for each in clashes if each[0] != "kube-router"]
     if "cilium" in sets:
         settings = api.get(CONFIG_MAPS, "cilium-config", sets["cilium"]["metadata"]["namespace"]) or {}
         value = (settings.get("data") or {}).get("kube-proxy-replacement", "false")
@@ -203,6 +207,17 @@ def _cni(api: Api) -> Iterator[Finding]:
     if not clashes:
         text = ", ".join(known) or "no known CNI DaemonSet"
         yield Finding("CNI", "good", f"{text}; pyebpf-proxy doctor on a node reads its configuration")
+
+
+def _is_off(daemon_set: Object, name: str) -> bool:
+    """Whether a container of the DaemonSet is started with this flag of Go set to false; the last one counts."""
+    values = []
+    for container in daemon_set["spec"]["template"]["spec"]["containers"]:
+        for word in (*(container.get("command") or ()), *(container.get("args") or ())):
+            flag, _, value = word.partition("=")
+            if flag == f"--{name}":
+                values.append(value)
+    return bool(values) and values[-1] in _FALSE
 
 
 def _admission(api: Api, image: str, node: str) -> Iterator[Finding]:

@@ -92,6 +92,28 @@ def test_cilium(replacement: str | None, state: str, said: str) -> None:
     assert said in findings[0].text
 
 
+@pytest.mark.parametrize(
+    ("words", "states"),
+    [
+        ({}, ["bad"]),
+        ({"args": ["--run-router=false", "--run-service-proxy=false"]}, ["good"]),
+        ({"command": ["kube-router", "--run-service-proxy=False"]}, ["good"]),
+        ({"command": ["kube-router"], "args": ["--run-service-proxy"]}, ["bad"]),
+        ({"args": ["--run-service-proxy=false", "--run-service-proxy=true"]}, ["bad"]),
+    ],
+)
+def test_only_the_service_proxy_of_kube_router_conflicts(words: dict[str, Any], states: list[str]) -> None:
+    class Router:
+        def objects(self, _: Any) -> list[dict[str, Any]]:
+            containers = [{"name": "kube-router", "image": "x:1"} | words]
+            return [
+                {"metadata": {"name": "kube-router"}, "spec": {"template": {"spec": {"containers": containers}}}},
+                {"metadata": {"name": "kube-flannel-ds"}},
+            ]
+
+    assert [each.state for each in check._cni(cast(Api, Router()))] == states
+
+
 def test_check_waits_for_a_lost_api_server_once(monkeypatch: pytest.MonkeyPatch) -> None:
     nodes = [f"n{number:02}" for number in range(40)]
     api = FakeApi(*nodes)
