@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from pyebpf_proxy import __version__
 from pyebpf_proxy.common.kube_proxy_health import DEFAULT, VARIABLE
+from pyebpf_proxy.config.datapath_model import API_VERSION, KIND
 
 DEPLOY = Path(__file__).resolve().parents[1] / "deploy"
 NAME = "pyebpf-proxy"
@@ -57,16 +58,22 @@ _NEAR = (
 )
 #: The agent reads its configuration only when it starts: a change of it replaces the pods.
 _CHECKSUM = (
+    "{{- if or .Values.datapathConfig (not .Values.kubeProxyConfigMap) }}\n"
+    "      annotations:\n"
     "{{- if not .Values.kubeProxyConfigMap }}\n"
     '{{- $made := include (print $.Template.BasePath "/configmap.yaml") . | fromYaml }}\n'
-    "      annotations:\n"
     "        checksum/config: {{ $made.data | toYaml | sha256sum }}\n"
+    "{{- end }}\n"
+    "{{- with .Values.datapathConfig }}\n"
+    "        checksum/datapath-config: {{ toYaml . | sha256sum }}\n"
+    "{{- end }}\n"
     "{{- end }}\n"
 )
 #: Values that replace what a list or a map of the pod has.
 _BLOCKS = ("tolerations", "resources")
 #: Where a component's patch adds to: the last line of that list in deploy/base/daemonset.yaml, and its indentation.
 _LISTS = {
+    "/spec/template/spec/containers/0/args/-": ("args", 12),
     "/spec/template/spec/containers/0/volumeMounts/-": ("volumeMounts", 12),
     "/spec/template/spec/volumes/-": ("volumes", 8),
 }
@@ -125,6 +132,19 @@ def config_map() -> str:
     return f"{{{{- if not (or .Values.kubeProxyConfigMap .Values.cleanup) }}}}\n{text}{{{{- end }}}}\n"
 
 
+def datapath_config_map() -> str:
+    """The ConfigMap that an overlay generates for components/datapath-config."""
+    volume = next(each["value"] for each in component("datapath-config") if each["path"].endswith("/volumes/-"))
+    argument = next(each["value"] for each in component("datapath-config") if each["path"].endswith("/args/-"))
+    head = f"apiVersion: v1\nkind: ConfigMap\nmetadata:\n  name: {volume['configMap']['name']}\n"
+    document = (
+        f"data:\n  {Path(argument).name}: |\n    apiVersion: {API_VERSION}\n    kind: {KIND}\n"
+        '{{- with omit .Values.datapathConfig "apiVersion" "kind" }}\n{{ toYaml . | indent 4 }}\n{{- end }}\n'
+    )
+    condition = "{{- if and .Values.datapathConfig (not .Values.cleanup) }}\n"
+    return f"{condition}{head}{_NAMESPACE}{_LABELS}{document}{{{{- end }}}}\n"
+
+
 def daemon_set() -> str:
     """The DaemonSet of the agent, with values for the changes of overlays and components; or the one that cleans up."""
     text = base("daemonset")
@@ -141,7 +161,9 @@ def daemon_set() -> str:
         f"          configMap:\n            name: {NAME}\n",
         f'          configMap:\n            name: {{{{ .Values.kubeProxyConfigMap | default "{NAME}" }}}}\n',
     )
-    for name, value in (("conntrack-lookup", "conntrackLookup"), ("ipvs", "ipvs")):
+    # Each is added before those that were added earlier.
+    values = {"datapath-config": "datapathConfig", "conntrack-lookup": "conntrackLookup", "ipvs": "ipvs"}
+    for name, value in values.items():
         for operation in component(name):
             text = added(text, operation, value)
     cleaning = cleanup()
@@ -266,6 +288,7 @@ def write(folder: Path) -> None:
         "serviceaccount": base("serviceaccount"),
         "rbac": rbac(),
         "configmap": config_map(),
+        "datapath": datapath_config_map(),
         "daemonset": daemon_set(),
         "prometheus-operator": prometheus_operator(),
     }

@@ -60,7 +60,9 @@ any of them, and `--write-config-to` does not write them.
 * All fields except `apiVersion` and `kind` are optional; `null` is the same as absent.
 * The flags `--directory` and `--manifests` override the file.
 * A change takes effect when the agent restarts. No connection is lost. When the file is written or renamed, the agent
-  exits with status 1, as for kube-proxy's file, so that its supervisor restarts it.
+  exits with status 1, as for kube-proxy's file, so that its supervisor restarts it. A file of a ConfigMap volume is
+  neither written nor renamed when the ConfigMap changes: [deploy.md](deploy.md#datapath-configuration) describes how
+  the agents of a cluster are restarted.
 
 """
 

@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from pyebpf_proxy import __version__
+from pyebpf_proxy.config import datapath_config
 from tests import CACHE, ROOT
 from tests.deployment import manifests
 from tests.deployment.manifests import DEPLOY, Object
@@ -75,6 +76,10 @@ def _nodes(documents: Iterable[yaml.Node | None]) -> Iterator[yaml.Node]:
             left += node.value
 
 
+#: Of the chart and of the overlay of docs/deploy.md, each with a number that YAML could write as 4.194304e+06.
+DATAPATH = {"fastPath": False, "maps": {"slots": 4194304}, "socketLB": "all"}
+
+
 def kustomized(folder: Path, resource: str, components: list[str], tag: str = "") -> list[Object]:
     """An overlay as docs/deploy.md describes it."""
     up = Path("/".join([".."] * (len(folder.parts) - 1)))
@@ -84,6 +89,14 @@ def kustomized(folder: Path, resource: str, components: list[str], tag: str = ""
         "components": [str(up / str(DEPLOY / "components" / each).lstrip("/")) for each in components],
         "images": [image],
     }
+    if "datapath-config" in components:
+        # With the suffix that depends on the content, the name would differ from the chart's.
+        head = {"apiVersion": "datapath.pyebpf-proxy.io/v1alpha1", "kind": "DatapathConfiguration"}
+        (folder / "datapath.yaml").write_text(yaml.safe_dump(head, sort_keys=False) + yaml.safe_dump(DATAPATH))
+        generator = {"name": "pyebpf-proxy-datapath", "namespace": "kube-system", "files": ["datapath.yaml"]}
+        labels = {"app.kubernetes.io/name": "pyebpf-proxy", "app.kubernetes.io/version": __version__}
+        generator["options"] = {"disableNameSuffixHash": True, "labels": labels}
+        kustomization["configMapGenerator"] = [generator]
     (folder / "kustomization.yaml").write_text(yaml.safe_dump(kustomization))
     return list(manifests.build(folder))
 
@@ -100,6 +113,7 @@ CASES: dict[str, tuple[dict[str, Any], str, list[str]]] = {
     "cleanup": ({"cleanup": True}, "overlays/kubeadm-back/cleanup", []),
     "conntrack-lookup": (BLANKS | {"conntrackLookup": True}, "base", ["conntrack-lookup"]),
     "ipvs": (BLANKS | {"ipvs": True}, "base", ["ipvs"]),
+    "datapath-config": (BLANKS | {"datapathConfig": DATAPATH}, "base", ["datapath-config"]),
     "selinux": (BLANKS | {"selinux": True}, "base", ["selinux"]),
     "crio": (BLANKS | {"crio": True}, "base", ["crio"]),
     "cleanup with selinux and crio": (
@@ -113,12 +127,13 @@ CASES: dict[str, tuple[dict[str, Any], str, list[str]]] = {
             "kubeProxyConfigMap": "kube-proxy",
             "conntrackLookup": True,
             "ipvs": True,
+            "datapathConfig": DATAPATH,
             "selinux": True,
             "crio": True,
             "prometheusOperator": True,
         },
         "overlays/kubeadm",
-        ["conntrack-lookup", "ipvs", "selinux", "crio", "prometheus-operator"],
+        ["conntrack-lookup", "ipvs", "datapath-config", "selinux", "crio", "prometheus-operator"],
     ),
 }
 
@@ -129,8 +144,9 @@ def test_helm_renders_what_kustomize_builds(case: str, helm: Render, chart: Path
     made, expected = by_name(rendered(helm, chart, values)), by_name(kustomized(tmp_path, resource, components))
     assert made.keys() == expected.keys()
     template = made["DaemonSet", "pyebpf-proxy"]["spec"]["template"]
-    # Only the chart's, and only where it makes the ConfigMap: with kustomize the agents are restarted by hand.
-    assert ("annotations" in template["metadata"]) == (("ConfigMap", "pyebpf-proxy") in made)
+    # Only the chart's, and only where it makes a ConfigMap: with kustomize the agents are restarted by hand, or the
+    # name of the ConfigMap changes.
+    assert ("annotations" in template["metadata"]) == ("ConfigMap" in {kind for kind, _ in made})
     template["metadata"].pop("annotations", None)
     for name, item in made.items():
         assert item == expected[name], name
@@ -139,12 +155,30 @@ def test_helm_renders_what_kustomize_builds(case: str, helm: Render, chart: Path
 def test_another_configuration_is_another_pod(helm: Render, chart: Path) -> None:
     """The agent reads it only when it starts."""
 
-    def template(values: dict[str, str]) -> Object:
+    def template(values: dict[str, Any]) -> Object:
         found: Object = by_name(rendered(helm, chart, BLANKS | values))["DaemonSet", "pyebpf-proxy"]
         return dict(found["spec"]["template"])
 
     assert template({}) == template({})
     assert template({}) != template({"clusterCIDR": "10.1.0.0/16"}) != template({"controlPlaneEndpoint": "a:6443"})
+    fast, slow = (template({"datapathConfig": {"fastPath": each}}) for each in (True, False))
+    assert fast != slow
+    for each in (fast, slow):
+        each["metadata"].pop("annotations")
+    assert fast == slow
+
+
+def test_the_datapath_configuration_is_one_that_the_agent_accepts(helm: Render, chart: Path) -> None:
+    """A whole document is accepted as a value, too: its version and kind are not there twice."""
+    document = yaml.safe_load((ROOT / "examples" / "datapath-config.yaml").read_text())
+    for values in (DATAPATH, document, {"socketLB": False}, {"apiVersion": document["apiVersion"]}):
+        made = by_name(rendered(helm, chart, BLANKS | {"datapathConfig": values}))["ConfigMap", "pyebpf-proxy-datapath"]
+        ((name, text),) = made["data"].items()
+        config = datapath_config.decode_text(text.encode())
+        assert config.maps.slots == values.get("maps", {}).get("slots", 524288)
+        assert name == "datapath.yaml"
+    objects = by_name(rendered(helm, chart, BLANKS | {"datapathConfig": DATAPATH, "cleanup": True}))
+    assert ("ConfigMap", "pyebpf-proxy-datapath") not in objects
 
 
 def test_what_only_the_administrator_knows_is_a_value(helm: Render, chart: Path) -> None:
@@ -226,6 +260,7 @@ def test_the_caller_sets_the_tag_and_the_namespace(helm: Render, chart: Path) ->
         (["image.repository=a/b", "clustercidr=10.0.0.0/8"], "clustercidr"),
         (["image.repository=a/b", "kubeProxyConfigMap=kube-proxy"], "install with --namespace kube-system"),
         (["image.repository=a/b", "image.digest=latest"], "digest"),
+        (["image.repository=a/b", "datapathConfig.kind=KubeProxyConfiguration"], "datapathConfig"),
         (["image.repository=a/b", "nodeSelector.kubernetes\\.io/os=windows"], "nodeSelector"),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import stat
 from collections.abc import Callable
 from pathlib import Path
@@ -125,6 +126,27 @@ def test_the_file_is_watched_that_a_link_leads_to(file: Path) -> None:
     link.symlink_to("..data/proxy.conf")
     watch = ConfigWatch(link)
     assert asyncio.run(outcome(watch, lambda: append(target))) == config_watch.UPDATED
+    watch.close()
+
+
+def test_a_kubelet_that_updates_a_volume_does_not_end_the_agent(file: Path) -> None:
+    """It writes a new folder, renames a link to it, and removes the old one (docs/deploy.md says what to do)."""
+    folder = file.parent
+    for name in ("..old", "..new"):
+        (folder / name).mkdir()
+        (folder / name / file.name).write_text(name)
+    file.unlink()
+    (folder / "..data").symlink_to("..old")
+    file.symlink_to(f"..data/{file.name}")
+
+    def update() -> None:
+        (folder / "..data_tmp").symlink_to("..new")
+        (folder / "..data_tmp").rename(folder / "..data")
+        shutil.rmtree(folder / "..old")
+
+    watch = ConfigWatch(None, file)
+    assert asyncio.run(outcome(watch, update)) == ""
+    assert file.read_text() == "..new"
     watch.close()
 
 

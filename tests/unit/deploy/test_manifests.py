@@ -257,7 +257,8 @@ def test_a_users_overlay_names_the_image(tmp_path: Path, folder: Path) -> None:
 def test_a_users_overlay_adds_a_datapath_configuration(tmp_path: Path) -> None:
     """As docs/deploy.md shows it. A change of the file gives the ConfigMap another name, which replaces the pods."""
     section = (ROOT / "docs" / "deploy.md").read_text().partition("\n## Datapath configuration\n")[2]
-    (text,) = re.findall(r"^```yaml\n(.*?)^```$", section.partition("\n## ")[0], re.MULTILINE | re.DOTALL)
+    text, values = re.findall(r"^```yaml\n(.*?)^```$", section.partition("\n## ")[0], re.MULTILINE | re.DOTALL)
+    assert list(yaml.safe_load(values)) == ["datapathConfig"], "for Helm"
     relative = "/".join([".."] * (len(tmp_path.parts) - 1)) + str(ROOT)
     (tmp_path / "kustomization.yaml").write_text(text.replace("PATH/", f"{relative}/"))
     (tmp_path / "datapath.yaml").write_text((ROOT / "examples" / "datapath-config.yaml").read_text())
