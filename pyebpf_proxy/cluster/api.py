@@ -74,6 +74,7 @@ EVENTS = Kind("v1", "events")
 BINDINGS = Kind("rbac.authorization.k8s.io/v1", "clusterrolebindings", namespaced=False)
 _KINDS = {
     "ServiceAccount": Kind("v1", "serviceaccounts"),
+    "ConfigMap": CONFIG_MAPS,
     "ClusterRole": Kind("rbac.authorization.k8s.io/v1", "clusterroles", namespaced=False),
     "ClusterRoleBinding": BINDINGS,
     "DaemonSet": DAEMON_SETS,

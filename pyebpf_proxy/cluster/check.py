@@ -25,7 +25,7 @@ RIGHTS = (
     *((verb, "apps", "daemonsets", NAMESPACE) for verb in ("get", "create", "patch", "delete")),
     *((verb, "", "serviceaccounts", NAMESPACE) for verb in ("create", "patch", "delete")),
     *((verb, "coordination.k8s.io", "leases", NAMESPACE) for verb in ("get", "create", "patch")),
-    ("get", "", "configmaps", NAMESPACE),
+    *((verb, "", "configmaps", NAMESPACE) for verb in ("get", "create", "patch", "delete")),
     *task_pod.RIGHTS,
     ("get", "rbac.authorization.k8s.io", "clusterrolebindings", ""),
     *(
@@ -194,7 +194,7 @@ def _cni(api: Api) -> Iterator[Finding]:
             clashes.append(("cilium", "Cilium implements Services itself", "set kubeProxyReplacement: false"))
         else:
             text = "DaemonSet cilium: its agent does not start again beside the socket programs of pyebpf-proxy"
-            yield Finding("CNI", "warning", text, "set socketLB: off in the DatapathConfiguration: docs/cnis.md")
+            yield Finding("CNI", "warning", text, "set socketLB: off by install --datapath-config: docs/cnis.md")
     if "calico-node" in sets:
         variables = sets["calico-node"]["spec"]["template"]["spec"]["containers"][0].get("env") or ()
         values = {each["name"]: each.get("value", "") for each in variables}

@@ -95,6 +95,12 @@ def parser() -> argparse.ArgumentParser:
             each.add_argument(
                 "--canary", type=_canary, metavar="N", help="stop when N nodes, or N%% of all, are taken over"
             )
+            each.add_argument(
+                "--datapath-config",
+                default="",
+                metavar="FILE",
+                help="the agents' DatapathConfiguration (default: the one that the cluster has, if any)",
+            )
             each.add_argument("--dry-run", action="store_true", help="print objects and nodes; change nothing")
         if name in _CHANGING:
             each.add_argument("--yes", action="store_true", help="do not ask for confirmation")
@@ -171,6 +177,9 @@ def _run(options: argparse.Namespace) -> int:
     output.document["command"] = options.command
     status = 0
     try:
+        if options.command == "install":
+            # Before the question: a file with an error must not be confirmed.
+            options.datapath_text = _datapath_text(options.datapath_config)
         api = Api(options.kubeconfig, options.context, output.say)
         if options.command in _CHANGING and not getattr(options, "dry_run", False):
             _ask(api.context, api.url, options)
@@ -189,6 +198,14 @@ def _run(options: argparse.Namespace) -> int:
         status = _status_of(ended)
     output.end()
     return status or output.status
+
+
+def _datapath_text(file: str) -> str | None:
+    if not file:
+        return None
+    from pyebpf_proxy.cluster import datapath
+
+    return datapath.read(file)
 
 
 def _ask(context: str, url: str, options: argparse.Namespace) -> None:
@@ -255,7 +272,8 @@ def _explain(api: Api, output: Output, options: argparse.Namespace) -> int:
 def _install(api: Api, output: Output, options: argparse.Namespace) -> int:
     from pyebpf_proxy.cluster.install import Install
 
-    Install(api, output, options.nodes, options.timeout).run(options.image, options.canary, options.dry_run)
+    command = Install(api, output, options.nodes, options.timeout)
+    command.run(options.image, options.canary, options.dry_run, options.datapath_text)
     return 0
 
 

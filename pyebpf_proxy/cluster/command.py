@@ -7,7 +7,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 
-from pyebpf_proxy.cluster import check, model, objects, takeover, task_pod
+from pyebpf_proxy.cluster import check, datapath, model, objects, takeover, task_pod
 from pyebpf_proxy.cluster.api import Api, Object, RefusedError
 from pyebpf_proxy.cluster.errors import ClusterError, NodeGoneError, StoppedError
 from pyebpf_proxy.cluster.lease import Lease
@@ -51,6 +51,10 @@ class Command:
         """What the steps on all nodes need. Read before anything is changed: it may be refused."""
         health = model.kube_proxy_health(model.kube_proxy_configuration(self.api))
         return Site(self.api, image, task_pod.targets(self.api), health, self.seconds)
+
+    def datapath_digest(self) -> str:
+        """Of the DatapathConfiguration that the cluster has. ClusterError if no agent would start with it."""
+        return datapath.digest(datapath.stored(self.api))
 
     @staticmethod
     def require_template(present: Object | None, image: str) -> None:

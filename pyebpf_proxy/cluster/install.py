@@ -7,7 +7,7 @@ import contextlib
 
 import yaml
 
-from pyebpf_proxy.cluster import check, objects, takeover, task_pod
+from pyebpf_proxy.cluster import check, datapath, objects, takeover, task_pod
 from pyebpf_proxy.cluster.api import DAEMON_SETS, Object, RefusedError
 from pyebpf_proxy.cluster.canary import Canary
 from pyebpf_proxy.cluster.command import Command, ending, naming, telling
@@ -27,17 +27,28 @@ class Install(Command):
     """``cluster install``."""
 
     name = "install"
+    #: The digest of the DatapathConfiguration with which the agents run; "" without one.
+    _datapath = ""
 
-    def run(self, image: str, canary: Canary | None, dry_run: bool) -> None:
-        """Take nodes over. ClusterError: the node that failed has kube-proxy again, the nodes before it are done."""
+    def run(self, image: str, canary: Canary | None, dry_run: bool, datapath_text: str | None = None) -> None:
+        """Take nodes over. ClusterError: the node that failed has kube-proxy again, the nodes before it are done.
+
+        ``datapath_text``: the DatapathConfiguration; None: that which the cluster has.
+        """
         api, say = self.api, self.output.say
         found = self.view()
         check.blocking(api, found)
         image = _image(found, image)
-        todo = _todo(found, canary)
+        if datapath_text is not None and objects.is_older(image):
+            raise ClusterError(
+                f"{image} is older than this command, which cannot check a datapath configuration for it; use the"
+                " pyebpf-proxy command of that version",
+                QUESTION,
+            )
+        items = self._items(found, image, datapath_text)
+        todo = self._todo(found, canary)
         check.fit_nodes(found, todo)
         self.require_template(found.agent_set, image)
-        items = objects.installed(found.agent_set, image)
         self._validate(found, items)
         if dry_run:
             self._print(found, items, todo)
@@ -48,19 +59,36 @@ class Install(Command):
             check.blocking(api, found)
             _image(found, image)
             with ending(f"no node was taken over; {_CONTINUE}"):
-                self._prepare(site, found, objects.installed(found.agent_set, image))
+                self._prepare(site, found, self._items(found, image, datapath_text))
             task_pod.remove_all(api)
             found = self.again()
-            todo = _todo(found, canary)
-            done = sum(map(found.is_done, found.nodes))
+            todo = self._todo(found, canary)
+            done = sum(self._is_done(found, node) for node in found.nodes)
             say(f"{counted(len(todo), 'node')} to take over, {done} done: {', '.join(todo) or 'nothing to do'}")
             self.leave_out_down(found)
             without = [node for node in found.nodes if not found.is_ours(node) and node not in found.kube_proxies]
             self.leave_out(without, "kube-proxy does not run there")
-            self.each(todo, "nodes taken over", lambda node, tell: self._take(site, node, tell))
-        left = len(found.nodes) - done - len(todo) - len(without)
+            self.each(todo, "nodes taken over", lambda node, tell: self._take(site, found, node, tell))
+        later = [node for node in found.nodes if found.is_done(node) and not self._is_done(found, node)]
+        later = [node for node in later if node not in todo]
+        if later:
+            say(
+                f"{counted(len(later), 'node')} with another datapath configuration; to continue, run pyebpf-proxy"
+                " cluster install"
+            )
+        left = len(found.nodes) - done - len(todo) - len(without) - len(later)
         if left:
             say(f"{counted(left, 'node')} left to kube-proxy; to continue, run pyebpf-proxy cluster install")
+
+    def _items(self, found: View, image: str, datapath_text: str | None) -> list[Object]:
+        """The objects to apply. ClusterError: the cluster has a datapath configuration with which no agent starts."""
+        given = [] if datapath_text is None else [objects.datapath_config_map(datapath_text)]
+        self._datapath = datapath.digest(datapath_text) if given else self.datapath_digest()
+        *others, daemon_set = objects.installed(found.agent_set, image, self._datapath)
+        return [*others, *given, daemon_set]
+
+    def _is_done(self, found: View, node: str) -> bool:
+        return found.is_done(node) and found.agents[node].datapath == self._datapath
 
     def _validate(self, found: View, items: list[Object]) -> None:
         """ClusterError if the API server refuses an object. Nothing is changed."""
@@ -100,7 +128,7 @@ class Install(Command):
         if not objects.is_prepared(found.kube_proxy_set):
             takeover.patch_kube_proxy(self.api, objects.prepare, self.seconds)
 
-    def _take(self, site: Site, node: str, say: Say) -> None:
+    def _take(self, site: Site, found: View, node: str, say: Say) -> None:
         """One node. ClusterError: what runs there now."""
         done = self.done_before
         unchanged = f"nothing was changed there{done}"
@@ -112,7 +140,9 @@ class Install(Command):
             _say_unreached(site, before, say)
         try:
             with telling(say, f"a proxy serves the node; {_CONTINUE}"):
-                takeover.take(site, node, before, say)
+                agent = found.agents.get(node)
+                is_outdated = agent is not None and agent.datapath != self._datapath
+                takeover.take(site, node, before, say, agent if is_outdated else None)
         except NodeGoneError:
             raise
         except NodeLostError as lost:
@@ -126,6 +156,28 @@ class Install(Command):
             self._give_back(site, node, str(error), say)
             raise ClusterError(f"{node}: {error}; the node was given back to kube-proxy{done}") from None
         say("taken over, and verified")
+
+    def _todo(self, found: View, canary: Canary | None) -> list[str]:
+        """The nodes to take over, in this order: those that an agent serves or has served, workers, the control plane.
+
+        The agent of a node that is taken over is replaced if it runs with another datapath configuration.
+        """
+        todo = [
+            node
+            for node in found.nodes
+            if not self._is_done(found, node)
+            and found.is_up(node)
+            and (found.is_ours(node) or node in found.kube_proxies)
+        ]
+
+        def order(node: str) -> tuple[bool, bool, bool]:
+            is_worker = _CONTROL_PLANE not in (found.nodes[node]["metadata"].get("labels") or {})
+            return not found.is_ours(node), found.is_done(node), not is_worker
+
+        todo.sort(key=order)
+        if canary is None:
+            return todo
+        return todo[: max(0, canary.of(len(found.nodes)) - sum(self._is_done(found, node) for node in found.nodes))]
 
     @staticmethod
     def _unpark(site: Site, node: str) -> str:
@@ -147,23 +199,6 @@ class Install(Command):
                 f"{node}: {error}; the node could not be given back: {second}; a proxy serves it; to continue, run"
                 f" {_ROLLBACK}"
             ) from None
-
-
-def _todo(found: View, canary: Canary | None) -> list[str]:
-    """The nodes to take over, in this order: those that are half taken over, workers, the control plane."""
-    todo = [
-        node
-        for node in found.nodes
-        if not found.is_done(node) and found.is_up(node) and (found.is_ours(node) or node in found.kube_proxies)
-    ]
-
-    def order(node: str) -> tuple[bool, bool]:
-        return not found.is_ours(node), _CONTROL_PLANE in (found.nodes[node]["metadata"].get("labels") or {})
-
-    todo.sort(key=order)
-    if canary is None:
-        return todo
-    return todo[: max(0, canary.of(len(found.nodes)) - sum(map(found.is_done, found.nodes)))]
 
 
 def _image(found: View, image: str) -> str:

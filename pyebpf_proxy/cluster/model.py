@@ -44,6 +44,8 @@ class Pod(NamedTuple):
     uid: str
     node: str
     image: str
+    #: The digest of the DatapathConfiguration that the pod was made for; "" if for none.
+    datapath: str
     phase: str
     #: The container runs, and its startup probe has succeeded.
     started: bool
@@ -91,6 +93,7 @@ def pod_of(item: Object) -> Pod:
         uid=item["metadata"]["uid"],
         node=item["spec"].get("nodeName", ""),
         image=objects.image_of(item),
+        datapath=objects.datapath_digest_of(item),
         phase=status.get("phase", ""),
         started="running" in state and container.get("started") is not False,
         ready=conditions.get("Ready") == "True",

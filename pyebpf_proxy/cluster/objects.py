@@ -32,18 +32,26 @@ BEFORE = "pyebpf-proxy/before"
 FORMER = "pyebpf-proxy/former"
 #: On the agent's pods: the image that was asked for. A webhook may take another name of it, such as a mirror's.
 IMAGE = "pyebpf-proxy/image"
+#: On the agent's pods: a digest of the DatapathConfiguration that they read.
+DATAPATH_DIGEST = "pyebpf-proxy/datapath-config"
 #: On task pods: which task.
 TASK = "pyebpf-proxy/task"
 #: On the pods of ``cluster check``: of which run. Several may run at the same time.
 RUN = "pyebpf-proxy/run"
 _READ = {AGENT: ON}
+#: The ConfigMap with the DatapathConfiguration of the agents, and its key.
+DATAPATH = "pyebpf-proxy-datapath"
+DATAPATH_KEY = "datapath.yaml"
 #: The beginning of a version, or of a tag that is one.
 _VERSION = re.compile(r"v?(\d+)\.(\d+)\.(\d+)")
 
 
+def _text(name: str) -> str:
+    return resources.files(__package__).joinpath(name).read_text()
+
+
 def _load(name: str) -> list[Object]:
-    text = resources.files(__package__).joinpath(name).read_text()
-    return [item for item in yaml.safe_load_all(text) if item]
+    return [item for item in yaml.safe_load_all(_text(name)) if item]
 
 
 def agent(image: str) -> list[Object]:
@@ -57,6 +65,40 @@ def agent(image: str) -> list[Object]:
     specification["nodeSelector"] = {**specification["nodeSelector"], **_READ}
     daemon_set["spec"]["updateStrategy"] = {"type": "OnDelete"}
     return items
+
+
+def datapath_config_map(text: str) -> Object:
+    """The ConfigMap with this DatapathConfiguration."""
+    labels = {"app.kubernetes.io/name": NAME, "app.kubernetes.io/version": __version__}
+    return {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": {"name": DATAPATH, "namespace": NAMESPACE, "labels": labels},
+        "data": {DATAPATH_KEY: text},
+    }
+
+
+def datapath_digest_of(pod: Object) -> str:
+    """The digest of the DatapathConfiguration that a pod was made for, or a pod template; "" if for none."""
+    return str((pod.get("metadata", {}).get("annotations") or {}).get(DATAPATH_DIGEST, ""))
+
+
+def _read_datapath(template: Object, digest: str) -> None:
+    """Let a pod template read the DatapathConfiguration, as deploy/components/datapath-config does; "": no longer."""
+    metadata, container = template["metadata"], container_of(template)
+    annotations = {key: value for key, value in (metadata.get("annotations") or {}).items() if key != DATAPATH_DIGEST}
+    metadata["annotations"] = annotations | ({DATAPATH_DIGEST: digest} if digest else {})
+    for operation in yaml.safe_load(_text("datapath.yaml")):
+        *_, key, _ = operation["path"].split("/")
+        place, value = template["spec"] if key == "volumes" else container, operation["value"]
+        # By its name: a template that the API server has kept has default values, too.
+        others = [each for each in place.get(key) or () if _name_of(each) != _name_of(value)]
+        place[key] = others + ([value] if digest else [])
+
+
+def _name_of(entry: Object | str) -> str:
+    """The name of a volume or a mount; an argument."""
+    return entry if isinstance(entry, str) else str(entry["name"])
 
 
 def image_of(pod: Object) -> str:
@@ -80,18 +122,21 @@ def template_image(daemon_set: Object) -> str:
     return image_of(daemon_set["spec"]["template"])
 
 
-def upgraded(present: Object, image: str) -> Object:
+def upgraded(present: Object, image: str, datapath: str = "") -> Object:
     """The agent's DaemonSet with this image; the present template stays in its annotation if it has another one.
 
     An image older than this command gets the template that ran it before, if that is known (:func:`fits`).
+
+    ``datapath``, here and below: the digest of the DatapathConfiguration that the agents read; "": they read none.
     """
     daemon_set = agent(image)[-1]
     former = _former(present) if template_image(present) == image else present["spec"]["template"]
     _keep_templates(daemon_set, present, image, former)
+    _read_datapath(daemon_set["spec"]["template"], datapath)
     return daemon_set
 
 
-def installed(present: Object | None, image: str) -> list[Object]:
+def installed(present: Object | None, image: str, datapath: str = "") -> list[Object]:
     """As ``agent``, where a DaemonSet may be present: an image older than this command keeps its pod template.
 
     The former template, which an upgrade has noted, stays noted.
@@ -99,13 +144,14 @@ def installed(present: Object | None, image: str) -> list[Object]:
     items = agent(image)
     if present is not None:
         _keep_templates(items[-1], present, image, _former(present))
+    _read_datapath(items[-1]["spec"]["template"], datapath)
     return items
 
 
 def _keep_templates(daemon_set: Object, present: Object, image: str, former: Object | None) -> None:
     """Give an image older than this command the template that ran it before; note the former template, if any."""
     if is_older(image) and (template := _template_of(present, image)):
-        daemon_set["spec"]["template"] = template
+        daemon_set["spec"]["template"] = copy.deepcopy(template)
     if former:
         daemon_set["metadata"]["annotations"] = {FORMER: json.dumps(former)}
 
@@ -123,11 +169,12 @@ def is_older(image: str) -> bool:
     return image_version is not None and tuple(map(int, image_version.groups())) < tuple(map(int, own.groups()))
 
 
-def downgraded(present: Object, image: str) -> Object:
+def downgraded(present: Object, image: str, datapath: str = "") -> Object:
     """The agent's DaemonSet with the template that ran this image before, or with the client's if that is not known."""
     daemon_set = agent(image)[-1]
     if template := _template_of(present, image):
-        daemon_set["spec"]["template"] = template
+        daemon_set["spec"]["template"] = copy.deepcopy(template)
+    _read_datapath(daemon_set["spec"]["template"], datapath)
     return daemon_set
 
 

@@ -65,7 +65,7 @@ class Rollback(Command):
             )
 
     def _remove_objects(self, site: Site) -> None:
-        for item in reversed(objects.agent(site.image)):
+        for item in reversed([objects.datapath_config_map(""), *objects.agent(site.image)]):
             metadata = item["metadata"]
             self.api.delete(kind_of(item), metadata["name"], metadata.get("namespace", ""))
 

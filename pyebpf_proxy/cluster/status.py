@@ -73,6 +73,13 @@ def problems(found: View, wanted: str) -> list[Finding]:
         if wanted and image != wanted:
             text = f"{counted(len(nodes), 'node')} with {image}; the DaemonSet has {wanted}"
             wrong.append(Finding("version", "warning", text, "run pyebpf-proxy cluster upgrade"))
+    if found.agent_set is not None:
+        digest = objects.datapath_digest_of(found.agent_set["spec"]["template"])
+        agents = found.agents.items()
+        others = sorted(node for node, pod in agents if node in found.nodes and pod.datapath != digest)
+        if others:
+            text = f"another datapath configuration than that of the DaemonSet on {listed(others)}"
+            wrong.append(Finding("agent", "warning", text, "run pyebpf-proxy cluster install"))
     if found.kube_proxy_set is not None:
         wrong += _of_kube_proxy(found, found.kube_proxy_set)
     return wrong

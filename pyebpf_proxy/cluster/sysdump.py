@@ -36,7 +36,7 @@ from pyebpf_proxy.cluster.api import (
 )
 from pyebpf_proxy.cluster.errors import ClusterError, StoppedError
 from pyebpf_proxy.cluster.model import View, view
-from pyebpf_proxy.cluster.objects import KUBE_PROXY, NAME, NAMESPACE, PROXIES, container_of
+from pyebpf_proxy.cluster.objects import DATAPATH, KUBE_PROXY, NAME, NAMESPACE, PROXIES, container_of
 from pyebpf_proxy.cluster.output import Output
 from pyebpf_proxy.common.blotted import BLOT, blotted, is_option, names_credential
 from pyebpf_proxy.see import model
@@ -104,8 +104,8 @@ def _parts(api: Api, nodes: str, seconds: float) -> Iterator[Part]:
     yield "version.yaml", lambda: {"client": __version__, "server": api.request("GET", "/version"), "url": api.url}
     yield from _asked(api, nodes, seconds)
     yield from _objects(api)
-    for name, place in (("kube-proxy.config.yaml", KUBE_PROXY), ("pyebpf-proxy.config.yaml", NAME)):
-        yield name, partial(_config_map, api, place)
+    for place in (KUBE_PROXY, NAME, DATAPATH):
+        yield f"{place}.config.yaml", partial(_config_map, api, place)
     try:
         pods = api.objects(PODS, NAMESPACE, PROXIES)
     except RefusedError as error:

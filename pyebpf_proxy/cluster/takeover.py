@@ -106,16 +106,20 @@ def noted(site: Site, node: str) -> Reached | None:
         return Reached(site.targets, site.targets)
 
 
-def take(site: Site, node: str, before: Reached, say: Say) -> None:
+def take(site: Site, node: str, before: Reached, say: Say, outdated: Pod | None = None) -> None:
     """Give the node to the agent. ClusterError: kube-proxy still serves it, or the caller must give it back.
 
-    ``before``: what kube-proxy serves there, and the agent must.
+    ``before``: what kube-proxy serves there, and the agent must. ``outdated``: an agent's pod that is replaced.
     """
     api = site.api
     # A clean-up that another command began must not remove what the agent attaches.
     task_pod.remove(api, task_pod.name_of("clean", node), node, site.seconds)
     label(site, node, AGENT, ON, before.others(site.targets))
-    say("the agent starts alongside kube-proxy")
+    if outdated is not None:
+        say("replacing the agent, which runs with another datapath configuration")
+        replace(site, node, outdated, say)
+    else:
+        say("the agent starts alongside kube-proxy")
     wait_programmed(site, node)
     say("the agent has programmed the node; kube-proxy is parked")
     label(site, node, PARKED, UNVERIFIED)

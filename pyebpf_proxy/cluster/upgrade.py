@@ -19,6 +19,8 @@ class Upgrade(Command):
     """``cluster upgrade``."""
 
     name = "upgrade"
+    #: The digest of the DatapathConfiguration, which an upgrade does not change.
+    _datapath = ""
 
     def run(self, image: str) -> None:
         """Replace the agents by those of another image. ClusterError: the node that failed has the former image."""
@@ -29,6 +31,7 @@ class Upgrade(Command):
         self.require_template(self._daemon_set(), image or before)
         site = self.site(image or before)
         with self.changing(_again(site)):
+            self._datapath = self.datapath_digest()
             found = self.again()
             others = {node: pod for node, pod in sorted(found.agents.items()) if pod.image != site.image}
             todo = [node for node in others if node in found.nodes and found.is_up(node)]
@@ -42,13 +45,16 @@ class Upgrade(Command):
                 self.apply(objects.agent(site.image)[:-1])
             self.each(todo, "nodes upgraded", lambda node, tell: self._upgrade(site, node, others[node], tell))
             if any(pod.image == site.image for pod in model.pods(api, f"k8s-app={NAME}").values()):
-                self.apply([objects.upgraded(self._daemon_set(), site.image)])
+                self.apply([self._upgraded(site)])
 
     def _daemon_set(self) -> Object:
         found = self.api.get(DAEMON_SETS, NAME, NAMESPACE)
         if found is None:
             raise ClusterError(f"DaemonSet {NAMESPACE}/{NAME} no longer exists")
         return found
+
+    def _upgraded(self, site: Site) -> Object:
+        return objects.upgraded(self._daemon_set(), site.image, self._datapath)
 
     def _upgrade(self, site: Site, node: str, old: Pod, say: Say) -> None:
         """One node. ClusterError: which image runs there."""
@@ -59,7 +65,7 @@ class Upgrade(Command):
             before = takeover.try_image(site, node)
         try:
             with telling(say, f"{_CARRIED}; {again}"):
-                self.apply([objects.upgraded(self._daemon_set(), site.image)])
+                self.apply([self._upgraded(site)])
                 say("the image is available; replacing the agent")
                 takeover.replace(site, node, old, say)
                 if self._runs_kube_proxy(node):
@@ -93,7 +99,7 @@ class Upgrade(Command):
         again = f"to restore the agent with {old.image}, run {command}"
         try:
             with telling(say, f"{_CARRIED}; {again}"):
-                self.apply([objects.downgraded(self._daemon_set(), old.image)])
+                self.apply([objects.downgraded(self._daemon_set(), old.image, self._datapath)])
                 failed = model.pods(self.api, f"k8s-app={NAME}", node).get(node)
                 if failed is not None and failed.image != old.image:
                     takeover.replace(site, node, failed, say)

@@ -25,7 +25,7 @@ from pyebpf_proxy.see import model
 from tests.cluster import agent_answers
 from tests.cluster.commands import CONFIG_MAP, IMAGE, NAMES, NEWER, daemon_set, run, simulated_cluster, started
 from tests.cluster.simulated_nodes import SETS, SYSTEM, SimulatedNodes
-from tests.support.apiserver import ADMIN_TOKEN, ApiError, ApiServer, Object
+from tests.support.apiserver import ADMIN_TOKEN, MERGE, ApiError, ApiServer, Object
 
 # ---- upgrade -------------------------------------------------------------------------------------------------------
 
@@ -159,6 +159,64 @@ def test_status_asks_the_agents_and_names_those_that_differ(
     said = run(tmp_path, "status")
     assert "the agents could not be queried: this user may not get, create pods/exec in kube-system" in said
     assert "3 of 3 nodes served" in said
+
+
+# ---- the datapath configuration ------------------------------------------------------------------------------------
+
+
+def test_a_datapath_configuration_from_install_to_rollback(server: ApiServer, tmp_path: Path) -> None:
+    """No recorder: while a pod is replaced, what it attached carries the traffic."""
+    with simulated_cluster(server, tmp_path, NAMES):
+        datapath_configurations(server, tmp_path)
+
+
+def datapath_configurations(server: ApiServer, tmp_path: Path) -> None:
+    place = f"{CONFIG_MAP.rpartition('/')[0]}/pyebpf-proxy-datapath"
+    option = "--datapath-config=/etc/datapath/datapath.yaml"
+    file = tmp_path / "datapath.yaml"
+    head = "apiVersion: datapath.pyebpf-proxy.io/v1alpha1\nkind: DatapathConfiguration\n"
+    given = ("--datapath-config", str(file))
+
+    def agents() -> dict[str, tuple[str, list[str]]]:
+        items = server.request("GET", SYSTEM)["items"]
+        own = [each for each in items if each["metadata"]["labels"].get("k8s-app") == "pyebpf-proxy"]
+        return {
+            each["spec"]["nodeName"]: (each["metadata"]["uid"], each["spec"]["containers"][0]["args"]) for each in own
+        }
+
+    run(tmp_path, "install", "--image", IMAGE, "--canary", "1")
+    file.write_text(f"{head}fastPath: maybe\nmaps: {{slots: 1}}\n")
+    said = run(tmp_path, "install", *given, status=2)
+    assert "fastPath: must be" in said
+    assert "maps.slots: must be from 256" in said
+    file.write_text(f"{head}fastPath: false\n")
+    printed = [each for each in yaml.safe_load_all(run(tmp_path, "install", *given, "--dry-run")) if each]
+    (made,) = (each for each in printed if each.get("kind") == "ConfigMap")
+    with pytest.raises(ApiError):
+        server.request("GET", place)
+    first = agents()
+    run(tmp_path, "install", *given)
+    assert server.request("GET", place)["data"] == made["data"] == {"datapath.yaml": file.read_text()}
+    second = agents()
+    assert list(second) == NAMES
+    assert first["n1"][0] != second["n1"][0], "it ran without the configuration"
+    assert all(option in arguments for _, arguments in second.values())
+    # An argument that was added by hand does not last: the list is applied as a whole.
+    item = daemon_set(server, "pyebpf-proxy")
+    (container,) = item["spec"]["template"]["spec"]["containers"]
+    container["args"].append("--v=4")
+    server.request("PATCH", f"{SETS}/pyebpf-proxy", {"spec": item["spec"]}, MERGE)
+    run(tmp_path, "upgrade", "--image", NEWER)
+    third = agents()
+    assert all(arguments[-1] == option for _, arguments in third.values())
+    file.write_text(f"{head}socketLB: off\n")
+    run(tmp_path, "install", *given)
+    fourth = agents()
+    assert not {uid for uid, _ in third.values()} & {uid for uid, _ in fourth.values()}
+    assert server.request("GET", place)["data"] == {"datapath.yaml": file.read_text()}
+    run(tmp_path, "rollback")
+    with pytest.raises(ApiError):
+        server.request("GET", place)
 
 
 # ---- check, dry run, bad input -------------------------------------------------------------------------------------

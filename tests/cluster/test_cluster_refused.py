@@ -17,6 +17,7 @@ from pyebpf_proxy.cluster import check, objects
 from pyebpf_proxy.cluster.api import Api
 from pyebpf_proxy.cluster.objects import AGENT, PARKED
 from pyebpf_proxy.cluster.task_pod import name_of
+from tests import ROOT
 from tests.cluster.commands import (
     CONFIG_MAP,
     IMAGE,
@@ -89,7 +90,8 @@ def test_the_rights_that_are_asked_for_suffice(server: ApiServer, tmp_path: Path
     """Without a recorder: an upgrade replaces agents, and what they attached carries the traffic."""
     with simulated_cluster(server, tmp_path, NAMES[:2]) as nodes:
         account(server, tmp_path, "operator")
-        run(tmp_path, "install", "--image", IMAGE)
+        example = str(ROOT / "examples" / "datapath-config.yaml")
+        run(tmp_path, "install", "--image", IMAGE, "--datapath-config", example)
         run(tmp_path, "upgrade", "--image", NEWER)
         run(tmp_path, "rollback")
         assert {each["metadata"]["labels"][objects.TASK] for each in nodes.ran} == {
