@@ -75,8 +75,8 @@ def problems(found: View, wanted: str) -> list[Finding]:
             wrong.append(Finding("version", "warning", text, "run pyebpf-proxy cluster upgrade"))
     if found.agent_set is not None:
         digest = objects.datapath_digest_of(found.agent_set["spec"]["template"])
-        agents = found.agents.items()
-        others = sorted(node for node, pod in agents if node in found.nodes and pod.datapath != digest)
+        running = {node: pod for node, pod in found.agents.items() if node in found.nodes and not pod.deleted}
+        others = sorted(node for node, pod in running.items() if pod.datapath != digest)
         if others:
             text = f"another datapath configuration than that of the DaemonSet on {listed(others)}"
             wrong.append(Finding("agent", "warning", text, "run pyebpf-proxy cluster install"))
