@@ -92,27 +92,29 @@ class Node:
     def masquerade(self, route: routes.Route, destination: bytes) -> bytes:
         """The address with which netfilter masquerades: the device's address that is nearest to the next hop.
 
-        This approximates inet_select_addr() and ipv6_dev_get_saddr() of the kernel.
+        If the device has none, as those of Calico's pods, addresses of other devices count, in their order. This
+        approximates inet_select_addr() and ipv6_dev_get_saddr() of the kernel.
         """
         hop = int.from_bytes(destination if len(destination) == 16 else route.gateway or destination, "big")
         bits = 8 * len(destination)
-        there = [
+        known = [
             each
             for each in self.attached.node.addresses.values()
-            if each.device == route.device
-            and each.scope == SCOPE_UNIVERSE
+            if each.scope == SCOPE_UNIVERSE
             and each.address.max_prefixlen == bits
             and not (bits == 32 and each.flags & IFA_F_SECONDARY)
         ]
+        there = [each for each in known if each.device == route.device]
+        elsewhere = sorted(known, key=lambda each: each.device)
         if bits == 32:
             near = [
                 each
                 for each in there
                 if hop >> bits - each.prefix_length == int(each.peer) >> bits - each.prefix_length
             ]
-            best = next(iter([*near, *there]), None)
+            best = next(iter([*near, *there, *elsewhere]), None)
         else:
-            best = min(there, key=lambda each: (int(each.address) ^ hop).bit_length(), default=None)
+            best = min(there or elsewhere, key=lambda each: (int(each.address) ^ hop).bit_length(), default=None)
         own: bytes = self.settings[f"node_address{4 if bits == 32 else 6}"]
         return best.address.packed if best is not None else own
 

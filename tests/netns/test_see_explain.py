@@ -285,6 +285,30 @@ def test_hairpin(world: Lab) -> None:
     assert found["disagreements"] == []
 
 
+def test_the_address_of_the_masquerade_where_the_pods_device_has_none(family: int) -> None:
+    """The kernel takes the first device's address, also if the Node's address is another one."""
+    with Lab(nodes=1, pod_network="bare") as lab:
+        (node,) = lab.nodes
+        alone = Kind("alone", 17)
+        alone.endpoints = (lab.add_pod("web-1", node),)
+        node.namespace.ip(
+            "link add second type bridge",
+            "link set second up",
+            "addr add 192.168.9.11/24 dev second",
+            "addr add 2001:db8:9::11/64 dev second nodad",
+        )
+        write_nodes(lab)
+        write_services(lab, alone)
+        own = "192.168.9.11" if family == 4 else "2001:db8:9::11"
+        node.agent.start({"bindAddress": own, "metricsBindAddress": "127.0.0.1:10249"})
+        node.agent.wait_synced()
+        target = alone.target("LoadBalancer", node).address.of(family)
+        seen = lab.client.call(ask, target, 80).answer
+        assert seen is not None
+        (choice,) = answer(node, "explain", CLIENT.of(family), place(target, 80))["endpoints"]
+        assert choice["masqueradeAs"] == seen.peer[0] == node.address.of(family)
+
+
 def test_a_process_of_the_node(world: Lab) -> None:
     found = answer(world.nodes[0], "explain", world.nodes[0].address.v4, f"{cluster_ip(13).v4}:80", status=1)
     assert (found["verdict"], found["reason"]) == ("refused", "reject_no_endpoints_socket")
