@@ -160,6 +160,8 @@ def explain(maps: Pinned, packet: Packet, node: Node, known: state.State, wanted
             view.endpoints = [
                 _choice(packet, each, decision, node, paths, each in routed) for each in decision.eligible
             ]
+            if packet.device and decision.masquerade and not all(each.masquerade for each in view.endpoints):
+                decision.say("an endpoint in the network of this node itself sees the client's address")
     view.program = _program(maps, packet, node, bound)
     view.xdp = _xdp(maps, packet, node, bound)
     if view.program.ran and not _is_known(packet, view):
@@ -307,6 +309,9 @@ def _choice(
             view.egress = f"{device_name(route.device)}{through}"
             path = paths.to(backend, masquerade, route.device)
             view.path, view.path_reason, view.path_why = path.path, path.reason, path.why
+            # Masquerading is a matter of the postrouting hook, through which a delivered packet does not pass.
+            if packet.device and route.local:
+                view.masquerade = False
             if view.masquerade:
                 view.masquerade_as = format_address(path.snat or node.masquerade(route, backend.address))
     return view
@@ -358,9 +363,11 @@ def disagreements(view: model.Explanation, decision: Decision, program: model.Pr
     if choice is None or all(each.id != program.backend for each in decision.eligible):
         yield f"the program selected backend {program.backend}, which is not among the endpoints"
         return
-    if choice.masquerade != program.masquerade:
+    # The program marks packets before the kernel decides whether they are delivered here.
+    marked = choice.masquerade or decision.masquerade
+    if marked != program.masquerade:
         yes, no = "masqueraded", "not masqueraded"
-        rules, ran = (yes, no) if choice.masquerade else (no, yes)
+        rules, ran = (yes, no) if marked else (no, yes)
         yield f"masquerade: {rules} by the rules, {ran} by the program"
 
 

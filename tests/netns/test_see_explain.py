@@ -13,8 +13,9 @@ from pyebpf_proxy.lab.addresses import CLIENT, cluster_ip, vip
 from pyebpf_proxy.lab.client import ask
 from pyebpf_proxy.lab.cluster import Lab, Node
 from pyebpf_proxy.lab.load import Load, failed
-from pyebpf_proxy.lab.manifests import Port
+from pyebpf_proxy.lab.manifests import Port, service, slices
 from pyebpf_proxy.lab.rules import Destination, decide, expect
+from pyebpf_proxy.lab.servers import Ports
 from pyebpf_proxy.see.explain import ask as explain
 from pyebpf_proxy.see.model import Explanation
 from tests.support.lab_services import Kind, write_nodes, write_services
@@ -324,6 +325,28 @@ def test_sctp_of_the_node_is_not_translated_at_its_socket(world: Lab) -> None:
     (choice,) = found["endpoints"]
     assert (choice["masquerade"], choice["masqueradeAs"]) == (True, world.nodes[0].address.v4)
     assert found["program"]["why"].startswith("nftables handles SCTP packets of this node")
+
+
+def test_an_endpoint_in_the_host_network_is_not_masqueraded(world: Lab, family: int) -> None:
+    """The kernel delivers the packet, and masquerades only those that leave the node."""
+    node = world.nodes[0]
+    ports = [Port("http", 80, 18080, "TCP", 30018)]
+    node.serve(Ports(http=(18080,), echo=(), udp=()))
+    found = slices("host", ports, [(node.address, node.name)])
+    world.wait_synced(world.write("host.yaml", [service("host", ports, cluster_ip(18), vip=vip(18)), *found]))
+    try:
+        target = vip(18).of(family)
+        seen = world.client.call(ask, target, 80).answer
+        assert seen is not None
+        assert seen.peer[0] == CLIENT.of(family)
+        told = answer(node, "explain", CLIENT.of(family), place(target, 80))
+        (choice,) = told["endpoints"]
+        assert (choice["masquerade"], choice["masqueradeAs"]) == (False, "")
+        assert told["steps"][-1] == "an endpoint in the network of this node itself sees the client's address"
+        assert told["disagreements"] == []
+    finally:
+        world.wait_synced(world.write("host.yaml", []))
+        node.stop_servers()
 
 
 def test_the_text_output(world: Lab) -> None:
