@@ -107,8 +107,9 @@ The tc programs see only packets that *enter* the node. So without the socket pr
 
 * Traffic of pods and from outside is served as before: ClusterIPs, NodePorts, external and load balancer addresses.
 * The nft table translates packets of the node's own processes in the output hook, as kube-proxy does, including
-  NodePorts on 127.0.0.1 and on the node's own addresses. Each endpoint needs a rule there. 1 000 Services of ten
-  endpoints add half a second of CPU time to a start, 10 000 Services about 14 s, and libnftables needs memory for them.
+  NodePorts on the node's own addresses, and on 127.0.0.1 (not in mode ipvs, which does not set route_localnet). Each
+  endpoint needs a rule there. 1 000 Services of ten endpoints add half a second of CPU time to a start, 10 000 Services
+  about 14 s, and libnftables needs memory for them.
 * When the programs of a previous run are detached, TCP connections made through them continue: their sockets are
   connected to the endpoint itself. Translated UDP sockets then show the endpoint's address in `getpeername` and as the
   source of replies; unconnected ones send to the Service's address untranslated.

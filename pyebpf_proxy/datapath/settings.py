@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from pyebpf_proxy.common.bpf_constants import DETECT_CIDR, DETECT_DEVICE, DETECT_NOTHING
+from pyebpf_proxy.common.bpf_constants import DETECT_CIDR, DETECT_DEVICE, DETECT_NOTHING, ON_OTHER_LOOPBACK
 from pyebpf_proxy.config.addresses import Network
 from pyebpf_proxy.config.effective import Effective
 from pyebpf_proxy.datapath.loader import ordering
@@ -73,7 +73,7 @@ def settings(effective: Effective, facts: NodeFacts) -> Settings:
         detector4=_detector(by_device, cidrs, IPFamily.IPV4),
         detector6=_detector(by_device, cidrs, IPFamily.IPV6),
         nft_mode=effective.nft_mode,
-        localhost_node_ports=effective.localhost_node_ports,
+        localhost_node_ports=_loopback(effective) if effective.socket_lb == "off" else effective.localhost_node_ports,
         scheduler=SCHEDULERS[effective.scheduler] if effective.scheduler else 0,
         pod_sockets=effective.socket_lb == "all",
         xdp=bool(effective.xdp_devices),
@@ -102,6 +102,17 @@ def node_config(effective: Effective, facts: NodeFacts) -> NodeConfig:
     )
 
 
+def _loopback(effective: Effective) -> int:
+    """Where the nft table serves NodePorts on loopback.
+
+    Mode ipvs does not set route_localnet. Without it the kernel cannot route a packet from 127.0.0.1 that nftables has
+    translated. Sockets do not need it.
+    """
+    if effective.localhost_node_ports and not effective.kernel.route_localnet:
+        return ON_OTHER_LOOPBACK  # packets from a device to loopback are dropped even so
+    return effective.localhost_node_ports
+
+
 def host_traffic(effective: Effective, facts: NodeFacts) -> HostTraffic:
     """The decisions for the node's own packets, where the nft table makes them."""
     cidrs = detector_cidrs(effective, facts)
@@ -114,7 +125,7 @@ def host_traffic(effective: Effective, facts: NodeFacts) -> HostTraffic:
         masquerade_all=effective.masquerade_all,
         detectors=dict.fromkeys(IPFamily) if by_device else dict(cidrs),
         node_ports={family: networks for family, networks in accepted.items() if networks is not None},
-        localhost_node_ports=effective.localhost_node_ports,
+        localhost_node_ports=_loopback(effective),
         protocols=frozenset(Protocol) if effective.socket_lb == "off" else frozenset({Protocol.SCTP}),
     )
 

@@ -115,7 +115,7 @@ def _find(packet: Packet, world: World, state: State, found: Decision) -> tuple[
         return None
     if entry is None and (address in world.own or loopback):
         entry = state.frontends.get((bytes(len(address)), port, protocol))
-        served = _serves_node_ports_on_loopback(address, world) if loopback else world.own.get(address, False)
+        served = _serves_node_ports_on_loopback(packet, address, world) if loopback else world.own.get(address, False)
     if entry is None:
         found.say(f"{_destination(packet)} is not a frontend of any service: the packet is not changed")
         found.say(_frontends_at_address(packet, world, state))
@@ -128,7 +128,9 @@ def _find(packet: Packet, world: World, state: State, found: Decision) -> tuple[
     return service, entry[1], served
 
 
-def _serves_node_ports_on_loopback(address: bytes, world: World) -> bool:
+def _serves_node_ports_on_loopback(packet: Packet, address: bytes, world: World) -> bool:
+    if packet.protocol is Protocol.SCTP and world.settings["scheduler"]:
+        return False  # mode ipvs: nftables would have to translate it, which needs route_localnet
     where = world.settings["localhost_node_ports"]
     return where == ON_ALL_LOOPBACK or (where == ON_LOCALHOST and address == bytes([127, 0, 0, 1]))
 

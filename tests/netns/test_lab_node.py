@@ -23,6 +23,7 @@ from pyebpf_proxy.lab.servers import Ports
 from tests.netns.socket_calls import ask_on_command, source_info
 from tests.support.lab_services import Kind, write_nodes, write_services
 from tests.support.lab_tools import counted_between, reasons, wait_until
+from tests.support.see_tools import answer
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs_bpf]
 
@@ -354,6 +355,20 @@ def test_node_port_on_loopback_switched_off(node_lab: Lab, config: dict[str, obj
         assert node.namespace.call(ask, node.address.v4, port, protocol).kind == ANSWERED
     # As with kube-proxy: only in mode iptables, with any value of localhostNodePorts.
     assert (f"\n{LOOPBACK_METRIC} " in node.agent.metrics()) == ("mode" not in config)
+    node.agent.stop()
+
+
+def test_mode_ipvs_without_socket_programs_serves_no_node_port_on_loopback(node_lab: Lab) -> None:
+    """As kube-proxy's: without route_localnet the kernel drops a packet from 127.0.0.1 that nftables has translated."""
+    node = node_lab.nodes[0]
+    node.agent.stop()
+    node.namespace.sysctl({"net.ipv4.conf.all.route_localnet": 0})
+    node.agent.start({"mode": "ipvs"}, own={"socketLB": "off"})
+    node.agent.wait_synced()
+    for protocol, port in WEB.target("NodePort", node).ports.items():
+        assert node.namespace.call(ask, "127.0.0.1", port, protocol).kind == REFUSED
+        assert node.namespace.call(ask, node.address.v4, port, protocol).kind == ANSWERED
+        assert answer(node, "explain", "127.0.0.1", f"127.0.0.1:{port}", protocol)["verdict"] == "left"
     node.agent.stop()
 
 

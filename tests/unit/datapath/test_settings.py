@@ -1,21 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings of the programs: ranges of source ports, which do not overlap with the kernel's; order of loads."""
+"""Settings of the programs: ranges of source ports, which do not overlap with the kernel's; order of loads; XDP;
+NodePorts on loopback.
+"""
 
 from __future__ import annotations
 
 import platform
+from typing import Literal
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pyebpf_proxy.common.bpf_constants import NOT_ON_LOOPBACK, ON_ALL_LOOPBACK, ON_OTHER_LOOPBACK
 from pyebpf_proxy.config.datapath_model import DatapathConfiguration
 from pyebpf_proxy.config.defaults import with_defaults, with_platform_defaults
 from pyebpf_proxy.config.effective import effective
 from pyebpf_proxy.config.flags import parse
 from pyebpf_proxy.config.model import KubeProxyConfiguration
 from pyebpf_proxy.datapath.netfilter.nft_rules import Behaviour
-from pyebpf_proxy.datapath.settings import local_ports, settings, snat_ports, with_fast_path_support
+from pyebpf_proxy.datapath.settings import host_traffic, local_ports, settings, snat_ports, with_fast_path_support
 from pyebpf_proxy.services.node_facts import NodeFacts
 
 
@@ -82,3 +86,22 @@ def test_the_mode_of_xdp_counts_only_with_devices(devices: list[str], generic: b
     own = DatapathConfiguration(xdp_devices=devices, xdp_mode="generic")
     found = settings(effective(config, parse([]), own), NodeFacts())
     assert (found.xdp, found.xdp_generic) == (bool(devices), generic)
+
+
+@pytest.mark.parametrize(
+    ("mode", "socket_lb", "sockets", "table"),
+    [
+        ("iptables", "node", ON_ALL_LOOPBACK, ON_ALL_LOOPBACK),
+        ("iptables", "off", ON_ALL_LOOPBACK, ON_ALL_LOOPBACK),
+        ("ipvs", "node", ON_ALL_LOOPBACK, ON_OTHER_LOOPBACK),
+        ("ipvs", "off", ON_OTHER_LOOPBACK, ON_OTHER_LOOPBACK),
+        ("nftables", "off", NOT_ON_LOOPBACK, NOT_ON_LOOPBACK),
+    ],
+)
+def test_nftables_serves_loopback_only_with_route_localnet(
+    mode: str, socket_lb: Literal["node", "off"], sockets: int, table: int
+) -> None:
+    config = with_platform_defaults(with_defaults(KubeProxyConfiguration(mode=mode)))
+    found = effective(config, parse([]), DatapathConfiguration(socket_lb=socket_lb))
+    assert settings(found, NodeFacts()).localhost_node_ports == sockets
+    assert host_traffic(found, NodeFacts()).localhost_node_ports == table

@@ -15,7 +15,8 @@ NODE_PORT, OTHER = 30080, 9999
 WEB = Service(
     1, ServicePortName("default", "web", "http", Protocol.TCP, IPFamily.IPV4), 1, 0, 0, True, False, False, False, False
 )
-STATE = State(services={1: WEB}, frontends={(ANY, NODE_PORT, int(Protocol.TCP)): (1, FrontendKind.NODE_PORT)})
+PLACE = (ANY, NODE_PORT, int(Protocol.TCP))
+STATE = State(services={1: WEB}, frontends={PLACE: (1, FrontendKind.NODE_PORT)})
 
 
 @pytest.mark.parametrize("nft", [False, True], ids=["iptables", "nftables"])
@@ -41,6 +42,15 @@ def test_node_ports_at_loopback_addresses(where: int, served: tuple[int, ...]) -
     for last in (1, 2):
         packet = Packet(LOCALHOST, 40000, bytes([127, 0, 0, last]), NODE_PORT, Protocol.TCP, 0)
         assert decide(packet, world, STATE).verdict == ("refused" if last in served else "left")
+
+
+@pytest.mark.parametrize("scheduler", [0, 1], ids=["iptables", "ipvs"])
+def test_sctp_to_loopback_is_not_served_in_mode_ipvs(scheduler: int) -> None:
+    settings = {"localhost_node_ports": ON_ALL_LOOPBACK, "nft_mode": 1, "scheduler": scheduler}
+    state = State(services=STATE.services, frontends={(ANY, NODE_PORT, int(Protocol.SCTP)): STATE.frontends[PLACE]})
+    packet = Packet(LOCALHOST, 40000, LOCALHOST, NODE_PORT, Protocol.SCTP, 0)
+    found = decide(packet, World(settings | {"detector4": 0, "masquerade_all": 0}, {}, frozenset(), True), state)
+    assert found.verdict == ("left" if scheduler else "refused")
 
 
 @pytest.mark.parametrize(
