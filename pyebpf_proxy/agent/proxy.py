@@ -23,6 +23,7 @@ from pyebpf_proxy.common import memory
 from pyebpf_proxy.common.cycles import without_cycle_search
 from pyebpf_proxy.common.errors import DatapathError, FatalError
 from pyebpf_proxy.common.log import Logger
+from pyebpf_proxy.common.process_age import process_age
 from pyebpf_proxy.config.effective import Effective
 from pyebpf_proxy.datapath.repairs import Repair, repairs
 from pyebpf_proxy.kube.events import ObjectReference, Recorder
@@ -301,7 +302,6 @@ class Proxy:
                 node=self._node_name,
             )
         self._check(facts)
-        begin = time.monotonic()
         problems = self._datapath.start(facts, wanted)
         self._running = True
         self._facts = facts
@@ -312,7 +312,7 @@ class Proxy:
             objects=self._planned_objects,
             service_ports=len(wanted),
             problems=len(problems) or None,
-            seconds=round(time.monotonic() - begin, 3),
+            seconds=round(process_age(), 3),
         )
         return problems
 

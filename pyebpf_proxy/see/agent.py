@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from pyebpf_proxy.common.process_age import process_age
 from pyebpf_proxy.common.run_directory import LOCK, lock_holder
 
 
@@ -30,11 +31,9 @@ def running_agent(directory: Path) -> Agent | None:
     try:
         words = (process / "cmdline").read_bytes().decode(errors="replace").rstrip("\0").split("\0")
         folder = os.readlink(process / "cwd")
-        ticks = int((process / "stat").read_text().rpartition(")")[2].split()[19])
+        started = time.time() - process_age(process)
     except (OSError, IndexError, ValueError):
         return None
-    since_boot = ticks / os.sysconf("SC_CLK_TCK")
-    started = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + since_boot
     return Agent(pid, _own_arguments(words), folder, started)
 
 

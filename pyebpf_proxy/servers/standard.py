@@ -9,13 +9,13 @@ import resource
 import sys
 import time
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 
 import prometheus_client
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import CollectorRegistry
 
 from pyebpf_proxy import KUBERNETES_VERSION, __version__
+from pyebpf_proxy.common.process_age import process_age
 from pyebpf_proxy.servers.numbers import Labels, Registry
 
 #: The value shown for an unlimited RLIMIT_AS, as in Go's library.
@@ -25,10 +25,8 @@ _NO_LIMIT = float(1 << 64)
 def start_time() -> float:
     """When this process started, in seconds since 1970; the current time if /proc does not show it."""
     try:
-        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-        boot = next(line for line in Path("/proc/stat").read_text().splitlines() if line.startswith("btime "))
-        return int(boot.split()[1]) + ticks / _ticks()
-    except (OSError, ValueError, IndexError, StopIteration):
+        return time.time() - process_age()
+    except (OSError, ValueError, IndexError):
         return time.time()
 
 
@@ -132,7 +130,3 @@ def _family(
     for found, value in values:
         family.add_metric(found, value)
     return family
-
-
-def _ticks() -> int:
-    return os.sysconf("SC_CLK_TCK")

@@ -164,10 +164,11 @@ def _switched() -> str:
     if found is None:
         return "It was not recorded.\n"
     about, steps = found
+    ready = about["agentReadySeconds"]
     facts = (
-        f"Recorded with {_title(about['from'])} on {about['nodes']} nodes of Kubernetes {about['release']}. When all"
-        f" agents were deleted at once, their pods were ready {about['agentReadySeconds']:.0f} s after their containers"
-        " had started, at the latest."
+        f"Recorded with {_title(about['from'])} on {about['nodes']} nodes of Kubernetes {about['release']}. An agent"
+        f" was ready {ready['oneByOne']:.1f} s after its container had started, at the latest. When all agents were"
+        f" deleted at once, it took {ready['atOnce']:.1f} s: the nodes and the load share the CPUs of one machine."
     )
     lines = [
         *textwrap.wrap(facts, 120),

@@ -121,7 +121,7 @@ def test_the_page_shows_times_and_the_steps_of_a_switch(tmp_path: Path, monkeypa
     assert "pyebpf-proxy: 12 minutes, 4 specs at once" in page._times({"pyebpf-proxy": known, "kube-proxy": {}})
     assert "not recorded" in page._times({"pyebpf-proxy": {"seconds": None}})
     made = switch.Run(cast(Any, None), cast(Any, None))
-    made.ready_seconds = 2.0
+    made.ready_seconds = {"oneByOne": 1.24, "atOnce": 2.0}
     made.steps = [switch.Step("pyebpf-proxy cluster test", 0, 12.3, 9000, 0), switch.Step("drained", None, 5, 1000, 1)]
     path = switch.save(made, "kube-proxy-nftables", tmp_path / "switch.json")
     about, steps = switch.load_record(path) or ({}, [])
@@ -132,7 +132,8 @@ def test_the_page_shows_times_and_the_steps_of_a_switch(tmp_path: Path, monkeypa
     assert "| drained | – | 5 | 1000 | 1 |" in shown
     assert "| **all** | | | 10000 | 1 |" in shown
     assert "Recorded with kube-proxy, nftables on 3 nodes" in shown
-    assert "ready 2 s after" in shown.replace("\n", " ")
+    assert "ready 1.2 s after its container had started" in shown.replace("\n", " ")
+    assert "at once, it took 2.0 s: " in shown.replace("\n", " ")
 
 
 class LoadedCluster:
@@ -236,14 +237,20 @@ def test_a_step_without_a_connection_shows_nothing(loaded: LoadedCluster) -> Non
     assert [(step.connections, step.failed) for step in made.steps] == [(30, 1)]
 
 
-def test_from_the_start_of_a_container_to_a_ready_pod() -> None:
-    status = {
-        "containerStatuses": [{"state": {"running": {"startedAt": "2026-11-23T10:00:01Z"}}}],
-        "conditions": [{"type": "Ready", "lastTransitionTime": "2026-11-23T10:00:03Z"}, {"type": "PodScheduled"}],
-    }
-    assert switch.ready_after({"status": status}) == 2.0
+def test_from_the_start_of_a_container_to_a_ready_agent() -> None:
+    log = (
+        "2026-11-23T10:00:01.500Z info pyebpf-proxy starts version=1\n"
+        "2026-11-23T10:00:02.100Z info ready objects=30 service_ports=7 seconds=1.234\n"
+    )
+    assert switch.ready_after(log) == 1.234
+    with pytest.raises(E2EError, match="does not say when it was ready"):
+        switch.ready_after(log.splitlines()[0])
+
+
+def test_a_pod_runs_since_its_container_has_started() -> None:
+    running = {"status": {"containerStatuses": [{"state": {"running": {"startedAt": "2026-11-23T10:00:01Z"}}}]}}
     waiting = {"status": {"containerStatuses": [{"state": {"waiting": {"reason": "ContainerCreating"}}}]}}
-    assert switch.runs_since(waiting) < switch.runs_since({"status": status})
+    assert switch.runs_since(waiting) < switch.runs_since(running)
 
 
 def test_filters_leave_out_specs_that_cannot_run_here() -> None:
