@@ -23,7 +23,7 @@ import yaml
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from pyebpf_proxy import __version__
-from pyebpf_proxy.common.kube_proxy_health import DEFAULT, VARIABLE
+from pyebpf_proxy.common.kube_proxy_health import DEFAULT, METRICS_DEFAULT, METRICS_VARIABLE, VARIABLE
 from pyebpf_proxy.config.datapath_model import API_VERSION, KIND
 
 DEPLOY = Path(__file__).resolve().parents[1] / "deploy"
@@ -259,8 +259,12 @@ def cleanup() -> str:
     text = yaml.safe_dump(found, sort_keys=False, width=1000)
     text = replaced(text, f"image: {IMAGE}:{__version__}\n", f"image: {_IMAGE}\n")
     text = replaced(text, "imagePullPolicy: IfNotPresent", "imagePullPolicy: {{ .Values.image.pullPolicy }}")
-    variable = f"- name: {VARIABLE}\n          value: "
-    text = replaced(text, f"{variable}{DEFAULT}\n", f"{variable}{{{{ .Values.kubeProxyHealth | quote }}}}\n")
+    for variable, default, value in (
+        (VARIABLE, DEFAULT, "kubeProxyHealth"),
+        (METRICS_VARIABLE, METRICS_DEFAULT, "kubeProxyMetrics"),
+    ):
+        entry = f"- name: {variable}\n          value: "
+        text = replaced(text, f"{entry}{default}\n", f"{entry}{{{{ .Values.{value} | quote }}}}\n")
     return _described(text, namespaced=True)
 
 

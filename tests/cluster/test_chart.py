@@ -191,6 +191,7 @@ def test_what_only_the_administrator_knows_is_a_value(helm: Render, chart: Path)
         "resources": {"requests": {"cpu": "100m"}, "limits": {"memory": "1Gi"}},
         "kubeProxyConfigMap": "kube-proxy",
         "kubeProxyHealth": "192.0.2.1:10356",
+        "kubeProxyMetrics": "192.0.2.1:10349",
     }
     for cleanup in (False, True):
         daemon_set = by_name(rendered(helm, chart, values | {"cleanup": cleanup}))["DaemonSet", "pyebpf-proxy"]
@@ -201,8 +202,8 @@ def test_what_only_the_administrator_knows_is_a_value(helm: Render, chart: Path)
         for name in ("imagePullSecrets", "tolerations"):
             assert specification[name] == values[name]
         assert container["resources"] == values["resources"]
-        health = {"name": "KUBE_PROXY_HEALTH", "value": "192.0.2.1:10356"}
-        assert (health in container["env"]) == cleanup
+        for name, address in (("HEALTH", "192.0.2.1:10356"), ("METRICS", "192.0.2.1:10349")):
+            assert ({"name": f"KUBE_PROXY_{name}", "value": address} in container["env"]) == cleanup
 
 
 def test_the_notes_describe_what_was_installed(helm: Render, chart: Path) -> None:

@@ -186,7 +186,7 @@ def test_without_the_config_map_the_defaults_apply_again() -> None:
 @pytest.mark.parametrize("data", [None, {}, {"datapath.yaml": HEAD + "x: 1\n"}])
 @pytest.mark.parametrize("command", ["install", "upgrade"])
 def test_a_config_map_with_which_no_agent_starts_is_refused(data: Any, command: str) -> None:
-    """Somebody has edited it; the agents run with what it was when they started."""
+    """The ConfigMap was edited. The agents run with what it was when they started."""
     api = cluster("n1")
     install(api, TEXT)
     before = uids(api)
@@ -200,7 +200,7 @@ def test_a_config_map_with_which_no_agent_starts_is_refused(data: Any, command: 
 
 
 def test_the_api_servers_defaults_in_a_kept_template() -> None:
-    """A volume that is there twice would be refused, on the way back from a failed upgrade."""
+    """After a failed upgrade, the API server would refuse a volume that is there twice."""
     present = objects.installed(None, IMAGE, "a")[-1]
     volumes = present["spec"]["template"]["spec"]["volumes"]
     next(each for each in volumes if each["name"] == "datapath")["configMap"]["defaultMode"] = 420
