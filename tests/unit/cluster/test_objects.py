@@ -57,7 +57,8 @@ def test_the_clean_up_may_call_bpf_too() -> None:
 def test_a_variable_of_a_task_pod_replaces_the_one_of_its_name() -> None:
     pod = objects.task_pod("clean", "e", "n1", "x:1", objects.CLEAN_UP, {"KUBE_PROXY_HEALTH": "[::1]:10356"})
     variables = [(each["name"], each.get("value")) for each in pod["spec"]["containers"][0]["env"]]
-    assert sorted(variables, key=str) == [("KUBE_PROXY_HEALTH", "[::1]:10356"), ("NODE_NAME", None)]
+    health, metrics = ("KUBE_PROXY_HEALTH", "[::1]:10356"), ("KUBE_PROXY_METRICS", "127.0.0.1:10249")
+    assert sorted(variables, key=str) == [health, metrics, ("NODE_NAME", None)]
 
 
 def test_a_pod_on_the_pod_network_has_no_right() -> None:
