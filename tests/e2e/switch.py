@@ -22,6 +22,8 @@ from tests.e2e.problem import E2EError
 from tests.e2e.processes import wait_for
 
 _LOAD = Path(__file__).parent / "load.yaml"
+#: From the repository's folder, in which the commands run.
+DATAPATH = "tests/e2e/datapath.yaml"
 #: The namespace of the load.
 LOAD_SPACE = "pep-load"
 RATE = 1000
@@ -321,6 +323,7 @@ def _steps(made: Run, cluster: Cluster) -> None:
     made.command("install", "--image", MISSING_IMAGE, *limit, statuses=[1], says=pulled)
     made.command("install", "--image", PROXY_IMAGE, "--canary", "1", says=f"{NODES - 1} nodes left to kube-proxy")
     made.command("install")
+    made.command("install", "--datapath-config", DATAPATH)
     cluster.require_seccomp()
     # 1: an agent warns, for example about packets that it refused in the last minute.
     made.command("status", statuses=[0, 1], says=f"{NODES} of {NODES} nodes served by pyebpf-proxy")
