@@ -20,7 +20,7 @@ def test_t3_ci_searches_with_a_seed_of_its_own() -> None:
     text = (ROOT / ".ci" / "run").read_text()
     (seed,) = re.findall(r"^seed=(.*)$", text, re.MULTILINE)
     assert "$((RANDOM" in seed
-    searches = "\n".join(re.findall(r"^(?:properties=| +fresh |        \").*$", text, re.MULTILINE))
+    searches = "\n".join(re.findall(r"^(?:properties=|    fresh |        \").*$", text, re.MULTILINE))
     for name in ("--hypothesis-seed=", "FUZZ_SEED=", "--seed ", "CHANGES_SEED=", "FLOW_SEED=", "PARITY_SEED="):
         assert f"{name}$seed" in searches, name
     assert "PYEBPF_PROXY_FRESH=1" in searches
