@@ -134,8 +134,8 @@ def config_map() -> str:
 
 def datapath_config_map() -> str:
     """The ConfigMap that an overlay generates for components/datapath-config."""
-    volume = next(each["value"] for each in component("datapath-config") if each["path"].endswith("/volumes/-"))
-    argument = next(each["value"] for each in component("datapath-config") if each["path"].endswith("/args/-"))
+    values = {each["path"].split("/")[-2]: each["value"] for each in component("datapath-config")}
+    volume, argument = values["volumes"], values["args"]
     head = f"apiVersion: v1\nkind: ConfigMap\nmetadata:\n  name: {volume['configMap']['name']}\n"
     document = (
         f"data:\n  {Path(argument).name}: |\n    apiVersion: {API_VERSION}\n    kind: {KIND}\n"

@@ -69,8 +69,7 @@ class Install(Command):
             without = [node for node in found.nodes if not found.is_ours(node) and node not in found.kube_proxies]
             self.leave_out(without, "kube-proxy does not run there")
             self.each(todo, "nodes taken over", lambda node, tell: self._take(site, found, node, tell))
-        later = [node for node in found.nodes if found.is_done(node) and not self._is_done(found, node)]
-        later = [node for node in later if node not in todo]
+        later = [n for n in found.nodes if found.is_done(n) and not self._is_done(found, n) and n not in todo]
         if later:
             say(
                 f"{counted(len(later), 'node')} with another datapath configuration; to continue, run pyebpf-proxy"
