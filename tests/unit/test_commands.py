@@ -100,14 +100,17 @@ def test_the_general_help_names_every_command(capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.parametrize("encoding", ["latin-1", "ascii"])
-def test_characters_that_the_terminal_lacks_are_escaped(encoding: str) -> None:
+@pytest.mark.parametrize(
+    ("asked", "lacks"), [(["--help"], True), (["flows", "--help"], False), (["trace", "--help"], False)]
+)
+def test_characters_that_the_terminal_lacks_are_escaped(asked: list[str], lacks: bool, encoding: str) -> None:
     """As with LC_ALL=de_DE.ISO-8859-1."""
     environment = {**os.environ, "PYTHONIOENCODING": encoding}
     ran = subprocess.run(
-        [sys.executable, "-m", "pyebpf_proxy", "--help"], env=environment, capture_output=True, check=False
+        [sys.executable, "-m", "pyebpf_proxy", *asked], env=environment, capture_output=True, check=False
     )
     assert (ran.returncode, ran.stderr) == (0, b"")
-    assert b"\\u2026" in ran.stdout
+    assert (b"\\u2026" in ran.stdout) == lacks
 
 
 @pytest.mark.parametrize("asked", [["--help"], ["status", "--help"], ["completion", "zsh"], ["--version"]])
