@@ -371,11 +371,61 @@ static __always_inline void sweep_exchanges(struct exchange_sweep_result *result
 	result->used = s.used;
 }
 
+#define LASTING_NS (3 * NANOSECONDS)	/* longer than from one sweep to the next */
+
+/* Families, as bits: their permits are extended as long as nothing voids them. */
+enum lasting {
+	LASTING_IPV4 = 1,
+	LASTING_IPV6 = 2,
+};
+
+struct permit_sweep {
+	__u64 until;
+	__u32 generation;
+	__u32 lasting;
+};
+
+/* The element may be given to another pair at any time.  Its time is another one then, and must not change. */
+static __always_inline void extend(__u64 *until, __u64 later)
+{
+	__u64 before = *(volatile __u64 *)until;
+
+	if (before && before < later)
+		__sync_val_compare_and_swap(until, before, later);
+}
+
+static long sweep_permit(void *map __attribute__((unused)), const struct permit_key *key, struct permit *permit,
+			 struct permit_sweep *s)
+{
+	if (!(s->lasting & (key->ipv6 ? LASTING_IPV6 : LASTING_IPV4)))
+		return 0;
+	if (*(volatile __u32 *)&permit->generation != s->generation)
+		return 0;
+	extend(&permit->until, s->until);
+	extend(&permit->back_until, s->until);
+	return 0;
+}
+
+/*
+ * While conntrack is full, netfilter forwards no new flow, so no flow can renew a permit.  An expired permit is extended,
+ * too, if nothing has voided it: all that its proof depends on is as it was.
+ */
+static __always_inline void sweep_permits(const struct fast_path *state, __u64 now, __u32 lasting)
+{
+	struct permit_sweep s = {
+		.until = now + LASTING_NS,
+		.generation = *(volatile __u32 *)&state->permit_generation,
+		.lasting = lasting,
+	};
+
+	bpf_for_each_map_elem(&permits, sweep_permit, &s, 0);
+}
+
 /*
  * Requests promotions from the entry `from` on.  Returns the entry at which the queue was full, where the next sweep
- * should begin to request; 0: it was not full.  `anew`: the first sweep of an agent.
+ * should begin to request; 0: it was not full.  `anew`: the first sweep of an agent.  `lasting`: enum lasting.
  */
-static __always_inline int sweep(__u32 from, __u32 anew)
+static __always_inline int sweep(__u32 from, __u32 anew, __u32 lasting)
 {
 	__u32 zero = 0;
 	struct sweep_result *result = bpf_map_lookup_elem(&sweep_results, &zero);
@@ -386,6 +436,8 @@ static __always_inline int sweep(__u32 from, __u32 anew)
 	if (!result || !state || !exchanged)
 		return 0;
 	s.now = bpf_ktime_get_coarse_ns();
+	if (lasting)
+		sweep_permits(state, s.now, lasting);
 	s.draining = state->draining;
 	s.pressed = result->entries > settings.flow_quota * 2;
 	/* Less than one device may have, which is half of the table. */

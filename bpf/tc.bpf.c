@@ -299,12 +299,12 @@ int tc_egress(struct __sk_buff *skb)
 
 /*
  * The agent alone runs sweep_flows, promote_flow, end_flow and enter_flow.  Data of the first: a link header of zeros,
- * what the former run has returned, and whether this is the agent's first run.
+ * what the former run has returned, whether this is the agent's first run, and enum lasting.
  */
 SEC("tc")
 int sweep_flows(struct __sk_buff *skb)
 {
-	__u32 from = 0, anew = 0;
+	__u32 from = 0, anew = 0, lasting = 0;
 
 	if (!settings.fast_path)
 		return 0;
@@ -313,7 +313,9 @@ int sweep_flows(struct __sk_buff *skb)
 		from = 0;
 	if (bpf_skb_load_bytes(skb, ETH_HLEN + sizeof(from), &anew, sizeof(anew)))
 		anew = 0;
-	return sweep(from, anew);
+	if (bpf_skb_load_bytes(skb, ETH_HLEN + 2 * sizeof(from), &lasting, sizeof(lasting)))
+		lasting = 0;
+	return sweep(from, anew, lasting);
 }
 
 /* Data of the next two programs: a link header of zeros and a struct flow_read, or its key alone. */

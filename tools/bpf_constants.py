@@ -16,6 +16,7 @@ ENUMS = {
     "settings.h": ("detector", "scheduler", "loopback_node_ports"),
     "node_maps.h": ("redirect_mode",),
     "flow_maps.h": ("xdp_frames", "agent_request", "closing"),
+    "sweep.h": ("lasting",),
 }
 MACROS = {
     "ctx_skb.h": (

@@ -15,6 +15,7 @@ import os
 import re
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -33,6 +34,8 @@ _LAST_SECONDS = 5.0
 _PAUSE = 1.0
 #: How often a command in a pod looks whether its answer is still wanted.
 _LOOK_SECONDS = 0.5
+#: The most bytes that a command in a pod may print.
+_MOST_PRINTED = 64 << 20
 #: Statuses after which the same request may succeed.
 _BUSY = 429
 _UNAUTHORIZED = 401
@@ -343,20 +346,42 @@ class Api:
         wanted = {name.lower(): value for name, value in headers.items()} | {"sec-websocket-protocol": _CHANNELS}
         try:
             place = stream.get_websocket_url(url, query)
-            client = stream.WSClient(self._client.configuration, place, wanted, False, binary=True)
-            end = time.monotonic() + seconds
-            while client.is_open() and not self._hung_up.is_set() and (left := end - time.monotonic()) > 0:
-                client.update(timeout=min(left, _LOOK_SECONDS))
-            if client.is_open():
-                client.close()
-                raise RefusedError(0, "NoAnswer", f"the command did not finish within {seconds:.0f} s")
-            said, errors = client.read_stdout(timeout=0), client.read_stderr(timeout=0)
-            ended = json.loads(client.read_channel(stream.ERROR_CHANNEL) or b"{}")
+            printed = self._printed(stream.create_websocket(self._client.configuration, place, wanted), seconds)
+            ended = json.loads(printed[stream.ERROR_CHANNEL] or b"{}")
         except WebSocketBadStatusException as error:
             raise _refused(error.status_code, error.resp_body or b"") from None
         except (OSError, WebSocketException, ValueError) as error:
             raise RefusedError(0, "NoAnswer", _shortened(error)) from None
+        said, errors = printed[stream.STDOUT_CHANNEL], printed[stream.STDERR_CHANNEL]
         return _exit_status(ended), said.decode(errors="replace"), errors.decode(errors="replace")
+
+    def _printed(self, socket: Any, seconds: float) -> Mapping[int, bytes]:
+        """What a command prints, by channel, until it ends. Closes the WebSocket. RefusedError, OSError and the like.
+
+        The library's own loop does not end while a pod prints without pause.
+        """
+        from websocket import ABNF, WebSocketTimeoutException
+
+        printed: defaultdict[int, bytearray] = defaultdict(bytearray)
+        end, size = time.monotonic() + seconds, 0
+        try:
+            while size <= _MOST_PRINTED:
+                left = end - time.monotonic()
+                if left <= 0 or self._hung_up.is_set():
+                    raise RefusedError(0, "NoAnswer", f"the command did not finish within {seconds:.0f} s")
+                socket.settimeout(min(left, _LOOK_SECONDS))
+                try:
+                    kind, frame = socket.recv_data_frame(True)
+                except WebSocketTimeoutException:
+                    continue
+                if kind == ABNF.OPCODE_CLOSE:
+                    return defaultdict(bytes, {channel: bytes(text) for channel, text in printed.items()})
+                if kind == ABNF.OPCODE_BINARY and frame.data:
+                    printed[frame.data[0]] += frame.data[1:]
+                    size += len(frame.data)
+            raise RefusedError(0, "NoAnswer", f"the command printed more than {_MOST_PRINTED >> 20} MiB")
+        finally:
+            socket.close()
 
     # ---- rights --------------------------------------------------------------------------------------------------
 

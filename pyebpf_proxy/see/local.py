@@ -66,14 +66,18 @@ def samples(directory: Path) -> dict[str, list[float]]:
     return values
 
 
+#: Of agents of earlier versions, and of answers that cannot be read.
+_UNKNOWN: Mapping[str, Any] = {"version": "", "refusals": {}, "datapath": {}, "source": {}, "overLimit": {}}
+
+
 def state(directory: Path) -> Mapping[str, Any] | None:
     """The agent's state, or None if it does not answer.
 
     It has ``version``, ``refusals`` (configured features that are not available, and why), ``datapath``
-    (datapath/view.py), and ``source`` (by resource, why objects do not arrive).
+    (datapath/view.py), ``source`` (by resource, why objects do not arrive), and ``overLimit`` (servers/local.py).
     """
     data = _ask(directory, "/state")
-    return {"version": "", "refusals": {}, "datapath": {}, "source": {}, **_object(data)} if data else None
+    return {**_UNKNOWN, **_object(data)} if data else None
 
 
 def pods(directory: Path, addresses: Iterable[bytes]) -> dict[bytes, str]:

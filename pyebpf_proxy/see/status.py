@@ -92,6 +92,7 @@ def read(directory: Path) -> model.Status:
     made.warnings = [
         *_warnings(made, attached),
         *_about_source(known["source"] if known is not None else {}),
+        *_about_limits(known["overLimit"] if known is not None else {}),
         *_about_run_folder(directory),
         *_about_refusals(refusals or {}),
         *_about_conntrack(agent_state),
@@ -121,6 +122,17 @@ def _about_source(troubles: Mapping[str, str]) -> Iterator[model.Trouble]:
         yield model.Trouble(
             what=f"{resource} cannot be watched: {why}" if resource else f"the API server fails: {why}",
             remedy="programmed Services stay and changes are not applied; the agent's log says when it began",
+        )
+
+
+def _about_limits(over: Mapping[str, Any]) -> Iterator[model.Trouble]:
+    """A warning about Services of which not everything is served. ``over``: empty if there are none."""
+    if over:
+        number, first, what = (over.get(name, "") for name in ("services", "first", "what"))
+        others = f" ({number} such Services)" if number != 1 else ""
+        yield model.Trouble(
+            what=f"Service {first} is over a limit{others}: {what}",
+            remedy="the rest is served; the agent's log and an Event of each such Service name the limit (docs/limits.md)",
         )
 
 

@@ -7,7 +7,7 @@ Commands work without the agent: they read the kernel's state, and only lack thi
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,6 +32,8 @@ class Local(NamedTuple):
     datapath: Callable[[], Mapping[str, object]] = dict
     #: By resource, why its objects do not arrive at present; "" means all resources.
     source: Callable[[], Mapping[str, str]] = dict
+    #: Services over a limit (namespace and name), and what is not served of each.
+    over: Callable[[], Mapping[tuple[str, str], Sequence[str]]] = dict
 
 
 def pages(local: Local) -> Mapping[str, Handler]:
@@ -39,7 +41,7 @@ def pages(local: Local) -> Mapping[str, Handler]:
 
     def state(request: Request) -> Response:
         answer = {"version": __version__, "refusals": dict(local.refusals()), "datapath": local.datapath()}
-        return _json({**answer, "source": dict(local.source())})
+        return _json({**answer, "source": dict(local.source()), "overLimit": _over(local.over())})
 
     def pods(request: Request) -> Response:
         addresses = [parse_address(line) for line in request.body.decode("ascii", "replace").split()]
@@ -49,6 +51,14 @@ def pages(local: Local) -> Mapping[str, Handler]:
         return _json({format_address(address): name for address, name in local.pods(known).items()})
 
     return {"/state": state, "/pods": pods}
+
+
+def _over(over: Mapping[tuple[str, str], Sequence[str]]) -> Mapping[str, object]:
+    """How many Services are over a limit, and the first one; empty: none."""
+    if not over:
+        return {}
+    (namespace, name), what = next(iter(over.items()))
+    return {"services": len(over), "first": f"{namespace}/{name}", "what": what[0]}
 
 
 def _json(answer: object) -> Response:

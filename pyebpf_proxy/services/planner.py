@@ -148,6 +148,11 @@ class Planner:
         return self._disputes.losses.over
 
     @property
+    def over_now(self) -> Mapping[tuple[str, str], tuple[str, ...]]:
+        """The same; a copy, safe in any thread."""
+        return dict(self.over)
+
+    @property
     def overlaps(self) -> frozenset[Overlap]:
         """Current service addresses that are also a Node's; a copy. ``str`` returns the message."""
         return self._overlaps.all

@@ -42,8 +42,9 @@ ClusterIP, VIP and NodePort, in both families, and {LONG} long connections carry
 * Refusals and failed connections are counted, and `status` names their cause. `status` also names each condition that
   only an operator can end. The agent logs what it repairs.
 
-Clients of a Service at which a fault is aimed are not counted. A full conntrack table affects all connections of the
-node: there the goal is the rate that kube-proxy keeps.
+Clients of a Service at which a fault is aimed are not counted. A full conntrack table affects new connections with any
+proxy: there the goal is the rate that kube-proxy keeps. With pyebpf-proxy those of the node itself, a third, need
+conntrack. Those of the client and the pod [continue](fast-path.md#when-conntrack-is-full).
 
 A fault ends when its cause is gone: the fault of a proxy that is killed ends when the proxy has started again. The
 first column shows how long this end took if it took more than {SLOW_END} s.

@@ -13,7 +13,7 @@ import os
 import struct
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +23,7 @@ from scapy.layers.inet6 import IPv6, IPv6ExtHdrDestOpt
 from scapy.layers.l2 import Ether
 from scapy.packet import Packet, Raw
 
+from pyebpf_proxy.common.bpf_constants import LASTING_IPV4, LASTING_IPV6
 from pyebpf_proxy.datapath.loader.libbpf import Object, RunResult, SkBuff
 from tests import ROOT
 from tests.packet.program_node import GO_ON, NODE_MAC, PROTOCOLS, ProgramNode
@@ -514,6 +515,12 @@ def ask_from(world: ProgramNode, entry: int, anew: bool = False) -> int:
     """A sweep that asks for promotions from this entry on: where the queue was full. ``anew``: an agent's first one."""
     request = entry.to_bytes(4, sys.byteorder) + int(anew).to_bytes(4, sys.byteorder)
     return world.object.programs["sweep_flows"].test_run(bytes(14) + request).retval
+
+
+def extend_permits(world: ProgramNode, families: Collection[int]) -> None:
+    """A sweep while conntrack is nearly full: the permits of these families are extended."""
+    bits = sum({4: LASTING_IPV4, 6: LASTING_IPV6}[family] for family in families)
+    world.object.programs["sweep_flows"].test_run(bytes(22) + bits.to_bytes(4, sys.byteorder))
 
 
 def sweep(world: ProgramNode, anew: bool = False) -> dict[str, int]:

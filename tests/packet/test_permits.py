@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -15,6 +15,7 @@ from tests.packet.fast_node import (
     Flow,
     device,
     drop_records,
+    extend_permits,
     fast_node,
     now,
     one_cpu,
@@ -83,6 +84,46 @@ def test_a_packet_that_begins_no_conntrack_flow_grants_nothing(fast: ProgramNode
     for each in pair(fast):
         each.pass_netfilter(flags="S")
     assert permits(fast) == []
+
+
+@pytest.mark.parametrize("make", [Flow, masqueraded], ids=["own source", "masqueraded"])
+def test_a_permit_is_extended_while_conntrack_is_full(fast: ProgramNode, make: Callable[..., Flow]) -> None:
+    """Then no flow can renew it. It may have expired already."""
+    make(fast).permit()
+    ago, later = now() - 60 * SECOND, now() + SECOND // 2
+    write_permits(fast, until=ago, back_until=later)
+    extend_permits(fast, {4, 6} - {fast.family})
+    ((_, permit),) = permits(fast)
+    assert (permit["until"], permit["back_until"]) == (ago, later), "it is of the other family"
+    extend_permits(fast, {fast.family})
+    ((_, permit),) = permits(fast)
+    assert now() + 2 * SECOND < permit["until"] == permit["back_until"] <= now() + 3 * SECOND
+    make(fast).open_young()
+    long = now() + 10 * SECOND
+    write_permits(fast, until=long)
+    extend_permits(fast, {fast.family})
+    assert permits(fast)[0][1]["until"] == long, "no permit is shortened"
+
+
+def test_a_permit_that_was_voided_is_not_extended(fast: ProgramNode) -> None:
+    Flow(fast).permit()
+    ((_, permit),) = permits(fast)
+    write_permits(fast, generation=permit["generation"] + 1, until=now(), back_until=now())
+    before = permits(fast)
+    extend_permits(fast, {4, 6})
+    assert permits(fast) == before
+
+
+@pytest.mark.parametrize("missing", ["until", "back_until"])
+def test_what_was_never_proven_is_not_extended(fast: ProgramNode, missing: str) -> None:
+    """Without a proof in one direction, no flow may be young."""
+    Flow(fast).permit()
+    write_permits(fast, **{"until": now(), "back_until": now(), missing: 0})
+    extend_permits(fast, {4, 6})
+    ((_, permit),) = permits(fast)
+    assert permit[missing] == 0
+    flow = Flow(fast)
+    assert flow.run(frame=flow.frame(flags="S")).retval == GO_ON
 
 
 NO_PROOF = {

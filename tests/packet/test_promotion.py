@@ -828,6 +828,38 @@ def test_while_conntrack_is_full_every_flow_has_its_turn(node: Node, monkeypatch
     assert list(node.loaded.maps["flows"].items()) == []
 
 
+@pytest.mark.parametrize("why", ["nothing", "conntrack has space", "other family", "voided"])
+def test_a_flow_stays_young_while_conntrack_is_full_and_nothing_voids_its_permit(
+    node: Node, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, why: str
+) -> None:
+    """Then no rule is newer than the flow."""
+
+    def full(netlink: object, entries: Iterable[Entry], seconds: object) -> list[Result]:
+        return [Result(Outcome.FULL, errno.ENOMEM) for _ in entries]
+
+    monkeypatch.setattr(create, "create", full)
+    promoter, family = node.promoter, frozenset({node.family})
+    lasting, nearly_full = promotion.Lasting(family), True
+    promoter._lasting, promoter._is_nearly_full = lambda: lasting, lambda: nearly_full
+    key = node.young(1000)
+    with caplog.at_level("INFO"):
+        promoter.pass_now()
+    assert Log(caplog).lines(Message.PERMITS_EXTENDED)
+    assert promoter.statistics.extended == family
+    promoter._clock = lambda: time.monotonic() + promotion.UNPROMOTED_SECONDS
+    promoter.pass_now()
+    assert node.is_young(key), "it would have ended"
+    if why == "conntrack has space":
+        nearly_full = False
+    elif why == "other family":
+        lasting = promotion.Lasting(frozenset({4, 6}) - family)
+    elif why == "voided":
+        lasting = promotion.Lasting(family, since=time.monotonic_ns())
+    promoter.pass_now()
+    assert promoter.statistics.ended == (why != "nothing")
+    assert promoter.statistics.extended == (frozenset() if why == "conntrack has space" else lasting.families)
+
+
 @pytest.mark.parametrize("age", [0.5, 3.0], ids=["asked for by a packet", "due"])
 def test_what_an_interrupted_pass_has_taken_from_the_queue_is_tried_again(
     node: Node, monkeypatch: pytest.MonkeyPatch, age: float
@@ -1173,10 +1205,10 @@ def test_the_loop_promotes(node: Node, monkeypatch: pytest.MonkeyPatch, error: E
     key = node.young(1000)
     real, errors = node.promoter._sweep, [error]
 
-    def sweep(ask_from: int) -> promotion.Swept:
+    def sweep(ask_from: int, extended: frozenset[int]) -> promotion.Swept:
         if errors:
             raise errors.pop()
-        return real(ask_from)
+        return real(ask_from, extended)
 
     node.promoter._sweep = sweep
 

@@ -41,6 +41,7 @@ class Message(StrEnum):
     FAST_PATH_ON = "the fast path is ready"
     FLOWS_ENDED = "ended young flows that could not be promoted"
     FLOWS_NOT_DRAINED = "the flow table of another version cannot be read: its young flows will end"
+    PERMITS_EXTENDED = "conntrack is nearly full: permits are extended"
     FLOWS_TAKEN_OVER = "took over flows of the former flow table"
     FORWARD_CHAIN_STAYS = "stays; --cleanup removes it"
     HEALTH_CHECK_PORT_FAILS = "health check node port cannot be served"

@@ -58,7 +58,6 @@ ALLOWED = (
     Allowed("the root cgroup gives no * controller to others", _LIMIT),
     Allowed("this machine makes * changes a second", _LIMIT),
     Allowed("this machine has been up for less than * s, which a flow cannot have been idle for", _LIMIT),
-    Allowed("this machine is too slow: a flow that conntrack refuses for 30 s is ended", _LIMIT),
     Allowed("no time is left", _TIME),
     Allowed("not a git checkout", _NO_GIT),
     Allowed("this tree is no git checkout: which files are tracked is not known", _NO_GIT),

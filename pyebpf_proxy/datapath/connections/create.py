@@ -104,6 +104,12 @@ def time_outs() -> Mapping[tuple[Protocol, TcpState], int]:
     return {**found, **{(Protocol.UDP, state): udp for state in TcpState}}
 
 
+def is_nearly_full() -> bool:
+    """Whether less than a twentieth of conntrack's entries is free. A maximum of 0 is no limit. OSError."""
+    limit = _sysctl("max")
+    return bool(limit) and 20 * _sysctl("count") > 19 * limit
+
+
 def _sysctl(name: str) -> int:
     return int((_SYSCTLS / f"nf_conntrack_{name}").read_text())
 

@@ -21,7 +21,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple, Protocol
 
-from pyebpf_proxy.common.bpf_constants import CLOSING_BY_RESET, CLOSING_IN_SEQUENCE, GIVEN_UP_SECONDS, SHORTEN
+from pyebpf_proxy.common.bpf_constants import (
+    CLOSING_BY_RESET,
+    CLOSING_IN_SEQUENCE,
+    GIVEN_UP_SECONDS,
+    LASTING_IPV4,
+    LASTING_IPV6,
+    SHORTEN,
+)
 from pyebpf_proxy.common.log import Logger
 from pyebpf_proxy.datapath.connections import create, gone_sources
 from pyebpf_proxy.datapath.connections.create import Entry, Outcome, Result, TcpState
@@ -47,6 +54,7 @@ UNPROMOTED_SECONDS = 30.0
 _ETHERNET_HEADER = bytes(14)
 _ZERO = bytes(4)
 _PROTOCOLS = frozenset(map(int, IpProtocol))
+_LASTING = {4: LASTING_IPV4, 6: LASTING_IPV6}
 
 _log = Logger("datapath")
 
@@ -167,6 +175,10 @@ class FlowReader:
         half = not both and self._is_acknowledged(there, back, closed, not closing)
         return Flow(entry, bool(closed), key, answer_key, started, reset, idle > QUIET_NS, vanished, half, both)
 
+    def family(self, key: bytes) -> int:
+        """The family of a flow's key: 4 or 6."""
+        return 6 if self._key.unpack(key)[-1] else 4
+
     def _is_acknowledged(self, there: bytes, back: bytes, closing: int, by_endpoint: bool) -> bool:
         """Whether the other side has acknowledged the FIN of the side with ``closing``. Nothing acknowledges a RST."""
         if self._numbers is None or closing in (0, CLOSING_BY_RESET):
@@ -217,6 +229,17 @@ class Asked(NamedTuple):
     going_on: list[Flow]
 
 
+class Lasting(NamedTuple):
+    """The families in which nothing changes unnoticed that a permit depends on.
+
+    A permit that nothing has voided is then as good as a new one. ``since``: when all were last voided
+    (CLOCK_MONOTONIC, ns).
+    """
+
+    families: frozenset[int] = frozenset()
+    since: int = 0
+
+
 class Refused(NamedTuple):
     """A flow (``Flow.read``) that is not promoted yet, and since when, by the promoter's clock."""
 
@@ -242,25 +265,33 @@ class Statistics:
     sources_gone: int = 0
     #: Passes that the kernel did not interrupt by an error.
     passes: int = 0
+    #: Families whose permits the last pass has extended, because conntrack is nearly full.
+    extended: frozenset[int] = frozenset()
 
 
 class Promoter:
     """Promotes young flows, in the network namespace of the calling thread.
 
-    ``sweep`` runs the program, with ``Swept.ask_from`` of the former run; ``promote`` and ``end`` run the programs of
-    that name with a flow (``Flow.read``) and return whether it was still there. ``end_masqueraded`` ends
-    every flow that is masqueraded to one of the given addresses, young or promoted, and returns how many it ended.
+    ``sweep`` runs the program, with ``Swept.ask_from`` of the former run, and extends the permits of the given
+    families; ``promote`` and ``end`` run the programs of that name with a flow (``Flow.read``) and return whether it
+    was still there. ``end_masqueraded`` ends every flow that is masqueraded to one of the given addresses, young or
+    promoted, and returns how many it ended.
+
+    While conntrack is nearly full, it may forward no new flow, and permits could not be renewed. Then those of
+    ``lasting`` are extended, and its flows stay on the fast path for as long as conntrack does not accept them.
     """
 
     def __init__(
         self,
         flows: FlowReader,
         requests: Requests,
-        sweep: Callable[[int], Swept],
+        sweep: Callable[[int, frozenset[int]], Swept],
         promote: Callable[[bytes], bool],
         end: Callable[[bytes], bool],
         end_masqueraded: Callable[[Collection[bytes]], int] = lambda addresses: 0,
         clock: Callable[[], float] = time.monotonic,
+        lasting: Callable[[], Lasting] = Lasting,
+        is_nearly_full: Callable[[], bool] = create.is_nearly_full,
     ) -> None:
         self.statistics = Statistics()
         self._flows = flows
@@ -270,6 +301,10 @@ class Promoter:
         self._end = end
         self._end_masqueraded = end_masqueraded
         self._clock = clock
+        self._lasting = lasting
+        self._is_nearly_full = is_nearly_full
+        #: What is extended in this pass.
+        self._extends = Lasting()
         #: Addresses that have left the node since the last pass; in the loop's thread.
         self._gone: set[bytes] = set()
         self._wake = asyncio.Event()
@@ -356,7 +391,17 @@ class Promoter:
             self._end_sources(gone)
 
     def _look(self) -> None:
-        self.statistics.young, self._ask_from = self._sweep(self._ask_from)
+        try:
+            nearly_full = self._is_nearly_full()
+        except OSError:  # for example no file descriptor: the sweep needs none
+            nearly_full = False
+        self._extends = self._lasting() if nearly_full else Lasting()
+        extended, before = self._extends.families, self.statistics.extended
+        self.statistics.young, self._ask_from = self._sweep(self._ask_from, extended)
+        if bool(extended) != bool(before):
+            words = "conntrack is nearly full: permits are extended" if extended else "permits are no longer extended"
+            _log.info(words, families=" ".join(f"IPv{family}" for family in sorted(extended or before)))
+        self.statistics.extended = extended
 
     def _hand_over(self) -> None:
         """Try what was asked for. If conntrack is full the rest has its turn in the next passes. OSError."""
@@ -483,10 +528,17 @@ class Promoter:
             _log.error("conntrack refused the entry of a young flow", error=refused)
         self._said = refused or self._said
 
+    def _stays(self, flow: bytes) -> bool:
+        """Whether this flow (``Flow.read``) began under the present rules, and need not meet them again for now."""
+        key, started = flow[: self._flows.key_size], int.from_bytes(flow[self._flows.key_size :], sys.byteorder)
+        return started > self._extends.since and self._flows.family(key) in self._extends.families
+
     def _end_refused(self) -> None:
         now = self._clock()
         over = [
-            (key, each.flow) for key, each in self._asked.items() if each and now - each.since >= UNPROMOTED_SECONDS
+            (key, each.flow)
+            for key, each in self._asked.items()
+            if each and now - each.since >= UNPROMOTED_SECONDS and not self._stays(each.flow)
         ]
         ended = 0
         for key, flow in over:
@@ -498,21 +550,26 @@ class Promoter:
 
 
 def promoter(
-    maps: Mapping[str, Map], programs: Mapping[str, Program], btf: Btf, snat_ports: range = range(0)
+    maps: Mapping[str, Map],
+    programs: Mapping[str, Program],
+    btf: Btf,
+    snat_ports: range = range(0),
+    lasting: Callable[[], Lasting] = Lasting,
 ) -> Promoter:
     """The promoter for the loaded programs: their maps and programs by name, and their BTF.
 
     ``snat_ports``: the source ports of masqueraded young flows; without them only young flows are ended when their
-    source address goes.
+    source address goes. ``lasting``: as for :class:`Promoter`.
     """
     results, layout = maps["sweep_results"], btf.struct("sweep_result")
     sweep_flows, promote_flow, end_flow = programs["sweep_flows"], programs["promote_flow"], programs.get("end_flow")
 
     first = 1
 
-    def sweep(ask_from: int) -> Swept:
+    def sweep(ask_from: int, extended: frozenset[int]) -> Swept:
         nonlocal first
-        request = b"".join(each.to_bytes(4, sys.byteorder) for each in (ask_from, first))
+        bits = sum(bit for family, bit in _LASTING.items() if family in extended)
+        request = b"".join(each.to_bytes(4, sys.byteorder) for each in (ask_from, first, bits))
         # 0: also of a program that a version without this result has pinned.
         full_at = sweep_flows.test_run(_ETHERNET_HEADER + request).retval
         first = 0
@@ -537,4 +594,12 @@ def promoter(
                     maps["flows"].delete(key)
         return ended
 
-    return Promoter(flows, Queue(maps["promotions"]), sweep, partial(run_for_flow, promote_flow), end, end_masqueraded)
+    return Promoter(
+        flows,
+        Queue(maps["promotions"]),
+        sweep,
+        partial(run_for_flow, promote_flow),
+        end,
+        end_masqueraded,
+        lasting=lasting,
+    )

@@ -58,7 +58,7 @@ class FastPathManager(Manager):
         low, high = loaded.settings.snat_port_min, loaded.settings.snat_port_max
         ports = range(low, high + 1) if low else range(0)
         layout = btf.struct("fast_path")
-        promotion = promoter(loaded.maps, loaded.tc.programs, btf, ports)
+        promotion = promoter(loaded.maps, loaded.tc.programs, btf, ports, lambda: fast_path.lasting)
         fast_path = FastPath(
             state_map,
             layout,

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from pyebpf_proxy.common.log import Logger
+from pyebpf_proxy.datapath.connections.promotion import Lasting
 from pyebpf_proxy.datapath.netlink import uapi
 from pyebpf_proxy.datapath.netlink.messages import messages
 from pyebpf_proxy.datapath.netlink.request import RequestSocket
@@ -150,6 +151,8 @@ class FastPath:
         self._generation, self._permit_generation = (
             int(before.get(name, 0)) + 1 & 0xFFFFFFFF for name in ("generation", "permit_generation")
         )
+        #: When permits were last voided (CLOCK_MONOTONIC, ns): also by the increment above.
+        self._voided = time.clock_gettime_ns(time.CLOCK_MONOTONIC)
         #: By family; no entry: it is open.
         self.closed: dict[int, ClosedReason] = {}
         #: Rules that would close it with ``heed_rules``.
@@ -213,7 +216,14 @@ class FastPath:
     def rules_moved(self) -> None:
         """Void all permits: rules of other software, or source addresses, have changed."""
         self._permit_generation = self._permit_generation + 1 & 0xFFFFFFFF
+        self._voided = time.clock_gettime_ns(time.CLOCK_MONOTONIC)
         self._write()
+
+    @property
+    def lasting(self) -> Lasting:
+        """Which permits would still be proven if flows renewed them no more. Safe in any thread."""
+        families = frozenset() if self._unreadable else self._rules.lasting - self.closed.keys() - self.warnings.keys()
+        return Lasting(families, self._voided)
 
     def drain(self) -> None:
         """From now on no new flow enters the fast path; ``sweep_flows`` promotes the existing ones."""

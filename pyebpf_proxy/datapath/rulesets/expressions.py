@@ -90,8 +90,12 @@ _PLAIN: dict[str, tuple[Kind, str]] = {
     "notrack": (Kind.NOTRACK, "notrack"),
     "osf": (Kind.INSPECTS, "osf"),
 }
-#: They load something into a register.
+#: They load something into a register. What the second ones load may change from one packet to the next of a pair.
 _LOADS = frozenset({"byteorder", "fib", "rt", "socket", "tunnel", "xfrm", "inner"})
+_VARYING_LOADS = frozenset({"socket", "tunnel", "xfrm", "inner"})
+#: Keys of enum nft_meta_keys that are the same for all packets of a pair, as long as devices and routes are the same:
+#: protocols, devices and their types and groups, the kind of frame.
+_LASTING_META = frozenset({1, *range(3, 10), *range(15, 20), 21, 22, *range(26, 30), 33, 34})
 
 Found = dict[int, bytes]
 
@@ -138,7 +142,7 @@ def _expression(raw: bytes) -> Part:
         kind, words = _PLAIN[name]
         return Part(kind, words)
     if name in _LOADS:
-        return Part(Kind.LOAD, name, raw)
+        return Part(Kind.LOAD, name, raw, varies=name in _VARYING_LOADS)
     special = _SPECIAL.get(name)
     if special is None:
         return Part(Kind.UNKNOWN, f"unknown expression {name}")
@@ -195,7 +199,8 @@ def _meta(found: Found, raw: bytes) -> Part:
             return Part(Kind.COUNTS, "meta random")
         if key == _META_LENGTH:
             return Part(Kind.INSPECTS, "meta length")
-        return Part(Kind.LOAD, "meta", raw, field=_META_FIELDS.get(key or 0, Field.OTHER))
+        field = _META_FIELDS.get(key or 0, Field.OTHER)
+        return Part(Kind.LOAD, "meta", raw, field=field, varies=key not in _LASTING_META)
     if key == _META_MARK:
         return Part(Kind.MARK, "meta mark set", number=_ALL)
     kind, words = _META_SET.get(key or 0, (Kind.REWRITES, f"meta {key} set"))

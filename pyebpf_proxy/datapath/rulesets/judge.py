@@ -116,6 +116,16 @@ def looks_up_ipsets(rulesets: Rulesets) -> bool:
     return any(part.field is Field.IPSET for part in _parts(rulesets.tables))
 
 
+def lasting(rulesets: Rulesets) -> frozenset[int]:
+    """The families in which nothing but a commit changes what the rules do to a new flow of the same pair.
+
+    A rule that compares the time, an ipset, or a set whose elements expire may deny a pair later. Rules that count, log
+    or inspect packets need not be looked at: those that a forwarded packet meets close the family.
+    """
+    varying = (table.families for table in rulesets.tables if any(part.varies for part in _parts([table])))
+    return BOTH.difference(*varying) - rulesets.unread.keys()
+
+
 def _parts(tables: Iterable[Table]) -> Iterable[Part]:
     return (part for table in tables for chain in table.chains.values() for rule in chain.rules for part in rule.parts)
 

@@ -23,7 +23,7 @@ from pyebpf_proxy.datapath.netlink.request import RequestSocket
 from pyebpf_proxy.datapath.netlink.rtnetlink import WITHOUT_STATISTICS
 from pyebpf_proxy.datapath.node import policy_routing
 from pyebpf_proxy.datapath.rulesets import legacy, nft
-from pyebpf_proxy.datapath.rulesets.judge import Verdict, judge, looks_up_ipsets, sets_marks
+from pyebpf_proxy.datapath.rulesets.judge import Verdict, judge, lasting, looks_up_ipsets, sets_marks
 from pyebpf_proxy.datapath.rulesets.model import Mark, Part, Rulesets, Table
 
 #: kube-proxy's tables in mode nftables. Those of this proxy's instances begin with the second word.
@@ -65,6 +65,8 @@ class Reading:
     owned: frozenset[nft.Key] = frozenset()
     #: Something could not be read, which may be possible soon.
     unread: bool = False
+    #: Families in which every change of the rules is reported at once.
+    lasting: frozenset[int] = frozenset()
 
 
 def read() -> Reading:
@@ -98,7 +100,9 @@ def read() -> Reading:
         _unread(rulesets, (4, 6), f"the types of ipsets could not be read: {error}")
     unread = bool(rulesets.unread)
     verdicts, slow = judge(rulesets), rulesets.slow_devices
-    return Reading(verdicts, frozenset(maps), tables, digests, marks, slow, owned, unread)
+    # The kernel reports neither a change of iptables-legacy nor the end of a table that ends with its process.
+    reported = frozenset[int]() if owned else lasting(rulesets) - {family for family, _ in tables}
+    return Reading(verdicts, frozenset(maps), tables, digests, marks, slow, owned, unread, reported)
 
 
 def owned_tables() -> frozenset[nft.Key]:

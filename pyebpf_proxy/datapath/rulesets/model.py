@@ -95,6 +95,8 @@ class Part:
     number: int | None = None
     #: MARK: the new value of those bits; None: unknown. A condition for inequality: the compared number.
     value: int | None = None
+    #: What it compares changes without a commit of rules: the time, a socket, elements of an ipset or that expire.
+    varies: bool = False
 
 
 @dataclass(slots=True)
@@ -128,6 +130,8 @@ class Table:
     maps: dict[str, frozenset[str]] = field(default_factory=dict)
     #: Sets whose elements have a state that matters: "limit rate" by the set's name.
     stateful: dict[str, str] = field(default_factory=dict)
+    #: Sets and maps whose elements expire, or are added by packets.
+    varying: set[str] = field(default_factory=set)
     has_sets: bool = False
 
 

@@ -31,7 +31,7 @@ FAMILIES = {
 }
 _HEADER = NFGENMSG.size
 _DORMANT, _OWNER = 1, 2
-_EVAL = 0x20  # NFT_SET_EVAL: flags dynamic
+_TIMEOUT, _EVAL = 0x10, 0x20  # NFT_SET_TIMEOUT, NFT_SET_EVAL: flags timeout, flags dynamic
 _VERDICTS = 0xFFFFFF00  # NFT_DATA_VERDICT
 _OBJECT_COUNTER = 1
 #: Hooks that a forwarded packet does not cross: input and output.
@@ -87,7 +87,10 @@ def add_sets(table: Table, messages: Messages) -> list[str]:
         name = text(parts[2])
         table.has_sets = True
         of_elements = b"".join(parts.get(kind, b"") for kind in (17, 18))
-        if number(parts.get(6)) == _VERDICTS or (not of_elements and (number(parts.get(3)) or 0) & _EVAL):
+        flags = number(parts.get(3)) or 0
+        if flags & (_TIMEOUT | _EVAL):
+            table.varying.add(name)
+        if number(parts.get(6)) == _VERDICTS or (not of_elements and flags & _EVAL):
             maps.append(name)
         if _limits(of_elements):
             table.stateful[name] = f"a limit or quota of each element of set {name}"
@@ -125,16 +128,20 @@ def add_rules(table: Table, messages: Messages, known: dict[bytes, Part]) -> Non
             elif kind == 4 and chain is not None:
                 parts = expressions(message, begin, end, known)
                 if table.has_sets:
-                    parts = tuple(_of_set(part, table.stateful) for part in parts)
+                    parts = tuple(_of_set(part, table) for part in parts)
                 chain.rules.append(Rule(place, parts))
 
 
-def _of_set(part: Part, stateful: dict[str, str]) -> Part:
-    """A lookup in a set or a map counts packets if its elements do."""
-    if not part.target or part.kind in (Kind.JUMP, Kind.GOTO, Kind.MAP):
+def _of_set(part: Part, table: Table) -> Part:
+    """A lookup in a set or a map counts packets if its elements do, and varies if they expire."""
+    if not part.target or part.kind in (Kind.JUMP, Kind.GOTO):
         return part
-    if part.target in stateful:
-        return replace(part, kind=Kind.COUNTS, words=stateful[part.target])
+    if part.target in table.varying:
+        part = replace(part, varies=True)
+    if part.kind is Kind.MAP:
+        return part
+    if part.target in table.stateful:
+        return replace(part, kind=Kind.COUNTS, words=table.stateful[part.target])
     return replace(part, kind=Kind.IGNORED) if part.kind is Kind.COUNTS else part
 
 

@@ -135,6 +135,12 @@ class Watch:
         wait = max(0.0, self._began + min(max(INTERVAL, SHARE * self._took), LONGEST) - now)
         self._timers["read"] = self._loop.call_later(wait, self._start)
 
+    @property
+    def lasting(self) -> frozenset[int]:
+        """Families in which every change of the rules calls ``on_commit`` at once; none while rules are read again."""
+        being_read = self._reading or self._wanted or "read" in self._timers
+        return frozenset() if being_read else self.reading.lasting
+
     def close(self) -> None:
         """Stop watching."""
         for timer in self._timers.values():

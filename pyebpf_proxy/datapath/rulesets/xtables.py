@@ -54,6 +54,14 @@ _CONDITIONS = frozenset(
     }
 )
 # fmt: on
+#: Conditions that give the same result for all packets of a pair, as long as rules, devices and routes are the same.
+_LASTING = frozenset(
+    {
+        *("addrtype", "connmark", "conntrack", "devgroup", "icmp", "icmp6", "iprange", "mac", "mark", "multiport"),
+        *("physdev", "pkttype", "realm", "rpfilter", "sctp", "state", "tcp", "udp", "udplite"),
+        *("802_3", "among", "arp", "ip", "ip6", "mark_m", "stp", "vlan"),
+    }
+)
 _TARGETS = {
     "": Kind.IGNORED,
     "ACCEPT": Kind.ACCEPT,
@@ -144,7 +152,8 @@ def match(name: str, revision: int, data: bytes) -> Part:
     if name == "nfacct":
         return _nfacct(data)
     if name in _CONDITIONS:
-        return replace(_compared(name, revision, data), words=name, key=_key(name, revision, data))
+        part = _compared(name, revision, data)
+        return replace(part, words=name, key=_key(name, revision, data), varies=name not in _LASTING)
     kind = _MATCHES.get(name, Kind.UNKNOWN)
     return Part(kind, name if kind is not Kind.UNKNOWN else f"unknown match {name}")
 

@@ -283,6 +283,71 @@ def test_an_element_of_a_set_may_have_a_limit_of_its_own(state: str, closes: boo
     assert bool({name for _, _, name in kernel.read().maps}), "its elements are part of the rules"
 
 
+#: Rules for forwarded packets, and the families in which only a commit changes what they do to a pair of a permit.
+LASTING = {
+    "nothing": ("", {4, 6}),
+    "addresses and ports": ("ip saddr 10.0.0.1 tcp dport { 80, 443 } ct state new drop", {4, 6}),
+    "devices": ("iifname eth0 oifname != lo meta mark & 1 == 0 fib daddr type local drop", {4, 6}),
+    "a set": ("ip saddr @fixed drop", {4, 6}),
+    "a verdict map": ("ip saddr vmap @chains", {4, 6}),
+    "the hour": ("meta hour 8-18 drop", set()),
+    "the day": ("meta day Sunday drop", set()),
+    "a cgroup": ("meta cgroup 7 drop", set()),
+    "the owner of a socket": ("meta skuid 7 drop", set()),
+    "elements that expire": ("ip saddr @expiring drop", set()),
+    "elements that packets add": ("ip saddr @changing drop", set()),
+    "verdicts that expire": ("ip saddr vmap @expiring_chains", set()),
+}
+
+
+@pytest.mark.parametrize("name", LASTING)
+def test_rules_that_only_a_commit_changes(name: str, shell: Shell) -> None:
+    rule, families = LASTING[name]
+    shell(f"""nft -f - <<'END'
+table inet mine {{
+    set fixed {{ type ipv4_addr; elements = {{ 192.0.2.1 }}
+    }}
+    set expiring {{ type ipv4_addr; flags timeout;
+    }}
+    set changing {{ type ipv4_addr; flags dynamic;
+    }}
+    map chains {{ type ipv4_addr : verdict; elements = {{ 192.0.2.1 : drop }}
+    }}
+    map expiring_chains {{ type ipv4_addr : verdict; flags timeout;
+    }}
+    chain forward {{ type filter hook forward priority 0; {rule}
+    }}
+}}
+END""")
+    assert kernel.read().lasting == families
+
+
+#: The same for rules of iptables-nft, in both families.
+LASTING_CONDITIONS = {
+    "-p tcp -m multiport --dports 80,443 -m conntrack --ctstate NEW": True,
+    "-i eth0 -m comment --comment words -m mark --mark 1 -m addrtype --dst-type LOCAL": True,
+    "-m time --timestart 08:00 --timestop 18:00": False,
+    "-m set --match-set names{family} dst": False,
+}
+
+
+@pytest.mark.parametrize("condition", LASTING_CONDITIONS)
+def test_conditions_of_iptables_that_only_a_commit_changes(condition: str, shell: Shell) -> None:
+    for family, tool in ((4, "iptables"), (6, "ip6tables")):
+        if "--match-set" in condition:
+            shell(f"ipset create names{family} hash:net family inet{'' if family == 4 else '6'}")
+        rule = f"-A FORWARD {condition.format(family=family)} -j DROP"
+        shell(f"{tool}-nft {rule}")
+        assert (family in kernel.read().lasting) is LASTING_CONDITIONS[condition]
+        shell(f"{tool}-nft -D{rule.removeprefix('-A')}")
+        assert family in kernel.read().lasting
+
+
+def test_changes_of_iptables_legacy_are_not_reported(shell: Shell) -> None:
+    shell("iptables-legacy -A FORWARD -s 192.0.2.1 -j DROP")
+    assert kernel.read().lasting == {6}
+
+
 DROPPED = {
     "in the same rule": "tcp dport 23 log drop",
     "by the next one": "tcp dport 23 log\n tcp dport 23 drop",

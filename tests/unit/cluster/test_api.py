@@ -3,12 +3,17 @@
 
 from __future__ import annotations
 
+import base64
+import contextlib
+import hashlib
 import json
+import struct
 import subprocess
 import sys
 import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -38,12 +43,16 @@ class Answers:
 
 @pytest.fixture
 def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Api:
-    file = tmp_path / "kubeconfig"
-    server = {"name": "c", "cluster": {"server": "https://192.0.2.1:6443"}}
+    monkeypatch.setattr(module, "_PAUSE", 0.0)
+    return _api(tmp_path, "https://192.0.2.1:6443")
+
+
+def _api(folder: Path, url: str) -> Api:
+    file = folder / "kubeconfig"
+    server = {"name": "c", "cluster": {"server": url}}
     context = {"name": "c", "context": {"cluster": "c", "user": "c"}}
     user = {"name": "c", "user": {"token": "t"}}
     file.write_text(json.dumps({"clusters": [server], "contexts": [context], "users": [user], "current-context": "c"}))
-    monkeypatch.setattr(module, "_PAUSE", 0.0)
     return Api(str(file))
 
 
@@ -257,3 +266,54 @@ def test_the_last_words_of_one_thread_do_not_hurry_the_others(api: Api, monkeypa
         answers.left = [BUSY]
         api.get(NODES, "n1")
     assert answers.left == []
+
+
+class Shouting(BaseHTTPRequestHandler):
+    """An API server whose pods print zeros: a WebSocket with one channel."""
+
+    #: Bytes that a command prints; then it ends.
+    prints: ClassVar[float]
+
+    def do_GET(self) -> None:
+        key = self.headers["Sec-WebSocket-Key"] + "258EAFA5-E914-47DA-95CA-C5AB0DC85B11"
+        self.send_response(101)
+        self.send_header("Upgrade", "websocket")
+        self.send_header("Connection", "Upgrade")
+        self.send_header("Sec-WebSocket-Accept", base64.b64encode(hashlib.sha1(key.encode()).digest()).decode())
+        self.send_header("Sec-WebSocket-Protocol", self.headers["Sec-WebSocket-Protocol"])
+        self.end_headers()
+        with contextlib.suppress(OSError):
+            sent = 0
+            while sent < self.prints:
+                self._frame(0x82, b"\1" + bytes(1 << 15))
+                sent += 1 << 15
+            self._frame(0x82, b"\3" + json.dumps({"status": "Success"}).encode())
+            self._frame(0x88, b"")
+        self.close_connection = True
+
+    def _frame(self, kind: int, data: bytes) -> None:
+        size = struct.pack(">BH", 126, len(data)) if len(data) > 125 else struct.pack(">B", len(data))
+        self.wfile.write(bytes([kind]) + size + data)
+
+    def log_message(self, format: str, *arguments: object) -> None:  # noqa: A002
+        pass
+
+
+@pytest.mark.parametrize("prints", [1 << 20, float("inf")], ids=["1 MiB", "without end"])
+def test_a_command_in_a_pod_may_print_only_so_much(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prints: float
+) -> None:
+    """Otherwise a compromised agent could fill the memory of the administrator's machine."""
+    monkeypatch.setattr(module, "_MOST_PRINTED", 4 << 20)
+    monkeypatch.setattr(Shouting, "prints", prints, raising=False)
+    with ThreadingHTTPServer(("127.0.0.1", 0), Shouting) as listener:
+        threading.Thread(target=listener.serve_forever, daemon=True).start()
+        try:
+            api = _api(tmp_path, f"http://127.0.0.1:{listener.server_port}")
+            if prints == 1 << 20:
+                assert api.execute("agent", "kube-system", "agent", ["true"], 60.0) == (0, "\0" * (1 << 20), "")
+                return
+            with pytest.raises(RefusedError, match="the command printed more than 4 MiB"):
+                api.execute("agent", "kube-system", "agent", ["true"], 60.0)
+        finally:
+            listener.shutdown()

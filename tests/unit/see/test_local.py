@@ -13,7 +13,7 @@ import pytest
 from pyebpf_proxy.see import local
 
 Serve = Callable[[bytes], Path]
-STATE = {"version": "", "refusals": {}, "datapath": {}, "source": {}}
+STATE = {"version": "", "refusals": {}, "datapath": {}, "source": {}, "overLimit": {}}
 
 
 @pytest.fixture

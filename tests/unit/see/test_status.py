@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from pyebpf_proxy.see import status
+from pyebpf_proxy.servers import local as servers_local
 
 
 def test_a_failing_api_server_is_named_with_the_reason() -> None:
@@ -16,6 +17,14 @@ def test_a_failing_api_server_is_named_with_the_reason() -> None:
     assert own.what == "nodes cannot be watched: 403: forbidden"
     assert shared.remedy
     assert not list(status._about_source({}))
+
+
+@pytest.mark.parametrize(("services", "more"), [(1, ""), (200, " (200 such Services)")])
+def test_services_over_a_limit_are_named(services: int, more: str) -> None:
+    over = {("tenant", f"web-{number}"): ["spec.ports: 200 are more than 128"] for number in range(services)}
+    (warning,) = status._about_limits(servers_local._over(over))
+    assert warning.what == f"Service tenant/web-0 is over a limit{more}: spec.ports: 200 are more than 128"
+    assert not list(status._about_limits(servers_local._over({})))
 
 
 def test_a_run_folder_without_room_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
