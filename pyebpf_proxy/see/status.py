@@ -132,7 +132,8 @@ def _about_limits(over: Mapping[str, Any]) -> Iterator[model.Trouble]:
         others = f" ({number} such Services)" if number != 1 else ""
         yield model.Trouble(
             what=f"Service {first} is over a limit{others}: {what}",
-            remedy="the rest is served; the agent's log and an Event of each such Service name the limit (docs/limits.md)",
+            remedy="the rest is served; the agent's log and an Event of each such Service name the limit"
+            " (docs/objects.md)",
         )
 
 
