@@ -297,6 +297,14 @@ int tc_egress(struct __sk_buff *skb)
 	return observe(skb);
 }
 
+/* 0: an agent of an earlier version, which drains by the pinned program, gives fewer words. */
+static __always_inline __u32 agent_word(struct __sk_buff *skb, const __u32 number)
+{
+	__u32 word = 0;
+
+	return bpf_skb_load_bytes(skb, ETH_HLEN + number * sizeof(word), &word, sizeof(word)) ? 0 : word;
+}
+
 /*
  * The agent alone runs sweep_flows, promote_flow, end_flow and enter_flow.  Data of the first: a link header of zeros,
  * what the former run has returned, whether this is the agent's first run, and enum lasting.
@@ -304,18 +312,9 @@ int tc_egress(struct __sk_buff *skb)
 SEC("tc")
 int sweep_flows(struct __sk_buff *skb)
 {
-	__u32 from = 0, anew = 0, lasting = 0;
-
 	if (!settings.fast_path)
 		return 0;
-	/* An agent of an earlier version, which drains by the pinned program, gives less. */
-	if (bpf_skb_load_bytes(skb, ETH_HLEN, &from, sizeof(from)))
-		from = 0;
-	if (bpf_skb_load_bytes(skb, ETH_HLEN + sizeof(from), &anew, sizeof(anew)))
-		anew = 0;
-	if (bpf_skb_load_bytes(skb, ETH_HLEN + 2 * sizeof(from), &lasting, sizeof(lasting)))
-		lasting = 0;
-	return sweep(from, anew, lasting);
+	return sweep(agent_word(skb, 0), agent_word(skb, 1), agent_word(skb, 2));
 }
 
 /* Data of the next two programs: a link header of zeros and a struct flow_read, or its key alone. */

@@ -117,8 +117,9 @@ async def _serve(
 ) -> None:
     planner = Planner(PlanSettings.of(settings))
     numbers = DatapathNumbers(datapath.reasons, datapath.fill, datapath.xdp_devices, datapath.view)
-    directory, over = settings.directory, lambda: planner.over_now
-    local = Local(directory, planner.pods, datapath.refusals, datapath.view, cluster.troubles, over)
+    local = Local(
+        settings.directory, planner.pods, datapath.refusals, datapath.view, cluster.troubles, planner.over_now
+    )
     families = node_checks.families_of_node()
     servers = Servers(
         settings, shown, planner, numbers, datapath.addresses, cluster.events, cluster.metrics, local, families

@@ -355,7 +355,7 @@ class Api:
         said, errors = printed[stream.STDOUT_CHANNEL], printed[stream.STDERR_CHANNEL]
         return _exit_status(ended), said.decode(errors="replace"), errors.decode(errors="replace")
 
-    def _printed(self, socket: Any, seconds: float) -> Mapping[int, bytes]:
+    def _printed(self, socket: Any, seconds: float) -> Mapping[int, bytearray]:
         """What a command prints, by channel, until it ends. Closes the WebSocket. RefusedError, OSError and the like.
 
         The library's own loop does not end while a pod prints without pause.
@@ -375,13 +375,13 @@ class Api:
                 except WebSocketTimeoutException:
                     continue
                 if kind == ABNF.OPCODE_CLOSE:
-                    return defaultdict(bytes, {channel: bytes(text) for channel, text in printed.items()})
-                if kind == ABNF.OPCODE_BINARY and frame.data:
+                    return printed
+                if kind in (ABNF.OPCODE_BINARY, ABNF.OPCODE_TEXT) and frame.data:
                     printed[frame.data[0]] += frame.data[1:]
                     size += len(frame.data)
             raise RefusedError(0, "NoAnswer", f"the command printed more than {_MOST_PRINTED >> 20} MiB")
         finally:
-            socket.close()
+            socket.shutdown()  # close() waits for an answer of the server
 
     # ---- rights --------------------------------------------------------------------------------------------------
 

@@ -147,7 +147,6 @@ class Planner:
         """Services over a limit, and what is not served. Only for the planning thread."""
         return self._disputes.losses.over
 
-    @property
     def over_now(self) -> Mapping[tuple[str, str], tuple[str, ...]]:
         """The same; a copy, safe in any thread."""
         return dict(self.over)

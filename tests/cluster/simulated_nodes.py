@@ -10,13 +10,11 @@ runs in the pods. What a proxy's pod stands for is a condition of it that no com
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import hashlib
 import http.client
 import json
 import ssl
-import struct
 import subprocess
 import threading
 import time
@@ -28,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.cluster import agent_answers
+from tests.support import web_socket
 from tests.support.apiserver import ADMIN_TOKEN, MERGE, ApiError, ApiServer, Object
 
 SYSTEM = "/api/v1/namespaces/kube-system/pods"
@@ -367,14 +366,7 @@ class SimulatedNodes:
 
             def _execute(self, pod: str, command: list[str]) -> None:
                 """A command in a pod: a WebSocket with a channel for its output, its errors, and its end."""
-                key = self.headers["Sec-WebSocket-Key"] + "258EAFA5-E914-47DA-95CA-C5AB0DC85B11"
-                self.send_response(101)
-                self.send_header("Upgrade", "websocket")
-                self.send_header("Connection", "Upgrade")
-                accepted = base64.b64encode(hashlib.sha1(key.encode()).digest()).decode()
-                self.send_header("Sec-WebSocket-Accept", accepted)
-                self.send_header("Sec-WebSocket-Protocol", self.headers["Sec-WebSocket-Protocol"])
-                self.end_headers()
+                web_socket.accept(self)
                 status, output, errors = nodes.execute(nodes._pods()[pod]["spec"]["nodeName"], command)
                 end: Object = {"status": "Success"}
                 if status:
@@ -383,14 +375,9 @@ class SimulatedNodes:
                 with contextlib.suppress(OSError):  # the command that asked may have ended
                     for channel, data in ((1, output), (2, errors), (3, json.dumps(end).encode())):
                         for start in range(0, len(data), 4096):
-                            self._frame(0x82, bytes([channel]) + data[start : start + 4096])
-                    self._frame(0x88, b"")
+                            web_socket.send(self, web_socket.BINARY, bytes([channel]) + data[start : start + 4096])
+                    web_socket.send(self, web_socket.CLOSE, b"")
                 self.close_connection = True
-
-            def _frame(self, kind: int, data: bytes) -> None:
-                long = len(data) > 125
-                size = struct.pack(">BH", 126, len(data)) if long else struct.pack(">B", len(data))
-                self.wfile.write(bytes([kind]) + size + data)
 
             def log_message(self, format: str, *arguments: object) -> None:  # noqa: A002
                 pass

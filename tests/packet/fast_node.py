@@ -511,16 +511,19 @@ def young_flows_of(world: ProgramNode, name: str) -> int:
     return int.from_bytes(value or b"", "little")
 
 
-def ask_from(world: ProgramNode, entry: int, anew: bool = False) -> int:
-    """A sweep that asks for promotions from this entry on: where the queue was full. ``anew``: an agent's first one."""
-    request = entry.to_bytes(4, sys.byteorder) + int(anew).to_bytes(4, sys.byteorder)
+def ask_from(world: ProgramNode, entry: int, anew: bool = False, extended: Collection[int] = ()) -> int:
+    """A sweep that asks for promotions from this entry on: where the queue was full. ``anew``: an agent's first one.
+
+    ``extended``: the families whose permits it extends.
+    """
+    bits = sum({4: LASTING_IPV4, 6: LASTING_IPV6}[family] for family in extended)
+    request = b"".join(word.to_bytes(4, sys.byteorder) for word in (entry, anew, bits))
     return world.object.programs["sweep_flows"].test_run(bytes(14) + request).retval
 
 
 def extend_permits(world: ProgramNode, families: Collection[int]) -> None:
     """A sweep while conntrack is nearly full: the permits of these families are extended."""
-    bits = sum({4: LASTING_IPV4, 6: LASTING_IPV6}[family] for family in families)
-    world.object.programs["sweep_flows"].test_run(bytes(22) + bits.to_bytes(4, sys.byteorder))
+    ask_from(world, 0, extended=families)
 
 
 def sweep(world: ProgramNode, anew: bool = False) -> dict[str, int]:

@@ -838,14 +838,15 @@ def test_a_flow_stays_young_while_conntrack_is_full_and_nothing_voids_its_permit
         return [Result(Outcome.FULL, errno.ENOMEM) for _ in entries]
 
     monkeypatch.setattr(create, "create", full)
+    monkeypatch.setattr(create, "is_nearly_full", lambda: nearly_full)
     promoter, family = node.promoter, frozenset({node.family})
     lasting, nearly_full = promotion.Lasting(family), True
-    promoter._lasting, promoter._is_nearly_full = lambda: lasting, lambda: nearly_full
+    promoter._lasting = lambda: lasting
     key = node.young(1000)
     with caplog.at_level("INFO"):
         promoter.pass_now()
     assert Log(caplog).lines(Message.PERMITS_EXTENDED)
-    assert promoter.statistics.extended == family
+    assert promoter._extended_permits.families == family
     promoter._clock = lambda: time.monotonic() + promotion.UNPROMOTED_SECONDS
     promoter.pass_now()
     assert node.is_young(key), "it would have ended"
@@ -857,7 +858,7 @@ def test_a_flow_stays_young_while_conntrack_is_full_and_nothing_voids_its_permit
         lasting = promotion.Lasting(family, since=time.monotonic_ns())
     promoter.pass_now()
     assert promoter.statistics.ended == (why != "nothing")
-    assert promoter.statistics.extended == (frozenset() if why == "conntrack has space" else lasting.families)
+    assert promoter._extended_permits.families == (frozenset() if why == "conntrack has space" else lasting.families)
 
 
 @pytest.mark.parametrize("age", [0.5, 3.0], ids=["asked for by a packet", "due"])

@@ -265,8 +265,6 @@ class Statistics:
     sources_gone: int = 0
     #: Passes that the kernel did not interrupt by an error.
     passes: int = 0
-    #: Families whose permits the last pass has extended, because conntrack is nearly full.
-    extended: frozenset[int] = frozenset()
 
 
 class Promoter:
@@ -291,7 +289,6 @@ class Promoter:
         end_masqueraded: Callable[[Collection[bytes]], int] = lambda addresses: 0,
         clock: Callable[[], float] = time.monotonic,
         lasting: Callable[[], Lasting] = Lasting,
-        is_nearly_full: Callable[[], bool] = create.is_nearly_full,
     ) -> None:
         self.statistics = Statistics()
         self._flows = flows
@@ -302,9 +299,8 @@ class Promoter:
         self._end_masqueraded = end_masqueraded
         self._clock = clock
         self._lasting = lasting
-        self._is_nearly_full = is_nearly_full
-        #: What is extended in this pass.
-        self._extends = Lasting()
+        #: What the last pass has extended, because conntrack is nearly full.
+        self._extended_permits = Lasting()
         #: Addresses that have left the node since the last pass; in the loop's thread.
         self._gone: set[bytes] = set()
         self._wake = asyncio.Event()
@@ -392,16 +388,16 @@ class Promoter:
 
     def _look(self) -> None:
         try:
-            nearly_full = self._is_nearly_full()
+            nearly_full = create.is_nearly_full()
         except OSError:  # for example no file descriptor: the sweep needs none
             nearly_full = False
-        self._extends = self._lasting() if nearly_full else Lasting()
-        extended, before = self._extends.families, self.statistics.extended
+        before = self._extended_permits.families
+        self._extended_permits = self._lasting() if nearly_full else Lasting()
+        extended = self._extended_permits.families
         self.statistics.young, self._ask_from = self._sweep(self._ask_from, extended)
         if bool(extended) != bool(before):
             words = "conntrack is nearly full: permits are extended" if extended else "permits are no longer extended"
             _log.info(words, families=" ".join(f"IPv{family}" for family in sorted(extended or before)))
-        self.statistics.extended = extended
 
     def _hand_over(self) -> None:
         """Try what was asked for. If conntrack is full the rest has its turn in the next passes. OSError."""
@@ -531,7 +527,7 @@ class Promoter:
     def _stays(self, flow: bytes) -> bool:
         """Whether this flow (``Flow.read``) began under the present rules, and need not meet them again for now."""
         key, started = flow[: self._flows.key_size], int.from_bytes(flow[self._flows.key_size :], sys.byteorder)
-        return started > self._extends.since and self._flows.family(key) in self._extends.families
+        return started > self._extended_permits.since and self._flows.family(key) in self._extended_permits.families
 
     def _end_refused(self) -> None:
         now = self._clock()

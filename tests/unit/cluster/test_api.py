@@ -3,11 +3,8 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
-import hashlib
 import json
-import struct
 import subprocess
 import sys
 import threading
@@ -20,6 +17,7 @@ import pytest
 from pyebpf_proxy.cluster import api as module
 from pyebpf_proxy.cluster.api import DAEMON_SETS, LEASES, NODES, PODS, Api, RefusedError
 from pyebpf_proxy.cluster.errors import ClusterError, StoppedError
+from tests.support import web_socket
 
 CONFLICT = RefusedError(
     409, "Conflict", "the object has been modified; please apply your changes to the latest version"
@@ -275,25 +273,15 @@ class Shouting(BaseHTTPRequestHandler):
     prints: ClassVar[float]
 
     def do_GET(self) -> None:
-        key = self.headers["Sec-WebSocket-Key"] + "258EAFA5-E914-47DA-95CA-C5AB0DC85B11"
-        self.send_response(101)
-        self.send_header("Upgrade", "websocket")
-        self.send_header("Connection", "Upgrade")
-        self.send_header("Sec-WebSocket-Accept", base64.b64encode(hashlib.sha1(key.encode()).digest()).decode())
-        self.send_header("Sec-WebSocket-Protocol", self.headers["Sec-WebSocket-Protocol"])
-        self.end_headers()
+        web_socket.accept(self)
         with contextlib.suppress(OSError):
             sent = 0
             while sent < self.prints:
-                self._frame(0x82, b"\1" + bytes(1 << 15))
+                web_socket.send(self, web_socket.BINARY, b"\1" + bytes(1 << 15))
                 sent += 1 << 15
-            self._frame(0x82, b"\3" + json.dumps({"status": "Success"}).encode())
-            self._frame(0x88, b"")
+            web_socket.send(self, web_socket.BINARY, b"\3" + json.dumps({"status": "Success"}).encode())
+            web_socket.send(self, web_socket.CLOSE, b"")
         self.close_connection = True
-
-    def _frame(self, kind: int, data: bytes) -> None:
-        size = struct.pack(">BH", 126, len(data)) if len(data) > 125 else struct.pack(">B", len(data))
-        self.wfile.write(bytes([kind]) + size + data)
 
     def log_message(self, format: str, *arguments: object) -> None:  # noqa: A002
         pass
