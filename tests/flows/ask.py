@@ -33,12 +33,12 @@ SELDOM = 6
 #: How many refusals end a flow.
 REFUSED = 2
 
-#: The client ports of datagrams, in turns. A datagram with the port and destination of an earlier one continues its
-#: flow, with the same endpoint and masquerading, for half a minute at least: in conntrack, or in the programs.
-UDP_PORTS = range(34000, 60000)
+#: The client ports of TCP and UDP, in turns; Services and NodePorts have others. A request with the port and the
+#: destination of an earlier one may get that one's outcome: conntrack keeps the entry of a closed connection for two
+#: minutes, and a datagram continues its flow for half a minute at least, in conntrack or in the programs.
+CLIENT_PORTS = (*range(15000, 30000), *range(34000, 60000))
 
 _IP_RECVERR, _IPV6_RECVERR = 11, 25
-_IP_BIND_ADDRESS_NO_PORT = 24
 _MSG_ERRQUEUE = 0x2000
 _ORIGINS = {2: "ICMP", 3: "ICMPv6"}
 _REQUEST = {"tcp": b"GET / HTTP/1.1\r\nHost: flow\r\n\r\n", "udp": b"who "}
@@ -47,7 +47,8 @@ _REQUEST = {"tcp": b"GET / HTTP/1.1\r\nHost: flow\r\n\r\n", "udp": b"who "}
 class Raw(NamedTuple):
     """One request: the server that answered, its address and port, the source that it saw; or the failure.
 
-    The first outcome of a flow also has the number of requests, and how many of them were lost and repeated.
+    The first outcome of a flow also has the number of requests, how many of them were lost and repeated, and how many
+    of CLIENT_PORTS they used.
     """
 
     pod: str
@@ -57,14 +58,15 @@ class Raw(NamedTuple):
     failed: str = ""
     asked: int = 0
     lost: int = 0
+    ports: int = 0
 
 
 def ask_flows(flows: Sequence[Flow], patience: float = PATIENCE, first: int | None = None) -> list[list[Raw]]:
     """Send every flow until it has no new outcome; in the order of ``flows``. Runs in the client's namespace.
 
-    ``first``: the place in UDP_PORTS of the first port; None: a random one.
+    ``first``: the place in CLIENT_PORTS of the first port; None: a random one.
     """
-    asker = _Asker(flows, patience, secrets.randbelow(len(UDP_PORTS)) if first is None else first)
+    asker = _Asker(flows, patience, secrets.randbelow(len(CLIENT_PORTS)) if first is None else first)
     try:
         return asker.run()
     finally:
@@ -82,7 +84,7 @@ class _Found:
     def __init__(self, flow: Flow) -> None:
         self.flow = flow
         self.outcomes: dict[tuple[str, int, str, str], Raw] = {}
-        self.in_vain = self.lost = self.refused = self.answered = self.asked = 0
+        self.in_vain = self.lost = self.refused = self.answered = self.asked = self.ports = 0
 
     def add(self, raw: Raw) -> bool:
         """Add an outcome; returns whether another request must be sent."""
@@ -105,11 +107,11 @@ class _Found:
     def all(self) -> list[Raw]:
         """Every different outcome, with its requests."""
         first, *others = self.outcomes.values()
-        return [first._replace(asked=self.asked, lost=self.lost), *others]
+        return [first._replace(asked=self.asked, lost=self.lost, ports=self.ports), *others]
 
 
 class _Request:
-    """One request with its socket. ``ports``: those to try, for a datagram."""
+    """One request with its socket. ``ports``: those to try."""
 
     def __init__(self, found: _Found, ports: Iterator[int]) -> None:
         self.found = found
@@ -134,10 +136,9 @@ class _Request:
         """Connect and send; returns the outcome if it is known at once."""
         flow, sock = self.flow, self.sock
         raw = flow.protocol == "sctp"
-        if flow.protocol == "udp":
+        if not raw:
             self._bind()
         elif flow.bound:
-            sock.setsockopt(socket.IPPROTO_IP, _IP_BIND_ADDRESS_NO_PORT, 1)
             sock.bind((flow.bound, 0))
         error = sock.connect_ex((flow.address, 0 if raw else flow.port))
         if error not in (0, errno.EINPROGRESS):
@@ -159,6 +160,7 @@ class _Request:
     def _bind(self) -> None:
         """Bind to the next port that no other socket has."""
         while True:
+            self.found.ports += 1
             try:
                 self.sock.bind((self.flow.bound, next(self._ports)))
                 break
@@ -232,7 +234,7 @@ class _Request:
 
 class _Asker:
     def __init__(self, flows: Sequence[Flow], patience: float, first: int) -> None:
-        self._ports = itertools.islice(itertools.cycle(UDP_PORTS), first, None)
+        self._ports = itertools.islice(itertools.cycle(CLIENT_PORTS), first, None)
         self._found = [_Found(flow) for flow in flows]
         self._waiting = deque(self._found)
         self._patience = patience

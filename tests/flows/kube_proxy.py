@@ -4,18 +4,21 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from pyebpf_proxy.lab.addresses import cluster_ip
 from pyebpf_proxy.lab.agent import SYNCED, _scrape
 from pyebpf_proxy.lab.manifests import Object
 from pyebpf_proxy.lab.namespace import LabError, die_with_parent
-from tests.flows.objects import marker
+from tests.flows.objects import FAMILIES, MARKER, MARKER_POD, address_of, marker, marker_port
 from tests.flows.scenarios import Scenario
 from tests.flows.world import FlowWorld
 from tests.support.apiserver import ADMIN_TOKEN, ApiServer
@@ -44,7 +47,8 @@ class KubeProxy:
         self._objects: dict[tuple[str, str], Object] = {}
         self._process: subprocess.Popen[bytes] | None = None
         self._step = 0
-        self._marker: Object | None = None
+        self._mode = ""
+        self._marker: dict[tuple[str, str], Object] = {}
         self._path = self._legacy_tools()
 
     def close(self) -> None:
@@ -72,17 +76,32 @@ class KubeProxy:
     def change(self, objects: list[Object]) -> None:
         """The same, and wait until it is programmed.
 
-        A sync that ends after a write may not include it. So one more Service, the marker, is changed twice: when the
-        sync for the second change begins, everything before the first one was delivered long ago.
+        The rules show the marker in both families then. It changes twice, because kube-proxy ends a sync with work on
+        conntrack: when the rules show the second change, the sync of the first one has ended. The time of the last
+        sync would not tell: a sync that ends after a write may have begun before its event arrived.
         """
         self.write(objects)
         for _ in range(2):
-            moment = time.time()
             self._step += 1
-            new = marker(self._step)
-            self._put(new, self._marker)
-            self._marker = new
-            self.wait_synced(moment)
+            for each in marker(self._step):
+                key = each["kind"], each["metadata"]["name"]
+                self._put(each, self._marker.get(key))
+                self._marker[key] = each
+            self._wait(self._shows_marker, f"does not program the marker of step {self._step}")
+
+    def _shows_marker(self) -> bool:
+        port = marker_port(self._step)
+        for family in FAMILIES:
+            service, endpoint = (re.escape(of.of(family)) for of in (cluster_ip(MARKER), address_of(MARKER_POD)))
+            if self._mode == "nftables":
+                rules = self._namespace.run("nft", "list", "table", "ip6" if family == 6 else "ip", "kube-proxy")
+                wanted = rf"{service} \. tcp \. {port} ", rf"{endpoint} \. {port}\b"
+            else:
+                rules = self._namespace.run(f"{'ip6' if family == 6 else 'ip'}tables-legacy-save", "-t", "nat")
+                wanted = rf"-d {service}/\d+ .*--dport {port} ", rf"{endpoint}\]?:{port}\b"
+            if not all(re.search(pattern, rules) for pattern in wanted):
+                return False
+        return True
 
     def _put(self, item: Object, old: Object | None) -> None:
         server = self._server
@@ -98,10 +117,11 @@ class KubeProxy:
     def start(self, mode: str, scenario: Scenario) -> None:
         """Start it with the scenario's objects and wait until they are programmed."""
         self.write(scenario.objects())
+        self._mode = mode
         for _ in range(STARTS):
             self._world.give(scenario.node_addresses())
             self._launch(mode, scenario.config)
-            self.wait_synced()
+            self._wait(self._has_synced, "has not programmed both families")
             if mode != "nftables" or self._drops_unallocated():
                 return
             self.stop()
@@ -144,16 +164,15 @@ class KubeProxy:
                 start_new_session=True,
             )
 
-    def wait_synced(self, since: float | None = None) -> None:
-        """Wait until both families were programmed after ``since`` (default: the start)."""
-        threshold = self._started if since is None else since
+    def _has_synced(self) -> bool:
+        stamps = {family: float(value) for family, value in SYNCED.findall(self._namespace.call(_scrape))}
+        return len(stamps) == 2 and all(stamp > self._started for stamp in stamps.values())
+
+    def _wait(self, condition: Callable[[], bool], failure: str) -> None:
         end = time.monotonic() + DEADLINE
-        while True:
-            stamps = {family: float(value) for family, value in SYNCED.findall(self._namespace.call(_scrape))}
-            if len(stamps) == 2 and all(stamp > threshold for stamp in stamps.values()):
-                return
+        while not condition():
             if self._process is None or self._process.poll() is not None or time.monotonic() > end:
-                raise LabError(f"kube-proxy does not get ready ({stamps}):\n{self.log()[-3000:]}")
+                raise LabError(f"kube-proxy {failure}:\n{self.log()[-3000:]}")
             time.sleep(0.02)
 
     def stop(self) -> None:

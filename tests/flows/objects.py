@@ -234,7 +234,21 @@ class Svc:
                 yield f"NodePort on loopback:{port.number}", ("127.0.0.1", "::1")[family == 6], port.node_port
 
 
-def marker(step: int) -> Object:
-    """A Service that differs in every step: both families must be programmed again."""
-    ports = [Port(1000 + step % 1000, "TCP", 8080, "marker")]
-    return Svc("marker", 250, ports=ports, external=False, load_balancer=False).objects()[0]
+#: The marker's cluster IP, and the pod that is its endpoint.
+MARKER, MARKER_POD = 250, "remote-2"
+
+
+def marker_port(step: int) -> int:
+    """The port of the marker in this step, both of its Service and of its endpoint."""
+    return 1000 + step % 1000
+
+
+def marker(step: int) -> list[Object]:
+    """A Service and its slices, with other ports in every step.
+
+    Both families must be programmed again. When both ports are, so is all that was written before them: the events of
+    Services arrive in their order, and so do those of slices.
+    """
+    port = marker_port(step)
+    ends, ports = [[End(MARKER_POD)]], [Port(port, "TCP", port, "marker")]
+    return Svc("marker", MARKER, ends, ports, external=False, load_balancer=False).objects()

@@ -43,7 +43,7 @@ class PyebpfProxy:
         Objects that change no service bring no sync: the marker does, as with ``KubeProxy``.
         """
         self._step += 1
-        written = self._world.lab.write("objects.yaml", [service_cidr(), marker(self._step), *scenario.objects()])
+        written = self._world.lab.write("objects.yaml", [service_cidr(), *marker(self._step), *scenario.objects()])
         self._world.node.agent.wait_synced(written)
 
     def stop(self) -> None:

@@ -24,7 +24,7 @@ from pyebpf_proxy.lab.cluster import Lab, Pod
 from pyebpf_proxy.lab.namespace import Namespace
 from pyebpf_proxy.lab.servers import Ports, start_servers
 from tests.flows import sctp
-from tests.flows.ask import PATIENCE, UDP_PORTS, Raw, ask_flows
+from tests.flows.ask import CLIENT_PORTS, PATIENCE, Raw, ask_flows
 from tests.flows.differences import difference
 from tests.flows.flow import DROPPED, UNTOUCHED, Flow, Ground, Seen
 from tests.support.world import TOOLBOX, World
@@ -77,7 +77,7 @@ class FlowWorld(World):
         super().__init__(lab)
         self._given: list[str] = []
         self.silence = Silence(0, 0)
-        #: The place in UDP_PORTS of each client's next port.
+        #: The place in CLIENT_PORTS of each client's next port.
         self._ports: Counter[str] = Counter()
 
     def build(self) -> None:
@@ -166,7 +166,7 @@ class FlowWorld(World):
             by_source[flow.source].append(number)
         tasks = {
             source: self.namespace(source).start(
-                ask_flows, [flows[number] for number in numbers], patience, self._ports[source] % len(UDP_PORTS)
+                ask_flows, [flows[number] for number in numbers], patience, self._ports[source] % len(CLIENT_PORTS)
             )
             for source, numbers in by_source.items()
         }
@@ -176,8 +176,7 @@ class FlowWorld(World):
             for source, task in tasks.items():
                 for number, raws in zip(by_source[source], task.result(600), strict=True):
                     words = {self._in_words(raw, source) for raw in raws}
-                    if flows[number].protocol == "udp":
-                        self._ports[source] += raws[0].asked
+                    self._ports[source] += raws[0].ports
                     lost = raws[0].lost if all(raw.failed != DROPPED for raw in raws) else 0
                     self.silence = Silence(self.silence.asked + raws[0].asked, self.silence.lost + lost)
                     if flows[number].sticky:

@@ -77,6 +77,10 @@ def test_t9_a_difference_explains_only_its_own_outcomes() -> None:
     name = "NodePorts on loopback of a node in the range of pods"
     assert difference(flow, ground, lost, served) == name
     assert difference(flow, ground._replace(config={"detectLocalMode": "ClusterCIDR", **ground.config}), lost, served)
+    itself = "host-node1:8080 <- node"
+    assert difference(flow, ground, Seen.of([DROPPED, itself]), Seen.of(["local-1:8080 <- node", itself])) == name
+    assert difference(flow, ground, Seen.of([DROPPED, itself]), served) is None
+    assert difference(flow, ground, Seen.of([itself]), served) is None
     assert difference(flow, ground, lost, Seen.of(["refused"])) is None
     assert difference(flow, ground, lost, Seen.of(["local-1:8080 <- node", DROPPED])) is None
     assert difference(flow._replace(what="VIP:80"), ground, lost, served) is None
