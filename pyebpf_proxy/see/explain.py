@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from ipaddress import ip_address
 from pathlib import Path
 from struct import Struct
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pyebpf_proxy.common.digits import port_number
 from pyebpf_proxy.datapath.node.plan import IFA_F_SECONDARY, SCOPE_UNIVERSE
@@ -38,7 +38,7 @@ _PORT = 49152
 class Node:
     """The node's state that decides about packets, read once."""
 
-    def __init__(self, maps: Pinned, attached: Programs, agent_state: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, maps: Pinned, attached: Programs, agent_state: local.State | None = None) -> None:
         """``agent_state``: the agent's state (see/local.py); None if the agent does not answer."""
         if attached.settings is None:
             raise SeeError(
@@ -48,7 +48,7 @@ class Node:
         self.maps = maps
         self.attached = attached
         self.settings = attached.settings
-        self.agent_state = agent_state or {}
+        self.agent_state = agent_state or local.NOTHING
         self.own: dict[bytes, bool] = {}
         for family in "46":
             value, key = maps.packer("node_address", "node_ports"), maps.packer(f"address{family}", "address")
@@ -155,8 +155,7 @@ def explain(maps: Pinned, packet: Packet, node: Node, known: state.State, wanted
                 )
             routed = decision.eligible[:_MOST_ROUTES]
             sockets = bool(node.attached.links)
-            of_datapath, refusals = (node.agent_state.get(name, {}) for name in ("datapath", "refusals"))
-            paths = Paths(maps, node.attached, sockets, packet, of_datapath, refusals)
+            paths = Paths(maps, node.attached, sockets, packet, node.agent_state)
             view.endpoints = [
                 _choice(packet, each, decision, node, paths, each in routed) for each in decision.eligible
             ]

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from pyebpf_proxy.see import model
+from pyebpf_proxy.see.local import Closed, DataPath
 from pyebpf_proxy.see.maps import U32, Pinned
 from pyebpf_proxy.see.reasons import SLOW
 
@@ -41,7 +42,7 @@ def read_state(maps: Pinned) -> FastPathState | None:
     return FastPathState(alive, generation, permit_generation, by_family, bool(draining))
 
 
-def read(maps: Pinned, counts: Mapping[str, int], agent_state: Mapping[str, Any]) -> model.FastPathView | None:
+def read(maps: Pinned, counts: Mapping[str, int], agent_state: DataPath) -> model.FastPathView | None:
     """The fast path's view, or None without one. ``counts``: by reason. Raises SeeError."""
     found = read_state(maps)
     if found is None:
@@ -68,17 +69,17 @@ def read(maps: Pinned, counts: Mapping[str, int], agent_state: Mapping[str, Any]
         sent=counts["flow_hit"] + counts["xdp_flow_hit"],
         promoted=counts["flow_promoted"],
         ended=counts["young_ended"],
-        failed=dict(promotion.get("failed", {})),
-        last_error=str(promotion.get("lastError", "")),
+        failed=promotion.get("failed", {}),
+        last_error=promotion.get("lastError", ""),
         new_flows={path: counts[f"new_flow_{path}"] for path in ("fast", "netfilter", "socket")},
         slow={name: count for name, count in counts.items() if name in SLOW and count},
     )
 
 
-def _why(closed: Mapping[str, Any], family: int, found: FastPathState) -> str:
-    closed_by = closed.get(str(family), {})
+def _why(closed: Mapping[str, Closed], family: int, found: FastPathState) -> str:
+    closed_by = closed.get(str(family))
     # The agent's report may be older or newer than the map.
-    return str(closed_by["text"]) if closed_by.get("reason") == found.closed[family] else ""
+    return closed_by["text"] if closed_by is not None and closed_by["reason"] == found.closed[family] else ""
 
 
 def _permits(maps: Pinned, found: FastPathState) -> int:

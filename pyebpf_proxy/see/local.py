@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import http.client
-import json
+import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, cast, get_type_hints
+
+import msgspec
 
 from pyebpf_proxy.services.addresses import format_address, parse_address
 
@@ -51,33 +53,102 @@ def _ask(directory: Path, path: str, body: bytes | None = None) -> bytes:
 
 def _object(data: bytes) -> dict[str, Any]:
     try:
-        found = json.loads(data)
+        # Unlike json, it refuses surrogates, which no output could encode.
+        found = msgspec.json.decode(data)
     except (ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 
 
 def samples(directory: Path) -> dict[str, list[float]]:
-    """The agent's metrics by name, without labels; empty if it does not answer."""
+    """The agent's metrics by name, without labels and without NaN and infinities; empty if it does not answer."""
     values: dict[str, list[float]] = {}
     for name, value in _SAMPLE.findall(_ask(directory, "/metrics").decode(errors="replace")):
         with contextlib.suppress(ValueError):
-            values.setdefault(name, []).append(float(value))
+            if math.isfinite(number := float(value)):
+                values.setdefault(name, []).append(number)
     return values
 
 
-#: Of agents of earlier versions, and of answers that cannot be read.
-_UNKNOWN: Mapping[str, Any] = {"version": "", "refusals": {}, "datapath": {}, "source": {}, "overLimit": {}}
+class Recent(TypedDict, total=False):
+    """Counts by name, of the last minute."""
+
+    lastMinute: dict[str, int]
 
 
-def state(directory: Path) -> Mapping[str, Any] | None:
-    """The agent's state, or None if it does not answer.
+class Device(TypedDict, total=False):
+    """A device: its program, why redirects to it are not the best ones, and programs of others."""
 
-    It has ``version``, ``refusals`` (configured features that are not available, and why), ``datapath``
-    (datapath/view.py), ``source`` (by resource, why objects do not arrive), and ``overLimit`` (servers/local.py).
-    """
+    program: str
+    limit: str
+    others: list[str]
+
+
+class Closed(TypedDict):
+    """Why the fast path is closed: the reason's name in drops and metrics, and its text."""
+
+    reason: str
+    text: str
+
+
+class Promotion(TypedDict, total=False):
+    """Promotions that failed, by outcome, and the last error."""
+
+    failed: dict[str, int]
+    lastError: str
+
+
+class DataPath(TypedDict, total=False):
+    """What commands use of the result of ``view`` (datapath/datapath.py). By device index, or by family."""
+
+    settings: dict[str, bool | int | str]
+    devices: dict[str, Device]
+    closed: dict[str, Closed]
+    warnings: dict[str, str]
+    promotion: Promotion
+    pinsGone: str
+    conntrackRefusals: Recent
+    repairs: Recent
+
+
+class OverLimit(TypedDict, total=False):
+    """How many Services are over a limit, and the first one; empty: none."""
+
+    services: int
+    first: str
+    what: str
+
+
+class State(TypedDict):
+    """The agent's state. A part is empty if the agent does not send it, as an earlier version, or not in this form."""
+
+    version: str
+    #: Configured features that are not available, and why.
+    refusals: dict[str, str]
+    datapath: DataPath
+    #: By resource, why its objects do not arrive; "" means all resources.
+    source: dict[str, str]
+    overLimit: OverLimit
+
+
+#: If the agent does not answer, this is known of it.
+NOTHING = State(version="", refusals={}, datapath={}, source={}, overLimit={})
+
+
+def state(directory: Path) -> State | None:
+    """The agent's state, or None if it does not answer."""
     data = _ask(directory, "/state")
-    return {**_UNKNOWN, **_object(data)} if data else None
+    if not data:
+        return None
+    found = _object(data)
+    return cast(State, {part: _part(found.get(part), kind) for part, kind in get_type_hints(State).items()})
+
+
+def _part(found: object, kind: Callable[[], Any]) -> Any:
+    try:
+        return msgspec.convert(found, kind)
+    except msgspec.ValidationError:
+        return kind()
 
 
 def pods(directory: Path, addresses: Iterable[bytes]) -> dict[bytes, str]:

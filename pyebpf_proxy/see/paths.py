@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import struct
 import time
-from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from pyebpf_proxy.common.bpf_constants import LEAST_CONNECTIONS
 from pyebpf_proxy.see import fast_path
 from pyebpf_proxy.see.decide import Packet
+from pyebpf_proxy.see.local import State
 from pyebpf_proxy.see.maps import U32, Pinned
 from pyebpf_proxy.see.programs import Programs, device_name
 from pyebpf_proxy.see.reasons import SLOW
@@ -34,23 +34,15 @@ class Path(NamedTuple):
 
 
 class Paths:
-    """The paths of one packet. The agent reports ``agent_state`` of the data plane, and ``refusals`` of features."""
+    """The paths of one packet. ``agent_state``: what the agent answers."""
 
-    def __init__(
-        self,
-        maps: Pinned,
-        attached: Programs,
-        sockets: bool,
-        packet: Packet,
-        agent_state: Mapping[str, Any],
-        refusals: Mapping[str, str],
-    ) -> None:
+    def __init__(self, maps: Pinned, attached: Programs, sockets: bool, packet: Packet, agent_state: State) -> None:
         self._maps = maps
         self._settings = attached.settings or {}
         self._sockets = sockets
         self._packet = packet
-        self._agent_state = agent_state
-        self._refusals = refusals
+        self._agent_state = agent_state["datapath"]
+        self._refusals = agent_state["refusals"]
         self._state = fast_path.read_state(maps) if self._settings.get("fast_path") else None
         self._program = next((d.program.name for d in attached.devices if d.ifindex == packet.device and d.program), "")
         #: The path if it does not depend on the endpoint.
@@ -80,8 +72,8 @@ class Paths:
         if not state.alive:
             return _slow("stack_no_agent")
         if reason := state.closed[family]:
-            agent_reason = self._agent_state.get("closed", {}).get(str(family), {})
-            text = agent_reason.get("text", "") if agent_reason.get("reason") == reason else ""
+            known = self._agent_state.get("closed", {}).get(str(family))
+            text = known["text"] if known is not None and known["reason"] == reason else ""
             return _slow(reason, f"the fast path is closed for IPv{family}: {text or SLOW.get(reason, reason)}")
         if state.draining:
             return _slow("stack_draining")

@@ -10,13 +10,17 @@ import errno
 import os
 import socket
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
+
+import msgspec
 
 from pyebpf_proxy.datapath.loader import kernel_objects
 from pyebpf_proxy.datapath.loader.btf import StaleObjectError
 from pyebpf_proxy.datapath.loader.kernel_objects import ProgramInfo
 from pyebpf_proxy.datapath.loader.libbpf import BpfError
+from pyebpf_proxy.datapath.loader.programs import Settings
 from pyebpf_proxy.datapath.node.attachments import Attachments
 from pyebpf_proxy.datapath.node.follower import Follower
 from pyebpf_proxy.datapath.node.plan import Link, State, program_for
@@ -126,16 +130,24 @@ _HIDDEN = (
 
 def _from_agent(maps: Pinned, ids: Mapping[int, int], own: int) -> _FromAgent:
     """The agent's report on the programs with these ids, by device: their names and settings."""
-    known = (local.state(maps.directory) or {}).get("datapath", {})
+    known = (local.state(maps.directory) or local.NOTHING)["datapath"]
     devices = known.get("devices", {})
     infos = {
         index: ProgramInfo(number, str(devices.get(str(index), {}).get("program") or "unknown"), frozenset((own,)))
         for index, number in ids.items()
     }
-    settings = known.get("settings")
-    if settings is None:
-        return infos, None
-    return infos, {name: bytes.fromhex(v) if isinstance(v, str) else v for name, v in settings.items()}
+    return infos, _settings_of_agent(known.get("settings", {}))
+
+
+def _settings_of_agent(answer: Mapping[str, bool | int | str]) -> Mapping[str, Any] | None:
+    """The settings in the agent's answer; None if they are missing or are none of this version."""
+    try:
+        values = {name: bytes.fromhex(v) if isinstance(v, str) else v for name, v in answer.items()}
+        made = asdict(msgspec.convert(values, Settings, builtin_types=(bytes,)))
+    except ValueError:  # also msgspec's
+        return None
+    sizes = {field.name: len(field.default) for field in fields(Settings) if isinstance(field.default, bytes)}
+    return made if all(len(made[name]) == size for name, size in sizes.items()) else None
 
 
 def _device(

@@ -9,7 +9,6 @@ import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from pyebpf_proxy import __version__
 from pyebpf_proxy.common.bpf_constants import ON_ALL_LOOPBACK, ON_LOCALHOST
@@ -56,8 +55,9 @@ _FEATURES = (
 
 def read(directory: Path) -> model.Status:
     """The whole page. SeeError if no maps are pinned."""
-    known = local.state(directory)
-    agent_state = known["datapath"] if known is not None else {}
+    answer = local.state(directory)
+    known = answer or local.NOTHING
+    agent_state = known["datapath"]
     with _pinned(directory, agent_state.get("pinsGone", "")) as maps:
         attached = programs.read(maps)
         refused = drops.read(maps)
@@ -67,13 +67,12 @@ def read(directory: Path) -> model.Status:
         folder = maps.folder
         flows = fast_path.read(maps, maps.counts(), agent_state)
         redirects = dict(_redirects(maps))
-    refusals = known.get("refusals") if known is not None else None
     made = model.Status(
         version=__version__,
         kernel=os.uname().release,
         directory=str(directory),
         pins=str(folder),
-        agent=_agent(directory, known),
+        agent=_agent(directory, answer),
         features=[text for name, value, text in _FEATURES if (attached.settings or {}).get(name) == value],
         devices=[_device(device, redirects, agent_state) for device in attached.devices],
         socket_programs=attached.links,
@@ -91,10 +90,10 @@ def read(directory: Path) -> model.Status:
         made.source_ports = busiest()
     made.warnings = [
         *_warnings(made, attached),
-        *_about_source(known["source"] if known is not None else {}),
-        *_about_limits(known["overLimit"] if known is not None else {}),
+        *_about_source(known["source"]),
+        *_about_limits(known["overLimit"]),
         *_about_run_folder(directory),
-        *_about_refusals(refusals or {}),
+        *_about_refusals(known["refusals"]),
         *_about_conntrack(agent_state),
         *_about_repairs(agent_state),
     ]
@@ -125,7 +124,7 @@ def _about_source(troubles: Mapping[str, str]) -> Iterator[model.Trouble]:
         )
 
 
-def _about_limits(over: Mapping[str, Any]) -> Iterator[model.Trouble]:
+def _about_limits(over: local.OverLimit) -> Iterator[model.Trouble]:
     """A warning about Services of which not everything is served. ``over``: empty if there are none."""
     if over:
         number, first, what = (over.get(name, "") for name in ("services", "first", "what"))
@@ -152,7 +151,7 @@ def _lately(count: int) -> str:
     return f"{times}in the last minute"
 
 
-def _about_conntrack(agent_state: Mapping[str, Any]) -> Iterator[model.Trouble]:
+def _about_conntrack(agent_state: local.DataPath) -> Iterator[model.Trouble]:
     """Flows that conntrack refused in the last minute: netfilter drops their packets, and no program counts them."""
     lately = agent_state.get("conntrackRefusals", {}).get("lastMinute", {})
     if no_port := lately.get("insert_failed", 0):
@@ -179,7 +178,7 @@ _RESTORED = {
 }
 
 
-def _about_repairs(agent_state: Mapping[str, Any]) -> Iterator[model.Trouble]:
+def _about_repairs(agent_state: local.DataPath) -> Iterator[model.Trouble]:
     """What another program has removed or changed in the last minute. Connections may have failed meanwhile."""
     lately = agent_state.get("repairs", {}).get("lastMinute", {})
     for kind, (one, several) in _RESTORED.items():
@@ -207,7 +206,7 @@ def _redirects(maps: Pinned) -> Iterator[tuple[int, int]]:
         yield index, redirect
 
 
-def _device(device: programs.Device, redirects: Mapping[int, int], agent_state: Mapping[str, Any]) -> model.DeviceView:
+def _device(device: programs.Device, redirects: Mapping[int, int], agent_state: local.DataPath) -> model.DeviceView:
     device_state = agent_state.get("devices", {}).get(str(device.ifindex), {})
     redirect = redirects.get(device.ifindex, -1)
     return model.DeviceView(
@@ -222,7 +221,7 @@ def _device(device: programs.Device, redirects: Mapping[int, int], agent_state: 
     )
 
 
-def _agent(directory: Path, known: Mapping[str, Any] | None) -> model.AgentView:
+def _agent(directory: Path, known: local.State | None) -> model.AgentView:
     agent = running_agent(directory)
     if agent is None:
         return model.AgentView(running=False)

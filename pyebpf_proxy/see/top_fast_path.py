@@ -3,9 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from pyebpf_proxy.see import fast_path, local, model
 from pyebpf_proxy.see.maps import Pinned
@@ -41,13 +39,9 @@ class FastPath:
         if state is None:
             return None
         # Only the agent knows the rule that closes a family. While all are open, it is not asked.
-        agent_state = self._agent_state() if state.alive and any(state.closed.values()) else {}
-        return fast_path.read(self._maps, self._maps.counts(), agent_state)
-
-    def _agent_state(self) -> Mapping[str, Any]:
-        known = local.state(self._directory)
-        found: Mapping[str, Any] = known["datapath"] if known is not None else {}
-        return found
+        ask = state.alive and any(state.closed.values())
+        known = local.state(self._directory) if ask else None
+        return fast_path.read(self._maps, self._maps.counts(), (known or local.NOTHING)["datapath"])
 
 
 def line(view: model.TopFastPath | None) -> str:
