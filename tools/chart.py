@@ -48,7 +48,7 @@ _LABELS = """  labels:
     app.kubernetes.io/name: pyebpf-proxy
     app.kubernetes.io/version: {{ .Chart.AppVersion }}
 """
-_NAMESPACE = "  namespace: {{ .Release.Namespace }}\n"
+_NAMESPACE = "  namespace: {{ .Release.Namespace | quote }}\n"
 #: A pod mounts only ConfigMaps of its own namespace.
 _NEAR = (
     '{{- if and (eq .Values.kubeProxyConfigMap "kube-proxy") (ne .Release.Namespace "kube-system") }}\n'
@@ -120,7 +120,7 @@ def rbac() -> str:
     """The role, and its binding to the ServiceAccount in the release's namespace."""
     documents = (DEPLOY / "base" / "rbac.yaml").read_text().split("---\n")
     text = "---\n".join(_described(document, namespaced=False) for document in documents)
-    return replaced(text, "    namespace: kube-system\n", "    namespace: {{ .Release.Namespace }}\n")
+    return replaced(text, "    namespace: kube-system\n", "    namespace: {{ .Release.Namespace | quote }}\n")
 
 
 def config_map() -> str:

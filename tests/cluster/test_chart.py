@@ -235,21 +235,23 @@ def test_every_overlay_and_component_is_a_case() -> None:
     assert folders == covered
 
 
-def test_the_caller_sets_the_tag_and_the_namespace(helm: Render, chart: Path) -> None:
+@pytest.mark.parametrize("namespace", ["elsewhere", "1234"])
+def test_the_caller_sets_the_tag_and_the_namespace(helm: Render, chart: Path, namespace: str) -> None:
+    """Also a namespace of digits, which is no number."""
     file = chart.parent / "tag.yaml"
     image = {"repository": IMAGE, "tag": "1.2.3", "pullPolicy": "Always"}
     file.write_text(yaml.safe_dump({"image": image, "kubeProxyConfigMap": "a-copy", "prometheusOperator": True}))
-    output = helm("template", "any-name", chart, "--namespace", "elsewhere", "--values", file)
+    output = helm("template", "any-name", chart, "--namespace", namespace, "--values", file)
     objects = [each for each in yaml.safe_load_all(output) if each]
     namespaces = {each["kind"]: each["metadata"].get("namespace") for each in objects}
     assert namespaces == {
-        **dict.fromkeys(("ServiceAccount", "DaemonSet", "PodMonitor", "PrometheusRule"), "elsewhere"),
+        **dict.fromkeys(("ServiceAccount", "DaemonSet", "PodMonitor", "PrometheusRule"), namespace),
         **dict.fromkeys(("ClusterRole", "ClusterRoleBinding")),
     }
     container = manifests.container(manifests.one(tuple(objects), "DaemonSet"))
     assert (container["image"], container["imagePullPolicy"]) == (f"{IMAGE}:1.2.3", "Always")
     (subject,) = manifests.one(tuple(objects), "ClusterRoleBinding")["subjects"]
-    assert subject["namespace"] == "elsewhere"
+    assert subject["namespace"] == namespace
 
 
 @pytest.mark.parametrize(
