@@ -33,10 +33,11 @@ SELDOM = 6
 #: How many refusals end a flow.
 REFUSED = 2
 
-#: The client ports of TCP and UDP, in turns; Services and NodePorts have others. A request with the port and the
-#: destination of an earlier one may get that one's outcome: conntrack keeps the entry of a closed connection for two
-#: minutes, and a datagram continues its flow for half a minute at least, in conntrack or in the programs.
-CLIENT_PORTS = (*range(15000, 30000), *range(34000, 60000))
+#: The client ports of TCP and UDP, in turns. A request with the port and the destination of an earlier one may get that
+#: one's outcome: conntrack keeps the entry of a closed connection for two minutes, and a datagram continues its flow
+#: for half a minute at least, in conntrack or in the programs. The kernel chooses from these, too: masqueraded young
+#: flows have the ports below (docs/fast-path.md, "Source ports").
+CLIENT_PORTS = range(33000, 61000)
 
 _IP_RECVERR, _IPV6_RECVERR = 11, 25
 _MSG_ERRQUEUE = 0x2000
