@@ -48,7 +48,6 @@ class KubeProxy:
         self._process: subprocess.Popen[bytes] | None = None
         self._step = 0
         self._mode = ""
-        self._marker: dict[tuple[str, str], Object] = {}
         self._path = self._legacy_tools()
 
     def close(self) -> None:
@@ -63,7 +62,7 @@ class KubeProxy:
     # ---- objects ----------------------------------------------------------------------------------------------
 
     def write(self, objects: list[Object]) -> None:
-        """Make these objects and the marker the only ones in the API server."""
+        """Make these objects the only ones in the API server, in this order."""
         wanted = {(each["kind"], each["metadata"]["name"]): each for each in objects}
         for key, old in list(self._objects.items()):
             if key not in wanted or (key[0] == "Service" and not _may_change(old, wanted[key])):
@@ -80,13 +79,9 @@ class KubeProxy:
         conntrack: when the rules show the second change, the sync of the first one has ended. The time of the last
         sync would not tell: a sync that ends after a write may have begun before its event arrived.
         """
-        self.write(objects)
         for _ in range(2):
             self._step += 1
-            for each in marker(self._step):
-                key = each["kind"], each["metadata"]["name"]
-                self._put(each, self._marker.get(key))
-                self._marker[key] = each
+            self.write([*objects, *marker(self._step)])
             self._wait(self._shows_marker, f"does not program the marker of step {self._step}")
 
     def _shows_marker(self) -> bool:
