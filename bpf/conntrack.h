@@ -62,7 +62,6 @@ struct bpf_ct_opts___pep {
 };
 
 #define CT_OPTS_SIZE 12		/* accepted by every kernel; 16 (with zone) since 6.11 */
-#define CURRENT_NETNS (-1)
 #define IPS_SEEN_REPLY_ (1UL << 1)
 #define IPS_DST_NAT_ (1UL << 5)
 #define TCP_STATE_SYN_SENT 1
@@ -98,22 +97,6 @@ extern int bpf_ct_change_timeout(struct nf_conn___pep *, __u32) __ksym __weak;
 extern void bpf_ct_release(struct nf_conn___pep *) __ksym __weak;
 #endif
 
-static __always_inline __u32 tuple_of(const struct packet *p, struct bpf_sock_tuple *t)
-{
-	if (p->ipv6) {
-		__builtin_memcpy(t->ipv6.saddr, &p->source, 16);
-		__builtin_memcpy(t->ipv6.daddr, &p->destination, 16);
-		t->ipv6.sport = bpf_htons(p->source_port);
-		t->ipv6.dport = bpf_htons(p->destination_port);
-		return sizeof(t->ipv6);
-	}
-	t->ipv4.saddr = p->source.v4;
-	t->ipv4.daddr = p->destination.v4;
-	t->ipv4.sport = bpf_htons(p->source_port);
-	t->ipv4.dport = bpf_htons(p->destination_port);
-	return sizeof(t->ipv4);
-}
-
 /* The packet's conntrack entry, and the packet's direction in it. A reference: release it. */
 static __always_inline struct nf_conn___pep *find_flow(struct __sk_buff *ctx, const struct packet *p, __u8 *direction)
 {
@@ -122,7 +105,7 @@ static __always_inline struct nf_conn___pep *find_flow(struct __sk_buff *ctx, co
 	struct nf_conn___pep *ct;
 	__u32 size;
 
-	size = tuple_of(p, &tuple);
+	size = tuple_of((const struct flow_key *)p, &tuple);
 	ct = bpf_skb_ct_lookup(ctx, &tuple, size, &opts, CT_OPTS_SIZE);
 	*direction = opts.dir;
 	return ct;

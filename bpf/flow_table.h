@@ -113,6 +113,30 @@ static __always_inline bool same_bytes16(const __u8 *a, const void *b)
 	return !((x[0] ^ y[0]) | (x[1] ^ y[1]));
 }
 
+#define CURRENT_NETNS (-1)
+
+/* The key as the kernel's lookups expect it; returns the bytes that they read. */
+static __always_inline __u32 tuple_of(const struct flow_key *key, struct bpf_sock_tuple *t)
+{
+	const __u32 *source = (const void *)key->source, *destination = (const void *)key->destination;
+	__u32 i;
+
+	if (key->ipv6) {
+		for (i = 0; i < 4; i++) {
+			t->ipv6.saddr[i] = source[i];
+			t->ipv6.daddr[i] = destination[i];
+		}
+		t->ipv6.sport = bpf_htons(key->source_port);
+		t->ipv6.dport = bpf_htons(key->destination_port);
+		return sizeof(t->ipv6);
+	}
+	t->ipv4.saddr = *source;
+	t->ipv4.daddr = *destination;
+	t->ipv4.sport = bpf_htons(key->source_port);
+	t->ipv4.dport = bpf_htons(key->destination_port);
+	return sizeof(t->ipv4);
+}
+
 /* The key of the replies to packets that were rewritten by `a`. */
 static __always_inline void reply_key_of(const struct flow_rewrite *a, enum protocol protocol, bool ipv6,
 					 struct flow_key *key)

@@ -6,6 +6,7 @@
 #include "backend.h"
 #include "ctx.h"
 #include "flow_send.h"
+#include "node_sockets.h"
 #include "permit.h"
 #include "refused.h"
 
@@ -93,7 +94,8 @@ static __always_inline bool is_own_reply(const struct flow *f, const struct flow
  * Inserts both entries of a complete draft.  That of the replies comes first, so that a packet never finds only half of
  * a flow.
  */
-static __always_inline enum slow_path_reason insert_young(struct flow_draft *d, bool masquerade, __u32 *open)
+static __always_inline enum slow_path_reason insert_young(struct context *ctx, struct flow_draft *d, bool masquerade,
+							  __u32 *open)
 {
 	bool other_port = masquerade;
 	__u64 now = d->there.started;
@@ -107,6 +109,8 @@ static __always_inline enum slow_path_reason insert_young(struct flow_draft *d, 
 
 			d->there.rewrite.source_port = port;
 			complete_draft(d, d->there.generation, now);
+			if (node_has_socket(ctx, &d->reply_key))
+				continue;
 		}
 		note_in_table(&d->reply_key, true, now);
 		if (d->key.protocol != UDP || find_exchange(&d->reply_key) < 0) {
@@ -481,7 +485,7 @@ __noinline int open_young(struct context *ctx, const struct packet *p, const str
 	exchange = p->protocol == UDP && !e->masquerade && find_exchange(&d->reply_key) < 0 && enter_exchange(now);
 	if (!exchange) {
 		open = bpf_map_lookup_elem(&young_counts, &device);
-		reason = is_over_quota(open) ? SLOW_QUOTA : insert_young(d, e->masquerade, open);
+		reason = is_over_quota(open) ? SLOW_QUOTA : insert_young(ctx, d, e->masquerade, open);
 		if (reason)
 			return reason;
 	}

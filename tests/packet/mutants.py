@@ -204,6 +204,8 @@ def modules(name: str) -> tuple[str, ...]:
         return ("test_promotion.py",)
     if name.startswith("permits: "):
         return ("test_permits.py",)
+    if name.startswith("node sockets: "):
+        return ("test_node_sockets.py",)
     if name.startswith("recent: "):
         return ("test_recent_flows.py",)
     return _FLOWS if name.startswith("flows: ") else ("",)
