@@ -26,7 +26,7 @@ static __noinline int is_translated_reply(struct __sk_buff *skb, const struct pa
 
 	if (!p)
 		return 0;
-	ct = find_flow(skb, p, &direction);
+	ct = find_flow(skb, (const struct flow_key *)p, &direction);
 	if (!ct)
 		return 0;
 	translated = direction == DIRECTION_REPLY && (ct->status & IPS_DST_NAT_);

@@ -97,15 +97,15 @@ extern int bpf_ct_change_timeout(struct nf_conn___pep *, __u32) __ksym __weak;
 extern void bpf_ct_release(struct nf_conn___pep *) __ksym __weak;
 #endif
 
-/* The packet's conntrack entry, and the packet's direction in it. A reference: release it. */
-static __always_inline struct nf_conn___pep *find_flow(struct __sk_buff *ctx, const struct packet *p, __u8 *direction)
+/* The conntrack entry of packets with this key, and their direction in it. A reference: release it. */
+static __always_inline struct nf_conn___pep *find_flow(struct __sk_buff *ctx, const struct flow_key *key, __u8 *direction)
 {
-	struct bpf_ct_opts___pep opts = { .netns_id = CURRENT_NETNS, .l4proto = p->protocol };
+	struct bpf_ct_opts___pep opts = { .netns_id = CURRENT_NETNS, .l4proto = key->protocol };
 	struct bpf_sock_tuple tuple = {};
 	struct nf_conn___pep *ct;
 	__u32 size;
 
-	size = tuple_of((const struct flow_key *)p, &tuple);
+	size = tuple_of(key, &tuple);
 	ct = bpf_skb_ct_lookup(ctx, &tuple, size, &opts, CT_OPTS_SIZE);
 	*direction = opts.dir;
 	return ct;
@@ -202,7 +202,7 @@ __noinline int flow_exists(struct __sk_buff *skb, const struct packet *p, __u32 
 
 	if (!settings.conntrack_lookup || !p)
 		return 0;
-	ct = find_flow(skb, p, &direction);
+	ct = find_flow(skb, (const struct flow_key *)p, &direction);
 	if (!ct)
 		return 0;
 	/* At its next SYN the kernel drops the entry of a closed connection, and asks for a translation again. */
@@ -217,6 +217,25 @@ __noinline int flow_exists(struct __sk_buff *skb, const struct packet *p, __u32 
 	else
 		note_left(p, false);
 	return !ended && !replaced;
+}
+
+/* 1: conntrack has a flow with this endpoint's replies to the client's port. Global for the same reason as judge_syn(). */
+__noinline int conntrack_has_port(struct __sk_buff *skb, const struct packet *p, const struct backend *b)
+{
+	struct flow_draft *d = flow_draft();
+	struct nf_conn___pep *ct;
+	__u8 direction;
+	bool ended;
+
+	if (!settings.conntrack_lookup || !p || !b || !d)
+		return 0;
+	key_of_replies(p, &b->address, b->port, &d->reply_key);
+	ct = find_flow(skb, &d->reply_key, &direction);
+	if (!ct)
+		return 0;
+	ended = has_ended(ct, p);
+	bpf_ct_release(ct);
+	return !ended;
 }
 
 #endif

@@ -150,6 +150,19 @@ static __always_inline void reply_key_of(const struct flow_rewrite *a, enum prot
 	key->ipv6 = ipv6;
 }
 
+/* The key of this endpoint's replies to the client, if neither masqueraded nor given another port. */
+static __always_inline void key_of_replies(const struct packet *p, const union address *endpoint, __u16 port,
+					   struct flow_key *key)
+{
+	__builtin_memset(key, 0, sizeof(*key));
+	__builtin_memcpy(key->source, endpoint, 16);
+	__builtin_memcpy(key->destination, &p->source, 16);
+	key->source_port = port;
+	key->destination_port = p->source_port;
+	key->protocol = p->protocol;
+	key->ipv6 = p->ipv6;
+}
+
 /* `open`: how many young flows the device has open; NULL: none. */
 static __always_inline bool is_over_quota(const __u32 *open)
 {

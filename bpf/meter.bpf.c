@@ -106,7 +106,7 @@ static __noinline int key_from_conntrack(struct __sk_buff *skb, struct packet *p
 
 	if (!p || !key)
 		return 0;
-	ct = find_flow(skb, p, &direction);
+	ct = find_flow(skb, (const struct flow_key *)p, &direction);
 	if (!ct)
 		return 0;
 	translated = !!(ct->status & IPS_DST_NAT_);

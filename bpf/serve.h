@@ -8,6 +8,12 @@
 
 /* Defined by each main program. ---------------------------------------------------------- */
 
+/*
+ * 1: conntrack may have a flow of the client from this port to this endpoint, straight or by another Service.  The
+ * replies of both would look the same, and netfilter gives a new flow another port.
+ */
+static __always_inline int may_have_other_flow(struct context *ctx, const struct packet *p, const struct backend *b);
+
 /* Called for a packet that netfilter will translate. */
 static __always_inline void note_handover(struct context *ctx, const struct packet *p, const struct endpoint_selection *e,
 					  const struct backend *b);
@@ -16,8 +22,8 @@ static __always_inline bool chosen_before(struct context *ctx, const struct pack
 					  struct backend *b);
 
 /*
- * conntrack has the flow of this packet, which continues unchanged.  Called only if open_flow() got `unasked`: XDP never
- * asks.
+ * conntrack has the flow of this packet, which continues unchanged.  Called only if open_flow() got `unasked`.  XDP never
+ * asks: it leaves to tc what it does not open.
  */
 static __noinline int continues(struct context *ctx, const struct packet *p, const struct frontend *f);
 
@@ -133,8 +139,10 @@ static __always_inline int open_flow(struct context *ctx, struct packet *p, cons
 	if (unasked && e.masquerade && p->protocol == UDP && continues(ctx, p, f))
 		return LEFT;
 	if (fast) {
-		int opened = open_young(ctx, p, &e, &b);
+		int opened = open_young(ctx, p, &e, &b, unasked);
 
+		if (opened == ASK_CONNTRACK)
+			opened = may_have_other_flow(ctx, p, &b) ? SLOW_NO_PORT : open_young(ctx, p, &e, &b, true);
 		/*
 		 * Also when there is no space: the flow in the next slot of recent_flows is removed if it is complete.
 		 */

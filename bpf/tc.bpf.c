@@ -114,6 +114,11 @@ static __noinline int continues(struct __sk_buff *skb, const struct packet *p, c
 	return config && is_in_conntrack(skb, p, f, config);
 }
 
+static __always_inline int may_have_other_flow(struct __sk_buff *skb, const struct packet *p, const struct backend *b)
+{
+	return conntrack_has_port(skb, p, b);
+}
+
 /* `known`: the flow table has this flow as a kernel's flow. */
 static __always_inline int serve(struct __sk_buff *skb, struct packet *p, const struct frontend *f,
 				 struct place *original, bool known, bool fast)
@@ -145,7 +150,13 @@ static __always_inline int serve(struct __sk_buff *skb, struct packet *p, const 
  */
 static __always_inline bool clashes_with_young(struct __sk_buff *skb, const struct packet *p)
 {
-	return has_hinted_destination(p) && is_taken_by_young(p, &p->destination, p->destination_port, skb->ifindex);
+	if (!has_hinted_destination(p))
+		return false;
+	if (is_taken_by_young(p, &p->destination, p->destination_port, skb->ifindex))
+		return true;
+	/* conntrack has this flow from now on, so that no young flow gets the same replies. */
+	note_left(p, false);
+	return false;
 }
 
 /* A SYN-ACK shows which path replies take, also when the table knows the flow already. */

@@ -40,6 +40,14 @@ static __noinline int continues(struct xdp_md *ctx __attribute__((unused)),
 	return 0;
 }
 
+/* tc asks conntrack. */
+static __always_inline int may_have_other_flow(struct xdp_md *ctx __attribute__((unused)),
+					       const struct packet *p __attribute__((unused)),
+					       const struct backend *b __attribute__((unused)))
+{
+	return 1;
+}
+
 /* The device, if the frame is addressed to this node; NULL for other frames that the device sees. */
 static __always_inline struct xdp_device *device_of_node(struct xdp_md *ctx)
 {
@@ -57,7 +65,7 @@ static __always_inline int serve(struct xdp_md *ctx, struct packet *p, const str
 	config = active_config(f->service, &config_id);
 	if (!config)
 		return XDP_PASS;
-	return open_flow(ctx, p, f, config, config_id, NULL, false, settings.fast_path, false);
+	return open_flow(ctx, p, f, config, config_id, NULL, false, settings.fast_path, is_untracked(p));
 }
 
 static __always_inline int ingress(struct xdp_md *ctx)

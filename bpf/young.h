@@ -285,17 +285,12 @@ static __always_inline bool is_half_closed(const struct flow *f, const struct fl
  */
 static __noinline int is_taken_by_young(const struct packet *p, const union address *endpoint, __u16 port, __u32 device)
 {
-	struct flow_key reply_key = {};
+	struct flow_key reply_key;
 	struct flow *f, *client;
 
 	if (!p || !endpoint)
 		return 0;
-	__builtin_memcpy(reply_key.source, endpoint, 16);
-	__builtin_memcpy(reply_key.destination, &p->source, 16);
-	reply_key.source_port = port;
-	reply_key.destination_port = p->source_port;
-	reply_key.protocol = p->protocol;
-	reply_key.ipv6 = p->ipv6;
+	key_of_replies(p, endpoint, port, &reply_key);
 	f = p->protocol == UDP ? young_udp_reply_entry(&reply_key, device) : young_reply_entry(&reply_key);
 	if (!f)
 		return 0;
@@ -414,14 +409,16 @@ __noinline int is_proven(const struct packet *p, enum slow_path_reason reason)
 }
 
 #define OPENED_EXCHANGE (-1)
+#define ASK_CONNTRACK (-2)
 
 /*
  * Opens a young flow, if its pair has a permit: as an exchange (OPENED_EXCHANGE) or in the flow table (NOT_SLOW).  The
- * packet is then rewritten by `d->there.rewrite`.  Anything else is an enum slow_path_reason.  Global for the same
- * reason as judge_syn().
+ * packet is then rewritten by `d->there.rewrite`.  ASK_CONNTRACK: the flow may be opened if conntrack has no flow with
+ * the same replies; `no_other`: it has none.  Anything else is an enum slow_path_reason.  Global for the same reason as
+ * judge_syn().
  */
 __noinline int open_young(struct context *ctx, const struct packet *p, const struct endpoint_selection *e,
-			  const struct backend *b)
+			  const struct backend *b, bool no_other)
 {
 	struct flow_rewrite *there, *reply;
 	enum slow_path_reason reason;
@@ -454,6 +451,8 @@ __noinline int open_young(struct context *ctx, const struct packet *p, const str
 		return STACK_TOO_BIG;
 	if (e->masquerade && !settings.snat_port_min)
 		return SLOW_NO_PORT;
+	if (!e->masquerade && !no_other && settings.conntrack_lookup)
+		return ASK_CONNTRACK;
 
 	__builtin_memset(&d->there, 0, sizeof(d->there));
 	__builtin_memset(&d->reply, 0, sizeof(d->reply));

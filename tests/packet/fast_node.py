@@ -105,6 +105,14 @@ def fast_node(world: ProgramNode, **settings: Any) -> ProgramNode:
     return world
 
 
+def filtering_node(world: ProgramNode, **settings: Any) -> ProgramNode:
+    """As ``fast_node()``; the filter of clients whose flows conntrack may have is complete."""
+    fast_node(world, load=1, **settings)
+    sweep(world)
+    complete_filter(world)
+    return world
+
+
 @dataclass
 class Flow:
     """A pod's connection to ``cluster_ip``, whose endpoint is ``remote`` by default."""
@@ -531,6 +539,16 @@ def sweep(world: ProgramNode, anew: bool = False) -> dict[str, int]:
     ask_from(world, 0, anew)
     value = world.object.maps["sweep_results"].lookup(bytes(4)) or b""
     return dict(world.object.btf.struct("sweep_result").unpack(value))  # type: ignore[arg-type]
+
+
+def note_tracked(world: ProgramNode, data: bytes) -> bool:
+    """Note this ``struct flow_key`` as that of a flow that conntrack has; zeros complete the filter."""
+    return world.object.programs["note_tracked_flow"].test_run(bytes(14) + data).retval != 0
+
+
+def complete_filter(world: ProgramNode) -> None:
+    """As the agent does when it has noted what conntrack had."""
+    assert note_tracked(world, bytes(world.object.btf.struct("flow_key").size))
 
 
 def promote(world: ProgramNode, key: bytes) -> int:

@@ -21,6 +21,7 @@ from tests.packet.fast_node import (
     Flow,
     device,
     fast_node,
+    filtering_node,
     now,
     one_cpu,
     options,
@@ -618,7 +619,7 @@ def test_a_note_of_the_filter_expires(fast: ProgramNode, seconds: int, asked: bo
 def test_a_query_that_xdp_left_to_tc_is_complete_with_one_reply(node: ProgramNode) -> None:
     """tc finds the exchange and counts the query."""
     with one_cpu():
-        world = fast_node(node, xdp=1)
+        world = filtering_node(node, xdp=1)
         world.xdp_device("pods")
         world.xdp_device("nic", takes=0)
         flow = permitted(world)

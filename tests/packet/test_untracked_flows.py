@@ -15,8 +15,10 @@ from tests.packet.fast_node import (
     SECOND,
     VARIANTS,
     Flow,
+    complete_filter,
     fast_node,
     learned_flow,
+    note_tracked,
     now,
     one_cpu,
     permits,
@@ -43,15 +45,6 @@ def fast(node: ProgramNode) -> Iterator[ProgramNode]:
         sweep(world)
         yield world
         subprocess.run(["conntrack", "-F"], check=True, capture_output=True)
-
-
-def run(world: ProgramNode, data: bytes) -> bool:
-    return world.object.programs["note_tracked_flow"].test_run(bytes(14) + data).retval != 0
-
-
-def complete(world: ProgramNode) -> None:
-    """As the agent does when it has noted what conntrack had."""
-    assert run(world, bytes(world.object.btf.struct("flow_key").size))
 
 
 def track(flow: Flow) -> None:
@@ -101,7 +94,7 @@ def set_age(world: ProgramNode, age: int) -> None:
 
 @PROTOCOLS
 def test_a_new_flow_is_not_looked_up(fast: ProgramNode, protocol: str) -> None:
-    complete(fast)
+    complete_filter(fast)
     assert not is_asked(permitted(fast, protocol))
     assert fast.reasons() == {"NEW_FLOW_FAST": 1, "FLOW_HIT": 1}
 
@@ -122,14 +115,14 @@ def test_all_are_looked_up_by_programs_that_have_no_number(node: ProgramNode) ->
     with one_cpu():
         world = fast_node(node)
         sweep(world)
-        complete(world)
+        complete_filter(world)
         assert is_asked(permitted(world))
         subprocess.run(["conntrack", "-F"], check=True, capture_output=True)
 
 
 def test_all_are_looked_up_if_the_agent_has_stopped(fast: ProgramNode) -> None:
     """Nothing notes the kernel's flows of the table any more."""
-    complete(fast)
+    complete_filter(fast)
     layout = fast.object.btf.struct("exchange_sweep_result")
     fast.object.maps["exchange_sweeps"].update(bytes(4), layout.pack(when=(now() >> 30) - 10))
     assert is_asked(permitted(fast))
@@ -139,7 +132,7 @@ def test_all_are_looked_up_if_conntrack_keeps_flows_for_longer_than_the_filter(n
     with one_cpu():
         world = fast_node(node, load=LOAD, udp_stream_seconds=300)
         sweep(world)
-        complete(world)
+        complete_filter(world)
         assert is_asked(permitted(world))
         subprocess.run(["conntrack", "-F"], check=True, capture_output=True)
 
@@ -155,7 +148,7 @@ def test_a_note_expires_when_conntrack_has_forgotten_the_flow(
     fast: ProgramNode, protocol: str, age: int, asked: bool
 ) -> None:
     """Another CPU's clock may be ahead."""
-    complete(fast)
+    complete_filter(fast)
     set_age(fast, age)
     assert is_asked(permitted(fast, protocol)) == asked
 
@@ -165,7 +158,7 @@ def test_a_note_lasts_as_long_as_flows_without_replies(node: ProgramNode) -> Non
     with one_cpu():
         world = fast_node(node, load=LOAD, udp_seconds=200)
         sweep(world)
-        complete(world)
+        complete_filter(world)
         set_age(world, KEPT + 5)
         assert is_asked(permitted(world))
         subprocess.run(["conntrack", "-F"], check=True, capture_output=True)
@@ -174,7 +167,9 @@ def test_a_note_lasts_as_long_as_flows_without_replies(node: ProgramNode) -> Non
 def note(world: ProgramNode, most: int = 1000) -> int:
     """As the agent notes what conntrack has."""
     subject = world.object
-    return tracked_clients.note(subject.btf, subject.maps["tracked_clients"], lambda key: run(world, key), most)
+    return tracked_clients.note(
+        subject.btf, subject.maps["tracked_clients"], lambda key: note_tracked(world, key), most
+    )
 
 
 @PROTOCOLS
@@ -199,13 +194,13 @@ def test_the_agent_notes_all_clients_if_conntrack_has_very_many_flows(fast: Prog
 
 def note_connections(world: ProgramNode, most: int = 1000) -> int:
     """As the agent notes them again and again."""
-    subject, programs = world.object, (lambda key: run(world, key))
+    subject, programs = world.object, (lambda key: note_tracked(world, key))
     return tracked_clients.note_connections(subject.btf, subject.maps["tracked_clients"], programs, most)
 
 
 def test_a_connection_outlives_its_note(fast: ProgramNode) -> None:
     """A SYN with a forged source must not take its place. The table has no entry: it was idle for more than an hour."""
-    complete(fast)
+    complete_filter(fast)
     flow = permitted(fast, "tcp")
     track(flow)
     set_age(fast, KEPT_TCP + 5)
@@ -225,7 +220,7 @@ def test_a_connection_outlives_its_note(fast: ProgramNode) -> None:
 def test_only_connections_that_may_outlive_their_notes_are_noted_again(
     fast: ProgramNode, protocol: str, state: str, seconds: int, noted: int
 ) -> None:
-    complete(fast)
+    complete_filter(fast)
     more = [*(["--state", state] if state else []), "--timeout", str(seconds)]
     insert_entry(fast, protocol, "pod", "cluster_ip", 40001, 80, *more, target="remote")
     assert note_connections(fast) == noted
@@ -235,7 +230,7 @@ def test_only_connections_that_may_outlive_their_notes_are_noted_again(
 def test_all_clients_are_noted_if_connections_are_not_listed(
     fast: ProgramNode, fails: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    complete(fast)
+    complete_filter(fast)
     flow = permitted(fast, "tcp")
     set_age(fast, KEPT_TCP + 5)
     for port in range(2):
@@ -282,14 +277,14 @@ NOTES = [note_by_netfilter, note_by_sweep, note_by_promotion]
 def test_a_client_that_conntrack_may_have_is_looked_up(
     fast: ProgramNode, protocol: str, noted_by: Callable[[ProgramNode, str], None]
 ) -> None:
-    complete(fast)
+    complete_filter(fast)
     noted_by(fast, protocol)
     assert is_asked(permitted(fast, protocol))
 
 
 def test_a_client_that_only_gets_replies_is_looked_up(fast: ProgramNode) -> None:
     """The client sends nothing, and the table had no space."""
-    complete(fast)
+    complete_filter(fast)
     assert Flow(fast, "udp").run(reply=True).retval == GO_ON
     assert is_asked(permitted(fast))
 
@@ -299,7 +294,7 @@ def test_a_flow_for_which_the_table_has_no_space_stays_in_conntrack(node: Progra
     with one_cpu():
         world = fast_node(node, load=LOAD, flow_quota=1)
         sweep(world)
-        complete(world)
+        complete_filter(world)
         young(world)
         flow = Flow(world, "udp", sport=40100)
         flow.permit()
@@ -314,7 +309,7 @@ def test_a_flow_for_which_the_table_has_no_space_stays_in_conntrack(node: Progra
 
 @PROTOCOLS
 def test_each_first_packet_of_a_tracked_flow_renews_the_note(fast: ProgramNode, protocol: str) -> None:
-    complete(fast)
+    complete_filter(fast)
     flow = permitted(fast, protocol)
     set_age(fast, 100)
     before = noted(fast)
@@ -326,7 +321,7 @@ def test_each_first_packet_of_a_tracked_flow_renews_the_note(fast: ProgramNode, 
 @PROTOCOLS
 def test_a_young_flow_is_not_noted(fast: ProgramNode, protocol: str) -> None:
     """Otherwise short flows would fill the filter."""
-    complete(fast)
+    complete_filter(fast)
     flow = permitted(fast, protocol)
     empty_table(fast)
     set_age(fast, 250)
@@ -340,14 +335,14 @@ def test_a_young_flow_is_not_noted(fast: ProgramNode, protocol: str) -> None:
 
 @PROTOCOLS
 def test_without_a_permit_a_flow_is_looked_up(fast: ProgramNode, protocol: str) -> None:
-    complete(fast)
+    complete_filter(fast)
     assert is_asked(Flow(fast, protocol))
 
 
 @pytest.mark.parametrize("variant", ["masqueraded", "hairpin"])
 def test_a_masqueraded_datagram_is_looked_up(fast: ProgramNode, variant: str) -> None:
     """Its replies, which conntrack also counts, do not go to the client's address."""
-    complete(fast)
+    complete_filter(fast)
     assert is_asked(permitted(fast, **VARIANTS[variant]))
 
 
@@ -355,6 +350,6 @@ def test_a_masqueraded_datagram_is_looked_up(fast: ProgramNode, variant: str) ->
     "rows", [{"any_endpoints": 0}, {"external_local": 1, "any_endpoints": 1}], ids=["reject", "drop"]
 )
 def test_a_flow_continues_where_new_ones_are_refused(fast: ProgramNode, rows: dict[str, int]) -> None:
-    complete(fast)
+    complete_filter(fast)
     fast.service([], protocol="udp", service=2, **rows)
     assert is_asked(Flow(fast, "udp", client="client", frontend="vip", entrance="nic"))

@@ -19,6 +19,7 @@ from tests.packet.fast_node import (
     Flow,
     device,
     fast_node,
+    filtering_node,
     learned_flow,
     now,
     one_cpu,
@@ -35,7 +36,7 @@ pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
 @pytest.fixture
 def fast(node: ProgramNode) -> Iterator[ProgramNode]:
     with one_cpu():
-        yield fast_node(node, xdp=1)
+        yield filtering_node(node, xdp=1)
 
 
 @pytest.fixture(params=["young", "the kernel's"])

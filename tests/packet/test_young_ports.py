@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A client uses one port for two flows to one endpoint: their replies look the same, so the second flow must wait."""
+"""A client uses one port for two flows to one endpoint: their replies look the same. If the first one is young, the
+second one must wait. If conntrack has the first one, netfilter gives the second one another port.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +21,7 @@ from tests.packet.fast_node import (
     close,
     drop_records,
     fast_node,
+    filtering_node,
     one_cpu,
     options,
     pending_record,
@@ -28,7 +31,7 @@ from tests.packet.fast_node import (
     young,
     young_flows_of,
 )
-from tests.packet.program_node import GO_ON, SHOT, ProgramNode
+from tests.packet.program_node import GO_ON, SHOT, XDP_PASS, XDP_REDIRECT, ProgramNode, insert_entry
 
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
 
@@ -220,3 +223,94 @@ def test_source_ports_are_taken_one_after_the_other(fast: ProgramNode) -> None:
         flow.open_young()
         ports.append(flow.snat_port)
     assert ports == list(range(ports[0], ports[0] + 8))
+
+
+# ---- conntrack has the first flow -----------------------------------------------------------------------
+
+
+@pytest.fixture(params=["tc", "xdp"])
+def noting(request: pytest.FixtureRequest, node: ProgramNode) -> Iterator[ProgramNode]:
+    """The programs note the clients whose flows conntrack may have."""
+    with one_cpu():
+        world = filtering_node(node, xdp=int(request.param == "xdp"))
+        for protocol in ("tcp", "udp"):
+            world.endpoint("remote", 0, protocol=protocol)
+        yield world
+        world.forget_flows()
+
+
+def track(flow: Flow, variant: str, state: str = "ESTABLISHED") -> None:
+    """Insert another flow from the port of ``flow`` to its endpoint into conntrack."""
+    extra = ["--state", state] if flow.protocol == "tcp" else []
+    if variant == "by another Service":
+        insert_entry(
+            flow.world, flow.protocol, flow.client, "external_ip", flow.sport, 81, *extra, target=flow.endpoint
+        )
+    else:
+        insert_entry(flow.world, flow.protocol, flow.client, flow.endpoint, flow.sport, flow.endpoint_port, *extra)
+
+
+def is_opened(flow: Flow) -> bool:
+    """Send the first packet of ``flow``, which has a permit; whether a young flow was opened."""
+    frame = flow.frame(flags="S", size=0)
+    if flow.world.xdp is not None:
+        found = flow.world.run_xdp(frame, flow.entrance)
+        assert found.retval in (XDP_PASS, XDP_REDIRECT)
+        if found.retval == XDP_REDIRECT:
+            return True
+    return flow.run(frame=frame).retval == REDIRECT
+
+
+def permitted(world: ProgramNode, protocol: str, **ends: str) -> Flow:
+    flow = Flow(world, protocol, **ends)  # type: ignore[arg-type]
+    flow.permit()
+    return flow
+
+
+@pytest.mark.parametrize("protocol", ["tcp", "udp"])
+def test_no_young_flow_takes_a_port_that_conntrack_has(fast: ProgramNode, variant: str, protocol: str) -> None:
+    """An endpoint would take the SYN for one of the first connection, and that connection could be reset."""
+    flow = permitted(fast, protocol)
+    track(flow, variant)
+    assert not is_opened(flow)
+    assert fast.reasons()["SLOW_NO_PORT"] == 1
+    assert flow.entries() == []
+    flow.sport += 1
+    assert is_opened(flow)
+    fast.forget_flows()
+
+
+@pytest.mark.parametrize("protocol", ["tcp", "udp"])
+def test_a_flow_straight_to_the_endpoint_keeps_its_port(noting: ProgramNode, protocol: str) -> None:
+    """The program notes its client, so conntrack is asked."""
+    flow = permitted(noting, protocol)
+    frame = second(flow, "straight to the endpoint")
+    assert flow.run(frame=frame).retval == GO_ON
+    track(flow, "straight to the endpoint")
+    assert not is_opened(flow)
+    assert noting.reasons()["SLOW_NO_PORT"] == 1
+    flow.sport += 1
+    assert is_opened(flow)
+
+
+def test_conntrack_is_not_asked_for_other_clients(noting: ProgramNode) -> None:
+    """To show it, conntrack has a flow that no program has seen."""
+    flow = permitted(noting, "tcp")
+    track(flow, "straight to the endpoint")
+    assert is_opened(flow)
+
+
+def test_a_connection_that_has_ended_leaves_its_port(fast: ProgramNode, variant: str) -> None:
+    flow = permitted(fast, "tcp")
+    track(flow, variant, state="TIME_WAIT")
+    assert is_opened(flow)
+    fast.forget_flows()
+
+
+def test_a_masqueraded_flow_needs_no_port_of_its_client(fast: ProgramNode) -> None:
+    flow = permitted(
+        fast, "tcp", **{key: VARIANTS["masqueraded"][key] for key in ("client", "frontend", "masquerade", "entrance")}
+    )
+    insert_entry(fast, "tcp", "client", "remote", flow.sport, 8080, "--state", "ESTABLISHED")
+    assert is_opened(flow)
+    fast.forget_flows()
