@@ -46,7 +46,7 @@ def run(api: Api, output: Output, found: View, image: str, seconds: float) -> bo
     image = image or (installed_image(found) if found.agent_set is not None else "")
     if not image:
         raise ClusterError("no image is specified; use --image REGISTRY/pyebpf-proxy:TAG", QUESTION)
-    check.selected(found)
+    check.some_node(found)
     down = [node for node in found.nodes if not found.is_up(node)]
     found = found._replace(nodes={node: item for node, item in found.nodes.items() if node not in down})
     if down:
