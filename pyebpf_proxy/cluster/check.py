@@ -61,7 +61,14 @@ def rights(api: Api, wanted: Iterable[tuple[str, str, str, str]]) -> None:
         raise ClusterError(f"not allowed: this user may not {'; '.join(missing)}", NO_ANSWER)
 
 
-def selected(found: View) -> None:
+def selected(api: Api, selector: str) -> View:
+    """What runs on the nodes that match the selector. ClusterError if none does."""
+    found = model.view(api, selector)
+    some_node(found)
+    return found
+
+
+def some_node(found: View) -> None:
     """ClusterError if no node is selected."""
     if not found.nodes:
         raise ClusterError("no node matches --nodes; kubectl get nodes --show-labels lists the labels", QUESTION)
@@ -81,7 +88,7 @@ def own_role(api: Api) -> None:
 
 def blocking(api: Api, found: View) -> None:
     """ClusterError for what makes an installation pointless."""
-    selected(found)
+    some_node(found)
     if found.kube_proxy_set is None:
         raise ClusterError(
             f"there is no DaemonSet {NAMESPACE}/{objects.KUBE_PROXY}: this command takes nodes over from kube-proxy;"

@@ -242,11 +242,9 @@ def _check(api: Api, output: Output, options: argparse.Namespace) -> int:
 
 def _status(api: Api, output: Output, options: argparse.Namespace) -> int:
     from pyebpf_proxy.cluster import agents, check, status
-    from pyebpf_proxy.cluster.model import view
 
     check.rights(api, check.READ)
-    found = view(api, options.nodes)
-    check.selected(found)
+    found = check.selected(api, options.nodes)
     return NOT_RIGHT if status.show(found, agents.ask_all(api, found, options.timeout), output) else 0
 
 

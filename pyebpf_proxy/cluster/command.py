@@ -39,9 +39,7 @@ class Command:
         """The selected nodes. ClusterError: there is none, a right is missing, or the role is another one's."""
         check.rights(self.api, check.RIGHTS)
         check.own_role(self.api)
-        found = view(self.api, self._selector)
-        check.selected(found)
-        return found
+        return check.selected(self.api, self._selector)
 
     def again(self) -> View:
         """The same, now that no other command changes it."""

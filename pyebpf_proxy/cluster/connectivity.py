@@ -8,9 +8,10 @@ import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from pyebpf_proxy.cluster import check, peer, task_pod
+from pyebpf_proxy.cluster import check, lease, objects, peer, task_pod
 from pyebpf_proxy.cluster.api import NAMESPACES, PODS, SERVICES, Api, Object
 from pyebpf_proxy.cluster.errors import ClusterError
+from pyebpf_proxy.cluster.lease import Lease
 from pyebpf_proxy.cluster.model import View, installed_image, pod_of, view
 from pyebpf_proxy.cluster.output import Output, counted
 from pyebpf_proxy.cluster.task_pod import wait_until
@@ -29,6 +30,7 @@ RIGHTS = (
     ("patch", "", "services/status", NAMESPACE),
     *((verb, "", "pods", NAMESPACE) for verb in ("list", "create", "delete")),
     ("get", "", "pods/log", NAMESPACE),
+    *((verb, "coordination.k8s.io", "leases", objects.NAMESPACE) for verb in ("get", "create", "patch")),
 )
 #: More than one packet on every link, jumbo frames included.
 _LARGE = 64 << 10
@@ -41,18 +43,25 @@ Row = dict[str, Any]
 
 
 def run(api: Api, output: Output, found: View, image: str, seconds: float) -> bool:
-    """Test from every node of the view; True: everything was reached."""
+    """Test from every node of the view; True: everything was reached. ClusterError if another test is running."""
     check.rights(api, RIGHTS)
     image = image or (installed_image(found) if found.agent_set is not None else "")
     if not image:
         raise ClusterError("no image is specified; use --image REGISTRY/pyebpf-proxy:TAG", QUESTION)
-    check.selected(found)
+    check.some_node(found)
     down = [node for node in found.nodes if not found.is_up(node)]
     found = found._replace(nodes={node: item for node, item in found.nodes.items() if node not in down})
     if down:
         output.say(f"skipped, because they are not ready: {', '.join(down)}")
     if not found.nodes:
         raise ClusterError("none of these nodes is ready", NO_ANSWER)
+    with Lease(api, "test", output.say, lease.TEST):
+        rows = _test(api, output, found, image, seconds)
+    return _show(rows, output)
+
+
+def _test(api: Api, output: Output, found: View, image: str, seconds: float) -> list[Row]:
+    """What the pods and this machine have found. First removes what a killed test has left."""
     rows, uid = list[Row](), ""
     try:
         _remove(api)
@@ -80,7 +89,7 @@ def run(api: Api, output: Output, found: View, image: str, seconds: float) -> bo
         raise
     _remove(api)
     wait_until(lambda: not _left(api, found), "the test pods were not deleted", seconds)
-    return _show(rows, output)
+    return rows
 
 
 def _service(name: str) -> Object:
@@ -232,7 +241,10 @@ def _remove(api: Api) -> None:
 
 
 def _is_of_another(api: Api, uid: str) -> bool:
-    """Whether another command has deleted this one's namespace, and made its own. ``uid``: its uid, if it is known."""
+    """Whether another test has deleted this one's namespace, and made its own, as versions without the Lease do.
+
+    ``uid``: of this one's namespace, if it is known.
+    """
     found = api.get(NAMESPACES, NAMESPACE)
     return bool(uid) and found is not None and found["metadata"]["uid"] != uid
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One command at a time changes a cluster: a Lease, renewed in a thread, and asked before each change."""
+"""One command at a time changes a cluster, and one tests it: a Lease, renewed in a thread, asked before each change."""
 
 from __future__ import annotations
 
@@ -19,6 +19,9 @@ from pyebpf_proxy.cluster.errors import ClusterError, StoppedError
 from pyebpf_proxy.cluster.objects import NAMESPACE
 
 NAME = "pyebpf-proxy-cluster"
+#: Of ``cluster test``, which may run while another command changes the cluster.
+TEST = "pyebpf-proxy-test"
+_BUSY = {NAME: "another command changes this cluster", TEST: "a test is already running"}
 SECONDS = 60
 _RENEW = SECONDS / 4
 _LOOK_SECONDS = 1.0
@@ -26,11 +29,12 @@ _FORMAT = "%Y-%m-%dT%H:%M:%S.%fZ"
 
 
 class Lease:
-    """``with Lease(api, "install", say)``; ClusterError if another command holds it."""
+    """``with Lease(api, "install", say)``; ClusterError if another command holds it. ``name``: of the object."""
 
-    def __init__(self, api: Api, what: str, say: Callable[[str], None]) -> None:
+    def __init__(self, api: Api, what: str, say: Callable[[str], None], name: str = NAME) -> None:
         self._api = api
         self._say = say
+        self._name = name
         # The last part tells two containers apart that have the same host name and process number.
         self._holder = f"{what} by {_user()}, process {os.getpid()}-{secrets.token_hex(3)}"
         self._ended = threading.Event()
@@ -56,7 +60,7 @@ class Lease:
 
     def _release(self) -> None:
         with self._api.last_words():
-            found = self._api.get(LEASES, NAME, NAMESPACE)
+            found = self._present()
             if found is not None and _holder(found) == self._holder:
                 self._write(found, {"holderIdentity": None})
 
@@ -65,9 +69,9 @@ class Lease:
 
         No holder: another command has taken it, changed the cluster, and released it.
         """
-        found = self._api.get(LEASES, NAME, NAMESPACE)
+        found = self._present()
         if found is None:
-            raise StoppedError(f"Lease {NAMESPACE}/{NAME} was deleted; this command stops")
+            raise StoppedError(f"Lease {NAMESPACE}/{self._name} was deleted; this command stops")
         holder = _holder(found)
         if not holder:
             raise StoppedError("another command has changed the cluster meanwhile; this one stops")
@@ -76,23 +80,23 @@ class Lease:
 
     def _take(self) -> None:
         while True:
-            found = self._api.get(LEASES, NAME, NAMESPACE)
+            found = self._present()
             if found is None:
-                body = {"apiVersion": LEASES.version, "kind": "Lease", "spec": self._spec()}
-                found = self._api.create(LEASES, body | {"metadata": {"name": NAME, "namespace": NAMESPACE}})
+                body = {"apiVersion": LEASES.version, "kind": "Lease", "spec": self._taken()}
+                found = self._api.create(LEASES, body | {"metadata": {"name": self._name, "namespace": NAMESPACE}})
                 if _holder(found) == self._holder:
                     return
             if _holder(found) in (self._holder, "") or self._has_expired(found):
                 break
         try:
-            self._write(found, self._spec())
+            self._write(found, self._taken())
         except RefusedError as refused:
             if refused.status != 409:
                 raise
             # The request was repeated if its first answer was lost: then the Lease is this command's.
-            now = self._api.get(LEASES, NAME, NAMESPACE)
+            now = self._present()
             if now is None or _holder(now) != self._holder:
-                raise ClusterError("another command began to change this cluster at the same time") from None
+                raise ClusterError(f"{_BUSY[self._name]}: it began at the same time") from None
 
     def _has_expired(self, found: Object) -> bool:
         """True: the holder has not renewed the Lease for as long as it lasts, by this machine's clock.
@@ -100,7 +104,9 @@ class Lease:
         Its time is that of another machine's clock, which may be wrong by any number of hours. Where the Lease does not
         seem to be recent, it is watched. False: it was released meanwhile. ClusterError: the holder renews it.
         """
-        busy = f"another command changes this cluster: {_holder(found)}; wait until it ends"
+        since = found["spec"].get("acquireTime") or ""
+        since = f", since {since[:19].replace('T', ' ')} UTC" if since.endswith("Z") else ""
+        busy = f"{_BUSY[self._name]}: {_holder(found)}{since}; wait until it ends"
         seconds = float(found["spec"].get("leaseDurationSeconds") or SECONDS)
         age = _age(found)
         if 0 <= age <= seconds:
@@ -109,7 +115,7 @@ class Lease:
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             time.sleep(_LOOK_SECONDS)
-            now = self._api.get(LEASES, NAME, NAMESPACE)
+            now = self._present()
             if now is None or not _holder(now):
                 return False
             if now["metadata"]["resourceVersion"] != found["metadata"]["resourceVersion"]:
@@ -119,7 +125,14 @@ class Lease:
     def _write(self, found: Object, specification: Object) -> None:
         """Change the Lease, if no other command has changed it since. RefusedError, status 409."""
         change = {"metadata": {"resourceVersion": found["metadata"]["resourceVersion"]}, "spec": specification}
-        self._api.patch(LEASES, NAME, change, NAMESPACE)
+        self._api.patch(LEASES, self._name, change, NAMESPACE)
+
+    def _present(self) -> Object | None:
+        return self._api.get(LEASES, self._name, NAMESPACE)
+
+    def _taken(self) -> Object:
+        specification = self._spec()
+        return specification | {"acquireTime": specification["renewTime"]}
 
     def _spec(self) -> Object:
         now = datetime.datetime.now(datetime.UTC).strftime(_FORMAT)
@@ -128,7 +141,7 @@ class Lease:
     def _renew(self) -> None:
         while not self._ended.wait(_RENEW):
             try:
-                found = self._api.get(LEASES, NAME, NAMESPACE)
+                found = self._present()
                 if found is None or _holder(found) != self._holder:
                     return  # check() reports it
                 if not self._ended.is_set():

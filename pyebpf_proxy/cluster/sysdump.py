@@ -35,7 +35,7 @@ from pyebpf_proxy.cluster.api import (
     RefusedError,
 )
 from pyebpf_proxy.cluster.errors import ClusterError, StoppedError
-from pyebpf_proxy.cluster.model import View, view
+from pyebpf_proxy.cluster.model import View
 from pyebpf_proxy.cluster.objects import DATAPATH, KUBE_PROXY, NAME, NAMESPACE, PROXIES, container_of
 from pyebpf_proxy.cluster.output import Output
 from pyebpf_proxy.common.blotted import BLOT, blotted, is_option, names_credential
@@ -156,8 +156,7 @@ def _same(content: Any) -> Any:
 def _asked(api: Api, nodes: str, seconds: float) -> Iterator[Part]:
     """What ``cluster status`` prints, and what each agent says of itself."""
     try:
-        found = view(api, nodes)
-        check.selected(found)
+        found = check.selected(api, nodes)
         asked = agents.ask_all(api, found, seconds)
     except (RefusedError, ClusterError) as error:
         yield "status.txt", partial(_fail, error)

@@ -46,7 +46,7 @@ def test_a_lease_that_another_command_takes_at_the_same_time() -> None:
             api.put(path, api.stored[path] | {"spec": {"holderIdentity": "rollback by operator@laptop"}})
 
     api.before = other
-    with pytest.raises(ClusterError, match="another command began to change this cluster at the same time"):
+    with pytest.raises(ClusterError, match="another command changes this cluster: it began at the same time"):
         Lease(api, "install", print).__enter__()
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/cnis.md: every claim has a test or a recording, of the version that it names."""
+"""Pages on CNI plugins: every claim has a test or a recording, of the version that it names."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from pyebpf_proxy.see import cni
 from tests import ROOT
 
 PAGE = (ROOT / "docs" / "cnis.md").read_text()
+TESTED = (ROOT / "docs" / "compatibility.md").read_text()
 RULES = ROOT / "tests" / "netns" / "attach" / "rulesets"
 
 
-def rows(section: str) -> dict[str, list[str]]:
+def rows(page: str, section: str) -> dict[str, list[str]]:
     """The cells of each row of a section's table, by the first cell."""
-    text = re.split(rf"^## {section}$", PAGE, flags=re.MULTILINE)[1].partition("\n## ")[0]
+    text = re.split(rf"^## {section}$", page, flags=re.MULTILINE)[1].partition("\n## ")[0]
     table = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
     return {cells[0]: cells for cells in table[2:]}
 
 
 def test_the_tests_that_it_names_exist() -> None:
-    named = set(re.findall(r"\btest_\w+\.py", PAGE)) - {"test_docs_cnis.py"}
+    named = set(re.findall(r"\btest_\w+\.py", TESTED))
     assert len(named) > 4
     assert named <= {path.name for path in (ROOT / "tests").rglob("test_*.py")}
 
@@ -35,7 +36,7 @@ def test_versions_are_those_of_the_recordings(file: str, row: str) -> None:
     head = (RULES / f"{file}.iptables").read_text().splitlines()[0]
     recorded = re.search(r"# \S+ v?(\d+(?:\.\d+)?)", head)
     assert recorded, head
-    (cells,) = (cells for name, cells in rows("What was run").items() if name.startswith(row))
+    (cells,) = (cells for name, cells in rows(TESTED, "CNI plugins").items() if name.startswith(row))
     assert cells[1].split(",")[0] == recorded.group(1)
 
 
@@ -47,7 +48,7 @@ def test_versions_are_those_that_the_cluster_builds(modules: list[str], row: str
         re.findall(r"^require \S+ v(\S+)$", (ROOT / f"tests/e2e/{name}/go.mod").read_text(), re.MULTILINE)[0]
         for name in modules
     ]
-    (cells,) = (cells for name, cells in rows("What was run").items() if name.startswith(row))
+    (cells,) = (cells for name, cells in rows(TESTED, "CNI plugins").items() if name.startswith(row))
     assert cells[1].split(", ") == pinned
 
 
@@ -58,8 +59,8 @@ def test_the_plugins_of_the_checks_are_on_the_page() -> None:
     assert {name for name in named if name.lower() not in PAGE.lower()} == set()
 
 
-def test_a_plugin_is_either_run_or_not() -> None:
-    run, other = rows("What was run"), rows("What was not run")
-    assert run
-    assert other
-    assert run.keys().isdisjoint(other)
+def test_a_plugin_is_either_tested_or_a_conflict() -> None:
+    tested, conflicts = rows(TESTED, "CNI plugins"), rows(PAGE, "Conflicts")
+    assert tested
+    assert conflicts
+    assert tested.keys().isdisjoint(conflicts)
