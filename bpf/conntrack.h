@@ -222,12 +222,15 @@ __noinline int flow_exists(struct __sk_buff *skb, const struct packet *p, __u32 
 /* 1: conntrack has a flow with this endpoint's replies to the client's port. Global for the same reason as judge_syn(). */
 __noinline int conntrack_has_port(struct __sk_buff *skb, const struct packet *p, const struct backend *b)
 {
-	struct flow_draft *d = flow_draft();
 	struct nf_conn___pep *ct;
+	struct flow_draft *d;
 	__u8 direction;
 	bool ended;
 
-	if (!settings.conntrack_lookup || !p || !b || !d)
+	if (!settings.fast_path || !settings.conntrack_lookup || !p || !b)
+		return 0;
+	d = flow_draft();
+	if (!d)
 		return 0;
 	key_of_replies(p, &b->address, b->port, &d->reply_key);
 	ct = find_flow(skb, &d->reply_key, &direction);

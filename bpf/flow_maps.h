@@ -184,7 +184,8 @@ struct {
 
 /*
  * Which clients' addresses and ports conntrack may have flows of, by a hash: when netfilter last got a SYN or a datagram
- * (note_tracked()).  It saves the lookup of new flows in conntrack.
+ * (note_tracked()).  It saves the lookup of new flows in conntrack.  Without the lookup, it has only clients that send
+ * straight to endpoints.
  */
 struct tracked_clients {
 	__u32 complete;		/* settings.load of the programs for which the agent has noted what conntrack had */

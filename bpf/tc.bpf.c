@@ -154,8 +154,8 @@ static __always_inline bool clashes_with_young(struct __sk_buff *skb, const stru
 		return false;
 	if (is_taken_by_young(p, &p->destination, p->destination_port, skb->ifindex))
 		return true;
-	/* conntrack has this flow from now on, so that no young flow gets the same replies. */
-	note_left(p, false);
+	/* From now on conntrack has this flow, and no young flow may have the same replies. */
+	note_straight(p);
 	return false;
 }
 

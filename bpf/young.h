@@ -4,6 +4,7 @@
 #define PEP_YOUNG_H
 
 #include "backend.h"
+#include "client_filters.h"
 #include "ctx.h"
 #include "flow_send.h"
 #include "node_sockets.h"
@@ -451,8 +452,12 @@ __noinline int open_young(struct context *ctx, const struct packet *p, const str
 		return STACK_TOO_BIG;
 	if (e->masquerade && !settings.snat_port_min)
 		return SLOW_NO_PORT;
-	if (!e->masquerade && !no_other && settings.conntrack_lookup)
-		return ASK_CONNTRACK;
+	if (!e->masquerade && !no_other) {
+		if (settings.conntrack_lookup)
+			return ASK_CONNTRACK;
+		if (may_have_straight_flow(p))
+			return SLOW_NO_PORT;
+	}
 
 	__builtin_memset(&d->there, 0, sizeof(d->there));
 	__builtin_memset(&d->reply, 0, sizeof(d->reply));

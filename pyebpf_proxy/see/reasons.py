@@ -46,7 +46,7 @@ SLOW = {
     "slow_no_permit": "the pair has no permit: netfilter must accept two new flows within a second",
     "slow_quota": "the device has reached its limit of young flows",
     "slow_table_full": "the flow table is full",
-    "slow_no_port": "no source port is free for masquerade, or none is reserved",
+    "slow_no_port": "no source port is free for masquerade, or the client's port may have another flow to the endpoint",
     "stack_no_agent": "no agent follows rules and routes",
     "stack_draining": "the fast path is being drained",
     "stack_rules": "other rules must see every packet of the family",

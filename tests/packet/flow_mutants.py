@@ -52,8 +52,13 @@ FLOW_MUTANTS: dict[str, tuple[str, str, str]] = {
     ),
     "flows: flows straight to endpoints are not noted": (
         "tc.bpf.c",
-        "\tnote_left(p, false);\n\treturn false;",
+        "\tnote_straight(p);\n\treturn false;",
         "\treturn false;",
+    ),
+    "flows: without the lookup, flows straight to endpoints are forgotten": (
+        "young.h",
+        "if (may_have_straight_flow(p))",
+        "if (false)",
     ),
     "node sockets: their ports are not known": ("young.h", "if (node_has_socket(ctx, &d->reply_key))", "if (false)"),
     "node sockets: only UDP": ("node_sockets.h", "\tif (key->protocol == UDP)", "\tif (true)"),

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 from scapy.packet import Packet
 
+from pyebpf_proxy.datapath.connections import masqueraded, tracked_clients
 from pyebpf_proxy.datapath.loader.libbpf import RunResult
 from tests.packet.fast_node import (
     CLIENT_MAC,
@@ -22,6 +23,7 @@ from tests.packet.fast_node import (
     drop_records,
     fast_node,
     filtering_node,
+    note_tracked,
     one_cpu,
     options,
     pending_record,
@@ -291,6 +293,58 @@ def test_a_flow_straight_to_the_endpoint_keeps_its_port(noting: ProgramNode, pro
     assert noting.reasons()["SLOW_NO_PORT"] == 1
     flow.sport += 1
     assert is_opened(flow)
+
+
+@pytest.fixture(params=["tc", "xdp"])
+def without_lookup(request: pytest.FixtureRequest, node: ProgramNode) -> Iterator[ProgramNode]:
+    """The programs cannot look up conntrack."""
+    with one_cpu():
+        world = fast_node(node, conntrack_lookup=0, xdp=int(request.param == "xdp"))
+        for protocol in ("tcp", "udp"):
+            world.endpoint("remote", 0, protocol=protocol)
+        yield world
+        world.forget_flows()
+
+
+@pytest.mark.parametrize("protocol", ["tcp", "udp"])
+def test_without_the_lookup_clients_straight_to_the_endpoint_are_noted(
+    without_lookup: ProgramNode, protocol: str
+) -> None:
+    flow = permitted(without_lookup, protocol)
+    assert flow.run(frame=second(flow, "straight to the endpoint")).retval == GO_ON
+    assert not is_opened(flow)
+    assert without_lookup.reasons()["SLOW_NO_PORT"] == 1
+    flow.sport += 1
+    assert is_opened(flow)
+
+
+@pytest.mark.parametrize("protocol", ["tcp", "udp"])
+def test_without_the_lookup_the_agent_notes_what_conntrack_has(without_lookup: ProgramNode, protocol: str) -> None:
+    """Only flows straight to endpoints: others say nothing about the next flow from their port."""
+    flow = permitted(without_lookup, protocol)
+    other, elsewhere = (Flow(without_lookup, protocol, sport=flow.sport + more) for more in (1, 2))
+    track(flow, "straight to the endpoint")
+    track(other, "by another Service")
+    elsewhere.endpoint = "outside"
+    track(elsewhere, "straight to the endpoint")
+    elsewhere.endpoint = flow.endpoint
+    assert note_straight(without_lookup) == 1
+    assert not is_opened(flow)
+    assert is_opened(other)
+    assert is_opened(elsewhere)
+
+
+def test_without_the_lookup_only_so_many_flows_are_listed(without_lookup: ProgramNode) -> None:
+    for number in range(3):
+        track(Flow(without_lookup, sport=41000 + number), "straight to the endpoint")
+    assert note_straight(without_lookup, most=2) == 2
+
+
+def note_straight(world: ProgramNode, most: int = 1000) -> int:
+    """As the agent does at its start, and again and again."""
+    subject = world.object
+    is_endpoint = masqueraded.endpoint_test(subject.maps, subject.btf)
+    return tracked_clients.note_straight(subject.btf, lambda key: note_tracked(world, key), is_endpoint, most)
 
 
 def test_conntrack_is_not_asked_for_other_clients(noting: ProgramNode) -> None:

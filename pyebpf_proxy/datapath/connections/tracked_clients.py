@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable
 
 from pyebpf_proxy.datapath.connections.ctnetlink import TrackedEntry, entries
+from pyebpf_proxy.datapath.connections.masqueraded import IsEndpoint
 from pyebpf_proxy.datapath.loader.btf import Btf
 from pyebpf_proxy.datapath.loader.libbpf import Map
 from pyebpf_proxy.services.model import IPFamily, Protocol
@@ -63,6 +65,23 @@ def note_connections(btf: Btf, tracked_clients: Map, note_flow: Callable[[bytes]
     if listed > most:
         _note_all(btf, tracked_clients)
         note_flow(bytes(btf.struct("flow_key").size))
+    return noted
+
+
+def note_straight(btf: Btf, note_flow: Callable[[bytes], bool], is_endpoint: IsEndpoint, most: int = MOST) -> int:
+    """Note the flows that conntrack has straight to endpoints, among its first ``most``; how many were noted.
+
+    For programs that cannot look up conntrack. A flow through a Service from the same port would have the same replies.
+    Called again before the notes expire. OSError: the flows cannot be listed.
+    """
+    key = _flow_key(btf)
+    listed = ((family, entry) for family in IPFamily for entry in entries(family))
+    noted = 0
+    for family, entry in itertools.islice(listed, most):
+        assert entry.original is not None
+        (client, port), to = entry.original.ends
+        if entry.reply is not None and entry.reply.ends[0] == to and is_endpoint(entry.original.protocol, to):
+            noted += note_flow(key(client, port, entry.original.protocol, family is IPFamily.IPV6))
     return noted
 
 

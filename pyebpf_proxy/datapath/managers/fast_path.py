@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 from collections.abc import Callable
 from functools import partial
 
@@ -24,6 +25,7 @@ _log = Logger("datapath")
 
 #: From one pass over conntrack's connections to the next: two fit into the time that a note lasts.
 NOTE_SECONDS = tracked_clients.NOTED_SECONDS * 0.4
+SOON_SECONDS = 5.0
 
 
 class FastPathManager(Manager):
@@ -89,6 +91,8 @@ class FastPathManager(Manager):
             self._run(self._enter(fast_path, ports), "conntrack's flows", may_end=True)
         if loaded.settings.conntrack_lookup:
             self._run(self._note_tracked(), "the filter of conntrack's flows", may_end=True)
+        else:
+            self._run(self._note_straight(), "flows straight to endpoints")
         _log.info("the fast path is ready", entries=loaded.maps["flows"].max_entries)
 
     async def _enter(self, fast_path: FastPath, ports: range) -> None:
@@ -142,6 +146,21 @@ class FastPathManager(Manager):
                 await asyncio.to_thread(
                     tracked_clients.note_connections, loaded.tc.btf, loaded.maps["tracked_clients"], note_flow
                 )
+
+    async def _note_straight(self) -> None:
+        """For ever. The maps have no endpoints before the first sync, so the second pass follows soon."""
+        loaded = self._programs.loaded
+        note = partial(
+            tracked_clients.note_straight,
+            loaded.tc.btf,
+            partial(run_for_flow, loaded.tc.programs["note_tracked_flow"]),
+            masqueraded.endpoint_test(loaded.maps, loaded.tc.btf),
+        )
+        for pause in itertools.chain((SOON_SECONDS,), itertools.repeat(NOTE_SECONDS)):
+            # RuntimeError: no thread could be started.
+            with contextlib.suppress(OSError, RuntimeError, MemoryError):
+                await asyncio.to_thread(note)
+            await asyncio.sleep(pause)
 
     def _sources_gone(self) -> None:
         """Addresses have left the node: end the flows that are masqueraded to them."""
