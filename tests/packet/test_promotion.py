@@ -22,7 +22,7 @@ import pytest
 
 from pyebpf_proxy.common.bpf_constants import CLOSE, RESTORE, SHORTEN
 from pyebpf_proxy.common.errors import FatalError
-from pyebpf_proxy.datapath.connections import create, drain, promotion
+from pyebpf_proxy.datapath.connections import create, ctnetlink, drain, promotion
 from pyebpf_proxy.datapath.connections.create import ABANDONED_SECONDS, Entry, Outcome, Result
 from pyebpf_proxy.datapath.connections.ctnetlink import TrackedEntry
 from pyebpf_proxy.datapath.connections.promotion import Flow, Promoter
@@ -632,7 +632,7 @@ def test_a_connection_that_replaces_a_reset_one_meanwhile_is_not_closed(
     client, frontend, endpoint = (each[node.family] for each in (CLIENT, FRONTEND, ENDPOINT))
     ends = ["-p", "tcp", "-s", client, "-d", frontend, "--sport", "1000", "--dport", "80"]
     replies = ["-r", endpoint, "-q", client, "--reply-port-src", "8081", "--reply-port-dst", "1000"]
-    real, looks = create.lookup, 0
+    real, looks = ctnetlink.lookup, 0
 
     def lookup(*arguments: Any) -> TrackedEntry | None:
         nonlocal looks
