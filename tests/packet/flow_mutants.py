@@ -42,7 +42,11 @@ FLOW_MUTANTS: dict[str, tuple[str, str, str]] = {
     "node sockets: their ports are not known": ("young.h", "if (node_has_socket(ctx, &d->reply_key))", "if (false)"),
     "node sockets: only UDP": ("node_sockets.h", "\tif (key->protocol == UDP)", "\tif (true)"),
     "node sockets: only TCP": ("node_sockets.h", "\tif (key->protocol == UDP)", "\tif (false)"),
-    "node sockets: of any peer's port": ("flow_table.h", "t->ipv4.sport = bpf_htons(key->source_port);", "t->ipv4.sport = 0;"),
+    "node sockets: of any peer's port": (
+        "flow_table.h",
+        "t->ipv4.sport = bpf_htons(key->source_port);",
+        "t->ipv4.sport = 0;",
+    ),
     "flows: source ports and slots share a turn": ("young.h", "(*next += RECENT_FLOWS)", "(*next += 2 * RECENT_FLOWS)"),
     "renewal: the first query of a flow of the table is counted twice": ("complete.h", " + !!f->first_counted", ""),
     "flows: old records": ("observer.h", "(__s64)(now - h->when) > HANDOVER_NS || ", ""),
