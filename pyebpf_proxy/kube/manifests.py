@@ -330,14 +330,14 @@ class ManifestSource:
             name = next(iter(self._large))
             del self._large[name]
             data = self._load(name)
-            if data is None:
-                continue
-            self._decoding = name
-            found = await _in_thread(partial(self._catalogue.decode, name, data))
-            del data
-            if self._decoding == name and found is not None:
-                self._catalogue.take(name, found)
-            self._decoding = ""
+            if data is not None:
+                self._decoding = name
+                found = await _in_thread(partial(self._catalogue.decode, name, data))
+                del data
+                if self._decoding == name and found is not None:
+                    self._catalogue.take(name, found)
+                self._decoding = ""
+            # Also for a file that is missing or is tried again: both have a time.
             decoded()
 
     def _load(self, name: str) -> bytes | None:
