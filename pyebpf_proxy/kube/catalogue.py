@@ -22,6 +22,15 @@ class _File(NamedTuple):
     objects: dict[ObjectKey, Object]
 
 
+class DecodedFile(NamedTuple):
+    """The text of a file, decoded. ``complete``: every object could be identified. ``bad``: see ``Catalogue``."""
+
+    digest: bytes
+    objects: dict[ObjectKey, Object]
+    complete: bool
+    bad: dict[str, list[int]]
+
+
 class Catalogue:
     """The objects of a directory of files, by file.
 
@@ -62,13 +71,29 @@ class Catalogue:
 
     def read(self, name: str, data: bytes) -> None:
         """Update a file's text. An unchanged text is only hashed."""
+        if (decoded := self.decode(name, data)) is not None:
+            self.take(name, decoded)
+
+    def decode(self, name: str, data: bytes) -> DecodedFile | None:
+        """Decode a file's text for :meth:`take`; None if it is unchanged.
+
+        In any thread. Meanwhile, other methods may be called for other files.
+        """
         digest = hashlib.blake2b(data, digest_size=16).digest()
         before = self._files.get(name)
         if before is not None and before.digest == digest:
-            return
+            return None
+        return self._decode(name, data, digest, before.objects if before is not None else {})
+
+    def take(self, name: str, decoded: DecodedFile) -> None:
+        """Update a file. It must not have been updated or removed since its text was decoded."""
+        before = self._files.get(name)
         old = before.objects if before is not None else {}
-        objects, complete = self._decode(name, data, old)
-        if not complete:
+        objects = decoded.objects
+        self._bad.pop(name, None)
+        if decoded.bad:
+            self._bad[name] = decoded.bad
+        if not decoded.complete:
             # Keep all old objects: the part that could not be identified may be any of them.
             objects = {**old, **objects}
         for key in old.keys() - objects.keys():
@@ -76,7 +101,7 @@ class Catalogue:
         for key in objects.keys() - old.keys():
             self._holders.setdefault(key, []).append(name)
         self._touched |= {key for key in old.keys() | objects.keys() if old.get(key) != objects.get(key)}
-        self._files[name] = _File(digest, objects)
+        self._files[name] = _File(decoded.digest, objects)
 
     def remove(self, name: str) -> None:
         """Remove a file and its objects."""
@@ -88,10 +113,11 @@ class Catalogue:
             self._release(key, name)
         self._touched |= file.objects.keys()
 
-    def changes(self, leaving: Iterable[str] = ()) -> list[Change]:
+    def changes(self, leaving: Iterable[str] = (), removals: bool = True) -> list[Change]:
         """The difference from the previous call.
 
         :param leaving: files that are missing, perhaps only for a moment. All other files have precedence over them.
+        :param removals: whether objects that are in no file any more are removed now, and not by a later call.
         """
         touched, self._touched = self._touched, set()
         changes = []
@@ -103,14 +129,17 @@ class Catalogue:
             if now == self._delivered.get(key):
                 continue
             if now is None:
+                if not removals:
+                    self._touched.add(key)
+                    continue
                 del self._delivered[key]
             else:
                 self._delivered[key] = now
             changes.append(Change(key.kind, key.namespace, key.name, now))
         return changes
 
-    def _decode(self, name: str, data: bytes, old: dict[ObjectKey, Object]) -> tuple[dict[ObjectKey, Object], bool]:
-        """The file's objects, invalid ones in their old state, and whether every object could be identified."""
+    def _decode(self, name: str, data: bytes, digest: bytes, old: dict[ObjectKey, Object]) -> DecodedFile:
+        """The file's objects, invalid ones in their old state."""
         objects: dict[ObjectKey, Object] = {}
         complete = True
         bad: dict[str, list[int]] = {}
@@ -145,10 +174,7 @@ class Catalogue:
                 objects[key] = value if value is not None else old[key]
         if lines > MOST_LINES:
             self._report(f"{name}: {lines - MOST_LINES} more errors")
-        self._bad.pop(name, None)
-        if bad:
-            self._bad[name] = bad
-        return objects, complete
+        return DecodedFile(digest, objects, complete, bad)
 
     def _documents(self, name: str, data: bytes) -> Iterator[Decoded | None]:
         """Every object of the text; None for the rest if it cannot be parsed."""

@@ -6,6 +6,9 @@ event causes only its file to be read. All files are checked only when ``..data`
 volume replaces all files at once), when the directory is replaced, or when the kernel's queue overflows. Of these, only
 files with a changed inode, time or size are read.
 
+Large files are decoded in another thread, since libyaml and Python need seconds for each MiB. Other files go on, but no
+object is removed meanwhile: it may be in the large file by now.
+
 Writes to the target of a symbolic link that leads out of the directory are not detected.
 """
 
@@ -15,8 +18,11 @@ import asyncio
 import errno
 import os
 import stat
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,7 +30,7 @@ from inotify_simple import INotify, flags
 
 from pyebpf_proxy.common.errors import FatalError
 from pyebpf_proxy.common.log import Logger
-from pyebpf_proxy.kube.catalogue import Catalogue
+from pyebpf_proxy.kube.catalogue import Catalogue, DecodedFile
 from pyebpf_proxy.kube.source import Batch, Change, Critic
 
 #: A file counts as deleted only if it is missing for this time: editors rename the old file before they write the new
@@ -42,6 +48,9 @@ _TOO_YOUNG = 0.1
 
 #: Size limit of one file: more than ten thousand Services need.
 MAX_FILE_BYTES = 64 << 20
+
+#: Larger files are decoded in another thread: YAML of this size takes up to 0.3 s.
+LARGE_BYTES = 64 << 10
 
 _SUFFIXES = (".yaml", ".yml", ".json")
 _FILES_PER_TURN = 20
@@ -114,6 +123,9 @@ class ManifestSource:
         self._leaving: dict[str, float] = {}  # missing files, and when they count as deleted
         self._again: set[str] = set()  # files, and directories by path, to retry
         self._again_at = 0.0
+        self._large: dict[str, None] = {}  # files to decode in another thread, in this order
+        self._decoding = ""  # the file whose decoded text is still wanted
+        self._decoder: asyncio.Task[None] | None = None
         self._inotify: INotify
         self._folder_watch: int | None = None
         self._parent_watch: int | None = None
@@ -135,6 +147,7 @@ class ManifestSource:
                 # A missing directory does not mean that its objects are deleted.
                 complete = self._folder_watch is not None
                 await self._check_all_files()
+                await self._decode_large()
                 deliver(Batch(self._changes(), complete))
                 while True:
                     await self._wait(readable)
@@ -150,19 +163,22 @@ class ManifestSource:
                         await asyncio.sleep(0)
                     self._miss(events.gone)
                     self._remove_missing()
+                    self._go_on_decoding(readable)
                     changes = self._changes()
-                    first_complete = not complete and self._folder_watch is not None
+                    first_complete = not complete and self._folder_watch is not None and self._decoder is None
                     complete |= first_complete
                     if changes or first_complete:
                         deliver(Batch(changes, complete))
             finally:
                 loop.remove_reader(self._inotify.fileno())
+                if self._decoder is not None:
+                    self._decoder.cancel()
 
     def _changes(self) -> list[Change]:
         if self._critic is not None:
             for kind, (refused, in_part) in self._catalogue.bad.items():
                 self._critic.bad(kind, refused, in_part)
-        return self._catalogue.changes(self._leaving)
+        return self._catalogue.changes(self._leaving, removals=self._decoder is None)
 
     async def _wait(self, readable: asyncio.Event) -> None:
         """Wait until there are events, a missing file counts as deleted, or a retry is due."""
@@ -279,31 +295,77 @@ class ManifestSource:
             return False
 
     def _read(self, name: str) -> None:
-        """Read one file and pass its text on. An unreadable file, or one that is not regular, is reported once."""
+        """Read one file and pass its text on; a large one has its turn later."""
+        try:
+            large = os.stat(self._directory / name).st_size > LARGE_BYTES
+        except OSError:
+            large = False  # _load reports it
+        if large:
+            self._leaving.pop(name, None)
+            self._large[name] = None
+            return
+        self._large.pop(name, None)
+        data = self._load(name)
+        if data is not None:
+            self._forget_decoding(name)
+            self._catalogue.read(name, data)
+
+    def _forget_decoding(self, name: str) -> None:
+        """The text of this file that is being decoded is out of date."""
+        if self._decoding == name:
+            self._decoding = ""
+
+    def _go_on_decoding(self, readable: asyncio.Event) -> None:
+        """Start to decode the large files that wait, if there are any. ``readable`` is set for each that is decoded."""
+        if self._decoder is not None and self._decoder.done():
+            self._decoder.result()
+            self._decoder = None
+        if self._large and self._decoder is None:
+            self._decoder = asyncio.create_task(self._decode_large(readable.set), name="decode manifests")
+            self._decoder.add_done_callback(lambda _: readable.set())
+
+    async def _decode_large(self, decoded: Callable[[], None] = lambda: None) -> None:
+        """Decode the large files that wait, one after the other: each may need much memory."""
+        while self._large:
+            name = next(iter(self._large))
+            del self._large[name]
+            data = self._load(name)
+            if data is not None:
+                self._decoding = name
+                found = await _in_thread(partial(self._catalogue.decode, name, data))
+                del data
+                if self._decoding == name and found is not None:
+                    self._catalogue.take(name, found)
+                self._decoding = ""
+            # Also for a file that is missing or is tried again: both have a time.
+            decoded()
+
+    def _load(self, name: str) -> bytes | None:
+        """The text of a file. An unreadable file, or one that is not regular, is reported once."""
         try:
             # Non-blocking: the file may be a FIFO.
             descriptor = os.open(self._directory / name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         except FileNotFoundError:
             self._miss({name})
-            return
+            return None
         except OSError as error:
             self._cannot(name, "read", error)
-            return
+            return None
         try:
             status = os.fstat(descriptor)
             if not stat.S_ISREG(status.st_mode):
                 self._cannot(name, "read", "not a regular file")
-                return
+                return None
             data = b""
             if status.st_size <= MAX_FILE_BYTES:
                 with open(descriptor, "rb", closefd=False) as file:
                     data = file.read(MAX_FILE_BYTES + 1)
             if max(status.st_size, len(data)) > MAX_FILE_BYTES:
                 self._cannot(name, "read", f"larger than {MAX_FILE_BYTES >> 20} MiB; split it into several files")
-                return
+                return None
         except OSError as error:
             self._cannot(name, "read", error)
-            return
+            return None
         finally:
             os.close(descriptor)
         self._unreadable.pop(name, None)
@@ -312,7 +374,7 @@ class ManifestSource:
             self._stamps[name] = _stamp(status)
         else:
             self._stamps.pop(name, None)
-        self._catalogue.read(name, data)
+        return data
 
     def _cannot(self, name: str, what: str, error: OSError | str) -> None:
         """Report once that something cannot be read, listed or watched. Its objects stay."""
@@ -338,6 +400,7 @@ class ManifestSource:
             if self._folder_watch is not None and self._is_gone(name):
                 self._stamps.pop(name, None)
                 self._unreadable.pop(name, None)
+                self._forget_decoding(name)
                 self._catalogue.remove(name)
 
     def _is_gone(self, name: str) -> bool:
@@ -348,6 +411,32 @@ class ManifestSource:
         except OSError:
             return False  # it exists, but is not accessible
         return False
+
+
+async def _in_thread(decode: Callable[[], DecodedFile | None]) -> DecodedFile | None:
+    """Call it in a thread of its own. An agent that ends does not wait for this thread, as it would for to_thread()."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[DecodedFile | None] = loop.create_future()
+
+    def settle(found: DecodedFile | None, error: Exception | None) -> None:
+        if future.cancelled():
+            return
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(found)
+
+    def call() -> None:
+        found, failed = None, None
+        try:
+            found = decode()
+        except Exception as error:
+            failed = error
+        with suppress(RuntimeError):  # the loop is closed: the agent ends
+            loop.call_soon_threadsafe(settle, found, failed)
+
+    threading.Thread(target=call, name="manifests", daemon=True).start()
+    return await future
 
 
 def _stamp(status: os.stat_result) -> _Stamp:

@@ -94,6 +94,7 @@ def read(directory: Path) -> model.Status:
         *_about_limits(known["overLimit"]),
         *_about_run_folder(directory),
         *_about_refusals(known["refusals"]),
+        *_about_xdp(made.devices, attached.settings or {}, known["refusals"]),
         *_about_conntrack(agent_state),
         *_about_repairs(agent_state),
     ]
@@ -199,6 +200,21 @@ def _about_refusals(refusals: Mapping[str, str]) -> Iterator[model.Trouble]:
             what=f"{what} is not available: {why}",
             remedy="run pyebpf-proxy doctor to test it, or remove it from the datapath configuration",
         )
+
+
+def _about_xdp(
+    devices: Sequence[model.DeviceView], settings: Mapping[str, object], refusals: Mapping[str, str]
+) -> Iterator[model.Trouble]:
+    """A warning about XDP on no device. ``settings``: as in bpf/settings.h."""
+    # If it is not available at all, the warning about that says more.
+    if not settings.get("xdp") or "XDP" in refusals or any(_has_xdp(device) for device in devices):
+        return
+    foreign = [device.name for device in devices if device.xdp == "foreign"]
+    yield model.Trouble(
+        what="XDP is configured, but the program is attached to no device: tc handles all packets"
+        + (f"; another XDP program is attached to {listed(foreign)}" if foreign else ""),
+        remedy="see the agent's log, or remove the device from xdpDevices",
+    )
 
 
 def _redirects(maps: Pinned) -> Iterator[tuple[int, int]]:
@@ -320,13 +336,6 @@ def _about_programs(status: model.Status, attached: Programs) -> Iterator[model.
         yield model.Trouble(
             what=f"the program on {listed(strange)} does not use the maps pinned in {status.pins}",
             remedy="two instances run on this node, or --directory names another instance: keep one",
-        )
-    if attached.settings and attached.settings.get("xdp") and not any(_has_xdp(device) for device in status.devices):
-        foreign = [device.name for device in status.devices if device.xdp == "foreign"]
-        yield model.Trouble(
-            what="XDP is configured, but the program is attached to no device: tc handles all packets"
-            + (f"; another XDP program is attached to {listed(foreign)}" if foreign else ""),
-            remedy="see the agent's log, or remove the device from xdpDevices",
         )
     if 0 < len(status.socket_programs) < _SOCKET_PROGRAMS:
         yield model.Trouble(

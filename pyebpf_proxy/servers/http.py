@@ -22,6 +22,10 @@ LEAST_SOURCES = 8
 ALL_SHARE = 2 * SHARE
 ALL_BURST_SECONDS = 0.25
 MOST_PAUSE = 1.0
+#: The longest wait of a source (seconds): thousands of sources leave each so little that one scrape would cost minutes.
+#: It is shorter than the usual interval of scrapes, and long enough that 128 connections with a scrape each stay within
+#: the share of all sources.
+MOST_WAIT = 10.0
 #: One source may have one part in this many of a pool's connections.
 SOURCE_PART = 4
 #: How many addresses of an IPv6 /64 network share its part of the CPU, at most; and its burst, in bursts of one source.
@@ -221,7 +225,7 @@ class Sources:
 
 
 def _charge(source: Source, used: float, now: float, rate: float, burst: float) -> None:
-    source.free = max(source.free, now - burst / rate) + used / rate
+    source.free = min(max(source.free, now - burst / rate) + used / rate, now + MOST_WAIT)
 
 
 def is_own(peer: str, here: str | None) -> bool:

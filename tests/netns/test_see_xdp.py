@@ -110,3 +110,17 @@ def test_a_warning_names_xdp_without_a_device(node: Node) -> None:
     wait_until(lambda: '"xdp":' not in node.namespace.run("ip", "-j", "link", "show", "dev", "eth0"), "XDP is off")
     shown = [each["what"] for each in answer(node, "status", status=1)["warnings"]]
     assert "XDP is configured, but the program is attached to no device: tc handles all packets" in shown
+
+
+def test_xdp_without_the_fast_path_is_one_warning(node: Node) -> None:
+    node.agent.stop()
+    try:
+        node.agent.start(own={"fastPath": False, "xdpDevices": ["eth0"]})
+        node.agent.wait_synced()
+        shown = [each["what"] for each in answer(node, "status", status=1)["warnings"]]
+        why = "XDP needs the fast path, which is off (fastPath: false)"
+        assert [what for what in shown if "XDP" in what] == [f"XDP is not available: {why}"]
+    finally:
+        node.agent.stop()
+        node.agent.start(own={"fastPath": True, "xdpDevices": ["eth0"]})
+        node.agent.wait_synced()

@@ -47,8 +47,8 @@ FLOW_MUTANTS: dict[str, tuple[str, str, str]] = {
     "flows: ended connections keep their port": ("conntrack.h", "return !ended;\n}", "return 1;\n}"),
     "flows: masqueraded flows need the client's port": (
         "young.h",
-        "if (!e->masquerade && !no_other &&",
-        "if (!no_other &&",
+        "if (!e->masquerade && !no_other)",
+        "if (!no_other)",
     ),
     "flows: flows straight to endpoints are not noted": (
         "tc.bpf.c",

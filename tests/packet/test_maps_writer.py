@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from pyebpf_proxy.datapath.loader import grace
+from pyebpf_proxy.datapath.loader.libbpf import BpfError
 from pyebpf_proxy.datapath.loader.programs import Loaded
 from pyebpf_proxy.datapath.maps.writer import Writer
 from pyebpf_proxy.services.model import (
@@ -426,10 +427,14 @@ def test_frontends_are_reported_in_time(loaded: Loaded) -> None:
 
 def test_a_refused_frontend_does_not_stay_with_its_former_service(loaded: Loaded) -> None:
     refuse = False
+    known: set[str] = set()
 
     def report(added: Any, removed: Any) -> None:
-        if refuse and list(added):
+        added = {str(ip_address(address)) for address, _, _ in added}
+        if refuse and added:
             raise OSError(errno.ENOMEM, "nft: no memory")
+        known.difference_update(str(ip_address(address)) for address, _, _ in removed)
+        known.update(added)
 
     def owners() -> dict[str, Any]:
         return {str(ip_address(key[:4])): value for key, value in loaded.maps["frontends4"].items()}
@@ -443,6 +448,7 @@ def test_a_refused_frontend_does_not_stay_with_its_former_service(loaded: Loaded
     (problem,) = writer.apply(moved)
     assert problem.name == api
     assert owners() == {"10.96.0.1": before["10.96.0.1"]}
+    assert known == {"10.96.0.1"}
     assert not writer.was_overwritten()
     refuse = False
     writer.apply(moved)
@@ -450,6 +456,40 @@ def test_a_refused_frontend_does_not_stay_with_its_former_service(loaded: Loaded
     after = owners()
     assert after.keys() == before.keys()
     assert after["192.0.2.1"] != before["192.0.2.1"]
+
+
+def test_frontends_that_the_map_refuses_are_withdrawn(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The nft set has only frontends that the map has: others are no addresses of a service, also one that moved."""
+    known: set[str] = set()
+
+    def report(added: Any, removed: Any) -> None:
+        for addresses, change in ((removed, known.discard), (added, known.add)):
+            for address, _, _ in addresses:
+                change(str(ip_address(address)))
+
+    writer = Writer(loaded, on_frontends=report)
+    web, api = name_of("web"), name_of("api")
+    writer.apply({web: service(web, ("10.96.0.1", "192.0.2.1"), "10.0.0.1:80")})
+    moved = {
+        web: service(web, ("10.96.0.1",), "10.0.0.1:80"),
+        api: service(api, ("192.0.2.1", "192.0.2.2"), "10.0.0.2:80"),
+    }
+    opened = loaded.maps["frontends4"]
+
+    def no_memory(keys: Any, values: Any, flags: int = 0) -> None:
+        raise BpfError("map frontends4", errno.ENOMEM)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(opened, "update_batch", no_memory)
+        (problem,) = writer.apply(moved)
+    assert problem.name == api
+    in_map = {str(ip_address(key[:4])) for key, _ in opened.items()}
+    assert in_map == {str(ip_address(address)) for address, _, _ in writer.frontends} == {"10.96.0.1"}
+    assert known == in_map
+    assert not writer.was_overwritten()
+    writer.apply(moved)
+    assert known == {"10.96.0.1", "192.0.2.1", "192.0.2.2"}
+    assert not writer.problems
 
 
 def test_ids_that_drained_programs_use_are_not_given_to_new_backends(loaded: Loaded) -> None:

@@ -22,8 +22,9 @@ import pytest
 
 from pyebpf_proxy.common.bpf_constants import CLOSE, RESTORE, SHORTEN
 from pyebpf_proxy.common.errors import FatalError
-from pyebpf_proxy.datapath.connections import create, drain, promotion
+from pyebpf_proxy.datapath.connections import create, ctnetlink, drain, promotion
 from pyebpf_proxy.datapath.connections.create import ABANDONED_SECONDS, Entry, Outcome, Result
+from pyebpf_proxy.datapath.connections.ctnetlink import TrackedEntry
 from pyebpf_proxy.datapath.connections.promotion import Flow, Promoter
 from pyebpf_proxy.datapath.loader import kernel_objects, programs
 from pyebpf_proxy.datapath.loader.btf import Btf
@@ -618,6 +619,38 @@ def test_the_entry_of_another_flow_is_not_closed(node: Node) -> None:
     node.promoter.pass_now()
     (line,) = node.listed()
     assert line.split()[3] == "ESTABLISHED"
+
+
+def test_a_connection_that_replaces_a_reset_one_meanwhile_is_not_closed(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A SYN with the same ports may come between the look at the entry and its change, which cannot name its id."""
+    key = node.young(1000)
+    node.promoter.pass_now()
+    node.expire_in(10)
+    node.write(key, closing=2)
+    client, frontend, endpoint = (each[node.family] for each in (CLIENT, FRONTEND, ENDPOINT))
+    ends = ["-p", "tcp", "-s", client, "-d", frontend, "--sport", "1000", "--dport", "80"]
+    replies = ["-r", endpoint, "-q", client, "--reply-port-src", "8081", "--reply-port-dst", "1000"]
+    real, looks = ctnetlink.lookup, 0
+
+    def lookup(*arguments: Any) -> TrackedEntry | None:
+        nonlocal looks
+        looks += 1
+        found = real(*arguments)
+        if looks == 1:
+            subprocess.run(["conntrack", "-D", *ends], check=True, capture_output=True)
+            fresh = ["--state", "SYN_SENT", "-t", "100"]
+            subprocess.run(["conntrack", "-I", *ends, *replies, *fresh], check=True, capture_output=True)
+        return found
+
+    monkeypatch.setattr(create, "lookup", lookup)
+    node.promoter.pass_now()
+    assert looks
+    (line,) = node.listed()
+    assert " sport=8081 " in line
+    assert line.split()[3] == "SYN_RECV"
+    assert 10 < int(line.split()[2]) <= 60
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,7 @@ _SYSCTLS = Path("/proc/sys/net/netfilter")
 class TcpState(enum.IntEnum):
     """TCP states that entries are given, from enum tcp_conntrack; the names are those of the sysctls."""
 
+    SYN_RECV = 2
     ESTABLISHED = 3
     FIN_WAIT = 4
     CLOSE_WAIT = 5
@@ -43,7 +44,7 @@ class TcpState(enum.IntEnum):
 _ENDED = {6, 7, int(TcpState.CLOSE)}
 _CLOSING = _ENDED | {int(TcpState.FIN_WAIT), int(TcpState.CLOSE_WAIT)}
 #: Entries in these states need not be replaced.
-_ALIVE = {int(state) for state in TcpState} - {int(TcpState.CLOSE)}
+_ALIVE = {int(TcpState.ESTABLISHED), int(TcpState.FIN_WAIT), int(TcpState.CLOSE_WAIT)}
 
 
 class Entry(NamedTuple):
@@ -179,7 +180,8 @@ def reset(
     quiet (the second value): then the RST had overtaken that packet.
     """
     closed = seconds[Protocol.TCP, TcpState.CLOSE]
-    over = []
+    over: list[bytes] = []
+    closing: list[tuple[Entry, TrackedEntry]] = []
     extended = []
     for entry, quiet in entries:
         known = _own(netlink, entry)
@@ -192,8 +194,29 @@ def reset(
             # does not let SEEN_REPLY and ASSURED be cleared (EBUSY).
             closed_entry = entry._replace(state=TcpState.CLOSE, answered=True)
             over.append(_key(entry) + _state(closed_entry, min(known.seconds, closed)))
+            closing.append((entry, known))
     numbers = netlink.request_many(uapi.IPCTNL_MSG_CT_NEW, 0, over)
+    _reopen(netlink, closing, seconds)
     return Closed(extended, [number for number in numbers if number not in (0, errno.ENOENT)])
+
+
+def _reopen(
+    netlink: RequestSocket,
+    closed: Iterable[tuple[Entry, TrackedEntry]],
+    seconds: Mapping[tuple[Protocol, TcpState], int],
+) -> None:
+    """Undo :func:`reset` for connections that have replaced those meanwhile: a SYN came with the same ports. OSError.
+
+    The kernel checks an entry's id when it deletes it, but not when it changes it. In SYN_RECV the client's next ACK
+    makes the entry ESTABLISHED; in CLOSE it would expire after ten seconds without a packet.
+    """
+    bodies = []
+    for entry, before in closed:
+        now = lookup(netlink, entry.protocol, entry.client, entry.frontend)
+        if now is not None and now.key != before.key and now.tcp_state == TcpState.CLOSE:
+            opening = entry._replace(state=TcpState.SYN_RECV, answered=True)
+            bodies.append(_key(entry) + _state(opening, seconds[Protocol.TCP, TcpState.SYN_RECV]))
+    netlink.request_many(uapi.IPCTNL_MSG_CT_NEW, 0, bodies)
 
 
 def _own(netlink: RequestSocket, entry: Entry) -> TrackedEntry | None:

@@ -212,7 +212,7 @@ def load(
             opened.callback(tc.close)
             sock, why_not_pods = _load_sock(settings, pin_dir, sizes, tc, objects)
             opened.callback(sock.close)
-            xdp, why_not_xdp = _load_xdp(settings, pin_dir, sizes, tc, objects)
+            xdp, why_not_xdp = _load_xdp(settings, pin_dir, sizes, tc, objects, why_not_fast)
             if xdp is not None:
                 opened.callback(xdp.close)
             loaded = Loaded(tc, sock, settings, why_no_lookup, resize, why_not_pods, why_not_fast, xdp, why_not_xdp)
@@ -292,13 +292,19 @@ def _load_sock(
 
 
 def _load_xdp(
-    settings: Settings, pin_dir: Path | None, sizes: Mapping[str, int] | None, tc: Object, objects: Path
+    settings: Settings,
+    pin_dir: Path | None,
+    sizes: Mapping[str, int] | None,
+    tc: Object,
+    objects: Path,
+    why_not_fast: str,
 ) -> tuple[Object | None, str]:
-    """The XDP program, if it is configured; None, and why, if the kernel refuses it."""
+    """The XDP program, if it is configured; None, and why, if there is no fast path or the kernel refuses it."""
     if not settings.xdp:
         return None, ""
     if not settings.fast_path:
-        return None, "XDP needs the fast path, which is not available"
+        why = "is not available" if why_not_fast else "is off (fastPath: false)"
+        return None, f"XDP needs the fast path, which {why}"
     try:
         return _load(objects / "xdp.bpf.o", settings, pin_dir, sizes, tc.maps if pin_dir is None else None), ""
     except BpfError as error:

@@ -21,7 +21,7 @@ import time
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from pyebpf_proxy.common.cycles import without_cycle_search
 from pyebpf_proxy.datapath.connections.flows import Route
@@ -408,15 +408,21 @@ class Writer:
             self._on_frontends(self._addresses(key for c in changes for key, _ in c.frontend_puts), ())
         except OSError as error:
             failures = [(change, 0, str(error)) for change, _, _ in rows]
-            for change, _, _ in rows:
-                for key, _ in change.frontend_puts:
-                    # One that moves from another service port would still belong to that one.
-                    self._maps[name].delete(key)
         else:
             failures = [(c, written, _refusal(name, error)) for c, written, error in self._update(name, rows)]
+        missing: list[bytes] = []
         for change, written, text in failures:
             change.failed = text
-            self._mirror.frontends_missing(change, [key for key, _ in change.frontend_puts[written:]])
+            keys = [key for key, _ in change.frontend_puts[written:]]
+            self._mirror.frontends_missing(change, keys)
+            missing += keys
+        for key in missing:
+            # One that moves from another service port would still belong to that one.
+            self._maps[name].delete(key)
+        if missing:
+            # If this is refused too, the next complete sync removes them.
+            with suppress(OSError):
+                self._on_frontends((), self._addresses(missing))
 
     def _delete_frontends(self, changes: list[Change], family: IPFamily) -> None:
         mirror = self._mirror

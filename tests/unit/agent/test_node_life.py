@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
+import msgspec
 import pytest
 
 from pyebpf_proxy.agent.node_life import NodeLife
@@ -13,7 +14,8 @@ from pyebpf_proxy.common.errors import FatalError
 from pyebpf_proxy.kube.objects import Node, NodeAddress, NodeSpec, NodeStatus, ObjectMeta
 from pyebpf_proxy.kube.source import Change
 from pyebpf_proxy.services.addresses import format_address
-from pyebpf_proxy.services.nodes import view_node
+from pyebpf_proxy.services.nodes import ZONE_LABEL, view_node
+from pyebpf_proxy.services.planner import Planner, PlanSettings
 from tests.support.logs import Log, Message
 
 
@@ -203,3 +205,27 @@ def test_a_node_may_be_created_and_deleted_before_the_start() -> None:
     assert life.take([node(), gone()]) == [node(), gone()]
     life.listed()
     assert life.ready
+
+
+@pytest.mark.parametrize("ips", [("192.0.2.1",), ()])
+def test_a_node_that_is_created_again_has_only_its_new_labels(ips: tuple[str, ...]) -> None:
+    """As in kube-proxy (NodeTopologyConfig): a deletion changes nothing, and the new object counts alone."""
+    life = NodeLife("here", needs_pod_cidrs=False)
+    planner = Planner(PlanSettings("here"))
+
+    def labelled(labels: dict[str, str] | None, ips: tuple[str, ...] = ("192.0.2.1",)) -> Change:
+        change = node(ips=ips)
+        assert isinstance(change.object, Node)
+        return change._replace(
+            object=msgspec.structs.replace(change.object, metadata=ObjectMeta("here", labels=labels))
+        )
+
+    planner.update(life.take([labelled({ZONE_LABEL: "a"})]))
+    life.listed()
+    planner.update(life.take([gone()]))
+    assert planner.zone == "a"
+    planner.update(life.take([labelled(None, ips)]))
+    assert planner.zone == ""
+    planner.update(life.take([labelled({ZONE_LABEL: "b"})]))
+    planner.update(life.take([gone(), labelled(None, ips)]))
+    assert planner.zone == ""

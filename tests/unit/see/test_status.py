@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pyebpf_proxy.see import status
+from pyebpf_proxy.see import model, status
 from pyebpf_proxy.servers import local as servers_local
 
 
@@ -39,3 +39,17 @@ def test_a_missing_optional_feature_is_no_warning() -> None:
     """A stock kernel allows conntrack's lookup functions only with CAP_SYS_ADMIN, which the DaemonSet lacks."""
     (warning,) = status._about_refusals({"conntrack lookup": "it needs CAP_SYS_ADMIN", "XDP": "too old"})
     assert warning.what == "XDP is not available: too old"
+
+
+@pytest.mark.parametrize("why", ["", "XDP needs the fast path, which is off (fastPath: false)"])
+def test_xdp_that_is_not_available_is_one_warning(why: str) -> None:
+    """That its program is on no device follows from the refusal. Without an agent the refusals are not known."""
+    refusals = {"XDP": why} if why else {}
+    eth0 = model.DeviceView(name="eth0", program="tc_ethernet", wanted="tc_ethernet")
+    found = [*status._about_refusals(refusals), *status._about_xdp([eth0], {"xdp": 1}, refusals)]
+    (warning,) = found
+    assert warning.what == (
+        f"XDP is not available: {why}"
+        if why
+        else "XDP is configured, but the program is attached to no device: tc handles all packets"
+    )

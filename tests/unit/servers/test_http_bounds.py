@@ -131,6 +131,21 @@ def test_ever_new_sources_together_get_a_limited_share() -> None:
     assert sources.pause(now) == before
 
 
+@pytest.mark.parametrize("peer", ["192.0.2.7", "2001:db8:ffff::7"])
+def test_ever_new_sources_delay_a_scrape_only_so_long(peer: str) -> None:
+    """Thousands of them leave almost nothing of the share, and a scrape costs more than a burst."""
+    sources = Sources()
+    prometheus = sources.of(peer, "2001:db8::1")
+    now = 1000.0
+    for number in range(1500):
+        sources.of(f"2001:db8:{number:x}::1", "2001:db8::1")
+    for _ in range(3):
+        sources.charge(prometheus, 0.03, now)
+        assert 3 < prometheus.rest(now) <= bounds.MOST_WAIT
+        now += 15.0
+        assert prometheus.rest(now) == 0
+
+
 @pytest.mark.parametrize(
     ("peer", "here", "own"),
     [
