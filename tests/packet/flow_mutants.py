@@ -41,8 +41,8 @@ FLOW_MUTANTS: dict[str, tuple[str, str, str]] = {
     "flows: pressed datagrams": ("sweep.h", "!(udp && !conntrack_is_asked() && is_answered(f, other))", "true"),
     "flows: conntrack is not asked for other flows of the port": (
         "young.h",
-        "if (!e->masquerade && !no_other && settings.conntrack_lookup)",
-        "if (false)",
+        "if (settings.conntrack_lookup)\n\t\t\treturn ASK_CONNTRACK;\n",
+        "if (!settings.conntrack_lookup)",
     ),
     "flows: ended connections keep their port": ("conntrack.h", "return !ended;\n}", "return 1;\n}"),
     "flows: masqueraded flows need the client's port": (
