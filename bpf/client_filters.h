@@ -163,33 +163,6 @@ static __always_inline bool may_be_tracked(__u64 hash, enum protocol protocol, _
 	return !is_swept(clock) || is_recent(*(volatile __u8 *)tracked_byte_of(t, hash), clock, ages);
 }
 
-/* The client sends a SYN or a datagram straight to an endpoint. Without the lookup, only these are noted. */
-__noinline int note_straight(const struct packet *p)
-{
-	if (!settings.fast_path || !p || p->protocol == SCTP)
-		return 0;
-	note_tracked(client_hash((const struct flow_key *)p, false), flow_clock());
-	return 0;
-}
-
-/* Called without the lookup.  1: the client may have a flow straight to an endpoint. */
-__noinline int may_have_straight_flow(const struct packet *p)
-{
-	struct tracked_clients *t;
-	__u32 ages;
-
-	if (!settings.fast_path || !p)
-		return 0;
-	t = tracked();
-	if (!t)
-		return 0;
-	ages = filter_clock(p->protocol == UDP ? noted_udp_ns() : NOTED_TCP_NS);
-	if (ages + 4 > FILTER_AGES)
-		ages = FILTER_AGES - 4;
-	return is_recent(*(volatile __u8 *)tracked_byte_of(t, client_hash((const struct flow_key *)p, false)),
-			 filter_clock(flow_clock()), ages);
-}
-
 /* A SYN or datagram of a client that has no flow in conntrack. */
 __noinline int is_untracked(const struct packet *p)
 {

@@ -184,8 +184,7 @@ struct {
 
 /*
  * Which clients' addresses and ports conntrack may have flows of, by a hash: when netfilter last got a SYN or a datagram
- * (note_tracked()).  It saves the lookup of new flows in conntrack.  Without the lookup, it has only clients that send
- * straight to endpoints.
+ * (note_tracked()).  It saves the lookup of new flows in conntrack.
  */
 struct tracked_clients {
 	__u32 complete;		/* settings.load of the programs for which the agent has noted what conntrack had */
@@ -198,6 +197,26 @@ struct {
 	__type(key, __u32);
 	__type(value, struct tracked_clients);
 } tracked_clients SEC(".maps");
+
+#define STRAIGHT_SLOTS 32768
+
+/* A flow from a client straight to an endpoint, by the tag of its key: when the kernel last got a SYN or a datagram of it. */
+struct straight_flow {
+	__u32 tag;
+	__u32 when;		/* filter_clock() */
+};
+
+/* Used without the conntrack lookup. A later flow with the same upper bits takes the place of an earlier one. */
+struct straight_flows {
+	struct straight_flow noted[STRAIGHT_SLOTS];
+};
+
+struct {
+	__uint(type, BPF_MAP_TYPE_ARRAY);
+	__uint(max_entries, 1);
+	__type(key, __u32);
+	__type(value, struct straight_flows);
+} straight_flows SEC(".maps");
 
 /* New young UDP flows of this CPU, and those whose bucket was full, in the current and in the last window of 2^28 ns. */
 struct exchange_rate {

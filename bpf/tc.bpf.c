@@ -155,7 +155,10 @@ static __always_inline bool clashes_with_young(struct __sk_buff *skb, const stru
 	if (is_taken_by_young(p, &p->destination, p->destination_port, skb->ifindex))
 		return true;
 	/* From now on conntrack has this flow, and no young flow may have the same replies. */
-	note_straight(p);
+	if (settings.conntrack_lookup)
+		note_left(p, false);
+	else
+		note_straight((const struct flow_key *)p);
 	return false;
 }
 
@@ -365,7 +368,10 @@ int enter_flow(struct __sk_buff *skb)
 	return enter_tracked(&tracked);
 }
 
-/* Run by the agent with the key of each flow that conntrack has; then with zeros, which completes the filter. */
+/*
+ * Run by the agent with the client's end of each flow that conntrack has; then with zeros, which completes the filter.
+ * Without the conntrack lookup: with the key of each flow straight to an endpoint.
+ */
 SEC("tc")
 int note_tracked_flow(struct __sk_buff *skb)
 {
@@ -374,6 +380,10 @@ int note_tracked_flow(struct __sk_buff *skb)
 
 	if (!settings.fast_path || bpf_skb_load_bytes(skb, ETH_HLEN, &key, sizeof(key)))
 		return 0;
+	if (!settings.conntrack_lookup) {
+		note_straight(&key);
+		return 1;
+	}
 	t = tracked();
 	if (!t)
 		return 0;

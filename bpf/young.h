@@ -4,12 +4,11 @@
 #define PEP_YOUNG_H
 
 #include "backend.h"
-#include "client_filters.h"
 #include "ctx.h"
 #include "flow_send.h"
-#include "node_sockets.h"
 #include "permit.h"
 #include "refused.h"
+#include "taken_ports.h"
 
 #define SNAT_PORT_TRIES 4
 
@@ -409,6 +408,14 @@ __noinline int is_proven(const struct packet *p, enum slow_path_reason reason)
 	return now + PERMIT_NS / 2 < d->permit.until && !may_enter_without_permit(now);
 }
 
+/* The key of a flow from this client's port straight to the endpoint. */
+static __always_inline void straight_key_of(const struct packet *p, const struct backend *b, struct flow_key *key)
+{
+	__builtin_memcpy(key, p, sizeof(*key));
+	__builtin_memcpy(key->destination, &b->address, 16);
+	key->destination_port = b->port;
+}
+
 #define OPENED_EXCHANGE (-1)
 #define ASK_CONNTRACK (-2)
 
@@ -455,7 +462,8 @@ __noinline int open_young(struct context *ctx, const struct packet *p, const str
 	if (!e->masquerade && !no_other) {
 		if (settings.conntrack_lookup)
 			return ASK_CONNTRACK;
-		if (may_have_straight_flow(p))
+		straight_key_of(p, b, &d->key);
+		if (is_straight(&d->key))
 			return SLOW_NO_PORT;
 	}
 

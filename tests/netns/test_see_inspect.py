@@ -26,7 +26,7 @@ HEADERS = "".join(path.read_text() for path in sorted((ROOT / "bpf").glob("*maps
 # Scratch space that is not pinned, rings of events, maps that the kernel cannot list (a queue, and socket storage), and
 # one entry of many bytes.
 NOT_SHOWN = {"flow_drafts", "dry_results", "decisions", "promotions", "connected_revnat", "socket_translations"}
-NOT_SHOWN |= {"udp_filter", "tracked_clients"}
+NOT_SHOWN |= {"udp_filter", "tracked_clients", "straight_flows"}
 WEB = Kind("web", 10, externalTrafficPolicy="Local")
 
 

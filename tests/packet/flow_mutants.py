@@ -52,17 +52,17 @@ FLOW_MUTANTS: dict[str, tuple[str, str, str]] = {
     ),
     "flows: flows straight to endpoints are not noted": (
         "tc.bpf.c",
-        "\tnote_straight(p);\n\treturn false;",
-        "\treturn false;",
+        "\tif (settings.conntrack_lookup)\n\t\tnote_left(p, false);\n\telse\n\t\tnote_straight(",
+        "\tif (false)\n\t\tnote_straight(",
     ),
     "flows: without the lookup, flows straight to endpoints are forgotten": (
         "young.h",
-        "if (may_have_straight_flow(p))",
+        "if (is_straight(&d->key))",
         "if (false)",
     ),
     "node sockets: their ports are not known": ("young.h", "if (node_has_socket(ctx, &d->reply_key))", "if (false)"),
-    "node sockets: only UDP": ("node_sockets.h", "\tif (key->protocol == UDP)", "\tif (true)"),
-    "node sockets: only TCP": ("node_sockets.h", "\tif (key->protocol == UDP)", "\tif (false)"),
+    "node sockets: only UDP": ("taken_ports.h", "\tif (key->protocol == UDP)", "\tif (true)"),
+    "node sockets: only TCP": ("taken_ports.h", "\tif (key->protocol == UDP)", "\tif (false)"),
     "node sockets: of any peer's port": (
         "flow_table.h",
         "t->ipv4.sport = bpf_htons(key->source_port);",

@@ -11,6 +11,7 @@ import pytest
 from scapy.packet import Packet
 
 from pyebpf_proxy.datapath.connections import masqueraded, tracked_clients
+from pyebpf_proxy.datapath.loader.btf import Layout
 from pyebpf_proxy.datapath.loader.libbpf import RunResult
 from tests.packet.fast_node import (
     CLIENT_MAC,
@@ -320,7 +321,7 @@ def test_without_the_lookup_clients_straight_to_the_endpoint_are_noted(
 
 @pytest.mark.parametrize("protocol", ["tcp", "udp"])
 def test_without_the_lookup_the_agent_notes_what_conntrack_has(without_lookup: ProgramNode, protocol: str) -> None:
-    """Only flows straight to endpoints: others say nothing about the next flow from their port."""
+    """Only flows straight to endpoints: the others are not compared with."""
     flow = permitted(without_lookup, protocol)
     other, elsewhere = (Flow(without_lookup, protocol, sport=flow.sport + more) for more in (1, 2))
     track(flow, "straight to the endpoint")
@@ -332,6 +333,42 @@ def test_without_the_lookup_the_agent_notes_what_conntrack_has(without_lookup: P
     assert not is_opened(flow)
     assert is_opened(other)
     assert is_opened(elsewhere)
+
+
+def test_without_the_lookup_a_note_ends(without_lookup: ProgramNode) -> None:
+    """After the time that conntrack keeps a flow. The agent notes longer ones again."""
+    flow = permitted(without_lookup, "udp")
+    track(flow, "straight to the endpoint")
+    assert note_straight(without_lookup) == 1
+    assert not is_opened(flow)
+    set_notes_back(without_lookup, 100)
+    assert not is_opened(flow)
+    set_notes_back(without_lookup, 100)
+    assert is_opened(flow)
+
+
+def test_without_the_lookup_a_flow_to_another_endpoint_takes_no_port(without_lookup: ProgramNode) -> None:
+    flow = permitted(without_lookup, "tcp")
+    without_lookup.endpoint("local", 0, protocol="tcp")
+    flow.endpoint = "local"
+    track(flow, "straight to the endpoint")
+    flow.endpoint = "remote"
+    assert note_straight(without_lookup) == 1
+    assert is_opened(flow)
+
+
+def set_notes_back(world: ProgramNode, units: int) -> None:
+    """Units of 2^30 ns."""
+    of, layout = world.object.maps["straight_flows"], world.object.btf.struct("straight_flow")
+    value = of.lookup(bytes(4)) or b""
+    slots = [value[at : at + layout.size] for at in range(0, len(value), layout.size)]
+    moved = [slot if not any(slot) else _set_back(layout, slot, units) for slot in slots]
+    of.update(bytes(4), b"".join(moved))
+
+
+def _set_back(layout: Layout, slot: bytes, units: int) -> bytes:
+    note = layout.unpack(slot)
+    return layout.pack(tag=note["tag"], when=(int(note["when"]) - units) & 0xFFFFFFFF)  # type: ignore[call-overload]
 
 
 def test_without_the_lookup_only_so_many_flows_are_listed(without_lookup: ProgramNode) -> None:

@@ -74,14 +74,15 @@ def note_straight(btf: Btf, note_flow: Callable[[bytes], bool], is_endpoint: IsE
     For programs that cannot look up conntrack. A flow through a Service from the same port would have the same replies.
     Called again before the notes expire. OSError: the flows cannot be listed.
     """
-    key = _flow_key(btf)
+    fields = "source", "destination", "source_port", "destination_port", "protocol", "ipv6"
+    pack = btf.struct("flow_key").packer(*fields).pack
     listed = ((family, entry) for family in IPFamily for entry in entries(family))
     noted = 0
     for family, entry in itertools.islice(listed, most):
         assert entry.original is not None
         (client, port), to = entry.original.ends
         if entry.reply is not None and entry.reply.ends[0] == to and is_endpoint(entry.original.protocol, to):
-            noted += note_flow(key(client, port, entry.original.protocol, family is IPFamily.IPV6))
+            noted += note_flow(pack(client, to[0], port, to[1], entry.original.protocol, family is IPFamily.IPV6))
     return noted
 
 
