@@ -116,7 +116,8 @@ static __noinline int continues(struct __sk_buff *skb, const struct packet *p, c
 
 static __always_inline int may_have_other_flow(struct __sk_buff *skb, const struct packet *p, const struct backend *b)
 {
-	return conntrack_has_port(skb, p, b);
+	/* Without the lookup clang passes no context to the function, and the verifier must not see that call. */
+	return !settings.conntrack_lookup || conntrack_has_port(skb, p, b);
 }
 
 /* `known`: the flow table has this flow as a kernel's flow. */

@@ -228,7 +228,7 @@ def main() -> int:
                 shutil.copy(other, scratch)
             built = f"{scratch}/tc.bpf.o"
             clang = ["clang", "-O2", "-g", "-target", "bpf", "-mcpu=v3"]
-            for which in ("tc", "xdp"):
+            for which in ("tc", "tc_without_lookup", "xdp"):
                 source, made = f"{scratch}/bpf/{which}.bpf.c", f"{scratch}/{which}.bpf.o"
                 subprocess.run([*clang, "-c", source, "-o", made], check=True)
             tests = [

@@ -38,7 +38,7 @@ import pyebpf_proxy
 from pyebpf_proxy.datapath.loader.abilities import STORAGE_MAPS
 from pyebpf_proxy.datapath.loader.btf import Layout
 from pyebpf_proxy.datapath.loader.libbpf import Link, Object, Program, RunResult, SkBuff
-from pyebpf_proxy.datapath.loader.programs import unused_maps
+from pyebpf_proxy.datapath.loader.programs import object_file, unused_maps
 from pyebpf_proxy.datapath.loader.reasons import reasons
 from pyebpf_proxy.datapath.maps.hints import AddressHints
 from pyebpf_proxy.services.model import FrontendKind
@@ -159,7 +159,8 @@ def _load(values: dict[str, Any]) -> Programs:
         if values.get("dry_run"):
             without -= {"dry_results"}
         constants = {"settings": rodata}
-        tc = Object.open(OBJECT, rodata=constants, max_entries=SIZES, without=without).load()
+        path = object_file("tc", bool(values["conntrack_lookup"]), OBJECT.parent)
+        tc = Object.open(path, rodata=constants, max_entries=SIZES, without=without).load()
         xdp = None
         if values["xdp"]:
             xdp = Object.open(XDP_OBJECT, rodata=constants, reuse=tc.maps, without=without).load()
