@@ -60,7 +60,7 @@ SUITES = (
     Suite("start", (f"{_CASES}/test_guest_start.py",), "", first=True),
     Suite("refused", (f"{_CASES}/test_guest_refused.py",), "", refused=True),
     Suite("old", (f"{_CASES}/test_guest_old.py",), "", refused=True),
-    Suite("load", (f"{_CASES}/test_guest_load.py",), "refused or plain or everything"),
+    Suite("load", ("tests/packet/test_settings_load.py",), "refused or plain or everything"),
     Suite("fast", (f"{_CASES}/test_guest_fast.py",), "not restart"),
     Suite(
         "policy",

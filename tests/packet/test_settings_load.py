@@ -45,7 +45,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def best() -> Iterator[Loaded]:
     """What this kernel supports of everything; conntrack's modules are loaded with the table, as for the agent."""
-    table = Table("guest_load")
+    table = Table("settings_load")
     table.ensure(Behaviour(masquerade_mark=0x4000))
     try:
         loaded = load(Settings(netns_cookie=1, **ALL), sizes=SIZES)
