@@ -77,7 +77,7 @@ fit.
 """
 
 DATAPATH_FOOT = """
-Empty maps of the default sizes take about 54 MB, or about {total} MB with `fastPath: false`, not counting the maps of
+Empty maps of the default sizes take about 57 MB, or about {total} MB with `fastPath: false`, not counting the maps of
 single schedulers. These maps are preallocated: `backends4`, `endpoints4` (for a fast first sync), and
 the LRU maps that the programs write to (the kernel always preallocates those).
 
