@@ -11,6 +11,7 @@ from pyebpf_proxy.lab.addresses import cluster_ip
 from pyebpf_proxy.lab.cluster import Lab
 from pyebpf_proxy.lab.manifests import Port, service, slices
 from tests.netns.tcp_ends import End, exchange_data
+from tests.support import without_lookup
 from tests.support.fast_lab import FastWorld, build_fast_world
 from tests.support.lab_tools import wait_until
 
@@ -22,10 +23,12 @@ ADDRESS = cluster_ip(13)
 SHARED, OTHERS = range(21_000, 21_005), iter(range(22_000, 30_000))
 
 
-@pytest.fixture(scope="module")
-def world() -> Iterator[FastWorld]:
+@pytest.fixture(scope="module", params=["conntrack lookup", "no lookup"])
+def world(request: pytest.FixtureRequest) -> Iterator[FastWorld]:
     with Lab() as lab:
-        world = build_fast_world(lab)
+        lookup = request.param == "conntrack lookup"
+        world = build_fast_world(lab, enter=() if lookup else without_lookup.command(lab.nodes[0].namespace.name))
+        assert ("conntrack lookup" in world.node.agent.log()) is not lookup
         End(world.near.namespace).listen(PORT)
         ports = [Port("tcp", PORT, PORT)]
         objects = [service("shared", ports, ADDRESS), *slices("shared", ports, [(world.near.address, world.node.name)])]

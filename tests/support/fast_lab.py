@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from pyebpf_proxy.lab.addresses import cluster_ip
@@ -41,7 +41,8 @@ class FastWorld(World):
         wait_until(lambda: self.count("flow_hit") > before + 10, "packets sent by the cache", 60.0)
 
 
-def build_fast_world(lab: Lab, own: dict[str, Any] = ON) -> FastWorld:
+def build_fast_world(lab: Lab, own: dict[str, Any] = ON, enter: Sequence[str] = ()) -> FastWorld:
+    """``own``, ``enter``: as for :meth:`Agent.start`."""
     first, second = lab.nodes
     world = FastWorld(
         lab,
@@ -56,7 +57,7 @@ def build_fast_world(lab: Lab, own: dict[str, Any] = ON) -> FastWorld:
         endpoints = [(pod.address, pod.node.name)]
         lab.write(f"{name}.yaml", [service(name, ports, address), *slices(name, ports, endpoints)])
     lab.write("nodes.yaml", [node(each.name, each.address, each.pod_cidr) for each in lab.nodes])
-    first.agent.start(own=own)
+    first.agent.start(own=own, enter=enter)
     first.agent.wait_synced()
     return world
 
