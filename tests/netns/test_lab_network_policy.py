@@ -343,10 +343,13 @@ def test_a_policy_that_remembers_flows_in_conntrack(fast_world: FastWorld, ask: 
     """A promoted flow would have no mark and no label, so its packets would be dropped."""
     client, node = fast_world.client, fast_world.node.namespace
     rules = REMEMBERED[which]
+    before = fast_world.count("stack_rules")
     node.run("nft", f"table inet remembers {{ chain c {{ type filter hook forward priority 0; {rules} }}; }}")
     try:
         flows = [NewFlows(client.namespace, NEAR.of(family), protocol) for protocol in BOTH]
         with ending(*flows):
+            # Until the agent has read the rules, new flows may be young, and get no mark.
+            wait_until(lambda: fast_world.count("stack_rules") > before, "closed for the rules", 60.0)
             wait_all_made(flows, 20)
             conversations = [ask(client.namespace, NEAR.of(family), protocol) for protocol in BOTH]
             time.sleep(3)
