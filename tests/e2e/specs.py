@@ -45,8 +45,16 @@ _CILIUM = {
     r"deny ingress access to updated pod": "Cilium applies a pod's new label seconds later, on a busy machine too late",
     r"Traffic Distribution": "Cilium chooses the endpoints of pods' ClusterIPs, by rules of its own for zones",
 }
+#: kube-router's chain is the first one in FORWARD, and ends with ACCEPT for what complies with policies.
+_KUBE_ROUTER = {
+    r"should be rejected": "kube-router accepts the packet in FORWARD before kube-proxy's rule rejects it",
+}
 #: Specs that may fail, by recorded run: regular expressions of their names, with reasons. Only what was recorded.
-KNOWN: dict[str, dict[str, str]] = {"kube-proxy-cilium": _CILIUM, "pyebpf-proxy-cilium": _CILIUM}
+KNOWN: dict[str, dict[str, str]] = {
+    "kube-proxy-cilium": _CILIUM,
+    "pyebpf-proxy-cilium": _CILIUM,
+    "kube-proxy-flannel": _KUBE_ROUTER,
+}
 _LIMIT = 3600
 
 
