@@ -31,7 +31,7 @@ static __always_inline void *bytes_at(struct context *ctx, __u32 offset, __u32 l
 	void *data = CONTEXT_POINTER(ctx, data);
 	void *end = CONTEXT_POINTER(ctx, data_end);
 
-	if (data + offset + length <= end)
+	if (likely(data + offset + length <= end))
 		return data + offset;
 	if (offset + length > ctx->len || bpf_skb_pull_data(ctx, offset + length))
 		return NULL;
@@ -50,7 +50,7 @@ static __always_inline long load_bytes(struct context *ctx, __u32 offset, void *
 /* VLAN 0 is only a priority. With any other tag the frame belongs to the VLAN device above this one. */
 static __always_inline bool belongs_to_vlan(struct context *ctx)
 {
-	return ctx->vlan_present && (ctx->vlan_tci & VLAN_ID_MASK);
+	return unlikely(ctx->vlan_present) && (ctx->vlan_tci & VLAN_ID_MASK);
 }
 
 /* EtherType; 0 if the packet belongs to a VLAN device, which has its own program. */
@@ -223,7 +223,7 @@ static __always_inline long rewrite_headers(struct context *ctx, const struct pa
 	__u16 *check = words == TCP_WORDS ? (__u16 *)&transport[4] : (__u16 *)&transport[1] + 1;
 	const __u8 *frame = bytes_at(ctx, 0, length);
 
-	if (!frame)
+	if (unlikely(!frame))
 		return -1;
 	h.ether_type = *(const __be16 *)(frame + 2 * 6);
 	/* What precedes TTL or addresses. */
@@ -248,7 +248,7 @@ static __always_inline bool may_be_partial(struct context *ctx, const struct pac
 {
 	__u16 *check = bytes_at(ctx, ETH_HLEN + transport_check(p), sizeof(*check));
 
-	return ctx->gso_size || !check || lacks_checksum(p, *check);
+	return unlikely(ctx->gso_size) || unlikely(!check) || lacks_checksum(p, *check);
 }
 
 static __always_inline long rewrite_partial(struct context *ctx, const struct packet *p, const struct flow_rewrite *a,
@@ -262,7 +262,7 @@ static __always_inline long rewrite_partial(struct context *ctx, const struct pa
 
 static __noinline int rewrite(struct context *ctx, const struct packet *p, const struct flow_rewrite *a)
 {
-	if (!p || !a)
+	if (unlikely(!p || !a))
 		return -1;
 	if (may_be_partial(ctx, p))
 		return p->ipv6 ? rewrite_partial(ctx, p, a, true) : rewrite_partial(ctx, p, a, false);

@@ -27,7 +27,7 @@ static __always_inline void *bytes_at(struct context *ctx, __u32 offset, __u32 l
 	void *data = CONTEXT_POINTER(ctx, data);
 	void *end = CONTEXT_POINTER(ctx, data_end);
 
-	if (data + offset + length > end)
+	if (unlikely(data + offset + length > end))
 		return NULL;
 	return data + offset;
 }
@@ -153,9 +153,9 @@ static __always_inline enum slow_path_reason why_not_here(struct context *ctx, c
 	*way = sending_action(ctx, a->out.device);
 	if (*way == XDP_PASS)
 		reason = XDP_LEFT_DEVICE;
-	else if (!check || lacks_checksum(p, *check))
+	else if (unlikely(!check || lacks_checksum(p, *check)))
 		reason = XDP_LEFT_CHECKSUM;
-	if (reason)
+	if (unlikely(reason))
 		count(reason);
 	return reason;
 }
@@ -176,7 +176,7 @@ static __always_inline long rewrite_headers(struct context *ctx, const struct pa
 	__u8 *frame = bytes_at(ctx, 0, ETH_HLEN + ip + words * 4);
 	__u16 *check;
 
-	if (!frame)
+	if (unlikely(!frame))
 		return -1;
 	check = (void *)frame + ETH_HLEN + ip + (words == TCP_WORDS ? TCP_CHECK : UDP_CHECK);
 	rewrite_link((__u16 *)frame, &a->out);

@@ -76,7 +76,7 @@ static __always_inline long find_in_bucket(__u32 number, const struct flow_key *
 	__u32 tag = tag_of(key), way, element, owner;
 	struct exchange *x;
 
-	if (!bucket)
+	if (unlikely(!bucket))
 		return -1;
 	way = way_with(reply ? bucket->reply : bucket->there, tag);
 	if (way == EXCHANGE_WAYS)
@@ -84,7 +84,7 @@ static __always_inline long find_in_bucket(__u32 number, const struct flow_key *
 	element = number * EXCHANGE_WAYS + way;
 	owner = owner_of(bucket, way);
 	x = exchange_at(element);
-	if (!x || !is_direction(x, key, reply, tag))
+	if (unlikely(!x || !is_direction(x, key, reply, tag)))
 		return -1;
 	return (__u64)owner << 32 | element << 1 | reply;
 }

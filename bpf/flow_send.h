@@ -38,13 +38,13 @@ static __always_inline bool is_syn_fin_rst(const struct packet *p)
 static __always_inline enum slow_path_reason why_kernel(const struct packet *p, const struct flow_rewrite *a,
 							__u32 segment)
 {
-	if (p->fragment)
+	if (unlikely(p->fragment))
 		return STACK_FRAGMENT;
-	if (p->options)
+	if (unlikely(p->options))
 		return STACK_OPTIONS;
-	if (p->hops <= 1)
+	if (unlikely(p->hops <= 1))
 		return STACK_HOPS;
-	if ((segment ? p->headers + segment : p->length) > a->out.mtu)
+	if (unlikely((segment ? p->headers + segment : p->length) > a->out.mtu))
 		return STACK_TOO_BIG;
 	return NOT_SLOW;
 }
@@ -74,7 +74,7 @@ static __always_inline int rewrite_and_send(struct context *ctx, const struct pa
 	int verdict;
 
 	/* A packet must not continue half rewritten, or rewritten by an entry that has changed meanwhile. */
-	if (rewrite(ctx, p, a) || (verdict = redirect(a, way), was_reused(a, tag_of(p)))) {
+	if (unlikely(rewrite(ctx, p, a) || (verdict = redirect(a, way), was_reused(a, tag_of(p))))) {
 		count(DROP_REWRITE_FAILED);
 		return DROPPED;
 	}
@@ -199,28 +199,28 @@ static __always_inline int send_young(struct context *ctx, const struct packet *
 	bool over = false;
 	int verdict;
 
-	if (!p || !known)
+	if (unlikely(!p || !known))
 		return NOT_SENT;
 	a = &known->rewrite;
 	reason = why_kernel(p, a, segment_size(ctx));
-	if (reason) {
+	if (unlikely(reason)) {
 		count_left(reason);
 		return leave_young(ctx, p, &known->rewrite, known, known->service, known->reply ? 0 : known->backend, reason);
 	}
-	if (p->protocol == TCP && p->tcp_flags & (TCP_RST | TCP_FIN))
+	if (p->protocol == TCP && unlikely(p->tcp_flags & (TCP_RST | TCP_FIN)))
 		over = end_young(p, a, known);
-	else if (known->closing && (p->length > p->headers || p->tcp_flags & TCP_SYN))
+	else if (unlikely(known->closing) && (p->length > p->headers || p->tcp_flags & TCP_SYN))
 		/*
 		 * A packet with data: the flow continues.  Or the next connection with these ports: if it is silent, the sweep
 		 * must not take it for the one that has closed.
 		 */
 		known->closing = 0;
-	else if (known->closing == CLOSING_BY_RESET)
+	else if (unlikely(known->closing == CLOSING_BY_RESET))
 		/* Nothing follows a RST: one of the packets was forged. */
 		known->closing = CLOSING;
 	note_sent(known, p, now);
 	verdict = rewrite_and_send(ctx, p, a, way);
-	if (over && forget_flow((const struct flow_key *)p, a, known->reply, true))
+	if (unlikely(over) && forget_flow((const struct flow_key *)p, a, known->reply, true))
 		count(YOUNG_ENDED);
 	return verdict;
 }
@@ -361,7 +361,7 @@ static __always_inline int send_kernels(struct context *ctx, const struct packet
 	__u32 way = 0;
 	__u64 now;
 
-	if (!p || !known || !state)
+	if (unlikely(!p || !known || !state))
 		return NOT_SENT;
 	a = &known->rewrite;
 	now = flow_clock();
@@ -369,25 +369,25 @@ static __always_inline int send_kernels(struct context *ctx, const struct packet
 	if (known->last_seen != now)
 		known->last_seen = now;
 	reason = fast_path_closed(state, p->ipv6, now);
-	if (is_syn_fin_rst(p) || known->closing == CLOSING_IN_SEQUENCE)
+	if (unlikely(is_syn_fin_rst(p) || known->closing == CLOSING_IN_SEQUENCE))
 		note_ending(p, a, known);
 	else
 		note_numbers(known, p);
-	if (!reason && is_syn_fin_rst(p))
+	if (!reason && unlikely(is_syn_fin_rst(p)))
 		reason = STACK_ENDING;
-	if (!reason && !is_plain(ctx))
+	if (!reason && unlikely(!is_plain(ctx)))
 		reason = STACK_NOT_PLAIN;
-	if (reason) {
+	if (unlikely(reason)) {
 		count_left(reason);
 		return NOT_SENT;
 	}
-	if (now >= known->confirmed_until || known->generation != *(volatile __u32 *)&state->generation)
+	if (unlikely(now >= known->confirmed_until || known->generation != *(volatile __u32 *)&state->generation))
 		return NOT_CONFIRMED;
 	/* Only a confirmed entry has a complete link. */
 	reason = why_kernel(p, a, segment_size(ctx));
 	if (!reason)
 		reason = why_not_here(ctx, p, a, &way);
-	if (reason) {
+	if (unlikely(reason)) {
 		count_left(reason);
 		return NOT_SENT;
 	}
@@ -434,9 +434,9 @@ static __always_inline void note_exchanged(struct exchange_head *head, bool repl
  */
 static __always_inline bool came_in_right(struct context *ctx, const struct flow_rewrite *a, __u32 device)
 {
-	if (!a->device_in)
+	if (unlikely(!a->device_in))
 		return true;
-	if (a->device_in != device) {
+	if (unlikely(a->device_in != device)) {
 		count_left(STACK_OTHER_DEVICE);
 		return false;
 	}
@@ -508,12 +508,12 @@ static __noinline int send_exchanged(struct context *ctx, struct packet *p, __u3
 		return NOT_KNOWN;
 	x = exchange_at(FOUND_ELEMENT(found));
 	bucket = bucket_with(FOUND_ELEMENT(found));
-	if (!x || !bucket || !state)
+	if (unlikely(!x || !bucket || !state))
 		return NOT_KNOWN;
 	reply = FOUND_REPLY(found);
 	a = found_rewrite(x, found);
 	head = &bucket->way[WAY(FOUND_ELEMENT(found))];
-	if (!came_in_right(ctx, a, device)) {
+	if (unlikely(!came_in_right(ctx, a, device))) {
 		if (HOOK == AT_XDP || reply || !has_lost_device(a, device))
 			return NOT_SENT;
 		p->kept = x->backend;
@@ -523,12 +523,12 @@ static __noinline int send_exchanged(struct context *ctx, struct packet *p, __u3
 	/* Read once: it may change again meanwhile.  Of queries only: a reply must not hide the change from the next one. */
 	generation = *(volatile __u32 *)&state->generation;
 	moved = !reply && x->generation != generation;
-	if (moved && has_lost_endpoint(p, a, x->service)) {
+	if (unlikely(moved) && has_lost_endpoint(p, a, x->service)) {
 		forget_exchange(FOUND_ELEMENT(found), FOUND_OWNER(found));
 		return NOT_KNOWN;
 	}
 	now = flow_clock();
-	if (moved || (!reply && exchange_idle(head, now) > (__s32)exchange_clock(EXCHANGE_NS))) {
+	if (unlikely(moved || (!reply && exchange_idle(head, now) > (__s32)exchange_clock(EXCHANGE_NS)))) {
 		p->kept = judge_exchange(p, FOUND_ELEMENT(found), generation, is_plain(ctx));
 		if (p->kept) {
 			if (HOOK == AT_XDP)
@@ -538,7 +538,7 @@ static __noinline int send_exchanged(struct context *ctx, struct packet *p, __u3
 		}
 	}
 	reason = why_kernel(p, a, segment_size(ctx));
-	if (reason || is_long(head, 1)) {
+	if (unlikely(reason || is_long(head, 1))) {
 		if (unfold_exchange(FOUND_ELEMENT(found), FOUND_OWNER(found), FOR_PACKETS))
 			return MOVED_TO_TABLE;
 		verdict = leave_exchange(ctx, p, x, head, a, found, reason, state->draining);
@@ -595,14 +595,14 @@ static __always_inline int send_by_table(struct context *ctx, struct packet *p, 
 		else
 			known = bpf_map_lookup_elem(&flows, p);
 	}
-	if (!known || was_reused(&known->rewrite, tag_of(p)))
+	if (unlikely(!known || was_reused(&known->rewrite, tag_of(p))))
 		return NOT_KNOWN;
 	a = &known->rewrite;
-	if (is_new_connection(p) && !known->young && awaits_restoration(p, a, known)) {
+	if (unlikely(is_new_connection(p)) && !known->young && awaits_restoration(p, a, known)) {
 		drop_until_promotion(p, device, known->service);
 		return DROPPED;
 	}
-	if (!came_in_right(ctx, a, device)) {
+	if (unlikely(!came_in_right(ctx, a, device))) {
 		if (HOOK == AT_TC && !known->young && is_syn_fin_rst(p))
 			note_forged(p, a, known);
 		if (HOOK == AT_XDP || !p->starts_flow || !known->young || known->reply || !has_lost_device(a, device))
@@ -611,26 +611,26 @@ static __always_inline int send_by_table(struct context *ctx, struct packet *p, 
 		forget_flow((const struct flow_key *)p, a, false, true);
 		return NOT_KNOWN;
 	}
-	if (is_bulk(ctx, p, known))
+	if (unlikely(is_bulk(ctx, p, known)))
 		return NOT_SENT;
-	if (is_new_connection(p) && known->young && begins_anew(p, a, known)) {
+	if (unlikely(is_new_connection(p)) && known->young && begins_anew(p, a, known)) {
 		forget_flow((const struct flow_key *)p, a, known->reply, true);
 		return NOT_KNOWN;
 	}
 	state = fast_path_state();
-	if (!state)
+	if (unlikely(!state))
 		return NOT_SENT;
 	is_query = p->protocol == UDP && !known->reply;
 	generation = *(volatile __u32 *)&state->generation;
 	moved = is_query && known->generation != generation;
-	if (moved && has_lost_endpoint(p, a, known->service)) {
+	if (unlikely(moved) && has_lost_endpoint(p, a, known->service)) {
 		forget_flow((const struct flow_key *)p, a, false, known->young);
 		return NOT_KNOWN;
 	}
 	if (!known->young) {
 		last_seen = known->last_seen;
 		verdict = send_kernels(ctx, p, known);
-		if (verdict != NOT_CONFIRMED)
+		if (likely(verdict != NOT_CONFIRMED))
 			return verdict;
 		if (!is_query || !make_young(p, known, last_seen)) {
 			count_left(STACK_NOT_CONFIRMED);
@@ -641,7 +641,7 @@ static __always_inline int send_by_table(struct context *ctx, struct packet *p, 
 	}
 	now = flow_clock();
 	/* A flow that has just become young again has not paused: it was renewed. */
-	if (moved || (is_query && now > known->last_seen + EXCHANGE_NS)) {
+	if (unlikely(moved || (is_query && now > known->last_seen + EXCHANGE_NS))) {
 		p->kept = judge_query(p, known, generation, is_plain(ctx));
 		if (p->kept) {
 			if (HOOK == AT_XDP)

@@ -48,9 +48,9 @@ static __always_inline __u64 flow_clock(void)
 	struct tick *tick = bpf_map_lookup_elem(&ticks, &zero);
 	__u64 number = bpf_jiffies64();
 
-	if (!tick)
+	if (unlikely(!tick))
 		return bpf_ktime_get_coarse_ns();
-	if (tick->number != number) {
+	if (unlikely(tick->number != number)) {
 		tick->now = bpf_ktime_get_coarse_ns();
 		tick->number = number;
 	}

@@ -27,7 +27,7 @@ static __always_inline bool parse_transport(struct context *ctx, __u32 offset, s
 	p->transport = offset;
 	if (p->protocol == UDP) {
 		ports = bytes_at(ctx, offset, 8);
-		if (!ports)
+		if (unlikely(!ports))
 			return false;
 		p->source_port = bpf_ntohs(ports[0]);
 		p->destination_port = bpf_ntohs(ports[1]);
@@ -36,7 +36,7 @@ static __always_inline bool parse_transport(struct context *ctx, __u32 offset, s
 		return true;
 	}
 	t = bytes_at(ctx, offset, sizeof(*t));
-	if (!t)
+	if (unlikely(!t))
 		return false;
 	p->source_port = bpf_ntohs(t->source_port);
 	p->destination_port = bpf_ntohs(t->destination_port);
@@ -71,13 +71,13 @@ static __always_inline bool parse_ipv4(struct context *ctx, __u32 offset, struct
 	struct iphdr *ip = bytes_at(ctx, offset, sizeof(*ip));
 	__u32 header;
 
-	if (!ip || ip->version != 4 || ip->ihl < 5)
+	if (unlikely(!ip || ip->version != 4 || ip->ihl < 5))
 		return false;
 	/* For every protocol: goes_to_loopback() checks for 127.0.0.0/8. */
 	p->source.v4 = ip->saddr;
 	p->destination.v4 = ip->daddr;
 	/* Only the first fragment has ports. The kernel reassembles before it looks up the flow. */
-	if (!is_transport(ip->protocol) || (ip->frag_off & bpf_htons(0x1fff)))
+	if (unlikely(!is_transport(ip->protocol) || (ip->frag_off & bpf_htons(0x1fff))))
 		return false;
 	header = ip->ihl * 4;
 	p->protocol = ip->protocol;
@@ -85,7 +85,7 @@ static __always_inline bool parse_ipv4(struct context *ctx, __u32 offset, struct
 	p->options = ip->ihl > 5;
 	p->hops = ip->ttl;
 	p->headers = sizeof(*ip);
-	p->length = bpf_ntohs(ip->tot_len) ?: long_length(ctx, offset);
+	p->length = likely(ip->tot_len) ? bpf_ntohs(ip->tot_len) : long_length(ctx, offset);
 	p->header_check = ip->check;
 	return parse_transport(ctx, offset + header, p);
 }
@@ -130,17 +130,17 @@ static __always_inline bool parse_ipv6(struct context *ctx, __u32 offset, struct
 	struct ipv6hdr *ip = bytes_at(ctx, offset, sizeof(*ip));
 	__u8 next;
 
-	if (!ip || ip->version != 6)
+	if (unlikely(!ip || ip->version != 6))
 		return false;
 	__builtin_memcpy(&p->source, &ip->saddr, 16);
 	__builtin_memcpy(&p->destination, &ip->daddr, 16);
 	p->ipv6 = true;
 	p->hops = ip->hop_limit;
 	p->headers = sizeof(*ip);
-	p->length = ip->payload_len ? sizeof(*ip) + bpf_ntohs(ip->payload_len) : long_length(ctx, offset);
+	p->length = likely(ip->payload_len) ? sizeof(*ip) + bpf_ntohs(ip->payload_len) : long_length(ctx, offset);
 	next = ip->nexthdr;
 	offset += sizeof(*ip);
-	if (!is_transport(next)) {
+	if (unlikely(!is_transport(next))) {
 		__u32 at = offset;
 
 		/* Senders put the fragment header before all other extension headers. */

@@ -232,17 +232,17 @@ static __always_inline int ingress(struct __sk_buff *skb, __u32 link, bool bridg
 	bool stale = false, midstream = false;
 	bool parsed, fast;
 
-	if (is_decided(skb))
+	if (unlikely(is_decided(skb)))
 		return TC_ACT_UNSPEC;
 	/* tc_index names a record of this CPU, so no other value may remain in it. */
-	if (settings.fast_path && skb->tc_index)
+	if (settings.fast_path && unlikely(skb->tc_index))
 		skb->tc_index = 0;
 	if (settings.xdp_generic && link && has_lost_link_header(skb))
 		link = 0;
 	parsed = parse_packet(skb, link, &p);
-	if (goes_to_loopback(&p))
+	if (unlikely(goes_to_loopback(&p)))
 		return drop_packet(skb, &p, DROP_LOOPBACK_DESTINATION);
-	if (!parsed) {
+	if (unlikely(!parsed)) {
 		if (settings.fast_path && link == ETH_HLEN) {
 			verdict = send_later_fragment(skb);
 			if (verdict != NOT_SENT)
@@ -254,15 +254,15 @@ static __always_inline int ingress(struct __sk_buff *skb, __u32 link, bool bridg
 		return TC_ACT_UNSPEC;
 	}
 	/* The program sends only frames with an Ethernet header; frames for another host are only observed. */
-	if (!bridge_port && link && skb->pkt_type == PACKET_OTHERHOST)
+	if (!bridge_port && link && unlikely(skb->pkt_type == PACKET_OTHERHOST))
 		return TC_ACT_UNSPEC;
 	fast = settings.fast_path && link == ETH_HLEN;
 	if (fast && p.fragment)
 		forget_fragments(skb);
-	if (fast && p.protocol != SCTP) {
+	if (fast && likely(p.protocol != SCTP)) {
 		if (may_be_known(&p)) {
 			verdict = send_by_table(skb, &p, skb->ifindex);
-			if (verdict != NOT_SENT && verdict != NOT_KNOWN && verdict != NOT_CONFIRMED)
+			if (likely(verdict != NOT_SENT && verdict != NOT_KNOWN && verdict != NOT_CONFIRMED))
 				return verdict;
 			midstream = verdict == NOT_KNOWN && is_midstream(&p);
 		} else if (cannot_be_for_service(&p)) {
@@ -282,34 +282,15 @@ static __always_inline int ingress(struct __sk_buff *skb, __u32 link, bool bridg
 	return serve(skb, &p, &f, stale ? &original : NULL, verdict != NOT_KNOWN, fast);
 }
 
-/* A device with Ethernet frames. */
-SEC("tc")
-int tc_ethernet(struct __sk_buff *skb)
-{
-	return ingress(skb, ETH_HLEN, false);
-}
-
-/* A port of a bridge. */
-SEC("tc")
-int tc_bridge_port(struct __sk_buff *skb)
-{
-	return ingress(skb, ETH_HLEN, true);
-}
+/*
+ * The programs are loaded in this order: those that many packets pass come last (README.md, "Place in memory").
+ */
 
 /* A device whose packets begin with the IP header: tun, ipip, wireguard. */
 SEC("tc")
 int tc_l3(struct __sk_buff *skb)
 {
 	return ingress(skb, 0, false);
-}
-
-/* Egress of every device that has tc_ethernet or tc_bridge_port: compares what left netfilter with what came in. */
-SEC("tc")
-int tc_egress(struct __sk_buff *skb)
-{
-	if (!settings.fast_path)
-		return TC_ACT_UNSPEC;
-	return observe(skb);
 }
 
 /* 0: an agent of an earlier version, which drains by the pinned program, gives fewer words. */
@@ -393,6 +374,29 @@ int note_tracked_flow(struct __sk_buff *skb)
 	else
 		*(volatile __u32 *)&t->complete = settings.load;
 	return 1;
+}
+
+/* Egress of every device that has tc_ethernet or tc_bridge_port: compares what left netfilter with what came in. */
+SEC("tc")
+int tc_egress(struct __sk_buff *skb)
+{
+	if (!settings.fast_path)
+		return TC_ACT_UNSPEC;
+	return observe(skb);
+}
+
+/* A port of a bridge. */
+SEC("tc")
+int tc_bridge_port(struct __sk_buff *skb)
+{
+	return ingress(skb, ETH_HLEN, true);
+}
+
+/* A device with Ethernet frames. */
+SEC("tc")
+int tc_ethernet(struct __sk_buff *skb)
+{
+	return ingress(skb, ETH_HLEN, false);
 }
 
 char LICENSE[] SEC("license") = "Dual BSD/GPL";

@@ -75,7 +75,7 @@ static __always_inline int ingress(struct xdp_md *ctx)
 	struct frontend f;
 	int verdict;
 
-	if (!parse_packet(ctx, ETH_HLEN, &p) || p.protocol == SCTP)
+	if (unlikely(!parse_packet(ctx, ETH_HLEN, &p) || p.protocol == SCTP))
 		return goes_to_loopback(&p) && device_of_node(ctx) ? drop_packet(ctx, &p, DROP_LOOPBACK_DESTINATION) :
 								     XDP_PASS;
 	/* First, because this is most of the traffic. */

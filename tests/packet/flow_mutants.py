@@ -107,7 +107,7 @@ FLOW_MUTANTS: dict[str, tuple[str, str, str]] = {
     "exchanges: nothing for the kernel": ("flow_send.h", "(reason || is_long(", "(is_long("),
     "exchanges: of removed endpoints": (
         "flow_send.h",
-        "if (moved && has_lost_endpoint(p, a, x->service)) {",
+        "if (unlikely(moved) && has_lost_endpoint(p, a, x->service)) {",
         "if (false) {",
     ),
     "exchanges: a reply hides that the endpoint is gone": (
@@ -428,7 +428,7 @@ FLOW_MUTANTS: dict[str, tuple[str, str, str]] = {
         "return ipv6 ? state->closed6 : state->closed4;",
         "return state->closed4 ? state->closed4 : state->closed6;",
     ),
-    "flows: any device": ("flow_send.h", "if (a->device_in != device)", "if (false)"),
+    "flows: any device": ("flow_send.h", "if (unlikely(a->device_in != device))", "if (false)"),
     "flows: any frame": (
         "flow_send.h",
         "return is_for(ctx, a->mac_in);",
@@ -502,7 +502,7 @@ FLOW_MUTANTS: dict[str, tuple[str, str, str]] = {
     "flows: a RST with unknown numbers was forged": ("flow_send.h", " || !other->acknowledged)\n", ")\n"),
     "flows: no SYN waits": (
         "flow_send.h",
-        "if (is_new_connection(p) && !known->young && awaits_restoration(p, a, known))",
+        "if (unlikely(is_new_connection(p)) && !known->young && awaits_restoration(p, a, known))",
         "if (false)",
     ),
     "flows: a SYN waits only until the agent is asked": (
@@ -542,8 +542,8 @@ FLOW_MUTANTS: dict[str, tuple[str, str, str]] = {
     ),
     "flows: numbers of sent packets only": (
         "flow_send.h",
-        "\telse\n\t\tnote_numbers(known, p);\n\tif (!reason && is_syn_fin_rst(p))",
-        "\telse if (!reason)\n\t\tnote_numbers(known, p);\n\tif (!reason && is_syn_fin_rst(p))",
+        "\telse\n\t\tnote_numbers(known, p);\n\tif (!reason && unlikely(is_syn_fin_rst(p)))",
+        "\telse if (!reason)\n\t\tnote_numbers(known, p);\n\tif (!reason && unlikely(is_syn_fin_rst(p)))",
     ),
     "flows: an acknowledgement opens a closed side": (
         "observer.h",
@@ -605,7 +605,7 @@ FLOW_MUTANTS: dict[str, tuple[str, str, str]] = {
     "flows: data ends no closing": ("flow_send.h", "\t\tknown->closing = 0;\n", "\t\t;\n"),
     "flows: acknowledgements end closing": (
         "flow_send.h",
-        "known->closing && (p->length > p->headers || p->tcp_flags & TCP_SYN)",
+        "unlikely(known->closing) && (p->length > p->headers || p->tcp_flags & TCP_SYN)",
         "known->closing",
     ),
     "flows: the next connection is still closing": ("flow_send.h", " || p->tcp_flags & TCP_SYN", ""),
@@ -616,7 +616,7 @@ FLOW_MUTANTS: dict[str, tuple[str, str, str]] = {
     ),
     "flows: a SYN never begins anew": (
         "flow_send.h",
-        "if (is_new_connection(p) && known->young && begins_anew(p, a, known))",
+        "if (unlikely(is_new_connection(p)) && known->young && begins_anew(p, a, known))",
         "if (false)",
     ),
     "flows: forged FINs end": (
@@ -624,14 +624,18 @@ FLOW_MUTANTS: dict[str, tuple[str, str, str]] = {
         "f->closing == CLOSING_IN_SEQUENCE && other->closing == CLOSING_IN_SEQUENCE",
         "f->closing && other->closing",
     ),
-    "flows: endpoint gone": ("flow_send.h", "if (moved && has_lost_endpoint(p, a, known->service)) {", "if (false) {"),
+    "flows: endpoint gone": (
+        "flow_send.h",
+        "if (unlikely(moved) && has_lost_endpoint(p, a, known->service)) {",
+        "if (false) {",
+    ),
     "flows: never confirmed again": ("flow_send.h", "now >= known->confirmed_until || ", ""),
     "flows: generation ignored": (
         "flow_send.h",
-        "known->generation != *(volatile __u32 *)&state->generation)\n\t\treturn NOT_CONFIRMED",
-        "false)\n\t\treturn NOT_CONFIRMED",
+        "known->generation != *(volatile __u32 *)&state->generation))\n\t\treturn NOT_CONFIRMED",
+        "false))\n\t\treturn NOT_CONFIRMED",
     ),
-    "flows: the end is not the kernel's": ("flow_send.h", "if (!reason && is_syn_fin_rst(p))", "if (false)"),
+    "flows: the end is not the kernel's": ("flow_send.h", "if (!reason && unlikely(is_syn_fin_rst(p)))", "if (false)"),
     "flows: the transport checksum without the ports": (
         "rewrite.h",
         "add(add((__u16)~check, a->address_sum), a->port_sum)",
@@ -642,9 +646,17 @@ FLOW_MUTANTS: dict[str, tuple[str, str, str]] = {
         "a->address_sum), hop_sum(p)));",
         "a->address_sum), 0));",
     ),
-    "flows: the clock stands still": ("flow_table.h", "if (tick->number != number) {", "if (!tick->number) {"),
-    "flows: hops": ("flow_send.h", "if (p->hops <= 1)", "if (false)"),
-    "flows: MTU": ("flow_send.h", "if ((segment ? p->headers + segment : p->length) > a->out.mtu)", "if (false)"),
+    "flows: the clock stands still": (
+        "flow_table.h",
+        "if (unlikely(tick->number != number)) {",
+        "if (!tick->number) {",
+    ),
+    "flows: hops": ("flow_send.h", "if (unlikely(p->hops <= 1))", "if (false)"),
+    "flows: MTU": (
+        "flow_send.h",
+        "if (unlikely((segment ? p->headers + segment : p->length) > a->out.mtu))",
+        "if (false)",
+    ),
     "flows: segments by their sum": ("flow_send.h", "(segment ? p->headers + segment : p->length)", "p->length"),
     "flows: promotion asked each time": ("flow_table.h", "|| f->promote)", ")"),
     "flows: replies left to netfilter": (
@@ -700,7 +712,7 @@ FLOW_MUTANTS: dict[str, tuple[str, str, str]] = {
     "flows: later fragments alone": ("fragments.h", "bpf_map_update_elem(&flow_fragments, &key, a, BPF_ANY);", ""),
     "flows: opened by frames for other hosts": (
         "tc.bpf.c",
-        "if (!bridge_port && link && skb->pkt_type == PACKET_OTHERHOST)",
+        "if (!bridge_port && link && unlikely(skb->pkt_type == PACKET_OTHERHOST))",
         "if (false)",
     ),
     "flows: learned from the first reply": ("handover.h", "if (p->protocol == TCP && !count)", "if (false)"),
