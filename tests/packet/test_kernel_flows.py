@@ -300,6 +300,16 @@ def test_the_family_is_closed(fast: ProgramNode) -> None:
     assert fast.reasons() == {"STACK_RULES": 1}
 
 
+def test_numbers_are_noted_while_netfilter_gets_all_packets(fast: ProgramNode) -> None:
+    """They tell later whether a RST or FIN is in sequence."""
+    flow = learned_flow(fast)
+    fast.write_fast_path_state(**{f"closed{fast.family}": fast.object.btf.enum("slow_path_reason")["STACK_RULES"]})
+    flow.run(frame=flow.frame(seq=70000, ack=90000, size=10))
+    entry = flow.entry()
+    assert entry is not None
+    assert (entry["acknowledged"], entry["sent_until"]) == (90000, 70010 & 0xFFFF)
+
+
 def without_request(entry: dict[str, Any] | None) -> dict[str, Any]:
     assert entry is not None
     return {name: value for name, value in entry.items() if name != "promote"}
