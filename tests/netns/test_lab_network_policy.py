@@ -343,20 +343,22 @@ def test_a_policy_that_remembers_flows_in_conntrack(fast_world: FastWorld, ask: 
     """A promoted flow would have no mark and no label, so its packets would be dropped."""
     client, node = fast_world.client, fast_world.node.namespace
     rules = REMEMBERED[which]
-    before = fast_world.count("stack_rules")
-    node.run("nft", f"table inet remembers {{ chain c {{ type filter hook forward priority 0; {rules} }}; }}")
-    try:
-        flows = [NewFlows(client.namespace, NEAR.of(family), protocol) for protocol in BOTH]
-        with ending(*flows):
+    flows = [NewFlows(client.namespace, NEAR.of(family), protocol) for protocol in BOTH]
+    with ending(*flows):
+        # The agent may not have read yet that the rules of the test before are gone.
+        wait_until_fast(fast_world, *flows)
+        before = fast_world.count("stack_rules")
+        node.run("nft", f"table inet remembers {{ chain c {{ type filter hook forward priority 0; {rules} }}; }}")
+        try:
             # Until the agent has read the rules, new flows may be young, and get no mark.
             wait_until(lambda: fast_world.count("stack_rules") > before, "closed for the rules", 60.0)
             wait_all_made(flows, 20)
             conversations = [ask(client.namespace, NEAR.of(family), protocol) for protocol in BOTH]
             time.sleep(3)
-        for conversation in conversations:
-            conversation.wait(100, deadline=10)
-    finally:
-        node.run("nft", "delete table inet remembers")
+            for conversation in conversations:
+                conversation.wait(100, deadline=10)
+        finally:
+            node.run("nft", "delete table inet remembers")
 
 
 def connects(address: str, segment: int) -> bool:
@@ -375,17 +377,19 @@ def test_a_rule_about_packets_of_a_pair_drops_each_of_them(fast_world: FastWorld
     client, node = fast_world.client, fast_world.node.namespace
     address = NEAR.of(family)
     assert client.namespace.call(connects, address, 400)
-    before = fast_world.count("stack_rules")
     rule = "tcp flags syn tcp option maxseg size 1-500 drop"
-    node.run("nft", f"table inet small {{ chain c {{ type filter hook forward priority 0; {rule}; }}; }}")
-    try:
-        flows = NewFlows(client.namespace, address, "tcp")
-        with ending(flows):
+    flows = NewFlows(client.namespace, address, "tcp")
+    with ending(flows):
+        # The agent may not have read yet that the rules of the test before are gone.
+        wait_until_fast(fast_world, flows)
+        before = fast_world.count("stack_rules")
+        node.run("nft", f"table inet small {{ chain c {{ type filter hook forward priority 0; {rule}; }}; }}")
+        try:
             # Until the agent has read the rule, new permits may let flows pass.
             wait_until(lambda: fast_world.count("stack_rules") > before, "closed for the rule", 60.0)
             assert [client.namespace.call(connects, address, 400) for _ in range(5)] == [False] * 5
-    finally:
-        node.run("nft", "delete table inet small")
+        finally:
+            node.run("nft", "delete table inet small")
 
 
 # ---- unanswered flows ---------------------------------------------------------------------------------------
