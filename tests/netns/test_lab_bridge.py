@@ -101,8 +101,9 @@ def test_pods_of_one_bridge_reach_each_other_directly(bridged: tuple[Lab, int], 
     lab, _ = bridged
     near, toolbox = lab.pods["near-1"], lab.pods["toolbox"]
     for protocol, port in (("tcp", 8080), ("udp", 5353)):
+        before = reasons(lab.nodes[0])
         outcomes = toolbox.namespace.call(ask_many, 5, near.address.of(family), port, protocol)
         for outcome in outcomes:
-            assert outcome.answer is not None, outcome
+            assert outcome.answer is not None, (protocol, outcome, counted_between(before, reasons(lab.nodes[0])))
             assert outcome.answer.peer[0] == toolbox.address.of(family)
             assert outcome.peer == (near.address.of(family), port)
