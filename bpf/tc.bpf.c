@@ -282,9 +282,7 @@ static __always_inline int ingress(struct __sk_buff *skb, __u32 link, bool bridg
 	return serve(skb, &p, &f, stale ? &original : NULL, verdict != NOT_KNOWN, fast);
 }
 
-/*
- * The programs are loaded in this order: those that many packets pass come last (README.md, "Place in memory").
- */
+/* The programs are loaded in this order: those that many packets pass come last (README.md, "Place in memory"). */
 
 /* A device whose packets begin with the IP header: tun, ipip, wireguard. */
 SEC("tc")

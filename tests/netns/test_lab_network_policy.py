@@ -338,27 +338,34 @@ REMEMBERED = {
 }
 
 
+@contextlib.contextmanager
+def closed_by(world: FastWorld, rule: str, *flows: NewFlows) -> Iterator[None]:
+    """A rule in the forward hook that closes the fast path; ``flows`` go on all the time, and end with it."""
+    node = world.node.namespace
+    with ending(*flows):
+        # The agent may not have read yet that the rules of the test before are gone.
+        wait_until_fast(world, *flows)
+        before = world.count("stack_rules")
+        node.run("nft", f"table inet closing {{ chain c {{ type filter hook forward priority 0; {rule} }}; }}")
+        try:
+            # Until the agent has read the rule, new permits may let flows pass, and young flows get no mark.
+            wait_until(lambda: world.count("stack_rules") > before, "closed for the rule", 60.0)
+            yield
+        finally:
+            node.run("nft", "delete table inet closing")
+
+
 @pytest.mark.parametrize("which", REMEMBERED)
 def test_a_policy_that_remembers_flows_in_conntrack(fast_world: FastWorld, ask: Ask, family: int, which: str) -> None:
     """A promoted flow would have no mark and no label, so its packets would be dropped."""
-    client, node = fast_world.client, fast_world.node.namespace
-    rules = REMEMBERED[which]
-    flows = [NewFlows(client.namespace, NEAR.of(family), protocol) for protocol in BOTH]
-    with ending(*flows):
-        # The agent may not have read yet that the rules of the test before are gone.
-        wait_until_fast(fast_world, *flows)
-        before = fast_world.count("stack_rules")
-        node.run("nft", f"table inet remembers {{ chain c {{ type filter hook forward priority 0; {rules} }}; }}")
-        try:
-            # Until the agent has read the rules, new flows may be young, and get no mark.
-            wait_until(lambda: fast_world.count("stack_rules") > before, "closed for the rules", 60.0)
-            wait_all_made(flows, 20)
-            conversations = [ask(client.namespace, NEAR.of(family), protocol) for protocol in BOTH]
-            time.sleep(3)
-            for conversation in conversations:
-                conversation.wait(100, deadline=10)
-        finally:
-            node.run("nft", "delete table inet remembers")
+    client = fast_world.client.namespace
+    flows = [NewFlows(client, NEAR.of(family), protocol) for protocol in BOTH]
+    with closed_by(fast_world, REMEMBERED[which], *flows):
+        wait_all_made(flows, 20)
+        conversations = [ask(client, NEAR.of(family), protocol) for protocol in BOTH]
+        time.sleep(3)
+        for conversation in conversations:
+            conversation.wait(100, deadline=10)
 
 
 def connects(address: str, segment: int) -> bool:
@@ -374,22 +381,11 @@ def connects(address: str, segment: int) -> bool:
 
 def test_a_rule_about_packets_of_a_pair_drops_each_of_them(fast_world: FastWorld, family: int) -> None:
     """Connections with very small segments cost the endpoint much, so firewalls refuse them."""
-    client, node = fast_world.client, fast_world.node.namespace
-    address = NEAR.of(family)
-    assert client.namespace.call(connects, address, 400)
-    rule = "tcp flags syn tcp option maxseg size 1-500 drop"
-    flows = NewFlows(client.namespace, address, "tcp")
-    with ending(flows):
-        # The agent may not have read yet that the rules of the test before are gone.
-        wait_until_fast(fast_world, flows)
-        before = fast_world.count("stack_rules")
-        node.run("nft", f"table inet small {{ chain c {{ type filter hook forward priority 0; {rule}; }}; }}")
-        try:
-            # Until the agent has read the rule, new permits may let flows pass.
-            wait_until(lambda: fast_world.count("stack_rules") > before, "closed for the rule", 60.0)
-            assert [client.namespace.call(connects, address, 400) for _ in range(5)] == [False] * 5
-        finally:
-            node.run("nft", "delete table inet small")
+    client, address = fast_world.client.namespace, NEAR.of(family)
+    assert client.call(connects, address, 400)
+    rule = "tcp flags syn tcp option maxseg size 1-500 drop;"
+    with closed_by(fast_world, rule, NewFlows(client, address, "tcp")):
+        assert [client.call(connects, address, 400) for _ in range(5)] == [False] * 5
 
 
 # ---- unanswered flows ---------------------------------------------------------------------------------------
