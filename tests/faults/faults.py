@@ -68,6 +68,8 @@ FAULTS = {
         Fault("uplink-renamed", "the device to the outside has another name", of_node.uplink_renamed),
         Fault("moved", "the device of another endpoint's pod is in another network namespace, then back",
               of_node.device_moved, healed=of_node.victim_is_served),
-        Fault("neighbours", "all neighbour entries are deleted, five times a second", of_node.neighbours_deleted),
+        # So long because a connection fails once in a minute.
+        Fault("neighbours", "all neighbour entries are deleted, five times a second", of_node.neighbours_deleted,
+              seconds=180.0, kernels_own=True),
     )
 }  # fmt: skip

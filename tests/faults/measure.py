@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -49,6 +50,8 @@ class Fault(NamedTuple):
     not_beside: str = ""
     #: It affects all connections of the node.
     affects_all: bool = False
+    #: The kernel fails a few connections then, without any proxy, too: no proxy can count them.
+    kernels_own: bool = False
     #: The node refuses something because of it, perhaps none of the recorded connections: that is counted and named.
     refuses: bool = False
     #: ``status`` names it while it lasts, since only an operator can end it.
@@ -224,11 +227,21 @@ def problems(fault: Fault, found: Outcome, beside: Outcome | None) -> list[str]:
         said.append(f"{found.lost} established connections were lost")
     if found.right > soon:
         said.append(f"right again after {found.right:.1f} s, not {soon:.0f}")
-    if (fault.refuses or found.failed) and not counters(found):
+    failed = found.failed and not _is_kernels_own(fault, found, beside)
+    if (fault.refuses or failed) and not counters(found):
         said.append("refusals are not counted")
-    if (fault.refuses or fault.named or found.failed) and not found.status:
+    if (fault.refuses or fault.named or failed) and not found.status:
         said.append("`status` does not name it")
     return said
+
+
+def _is_kernels_own(fault: Fault, found: Outcome, beside: Outcome | None) -> bool:
+    """Whether these failures are the kernel's: of the same kinds as those beside kube-proxy, and not more of them than
+    chance allows (two standard deviations of the difference).
+    """
+    if not fault.kernels_own or beside is None or not found.how.keys() <= beside.how.keys():
+        return False
+    return found.failed - beside.failed <= 2 * math.sqrt(found.failed + beside.failed)
 
 
 def excuses(fault: Fault, found: Outcome, beside: Outcome | None) -> list[str]:
@@ -238,6 +251,8 @@ def excuses(fault: Fault, found: Outcome, beside: Outcome | None) -> list[str]:
         said.append(f"it concerns every new connection, and kube-proxy keeps {beside.rate:.0f} % of the rate")
     if beside is not None and 0 < found.lost <= beside.lost:
         said.append(f"kube-proxy loses {beside.lost}")
+    if beside is not None and found.failed and _is_kernels_own(fault, found, beside):
+        said.append(f"the kernel refuses them, and {beside.failed} of kube-proxy's")
     if fault.api and found.right > SOON:
         said.append(f"{SOON_API:.0f} s for faults of the API server")
     return said

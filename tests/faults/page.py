@@ -65,16 +65,11 @@ _COUNTERS = (
     "",
 )
 _TAIL = """
-## Causes in the kernel
+## Failures caused by the kernel
 
-* **A device in another network namespace, then back.** The kernel attaches a tc program with the RTNL lock held, and
-  waits for an RCU grace period meanwhile: 6 to 15 ms for each program. If the device is set up in this time, its peer
-  in the pod does not send before the lock is free. If the pod's reply to an ARP request is dropped, the kernel repeats
-  the request after one second. Without load, this happened in 14 of 60 repetitions if the pod was used at once, and in
-  none of 45 if it was used 20 ms later or more.
 * **Neighbour entries are deleted.** If the kernel is just resolving the address of an entry that is deleted, it reports
   "No route to host" to senders. Without any proxy this happened to 6 of 508 490 connections from pod to pod, while
-  entries were deleted about a hundred times a second. No proxy can count it.
+  entries were deleted about a hundred times a second. No proxy can count it. So this row is compared with kube-proxy's.
 
 ## Not tested
 

@@ -35,6 +35,10 @@ REATTACH_SECONDS = 60.0
 LOOK_SECONDS = 3.0
 # A program that could not be attached is tried again after LOOK_SECONDS, then after twice as long, at most after this.
 LONGEST_RETRY_SECONDS = 60.0
+# The kernel holds its lock of all network settings (RTNL) for 6 to 15 ms while it attaches a program. In this time the
+# other end of a veth that has just come up does not send, because its queue is started with the same lock. If the reply
+# to an ARP request is lost so, the kernel repeats the request a second later. The queue starts within this time.
+SETTLE_SECONDS = 0.005
 
 
 class NodeMap(Protocol):
@@ -356,6 +360,8 @@ class Node:
         for index in [index for index in self._attached if index not in self._wanted.programs]:
             self._detach(index)
         fresh = [(index, name) for index, name in self._wanted.programs.items() if self._attached.get(index) != name]
+        if any(index not in self._attached and index not in self._failures for index, _ in fresh):
+            time.sleep(SETTLE_SECONDS)
         for index, name in fresh:
             self._attach(index, name)
         if fresh and self._see_others({index for index, _ in fresh}):

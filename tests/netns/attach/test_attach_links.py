@@ -11,9 +11,10 @@ import random
 import re
 import socket
 import struct
+import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -211,6 +212,30 @@ def test_a_new_device_gets_its_program(harness: Harness, shell: Shell) -> None:
     index = socket.if_nametoindex("v0")
     follow(harness.node, lambda: index in harness.node.attached)
     assert carried("v0") == (["tc_ethernet"], ["tc_egress"])
+
+
+def test_a_new_device_settles_before_it_gets_its_program(
+    harness: Harness, shell: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise a pod that is used at once may lose the reply to an ARP request, and wait for a second."""
+    steps: list[str] = []
+    attach = Attachments.attach
+
+    def recorded(self: Attachments, ifindex: int, device: str, *programs: Any) -> bool:
+        steps.append(device)
+        return attach(self, ifindex, device, *programs)
+
+    monkeypatch.setattr(Attachments, "attach", recorded)
+    monkeypatch.setattr(time, "sleep", lambda seconds: steps.append(f"{1000 * seconds:.0f} ms"))
+    harness.attach()
+    shell("ip link add v0 type veth peer name v1")
+    follow(harness.node, lambda: {"v0", "v1"} <= set(steps))
+    assert steps[-3:] == ["5 ms", "v1", "v0"] or steps[-4:] == ["5 ms", "v1", "5 ms", "v0"]
+    # A change of a device that has its program.
+    steps.clear()
+    shell("ip link set v0 mtu 1400")
+    follow(harness.node, lambda: harness.devices()["v0"].mtu == 1400)
+    assert steps == []
 
 
 def test_a_device_without_ethernet_header_gets_the_other_program(harness: Harness, shell: Shell) -> None:

@@ -166,6 +166,20 @@ def test_losses_that_kube_proxy_has_too_are_no_broken_promise() -> None:
     assert measure.problems(whole_node, outcome(rate=50.0), outcome(rate=60.0)) != []
 
 
+def test_failures_that_the_kernel_causes_are_compared_with_those_of_kube_proxy() -> None:
+    kernels = fault(kernels_own=True)
+    few, many = outcome(failed=4, how={"unreachable": 4}), outcome(failed=14, how={"unreachable": 14})
+    assert page._goals(kernels, few, few) == "met: the kernel refuses them, and 4 of kube-proxy's"
+    for missed in (
+        page._goals(kernels, many, few),
+        page._goals(kernels, few, outcome()),
+        page._goals(kernels, few, outcome(failed=4, how={"silent": 4})),
+        page._goals(kernels, few, None),
+        page._goals(fault(), few, few),
+    ):
+        assert missed == "**missed**: refusals are not counted; `status` does not name it"
+
+
 def test_forged_packets_are_valid() -> None:
     scapy = pytest.importorskip("scapy.layers.inet")
     for made in (floods.syns, floods.datagrams):
