@@ -18,22 +18,6 @@ static __always_inline struct node_device *port_of_bridge(__u32 ifindex)
 	return d && d->bridge ? d : NULL;
 }
 
-static __noinline int is_translated_reply(struct __sk_buff *skb, const struct packet *p)
-{
-	struct nf_conn___pep *ct;
-	__u8 direction;
-	int translated;
-
-	if (!p)
-		return 0;
-	ct = find_flow(skb, (const struct flow_key *)p, &direction);
-	if (!ct)
-		return 0;
-	translated = direction == DIRECTION_REPLY && (ct->status & IPS_DST_NAT_);
-	bpf_ct_release(ct);
-	return translated;
-}
-
 /* Gives the frame the MAC address of its port's bridge. */
 static __always_inline bool set_bridge_mac(struct __sk_buff *skb, const struct node_device *port)
 {
@@ -54,6 +38,106 @@ static __always_inline bool is_for_bridge(struct __sk_buff *skb, const struct no
 		if (frame[i] != port->bridge_mac[i])
 			return false;
 	return true;
+}
+
+/* ---- flows straight to an endpoint ------------------------------------------------------------ */
+
+/*
+ * With bridge-nf-call-iptables=0, netfilter does not see a flow from one port to another.  So it gives the flow no other
+ * source port if conntrack has a flow from the client's port to a service of this endpoint.  The replies of both look
+ * the same.  They belong to the flow that has begun last, unless conntrack's is a connection that has not ended.
+ */
+static __always_inline __u32 *bridged_slot(__u64 client)
+{
+	__u32 number = client >> 32 & (BRIDGED_SLOTS - 1);
+
+	return bpf_map_lookup_elem(&bridged_flows, &number);
+}
+
+/* The table must not translate replies of the other flow before conntrack has confirmed it again. */
+static __always_inline void unconfirm(const struct flow_key *reply_key)
+{
+	struct flow *reply = bpf_map_lookup_elem(&flows, reply_key), *f;
+	struct flow_key key;
+
+	if (!reply || reply->young || was_reused(&reply->rewrite, tag_of(reply_key)))
+		return;
+	reply_key_of(&reply->rewrite, reply_key->protocol, reply_key->ipv6, &key);
+	reply->confirmed_until = 0;
+	f = bpf_map_lookup_elem(&flows, &key);
+	if (f)
+		f->confirmed_until = 0;
+}
+
+/* A SYN or datagram that is not for a service.  Global for the same reason as judge_syn(). */
+__noinline int note_bridged(struct __sk_buff *skb, const struct packet *p)
+{
+	struct flow_key reply_key;
+	struct node_device *port;
+	__u32 *slot, tag;
+
+	if (!settings.conntrack_lookup || !p || !has_hinted_destination(p))
+		return 0;
+	port = port_of_bridge(skb->ifindex);
+	if (!port || is_for_bridge(skb, port))
+		return 0;
+	tag = tag_of((const struct flow_key *)p);
+	slot = bridged_slot(client_hash((const struct flow_key *)p, false));
+	if (!slot || *(volatile __u32 *)slot == tag)
+		return 0;
+	*(volatile __u32 *)slot = tag;
+	if (settings.fast_path) {
+		key_of_replies(p, &p->destination, p->destination_port, &reply_key);
+		unconfirm(&reply_key);
+	}
+	return 0;
+}
+
+/* A SYN or datagram for a service.  Global for the same reason as judge_syn(). */
+__noinline int forget_bridged(const struct packet *p)
+{
+	__u32 *slot;
+
+	if (!p)
+		return 0;
+	slot = bridged_slot(client_hash((const struct flow_key *)p, false));
+	if (slot && *(volatile __u32 *)slot)
+		*(volatile __u32 *)slot = 0;
+	return 0;
+}
+
+/* 1: the endpoint's packet answers a flow that note_bridged() has noted.  Global for the same reason as judge_syn(). */
+__noinline int is_bridged(const struct packet *p)
+{
+	struct flow_key key;
+	__u32 *slot;
+
+	if (!p)
+		return 0;
+	slot = bridged_slot(client_hash((const struct flow_key *)p, true));
+	if (!slot || !*(volatile __u32 *)slot)
+		return 0;
+	key_of_replies(p, &p->destination, p->destination_port, &key);
+	return *(volatile __u32 *)slot == tag_of(&key);
+}
+
+/* ---- replies ---------------------------------------------------------------------------------- */
+
+static __noinline int is_translated_reply(struct __sk_buff *skb, const struct packet *p)
+{
+	struct nf_conn___pep *ct;
+	__u8 direction;
+	bool translated, may_be_bridged;
+
+	if (!p)
+		return 0;
+	ct = find_flow(skb, (const struct flow_key *)p, &direction);
+	if (!ct)
+		return 0;
+	translated = direction == DIRECTION_REPLY && ct->status & IPS_DST_NAT_;
+	may_be_bridged = p->protocol == UDP || has_ended(ct, p->protocol);
+	bpf_ct_release(ct);
+	return translated && !(may_be_bridged && is_bridged(p));
 }
 
 /* 1: the frame has the bridge's MAC address now. */

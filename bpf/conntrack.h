@@ -158,9 +158,9 @@ __noinline int goes_on(const struct packet *p, bool closed)
 	return !closed || (f->acknowledged && other->acknowledged && !(f->closing && other->closing));
 }
 
-static __always_inline bool has_ended(const struct nf_conn___pep *ct, const struct packet *p)
+static __always_inline bool has_ended(const struct nf_conn___pep *ct, enum protocol protocol)
 {
-	return p->protocol == TCP &&
+	return protocol == TCP &&
 	       (ct->proto.tcp.state == TCP_STATE_TIME_WAIT || ct->proto.tcp.state == TCP_STATE_CLOSE);
 }
 
@@ -179,7 +179,7 @@ static __always_inline enum counter must_go(const struct nf_conn___pep *ct, cons
 	if (p->protocol == TCP && settings.fast_path && was_reset(ct) &&
 	    !goes_on(p, ct->proto.tcp.state == TCP_STATE_CLOSE))
 		return CLOSING_FLOW_REPLACED;
-	if (!any_endpoints || has_ended(ct, p))
+	if (!any_endpoints || has_ended(ct, p->protocol))
 		return NOT_COUNTED;
 	if (p->protocol == TCP && ct->status & IPS_SEEN_REPLY_)
 		return NOT_COUNTED;
@@ -206,7 +206,7 @@ __noinline int flow_exists(struct __sk_buff *skb, const struct packet *p, __u32 
 	if (!ct)
 		return 0;
 	/* At its next SYN the kernel drops the entry of a closed connection, and asks for a translation again. */
-	ended = has_ended(ct, p);
+	ended = has_ended(ct, p->protocol);
 	replaced = direction == DIRECTION_ORIGINAL ? must_go(ct, p, service, any_endpoints) : NOT_COUNTED;
 	/* The next lookup removes an expired entry. */
 	if (replaced && !settings.dry_run)
@@ -219,13 +219,31 @@ __noinline int flow_exists(struct __sk_buff *skb, const struct packet *p, __u32 
 	return !ended && !replaced;
 }
 
-/* 1: conntrack has a flow with this endpoint's replies to the client's port. Global for the same reason as judge_syn(). */
-__noinline int conntrack_has_port(struct __sk_buff *skb, const struct packet *p, const struct backend *b)
+/* 1: conntrack has a flow with the replies of the draft's flow.  Global for the same reason as judge_syn(). */
+__noinline int conntrack_has_replies(struct __sk_buff *skb)
 {
 	struct nf_conn___pep *ct;
 	struct flow_draft *d;
 	__u8 direction;
 	bool ended;
+
+	if (!settings.fast_path || !settings.conntrack_lookup)
+		return 0;
+	d = flow_draft();
+	if (!d)
+		return 0;
+	ct = find_flow(skb, &d->reply_key, &direction);
+	if (!ct)
+		return 0;
+	ended = has_ended(ct, d->reply_key.protocol);
+	bpf_ct_release(ct);
+	return !ended;
+}
+
+/* The same for this endpoint's replies to the client's port. */
+__noinline int conntrack_has_port(struct __sk_buff *skb, const struct packet *p, const struct backend *b)
+{
+	struct flow_draft *d;
 
 	if (!settings.fast_path || !settings.conntrack_lookup || !p || !b)
 		return 0;
@@ -233,12 +251,7 @@ __noinline int conntrack_has_port(struct __sk_buff *skb, const struct packet *p,
 	if (!d)
 		return 0;
 	key_of_replies(p, &b->address, b->port, &d->reply_key);
-	ct = find_flow(skb, &d->reply_key, &direction);
-	if (!ct)
-		return 0;
-	ended = has_ended(ct, p);
-	bpf_ct_release(ct);
-	return !ended;
+	return conntrack_has_replies(skb);
 }
 
 #endif

@@ -56,6 +56,19 @@ struct {
 	__type(value, struct node_device);
 } devices SEC(".maps");
 
+#define BRIDGED_SLOTS 4096
+
+/*
+ * By a hash of a client: the tag of the flow straight to an endpoint, from one port of a bridge to another, that the
+ * client's port has begun last.  0: none, or it has begun a flow to a service since (bridge.h).
+ */
+struct {
+	__uint(type, BPF_MAP_TYPE_ARRAY);
+	__uint(max_entries, BRIDGED_SLOTS);
+	__type(key, __u32);
+	__type(value, __u32);
+} bridged_flows SEC(".maps");
+
 /* Identifies the packet that a fragment belongs to. */
 struct fragments {
 	__u8 source[16];	/* IPv4 in the first four bytes */

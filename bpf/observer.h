@@ -182,7 +182,8 @@ struct tracked_flow {
 /* Devices and links stay 0 until a packet of each direction has left netfilter.  1: the flow was entered. */
 static __always_inline int enter_tracked(const struct tracked_flow *t)
 {
-	struct flow_draft *d = flow_draft();
+	/* Before Linux 6.3, a packet may interrupt a program that the agent runs. */
+	struct flow_draft *d = draft_of(FOR_SWEEP);
 
 	if (!d)
 		return 0;

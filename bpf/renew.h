@@ -73,20 +73,18 @@ static __always_inline bool has_room(const struct packet *p, __u64 now)
 __noinline __u32 judge_query(const struct packet *p, struct flow *f, __u32 generation, bool plain)
 {
 	struct flow *reply;
+	bool kept, over;
 	__u64 now;
-	bool over;
 
 	if (!settings.fast_path || !p || !f)
 		return 0;
 	now = flow_clock();
-	if (!keeps_source(p, &f->rewrite)) {
-		f->generation = generation;
-		return 0;
-	}
 	reply = other_direction(&f->rewrite, p);
 	if (!reply)
 		return 0;
-	over = is_over(f, reply, now);
+	kept = keeps_source(p, &f->rewrite);
+	/* Only a flow that keeps its source is renewed after a pause. */
+	over = kept && is_over(f, reply, now);
 	if (!over && f->generation == generation)
 		return 0;
 	/*
@@ -95,7 +93,7 @@ __noinline __u32 judge_query(const struct packet *p, struct flow *f, __u32 gener
 	 */
 	if (over && f->confirmed_until != CLAIMED && has_room(p, now))
 		return f->backend;
-	if (!plain || !has_permit(p, &f->rewrite, &reply->rewrite)) {
+	if (!plain || !kept || !has_permit(p, &f->rewrite, &reply->rewrite)) {
 		if (over || !reply->packets)
 			return f->backend;
 		request_promotion((const struct flow_key *)p, &f->rewrite, f);

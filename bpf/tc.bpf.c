@@ -120,6 +120,21 @@ static __always_inline int may_have_other_flow(struct __sk_buff *skb, const stru
 	return !settings.conntrack_lookup || conntrack_has_port(skb, p, b);
 }
 
+static __noinline int may_have_replies(struct __sk_buff *skb, const struct flow_draft *d)
+{
+	struct flow_key straight;
+
+	if (!d)
+		return 1;
+	if (settings.conntrack_lookup)
+		return conntrack_has_replies(skb);
+	straight = d->key;
+	__builtin_memcpy(straight.destination, d->there.rewrite.destination, 16);
+	straight.source_port = d->there.rewrite.source_port;
+	straight.destination_port = d->there.rewrite.destination_port;
+	return is_straight(&straight);
+}
+
 /* `known`: the flow table has this flow as a kernel's flow. */
 static __always_inline int serve(struct __sk_buff *skb, struct packet *p, const struct frontend *f,
 				 struct place *original, bool known, bool fast)
@@ -183,6 +198,8 @@ static __always_inline int leave(struct __sk_buff *skb, const struct packet *p, 
 	/* A datagram keeps conntrack's entry, although the client sends nothing. */
 	if (from_endpoint && p->protocol == UDP)
 		note_left(p, true);
+	if (bridge_port && p->starts_flow && settings.conntrack_lookup)
+		note_bridged(skb, p);
 	if (bridge_port && redirect_reply_to_bridge(skb, p))
 		return TC_ACT_UNSPEC;
 	if (!fast)
@@ -207,8 +224,8 @@ static __always_inline bool is_decided(const struct __sk_buff *skb)
 }
 
 /*
- * A TCP packet for a frontend, without SYN, of a connection that the table does not know.  conntrack may have the
- * connection.  If not, it would pick it up untranslated, and the next SYN from the same port would match that entry.
+ * A TCP packet for a frontend, without SYN, of a connection that the table does not know, or that conntrack has to
+ * confirm.  conntrack may have the connection.  If not, it would pick it up untranslated, and the next SYN from the same port would match that entry.
  * An example is an ACK that arrives after the reset of a young flow.
  */
 static __always_inline bool is_midstream(const struct packet *p)
@@ -264,7 +281,7 @@ static __always_inline int ingress(struct __sk_buff *skb, __u32 link, bool bridg
 			verdict = send_by_table(skb, &p, skb->ifindex);
 			if (likely(verdict != NOT_SENT && verdict != NOT_KNOWN && verdict != NOT_CONFIRMED))
 				return verdict;
-			midstream = verdict == NOT_KNOWN && is_midstream(&p);
+			midstream = verdict != NOT_SENT && is_midstream(&p);
 		} else if (cannot_be_for_service(&p)) {
 			return TC_ACT_UNSPEC;
 		}
@@ -274,6 +291,8 @@ static __always_inline int ingress(struct __sk_buff *skb, __u32 link, bool bridg
 			skb->priority = PRIORITY_MIDSTREAM;
 		if (!p.starts_flow)
 			return leave(skb, &p, false, fast, verdict);
+		if (bridge_port && settings.conntrack_lookup)
+			forget_bridged(&p);
 	} else if (settings.pod_sockets && p.protocol == UDP && is_stale(skb, &p, &f, &original)) {
 		stale = true;
 	} else {

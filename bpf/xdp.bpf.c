@@ -48,6 +48,12 @@ static __always_inline int may_have_other_flow(struct xdp_md *ctx __attribute__(
 	return 1;
 }
 
+static __noinline int may_have_replies(struct xdp_md *ctx __attribute__((unused)),
+				       const struct flow_draft *d __attribute__((unused)))
+{
+	return 1;
+}
+
 /* The device, if the frame is addressed to this node; NULL for other frames that the device sees. */
 static __always_inline struct xdp_device *device_of_node(struct xdp_md *ctx)
 {

@@ -91,6 +91,12 @@ static __always_inline bool is_own_reply(const struct flow *f, const struct flow
 }
 
 /*
+ * Defined by each main program.  1: conntrack may have a flow with the draft's replies.  Not asked for a masqueraded
+ * flow: netfilter gives no flow a source port of the range that these use.
+ */
+static __noinline int may_have_replies(struct context *ctx, const struct flow_draft *d);
+
+/*
  * Inserts both entries of a complete draft.  That of the replies comes first, so that a packet never finds only half of
  * a flow.
  */
@@ -109,7 +115,7 @@ static __always_inline enum slow_path_reason insert_young(struct context *ctx, s
 
 			d->there.rewrite.source_port = port;
 			complete_draft(d, d->there.generation, now);
-			if (node_has_socket(ctx, &d->reply_key))
+			if (node_has_socket(ctx, &d->reply_key) || (!masquerade && may_have_replies(ctx, d)))
 				continue;
 		}
 		note_in_table(&d->reply_key, true, now);
@@ -459,9 +465,12 @@ __noinline int open_young(struct context *ctx, const struct packet *p, const str
 		return STACK_TOO_BIG;
 	if (e->masquerade && !settings.snat_port_min)
 		return SLOW_NO_PORT;
-	if (!e->masquerade && !no_other) {
+	/* tc has asked conntrack for this flow itself, but XDP has not.  A masqueraded flow needs no more than that. */
+	if ((!e->masquerade || HOOK == AT_XDP) && !no_other) {
 		if (settings.conntrack_lookup)
 			return ASK_CONNTRACK;
+	}
+	if (!e->masquerade && !no_other) {
 		straight_key_of(p, b, &d->key);
 		if (is_straight(&d->key))
 			return SLOW_NO_PORT;

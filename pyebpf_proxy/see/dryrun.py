@@ -31,6 +31,7 @@ _SMALL = 64
 _PRIVATE = {
     "affinities": _SMALL,
     "affinity_counts": _SMALL,
+    "bridged_flows": _SMALL,
     "bridged_fragments": _SMALL,
     "choices": _SMALL,
     "localities": _SMALL,

@@ -107,3 +107,16 @@ def test_pods_of_one_bridge_reach_each_other_directly(bridged: tuple[Lab, int], 
             assert outcome.answer is not None, (protocol, outcome, counted_between(before, reasons(lab.nodes[0])))
             assert outcome.answer.peer[0] == toolbox.address.of(family)
             assert outcome.peer == (near.address.of(family), port)
+
+
+def test_a_client_port_that_was_used_for_a_service_reaches_the_endpoint_directly(
+    bridged: tuple[Lab, int], family: int, protocol: str
+) -> None:
+    """conntrack has the flow to the Service for some time. The replies of both have the same addresses and ports."""
+    lab, _ = bridged
+    near, toolbox = lab.pods["near-1"], lab.pods["toolbox"]
+    served = NEAR.target("ClusterIP", lab.nodes[0]).address.of(family), {"tcp": 80, "udp": 53}[protocol]
+    direct = near.address.of(family), {"tcp": 8080, "udp": 5353}[protocol]
+    for address, port in (served, direct, served, direct, direct):
+        outcome = toolbox.namespace.call(ask, address, port, protocol, source_port=20000 + family)
+        assert outcome.answer is not None, (address, port, outcome)

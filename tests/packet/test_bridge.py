@@ -11,21 +11,26 @@ from scapy.layers.inet6 import IPv6, IPv6ExtHdrFragment
 from scapy.layers.l2 import Ether
 from scapy.packet import Packet, Raw
 
+from tests.packet.fast_node import fast_node, learned_flow, one_cpu
 from tests.packet.program_node import GO_ON, ProgramNode, insert_entry
 
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
 BRIDGE_MAC = "02:00:00:00:00:be"
 
 
-@pytest.fixture
-def bridged(world: ProgramNode) -> ProgramNode:
-    """A service whose endpoint is behind a bridge port, and a flow to it from a pod on the same bridge."""
-    world.service(["local"])
+def make_bridge_port(world: ProgramNode) -> None:
     layout = world.object.btf.struct("node_device")
     world.object.maps["devices"].update(
         world.devices["pods"].to_bytes(4, "little"),
         layout.pack(bridge=world.devices["nic"], bridge_mac=bytes.fromhex(BRIDGE_MAC.replace(":", ""))),
     )
+
+
+@pytest.fixture
+def bridged(world: ProgramNode) -> ProgramNode:
+    """A service whose endpoint is behind a bridge port, and a flow to it from a pod on the same bridge."""
+    world.service(["local"])
+    make_bridge_port(world)
     insert_entry(world, "tcp", "pod", "cluster_ip", 40000, 80, "--state", "ESTABLISHED", target="local")
     return world
 
@@ -56,6 +61,48 @@ def test_a_direct_flow_to_the_endpoint_is_switched(bridged: ProgramNode) -> None
     insert_entry(bridged, "tcp", "pod", "local", 41000, 8080, "--state", "ESTABLISHED")
     frame = reply(bridged, dport=41000)
     assert bridged.run("tc_bridge_port", frame, device="pods").data == bytes(frame)
+
+
+@pytest.mark.parametrize(
+    ("protocol", "state", "switched"),
+    [("tcp", "TIME_WAIT", True), ("tcp", "CLOSE", True), ("tcp", "ESTABLISHED", False), ("udp", "", True)],
+)
+def test_a_port_that_was_used_for_a_service_before(
+    world: ProgramNode, protocol: str, state: str, switched: bool
+) -> None:
+    """The replies belong to the flow that has begun last, but a connection that has not ended keeps its port."""
+    world.service(["local"], protocol=protocol)
+    make_bridge_port(world)
+    options = ("--state", state) if state else ()
+    insert_entry(world, protocol, "pod", "cluster_ip", 40000, 80, *options, target="local")
+    send = getattr(world, protocol)
+    flags = {"flags": "SA"} if protocol == "tcp" else {}
+    reply = send("local", "pod", 40000, sport=8080, **flags)
+
+    def is_switched() -> bool:
+        return bool(world.run("tc_bridge_port", reply, device="pods").data == bytes(reply))
+
+    assert not is_switched()
+    # To the endpoint itself, but not over the bridge; from another port of the client; to another endpoint.
+    routed = send("pod", "local", 8080, sport=40000)
+    routed.dst = BRIDGE_MAC
+    for other in (routed, send("pod", "local", 8080, sport=40001), send("pod", "local", 8081, sport=40000)):
+        world.run("tc_bridge_port", other, device="pods")
+        assert not is_switched()
+    world.run("tc_bridge_port", send("pod", "local", 8080, sport=40000), device="pods")
+    assert is_switched() == switched
+    world.run("tc_bridge_port", send("pod", "cluster_ip", 80, sport=40000), device="pods")
+    assert not is_switched()
+
+
+@pytest.mark.parametrize("protocol", ["tcp", "udp"])
+def test_the_table_translates_no_replies_of_a_direct_flow(node: ProgramNode, protocol: str) -> None:
+    with one_cpu():
+        flow = learned_flow(fast_node(node), protocol)
+        make_bridge_port(node)
+        direct = getattr(node, protocol)("pod", "remote", 8080, sport=flow.sport)
+        assert node.run("tc_bridge_port", direct, device="pods").retval == GO_ON
+        assert [flow.entry(reply)["confirmed_until"] for reply in (False, True)] == [0, 0]  # type: ignore[index]
 
 
 def test_a_reply_that_is_for_the_bridge_already(bridged: ProgramNode) -> None:
@@ -89,11 +136,7 @@ def fragmented(world: ProgramNode, ports: tuple[int, int], number: int = 7) -> t
 @pytest.fixture
 def bridged_udp(world: ProgramNode) -> ProgramNode:
     world.service(["local"], protocol="udp")
-    layout = world.object.btf.struct("node_device")
-    world.object.maps["devices"].update(
-        world.devices["pods"].to_bytes(4, "little"),
-        layout.pack(bridge=world.devices["nic"], bridge_mac=bytes.fromhex(BRIDGE_MAC.replace(":", ""))),
-    )
+    make_bridge_port(world)
     insert_entry(world, "udp", "pod", "cluster_ip", 40000, 80, target="local")
     return world
 

@@ -30,7 +30,7 @@ from tests.packet.fast_node import (
     permits,
     records,
 )
-from tests.packet.program_node import GO_ON, ProgramNode
+from tests.packet.program_node import GO_ON, PRIORITY_MIDSTREAM, ProgramNode
 
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
 
@@ -324,6 +324,15 @@ def test_packets_from_another_device_are_not_changed(fast: ProgramNode, reply: b
     flow.run(reply, flow.frame(reply, flags=flags), by="pods" if reply else "nic")
     assert [without_request(flow.entry(False)), without_request(flow.entry(True))] == list(map(without_request, before))
     assert fast.reasons()["STACK_OTHER_DEVICE"] == 1
+
+
+def test_a_packet_that_needs_confirmation_starts_no_connection(fast: ProgramNode) -> None:
+    """conntrack may have forgotten the connection: then it is reset, as any other that is unknown."""
+    flow = learned_flow(fast)
+    flow.write(confirmed_until=0)
+    found = flow.run(frame=flow.frame(flags="PA"))
+    assert (found.retval, found.skb.priority) == (GO_ON, PRIORITY_MIDSTREAM)
+    assert fast.reasons()["STACK_NOT_CONFIRMED"] == 1
 
 
 def test_a_datagram_to_a_removed_endpoint_deletes_the_flow(fast: ProgramNode) -> None:

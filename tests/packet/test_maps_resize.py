@@ -268,7 +268,7 @@ def test_the_sizes_of_the_model_are_those_of_the_header(bpf_objects: Path) -> No
         with Object.open(bpf_objects / name) as opened:
             sizes |= opened.sizes
     fixed = {"recent_refusals", "refusals", "counters", "last_refused", "dry_results", "node_port_hints", "rr_cursor"}
-    fixed |= {"affinity_counts"}
+    fixed |= {"affinity_counts", "bridged_flows"}
     fixed |= {"address_hints", "fast_path", "tracing", "decisions", "xdp_devices", "xdp_choices"} | STORAGE_MAPS
     # Maps of the fast path: fastPathEntries determines `flows`.
     fixed |= {"flows", "flow_drafts", "flow_fragments", "flow_packet_counts", "promotions", "young_counts", "permits"}

@@ -11,7 +11,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from tests.packet.fast_node import REDIRECT, VARIANTS, Flow, fast_node, one_cpu
+from tests.packet.fast_node import REDIRECT, VARIANTS, Flow, filtering_node, one_cpu
 from tests.packet.program_node import XDP_TX, ProgramNode
 
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
@@ -24,7 +24,7 @@ FLOWS = 12
 @pytest.fixture(params=["tc", "xdp"])
 def fast(request: pytest.FixtureRequest, node: ProgramNode) -> Iterator[ProgramNode]:
     with one_cpu():
-        yield fast_node(node, snat_port_min=TAKEN, snat_port_max=FREE, xdp=int(request.param == "xdp"))
+        yield filtering_node(node, snat_port_min=TAKEN, snat_port_max=FREE, xdp=int(request.param == "xdp"))
 
 
 @pytest.fixture

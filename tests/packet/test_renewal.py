@@ -324,6 +324,20 @@ def test_a_masqueraded_flow_is_not_renewed(fast: ProgramNode) -> None:
         assert packets(flow) == (count - 1, count)
 
 
+@pytest.mark.parametrize("is_answered", [True, False])
+def test_a_masqueraded_flow_whose_links_may_have_moved_is_promoted(fast: ProgramNode, is_answered: bool) -> None:
+    """netfilter then learns its new links. Without a reply it begins anew at once."""
+    flow = young(fast, "udp", client="outside", masquerade="node", entrance="nic", exit="pods", frontend="external_ip")
+    if is_answered:
+        assert flow.run(reply=True).retval == REDIRECT
+    assert fast.promotions() == []
+    fast.write_fast_path_state(generation=5, permit_generation=5)
+    flow.set_back(2)
+    assert flow.run().retval == (REDIRECT if is_answered else GO_ON)
+    assert len(fast.promotions()) == int(is_answered)
+    assert flow.entries() == ([False, True] if is_answered else [])
+
+
 def test_the_entry_of_its_own_replies_is_no_reason_for_another_port(fast: ProgramNode) -> None:
     """Another CPU is just removing the flow, and has removed the client's entry. netfilter opens the next one."""
     flow = answered(fast, in_table=True)

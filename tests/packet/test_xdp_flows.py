@@ -11,16 +11,19 @@ from scapy.layers.inet import TCP, UDP
 from scapy.layers.l2 import Ether
 from scapy.packet import Packet, Raw
 
+from pyebpf_proxy.datapath.connections import tracked_clients
 from pyebpf_proxy.datapath.loader.libbpf import RunResult
 from tests.packet.fast_node import (
     FAR,
     REDIRECT,
     SECOND,
+    VARIANTS,
     Flow,
     device,
     fast_node,
     filtering_node,
     learned_flow,
+    note_tracked,
     now,
     one_cpu,
     open_in_slot_of,
@@ -28,7 +31,7 @@ from tests.packet.fast_node import (
     reset_counters,
     young,
 )
-from tests.packet.program_node import GO_ON, SHOT, XDP_PASS, XDP_REDIRECT, XDP_TX, ProgramNode
+from tests.packet.program_node import GO_ON, SHOT, XDP_PASS, XDP_REDIRECT, XDP_TX, ProgramNode, insert_entry
 
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
 
@@ -94,6 +97,26 @@ def test_xdp_opens_young_flows(fast: ProgramNode, protocol: str) -> None:
     assert (found.retval, found.data) == (XDP_REDIRECT, bytes(flow.expected(**frame)))
     assert flow.entries() == [False, True]
     assert fast.reasons() == {"NEW_FLOW_FAST": 1, "XDP_FLOW_HIT": 1}
+
+
+@pytest.mark.parametrize("ends", ["own address", "masqueraded"])
+@pytest.mark.parametrize(("protocol", "state"), [("tcp", "ESTABLISHED"), ("tcp", "SYN_RECV"), ("udp", "")])
+def test_a_flow_that_conntrack_has_is_left_to_tc(fast: ProgramNode, ends: str, protocol: str, state: str) -> None:
+    """It has left the table, or was never in it: a new flow might get another endpoint."""
+    flow = Flow(fast, protocol, **VARIANTS[ends])
+    flow.permit()
+    extra = ["--state", state] if state else ["-u", "SEEN_REPLY,ASSURED"]
+    insert_entry(fast, protocol, flow.client, flow.frontend, flow.sport, flow.port, *extra, target="remote")
+    assert tracked_clients.note(
+        fast.object.btf, fast.object.maps["tracked_clients"], lambda key: note_tracked(fast, key), 1000
+    )
+    before = flow.entries()
+    frame = flow.frame(flags="S", size=0)
+    assert fast.run_xdp(frame, flow.entrance).retval == XDP_PASS
+    found = flow.run(frame=frame)
+    assert (found.retval, found.data) == (GO_ON, bytes(frame))
+    assert flow.entries() == before
+    fast.forget_flows()
 
 
 def test_tc_opens_young_flows_if_xdp_may_not(fast: ProgramNode) -> None:

@@ -228,6 +228,34 @@ def test_source_ports_are_taken_one_after_the_other(fast: ProgramNode) -> None:
     assert ports == list(range(ports[0], ports[0] + 8))
 
 
+@pytest.mark.parametrize("protocol", ["tcp", "udp"])
+@pytest.mark.parametrize("lookup", [True, False], ids=["lookup", "no lookup"])
+@pytest.mark.parametrize("last", [20000, 20001])
+def test_another_source_port_is_none_that_conntrack_has(
+    node: ProgramNode, protocol: str, lookup: bool, last: int
+) -> None:
+    """A client uses one port with two Services of an endpoint, and has a connection straight to it from another port."""
+    with one_cpu():
+        world = fast_node(node, snat_port_min=20000, snat_port_max=last, conntrack_lookup=int(lookup))
+        for number, each in ((3, "tcp"), (4, "udp")):
+            world.endpoint("remote", 0, protocol=each)
+            world.service(["remote"], service=number, port=81, node_port=30081, protocol=each)
+        other = Flow(world, protocol, port=81)
+        Flow(world, protocol, port=81, sport=45000).permit()
+        direct = Flow(world, protocol, sport=20000)
+        assert direct.run(frame=second(direct, "straight to the endpoint")).retval == GO_ON
+        track(direct, "straight to the endpoint")
+        young(world, protocol, in_table=True)
+        found = other.run(frame=other.frame(flags="S", size=0))
+        if last == 20000:
+            assert found.retval == SHOT
+            assert world.reasons()["SLOW_NO_PORT"] == 1
+        else:
+            assert found.retval == REDIRECT
+            assert other.source_port(found) == 20001
+        world.forget_flows()
+
+
 # ---- conntrack has the first flow -----------------------------------------------------------------------
 
 
