@@ -326,19 +326,12 @@ class Proxy:
     def _log_planner_messages(self) -> None:
         """Log the planner's new problems and notes about Services."""
         problems, notes = self._planner.new_messages()
-        written: Counter[str] = Counter()
+        _log_lines(problems, _log.error, "more Services are not served as they specify")
         for message in problems:
-            written[message.namespace] += 1
-            if written[message.namespace] <= MOST_LINES:
-                _log.error(message.text)
             if message.reason and self._events is not None:
                 about = ObjectReference("Service", message.namespace, message.name)
                 self._events.event(about, "Warning", message.reason, "Serve", message.text)
-        for namespace, number in written.items():
-            if (more := number - MOST_LINES) > 0:
-                _log.error("more Services are not served as they specify", namespace=namespace, lines=more)
-        for message in notes:
-            _log.info(message.text)
+        _log_lines(notes, _log.info, "more service addresses are also those of a Node")
 
     async def _refresh_periodically(self) -> None:
         """Check the nftables table and the maps every syncPeriod: a firewall reload may have removed the table."""
@@ -384,3 +377,15 @@ class Proxy:
     def _signalled(self, number: signal.Signals) -> None:
         _log.info("stopped; attached programs continue without the agent", signal=number.name)
         self._stop.set()
+
+
+def _log_lines(messages: Iterable[LossMessage], write: Callable[..., None], more: str) -> None:
+    """Write the first lines of each namespace, and ``more`` with the number of the others."""
+    written: Counter[str] = Counter()
+    for message in messages:
+        written[message.namespace] += 1
+        if written[message.namespace] <= MOST_LINES:
+            write(message.text)
+    for namespace, number in written.items():
+        if number > MOST_LINES:
+            write(more, namespace=namespace, lines=number - MOST_LINES)

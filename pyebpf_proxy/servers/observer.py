@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import datetime
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import islice
 from typing import Protocol, cast
@@ -19,6 +20,8 @@ from pyebpf_proxy.services.nodes import is_eligible
 
 #: At most this many Services over a limit have their own sample.
 MOST_OVER_LIMIT = 100
+#: Seconds for comparisons of one namespace's Services with those in use, when changes are delivered. The loop waits.
+COMPARE_SECONDS = 0.05
 
 
 class SyncedObjects(Protocol):
@@ -94,8 +97,14 @@ class Observer:
             elif kind == "Node" and name == self._node_name:
                 self._eligible = is_eligible(cast("Node | None", value))
         # A Service of 1024 ports takes 10 ms: of its updates that came together, only the last one is compared.
+        spent: Counter[str] = Counter()
         for key, service in services.items():
-            self._service(key, service)
+            begin = self._clock().monotonic
+            if spent[key[0]] < COMPARE_SECONDS:
+                self._service(key, service)
+            else:
+                self._pending_services.add(key)
+            spent[key[0]] += self._clock().monotonic - begin
         metrics.service_pending.set(value=len(self._pending_services))
 
     def unchanged(self, objects: Sequence[Change]) -> None:

@@ -212,6 +212,24 @@ def test_of_many_updates_of_one_service_only_the_last_is_compared(
     assert agent[f"{SYNC}service_changes_pending"] == 1
 
 
+def test_comparisons_of_one_namespace_have_a_limited_time(
+    agent: ObservedAgent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other Services count as pending. Those of other namespaces are compared."""
+    compared: list[tuple[str, str]] = []
+
+    def slow(namespace: str, name: str, service: Service | None) -> bool:
+        compared.append((namespace, name))
+        agent.seconds += 0.02
+        return False
+
+    monkeypatch.setattr(agent.planner, "differs", slow)
+    changes = [Change("Service", namespace, f"s{n}", None) for n in range(9) for namespace in ("tenant", "shop")]
+    agent.observer.changed(changes)
+    assert compared == [(namespace, f"s{n}") for n in range(3) for namespace in ("tenant", "shop")]
+    assert agent[f"{SYNC}service_changes_pending"] == 12
+
+
 def test_endpoint_changes(agent: ObservedAgent) -> None:
     total, pending = f"{SYNC}endpoint_changes_total", f"{SYNC}endpoint_changes_pending"
     agent.change(endpoints("here"), endpoints("there", name="s-2"), endpoints(name="f", kind="FQDN"))

@@ -9,6 +9,7 @@ import random
 import time
 import tracemalloc
 from ipaddress import ip_address
+from typing import Any
 
 import msgspec
 import pytest
@@ -22,7 +23,7 @@ from pyebpf_proxy.services.losses import OVER_LIMIT
 from pyebpf_proxy.services.model import FrontendKind
 from pyebpf_proxy.services.planner import Planner, PlanSettings
 from tests.support.cpu_time import cpu_limit
-from tests.unit.services.planned import NODE, cluster, endpoint_slice, frontends, name_of, service
+from tests.unit.services.planned import NODE, cluster, endpoint_slice, frontends, name_of, node, service
 
 
 @pytest.fixture
@@ -136,6 +137,26 @@ def test_ports_are_bounded(planner: Planner) -> None:
         f"Service default/big: spec.ports: {MOST_PORTS + 10} are more than {MOST_PORTS}:"
         f" the first {MOST_PORTS} are served"
     ]
+
+
+def test_source_ranges_are_compared_with_the_nodes_address_once_for_all_ports(
+    planner: Planner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """1024 ports with 1024 ranges each took a second with every change, in which no other change was received."""
+    compared: list[object] = []
+    contains = reading.contains
+
+    def counted(prefix: Any, address: bytes) -> bool:
+        compared.append(prefix)
+        return contains(prefix, address)
+
+    monkeypatch.setattr(reading, "contains", counted)
+    ranges = [f"{address}/32" for address in addresses(100)]
+    planner.update([node(NODE, internal_ip="192.0.2.1")])
+    big = service("big", **BOTH, ports=ports(50), loadBalancerSourceRanges=ranges, status=VIPS)
+    planner.update([big])
+    assert planner.differs("default", "big", service("big", **BOTH, ports=ports(49), status=VIPS).object)
+    assert 100 <= len(compared) <= 200
 
 
 def test_source_ranges_are_bounded_and_the_rest_allows_no_client(planner: Planner) -> None:
