@@ -51,7 +51,7 @@ DATAPATH_HEAD = """# Datapath configuration
 Options that kube-proxy does not have are in a separate document, given by `--datapath-config FILE`: YAML or JSON,
 `apiVersion: datapath.pyebpf-proxy.io/v1alpha1`, `kind: DatapathConfiguration`. A KubeProxyConfiguration never contains
 any of them, and `--write-config-to` does not write them.
-[examples/datapath-config.yaml](../examples/datapath-config.yaml) shows every field.
+[examples/datapath-config.yaml](../examples/datapath-config.yaml) shows the options with their defaults.
 [deploy.md](deploy.md#datapath-configuration) shows how the agents of a cluster get it.
 
 * The file is decoded strictly. An unknown or duplicate field, a wrong type or a value out of range is an error: the

@@ -41,7 +41,7 @@ def _number(name: str, default: str, text: str, field: str = "") -> Flag:
 
 
 # fmt: off
-_SYNC = "Maximum interval between full syncs with the kernel."
+_SYNC = "Interval at which a failed sync is repeated, and the agent's maps and nftables table are checked."
 _MIN_SYNC = "Minimum interval between two syncs; changes are batched meanwhile. 0: each change is written at once."
 _JSON_ALPHA = "Accepted with the gate LoggingAlphaOptions; no effect."
 

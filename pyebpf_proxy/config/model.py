@@ -61,7 +61,7 @@ class Section(BaseModel):
     go_package: ClassVar[str] = "v1alpha1"
 
 
-_PERIOD = "Maximum interval between full syncs with the kernel."
+_PERIOD = "Interval at which a failed sync is repeated, and the agent's maps and nftables table are checked."
 _MIN_PERIOD = "Minimum interval between two syncs. The first change after a pause is written at once."
 _MASQUERADE_ALL = "Masquerade all traffic to Service addresses."
 _NONE = "No effect."
