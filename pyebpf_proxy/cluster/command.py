@@ -96,6 +96,10 @@ class Command:
         """Name those on which nothing would happen."""
         self.leave_out([node for node in found.nodes if not found.is_up(node)], "they are not ready")
 
+    def leave_out_leaving(self, found: View) -> None:
+        """Name those on which no agent would become ready."""
+        self.leave_out([node for node in found.nodes if found.is_leaving(node)], "they are being removed")
+
     def each(self, todo: list[str], what: str, do: Callable[[str, Say], None]) -> None:
         """``do`` for one node after the other; one that does not exist any more is named. ``what``: for the bar."""
         with self.output.progress(what, len(todo)) as step:

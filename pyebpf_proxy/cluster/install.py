@@ -66,6 +66,7 @@ class Install(Command):
             done = sum(self._is_done(found, node) for node in found.nodes)
             say(f"{counted(len(todo), 'node')} to take over, {done} done: {', '.join(todo) or 'nothing to do'}")
             self.leave_out_down(found)
+            self.leave_out_leaving(found)
             without = [node for node in found.nodes if not found.is_ours(node) and node not in found.kube_proxies]
             self.leave_out(without, "kube-proxy does not run there")
             self.each(todo, "nodes taken over", lambda node, tell: self._take(site, found, node, tell))
@@ -166,6 +167,7 @@ class Install(Command):
             for node in found.nodes
             if not self._is_done(found, node)
             and found.is_up(node)
+            and not found.is_leaving(node)
             and (found.is_ours(node) or node in found.kube_proxies)
         ]
 
@@ -209,7 +211,8 @@ def _image(found: View, image: str) -> str:
     if not (image or present):
         raise ClusterError("no image is specified; use --image REGISTRY/pyebpf-proxy:TAG", QUESTION)
     image = image or present
-    others = sorted(node for node, pod in found.agents.items() if pod.image != image and not pod.deleted)
+    stay = {node: pod for node, pod in found.agents.items() if node not in found.nodes or not found.is_leaving(node)}
+    others = sorted(node for node, pod in stay.items() if pod.image != image and not pod.deleted)
     if others:
         nodes = ", ".join(others)
         raise ClusterError(f"an agent with another image runs on {nodes}; run pyebpf-proxy cluster upgrade first")

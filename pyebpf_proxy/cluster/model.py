@@ -15,6 +15,7 @@ from pyebpf_proxy.cluster.api import CONFIG_MAPS, DAEMON_SETS, NODES, PODS, Api,
 from pyebpf_proxy.cluster.errors import ClusterError, NodeGoneError, NodeLostError
 from pyebpf_proxy.cluster.objects import AGENT, CLEANING, KUBE_PROXY, NAME, NAMESPACE, ON, PARKED, UNREACHED
 from pyebpf_proxy.config import addresses
+from pyebpf_proxy.services.nodes import TO_BE_DELETED_TAINT
 
 #: Reasons of a waiting container that do not go away by themselves.
 _HOPELESS = {
@@ -154,6 +155,10 @@ class View(NamedTuple):
         has_reported = bool((status.get("nodeInfo") or {}).get("kernelVersion"))
         return has_reported and all(each["status"] == "True" for each in conditions if each["type"] == "Ready")
 
+    def is_leaving(self, node: str) -> bool:
+        """As :func:`is_leaving`."""
+        return is_leaving(self.nodes[node])
+
     def proxy(self, node: str) -> str:
         """Which proxy runs there."""
         names = [name for name, pods in ((KUBE_PROXY, self.kube_proxies), (NAME, self.agents)) if node in pods]
@@ -176,6 +181,12 @@ def require_kubelet(api: Api, node: str) -> Object:
     if any(each["type"] == "Ready" and each["status"] == "Unknown" for each in conditions):
         raise NodeLostError("the node's kubelet no longer reports")
     return found
+
+
+def is_leaving(node: Object) -> bool:
+    """Whether an autoscaler or a user is removing the node. No agent is ready there (spec/service-semantics §11.2)."""
+    taints = (node.get("spec") or {}).get("taints") or ()
+    return "deletionTimestamp" in node["metadata"] or any(each.get("key") == TO_BE_DELETED_TAINT for each in taints)
 
 
 def label_of(node: Object, label: str) -> str:

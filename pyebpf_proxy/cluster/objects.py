@@ -170,10 +170,15 @@ def is_older(image: str) -> bool:
 
 
 def downgraded(present: Object, image: str, datapath: str = "") -> Object:
-    """The agent's DaemonSet with the template that ran this image before, or with the client's if that is not known."""
+    """The agent's DaemonSet with the template that ran this image before, or with the client's if that is not known.
+
+    The present template stays noted if it has another image, so that the upgrade to that one can be repeated.
+    """
     daemon_set = agent(image)[-1]
     if template := _template_of(present, image):
         daemon_set["spec"]["template"] = copy.deepcopy(template)
+    if template_image(present) != image:
+        daemon_set["metadata"]["annotations"] = {FORMER: json.dumps(present["spec"]["template"])}
     _read_datapath(daemon_set["spec"]["template"], datapath)
     return daemon_set
 

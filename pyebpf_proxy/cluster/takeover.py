@@ -17,7 +17,7 @@ from typing import NamedTuple
 from pyebpf_proxy.cluster import objects, reasons, task_pod
 from pyebpf_proxy.cluster.api import DAEMON_SETS, NODES, PODS, Api, Object, RefusedError
 from pyebpf_proxy.cluster.errors import ClusterError, NodeGoneError
-from pyebpf_proxy.cluster.model import Pod, is_programmed, label_of, pods, unreached_of
+from pyebpf_proxy.cluster.model import Pod, is_leaving, is_programmed, label_of, pods, unreached_of
 from pyebpf_proxy.cluster.objects import (
     AGENT,
     CLEANING,
@@ -117,7 +117,7 @@ def take(site: Site, node: str, before: Reached, say: Say, outdated: Pod | None 
     label(site, node, AGENT, ON, before.others(site.targets))
     if outdated is not None:
         say("replacing the agent, which runs with another datapath configuration")
-        replace(site, node, outdated, say)
+        replace(site, node, outdated, site.image, say)
     else:
         say("the agent starts alongside kube-proxy")
     wait_programmed(site, node)
@@ -142,8 +142,12 @@ def wait_programmed(site: Site, node: str) -> Pod:
 
 
 def wait_ready(site: Site, node: str) -> Pod:
-    """Until the agent's pod is ready."""
-    return _wait_pod(site, NAME, node, lambda pod: pod.ready, "the agent's pod did not become ready", "the agent ended")
+    """Until the agent's pod is ready. On a node that is being removed it never is, but it has programmed the node."""
+
+    def good(pod: Pod) -> bool:
+        return pod.ready or (is_leaving(_node(site.api, node)) and is_programmed(site.api, pod))
+
+    return _wait_pod(site, NAME, node, good, "the agent's pod did not become ready", "the agent ended")
 
 
 def _wait_pod(site: Site, proxy: str, node: str, good: Callable[[Pod], bool], late: str, hopeless: str) -> Pod:
@@ -195,13 +199,33 @@ def verify(site: Site, node: str, before: Reached, say: Say) -> None:
         site.run("connect", node, "connect", before.pod)
 
 
-def replace(site: Site, node: str, old: Pod, say: Say) -> None:
+def require_agent(site: Site, node: str) -> None:
+    """NodeGoneError if the node has registered again since an agent was started there."""
+    if label_now(site.api, node, AGENT) != ON:
+        raise NodeGoneError("no agent runs there any more; to take the node over, run pyebpf-proxy cluster install")
+
+
+def replace(site: Site, node: str, old: Pod, image: str, say: Say) -> None:
     """Replace the agent's pod by one of the DaemonSet's present template, and wait until that has programmed the node.
 
-    The attached programs carry the traffic meanwhile.
+    ``old``: the pod, as it was listed. ``image``: that of the template; a pod of the former template may have been
+    created since. The attached programs carry the traffic meanwhile.
     """
-    site.api.delete(PODS, old.name, NAMESPACE, old.uid)
-    _wait_new(site, _AGENTS, node, old, "no new pod of the agent was created")
+    api = site.api
+    former = pods(api, _AGENTS, node).get(node, old)
+    api.delete(PODS, former.name, NAMESPACE, former.uid)
+
+    def replaced() -> bool:
+        require_agent(site, node)
+        found = pods(api, _AGENTS, node).get(node)
+        if found is None or found.uid == former.uid:
+            return False
+        if found.image != image:
+            api.delete(PODS, found.name, NAMESPACE, found.uid)
+            return False
+        return True
+
+    wait_on_node(api, node, replaced, "no new pod of the agent was created", site.seconds)
     wait_programmed(site, node)
     say("the new agent has programmed the node")
 
@@ -254,7 +278,12 @@ def _may_have_restarted(before: Pod | None, now: Pod | None) -> bool:
 def _restart_kube_proxy(site: Site, node: str, old: Pod) -> None:
     """A new kube-proxy writes all rules at its start."""
     site.api.delete(PODS, old.name, NAMESPACE, old.uid)
-    _wait_new(site, _KUBE_PROXIES, node, old, "the agent stays: no new pod of kube-proxy was created")
+
+    def replaced() -> bool:
+        found = pods(site.api, _KUBE_PROXIES, node).get(node)
+        return found is not None and found.uid != old.uid
+
+    wait_on_node(site.api, node, replaced, "the agent stays: no new pod of kube-proxy was created", site.seconds)
 
 
 def _wait_kube_proxy(site: Site, node: str) -> Pod:
@@ -278,16 +307,6 @@ def _await_rules(site: Site, node: str, say: Say) -> None:
         site.run("await", node, "kube-proxy", site.targets)
 
 
-def _wait_new(site: Site, labels: str, node: str, old: Pod, late: str) -> None:
-    """Until another pod has taken this one's place. ClusterError: ``late``."""
-
-    def replaced() -> bool:
-        found = pods(site.api, labels, node).get(node)
-        return found is not None and found.uid != old.uid
-
-    wait_on_node(site.api, node, replaced, late, site.seconds)
-
-
 # ---- labels and DaemonSets -----------------------------------------------------------------------------------------
 
 
@@ -299,7 +318,7 @@ def label_now(api: Api, node: str, name: str) -> str:
 def _node(api: Api, name: str) -> Object:
     found = api.get(NODES, name)
     if found is None:
-        raise NodeGoneError("the node does not exist any more")
+        raise NodeGoneError("the node no longer exists")
     return found
 
 

@@ -34,9 +34,11 @@ class Upgrade(Command):
             self._datapath = self.datapath_digest()
             found = self.again()
             others = {node: pod for node, pod in sorted(found.agents.items()) if pod.image != site.image}
-            todo = [node for node in others if node in found.nodes and found.is_up(node)]
+            present = [node for node in others if node in found.nodes]
+            todo = [node for node in present if found.is_up(node) and not found.is_leaving(node)]
             say(f"{counted(len(todo), 'node')} to upgrade to {site.image}: {', '.join(todo) or 'nothing to do'}")
             self.leave_out_down(found)
+            self.leave_out_leaving(found)
             without = [node for node in found.nodes if found.is_ours(node) and node not in found.agents]
             self.leave_out(without, "no agent runs there (pyebpf-proxy cluster status says why)")
             task_pod.remove_all(api)
@@ -58,6 +60,7 @@ class Upgrade(Command):
 
     def _upgrade(self, site: Site, node: str, old: Pod, say: Say) -> None:
         """One node. ClusterError: which image runs there."""
+        takeover.require_agent(site, node)
         again = _again(site)
         # The old agent runs until the image is on the node and has run there.
         stays = f"the agent with {old.image} stays"
@@ -67,7 +70,7 @@ class Upgrade(Command):
             with telling(say, f"{_CARRIED}; {again}"):
                 self.apply([self._upgraded(site)])
                 say("the image is available; replacing the agent")
-                takeover.replace(site, node, old, say)
+                takeover.replace(site, node, old, site.image, say)
                 if self._runs_kube_proxy(node):
                     say(
                         "upgraded; kube-proxy also runs on the node: to complete the installation, run pyebpf-proxy"
@@ -102,7 +105,7 @@ class Upgrade(Command):
                 self.apply([objects.downgraded(self._daemon_set(), old.image, self._datapath)])
                 failed = model.pods(self.api, f"k8s-app={NAME}", node).get(node)
                 if failed is not None and failed.image != old.image:
-                    takeover.replace(site, node, failed, say)
+                    takeover.replace(site, node, failed, old.image, say)
                 wait = takeover.wait_programmed if self._runs_kube_proxy(node) else takeover.wait_ready
                 wait(site, node)
         except NodeGoneError:

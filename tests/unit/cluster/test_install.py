@@ -311,4 +311,4 @@ def test_a_node_that_is_deleted_ends_no_command(
     install(api)
     said = capsys.readouterr().out
     assert "n2: taken over, and verified" in said
-    assert ("[1/2] n1: the node does not exist any more" in said) == (moment == "before it is given back")
+    assert ("[1/2] n1: the node no longer exists" in said) == (moment == "before it is given back")

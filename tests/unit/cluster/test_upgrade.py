@@ -7,17 +7,19 @@ import copy
 
 import pytest
 
-from pyebpf_proxy.cluster import agents, objects, status, task_pod
+from pyebpf_proxy import __version__
+from pyebpf_proxy.cluster import agents, objects, status, takeover, task_pod
 from pyebpf_proxy.cluster.api import DAEMON_SETS, LEASES, NODES, PODS, Object
 from pyebpf_proxy.cluster.canary import Canary
 from pyebpf_proxy.cluster.errors import ClusterError
 from pyebpf_proxy.cluster.install import Install
 from pyebpf_proxy.cluster.lease import NAME as LEASE
 from pyebpf_proxy.cluster.model import view
-from pyebpf_proxy.cluster.objects import KUBE_PROXY, NAME, NAMESPACE, ON
+from pyebpf_proxy.cluster.objects import KUBE_PROXY, NAME, NAMESPACE, ON, PARKED
 from pyebpf_proxy.cluster.output import Output
 from pyebpf_proxy.cluster.upgrade import Upgrade
-from tests.unit.cluster.fake_api import FakeApi, running
+from pyebpf_proxy.services.nodes import TO_BE_DELETED_TAINT
+from tests.unit.cluster.fake_api import NOW, FakeApi, node_object, running
 
 OLDER, NEWER = "registry.example/pyebpf-proxy:1", "registry.example/pyebpf-proxy:2"
 
@@ -84,6 +86,119 @@ def test_where_kube_proxy_also_runs_install_can_continue_after_an_upgrade(
     Install(api, Output(as_json=False), "", 0.5).run("", None, dry_run=False)
     assert "[1/1] n2: taken over, and verified" in capsys.readouterr().out
     assert api.pods_of(KUBE_PROXY) == {}
+
+
+def make_leave(api: FakeApi, node: str, how: str) -> None:
+    """An autoscaler or a user removes the node: its agent is not ready from now on."""
+    item = api.stored[NODES.path(name=node)]
+    if how == "taint":
+        item["spec"] = {"taints": [{"key": TO_BE_DELETED_TAINT, "effect": "NoSchedule"}]}
+    else:
+        item["metadata"]["deletionTimestamp"] = NOW
+    api.status_of = lambda pod: running(ready=pod["spec"]["nodeName"] != node)
+
+
+@pytest.mark.parametrize("how", ["taint", "deletion"])
+def test_a_node_that_is_being_removed_is_named(api: FakeApi, capsys: pytest.CaptureFixture[str], how: str) -> None:
+    """Its agent never becomes ready. That must not end the command, nor give a node back."""
+    for node in ("n1", "n2"):
+        api.label(node, parked=ON, agent=ON)
+    make_leave(api, "n1", how)
+    upgrade(api)
+    said = capsys.readouterr().out
+    assert "skipped, because they are being removed: n1\n" in said
+    assert "[1/1] n2: upgraded, and verified" in said
+    Install(api, Output(as_json=False), "", 0.5).run("", None, dry_run=False)
+    said = capsys.readouterr().out
+    assert "skipped, because they are being removed: n1\n" in said
+    assert view(api).label("n1", PARKED) == ON
+
+
+def test_a_node_that_is_removed_during_its_upgrade_is_no_failure(
+    api: FakeApi, capsys: pytest.CaptureFixture[str]
+) -> None:
+    api.label("n1", parked=ON, agent=ON)
+    api.label("n2", parked=ON, agent=ON)
+    agent = api.name_of_agent("n1")
+
+    def begin(method: str, path: str) -> None:
+        if method == "DELETE" and path == PODS.path(NAMESPACE, agent):
+            make_leave(api, "n1", "taint")
+
+    api.before = begin
+    upgrade(api)
+    said = capsys.readouterr().out
+    assert "[1/2] n1: upgraded, and verified" in said
+    assert "[2/2] n2: upgraded, and verified" in said
+
+
+@pytest.mark.parametrize("when", ["before its turn", "during its upgrade"])
+def test_a_node_that_has_registered_again_is_named(api: FakeApi, capsys: pytest.CaptureFixture[str], when: str) -> None:
+    """It has no label, and kube-proxy serves it."""
+    api.label("n1", parked=ON, agent=ON)
+    api.label("n2", parked=ON, agent=ON)
+    first, second = (api.name_of_agent(node) for node in ("n1", "n2"))
+    last_moment = PODS.path(NAMESPACE, first if when == "before its turn" else second)
+
+    def register_again(method: str, path: str) -> None:
+        if method == "DELETE" and path == last_moment:
+            api.stored[NODES.path(name="n2")] = node_object("n2")
+            api.stored[NODES.path(name="n2")]["metadata"] |= {"resourceVersion": "900", "uid": "another"}
+
+    api.before = register_again
+    upgrade(api)
+    said = capsys.readouterr().out
+    assert "[1/2] n1: upgraded, and verified" in said
+    assert "[2/2] n2: no agent runs there any more; to take the node over, run pyebpf-proxy cluster install" in said
+    assert api.images() == {"n1": NEWER}
+    assert objects.template_image(api.stored[DAEMON_SETS.path(NAMESPACE, NAME)]) == NEWER
+
+
+def test_a_pod_of_the_former_template_that_was_just_created_is_replaced(
+    api: FakeApi, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pod that was listed has ended while the image was tried."""
+    api.label("n1", parked=ON, agent=ON)
+    listed = api.name_of_agent("n1")
+
+    def tried(site: takeover.Site, node: str) -> takeover.Reached:
+        if PODS.path(NAMESPACE, listed) in api.stored:
+            api.delete(PODS, listed, NAMESPACE)
+            assert api.name_of_agent(node) != listed
+        return takeover.Reached([], [])
+
+    monkeypatch.setattr(takeover, "try_image", tried)
+    upgrade(api)
+    assert "[1/1] n1: upgraded, and verified" in capsys.readouterr().out
+    assert api.images() == {"n1": NEWER}
+
+
+def test_a_downgrade_that_failed_once_can_be_repeated(
+    api: FakeApi, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The template of the older image is not this command's: the DaemonSet keeps it."""
+    older, present = "registry.example/pyebpf-proxy:0.0.9", f"registry.example/pyebpf-proxy:{__version__}"
+    daemon_set = objects.agent(older)[-1]
+    daemon_set["spec"]["template"]["metadata"]["annotations"]["of"] = "the older version"
+    api.put(DAEMON_SETS.path(NAMESPACE, NAME), daemon_set)
+    for node in ("n1", "n2"):
+        api.label(node, parked=ON, agent=ON)
+    upgrade(api, present)
+    failures = ["n2"]
+
+    def verify(site: takeover.Site, node: str, *_: object) -> None:
+        if node in failures:
+            failures.remove(node)
+            raise ClusterError("a Service does not answer")
+
+    monkeypatch.setattr(takeover, "verify", verify)
+    with pytest.raises(ClusterError, match="n2: a Service does not answer"):
+        upgrade(api, older)
+    assert api.images() == {"n1": older, "n2": present}
+    upgrade(api, older)
+    assert api.images() == {"n1": older, "n2": older}
+    template = api.stored[DAEMON_SETS.path(NAMESPACE, NAME)]["spec"]["template"]
+    assert template["metadata"]["annotations"]["of"] == "the older version"
 
 
 def test_a_node_without_an_agent_is_named(api: FakeApi, capsys: pytest.CaptureFixture[str]) -> None:
