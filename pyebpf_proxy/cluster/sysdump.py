@@ -142,7 +142,15 @@ def _log(api: Api, pod: str, container: str, previous: bool = False) -> str:
 
 
 def _config_map(api: Api, name: str) -> Object:
-    return api.get(CONFIG_MAPS, name, NAMESPACE) or {}
+    return api.get(CONFIG_MAPS, _mounted(api, name) if name == DATAPATH else name, NAMESPACE) or {}
+
+
+def _mounted(api: Api, name: str) -> str:
+    """The ConfigMap of this name that the agents' pods mount: kustomize appends a hash to the name."""
+    daemon_set = api.get(DAEMON_SETS, NAME, NAMESPACE)
+    volumes = daemon_set["spec"]["template"]["spec"].get("volumes") or () if daemon_set else ()
+    found = [str((each.get("configMap") or {}).get("name", "")) for each in volumes]
+    return next((each for each in found if each.startswith(f"{name}-")), name)
 
 
 def _fail(error: Exception) -> None:

@@ -11,9 +11,10 @@ from typing import Any, cast
 import pytest
 import yaml
 
-from pyebpf_proxy.cluster import sysdump
-from pyebpf_proxy.cluster.api import Api
+from pyebpf_proxy.cluster import objects, sysdump
+from pyebpf_proxy.cluster.api import CONFIG_MAPS, DAEMON_SETS, Api
 from pyebpf_proxy.cluster.errors import ClusterError, StoppedError
+from pyebpf_proxy.cluster.objects import NAME, NAMESPACE
 from pyebpf_proxy.cluster.output import Output
 from pyebpf_proxy.see.answers import NO_ANSWER
 from tests.unit.cluster.fake_api import FakeApi
@@ -217,3 +218,19 @@ def test_an_interrupted_sysdump_leaves_no_truncated_archive(tmp_path: Path) -> N
     with pytest.raises(ClusterError, match="already exists"):
         sysdump.write(api, Output(as_json=False), str(path), "", 1.0)
     assert path.exists(), "of another command"
+
+
+def test_the_datapath_configuration_is_that_which_the_pods_mount() -> None:
+    """kustomize appends a hash to the name of the ConfigMap."""
+    api = FakeApi("n1")
+    daemon_set = objects.agent("registry.example/pyebpf-proxy:1")[-1]
+    volumes = daemon_set["spec"]["template"]["spec"]["volumes"]
+    volumes.append({"name": "datapath", "configMap": {"name": f"{objects.DATAPATH}-67hkhkfg6d"}})
+    api.put(DAEMON_SETS.path(NAMESPACE, NAME), daemon_set)
+    for name in (objects.DATAPATH, f"{objects.DATAPATH}-67hkhkfg6d"):
+        api.put(CONFIG_MAPS.path(NAMESPACE, name), {"metadata": {"name": name}, "data": {objects.DATAPATH_KEY: name}})
+    parts = dict(sysdump._parts(api, "", 0.1))
+    assert parts[f"{objects.DATAPATH}.config.yaml"]()["metadata"]["name"] == f"{objects.DATAPATH}-67hkhkfg6d"
+    del volumes[-1]
+    api.put(DAEMON_SETS.path(NAMESPACE, NAME), daemon_set)
+    assert parts[f"{objects.DATAPATH}.config.yaml"]()["metadata"]["name"] == objects.DATAPATH
