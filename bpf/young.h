@@ -466,11 +466,9 @@ __noinline int open_young(struct context *ctx, const struct packet *p, const str
 	if (e->masquerade && !settings.snat_port_min)
 		return SLOW_NO_PORT;
 	/* tc has asked conntrack for this flow itself, but XDP has not.  A masqueraded flow needs no more than that. */
-	if ((!e->masquerade || HOOK == AT_XDP) && !no_other) {
-		if (settings.conntrack_lookup)
-			return ASK_CONNTRACK;
-	}
-	if (!e->masquerade && !no_other) {
+	if (settings.conntrack_lookup && !no_other && (!e->masquerade || HOOK == AT_XDP))
+		return ASK_CONNTRACK;
+	if (!settings.conntrack_lookup && !no_other && !e->masquerade) {
 		straight_key_of(p, b, &d->key);
 		if (is_straight(&d->key))
 			return SLOW_NO_PORT;

@@ -137,11 +137,12 @@ def _serves_node_ports_on_loopback(packet: Packet, address: bytes, world: World)
 
 def _frontends_at_address(packet: Packet, world: World, state: State) -> str:
     """Frontends at the same address, for a hint: the usual mistakes are a wrong port or protocol."""
+    serves_node_ports = world.own.get(packet.destination, False)
     there = [
         f"{port}/{Protocol(protocol).name} ({name_text(state.services[number].name)})"
         for (address, port, protocol), (number, _) in sorted(state.frontends.items())
         if number in state.services
-        and packet.destination in (world.own if not any(address) else (address,))
+        and (packet.destination == address if any(address) else serves_node_ports)
         and len(address) == len(packet.destination)
     ]
     if not there:

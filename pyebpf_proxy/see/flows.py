@@ -24,7 +24,17 @@ _TCP_STATES = (
     *("NONE", "SYN_SENT", "SYN_RECV", "ESTABLISHED", "FIN_WAIT", "CLOSE_WAIT", "LAST_ACK", "TIME_WAIT", "CLOSE"),
     "SYN_SENT2",
 )
-_SCTP_STATES = ("NONE", "CLOSED", "COOKIE_WAIT", "COOKIE_ECHOED", "ESTABLISHED", "SHUTDOWN_SENT", "SHUTDOWN_RECD")
+_SCTP_STATES = (
+    "NONE",
+    "CLOSED",
+    "COOKIE_WAIT",
+    "COOKIE_ECHOED",
+    "ESTABLISHED",
+    "SHUTDOWN_SENT",
+    "SHUTDOWN_RECD",
+    "SHUTDOWN_ACK_SENT",
+    "HEARTBEAT_SENT",
+)
 _UDP_STATES = ("ASSURED", "REPLIED", "UNREPLIED")
 _PORTS = 65536 - 1024
 _PROTOCOLS = frozenset(map(int, Protocol))
@@ -155,8 +165,8 @@ def busiest(most: int = 5) -> list[model.Fill]:
 class Names:
     """Names of addresses: services by frontend, pods by address."""
 
-    def __init__(self, state: State, own: frozenset[bytes], pods: Mapping[bytes, str] | None = None) -> None:
-        """``own``: addresses of this node. ``pods``: names of pods by address."""
+    def __init__(self, state: State, own: Mapping[bytes, bool], pods: Mapping[bytes, str] | None = None) -> None:
+        """``own``: addresses of this node, and whether each serves NodePorts. ``pods``: names of pods by address."""
         from pyebpf_proxy.see.services import name_text
 
         self._state = state
@@ -169,9 +179,12 @@ class Names:
         address, port = flow.frontend
         key = (address, port, int(flow.protocol))
         found = self._state.frontends.get(key)
-        # Where no NodePort is served on loopback, another server may have the number there.
-        loopback = len(address) == 4 and address[0] == 127 and flow.status & uapi.IPS_DST_NAT
-        if found is None and (loopback or address in self._own):
+        loopback = len(address) == 4 and address[0] == 127
+        # Where no NodePort is served, another server may have the number.
+        served = self._own.get(address, False) or (
+            flow.status & uapi.IPS_DST_NAT and (loopback or address in self._own)
+        )
+        if found is None and served:
             found = self._state.frontends.get((bytes(len(address)), port, int(flow.protocol)))
         service = self._state.services.get(found[0]) if found is not None else None
         return self._text(service.name) if service is not None else ""

@@ -47,17 +47,17 @@ def _pods(arguments: argparse.Namespace) -> Callable[[Collection[bytes]], Mappin
     return pod_name_lookup(arguments.directory, read_wanted(arguments.directory, flags))
 
 
-def _other_addresses(flows: Iterable[Flow], own: frozenset[bytes]) -> set[bytes]:
-    return {address for flow in flows for address in (flow.client[0], flow.endpoint[0])} - own
+def _other_addresses(flows: Iterable[Flow], own: Mapping[bytes, bool]) -> set[bytes]:
+    return {address for flow in flows for address in (flow.client[0], flow.endpoint[0])} - own.keys()
 
 
-def own_addresses(maps: Pinned) -> frozenset[bytes]:
-    """Every address of this node in the programs' maps."""
-    found = set()
+def own_addresses(maps: Pinned) -> dict[bytes, bool]:
+    """Every address of this node in the programs' maps, and whether it serves NodePorts."""
+    found: dict[bytes, bool] = {}
     for family in "46":
         key, value = maps.packer(f"address{family}", "address"), Struct("=I")
-        found |= {address for (address,), _ in maps.rows(f"node_addresses{family}", key, value)}
-    return frozenset(found)
+        found |= {address: bool(serves) for (address,), (serves,) in maps.rows(f"node_addresses{family}", key, value)}
+    return found
 
 
 def _cache(maps: Pinned) -> Callable[[Flow], bool | None]:

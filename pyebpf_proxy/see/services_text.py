@@ -7,6 +7,8 @@ from pyebpf_proxy.config.addresses import join_host_port
 from pyebpf_proxy.see import model
 from pyebpf_proxy.see.text import Cell, Terminal, duration, fields, table, wrapped
 
+_REFUSED = "no endpoints: refused (port unreachable)"
+
 
 def services_text(answer: model.Services, terminal: Terminal, details: bool) -> list[str]:
     """The services as a table, or with ``details`` each service port in full."""
@@ -76,7 +78,8 @@ def _details(view: model.ServiceView, terminal: Terminal) -> list[str]:
     lines += fields(terminal, pairs)
     lines += [f"  difference: {text}" for text in view.differences]
     if not view.endpoints:
-        return [*lines, "  " + terminal.paint("no endpoints: refused (port unreachable)", "red")]
+        nothing = "no endpoints here, but on other nodes: dropped" if view.any_endpoints else _REFUSED
+        return [*lines, "  " + terminal.paint(nothing, "red")]
     inner = Terminal(max(terminal.width - 2, 10), terminal.colour)
     rows: list[list[Cell | str]] = [
         [

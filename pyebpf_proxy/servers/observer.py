@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import datetime
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import islice
 from typing import Protocol, cast
@@ -97,7 +97,7 @@ class Observer:
             elif kind == "Node" and name == self._node_name:
                 self._eligible = is_eligible(cast("Node | None", value))
         # A Service of 1024 ports takes 10 ms: of its updates that came together, only the last one is compared.
-        spent: Counter[str] = Counter()
+        spent: defaultdict[str, float] = defaultdict(float)
         for key, service in services.items():
             begin = self._clock().monotonic
             if spent[key[0]] < COMPARE_SECONDS:

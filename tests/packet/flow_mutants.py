@@ -41,14 +41,44 @@ FLOW_MUTANTS: dict[str, tuple[str, str, str]] = {
     "flows: pressed datagrams": ("sweep.h", "!(udp && !conntrack_is_asked() && is_answered(f, other))", "true"),
     "flows: conntrack is not asked for other flows of the port": (
         "young.h",
-        "if (settings.conntrack_lookup)\n\t\t\treturn ASK_CONNTRACK;\n",
-        "if (!settings.conntrack_lookup)",
+        "settings.conntrack_lookup && !no_other && (!e->masquerade || HOOK == AT_XDP)",
+        "false",
     ),
     "flows: ended connections keep their port": ("conntrack.h", "return !ended;\n}", "return 1;\n}"),
     "flows: masqueraded flows need the client's port": (
         "young.h",
-        "if (!e->masquerade && !no_other)",
-        "if (!no_other)",
+        "settings.conntrack_lookup && !no_other && (!e->masquerade || HOOK == AT_XDP)",
+        "settings.conntrack_lookup && !no_other",
+    ),
+    "flows: XDP asks conntrack for no masqueraded flow": (
+        "young.h",
+        "(!e->masquerade || HOOK == AT_XDP)",
+        "!e->masquerade",
+    ),
+    "flows: another source port may be a connection's": (
+        "young.h",
+        " || (!masquerade && may_have_replies(ctx, d))",
+        "",
+    ),
+    "flows: without the lookup, another source port may be a connection's": (
+        "tc.bpf.c",
+        "return is_straight(&straight);",
+        "return 0;",
+    ),
+    "flows: masqueraded flows keep links that have moved": (
+        "renew.h",
+        "\tkept = keeps_source(p, &f->rewrite);\n",
+        "\tkept = keeps_source(p, &f->rewrite);\n\tif (!kept)\n\t\treturn 0;\n",
+    ),
+    "flows: masqueraded flows pause": (
+        "renew.h",
+        "over = kept && is_over(f, reply, now);",
+        "over = is_over(f, reply, now);",
+    ),
+    "flows: an unconfirmed packet begins a connection": (
+        "tc.bpf.c",
+        "midstream = verdict != NOT_SENT && ",
+        "midstream = verdict == NOT_KNOWN && ",
     ),
     "flows: flows straight to endpoints are not noted": (
         "tc.bpf.c",

@@ -234,7 +234,7 @@ def test_source_ports_are_taken_one_after_the_other(fast: ProgramNode) -> None:
 def test_another_source_port_is_none_that_conntrack_has(
     node: ProgramNode, protocol: str, lookup: bool, last: int
 ) -> None:
-    """A client uses one port with two Services of an endpoint, and has a connection straight to it from another port."""
+    """A client uses one port with two Services of an endpoint, and another one for a connection straight to it."""
     with one_cpu():
         world = fast_node(node, snat_port_min=20000, snat_port_max=last, conntrack_lookup=int(lookup))
         for number, each in ((3, "tcp"), (4, "udp")):

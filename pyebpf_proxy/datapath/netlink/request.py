@@ -18,6 +18,7 @@ from pyebpf_proxy.datapath.netlink.uapi import (
     NETLINK_CAP_ACK,
     NLM_F_ACK,
     NLM_F_DUMP,
+    NLM_F_DUMP_INTR,
     NLM_F_REQUEST,
     NLMSG_DONE,
     NLMSG_ERROR,
@@ -51,16 +52,19 @@ class RequestSocket:
         """Close the socket."""
         self._socket.close()
 
-    def dump(self, kind: int, body: bytes) -> Iterator[bytes]:
+    def dump(self, kind: int, body: bytes, whole: bool = False) -> Iterator[bytes]:
         """Every message of the answer, without its netlink header. OSError with the kernel's errno, also at the end.
 
-        Must be read to the end before the same socket is used again.
+        Must be read to the end before the same socket is used again. ``whole``: EINTR at the end if the objects have
+        changed meanwhile, so that some may be missing (NLM_F_DUMP_INTR).
         """
         self.send(message(kind, NLM_F_REQUEST | NLM_F_DUMP, 1, body))
+        interrupted = False
         while True:
-            for answer, _, _, found in messages(self.receive()):
+            for answer, flags, _, found in messages(self.receive()):
+                interrupted |= bool(flags & NLM_F_DUMP_INTR)
                 if answer in (NLMSG_ERROR, NLMSG_DONE):
-                    number = error_number(found)
+                    number = error_number(found) or (errno.EINTR if whole and interrupted else 0)
                     if number:
                         raise OSError(number, os.strerror(number))
                     return

@@ -39,6 +39,7 @@ RTMSG = Struct("=BBBBBBBBI")  # family, two prefix lengths, TOS, table, protocol
 RTN_UNICAST, RTN_LOCAL = 1, 2
 RTA_DST, RTA_SRC, RTA_IIF, RTA_OIF, RTA_GATEWAY, RTA_VIA = 1, 2, 3, 4, 5, 18
 TCMSG = Struct("=B3xiIII")  # family, index, handle, parent, info
+TCM_IFINDEX_MAGIC_BLOCK = -1  # as index: a block of filters
 TCA_KIND, TCA_OPTIONS = 1, 2
 # include/uapi/linux/pkt_sched.h
 TC_H_ROOT, TC_H_CLSACT = 0xFFFFFFFF, 0xFFFFFFF1

@@ -100,6 +100,8 @@ class Follower:
             elif kind in _TC:
                 seen.filters.add(uapi.TCMSG.unpack_from(message)[1])
         links = self.state.links
+        if uapi.TCM_IFINDEX_MAGIC_BLOCK in seen.filters:
+            seen.filters.update(links)  # a block of filters, which several devices may share
         try:
             # XDP at one end of a veth changes the features of the other end (veth_xdp_set()), which causes a message.
             peers = self._peers.read(links[index] for index in seen.links if index in links)

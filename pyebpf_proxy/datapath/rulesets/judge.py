@@ -247,8 +247,6 @@ class _Reader:
         Of two packets between the same hosts one may meet them, and the other not. Or only conntrack's entry of a flow
         that netfilter has seen from its first packet on meets them.
         """
-        if any(part.kind is Kind.CONNMARK for part in rule.parts):
-            return _NOTHING, ""  # It only decides what is kept in conntrack.
         if _has_no_effect(rule):
             return _NOTHING, ""
         selected = _families(rule, self._slow)
@@ -353,10 +351,9 @@ class _Reader:
 
 
 def _has_no_effect(rule: Rule, beside: Part | None = None) -> bool:
-    """Whether the parts of a rule do nothing to a packet, but for one of them."""
-    return all(
-        part is beside or part.kind in (Kind.LOAD, Kind.CONDITION) or part.words in _NO_EFFECT for part in rule.parts
-    )
+    """Whether the parts of a rule do nothing to a packet, but for one of them. They may change what conntrack keeps."""
+    passive = (Kind.LOAD, Kind.CONDITION, Kind.CONNMARK)
+    return all(part is beside or part.kind in passive or part.words in _NO_EFFECT for part in rule.parts)
 
 
 def _verdict(rule: Rule) -> Part | None:
@@ -444,7 +441,7 @@ def _states_of(loads: Sequence[Part], condition: Part) -> int:
 
 
 def _conditions(rule: Rule) -> tuple[Conditions, bool]:
-    """The conditions of a rule, and whether they are all: nothing is counted or inspected."""
+    """The conditions of a rule, and whether they are all: nothing is counted or inspected, or looked up in vain."""
     found = set()
     group: list[bytes] = []
     last: list[bytes] = []
@@ -452,11 +449,12 @@ def _conditions(rule: Rule) -> tuple[Conditions, bool]:
     for part in rule.parts:
         if part.kind is Kind.LOAD:
             group.append(part.key)
+            sure &= part.words != "map"
         elif part.kind is Kind.CONDITION:
             last = group or last
             found.add((*last, part.key))
             group = []
-        elif part.kind in (Kind.COUNTS, Kind.INSPECTS, Kind.UNKNOWN):
+        elif part.kind in (Kind.COUNTS, Kind.INSPECTS, Kind.UNKNOWN) or (part.kind is Kind.IGNORED and part.target):
             sure = False
     return frozenset(found), sure
 

@@ -13,7 +13,7 @@ import errno
 import os
 import socket
 import struct
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -108,7 +108,7 @@ def read() -> Reading:
 def owned_tables() -> frozenset[nft.Key]:
     """The tables of nftables that end with a process; takes microseconds. OSError."""
     with RequestSocket(uapi.NETLINK_NETFILTER) as netlink:
-        return nft.owned(_ask(netlink, uapi.NFT_MSG_GETTABLE, 0))
+        return nft.owned(_of_all_tables(netlink, uapi.NFT_MSG_GETTABLE))
 
 
 def legacy_info() -> Info:
@@ -140,11 +140,11 @@ def _unread(rulesets: Rulesets, families: Collection[int], why: str) -> None:
 def _nft(maps: set[tuple[int, str, str]]) -> list[Table]:
     known: dict[bytes, Part] = {}
     with RequestSocket(uapi.NETLINK_NETFILTER) as netlink:
-        everything = _ask(netlink, uapi.NFT_MSG_GETTABLE, 0)
+        everything = _of_all_tables(netlink, uapi.NFT_MSG_GETTABLE)
         tables = {key: table for key, table in nft.tables(everything).items() if not _is_known(*key)}
         if not tables:
             return []
-        nft.add_chains(tables, _ask(netlink, uapi.NFT_MSG_GETCHAIN, 0))
+        nft.add_chains(tables, _of_all_tables(netlink, uapi.NFT_MSG_GETCHAIN))
         for (family, name), table in tables.items():
             if not any(chain.hook for chain in table.chains.values()):
                 continue  # No chain that forwarded packets cross.
@@ -163,7 +163,7 @@ def _is_known(family: int, name: str) -> bool:
     return family == nft.INET and (name == _OURS or name.startswith(f"{_OURS}-"))
 
 
-def _ask(netlink: RequestSocket, kind: int, family: int, of: bytes = b"") -> Iterator[bytes]:
+def _ask(netlink: RequestSocket, kind: int, family: int, of: bytes) -> Iterator[bytes]:
     """All messages; none if the object is gone, for which the kernel may also return ENOENT.
 
     Must be read to the end before the next query.
@@ -173,6 +173,20 @@ def _ask(netlink: RequestSocket, kind: int, family: int, of: bytes = b"") -> Ite
     except OSError as error:
         if error.errno != errno.ENOENT:
             raise
+
+
+def _of_all_tables(netlink: RequestSocket, kind: int) -> list[bytes]:
+    """The same for the objects of all tables. The kernel skips some if others, before them, are removed meanwhile.
+
+    Any other change of a foreign table causes another reading, but those of the agent's own table cause none.
+    """
+    for _ in range(_ATTEMPTS):
+        try:
+            return list(netlink.dump(kind, uapi.NFGENMSG.pack(0, 0, 0), whole=True))
+        except OSError as error:
+            if error.errno != errno.EINTR:
+                raise
+    raise OSError(errno.EAGAIN, f"chains changed while they were read, {_ATTEMPTS} times in a row")
 
 
 # ---- iptables-legacy -----------------------------------------------------------------------------------------------
@@ -238,19 +252,24 @@ def _ipset_ports() -> dict[int, int]:
     """``Rulesets.ipset_ports`` of all ipsets; their elements are not read."""
     ask = attribute(uapi.IPSET_ATTR_PROTOCOL, bytes([uapi.IPSET_PROTOCOL]))
     ask += attribute(uapi.IPSET_ATTR_FLAGS, struct.pack(">I", uapi.IPSET_FLAG_LIST_HEADER))
-    found = {}
+    kinds = {}
     with RequestSocket(uapi.NETLINK_NETFILTER) as netlink:
         for message in _ask(netlink, uapi.IPSET_MSG_LIST, socket.AF_INET, ask):
             one = values(message, uapi.NFGENMSG.size)
             index = int.from_bytes(one[uapi.IPSET_ATTR_INDEX], "big")
-            found[index] = ports_of_ipset(text(one[uapi.IPSET_ATTR_TYPENAME]))
-    return found
+            kinds[index] = text(one[uapi.IPSET_ATTR_TYPENAME])
+    return ports_of_ipsets(kinds)
+
+
+def ports_of_ipsets(kinds: Mapping[int, str]) -> dict[int, int]:
+    """``Rulesets.ipset_ports`` of sets of these types, by index."""
+    # Of members that have a port it is the second part, except for these.
+    of_lists = 1 << 2 | (1 << 1 if "bitmap:port" in kinds.values() else 0)
+    return {index: of_lists if kind == "list:set" else ports_of_ipset(kind) for index, kind in kinds.items()}
 
 
 def ports_of_ipset(kind: str) -> int:
-    """Which parts of an element are ports, by the type of the set."""
-    if kind == "list:set":
-        return 1 << 2  # if its members have a port, it is the second part
+    """Which parts of an element are ports, by the type of the set, which is no list of sets."""
     parts = kind.partition(":")[2].split(",")
     return sum(1 << place for place, part in enumerate(parts, 1) if part == "port")
 

@@ -128,21 +128,22 @@ def add_rules(table: Table, messages: Messages, known: dict[bytes, Part]) -> Non
             elif kind == 4 and chain is not None:
                 parts = expressions(message, begin, end, known)
                 if table.has_sets:
-                    parts = tuple(_of_set(part, table) for part in parts)
+                    parts = tuple(each for part in parts for each in _of_set(part, table))
                 chain.rules.append(Rule(place, parts))
 
 
-def _of_set(part: Part, table: Table) -> Part:
+def _of_set(part: Part, table: Table) -> tuple[Part, ...]:
     """A lookup in a set or a map counts packets if its elements do, and varies if they expire."""
     if not part.target or part.kind in (Kind.JUMP, Kind.GOTO):
-        return part
+        return (part,)
     if part.target in table.varying:
         part = replace(part, varies=True)
+    counts = table.stateful.get(part.target, "")
     if part.kind is Kind.MAP:
-        return part
-    if part.target in table.stateful:
-        return replace(part, kind=Kind.COUNTS, words=table.stateful[part.target])
-    return replace(part, kind=Kind.IGNORED) if part.kind is Kind.COUNTS else part
+        return (Part(Kind.COUNTS, counts), part) if counts else (part,)
+    if counts:
+        return (replace(part, kind=Kind.COUNTS, words=counts),)
+    return (replace(part, kind=Kind.IGNORED) if part.kind is Kind.COUNTS else part,)
 
 
 def _limits(data: bytes) -> bool:

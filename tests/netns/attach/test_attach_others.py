@@ -274,6 +274,17 @@ def test_filters_and_qdiscs_come_and_go(agent: Agent, pod: int, shell: Shell) ->
     assert agent.written(pod)[0] == REDIRECT_PEER
 
 
+def test_filters_of_a_shared_block_come_and_go(agent: Agent, pod: int, shell: Shell) -> None:
+    """The kernel reports such a filter for no device."""
+    shell("tc qdisc add dev pod ingress_block 22 clsact")
+    node = agent.start()
+    assert limit(node, pod)[0] != REDIRECT_NONE
+    shell(f"tc filter add block 22 protocol ip prio 10 {OTHERS}")
+    follow(node, lambda: limit(node, pod)[0] == REDIRECT_NONE)
+    shell("tc filter del block 22 protocol ip prio 10")
+    follow(node, lambda: limit(node, pod)[0] != REDIRECT_NONE)
+
+
 @pytest.mark.parametrize("first", [True, False], ids=["before", "after"])
 def test_the_bandwidth_plugin_can_add_its_qdiscs(first: bool, agent: Agent, pod: int, shell: Shell) -> None:
     """The plugin fails if the agent's qdisc exists first (finding D2)."""

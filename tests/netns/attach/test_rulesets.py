@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from pyebpf_proxy.datapath.netlink import uapi
+from pyebpf_proxy.datapath.netlink.request import RequestSocket
 from pyebpf_proxy.datapath.rulesets import kernel
 from tests.support.kube_proxy_tools import make_nfacct, recorded
 
@@ -221,6 +223,10 @@ NFT_RULES = {
     "helper": ('tcp dport 21 ct helper set "ftp-21"', "ct helper", {4, 6}),
     "by a map": ("tcp dport vmap { 80 : jump counted }", "quota", {4, 6}),
     "by a named map": ("tcp dport vmap @ports", "quota", {4, 6}),
+    "a verdict map's limit": ("ip saddr vmap @limits", "map limits|set limits", {4}),
+    "source port, and a flow's mark": ("tcp sport < 1024 ct mark set 1 drop", "source ports", {4, 6}),
+    "dscp, and a flow's mark": ("ip dscp != cs0 ct mark set 2 drop", "header fields that differ", {4}),
+    "dscp, and a flow's label": ("ip dscp != cs0 ct label set 2 drop", "header fields that differ", {4}),
 }
 
 
@@ -233,6 +239,7 @@ def test_an_nftables_rule_that_must_see_each_packet(which: str, shell: Shell) ->
         set seen {{ type ipv4_addr; flags dynamic; size 128; }}
         set limited {{ type ipv4_addr; limit rate over 5/second; elements = {{ 192.0.2.1 }} }}
         map ports {{ type inet_service : verdict; elements = {{ 99 : goto counted }} }}
+        map limits {{ type ipv4_addr : verdict; limit rate over 5/second; elements = {{ 192.0.2.3 : drop }} }}
         {'ct helper ftp-21 { type "ftp" protocol tcp; }' if which == "helper" else ""}
         chain counted {{
             quota over 10 mbytes drop
@@ -253,7 +260,7 @@ END""")
     found = closed()
     assert set(found) == families
     for text in found.values():
-        assert re.fullmatch(rf"nftables {dup}, chain (forward|counted), rule handle \d+: .*{words}.*", text), text
+        assert re.fullmatch(rf"nftables {dup}, chain (forward|counted), rule handle \d+: .*({words}).*", text), text
 
 
 def test_an_element_of_a_verdict_map_leads_to_a_chain(shell: Shell) -> None:
@@ -265,6 +272,56 @@ def test_an_element_of_a_verdict_map_leads_to_a_chain(shell: Shell) -> None:
     assert closed() == {}
     shell("nft 'add element inet mine ports { 80 : jump logged }'")
     assert "log" in closed()[4]
+
+
+@pytest.mark.parametrize(("state", "closes"), [("limit rate 5/second", True), ("counter", False)])
+def test_an_element_of_a_verdict_map_may_have_a_limit_of_its_own(state: str, closes: bool, shell: Shell) -> None:
+    shell("""nft 'table inet mine {
+        map some { type ipv4_addr : verdict; flags dynamic; elements = { 192.0.2.1 : drop } }
+        chain forward { type filter hook forward priority 0; ip saddr vmap @some; }
+    }'""")
+    assert closed() == {}
+    shell(f"nft 'add element inet mine some {{ 192.0.2.3 {state} : accept }}'")
+    assert set(closed()) == ({4} if closes else set())
+
+
+def test_chains_are_read_again_if_others_were_removed_meanwhile(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel counts the chains that it has sent. A change of the agent's own table causes no other reading."""
+    many = "\n".join(f"chain vip-{number} {{ }}" for number in range(600))
+    shell(f"nft -f - <<'END'\ntable inet pyebpf-proxy {{\n{many}\n}}\nEND")
+    chains = "\n".join(f"chain c{number} {{ }}" for number in range(400))
+    shell(f"""nft -f - <<'END'
+    table inet mine {{
+        {chains}
+        chain counted {{
+            limit rate over 10/second drop
+        }}
+        chain forward {{
+            type filter hook forward priority 0;
+            jump counted
+        }}
+    }}
+END""")
+    assert set(closed()) == {4, 6}
+    send, receive = RequestSocket.send, RequestSocket.receive
+    asked: list[int] = []
+
+    def noted(self: RequestSocket, data: bytes) -> None:
+        asked.append(int.from_bytes(data[4:6], "little"))
+        send(self, data)
+
+    def interrupted(self: RequestSocket) -> bytes:
+        answer = receive(self)
+        if asked == [*asked[:-1], uapi.NFT_MSG_GETCHAIN] and asked.count(uapi.NFT_MSG_GETCHAIN) == 1:
+            asked.append(0)
+            deleted = "\n".join(f"delete chain inet pyebpf-proxy vip-{number}" for number in range(300))
+            shell(f"nft -f - <<'END'\n{deleted}\nEND")
+        return answer
+
+    monkeypatch.setattr(RequestSocket, "send", noted)
+    monkeypatch.setattr(RequestSocket, "receive", interrupted)
+    assert set(closed()) == {4, 6}
+    assert asked.count(uapi.NFT_MSG_GETCHAIN) == 2
 
 
 @pytest.mark.parametrize(
@@ -362,6 +419,8 @@ PASSED = {
     "accepted before": "tcp dport 23 log\n ip saddr 10.0.0.1 accept\n tcp dport 23 drop",
     "accepted by a chain": "log\n jump web\n drop",
     "a limit that drops": "tcp dport 23 limit rate over 1/second drop\n accept",
+    "a counter by a map": "ip saddr 10.0.0.0/8 log\n counter name ip saddr map @counters drop\n accept",
+    "a mark by a map": "ip saddr 10.0.0.0/8 log\n meta mark set ip saddr map { 192.0.2.1 : 5 } drop\n accept",
     "a chain that returns": "tcp dport 23 jump last\n tcp dport 23 accept",
 }
 
@@ -374,6 +433,8 @@ PASSED = {
 def test_a_log_before_a_drop_closes_nothing(rules: str, is_open: bool, shell: Shell) -> None:
     shell(f"""nft -f - <<'END'
     table inet mine {{
+        counter one {{ }}
+        map counters {{ type ipv4_addr : counter; elements = {{ 192.0.2.1 : "one" }} }}
         chain last {{
             log
         }}
@@ -501,6 +562,19 @@ def test_ipsets_of_source_ports(variant: str, kind: str, match: str, closes: boo
     shell(f"iptables-{variant} -F FORWARD")
     shell(f"iptables-{variant} -A FORWARD -m set --match-set some {match} -m state --state ESTABLISHED -j DROP")
     assert closed() == {}
+
+
+@pytest.mark.parametrize("variant", ["nft", "legacy"])
+def test_a_list_of_ipsets_with_a_bitmap_of_ports(variant: str, shell: Shell) -> None:
+    shell("ipset create ports bitmap:port range 0-1023; ipset create some list:set; ipset add some ports")
+    shell(f"iptables-{variant} -A FORWARD -p udp -m set --match-set some src -j DROP")
+    assert "source ports" in closed()[4]
+
+
+@pytest.mark.parametrize("variant", ["nft", "legacy"])
+def test_a_rule_that_sets_a_label_and_drops(variant: str, shell: Shell) -> None:
+    shell(f"iptables-{variant} -A FORWARD -p udp --sport 53 -m connlabel --label 3 --set -j DROP")
+    assert "source ports" in closed()[4]
 
 
 def test_ipsets_that_cannot_be_listed_close_both_families(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -97,3 +97,11 @@ def test_sockets_of_the_node_reach_a_cache_at_a_cluster_ip(
     state = State(services={2: dns}, frontends={(address, 53, int(protocol)): (2, FrontendKind.CLUSTER_IP)})
     world = World({"localhost_node_ports": 0, "nft_mode": 1}, {address: True}, frozenset(), sockets)
     assert decide(Packet(CLIENT, 40000, address, 53, protocol, device), world, state).verdict == verdict
+
+
+@pytest.mark.parametrize("serves", [True, False])
+def test_the_hint_names_node_ports_only_where_they_are_served(serves: bool) -> None:
+    node = bytes([192, 168, 9, 1])
+    world = World({"localhost_node_ports": 0, "nft_mode": 1}, {node: serves}, frozenset(), True)
+    found = decide(Packet(CLIENT, 40000, node, OTHER, Protocol.TCP, 3), world, STATE)
+    assert any("30080/TCP (default/web:http)" in step for step in found.steps) is serves

@@ -12,7 +12,7 @@ from pyebpf_proxy.see.state import Service, State
 from pyebpf_proxy.services.model import FrontendKind, IPFamily, Protocol, ServicePortName
 
 NODE_PORT = 30080
-NODE = bytes([192, 0, 2, 11])
+NODE, WITHOUT_NODE_PORTS = bytes([192, 0, 2, 11]), bytes([192, 168, 9, 1])
 WEB = Service(
     1, ServicePortName("default", "web", "http", Protocol.TCP, IPFamily.IPV4), 1, 0, 0, True, False, False, False, False
 )
@@ -26,17 +26,30 @@ STATE = State(services={1: WEB}, frontends={(bytes(4), NODE_PORT, int(Protocol.T
         (bytes([127, 0, 0, 1]), IPS_DST_NAT, "default/web:http"),
         (bytes([127, 1, 2, 3]), IPS_DST_NAT, "default/web:http"),
         (bytes([127, 0, 0, 1]), 0, ""),
+        (WITHOUT_NODE_PORTS, IPS_DST_NAT, "default/web:http"),
+        (WITHOUT_NODE_PORTS, 0, ""),
+        (NODE, 0, "default/web:http"),
         (bytes([192, 0, 2, 12]), IPS_DST_NAT, ""),
         (bytes(15) + b"\1", IPS_DST_NAT, ""),
     ],
-    ids=["the node", "localhost", "127.1.2.3", "localhost, not translated", "another node", "::1"],
+    ids=[
+        *(
+            "the node",
+            "localhost",
+            "127.1.2.3",
+            "localhost, not translated",
+            "no NodePorts",
+            "no NodePorts, not translated",
+        ),
+        *("the node, not translated", "another node", "::1"),
+    ],
 )
 def test_node_ports_of_the_node_and_of_its_loopback_addresses(address: bytes, status: int, service: str) -> None:
     """With socketLB: off, of SCTP and of a former kube-proxy, conntrack has flows to NodePorts on loopback."""
     place = (bytes([10, 244, 1, 10]), 8080)
     client = (NODE, 40000)
     flow = Flow(Protocol.TCP, client, (address, NODE_PORT), place, client, status, "OPEN", 0, None, None, None)
-    assert Names(STATE, frozenset({NODE})).service(flow) == service
+    assert Names(STATE, {NODE: True, WITHOUT_NODE_PORTS: False}).service(flow) == service
 
 
 def seen(client: str, destination: str) -> model.FlowView:
