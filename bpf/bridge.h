@@ -54,25 +54,32 @@ static __always_inline __u32 *bridged_slot(__u64 client)
 	return bpf_map_lookup_elem(&bridged_flows, &number);
 }
 
-/* The table must not translate replies of the other flow before conntrack has confirmed it again. */
-static __always_inline void unconfirm(const struct flow_key *reply_key)
+/*
+ * The table must not translate the replies of this flow before conntrack has confirmed the other one again.  Global for
+ * the same reason as judge_syn().
+ */
+__noinline int unconfirm(const struct packet *p)
 {
-	struct flow *reply = bpf_map_lookup_elem(&flows, reply_key), *f;
 	struct flow_key key;
+	struct flow *f, *reply;
 
-	if (!reply || reply->young || was_reused(&reply->rewrite, tag_of(reply_key)))
-		return;
-	reply_key_of(&reply->rewrite, reply_key->protocol, reply_key->ipv6, &key);
+	if (!settings.fast_path || !p)
+		return 0;
+	key_of_replies(p, &p->destination, p->destination_port, &key);
+	reply = bpf_map_lookup_elem(&flows, &key);
+	if (!reply || reply->young || was_reused(&reply->rewrite, tag_of(&key)))
+		return 0;
 	reply->confirmed_until = 0;
+	reply_key_of(&reply->rewrite, p->protocol, p->ipv6, &key);
 	f = bpf_map_lookup_elem(&flows, &key);
 	if (f)
 		f->confirmed_until = 0;
+	return 0;
 }
 
 /* A SYN or datagram that is not for a service.  Global for the same reason as judge_syn(). */
 __noinline int note_bridged(struct __sk_buff *skb, const struct packet *p)
 {
-	struct flow_key reply_key;
 	struct node_device *port;
 	__u32 *slot, tag;
 
@@ -86,10 +93,8 @@ __noinline int note_bridged(struct __sk_buff *skb, const struct packet *p)
 	if (!slot || *(volatile __u32 *)slot == tag)
 		return 0;
 	*(volatile __u32 *)slot = tag;
-	if (settings.fast_path) {
-		key_of_replies(p, &p->destination, p->destination_port, &reply_key);
-		unconfirm(&reply_key);
-	}
+	if (settings.fast_path)
+		unconfirm(p);
 	return 0;
 }
 

@@ -424,6 +424,9 @@ struct flow_draft {
 	struct flow reply;
 	struct permit_key permit_key;
 	struct permit permit;
+	__u16 asked_port;	/* a source port that conntrack does not have for these replies; 0: the client's */
+	__u16 source_port;	/* the one that is tried */
+	__u32 zero;
 };
 
 /* A packet may arrive during a sweep. */

@@ -14,6 +14,9 @@
  */
 static __always_inline int may_have_other_flow(struct context *ctx, const struct packet *p, const struct backend *b);
 
+/* The same for a flow with the replies of this CPU's draft, which open_young() may open if conntrack has none. */
+static __noinline int may_have_replies(struct context *ctx);
+
 /* Called for a packet that netfilter will translate. */
 static __always_inline void note_handover(struct context *ctx, const struct packet *p, const struct endpoint_selection *e,
 					  const struct backend *b);
@@ -143,6 +146,10 @@ static __always_inline int open_flow(struct context *ctx, struct packet *p, cons
 
 		if (opened == ASK_CONNTRACK)
 			opened = may_have_other_flow(ctx, p, &b) ? SLOW_NO_PORT : open_young(ctx, p, &e, &b, true);
+		if (opened == ASK_PORT)
+			opened = may_have_replies(ctx) ? SLOW_NO_PORT : open_young(ctx, p, &e, &b, true);
+		if (opened == ASK_PORT)
+			opened = SLOW_NO_PORT;
 		/*
 		 * Also when there is no space: the flow in the next slot of recent_flows is removed if it is complete.
 		 */

@@ -120,19 +120,27 @@ static __always_inline int may_have_other_flow(struct __sk_buff *skb, const stru
 	return !settings.conntrack_lookup || conntrack_has_port(skb, p, b);
 }
 
-static __noinline int may_have_replies(struct __sk_buff *skb, const struct flow_draft *d)
+/* Not inline: the caller's stack has no space for the key. */
+static __noinline int may_have_replies(struct __sk_buff *skb)
 {
+	struct flow_draft *d = flow_draft();
 	struct flow_key straight;
 
 	if (!d)
 		return 1;
-	if (settings.conntrack_lookup)
-		return conntrack_has_replies(skb);
-	straight = d->key;
-	__builtin_memcpy(straight.destination, d->there.rewrite.destination, 16);
-	straight.source_port = d->there.rewrite.source_port;
-	straight.destination_port = d->there.rewrite.destination_port;
-	return is_straight(&straight);
+	if (settings.conntrack_lookup) {
+		if (conntrack_has_replies(skb))
+			return 1;
+	} else {
+		straight = d->key;
+		__builtin_memcpy(straight.destination, d->there.rewrite.destination, 16);
+		straight.source_port = d->there.rewrite.source_port;
+		straight.destination_port = d->there.rewrite.destination_port;
+		if (is_straight(&straight))
+			return 1;
+	}
+	d->asked_port = d->there.rewrite.source_port;
+	return 0;
 }
 
 /* `known`: the flow table has this flow as a kernel's flow. */

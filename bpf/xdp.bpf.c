@@ -48,8 +48,7 @@ static __always_inline int may_have_other_flow(struct xdp_md *ctx __attribute__(
 	return 1;
 }
 
-static __noinline int may_have_replies(struct xdp_md *ctx __attribute__((unused)),
-				       const struct flow_draft *d __attribute__((unused)))
+static __noinline int may_have_replies(struct xdp_md *ctx __attribute__((unused)))
 {
 	return 1;
 }

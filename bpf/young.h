@@ -90,18 +90,15 @@ static __always_inline bool is_own_reply(const struct flow *f, const struct flow
 	       a->source_port == b->source_port && a->destination_port == b->destination_port;
 }
 
-/*
- * Defined by each main program.  1: conntrack may have a flow with the draft's replies.  Not asked for a masqueraded
- * flow: netfilter gives no flow a source port of the range that these use.
- */
-static __noinline int may_have_replies(struct context *ctx, const struct flow_draft *d);
+#define OPENED_EXCHANGE (-1)
+#define ASK_CONNTRACK (-2)
+#define ASK_PORT (-3)
 
 /*
  * Inserts both entries of a complete draft.  That of the replies comes first, so that a packet never finds only half of
- * a flow.
+ * a flow.  ASK_PORT: as in open_young().  Else the result is an enum slow_path_reason.
  */
-static __always_inline enum slow_path_reason insert_young(struct context *ctx, struct flow_draft *d, bool masquerade,
-							  __u32 *open)
+static __always_inline int insert_young(struct context *ctx, struct flow_draft *d, bool masquerade, __u32 *open)
 {
 	bool other_port = masquerade;
 	__u64 now = d->there.started;
@@ -111,11 +108,12 @@ static __always_inline enum slow_path_reason insert_young(struct context *ctx, s
 	note_in_table(&d->key, false, now);
 	for (i = 0; i < SNAT_PORT_TRIES; i++) {
 		if (other_port) {
-			__u16 port = next_snat_port();
-
-			d->there.rewrite.source_port = port;
+			d->there.rewrite.source_port = next_snat_port();
 			complete_draft(d, d->there.generation, now);
-			if (node_has_socket(ctx, &d->reply_key) || (!masquerade && may_have_replies(ctx, d)))
+			/* netfilter uses none of these ports to masquerade, but the client itself may use any of them. */
+			if (!masquerade)
+				return ASK_PORT;
+			if (node_has_socket(ctx, &d->reply_key))
 				continue;
 		}
 		note_in_table(&d->reply_key, true, now);
@@ -422,24 +420,22 @@ static __always_inline void straight_key_of(const struct packet *p, const struct
 	key->destination_port = b->port;
 }
 
-#define OPENED_EXCHANGE (-1)
-#define ASK_CONNTRACK (-2)
-
 /*
  * Opens a young flow, if its pair has a permit: as an exchange (OPENED_EXCHANGE) or in the flow table (NOT_SLOW).  The
  * packet is then rewritten by `d->there.rewrite`.  ASK_CONNTRACK: the flow may be opened if conntrack has no flow with
- * the same replies; `no_other`: it has none.  Anything else is an enum slow_path_reason.  Global for the same reason as
- * judge_syn().
+ * the same replies; `no_other`: it has none.  ASK_PORT: the same for the draft's replies, which go to another source
+ * port; the draft's `asked_port` is then this port.  Anything else is an enum slow_path_reason.  Global for the same
+ * reason as judge_syn().
  */
 __noinline int open_young(struct context *ctx, const struct packet *p, const struct endpoint_selection *e,
 			  const struct backend *b, bool no_other)
 {
 	struct flow_rewrite *there, *reply;
-	enum slow_path_reason reason;
 	struct fast_path *state;
 	struct flow_draft *d;
 	__u32 device, *open;
 	bool exchange;
+	int reason;
 	__u64 now;
 
 	if (!settings.fast_path || !p || !e || !b)
@@ -449,6 +445,9 @@ __noinline int open_young(struct context *ctx, const struct packet *p, const str
 	if (!state || !d)
 		return SLOW_NO_PERMIT;
 	d->permit.until = 0;
+	/* Once, whether the flow is opened or not. */
+	d->source_port = d->asked_port ? d->asked_port : p->source_port;
+	d->asked_port = 0;
 	now = flow_clock();
 	reason = why_not_young(p, state, now);
 	if (reason)
@@ -481,7 +480,7 @@ __noinline int open_young(struct context *ctx, const struct packet *p, const str
 	reply = &d->reply.rewrite;
 	there->device_in = device;
 	__builtin_memcpy(there->source, e->masquerade ? d->permit.snat : p->source.bytes, 16);
-	there->source_port = p->source_port;
+	there->source_port = d->source_port;
 	__builtin_memcpy(there->destination, &b->address, 16);
 	there->destination_port = b->port;
 	there->out = d->permit.out;
@@ -501,7 +500,8 @@ __noinline int open_young(struct context *ctx, const struct packet *p, const str
 	d->there.started = now;
 	complete_draft(d, d->there.generation, now);
 	/* The client may use its port with another Service of the endpoint: then the flow needs another source port. */
-	exchange = p->protocol == UDP && !e->masquerade && find_exchange(&d->reply_key) < 0 && enter_exchange(now);
+	exchange = p->protocol == UDP && !e->masquerade && d->source_port == p->source_port &&
+		   find_exchange(&d->reply_key) < 0 && enter_exchange(now);
 	if (!exchange) {
 		open = bpf_map_lookup_elem(&young_counts, &device);
 		reason = is_over_quota(open) ? SLOW_QUOTA : insert_young(ctx, d, e->masquerade, open);

@@ -56,24 +56,19 @@ FLOW_MUTANTS: dict[str, tuple[str, str, str]] = {
         "!e->masquerade",
     ),
     "flows: another source port may be a connection's": (
-        "young.h",
-        " || (!masquerade && may_have_replies(ctx, d))",
+        "tc.bpf.c",
+        "if (conntrack_has_replies(skb))\n\t\t\treturn 1;",
         "",
     ),
     "flows: without the lookup, another source port may be a connection's": (
         "tc.bpf.c",
-        "return is_straight(&straight);",
-        "return 0;",
+        "if (is_straight(&straight))\n\t\t\treturn 1;",
+        "",
     ),
     "flows: masqueraded flows keep links that have moved": (
         "renew.h",
         "\tkept = keeps_source(p, &f->rewrite);\n",
         "\tkept = keeps_source(p, &f->rewrite);\n\tif (!kept)\n\t\treturn 0;\n",
-    ),
-    "flows: masqueraded flows pause": (
-        "renew.h",
-        "over = kept && is_over(f, reply, now);",
-        "over = is_over(f, reply, now);",
     ),
     "flows: an unconfirmed packet begins a connection": (
         "tc.bpf.c",
@@ -284,8 +279,8 @@ FLOW_MUTANTS: dict[str, tuple[str, str, str]] = {
     ),
     "renewal: in the table with a mark": (
         "renew.h",
-        "if (!plain || !has_permit(p, &f->rewrite",
-        "if (!has_permit(p, &f->rewrite",
+        "if (!plain || !kept || !has_permit(p, &f->rewrite",
+        "if (!kept || !has_permit(p, &f->rewrite",
     ),
     "renewal: an exchange follows an old route": (
         "renew.h",
@@ -320,8 +315,8 @@ FLOW_MUTANTS: dict[str, tuple[str, str, str]] = {
     "flows: a repeated SYN leaves a flow that was answered": ("flow_send.h", "!other->packets && state &&", "state &&"),
     "renewal: in the table without a permit": (
         "renew.h",
-        "if (!plain || !has_permit(p, &f->rewrite, &reply->rewrite))",
-        "if (!plain)",
+        "if (!plain || !kept || !has_permit(p, &f->rewrite, &reply->rewrite))",
+        "if (!plain || !kept)",
     ),
     "renewal: with any endpoint": ("serve.h", "p->kept && keep_endpoint(p, &e, &b)", "false"),
     "renewal: with an endpoint that is gone": (
@@ -332,7 +327,7 @@ FLOW_MUTANTS: dict[str, tuple[str, str, str]] = {
     "renewal: over an old link": ("renew.h", "is_same_link(&there->out, &d->permit.out) &&", ""),
     "renewal: over an old link back": ("renew.h", "&& is_same_link(&reply->out, &d->permit.back) &&", "&&"),
     "renewal: of no exchange": ("renew.h", "over = exchange_is_over(head, now);", "over = true;"),
-    "renewal: of nothing in the table": ("renew.h", "over = is_over(f, reply, now);", "over = true;"),
+    "renewal: of nothing in the table": ("renew.h", "over = kept && is_over(f, reply, now);", "over = kept;"),
     "renewal: of an exchange within a round trip": (
         "complete.h",
         "exchange_has_paused(head, now, pause_ns(head->distant))",
@@ -341,8 +336,8 @@ FLOW_MUTANTS: dict[str, tuple[str, str, str]] = {
     "renewal: in the table within a round trip": ("complete.h", "pause_ns(is_distant(reply))", "pause_ns(false)"),
     "renewal: of masqueraded flows": (
         "renew.h",
-        "if (!keeps_source(p, &f->rewrite))",
-        "if (false)",
+        "over = kept && is_over(f, reply, now);",
+        "over = is_over(f, reply, now);",
     ),
     "renewal: the count goes on": ("renew.h", "f->packets = reply->packets = 0;", ""),
     "renewal: the count of an exchange goes on": ("renew.h", "head->queries = head->replies = 0;", ""),
@@ -745,8 +740,8 @@ FLOW_MUTANTS: dict[str, tuple[str, str, str]] = {
     ),
     "bridge: straight for ever": ("tc.bpf.c", "forget_bridged(&p);", ";"),
     "bridge: straight to any endpoint": ("bridge.h", "return *(volatile __u32 *)slot == tag_of(&key);", "return 1;"),
-    "bridge: a connection loses its port": ("bridge.h", "p->protocol == UDP || has_ended(ct, p)", "true"),
-    "bridge: the table translates replies of a direct flow": ("bridge.h", "unconfirm(&reply_key);", ";"),
+    "bridge: a connection loses its port": ("bridge.h", "p->protocol == UDP || has_ended(ct, p->protocol)", "true"),
+    "bridge: the table translates replies of a direct flow": ("bridge.h", "unconfirm(p);", ";"),
     "bridge: fragments for ever": ("bridge.h", " || !is_same_datagram(*redirected)", ""),
     "bridge: fragments of an earlier packet": ("bridge.h", "bpf_map_delete_elem(&bridged_fragments, &key);", ";"),
     "flows: later fragments alone": ("fragments.h", "bpf_map_update_elem(&flow_fragments, &key, a, BPF_ANY);", ""),
