@@ -233,8 +233,8 @@ static __always_inline bool is_decided(const struct __sk_buff *skb)
 
 /*
  * A TCP packet for a frontend, without SYN, of a connection that the table does not know, or that conntrack has to
- * confirm.  conntrack may have the connection.  If not, it would pick it up untranslated, and the next SYN from the same port would match that entry.
- * An example is an ACK that arrives after the reset of a young flow.
+ * confirm.  conntrack may have the connection.  If not, it would pick it up untranslated, and the next SYN from the same
+ * port would match that entry.  An example is an ACK that arrives after the reset of a young flow.
  */
 static __always_inline bool is_midstream(const struct packet *p)
 {

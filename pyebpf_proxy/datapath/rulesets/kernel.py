@@ -178,7 +178,7 @@ def _ask(netlink: RequestSocket, kind: int, family: int, of: bytes) -> Iterator[
 def _of_all_tables(netlink: RequestSocket, kind: int) -> list[bytes]:
     """The same for the objects of all tables. The kernel skips some if others, before them, are removed meanwhile.
 
-    Any other change of a foreign table causes another reading, but those of the agent's own table cause none.
+    A change of a foreign table causes another reading, but a change of the agent's own table causes none.
     """
     for _ in range(_ATTEMPTS):
         try:
