@@ -50,7 +50,7 @@ FLOW_MUTANTS: dict[str, tuple[str, str, str]] = {
         "settings.conntrack_lookup && !no_other && (!e->masquerade || HOOK == AT_XDP)",
         "settings.conntrack_lookup && !no_other",
     ),
-    "flows: XDP asks conntrack for no masqueraded flow": (
+    "XDP: conntrack is asked for no masqueraded flow": (
         "young.h",
         "(!e->masquerade || HOOK == AT_XDP)",
         "!e->masquerade",
@@ -65,7 +65,7 @@ FLOW_MUTANTS: dict[str, tuple[str, str, str]] = {
         "if (is_straight(&straight))\n\t\t\treturn 1;",
         "",
     ),
-    "flows: masqueraded flows keep links that have moved": (
+    "renewal: masqueraded flows keep links that have moved": (
         "renew.h",
         "\tkept = keeps_source(p, &f->rewrite);\n",
         "\tkept = keeps_source(p, &f->rewrite);\n\tif (!kept)\n\t\treturn 0;\n",

@@ -71,7 +71,7 @@ def test_a_port_that_was_used_for_a_service_before(
     world: ProgramNode, protocol: str, state: str, switched: bool
 ) -> None:
     """The replies belong to the flow that has begun last, but a connection that has not ended keeps its port."""
-    world.service(["local"], protocol=protocol)
+    world.service(["local", "remote"], protocol=protocol)
     make_bridge_port(world)
     options = ("--state", state) if state else ()
     insert_entry(world, protocol, "pod", "cluster_ip", 40000, 80, *options, target="local")
@@ -86,7 +86,8 @@ def test_a_port_that_was_used_for_a_service_before(
     # To the endpoint itself, but not over the bridge; from another port of the client; to another endpoint.
     routed = send("pod", "local", 8080, sport=40000)
     routed.dst = BRIDGE_MAC
-    for other in (routed, send("pod", "local", 8080, sport=40001), send("pod", "local", 8081, sport=40000)):
+    others = [(8080, 40001, "local"), (8081, 40000, "local"), (8080, 40000, "remote")]
+    for other in (routed, *(send("pod", name, port, sport=sport) for port, sport, name in others)):
         world.run("tc_bridge_port", other, device="pods")
         assert not is_switched()
     world.run("tc_bridge_port", send("pod", "local", 8080, sport=40000), device="pods")
