@@ -7,7 +7,7 @@ import contextlib
 
 import yaml
 
-from pyebpf_proxy.cluster import check, datapath, objects, takeover, task_pod
+from pyebpf_proxy.cluster import check, datapath, machines, objects, takeover, task_pod
 from pyebpf_proxy.cluster.api import DAEMON_SETS, Object, RefusedError
 from pyebpf_proxy.cluster.canary import Canary
 from pyebpf_proxy.cluster.command import Command, ending, naming, telling
@@ -119,9 +119,12 @@ class Install(Command):
         """Objects, and kube-proxy's DaemonSet: no pod starts or ends by it."""
         assert found.kube_proxy_set is not None
         self.apply(items)
+        every = view(self.api)
+        machines.forget_gone(self.api, every.nodes)
+        machines.note(self.api, (item for name, item in every.nodes.items() if every.has(name, AGENT)))
         if not objects.spares_parked(found.kube_proxy_set):
             # Labels of before, as after an upgrade by kubeadm: kube-proxy is parked again where the agent is looked at.
-            for node, item in view(self.api).nodes.items():
+            for node, item in every.nodes.items():
                 if PARKED in (item["metadata"].get("labels") or {}):
                     with contextlib.suppress(NodeGoneError):
                         takeover.label(site, node, PARKED, "")

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from pyebpf_proxy.cluster import objects
+from pyebpf_proxy.cluster import machines, objects
 from pyebpf_proxy.cluster.api import CONFIG_MAPS, DAEMON_SETS, NODES, PODS, Api, Object
 from pyebpf_proxy.cluster.errors import ClusterError, NodeGoneError, NodeLostError
 from pyebpf_proxy.cluster.objects import AGENT, CLEANING, KUBE_PROXY, NAME, NAMESPACE, ON, PARKED, UNREACHED
@@ -122,6 +122,8 @@ class View(NamedTuple):
     kube_proxies: dict[str, Pod]
     agent_set: Object | None
     kube_proxy_set: Object | None
+    #: On which machines an agent was started, by the name of the node (``machines``).
+    machines: Mapping[str, str]
 
     def has(self, node: str, label: str) -> bool:
         """Whether the node has one of our labels, with any value."""
@@ -133,11 +135,18 @@ class View(NamedTuple):
 
     def is_ours(self, node: str) -> bool:
         """Whether an agent runs there, or has run there and is not cleaned up."""
-        return self.has(node, AGENT) or self.has(node, PARKED) or node in self.agents or self.is_noted(node)
+        is_labelled = self.has(node, AGENT) or self.has(node, PARKED)
+        return is_labelled or node in self.agents or self.is_noted(node) or self.is_registered_again(node)
 
     def is_noted(self, node: str) -> bool:
         """Whether these commands have noted that an agent has been started there, and is not cleaned up."""
         return unreached_of(self.nodes[node]) is not None
+
+    def is_registered_again(self, node: str) -> bool:
+        """Whether the node's object is a new one, without labels, of a machine on which an agent was started."""
+        noted = self.machines.get(node)
+        is_begun = self.has(node, AGENT) or self.has(node, PARKED) or self.is_noted(node)
+        return noted is not None and noted == machines.machine_of(self.nodes[node]) and not is_begun
 
     def lacks_agent(self, node: str) -> bool:
         """Whether another program has taken the label away without which no agent runs there."""
@@ -212,6 +221,7 @@ def view(api: Api, selector: str = "") -> View:
         kube_proxies=pods(api, f"k8s-app={KUBE_PROXY}"),
         agent_set=api.get(DAEMON_SETS, NAME, NAMESPACE),
         kube_proxy_set=api.get(DAEMON_SETS, KUBE_PROXY, NAMESPACE),
+        machines=machines.known(api),
     )
 
 

@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from pyebpf_proxy.cluster import objects, scheduling, takeover, task_pod
-from pyebpf_proxy.cluster.api import Object, kind_of
+from pyebpf_proxy.cluster import machines, objects, scheduling, takeover, task_pod
+from pyebpf_proxy.cluster.api import CONFIG_MAPS, Object, kind_of
 from pyebpf_proxy.cluster.command import Command, ending, naming, telling
 from pyebpf_proxy.cluster.errors import ClusterError
 from pyebpf_proxy.cluster.model import View, installed_image, view
@@ -68,6 +68,7 @@ class Rollback(Command):
         for item in reversed([objects.datapath_config_map(""), *objects.agent(site.image)]):
             metadata = item["metadata"]
             self.api.delete(kind_of(item), metadata["name"], metadata.get("namespace", ""))
+        self.api.delete(CONFIG_MAPS, machines.CONFIG_MAP, NAMESPACE)
 
     @staticmethod
     def _give_back(site: Site, node: str, say: Say) -> None:

@@ -15,6 +15,10 @@ from pyebpf_proxy.see.answers import listed
 
 HEAD = ["NODE", "PROXY", "STATE", "RESTARTS", "VERSION", "FAST PATH", "DROPS", "BEHIND"]
 _CONTINUE = "to continue, run pyebpf-proxy cluster install; to undo it, run pyebpf-proxy cluster rollback"
+_REGISTERED_AGAIN = (
+    "to start the agent again, run pyebpf-proxy cluster install; to remove what is attached, run pyebpf-proxy cluster"
+    " rollback"
+)
 KEYS = ["node", "proxy", "state", "restarts", "version", "fastPath", "drops", "behind"]
 
 
@@ -48,6 +52,8 @@ def state(found: View, node: str) -> str:
         return f"label {AGENT} is missing"
     if found.is_cleaning(node):
         return "agent terminating" if pod is not None else "kube-proxy, clean-up not finished"
+    if pod is None and found.is_registered_again(node):
+        return "registered again"
     if not agent and not parked:
         return "kube-proxy" if pod is None else "agent terminating"
     if found.is_done(node):
@@ -92,6 +98,12 @@ def _of_node(found: View, node: str) -> Finding | None:
     if found.lacks_agent(node):
         text = f"its label {AGENT}={ON} is missing, so no agent runs; what the last one attached is still there"
         return Finding("proxy", "warning" if is_served else "bad", text, _CONTINUE, node)
+    if found.is_registered_again(node):
+        text = (
+            "the node has registered again, without its labels; if it was not rebooted, what the agent attached still"
+            " serves the Services of that moment"
+        )
+        return Finding("proxy", "bad", text, _REGISTERED_AGAIN, node)
     if not is_served:
         text = "no proxy runs; the programs or rules of the last one carry the traffic"
         remedy = f"kubectl -n {NAMESPACE} describe pods -l '{PROXIES}' --field-selector spec.nodeName={node}"

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-from pyebpf_proxy.cluster import objects, reasons, task_pod
+from pyebpf_proxy.cluster import machines, objects, reasons, task_pod
 from pyebpf_proxy.cluster.api import DAEMON_SETS, NODES, PODS, Api, Object, RefusedError
 from pyebpf_proxy.cluster.errors import ClusterError, NodeGoneError
 from pyebpf_proxy.cluster.model import Pod, is_leaving, is_programmed, label_of, pods, unreached_of
@@ -114,6 +114,7 @@ def take(site: Site, node: str, before: Reached, say: Say, outdated: Pod | None 
     api = site.api
     # A clean-up that another command began must not remove what the agent attaches.
     task_pod.remove(api, task_pod.name_of("clean", node), node, site.seconds)
+    machines.note(api, [_node(api, node)])
     label(site, node, AGENT, ON, before.others(site.targets))
     if outdated is not None:
         say("replacing the agent, which runs with another datapath configuration")
@@ -258,6 +259,7 @@ def give_back(site: Site, node: str, say: Say) -> None:
         _await_rules(site, node, say)
     # Its programs are attached until here.
     task_pod.run(api, "clean", node, site.image, objects.CLEAN_UP, site.seconds, {HEALTH: site.health})
+    machines.forget(api, [node])
     label(site, node, AGENT, "")
     say("kube-proxy serves the node")
 

@@ -193,7 +193,12 @@ class FakeApi(Api):
 
 def node_object(name: str) -> Object:
     """A node whose kubelet reports."""
-    info = {"kernelVersion": "6.1.0", "architecture": "amd64", "operatingSystem": "linux"}
+    info = {
+        "kernelVersion": "6.1.0",
+        "architecture": "amd64",
+        "operatingSystem": "linux",
+        "machineID": f"machine of {name}",
+    }
     status = {"nodeInfo": info, "conditions": [{"type": "Ready", "status": "True"}]}
     return {"metadata": {"name": name, "labels": {"kubernetes.io/hostname": name}}, "status": status}
 
