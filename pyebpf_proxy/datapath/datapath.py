@@ -58,7 +58,7 @@ class Datapath:
         self._service_maps = service_maps = ServiceMaps(programs, nft)
         self._node_maps = node_maps = NodeMaps(effective, bpffs, programs)
         host_packets = HostPackets(effective, nft)
-        udp_flows = UdpFlows(effective, programs, lambda cleaned: self.on_cleaned(cleaned))
+        udp_flows = UdpFlows(effective, programs, service_maps, lambda cleaned: self.on_cleaned(cleaned))
         take_over = TakeOver(bpffs, programs, service_maps)
         sockets = SocketPrograms(effective, bpffs, programs)
         self._xdp = xdp = XdpPrograms(effective, bpffs, programs, node_maps, lambda: take_over.others.release_xdp())

@@ -19,6 +19,7 @@ from pyebpf_proxy.datapath.connections.udp_cleanup import SocketPeers
 from pyebpf_proxy.datapath.loader.programs import Loaded, Settings, load
 from pyebpf_proxy.datapath.managers import udp_flows
 from pyebpf_proxy.datapath.managers.programs import Programs
+from pyebpf_proxy.datapath.managers.service_maps import ServiceMaps
 from pyebpf_proxy.datapath.managers.udp_flows import UdpFlows
 from pyebpf_proxy.services.model import IPFamily, Protocol
 from pyebpf_proxy.services.node_facts import NodeFacts
@@ -75,7 +76,7 @@ def test_other_sockets_do_not_evict_a_connected_one(
         yield sock_diag.Socket(*endpoint, cookie, IPFamily(family), b"", bytes(len(endpoint[0])), 40000)
 
     async def fill() -> None:
-        flows = UdpFlows(cast(Effective, SimpleNamespace(socket_lb="node")), programs, lambda cleaned: None)
+        flows = UdpFlows(cast(Effective, SimpleNamespace(socket_lb="node")), programs, maps, lambda cleaned: None)
         if kept:
             flows.start(NodeFacts(), {})
         for begin in range(1000, 1000 + 20 * SIZE, SIZE // 4):
@@ -89,6 +90,7 @@ def test_other_sockets_do_not_evict_a_connected_one(
     monkeypatch.setattr(sock_diag, "connected_udp", connected)
     monkeypatch.setattr(udp_flows, "LOOK_SECONDS", 0.001)
     programs = cast(Programs, SimpleNamespace(loaded=shared))
+    maps = cast(ServiceMaps, SimpleNamespace(former={}, writer=SimpleNamespace(udp_moves=0)))
     connect(shared, family, range(cookie, cookie + 1), Protocol.UDP)
     asyncio.run(fill())
     found = SocketPeers(shared.maps, shared.sock.btf).find(cookie, endpoint)

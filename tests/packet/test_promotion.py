@@ -26,6 +26,7 @@ from pyebpf_proxy.datapath.connections import create, ctnetlink, drain, promotio
 from pyebpf_proxy.datapath.connections.create import ABANDONED_SECONDS, Entry, Outcome, Result
 from pyebpf_proxy.datapath.connections.ctnetlink import TrackedEntry
 from pyebpf_proxy.datapath.connections.promotion import Flow, Promoter
+from pyebpf_proxy.datapath.connections.udp_services import Place
 from pyebpf_proxy.datapath.loader import kernel_objects, programs
 from pyebpf_proxy.datapath.loader.btf import Btf
 from pyebpf_proxy.datapath.loader.libbpf import BpfError, Map
@@ -221,6 +222,30 @@ def test_a_flow_that_is_due_is_promoted(node: Node, masqueraded: bool, protocol:
     assert (statistics.promoted, statistics.young, statistics.last_error) == (1, 1, "")
     node.promoter.pass_now()
     assert (statistics.promoted, statistics.young) == (1, 0)
+
+
+@pytest.mark.parametrize("moment", ["before the pass", "while the entry is created"])
+def test_a_udp_flow_whose_endpoint_was_removed_is_ended_instead(node: Node, moment: str) -> None:
+    """The clean-up has looked at conntrack before: nothing else would ever delete the entry."""
+    asked: list[tuple[int, Place, Place]] = []
+
+    def is_stale(*flow: Any) -> bool:
+        asked.append(flow)
+        return moment == "before the pass" or len(asked) > 1
+
+    ports = range(1024, 32768)
+    loaded = node.loaded
+    node.promoter = promotion.promoter(loaded.maps, loaded.tc.programs, loaded.tc.btf, ports, is_stale=is_stale)
+    stream, connection = node.young(1000, protocol=Protocol.UDP), node.young(1001)
+    node.promoter.pass_now()
+    assert not [line for line in node.listed() if "udp" in line]
+    assert not node.is_young(connection), "a connection keeps its endpoint"
+    if moment == "before the pass":
+        assert node.loaded.maps["flows"].lookup(stream) is None
+        assert node.promoter.statistics.stale == 1
+    size = 4 if node.family == 4 else 16
+    places = (ip_address(FRONTEND[node.family]).packed[:size], 80), (ip_address(ENDPOINT[node.family]).packed, 8080)
+    assert set(asked) == {(0, *places)}
 
 
 def test_an_entry_of_an_unknown_protocol_does_not_keep_others_from_promotion(node: Node) -> None:

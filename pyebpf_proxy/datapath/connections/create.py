@@ -260,6 +260,14 @@ def abandon(netlink: RequestSocket, entries: Sequence[Entry]) -> None:
     netlink.request_many(uapi.IPCTNL_MSG_CT_NEW, 0, [_key(each) + soon for each in entries])
 
 
+def delete(netlink: RequestSocket, entries: Sequence[Entry]) -> None:
+    """Delete the entries of these UDP flows: their next packets are those of new flows. OSError.
+
+    A missing entry is no error.
+    """
+    netlink.request_many(uapi.IPCTNL_MSG_CT_DELETE, 0, [_key(each) for each in entries])
+
+
 def message(entry: Entry, seconds: int) -> bytes:
     """The body of IPCTNL_MSG_CT_NEW that creates an entry. ``seconds``: its timeout."""
     # The reply's tuple is that of an untranslated flow: only then does the kernel set IPS_DST_NAT and IPS_SRC_NAT and

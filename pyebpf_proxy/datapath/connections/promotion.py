@@ -56,6 +56,10 @@ _ZERO = bytes(4)
 _PROTOCOLS = frozenset(map(int, IpProtocol))
 _LASTING = {4: LASTING_IPV4, 6: LASTING_IPV6}
 
+#: Whether a UDP flow of this generation (struct flow), to this frontend, should be ended because this endpoint no
+#: longer serves. Called in any thread.
+IsStale = Callable[[int, tuple[bytes, int], tuple[bytes, int]], bool]
+
 _log = Logger("datapath")
 
 
@@ -101,6 +105,8 @@ class Flow(NamedTuple):
     half_closed: bool = False
     #: Both sides have sent a FIN or RST.
     both_closed: bool = False
+    #: Of the client's direction.
+    generation: int = 0
 
     @property
     def read(self) -> bytes:
@@ -131,6 +137,7 @@ class FlowReader:
         self._flow = flow.packer("rewrite", "started", "last_seen", "packets", "young", "reply", "closing", "promote")
         # The table of an earlier version that is drained may lack it.
         self._numbers = flow.packer("acknowledged", "sent_until") if "sent_until" in flow.fields else None
+        self._generation = flow.packer("generation")
         self._rewrite = btf.struct("flow_rewrite").packer(*ends)
         self.key_size = btf.struct("flow_key").size
 
@@ -173,7 +180,9 @@ class FlowReader:
         closed = closing or closing_too
         both = bool(closing and closing_too)
         half = not both and self._is_acknowledged(there, back, closed, not closing)
-        return Flow(entry, bool(closed), key, answer_key, started, reset, idle > QUIET_NS, vanished, half, both)
+        (generation,) = self._generation.unpack(there)
+        quiet = idle > QUIET_NS
+        return Flow(entry, bool(closed), key, answer_key, started, reset, quiet, vanished, half, both, generation)
 
     def family(self, key: bytes) -> int:
         """The family of a flow's key: 4 or 6."""
@@ -261,6 +270,8 @@ class Statistics:
     ended: int = 0
     #: Young flows that the last sweep found.
     young: int = 0
+    #: UDP flows that were ended because their endpoint no longer serves.
+    stale: int = 0
     #: Flows that were ended because their source address has left the node.
     sources_gone: int = 0
     #: Passes that the kernel did not interrupt by an error.
@@ -277,6 +288,9 @@ class Promoter:
 
     While conntrack is nearly full, it may forward no new flow, and permits could not be renewed. Then those of
     ``lasting`` are extended, and its flows stay on the fast path for as long as conntrack does not accept them.
+
+    A UDP flow for which ``is_stale`` returns True is ended instead: the clean-up that would delete its conntrack entry
+    may be over.
     """
 
     def __init__(
@@ -289,6 +303,7 @@ class Promoter:
         end_masqueraded: Callable[[Collection[bytes]], int] = lambda addresses: 0,
         clock: Callable[[], float] = time.monotonic,
         lasting: Callable[[], Lasting] = Lasting,
+        is_stale: IsStale = lambda generation, frontend, endpoint: False,
     ) -> None:
         self.statistics = Statistics()
         self._flows = flows
@@ -299,6 +314,7 @@ class Promoter:
         self._end_masqueraded = end_masqueraded
         self._clock = clock
         self._lasting = lasting
+        self._is_stale = is_stale
         #: What the last pass has extended, because conntrack is nearly full.
         self._extended_permits = Lasting()
         #: Addresses that have left the node since the last pass; in the loop's thread.
@@ -448,7 +464,7 @@ class Promoter:
 
         Returns the flows that conntrack did not accept. OSError.
         """
-        due = asked.due
+        due = self._without_stale(asked.due)
         with RequestSocket(NETLINK_NETFILTER) as netlink:
             seconds = create.time_outs()
             results = create.create(netlink, [flow.entry for flow in due], seconds)
@@ -468,6 +484,8 @@ class Promoter:
                         closing.append(flow.entry._replace(state=state))
                 elif result.outcome is not Outcome.KNOWN:
                     over.append(flow.entry)
+            # An endpoint may have been removed meanwhile, and the clean-up may have been too early for these entries.
+            create.delete(netlink, [flow.entry for flow in due if self._has_lost_endpoint(flow)])
             # A flow may end during this pass. Without this its entry would stay for days.
             create.abandon(netlink, over)
             create.close(netlink, closing, seconds)
@@ -476,6 +494,16 @@ class Promoter:
             create.restore(netlink, going_on, seconds)
             create.shorten(netlink, (flow.entry for flow in asked.vanished))
         return failed
+
+    def _has_lost_endpoint(self, flow: Flow) -> bool:
+        entry = flow.entry
+        return entry.protocol is IpProtocol.UDP and self._is_stale(flow.generation, entry.frontend, entry.endpoint)
+
+    def _without_stale(self, due: list[Flow]) -> list[Flow]:
+        """Those that are to be promoted. The others are ended: the next packet of such a flow is that of a new one."""
+        stale = {flow.key for flow in due if self._has_lost_endpoint(flow) and self._end(flow.read)}
+        self.statistics.stale += len(stale)
+        return [flow for flow in due if flow.key not in stale]
 
     def _close_reset(
         self, netlink: RequestSocket, reset: Iterable[Flow], seconds: Mapping[tuple[IpProtocol, TcpState], int]
@@ -551,11 +579,12 @@ def promoter(
     btf: Btf,
     snat_ports: range = range(0),
     lasting: Callable[[], Lasting] = Lasting,
+    is_stale: IsStale = lambda generation, frontend, endpoint: False,
 ) -> Promoter:
     """The promoter for the loaded programs: their maps and programs by name, and their BTF.
 
     ``snat_ports``: the source ports of masqueraded young flows; without them only young flows are ended when their
-    source address goes. ``lasting``: as for :class:`Promoter`.
+    source address goes. ``lasting`` and ``is_stale``: as for :class:`Promoter`.
     """
     results, layout = maps["sweep_results"], btf.struct("sweep_result")
     sweep_flows, promote_flow, end_flow = programs["sweep_flows"], programs["promote_flow"], programs.get("end_flow")
@@ -598,4 +627,5 @@ def promoter(
         end,
         end_masqueraded,
         lasting=lasting,
+        is_stale=is_stale,
     )

@@ -9,13 +9,13 @@ address itself, from before there were programs, or endpoints: nothing else tran
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
+from pyebpf_proxy.common.threads import in_thread
 from pyebpf_proxy.datapath.connections import ctnetlink, sock_diag
 from pyebpf_proxy.datapath.connections.udp_services import Place, UdpServices
 from pyebpf_proxy.datapath.loader.btf import Btf
@@ -76,6 +76,16 @@ class UdpCleanup:
         # The index changes in the loop's thread while a clean-up reads it in another.
         self._lock = threading.Lock()
 
+    def start(
+        self, former: Mapping[ServicePortName, ServicePort], wanted: Mapping[ServicePortName, ServicePort | None]
+    ) -> None:
+        """Begin with all service ports. ``former``: those that the programs had before, which flows may still use."""
+        with self._lock:
+            self._services.apply(former)
+            self._services.apply(wanted, complete=True)
+            # A former run may have translated no sockets.
+            self.waiting = self._is_own is not None and bool(self._services)
+
     def apply(self, delta: Mapping[ServicePortName, ServicePort | None], complete: bool = False) -> bool:
         """Apply the plan's changes. True if a UDP service port has other serving endpoints than before.
 
@@ -86,9 +96,14 @@ class UdpCleanup:
             self.waiting |= self._is_own is not None and self._services.gained
             return touched
 
+    def is_stale(self, destination: Place, endpoint: Place) -> bool:
+        """Whether a flow to ``destination`` that ``endpoint`` answers should be ended. Safe in any thread."""
+        with self._lock:
+            return self._services.is_stale(_family(destination), destination, endpoint)
+
     async def clean(self) -> Outcome:
         """End every stale flow and socket. If the kernel refuses one of them, the others are ended all the same."""
-        return await asyncio.to_thread(self.clean_now)
+        return await in_thread(self.clean_now)
 
     async def keep(self) -> None:
         """Keep the translations of connected sockets, although other sockets fill the same maps.
@@ -97,7 +112,7 @@ class UdpCleanup:
         evicted, and the socket could not be ended later. OSError: the kernel refused.
         """
         if self._keep is not None:
-            await asyncio.to_thread(self._keep_now, self._keep)
+            await in_thread(self._keep_now, self._keep)
 
     def _keep_now(self, keep: Keep) -> None:
         for found in list(sock_diag.connected_udp()):
@@ -144,10 +159,7 @@ class UdpCleanup:
             return not self._services.is_frontend(flow.family, (flow.destination, flow.destination_port))
 
     def _is_stale(self, flow: ctnetlink.Flow) -> bool:
-        with self._lock:
-            return self._services.is_stale(
-                flow.family, (flow.destination, flow.destination_port), (flow.replier, flow.replier_port)
-            )
+        return self.is_stale((flow.destination, flow.destination_port), (flow.replier, flow.replier_port))
 
     def _end_sockets(self, ended: dict[IPFamily, int]) -> None:
         """Adds to ``ended``. OSError, after all of them were tried."""
@@ -159,20 +171,15 @@ class UdpCleanup:
             # Equal: a local client of this socket (bpf/socket_maps.h).
             if wanted == endpoint:
                 continue
-            family = IPFamily.IPV4 if len(found.peer) == 4 else IPFamily.IPV6
             try:
-                if wanted is None:
-                    stale = self._is_untranslated(family, found)
-                else:
-                    with self._lock:
-                        stale = self._services.is_stale(family, wanted, endpoint)
-                ended[family] += stale and sock_diag.destroy(found)
+                stale = self._is_untranslated(found) if wanted is None else self.is_stale(wanted, endpoint)
+                ended[_family(endpoint)] += stale and sock_diag.destroy(found)
             except OSError as error:
                 refused = error
         if refused is not None:
             raise refused
 
-    def _is_untranslated(self, family: IPFamily, found: sock_diag.Socket) -> bool:
+    def _is_untranslated(self, found: sock_diag.Socket) -> bool:
         """Whether the socket is connected to a service address itself, and conntrack does not translate its flow.
 
         Not at a ClusterIP that is also an address of the node, where a cache listens (NodeLocal DNSCache).
@@ -186,10 +193,13 @@ class UdpCleanup:
             entry = ctnetlink.lookup(netlink, Protocol.UDP, (found.source, found.source_port), address)
         if entry is None or entry.reply is None:
             return True
-        with self._lock:
-            stale = self._services.is_stale(family, address, entry.reply.ends[0])
+        stale = self.is_stale(address, entry.reply.ends[0])
         self.waiting |= not stale
         return stale
+
+
+def _family(place: Place) -> IPFamily:
+    return IPFamily.IPV4 if len(place[0]) == 4 else IPFamily.IPV6
 
 
 def addresses_in(maps: Mapping[str, Map]) -> IsOwn:

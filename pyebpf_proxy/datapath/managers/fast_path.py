@@ -60,7 +60,15 @@ class FastPathManager(Manager):
         low, high = loaded.settings.snat_port_min, loaded.settings.snat_port_max
         ports = range(low, high + 1) if low else range(0)
         layout = btf.struct("fast_path")
-        promotion = promoter(loaded.maps, loaded.tc.programs, btf, ports, lambda: fast_path.lasting)
+        promotion = promoter(
+            loaded.maps,
+            loaded.tc.programs,
+            btf,
+            ports,
+            lambda: fast_path.lasting,
+            # As the programs do: they look at a flow again after a change.
+            lambda generation, *places: generation != fast_path.generation and self._udp_flows.is_stale(*places),
+        )
         fast_path = FastPath(
             state_map,
             layout,

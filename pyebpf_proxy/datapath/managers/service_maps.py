@@ -11,6 +11,7 @@ from pyebpf_proxy.datapath.managers.programs import Programs
 from pyebpf_proxy.datapath.maps.layouts import FrontendAddress
 from pyebpf_proxy.datapath.maps.writer import Writer
 from pyebpf_proxy.datapath.netfilter.nft_rules import port_key
+from pyebpf_proxy.services.model import Protocol, ServicePort, ServicePortName
 from pyebpf_proxy.services.node_facts import NodeFacts
 
 
@@ -18,6 +19,8 @@ class ServiceMaps(Manager):
     """Writes service ports for programs and netfilter. ``start`` sets ``writer``."""
 
     writer: Writer
+    #: The UDP service ports that a former run has left in the maps, as ``start`` has found them.
+    former: Mapping[ServicePortName, ServicePort] = {}
 
     def __init__(self, programs: Programs, nft: NftTable) -> None:
         super().__init__()
@@ -30,6 +33,8 @@ class ServiceMaps(Manager):
         # Until the new programs are attached, those of a former run may use other maps with different ids.
         last_id = max(table.elements, default=0)
         self.writer = Writer(self._programs.loaded, table.update, last_id, self._change_frontends)
+        names = (name for name in self.writer.names if name.protocol is Protocol.UDP)
+        self.former = {name: self.writer[name] for name in names}
         # In one step: no entry of a former run may keep an address that belongs to another service by now.
         self.writer.apply(wanted, complete=True)
         # This includes ids that the writer has adopted. remove_old_backends() removes the other old elements.

@@ -10,8 +10,10 @@ from collections.abc import Callable, Collection
 from pyebpf_proxy.common.log import Logger
 from pyebpf_proxy.config.effective import Effective
 from pyebpf_proxy.datapath.connections.udp_cleanup import Cleaned, SocketPeers, UdpCleanup, addresses_in
+from pyebpf_proxy.datapath.connections.udp_services import Place
 from pyebpf_proxy.datapath.managers.manager import Delta, Manager
 from pyebpf_proxy.datapath.managers.programs import Programs
+from pyebpf_proxy.datapath.managers.service_maps import ServiceMaps
 from pyebpf_proxy.services.node_facts import NodeFacts
 
 #: Seconds between two looks at connected sockets. Less than conntrack's timeouts, and than it takes other sockets to
@@ -24,15 +26,24 @@ _log = Logger("datapath")
 class UdpFlows(Manager):
     """Ends such flows and sockets after changes of UDP services. ``on_cleaned`` is called after every clean-up."""
 
-    def __init__(self, effective: Effective, programs: Programs, on_cleaned: Callable[[Cleaned], None]) -> None:
+    def __init__(
+        self,
+        effective: Effective,
+        programs: Programs,
+        service_maps: ServiceMaps,
+        on_cleaned: Callable[[Cleaned], None],
+    ) -> None:
         super().__init__()
         self._sockets = effective.socket_lb != "off"
         self._programs = programs
+        self._service_maps = service_maps
         self._on_cleaned = on_cleaned
         #: Called when serving endpoints of UDP services have changed.
         self.on_change: Callable[[], None] = lambda: None
         #: Serving endpoints have changed since the last clean-up.
         self._touched = False
+        #: ``Writer.udp_moves``, as it was seen last.
+        self._moves = 0
 
     def start(self, facts: NodeFacts, wanted: Delta) -> None:
         loaded = self._programs.loaded
@@ -43,7 +54,9 @@ class UdpFlows(Manager):
             loaded.settings.pod_sockets and not loaded.settings.conntrack_lookup,
             peers.keep if self._sockets else None,
         )
-        self._touched = self._udp.apply(wanted)
+        self._udp.start(self._service_maps.former, wanted)
+        self._touched = True
+        self._moves = self._service_maps.writer.udp_moves
         self._run(self._look_again(), "look at sockets that conntrack translates")
 
     async def _look_again(self) -> None:
@@ -65,13 +78,33 @@ class UdpFlows(Manager):
 
     def apply(self, delta: Delta, complete: bool) -> None:
         if self._udp.apply(delta, complete):
-            self._touched = True
-            self.on_change()
+            self._touch()
+        self._follow_maps()
+
+    def is_stale(self, destination: Place, endpoint: Place) -> bool:
+        """Whether a flow to ``destination`` that ``endpoint`` answers should be ended. Safe in any thread."""
+        return self._udp.is_stale(destination, endpoint)
+
+    def _touch(self) -> None:
+        self._touched = True
+        self.on_change()
+
+    def _follow_maps(self) -> None:
+        """The maps may get a change later than the plan: what they refused is written when there is space again."""
+        moves = self._service_maps.writer.udp_moves
+        if moves != self._moves:
+            self._moves = moves
+            self._touch()
 
     async def collect(self) -> None:
+        self._follow_maps()
         while self._touched:
             self._touched = False
-            outcome = await self._udp.clean()
+            try:
+                outcome = await self._udp.clean()
+            except BaseException:
+                self._touched = True
+                raise
             for cleaned in outcome.cleaned:
                 self._report(cleaned)
             if outcome.refused:

@@ -15,7 +15,6 @@ After a kill at any point, the next start finds entries without references (``ad
 
 from __future__ import annotations
 
-import asyncio
 import errno as errors
 import time
 from array import array
@@ -24,6 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 
 from pyebpf_proxy.common.cycles import without_cycle_search
+from pyebpf_proxy.common.threads import in_thread
 from pyebpf_proxy.datapath.connections.flows import Route
 from pyebpf_proxy.datapath.loader import grace, ordering
 from pyebpf_proxy.datapath.loader.libbpf import BpfError
@@ -88,6 +88,8 @@ class Writer:
         self._no_move_before = 0.0
         #: Counts calls that may write.
         self._version = 0
+        #: Counts changes in the maps of the endpoints that serve a UDP service port, and what may be one.
+        self.udp_moves = 0
         self._read_back = ReadBack(maps, MAPS, self._services, self._slots)
         self._adopt()
 
@@ -107,6 +109,8 @@ class Writer:
             maps[name].update_batch(keys, values)
         self._hints.rebuild(self._mirror.owners, self._mirror.endpoint_counts)
         self._broken = False
+        # The change that was interrupted may have been written.
+        self.udp_moves += 1
 
     @contextmanager
     def _changing(self, todo: Mapping[ServicePortName, ServicePort | None]) -> Iterator[None]:
@@ -270,7 +274,7 @@ class Writer:
             mirror = self._mirror
             self._garbage, self._dying = Garbage(), garbage
             try:
-                await asyncio.to_thread(grace.wait)
+                await in_thread(grace.wait)
             except BaseException:
                 if mirror is self._mirror:
                     self._garbage.absorb(garbage)
@@ -317,6 +321,7 @@ class Writer:
         for family, concerned in by_family:
             self._delete_frontends([c for c in concerned if not c.config_changed], family)
             self._delete_serving(concerned, family)
+        self.udp_moves += any(change.serving_new or change.serving_deletes for change in done)
         for change in done:
             if change.new is None and change.old is not None:
                 self._flip(change.old.id, 0)

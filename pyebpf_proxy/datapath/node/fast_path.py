@@ -220,6 +220,11 @@ class FastPath:
         self._write()
 
     @property
+    def generation(self) -> int:
+        """The present ``generation`` of the map ``fast_path``. Safe in any thread."""
+        return self._generation
+
+    @property
     def lasting(self) -> Lasting:
         """Which permits would still be proven if flows renewed them no more. Safe in any thread."""
         families = frozenset() if self._unreadable else self._rules.lasting - self.closed.keys() - self.warnings.keys()

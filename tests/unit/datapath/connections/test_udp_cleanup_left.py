@@ -175,3 +175,17 @@ def test_flows_of_a_deleted_service_stay(kernel: Kernel) -> None:
     cleanup.apply({NAME: None})
     cleanup.clean_now()
     assert kernel.flows
+
+
+def test_what_a_former_run_had_is_lost_too(kernel: Kernel) -> None:
+    """The endpoint left while no agent ran: a pod's socket still sends to it."""
+    left, stays = flow(POD_A, POD_A), flow(POD_B, POD_B)
+    kernel.flows = [left, stays]
+    cleanup = UdpCleanup(lambda cookie, endpoint: None, lambda address: False, True)
+    cleanup.start({NAME: dns(POD_A, POD_B)}, {NAME: dns(POD_B)})
+    assert cleanup.waiting, "the former run may have translated no sockets"
+    cleanup.clean_now()
+    assert kernel.flows == [stays]
+    cleanup = UdpCleanup(lambda cookie, endpoint: None, None, True)
+    cleanup.start({NAME: dns(POD_A)}, {NAME: None})
+    assert not cleanup.is_stale((VIP, 53), POD_A), "flows of a deleted Service stay"
