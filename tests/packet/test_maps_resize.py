@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from pyebpf_proxy.common.errors import FatalError
@@ -19,8 +20,9 @@ from pyebpf_proxy.datapath.loader.abilities import STORAGE_MAPS
 from pyebpf_proxy.datapath.loader.btf import Btf
 from pyebpf_proxy.datapath.loader.libbpf import Map, Object
 from pyebpf_proxy.datapath.loader.programs import Loaded, Settings, load
-from pyebpf_proxy.datapath.maps.resize import Resize, merge
-from pyebpf_proxy.datapath.maps.writer import Writer
+from pyebpf_proxy.datapath.maps.resize import SERVICE_MAPS, Resize, merge
+from pyebpf_proxy.datapath.maps.writer import MAPS, Writer
+from pyebpf_proxy.services.model import ServicePort
 from tests.packet.service_maps import SIZES, logical
 from tests.packet.service_plans import first_plan, name_of, slot_backends
 
@@ -105,6 +107,33 @@ def test_maps_of_other_sizes_hold_all_entries(bpf_objects: Path, pins: Path) -> 
         loaded.close()
 
 
+@pytest.mark.parametrize("name", sorted(SERVICE_MAPS))
+def test_the_old_programs_keep_service_maps_that_fit_together(bpf_objects: Path, pins: Path, name: str) -> None:
+    """Services have changed while no agent ran. The old programs work until the new ones are attached."""
+    assert {*MAPS, "services", "slots"} == SERVICE_MAPS
+    old = start(pins, CAPACITIES, bpf_objects)
+    Writer(old).apply(first_plan())
+    before = logical(old)
+    loaded = start(pins, CAPACITIES | {name: CAPACITIES[name] * 2}, bpf_objects)
+    writer = Writer(loaded)
+    changed = {each: change_of(plan) for each, plan in first_plan().items()}
+    writer.apply(changed)
+    writer.collect()
+    assert logical(old) == before
+    assert logical(loaded) != before
+    loaded.attached()
+    assert leftovers(pins) == []
+    del writer
+    loaded.close()
+    old.close()
+
+
+def change_of(plan: ServicePort) -> ServicePort:
+    """Other endpoints: other ids in every map."""
+    moved = tuple(msgspec.structs.replace(each, port=each.port + 1) for each in plan.cluster)
+    return msgspec.structs.replace(plan, cluster=moved, local=())
+
+
 def test_an_error_names_the_map_that_is_too_small_and_nothing_changes(bpf_objects: Path, pins: Path) -> None:
     loaded = start(pins, CAPACITIES, bpf_objects)
     for number in range(200):
@@ -182,7 +211,8 @@ def _maps_only(pins: Path, sizes: dict[str, int], objects: Path) -> tuple[Object
     """As ``load`` does, without the time of the verifier."""
     resize = Resize(pins)
     resize.begin()
-    maps = Object.open(objects / "tc.bpf.o", pin_dir=pins, max_entries=sizes, programs=(), resized=resize.made).load()
+    file, renewed = objects / "tc.bpf.o", resize.renewed(sizes)
+    maps = Object.open(file, pins, max_entries=sizes, programs=(), resized=resize.made, renewed=renewed).load()
     resize.take_over(maps.maps, maps.btf)
     return maps, resize
 
@@ -241,11 +271,17 @@ def test_killed_at_any_change_the_next_start_completes_it(bpf_objects: Path, bpf
             resize.finish(opened.maps, opened.btf)
 
         inode = (pins / "affinities").stat().st_ino
+        service_maps = {(pins / name).stat().st_ino for name in SERVICE_MAPS}
         died = _dies_at(k, change)
         # While the old programs may run, their map exists somewhere.
         there = any(path.stat().st_ino == inode for path in pins.parent.rglob("affinities*"))
         assert there or over.exists(), f"killed at change {k}"
         old.update(client(2), affinity(btf, 2, 200))
+        # The old programs use these. The next start may have the same sizes as the killed one.
+        unchanged, resize = _maps_only(pins, smaller, bpf_objects)
+        shared = {(pins / name).stat().st_ino for name in SERVICE_MAPS} & service_maps
+        assert not shared, f"killed at change {k}: old programs and the new writer would share {len(shared)} maps"
+        unchanged.close()
         again, resize = _maps_only(pins, other, bpf_objects)
         if died:
             resize.finish(again.maps, again.btf)

@@ -245,6 +245,7 @@ class Object:
         programs: Container[str] | None = None,
         without: Container[str] = (),
         resized: Path | None = None,
+        renewed: Container[str] = (),
     ) -> Object:
         """Read an object file; nothing is loaded into the kernel before :meth:`load`.
 
@@ -252,7 +253,8 @@ class Object:
         constants by variable name, ``max_entries`` the sizes of maps; ``reuse`` gives maps of other objects.
         ``programs``: only these are loaded. ``without``: maps that are not created; only code that the constants
         make dead may refer to them. ``resized``: a map whose pin has another size is created again and pinned in this
-        folder; otherwise that is an error. Raises BpfError; FatalError if the file is missing.
+        folder; otherwise that is an error. ``renewed``: so is each of these that has a pin. Raises BpfError; FatalError
+        if the file is missing.
         """
         if not path.exists():
             raise FatalError(f"{path} is missing: run make build")
@@ -262,7 +264,7 @@ class Object:
             )
         opened = cls(pointer, path)
         try:
-            opened._prepare(pin_dir, rodata or {}, max_entries or {}, reuse or {}, programs, without, resized)
+            opened._prepare(pin_dir, rodata or {}, max_entries or {}, reuse or {}, programs, without, resized, renewed)
         except BaseException:
             opened.close()
             raise
@@ -284,6 +286,7 @@ class Object:
         programs: Container[str] | None,
         without: Container[str],
         resized: Path | None,
+        renewed: Container[str],
     ) -> None:
         abilities = of_kernel()
         if self.btf.has_variable(".rodata", "abilities"):
@@ -302,8 +305,9 @@ class Object:
             if name in reuse:
                 checked(self._lib.bpf_map__reuse_fd(pointer, reuse[name].fd), f"share map {name}")
             elif pin_dir is not None:
-                other_size = self._compare_with_pin(name, pointer, pin_dir / name, resized is not None)
-                path = os.fsencode((resized if resized is not None and other_size else pin_dir) / name)
+                size = self._compare_with_pin(name, pointer, pin_dir / name, resized is not None)
+                is_new = size is not None and (name in renewed or size != self._describe(name, pointer).max_entries)
+                path = os.fsencode((resized if resized is not None and is_new else pin_dir) / name)
                 checked(self._lib.bpf_map__set_pin_path(pointer, path), f"pin map {name}")
         for program in self.programs.values():
             if programs is not None and program.name not in programs:
@@ -318,13 +322,13 @@ class Object:
         start = checked_pointer(self._lib.bpf_map__initial_value(pointer, total), f"constant {variable}")
         ffi.memmove(start + offset, value, size)
 
-    def _compare_with_pin(self, name: str, pointer: Any, path: Path, any_size: bool) -> bool:
-        """Whether the pin has another size. libbpf would only report "parameter mismatch"."""
+    def _compare_with_pin(self, name: str, pointer: Any, path: Path, any_size: bool) -> int | None:
+        """The size of the pin; None if there is none. libbpf would only report "parameter mismatch"."""
         try:
             pinned = Map.open_pinned(path)
         except BpfError as error:
             if error.errno == errors.ENOENT:
-                return False
+                return None
             raise
         pinned.close()
         wanted = self._describe(name, pointer)
@@ -339,7 +343,7 @@ class Object:
                 "run pyebpf-proxy --cleanup first",
                 errors.EEXIST,
             )
-        return pinned.max_entries != wanted.max_entries
+        return pinned.max_entries
 
     @property
     def sizes(self) -> dict[str, int]:

@@ -329,7 +329,8 @@ def _load(
         if unknown := sorted(layout.fields.keys() ^ values.keys()):
             raise StaleObjectError(str(path), f"struct settings differs in {', '.join(unknown)}")
         packed = layout.pack(**values)
-        names = set(unset.programs)
+        names, declared = set(unset.programs), unset.sizes
+    resize = Resize(pin_dir) if pin_dir is not None else None
     return load_object(
         lambda: Object.open(
             path,
@@ -337,7 +338,8 @@ def _load(
             rodata={"settings": packed},
             max_entries=sizes,
             reuse=reuse,
-            resized=Resize(pin_dir).made if pin_dir is not None else None,
+            resized=resize.made if resize is not None else None,
+            renewed=resize.renewed({**declared, **(sizes or {})}) if resize is not None else (),
             without=_unused(settings),
             programs=None if settings.fast_path else names - _FLOW_PROGRAMS,
         )

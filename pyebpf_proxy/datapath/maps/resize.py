@@ -11,6 +11,9 @@ Meanwhile there are two more folders next to the folder of the pins (``maps``):
    attached. Then the entries written meanwhile are copied, and ``maps-former`` is removed. After a kill before that,
    the next start does it.
 
+The service maps refer to each other by ids, and the writer changes them before the new programs are attached. So if one
+of them gets another size, all of them are replaced: the old programs keep a set that fits together.
+
 The flow table is not copied here. Just before the new programs are attached, the old one in ``maps-former`` is drained
 and its flows are taken over (maps/former_flows.py). Whatever starts next does so again as long as it is there.
 """
@@ -21,7 +24,7 @@ import errno
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -30,6 +33,13 @@ from pyebpf_proxy.datapath.loader.btf import Btf
 from pyebpf_proxy.datapath.loader.libbpf import BpfError, Map
 from pyebpf_proxy.datapath.maps.layouts import Layouts
 
+#: What the writer fills (maps/writer.py).
+SERVICE_MAPS = frozenset(
+    (
+        *("services", "slots", "service_configs", "service_names"),
+        *(f"{name}{family}" for name in ("frontends", "backends", "endpoints", "source_ranges") for family in (4, 6)),
+    )
+)
 _BPF_NOEXIST = 1
 _ARRAY, _PERCPU_ARRAY, _LRU_HASH = 2, 6, 9
 #: Maps that running programs write to: the last entries of the old ones are copied, too.
@@ -69,6 +79,15 @@ class Resize:
         self.abandon()
         self.made.mkdir(mode=0o700)
 
+    def renewed(self, sizes: Mapping[str, int]) -> frozenset[str]:
+        """The maps to replace though they may have the wanted size. ``sizes``: that of each map. BpfError."""
+        with _opened(self.pins, SERVICE_MAPS) as old:
+            changed = any(each.max_entries != sizes.get(name, each.max_entries) for name, each in old.items())
+        # After a kill while the pins were replaced, the attached programs use some of these maps and not others.
+        attached = {name: (*former_pins(self.pins, name), self.pins / name)[0] for name in old}
+        shared = [path.stat().st_ino == (self.pins / name).stat().st_ino for name, path in attached.items()]
+        return SERVICE_MAPS if changed or (any(shared) and not all(shared)) else frozenset()
+
     def abandon(self) -> None:
         """Discard the new maps; the active ones are unchanged."""
         _remove(self.made)
@@ -87,6 +106,7 @@ class Resize:
         for name in sizes:
             self._swap(name)
         self.abandon()
+        sizes = {name: (before, after) for name, (before, after) in sizes.items() if before != after}
         # A former start was killed after it had replaced pins and before it ended.
         self._bring_over(maps, btf)
         return sizes
@@ -208,11 +228,13 @@ def _time(value: bytes) -> int:
 
 
 @contextmanager
-def _opened(folder: Path) -> Iterator[dict[str, Map]]:
+def _opened(folder: Path, names: Container[str] | None = None) -> Iterator[dict[str, Map]]:
+    """The maps that are pinned in the folder. ``names``: only these."""
     maps: dict[str, Map] = {}
     try:
         for pin in sorted(folder.iterdir()):
-            maps[pin.name] = Map.open_pinned(pin)
+            if names is None or pin.name in names:
+                maps[pin.name] = Map.open_pinned(pin)
         yield maps
     finally:
         for opened in maps.values():
