@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 import sys
+from collections.abc import Iterable, Mapping
 
 import msgspec
 import pytest
@@ -292,6 +293,52 @@ def test_two_service_ports_claim_an_address_when_it_is_freed(loaded: Loaded, wri
         "shop/one:http/TCP/IPv4": ["10.96.0.1:80/TCP"],
         "shop/two:http/TCP/IPv4": [],
     }
+
+
+def test_an_address_comes_back_from_a_service_port_that_it_was_given_to(loaded: Loaded, writer: Writer) -> None:
+    """The change that gave it away did not fit. Without that change the address is served as before."""
+    giver, taker = name_of("giver"), name_of("taker")
+    small = service(giver, ("10.96.0.1", "203.0.113.1"), "10.0.0.1:80")
+    before = {giver: small, taker: service(taker, ("10.96.0.2",), "10.0.0.2:80")}
+    writer.apply(before)
+    expected = logical(loaded, complete=True)
+    many = [f"10.0.{1 + i // 250}.{1 + i % 250}:80" for i in range(SIZES["backends4"])]
+    with_it = service(taker, ("10.96.0.2", "203.0.113.1"), "10.0.0.2:80")
+    (problem,) = writer.apply({giver: service(giver, ("10.96.0.1",), *many), taker: with_it})
+    assert problem.name == giver
+    served = logical(loaded, complete=True)
+    assert list(served["shop/giver:http/TCP/IPv4"]["frontends"]) == ["10.96.0.1:80/TCP"]
+    assert list(served["shop/taker:http/TCP/IPv4"]["frontends"]) == ["10.96.0.2:80/TCP", "203.0.113.1:80/TCP"]
+    assert writer.apply(before) == []
+    writer.collect()
+    assert logical(loaded, complete=True) == expected
+    assert writer.problems == {}
+
+
+def test_a_serving_endpoint_stays_though_an_earlier_attempt_was_refused(loaded: Loaded) -> None:
+    """What the earlier attempt had written is removed at once, not after the later one has written the same."""
+    refused = False
+
+    def update(added: Mapping[int, tuple[bytes, int]], removed: Iterable[int]) -> None:
+        if refused and added:
+            raise OSError(errno.ENOBUFS, "no buffer space")
+
+    dns = name_of("dns", protocol=Protocol.UDP)
+    writer = Writer(loaded, update)
+    small, large = (
+        service(dns, ("10.96.0.2",), *places, serving=endpoints(*places))
+        for places in (["10.0.0.1:53"], ["10.0.0.1:53", "10.0.0.2:53"])
+    )
+    writer.apply({dns: small})
+    writer.collect()
+    refused = True
+    (problem,) = writer.apply({dns: large})
+    assert problem.text.endswith("no buffer space")
+    refused = False
+    assert writer.apply({dns: large}) == []
+    writer.collect()
+    assert logical(loaded, complete=True)["shop/dns:http/UDP/IPv4"]["serving"] == ["10.0.0.1:53", "10.0.0.2:53"]
+    assert not writer._read_back.differs(writer._mirror, writer._version, False)
 
 
 def test_a_name_that_is_too_long(loaded: Loaded, writer: Writer) -> None:

@@ -97,12 +97,11 @@ class Garbage:
     affinities: list[int] = field(default_factory=list)
     # By family: concatenated keys; backends with the key of their service-0 endpoint entry.
     source_ranges: dict[IPFamily, list[bytes]] = field(default_factory=lambda: {f: [] for f in IPFamily})
-    serving: dict[IPFamily, list[bytes]] = field(default_factory=lambda: {f: [] for f in IPFamily})
     backends: dict[IPFamily, list[tuple[int, bytes]]] = field(default_factory=lambda: {f: [] for f in IPFamily})
 
     def __bool__(self) -> bool:
         lists = [self.configs, self.services, self.slots, self.affinities]
-        lists += [*self.source_ranges.values(), *self.serving.values(), *self.backends.values()]
+        lists += [*self.source_ranges.values(), *self.backends.values()]
         return any(lists)
 
     def absorb(self, other: Garbage) -> None:
@@ -113,7 +112,6 @@ class Garbage:
         self.affinities += other.affinities
         for family in IPFamily:
             self.source_ranges[family] += other.source_ranges[family]
-            self.serving[family] += other.serving[family]
             self.backends[family] += other.backends[family]
 
 

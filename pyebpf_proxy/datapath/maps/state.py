@@ -56,6 +56,7 @@ class State:
             self.records[name] = new
         else:
             del self.records[name]
+        self._disown(change)
         if old is None:
             return
         garbage.backends[family] += change.gone
@@ -67,6 +68,21 @@ class State:
             garbage.services.append(old.id)
         if change.unbinds:
             garbage.affinities.append(old.id)
+
+    def _disown(self, change: Change) -> None:
+        """Frontends that a change has taken over are no longer those of a service port whose own change did not fit."""
+        taken: dict[int, set[bytes]] = {}
+        for key, owner in change.claims:
+            if owner is not None:
+                taken.setdefault(owner, set()).add(key)
+        for owner, keys in taken.items():
+            name = self.names.get(owner)
+            record = self.records.get(name) if name is not None else None
+            if name is None or record is None or record.id != owner:
+                continue
+            kept = tuple(f for f in record.plan.frontends if self.layouts.pack_frontend(name, f) not in keys)
+            if len(kept) < len(record.plan.frontends):
+                record.plan = msgspec.structs.replace(record.plan, frontends=kept)
 
     def revert(self, change: Change, garbage: Garbage) -> None:
         """Record that the change was not written, or only in part. What may exist of it goes to ``garbage``."""
@@ -80,7 +96,6 @@ class State:
             else:
                 self.owners[key] = owner
         garbage.backends[family] += change.fresh
-        garbage.serving[family] += change.serving_new
         if change.config_changed:
             garbage.configs.append(new.config_id)
             garbage.slots.append((new.first_slot, new.length))
@@ -127,7 +142,6 @@ class State:
             self.slot_ranges.free(first, length)
         for family in IPFamily:
             used[f"source_ranges{family.value}"] -= len(garbage.source_ranges[family])
-            used[f"endpoints{family.value}"] -= len(garbage.serving[family])
             used[f"backends{family.value}"] -= len(garbage.backends[family])
             ids = [number for number, _ in garbage.backends[family]]
             self.backend_ids.free(ids)

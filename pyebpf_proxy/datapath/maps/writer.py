@@ -306,6 +306,8 @@ class Writer:
         reverted = [change for change in changes if change.failed is not None]
         for change in reverted:
             self._mirror.revert(change, self._garbage)
+            # At once: the next attempt writes the same keys, and a later deletion would remove those.
+            self._delete_serving_keys(change.serving_new, change.name.family)
         done = [change for change in changes if change.failed is None]
         by_family = [(family, [c for c in done if c.name.family is family]) for family in IPFamily]
         for family, concerned in by_family:
@@ -449,12 +451,13 @@ class Writer:
         return map(self._layouts.frontend_address, keys)
 
     def _delete_serving(self, changes: list[Change], family: IPFamily) -> None:
-        mirror = self._mirror
-        serving = [key for change in changes for key in change.serving_deletes]
-        if serving:
-            self._maps[f"endpoints{family.value}"].delete_batch(b"".join(serving))
-            mirror.used[f"endpoints{family.value}"] -= len(serving)
-            self._freed = True
+        self._delete_serving_keys([key for change in changes for key in change.serving_deletes], family)
+
+    def _delete_serving_keys(self, keys: list[bytes], family: IPFamily) -> None:
+        name = f"endpoints{family.value}"
+        self._delete(name, keys)
+        self._mirror.used[name] -= len(keys)
+        self._freed |= bool(keys)
 
     def _delete_orphans(self, reverted: list[Change]) -> None:
         for change in reverted:
@@ -504,7 +507,7 @@ class Writer:
             self._delete(f"backends{family.value}", [u32(number) for number, _ in backends])
             counts, ended = mirror.discount_endpoints(backends, family)
             name = f"endpoints{family.value}"
-            self._delete(name, garbage.serving[family] + [key for key, count in counts.items() if not count])
+            self._delete(name, [key for key, count in counts.items() if not count])
             if len(counts) > ended:
                 shared = [(key, count) for key, count in counts.items() if count]
                 self._maps[name].update_batch(
