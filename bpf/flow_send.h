@@ -121,12 +121,12 @@ static __noinline int end_young(const struct packet *p, const struct flow_rewrit
 }
 
 /*
- * True if a new connection of this client would be served, and the flow's endpoint still serves the Service.
+ * True if a new connection of this client would be served, and the flow's backend is one of the Service's.  A backend
+ * that has left stays in `backends` for a moment.  Searching the list is too deep.
  * A global function, so that the verifier checks it once.
  */
-__noinline int may_keep_endpoint(const struct packet *p, const struct flow_rewrite *a)
+__noinline int may_keep_endpoint(const struct packet *p, const struct flow_rewrite *a, __u32 backend)
 {
-	union address endpoint = {};
 	enum drop_reason reason = NOT_DROPPED;
 	struct endpoint_selection e = {};
 	struct frontend f = {};
@@ -138,9 +138,7 @@ __noinline int may_keep_endpoint(const struct packet *p, const struct flow_rewri
 	config = active_config(f.service, &config_id);
 	if (!config || decide(p, &f, config, config_id, a->device_in, &e, &reason) != VERDICT_SERVE)
 		return 0;
-	/* Not in `backends`, where a backend stays for some time after it has left. Searching the list is too deep. */
-	__builtin_memcpy(&endpoint, a->destination, 16);
-	return is_endpoint(&endpoint, a->destination_port, TCP, p->ipv6, f.service);
+	return service_of_backend(backend, p->ipv6) == f.service;
 }
 
 enum syn {
@@ -184,7 +182,7 @@ static __always_inline bool begins_anew(const struct packet *p, const struct flo
 {
 	int syn = judge_syn(p, a, f);
 
-	return syn == SYN_OF_ANOTHER || (syn == SYN_AFTER_END && !may_keep_endpoint(p, a));
+	return syn == SYN_OF_ANOTHER || (syn == SYN_AFTER_END && !may_keep_endpoint(p, a, f->backend));
 }
 
 /*

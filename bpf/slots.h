@@ -62,6 +62,19 @@ static __always_inline bool load_backend(__u32 id, bool ipv6, struct backend *b)
 	return true;
 }
 
+/* The service port of a backend; 0: there is no such backend. */
+static __always_inline __u32 service_of_backend(__u32 id, bool ipv6)
+{
+	if (ipv6) {
+		struct backend6 *found = bpf_map_lookup_elem(&backends6, &id);
+
+		return found ? found->service : 0;
+	}
+	struct backend4 *found = bpf_map_lookup_elem(&backends4, &id);
+
+	return found ? found->service : 0;
+}
+
 #define SEARCH_STEPS 20		/* enough for 2^20 - 1 entries; map `slots` holds fewer by default */
 
 /* 1 or 0 without a branch: the verifier would follow both sides of a branch in each step of a search. */

@@ -366,7 +366,8 @@ class ProgramNode:
                 local=int(name == "local"),
             )
             maps[f"backends{self.family}"].update(u32(self._next_id), backend)
-            for of in (0, service):
+            # Only UDP has entries for its own service port (bpf/service_maps.h).
+            for of in (0, service) if protocol == "udp" else (0,):
                 self.endpoint(name, of, target_port, protocol)
             self._next_id += 1
         first = self._next_slot

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -70,7 +71,6 @@ def test_the_next_syn_after_a_reset_that_follows_data_is_a_new_connection(fast: 
     flow.answer()
     reset_after_data(flow, reply)
     assert closing(flow)[reply] == 3
-    fast.endpoint("remote", 1, protocol="tcp")
     assert flow.run(frame=flow.frame(flags="S", size=0, seq=9000, ack=0)).retval == REDIRECT
     assert fast.reasons()["NEW_FLOW_FAST"] == 2
     assert closing(flow) == [0, 0]
@@ -143,7 +143,6 @@ def test_a_connection_that_both_have_closed_makes_room_for_the_next(fast: Progra
     close(flow)
     assert flow.entries() == [False, True]
     assert [flow.entry(reply)["closing"] for reply in (False, True)] == [2, 2]  # type: ignore[index]
-    fast.endpoint("remote", 1, protocol="tcp")
     found = flow.run(frame=flow.frame(flags="S", size=0, seq=9000, ack=0))
     assert found.retval == REDIRECT
     assert fast.reasons()["NEW_FLOW_FAST"] == 2, "it is another flow, with a new choice"
@@ -203,12 +202,23 @@ def test_a_syn_to_a_removed_endpoint_gets_another(fast: ProgramNode) -> None:
     flow = young(fast)
     flow.answer()
     fast.service(["local"])
-    for service in (0, 1):
-        fast.endpoint("remote", service, protocol="tcp", present=False)
+    fast.endpoint("remote", 0, protocol="tcp", present=False)
     found = flow.run(frame=flow.frame(flags="S", size=0))
     assert found.skb is not None
     assert (found.retval, found.skb.priority) == (GO_ON, PRIORITY_BACKEND | fast.backend_ids["local", 1])
     assert flow.entries() == []
+
+
+def test_a_syn_after_a_forged_end_gets_another_endpoint_if_the_service_has_lost_it(fast: ProgramNode) -> None:
+    """It is still an endpoint of another Service."""
+    flow = young(fast)
+    flow.answer()
+    flow.run(frame=flow.frame(flags="FA", size=0, seq=7777, ack=501))
+    fast.service(["local"])
+    fast.object.maps[f"backends{fast.family}"].delete(fast.backend_ids["remote", 1].to_bytes(4, sys.byteorder))
+    found = flow.run(frame=flow.frame(flags="S", size=0, seq=9000, ack=0))
+    assert found.skb is not None
+    assert (found.retval, found.skb.priority) == (GO_ON, PRIORITY_BACKEND | fast.backend_ids["local", 1])
 
 
 def test_a_datagram_to_a_removed_endpoint_gets_another(fast: ProgramNode) -> None:
