@@ -49,22 +49,55 @@ static __always_inline enum slow_path_reason why_kernel(const struct packet *p, 
 	return NOT_SLOW;
 }
 
-/* What a RST of either side is compared with. */
-static __always_inline void note_numbers(struct flow *f, const struct packet *p)
+/* A guessed sequence number is in this window once in a thousand times. */
+#define GUESS_WINDOW (4U << 20)
+#define LARGEST_WINDOW (64U << 20)	/* more data is hardly ever on its way */
+/* From one packet of a side to its next one, the acknowledgment number seldom changes by more. */
+#define USUAL_STEP (256U << 10)
+
+/* Whether `number` is in the window around `known`. */
+static __always_inline bool is_near(__u32 number, __u32 known, __u32 before, __u32 after)
 {
-	f->acknowledged = p->acknowledged;
+	return number - known + before < before + after;
+}
+
+/*
+ * Whether a packet with another acknowledgment number than usual is plausible by both of its numbers.  If client and
+ * endpoint are behind the same device, a third host can forge packets of both sides.  Without this check, it could set
+ * the number that it then sends a RST with.
+ */
+static __noinline int is_plausible(const struct packet *p, const struct flow_rewrite *a, const struct flow *f)
+{
+	struct flow *other;
+
+	if (!p || !a || !f || !is_near(p->acknowledged, f->acknowledged, GUESS_WINDOW, LARGEST_WINDOW))
+		return 0;
+	other = other_direction(a, p);
+	return other && (!other->acknowledged || is_near(p->sequence, other->acknowledged, LARGEST_WINDOW, LARGEST_WINDOW));
+}
+
+/* What a RST of either side is compared with.  `a`: of the packet's direction. */
+static __always_inline void note_numbers(struct flow *f, const struct packet *p, const struct flow_rewrite *a)
+{
+	/* 0: a packet without an acknowledgment, or the first one of this side. */
+	if (p->acknowledged) {
+		if (f->acknowledged && unlikely(!is_near(p->acknowledged, f->acknowledged, USUAL_STEP, USUAL_STEP)) &&
+		    !is_plausible(p, a, f))
+			return;
+		f->acknowledged = p->acknowledged;
+	}
 	f->sent_until = p->sequence + (p->length - p->headers) + !!(p->tcp_flags & (TCP_SYN | TCP_FIN));
 }
 
 /* Updates the entry for a packet that is sent.  send_kernels() notes the numbers of a kernel's flow. */
-static __always_inline void note_sent(struct flow *f, const struct packet *p, __u64 now)
+static __always_inline void note_sent(struct flow *f, const struct packet *p, const struct flow_rewrite *a, __u64 now)
 {
 	f->packets++;
 	/* The coarse clock advances every few milliseconds, so the cache line is written once for many packets. */
 	if (f->last_seen != now)
 		f->last_seen = now;
 	if (p->protocol == TCP && f->young)
-		note_numbers(f, p);
+		note_numbers(f, p, a);
 }
 
 /* `way`: from why_not_here(). */
@@ -81,10 +114,6 @@ static __always_inline int rewrite_and_send(struct context *ctx, const struct pa
 	count_sent();
 	return verdict;
 }
-
-/* A guessed sequence number is in this window once in a thousand times. */
-#define GUESS_WINDOW (4U << 20)
-#define LARGEST_WINDOW (64U << 20)	/* more data is hardly ever on its way */
 
 static __always_inline bool ends_by_reset(const struct flow *f, const struct flow *other)
 {
@@ -216,7 +245,7 @@ static __always_inline int send_young(struct context *ctx, const struct packet *
 	else if (unlikely(known->closing == CLOSING_BY_RESET))
 		/* Nothing follows a RST: one of the packets was forged. */
 		known->closing = CLOSING;
-	note_sent(known, p, now);
+	note_sent(known, p, a, now);
 	verdict = rewrite_and_send(ctx, p, a, way);
 	if (unlikely(over) && forget_flow((const struct flow_key *)p, a, known->reply, true))
 		count(YOUNG_ENDED);
@@ -316,7 +345,7 @@ static __noinline int note_ending(const struct packet *p, const struct flow_rewr
 		/* A later number: the flow goes on.  Otherwise the RST has overtaken this packet. */
 		if ((__s16)(p->sequence + p->length - p->headers - known->sent_until) > 0) {
 			known->closing = CLOSING;
-			note_numbers(known, p);
+			note_numbers(known, p, a);
 		}
 		return 0;
 	}
@@ -332,6 +361,10 @@ static __noinline int note_ending(const struct packet *p, const struct flow_rewr
 		return 0;
 	}
 	if (p->tcp_flags & TCP_SYN) {
+		/* Both sides have closed, or one has reset the connection: the next one has other numbers. */
+		if (other && ((known->closing && other->closing) || known->closing >= CLOSING_IN_SEQUENCE ||
+			      other->closing >= CLOSING_IN_SEQUENCE))
+			known->acknowledged = other->acknowledged = 0;
 		/* The next connection with these ports.  tc may get the packet after XDP. */
 		if (known->closing >= CLOSING_IN_SEQUENCE)
 			closing = CLOSING_BY_RESET;
@@ -370,7 +403,7 @@ static __always_inline int send_kernels(struct context *ctx, const struct packet
 	if (unlikely(is_syn_fin_rst(p) || known->closing == CLOSING_IN_SEQUENCE))
 		note_ending(p, a, known);
 	else
-		note_numbers(known, p);
+		note_numbers(known, p, a);
 	if (!reason && unlikely(is_syn_fin_rst(p)))
 		reason = STACK_ENDING;
 	if (!reason && unlikely(!is_plain(ctx)))
@@ -389,7 +422,7 @@ static __always_inline int send_kernels(struct context *ctx, const struct packet
 		count_left(reason);
 		return NOT_SENT;
 	}
-	note_sent(known, p, now);
+	note_sent(known, p, a, now);
 	return rewrite_and_send(ctx, p, a, way);
 }
 

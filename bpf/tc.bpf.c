@@ -52,7 +52,7 @@ static __always_inline int leave_young(struct __sk_buff *skb, const struct packe
 		verdict = send_first_fragment(skb, p, a);
 		if (verdict != NOT_SENT) {
 			if (f)
-				note_sent(f, p, bpf_ktime_get_coarse_ns());
+				note_sent(f, p, a, bpf_ktime_get_coarse_ns());
 			return verdict;
 		}
 	}

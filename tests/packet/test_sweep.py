@@ -507,6 +507,32 @@ def test_a_kernel_flow_that_was_reset_is_reported_once(fast: ProgramNode, by: st
     assert sweep(fast)["requested"] == 1
 
 
+@pytest.mark.parametrize("by", ["client", "endpoint"])
+def test_a_forged_acknowledgment_does_not_choose_the_number_of_a_reset(fast: ProgramNode, by: str) -> None:
+    """Not even after a forged SYN. conntrack's entry must stay."""
+    flow, reply = promoted(fast), by == "endpoint"
+    for side in (False, True):
+        flow.run(side, flow.frame(side, size=0, seq=1000, ack=1000))
+    flow.run(reply, flow.frame(reply, flags="S", size=0, seq=5, ack=0))
+    flow.run(not reply, flow.frame(not reply, size=0, seq=1000, ack=0x90000000))
+    flow.run(reply, flow.frame(reply, flags="R", size=0, seq=0x90000000, ack=0))
+    assert flow.entry(reply)["closing"] != 2, "in sequence"  # type: ignore[index]
+
+
+@pytest.mark.parametrize("end", ["RST", "FIN of both sides"])
+def test_the_next_connection_of_the_ports_has_numbers_of_its_own(fast: ProgramNode, end: str) -> None:
+    flow = promoted(fast)
+    for side in (False, True):
+        flow.run(side, flow.frame(side, size=0, seq=1000, ack=1000))
+    for side in (False, True) if end == "FIN of both sides" else (False,):
+        flow.run(side, flow.frame(side, flags="R" if end == "RST" else "FA", size=0, seq=1000, ack=1000))
+    flow.run(frame=flow.frame(flags="S", size=0, seq=0x40000000, ack=0))
+    flow.run(True, flow.frame(True, flags="SA", size=0, seq=0x50000000, ack=0x40000001))
+    flow.run(False, flow.frame(False, size=0, seq=0x40000001, ack=0x50000001))
+    flow.run(True, flow.frame(True, size=10, seq=0x50000001, ack=0x40000001))
+    assert [flow.entry(side)["acknowledged"] for side in (False, True)] == [0x50000001, 0x40000001]  # type: ignore[index]
+
+
 def test_a_kernel_flow_that_was_reset_is_reported_to_the_next_agent_too(fast: ProgramNode) -> None:
     """The agent that was asked may have ended before it has closed the entry."""
     flow = promoted(fast)

@@ -102,6 +102,40 @@ def test_a_flow_continues_after_forged_data_and_a_forged_reset(fast: ProgramNode
 
 
 @pytest.mark.parametrize("reply", [False, True], ids=["client", "endpoint"])
+@pytest.mark.parametrize("what", ["far ahead", "behind", "somewhere, without data"])
+def test_a_forged_acknowledgment_does_not_choose_the_number_of_a_reset(
+    fast: ProgramNode, reply: bool, what: str
+) -> None:
+    """Client and endpoint may be behind the same device: then a third host can forge packets of both."""
+    flow = young(fast)
+    flow.answer()
+    other, seq = not reply, 101 if reply else 501
+    number = 0xF8000000 if what == "behind" else 0x90000000
+    flow.run(other, flow.frame(other, size=0, seq=0x70000000 if what == "somewhere, without data" else seq, ack=number))
+    flow.run(reply, flow.frame(reply, flags="R", size=0, seq=number, ack=0))
+    assert flow.entries() == [False, True]
+    assert closing(flow) == [0, 0]
+    flow.run(reply, flow.frame(reply, flags="R", size=0, seq=501 if reply else 101))
+    assert flow.entries() == [], "the real one"
+
+
+@pytest.mark.parametrize("reply", [False, True], ids=["client", "endpoint"])
+@pytest.mark.parametrize("forged", [False, True])
+def test_a_large_step_of_the_acknowledgments_is_believed_with_the_right_sequence_number(
+    fast: ProgramNode, reply: bool, forged: bool
+) -> None:
+    """A lost segment that arrives late is acknowledged together with all that followed it."""
+    flow = young(fast)
+    flow.answer()
+    other, before = not reply, 501 if reply else 101
+    after = before + (8 << 20)
+    seq = (101 if reply else 501) + (forged << 30)
+    flow.run(other, flow.frame(other, size=0, seq=seq, ack=after))
+    flow.run(reply, flow.frame(reply, flags="R", size=0, seq=after))
+    assert flow.entries() == ([False, True] if forged else [])
+
+
+@pytest.mark.parametrize("reply", [False, True], ids=["client", "endpoint"])
 def test_a_reset_far_from_the_expected_number_marks_nothing(fast: ProgramNode, reply: bool) -> None:
     """Forged data must not make any reset the right one."""
     flow = young(fast)
