@@ -156,7 +156,11 @@ class DetectLocal(Section):
 
     go_name = "DetectLocalConfiguration"
     bridge_interface: Annotated[
-        str, _doc("Mode BridgeInterface: packets that arrive on this bridge are from local pods.")
+        str,
+        _doc(
+            "Mode BridgeInterface: packets that arrive on this bridge are from local pods. A + at the end of the name"
+            " (mode nftables: a *) stands for any characters."
+        ),
     ] = ""
     interface_name_prefix: Annotated[
         str,

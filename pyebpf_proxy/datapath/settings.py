@@ -91,15 +91,30 @@ def detector_cidrs(effective: Effective, facts: NodeFacts) -> Mapping[IPFamily, 
 
 def node_config(effective: Effective, facts: NodeFacts) -> NodeConfig:
     """The configuration of NodePort addresses and of pods' devices."""
-    mode = effective.detect_local_mode
+    bridge_interface, interface_name_prefix = _pods_devices(effective)
     return NodeConfig(
         node_port_addresses=effective.node_port_addresses,
         node_ips=tuple(ipaddress.ip_address(packed) for packed in facts.node_ips.values()),
-        bridge_interface=effective.bridge_interface if mode == "BridgeInterface" else "",
-        interface_name_prefix=effective.interface_name_prefix if mode == "InterfaceNamePrefix" else "",
+        bridge_interface=bridge_interface,
+        interface_name_prefix=interface_name_prefix,
         fast_path=bool(effective.fast_path),
         fast_path_excluded_devices=effective.fast_path_excluded_devices,
     )
+
+
+def _pods_devices(effective: Effective) -> tuple[str, str | None]:
+    """The name of the device of local pods, or else the prefix of the names of such devices.
+
+    kube-proxy copies ``bridgeInterface`` into a rule (``-i``, ``iifname``; pkg/proxy/util/localdetector.go). iptables
+    takes a ``+`` at its end for a wildcard, nftables a ``*``. A prefix is literal: kube-proxy appends the wildcard.
+    """
+    name = effective.bridge_interface
+    if effective.detect_local_mode == "InterfaceNamePrefix":
+        return "", effective.interface_name_prefix
+    if effective.detect_local_mode != "BridgeInterface":
+        return "", None
+    wildcard = "*" if effective.nft_mode else "+"
+    return ("", name[:-1]) if name.endswith(wildcard) else (name, None)
 
 
 def _loopback(effective: Effective) -> int:

@@ -13,10 +13,20 @@ pytestmark = [pytest.mark.needs_root, pytest.mark.needs_bpf, pytest.mark.needs_n
 
 PREFIX = {"detectLocalMode": "InterfaceNamePrefix", "detectLocal": {"interfaceNamePrefix": "pod"}}
 BRIDGE = {"detectLocalMode": "BridgeInterface", "detectLocal": {"bridgeInterface": "cbr0"}}
+PLUS = {"detectLocalMode": "BridgeInterface", "detectLocal": {"bridgeInterface": "pod+"}, "mode": "iptables"}
+STAR = {"detectLocalMode": "BridgeInterface", "detectLocal": {"bridgeInterface": "pod*"}, "mode": "nftables"}
 
 
 @pytest.mark.parametrize(
-    ("config", "network"), [({"detectLocalMode": "NodeCIDR"}, "routed"), (PREFIX, "routed"), (BRIDGE, "bridge")]
+    ("config", "network"),
+    [
+        ({"detectLocalMode": "NodeCIDR"}, "routed"),
+        (PREFIX, "routed"),
+        (BRIDGE, "bridge"),
+        (PLUS, "routed"),
+        (STAR, "routed"),
+    ],
+    ids=["NodeCIDR", "InterfaceNamePrefix", "BridgeInterface", "wildcard of iptables", "wildcard of nftables"],
 )
 def test_only_traffic_of_external_clients_is_masqueraded(config: dict[str, object], network: str) -> None:
     web = Kind("web", 1)

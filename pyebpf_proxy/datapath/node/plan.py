@@ -120,13 +120,14 @@ class State:
 class NodeConfig:
     """``node_port_addresses``: CIDRs or ("primary",); ``node_ips`` are the addresses that "primary" means.
 
-    ``bridge_interface`` and ``interface_name_prefix`` are set only for these modes of detectLocalMode.
+    ``bridge_interface`` and ``interface_name_prefix`` are set only for these modes of detectLocalMode, and only one of
+    them. The empty prefix is that of every device.
     """
 
     node_port_addresses: tuple[str, ...] = ()
     node_ips: tuple[Address, ...] = ()
     bridge_interface: str = ""
-    interface_name_prefix: str = ""
+    interface_name_prefix: str | None = None
     fast_path: bool = False
     fast_path_excluded_devices: tuple[str, ...] = ()
 
@@ -191,10 +192,8 @@ def _device(link: Link, links: Mapping[int, Link], config: NodeConfig, redirect:
     bridge = _bridge(link, links)
     # The input interface of spec/service-semantics §6 is that of the IP layer: for a port, its bridge.
     seen_as = (bridge or link).name
-    if config.bridge_interface:
-        pod_source = seen_as == config.bridge_interface
-    else:
-        pod_source = bool(config.interface_name_prefix) and seen_as.startswith(config.interface_name_prefix)
+    prefix = config.interface_name_prefix
+    pod_source = seen_as == config.bridge_interface if prefix is None else seen_as.startswith(prefix)
     if bridge is None:
         return Device(pod_source=pod_source, redirect=redirect, mtu=link.mtu)
     return Device(bridge.ifindex, bridge.mac, pod_source, redirect, link.mtu)

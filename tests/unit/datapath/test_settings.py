@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Settings of the programs: ranges of source ports, which do not overlap with the kernel's; order of loads; XDP;
-NodePorts on loopback.
+NodePorts on loopback; devices of pods.
 """
 
 from __future__ import annotations
@@ -17,9 +17,17 @@ from pyebpf_proxy.config.datapath_model import DatapathConfiguration
 from pyebpf_proxy.config.defaults import with_defaults, with_platform_defaults
 from pyebpf_proxy.config.effective import effective
 from pyebpf_proxy.config.flags import parse
-from pyebpf_proxy.config.model import KubeProxyConfiguration
+from pyebpf_proxy.config.model import DetectLocal, KubeProxyConfiguration
 from pyebpf_proxy.datapath.netfilter.nft_rules import Behaviour
-from pyebpf_proxy.datapath.settings import host_traffic, local_ports, settings, snat_ports, with_fast_path_support
+from pyebpf_proxy.datapath.node.plan import ARPHRD_ETHER, Link, State, plan
+from pyebpf_proxy.datapath.settings import (
+    host_traffic,
+    local_ports,
+    node_config,
+    settings,
+    snat_ports,
+    with_fast_path_support,
+)
 from pyebpf_proxy.services.node_facts import NodeFacts
 
 
@@ -105,3 +113,43 @@ def test_nftables_serves_loopback_only_with_route_localnet(
     found = effective(config, parse([]), DatapathConfiguration(socket_lb=socket_lb))
     assert settings(found, NodeFacts()).localhost_node_ports == sockets
     assert host_traffic(found, NodeFacts()).localhost_node_ports == table
+
+
+@pytest.mark.parametrize(
+    ("mode", "name", "devices"),
+    [
+        ("iptables", "pod1", {"pod1"}),
+        ("iptables", "pod", set()),
+        ("iptables", "pod+", {"pod1", "pod+1", "pod*1"}),
+        ("ipvs", "pod+", {"pod1", "pod+1", "pod*1"}),
+        ("iptables", "pod++", {"pod+1"}),
+        ("iptables", "+", {"pod1", "pod+1", "pod*1", "eth0"}),
+        ("iptables", "pod*", set()),
+        ("nftables", "pod*", {"pod1", "pod+1", "pod*1"}),
+        ("nftables", "pod**", {"pod*1"}),
+        ("nftables", "*", {"pod1", "pod+1", "pod*1", "eth0"}),
+        ("nftables", "pod+", set()),
+    ],
+)
+def test_the_bridge_interface_may_end_with_the_wildcard_of_the_mode(mode: str, name: str, devices: set[str]) -> None:
+    """kube-proxy copies the text into its rules, where iptables and nftables have different wildcards."""
+    assert pods_devices(mode, "BridgeInterface", DetectLocal(bridge_interface=name)) == devices
+
+
+@pytest.mark.parametrize(("mode", "prefix"), [("iptables", "pod+"), ("nftables", "pod*")])
+def test_an_interface_name_prefix_has_no_wildcard(mode: str, prefix: str) -> None:
+    section = DetectLocal(interface_name_prefix=prefix, bridge_interface="eth+")
+    assert pods_devices(mode, "InterfaceNamePrefix", section) == {f"{prefix}1"}
+
+
+def test_other_modes_ignore_the_names_of_devices() -> None:
+    section = DetectLocal(interface_name_prefix="pod", bridge_interface="pod+")
+    assert pods_devices("iptables", "ClusterCIDR", section) == set()
+
+
+def pods_devices(mode: str, detect_local_mode: str, section: DetectLocal) -> set[str]:
+    config = KubeProxyConfiguration(mode=mode, detect_local_mode=detect_local_mode, detect_local=section)
+    found = effective(with_platform_defaults(with_defaults(config)), parse([]))
+    links = {index: Link(index, name, ARPHRD_ETHER) for index, name in enumerate(("pod1", "pod+1", "pod*1", "eth0"), 2)}
+    devices = plan(State(links), node_config(found, NodeFacts())).devices
+    return {links[index].name for index, device in devices.items() if device.pod_source}
