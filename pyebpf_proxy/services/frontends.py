@@ -56,10 +56,12 @@ class Listed(NamedTuple):
 
     ``addresses``: the usable ones by their kind, in the order in which they are served: load balancers', then external
     IPs. If one is both, it counts as the load balancer's. ``ranges``: the source ranges, in the Service's order.
+    ``unserved``: the families with external IPs that the feature gate does not allow.
     """
 
     addresses: Mapping[IPFamily, Mapping[bytes, FrontendKind]]
     ranges: Mapping[IPFamily, Sequence[SourceRange]]
+    unserved: frozenset[IPFamily] = frozenset()
 
 
 def is_served(service: objects.Service) -> bool:
@@ -129,7 +131,12 @@ def read_listed(service: objects.Service, *, external_ips: bool = True) -> Liste
             found.append(prefix)
         else:
             full.add(family_of(prefix.address))
-    return Listed(addresses, ranges)
+    unserved: set[IPFamily] = set()
+    for text in () if external_ips else _worth_reading(spec.external_ips or (), unserved):
+        address = parse_address(text)
+        if address is not None and unusable_reason(address, link_local=True) is None:
+            unserved.add(family_of(address))
+    return Listed(addresses, ranges, frozenset(unserved))
 
 
 def _worth_reading(texts: Iterable[str], full: Collection[IPFamily]) -> Iterator[str]:
@@ -308,16 +315,24 @@ def _affinity_seconds(spec: objects.ServiceSpec) -> int:
     return DEFAULT_AFFINITY_SECONDS if seconds is None else seconds
 
 
-def uses_cluster_list(port: ServicePort) -> bool:
-    """Whether the service port uses endpoints on all nodes (spec/service-semantics §1.3)."""
-    return not port.internal_local or is_externally_accessible(port)
+def uses_cluster_list(port: ServicePort, unserved: Collection[IPFamily] = ()) -> bool:
+    """Whether the service port uses endpoints on all nodes (spec/service-semantics §1.3).
+
+    ``unserved``: as in :class:`Listed`, for its Service.
+    """
+    return not port.internal_local or is_externally_accessible(port, unserved)
 
 
-def uses_local_list(port: ServicePort) -> bool:
+def uses_local_list(port: ServicePort, unserved: Collection[IPFamily] = ()) -> bool:
     """Whether the service port uses a list of local endpoints (spec/service-semantics §1.3)."""
-    return port.internal_local or (port.external_local and is_externally_accessible(port))
+    return port.internal_local or (port.external_local and is_externally_accessible(port, unserved))
 
 
-def is_externally_accessible(port: ServicePort) -> bool:
-    """Whether the service port has an address besides its ClusterIP."""
-    return any(frontend.kind is not FrontendKind.CLUSTER_IP for frontend in port.frontends)
+def is_externally_accessible(port: ServicePort, unserved: Collection[IPFamily] = ()) -> bool:
+    """Whether the service port has an address besides its ClusterIP.
+
+    As in kube-proxy (pkg/proxy/serviceport.go), external IPs count even if the feature gate does not allow them: the
+    metric of service ports without local endpoints depends on it.
+    """
+    external = any(frontend.kind is not FrontendKind.CLUSTER_IP for frontend in port.frontends)
+    return external or port.name.family in unserved

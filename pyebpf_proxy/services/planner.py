@@ -51,7 +51,7 @@ class _Service(msgspec.Struct, frozen=True, gc=False):
     ``ports`` have no endpoints yet. ``created`` is used only in conflicts. ``health_check_port``: 0 for none. ``over``:
     what is not served because the Service is over a limit. ``held``: set if something is not served because the
     namespace is over its limit. It is the object, or all of its ports, compressed; the Service is rebuilt from it when
-    its share changes.
+    its share changes. ``unserved``: the families with external IPs that the feature gate does not allow.
     """
 
     ports: tuple[ServicePort, ...]
@@ -59,6 +59,12 @@ class _Service(msgspec.Struct, frozen=True, gc=False):
     health_check_port: int
     over: tuple[str, ...] = ()
     held: objects.Service | bytes | None = None
+    unserved: frozenset[IPFamily] = frozenset()
+
+    def same(self, other: _Service) -> bool:
+        """Whether both give the same plan."""
+        mine = self.ports, self.health_check_port, self.unserved
+        return mine == (other.ports, other.health_check_port, other.unserved)
 
 
 def _health_checks(known: _Service | None) -> set[Claim]:
@@ -174,7 +180,7 @@ class Planner:
         if service is None:
             return True
         now = self._read_service(key, service)
-        return now is None or (now.ports, now.health_check_port) != (known.ports, known.health_check_port)
+        return now is None or not now.same(known)
 
     def pods(self, addresses: Collection[bytes]) -> Mapping[bytes, str]:
         """By address, the pod ``namespace/name`` that a slice names. Safe in any thread."""
@@ -267,7 +273,8 @@ class Planner:
         ports = frontends.service_ports(key.namespace, key.name, service, listed, self.facts.node_ips, denied)
         over = frontends.over_limits(service, listed)
         created = service.metadata.creation_timestamp or ""
-        return _Service(ports, created, health_check_port(service), over, service if denied else None)
+        held = service if denied else None
+        return _Service(ports, created, health_check_port(service), over, held, listed.unserved)
 
     def _share_out(self, services: Mapping[ServiceKey, objects.Service | None]) -> set[ServiceKey]:
         """Count what these Services need. The result: other Services whose share has changed."""
@@ -376,13 +383,14 @@ class Planner:
         wanted = dict.fromkeys(IPFamily, 0)
         slice_ports = dict.fromkeys(IPFamily, 0)
         known = self._services.get(key)
+        unserved = known.unserved if known is not None else ()
         for template in known.ports if known is not None else ():
             name, family = template.name, template.name.family
             self._remember(name, before)
             of_port = by_port.get((family, name.port, name.protocol), [])
             each = endpoints.entries(name.protocol)
             most = min(left_of_service[family], left[family] // each)
-            self._wanted[name] = self._fill(template, of_port, most) if of_port else template
+            self._wanted[name] = self._fill(template, of_port, most, unserved) if of_port else template
             number = endpoints.count(of_port, (name.port, name.protocol))
             wanted[family] += number
             slice_ports[family] += len(of_port)
@@ -406,15 +414,17 @@ class Planner:
         views = self._slices.of(key)
         return [views[name] for name in sorted(views)]
 
-    def _fill(self, template: ServicePort, of_port: list[endpoints.SliceView], most: int) -> ServicePort:
+    def _fill(
+        self, template: ServicePort, of_port: list[endpoints.SliceView], most: int, unserved: Collection[IPFamily]
+    ) -> ServicePort:
         """A service port with its endpoint lists."""
         name = template.name
         known = endpoints.merge(of_port, (name.port, name.protocol), most)
         lists = endpoints.choose_lists(
             known,
             self._nodes.topology,
-            cluster=frontends.uses_cluster_list(template),
-            local=frontends.uses_local_list(template),
+            cluster=frontends.uses_cluster_list(template, unserved),
+            local=frontends.uses_local_list(template, unserved),
             serving=name.protocol is Protocol.UDP,
         )
         if lists is endpoints.NO_LISTS:

@@ -62,10 +62,10 @@ SYNC = f"{K}sync_proxy_rules_"
 class ObservedAgent:
     """Observer and planner as in the agent, and a clock that does not run."""
 
-    def __init__(self, *families: IPFamily) -> None:
+    def __init__(self, *families: IPFamily, external_ips: bool = True) -> None:
         families = families or tuple(IPFamily)
         self.metrics = Metrics(DatapathNumbers(lambda: REASONS, lambda: MAPS, view=lambda: VIEW), families=families)
-        self.planner = Planner(PlanSettings(node_name="here"))
+        self.planner = Planner(PlanSettings(node_name="here", external_ips=external_ips))
         self.seconds = 0.0
         self.health = Health(60, families)
         self.applied = 0
@@ -341,6 +341,16 @@ def test_no_local_endpoints(
     agent.change(service(gone=True))
     agent.sync()
     assert (agent[name, "IPv4", "internal"], agent[name, "IPv4", "external"]) == (0, 0)
+
+
+@pytest.mark.parametrize(("nodes", "external"), [(["here"], 0), (["here", "there"], 0), (["there"], 1)])
+def test_no_local_endpoints_of_external_ips_that_the_gate_does_not_allow(nodes: list[str], external: int) -> None:
+    """kube-proxy asks the Service, not the gate, for its external IPs (pkg/proxy/serviceport.go)."""
+    agent = ObservedAgent(external_ips=False)
+    made = service(external_traffic_policy="Local", external_ips=("203.0.113.1",))
+    agent.change(made, endpoints(*nodes))
+    agent.sync()
+    assert agent[f"{SYNC}no_local_endpoints_total", "IPv4", "external"] == external
 
 
 def test_the_agents_own_metrics(agent: ObservedAgent) -> None:

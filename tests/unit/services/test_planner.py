@@ -154,6 +154,28 @@ def test_external_ips_are_served_unless_the_gate_forbids_it() -> None:
     assert (len(made.cluster), made.any_endpoints) == (1, True)
 
 
+@pytest.mark.parametrize("other", ["2001:db8::1", "127.0.0.1", "none"])
+def test_an_external_ip_without_the_gate_gives_its_family_a_local_list(other: str) -> None:
+    """As in kube-proxy, whose ExternallyAccessible() does not know the gate: a metric counts the others."""
+    planner = Planner(PlanSettings(NODE, external_ips=False))
+    here = [{"addresses": ["10.244.1.1"], "nodeName": NODE}, {"addresses": ["10.244.2.1"], "nodeName": "node-2"}]
+    web = service("web", type="LoadBalancer", externalIPs=[other], externalTrafficPolicy="Local")
+    planner.update([web, endpoint_slice("web-1", "web", endpoints=here)])
+    assert lists(planner) == (2, 0)
+    both = service("web", type="LoadBalancer", externalIPs=[other, "203.0.113.1"], externalTrafficPolicy="Local")
+    assert planner.differs("default", "web", both.object)  # type: ignore[arg-type]
+    delta = planner.update([both])
+    assert lists(planner) == (2, 1)
+    assert frontends(delta[name_of("web")]) == ["10.96.0.1:80"]
+
+
+def lists(planner: Planner) -> tuple[int, int]:
+    """Lengths of the two lists of the only service port."""
+    made = planner.get(name_of("web"))
+    assert made is not None
+    return len(made.cluster), len(made.local)
+
+
 def test_facts_of_the_nodes(planner: Planner) -> None:
     planner.update(
         [
