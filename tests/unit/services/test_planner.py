@@ -169,6 +169,17 @@ def test_an_external_ip_without_the_gate_gives_its_family_a_local_list(other: st
     assert frontends(delta[name_of("web")]) == ["10.96.0.1:80"]
 
 
+def test_an_address_that_is_vip_and_external_ip_keeps_the_source_ranges(planner: Planner) -> None:
+    """A documented difference: kube-proxy's mode iptables ignores the ranges there. The planner knows no modes."""
+    status = {"loadBalancer": {"ingress": [{"ip": "203.0.113.1"}]}}
+    ranges = {"externalIPs": ["203.0.113.1", "203.0.113.2"], "loadBalancerSourceRanges": ["198.51.100.0/24"]}
+    port = planner.update([service("web", type="LoadBalancer", status=status, **ranges)])[name_of("web")]
+    assert port is not None
+    kinds = {format_address(each.address): each.kind.name for each in port.frontends}
+    assert kinds == {"10.96.0.1": "CLUSTER_IP", "203.0.113.1": "LOAD_BALANCER", "203.0.113.2": "EXTERNAL_IP"}
+    assert [each.prefix_length for each in port.source_ranges] == [24]
+
+
 def lists(planner: Planner) -> tuple[int, int]:
     """Lengths of the two lists of the only service port."""
     made = planner.get(name_of("web"))
