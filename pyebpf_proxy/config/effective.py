@@ -57,7 +57,8 @@ class Effective:
     interface_name_prefix: str
     #: CIDRs, or only ``primary``; empty: every local address (spec/service-semantics §8).
     node_port_addresses: tuple[str, ...]
-    #: Where NodePorts are served on 127.0.0.0/8 (``enum loopback_node_ports``); 0: nowhere.
+    #: Where NodePorts are served on 127.0.0.0/8 (``enum loopback_node_ports``); 0: nowhere. This and
+    #: ``kernel.route_localnet`` do not hold for ``primary`` on a Node with an IPv4 address (``datapath.settings``).
     localhost_node_ports: int
     kernel: KernelSettings
     #: Seconds.

@@ -46,6 +46,7 @@ class KernelSettings:
     """All requested kernel settings; the default values request nothing."""
 
     conntrack: Conntrack = Conntrack()
+    #: For ``primary`` as :func:`localhost_node_ports`.
     route_localnet: bool = False
     #: None in other modes.
     ipvs: Ipvs | None = None
@@ -85,12 +86,12 @@ def localhost_node_ports(config: KubeProxyConfiguration) -> int:
 
     Nowhere in mode nftables, or if ``nodePortAddresses`` has no loopback address. If it lists networks, only at
     127.0.0.1: other loopback addresses are not on a device.
+
+    For ``primary`` this is the value on a Node without an IPv4 address; ``datapath.settings`` knows the Node.
     """
     if config.mode == "nftables" or config.iptables.localhost_node_ports is False:
         return NOT_ON_LOOPBACK
     names = config.node_port_addresses or []
-    if names == ["primary"]:
-        return NOT_ON_LOOPBACK  # The Node's address is not a loopback address.
     networks = [network for network in map(addresses.parse_cidr, names) if network is not None and network.version == 4]
     if not networks or any(not network.prefixlen for network in networks):
         return ON_ALL_LOOPBACK

@@ -9,17 +9,25 @@ import secrets
 import socket
 import struct
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from pyebpf_proxy.common.bpf_constants import DETECT_CIDR, DETECT_DEVICE, DETECT_NOTHING, ON_OTHER_LOOPBACK
+from pyebpf_proxy.common.bpf_constants import (
+    DETECT_CIDR,
+    DETECT_DEVICE,
+    DETECT_NOTHING,
+    NOT_ON_LOOPBACK,
+    ON_OTHER_LOOPBACK,
+)
 from pyebpf_proxy.config.addresses import Network
 from pyebpf_proxy.config.effective import Effective
+from pyebpf_proxy.config.kernel import KernelSettings
 from pyebpf_proxy.datapath.loader import ordering
 from pyebpf_proxy.datapath.loader.programs import SCHEDULERS, Settings
 from pyebpf_proxy.datapath.netfilter.host_rules import HostTraffic
 from pyebpf_proxy.datapath.netfilter.nft_rules import Behaviour
-from pyebpf_proxy.datapath.node.plan import NodeConfig, accepted_networks
+from pyebpf_proxy.datapath.node.plan import PRIMARY, NodeConfig, accepted_networks
 from pyebpf_proxy.datapath.node.xdp import XdpConfig
 from pyebpf_proxy.datapath.preflight import SO_NETNS_COOKIE
 from pyebpf_proxy.services.model import IPFamily, Protocol
@@ -73,7 +81,7 @@ def settings(effective: Effective, facts: NodeFacts) -> Settings:
         detector4=_detector(by_device, cidrs, IPFamily.IPV4),
         detector6=_detector(by_device, cidrs, IPFamily.IPV6),
         nft_mode=effective.nft_mode,
-        localhost_node_ports=_loopback(effective) if effective.socket_lb == "off" else effective.localhost_node_ports,
+        localhost_node_ports=(_tables_loopback if effective.socket_lb == "off" else _loopback)(effective, facts),
         scheduler=SCHEDULERS[effective.scheduler] if effective.scheduler else 0,
         pod_sockets=effective.socket_lb == "all",
         xdp=bool(effective.xdp_devices),
@@ -117,15 +125,32 @@ def _pods_devices(effective: Effective) -> tuple[str, str | None]:
     return ("", name[:-1]) if name.endswith(wildcard) else (name, None)
 
 
-def _loopback(effective: Effective) -> int:
+def kernel_settings(effective: Effective, facts: NodeFacts) -> KernelSettings:
+    """The kernel settings that the configuration requests on this Node."""
+    route_localnet = effective.kernel.route_localnet and bool(_loopback(effective, facts))
+    return replace(effective.kernel, route_localnet=route_localnet)
+
+
+def _loopback(effective: Effective, facts: NodeFacts) -> int:
+    """Where the node's sockets reach NodePorts on loopback.
+
+    ``primary`` on a Node without an IPv4 address, or whose address is on loopback, selects no IPv4 address. kube-proxy
+    then serves all of them (cmd/kube-proxy/app/server.go, pkg/proxy/iptables/proxier.go).
+    """
+    if effective.node_port_addresses == PRIMARY and accepted_networks(4, node_config(effective, facts)) is not None:
+        return NOT_ON_LOOPBACK  # the Node's address is not a loopback address
+    return effective.localhost_node_ports
+
+
+def _tables_loopback(effective: Effective, facts: NodeFacts) -> int:
     """Where the nft table serves NodePorts on loopback.
 
     Mode ipvs does not set route_localnet. Without it the kernel cannot route a packet from 127.0.0.1 that nftables has
     translated. Sockets do not need it.
     """
-    if effective.localhost_node_ports and not effective.kernel.route_localnet:
-        return ON_OTHER_LOOPBACK  # packets from a device to loopback are dropped even so
-    return effective.localhost_node_ports
+    found = _loopback(effective, facts)
+    # Even on other addresses, packets from a device to loopback are dropped.
+    return ON_OTHER_LOOPBACK if found and not effective.kernel.route_localnet else found
 
 
 def host_traffic(effective: Effective, facts: NodeFacts) -> HostTraffic:
@@ -140,7 +165,7 @@ def host_traffic(effective: Effective, facts: NodeFacts) -> HostTraffic:
         masquerade_all=effective.masquerade_all,
         detectors=dict.fromkeys(IPFamily) if by_device else dict(cidrs),
         node_ports={family: networks for family, networks in accepted.items() if networks is not None},
-        localhost_node_ports=_loopback(effective),
+        localhost_node_ports=_tables_loopback(effective, facts),
         protocols=frozenset(Protocol) if effective.socket_lb == "off" else frozenset({Protocol.SCTP}),
     )
 

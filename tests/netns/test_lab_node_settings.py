@@ -120,16 +120,30 @@ def test_sub_second_timeouts_are_zero(node: Node) -> None:
         ({"iptables": {"localhostNodePorts": False}}, 0),
         ({"nodePortAddresses": ["192.0.2.0/24"]}, 0),
         ({"nodePortAddresses": ["127.0.0.0/8"]}, 1),
+        ({"nodePortAddresses": ["primary"]}, 0),
+        ({"nodePortAddresses": ["primary"], "bindAddress": "127.0.0.1"}, 1),
         ({"mode": "nftables"}, 0),
         ({"mode": "ipvs"}, 0),
     ],
-    ids=["by default", "switched off", "no loopback address", "a loopback address", "nftables", "ipvs"],
+    ids=[
+        "by default",
+        "switched off",
+        "no loopback address",
+        "a loopback address",
+        "primary",
+        "primary, which is a loopback address",
+        "nftables",
+        "ipvs",
+    ],
 )
 def test_route_localnet_is_set_only_with_localhost_node_ports(
     node: Node, config: dict[str, Any], expected: int
 ) -> None:
     started(node, **config)
     assert number(node, CONF + "route_localnet") == expected
+    served = bool(expected) or config.get("mode") == "ipvs"
+    outcome = node.namespace.call(ask, "127.0.0.1", WEB.target("NodePort", node).ports["tcp"])
+    assert (outcome.kind == ANSWERED) == served, outcome
 
 
 def test_mode_ipvs(node: Node) -> None:

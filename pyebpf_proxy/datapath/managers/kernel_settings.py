@@ -14,6 +14,7 @@ from pyebpf_proxy.datapath.managers.manager import Delta, Manager
 from pyebpf_proxy.datapath.node import sysctls
 from pyebpf_proxy.datapath.node.node_settings import FAST_PATH, LIBERAL, Setting
 from pyebpf_proxy.datapath.repairs import Repair, repairs
+from pyebpf_proxy.datapath.settings import kernel_settings
 from pyebpf_proxy.services.node_facts import NodeFacts
 
 _log = Logger("datapath")
@@ -31,7 +32,7 @@ class KernelSettings(Manager):
         self._warn_node = warn_node
 
     def start(self, facts: NodeFacts, wanted: Delta) -> None:
-        sysctls.apply(self._effective.kernel, self._effective.directory, self._warn_node)
+        sysctls.apply(kernel_settings(self._effective, facts), self._effective.directory, self._warn_node)
 
 
 class FastPathSettings(Manager):

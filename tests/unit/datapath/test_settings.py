@@ -22,12 +22,14 @@ from pyebpf_proxy.datapath.netfilter.nft_rules import Behaviour
 from pyebpf_proxy.datapath.node.plan import ARPHRD_ETHER, Link, State, plan
 from pyebpf_proxy.datapath.settings import (
     host_traffic,
+    kernel_settings,
     local_ports,
     node_config,
     settings,
     snat_ports,
     with_fast_path_support,
 )
+from pyebpf_proxy.services.model import IPFamily
 from pyebpf_proxy.services.node_facts import NodeFacts
 
 
@@ -113,6 +115,31 @@ def test_nftables_serves_loopback_only_with_route_localnet(
     found = effective(config, parse([]), DatapathConfiguration(socket_lb=socket_lb))
     assert settings(found, NodeFacts()).localhost_node_ports == sockets
     assert host_traffic(found, NodeFacts()).localhost_node_ports == table
+
+
+@pytest.mark.parametrize(
+    ("names", "ips", "expected"),
+    [
+        (["primary"], {IPFamily.IPV4: bytes([192, 0, 2, 1])}, NOT_ON_LOOPBACK),
+        (["primary"], {IPFamily.IPV6: bytes(15) + b"\2"}, ON_ALL_LOOPBACK),
+        (["primary"], {}, ON_ALL_LOOPBACK),
+        (["primary"], {IPFamily.IPV4: bytes([127, 0, 0, 1])}, ON_ALL_LOOPBACK),
+        (["::/0"], {IPFamily.IPV4: bytes([192, 0, 2, 1])}, ON_ALL_LOOPBACK),
+    ],
+    ids=["an address", "only IPv6", "no address", "a loopback address", "another list"],
+)
+def test_primary_on_a_node_without_an_ipv4_address_serves_loopback(
+    names: list[str], ips: dict[IPFamily, bytes], expected: int
+) -> None:
+    """As in kube-proxy, whose list is then empty: every address serves NodePorts."""
+    facts = NodeFacts(ips)
+    for mode in ("iptables", "ipvs", "nftables"):
+        config = with_platform_defaults(with_defaults(KubeProxyConfiguration(mode=mode, node_port_addresses=names)))
+        found = effective(config, parse([]))
+        assert settings(found, facts).localhost_node_ports == (NOT_ON_LOOPBACK if mode == "nftables" else expected)
+        assert kernel_settings(found, facts).route_localnet == (mode == "iptables" and bool(expected))
+        if mode == "iptables":
+            assert host_traffic(found, facts).localhost_node_ports == expected
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,6 @@ def names(text: str, cpus: int = 4) -> dict[str, int]:
         ("nodePortAddresses: [0.0.0.0/0]", {LOCALNET: 1}),
         ("nodePortAddresses: [127.0.0.1/32, 192.0.2.0/24]", {LOCALNET: 1}),
         ("nodePortAddresses: [192.0.2.0/24, '::1/128']", {}),
-        ("nodePortAddresses: [primary]", {}),
         ("mode: nftables\nnodePortAddresses: [127.0.0.0/8]", {}),
         ("conntrack: {maxPerCore: 0, min: 9}", {LOCALNET: 1, "max": None, "hashsize": None}),
         ("conntrack: {maxPerCore: 100, min: 9}", {LOCALNET: 1, "max": 400, "hashsize": 100}),
@@ -118,7 +117,7 @@ def test_the_limit_of_the_connection_table(per_core: int, minimum: int, cpus: in
         ("['10.0.0.0/8', '127.0.0.1/32']", ON_LOCALHOST),
         ("['127.0.0.2/32']", ON_OTHER_LOOPBACK),
         ("['10.0.0.0/8']", NOT_ON_LOOPBACK),
-        ("[primary]", NOT_ON_LOOPBACK),
+        ("[primary]", ON_ALL_LOOPBACK),
     ],
 )
 def test_where_node_ports_are_served_on_loopback(networks: str, expected: int) -> None:
