@@ -18,7 +18,10 @@ struct address6 {
 	__u8 address[16];
 };
 
-/* Every address of this node (except 127.0.0.0/8, which needs no map). */
+/*
+ * Every address of this node.  Of 127.0.0.0/8, which needs no map, only those that nodePortAddresses lists, without
+ * 127.0.0.1.  These never have node_ports, which is for every packet: they serve only the node's own sockets.
+ */
 struct node_address {
 	__u32 node_ports;	/* serves NodePorts */
 };

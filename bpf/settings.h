@@ -31,7 +31,8 @@ enum loopback_node_ports {
 	NOT_ON_LOOPBACK = 0,
 	ON_ALL_LOOPBACK = 1,	/* all of 127.0.0.0/8 */
 	ON_LOCALHOST = 2,	/* 127.0.0.1, because nodePortAddresses lists networks and one contains it */
-	ON_OTHER_LOOPBACK = 3,	/* the listed networks contain only loopback addresses that the node does not have */
+	ON_OTHER_LOOPBACK = 3,	/* not at 127.0.0.1, because the listed networks contain only others of 127.0.0.0/8 */
+	/* The last two: also at the other addresses of 127.0.0.0/8 that are in the map of the node's addresses. */
 } __attribute__((packed));
 
 struct settings {

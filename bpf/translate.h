@@ -26,10 +26,11 @@
 
 static __always_inline bool serves_node_ports_on_loopback(const struct packet *p)
 {
-	if (p->ipv6 || !is_loopback4(p->destination.v4))
+	if (p->ipv6 || !is_loopback4(p->destination.v4) || !settings.localhost_node_ports)
 		return false;
 	return settings.localhost_node_ports == ON_ALL_LOOPBACK ||
-	       (settings.localhost_node_ports == ON_LOCALHOST && p->destination.v4 == bpf_htonl(0x7f000001));
+	       (settings.localhost_node_ports == ON_LOCALHOST && p->destination.v4 == bpf_htonl(0x7f000001)) ||
+	       node_address(&p->destination, false);
 }
 
 /*

@@ -85,7 +85,7 @@ def localhost_node_ports(config: KubeProxyConfiguration) -> int:
     """Where NodePorts are served on 127.0.0.0/8 (spec/service-semantics §8), as ``enum loopback_node_ports``.
 
     Nowhere in mode nftables, or if ``nodePortAddresses`` has no loopback address. If it lists networks, only at
-    127.0.0.1: other loopback addresses are not on a device.
+    127.0.0.1, and at other listed loopback addresses that are on a device (``datapath.node.plan``).
 
     For ``primary`` this is the value on a Node without an IPv4 address; ``datapath.settings`` knows the Node.
     """

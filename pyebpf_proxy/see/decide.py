@@ -132,7 +132,11 @@ def _serves_node_ports_on_loopback(packet: Packet, address: bytes, world: World)
     if packet.protocol is Protocol.SCTP and world.settings["scheduler"]:
         return False  # mode ipvs: nftables would have to translate it, which needs route_localnet
     where = world.settings["localhost_node_ports"]
-    return where == ON_ALL_LOOPBACK or (where == ON_LOCALHOST and address == bytes([127, 0, 0, 1]))
+    if where == ON_ALL_LOOPBACK or (where == ON_LOCALHOST and address == bytes([127, 0, 0, 1])):
+        return True
+    # Only the socket programs look other addresses up; nftables does not know which are on a device.
+    by_socket = world.sockets and packet.protocol is not Protocol.SCTP
+    return bool(where) and by_socket and address in world.own
 
 
 def _frontends_at_address(packet: Packet, world: World, state: State) -> str:

@@ -341,6 +341,35 @@ def test_listed_networks_serve_node_ports_at_the_one_loopback_address_of_the_nod
             assert outcome.kind == (ANSWERED if address in answers else REFUSED), (address, outcome)
 
 
+@pytest.mark.parametrize(
+    ("networks", "answers"),
+    [
+        (["127.0.0.0/8"], {"127.0.0.1", "127.1.2.3"}),
+        (["127.1.2.3/32"], {"127.1.2.3"}),
+        (["127.0.0.1/32"], {"127.0.0.1"}),
+    ],
+)
+def test_node_ports_at_listed_loopback_addresses_that_are_on_a_device(
+    node_lab: Lab, networks: list[str], answers: set[str]
+) -> None:
+    """As with kube-proxy, which reads the node's addresses. 127.1.2.4 is on no device."""
+    node = node_lab.nodes[0]
+    node.agent.stop()
+    node.namespace.ip("address add 127.1.2.3/8 dev lo")
+    try:
+        node.agent.start({"mode": "iptables", "nodePortAddresses": networks})
+        node.agent.wait_synced()
+        for protocol, port in WEB.target("NodePort", node).ports.items():
+            for address in ("127.1.2.3", "127.1.2.4", "127.0.0.1"):
+                outcome = node.namespace.call(ask, address, port, protocol)
+                assert outcome.kind == (ANSWERED if address in answers else REFUSED), (address, outcome)
+                view = answer(node, "explain", "127.0.0.1", f"{address}:{port}", protocol)
+                assert (view["verdict"] != "left") == (address in answers), view
+    finally:
+        node.namespace.ip("address delete 127.1.2.3/8 dev lo")
+        node.agent.stop()
+
+
 @pytest.mark.parametrize("config", [
     {"iptables": {"localhostNodePorts": False, "minSyncPeriod": "10ms"}},
     {"mode": "nftables", "nftables": {"minSyncPeriod": "10ms"}},

@@ -49,6 +49,7 @@ TC_EGRESS = "tc_egress"
 # Devices with these programs also have the observer on egress.
 OBSERVED = frozenset({TC_ETHERNET, TC_BRIDGE_PORT})
 PRIMARY = ("primary",)
+_LOCALHOST = ipaddress.ip_address("127.0.0.1")
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
@@ -264,17 +265,24 @@ def _bridge_in_the_way(bridge: Link | None, state: State) -> str:
 
 
 def _node_addresses(addresses: Iterable[InterfaceAddress], config: NodeConfig) -> dict[bytes, bool]:
+    """Whether each address serves NodePorts to everybody (spec/service-semantics §8).
+
+    Listed loopback addresses serve only sockets of the node, and only in some modes: the programs know which.
+    """
     accepts = {version: accepted_networks(version, config) for version in (4, 6)}
     found: dict[bytes, bool] = {}
     for entry in addresses:
         address = entry.address
+        networks = accepts[address.version]
+        listed = networks is not None and any(address in network for network in networks)
         if address.version == 4 and address.is_loopback:
-            continue  # the programs know 127.0.0.0/8 without a map
+            # The programs know 127.0.0.0/8 without a map, but not which other addresses are on a device.
+            if listed and address != _LOCALHOST:
+                found[address.packed] = False
+            continue
         if address.version == 6 and entry.flags & IFA_F_DADFAILED:
             continue  # the address is used by another host
-        networks = accepts[address.version]
-        accepted = not address.is_loopback and (networks is None or any(address in n for n in networks))
-        found[address.packed] = accepted
+        found[address.packed] = not address.is_loopback and (networks is None or listed)
     return found
 
 

@@ -44,6 +44,27 @@ def test_node_ports_at_loopback_addresses(where: int, served: tuple[int, ...]) -
         assert decide(packet, world, STATE).verdict == ("refused" if last in served else "left")
 
 
+@pytest.mark.parametrize(
+    ("where", "protocol", "sockets", "verdict"),
+    [
+        (ON_LOCALHOST, Protocol.TCP, True, "refused"),
+        (ON_OTHER_LOOPBACK, Protocol.TCP, True, "refused"),
+        (NOT_ON_LOOPBACK, Protocol.TCP, True, "left"),
+        (ON_LOCALHOST, Protocol.TCP, False, "left"),
+        (ON_LOCALHOST, Protocol.SCTP, True, "left"),
+    ],
+)
+def test_sockets_reach_node_ports_at_listed_loopback_addresses_of_the_node(
+    where: int, protocol: Protocol, sockets: bool, verdict: str
+) -> None:
+    """As serves_node_ports_on_loopback() of bpf/translate.h."""
+    address = bytes([127, 0, 0, 2])
+    settings = {"localhost_node_ports": where, "nft_mode": 1, "detector4": 0, "masquerade_all": 0, "scheduler": 0}
+    state = State(services=STATE.services, frontends={(ANY, NODE_PORT, int(protocol)): STATE.frontends[PLACE]})
+    packet = Packet(LOCALHOST, 40000, address, NODE_PORT, protocol, 0)
+    assert decide(packet, World(settings, {address: False}, frozenset(), sockets), state).verdict == verdict
+
+
 @pytest.mark.parametrize("scheduler", [0, 1], ids=["iptables", "ipvs"])
 def test_sctp_to_loopback_is_not_served_in_mode_ipvs(scheduler: int) -> None:
     settings = {"localhost_node_ports": ON_ALL_LOOPBACK, "nft_mode": 1, "scheduler": scheduler}

@@ -195,6 +195,25 @@ def test_every_address_of_any_scope_is_the_node_s_but_127_is_left_to_the_program
     assert {str(ipaddress.ip_address(a)) for a in found} == {*ALL4, *ALL6, "::1"}
 
 
+@pytest.mark.parametrize(
+    ("cidrs", "expected"),
+    [
+        (("127.0.0.0/8",), {"127.0.0.2", "127.9.9.9"}),
+        (("127.0.0.2/32", "192.0.2.0/24"), {"127.0.0.2"}),
+        (("127.0.0.1/32",), set()),
+        (("192.0.2.0/24",), set()),
+        ((), set()),
+        (("primary",), set()),
+    ],
+)
+def test_listed_loopback_addresses_are_found_but_serve_no_packets(cidrs: tuple[str, ...], expected: set[str]) -> None:
+    """A packet to 127.0.0.0/8 that comes in by a device must not be served; sockets of the node are."""
+    loopback = (on(1, "127.0.0.2/8"), on(2, "127.9.9.9/32"))
+    found = plan(state(LO, ETH0, ETH1, addresses=(*DUAL, *loopback)), NodeConfig(cidrs)).node_addresses
+    here = {str(ipaddress.ip_address(address)): serves for address, serves in found.items() if address[0] == 127}
+    assert here == dict.fromkeys(expected, False)
+
+
 def test_an_address_that_failed_duplicate_detection_is_not_the_node_s() -> None:
     entry = on(2, "2001:db8::66/64", flags=IFA_F_DADFAILED)
     assert plan(state(ETH0, addresses=(entry,)), NodeConfig()).node_addresses == {}
