@@ -22,7 +22,7 @@ from pyebpf_proxy.datapath import preflight
 from pyebpf_proxy.datapath.datapath import Datapath
 from pyebpf_proxy.datapath.node import sysctls
 from pyebpf_proxy.datapath.preparation import Preparation
-from pyebpf_proxy.kube.events import ObjectReference
+from pyebpf_proxy.kube.events import ObjectReference, Recorder
 from pyebpf_proxy.kube.source import Source
 from pyebpf_proxy.servers.health import Health
 from pyebpf_proxy.servers.local import Local
@@ -35,6 +35,10 @@ from pyebpf_proxy.services.planner import Planner, PlanSettings
 #: Descriptors for the agent. There are at most 2768 NodePorts by default, and a health check node port has a listener
 #: for each family.
 OPEN_FILES = 65536
+#: The note of the Event in mode ipvs. kube-proxy's note speaks of its proxier, which does not exist here.
+IPVS_DEPRECATED = (
+    "Mode ipvs of kube-proxy is deprecated and may be removed in a future release. Please use mode nftables instead."
+)
 
 _log = Logger("agent")
 
@@ -70,6 +74,14 @@ def run(settings: Effective, cluster: ClusterConnection, shown: Shown, watch: Co
     finally:
         # A failed start removes its folder; an active instance keeps it.
         directory.release(remove=not datapath.present())
+
+
+def record_start(settings: Effective, events: Recorder) -> None:
+    """Record kube-proxy's Events about a start (cmd/kube-proxy/app/server.go, server_linux.go)."""
+    node = ObjectReference("Node", "", settings.node_name)
+    if settings.scheduler is not None:
+        events.event(node, "Warning", "IPVSDeprecation", "StartKubeProxy", IPVS_DEPRECATED)
+    events.event(node, "Normal", "Starting", "StartKubeProxy", "")
 
 
 def allow_open_files() -> None:
@@ -129,9 +141,7 @@ async def _serve(
     guards = [servers.guard, datapath.guard, *([watch.wait] if watch is not None else [])]
     servers.start()
     if cluster.events is not None:
-        cluster.events.event(
-            ObjectReference("Node", "", settings.node_name), "Normal", "Starting", "StartKubeProxy", ""
-        )
+        record_start(settings, cluster.events)
     try:
         proxy = Proxy(
             settings,

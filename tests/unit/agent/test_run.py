@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the agent sets for its own process."""
+"""What the agent sets for its own process, and the Events about its start."""
 
 from __future__ import annotations
 
@@ -8,7 +8,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from pyebpf_proxy.agent.run import OPEN_FILES, allow_open_files
+from pyebpf_proxy.agent.run import OPEN_FILES, allow_open_files, record_start
+from pyebpf_proxy.config.defaults import with_defaults, with_platform_defaults
+from pyebpf_proxy.config.effective import effective
+from pyebpf_proxy.config.flags import parse
+from pyebpf_proxy.config.model import KubeProxyConfiguration
+from pyebpf_proxy.kube.events import EventType, ObjectReference
 
 
 @pytest.fixture
@@ -31,3 +36,28 @@ def test_the_soft_limit_of_open_files_is_raised(limit: tuple[int, int]) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (OPEN_FILES + 1, hard))
         allow_open_files()
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (OPEN_FILES + 1, hard)
+
+
+class Events:
+    """Keeps Events."""
+
+    def __init__(self) -> None:
+        self.found: list[tuple[ObjectReference, EventType, str, str, str]] = []
+
+    def event(self, about: ObjectReference, event_type: EventType, reason: str, action: str, note: str) -> None:
+        self.found.append((about, event_type, reason, action, note))
+
+
+@pytest.mark.parametrize("mode", ["iptables", "nftables", "ipvs"])
+def test_the_events_of_a_start(mode: str) -> None:
+    """kube-proxy's reasons and actions. Only mode ipvs is deprecated."""
+    config = with_platform_defaults(with_defaults(KubeProxyConfiguration(mode=mode, hostname_override="node1")))
+    events = Events()
+    record_start(effective(config, parse([])), events)
+    node = ObjectReference("Node", "", "node1")
+    *before, last = events.found
+    assert last == (node, "Normal", "Starting", "StartKubeProxy", "")
+    assert [event[:4] for event in before] == [(node, "Warning", "IPVSDeprecation", "StartKubeProxy")] * (
+        mode == "ipvs"
+    )
+    assert all("deprecated" in note and "nftables" in note for *_, note in before)
