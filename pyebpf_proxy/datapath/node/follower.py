@@ -72,7 +72,7 @@ class Follower:
         for found in self._requests.list_all(uapi.RTM_GETADDR, every_address, "list of addresses"):
             entry = _address(found)
             if entry is not None:
-                fresh.addresses[_key(entry)] = entry
+                fresh.addresses[entry.key] = entry
         peers = self._peers.read(fresh.links.values())
         self.state.links, self.state.addresses, self.state.peers = fresh.links, fresh.addresses, peers
         self.stale = False
@@ -148,7 +148,7 @@ class Follower:
         if entry is None:
             return
         addresses = self.state.addresses
-        key = _key(entry)
+        key = entry.key
         if kind == uapi.RTM_DELADDR:
             seen.changed |= addresses.pop(key, None) is not None
             return
@@ -163,10 +163,6 @@ class Follower:
         if before is not None and before.flags & IFA_F_SECONDARY and entry.address.version == 4:
             addresses.pop(key)  # a promoted secondary address goes after the other primary ones
         addresses[key] = entry
-
-
-def _key(entry: InterfaceAddress) -> tuple[int, ipaddress.IPv4Address | ipaddress.IPv6Address, int]:
-    return entry.device, entry.address, entry.prefix_length
 
 
 def _link(message: bytes) -> Link:

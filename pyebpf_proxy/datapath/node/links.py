@@ -179,7 +179,7 @@ class Node:
     @property
     def addresses(self) -> list[Address]:
         """Every address of a device."""
-        return [address for _, address, _ in self._follower.state.addresses]
+        return [entry.address for entry in self._follower.state.addresses.values()]
 
     @property
     def indexes(self) -> Set[int]:

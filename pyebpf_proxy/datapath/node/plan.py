@@ -101,16 +101,25 @@ class InterfaceAddress(NamedTuple):
     scope: int = SCOPE_UNIVERSE
     flags: int = 0
 
+    @property
+    def key(self) -> tuple[int, Address, int, Address]:
+        """What tells it apart from the device's other addresses.
+
+        A device may have an IPv4 address once for each peer. It has an IPv6 address once, and its peer may change.
+        """
+        peer = self.peer if self.address.version == 4 else self.address
+        return self.device, self.address, self.prefix_length, peer
+
 
 @dataclass
 class State:
-    """Links and other programs on them by ifindex; addresses by (device, address, prefix length).
+    """Links and other programs on them by ifindex; addresses by their keys.
 
     ``peers``: what prevents a redirect straight to a veth's other end, as text, by the veth's ifindex.
     """
 
     links: dict[int, Link] = field(default_factory=dict)
-    addresses: dict[tuple[int, Address, int], InterfaceAddress] = field(default_factory=dict)
+    addresses: dict[tuple[int, Address, int, Address], InterfaceAddress] = field(default_factory=dict)
     others: dict[int, Others] = field(default_factory=dict)
     peers: dict[int, str] = field(default_factory=dict)
     #: A rule for frames that cross a bridge, as text; "": there is none.
@@ -289,9 +298,9 @@ def _node_addresses(addresses: Iterable[InterfaceAddress], config: NodeConfig) -
 def source_addresses(state: State) -> set[bytes]:
     """Packed addresses that the kernel may masquerade to: those of devices that are up."""
     return {
-        address.packed
-        for device, address, _ in state.addresses
-        if may_be_source(address.packed) and device in state.links and state.links[device].up
+        entry.address.packed
+        for entry in state.addresses.values()
+        if may_be_source(entry.address.packed) and entry.device in state.links and state.links[entry.device].up
     }
 
 

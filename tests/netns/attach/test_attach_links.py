@@ -175,6 +175,25 @@ def test_removed_addresses_are_reported(harness: Harness, shell: Shell) -> None:
     assert gone() == {"10.1.0.2", "10.1.0.3", "10.1.0.4"}
 
 
+def test_an_address_with_several_peers_stays_until_the_last_one_is_removed(harness: Harness, shell: Shell) -> None:
+    """As on hosts that route one address to each virtual machine. The kernel changes an IPv6 peer in place."""
+    harness.node.close()
+    node = harness.start(NodeConfig(fast_path=True))
+    shell(f"{NO_LINK_LOCAL}; ip link add v0 type veth peer name v1; ip link set v0 up; ip link set v1 up")
+    for number in (1, 2):
+        shell(f"ip addr add 10.1.0.1 peer 10.9.0.{number} dev v0")
+        shell(f"ip addr replace fd00::1 peer fd00:9::{number} dev v0 nodad")
+    both = {"10.1.0.1", "fd00::1"}
+    follow(node, lambda: both <= set(harness.node_addresses()))
+    shell("ip addr del 10.1.0.1 peer 10.9.0.2 dev v0; ip link set v1 mtu 1400")
+    follow(node, lambda: harness.devices()["v1"].mtu == 1400)
+    assert both <= set(harness.node_addresses())
+    assert node.gone == set()
+    shell("ip addr del 10.1.0.1 peer 10.9.0.1 dev v0; ip addr del fd00::1 peer fd00:9::2 dev v0")
+    follow(node, lambda: not both & set(harness.node_addresses()))
+    assert node.gone == {ipaddress.ip_address(text).packed for text in both}
+
+
 def test_removed_devices_are_reported_by_index(harness: Harness, shell: Shell) -> None:
     """If another device has got the number, entries with it belong to that device."""
     gone: list[int] = []

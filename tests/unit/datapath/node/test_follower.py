@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages about devices: what is read from them, and those that do not describe a device."""
+"""Messages about devices and addresses: what is read from them, and those that do not describe a device."""
 
 from __future__ import annotations
+
+import ipaddress
+import socket
 
 import pytest
 
@@ -50,3 +53,31 @@ def test_tunnels_whose_other_end_is_in_the_route(kind: str, data: bytes, externa
     followed = _follower()
     followed._take_link(message + attribute(uapi.IFLA_LINKINFO, info), uapi.RTM_NEWLINK, Events())
     assert followed.state.links[7].external is external
+
+
+def _send(followed: Follower, kind: int, text: str, peer: str) -> None:
+    address, other = ipaddress.ip_address(text), ipaddress.ip_address(peer)
+    family = socket.AF_INET if address.version == 4 else socket.AF_INET6
+    header = uapi.IFADDRMSG.pack(family, address.max_prefixlen, 0, 0, 7)
+    body = attribute(uapi.IFA_ADDRESS, other.packed) + attribute(uapi.IFA_LOCAL, address.packed)
+    followed._take_address(header + body, kind, Events())
+
+
+def test_an_ipv4_address_stays_until_its_last_peer_is_removed() -> None:
+    """A device may have it once for each peer: one host address, and a route to each virtual machine."""
+    followed = _follower()
+    for peer in ("10.9.0.2", "10.9.0.3"):
+        _send(followed, uapi.RTM_NEWADDR, "10.0.0.1", peer)
+    _send(followed, uapi.RTM_DELADDR, "10.0.0.1", "10.9.0.3")
+    assert [str(entry.peer) for entry in followed.state.addresses.values()] == ["10.9.0.2"]
+    _send(followed, uapi.RTM_DELADDR, "10.0.0.1", "10.9.0.2")
+    assert followed.state.addresses == {}
+
+
+def test_the_peer_of_an_ipv6_address_changes_in_place() -> None:
+    """The kernel has such an address once on a device, and reports a new peer without a removal."""
+    followed = _follower()
+    for peer in ("fd00:9::2", "fd00:9::3"):
+        _send(followed, uapi.RTM_NEWADDR, "fd00::1", peer)
+    _send(followed, uapi.RTM_DELADDR, "fd00::1", "fd00:9::3")
+    assert followed.state.addresses == {}

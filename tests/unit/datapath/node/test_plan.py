@@ -59,7 +59,7 @@ def on(device: int, text: str, *, peer: str = "", scope: int = 0, flags: int = 0
 def state(*links: Link, addresses: tuple[InterfaceAddress, ...] = ()) -> State:
     return State(
         {link.ifindex: link for link in links},
-        {(entry.device, entry.address, entry.prefix_length): entry for entry in addresses},
+        {entry.key: entry for entry in addresses},
     )
 
 
