@@ -50,8 +50,7 @@ class FastPathSettings(Manager):
 
     def start(self, facts: NodeFacts, wanted: Delta) -> None:
         if self._effective.fast_path and fast_path_is_built():
-            directory = self._effective.directory
-            self.refused = next(filter(None, (sysctls.hold(setting, directory) for setting in FAST_PATH)), "")
+            self.refused = next(filter(None, map(self._hold, FAST_PATH)), "")
             self._holds = not self.refused
         if self._holds:
             self._run(self._watch(), "conntrack settings of the fast path")
@@ -67,12 +66,20 @@ class FastPathSettings(Manager):
             for setting in FAST_PATH:
                 self._ensure(setting)
 
+    def _hold(self, setting: Setting) -> str:
+        return sysctls.hold(setting, self._effective.directory, configured=setting in self._configured)
+
+    @property
+    def _configured(self) -> Collection[Setting]:
+        """The settings that the configuration asks for, too: they stay when the fast path is off."""
+        return (LIBERAL,) if self._effective.kernel.conntrack.tcp_be_liberal else ()
+
     def _ensure(self, setting: Setting) -> None:
         try:
             if sysctls.is_set(setting):
                 self._lost.pop(setting.name, None)
                 return
-            refused = sysctls.hold(setting, self._effective.directory)
+            refused = self._hold(setting)
         except OSError as error:
             refused = f"{setting.name} cannot be read: {error.strerror or error}"
         if not refused:
@@ -95,10 +102,10 @@ class FastPathSettings(Manager):
         effective = self._effective
         if not any(sysctls.held(setting, effective.directory) for setting in FAST_PATH):
             return
-        keep = (LIBERAL,) if effective.kernel.conntrack.tcp_be_liberal else ()
         try:
             _log.info("the fast path is off", connections=make_liberal())
-            _, problems = sysctls.restore(effective.directory, holder=LIBERAL.field, keep=keep)
+            # The record may still name the fast path as the holder, if it could not be written.
+            _, problems = sysctls.restore(effective.directory, holder=LIBERAL.field, keep=self._configured)
         except OSError as error:
             problems = [str(error)]
         for problem in problems:

@@ -152,8 +152,11 @@ def adjust_oom_score(value: int | None, root: Path = _ROOT) -> None:
         _log.warning("oomScoreAdj cannot be set", value=value, error=_reason(error))
 
 
-def hold(setting: Setting, directory: Path, root: Path = _ROOT) -> str:
-    """Set a setting while ``setting.field`` is on. Returns why it cannot be set, or ""."""
+def hold(setting: Setting, directory: Path, root: Path = _ROOT, configured: bool = False) -> str:
+    """Set a setting while ``setting.field`` is on. Returns why it cannot be set, or "".
+
+    ``configured``: the configuration asks for it, too, so the setting stays when ``setting.field`` is off.
+    """
     record = Record(directory)
     known = record.changes.get(setting.path)
     try:
@@ -161,7 +164,7 @@ def hold(setting: Setting, directory: Path, root: Path = _ROOT) -> str:
         now = _read(path)
         if _is(now, setting.value, setting.at_least):
             return ""
-        record.note(setting.path, now, str(setting.value), setting.field)
+        record.note(setting.path, now, str(setting.value), "" if configured else setting.field)
         try:
             _put(path, str(setting.value), now, setting.at_least)
         except OSError:
@@ -247,6 +250,7 @@ def _ensure(setting: Setting, record: Record, root: Path) -> None:
             return
         raise
     if _is(now, setting.value, setting.at_least):
+        _take_from_holder(setting, record)
         return
     value = str(setting.value)
     known = record.changes.get(setting.path)
@@ -258,13 +262,26 @@ def _ensure(setting: Setting, record: Record, root: Path) -> None:
         if left != now:
             record.note(setting.path, now, left)
         elif known is not None:
-            record.note(setting.path, known.was, known.wrote)
+            record.note(setting.path, known.was, known.wrote, known.holder)
         else:
             record.forget(setting.path)  # The value did not change, so it need not be restored.
         raise
     if taken != value:
         record.note(setting.path, now, taken)  # rounded by the kernel
     _log.info("node setting changed", setting=setting.name, value=taken, before=now, field=setting.field)
+
+
+def _take_from_holder(setting: Setting, record: Record) -> None:
+    """A feature has set it, and the configuration asks for it now: it stays when the feature is off."""
+    known = record.changes.get(setting.path)
+    if known is None or not known.holder:
+        return
+    try:
+        record.note(setting.path, known.was, known.wrote)
+    except OSError as error:
+        # The setting is right. A full run folder must not end the start.
+        what = "the record of changed node settings cannot be written, --cleanup may restore one that is still wanted"
+        _log.warning(what, setting=setting.name, error=_reason(error))
 
 
 def _ensured_by_sysctl(setting: Setting, record: Record, root: Path) -> bool:

@@ -12,7 +12,7 @@ import pytest
 
 from pyebpf_proxy.datapath.managers import kernel_settings
 from pyebpf_proxy.datapath.managers.kernel_settings import FastPathSettings
-from pyebpf_proxy.datapath.node.node_settings import FAST_PATH, Setting
+from pyebpf_proxy.datapath.node.node_settings import FAST_PATH, LIBERAL, Setting
 from pyebpf_proxy.services.node_facts import NodeFacts
 
 
@@ -22,11 +22,14 @@ class Sysctls:
     def __init__(self) -> None:
         self.now: set[str] = set()
         self.refuses = False
+        #: Of the settings that were held: whether the configuration asks for them, too.
+        self.configured: dict[str, bool] = {}
 
-    def hold(self, setting: Setting, directory: Path) -> str:
+    def hold(self, setting: Setting, directory: Path, configured: bool = False) -> str:
         if self.refuses:
             return f"{setting.name} cannot be set"
         self.now.add(setting.name)
+        self.configured[setting.name] = configured
         return ""
 
     def held(self, setting: Setting, directory: Path) -> bool:
@@ -49,8 +52,8 @@ def sysctls(monkeypatch: pytest.MonkeyPatch) -> Sysctls:
     return found
 
 
-def settings() -> FastPathSettings:
-    kernel = SimpleNamespace(conntrack=SimpleNamespace(tcp_be_liberal=False))
+def settings(tcp_be_liberal: bool = False) -> FastPathSettings:
+    kernel = SimpleNamespace(conntrack=SimpleNamespace(tcp_be_liberal=tcp_be_liberal))
     effective: Any = SimpleNamespace(fast_path=True, directory=Path("/none"), kernel=kernel)
     return FastPathSettings(effective)
 
@@ -73,6 +76,22 @@ def run(sysctls: Sysctls, restored: bool) -> tuple[set[str], list[str]]:
 
 def test_they_are_set_again(sysctls: Sysctls) -> None:
     assert run(sysctls, restored=False) == ({each.name for each in FAST_PATH}, [])
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_what_the_configuration_asks_for_too_is_set_again_for_it(sysctls: Sysctls, asked: bool) -> None:
+    """The clean-up for a kube-proxy that runs again restores only what was set for the fast path alone."""
+
+    async def scene() -> None:
+        made = settings(asked)
+        made.start(NodeFacts(), {})
+        sysctls.now.clear()
+        sysctls.configured.clear()
+        made.refresh()
+        made.close()
+
+    asyncio.run(scene())
+    assert sysctls.configured == {each.name: asked and each == LIBERAL for each in FAST_PATH}
 
 
 def test_they_stay_as_they_are_if_the_kernel_refused_the_fast_path(sysctls: Sysctls) -> None:

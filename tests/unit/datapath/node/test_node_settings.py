@@ -269,6 +269,59 @@ def test_the_settings_of_the_fast_path_are_restored_last(tree: Tree) -> None:
     assert not sysctls.changed(node_settings.LIBERAL, tree.directory)
 
 
+LIBERAL_TOO = KernelSettings(Conntrack(tcp_be_liberal=True))
+
+
+def test_a_setting_of_the_fast_path_stays_once_the_configuration_asks_for_it(tree: Tree) -> None:
+    """The kube-proxy that runs again asks for the same. It must not become 0 with the end of the fast path."""
+    assert sysctls.hold(node_settings.LIBERAL, tree.directory, tree.root) == ""
+    assert sysctls.held(node_settings.LIBERAL, tree.directory)
+    tree.apply(LIBERAL_TOO)
+    assert not sysctls.held(node_settings.LIBERAL, tree.directory)
+    assert sysctls.hold(node_settings.LIBERAL, tree.directory, tree.root) == ""
+    assert sysctls.leave(tree.directory) == ["setting net/netfilter/nf_conntrack_tcp_be_liberal=1"]
+    assert tree.restore() == ([], [])
+    assert tree.netfilter("tcp_be_liberal") == "1"
+
+
+def test_without_a_running_kube_proxy_it_is_restored_to_the_value_before_the_fast_path(tree: Tree) -> None:
+    assert sysctls.hold(node_settings.LIBERAL, tree.directory, tree.root) == ""
+    tree.apply(LIBERAL_TOO)
+    assert tree.restore() == (["setting net/netfilter/nf_conntrack_tcp_be_liberal=1, restored to 0"], [])
+    assert tree.netfilter("tcp_be_liberal") == "0"
+
+
+def test_a_setting_that_the_configuration_asks_for_stays_after_the_fast_path_has_set_it_again(tree: Tree) -> None:
+    """Another program has changed it meanwhile."""
+    tree.apply(LIBERAL_TOO)
+    tree.put(f"proc/sys/{NETFILTER}tcp_be_liberal", "0")
+    assert sysctls.hold(node_settings.LIBERAL, tree.directory, tree.root, configured=True) == ""
+    assert not sysctls.held(node_settings.LIBERAL, tree.directory)
+    assert sysctls.leave(tree.directory) == ["setting net/netfilter/nf_conntrack_tcp_be_liberal=1"]
+
+
+def test_a_record_that_cannot_be_written_does_not_end_a_start_with_right_settings(
+    tree: Tree, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert sysctls.hold(node_settings.LIBERAL, tree.directory, tree.root) == ""
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(sysctls, "replace_file", full)
+    tree.apply(LIBERAL_TOO)
+    assert "the record of changed node settings cannot be written" in caplog.text
+    assert sysctls.held(node_settings.LIBERAL, tree.directory)
+
+
+def test_a_setting_that_the_kernel_refuses_keeps_its_holder(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert sysctls.hold(node_settings.LIBERAL, tree.directory, tree.root) == ""
+    refuse(monkeypatch, tree.put(f"proc/sys/{NETFILTER}tcp_be_liberal", "0"), errno.EACCES)
+    with pytest.raises(sysctls.SysctlError):
+        tree.apply(LIBERAL_TOO)
+    assert sysctls.held(node_settings.LIBERAL, tree.directory)
+
+
 def test_settings_that_are_right_are_not_written(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
     tree.apply(EVERYTHING)
     sysctls.adjust_oom_score(-999, tree.root)
