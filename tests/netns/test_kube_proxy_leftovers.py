@@ -184,6 +184,24 @@ def test_a_forward_policy_of_drop_is_reported(namespace: Namespace, kind: str, a
     assert bool(report.warnings) is at_start  # reported when it is removed, and as long as it stays
 
 
+@pytest.mark.parametrize(
+    "rules",
+    [
+        '-A FORWARD -m comment --comment "999 drop \\"all\\"" -j DROP',
+        '-A FORWARD -m comment --comment last -g LAST\n-A LAST -m comment --comment "a b" -j REJECT',
+    ],
+    ids=["comment", "chain"],
+)
+def test_a_rule_that_drops_everything_is_noticed(namespace: Namespace, kind: str, family: int, rules: str) -> None:
+    """As puppetlabs-firewall writes it, and as the tools of both variants save it."""
+    load_kube_proxy(namespace, kind, family)
+    restore(namespace, kind, family, f"*filter\n:LAST - [0:0]\n{rules}\nCOMMIT\n")
+    before = [line for line in saved(namespace, kind, family) if "KUBE-FORWARD" in line]
+    report = remove(namespace, at_start=True)
+    assert [text for text in report.warnings if "stays; --cleanup removes it" in text]
+    assert [line for line in saved(namespace, kind, family) if "KUBE-FORWARD" in line] == before
+
+
 def test_only_kube_proxys_nftables_tables_are_removed(namespace: Namespace) -> None:
     namespace.run("nft", "add table ip kube-proxy-of-others; add table inet kube-proxy; add table ip6 foreign")
     others = namespace.run("nft", "list", "ruleset")

@@ -61,6 +61,8 @@ COMMENTS = frozenset(
     }
 )
 
+#: A rule that matches every packet, as iptables-save writes it: it has no match but comments.
+_UNCONDITIONAL = re.compile(r'\S+(?: -m comment --comment (?:"(?:[^"\\]|\\.)*"|[^\s"]+))* (-j|-g) (\S+)')
 _QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"')
 _TARGET = re.compile(r" (?:-j|-g|--jump|--goto) (\S+)")
 _COMMENT = re.compile(r'--comment ("(?:[^"\\]|\\.)*"|\S+)')
@@ -126,7 +128,7 @@ def _tables(saved: str) -> list[_Table]:
 
 def _plan_table(table: _Table, result: Plan, keep_forward: bool) -> str:
     doomed = {chain for chain in table.chains if is_kube_proxys(table.name, chain)}
-    if table.name == "filter" and FORWARD in doomed and _forward_drops(table):
+    if table.name == "filter" and FORWARD in doomed and _drops(table, "FORWARD"):
         result.forward_drops = True
         if keep_forward:
             doomed.discard(FORWARD)
@@ -155,11 +157,33 @@ def _plan_table(table: _Table, result: Plan, keep_forward: bool) -> str:
     return "\n".join([f"*{table.name}", *lines, "COMMIT", ""]) if lines else ""
 
 
-def _forward_drops(table: _Table) -> bool:
-    """By its policy, or by a rule that matches everything, as in some distributions."""
-    return table.policies.get("FORWARD") == "DROP" or any(
-        chain == "FORWARD" and rule.startswith(("FORWARD -j DROP", "FORWARD -j REJECT")) for chain, rule in table.rules
-    )
+def _drops(table: _Table, built_in: str) -> bool:
+    """Whether a built-in chain drops packets that no rule with a condition has decided about.
+
+    By its policy, or by a rule that matches everything, as in some distributions; also in a chain that every packet
+    enters.
+    """
+    if table.policies.get(built_in) == "DROP":
+        return True  # a rule that accepts everything may be there only for a while
+    steps: dict[str, list[tuple[str, str]]] = {}
+    for chain, rule in table.rules:
+        if found := _UNCONDITIONAL.match(rule):
+            steps.setdefault(chain, []).append((found[1], found[2]))
+    way = [iter(steps.get(built_in, ()))]  # the chain in which the packet is, after those to which it returns
+    entered = {built_in}
+    while way:
+        jump, target = next(way[-1], ("-j", "RETURN"))
+        if target in ("DROP", "REJECT"):
+            return True
+        if target == "ACCEPT":
+            return False
+        if target == "RETURN" or jump == "-g":
+            way.pop()
+        # From a chain that was entered before, the packet has returned, and would return again.
+        if target != "RETURN" and target not in entered:
+            entered.add(target)
+            way.append(iter(steps.get(target, ())))
+    return False
 
 
 def _reached(table: _Table, start: Collection[str], within: Collection[str]) -> set[str]:

@@ -110,9 +110,18 @@ def test_older_kube_proxies_jumps_by_other_conditions() -> None:
     assert (planned.chains, planned.jumps) == (1, 1)
 
 
+#: Other programs' chains.
+CHAINS = (
+    ":DROPS - [0:0]\n:ACCEPTS - [0:0]\n:RETURNS - [0:0]\n:LEADS - [0:0]\n:LOOPS - [0:0]\n:USER - [0:0]\n"
+    '-A DROPS -j LOG --log-prefix "-j RETURN "\n-A DROPS -m comment --comment last -j REJECT\n'
+    "-A ACCEPTS -j ACCEPT\n-A RETURNS -s 192.0.2.0/24 -j DROP\n-A RETURNS -j RETURN\n-A RETURNS -j DROP\n"
+    "-A LEADS -j RETURNS\n-A LEADS -g DROPS\n-A LOOPS -j LOOPS\n-A LOOPS -g LOOPS\n"
+    "-A USER -g RETURNS\n-A USER -j DROP\n"
+)
 FORWARD = (
     "*filter\n:FORWARD {} [0:0]\n:KUBE-FORWARD - [0:0]\n:KUBE-SERVICES - [0:0]\n"
-    '-A FORWARD -m comment --comment "kubernetes forwarding rules" -j KUBE-FORWARD\n'
+    + CHAINS
+    + '-A FORWARD -m comment --comment "kubernetes forwarding rules" -j KUBE-FORWARD\n'
     "{}COMMIT\n"
 )
 
@@ -125,6 +134,20 @@ FORWARD = (
         ("ACCEPT", "-A FORWARD -j DROP\n", True),
         ("ACCEPT", "-A FORWARD -p udp -j DROP\n", False),
         ("ACCEPT", "", False),
+        ("ACCEPT", '-A FORWARD -m comment --comment "999 drop \\"all\\"" -j DROP\n', True),
+        ("ACCEPT", "-A FORWARD -m comment --comment 999 -m comment --comment b -j REJECT\n", True),
+        ("ACCEPT", '-A FORWARD -p udp -m comment --comment "-j DROP" -j DROP\n', False),
+        ("ACCEPT", '-A FORWARD -m comment --comment "x -j DROP" -j LOG\n', False),
+        ("ACCEPT", "-A FORWARD -m comment --comment no -m mark --mark 0x1 -j DROP\n", False),
+        ("ACCEPT", "-A FORWARD -j DROPS\n", True),
+        ("ACCEPT", '-A FORWARD -m comment --comment "a b" -g DROPS\n', True),
+        ("ACCEPT", "-A FORWARD -p udp -j DROPS\n", False),
+        ("ACCEPT", "-A FORWARD -j LEADS\n", True),
+        ("ACCEPT", "-A FORWARD -j RETURNS\n-A FORWARD -j LOOPS\n-A FORWARD -j USER\n", False),
+        ("ACCEPT", "-A FORWARD -j RETURNS\n-A FORWARD -j LOOPS\n-A FORWARD -j USER\n-A FORWARD -j DROP\n", True),
+        ("ACCEPT", "-A FORWARD -g RETURNS\n-A FORWARD -j DROP\n", False),
+        ("ACCEPT", "-A FORWARD -j ACCEPTS\n-A FORWARD -j DROP\n", False),
+        ("DROP", "-A FORWARD -j ACCEPT\n", True),
     ],
 )
 def test_with_forward_policy_drop_kube_proxys_accepts_stay_until_cleanup(policy: str, rule: str, drops: bool) -> None:
