@@ -75,13 +75,16 @@ def fit() -> list[str]:
 def remove_rules() -> list[str]:
     """Remove what kube-proxy wrote after the agent's start. The result: rules of Services that stay.
 
-    What else stays is printed as a warning: another program uses it, as portmap uses KUBE-MARK-MASQ.
+    What else stays is printed as a warning: another program uses it, as portmap uses KUBE-MARK-MASQ. So is what the
+    node's firewall must accept without kube-proxy's rules.
     """
     from pyebpf_proxy.datapath.migration import leftovers
 
     report = leftovers.remove((), at_start=True)
     for thing in report.removed:
         print(f"removed what kube-proxy left behind: {thing}")
+    for text in report.warnings:
+        print(f"{WARNING}{text}")
     rules, _ = _rules()
     left = [name for name, text in rules.items() if name.startswith("nftables") or _SERVICE.search(text)]
     if left:

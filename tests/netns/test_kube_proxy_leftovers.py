@@ -29,6 +29,7 @@ from tests.support.kube_proxy_tools import (
     saved,
     without_kube_proxy,
 )
+from tests.support.logs import Log, Message
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns]
 
@@ -202,6 +203,16 @@ def test_a_rule_that_drops_everything_is_noticed(namespace: Namespace, kind: str
     assert [line for line in saved(namespace, kind, family) if "KUBE-FORWARD" in line] == before
 
 
+@pytest.mark.parametrize("at_start", [False, True])
+def test_an_input_policy_of_drop_is_reported(namespace: Namespace, kind: str, family: int, at_start: bool) -> None:
+    load_kube_proxy(namespace, kind, family)
+    namespace.run(f"{'iptables' if family == 4 else 'ip6tables'}-{kind}", "-P", "INPUT", "DROP")
+    (warning,) = remove(namespace, at_start=at_start).warnings
+    assert warning.startswith(f"iptables-{kind} IPv{family}: the built-in chain INPUT drops by default")
+    assert "must accept TCP to the healthCheckNodePort of each Service (now 32000), otherwise" in warning
+    assert remove(namespace, at_start=at_start) == Report()  # once: the rule is gone
+
+
 def test_only_kube_proxys_nftables_tables_are_removed(namespace: Namespace) -> None:
     namespace.run("nft", "add table ip kube-proxy-of-others; add table inet kube-proxy; add table ip6 foreign")
     others = namespace.run("nft", "list", "ruleset")
@@ -340,6 +351,14 @@ def test_the_command(namespace: Namespace, tmp_path: Path) -> None:
     assert namespace.call(leftovers.running) == set()
     again = run_cleanup(namespace, tmp_path / "state")
     assert (again.returncode, "removed" in again.stderr) == (0, False)
+
+
+def test_the_command_names_what_the_firewall_must_accept(namespace: Namespace, tmp_path: Path) -> None:
+    load_kube_proxy(namespace, "nft", 4)
+    namespace.run("iptables-nft", "-P", "INPUT", "DROP")
+    done = run_cleanup(namespace, tmp_path / "state")
+    assert done.returncode == 0, done.stderr
+    Log(done.stderr).only(Message.HEALTH_CHECKS_GONE, "now 32000", level="warning")
 
 
 def test_the_command_during_the_rollback_to_kube_proxy(namespace: Namespace, tmp_path: Path) -> None:

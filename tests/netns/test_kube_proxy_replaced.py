@@ -154,6 +154,17 @@ def test_connections_continue_and_start_where_forward_drops(node_lab: Lab, famil
         node.agent.stop()
 
 
+def test_a_start_names_what_the_firewall_must_accept(node_lab: Lab) -> None:
+    node = node_lab.nodes[0]
+    load_kube_proxy(node.namespace, "nft", 4)
+    node.namespace.run("iptables-nft", "-A", "INPUT", "-m", "comment", "--comment", "the rest", "-j", "DROP")
+    node.agent.start(QUICK)
+    try:
+        Log(node.agent).wait(Message.HEALTH_CHECKS_GONE, "now 32000", level="warning")
+    finally:
+        node.agent.stop()
+
+
 def test_a_running_kube_proxy_is_logged_once(node_lab: Lab) -> None:
     node = node_lab.nodes[0]
     LB.endpoints[0].serve()

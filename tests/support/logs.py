@@ -44,6 +44,7 @@ class Message(StrEnum):
     PERMITS_EXTENDED = "conntrack is nearly full: permits are extended"
     FLOWS_TAKEN_OVER = "took over flows of the former flow table"
     FORWARD_CHAIN_STAYS = "stays; --cleanup removes it"
+    HEALTH_CHECKS_GONE = "kube-proxy's rules that accepted health check node ports were"
     HEALTH_CHECK_PORT_FAILS = "health check node port cannot be served"
     INTERNAL_ERROR = "internal error, please report it"
     KERNEL_REFUSES = "the kernel does not accept it: "

@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -35,6 +36,8 @@ FORWARD_KEPT = (
     "the built-in chain FORWARD drops by default, so kube-proxy's KUBE-FORWARD, which accepts packets of Services,"
     " stays; --cleanup removes it"
 )
+#: A warning names at most so many ports.
+MOST_PORTS = 10
 
 
 class ToolError(Exception):
@@ -76,6 +79,8 @@ def remove(report: Report, *, keep_forward: bool = False) -> bool:
         report.problems += [f"{variant}: {text}" for text in done.kept]
         if done.forward_drops:
             report.warnings.append(f"{variant}: {FORWARD_KEPT if keep_forward else FORWARD_GONE}")
+        if done.input_drops:
+            report.warnings.append(f"{variant}: {_health_checks_gone(done.health_check_ports)}")
         ipvs |= done.ipvs
     return ipvs
 
@@ -159,6 +164,16 @@ def _remove(variant: Variant, keep_forward: bool) -> Plan:
         else:
             return planned
     raise AssertionError("unreachable")
+
+
+def _health_checks_gone(ports: Sequence[int]) -> str:
+    more = f" and {len(ports) - MOST_PORTS} more" if len(ports) > MOST_PORTS else ""
+    now = f" (now {', '.join(map(str, ports[:MOST_PORTS]))}{more})" if ports else ""
+    return (
+        "the built-in chain INPUT drops by default, and kube-proxy's rules that accepted health check node ports were"
+        f" removed: the node's firewall must accept TCP to the healthCheckNodePort of each Service{now}, otherwise"
+        " probes of load balancers fail"
+    )
 
 
 def _unreadable(variant: Variant, tables: set[str], text: str) -> list[str]:

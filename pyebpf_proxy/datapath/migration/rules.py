@@ -9,13 +9,15 @@ kubelet still needs them.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 #: kube-proxy creates it in every table it uses, to notice when the rules have been flushed.
 CANARY = "KUBE-PROXY-CANARY"
 #: Called from the built-in chain FORWARD; accepts packets of services.
 FORWARD = "KUBE-FORWARD"
+#: Called from the built-in chain INPUT, in mode iptables and in mode ipvs; they accept health check node ports.
+HEALTH_CHECKS = ("KUBE-NODEPORTS", "KUBE-NODE-PORT")
 #: By table; every table also has the canary, and mangle has only that.
 CHAINS: Mapping[str, frozenset[str]] = {
     "nat": frozenset(
@@ -33,9 +35,8 @@ CHAINS: Mapping[str, frozenset[str]] = {
             "KUBE-SERVICES",
             "KUBE-EXTERNAL-SERVICES",
             FORWARD,
-            "KUBE-NODEPORTS",
+            *HEALTH_CHECKS,
             "KUBE-PROXY-FIREWALL",
-            "KUBE-NODE-PORT",
             "KUBE-SOURCE-RANGES-FIREWALL",
             "KUBE-IPVS-FILTER",
             "KUBE-IPVS-OUT-FILTER",
@@ -64,6 +65,7 @@ COMMENTS = frozenset(
 #: A rule that matches every packet, as iptables-save writes it: it has no match but comments.
 _UNCONDITIONAL = re.compile(r'\S+(?: -m comment --comment (?:"(?:[^"\\]|\\.)*"|[^\s"]+))* (-j|-g) (\S+)')
 _QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"')
+_PORT = re.compile(r" --dport ([0-9]{1,5})(?= )")
 _TARGET = re.compile(r" (?:-j|-g|--jump|--goto) (\S+)")
 _COMMENT = re.compile(r'--comment ("(?:[^"\\]|\\.)*"|\S+)')
 
@@ -79,6 +81,10 @@ class Plan:
     ipvs: bool = False
     #: Whether the built-in chain FORWARD drops by default, so that kube-proxy's accept rules matter.
     forward_drops: bool = False
+    #: Whether the built-in chain INPUT drops by default, and rules that accept health check node ports are removed.
+    input_drops: bool = False
+    #: These ports, as far as the rules name them: mode ipvs has them in an ipset.
+    health_check_ports: list[int] = field(default_factory=list)
     #: Chains that stay because rules of other software need them, one line each.
     kept: list[str] = field(default_factory=list)
 
@@ -147,6 +153,9 @@ def _plan_table(table: _Table, result: Plan, keep_forward: bool) -> str:
         why = "because a rule of another program uses it"
         result.kept.append(f"table {table.name}: chain {chain} stays, {why}: {rule}")
     gone = sorted(doomed - _reached(table, needed, doomed))
+    if table.name == "filter" and (accepts := _health_checks(table, gone, jumps)) and _drops(table, "INPUT"):
+        result.input_drops = True
+        result.health_check_ports += sorted({int(port) for rule in accepts for port in _PORT.findall(_bare(rule))})
     result.chains += len(gone)
     result.jumps += len(jumps)
     result.ipvs |= not IPVS_CHAINS.isdisjoint(gone)
@@ -155,6 +164,12 @@ def _plan_table(table: _Table, result: Plan, keep_forward: bool) -> str:
     lines += [f"-D {rule}" for rule in jumps]
     lines += [f"-X {chain}" for chain in gone]
     return "\n".join([f"*{table.name}", *lines, "COMMIT", ""]) if lines else ""
+
+
+def _health_checks(table: _Table, gone: Collection[str], jumps: Iterable[str]) -> list[str]:
+    """The rules that accept health check node ports and are removed, with their chain and its jump from INPUT."""
+    entered = {_target(rule) for rule in jumps if rule.startswith("INPUT ")}.intersection(gone, HEALTH_CHECKS)
+    return [rule for chain, rule in table.rules if chain in entered and _target(rule) == "ACCEPT"]
 
 
 def _drops(table: _Table, built_in: str) -> bool:
@@ -206,9 +221,14 @@ def _reached(table: _Table, start: Collection[str], within: Collection[str]) -> 
 
 
 def _target(rule: str) -> str:
-    """The target of a rule's jump; empty if none. A comment may contain anything, so quoted text does not count."""
-    found = _TARGET.search(_QUOTED.sub('""', rule))
+    """The target of a rule's jump; empty if none."""
+    found = _TARGET.search(_bare(rule))
     return found.group(1) if found else ""
+
+
+def _bare(rule: str) -> str:
+    """A rule without its quoted text: a comment may contain anything."""
+    return _QUOTED.sub('""', rule)
 
 
 def _comment(rule: str) -> str:

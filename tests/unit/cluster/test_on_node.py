@@ -55,6 +55,16 @@ def test_only_rules_of_services_must_not_stay(
         assert (problems, said) == ([], f"warning: {kept}\n")
 
 
+def test_what_the_firewall_must_accept_is_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The agent's log does not have it if this program has removed the rule."""
+    rules(monkeypatch)
+    monkeypatch.setattr(leftovers, "remove", lambda *_, **__: Report(warnings=["INPUT drops"]))
+    assert on_node.remove_rules() == []
+    assert capsys.readouterr().out == "warning: INPUT drops\n"
+
+
 def test_places_of_a_command_line() -> None:
     words = ["10.96.0.10", "53", "10.96.0.10", "53/UDP", "fd00::a", "443"]
     places = on_node.places_of(words)

@@ -161,6 +161,47 @@ def test_with_forward_policy_drop_kube_proxys_accepts_stay_until_cleanup(policy:
     assert kept.kept == []
 
 
+def accept(port: int) -> str:
+    comment = f'"demo/lb:http --dport {port + 1} health check node port"'
+    return f"-A KUBE-NODEPORTS -p tcp -m comment --comment {comment} -m tcp --dport {port} -j ACCEPT\n"
+
+
+BY_SET = (
+    '-A KUBE-NODE-PORT -m comment --comment "Kubernetes health check node port"'
+    " -m set --match-set KUBE-HEALTH-CHECK-NODE-PORT dst -j ACCEPT\n"
+)
+TO_NODEPORTS = '-A INPUT -m comment --comment "kubernetes health check service ports" -j KUBE-NODEPORTS\n'
+TO_NODE_PORT = '-A INPUT -m comment --comment "kubernetes health check rules" -j KUBE-NODE-PORT\n'
+DROP_ALL = '-A INPUT -m comment --comment "drop all" -j DROP\n'
+
+
+@pytest.mark.parametrize(
+    ("policy", "rules", "ports"),
+    [
+        ("DROP", TO_NODEPORTS + accept(32000), [32000]),
+        ("ACCEPT", TO_NODEPORTS + DROP_ALL + accept(32010) + accept(32000), [32000, 32010]),
+        ("ACCEPT", TO_NODEPORTS + "-A INPUT -g DROPS\n" + accept(32000), [32000]),
+        ("DROP", TO_NODE_PORT + BY_SET, []),
+        ("ACCEPT", TO_NODEPORTS + accept(32000), None),
+        ("DROP", TO_NODEPORTS, None),
+        ("DROP", TO_NODEPORTS.replace("INPUT", "FORWARD") + accept(32000), None),
+        # The rules stay, because another program's rule leads to them.
+        ("DROP", TO_NODEPORTS + "-A INPUT -j KUBE-NODEPORTS\n" + accept(32000), None),
+        ("DROP", TO_NODEPORTS + "-A KUBE-NODEPORTS -p tcp -j RETURN\n", None),
+    ],
+)
+def test_health_check_node_ports_are_named_where_input_drops(policy: str, rules: str, ports: list[int] | None) -> None:
+    chains = ":KUBE-NODEPORTS - [0:0]\n:KUBE-NODE-PORT - [0:0]\n"
+    planned = plan(f"*filter\n:INPUT {policy} [0:0]\n:FORWARD ACCEPT [0:0]\n{chains}{CHAINS}{rules}COMMIT\n")
+    assert planned.input_drops is (ports is not None)
+    assert planned.health_check_ports == (ports or [])
+
+
+def test_the_ports_of_nodeports_in_other_tables_are_no_health_checks() -> None:
+    rules = TO_NODEPORTS + accept(32000)
+    assert not plan(f"*nat\n:INPUT DROP [0:0]\n:KUBE-NODEPORTS - [0:0]\n{rules}COMMIT\n").input_drops
+
+
 def test_virtual_servers_in_excluded_ranges_stay() -> None:
     cidrs = [cidr for text in ("10.50.0.0/16", "fd00:50::/64") if (cidr := parse_cidr(text))]
     servers = {
