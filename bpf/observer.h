@@ -231,7 +231,7 @@ static __noinline int grant_permit(struct __sk_buff *skb, const struct packet *p
 	__builtin_memcpy(&client, h->key.source, 16);
 	__builtin_memcpy(&endpoint, h->endpoint, 16);
 	permit_key_of(&d->permit_key, h->device, &client, &endpoint, h->endpoint_port, p->protocol, p->ipv6,
-		      client_hash(&h->key, true), h->masquerade);
+		      frontend_hash(&h->key, true), h->masquerade);
 	known = bpf_map_lookup_elem(&permits, &d->permit_key);
 	if (!known && !was_seen_recently(&d->permit_key, now))
 		return 0;
@@ -323,7 +323,7 @@ static __noinline int complete_permit(struct __sk_buff *skb, const struct packet
 		return 0;
 	__builtin_memcpy(&endpoint, h->key.source, 16);
 	permit_key_of(&d->permit_key, skb->ifindex, &p->destination, &endpoint, h->key.source_port, p->protocol,
-		      p->ipv6, client_hash((const struct flow_key *)p, false), masqueraded);
+		      p->ipv6, frontend_hash((const struct flow_key *)p, false), masqueraded);
 	permit = bpf_map_lookup_elem(&permits, &d->permit_key);
 	if (!permit)
 		return 0;

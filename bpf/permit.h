@@ -7,10 +7,25 @@
 
 #define PERMIT_NS NANOSECONDS
 
-/* `frontend`: client_hash() of the end of a packet that has its address. */
+/*
+ * A hash of the address and port of a frontend: the destination of `key`, or its source (not `reply`).  The seeds are
+ * secret.  Otherwise a tenant could choose an address and port with the hash of another frontend, and its flows would
+ * give permits for that one, which a rule may deny.
+ */
+static __always_inline __u32 frontend_hash(const struct flow_key *key, bool reply)
+{
+	const __u64 *w = (const void *)(reply ? key->destination : key->source);
+	__u64 hash = client_hash(key, reply) * settings.permit_seed;
+
+	if (key->ipv6)
+		hash += w[1] * settings.permit_seed6;
+	return hash >> 32;
+}
+
+/* `frontend`: frontend_hash() of the end of a packet that has its address. */
 static __always_inline void permit_key_of(struct permit_key *key, __u32 device, const union address *client,
 					  const union address *endpoint, __u16 port, enum protocol protocol,
-					  bool ipv6, __u64 frontend, bool masquerade)
+					  bool ipv6, __u32 frontend, bool masquerade)
 {
 	__builtin_memset(key, 0, sizeof(*key));
 	key->device = device;
@@ -19,7 +34,7 @@ static __always_inline void permit_key_of(struct permit_key *key, __u32 device, 
 	key->port = port;
 	key->protocol = protocol;
 	key->ipv6 = ipv6;
-	key->frontend = (frontend >> 32 & ~1ULL) | masquerade;
+	key->frontend = (frontend & ~1U) | masquerade;
 }
 
 static __always_inline bool is_same_link(const struct link *a, const struct link *b)

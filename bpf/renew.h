@@ -35,7 +35,7 @@ __noinline int has_permit(const struct packet *p, const struct flow_rewrite *the
 		return 0;
 	now = flow_clock();
 	permit_key_of(&d->permit_key, there->device_in, (const void *)there->source, (const void *)there->destination,
-		      there->destination_port, UDP, p->ipv6, client_hash((const struct flow_key *)p, true), false);
+		      there->destination_port, UDP, p->ipv6, frontend_hash((const struct flow_key *)p, true), false);
 	return !why_not_young(p, state, now) && !read_permit(d, state, now) &&
 	       is_same_link(&there->out, &d->permit.out) && is_same_link(&reply->out, &d->permit.back) &&
 	       same_mac(there->mac_in, d->permit.back.mac_from) && reply->device_in == d->permit.device_back &&

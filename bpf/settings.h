@@ -37,6 +37,8 @@ enum loopback_node_ports {
 
 struct settings {
 	__u64 netns_cookie;		/* sockets of this network namespace are served */
+	__u64 permit_seed;		/* random and odd: nobody can choose frontends with the same hash (permit.h) */
+	__u64 permit_seed6;		/* the same, for the second half of an IPv6 address */
 	__u32 masquerade_mark;		/* one bit */
 	__u32 flow_quota;		/* how many young flows one device may have open at a time */
 	__u32 udp_seconds;		/* conntrack's timeouts: of a UDP flow without replies, */
@@ -67,6 +69,7 @@ struct settings {
 };
 
 const volatile struct settings settings SEC(".rodata") = {
+	.permit_seed = 1,
 	.masquerade_mark = 0x4000,
 	.flow_quota = 8192,
 	.udp_seconds = 30,

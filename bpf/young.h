@@ -456,7 +456,7 @@ __noinline int open_young(struct context *ctx, const struct packet *p, const str
 		return STACK_NOT_PLAIN;
 	device = receiving_device(ctx);
 	permit_key_of(&d->permit_key, device, &p->source, &b->address, b->port, p->protocol, p->ipv6,
-		      client_hash((const struct flow_key *)p, true), e->masquerade);
+		      frontend_hash((const struct flow_key *)p, true), e->masquerade);
 	reason = read_permit(d, state, now);
 	if (reason)
 		return reason;

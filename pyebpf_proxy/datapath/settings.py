@@ -61,6 +61,8 @@ def settings(effective: Effective, facts: NodeFacts) -> Settings:
     cidr6, mask6 = _packed(cidrs, IPFamily.IPV6)
     return Settings(
         netns_cookie=netns_cookie(),
+        permit_seed=secrets.randbits(64) | 1,
+        permit_seed6=secrets.randbits(64) | 1,
         masquerade_mark=effective.masquerade_mark,
         masquerade_all=effective.masquerade_all,
         fast_path=bool(effective.fast_path),

@@ -115,7 +115,7 @@ class Paths:
             len(packet.source) == 16,
             packet.source.ljust(16, b"\0"),
             backend.address.ljust(16, b"\0"),
-            frontend_hash(packet.destination, packet.destination_port) | masquerade,
+            frontend_hash(packet.destination, packet.destination_port, *self._seeds) | masquerade,
         )
         value = maps.map("permits").lookup(key)
         if value is None:
@@ -140,11 +140,18 @@ class Paths:
         return Path("fast", "", f"the permit of this pair is valid for {left:.1f} s", snat)
 
 
-def frontend_hash(address: bytes, port: int) -> int:
+    @property
+    def _seeds(self) -> tuple[int, int]:
+        # Programs of an earlier version have none.
+        return self._settings.get("permit_seed", 1), self._settings.get("permit_seed6", 0)
+
+
+def frontend_hash(address: bytes, port: int, seed: int = 1, seed6: int = 0) -> int:
     """What the key of a permit has of a frontend (``permit_key_of`` of bpf/permit.h)."""
     first, second = struct.unpack("=QQ", address.ljust(16, b"\0"))
     mixed: int = first ^ port << 40 ^ second << 7 & _U64 ^ second >> 57
-    return ((mixed ^ mixed >> 32) * 0x9E3779B97F4A7C15 & _U64) >> 32 & ~1
+    client = (mixed ^ mixed >> 32) * 0x9E3779B97F4A7C15 & _U64
+    return (client * seed + second * seed6 & _U64) >> 32 & ~1
 
 
 def _slow(reason: str, why: str = "") -> Path:

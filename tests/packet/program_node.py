@@ -204,6 +204,7 @@ class ProgramNode:
     def load(self, **settings: Any) -> Object:
         """Load the programs with these settings added to the world's; only the node's maps have entries."""
         values: dict[str, Any] = {
+            "permit_seed": 1,
             "masquerade_mark": MARK,
             "flow_quota": 16384,
             "udp_seconds": 30,

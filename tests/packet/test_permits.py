@@ -3,10 +3,14 @@
 
 from __future__ import annotations
 
+import secrets
+import sys
 from collections.abc import Callable, Iterator
+from ipaddress import ip_address
 
 import pytest
 
+from pyebpf_proxy.see.paths import frontend_hash
 from tests.packet.fast_node import (
     NEW,
     REDIRECT,
@@ -291,6 +295,36 @@ def test_a_permit_is_for_its_frontend_alone(fast: ProgramNode, what: str) -> Non
     assert refused(fast, other) == {"NEW_FLOW_NETFILTER": 1, "SLOW_NO_PERMIT": 1}
     other.permit()
     other.open_young()
+
+
+def test_the_hash_of_a_frontend_has_secret_seeds(node: ProgramNode) -> None:
+    """Programs and ``explain`` agree on it."""
+    seeds = 0x7E15F0C3A2B94D61, 0xC4D1900E77A35B2F
+    with one_cpu():
+        fast = fast_node(node, permit_seed=seeds[0], permit_seed6=seeds[1])
+        Flow(fast).permit()
+        ((key, _),) = permits(fast)
+    assert key["frontend"] == frontend_hash(fast.packed("cluster_ip"), 80, *seeds)
+    assert key["frontend"] != frontend_hash(fast.packed("cluster_ip"), 80)
+
+
+@pytest.mark.parametrize(
+    ("frontend", "chosen"),
+    [
+        (("10.96.0.25", 7007), ("130.193.20.172", 13603)),
+        (("fd00:10:96::25", 7007), ("fd00:10:196::25", 7007)),
+    ],
+)
+def test_nobody_can_choose_a_frontend_with_the_same_hash(frontend: tuple[str, int], chosen: tuple[str, int]) -> None:
+    """A tenant's flows would give permits for a frontend that a rule denies. Without the seeds, these two are equal."""
+    (first, port), (second, other) = ((ip_address(address).packed, port) for address, port in (frontend, chosen))
+    if len(first) == 16:  # any address of which the two halves give the same
+        low, high = (int.from_bytes(first[at : at + 8], sys.byteorder) for at in (0, 8))
+        high ^= 1 << 57
+        second, other = (low ^ 1).to_bytes(8, sys.byteorder) + high.to_bytes(8, sys.byteorder), port
+    assert frontend_hash(first, port) == frontend_hash(second, other)
+    pairs = [(secrets.randbits(64) | 1, secrets.randbits(64) | 1) for _ in range(1000)]
+    assert not [seeds for seeds in pairs if frontend_hash(first, port, *seeds) == frontend_hash(second, other, *seeds)]
 
 
 def test_a_permit_is_for_its_protocol_alone(fast: ProgramNode) -> None:

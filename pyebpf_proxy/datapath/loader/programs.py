@@ -42,6 +42,9 @@ class Settings:
     """``struct settings`` of bpf/settings.h, by the same names; addresses and masks packed."""
 
     netns_cookie: int
+    #: Random and odd. These values leave the hash of a permit as it is.
+    permit_seed: int = 1
+    permit_seed6: int = 0
     masquerade_mark: int = 0x4000
     #: Source ports of masqueraded flows of the fast path; 0 and 0: none.
     snat_port_min: int = 0

@@ -180,3 +180,12 @@ def pods_devices(mode: str, detect_local_mode: str, section: DetectLocal) -> set
     links = {index: Link(index, name, ARPHRD_ETHER) for index, name in enumerate(("pod1", "pod+1", "pod*1", "eth0"), 2)}
     devices = plan(State(links), node_config(found, NodeFacts())).devices
     return {links[index].name for index, device in devices.items() if device.pod_source}
+
+
+def test_the_seeds_of_permits_differ_at_each_start() -> None:
+    """A tenant who knew them could choose an address whose flows give permits for a frontend of another."""
+    config = with_platform_defaults(with_defaults(KubeProxyConfiguration()))
+    found = [settings(effective(config, parse([])), NodeFacts()) for _ in range(2)]
+    seeds = [seed for each in found for seed in (each.permit_seed, each.permit_seed6)]
+    assert len(set(seeds)) == 4
+    assert all(seed & 1 and seed >> 32 for seed in seeds)
