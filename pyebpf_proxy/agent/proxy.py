@@ -240,9 +240,10 @@ class Proxy:
         problems_now = len(problems) + self._planner.lost
         self._metrics.synced(end - begin, ok, full, problems_now, self._backlog.slices() if self._backlog else ())
         self._schedule.finished(end, ok)
+        self._backlog.took(end - begin)
         if ok and self._backlog:
             self._metrics.queued()
-            self._schedule.resume(end + LISTEN_SECONDS)
+            self._schedule.resume(self._backlog.due(end + LISTEN_SECONDS))
         if self._once:
             self._stop.set()
             return
@@ -253,7 +254,9 @@ class Proxy:
     def _program(self, full: bool) -> Collection[str]:
         delta: dict[ServicePortName, ServicePort | None] = {}
         for changes in self._backlog.portions():
-            delta.update(self._planner.update(changes))
+            planned = self._planner.update(changes)
+            self._backlog.planned(planned)
+            delta.update(planned)
         self._metrics.planned(delta)
         unapplied = self._apply_facts()
         if full:

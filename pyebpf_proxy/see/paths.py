@@ -139,7 +139,6 @@ class Paths:
         snat = snat[: len(packet.source)] if masquerade else b""
         return Path("fast", "", f"the permit of this pair is valid for {left:.1f} s", snat)
 
-
     @property
     def _seeds(self) -> tuple[int, int]:
         # Programs of an earlier version have none.
@@ -151,7 +150,8 @@ def frontend_hash(address: bytes, port: int, seed: int = 1, seed6: int = 0) -> i
     first, second = struct.unpack("=QQ", address.ljust(16, b"\0"))
     mixed: int = first ^ port << 40 ^ second << 7 & _U64 ^ second >> 57
     client = (mixed ^ mixed >> 32) * 0x9E3779B97F4A7C15 & _U64
-    return (client * seed + second * seed6 & _U64) >> 32 & ~1
+    hashed: int = (client * seed + second * seed6 & _U64) >> 32 & ~1
+    return hashed
 
 
 def _slow(reason: str, why: str = "") -> Path:

@@ -5,10 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import msgspec
 import pytest
 
-from pyebpf_proxy.agent.backlog import FIRST, MOST, NAMESPACE_SECONDS, Backlog
+from pyebpf_proxy.agent.backlog import FIRST, LONG_SECONDS, MOST, NAMESPACE_SECONDS, Backlog
+from pyebpf_proxy.kube.objects import EndpointSlice, Service
 from pyebpf_proxy.kube.source import Change, Kind
+from pyebpf_proxy.services.model import Endpoint, IPFamily, Protocol, ServicePort, ServicePortName
 
 
 class Costs:
@@ -54,6 +57,83 @@ def test_a_cheap_beginning_does_not_admit_all_the_rest_at_once() -> None:
     assert sizes[:3] == [FIRST, 2 * FIRST, 4 * FIRST]
     assert max(sizes) == MOST
     assert sum(sizes) == 10_000
+
+
+@pytest.mark.parametrize("endpoints", [0, 1000])
+def test_changes_that_take_long_to_write_leave_time_for_others(endpoints: int) -> None:
+    """They are planned in no time."""
+    costs = Costs(0.0)
+    costs.put("tenant", 100)
+    costs.put("victim", 1)
+    cluster = tuple(Endpoint(number.to_bytes(4, "big"), 80, False) for number in range(endpoints))
+    names = [ServicePortName("tenant", "s", str(port), Protocol.TCP, IPFamily.IPV4) for port in range(1024)]
+    planned: list[Change] = []
+    for portion in costs.backlog.portions():
+        planned += portion
+        costs.backlog.planned({name: ServicePort(name, (), cluster) for name in names * len(portion)})
+    tenants = sum(change.namespace == "tenant" for change in planned)
+    assert tenants == (FIRST if endpoints else FIRST + 2 * FIRST)
+    assert planned[-1].namespace == "victim"
+    assert sum(change.namespace == "tenant" for change in costs.sync()) == 100 - tenants, "nothing was written"
+
+
+def test_a_namespace_that_took_long_waits_for_as_long() -> None:
+    costs = Costs(0.0)
+    backlog = costs.backlog
+    cluster = tuple(Endpoint(number.to_bytes(4, "big"), 80, False) for number in range(9900))
+
+    def sync(seconds: float) -> list[str]:
+        planned = []
+        for portion in backlog.portions():
+            planned += [change.namespace for change in portion]
+            for change in portion:
+                name = ServicePortName(change.namespace, change.name, "", Protocol.TCP, IPFamily.IPV4)
+                backlog.planned({name: ServicePort(name, (), cluster if change.namespace == "tenant" else ())})
+        costs.now += seconds
+        backlog.took(seconds)
+        return planned
+
+    costs.put("tenant", 1)
+    costs.put("victim", 1)
+    costs.put("", 1, "Node")
+    assert sync(1.0) == ["", "tenant", "victim"]
+    costs.put("tenant", 1)
+    assert backlog.due(costs.now) == pytest.approx(2.0, abs=0.01)
+    costs.put("victim", 1)
+    assert backlog.due(costs.now) == 1.0, "the victim does not wait"
+    assert sync(0.1) == ["victim"]
+    assert sync(0.85) == []
+    assert backlog, "nothing is lost"
+    costs.now += 0.05
+    assert sync(LONG_SECONDS) == ["tenant"]
+    costs.put("tenant", 1)
+    assert sync(0.1) == ["tenant"], "it did not take long"
+
+
+@pytest.mark.parametrize(
+    ("kind", "ports", "endpoints", "most"),
+    [
+        ("Service", 1, 0, MOST),
+        ("Service", 1024, 0, 1),
+        ("EndpointSlice", 1, 1000, MOST),
+        ("EndpointSlice", 100, 1000, 1),
+    ],
+)
+def test_a_portion_has_few_changes_that_may_be_large(kind: Kind, ports: int, endpoints: int, most: int) -> None:
+    costs = Costs(0.0)
+    document = (
+        {"spec": {"ports": [{"port": port} for port in range(1, ports + 1)]}}
+        if kind == "Service"
+        else {
+            "addressType": "IPv4",
+            "ports": [{"port": port} for port in range(1, ports + 1)],
+            "endpoints": [{"addresses": ["192.0.2.1"]}] * endpoints,
+        }
+    )
+    made = msgspec.convert(document, Service if kind == "Service" else EndpointSlice)
+    for number in range(50):
+        costs.backlog.put(Change(kind, "tenant", f"s{number}", made))
+    assert max(len(portion) for portion in costs.backlog.portions()) == most
 
 
 def test_a_change_that_waits_is_replaced_by_a_later_one_of_the_object() -> None:

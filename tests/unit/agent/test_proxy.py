@@ -462,7 +462,7 @@ def test_of_many_updates_of_one_object_only_the_last_is_planned(agent: RecordedA
         await until(lambda: bool(agent.applied()))
 
     agent.run(play, settings())
-    (planned,) = [update for update in agent.planner.updates if update]
+    planned = [each for update in agent.planner.updates for each in update]
     assert [each.name for each in planned] == ["b", "c"]
     assert planned[0] is many[-1]
 
