@@ -2,9 +2,9 @@
 """The changes that are not planned yet, and how much of them one sync plans.
 
 A tenant may change all Services of a namespace again and again: the most expensive ones take seconds, to plan and to
-write. So a sync plans changes of one namespace only for a limited time, and up to a number of map entries. The rest of
-them is planned by the next sync, which also has what others have changed meanwhile. One object alone may cost more. Then
-the namespace waits for as long as it took, and others' changes come first.
+write. So a sync plans changes of one namespace only for a limited time, and up to a number of map entries. The next
+sync plans the rest, and what others have changed meanwhile. One object alone may cost more. Then the namespace waits
+for as long as it took, and others' changes come first.
 """
 
 from __future__ import annotations

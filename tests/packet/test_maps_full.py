@@ -18,6 +18,8 @@ from pyebpf_proxy.kube.source import Change
 from pyebpf_proxy.services.model import (
     FrontendKind,
     Protocol,
+    ServicePort,
+    ServicePortName,
     SourceRange,
 )
 from pyebpf_proxy.services.planner import Planner, PlanSettings
@@ -55,7 +57,7 @@ def test_a_full_backend_map_affects_only_services_that_do_not_fit(loaded: Loaded
         {small: grown, more: service(more, ("10.96.0.3",), "10.1.0.9:80", frontends=(frontend("10.96.0.3"),))}
     )
     assert problem.name == small
-    assert problem.text == f"map backends4 is full ({size - 1} of {size} entries used, 2 needed)"
+    assert problem.text == f"map backends4 is full ({size} of {size} entries used, 2 needed)"
     served = logical(loaded, complete=True)
     assert served["shop/small:http/TCP/IPv4"]["cluster"] == ["10.1.0.1:80 remote"], (
         "the last complete version stays active"
@@ -119,6 +121,25 @@ def test_s2_one_namespace_leaves_room_for_the_node_ports_of_others(loaded: Loade
     assert writer.apply(planner.update(others)) == []
     served = logical(loaded, complete=True)
     assert all(len(served[f"other/o{i}:/TCP/IPv4"]["frontends"]) == 2 for i in range(few))
+
+
+def test_others_fit_though_a_tenant_exchanges_all_of_its_addresses(loaded: Loaded, writer: Writer) -> None:
+    """In the round the old and the new addresses count. The tenant is in the order of names, and so first."""
+    size = SIZES["frontends4"]
+    big, small = name_of("a-big"), name_of("small")
+
+    def plan(name: ServicePortName, cluster_ip: str, others: Iterable[str]) -> ServicePort:
+        external = tuple(frontend(address, kind=FrontendKind.LOAD_BALANCER) for address in others)
+        return service(name, (), "10.0.0.2:80", frontends=(frontend(cluster_ip), *external))
+
+    def addresses(network: int) -> list[str]:
+        return [f"10.{network}.{number >> 8}.{number & 255}" for number in range(size // 2 - 33)]
+
+    before = {big: plan(big, "10.96.0.1", addresses(200)), small: plan(small, "10.96.0.2", ())}
+    assert writer.apply(before) == []
+    writer.apply({big: plan(big, "10.96.0.1", addresses(201)), small: plan(small, "10.96.0.2", ("203.0.113.7",))})
+    assert small not in writer.problems
+    assert "203.0.113.7:80/TCP" in logical(loaded, complete=True)["shop/small:http/TCP/IPv4"]["frontends"]
 
 
 def test_short_free_ranges_do_not_keep_a_long_list_out(loaded: Loaded, writer: Writer) -> None:

@@ -183,7 +183,9 @@ class Writer:
         with self._changing(delta), without_cycle_search():
             if self._mirror.records:
                 known = (*self._mirror.records, *self._pending) if complete else ()
-                self._apply(with_removals(delta, known))
+                todo = with_removals(delta, known)
+                # A change needs room for its old and its new entries. One with thousands must not take that of others.
+                self._apply(dict(sorted(todo.items(), key=lambda each: _size(each[1]))))
             else:
                 # In parts, to save memory. The maps are empty, so no service port can take over another's addresses.
                 names = list(delta)
@@ -522,6 +524,10 @@ class Writer:
     def _delete(self, name: str, keys: list[bytes]) -> None:
         if keys:
             self._maps[name].delete_batch(b"".join(keys))
+
+
+def _size(plan: ServicePort | None) -> int:
+    return 0 if plan is None else len(plan.frontends) + len(plan.source_ranges) + len(plan.cluster) + len(plan.local)
 
 
 def _refusal(name: str, error: BpfError) -> str:
