@@ -287,6 +287,35 @@ def test_a_removed_service_port_leaves_nothing(loaded: Loaded, writer: Writer) -
     assert {name: used for name, (used, _) in writer.fill().items() if used} == {}
 
 
+@pytest.mark.parametrize("taker", ["existing", "new"])
+def test_an_address_that_moves_never_leads_to_the_new_endpoints_of_its_former_service(
+    loaded: Loaded, writer: Writer, taker: str
+) -> None:
+    """Both Services get other endpoints in the same update, as no version of the objects says."""
+    blue, green = name_of("blue"), name_of("green")
+    before = {blue: service(blue, ("10.96.0.1", "203.0.113.1"), "10.0.0.1:80")}
+    if taker == "existing":
+        before[green] = service(green, ("10.96.0.2",), "10.0.0.2:80")
+    writer.apply(before)
+    del writer
+    seen: set[str] = set()
+
+    def look(_: object) -> None:
+        for entry in logical(loaded).values():
+            if "203.0.113.1:80/TCP" in entry["frontends"]:
+                seen.update(entry["cluster"])
+
+    moving = watch(loaded, look)
+    moving.apply(
+        {
+            blue: service(blue, ("10.96.0.1",), "10.0.0.11:80"),
+            green: service(green, ("10.96.0.2", "203.0.113.1"), "10.0.0.12:80"),
+        }
+    )
+    look(None)
+    assert seen == {"10.0.0.1:80 remote", "10.0.0.12:80 remote"}
+
+
 def test_a_moved_address_is_never_without_a_service(loaded: Loaded, writer: Writer) -> None:
     old, new = name_of("old"), name_of("new")
     writer.apply({old: service(old, ("10.96.0.1",), "10.0.0.1:80")})

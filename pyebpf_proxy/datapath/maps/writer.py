@@ -6,8 +6,10 @@ Order of a round (each step in batches, over all service ports of the round):
 1. write names, backends, endpoints, slots, source ranges, configurations: nothing refers to them yet;
 2. delete old frontends of service ports with a new configuration: no old address may lead to it;
 3. ``services[id]`` = the new configuration's id, one aligned store each;
-4. write new frontends, then delete the other old ones (a port that moves to another service is always served), then
-   set removed services to 0;
+4. write new frontends; steps 3 and 4 come last for service ports that another one takes an address over from, so that
+   the address never leads to their new endpoints. Only if two exchange addresses, it may for a moment;
+   then delete the other old frontends (a port that moves to another service is always served), and set removed services
+   to 0;
 5. after a grace period, delete entries without references.
 
 After a kill at any point, the next start finds entries without references (``adopt.py``).
@@ -317,11 +319,12 @@ class Writer:
         self._memory.changing(done)
         # A program that sees a new configuration must not see the former content of its slots.
         ordering.publish()
-        for change in done:
-            if change.new is not None and change.config_changed:
-                self._flip(change.new.id, change.new.config_id)
-        for family, concerned in by_family:
-            self._put_frontends(concerned, family)
+        for part in _givers_last(done):
+            for change in part:
+                if change.new is not None and change.config_changed:
+                    self._flip(change.new.id, change.new.config_id)
+            for family in IPFamily:
+                self._put_frontends([c for c in part if c.name.family is family], family)
         for family, concerned in by_family:
             self._delete_frontends([c for c in concerned if not c.config_changed], family)
             self._delete_serving(concerned, family)
@@ -524,6 +527,19 @@ class Writer:
     def _delete(self, name: str, keys: list[bytes]) -> None:
         if keys:
             self._maps[name].delete_batch(b"".join(keys))
+
+
+def _givers_last(changes: list[Change]) -> list[list[Change]]:
+    """The changes in two parts, if one takes over an address from another: it must have it before the other one flips.
+
+    Otherwise the address would lead to the other one's new endpoints for a moment.
+    """
+    owners = {owner for change in changes for _, owner in change.claims}
+    givers = [each for each in changes if each.config_changed and each.old is not None and each.old.id in owners]
+    if not givers:
+        return [changes]
+    ids = {id(each) for each in givers}
+    return [[each for each in changes if id(each) not in ids], givers]
 
 
 def _size(plan: ServicePort | None) -> int:
