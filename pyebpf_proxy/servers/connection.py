@@ -71,6 +71,9 @@ class Connection(asyncio.Protocol):
         self._head_bytes = 0  # memory of the current request's header
         self._kept = 0
         self._resting = False
+        # Charged with the first answer, or at the end. If it were charged at once, new connections could use up all of
+        # a source's share, and none of them would be answered.
+        self._owed = CONNECTION_SECONDS
         self._ended = False
         self._writing = True
         self._scheduled = False
@@ -83,7 +86,7 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.source.count(1)
-        self._sources.charge(self.source, CONNECTION_SECONDS, self._loop.time())
+        self._sources.charge_all(self.source, CONNECTION_SECONDS, self._loop.time())
         self._transport = cast(asyncio.Transport, transport)
         self._transport.set_write_buffer_limits(WRITE_BUFFER)
         self._siblings.add(self)
@@ -91,6 +94,8 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self.source.count(-1)
+        self.source.waiting.pop(self, None)
+        self._charge_connection()
         self._keep(0)
         self._buffer.clear()
         self._siblings.discard(self)
@@ -158,30 +163,36 @@ class Connection(asyncio.Protocol):
             self._kept > SMALL_BYTES and self._pool.kept > self._pool.kept_bytes
         )
 
+    def _charge_connection(self) -> None:
+        if self._owed:
+            self.source.charge(self._owed, self._loop.time())
+            self._owed = 0.0
+
     def _must_wait(self) -> bool:
         """Whether the source has used up its share. Then the connection waits, and reads and answers nothing."""
-        if not self._resting and (seconds := self.source.rest(self._loop.time())) > 0:
+        if not self._resting and (self.source.waiting or self.source.rest(self._loop.time()) > 0):
             self._resting = True
             self._transport.pause_reading()
-            self._loop.call_later(seconds, self._wait_ended)
+            self.source.wait(self, self._loop)
         return self._resting
 
-    def _wait_ended(self) -> None:
+    def go_on(self) -> None:
+        """The wait has ended."""
         self._resting = False
         if self._transport.is_closing():
             return
-        self._turn()
+        self._turn(waited=True)
         if not self._resting and self._writing and not self._refused:
             self._transport.resume_reading()
 
     # ---- requests ----------------------------------------------------------------------------------------------
 
-    def _turn(self) -> None:
-        """Answer the complete requests, a few at a time."""
+    def _turn(self, waited: bool = False) -> None:
+        """Answer the complete requests, a few at a time. ``waited``: it is this connection's turn."""
         self._scheduled = False
         if self._refused or not self._writing or self._transport.is_closing():
             return
-        if self._must_wait():
+        if not waited and self._must_wait():
             # Data that was read before the pause also counts.
             self._keep_all()
             if self._too_much():
@@ -190,6 +201,7 @@ class Connection(asyncio.Protocol):
         before = time.thread_time()
         more = self._answer_some(before + TURN_SECONDS)
         self._sources.charge(self.source, time.thread_time() - before, self._loop.time())
+        self._charge_connection()
         if more and not self._scheduled:
             self._scheduled = True
             self._loop.call_soon(self._turn)

@@ -29,11 +29,11 @@ SWEEP_SECONDS = 1.0
 BACKLOG = 1024
 #: How many new connections are accepted before existing ones are served.
 ACCEPTS = 32
-#: If a source has its maximum of connections and must wait longer than this (seconds), new ones are refused. If it must
-#: wait less, a new connection is accepted and waits: a refused client would retry at once.
-MOST_DEBT = 0.5
-#: If it must wait longer than this, they are refused, however few it has: it may close each at once.
+#: If a source must wait longer than this (seconds), new connections are refused, however few it has: it may close each
+#: at once. If it must wait less, a new connection waits too: a refused client would retry at once.
 MOST_REST = 3.0
+#: The same for an address of an IPv6 /64 network: what it owes delays the others of the network.
+MOST_REST_IN_NETWORK = 0.1
 #: The share of a CPU for refusing connections, and the longest wait because of it (seconds).
 REFUSALS = 0.15
 REFUSAL_WAIT = 0.005
@@ -122,8 +122,7 @@ class Open:
                 accepted.close()  # the peer has closed it already
                 continue
             now = self._loop.time()
-            full = not source.own and source.whole.connections >= self._pool.most_of(source)
-            if not local and source.rest(now) > (MOST_DEBT if full else MOST_REST):
+            if not local and self._is_refused(source, now):
                 accepted.close()
                 self._refused_until = max(self._refused_until, now) + REFUSAL_SECONDS / REFUSALS
                 continue
@@ -137,6 +136,15 @@ class Open:
             self._refused_until = 0.0
             self._loop.remove_reader(self._listener)
             self._loop.call_later(REFUSAL_WAIT, self._again)
+
+    def _is_refused(self, source: Source, now: float) -> bool:
+        """Whether a source uses so much that a new connection of it is refused."""
+        rest = source.rest(now)
+        if rest > MOST_REST or (source.network is not None and source.own_rest(now) > MOST_REST_IN_NETWORK):
+            return True
+        full = not source.own and source.whole.connections >= self._pool.most_of(source)
+        # Another one of the source would be closed for it, perhaps just before it is answered.
+        return full and (rest > 0 or bool(source.waiting))
 
     def _source(self, accepted: socket.socket) -> Source:
         if accepted.family == socket.AF_UNIX:

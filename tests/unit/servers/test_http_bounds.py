@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import http.client
 import socket
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from pyebpf_proxy.servers import connection
+from pyebpf_proxy.servers import connection, server
 from pyebpf_proxy.servers import http as bounds
 from pyebpf_proxy.servers.connection import CHUNKS, SMALL_BYTES, Connection
 from pyebpf_proxy.servers.http import Pool, Request, Response, Source, Sources, is_own
@@ -85,6 +86,22 @@ def test_a_source_has_a_share_of_a_pool_and_the_node_is_closed_last() -> None:
     assert len(pool) == 8
 
 
+def flood(sources: Sources, begin: float, seconds: float, **demands: float) -> dict[str, float]:
+    """What each source gets: CPUs. It sends requests of a millisecond, so many that they would take ``demands``."""
+    peers = {name: sources.of(f"10.0.0.{number}", "10.1.0.1") for number, name in enumerate(demands)}
+    used, left = dict.fromkeys(demands, 0.0), dict.fromkeys(demands, 0.0)
+    step, now = 0.001, begin
+    while now < begin + seconds:
+        for name, source in peers.items():
+            left[name] += demands[name] * step
+            if left[name] >= 0.001 and source.rest(now) == 0:
+                left[name] -= 0.001
+                used[name] += 0.001
+                sources.charge(source, 0.001, now)
+        now += step
+    return {name: value / seconds for name, value in used.items()}
+
+
 def test_a_source_gets_only_its_share_of_cpu_time() -> None:
     sources = Sources(share=0.25, burst=0.05)
     flood, probe = sources.of("10.0.0.1", "10.0.0.9"), sources.of("10.0.0.2", "10.0.0.9")
@@ -95,13 +112,33 @@ def test_a_source_gets_only_its_share_of_cpu_time() -> None:
         sources.charge(flood, step, now)
         assert probe.rest(now) == 0
         now += flood.rest(now)
-    assert used / now == pytest.approx(0.25 / bounds.LEAST_SOURCES, rel=0.05)
+    assert used / now == pytest.approx(0.25, rel=0.05)
     # A client with few requests never waits.
     for number in range(1000):
         sources.charge(probe, 0.002, now + number * 0.1)
         assert probe.rest(now + number * 0.1) < 0.02
     sources.forget(now + 1000)
     assert len(sources) == 0
+
+
+def test_sources_that_compete_have_equal_parts_and_what_one_leaves_is_for_the_others() -> None:
+    got = flood(Sources(), 1000.0, 60.0, load_balancer=0.06, kubelet=0.001, one=1.0, other=1.0)
+    assert got["kubelet"] == pytest.approx(0.001, rel=0.05)
+    for name in ("load_balancer", "one", "other"):
+        assert got[name] == pytest.approx((0.15 - 0.001) / 3, rel=0.03)
+    got = flood(Sources(), 1000.0, 60.0, load_balancer=0.06, one=1.0)
+    assert got["load_balancer"] == pytest.approx(0.06, rel=0.03)
+    assert got["one"] == pytest.approx(0.09, rel=0.03)
+
+
+def test_a_source_that_comes_during_a_flood_has_its_part_at_once() -> None:
+    sources = Sources()
+    flood(sources, 1000.0, 60.0, **{f"flood{number}": 1.0 for number in range(8)})
+    ninth = sources.of("10.0.1.1", "10.1.0.1")
+    for number in range(25):
+        now = 1060 + number * 0.04
+        assert ninth.rest(now) == 0
+        sources.charge(ninth, 0.0006, now)
 
 
 def test_all_sources_together_get_only_one_share() -> None:
@@ -137,9 +174,9 @@ def test_ever_new_sources_delay_a_scrape_only_so_long(peer: str) -> None:
     sources = Sources()
     prometheus = sources.of(peer, "2001:db8::1")
     now = 1000.0
-    for number in range(1500):
-        sources.of(f"2001:db8:{number:x}::1", "2001:db8::1")
     for _ in range(3):
+        for number in range(1500):
+            sources.charge(sources.of(f"2001:db8:{number:x}::1", "2001:db8::1"), 0.005, now)
         sources.charge(prometheus, 0.03, now)
         assert 3 < prometheus.rest(now) <= bounds.MOST_WAIT
         now += 15.0
@@ -190,7 +227,7 @@ def test_an_ipv6_host_has_one_share_for_all_its_addresses() -> None:
         now += 0.0001 + source.whole.rest(now)
         if number % 100 == 0:
             sources.forget(now)
-    assert used / now == pytest.approx(bounds.SHARE / bounds.LEAST_SOURCES, rel=0.05)
+    assert used / now == pytest.approx(bounds.SHARE, rel=0.05)
     sources.forget(now + 1000)
     assert len(sources) == 0
 
@@ -208,11 +245,11 @@ def test_addresses_of_an_ipv6_network_leave_a_part_of_its_share(pods: int) -> No
             if flood.rest(now) == 0:
                 sources.charge(flood, 0.001, now)
                 used += 0.001
-        if step % 1000 == 0:
-            assert prometheus.rest(now) == 0
+        if step % 1000 == 500:
+            assert prometheus.rest(now) < 0.01
             sources.charge(prometheus, 0.01, now)
-        now += 0.02
-    assert used / (now - begin) == pytest.approx(0.25 / bounds.LEAST_SOURCES * pods / (pods + 2), rel=0.05)
+        now += 0.003
+    assert (used + 0.1) / (now - begin) == pytest.approx(0.25, rel=0.05)
 
 
 def test_an_address_of_an_ipv6_network_that_has_its_share_of_a_pool_loses_no_connection() -> None:
@@ -322,9 +359,12 @@ def test_connections_from_ever_new_sources_wait_for_the_share_of_all(monkeypatch
 
 def test_a_source_that_closes_its_connections_at_once_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """It never has many of them, but each one costs."""
-    monkeypatch.setattr(connection, "CONNECTION_SECONDS", 0.1)
+    # One costs the share of 0.6 seconds.
+    monkeypatch.setattr(server, "MOST_REST", 0.3)
     monkeypatch.setattr(bounds, "is_own", lambda peer, here: peer == "127.0.0.1")
     with serving(echo) as (port, _):
+        assert get(port).status == 200  # the node's connections so far keep their cost
+        monkeypatch.setattr(connection, "CONNECTION_SECONDS", 0.1)
         refused = []
         for _ in range(5):
             with socket.create_connection(("127.0.0.1", port), timeout=0.2, source_address=("127.0.0.2", 0)) as client:
@@ -335,9 +375,82 @@ def test_a_source_that_closes_its_connections_at_once_is_refused(monkeypatch: py
                 except ConnectionResetError:
                     refused.append(True)
         assert not refused[0]
-        # The first one costs the source's share of five seconds.
         assert any(refused)
         assert get(port).status == 200
+
+
+def test_an_address_of_an_ipv6_network_that_closes_its_connections_at_once_is_refused_early(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(bounds, "is_own", lambda peer, here: peer == "127.0.0.1")
+    # Addresses of loopback count as those of one network.
+    monkeypatch.setattr(bounds, "packed", lambda peer: bytes(12) + socket.inet_aton(peer))
+    monkeypatch.setattr(bounds, "ALL_SHARE", 100.0)
+    ended = 0
+    lost = Connection.connection_lost
+
+    def count(closed: Connection, error: Exception | None) -> None:
+        nonlocal ended
+        lost(closed, error)
+        ended += 1
+
+    monkeypatch.setattr(Connection, "connection_lost", count)
+    with serving(echo) as (port, _):
+        assert get(port).status == 200
+        until(lambda: ended == 2)
+        monkeypatch.setattr(connection, "CONNECTION_SECONDS", 0.1)
+        for _ in range(5):
+            with socket.create_connection(("127.0.0.1", port), timeout=20, source_address=("127.0.0.2", 0)) as client:
+                client.shutdown(socket.SHUT_WR)
+                with contextlib.suppress(ConnectionResetError):
+                    client.recv(1)
+            until(lambda: ended >= 3)
+        assert ended == 3  # the others were refused
+        monkeypatch.setattr(connection, "CONNECTION_SECONDS", 0.0)
+        assert probes(port, 1, rate=1, source="127.0.0.3") == 1
+
+
+def probes(port: int, number: int, rate: float, source: str = "127.0.0.2") -> int:
+    """How many of so many probes of a source are answered. ``rate``: how many begin in a second."""
+    request = b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+    answered = []
+
+    async def probe(wait: float) -> None:
+        await asyncio.sleep(wait)
+        with contextlib.suppress(OSError):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port, local_addr=(source, 0))
+            writer.write(request)
+            if (await reader.read()).startswith(b"HTTP/1.1 200"):
+                answered.append(wait)
+            writer.close()
+
+    async def all_probes() -> None:
+        await asyncio.gather(*(probe(each / rate) for each in range(number)))
+
+    asyncio.run(all_probes())
+    return len(answered)
+
+
+@pytest.mark.alone
+def test_a_load_balancer_may_use_the_whole_share_from_one_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It probes the health check node ports of hundreds of Services."""
+    monkeypatch.setattr(bounds, "is_own", lambda peer, here: peer == "127.0.0.1")
+    monkeypatch.setattr(connection, "CONNECTION_SECONDS", 0.004)
+    with serving(echo, limit=64) as (port, _):
+        assert probes(port, 50, rate=25) == 50
+
+
+@pytest.mark.alone
+def test_of_a_load_balancer_with_more_than_the_share_only_the_surplus_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(bounds, "is_own", lambda peer, here: peer == "127.0.0.1")
+    monkeypatch.setattr(connection, "CONNECTION_SECONDS", 0.004)
+    with serving(echo, limit=64) as (port, _):
+        began = time.monotonic()
+        answered = probes(port, 300, rate=150)
+        # In two seconds the share is enough for 70 of them, and 16 more connections may wait.
+        assert 50 <= answered < 35 * (time.monotonic() - began) + 30
 
 
 def test_a_turn_ends_after_an_expensive_request(monkeypatch: pytest.MonkeyPatch) -> None:
