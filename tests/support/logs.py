@@ -57,6 +57,7 @@ class Message(StrEnum):
     NO_ADDRESS_OF_NODE = "no address of this Node is known"
     NO_BPFFS = "no bpffs, and mounting one failed"
     NO_FAST_PATH = "there is no fast path"
+    NO_ROOT_CA = "Expected to load root CA config from "
     NODE_DELETED = "Node is being deleted"
     NODE_IPS_CHANGED = "NodeIPs changed for the node"
     NODE_PORT_ADDRESSES_UNSET = "nodePortAddresses is unset"

@@ -7,12 +7,14 @@ Errors have the wording of kube-proxy (client-go), so that users find them with 
 from __future__ import annotations
 
 import os
+import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from pyebpf_proxy.common.errors import FatalError
+from pyebpf_proxy.common.log import Logger
 from pyebpf_proxy.config.loader import content
 
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
@@ -90,13 +92,36 @@ def in_cluster(environment: Mapping[str, str] = os.environ, folder: Path = SERVI
     if not host or not port:
         raise FatalError(NOT_IN_CLUSTER)
     token, authority = folder / "token", folder / "ca.crt"
-    for path in (token, authority):
-        try:
-            content(path)
-        except ValueError as error:
-            raise FatalError(str(error)) from None
+    try:
+        content(token)
+    except ValueError as error:
+        raise FatalError(str(error)) from None
+    tls = Tls(ca_file=str(authority))
+    if problem := _authority_problem(authority):
+        # As in client-go, which goes on: the system may trust the certificate of the API server, too.
+        Logger("api").error(f"Expected to load root CA config from {authority}, but got err: {problem}")
+        tls = Tls()
     server = f"https://[{host}]:{port}" if ":" in host else f"https://{host}:{port}"
-    return Access(server, Tls(ca_file=str(authority)), token_file=str(token))
+    return Access(server, tls, token_file=str(token))
+
+
+def load_authority(context: ssl.SSLContext, data: bytes) -> None:
+    """Trust certificates in PEM. SSLError or ValueError if there is none."""
+    # What is not ASCII is a comment beside the certificates. Python would refuse it with a TypeError.
+    context.load_verify_locations(cadata=data.decode("ascii", errors="ignore"))
+
+
+def _authority_problem(path: Path) -> str:
+    """Why a file has no CA, in the words of client-go; empty if it has one."""
+    try:
+        data = content(path)
+    except ValueError as error:
+        return str(error)
+    try:
+        load_authority(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), data)
+    except (ssl.SSLError, ValueError):
+        return f"error creating pool from {path}: data does not contain any valid RSA or ECDSA certificates"
+    return ""
 
 
 def server_url(text: str, *, tls: bool) -> str:

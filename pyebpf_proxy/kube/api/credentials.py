@@ -19,7 +19,7 @@ from pathlib import Path
 
 from pyebpf_proxy.config.loader import content
 from pyebpf_proxy.kube.api import exec_plugin
-from pyebpf_proxy.kube.api.access import Access, Tls
+from pyebpf_proxy.kube.api.access import Access, Tls, load_authority
 from pyebpf_proxy.kube.api.trouble import TroubleError
 
 #: Interval of checking a token file, seconds; a rotated token remains valid for minutes.
@@ -142,16 +142,16 @@ def _context(tls: Tls, credential: exec_plugin.Credential | None) -> ssl.SSLCont
     ssl.SSLContext.set_alpn_protocols(context, ["http/1.1"])
     if not (tls.has_ca or tls.insecure):
         context.load_default_certs()
-    # Go accepts certificates without key identifiers, and CAs of existing clusters may have none.
-    context.verify_flags &= ~ssl.VERIFY_X509_STRICT
+    # Go accepts certificates without key identifiers, and CAs of existing clusters may have none. It also trusts every
+    # given certificate: the CA of a cluster may be an intermediate one, whose issuer is not given.
+    context.verify_flags = context.verify_flags & ~ssl.VERIFY_X509_STRICT | ssl.VERIFY_X509_PARTIAL_CHAIN
     if tls.insecure:
         context.check_hostname = False
         context.verify_mode = ssl.CERT_NONE
     try:
         if tls.ca_data or tls.ca_file:
-            data = tls.ca_data or _read(tls.ca_file)
-            context.load_verify_locations(cadata=data.decode("ascii", errors="replace"))
-    except (ssl.SSLError, ValueError):
+            load_authority(context, tls.ca_data or _read(tls.ca_file))
+    except (ssl.SSLError, ValueError, TypeError):
         what = tls.ca_file or "certificate-authority-data"
         raise TroubleError(
             f"unable to load root certificates: {what} holds no certificate as PEM", shared=True
