@@ -21,7 +21,7 @@ from urllib.parse import quote, unquote, urlsplit
 import msgspec
 import urllib3
 from urllib3.connection import HTTPConnection, HTTPSConnection
-from urllib3.connectionpool import HTTPConnectionPool
+from urllib3.connectionpool import HTTPConnectionPool, HTTPSConnectionPool
 from urllib3.response import BaseHTTPResponse
 
 from pyebpf_proxy import KUBERNETES_VERSION, __version__
@@ -135,6 +135,7 @@ class Channel:
         begin = time.monotonic()
         try:
             pool = self._connect()
+            target = urlsplit(client.access.server).path + url
             headers = urllib3.HTTPHeaderDict(client.credentials.headers())
             headers["Accept"] = "application/json"
             headers["User-Agent"] = _USER_AGENT
@@ -142,15 +143,20 @@ class Channel:
                 headers["Accept-Encoding"] = "gzip"
             if body is not None:
                 headers["Content-Type"] = "application/merge-patch+json" if method == "PATCH" else "application/json"
+            if pool.proxy is not None and client.access.server.startswith("http:"):
+                # For plain HTTP, each request names the server to the proxy. For HTTPS, CONNECT has named it before.
+                target = f"http://{host}{target}"
+                headers["Host"] = host
             self._cut = ""
             self.expect(client.timing.answer, f"no answer within {client.timing.answer:g} s")
             response = pool.urlopen(
                 method,
-                urlsplit(client.access.server).path + url,
+                target,
                 body=body,
                 headers=headers,
                 retries=False,
                 redirect=False,
+                assert_same_host=False,
                 preload_content=False,
                 timeout=urllib3.Timeout(connect=client.timing.connect, read=None),
             )
@@ -260,7 +266,8 @@ class Channel:
             if access.tls.insecure:
                 options["cert_reqs"] = "CERT_NONE"
                 options["assert_hostname"] = False
-            elif access.tls.server_name:
+            if access.tls.server_name:
+                # Sent as SNI, also if the certificate is not verified: a server may choose by it who answers.
                 options["server_hostname"] = access.tls.server_name
         proxy = access.proxy_url or proxy_for(access.server, os.environ)
         if proxy:
@@ -268,6 +275,8 @@ class Channel:
         else:
             manager = urllib3.PoolManager(**options)
         pool = manager.connection_from_url(access.server)
+        # The connection to a proxy may be secure although the server is not.
+        secure = isinstance(pool, HTTPSConnectionPool)
         pool.ConnectionCls = _secure_connection(self) if secure else _plain_connection(self)
         self._pool = pool
         return pool

@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TLS to the API server as Go speaks it: which certificates it trusts."""
+"""TLS to the API server as Go speaks it: which certificates it trusts, and which name it sends; and plain HTTP behind a
+proxy.
+"""
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import http.server
 import queue
@@ -115,6 +118,45 @@ def test_comments_in_a_ca_file_may_have_any_characters(server: Server, folder: P
 def test_a_ca_file_without_a_certificate_is_named(data: str) -> None:
     with pytest.raises(TroubleError, match="certificate-authority-data holds no certificate as PEM"):
         Credentials(Access("https://x", Tls(ca_data=data.encode()))).context()
+
+
+@pytest.mark.parametrize("insecure", [False, True])
+@pytest.mark.parametrize("name", ["", "kubernetes"])
+def test_the_server_gets_the_name_of_the_kubeconfig(server: Server, folder: Path, name: str, insecure: bool) -> None:
+    """Also if its certificate is not verified: a load balancer may choose the API server by this name."""
+    authority = "" if insecure else str(folder / "intermediate.crt")
+    ask(Access(f"https://{server.host}", Tls(ca_file=authority, server_name=name, insecure=insecure)))
+    assert server.names.get(timeout=5) == (name or None)
+
+
+def test_an_insecure_server_may_have_another_name(server: Server) -> None:
+    ask(Access(f"https://{server.host}", Tls(server_name="other.example", insecure=True)))
+    assert server.names.get(timeout=5) == "other.example"
+
+
+@pytest.mark.parametrize("where", ["kubeconfig", "environment"])
+@pytest.mark.parametrize("credentials", ["", "user:secret@"])
+def test_a_proxy_gets_the_server_of_a_request_over_plain_http(
+    monkeypatch: pytest.MonkeyPatch, where: str, credentials: str
+) -> None:
+    with contextlib.closing(Server()) as proxy:
+        url = f"http://{credentials}{proxy.host}"
+        monkeypatch.setenv("HTTP_PROXY", url if where == "environment" else "")
+        ask(Access("http://192.0.2.1:8080/prefix", proxy_url=url if where == "kubeconfig" else ""), "/api?watch=1")
+        request = proxy.requests.get(timeout=5)
+    assert request.target == "http://192.0.2.1:8080/prefix/api?watch=1"
+    assert request.headers["host"] == ["192.0.2.1:8080"]
+    sent = f"Basic {base64.b64encode(b'user:secret').decode()}"
+    assert request.headers.get("proxy-authorization", []) == ([sent] if credentials else [])
+
+
+def test_a_proxy_may_be_secure_although_the_server_is_not(
+    monkeypatch: pytest.MonkeyPatch, server: Server, folder: Path
+) -> None:
+    monkeypatch.setenv("SSL_CERT_FILE", str(folder / "system.crt"))
+    (folder / "system.crt").write_bytes((folder / "intermediate.crt").read_bytes() + (folder / "root.crt").read_bytes())
+    ask(Access("http://192.0.2.1:8080", proxy_url=f"https://{server.host}"))
+    assert server.requests.get(timeout=5).target == "http://192.0.2.1:8080/version"
 
 
 @pytest.mark.parametrize(
