@@ -158,12 +158,14 @@ def load(path: Path, master: str = "") -> Access | None:
     user = _chosen(users, context.user, problem, problems) or _User()
     if problems:
         raise FatalError(f"{path}: invalid configuration: {_aggregate(problems)}")
-    server = master or cluster.server
-    if not server:
+    if master:
+        # As in client-go: the name in the certificate is that of the file's server.
+        cluster.server, cluster.tls_server_name = master, ""
+    if not cluster.server:
         which = f'no server found for cluster "{context.cluster}"' if context.cluster else "no server was given"
         raise FatalError(f"{path}: invalid configuration: {which}")
     folder = path.absolute().parent
-    access = _access(path, folder, server, cluster, user, context)
+    access = _access(path, folder, cluster, user, context, given=bool(master))
     return access if access.server.startswith("https:") else without_credentials(access)
 
 
@@ -243,7 +245,8 @@ def _chosen(entries: dict[str, _T], name: str, problem: str, problems: list[str]
     return entries.get(name) if name else None
 
 
-def _access(path: Path, folder: Path, server: str, cluster: _Cluster, user: _User, context: _Context) -> Access:
+def _access(path: Path, folder: Path, cluster: _Cluster, user: _User, context: _Context, *, given: bool) -> Access:
+    """``given``: the server is not the file's own."""
     problems: list[str] = []
     tls = Tls(
         ca_file="" if cluster.certificate_authority_data else _resolve(folder, cluster.certificate_authority),
@@ -283,8 +286,11 @@ def _access(path: Path, folder: Path, server: str, cluster: _Cluster, user: _Use
             content(Path(token_file))
         except ValueError as error:
             raise FatalError(str(error)) from None
+    # client-go chooses the scheme of --master before it reads these options. For the file's own server it does so, too,
+    # but there they can only mean https.
+    secure = not given and (tls.has_ca or tls.has_certificate or tls.insecure)
     return Access(
-        server_url(server, tls=tls.has_ca or tls.has_certificate or tls.insecure),
+        server_url(cluster.server, tls=secure),
         tls,
         user.token.strip(),
         token_file,

@@ -273,6 +273,31 @@ def test_master_overrides_the_kubeconfig_and_suffices_alone(tmp_path: Path) -> N
     assert find(str(path), "http://192.0.2.9", {}) == Access("http://192.0.2.9")
 
 
+@pytest.mark.parametrize(
+    ("field", "tls"),
+    [
+        ("certificate-authority-data: eA==", Tls(ca_data=b"x")),
+        ("insecure-skip-tls-verify: true", Tls(insecure=True)),
+    ],
+)
+def test_master_without_a_scheme_means_http_as_in_client_go(tmp_path: Path, field: str, tls: Tls) -> None:
+    """Also if the kubeconfig has a CA: client-go chooses the scheme before it reads that."""
+    path = tmp_path / "kubeconfig"
+    path.write_text(cluster(field).replace("user: {}", "user: {token: t}"))
+    assert find(str(path), "192.0.2.9:6443", {}) == Access("http://192.0.2.9:6443")
+    assert find(str(path), "https://192.0.2.9:6443", {}) == Access("https://192.0.2.9:6443", tls, token="t")
+    # The server of the kubeconfig itself.
+    path.write_text(path.read_text().replace("https://192.0.2.1", "192.0.2.1:6443"))
+    assert find(str(path), "", {}) == Access("https://192.0.2.1:6443", tls, token="t")
+
+
+def test_master_has_a_certificate_with_its_own_name(tmp_path: Path) -> None:
+    path = tmp_path / "kubeconfig"
+    path.write_text(cluster("tls-server-name: kubernetes"))
+    assert find(str(path), "", {}).tls.server_name == "kubernetes"
+    assert find(str(path), "https://192.0.2.9", {}).tls.server_name == ""
+
+
 @pytest.mark.parametrize("text", ["ftp://x", "https://", "host/path", "https://x:port"])
 def test_addresses_that_cannot_be_used(text: str) -> None:
     with pytest.raises(FatalError):
