@@ -3,8 +3,8 @@
 
 Files are ``*.yaml``, ``*.yml`` and ``*.json`` of the directory itself; hidden files and subdirectories are ignored. An
 event causes only its file to be read. All files are checked only when ``..data`` is replaced (this is how a ConfigMap
-volume replaces all files at once), when the directory is replaced, or when the kernel's queue overflows. Of these, only
-files with a changed inode, time or size are read.
+volume replaces all files at once), when the directory or a symbolic link in its path is replaced, or when the kernel's
+queue overflows. Of these, only files with a changed inode, time or size are read.
 
 Large files are decoded in another thread, since libyaml and Python need seconds for each MiB. Other files go on, but no
 object is removed meanwhile: it may be in the large file by now.
@@ -52,6 +52,9 @@ MAX_FILE_BYTES = 64 << 20
 #: Larger files are decoded in another thread: YAML of this size takes up to 0.3 s.
 LARGE_BYTES = 64 << 10
 
+#: The kernel follows no more links in one path (MAXSYMLINKS).
+_MOST_LINKS = 40
+
 _SUFFIXES = (".yaml", ".yml", ".json")
 _FILES_PER_TURN = 20
 
@@ -95,6 +98,14 @@ class _Events(NamedTuple):
     everything: bool
 
 
+class _Watches(NamedTuple):
+    """Numbers of watches, None for a missing directory. ``links``: names of links in the path, by their directories."""
+
+    folder: int | None
+    parent: int | None
+    links: dict[int, frozenset[str]]
+
+
 def is_manifest(name: str) -> bool:
     """Whether a file of this name is read."""
     return name.endswith(_SUFFIXES) and not name.startswith(".")
@@ -129,6 +140,7 @@ class ManifestSource:
         self._inotify: INotify
         self._folder_watch: int | None = None
         self._parent_watch: int | None = None
+        self._link_watches: dict[int, frozenset[str]] = {}  # names of symbolic links in the path, by their directories
         self._missing = False
 
     async def run(self, deliver: Callable[[Batch], None]) -> None:
@@ -202,29 +214,37 @@ class ManifestSource:
     # ---- events ------------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        """Watch the directory and its nearest existing ancestor, to detect creation, deletion and replacement."""
+        """Watch the directory, its nearest existing ancestor and the symbolic links in its path, to detect creation,
+        deletion and replacement.
+        """
         watches = self._add_watches()
         # Repeat until the watches are stable: a directory may appear between the check and the watch.
         while (again := self._add_watches()) != watches:
             watches = again
-        for old in {self._folder_watch, self._parent_watch} - {*watches, None}:
+        folder, parent, links = watches
+        for old in {self._folder_watch, self._parent_watch, *self._link_watches} - {folder, parent, *links, None}:
             try:
                 self._inotify.rm_watch(old)
             except OSError:
                 pass  # the kernel removed it together with the directory
-        self._folder_watch, self._parent_watch = watches
+        self._folder_watch, self._parent_watch, self._link_watches = watches
         if self._folder_watch is None and not self._missing:
             self._report(f"{self._directory}: the manifests folder is not there; what was in it stays until it is back")
         self._missing = self._folder_watch is None
 
-    def _add_watches(self) -> tuple[int | None, int | None]:
+    def _add_watches(self) -> _Watches:
         folder = self._add_watch(self._directory, _FOLDER_EVENTS)
         above = self._directory.parent
         parent = self._add_watch(above, _PARENT_EVENTS)
         while parent is None and above != above.parent:
             above = above.parent
             parent = self._add_watch(above, _PARENT_EVENTS)
-        return folder, parent
+        links: dict[int, frozenset[str]] = {}
+        for place, name in _links(self._directory):
+            # The last one has the watch of its parent already.
+            if (watch := self._add_watch(place, _PARENT_EVENTS)) is not None:
+                links[watch] = links.get(watch, frozenset()) | {name}
+        return _Watches(folder, parent, links)
 
     def _add_watch(self, path: Path, mask: int) -> int | None:
         try:
@@ -239,7 +259,8 @@ class ManifestSource:
         gone: set[str] = set()
         everything = False
         for watch, mask, _, name in self._inotify.read(timeout=0):
-            if mask & (flags.Q_OVERFLOW | flags.DELETE_SELF | flags.MOVE_SELF | flags.UNMOUNT):
+            lost = mask & (flags.Q_OVERFLOW | flags.DELETE_SELF | flags.MOVE_SELF | flags.UNMOUNT)
+            if lost or name in self._link_watches.get(watch, ()):
                 everything = True
             elif watch == self._parent_watch and watch != self._folder_watch:
                 # While the directory is missing, any entry of the watched ancestor may be a part of its path.
@@ -437,6 +458,28 @@ async def _in_thread(decode: Callable[[], DecodedFile | None]) -> DecodedFile | 
 
     threading.Thread(target=call, name="manifests", daemon=True).start()
     return await future
+
+
+def _links(path: Path) -> list[tuple[Path, str]]:
+    """The symbolic links that lead to an absolute path, each as its directory and its name."""
+    found: list[tuple[Path, str]] = []
+    here = Path("/")
+    left = list(reversed(path.parts[1:]))
+    while left and len(found) < _MOST_LINKS:
+        name = left.pop()
+        if name == "..":
+            here = here.parent
+            continue
+        try:
+            target = (here / name).readlink()
+        except OSError:  # no link, or missing
+            here /= name
+            continue
+        found.append((here, name))
+        if target.is_absolute():
+            here = Path("/")
+        left += [part for part in reversed(target.parts) if part != "/"]
+    return found
 
 
 def _stamp(status: os.stat_result) -> _Stamp:

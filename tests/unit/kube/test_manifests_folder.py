@@ -132,6 +132,56 @@ def test_the_folder_is_a_symbolic_link_that_changes(tmp_path: Path) -> None:
     run(link, scenario)
 
 
+@pytest.mark.parametrize("target", ["releases/{}", "/releases/{}", "releases/../releases/{}", "latest"])
+def test_a_symbolic_link_above_the_folder_that_changes(tmp_path: Path, target: str) -> None:
+    """As a deployment by releases does it: the old one stays, so nothing in the folder changes."""
+    for revision in ("1", "2", "3"):
+        folder = tmp_path / "releases" / revision / "deploy" / "manifests"
+        folder.mkdir(parents=True)
+        (folder / "a.yaml").write_text(text(a=int(revision)))
+        (folder / f"only{revision}.yaml").write_text(text(**{f"only{revision}": 1}))
+
+    def switch(revision: str) -> None:
+        name = "latest" if target == "latest" else "current"
+        to = f"releases/{revision}" if target == "latest" else target.format(revision)
+        (tmp_path / "new").symlink_to(f"{tmp_path}{to}" if to.startswith("/") else to)
+        (tmp_path / "new").rename(tmp_path / name)
+
+    switch("1")
+    if target == "latest":
+        (tmp_path / "current").symlink_to(target)
+
+    async def scenario(watcher: Watcher) -> None:
+        await watcher.shows(a=1, only1=1)
+        for revision in (2, 3):
+            switch(str(revision))
+            await watcher.shows(a=revision, **{f"only{revision}": 1})
+        (tmp_path / "releases" / "3" / "deploy" / "manifests" / "a.yaml").write_text(text(a=4))
+        await watcher.shows(a=4, only3=1)
+
+    assert run(tmp_path / "current" / "deploy" / "manifests", scenario).messages == []
+
+
+def test_a_symbolic_link_above_the_folder_leads_nowhere_for_a_while(tmp_path: Path) -> None:
+    for revision in ("1", "2"):
+        (tmp_path / revision / "manifests").mkdir(parents=True)
+        (tmp_path / revision / "manifests" / "a.yaml").write_text(text(a=int(revision)))
+    link = tmp_path / "current"
+    link.symlink_to("1")
+
+    async def scenario(watcher: Watcher) -> None:
+        await watcher.shows(a=1)
+        link.unlink()
+        await watcher.until(lambda: watcher.messages)
+        assert watcher.ports == {"a": 1}
+        link.symlink_to("nowhere")
+        (tmp_path / "new").symlink_to("2")
+        (tmp_path / "new").rename(link)
+        await watcher.shows(a=2)
+
+    run(link / "manifests", scenario)
+
+
 def test_nothing_is_complete_before_the_folder_exists(tmp_path: Path) -> None:
     folder = tmp_path / "a" / "b" / "c"
 
