@@ -37,7 +37,7 @@ enum loopback_node_ports {
 
 struct settings {
 	__u64 netns_cookie;		/* sockets of this network namespace are served */
-	__u64 permit_seed;		/* random and odd: nobody can choose frontends with the same hash (permit.h) */
+	__u64 permit_seed;		/* random and odd: no tenant can choose a frontend with a given hash (permit.h) */
 	__u64 permit_seed6;		/* the same, for the second half of an IPv6 address */
 	__u32 masquerade_mark;		/* one bit */
 	__u32 flow_quota;		/* how many young flows one device may have open at a time */

@@ -121,8 +121,8 @@ FLOW_MUTANTS: dict[str, tuple[str, str, str]] = {
     "flows: permit for any device": ("permit.h", "\tkey->device = device;\n", ""),
     "flows: permit for any client": ("permit.h", "\t__builtin_memcpy(key->client, client, 16);\n", ""),
     "flows: permit for any port": ("permit.h", "\tkey->port = port;\n", ""),
-    "flows: permit for masqueraded or not": ("permit.h", "& ~1ULL) | masquerade", "& ~1ULL)"),
-    "flows: permit for any frontend": ("permit.h", "(frontend >> 32 & ~1ULL) | masquerade", "masquerade"),
+    "flows: permit for masqueraded or not": ("permit.h", "& ~1U) | masquerade", "& ~1U)"),
+    "flows: permit for any frontend": ("permit.h", "(frontend & ~1U) | masquerade", "masquerade"),
     "flows: no quota": (
         "flow_table.h",
         "return open && *(volatile __u32 *)open >= settings.flow_quota;",
@@ -459,6 +459,42 @@ FLOW_MUTANTS: dict[str, tuple[str, str, str]] = {
         "return is_for(ctx, a->mac_in);",
         "return true;",
     ),
+    "flows: a packet with any acknowledgment sets the number of a RST": (
+        "flow_send.h",
+        "!is_plausible(p, a, f))",
+        "false)",
+    ),
+    "flows: a large step with any sequence number is believed": (
+        "flow_send.h",
+        "return other && (!other->acknowledged ||",
+        "return other && (true ||",
+    ),
+    "flows: no large step is believed": (
+        "flow_send.h",
+        "return other && (!other->acknowledged ||",
+        "return false && (true ||",
+    ),
+    "flows: the next connection of a kernel flow keeps the numbers": (
+        "flow_send.h",
+        "known->acknowledged = other->acknowledged = 0;",
+        "known->acknowledged += 0;",
+    ),
+    "flows: a SYN stays with a backend that has left": (
+        "flow_send.h",
+        "return service_of_backend(backend, p->ipv6) == f.service;",
+        "return f.service != 0;",
+    ),
+    "flows: a SYN after a forged end begins another connection": (
+        "flow_send.h",
+        "return service_of_backend(backend, p->ipv6) == f.service;",
+        "return 0;",
+    ),
+    "flows: the hash of a frontend without its seed": ("permit.h", "* settings.permit_seed;", "* 1;"),
+    "flows: the hash of an IPv6 frontend without its second seed": (
+        "permit.h",
+        "hash += w[1] * settings.permit_seed6;",
+        ";",
+    ),
     "flows: any RST of a kernel flow is its last packet": (
         "flow_send.h",
         "return p->tcp_flags & TCP_RST && other->acknowledged &&\n"
@@ -567,8 +603,8 @@ FLOW_MUTANTS: dict[str, tuple[str, str, str]] = {
     ),
     "flows: numbers of sent packets only": (
         "flow_send.h",
-        "\telse\n\t\tnote_numbers(known, p);\n\tif (!reason && unlikely(is_syn_fin_rst(p)))",
-        "\telse if (!reason)\n\t\tnote_numbers(known, p);\n\tif (!reason && unlikely(is_syn_fin_rst(p)))",
+        "\telse\n\t\tnote_numbers(known, p, a);\n\tif (!reason && unlikely(is_syn_fin_rst(p)))",
+        "\telse if (!reason)\n\t\tnote_numbers(known, p, a);\n\tif (!reason && unlikely(is_syn_fin_rst(p)))",
     ),
     "flows: an acknowledgement opens a closed side": (
         "observer.h",
