@@ -482,12 +482,12 @@ FLOW_MUTANTS: dict[str, tuple[str, str, str]] = {
     "flows: a SYN stays with a backend that has left": (
         "flow_send.h",
         "return service_of_backend(backend, p->ipv6) == f.service;",
-        "return f.service != 0;",
+        "return service_of_backend(backend, p->ipv6) != 0xffffffff;",
     ),
     "flows: a SYN after a forged end begins another connection": (
         "flow_send.h",
         "return service_of_backend(backend, p->ipv6) == f.service;",
-        "return 0;",
+        "return service_of_backend(backend, p->ipv6) == 0xffffffff;",
     ),
     "flows: the hash of a frontend without its seed": ("permit.h", "* settings.permit_seed;", "* 1;"),
     "flows: the hash of an IPv6 frontend without its second seed": (
