@@ -93,6 +93,9 @@ size. Nothing has changed then. Expired entries of `affinities` do not count. Se
 not moved: an array must be large enough for the highest one in use. `--cleanup` always resolves this, but session
 affinity and socket state are lost.
 
+If one of the service maps gets another size, all of them are copied: until the new programs are attached, the old ones
+continue with maps that fit together.
+
 The flow table (`fastPathEntries`) is [drained](fast-path-flows.md#drain) instead: before the new programs are attached,
 young flows are handed to conntrack, and the flows that conntrack has are copied to the new table. If the new table is
 too small, the other flows take the slow path until they are entered again. This is no error.
