@@ -406,7 +406,7 @@ struct handover {
 	__u8 mac_to[6];		/* of the frame as it came in */
 	__u8 mac_from[6];
 	__u8 learn;		/* HANDOVER_REPLY: also enter the flow */
-	__u8 zero[3];
+	__u8 nonce[3];		/* HANDOVER_OPEN: skb->hash, from the lowest byte on */
 };
 
 struct {

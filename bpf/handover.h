@@ -47,12 +47,22 @@ static __noinline int hand_over_open(struct __sk_buff *skb, const struct packet 
 				     const struct backend *b, __u32 ip_device)
 {
 	struct handover *h;
+	__u32 nonce;
 
 	if (!p || !e || !b || p->fragment || p->protocol == SCTP)
 		return 0;
 	h = hand_over(skb, p, HANDOVER_OPEN, ip_device);
 	if (!h)
 		return 0;
+	/*
+	 * The kernel holds packets back, for example while the link address of the endpoint is unknown.  Meanwhile the
+	 * record may have become that of another packet, which a rule drops: the number has too few bits.
+	 */
+	nonce = bpf_get_prandom_u32() >> 8 | 1;
+	bpf_set_hash(skb, nonce);
+	h->nonce[0] = nonce;
+	h->nonce[1] = nonce >> 8;
+	h->nonce[2] = nonce >> 16;
 	h->service = e->service;
 	h->backend = b->id;
 	h->masquerade = e->masquerade;

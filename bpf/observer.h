@@ -325,7 +325,8 @@ static __noinline int complete_permit(struct __sk_buff *skb, const struct packet
 	permit_key_of(&d->permit_key, skb->ifindex, &p->destination, &endpoint, h->key.source_port, p->protocol,
 		      p->ipv6, frontend_hash((const struct flow_key *)p, false), masqueraded);
 	permit = bpf_map_lookup_elem(&permits, &d->permit_key);
-	if (!permit)
+	/* The sender may be another host that forges the endpoint's address. With asymmetric routes, netfilter serves. */
+	if (!permit || h->device != permit->out.device)
 		return 0;
 	if (permit->device_back != h->device || !is_same_link(&permit->back, &l) || permit->back_until < now) {
 		/* Readers ignore the return path while its fields are written. */
@@ -426,6 +427,8 @@ static __always_inline int observe(struct __sk_buff *skb)
 		return TC_ACT_UNSPEC;
 	switch (h->kind) {
 	case HANDOVER_OPEN:
+		if (skb->hash != ((__u32)h->nonce[0] | (__u32)h->nonce[1] << 8 | (__u32)h->nonce[2] << 16))
+			return TC_ACT_UNSPEC;
 		return observe_open(skb, &p, h, is_new, now);
 	case HANDOVER_REPLY:
 		observe_reply(skb, &p, h, now);

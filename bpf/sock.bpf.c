@@ -212,6 +212,13 @@ static __always_inline int outgoing6(struct bpf_sock_addr *ctx, bool datagram)
 	return ALLOW;
 }
 
+/* A pod sends to itself.  It must not fill the maps that it shares with others, however many sockets it has. */
+static __always_inline bool is_pods_own(struct bpf_sock_addr *ctx, const struct place *at, bool ipv6)
+{
+	return settings.pod_sockets && bpf_get_netns_cookie(ctx) != settings.netns_cookie &&
+	       (ipv6 ? is_loopback6(&at->address) : is_loopback4(at->address.v4));
+}
+
 /*
  * A message of a socket on the node whose port is also a NodePort's number: what is sent back must reach it, and not the
  * service.  An entry that leads to itself tells that (answers_asker() in translate.h).
@@ -264,7 +271,7 @@ static __noinline int original_destination(struct bpf_sock_addr *ctx, const stru
 	if (stored_original(socket_of(ctx), at, ipv6, original, now))
 		return 1;
 	if (!shared_original(cookie, at, protocol_of(ctx), ipv6, original, &answered)) {
-		if (received && may_be_node_port(at->port))
+		if (received && may_be_node_port(at->port) && !is_pods_own(ctx, at, ipv6))
 			note_asker(cookie, at, ipv6);
 		return 0;
 	}

@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 from scapy.layers.inet import ICMP, IP, TCP, UDP
-from scapy.layers.l2 import Ether
+from scapy.layers.l2 import Dot1AD, Dot1Q, Ether
 from scapy.packet import Packet
 
 from pyebpf_proxy.config.datapath_model import API_VERSION, KIND
+from pyebpf_proxy.datapath.node import mounts
 from pyebpf_proxy.datapath.preflight import effective_capabilities
 from pyebpf_proxy.lab.agent import command
 from pyebpf_proxy.lab.client import ANSWERED, ask
@@ -311,6 +312,25 @@ def test_packets_to_loopback_from_other_hosts_are_dropped(node: Node, carried: P
     node.lab.core.call(_send, node.name, bytes(frame))
     wait_until(lambda: counted_between(before, reasons(node)), "the packet was counted")
     assert counted_between(before, reasons(node)) == {"drop_loopback_destination": 1}
+
+
+@pytest.mark.parametrize("outer", [Dot1Q, Dot1AD], ids=["802.1Q", "802.1ad"])
+def test_packets_to_loopback_with_two_vlan_tags_reach_no_socket(node: Node, outer: type[Packet]) -> None:
+    """tc sees only the inner tag, which the kernel removes later. The nftables table drops the packet."""
+    started(node)
+    assert number(node, CONF + "route_localnet") == 1
+    frame = Ether(dst=_mac(node)) / outer(vlan=0) / Dot1Q(vlan=0) / IP(src="192.0.2.77", dst="127.0.0.1")
+    dropped = _guarded(node)
+    node.lab.core.call(_send, node.name, bytes(frame / UDP(dport=30001)))
+    wait_until(lambda: _guarded(node) == dropped + 1, "the packet was dropped")
+
+
+def _guarded(node: Node) -> int:
+    listed = node.namespace.run(
+        "nft", "-j", "list", "chain", "inet", mounts.table_name(node.agent.directory), "guard_loopback"
+    )
+    (rule,) = (each["rule"] for each in json.loads(listed)["nftables"] if "rule" in each)
+    return sum(each["counter"]["packets"] for each in rule["expr"] if "counter" in each)
 
 
 def test_without_localhost_node_ports_no_guard_is_needed(node: Node) -> None:

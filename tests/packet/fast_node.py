@@ -189,16 +189,19 @@ class Flow:
         came_by: str = "",
         age: int = 0,
         priority: int = 0,
+        nonce: int | None = None,
     ) -> RunResult:
-        """The packet that leaves netfilter, with the number of its record."""
+        """The packet that leaves netfilter, with the number of its record. ``nonce``: another than the record's."""
         world = self.world
+        if nonce is None:
+            nonce = next((nonce_of(each) for each in records(world) if each["number"] == record), 0)
         programs = _named()
         programs.maps["next"].update(bytes(4), world.object.programs["tc_egress"].fd.to_bytes(4, "little"))
         skb = SkBuff(
             ifindex=world.devices[by or (self.entrance if reply else self.exit)],
             ingress_ifindex=world.devices[came_by or (self.exit if reply else self.entrance)],
             priority=NEW if new else priority,
-            cb=(HANDOVER_MARK | record << HANDOVER_SHIFT, 0, 0, 0, 0),
+            cb=(HANDOVER_MARK | record << HANDOVER_SHIFT, nonce, 0, 0, 0),
         )
         # A record is valid for 20 ms, and a busy machine may run this process later: give it a time in the future.
         write_record(world, record, when=now() - age if age else now() + SECOND)
@@ -478,6 +481,10 @@ def records(world: ProgramNode) -> list[dict[str, Any]]:
     for slot in range(of.max_entries):
         found += [dict(layout.unpack(v)) for v in of.lookup_cpus(slot.to_bytes(4, "little")) or []]
     return [record for record in found if record["number"]]
+
+
+def nonce_of(record: dict[str, Any]) -> int:
+    return int.from_bytes(bytes(record["nonce"]), "little")
 
 
 def pending_record(world: ProgramNode) -> dict[str, Any]:

@@ -459,6 +459,16 @@ FLOW_MUTANTS: dict[str, tuple[str, str, str]] = {
         "return is_for(ctx, a->mac_in);",
         "return true;",
     ),
+    "flows: a record is also that of another packet": (
+        "observer.h",
+        "if (skb->hash != ((__u32)h->nonce[0] |",
+        "if (0 && skb->hash != ((__u32)h->nonce[0] |",
+    ),
+    "flows: a reply by any device completes a permit": (
+        "observer.h",
+        "h->device != permit->out.device)",
+        "!h->device)",
+    ),
     "flows: a packet with any acknowledgment sets the number of a RST": (
         "flow_send.h",
         "!is_plausible(p, a, f))",

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* A test run cannot set tc_index: this program sets it, and calls the program under test. */
+/* A test run cannot set tc_index and hash: this program sets them, and calls the program under test. */
 #include "common.h"
 
 struct {
@@ -17,6 +17,7 @@ int named(struct __sk_buff *skb)
 	__u32 index = skb->cb[0];
 
 	skb->tc_index = index;
+	bpf_set_hash(skb, skb->cb[1]);
 	bpf_tail_call(skb, &next, 0);
 	return NOT_CALLED;
 }

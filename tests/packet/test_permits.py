@@ -152,6 +152,8 @@ STALE = {
     "an old record": {"age": 30_000_000},
     "came by another device": {"came_by": "nic"},
     "of no known device": {"by": "lo"},
+    "of another packet": {"nonce": 0x800000},
+    "of a packet without a nonce": {"nonce": 0},
 }
 
 
@@ -167,6 +169,21 @@ def test_a_stale_or_forged_record_grants_nothing(fast: ProgramNode, name: str) -
     finally:
         del fast.devices["lo"]
     assert permits(fast) == []
+
+
+def test_a_reply_by_another_device_does_not_complete_a_permit(fast: ProgramNode) -> None:
+    """A third pod may send as the endpoint. Young flows would then wait for their replies at its device."""
+    for each in pair(fast):
+        each.open_through_netfilter()
+    (flow, _) = pair(fast, first=42000)
+    flow.open_through_netfilter()
+    frame = flow.frame(True, flags="SA", size=0)
+    for by, expected in (("pods", False), ("nic", True)):
+        flow.run(True, frame, by=by)
+        if record := pending_record(fast):
+            flow.leave(flow.expected(True, flags="SA", size=0), record["number"], True, came_by=by)
+        ((_, permit),) = permits(fast)
+        assert bool(permit["back_until"]) == expected, by
 
 
 def test_a_number_without_a_record_grants_nothing(fast: ProgramNode) -> None:

@@ -42,6 +42,7 @@ class NftTable(Manager):
         liberal = effective.kernel.conntrack.tcp_be_liberal or others
         self._behaviour = self._behaviour._replace(
             drop_invalid=not effective.nft_mode and not liberal,
+            guard_loopback=effective.kernel.route_localnet,
             mark_datagrams=effective.socket_lb != "off" and self.table.knows_sockets(),
             # Until all devices are known, as in the former run.
             check_destination=self.table.checks_destination(),

@@ -8,6 +8,9 @@ packet of a connection. The table carries it out:
 =================  ===========================  ==========================================================
 chain              hook                         what it does
 =================  ===========================  ==========================================================
+guard_loopback     prerouting, filter, -300     with route_localnet, which lets packets of any device reach 127.0.0.0/8:
+                                                drops those that the programs have not seen, for example because
+                                                of two VLAN tags, or because the device has no program yet
 reject_local       input, nat, -110             rejects packets for an address of this node
 translate          prerouting, nat, -105        leaves out packets that go to no frontend any more;
                                                 rejects packets that are not for this node. Not in the forward
@@ -88,6 +91,8 @@ class Behaviour(NamedTuple):
     #: One bit.
     masquerade_mark: int
     drop_invalid: bool = False
+    #: The proxy sets route_localnet.
+    guard_loopback: bool = False
     refuse_unknown: bool = False
     mark_datagrams: bool = False
     #: Ignore the decision about a packet that does not go to a frontend any more.
@@ -135,6 +140,8 @@ def chains(behaviour: Behaviour) -> dict[str, Chain]:
         found["source_ports"] = ("nat", "postrouting", 200)
     if behaviour.drop_invalid:
         found["drop_invalid"] = ("filter", "forward", 0)
+    if behaviour.guard_loopback:
+        found["guard_loopback"] = ("filter", "prerouting", -300)
     if behaviour.mark_datagrams:
         found["node_datagrams"] = ("nat", "output", -110)
     if behaviour.refuse_unknown:
@@ -195,6 +202,8 @@ def rules(behaviour: Behaviour) -> list[tuple[str, str]]:
     ]
     if behaviour.drop_invalid:
         found.append(("drop_invalid", "ct state invalid counter drop"))
+    if behaviour.guard_loopback:
+        found.append(("guard_loopback", 'iifname != "lo" ip daddr 127.0.0.0/8 counter drop'))
     if behaviour.mark_datagrams:
         # The mark of a message is older than its socket's: it may have the bit of the message before. The mark of a
         # connection may have lost the bit to a rule before this one, such as CONNMARK --restore-mark.
