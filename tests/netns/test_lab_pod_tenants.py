@@ -5,6 +5,7 @@ it.
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import select
 import socket
@@ -135,6 +136,36 @@ def test_many_sockets_of_one_pod_do_not_affect_another_pods_sockets(lab: Lab, fa
         channel.send("continue")
         stream = others[0][0], 80
         assert task.result() == {"free": place, "peer": place, "connected": place, "stream": stream, "moved": []}
+
+
+def test_a_pod_that_sends_to_itself_fills_no_shared_map(lab: Lab, family: int) -> None:
+    """From the number of a NodePort: such a sender is noted on the node, so that the answer reaches it."""
+    node, churner = lab.nodes[0], lab.pods["churner"]
+    known(node, churner, family)
+    port = WEB.target("NodePort", node).ports["udp"]
+    pin = str(node.agent.pin(f"socket_revnat{family}"))
+    loopback = "127.0.0.1" if family == 4 else "::1"
+
+    def noted() -> int:
+        return len(json.loads(node.namespace.run("bpftool", "-j", "map", "dump", "pinned", pin)))
+
+    before = noted()
+    assert churner.namespace.call(_to_itself, loopback, port, 100) == 100
+    assert noted() <= before
+
+
+def _to_itself(address: str, port: int, count: int) -> int:
+    """From this port to ``count`` sockets; the number of messages received."""
+    received = 0
+    with socket.socket(family_of(address), socket.SOCK_DGRAM) as sender:
+        sender.bind((address, port))
+        for _ in range(count):
+            with socket.socket(family_of(address), socket.SOCK_DGRAM) as receiver:
+                receiver.settimeout(10)
+                receiver.bind((address, 0))
+                sender.sendto(b"x", receiver.getsockname())
+                received += len(receiver.recvfrom(10)[0])
+    return received
 
 
 def test_a_socket_with_more_services_than_its_storage_holds(lab: Lab, family: int) -> None:
