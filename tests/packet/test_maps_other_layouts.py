@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Flows in a flow table that the new programs do not use, because its layout or size differs."""
+"""What maps of another layout have: flows of their table, and which endpoints clients and sockets use."""
 
 from __future__ import annotations
 
@@ -16,6 +16,9 @@ from pyebpf_proxy.datapath.loader.libbpf import BpfError, Map, Object
 from pyebpf_proxy.datapath.managers import devices
 from pyebpf_proxy.datapath.maps import former_flows, other_layouts
 from pyebpf_proxy.datapath.maps.other_layouts import OtherLayouts
+from pyebpf_proxy.datapath.maps.writer import Writer
+from pyebpf_proxy.services.model import IPFamily, Protocol, ServicePort, ServicePortName
+from tests.packet.service_plans import name_of, service, slot_backends
 from tests.support.logs import Log, Message
 
 pytestmark = pytest.mark.needs_bpf
@@ -126,6 +129,117 @@ def test_a_service_without_a_name_loses_only_its_affinity(instance: Instance) ->
     names = instance.former.maps["service_names"]
     names.update((1).to_bytes(4, "little"), b"\xff" * names.value_size)
     assert instance.others.take_over() == 0
+
+
+class Sockets:
+    """Unconnected UDP sockets. Writers of both layouts have the same service ports, whose ids differ."""
+
+    KIND = 3
+
+    def __init__(self, instance: Instance, names: list[ServicePortName]) -> None:
+        self._instance = instance
+        self.writers = [Writer(_as_loaded(each)) for each in (instance.former, instance.present)]
+        for writer, order in zip(self.writers, (names, names[::-1]), strict=True):
+            for name in order:
+                writer.apply({name: _plan(name)})
+        self._former, self._present = (each.maps["socket_flows"] for each in (instance.former, instance.present))
+        self._key = instance.present.btf.struct("socket_flow_key")
+        self._value = instance.present.btf.struct("affinity")
+
+    def ids(self, which: int, name: ServicePortName) -> tuple[int, list[int]]:
+        """Those of the service port and of its endpoints: in the former maps (0), or in the present ones (1)."""
+        loaded: Any = _as_loaded((self._instance.former, self._instance.present)[which])
+        return self.writers[which].service_id(name), slot_backends(loaded, self.writers[which], name)
+
+    def write(self, which: int, cookie: int, service_id: int, backend: int, last_used: int = 5) -> None:
+        key = self._key.pack(cookie=cookie, service=service_id, kind=self.KIND if service_id else 0)
+        value = self._value.pack(last_used=last_used, backend=backend, position=77)
+        (self._former, self._present)[which].update(key, value)
+
+    def take_over(self) -> dict[tuple[int, int, int], tuple[int, int, int]]:
+        """Cookie, service, kind → last use, backend, position."""
+        OtherLayouts(self._instance.pins, _as_loaded(self._instance.present), self.writers[1]).take_over()
+        return {
+            tuple(self._key.unpack(key)[n] for n in ("cookie", "service", "kind")): tuple(
+                self._value.unpack(value)[n] for n in ("last_used", "backend", "position")
+            )
+            for key, value in self._present.items()
+        }
+
+
+def _as_loaded(opened: Object) -> Any:
+    return SimpleNamespace(maps=opened.maps, tc=opened)
+
+
+def _plan(name: ServicePortName) -> ServicePort:
+    octet = 1 + ["dns", "log"].index(name.name)
+    if name.family == IPFamily.IPV6:
+        return service(name, (f"fd00:96::{octet}",), f"[fd00:{octet}::1]:53", f"[fd00:{octet}::2]:53")
+    return service(name, (f"10.96.0.{octet}",), f"10.{octet}.0.1:53", f"10.{octet}.0.2:53")
+
+
+@pytest.fixture(params=IPFamily)
+def names(request: pytest.FixtureRequest) -> list[ServicePortName]:
+    return [name_of(each, request.param, protocol=Protocol.UDP) for each in ("dns", "log")]
+
+
+def test_unconnected_sockets_keep_their_endpoints(instance: Instance, names: list[ServicePortName]) -> None:
+    """Also without session affinity: a session of a UDP application is nothing that the Service knows."""
+    sockets = Sockets(instance, names)
+    expected = {}
+    for cookie, name in enumerate(names * 2):
+        (former_id, former), (present_id, present) = (sockets.ids(which, name) for which in (0, 1))
+        assert former_id != present_id
+        sockets.write(0, cookie, former_id, former[cookie // 2])
+        expected[cookie, present_id, Sockets.KIND] = (5, present[cookie // 2], 77)
+    assert sockets.take_over() == expected
+    # Again, when the new programs are attached: they may have chosen meanwhile, or the former ones.
+    name = names[0]
+    (former_id, former), (present_id, present) = (sockets.ids(which, name) for which in (0, 1))
+    sockets.write(0, 0, former_id, former[1], last_used=6)
+    sockets.write(1, 2, present_id, present[0], last_used=7)
+    expected[0, present_id, Sockets.KIND] = (6, present[1], 77)
+    expected[2, present_id, Sockets.KIND] = (7, present[0], 77)
+    assert sockets.take_over() == expected
+
+
+def test_sockets_of_what_is_gone_are_left_out(instance: Instance, names: list[ServicePortName]) -> None:
+    """Their ids mean other services and endpoints by now."""
+    sockets = Sockets(instance, names)
+    dns, log = names
+    (dns_id, endpoints), (log_id, others) = (sockets.ids(0, name) for name in names)
+    for cookie, backend in enumerate(endpoints):
+        sockets.write(0, cookie, dns_id, backend)
+    sockets.write(0, 2, log_id, others[0])
+    sockets.write(0, 3, 999, others[0])
+    sockets.write(0, 4, dns_id, 999)
+    fewer = _plan(dns)
+    left = ServicePort(dns, fewer.frontends, fewer.cluster[1:])
+    sockets.writers[1].apply({dns: left, log: None})
+    new_id, (new,) = sockets.ids(1, dns)
+    assert sockets.take_over() == {(1, new_id, Sockets.KIND): (5, new, 77)}
+
+
+def test_sockets_keep_an_endpoint_that_only_still_serves(instance: Instance, names: list[ServicePortName]) -> None:
+    sockets = Sockets(instance, names)
+    name = names[0]
+    (former_id, former), (present_id, present) = (sockets.ids(which, name) for which in (0, 1))
+    sockets.write(0, 1, former_id, former[0])
+    plan = _plan(name)
+    for cluster in (plan.cluster, plan.cluster[1:]):
+        sockets.writers[1].apply({name: ServicePort(name, plan.frontends, cluster, serving=plan.cluster)})
+    assert sockets.take_over() == {(1, present_id, Sockets.KIND): (5, present[0], 77)}
+
+
+def test_marks_and_sockets_that_were_left_to_tc_stay_so(instance: Instance, names: list[ServicePortName]) -> None:
+    """A mark tells that the proxy set the masquerade bit of the socket: without it, no message would clear the bit."""
+    sockets = Sockets(instance, names)
+    sockets.write(0, 1, 0, 0)
+    sockets.write(0, 2, sockets.ids(0, names[0])[0], 0)
+    assert sockets.take_over() == {
+        (1, 0, 0): (5, 0, 77),
+        (2, sockets.ids(1, names[0])[0], Sockets.KIND): (5, 0, 77),
+    }
 
 
 @pytest.mark.parametrize("family", [4, 6])
