@@ -115,7 +115,8 @@ The tc programs see only packets that *enter* the node. So without the socket pr
   about 14 s, and libnftables needs memory for them.
 * When the programs of a previous run are detached, TCP connections made through them continue: their sockets are
   connected to the endpoint itself. Translated UDP sockets then show the endpoint's address in `getpeername` and as the
-  source of replies; unconnected ones send to the Service's address untranslated.
+  source of replies; unconnected ones send to the Service's address untranslated, and
+  [may change their endpoint](#socketlb-all).
 
 Use it on nodes where another program owns the sockets.
 
@@ -145,7 +146,8 @@ Known differences:
   the endpoint instead; so does `conntrack -L`.
 * A pod that has a Service's address on its own interface is not detected, and its connections to that address
   are translated.
-* Unconnected UDP sockets that use a Service at the moment `all` is switched on may change their endpoint once.
+* Unconnected UDP sockets that use a Service at the moment when `socketLB` changes may change their endpoint once:
+  sockets of pods when `all` is switched on or off, and those of the node at each change except from `node` to `all`.
 * After `all` is switched off, `getpeername()` of a TCP connection from before returns the endpoint.
 
 If the kernel does not let socket programs inspect network namespaces, the agent logs this at the start and treats `all`
