@@ -152,6 +152,13 @@ static __always_inline enum slow_path_reason why_not_here(struct context *ctx __
 	return NOT_SLOW;
 }
 
+/* Whether this packet may make its flow young: all that follow can then be sent by this hook or the next one. */
+static __always_inline bool may_be_young(struct context *ctx __attribute__((unused)),
+					 const struct packet *p __attribute__((unused)))
+{
+	return true;
+}
+
 static __always_inline bool is_bulk(struct context *ctx __attribute__((unused)),
 				    const struct packet *p __attribute__((unused)),
 				    struct flow *f __attribute__((unused)))

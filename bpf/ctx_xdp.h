@@ -143,17 +143,33 @@ static __always_inline bool is_bulk(struct context *ctx __attribute__((unused)),
 	return true;
 }
 
+/* A checksum that a device still has to complete, or one that cannot be read here. */
+static __always_inline bool needs_checksum(struct context *ctx, const struct packet *p)
+{
+	__u16 *check = bytes_at(ctx, ETH_HLEN + transport_check(p), sizeof(*check));
+
+	return unlikely(!check || lacks_checksum(p, *check));
+}
+
+/*
+ * tc sends what XDP leaves of a young flow.  After generic XDP it cannot, because such a packet has lost its link header
+ * (has_lost_link_header()), and it would drop the packet until the flow is promoted.
+ */
+static __always_inline bool may_be_young(struct context *ctx, const struct packet *p)
+{
+	return !settings.xdp_generic || !needs_checksum(ctx, p);
+}
+
 /* Why a packet of a known flow is left to tc. NOT_SLOW: `way` is how redirect() sends it. */
 static __always_inline enum slow_path_reason why_not_here(struct context *ctx, const struct packet *p,
 							  const struct flow_rewrite *a, __u32 *way)
 {
 	enum slow_path_reason reason = NOT_SLOW;
-	__u16 *check = bytes_at(ctx, ETH_HLEN + transport_check(p), sizeof(*check));
 
 	*way = sending_action(ctx, a->out.device);
 	if (*way == XDP_PASS)
 		reason = XDP_LEFT_DEVICE;
-	else if (unlikely(!check || lacks_checksum(p, *check)))
+	else if (needs_checksum(ctx, p))
 		reason = XDP_LEFT_CHECKSUM;
 	if (unlikely(reason))
 		count(reason);

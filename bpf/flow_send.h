@@ -663,7 +663,7 @@ static __always_inline int send_by_table(struct context *ctx, struct packet *p, 
 		verdict = send_kernels(ctx, p, known);
 		if (likely(verdict != NOT_CONFIRMED))
 			return verdict;
-		if (!is_query || !make_young(p, known, last_seen)) {
+		if (!is_query || !may_be_young(ctx, p) || !make_young(p, known, last_seen)) {
 			count_left(STACK_NOT_CONFIRMED);
 			return NOT_CONFIRMED;
 		}

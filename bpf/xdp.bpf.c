@@ -70,7 +70,8 @@ static __always_inline int serve(struct xdp_md *ctx, struct packet *p, const str
 	config = active_config(f->service, &config_id);
 	if (!config)
 		return XDP_PASS;
-	return open_flow(ctx, p, f, config, config_id, NULL, false, settings.fast_path, is_untracked(p));
+	return open_flow(ctx, p, f, config, config_id, NULL, false, settings.fast_path && may_be_young(ctx, p),
+			 is_untracked(p));
 }
 
 static __always_inline int ingress(struct xdp_md *ctx)

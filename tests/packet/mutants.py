@@ -140,6 +140,12 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     ),
     "XDP: several buffers as one": ("ctx_xdp.h", "frames == ONE_BUFFER && ", "frames == ONE_BUFFER || "),
     "XDP: partial checksums": ("ctx_xdp.h", "|| lacks_checksum(p, *check)", ""),
+    "XDP: flows opened with partial checksums": (
+        "xdp.bpf.c",
+        "settings.fast_path && may_be_young(ctx, p)",
+        "settings.fast_path",
+    ),
+    "XDP: flows renewed with partial checksums": ("flow_send.h", "!may_be_young(ctx, p) ||", ""),
     "XDP: UDP without a checksum gets one": ("rewrite.h", "p->protocol == UDP && !check", "false"),
     "XDP: a UDP checksum that becomes zero": (
         "rewrite.h",

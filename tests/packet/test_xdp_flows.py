@@ -210,9 +210,9 @@ def test_a_checksum_that_becomes_zero_is_written_as_ones(known: Callable[..., Fl
     assert flow.run(frame=frame).data == bytes(wanted)
 
 
-def with_partial_checksum(flow: Flow) -> Packet:
+def with_partial_checksum(flow: Flow, **fields: Any) -> Packet:
     """As a local socket leaves it to a device: only the sum of the pseudo header."""
-    frame = flow.frame()
+    frame = flow.frame(**fields)
     layer = frame[TCP] if flow.protocol == "tcp" else frame[UDP]
     length = len(layer)
     number = 6 if flow.protocol == "tcp" else 17
@@ -232,6 +232,46 @@ def test_a_checksum_that_was_left_to_a_device_is_left_to_tc(known: Callable[...,
     found = run_through_xdp(flow, frame=frame)
     assert (found.retval, found.data) == (XDP_PASS, bytes(frame))
     assert flow.world.reasons() == {"XDP_LEFT_CHECKSUM": 1}
+
+
+@pytest.fixture
+def generic(node: ProgramNode) -> Iterator[ProgramNode]:
+    with one_cpu():
+        yield filtering_node(node, xdp=1, xdp_generic=1)
+
+
+@pytest.mark.parametrize("protocol", ["tcp", "udp"])
+@pytest.mark.parametrize("ends", ["own address", "masqueraded"])
+def test_generic_xdp_opens_no_flow_with_a_checksum_that_was_left_to_a_device(
+    generic: ProgramNode, protocol: str, ends: str
+) -> None:
+    """tc gets the packet without its link header: it cannot send it, and would wait for the young flow's promotion."""
+    flow = Flow(generic, protocol, **VARIANTS[ends])
+    flow.permit()
+    first: dict[str, Any] = {"flags": "S", "size": 0, "seq": 100, "ack": 0}
+    frame = with_partial_checksum(flow, **first)
+    before = flow.entries()
+    found = run_through_xdp(flow, frame=frame)
+    assert (found.retval, found.data) == (XDP_PASS, bytes(frame))
+    assert flow.entries() == before
+    assert "NEW_FLOW_FAST" not in generic.reasons()
+    headerless = bytes(frame)[len(Ether()) :]
+    assert flow.run(frame=headerless).retval == GO_ON
+    assert "DROP_AWAITING_PROMOTION" not in generic.reasons()
+    complete = Flow(generic, protocol, sport=40007, **VARIANTS[ends])
+    assert run_through_xdp(complete, frame=complete.frame(**first)).retval in (XDP_REDIRECT, XDP_TX)
+
+
+@pytest.mark.parametrize("partial", [False, True], ids=["complete", "partial"])
+def test_generic_xdp_takes_no_flow_from_the_kernel_with_such_a_checksum(generic: ProgramNode, partial: bool) -> None:
+    flow = learned_flow(generic, "udp")
+    flow.permit()
+    paused = now() - 2 * SECOND
+    for reply in (False, True):
+        flow.write(reply, confirmed_until=paused, last_seen=paused, packets=1, backend=1)
+    frame = with_partial_checksum(flow) if partial else flow.frame()
+    assert run_through_xdp(flow, frame=frame).retval == (XDP_PASS if partial else XDP_REDIRECT)
+    assert [bool(flow.entry(reply)["young"]) for reply in (False, True)] == [not partial] * 2  # type: ignore[index]
 
 
 def test_a_device_that_accepts_no_redirects_gets_none(known: Callable[..., Flow]) -> None:
