@@ -93,7 +93,7 @@ class Datapath:
             # After tc, which handles what XDP leaves to it.
             xdp,
             # After the last program has been replaced.
-            Retirement(bpffs, programs, service_maps, node_maps, sockets, settings, take_over),
+            Retirement(bpffs, nft, programs, service_maps, node_maps, sockets, settings, take_over),
             # With socket programs: a former run without them has rules that are needed until here.
             *([] if sockets_off else [host_packets]),
             # After the table is filled: each of those commits would trigger a check.

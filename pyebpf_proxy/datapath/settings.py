@@ -209,6 +209,16 @@ def with_fast_path_support(behaviour: Behaviour, enabled: bool) -> Behaviour:
     return behaviour._replace(prove_new=enabled, conntrack_ports=kernels)
 
 
+def ports_of_both(one: tuple[int, int] | None, other: tuple[int, int] | None) -> tuple[int, int] | None:
+    """The ports that conntrack may choose under two behaviours, first and last; None: all.
+
+    There always are some: each range begins at 32768 or below, and ends with the last port.
+    """
+    if one is None or other is None:
+        return one or other
+    return max(one[0], other[0]), min(one[1], other[1])
+
+
 def local_ports() -> tuple[int, int]:
     """First and last port of the node's own sockets; the kernel's default where /proc/sys is not readable."""
     try:

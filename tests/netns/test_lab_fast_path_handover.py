@@ -6,13 +6,16 @@ from __future__ import annotations
 import contextlib
 import json
 import multiprocessing
+import re
 import time
 from collections.abc import Iterator
 
 import pytest
 
+from pyebpf_proxy.datapath.node import mounts
 from pyebpf_proxy.lab.addresses import cluster_ip
 from pyebpf_proxy.lab.manifests import Port, service, slices
+from pyebpf_proxy.lab.namespace import LabError, Namespace
 from tests.support.conversation import PORT, Conversation
 from tests.support.fast_lab import ON, FastWorld, open_conversations
 from tests.support.lab_tools import NAT_OF_OTHERS, wait_until
@@ -21,6 +24,8 @@ from tests.support.new_flows import BOTH, NewFlows, ending, entries, wait_until_
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
 
 TWO = cluster_ip(23)
+#: Of the service ``far``: its flows are masqueraded.
+NODE_PORT = 30007
 #: A client's address, the protocol and its port, as `Conversation.client`.
 Client = tuple[str, str, int]
 
@@ -65,7 +70,7 @@ def young_and_old(world: FastWorld, family: int, *, stop: bool = True) -> Iterat
             flows = [NewFlows(namespace, address, protocol) for protocol in BOTH]
             with ending(*flows):
                 wait_until_fast(world, *flows)
-                fresh = begun_at_once(world, stack, family)
+                fresh = begun_at_once(stack, namespace, address)
             conversations += fresh
             before = endpoints(world, family, conversations)
             if stop:
@@ -85,13 +90,15 @@ def young_and_old(world: FastWorld, family: int, *, stop: bool = True) -> Iterat
         assert {client: after[client] for client in both} == {client: before[client] for client in both}
 
 
-def begun_at_once(world: FastWorld, stack: contextlib.ExitStack, family: int) -> list[Conversation]:
+def begun_at_once(
+    stack: contextlib.ExitStack, namespace: Namespace, address: str, port: int = PORT
+) -> list[Conversation]:
     """Twelve conversations that are all young when the last one has begun: so their processes are started before."""
     gate = multiprocessing.get_context("fork").Event()
     conversations = []
     for protocol in BOTH:
         for _ in range(6):
-            conversation = Conversation(world.client.namespace, TWO.of(family), protocol, gate=gate)
+            conversation = Conversation(namespace, address, protocol, port, gate=gate)
             stack.callback(conversation.end)
             conversations.append(conversation)
     gate.set()
@@ -225,6 +232,70 @@ def test_masqueraded_flows_keep_their_source_ports_in_a_flow_table_of_another_si
         wait_until(has_it, "the flow table has the flow", 20.0)
     node.node.agent.stop()
     node.node.namespace.run("conntrack", "-D", "-p", "tcp", "-s", client)
+
+
+@contextlib.contextmanager
+def young_masqueraded(world: FastWorld, family: int) -> Iterator[list[Conversation]]:
+    """An external client's conversations through a NodePort. The agent has ended while some of them were young."""
+    asker, own = world.lab.client, world.node.address.of(family)
+    with contextlib.ExitStack() as stack:
+        for _ in range(ATTEMPTS):
+            flows = [NewFlows(asker, own, protocol, port=NODE_PORT) for protocol in BOTH]
+            with ending(*flows):
+                wait_until_fast(world, *flows)
+                conversations = begun_at_once(stack, asker, own, NODE_PORT)
+            world.node.agent.stop()
+            if len(young_source_ports(world)) >= 3:
+                break
+            world.node.agent.start(own=ON)
+            world.node.agent.wait_synced()
+        assert len(young_source_ports(world)) >= 3, "some are young"
+        try:
+            yield conversations
+            for conversation in conversations:
+                conversation.wait(100)
+        finally:
+            if world.node.agent.process is not None:
+                world.node.agent.stop()
+
+
+def young_source_ports(world: FastWorld) -> list[int]:
+    """Of masqueraded young flows."""
+    try:
+        found = entries(world)
+    except LabError:
+        return []  # there is no flow table any more
+    sources = (world.node.address.v4, world.node.address.v6)
+    return [e["client"][2] for e in found if e["young"] and e["reply"] and e["client"][0] in sources]
+
+
+def source_ports_of_conntrack(world: FastWorld) -> range:
+    """Those that conntrack's masquerade may choose."""
+    table = mounts.table_name(world.node.agent.directory)
+    rules = world.node.namespace.run("nft", "list", "chain", "inet", table, "masquerading")
+    found = re.search(r"masquerade to :(\d+)-(\d+)", rules)
+    return range(int(found[1]), int(found[2]) + 1) if found else range(65536)
+
+
+def watch_a_start(world: FastWorld, own: dict[str, object]) -> None:
+    """Start an agent whose young flows have no source ports; until it has started, conntrack takes none of theirs."""
+    world.node.agent.start(own=own)
+    deadline = time.monotonic() + 60.0
+    while True:
+        free = source_ports_of_conntrack(world)
+        # Read later: these flows were young before, too.
+        taken = [port for port in young_source_ports(world) if port in free]
+        assert not taken, f"conntrack may choose {free}"
+        if len(free) == 65536:
+            break
+        assert time.monotonic() < deadline, f"conntrack still chooses only {free}"
+    world.node.agent.wait_synced()
+
+
+def test_a_start_without_the_fast_path_takes_no_source_port_of_a_young_flow(node: FastWorld, family: int) -> None:
+    """Otherwise replies to a new flow of conntrack go to the client of the young one."""
+    with young_masqueraded(node, family):
+        watch_a_start(node, {"fastPath": False})
 
 
 def test_a_killed_agent_is_started_again(node: FastWorld, family: int) -> None:

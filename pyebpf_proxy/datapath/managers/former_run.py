@@ -10,6 +10,7 @@ from pyebpf_proxy.datapath.managers.bpffs import Bpffs
 from pyebpf_proxy.datapath.managers.devices import NodeMaps
 from pyebpf_proxy.datapath.managers.kernel_settings import FastPathSettings
 from pyebpf_proxy.datapath.managers.manager import Delta, Manager
+from pyebpf_proxy.datapath.managers.nft_table import NftTable
 from pyebpf_proxy.datapath.managers.programs import Programs
 from pyebpf_proxy.datapath.managers.service_maps import ServiceMaps
 from pyebpf_proxy.datapath.managers.sockets import SocketPrograms
@@ -53,6 +54,7 @@ class Retirement(Manager):
     def __init__(
         self,
         bpffs: Bpffs,
+        nft: NftTable,
         programs: Programs,
         service_maps: ServiceMaps,
         node_maps: NodeMaps,
@@ -62,6 +64,7 @@ class Retirement(Manager):
     ) -> None:
         super().__init__()
         self._bpffs = bpffs
+        self._nft = nft
         self._programs = programs
         self._service_maps = service_maps
         self._node_maps = node_maps
@@ -81,4 +84,5 @@ class Retirement(Manager):
         self._take_over.others.retire()
         # A packet may still be in a program of the former run.
         grace.wait()
+        self._nft.former_flows_gone()
         self._service_maps.remove_old_backends()

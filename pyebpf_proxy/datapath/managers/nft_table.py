@@ -16,7 +16,7 @@ from pyebpf_proxy.datapath.netfilter.table_watch import TableWatch
 from pyebpf_proxy.datapath.node import mounts, sysctls
 from pyebpf_proxy.datapath.node.node_settings import LIBERAL
 from pyebpf_proxy.datapath.repairs import Repair, repairs
-from pyebpf_proxy.datapath.settings import conntrack_is_liberal, with_fast_path_support
+from pyebpf_proxy.datapath.settings import conntrack_is_liberal, ports_of_both, with_fast_path_support
 from pyebpf_proxy.services.node_facts import NodeFacts
 
 _log = Logger("datapath")
@@ -33,6 +33,9 @@ class NftTable(Manager):
         self.frontends: Callable[[], Iterable[bytes]] = tuple
         self._effective = effective
         self._behaviour = Behaviour(effective.masquerade_mark, refuse_unknown=effective.nft_mode)
+        #: The ports of conntrack's masquerade: those of this run, and those that a former run has left in the table.
+        self._conntrack_ports: tuple[int, int] | None = None
+        self._former_ports: tuple[int, int] | None = None
 
     def start(self, facts: NodeFacts, wanted: Delta) -> None:
         effective = self._effective
@@ -47,6 +50,7 @@ class NftTable(Manager):
             # Until all devices are known, as in the former run.
             check_destination=self.table.checks_destination(),
         )
+        self._former_ports = self.table.conntrack_ports()
         self.support_fast_path(bool(effective.fast_path) and fast_path_is_built())
 
     @property
@@ -69,8 +73,20 @@ class NftTable(Manager):
             _log.error("the nftables table could not be changed, will retry", error=str(error))
 
     def support_fast_path(self, enabled: bool) -> None:
-        """Add or remove what the table does for the fast path."""
-        self._behaviour = with_fast_path_support(self._behaviour, enabled)
+        """Add or remove what the table does for the fast path.
+
+        Until :meth:`former_flows_gone`, conntrack takes no source port of a former run's young flows.
+        """
+        supported = with_fast_path_support(self._behaviour, enabled)
+        self._conntrack_ports = supported.conntrack_ports
+        both = ports_of_both(self._conntrack_ports, self._former_ports)
+        self._behaviour = supported._replace(conntrack_ports=both)
+        self._ensure()
+
+    def former_flows_gone(self) -> None:
+        """No young flow has a source port that only a former run gave to young flows: conntrack may take it."""
+        self._former_ports = None
+        self._behaviour = self._behaviour._replace(conntrack_ports=self._conntrack_ports)
         self._ensure()
 
     def _ensure(self) -> bool:

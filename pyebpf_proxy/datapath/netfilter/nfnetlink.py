@@ -20,6 +20,7 @@ from pyebpf_proxy.datapath.netlink import uapi
 from pyebpf_proxy.datapath.netlink.messages import (
     attribute,
     attribute_header,
+    attributes,
     error_number,
     message,
     messages,
@@ -108,6 +109,16 @@ class Channel:
         """Whether a rule of the table names this set or map."""
         lookup = attribute(uapi.NFTA_LOOKUP_SET, zero_terminated(name))
         return any(lookup in body for body in self._rules(table))
+
+    def loaded(self, table: str, chain: str) -> list[bytes]:
+        """The values that the rules of a chain load into registers, in order: ports for NAT, marks and priorities."""
+        bodies = [_values(body) for body in self._rules(table)]
+        return [
+            value
+            for body in bodies
+            if _text(body, uapi.NFTA_RULE_CHAIN) == chain
+            for value in _loaded(body.get(uapi.NFTA_RULE_EXPRESSIONS, b""))
+        ]
 
     def _rules(self, table: str) -> list[bytes]:
         return self._dump(uapi.NFT_MSG_GETRULE, attribute(uapi.NFTA_RULE_TABLE, zero_terminated(table)))[0]
@@ -226,6 +237,14 @@ class Channel:
             if not number and not interrupted:
                 return bodies, False
         raise OSError(errno.EAGAIN, "the rules changed while they were read, ten times in a row")
+
+
+def _loaded(expressions: bytes) -> Iterator[bytes]:
+    for _, begin, end in attributes(expressions, 0, len(expressions)):
+        expression = values(expressions[begin:end])
+        if _text(expression, uapi.NFTA_EXPR_NAME) == "immediate":
+            immediate = values(expression.get(uapi.NFTA_EXPR_DATA, b""))
+            yield values(immediate.get(uapi.NFTA_IMMEDIATE_DATA, b"")).get(uapi.NFTA_DATA_VALUE, b"")
 
 
 def _unpacked(raw: bytes, shape: Shape) -> Iterator[tuple[bytes, bytes]]:

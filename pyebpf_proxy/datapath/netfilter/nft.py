@@ -91,6 +91,13 @@ class Table:
         with self._in_words("read the table"):
             return self._channel.looks_up(self.name, "frontends4")
 
+    def conntrack_ports(self) -> tuple[int, int] | None:
+        """First and last source port of the masquerade in the table that exists; None: all ports, or no table."""
+        with self._in_words("read the table"):
+            loaded = self._channel.loaded(self.name, "masquerading")
+        ports = [int.from_bytes(value, "big") for value in loaded if len(value) == 2]
+        return (min(ports), max(ports)) if ports else None
+
     def ensure(self, behaviour: Behaviour, frontends: Callable[[], Iterable[bytes]] = tuple) -> bool:
         """Creates the table, or repairs its rules and keeps the elements of its maps and sets.
 

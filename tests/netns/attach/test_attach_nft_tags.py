@@ -347,6 +347,13 @@ table inet pyebpf-proxy {
 """
 
 
+@pytest.mark.parametrize("ports", [(32768, 65535), (10000, 65535), (50000, 50009), None])
+def test_the_source_ports_of_a_former_run_are_read(ports: tuple[int, int] | None, table: Table) -> None:
+    assert table.conntrack_ports() is None
+    table.ensure(Behaviour(MARK, prove_new=True, conntrack_ports=ports))
+    assert Table().conntrack_ports() == ports
+
+
 def test_a_table_of_an_older_version_is_replaced_in_one_step(family: int, router: Router, shell: Shell) -> None:
     """Its elements serve what the attached programs still choose; no packet meets a partial table."""
     shell(f"nft -f - <<'END'\n{OLDER}\nEND")
