@@ -51,6 +51,7 @@ def node(two: FastWorld) -> FastWorld:
     return two
 
 
+LOCAL_PORTS = "net.ipv4.ip_local_port_range"
 #: How often flows are begun again when the machine stalls for so long that the agent promotes them before it ends.
 ATTEMPTS = 5
 
@@ -296,6 +297,16 @@ def test_a_start_without_the_fast_path_takes_no_source_port_of_a_young_flow(node
     """Otherwise replies to a new flow of conntrack go to the client of the young one."""
     with young_masqueraded(node, family):
         watch_a_start(node, {"fastPath": False})
+
+
+def test_a_start_with_fewer_source_ports_takes_none_of_a_young_flow(node: FastWorld, family: int) -> None:
+    """The ports of the node's own sockets begin so low that young flows get none any more."""
+    try:
+        with young_masqueraded(node, family):
+            node.node.namespace.sysctl({LOCAL_PORTS: "1024 20000"})
+            watch_a_start(node, ON)
+    finally:
+        node.node.namespace.sysctl({LOCAL_PORTS: "32768 60999"})
 
 
 def test_a_killed_agent_is_started_again(node: FastWorld, family: int) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from pyebpf_proxy.common.log import Logger
 from pyebpf_proxy.datapath.connections.drain import drain, unpin_programs
 from pyebpf_proxy.datapath.loader import grace
+from pyebpf_proxy.datapath.loader.programs import Loaded
 from pyebpf_proxy.datapath.managers.bpffs import Bpffs
 from pyebpf_proxy.datapath.managers.devices import NodeMaps
 from pyebpf_proxy.datapath.managers.kernel_settings import FastPathSettings
@@ -24,7 +25,7 @@ _log = Logger("datapath")
 class TakeOver(Manager):
     """Takes over session affinity and flows from maps of other layouts, and flows from a table of another size.
 
-    Drains the flow table of a former run if the new programs have no fast path.
+    Drains the flow table of a former run if the new programs have no fast path, or fewer source ports for young flows.
 
     ``start`` sets ``others``.
     """
@@ -43,9 +44,18 @@ class TakeOver(Manager):
         self.others.take_over()
         self.others.drain()
         drain_resized(pins, loaded.maps, loaded.tc.btf)
-        if not loaded.settings.fast_path:
-            # Not configured, or refused by the kernel. The new programs will not use the flows of a former run.
+        # Not configured, or refused by the kernel: the new programs will not use the flows of a former run.
+        # Fewer ports: conntrack will take the others, so no young flow may have them.
+        if not loaded.settings.fast_path or _has_fewer_ports(loaded):
             drain(pins)
+
+
+def _has_fewer_ports(loaded: Loaded) -> bool:
+    """Whether young flows of a former run may have source ports that are not the programs' any more."""
+    found = loaded.maps["fast_path"].lookup(bytes(4))
+    former = loaded.tc.btf.struct("fast_path").unpack(found) if found else {}
+    # All ranges begin at the same port.
+    return int(former.get("snat_port_max", 0)) > loaded.settings.snat_port_max
 
 
 class Retirement(Manager):

@@ -12,7 +12,7 @@ import pytest
 
 from pyebpf_proxy.datapath import settings
 from pyebpf_proxy.datapath.managers import former_run, nft_table
-from pyebpf_proxy.datapath.managers.former_run import Retirement
+from pyebpf_proxy.datapath.managers.former_run import Retirement, TakeOver
 from pyebpf_proxy.datapath.managers.nft_table import NftTable
 from pyebpf_proxy.datapath.netfilter.nft_rules import Behaviour
 from pyebpf_proxy.services.node_facts import NodeFacts
@@ -101,6 +101,41 @@ def test_the_ports_do_not_change_if_the_nodes_own_ports_change_during_a_start(mo
     monkeypatch.setattr(settings, "local_ports", lambda: (10000, 65535))
     nft.former_flows_gone()
     assert table.given[-1] == FIRST[32768]
+
+
+def loaded(former: int | None, now: int, fast_path: bool = True) -> Any:
+    """Programs whose young flows have source ports up to ``now``; those of a former run had them up to ``former``."""
+    state = SimpleNamespace(lookup=lambda key: None if former is None else b"state")
+    layout = SimpleNamespace(unpack=lambda data: {"snat_port_max": former})
+    return SimpleNamespace(
+        maps={"fast_path": state} if fast_path else {},
+        tc=SimpleNamespace(btf=SimpleNamespace(struct=lambda name: layout)),
+        settings=SimpleNamespace(fast_path=fast_path, snat_port_max=now),
+    )
+
+
+@pytest.mark.parametrize(
+    ("programs", "drains"),
+    [
+        (loaded(32767, 32767), False),
+        (loaded(9999, 32767), False),
+        (loaded(0, 32767), False),
+        (loaded(None, 32767), False),
+        (loaded(32767, 9999), True),
+        (loaded(32767, 0), True),
+        (loaded(32767, 32767, fast_path=False), True),
+    ],
+)
+def test_flows_are_drained_if_the_new_programs_have_fewer_source_ports(
+    monkeypatch: pytest.MonkeyPatch, programs: Any, drains: bool
+) -> None:
+    drained = Mock()
+    monkeypatch.setattr(former_run, "drain", drained)
+    monkeypatch.setattr(former_run, "drain_resized", Mock())
+    monkeypatch.setattr(former_run, "OtherLayouts", Mock())
+    bpffs: Any = SimpleNamespace(pins=Path("/none"))
+    TakeOver(bpffs, SimpleNamespace(loaded=programs), Mock()).start(NodeFacts(), {})  # type: ignore[arg-type]
+    assert drained.called is drains
 
 
 @pytest.mark.parametrize("fast_path", [True, False])
