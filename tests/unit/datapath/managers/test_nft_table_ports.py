@@ -49,7 +49,7 @@ def started(
     monkeypatch.setattr(nft_table, "Table", lambda name: table)
     monkeypatch.setattr(nft_table, "fast_path_is_built", lambda: True)
     monkeypatch.setattr(settings, "local_ports", lambda: (first, 65535))
-    kernel = SimpleNamespace(conntrack=SimpleNamespace(tcp_be_liberal=True))
+    kernel = SimpleNamespace(conntrack=SimpleNamespace(tcp_be_liberal=True), route_localnet=True)
     effective: Any = SimpleNamespace(
         masquerade_mark=0x4000,
         nft_mode=False,
