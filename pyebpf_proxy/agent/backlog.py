@@ -55,10 +55,10 @@ class Backlog:
 
     def portions(self) -> Iterator[list[Change]]:
         """Take what one sync plans. Each portion must be planned before the next one is taken (:meth:`planned`)."""
+        self._weights = {}
         # Nodes and ServiceCIDRs have no namespace, and are no tenant's.
         if cluster := self._of.pop("", None):
             yield list(cluster.values())
-        self._weights = {}
         now = self._clock()
         for namespace in [each for each in self._of if self._waits.get(each, now) <= now]:
             changes = list(self._of.pop(namespace).values())

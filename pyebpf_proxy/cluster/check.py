@@ -37,8 +37,10 @@ RIGHTS = (
 #: To which these commands bind the agent's role.
 _SUBJECT = ("ServiceAccount", NAMESPACE, objects.NAME)
 READ = (
-    *(("list", "", "nodes", ""), ("list", "", "pods", NAMESPACE)),
-    *(("get", "apps", "daemonsets", NAMESPACE), ("get", "", "configmaps", NAMESPACE)),
+    ("list", "", "nodes", ""),
+    ("list", "", "pods", NAMESPACE),
+    ("get", "apps", "daemonsets", NAMESPACE),
+    ("get", "", "configmaps", NAMESPACE),
 )
 #: Of the API server: this release is made for these.
 _VERSIONS = (1, 33), (1, 36)

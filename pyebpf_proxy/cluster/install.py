@@ -120,8 +120,9 @@ class Install(Command):
         assert found.kube_proxy_set is not None
         self.apply(items)
         every = view(self.api)
-        machines.forget_gone(self.api, every.nodes)
-        machines.note(self.api, (item for name, item in every.nodes.items() if every.has(name, AGENT)))
+        machines.forget_gone(self.api, every.nodes, every.machines)
+        begun = (item for name, item in every.nodes.items() if every.has(name, AGENT))
+        machines.note(self.api, begun, every.machines)
         if not objects.spares_parked(found.kube_proxy_set):
             # Labels of before, as after an upgrade by kubeadm: kube-proxy is parked again where the agent is looked at.
             for node, item in every.nodes.items():

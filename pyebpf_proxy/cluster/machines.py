@@ -28,9 +28,8 @@ def known(api: Api) -> dict[str, str]:
     return {name: str(machine) for name, machine in ((found or {}).get("data") or {}).items()}
 
 
-def note(api: Api, nodes: Iterable[Object]) -> None:
-    """Remember these nodes, before an agent is started there."""
-    present = known(api)
+def note(api: Api, nodes: Iterable[Object], present: Mapping[str, str]) -> None:
+    """Remember these nodes, before an agent is started there. ``present``: what is :func:`known`."""
     machines = {each["metadata"]["name"]: machine for each in nodes if (machine := machine_of(each))}
     _write(api, {name: machine for name, machine in machines.items() if present.get(name) != machine})
 
@@ -41,9 +40,8 @@ def forget(api: Api, names: Iterable[str]) -> None:
     _write(api, {name: None for name in names if name in present})
 
 
-def forget_gone(api: Api, nodes: Iterable[str]) -> None:
+def forget_gone(api: Api, nodes: Iterable[str], present: Mapping[str, str]) -> None:
     """Forget machines whose nodes no longer exist, if there are very many. ``nodes``: all that exist."""
-    present = known(api)
     if len(present) > _MANY:
         _write(api, dict.fromkeys(present.keys() - set(nodes)))
 

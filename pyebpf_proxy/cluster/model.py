@@ -135,8 +135,11 @@ class View(NamedTuple):
 
     def is_ours(self, node: str) -> bool:
         """Whether an agent runs there, or has run there and is not cleaned up."""
-        is_labelled = self.has(node, AGENT) or self.has(node, PARKED)
-        return is_labelled or node in self.agents or self.is_noted(node) or self.is_registered_again(node)
+        return self.is_begun(node) or node in self.agents or self.is_registered_again(node)
+
+    def is_begun(self, node: str) -> bool:
+        """Whether the node's object says that an agent runs there, or has run there and is not cleaned up."""
+        return self.has(node, AGENT) or self.has(node, PARKED) or self.is_noted(node)
 
     def is_noted(self, node: str) -> bool:
         """Whether these commands have noted that an agent has been started there, and is not cleaned up."""
@@ -145,8 +148,7 @@ class View(NamedTuple):
     def is_registered_again(self, node: str) -> bool:
         """Whether the node's object is a new one, without labels, of a machine on which an agent was started."""
         noted = self.machines.get(node)
-        is_begun = self.has(node, AGENT) or self.has(node, PARKED) or self.is_noted(node)
-        return noted is not None and noted == machines.machine_of(self.nodes[node]) and not is_begun
+        return noted is not None and noted == machines.machine_of(self.nodes[node]) and not self.is_begun(node)
 
     def lacks_agent(self, node: str) -> bool:
         """Whether another program has taken the label away without which no agent runs there."""

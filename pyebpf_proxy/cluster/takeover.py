@@ -114,7 +114,7 @@ def take(site: Site, node: str, before: Reached, say: Say, outdated: Pod | None 
     api = site.api
     # A clean-up that another command began must not remove what the agent attaches.
     task_pod.remove(api, task_pod.name_of("clean", node), node, site.seconds)
-    machines.note(api, [_node(api, node)])
+    machines.note(api, [_node(api, node)], machines.known(api))
     label(site, node, AGENT, ON, before.others(site.targets))
     if outdated is not None:
         say("replacing the agent, which runs with another datapath configuration")

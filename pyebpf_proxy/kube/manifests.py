@@ -105,6 +105,10 @@ class _Watches(NamedTuple):
     parent: int | None
     links: dict[int, frozenset[str]]
 
+    @property
+    def numbers(self) -> set[int]:
+        return {number for number in (self.folder, self.parent, *self.links) if number is not None}
+
 
 def is_manifest(name: str) -> bool:
     """Whether a file of this name is read."""
@@ -138,9 +142,7 @@ class ManifestSource:
         self._decoding = ""  # the file whose decoded text is still wanted
         self._decoder: asyncio.Task[None] | None = None
         self._inotify: INotify
-        self._folder_watch: int | None = None
-        self._parent_watch: int | None = None
-        self._link_watches: dict[int, frozenset[str]] = {}  # names of symbolic links in the path, by their directories
+        self._watches = _Watches(None, None, {})
         self._missing = False
 
     async def run(self, deliver: Callable[[Batch], None]) -> None:
@@ -157,7 +159,7 @@ class ManifestSource:
             try:
                 self._watch()
                 # A missing directory does not mean that its objects are deleted.
-                complete = self._folder_watch is not None
+                complete = self._watches.folder is not None
                 await self._check_all_files()
                 await self._decode_large()
                 deliver(Batch(self._changes(), complete))
@@ -177,7 +179,7 @@ class ManifestSource:
                     self._remove_missing()
                     self._go_on_decoding(readable)
                     changes = self._changes()
-                    first_complete = not complete and self._folder_watch is not None and self._decoder is None
+                    first_complete = not complete and self._watches.folder is not None and self._decoder is None
                     complete |= first_complete
                     if changes or first_complete:
                         deliver(Batch(changes, complete))
@@ -221,16 +223,15 @@ class ManifestSource:
         # Repeat until the watches are stable: a directory may appear between the check and the watch.
         while (again := self._add_watches()) != watches:
             watches = again
-        folder, parent, links = watches
-        for old in {self._folder_watch, self._parent_watch, *self._link_watches} - {folder, parent, *links, None}:
+        for old in self._watches.numbers - watches.numbers:
             try:
                 self._inotify.rm_watch(old)
             except OSError:
                 pass  # the kernel removed it together with the directory
-        self._folder_watch, self._parent_watch, self._link_watches = watches
-        if self._folder_watch is None and not self._missing:
+        self._watches = watches
+        if self._watches.folder is None and not self._missing:
             self._report(f"{self._directory}: the manifests folder is not there; what was in it stays until it is back")
-        self._missing = self._folder_watch is None
+        self._missing = self._watches.folder is None
 
     def _add_watches(self) -> _Watches:
         folder = self._add_watch(self._directory, _FOLDER_EVENTS)
@@ -260,12 +261,12 @@ class ManifestSource:
         everything = False
         for watch, mask, _, name in self._inotify.read(timeout=0):
             lost = mask & (flags.Q_OVERFLOW | flags.DELETE_SELF | flags.MOVE_SELF | flags.UNMOUNT)
-            if lost or name in self._link_watches.get(watch, ()):
+            if lost or name in self._watches.links.get(watch, ()):
                 everything = True
-            elif watch == self._parent_watch and watch != self._folder_watch:
+            elif watch == self._watches.parent and watch != self._watches.folder:
                 # While the directory is missing, any entry of the watched ancestor may be a part of its path.
-                everything |= self._folder_watch is None or name == self._directory.name
-            elif watch != self._folder_watch:
+                everything |= self._watches.folder is None or name == self._directory.name
+            elif watch != self._watches.folder:
                 continue
             elif name == "..data":
                 everything |= bool(mask & (flags.MOVED_TO | flags.CREATE))
@@ -292,7 +293,7 @@ class ManifestSource:
 
     async def _check_all_files(self) -> None:
         """Read all files with a changed stamp, and note the missing ones."""
-        if self._folder_watch is None:
+        if self._watches.folder is None:
             return
         try:
             names = sorted(name for name in os.listdir(self._directory) if is_manifest(name))
@@ -418,7 +419,7 @@ class ManifestSource:
         now = time.monotonic()
         for name in [name for name, final in self._leaving.items() if final <= now]:
             del self._leaving[name]
-            if self._folder_watch is not None and self._is_gone(name):
+            if self._watches.folder is not None and self._is_gone(name):
                 self._stamps.pop(name, None)
                 self._unreadable.pop(name, None)
                 self._forget_decoding(name)

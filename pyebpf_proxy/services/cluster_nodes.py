@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
+from pyebpf_proxy.services.addresses import family_of
 from pyebpf_proxy.services.endpoints import Topology
 from pyebpf_proxy.services.model import IPFamily
 from pyebpf_proxy.services.node_facts import NodeFacts
@@ -104,5 +105,5 @@ class ClusterNodes:
     def _node_ips(self, own: NodeView) -> dict[IPFamily, bytes]:
         if self._node_ip is None:
             return dict(own.ips)
-        family = IPFamily.IPV4 if len(self._node_ip) == 4 else IPFamily.IPV6
+        family = family_of(self._node_ip)
         return {family: self._node_ip, **{other: ip for other, ip in own.ips.items() if other is not family}}

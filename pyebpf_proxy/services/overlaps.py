@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Set
 from typing import NamedTuple
 
-from pyebpf_proxy.services.addresses import format_address_port
+from pyebpf_proxy.services.addresses import family_of, format_address_port
 from pyebpf_proxy.services.claims import FIELDS, Claim, claim_of
 from pyebpf_proxy.services.losses import LINES, LossMessage, LossReport
 from pyebpf_proxy.services.model import Frontend, FrontendKind, IPFamily, ServicePort, ServicePortName
@@ -50,7 +50,7 @@ class Overlaps:
 
     def at(self, node_port: Claim) -> Set[ServicePortName]:
         """Service ports with an address of a Node and the port and protocol of this NodePort."""
-        family = IPFamily.IPV4 if len(node_port.address) == 4 else IPFamily.IPV6
+        family = family_of(node_port.address)
         return self._by_port.get((family, node_port._replace(address=b"")), frozenset())
 
     def new_messages(self) -> list[LossMessage]:

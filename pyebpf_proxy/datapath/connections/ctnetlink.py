@@ -39,6 +39,7 @@ from pyebpf_proxy.datapath.netlink.uapi import (
     NETLINK_NETFILTER,
     NFGENMSG,
 )
+from pyebpf_proxy.services.addresses import family_of
 from pyebpf_proxy.services.model import IPFamily, Protocol
 
 # include/linux/netfilter/nf_conntrack_common.h
@@ -152,7 +153,7 @@ def lookup(netlink: RequestSocket, protocol: int, source: Place, destination: Pl
 
     OSError if the kernel refuses.
     """
-    family = IPFamily.IPV4 if len(source[0]) == 4 else IPFamily.IPV6
+    family = family_of(source[0])
     try:
         key = tuple_of(CTA_TUPLE_ORIG, protocol, source, destination)
         return read_entry(netlink.get(IPCTNL_MSG_CT_GET, header(family) + key))

@@ -22,6 +22,7 @@ from pyebpf_proxy.datapath.loader.btf import Btf
 from pyebpf_proxy.datapath.loader.libbpf import Map
 from pyebpf_proxy.datapath.netlink.request import RequestSocket
 from pyebpf_proxy.datapath.netlink.uapi import NETLINK_NETFILTER
+from pyebpf_proxy.services.addresses import family_of
 from pyebpf_proxy.services.model import FrontendKind, IPFamily, Protocol, ServicePort, ServicePortName
 
 #: From a socket's cookie and connected endpoint to the address that its owner connected to; None: not translated.
@@ -99,7 +100,7 @@ class UdpCleanup:
     def is_stale(self, destination: Place, endpoint: Place) -> bool:
         """Whether a flow to ``destination`` that ``endpoint`` answers should be ended. Safe in any thread."""
         with self._lock:
-            return self._services.is_stale(_family(destination), destination, endpoint)
+            return self._services.is_stale(family_of(destination[0]), destination, endpoint)
 
     async def clean(self) -> Outcome:
         """End every stale flow and socket. If the kernel refuses one of them, the others are ended all the same."""
@@ -173,7 +174,7 @@ class UdpCleanup:
                 continue
             try:
                 stale = self._is_untranslated(found) if wanted is None else self.is_stale(wanted, endpoint)
-                ended[_family(endpoint)] += stale and sock_diag.destroy(found)
+                ended[family_of(found.peer)] += stale and sock_diag.destroy(found)
             except OSError as error:
                 refused = error
         if refused is not None:
@@ -196,10 +197,6 @@ class UdpCleanup:
         stale = self.is_stale(address, entry.reply.ends[0])
         self.waiting |= not stale
         return stale
-
-
-def _family(place: Place) -> IPFamily:
-    return IPFamily.IPV4 if len(place[0]) == 4 else IPFamily.IPV6
 
 
 def addresses_in(maps: Mapping[str, Map]) -> IsOwn:

@@ -12,6 +12,7 @@ from pyebpf_proxy.datapath.maps.changes import Change, Garbage, Record
 from pyebpf_proxy.datapath.maps.ids import Ids
 from pyebpf_proxy.datapath.maps.layouts import Layouts
 from pyebpf_proxy.datapath.maps.ranges import Ranges
+from pyebpf_proxy.services.addresses import family_of
 from pyebpf_proxy.services.model import Endpoint, IPFamily, Protocol, ServicePort, ServicePortName
 
 #: Backend ids use 24 bits of skb->priority.
@@ -182,7 +183,7 @@ class State:
             if (address, port) == (endpoint, endpoint_port):
                 direct[protocol, address, port] = route
                 continue
-            key = self.layouts.frontend_key[IPFamily.IPV4 if len(address) == 4 else IPFamily.IPV6]
+            key = self.layouts.frontend_key[family_of(address)]
             owner = self.owners.get(key.pack(address, port, protocol))
             if owner is None:
                 owner = self.owners.get(key.pack(bytes(len(address)), port, protocol))

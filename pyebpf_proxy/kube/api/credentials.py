@@ -151,7 +151,7 @@ def _context(tls: Tls, credential: exec_plugin.Credential | None) -> ssl.SSLCont
     try:
         if tls.ca_data or tls.ca_file:
             load_authority(context, tls.ca_data or _read(tls.ca_file))
-    except (ssl.SSLError, ValueError, TypeError):
+    except (ssl.SSLError, ValueError):
         what = tls.ca_file or "certificate-authority-data"
         raise TroubleError(
             f"unable to load root certificates: {what} holds no certificate as PEM", shared=True
