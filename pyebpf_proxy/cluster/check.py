@@ -40,7 +40,6 @@ READ = (
     ("list", "", "nodes", ""),
     ("list", "", "pods", NAMESPACE),
     ("get", "apps", "daemonsets", NAMESPACE),
-    ("get", "", "configmaps", NAMESPACE),
 )
 #: Of the API server: this release is made for these.
 _VERSIONS = (1, 33), (1, 36)

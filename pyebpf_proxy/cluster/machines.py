@@ -23,9 +23,19 @@ def machine_of(node: Object) -> str:
 
 
 def known(api: Api) -> dict[str, str]:
-    """The machine IDs by the name of the node."""
+    """The machine IDs by the name of the node. RefusedError if this user may not read them."""
     found = api.get(CONFIG_MAPS, CONFIG_MAP, NAMESPACE)
     return {name: str(machine) for name, machine in ((found or {}).get("data") or {}).items()}
+
+
+def readable(api: Api) -> tuple[dict[str, str], str]:
+    """As :func:`known`, and "". A user who may not read them gets no IDs, and the reason."""
+    try:
+        return known(api), ""
+    except RefusedError as refused:
+        if refused.status != 403:
+            raise
+        return {}, f"this user may not get configmaps in {NAMESPACE}"
 
 
 def note(api: Api, nodes: Iterable[Object], present: Mapping[str, str]) -> None:

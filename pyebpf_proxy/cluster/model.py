@@ -124,6 +124,8 @@ class View(NamedTuple):
     kube_proxy_set: Object | None
     #: On which machines an agent was started, by the name of the node (``machines``).
     machines: Mapping[str, str]
+    #: Why these are not known, for a user with few rights; "" if they are.
+    machines_unknown: str
 
     def has(self, node: str, label: str) -> bool:
         """Whether the node has one of our labels, with any value."""
@@ -217,13 +219,15 @@ def view(api: Api, selector: str = "") -> View:
     linux = [
         each for each in nodes if (each["status"].get("nodeInfo") or {}).get("operatingSystem", "linux") == "linux"
     ]
+    known, why = machines.readable(api)
     return View(
         nodes={each["metadata"]["name"]: each for each in sorted(linux, key=lambda each: each["metadata"]["name"])},
         agents=pods(api, f"k8s-app={NAME}"),
         kube_proxies=pods(api, f"k8s-app={KUBE_PROXY}"),
         agent_set=api.get(DAEMON_SETS, NAME, NAMESPACE),
         kube_proxy_set=api.get(DAEMON_SETS, KUBE_PROXY, NAMESPACE),
-        machines=machines.known(api),
+        machines=known,
+        machines_unknown=why,
     )
 
 

@@ -37,6 +37,8 @@ def show(found: View, asked: Asked, output: Output) -> list[Finding]:
         each |= {"image": pod.image if pod else "", "agent": agents.document(asked.answers.get(each["node"]))}
     if asked.why:
         output.say(f"the agents could not be queried: {asked.why}")
+    if found.machines_unknown:
+        output.say(f"nodes that have registered again are not recognized: {found.machines_unknown}")
     findings = [*problems(found, wanted), *agents.findings(asked)]
     output.findings(findings)
     done = sum(map(found.is_done, found.nodes))

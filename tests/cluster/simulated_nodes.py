@@ -20,6 +20,7 @@ import threading
 import time
 import traceback
 import urllib.parse
+import uuid
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -85,17 +86,20 @@ class SimulatedNodes:
         self._lost: set[str] = set()
         self._connections = threading.local()
         self._listener: ThreadingHTTPServer | None = None
+        #: Of each node: nodes of the same name in another test are other machines.
+        self._machines = {name: uuid.uuid4().hex for name in names}
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     def __enter__(self) -> SimulatedNodes:
         self._listener = self._kubelet()
         threading.Thread(target=self._listener.serve_forever, daemon=True).start()
-        for number, name in enumerate(self.names):
+        for name in self.names:
             self._ask("POST", "/api/v1/nodes", _node(name))
             address = {"type": "InternalIP", "address": "127.0.0.1"}
             info = {"kernelVersion": "6.1.0-44-amd64", "containerRuntimeVersion": "containerd://1.7.24"}
             info |= {"operatingSystem": "linux", "architecture": "amd64", "kubeletVersion": "v1.36.3"}
-            info |= {"kubeProxyVersion": "", "machineID": str(number), "systemUUID": "", "bootID": "", "osImage": ""}
+            info |= {"kubeProxyVersion": "", "machineID": self._machines[name], "systemUUID": ""}
+            info |= {"bootID": "", "osImage": ""}
             ports = {"kubeletEndpoint": {"Port": self._listener.server_address[1]}}
             status = {"addresses": [address], "nodeInfo": info, "daemonEndpoints": ports}
             self._ask("PATCH", f"/api/v1/nodes/{name}/status", {"status": status}, MERGE)

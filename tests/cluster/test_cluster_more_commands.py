@@ -158,6 +158,7 @@ def test_status_asks_the_agents_and_names_those_that_differ(
     server.kubeconfig(tmp_path / "admin.conf", {"token": server.token("watcher")})
     said = run(tmp_path, "status")
     assert "the agents could not be queried: this user may not get, create pods/exec in kube-system" in said
+    assert "nodes that have registered again are not recognized: this user may not get configmaps in kube-sys" in said
     assert "3 of 3 nodes served" in said
 
 
