@@ -53,7 +53,8 @@ pyebpf-proxy and back, by the commands of [cluster.md](cluster.md). Meanwhile po
 connections a second to a ClusterIP and to NodePorts (`tests/e2e/load.c`). An image that cannot be pulled must fail, and
 must leave every node as it was. In between, agents are given maps of another size, agents are deleted, kubelets
 restarted, containerd is killed, a node is drained, and another one is drained and rebooted: all its namespaces are
-removed and made again. The command fails if a connection fails. `--record` writes the table below.
+removed and made again. At the end the commands meet faults: Ctrl-C, an API server that is away, a node whose kubelet
+ends. The next command must continue. The run fails if a connection fails. `--record` writes the table below.
 """
 
 _CHURN = f"""## Pods replaced under load
@@ -178,6 +179,7 @@ def _switched() -> str:
     ]
     for step in steps:
         what = f"`{step.what}`" if step.status is not None else step.what
+        what += f"; meanwhile: {step.fault}" if step.fault else ""
         status = "–" if step.status is None else step.status
         lines.append(f"| {what} | {status} | {step.seconds:.0f} | {step.connections} | {step.failed} |")
     total = [sum(numbers) for numbers in zip(*((step.connections, step.failed) for step in steps), strict=True)]

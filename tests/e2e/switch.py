@@ -4,8 +4,11 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import json
 import re
+import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -14,9 +17,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from pyebpf_proxy.cluster.objects import AGENT, CLEANING, ON
 from tests.e2e import results
 from tests.e2e.cluster import Cluster
-from tests.e2e.commands import run_command, title
+from tests.e2e.commands import Fault, run_command, title
+from tests.e2e.control_plane import start_api_server
 from tests.e2e.layout import NEXT_IMAGE, NODES, PROXY_IMAGE, RELEASE
 from tests.e2e.problem import E2EError
 from tests.e2e.processes import wait_for
@@ -33,18 +38,26 @@ MISSING_IMAGE = "registry.invalid/pyebpf-proxy:1"
 _AFTER = 5.0
 #: How long logs may be out of reach: a kubelet or a runtime is being restarted.
 LOGS_SECONDS = 60.0
+#: How long the API server is away.
+_OUTAGE = 20.0
+#: How long a command may take until a fault can begin.
+_BEGINS = 120.0
 _AGENTS = ("-n", "kube-system", "-l", "k8s-app=pyebpf-proxy")
 
 
 @dataclass(frozen=True)
 class Step:
-    """A step, and its connections. ``status``: the command's exit status; None: no command."""
+    """A step, and its connections.
+
+    ``status``: the command's exit status; None: no command. ``fault``: what happened in the middle of the command.
+    """
 
     what: str
     status: int | None
     seconds: float
     connections: int
     failed: int
+    fault: str = ""
 
 
 class Load:
@@ -152,18 +165,29 @@ class Run:
         #: From the start of a container until its agent was ready, at the latest: one agent at a time, all at once.
         self.ready_seconds: dict[str, float] = {}
 
-    def command(self, *words: str, statuses: Sequence[int] = (0,), says: str = "") -> None:
-        """Run a command of docs/cluster.md. E2EError if its exit status or its output is not as expected."""
+    def command(
+        self,
+        *words: str,
+        statuses: Sequence[int] = (0,),
+        says: str = "",
+        fault: tuple[str, Fault] | None = None,
+    ) -> None:
+        """Run a command of docs/cluster.md. E2EError if its exit status or its output is not as expected.
+
+        ``fault``: what happens in the middle, in words, and the function that does it.
+        """
         shown = title(words)
         print(f"\n$ {shown}", flush=True)
         said = ""
+        what, act = fault or ("", None)
 
         def run() -> int:
             nonlocal said
-            status, said = run_command(self._cluster.kubeconfig, words, lambda line: print(line, end="", flush=True))
+            show = functools.partial(print, end="", flush=True)
+            status, said = run_command(self._cluster.kubeconfig, words, show, act)
             return status
 
-        ended = self._step(shown, run)
+        ended = self._step(shown, run, what)
         if ended not in statuses:
             raise E2EError(f"{shown}: exit status {ended}, not {' or '.join(map(str, statuses))}")
         if says not in said:
@@ -178,7 +202,7 @@ class Run:
 
         self._step(what, run)
 
-    def _step(self, what: str, run: Callable[[], int | None]) -> int | None:
+    def _step(self, what: str, run: Callable[[], int | None], fault: str = "") -> int | None:
         before, began = self._load.count(), time.monotonic()
         status = run()
         seconds = time.monotonic() - began
@@ -186,7 +210,7 @@ class Run:
         asked, failed = (now - then for now, then in zip(self._load.count(), before, strict=True))
         if not asked:
             raise E2EError(f"{what}: no connection was opened meanwhile")
-        self.steps.append(Step(what, status, round(seconds, 1), asked, failed))
+        self.steps.append(Step(what, status, round(seconds, 1), asked, failed, fault))
         ended = "" if status is None else f"exit status {status}, "
         print(f"{what}: {ended}{seconds:.0f} s: {asked} connections, {failed} failed", flush=True)
         return status
@@ -245,6 +269,46 @@ class Run:
         self.action("containerd killed and started", restart_containerd)
         self.action("a node drained and uncordoned", drain)
         self.action("a node drained and rebooted", reboot)
+
+    def interruptions(self) -> None:
+        """Faults in the middle of the commands. After each, the next command continues, and no connection fails."""
+        cluster = self._cluster
+        # Both commands begin with it.
+        node = cluster.nodes[0]
+
+        def with_label(*values: str) -> list[str]:
+            chosen = f"{AGENT} in ({','.join(values)})"
+            return cluster.kubectl("get", "nodes", "-l", chosen, "-o", "name").split()
+
+        def interrupt(process: subprocess.Popen[str]) -> None:
+            wait_for("an agent is started", lambda: bool(with_label(ON)), _BEGINS)
+            process.send_signal(signal.SIGINT)
+
+        def outage(_: object) -> None:
+            wait_for("the second agent is started", lambda: len(with_label(ON)) == 2, _BEGINS)
+            cluster.state.stop("kube-apiserver")
+            time.sleep(_OUTAGE)
+            start_api_server(cluster.state, cluster.network)
+
+        def kubelet_ends(label: str) -> Fault:
+            def end(process: subprocess.Popen[str]) -> None:
+                wait_for(f"{node.name} is {label}", lambda: f"node/{node.name}" in with_label(label), _BEGINS)
+                node.stop_program("kubelet", "KILL")
+                process.wait()
+                node.start_kubelet()
+                cluster.kubectl("wait", "--for=condition=Ready", f"node/{node.name}", "--timeout=60s")
+
+            return end
+
+        lost = f"{node.name}: the node's kubelet no longer reports"
+        died = "the kubelet of a node ends"
+        self.command("install", "--image", PROXY_IMAGE, statuses=[130], fault=("Ctrl-C", interrupt))
+        self.command("install", fault=(f"no API server for {_OUTAGE:.0f} s", outage))
+        self.command("rollback", statuses=[1], says=lost, fault=(died, kubelet_ends(CLEANING)))
+        self.command("install", statuses=[1], says=lost, fault=(died, kubelet_ends(ON)))
+        self.command("install")
+        self.command("status", statuses=[0, 1], says=f"{NODES} of {NODES} nodes served by pyebpf-proxy")
+        self.command("rollback")
 
     def _note_ready(self, how: str) -> None:
         logs = (
@@ -332,6 +396,7 @@ def _steps(made: Run, cluster: Cluster) -> None:
     made.command("upgrade", "--image", MISSING_IMAGE, *limit, statuses=[1], says=pulled)
     made.command("upgrade", "--image", NEXT_IMAGE)
     made.command("rollback")
+    made.interruptions()
 
 
 def save(made: Run, proxy: str, path: Path = results.SWITCH) -> Path:
