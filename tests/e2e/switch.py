@@ -38,8 +38,8 @@ MISSING_IMAGE = "registry.invalid/pyebpf-proxy:1"
 _AFTER = 5.0
 #: How long logs may be out of reach: a kubelet or a runtime is being restarted.
 LOGS_SECONDS = 60.0
-#: How long the API server is away.
-_OUTAGE = 20.0
+#: How long the API server is away. With its start, less than the 40 s after which nodes count as lost.
+_OUTAGE = 10.0
 #: How long a command may take until a fault can begin.
 _BEGINS = 120.0
 _AGENTS = ("-n", "kube-system", "-l", "k8s-app=pyebpf-proxy")
