@@ -12,6 +12,7 @@ import contextlib
 import json
 import logging
 import os
+import queue
 import re
 import threading
 import time
@@ -338,6 +339,7 @@ class Api:
         from websocket import WebSocketBadStatusException, WebSocketException
 
         stream: Any = ws_client
+        end = time.monotonic() + seconds
         path = f"{PODS.path(namespace, pod)}/exec"
         _, url, headers, *_ = self._client.param_serialize("GET", path, auth_settings=["BearerToken"])
         words = (("command", word) for word in command)
@@ -346,7 +348,7 @@ class Api:
         wanted = {name.lower(): value for name, value in headers.items()} | {"sec-websocket-protocol": _CHANNELS}
         try:
             place = stream.get_websocket_url(url, query)
-            printed = self._printed(stream.create_websocket(self._client.configuration, place, wanted), seconds)
+            printed = self._printed(self._opened(place, wanted, seconds, end), seconds, end)
             ended = json.loads(printed[stream.ERROR_CHANNEL] or b"{}")
         except WebSocketBadStatusException as error:
             raise _refused(error.status_code, error.resp_body or b"") from None
@@ -355,7 +357,42 @@ class Api:
         said, errors = printed[stream.STDOUT_CHANNEL], printed[stream.STDERR_CHANNEL]
         return _exit_status(ended), said.decode(errors="replace"), errors.decode(errors="replace")
 
-    def _printed(self, socket: Any, seconds: float) -> Mapping[int, bytearray]:
+    def _opened(self, place: str, headers: Mapping[str, str], seconds: float, end: float) -> Any:
+        """A WebSocket. RefusedError, OSError and the like.
+
+        The API server waits for the kubelet without a limit, and the library has none either, so a thread waits for it.
+        It is a daemon, which does not keep a command from ending.
+        """
+        from kubernetes.stream import ws_client
+
+        stream: Any = ws_client
+        answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+        def open_it() -> None:
+            try:
+                answers.put(stream.create_websocket(self._client.configuration, place, headers))
+            except Exception as error:
+                answers.put(error)
+
+        threading.Thread(target=open_it, daemon=True).start()
+        while True:
+            left = self._left(seconds, end)
+            try:
+                answer = answers.get(timeout=min(left, _LOOK_SECONDS))
+            except queue.Empty:
+                continue
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+
+    def _left(self, seconds: float, end: float) -> float:
+        """For how long a command in a pod may still run. RefusedError if its answer is not wanted any more."""
+        left = end - time.monotonic()
+        if left <= 0 or self._hung_up.is_set():
+            raise RefusedError(0, "NoAnswer", f"the command did not finish within {seconds:.0f} s")
+        return left
+
+    def _printed(self, socket: Any, seconds: float, end: float) -> Mapping[int, bytearray]:
         """What a command prints, by channel, until it ends. Closes the WebSocket. RefusedError, OSError and the like.
 
         The library's own loop does not end while a pod prints without pause.
@@ -363,13 +400,10 @@ class Api:
         from websocket import ABNF, WebSocketTimeoutException
 
         printed: defaultdict[int, bytearray] = defaultdict(bytearray)
-        end, size = time.monotonic() + seconds, 0
+        size = 0
         try:
             while size <= _MOST_PRINTED:
-                left = end - time.monotonic()
-                if left <= 0 or self._hung_up.is_set():
-                    raise RefusedError(0, "NoAnswer", f"the command did not finish within {seconds:.0f} s")
-                socket.settimeout(min(left, _LOOK_SECONDS))
+                socket.settimeout(min(self._left(seconds, end), _LOOK_SECONDS))
                 try:
                     kind, frame = socket.recv_data_frame(True)
                 except WebSocketTimeoutException:

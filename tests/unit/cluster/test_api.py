@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import socket
 import subprocess
 import sys
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, ClassVar
@@ -305,3 +307,16 @@ def test_a_command_in_a_pod_may_print_only_so_much(
                 api.execute("agent", "kube-system", "agent", ["true"], 60.0)
         finally:
             listener.shutdown()
+
+
+@pytest.mark.parametrize("hangs_up", [False, True], ids=["time limit", "Ctrl-C"])
+def test_a_command_in_a_pod_whose_kubelet_does_not_answer(tmp_path: Path, hangs_up: bool) -> None:
+    """The API server waits for the kubelet, and opens no WebSocket."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        api = _api(tmp_path, f"http://127.0.0.1:{listener.getsockname()[1]}")
+        if hangs_up:
+            threading.Timer(1.0, api.hang_up).start()
+        begin = time.monotonic()
+        with pytest.raises(RefusedError, match="the command did not finish within"):
+            api.execute("agent", "kube-system", "agent", ["true"], 60.0 if hangs_up else 1.0)
+        assert time.monotonic() - begin < 30
