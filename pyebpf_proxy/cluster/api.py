@@ -16,6 +16,7 @@ import queue
 import re
 import threading
 import time
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -111,12 +112,10 @@ class Api:
     _saying = threading.local()
 
     def __init__(self, kubeconfig: str = "", context: str = "", say: Callable[[str], None] = lambda text: None) -> None:
-        from kubernetes import client
-
         self._kubeconfig = kubeconfig
         self.context, configuration = _configuration(kubeconfig, context)
         self.url = str(configuration.host)
-        self._client = client.ApiClient(configuration)
+        self._client = _client(configuration)
         self._say = say
         self._answered = False
         self._away = False
@@ -177,16 +176,15 @@ class Api:
 
     def _renew(self) -> None:
         """Read the kubeconfig's credentials again: a token's file may have a new one. StoppedError."""
-        from kubernetes import client
-
         try:
             _, configuration = _configuration(self._kubeconfig, self.context)
+            renewed = _client(configuration)
         except ClusterError as error:
             raise StoppedError(f"the credentials have expired, and cannot be read again: {error}", NO_ANSWER) from None
         if str(configuration.host) != self.url:
             text = f"the credentials have expired, and the kubeconfig now names another server: {configuration.host}"
             raise StoppedError(text, NO_ANSWER)
-        self._client = client.ApiClient(configuration)
+        self._client = renewed
 
     def _ask_guard(self, method: str, path: str) -> None:
         """Before a change. That of a Lease is made for the version that was read, and needs no guard."""
@@ -223,7 +221,7 @@ class Api:
             )
             seconds = _LAST_SECONDS if self._is_last else _REQUEST_SECONDS
             response = self._client.call_api(*serialized, _request_timeout=seconds)
-            data: bytes = response.read()  # type: ignore[no-untyped-call]
+            data: bytes = response.read()
         except (HTTPError, OSError, OpenApiException) as error:
             raise RefusedError(0, "NoAnswer", _shortened(error)) from None
         if not 200 <= response.status < 300:
@@ -476,6 +474,23 @@ def _configuration(kubeconfig: str, context: str) -> tuple[str, Any]:
     configuration.retries = Retry(0)
     _strip_tokens(configuration)
     return name, configuration
+
+
+def _client(configuration: Any) -> Any:
+    """The library's client. ClusterError if it cannot use the proxy, which may have a password in its URL."""
+    from kubernetes import client
+    from urllib3.exceptions import HTTPError
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of the package that is missing
+            return client.ApiClient(configuration)
+    except ImportError:
+        why = "a SOCKS proxy needs the Python package PySocks"
+    except HTTPError as error:
+        why = blotted_end(str(error), _LONGEST)
+    where = "from proxy-url in the kubeconfig, or from the environment"
+    raise ClusterError(f"the proxy ({where}) cannot be used: {why}", NO_ANSWER)
 
 
 @contextlib.contextmanager

@@ -190,6 +190,36 @@ def test_a_kubeconfig_with_broken_base64_is_an_error_that_names_the_file(tmp_pat
         Api(str(file))
 
 
+@pytest.mark.parametrize("place", ["proxy-url", "environment"])
+@pytest.mark.parametrize(
+    ("proxy", "why"),
+    [
+        ("socks5://127.0.0.1:1080", "a SOCKS proxy needs the Python package PySocks"),
+        ("127.0.0.1:3128", "Proxy URL had no scheme"),
+        ("http://user:secret@127.0.0.1:port", "Failed to parse"),
+    ],
+)
+def test_a_proxy_that_cannot_be_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, proxy: str, why: str, place: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "socks", None)  # it may be installed
+    file = tmp_path / "kubeconfig"
+    cluster = {"server": "https://192.0.2.1:6443"}
+    if place == "environment":
+        monkeypatch.setenv("HTTPS_PROXY", proxy)
+    else:
+        cluster["proxy-url"] = proxy
+    content = {
+        "clusters": [{"name": "c", "cluster": cluster}],
+        "contexts": [{"name": "c", "context": {"cluster": "c", "user": "c"}}],
+        "users": [{"name": "c", "user": {"token": "t"}}],
+    }
+    file.write_text(json.dumps(content))
+    with pytest.raises(ClusterError, match=rf"^the proxy \(.*\) cannot be used: {why}") as raised:
+        Api(str(file), "c")
+    assert "secret" not in str(raised.value)
+
+
 @pytest.mark.parametrize("current", [None, "deleted"])
 def test_a_kubeconfig_whose_current_context_is_missing(tmp_path: Path, current: str | None) -> None:
     """As after `kubectl config delete-context`. Another context can be used; without one, the error names those."""
