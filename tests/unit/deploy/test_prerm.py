@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Debian package's prerm: which options its clean-up has. tests/deb runs it on a machine with systemd."""
+"""The Debian package's scripts: the options of the clean-up, and what runs after an upgrade.
+
+tests/deb runs them on a machine with systemd.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +27,28 @@ sh "$2" remove
 """
 _PROGRAM = """#!/bin/sh
 for argument; do echo "$argument"; done >"$(dirname "$0")/arguments"
+"""
+#: $2, $3: the scripts of an upgrade; $4: the unit's state.
+_UPGRADE = """
+mount -t tmpfs tmpfs /run
+mount --bind "$1" /usr/sbin  # without a policy-rc.d of this machine
+mkdir -p /run/systemd/system
+echo "$4" >/run/state
+sh "$2" upgrade 2
+[ "$(cat /run/state)" = inactive ]
+sh "$3" configure 1
+cat /run/state
+"""
+#: systemctl of a unit that is not enabled.
+_SYSTEMCTL = """#!/bin/sh
+for word; do
+    case "$word" in
+    is-enabled) echo disabled; exit 1 ;;
+    is-active) [ "$(cat /run/state)" = active ]; exit ;;
+    start) echo active >/run/state ;;
+    stop) echo inactive >/run/state ;;
+    esac
+done
 """
 
 
@@ -55,3 +80,16 @@ def test_the_clean_up_has_the_options_of_the_unit(text: str, options: list[str],
     arguments = (tmp_path / "sbin" / "arguments").read_text().splitlines()
     first = "--config=/etc/pyebpf-proxy/config.yaml"
     assert arguments == [first, *options, "--cleanup", "--keep-kube-proxy-rules"]
+
+
+@pytest.mark.parametrize("state", ["active", "inactive"])
+def test_after_an_upgrade_a_unit_runs_that_ran_before(state: str, tmp_path: Path) -> None:
+    """Also one that is not enabled: `systemctl start` has started it."""
+    systemctl = tmp_path / "systemctl"
+    systemctl.write_text(_SYSTEMCTL)
+    systemctl.chmod(0o755)
+    scripts = [ROOT / "deploy" / "deb" / f"{name}.sh" for name in ("prerm", "postinst")]
+    command = ["unshare", "--mount", "sh", "-euc", _UPGRADE, "sh", str(tmp_path), *map(str, scripts), state]
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"{state}\n", "")
