@@ -13,6 +13,7 @@ import re
 import subprocess
 import sys
 import tarfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -160,6 +161,45 @@ def test_status_asks_the_agents_and_names_those_that_differ(
     assert "the agents could not be queried: this user may not get, create pods/exec in kube-system" in said
     assert "nodes that have registered again are not recognized: this user may not get configmaps in kube-sys" in said
     assert "3 of 3 nodes served" in said
+
+
+def test_a_policy_that_forbids_commands_in_pods_hides_only_the_agents_reports(
+    cluster: SimulatedNodes, server: ApiServer, tmp_path: Path
+) -> None:
+    """The rights alone do not show it: an admission policy refuses the request."""
+    run(tmp_path, "install", "--image", IMAGE)
+    rules = [
+        {"apiGroups": [""], "resources": ["nodes", "pods"], "verbs": ["list"]},
+        {"apiGroups": [""], "resources": ["pods/exec"], "verbs": ["get", "create"]},
+        {"apiGroups": ["apps"], "resources": ["daemonsets"], "verbs": ["get"]},
+    ]
+    server.account("barred", rules)
+    server.kubeconfig(tmp_path / "admin.conf", {"token": server.token("barred")})
+    version = "admissionregistration.k8s.io/v1"
+    exec_rule = {"apiGroups": [""], "apiVersions": ["v1"], "operations": ["CONNECT"], "resources": ["pods/exec"]}
+    # Only for this account: other tests are not disturbed.
+    allowed = "request.userInfo.username != 'system:serviceaccount:kube-system:barred'"
+    specifications: dict[str, Object] = {
+        "ValidatingAdmissionPolicy": {
+            "matchConstraints": {"resourceRules": [exec_rule]},
+            "validations": [{"expression": allowed, "reason": "Forbidden", "message": "no commands in pods"}],
+        },
+        "ValidatingAdmissionPolicyBinding": {"policyName": "no-exec", "validationActions": ["Deny"]},
+    }
+    for kind, collection in zip(
+        specifications, ("validatingadmissionpolicies", "validatingadmissionpolicybindings"), strict=True
+    ):
+        item = {"apiVersion": version, "kind": kind, "metadata": {"name": "no-exec"}, "spec": specifications[kind]}
+        server.request("POST", f"/apis/{version}/{collection}", item)
+    end = time.monotonic() + 30
+    while "no commands in pods" not in started(tmp_path, "status").communicate(timeout=60)[0]:
+        assert time.monotonic() < end, "the API server applies a policy a moment later"
+    said = run(tmp_path, "status", status=1)
+    assert re.search(r"^n1 +pyebpf-proxy +taken over +0 *$", said, re.MULTILINE), said
+    assert re.search(r"^warning  n3: agent: no answer: .*: no commands in pods$", said, re.MULTILINE), said
+    assert "3 of 3 nodes served" in said
+    run(tmp_path, "sysdump", "--file", str(tmp_path / "dump.tar.gz"), status=1)
+    assert "3 of 3 nodes served" in contents(tmp_path / "dump.tar.gz")["status.txt"]
 
 
 # ---- the datapath configuration ------------------------------------------------------------------------------------
