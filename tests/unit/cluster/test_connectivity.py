@@ -127,7 +127,7 @@ def test_a_plan_for_a_thousand_nodes_is_short_and_each_node_is_asked_for() -> No
         addresses = (f"10.0.{number // 250}.{number % 250}", f"2001:db8:aaaa:bbbb:cccc::{number:x}")
         listed = [{"type": "InternalIP", "address": address} for address in addresses]
         nodes[f"ip-10-0-0-{number}.eu-central-1.compute.internal"] = {"status": {"addresses": listed}}
-    found = View(nodes, {}, {}, None, None, {})
+    found = View(nodes, {}, {}, None, None, {}, "")
     services = {"web": service(1), "local": service(2), "balanced": service(3)}
     asked: Counter[str] = Counter()
     for node in list(nodes)[::100]:

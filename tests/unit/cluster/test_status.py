@@ -29,7 +29,7 @@ def view(daemon_set: Any) -> View:
     nodes["n1"]["metadata"]["labels"] = {objects.AGENT: objects.ON, objects.PARKED: objects.ON}
     specification = {"nodeName": "n2", "containers": [{"name": "kube-proxy", "image": "kube-proxy:1"}]}
     pod = pod_of({"metadata": {"name": "kube-proxy-1", "uid": "u"}, "spec": specification, "status": {}})
-    return View(nodes, {}, {"n2": pod}, None, daemon_set, {})
+    return View(nodes, {}, {"n2": pod}, None, daemon_set, {}, "")
 
 
 @pytest.mark.parametrize(
