@@ -33,9 +33,8 @@ def one(api: Api, pod: Pod, command: Sequence[str], kind: type[A], seconds: floa
         words = ["pyebpf-proxy", *command, "-o", "json"]
         status, said, errors = api.execute(pod.name, NAMESPACE, pod.container, words, seconds)
     except RefusedError as error:
-        if error.status == 401:
-            raise
-        # Not the rights, which were checked before: an admission policy may forbid commands in pods.
+        # Also 401 and 403: rights were checked before. The status may be the kubelet's, for the API server's own
+        # credentials, or that of an admission policy which forbids commands in pods.
         raise ClusterError(str(error), NO_ANSWER) from None
     if status not in (RIGHT, NOT_RIGHT):
         text = (errors.strip().splitlines() or [f"exit status {status}"])[-1].removeprefix("Error: ")

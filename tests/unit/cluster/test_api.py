@@ -17,8 +17,11 @@ from typing import Any, ClassVar
 import pytest
 
 from pyebpf_proxy.cluster import api as module
+from pyebpf_proxy.cluster import ask
 from pyebpf_proxy.cluster.api import DAEMON_SETS, LEASES, NODES, PODS, Api, RefusedError
 from pyebpf_proxy.cluster.errors import ClusterError, StoppedError
+from pyebpf_proxy.cluster.model import pod_of
+from pyebpf_proxy.see.model import Status
 from tests.support import web_socket
 
 CONFLICT = RefusedError(
@@ -350,3 +353,29 @@ def test_a_command_in_a_pod_whose_kubelet_does_not_answer(tmp_path: Path, hangs_
         with pytest.raises(RefusedError, match="the command did not finish within"):
             api.execute("agent", "kube-system", "agent", ["true"], 60.0 if hangs_up else 1.0)
         assert time.monotonic() - begin < 30
+
+
+class Refusing(BaseHTTPRequestHandler):
+    """An API server that passes on the status of a kubelet, which does not accept the API server's certificate."""
+
+    def do_GET(self) -> None:
+        self.send_response(401)
+        self.send_header("Content-Length", "12")
+        self.end_headers()
+        self.wfile.write(b"Unauthorized")
+
+    def log_message(self, format: str, *arguments: object) -> None:  # noqa: A002
+        pass
+
+
+def test_a_kubelet_that_refuses_is_the_problem_of_its_node(tmp_path: Path) -> None:
+    """And not of the kubeconfig's credentials, which the API server has accepted."""
+    pod = pod_of({"metadata": {"name": "a", "uid": "u"}, "spec": {"containers": [{"name": "c", "image": "i"}]}})
+    with ThreadingHTTPServer(("127.0.0.1", 0), Refusing) as listener:
+        threading.Thread(target=listener.serve_forever, daemon=True).start()
+        try:
+            api = _api(tmp_path, f"http://127.0.0.1:{listener.server_port}")
+            with pytest.raises(ClusterError, match=r"^Unauthorized$"):
+                ask.one(api, pod, ["status"], Status, 10.0)
+        finally:
+            listener.shutdown()
