@@ -11,10 +11,11 @@ from typing import Any, NamedTuple
 import yaml
 
 from pyebpf_proxy.cluster import machines, objects
-from pyebpf_proxy.cluster.api import CONFIG_MAPS, DAEMON_SETS, NODES, PODS, Api, Object
+from pyebpf_proxy.cluster.api import CONFIG_MAPS, DAEMON_SETS, NODES, PODS, Api, Object, RefusedError
 from pyebpf_proxy.cluster.errors import ClusterError, NodeGoneError, NodeLostError
 from pyebpf_proxy.cluster.objects import AGENT, CLEANING, KUBE_PROXY, NAME, NAMESPACE, ON, PARKED, UNREACHED
 from pyebpf_proxy.config import addresses
+from pyebpf_proxy.see.answers import QUESTION
 from pyebpf_proxy.services.nodes import TO_BE_DELETED_TAINT
 
 #: Reasons of a waiting container that do not go away by themselves.
@@ -214,8 +215,13 @@ def unreached_of(node: Object) -> str | None:
 
 
 def view(api: Api, selector: str = "") -> View:
-    """Linux nodes that match the selector."""
-    nodes = api.objects(NODES, labels=selector)
+    """Linux nodes that match the selector. ClusterError if it is none."""
+    try:
+        nodes = api.objects(NODES, labels=selector)
+    except RefusedError as refused:
+        if refused.status != 400 or not selector:
+            raise
+        raise ClusterError(f"--nodes {selector}: not a label selector: {refused}", QUESTION) from None
     linux = [
         each for each in nodes if (each["status"].get("nodeInfo") or {}).get("operatingSystem", "linux") == "linux"
     ]

@@ -335,6 +335,7 @@ def test_bad_input_is_one_line(cluster: SimulatedNodes, server: ApiServer, tmp_p
     assert "not confirmed, because stdin is not a terminal; use --yes" in say("install", *admin, status=2)
     assert "no image is specified; use --image" in say("install", *admin, "--yes", status=2)
     assert "no node matches" in say("install", *admin, "--yes", "--nodes", "no=such", status=2)
+    assert "--nodes a==b==c: not a label selector: " in say("status", *admin, "--nodes", "a==b==c", status=2)
     assert "see pyebpf-proxy cluster" in say("instal", *admin, status=2)
     (tmp_path / "broken.conf").write_text("{")
     broken = say("status", "--kubeconfig", str(tmp_path / "broken.conf"), status=3)
