@@ -38,7 +38,7 @@ from pyebpf_proxy.cluster.errors import ClusterError, StoppedError
 from pyebpf_proxy.cluster.model import View
 from pyebpf_proxy.cluster.objects import DATAPATH, KUBE_PROXY, NAME, NAMESPACE, PROXIES, container_of
 from pyebpf_proxy.cluster.output import Output
-from pyebpf_proxy.common.blotted import BLOT, blotted, is_option, names_credential
+from pyebpf_proxy.common.blotted import BLOT, blotted, is_option, names_credential, names_secret_variable
 from pyebpf_proxy.see import model
 from pyebpf_proxy.see.answers import QUESTION
 from pyebpf_proxy.see.text import Terminal
@@ -298,7 +298,7 @@ def _without_credentials(value: Any) -> Any:
         for name, each in value.items()
     }
     # A variable of a container, or of the command of a kubeconfig.
-    if isinstance(clean.get("value"), str) and names_credential(str(clean.get("name", ""))):
+    if isinstance(clean.get("value"), str) and names_secret_variable(str(clean.get("name", ""))):
         clean["value"] = BLOT
     return clean
 

@@ -18,6 +18,12 @@ _ENDS = (
 )
 _SENSITIVE = rf"[\w./-]*{_ENDS}"
 _NAME = re.compile(_SENSITIVE, re.IGNORECASE)
+#: Names of environment variables: these words count anywhere in them, short ones as a word of their own. That blots out
+#: too much rather than too little.
+_VARIABLE = re.compile(
+    r"token|passw|passphrase|credential|secret|private|(?:^|[_.-])(?:pat|pwd|pass|auth|jwt|cookie|key)s?(?:$|[_.-])",
+    re.IGNORECASE,
+)
 #: A line of YAML or JSON with such a name.
 _LINE = re.compile(rf"^(\s*-?\s*\"?{_SENSITIVE}\"?:)[ \t]+\S.*$", re.MULTILINE | re.IGNORECASE)
 #: Within a line: an option with its value.
@@ -66,6 +72,11 @@ def _is_private_key(text: str) -> bool:
 def names_credential(name: str) -> bool:
     """Whether a field, variable or annotation of this name holds a credential."""
     return _NAME.fullmatch(name) is not None
+
+
+def names_secret_variable(name: str) -> bool:
+    """Whether an environment variable of this name may hold a credential."""
+    return _VARIABLE.search(name) is not None or names_credential(name)
 
 
 def is_option(word: str) -> bool:

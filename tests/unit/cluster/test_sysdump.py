@@ -73,6 +73,12 @@ def test_credentials_in_a_pod() -> None:
             {"name": "clientSecret", "value": "HIDE2"},
             {"name": "HTTPS_PROXY", "value": "http://u:HIDE3@proxy:3128"},
             {"name": "NODE_NAME", "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}},
+            *(
+                {"name": name, "value": "HIDE5"}
+                for name in ("PASSWORDS", "DB_PASSWORD_1", "GITHUB_PAT", "JWT", "TOKENS")
+            ),
+            {"name": "PATH", "value": "/kept-path"},
+            {"name": "KEYBOARD_MONKEY", "value": "kept-value"},
         ],
         "args": ["--header=Bearer eyJhbGciOiJS.eyJpc3MiOiJrHIDE.c2lnbmF0dXJl"],
     }
@@ -90,7 +96,15 @@ def test_credentials_in_a_pod() -> None:
     }
     text = written(pod)
     assert "HIDE" not in text
-    for kept in ("DB_PASSWORD", "spec.nodeName", "path: token", "secretName: s", "automountServiceAccountToken: false"):
+    for kept in (
+        "DB_PASSWORD",
+        "kept-path",
+        "kept-value",
+        "spec.nodeName",
+        "path: token",
+        "secretName: s",
+        "automountServiceAccountToken: false",
+    ):
         assert kept in text
     assert pod["spec"]["containers"][0]["env"][0]["value"] == "HIDE1", "the object itself is unchanged"  # type: ignore[index]
 
