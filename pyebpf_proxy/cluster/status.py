@@ -35,10 +35,13 @@ def show(found: View, asked: Asked, output: Output) -> list[Finding]:
     for each in output.document["nodes"]:
         pod = found.agents.get(each["node"])
         each |= {"image": pod.image if pod else "", "agent": agents.document(asked.answers.get(each["node"]))}
-    if asked.why:
-        output.say(f"the agents could not be queried: {asked.why}")
-    if found.machines_unknown:
-        output.say(f"nodes that have registered again are not recognized: {found.machines_unknown}")
+    reasons = {
+        "the agents could not be queried": asked.why,
+        "nodes that have registered again are not recognized": found.machines_unknown,
+    }
+    output.document["unknown"] = [f"{what}: {why}" for what, why in reasons.items() if why]
+    for line in output.document["unknown"]:
+        output.say(line)
     findings = [*problems(found, wanted), *agents.findings(asked)]
     output.findings(findings)
     done = sum(map(found.is_done, found.nodes))

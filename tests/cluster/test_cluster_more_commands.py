@@ -161,6 +161,11 @@ def test_status_asks_the_agents_and_names_those_that_differ(
     assert "the agents could not be queried: this user may not get, create pods/exec in kube-system" in said
     assert "nodes that have registered again are not recognized: this user may not get configmaps in kube-sys" in said
     assert "3 of 3 nodes served" in said
+    unknown = json.loads(run(tmp_path, "status", "-o", "json"))["unknown"]
+    assert [each.rpartition(": this user may not ")[2] for each in unknown] == [
+        "get, create pods/exec in kube-system",
+        "get configmaps in kube-system",
+    ]
 
 
 def test_a_policy_that_forbids_commands_in_pods_hides_only_the_agents_reports(
