@@ -65,13 +65,20 @@ static __always_inline struct xdp_device *device_of_node(struct xdp_md *ctx)
 static __always_inline int serve(struct xdp_md *ctx, struct packet *p, const struct frontend *f)
 {
 	struct service_config *config;
+	bool untracked = is_untracked(p);
 	__u32 config_id;
 
+	/*
+	 * conntrack may have the flow.  Decisions are for new flows: this packet must not be dropped, nor take a turn of a
+	 * scheduler, nor renew session affinity.  tc asks conntrack.  A dry run has no fast path, and no filter to ask.
+	 */
+	if (settings.fast_path && settings.conntrack_lookup && !untracked)
+		return XDP_PASS;
 	config = active_config(f->service, &config_id);
 	if (!config)
 		return XDP_PASS;
 	return open_flow(ctx, p, f, config, config_id, NULL, false, settings.fast_path && may_be_young(ctx, p),
-			 is_untracked(p));
+			 untracked);
 }
 
 static __always_inline int ingress(struct xdp_md *ctx)

@@ -7,7 +7,7 @@ test_decisions sends its table through both; PEP_XDP=1 sends every packet of thi
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 from scapy.layers.inet import IP, TCP, UDP, IPOption_NOP
@@ -15,27 +15,41 @@ from scapy.layers.inet6 import IPv6, IPv6ExtHdrDestOpt, IPv6ExtHdrFragment
 from scapy.layers.l2 import Dot1Q, Ether
 from scapy.packet import Packet, Raw
 
+from pyebpf_proxy.datapath.connections import tracked_clients
 from pyebpf_proxy.datapath.loader.libbpf import SkBuff
-from tests.packet.program_node import GO_ON, PRIORITY_BACKEND, PRIORITY_MASQUERADE, XDP_DROP, XDP_PASS, ProgramNode
+from tests.packet.fast_node import complete_filter, note_tracked, sweep
+from tests.packet.program_node import (
+    GO_ON,
+    PRIORITY_BACKEND,
+    PRIORITY_MASQUERADE,
+    XDP_DROP,
+    XDP_PASS,
+    ProgramNode,
+    insert_entry,
+)
 
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
 
 
 @pytest.fixture
 def before(node: ProgramNode) -> ProgramNode:
-    """A node whose devices have XDP before tc. The agent allows no young flows."""
+    """A node whose devices have XDP before tc. The agent allows no young flows. conntrack is known to have no flow."""
     node.forget_flows()
-    node.settings = {"xdp": 1}
+    return with_xdp(node)
+
+
+def with_xdp(node: ProgramNode, **settings: int) -> ProgramNode:
+    node.settings = {"xdp": 1, "load": 1, **settings}
     node.load()
+    sweep(node)
+    complete_filter(node)
     return node
 
 
 @pytest.fixture
 def scheduled(before: ProgramNode) -> ProgramNode:
     """The same with scheduler rr: tc must not choose again, so XDP passes on its choice."""
-    before.settings = {"xdp": 1, "scheduler": 1}
-    before.load()
-    return before
+    return with_xdp(before, scheduler=1)
 
 
 # ---- new flows -------------------------------------------------------------------------------------------------
@@ -164,6 +178,59 @@ def test_tc_counts_a_refusal_once(before: ProgramNode) -> None:
     assert not before.reasons()
     before.run("tc_ethernet", frame)
     assert before.reasons() == {"REJECT_NO_ENDPOINTS": 1}
+
+
+# ---- flows that conntrack has, and the flow table has not: those to the node's own endpoints, for example ------
+
+
+def track(world: ProgramNode, protocol: str) -> Packet:
+    """A flow of the client in conntrack; returns its frame, which could also be a flow's first one."""
+    world.forget_flows()
+    extra = ["--state", "ESTABLISHED"] if protocol == "tcp" else ["-u", "SEEN_REPLY,ASSURED"]
+    insert_entry(world, protocol, "client", "vip", 40000, 80, *extra, target="remote")
+    noted = tracked_clients.note(
+        world.object.btf, world.object.maps["tracked_clients"], lambda key: note_tracked(world, key), 1000
+    )
+    assert noted
+    return (world.tcp if protocol == "tcp" else world.udp)("client", "vip", 80)
+
+
+@pytest.fixture
+def tracking(before: ProgramNode) -> Iterator[ProgramNode]:
+    yield before
+    before.forget_flows()
+
+
+@pytest.mark.parametrize("protocol", ["tcp", "udp"])
+@pytest.mark.parametrize("why", ["source ranges", "no local endpoint"])
+def test_a_flow_that_a_new_one_would_not_get_continues(tracking: ProgramNode, protocol: str, why: str) -> None:
+    other = "203.0.113.7/32" if tracking.family == 4 else "2001:db8:77::1/128"
+    if why == "source ranges":
+        tracking.service(["remote"], protocol=protocol, ranges=[other])
+    else:
+        tracking.service(["remote"], protocol=protocol, external_local=1)
+    frame = track(tracking, protocol)
+    assert tracking.run_xdp(frame).retval == XDP_PASS
+    assert tracking.run("tc_ethernet", frame).retval == GO_ON
+    assert not tracking.reasons()
+
+
+@pytest.mark.parametrize("protocol", ["tcp", "udp"])
+def test_a_known_flow_does_not_renew_session_affinity(tracking: ProgramNode, protocol: str) -> None:
+    tracking.service(["remote", "outside"], protocol=protocol, affinity_seconds=100)
+    assert tracking.run_xdp(track(tracking, protocol)).retval == XDP_PASS
+    assert not list(tracking.object.maps["affinities"].items())
+
+
+@pytest.mark.parametrize("protocol", ["tcp", "udp"])
+def test_a_known_flow_takes_no_turn_of_a_scheduler(scheduled: ProgramNode, protocol: str) -> None:
+    scheduled.service(["remote", "outside"], protocol=protocol)
+    frame = track(scheduled, protocol)
+    try:
+        assert scheduled.run_xdp(frame).retval == XDP_PASS
+        assert not choices(scheduled)
+    finally:
+        scheduled.forget_flows()
 
 
 # ---- a choice that only tc can carry out -----------------------------------------------------------------------
