@@ -21,6 +21,7 @@ class Repair(StrEnum):
     """What was restored: label ``object`` of the metric."""
 
     TC_PROGRAM = "tc_program"
+    XDP_PROGRAM = "xdp_program"
     SOCKET_PROGRAM = "socket_program"
     NFTABLES_TABLE = "nftables_table"
     PINS = "pins"

@@ -171,6 +171,7 @@ def _about_conntrack(agent_state: local.DataPath) -> Iterator[model.Trouble]:
 #: What the agent restores, in words: one, and several.
 _RESTORED = {
     Repair.TC_PROGRAM: ("a tc program", "tc programs"),
+    Repair.XDP_PROGRAM: ("an XDP program", "XDP programs"),
     Repair.SOCKET_PROGRAM: ("a socket program", "socket programs"),
     Repair.NFTABLES_TABLE: ("the nftables table", "the nftables table"),
     Repair.PINS: ("pins", "pins"),

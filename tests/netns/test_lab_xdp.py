@@ -233,6 +233,25 @@ def test_the_agents_program_is_not_replaced(outside: FastWorld) -> None:
     assert program_id(outside.node) == own
 
 
+@pytest.mark.parametrize("how", ["the pin is removed", "the link is detached"])
+def test_a_removed_program_is_attached_again(outside: FastWorld, how: str) -> None:
+    node = outside.node
+    (pin,) = node.agent.directory.glob("bpf/**/xdp/*-native")
+    if how == "the pin is removed":
+        pin.unlink()
+    else:
+        node.namespace.run("bpftool", "link", "detach", "pinned", str(pin))
+    wait_until(lambda: not shown(node), "the kernel takes it off")
+    # Or after syncPeriod.
+    node.namespace.ip("link add any0 type veth peer name any1")
+    try:
+        wait_until(lambda: shown(node), "XDP on eth0 again")
+        assert 'pyebpf_proxy_repairs_total{object="xdp_program"} 1' in node.agent.metrics()
+        Log(node.agent).some("device eth0: the agent's XDP program is gone, attaching it again")
+    finally:
+        node.namespace.ip("link del any0")
+
+
 # ---- devices ---------------------------------------------------------------------------------------------------
 
 
@@ -245,6 +264,20 @@ def test_devices_that_come_and_go(outside: FastWorld) -> None:
         wait_until(lambda: shown(node, "late0"), "XDP on the new device")
         node.namespace.ip("link del late0")
     wait_until(lambda: len(list(node.agent.directory.glob("bpf/**/xdp/*-native"))) == 1, "its pin is gone")
+
+
+def test_a_device_that_gets_another_name(outside: FastWorld) -> None:
+    node = outside.node
+    restart(outside, {**XDP, "xdpDevices": ["eth0", "early0", "late0"]})
+    node.namespace.ip("link add early0 type veth peer name late1")
+    try:
+        wait_until(lambda: shown(node, "early0"), "XDP on the new device")
+        node.namespace.ip("link set early0 name late0")
+        named = 'pyebpf_proxy_xdp_device{{device="{}",mode="native"}} 1'.format
+        wait_until(lambda: named("late0") in node.agent.metrics(), "its new name")
+        assert named("early0") not in node.agent.metrics()
+    finally:
+        node.namespace.ip("link del late1")
 
 
 def test_devices_that_do_not_support_xdp(outside: FastWorld) -> None:

@@ -104,12 +104,17 @@ def test_without_its_agent_the_fast_path_is_off(node: Node) -> None:
 
 
 def test_a_warning_names_xdp_without_a_device(node: Node) -> None:
-    """The program stays attached as long as its pin exists."""
-    (pin,) = node.agent.pin("services").parents[1].glob("xdp/*")
-    pin.unlink()
-    wait_until(lambda: '"xdp":' not in node.namespace.run("ip", "-j", "link", "show", "dev", "eth0"), "XDP is off")
-    shown = [each["what"] for each in answer(node, "status", status=1)["warnings"]]
-    assert "XDP is configured, but the program is attached to no device: tc handles all packets" in shown
+    """The program stays attached as long as its pin exists. A running agent would attach it again."""
+    node.agent.kill()
+    try:
+        (pin,) = node.agent.pin("services").parents[1].glob("xdp/*")
+        pin.unlink()
+        wait_until(lambda: '"xdp":' not in node.namespace.run("ip", "-j", "link", "show", "dev", "eth0"), "XDP is off")
+        shown = [each["what"] for each in answer(node, "status", status=1)["warnings"]]
+        assert "XDP is configured, but the program is attached to no device: tc handles all packets" in shown
+    finally:
+        node.agent.start(own={"fastPath": True, "xdpDevices": ["eth0"]})
+        node.agent.wait_synced()
 
 
 def test_xdp_without_the_fast_path_is_one_warning(node: Node) -> None:

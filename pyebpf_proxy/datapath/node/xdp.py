@@ -23,6 +23,7 @@ from pyebpf_proxy.datapath.loader.libbpf import BpfError, Program
 from pyebpf_proxy.datapath.loader.libbpf import Link as BpfLink
 from pyebpf_proxy.datapath.node.netdev import BASIC, NDO_XMIT, NDO_XMIT_SG, RX_SG
 from pyebpf_proxy.datapath.node.plan import ARPHRD_ETHER, TC_ETHERNET, Link
+from pyebpf_proxy.datapath.repairs import Repair, repairs
 
 Mode = Literal["native", "generic"]
 #: In the list of devices: every physical device with XDP in its driver.
@@ -196,8 +197,15 @@ class Xdp:
             if index not in wanted.attach or mode != self._config.mode:
                 # The device is gone, or must not have the program any more, or not in this mode.
                 _detach_link(pin)
-        for index in [index for index in self.attached if index not in wanted.attach]:
-            del self.attached[index]
+        for index, name in list(self.attached.items()):
+            if index not in wanted.attach:
+                del self.attached[index]
+            elif self._is_attached(index):
+                self.attached[index] = wanted.attach[index]  # it may have been renamed
+            else:
+                self._warn(f"device {name}: the agent's XDP program is gone, attaching it again")
+                repairs.note(Repair.XDP_PROGRAM)
+                del self.attached[index]
         for name, why in wanted.refused.items():
             self._report(name, why)
         fresh = [name for index, name in wanted.attach.items() if index not in self.attached and self._put(index, name)]
@@ -207,9 +215,25 @@ class Xdp:
             self.writes += 1
         return fresh
 
+    def _pin(self, index: int) -> Path:
+        return self._folder / f"{index}-{self._config.mode}"
+
+    def _is_attached(self, index: int) -> bool:
+        """False: the pin or the link was removed, or another device has the ifindex. Netlink reports none of this."""
+        if not self._folder.is_dir():
+            return True  # the bpffs is unmounted, and something else holds it: KeptPins restores it
+        try:
+            link = BpfLink.open_pinned(self._pin(index))
+        except BpfError:
+            return False
+        try:
+            return link.attached_to("ifindex") == index
+        finally:
+            link.close()
+
     def _put(self, index: int, name: str) -> bool:
         self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        pin = self._folder / f"{index}-{self._config.mode}"
+        pin = self._pin(index)
         try:
             if not (pin.exists() and self._replace(pin, index)):
                 pin.unlink(missing_ok=True)
