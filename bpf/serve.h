@@ -30,6 +30,9 @@ static __always_inline bool chosen_before(struct context *ctx, const struct pack
  */
 static __noinline int continues(struct context *ctx, const struct packet *p, const struct frontend *f);
 
+/* The same for a packet that would be dropped as the first one of a flow.  XDP only guesses. */
+static __always_inline int may_continue(struct context *ctx, const struct packet *p, const struct frontend *f);
+
 /*
  * A packet of any protocol from outside to 127.0.0.0/8.  route_localnet, which NodePorts on localhost need, lets it in
  * (service-semantics 8).  No legitimate packet on a wire looks like this: replies to flows that began on loopback go
@@ -116,7 +119,7 @@ static __always_inline int open_flow(struct context *ctx, struct packet *p, cons
 	switch (decide(p, f, config, config_id, receiving_device(ctx), &e, &reason)) {
 	case VERDICT_DROP:
 		/* The decision is for new flows: the kernel continues this flow if it still has it. */
-		if (known || (unasked && continues(ctx, p, f)))
+		if (known || (unasked && may_continue(ctx, p, f)))
 			return LEFT;
 		return drop_flow(ctx, p, &e, NULL, reason);
 	case VERDICT_REJECT:

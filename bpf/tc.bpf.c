@@ -114,6 +114,11 @@ static __noinline int continues(struct __sk_buff *skb, const struct packet *p, c
 	return config && is_in_conntrack(skb, p, f, config);
 }
 
+static __always_inline int may_continue(struct __sk_buff *skb, const struct packet *p, const struct frontend *f)
+{
+	return continues(skb, p, f);
+}
+
 static __always_inline int may_have_other_flow(struct __sk_buff *skb, const struct packet *p, const struct backend *b)
 {
 	/* Without the lookup clang passes no context to the function, and the verifier must not see that call. */

@@ -40,6 +40,16 @@ static __noinline int continues(struct xdp_md *ctx __attribute__((unused)),
 	return 0;
 }
 
+/*
+ * A datagram for this node may answer one that the node itself or a masqueraded pod has sent from the frontend's port.
+ * The filter does not have that flow, because it began with a packet to no service.
+ */
+static __always_inline int may_continue(struct xdp_md *ctx __attribute__((unused)), const struct packet *p,
+					const struct frontend *f __attribute__((unused)))
+{
+	return p->protocol == UDP && is_node_address(&p->destination, p->ipv6);
+}
+
 /* tc asks conntrack. */
 static __always_inline int may_have_other_flow(struct xdp_md *ctx __attribute__((unused)),
 					       const struct packet *p __attribute__((unused)),

@@ -22,6 +22,7 @@ from tests.packet.program_node import (
     GO_ON,
     PRIORITY_BACKEND,
     PRIORITY_MASQUERADE,
+    SHOT,
     XDP_DROP,
     XDP_PASS,
     ProgramNode,
@@ -77,6 +78,19 @@ def test_xdp_drops_before_the_kernel_allocates_a_packet(before: ProgramNode) -> 
     before.service(["remote"], ranges=[f"{before.address('client')}/{32 if before.family == 4 else 128}"])
     assert before.run_xdp(before.tcp("blocked", "vip", 80)).retval == XDP_DROP
     assert before.reasons() == {"DROP_SOURCE_RANGE": 1}
+
+
+@pytest.mark.parametrize(
+    ("protocol", "address", "by_xdp"), [("udp", "vip", True), ("tcp", "node", True), ("udp", "node", False)]
+)
+def test_drops_that_need_no_conntrack(before: ProgramNode, protocol: str, address: str, by_xdp: bool) -> None:
+    """A datagram to the node may be a reply. tc knows, and drops a new flow."""
+    before.service(["remote"], protocol=protocol, external_local=1)
+    make = before.tcp if protocol == "tcp" else before.udp
+    frame = make("client", address, 80 if address == "vip" else 30080)
+    assert before.run_xdp(frame).retval == (XDP_DROP if by_xdp else XDP_PASS)
+    assert before.reasons() == ({"DROP_NO_LOCAL_ENDPOINTS": 1} if by_xdp else {})
+    assert before.run("tc_ethernet", frame).retval == SHOT
 
 
 def test_xdp_drops_packets_to_loopback(node: ProgramNode) -> None:
@@ -213,6 +227,15 @@ def test_a_flow_that_a_new_one_would_not_get_continues(tracking: ProgramNode, pr
     assert tracking.run_xdp(frame).retval == XDP_PASS
     assert tracking.run("tc_ethernet", frame).retval == GO_ON
     assert not tracking.reasons()
+
+
+def test_a_reply_to_a_port_that_is_also_a_frontends_is_not_dropped(tracking: ProgramNode) -> None:
+    """A masqueraded pod or the node itself has asked from this port. The filter notes clients of Services only."""
+    tracking.service(["remote"], protocol="udp", external_local=1)
+    frame = tracking.udp("client", "node", 30080, sport=53)
+    insert_entry(tracking, "udp", "node", "client", 30080, 53, "-u", "SEEN_REPLY,ASSURED")
+    assert tracking.run_xdp(frame).retval == XDP_PASS
+    assert tracking.run("tc_ethernet", frame).retval == GO_ON
 
 
 @pytest.mark.parametrize("protocol", ["tcp", "udp"])
