@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import socket
 import subprocess
 from collections.abc import Iterator
@@ -331,6 +332,39 @@ def _guarded(node: Node) -> int:
     )
     (rule,) = (each["rule"] for each in json.loads(listed)["nftables"] if "rule" in each)
     return sum(each["counter"]["packets"] for each in rule["expr"] if "counter" in each)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [{"mode": "nftables"}, {"mode": "ipvs"}, {"iptables": {"localhostNodePorts": False}}],
+    ids=["nftables", "ipvs", "switched off"],
+)
+def test_loopback_stays_guarded_when_localhost_node_ports_are_no_longer_wanted(
+    node: Node, config: dict[str, Any]
+) -> None:
+    """route_localnet stays 1 then, as with kube-proxy, whose rule in KUBE-FIREWALL stays, too."""
+    started(node)
+    node.agent.stop()
+    started(node, **config)
+    assert number(node, CONF + "route_localnet") == 1
+    frame = Ether(dst=_mac(node)) / IP(src="192.0.2.77", dst="127.0.0.1") / UDP(dport=30001, sport=7) / b"hello"
+    waiting, ready = multiprocessing.Pipe(duplex=False)
+    task = node.namespace.start(_receive, "127.0.0.1", 30001, 1.0, ready)
+    waiting.recv()
+    node.lab.core.call(_send, node.name, bytes(frame))
+    assert task.result(30) == b""
+
+
+def _receive(address: str, port: int, seconds: float, ready: Any) -> bytes:
+    """The first datagram to this address; b"" if none arrives in time."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        sock.bind((address, port))
+        sock.settimeout(seconds)
+        ready.send("ready")
+        try:
+            return sock.recv(100)
+        except TimeoutError:
+            return b""
 
 
 def test_without_localhost_node_ports_no_guard_is_needed(node: Node) -> None:

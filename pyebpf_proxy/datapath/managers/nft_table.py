@@ -14,7 +14,7 @@ from pyebpf_proxy.datapath.netfilter.nft import Table
 from pyebpf_proxy.datapath.netfilter.nft_rules import Behaviour
 from pyebpf_proxy.datapath.netfilter.table_watch import TableWatch
 from pyebpf_proxy.datapath.node import mounts, sysctls
-from pyebpf_proxy.datapath.node.node_settings import LIBERAL
+from pyebpf_proxy.datapath.node.node_settings import LIBERAL, ROUTE_LOCALNET
 from pyebpf_proxy.datapath.repairs import Repair, repairs
 from pyebpf_proxy.datapath.settings import conntrack_is_liberal, ports_of_both, with_fast_path_support
 from pyebpf_proxy.services.node_facts import NodeFacts
@@ -45,7 +45,8 @@ class NftTable(Manager):
         liberal = effective.kernel.conntrack.tcp_be_liberal or others
         self._behaviour = self._behaviour._replace(
             drop_invalid=not effective.nft_mode and not liberal,
-            guard_loopback=effective.kernel.route_localnet,
+            # A former run may have set it: it stays 1 when the configuration does not ask for it any more.
+            guard_loopback=effective.kernel.route_localnet or sysctls.changed(ROUTE_LOCALNET, effective.directory),
             mark_datagrams=effective.socket_lb != "off" and self.table.knows_sockets(),
             # Until all devices are known, as in the former run.
             check_destination=self.table.checks_destination(),

@@ -91,7 +91,7 @@ class Behaviour(NamedTuple):
     #: One bit.
     masquerade_mark: int
     drop_invalid: bool = False
-    #: The proxy sets route_localnet.
+    #: The proxy sets route_localnet, or a former run has set it.
     guard_loopback: bool = False
     refuse_unknown: bool = False
     mark_datagrams: bool = False

@@ -61,6 +61,9 @@ UNACKNOWLEDGED = Setting(
     _NETFILTER + "tcp_timeout_unacknowledged", 2_000_000, "fastPath", "fastPath: false", at_least=True
 )
 FAST_PATH = (LIBERAL, ANY_RESET, UNACKNOWLEDGED)
+ROUTE_LOCALNET = Setting(
+    _IPV4 + "conf/all/route_localnet", 1, "iptables.localhostNodePorts", "iptables.localhostNodePorts: false"
+)
 
 #: Every file that the proxy changes.
 PATHS = frozenset(
@@ -72,7 +75,8 @@ PATHS = frozenset(
         *(f"{_NETFILTER}tcp_timeout_{state}" for state in ("established", "close_wait", "fin_wait")),
         *(f"{_NETFILTER}udp_timeout{stream}" for stream in ("", "_stream")),
         *(f"{_IPV4}vs/{name}" for name in ("conntrack", "expire_nodest_conn", "expire_quiescent_template")),
-        *(f"{_IPV4}conf/all/{name}" for name in ("route_localnet", "arp_ignore", "arp_announce")),
+        ROUTE_LOCALNET.path,
+        *(f"{_IPV4}conf/all/{name}" for name in ("arp_ignore", "arp_announce")),
         f"{_IPV4}ip_forward",
     )
 )
@@ -113,8 +117,7 @@ def count_cpus(root: Path, fallback: int) -> int:
 def _all(settings: KernelSettings, cpus: int) -> Iterator[Setting]:
     yield from _conntrack(settings.conntrack, cpus)
     if settings.route_localnet:
-        leave = "iptables.localhostNodePorts: false"
-        yield Setting(_IPV4 + "conf/all/route_localnet", 1, "iptables.localhostNodePorts", leave)
+        yield ROUTE_LOCALNET
     if settings.ipvs is not None:
         yield from _ipvs(settings.ipvs)
 
