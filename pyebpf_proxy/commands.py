@@ -167,7 +167,9 @@ def _probe(arguments: argparse.Namespace) -> int:
     from pyebpf_proxy.probe import probe
 
     if arguments.what == "kube-proxy":
-        return wait()
+        from pyebpf_proxy.datapath.migration import leftovers
+
+        return wait(serving=leftovers.serving)
     return probe(arguments.what, str(arguments.directory))
 
 

@@ -4,7 +4,8 @@
 The state of its pod does not show this: kube-proxy runs long before its rules are complete, and has no readiness probe.
 Nor does its health page alone: it names a family, and calls it healthy, as soon as the family's loop runs. A kube-proxy
 that cannot list EndpointSlices never writes a rule, and stays healthy. The time of the last sync, among its metrics,
-exists only after a sync.
+exists only after a sync. But the rules may be gone again: an agent that starts beside kube-proxy removes them, and in
+mode nftables kube-proxy does not notice before the next change of a Service. So the caller also reads the rules.
 """
 
 from __future__ import annotations
@@ -42,8 +43,16 @@ _TIME = re.compile(
 )
 
 
-def wait(address: str | None = None, sleep: Callable[[float], None] = time.sleep, metrics: str | None = None) -> int:
-    """Return 0 when kube-proxy has programmed the node, however long that takes; 2 for an invalid address."""
+def wait(
+    address: str | None = None,
+    sleep: Callable[[float], None] = time.sleep,
+    metrics: str | None = None,
+    serving: Callable[[], set[str]] = lambda: set(_BOTH),
+) -> int:
+    """Return 0 when kube-proxy has programmed the node, however long that takes; 2 for an invalid address.
+
+    ``serving``: the families in which the kernel has kube-proxy's rules; OSError if that cannot be read.
+    """
     address = os.environ.get(VARIABLE, DEFAULT) if address is None else address
     metrics = os.environ.get(METRICS_VARIABLE, METRICS_DEFAULT) if metrics is None else metrics
     if not address:
@@ -63,6 +72,9 @@ def wait(address: str | None = None, sleep: Callable[[float], None] = time.sleep
                 why = f"its metrics do not answer at {metrics}" if metrics else "its metrics are not asked for"
             elif missing := _missing(families, synced):
                 families, why = None, f"it has not programmed the node yet ({missing})"
+            if families is not None and (gone := _gone(families, serving)):
+                why = f"its rules are gone ({gone}): an agent that starts removes them; restart kube-proxy"
+                families = None
         now = time.monotonic()
         since = None if families is None else now if since is None else since
         if families is not None and ((synced or set()) >= _BOTH or now - (since or now) >= SETTLED_SECONDS):
@@ -91,6 +103,15 @@ def _missing(families: set[str], synced: set[str]) -> str:
     if "" in synced:
         return ""
     return ", ".join(sorted(families - synced)) or ("" if synced else "no family")
+
+
+def _gone(families: set[str], serving: Callable[[], set[str]]) -> str:
+    """The families of kube-proxy without rules; "" if it has rules in each, or if they cannot be read."""
+    try:
+        found = serving()
+    except OSError:
+        return ""
+    return ", ".join(sorted(families - found)) or ("" if found else "no family has any")
 
 
 def hosts(host: str) -> tuple[str, ...]:

@@ -22,6 +22,7 @@ from pyebpf_proxy.lab.manifests import Port, node, service, slices
 from pyebpf_proxy.lab.namespace import Namespace
 from tests.cluster.beside import NODE, NODE_IP, Side
 from tests.support.apiserver import ApiServer, Object, running
+from tests.support.kube_proxy_tools import remove
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns]
 PORTS = [Port("http", 80, 8080)]
@@ -122,6 +123,22 @@ def test_the_probe_waits_until_kube_proxy_has_written_rules(server: ApiServer, t
     first, *_, last = output.splitlines()
     assert first == "waiting for kube-proxy at 127.0.0.1:10256: it has not programmed the node yet (IPv4, IPv6)"
     assert last == "kube-proxy has programmed this node: IPv4, IPv6"
+
+
+@pytest.mark.parametrize("mode", ["iptables", "nftables"])
+def test_the_probe_waits_if_kube_proxys_rules_were_removed(server: ApiServer, tmp_path: Path, mode: str) -> None:
+    """As by an agent that restarts beside kube-proxy. In mode nftables kube-proxy writes them again within an hour."""
+    with Side("kube-proxy", server, tmp_path) as side:
+        side.start({"mode": mode, "clusterCIDR": "10.244.0.0/16", mode: {"syncPeriod": "1h"}})
+        command = ["ip", "netns", "exec", side.namespace.name, sys.executable, "-m", "pyebpf_proxy", "probe"]
+        subprocess.run([*command, "kube-proxy"], check=True, timeout=60)
+        assert remove(side.namespace, at_start=True).removed
+        probe = subprocess.Popen([*command, "kube-proxy"], stdout=subprocess.PIPE, text=True)
+        with pytest.raises(subprocess.TimeoutExpired):
+            probe.wait(3)
+        probe.terminate()
+        output, _ = probe.communicate(timeout=60)
+    assert "its rules are gone (IPv4, IPv6): an agent that starts removes them; restart kube-proxy" in output
 
 
 def test_verify_connects_to_services() -> None:

@@ -90,6 +90,16 @@ def test_the_canary_is_seen_in_either_variant(namespace: Namespace, kind: str, f
     assert namespace.call(leftovers.running) == {"iptables"}
 
 
+def test_the_families_with_rules_for_services(namespace: Namespace, kind: str, family: int) -> None:
+    assert namespace.call(leftovers.serving) == set()
+    load_kube_proxy(namespace, kind, family)
+    assert namespace.call(leftovers.serving) == {f"IPv{family}"}
+    namespace.run("nft", "-f", str(DATA / "nftables.nft"))
+    assert namespace.call(leftovers.serving) == {"IPv4", "IPv6"}
+    remove(namespace, at_start=True)
+    assert namespace.call(leftovers.serving) == set()
+
+
 def test_detection_creates_no_table(namespace: Namespace) -> None:
     assert remove(namespace) == Report()
     assert namespace.call(leftovers.running) == set()

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Literal
 
 from pyebpf_proxy.datapath.migration.nftables import FAMILIES, Ruleset
-from pyebpf_proxy.datapath.migration.rules import CANARY, FORWARD, Plan, is_kube_proxys, plan
+from pyebpf_proxy.datapath.migration.rules import CANARY, FORWARD, SERVICES, Plan, is_kube_proxys, plan
 from pyebpf_proxy.datapath.report import Report
 
 #: The rules may change between save and restore.
@@ -94,6 +94,18 @@ def running() -> bool:
         variant.kind == "legacy" and "mangle" in legacy_tables(variant.family) and _has_canary(variant)
         for variant in VARIANTS
     )
+
+
+def serves(family: int) -> bool:
+    """Whether kube-proxy has rules for Services in this family. True also if legacy tables cannot be read. NftError."""
+    if SERVICES in Ruleset().chains(FAMILIES[family]).get("nat", ()):
+        return True
+    if "nat" not in legacy_tables(family):
+        return False
+    try:
+        return f":{SERVICES} " in _run(Variant("legacy", family), "save", "-t", "nat")
+    except ToolError:
+        return True
 
 
 def passes_invalid() -> bool:

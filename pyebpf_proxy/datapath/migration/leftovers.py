@@ -48,6 +48,14 @@ def running() -> set[str]:
     return modes
 
 
+def serving() -> set[str]:
+    """The families, IPv4 and IPv6, in which kube-proxy's rules serve Services, as far as this can be read. OSError."""
+    if ipvs.device_exists():
+        return {f"IPv{family}" for family in nftables.FAMILIES}
+    tables = nftables.present()
+    return {f"IPv{family}" for family, name in nftables.FAMILIES.items() if name in tables or iptables.serves(family)}
+
+
 def relies_on_liberal_conntrack() -> bool:
     """Whether a kube-proxy in mode iptables runs that found conntrack liberal at its start. OSError."""
     return not ipvs.device_exists() and not nftables.present() and iptables.passes_invalid()

@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 CANARY = "KUBE-PROXY-CANARY"
 #: Called from the built-in chain FORWARD; accepts packets of services.
 FORWARD = "KUBE-FORWARD"
+#: The chain of table nat that leads to all Services, in modes iptables and ipvs.
+SERVICES = "KUBE-SERVICES"
 #: Called from the built-in chain INPUT, in mode iptables and in mode ipvs; they accept health check node ports.
 HEALTH_CHECKS = ("KUBE-NODEPORTS", "KUBE-NODE-PORT")
 #: By table; every table also has the canary, and mangle has only that.

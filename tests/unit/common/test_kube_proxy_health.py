@@ -129,6 +129,30 @@ def test_without_metrics_the_health_page_must_be_good_for_a_while(
     assert "its metrics do not answer at 127.0.0.1:" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("text", [BOTH, ""], ids=["metrics", "no metrics"])
+def test_rules_that_are_gone_again_are_waited_for(
+    text: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An agent that starts beside kube-proxy removes them; the health page and the metrics do not change."""
+    monkeypatch.setattr(kube_proxy_health, "SETTLED_SECONDS", 0.0)
+    found = iter([set[str](), {"IPv4"}, {"IPv4", "IPv6"}])
+    looks: list[float] = []
+    with serving([GOOD]) as address, serving([page(text.encode())]) as metrics:
+        assert wait(address, looks.append, metrics, lambda: next(found)) == 0
+    assert len(looks) == 2
+    output = capsys.readouterr().out
+    assert "its rules are gone (IPv4, IPv6): an agent that starts removes them; restart kube-proxy" in output
+    assert "its rules are gone (IPv6)" in output
+
+
+def test_rules_that_cannot_be_read_are_not_waited_for() -> None:
+    def refuse() -> set[str]:
+        raise PermissionError
+
+    with serving([GOOD]) as address, serving([page(BOTH.encode())]) as metrics:
+        assert wait(address, lambda seconds: pytest.fail("it waits"), metrics, refuse) == 0
+
+
 def test_an_address_without_a_port_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert wait("127.0.0.1", metrics="") == 2
     assert wait("127.0.0.1:10256", metrics="10249") == 2
