@@ -36,7 +36,7 @@ from pyebpf_proxy.datapath.node.mounts import (
     table_name,
     tcx_directory,
 )
-from pyebpf_proxy.datapath.node.node_settings import FAST_PATH, LIBERAL, Setting
+from pyebpf_proxy.datapath.node.node_settings import FAST_PATH, LIBERAL, ROUTE_LOCALNET, Setting
 from pyebpf_proxy.datapath.node.sysctls import changed, leave, restore
 from pyebpf_proxy.datapath.report import Report
 
@@ -51,8 +51,11 @@ def cleanup(directory: Path, own_files: Iterable[str] = (), keep_settings: bool 
     report = Report()
     if keep_settings:
         try:
-            for line in leave(directory):
+            # A kube-proxy in another mode has no rule that keeps other hosts away from the node's loopback.
+            open_loopback = changed(ROUTE_LOCALNET, directory) and not leftovers.needs_route_localnet()
+            for line in leave(directory, but=(ROUTE_LOCALNET,) if open_loopback else ()):
                 _log.info("setting kept for kube-proxy", what=line)
+            _settings(directory, "", report, keep=FAST_PATH)
         except OSError as error:
             report.problems.append(str(error))
     else:

@@ -389,6 +389,21 @@ def test_the_command_during_the_rollback_to_kube_proxy(namespace: Namespace, tmp
     assert namespace.call(leftovers.running) == {"iptables"}
 
 
+def test_a_kube_proxy_in_mode_nftables_does_not_keep_the_loopback_open(namespace: Namespace, tmp_path: Path) -> None:
+    """It needs no route_localnet, and drops no packets of other hosts to 127.0.0.0/8."""
+    namespace.run("nft", "-f", str(DATA / "nftables.nft"))
+    settings = {"net/ipv4/conf/all/route_localnet": "0", "net/netfilter/nf_conntrack_udp_timeout": "41"}
+    changes = {f"proc/sys/{name}": {"was": "0", "wrote": "1"} for name in settings}
+    changes["proc/sys/net/netfilter/nf_conntrack_udp_timeout"] = {"was": "30", "wrote": "41"}
+    namespace.run("sysctl", "-qw", "net/ipv4/conf/all/route_localnet=1", "net/netfilter/nf_conntrack_udp_timeout=41")
+    (tmp_path / "state").mkdir()
+    (tmp_path / "state" / RECORD).write_text(json.dumps(changes))
+    done = run_cleanup(namespace, tmp_path / "state", after=["--keep-kube-proxy-rules"])
+    assert done.returncode == 0, done.stderr
+    assert {name: namespace.run("sysctl", "-n", name).strip() for name in settings} == settings
+    assert not (tmp_path / "state").exists()
+
+
 @pytest.mark.parametrize(("drops", "left"), [(True, "0"), (False, "1")])
 def test_conntrack_stays_liberal_for_a_kube_proxy_that_started_with_it(
     namespace: Namespace, tmp_path: Path, kind: str, drops: bool, left: str

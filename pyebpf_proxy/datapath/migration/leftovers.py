@@ -56,6 +56,14 @@ def serving() -> set[str]:
     return {f"IPv{family}" for family, name in nftables.FAMILIES.items() if name in tables or iptables.serves(family)}
 
 
+def needs_route_localnet() -> bool:
+    """Whether a kube-proxy in mode iptables may run: it needs route_localnet, and guards the loopback. OSError."""
+    try:
+        return iptables.running()
+    except iptables.ToolError:
+        return True
+
+
 def relies_on_liberal_conntrack() -> bool:
     """Whether a kube-proxy in mode iptables runs that found conntrack liberal at its start. OSError."""
     return not ipvs.device_exists() and not nftables.present() and iptables.passes_invalid()

@@ -224,14 +224,16 @@ def restore(
     return restored, problems
 
 
-def leave(directory: Path, setting: Setting | None = None) -> list[str]:
+def leave(directory: Path, setting: Setting | None = None, but: Collection[Setting] = ()) -> list[str]:
     """Forget the configuration's own settings, and leave their values: a kube-proxy that runs again has asked for the
     same, but only once, at its start. Returns them as lines. ``setting``: only this one, whatever it was changed for.
+    ``but``: not these.
     """
     record = Record(directory)
     changes = record.changes.items()
     if setting is None:
-        left = [(path, change) for path, change in changes if not change.holder]
+        others = {each.path for each in but}
+        left = [(path, change) for path, change in changes if not change.holder and path not in others]
     else:
         left = [(path, change) for path, change in changes if path == setting.path]
     for path, _ in left:
