@@ -57,9 +57,12 @@ class Bpffs(NamedTuple):
 
 
 def instance_name(directory: Path) -> str:
-    """A short name, unique per directory setting, valid for bpffs and nftables: "default" for the default."""
-    absolute = Path(os.path.abspath(directory))
-    if absolute == DEFAULT_DIRECTORY:
+    """A short name, unique per directory, valid for bpffs and nftables: "default" for the default.
+
+    Two paths of one directory, such as /run/x and /var/run/x, are one instance: it has one lock and one record.
+    """
+    absolute = Path(os.path.realpath(directory))
+    if absolute == Path(os.path.realpath(DEFAULT_DIRECTORY)):
         return "default"
     readable = re.sub(r"[^A-Za-z0-9_-]", "_", absolute.name)[:40].lstrip("-")
     return f"{readable or 'root'}-{hashlib.sha256(os.fsencode(absolute)).hexdigest()[:8]}"

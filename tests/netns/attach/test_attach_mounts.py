@@ -322,6 +322,18 @@ def test_instances_have_distinct_names() -> None:
     assert mounts.table_name(Path("/a/b")).startswith("pyebpf-proxy-b-")
 
 
+def test_another_path_of_a_directory_names_the_same_instance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As /var/run and /run. It has the same lock and record, so it must have the same pins and table."""
+    real = tmp_path / "run"
+    real.mkdir()
+    (tmp_path / "alias").symlink_to(real)
+    one, other = real / "agent", tmp_path / "alias" / "agent"
+    assert mounts.instance_name(one) == mounts.instance_name(other)
+    for default, directory in ((one, other), (other, one)):
+        monkeypatch.setattr(mounts, "DEFAULT_DIRECTORY", default)
+        assert mounts.table_name(directory) == "pyebpf-proxy"
+
+
 def test_the_fork_hands_back_the_error(tmp_path: Path) -> None:
     run_in_private_machine(
         """
