@@ -372,7 +372,9 @@ def _fill_remedy(name: str) -> str:
         return "raise fastPathEntries in the datapath configuration; until then new flows take the slow path"
     if name.startswith("source ports"):
         return "add endpoints to that Service, or use externalTrafficPolicy Local, which preserves client addresses"
-    return f"raise maps.{name} in the datapath configuration (docs/datapath-configuration.md)"
+    first, *others = name.split("_")
+    option = first + "".join(map(str.capitalize, others))  # as the section maps names it (config/datapath_model.py)
+    return f"raise maps.{option} in the datapath configuration (docs/datapath-configuration.md)"
 
 
 # ---- text -------------------------------------------------------------------------------------------------------

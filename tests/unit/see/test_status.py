@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
+from pyebpf_proxy.config.datapath_model import Maps
 from pyebpf_proxy.see import model, status
 from pyebpf_proxy.servers import local as servers_local
 
@@ -53,3 +55,10 @@ def test_xdp_that_is_not_available_is_one_warning(why: str) -> None:
         if why
         else "XDP is configured, but the program is attached to no device: tc handles all packets"
     )
+
+
+@pytest.mark.parametrize("name", [*status._FILLED, "services", "slots"])
+def test_the_remedy_for_a_full_map_names_the_option(name: str) -> None:
+    """The datapath configuration is decoded strictly: with another name, the agent does not start."""
+    (option,) = re.findall(r"raise maps\.(\w+) in", status._fill_remedy(name))
+    assert option in {str(info.alias) for info in Maps.model_fields.values()}
