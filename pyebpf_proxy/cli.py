@@ -205,7 +205,7 @@ def _cluster(settings: Effective) -> ClusterConnection:
         from pyebpf_proxy.servers.client_metrics import ClientMetrics
 
         metrics = ClientMetrics()
-        source = api_server(settings.api, settings.node_name, metrics, service_cidrs=settings.nft_mode)
+        source = api_server(settings.api, settings.node_name, metrics, needs_cidrs=settings.nft_mode)
         source.start()  # listing overlaps with the slow imports below
         return ClusterConnection(source, source.events, metrics.families, source.troubles)
     from pyebpf_proxy.common.log import Logger

@@ -169,7 +169,7 @@ def _source(settings: Effective) -> Source:
     from pyebpf_proxy.kube.api.connect import api_server
     from pyebpf_proxy.servers.client_metrics import ClientMetrics
 
-    source = api_server(settings.api, settings.node_name, ClientMetrics(), service_cidrs=settings.nft_mode)
+    source = api_server(settings.api, settings.node_name, ClientMetrics(), waits_for_cidrs=True)
     source.start()
     return source
 

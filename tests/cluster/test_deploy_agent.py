@@ -98,10 +98,10 @@ def started(server: ApiServer, lab: Lab, configuration: dict[str, Any]) -> Conta
     return contained(only, specification, files | {"config.conf": yaml.safe_dump(changed)})
 
 
-def reasons_of_events(server: ApiServer, node_name: str) -> set[str]:
-    """The reasons of the events about this Node."""
+def reasons_of_events(server: ApiServer, name: str) -> set[str]:
+    """The reasons of the events about an object of this name, such as a Node."""
     events = server.request("GET", "/apis/events.k8s.io/v1/events")["items"]
-    return {event["reason"] for event in events if event["regarding"].get("name") == node_name}
+    return {event["reason"] for event in events if event["regarding"].get("name") == name}
 
 
 @pytest.mark.parametrize("mode", ["iptables", "nftables"])
@@ -124,6 +124,14 @@ def test_the_agent_serves_the_objects_of_the_api_server(server: ApiServer, small
             server.delete(item)
         server.delete(fresh)
         container.wait_for(lambda: only.namespace.call(ask, cluster_ip(12).v4, 80).kind != ANSWERED, "the Service went")
+        free = cluster_ip(200)
+        server.apply(service("thief", PORTS, cluster_ip(13), externalIPs=[free.v4]))
+        for item in slices("thief", PORTS, [(pod.address, only.name)]):
+            server.apply(item)
+        container.wait_for(lambda: only.namespace.call(ask, cluster_ip(13).v4, 80).kind == ANSWERED, "the thief came")
+        container.wait_for(lambda: "AddressRefused" in reasons_of_events(server, "thief"), "its address is refused")
+        assert only.namespace.call(ask, free.v4, 80).kind != ANSWERED, "an address that another Service may get"
+        server.delete(service("thief", PORTS, cluster_ip(13)))
         container.wait_for(lambda: "Starting" in reasons_of_events(server, only.name), "the event of the start")
         log = container.log()
         assert not [line for line in log.splitlines() if "orbidden" in line or "not allowed" in line], log

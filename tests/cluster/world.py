@@ -62,7 +62,7 @@ class OutageWorld(World):
         self._mode = mode
         self.server = server or ApiServer(PRIVILEGED)
         #: What the agent follows.
-        self.resources = {"services", "endpointslices", "nodes"} | ({"servicecidrs"} if mode == "nftables" else set())
+        self.resources = {"services", "endpointslices", "nodes", "servicecidrs"}
         self.hosts = folder / "hosts"
         self._account = folder / "account"
         self._number = 20

@@ -15,7 +15,7 @@ import logging
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
@@ -198,14 +198,19 @@ class Following:
     """A running source: the batches that it delivered, the resulting objects, and the lines that it logged."""
 
     def __init__(
-        self, access: Access, timing: Timing = QUICK, node: str = "node1", observer: Observer | None = None
+        self,
+        access: Access,
+        timing: Timing = QUICK,
+        node: str = "node1",
+        observer: Observer | None = None,
+        waits_for_cidrs: bool = False,
     ) -> None:
         self.client = Client(access, Limiter(-1, 0), observer or Silent(), timing)
         self.batches: list[Batch] = []
         self.lines: list[str] = []
         #: How many seconds the receiver of a batch takes.
         self.busy = 0.0
-        self._source = ApiSource(self.client, node)
+        self._source = ApiSource(self.client, node, waits_for_cidrs=waits_for_cidrs)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._handler = _Lines(self.lines)
@@ -255,6 +260,9 @@ class Following:
     def logged(self, *parts: str) -> list[str]:
         """Lines of the log that contain all of these parts."""
         return [str(line) for line in Log(self.lines).lines(*parts)]
+
+    def troubles(self) -> Mapping[str, str]:
+        return self._source.troubles()
 
     def errors(self) -> list[str]:
         """Warnings and errors of the log."""

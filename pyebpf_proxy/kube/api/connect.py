@@ -17,13 +17,18 @@ from pyebpf_proxy.kube.api.observer import Observer
 from pyebpf_proxy.kube.api.source import ApiSource
 
 
-def api_server(settings: ApiServer, node_name: str, observer: Observer, *, service_cidrs: bool) -> ApiSource:
-    """The API server as a source; FatalError if its address or credentials cannot be determined."""
+def api_server(
+    settings: ApiServer, node_name: str, observer: Observer, *, needs_cidrs: bool = False, waits_for_cidrs: bool = False
+) -> ApiSource:
+    """The API server as a source; FatalError if its address or credentials cannot be determined.
+
+    The other arguments are those of ``ApiSource``.
+    """
     access = find(settings.kubeconfig, settings.master)
     if not settings.kubeconfig and not settings.master:
         Logger("api").info("neither kubeconfig nor master URL is given: using in-cluster configuration")
     client = Client(access, Limiter(settings.qps, settings.burst), observer)
-    return ApiSource(client, node_name, service_cidrs=service_cidrs)
+    return ApiSource(client, node_name, needs_cidrs=needs_cidrs, waits_for_cidrs=waits_for_cidrs)
 
 
 def find(kubeconfig: str, master: str, environment: Mapping[str, str] = os.environ) -> Access:

@@ -80,6 +80,8 @@ class Follower:
         #: The last known resourceVersion; empty: list again.
         self._version = ""
         self._was_listed = False
+        #: An optional resource that the server does not know or permit; this is logged once.
+        self._is_refused = False
         self._streams_lists = True
         #: The whole list is too long to be read in one piece; and how many objects are asked for in one.
         self._only_pages = False
@@ -103,15 +105,14 @@ class Follower:
 
     def run(self) -> None:
         """Follow until stopped."""
-        observer, name = self._client.observer, self._resource.name
-        observer.connected(name, False)
+        self._set_connected(False)
         try:
             while True:
                 try:
                     self._follow_once()
                     self._failures = 0
                 except GoneError as gone:
-                    _log.debug("history has expired, listing again", resource=name, why=str(gone))
+                    _log.debug("history has expired, listing again", resource=self._resource.name, why=str(gone))
                     self._expire()
                 except TroubleError as trouble:
                     self._fail(trouble, log=True)
@@ -131,7 +132,12 @@ class Follower:
             self._follow()
         finally:
             self._watching_since = None
-            self._client.observer.connected(self._resource.name, False)
+            self._set_connected(False)
+
+    def _set_connected(self, connected: bool) -> None:
+        # An optional resource counts from its first list on.
+        if connected or self._was_listed or not self._resource.optional:
+            self._client.observer.connected(self._resource.name, connected)
 
     def _expire(self) -> None:
         """List again: at once, unless the server lets the history expire each time, and each list is for nothing."""
@@ -163,6 +169,12 @@ class Follower:
         elif trouble.code in (403, 404):
             if time.monotonic() - self._lost_at < timing.starting:
                 log = False
+            elif self._resource.optional and not self._was_listed:
+                log, delay = False, max(delay, timing.optional)
+                if not self._is_refused:
+                    self._is_refused = True
+                    _log.info("continuing without a resource", resource=self._resource.name, why=str(trouble))
+                    self._deliver(self._resource, [], True)
             else:
                 delay = max(delay, timing.forbidden)
         elif trouble.usual and self._failures < RECURRING:
@@ -301,7 +313,7 @@ class Follower:
         _log.debug("listed", resource=name, objects=len(keys), changes=len(changes), version=version)
         self._deliver(self._resource, changes[:], True)
         changes.clear()
-        observer.connected(name, True)
+        self._set_connected(True)
         if self._expired <= MOST_AT_ONCE:
             self._troubles.well(name)  # otherwise, if the watch lasts
         self._watching_since = time.monotonic()
@@ -319,7 +331,7 @@ class Follower:
         answer = self._ask(query)
         begin = time.monotonic()
         if not initial:
-            self._client.observer.connected(self._resource.name, True)
+            self._set_connected(True)
             self._watching_since = begin
         changes: list[Change] = []
         keys: set[ObjectKey] | None = set() if initial else None

@@ -18,6 +18,8 @@ class Resource(NamedTuple):
     group: str
     field_selector: str = ""
     label_selector: str = ""
+    #: The agent also works without it: that the server does not know or permit it is no failure.
+    optional: bool = False
 
     @property
     def path(self) -> str:

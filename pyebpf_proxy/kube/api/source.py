@@ -30,20 +30,25 @@ _log = Logger("api")
 
 
 class ApiSource:
-    """Follows Services, EndpointSlices, the Node ``node_name``, and ServiceCIDRs if ``service_cidrs``."""
+    """Follows Services, EndpointSlices, the Node ``node_name``, and ServiceCIDRs.
 
-    def __init__(self, client: Client, node_name: str, *, service_cidrs: bool = False) -> None:
+    ``needs_cidrs``: it is a failure if the server does not know or permit ServiceCIDRs. ``waits_for_cidrs``: their list
+    is one of those that make the source complete; not with ``needs_cidrs``.
+    """
+
+    def __init__(
+        self, client: Client, node_name: str, *, needs_cidrs: bool = False, waits_for_cidrs: bool = False
+    ) -> None:
         self._client = client
         self._node_name = node_name
-        self._resources = [resources.SERVICES, resources.ENDPOINT_SLICES, resources.node(node_name)]
-        if service_cidrs:
-            self._resources.append(resources.SERVICE_CIDRS)
+        cidrs = resources.SERVICE_CIDRS._replace(optional=not needs_cidrs)
+        self._resources = [resources.SERVICES, resources.ENDPOINT_SLICES, resources.node(node_name), cidrs]
         self._lock = threading.Lock()
         self._taken = threading.Condition(self._lock)
         self._complete = False
         self._changes: list[Change] = []
         self._unchanged: list[Change] = []
-        self._unlisted = {"services", "endpointslices", "nodes"}
+        self._unlisted = {"services", "endpointslices", "nodes", *([cidrs.name] if waits_for_cidrs else ())}
         self._node_listed: float | None = None
         self._node: objects.Node | None = None
         self._wake = asyncio.Event()

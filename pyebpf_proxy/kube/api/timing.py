@@ -27,6 +27,8 @@ class Timing:
     backoff: tuple[float, float] = (0.8, 30.0)
     #: Minimum delay before the next request for a resource that the server forbids or does not know.
     forbidden: float = 5.0
+    #: The same for a resource that is optional.
+    optional: float = 300.0
     #: A resumed watch counts as recovered after this time; longer than ``window``.
     settle: float = 60.0
     #: For this time after an outage, "forbidden" or "not found" may come from a server that is still starting.

@@ -468,7 +468,7 @@ def test_nothing_is_complete_before_all_three_are_listed(api: ScriptedApi) -> No
             other.script(resource, lambda exchange: exchange.hold())
             with following(other, replace(QUICK, answer=60)) as source:
                 kinds = {"services": "Service", "endpointslices": "EndpointSlice", "nodes": "Node"}
-                source.until(lambda other=other: len(other.requests) == 3)  # type: ignore[misc]
+                source.until(lambda other=other: len(other.requests) == 4)  # type: ignore[misc]
                 source.until(lambda r=resource: r == "nodes" or source.names("Node"))  # type: ignore[misc]
                 assert not source.complete, kinds[resource]
                 other.held.set()
@@ -756,7 +756,7 @@ def test_a_source_that_waits_for_lists_and_the_node_does_not_spin(api: ScriptedA
     api.has("nodes")
     api.script("services", lambda exchange: exchange.hold())
     with following(api, replace(QUICK, answer=60, node=0.1)) as source:
-        source.until(lambda: len(api.requests) == 3)
+        source.until(lambda: len(api.requests) == 4)
         time.sleep(0.5)
         with cpu_limit(0.2, time.process_time):
             time.sleep(1)
@@ -764,6 +764,51 @@ def test_a_source_that_waits_for_lists_and_the_node_does_not_spin(api: ScriptedA
         api.held.set()
         source.until(lambda: source.complete)
         assert source.logged("timed out waiting for the Node to exist")
+
+
+@pytest.mark.parametrize("code", [403, 404])
+@pytest.mark.parametrize("waits", [False, True])
+def test_the_agent_works_without_service_cidrs(api: ScriptedApi, code: int, waits: bool) -> None:
+    """An older server does not know them, and an older role does not permit them: no failure, and no alert."""
+    api.script("servicecidrs", *(lambda exchange: exchange.status(code, "no such resource") for _ in range(9)))
+    metrics = ClientMetrics()
+    with Following(Access(api.url), observer=metrics, waits_for_cidrs=waits) as source:
+        source.until(lambda: source.complete)
+        source.until(lambda: source.logged("continuing without a resource", "servicecidrs", str(code)))
+        assert source.errors() == []
+        assert source.troubles() == {}
+        connected = next(each for each in metrics.families if "api_connected" in str(each.collect().name))
+        assert {sample.labels["resource"] for sample in connected.collect().samples} == {
+            "services",
+            "endpointslices",
+            "nodes",
+        }
+        assert len(api.asked("servicecidrs")) == 1
+
+
+def test_service_cidrs_count_for_a_complete_source_only_if_it_waits_for_them(api: ScriptedApi) -> None:
+    for waits in (False, True):
+        with ScriptedApi() as other:
+            other.has("nodes", node())
+            other.script("servicecidrs", lambda exchange: exchange.hold())
+            with Following(Access(other.url), replace(QUICK, answer=60), waits_for_cidrs=waits) as source:
+                source.until(lambda other=other: len(other.requests) == 4)  # type: ignore[misc]
+                if waits:
+                    source.until(lambda s=source: s.names("Node"))  # type: ignore[misc]
+                    assert not source.complete
+                    other.held.set()
+                source.until(lambda: source.complete)
+
+
+def test_service_cidrs_that_were_known_and_are_refused_later_are_a_failure(api: ScriptedApi) -> None:
+    def first(exchange: Exchange) -> None:
+        exchange.initial([], "5")
+        exchange.cut()
+
+    api.script("servicecidrs", first, *(lambda exchange: exchange.status(403, "no longer") for _ in range(99)))
+    with Following(Access(api.url), replace(QUICK, starting=0.0)) as source:
+        source.until(lambda: "servicecidrs" in source.troubles())
+        assert source.logged("a resource cannot be watched", "servicecidrs", "no longer")
 
 
 def only_pages(api: ScriptedApi, again: list[Handler]) -> None:
