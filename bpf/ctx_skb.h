@@ -119,6 +119,12 @@ static __always_inline bool is_for(struct context *ctx, const __u8 *mac)
 	return frame && same_mac(frame, mac);
 }
 
+/* A bridge may have to forward the frame. Also true if the port has another address than its bridge. */
+static __always_inline bool is_for_other_host(struct context *ctx)
+{
+	return ctx->pkt_type == PACKET_OTHERHOST;
+}
+
 /* ---- handing over a choice ----------------------------------------------------------- */
 
 /* The proxy's nft table reads the choice. */

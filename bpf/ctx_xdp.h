@@ -123,6 +123,12 @@ static __always_inline bool is_for(struct context *ctx, const __u8 *mac)
 	return frame && same_mac(frame, mac);
 }
 
+/* Not known here. Packets that are not sent go on to tc. */
+static __always_inline bool is_for_other_host(struct context *ctx __attribute__((unused)))
+{
+	return false;
+}
+
 /*
  * A TCP segment with more payload than this makes its direction a bulk stream, which is left to tc.  There the kernel
  * has merged such segments (generic receive offload), and handles many at the cost of one.  The direction stays with

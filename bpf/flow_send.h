@@ -308,6 +308,24 @@ __noinline int drop_until_promotion(const struct packet *p, __u32 device, __u32 
 	return 0;
 }
 
+/*
+ * A packet of a young TCP flow that came in by another device, or for a former address of its device: the path of its
+ * sender has changed, or it was forged.  1: it must wait.  conntrack does not know the flow, so the kernel would answer
+ * with a RST, or send an endpoint's packet untranslated to the client, which would answer so.
+ */
+static __noinline int awaits_promotion(const struct packet *p, const struct flow_rewrite *a, struct flow *known)
+{
+	struct flow *other;
+
+	if (!p || !a || !known || p->starts_flow || p->protocol != TCP || !known->young)
+		return 0;
+	other = other_direction(a, p);
+	/* Not with an unanswered SYN, which a forged packet must not bring into conntrack. */
+	if (other && (known->reply ? known : other)->packets)
+		request_promotion((const struct flow_key *)p, a, known);
+	return 1;
+}
+
 static __always_inline bool asks_for_restoration(const struct flow *f)
 {
 	return f->promote == RESTORE || f->promote == RESTORING;
@@ -636,6 +654,10 @@ static __always_inline int send_by_table(struct context *ctx, struct packet *p, 
 	if (unlikely(!came_in_right(ctx, a, device))) {
 		if (HOOK == AT_TC && !known->young && is_syn_fin_rst(p))
 			note_forged(p, a, known);
+		if (HOOK == AT_TC && !is_for_other_host(ctx) && awaits_promotion(p, a, known)) {
+			drop_until_promotion(p, device, known->service);
+			return DROPPED;
+		}
 		if (HOOK == AT_XDP || !p->starts_flow || !known->young || known->reply || !has_lost_device(a, device))
 			return NOT_SENT;
 		p->kept = known->backend;

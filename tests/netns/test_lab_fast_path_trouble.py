@@ -114,7 +114,10 @@ def test_the_mtu_is_lowered(fast_world: FastWorld, ask: Ask) -> None:
 @contextlib.contextmanager
 def second_device(fast_world: FastWorld) -> Iterator[None]:
     lan = fast_world.node.namespace
+    (bridge,) = fast_world.lab.core.run("ip", "-br", "link", "show", "dev", "lan0").splitlines()
     fast_world.lab.core.ip(
+        # Otherwise its link address would change with its ports, and hosts would send to the former one for a while.
+        f"link set lan0 address {bridge.split()[2]}",
         f"link add second type veth peer name eth1 netns {lan.name}",
         "link set second master lan0",
         "link set second up",
@@ -145,6 +148,47 @@ def test_the_route_changes_to_another_device(fast_world: FastWorld, far: Convers
             lan.ip(f"route del {other.address.v4}/32 dev eth1")
     lan.ip(f"route replace {other.pod_cidr.v4} via {other.address.v4}")
     fast_world.fast(far)
+
+
+def send_to(fast_world: FastWorld, device: str) -> None:
+    """The router and the other node send the node's packets to this device's link address from now on."""
+    for address in fast_world.node.address:
+        neighbour = f"neigh replace {address} lladdr {link_address(fast_world.node, device).hex(':')}"
+        fast_world.lab.core.ip(f"{neighbour} dev lan0 nud reachable")
+        fast_world.lab.nodes[1].namespace.ip(f"{neighbour} dev eth0 nud reachable")
+
+
+@pytest.mark.parametrize("change", ["link address", "device"])
+def test_clients_of_young_flows_arrive_by_another_way(
+    fast_world: FastWorld, ask: Ask, change: str, family: int
+) -> None:
+    """The node's link address changes, as that of a bond may, or clients use its other device from now on.
+
+    conntrack does not have the connection yet, so the kernel would reset it.
+    """
+    lan, old = fast_world.node.namespace, link_address(fast_world.node)
+
+    def young() -> Conversation | None:
+        before = fast_world.count("new_flow_fast")
+        found = ask(fast_world.lab.client, fast_world.node.address.of(family), "tcp", 30007)
+        return found if fast_world.count("new_flow_fast") > before else None
+
+    with second_device(fast_world):
+        # Only send_to() decides which device packets come in by.
+        lan.run("sysctl", "-qw", "net.ipv4.conf.eth1.arp_ignore=8")
+        send_to(fast_world, "eth0")
+        try:
+            conversation = wait_until(young, "a young flow", 20.0)
+            if change == "device":
+                send_to(fast_world, "eth1")
+            else:
+                lan.ip("link set dev eth0 address 02:00:00:00:0e:03")
+                send_to(fast_world, "eth0")
+            conversation.wait()
+            assert not conversation.over
+        finally:
+            lan.ip(f"link set dev eth0 address {old.hex(':')}")
+            send_to(fast_world, "eth0")
 
 
 def is_between(frame: bytes, fast_world: FastWorld) -> bool:
@@ -343,5 +387,7 @@ def _connects(address: str, seconds: float) -> bool:
     return True
 
 
-def link_address(of: Node) -> bytes:
-    return bytes.fromhex(of.namespace.run("cat", "/sys/class/net/eth0/address").strip().replace(":", ""))
+def link_address(of: Node, device: str = "eth0") -> bytes:
+    # Not from /sys, which is that of the machine.
+    (line,) = of.namespace.run("ip", "-br", "link", "show", "dev", device).splitlines()
+    return bytes.fromhex(line.split()[2].replace(":", ""))

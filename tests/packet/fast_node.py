@@ -315,6 +315,12 @@ class Flow:
             value = self.world.object.btf.struct("flow").pack(**{**before, **fields})
             self.world.object.maps["flows"].update(self.key(reply), value)
 
+    def write_rewrite(self, reply: bool = False, **fields: Any) -> None:
+        """Change fields of how an entry rewrites packets."""
+        layout, entry = self.world.object.btf.struct("flow_rewrite"), self.entry(reply)
+        assert entry is not None
+        self.write(reply, rewrite=layout.pack(**{**layout.unpack(entry["rewrite"]), **fields}))
+
     def set_back(self, seconds: float) -> None:
         """Set the times of both entries back."""
         span = int(seconds * SECOND)

@@ -20,7 +20,7 @@ from tests.packet.fast_node import (
     young,
     young_flows_of,
 )
-from tests.packet.program_node import GO_ON, PRIORITY_BACKEND, ProgramNode
+from tests.packet.program_node import GO_ON, PRIORITY_BACKEND, SHOT, ProgramNode
 
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
 
@@ -226,7 +226,7 @@ def test_a_syn_by_another_device(fast: ProgramNode, gone: bool) -> None:
     flow.answer()
     if gone:
         fast.object.maps["devices"].delete(fast.devices["pods"].to_bytes(4, "little"))
-    assert flow.run(frame=flow.frame(flags="A", seq=101), by="nic").retval == GO_ON
+    assert flow.run(frame=flow.frame(flags="A", seq=101), by="nic").retval == SHOT
     assert flow.entries() == [False, True], "no new connection"
     assert flow.run(frame=flow.frame(flags="S", size=0, seq=9000, ack=0), by="nic").retval == GO_ON
     assert flow.entries() == ([] if gone else [False, True])
