@@ -281,12 +281,18 @@ static __always_inline bool is_out_of_sequence(const struct packet *p, const str
 	return p->tcp_flags & TCP_RST ? !!ahead : ahead + GUESS_WINDOW > 2 * GUESS_WINDOW;
 }
 
-/* A FIN or RST of a kernel's flow came in by another device, where nothing but conntrack checks it. */
-static __noinline int note_forged(const struct packet *p, const struct flow_rewrite *a, struct flow *known)
+/*
+ * A TCP packet of a kernel's flow came in by another device: the path of its sender has changed, or it was forged.  If it
+ * is a FIN or RST, nothing but conntrack checks it.
+ */
+static __noinline int note_elsewhere(const struct packet *p, const struct flow_rewrite *a, struct flow *known)
 {
 	struct flow *other;
 
-	if (!p || !a || !known)
+	/* A datagram, or a SYN, may be that of a new flow. */
+	if (!p || !a || !known || p->starts_flow)
+		return 0;
+	if (!is_syn_fin_rst(p))
 		return 0;
 	other = other_direction(a, p);
 	if (other && known->closing < CLOSING_IN_SEQUENCE && is_out_of_sequence(p, known, other))
@@ -317,7 +323,7 @@ static __noinline int awaits_promotion(const struct packet *p, const struct flow
 {
 	struct flow *other;
 
-	if (!p || !a || !known || p->starts_flow || p->protocol != TCP || !known->young)
+	if (!p || !a || !known || p->starts_flow || !known->young)
 		return 0;
 	other = other_direction(a, p);
 	/* Not with an unanswered SYN, which a forged packet must not bring into conntrack. */
@@ -652,8 +658,12 @@ static __always_inline int send_by_table(struct context *ctx, struct packet *p, 
 		return DROPPED;
 	}
 	if (unlikely(!came_in_right(ctx, a, device))) {
-		if (HOOK == AT_TC && !known->young && is_syn_fin_rst(p))
-			note_forged(p, a, known);
+		if (HOOK == AT_TC && !known->young) {
+			/* The device has another link address now.  The entry learns it from a packet that leaves netfilter. */
+			if (a->device_in == device && !is_for_other_host(ctx) && !is_syn_fin_rst(p))
+				return NOT_CONFIRMED;
+			note_elsewhere(p, a, known);
+		}
 		if (HOOK == AT_TC && !is_for_other_host(ctx) && awaits_promotion(p, a, known)) {
 			drop_until_promotion(p, device, known->service);
 			return DROPPED;

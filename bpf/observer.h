@@ -114,6 +114,12 @@ static __noinline int confirm(struct __sk_buff *skb, const struct packet *p, con
 	}
 	if (f->rewrite.device_in != h->device && !is_new)
 		return 0;
+	/* The device has another link address now.  A bridge forwards frames for other hosts untranslated. */
+	if (f->rewrite.device_in == h->device && !same_mac(f->rewrite.mac_in, h->mac_to)) {
+		if (!matches_rewrite(p, &f->rewrite))
+			return 0;
+		__builtin_memcpy(f->rewrite.mac_in, h->mac_to, 6);
+	}
 	if (!matches_rewrite(p, &f->rewrite) || f->rewrite.device_in != h->device) {
 		struct flow_rewrite a = f->rewrite;
 

@@ -537,8 +537,8 @@ FLOW_MUTANTS: dict[str, tuple[str, str, str]] = {
     "flows: a forged RST closes its side": ("flow_send.h", "\t\tknown->promote = RESTORE;\n\t\treturn 0;\n", ""),
     "flows: a forged RST of another device is not noted": (
         "flow_send.h",
-        "if (HOOK == AT_TC && !known->young && is_syn_fin_rst(p))",
-        "if (false)",
+        "known->promote = RESTORE;\n\treturn 0;",
+        "return 0;",
     ),
     "flows: every FIN of a kernel flow was forged": (
         "flow_send.h",

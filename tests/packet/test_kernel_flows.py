@@ -12,6 +12,7 @@ import pytest
 from scapy.layers.l2 import Dot1Q, Ether
 from scapy.packet import Packet
 
+from pyebpf_proxy.datapath.loader.libbpf import SkBuff
 from tests.packet.fast_node import (
     CONFIRM,
     FAR,
@@ -134,6 +135,31 @@ def test_a_new_generation_is_confirmed_at_once(fast: ProgramNode) -> None:
     for reply in (False, True):
         assert flow.pass_netfilter(reply)["kind"] == CONFIRM
         assert flow.run(reply).retval == REDIRECT
+
+
+@pytest.mark.parametrize("reply", [False, True], ids=["client", "endpoint"])
+def test_the_new_link_address_of_a_device_is_learned(fast: ProgramNode, reply: bool) -> None:
+    """Without it, all later packets would take the slow path, and the table would not see their sequence numbers."""
+    flow = learned_flow(fast)
+    flow.write_rewrite(reply, mac_in=bytes.fromhex("020000000e77"))
+    assert flow.pass_netfilter(reply)["kind"] == CONFIRM
+    assert flow.run(reply).retval == REDIRECT
+
+
+def test_the_link_address_of_another_host_is_not_learned(fast: ProgramNode) -> None:
+    """Nor does the frame, which a bridge forwards untranslated, remove the flow."""
+    flow = learned_flow(fast)
+    flow.write_rewrite(mac_in=bytes.fromhex("020000000e77"))
+    before = flow.entry()
+    frame = flow.frame()
+    assert flow.run(frame=frame).retval == GO_ON
+    flow.leave(frame, pending_record(fast)["number"])
+    assert flow.entry() == before
+    frame[Ether].dst = FAR
+    drop_records(fast)
+    context = SkBuff(ifindex=fast.devices["pods"])
+    assert fast.object.programs["tc_bridge_port"].test_run(bytes(frame), context).retval == GO_ON
+    assert not pending_record(fast)
 
 
 def unconfirmed(world: ProgramNode) -> Flow:
@@ -312,7 +338,7 @@ def test_numbers_are_noted_while_netfilter_gets_all_packets(fast: ProgramNode) -
 
 def without_request(entry: dict[str, Any] | None) -> dict[str, Any]:
     assert entry is not None
-    return {name: value for name, value in entry.items() if name != "promote"}
+    return {name: value for name, value in entry.items() if name not in ("promote", "last_seen")}
 
 
 @pytest.mark.parametrize("reply", [False, True], ids=["request", "reply"])
@@ -320,6 +346,7 @@ def without_request(entry: dict[str, Any] | None) -> dict[str, Any]:
 def test_packets_from_another_device_are_not_changed(fast: ProgramNode, reply: bool, flags: str) -> None:
     """But conntrack sees a RST, so its entry may have to be restored."""
     flow = learned_flow(fast)
+    flow.set_back(900)
     before = [flow.entry(False), flow.entry(True)]
     flow.run(reply, flow.frame(reply, flags=flags), by="pods" if reply else "nic")
     assert [without_request(flow.entry(False)), without_request(flow.entry(True))] == list(map(without_request, before))

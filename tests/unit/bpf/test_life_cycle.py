@@ -139,7 +139,7 @@ ORDER = {
     "flow_send.h:note_ending": ["known->confirmed_until = 0", "other->confirmed_until = 0"],
     "tc.bpf.c:leave_young": ["request_promotion(", "leave_to_netfilter("],
     "tc.bpf.c:leave_to_netfilter": ["drop_until_promotion(", "set_choice("],
-    "flow_send.h:note_forged": ["other_direction(", "is_out_of_sequence(", "known->promote = RESTORE"],
+    "flow_send.h:note_elsewhere": ["other_direction(", "is_out_of_sequence(", "known->promote = RESTORE"],
     "sweep.h:request_restoration": ["bpf_map_push_elem(&promotions", "f->promote = "],
     "sweep.h:sweep_flow": [
         "request_restoration(",
