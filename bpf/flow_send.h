@@ -282,8 +282,8 @@ static __always_inline bool is_out_of_sequence(const struct packet *p, const str
 }
 
 /*
- * A TCP packet of a kernel's flow came in by another device: the path of its sender has changed, or it was forged.  If it
- * is a FIN or RST, nothing but conntrack checks it.
+ * A TCP packet of a kernel's flow came in by another device: the path of its sender has changed, or it was forged.  The
+ * sender has not vanished.  If it is a FIN or RST, nothing but conntrack checks it.
  */
 static __noinline int note_elsewhere(const struct packet *p, const struct flow_rewrite *a, struct flow *known)
 {
@@ -292,6 +292,7 @@ static __noinline int note_elsewhere(const struct packet *p, const struct flow_r
 	/* A datagram, or a SYN, may be that of a new flow. */
 	if (!p || !a || !known || p->starts_flow)
 		return 0;
+	known->last_seen = flow_clock();
 	if (!is_syn_fin_rst(p))
 		return 0;
 	other = other_direction(a, p);

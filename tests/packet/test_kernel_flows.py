@@ -344,12 +344,16 @@ def without_request(entry: dict[str, Any] | None) -> dict[str, Any]:
 @pytest.mark.parametrize("reply", [False, True], ids=["request", "reply"])
 @pytest.mark.parametrize("flags", ["A", "R", "S"])
 def test_packets_from_another_device_are_not_changed(fast: ProgramNode, reply: bool, flags: str) -> None:
-    """But conntrack sees a RST, so its entry may have to be restored."""
+    """But conntrack sees a RST, so its entry may have to be restored. And the side that sends has not vanished."""
     flow = learned_flow(fast)
     flow.set_back(900)
     before = [flow.entry(False), flow.entry(True)]
     flow.run(reply, flow.frame(reply, flags=flags), by="pods" if reply else "nic")
     assert [without_request(flow.entry(False)), without_request(flow.entry(True))] == list(map(without_request, before))
+    for direction in (False, True):
+        entry = flow.entry(direction)
+        assert entry is not None
+        assert (now() - entry["last_seen"] < 60 * SECOND) == (direction == reply and flags != "S")
     assert fast.reasons()["STACK_OTHER_DEVICE"] == 1
 
 
