@@ -259,7 +259,7 @@ def _resolve(tag: str | None, text: str, plain: bool) -> object:
     if short == "str" or (tag and short not in ("bool", "int", "float", "null", "timestamp")):
         return text
     kind, value = _implicit(text)
-    if short in ("", kind) or (short == "timestamp" and kind == "str"):
+    if short in ("", kind) or (short == "timestamp" and _TIMESTAMP.fullmatch(text)):
         return value
     if short == "float" and kind == "int":
         return Number(gotext.float_text(float(str(value))))

@@ -16,13 +16,12 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
-import yaml
 from msgspec import field
 
 from pyebpf_proxy.common.errors import FatalError
+from pyebpf_proxy.config import yaml_text
 from pyebpf_proxy.config.loader import content
 from pyebpf_proxy.kube.api.access import Access, ExecPlugin, Tls, server_url, without_credentials
-from pyebpf_proxy.kube.decode import UnreadableError, count_values
 
 _EXEC_VERSIONS = ("client.authentication.k8s.io/v1", "client.authentication.k8s.io/v1beta1")
 #: API versions that do not require interactiveMode.
@@ -109,37 +108,6 @@ class _Config(msgspec.Struct, rename="kebab"):
     contexts: list[_NamedContext] = []
 
 
-class _Loader(yaml.CSafeLoader):
-    """Limits the number of values before it makes Python objects of them: merge keys (``<<``) copy what they name."""
-
-    def __init__(self, text: bytes) -> None:
-        super().__init__(text)
-        self._values = 0
-
-    def descend_resolver(self, parent: Any, index: Any) -> None:
-        """Called for each node, but not for aliases."""
-        self._values += 1
-        if self._values > MAX_VALUES:
-            raise ValueError(f"the document has more than {MAX_VALUES} values")
-
-    def ascend_resolver(self) -> None:
-        """Called after each node."""
-
-    def get_single_node(self) -> Any:
-        """The node of the document. ValueError for cyclic or excessive aliases."""
-        node: Any = super().get_single_node()
-        if node is not None:
-            try:
-                count_values(node, MAX_VALUES)
-            except UnreadableError as error:
-                raise ValueError(
-                    "the value of an anchor contains itself"
-                    if "contains itself" in str(error)
-                    else "document contains excessive aliasing"
-                ) from None
-        return node
-
-
 def load(path: Path, master: str = "") -> Access | None:
     """Read a kubeconfig; ``master`` overrides its server. None if it is empty. Raises FatalError."""
     config = _read(path)
@@ -179,11 +147,9 @@ def _read(path: Path) -> _Config:
     except ValueError as error:
         raise FatalError(f'error loading config file "{path}": {error}') from None
     try:
-        document = _without_nulls(yaml.load(written, Loader=_Loader))
-    except (yaml.YAMLError, UnicodeDecodeError, ValueError, RecursionError) as error:
-        raise FatalError(f'error loading config file "{path}": {_yaml_problem(error)}') from None
-    except (LookupError, AttributeError):  # PyYAML's constructors of bool, int, float and timestamp
-        what = "yaml: a value is not of the type that its tag names"
+        document = _plain(yaml_text.load(written).value)
+    except (ValueError, RecursionError) as error:
+        what = "yaml: nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise FatalError(f'error loading config file "{path}": {what}') from None
     if document is None:
         return _Config()
@@ -205,34 +171,22 @@ def _read(path: Path) -> _Config:
     return config
 
 
-def _yaml_problem(error: Exception) -> str:
-    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
-        return f"yaml: line {error.problem_mark.line + 1}: {error.problem or error.context}"
-    return f"yaml: {str(error).splitlines()[0] if str(error) else 'nested too deeply'}"
-
-
-def _without_nulls(value: Any) -> Any:
-    """Remove nulls, which mean absent in Go. ValueError for cyclic or excessive aliases."""
+def _plain(value: object) -> Any:
+    """Without nulls, which mean absent in Go, and with Python's numbers. ValueError for excessive aliases."""
     left = MAX_VALUES
-    inside: set[int] = set()
 
-    def copied(value: Any) -> Any:
+    def copied(value: object) -> Any:
         nonlocal left
         left -= 1
         if left < 0:
-            raise ValueError("document contains excessive aliasing")
-        if not isinstance(value, (dict, list)):
-            return value
-        if id(value) in inside:
-            raise ValueError("the value of an anchor contains itself")
-        inside.add(id(value))
-        done: Any
+            raise ValueError("yaml: document contains excessive aliasing")
         if isinstance(value, dict):
-            done = {str(key): copied(item) for key, item in value.items() if item is not None}
-        else:
-            done = [copied(item) for item in value if item is not None]
-        inside.remove(id(value))
-        return done
+            return {key: copied(item) for key, item in value.items() if item is not None}
+        if isinstance(value, list):
+            return [copied(item) for item in value if item is not None]
+        if isinstance(value, yaml_text.Number):
+            return int(value) if value.lstrip("-").isdigit() else float(value)
+        return value
 
     return copied(value)
 

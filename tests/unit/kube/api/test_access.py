@@ -73,14 +73,14 @@ MISTAKES = {
     " command must be specified for u to use exec authentication plugin",
     user("token: a, username: b"): "more than one authentication method found for u; found [token basicAuth],"
     " only one is allowed",
+    "a: &a [*a]": "yaml: anchor 'a' value contains itself",
+    "a: &a {b: {c: *a}}": "yaml: anchor 'a' value contains itself",
+    "a: !!bool x": "yaml: cannot decode !!str `x` as a !!bool",
+    "a: !!timestamp x": "yaml: cannot decode !!str `x` as a !!timestamp",
     user("as-groups: [x]"): "requesting uid, groups or user-extra for u without impersonating a user",
     # Messages with other words, because kube-proxy names Go types.
     "clusters: 3": "clusters: expected array, got int",
     "[]": "it is not a mapping, so not a kubeconfig",
-    "a: &a [*a]": "yaml: the value of an anchor contains itself",
-    "a: &a {b: {c: *a}}": "yaml: the value of an anchor contains itself",
-    "a: !!bool x": "yaml: a value is not of the type that its tag names",
-    "a: !!timestamp x": "yaml: a value is not of the type that its tag names",
     LAUGHS: "yaml: document contains excessive aliasing",
     "[" * 5000: "error loading config file",
     # Here kube-proxy prints both users, with their tokens.
@@ -113,7 +113,8 @@ _MERGES = "a0: &a0 {x: y, z: w}\n" + "".join(
     ("text", "problem"),
     [
         (_MERGES, "document contains excessive aliasing"),
-        (f"[{'x,' * 300_000}]", "the document has more than 100000 va"),
+        (f"[{'x,' * 300_000}]", "the configuration holds too many values"),
+        (f"a: &a [{'x,' * 9}]\nb: [{'*a,' * 12_000}]", "document contains excessive aliasing"),
     ],
 )
 def test_a_kubeconfig_with_very_many_values_takes_little_memory(tmp_path: Path, text: str, problem: str) -> None:
@@ -262,6 +263,19 @@ def test_all_fields_of_a_kubeconfig_are_used(tmp_path: Path) -> None:
     )
     assert access.host == "192.0.2.1:6443"
     assert "secret" not in repr(Access("https://x", token="secret", password="secret"))
+
+
+def test_the_yaml_of_a_kubeconfig_is_read_as_by_kube_proxy(tmp_path: Path) -> None:
+    """To other readers of YAML 1.1 these are dates, numbers to base 60 and a tag; only the first document counts."""
+    path = tmp_path / "kubeconfig"
+    fields = "command: !x go, args: [2024-01-01, 12:30, 1:2.5, =, 0x_, !!binary Z28=]"
+    plugin = f"exec: {{{fields}, apiVersion: client.authentication.k8s.io/v1, interactiveMode: Never}}"
+    path.write_text(user(plugin).replace("name: a", "name: 2024-01-01").replace(": a", ": 2024-01-01") + "---\n{")
+    access = find(str(path), "", {})
+    assert access.exec_plugin is not None
+    assert (access.exec_plugin.command, *access.exec_plugin.arguments) == (
+        *("go", "2024-01-01", "12:30", "1:2.5", "=", "0x_", "go"),
+    )
 
 
 def test_master_overrides_the_kubeconfig_and_suffices_alone(tmp_path: Path) -> None:
