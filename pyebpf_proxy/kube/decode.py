@@ -236,8 +236,17 @@ def count_values(node: yaml.Node, most: int, known: dict[int, int] | None = None
     return number
 
 
+def _decimal(regexp: re.Pattern[str]) -> re.Pattern[str]:
+    """The same without YAML 1.1's numbers to base 60, of which an IPv6 address may be one: Go does not know them."""
+    return re.compile(f"(?!.*:)(?:{regexp.pattern})", regexp.flags)
+
+
 _Loader.yaml_implicit_resolvers = {
-    first: [(tag, regexp) for tag, regexp in resolvers if not tag.endswith((":timestamp", ":value"))]
+    first: [
+        (tag, _decimal(regexp) if tag.endswith((":int", ":float")) else regexp)
+        for tag, regexp in resolvers
+        if not tag.endswith((":timestamp", ":value"))
+    ]
     for first, resolvers in yaml.CSafeLoader.yaml_implicit_resolvers.items()
 }
 

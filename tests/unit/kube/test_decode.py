@@ -96,13 +96,15 @@ metadata:
   name: web
   creationTimestamp: 2024-01-01T00:00:00Z
   annotations: {sign: =, 7: x, more: 2024-99-99}
-spec: {clusterIP: 10.96.0.1, ports: [{port: 80}]}
+spec: {clusterIP: 2001:10:0:0:0:0:0:1, ports: [{port: 0x50}]}
 ...
 """
     decoded = one(text)
     assert decoded.messages == ()
     assert decoded.object is not None
     assert decoded.object.metadata.creation_timestamp == "2024-01-01T00:00:00Z"
+    # To other readers of YAML 1.1 this is a number to base 60.
+    assert decoded.object.spec.cluster_ip == "2001:10:0:0:0:0:0:1"
 
 
 @pytest.mark.parametrize(
