@@ -213,9 +213,7 @@ def _access(path: Path, folder: Path, cluster: _Cluster, user: _User, context: _
         insecure=cluster.insecure_skip_tls_verify,
     )
     problems += _tls_problems(tls, user, context)
-    if cluster.proxy_url and urlsplit(cluster.proxy_url).scheme not in ("http", "https"):
-        scheme = urlsplit(cluster.proxy_url).scheme
-        what = f'unsupported scheme "{scheme}", must be http or https'
+    if cluster.proxy_url and (what := _proxy_problem(cluster.proxy_url)):
         problems.append(f'invalid \'proxy-url\' "{cluster.proxy_url}" for cluster "{context.cluster}": {what}')
     methods = [
         name
@@ -255,6 +253,16 @@ def _access(path: Path, folder: Path, cluster: _Cluster, user: _User, context: _
         cluster.proxy_url,
         not cluster.disable_compression,
     )
+
+
+def _proxy_problem(url: str) -> str:
+    """Why the URL cannot be that of a proxy; empty if it can."""
+    try:
+        parts = urlsplit(url)
+        _ = parts.port
+    except ValueError:
+        return f"could not parse: {url}"
+    return "" if parts.scheme in ("http", "https") else f'unsupported scheme "{parts.scheme}", must be http or https'
 
 
 def _tls_problems(tls: Tls, user: _User, context: _Context) -> list[str]:

@@ -63,6 +63,10 @@ MISTAKES = {
     cluster("insecure-skip-tls-verify: true, certificate-authority-data: AAAA"): "specifying a root certificates file"
     " with the insecure flag is not allowed",
     cluster("proxy-url: 'ftp://x'"): 'invalid \'proxy-url\' "ftp://x" for cluster "c": unsupported scheme "ftp"',
+    **{
+        cluster(f"proxy-url: '{url}'"): f'invalid \'proxy-url\' "{url}" for cluster "c": could not parse: {url}'
+        for url in ("http://[::1", "http://[]x:1", "http://x:abc")
+    },
     user("client-certificate-data: AAAA"): "client-key-data or client-key must be specified for u to use the clientCert"
     " authentication method.",
     user("auth-provider: {name: oidc}"): 'no Auth Provider found for name "oidc"',
