@@ -8,13 +8,11 @@ from collections.abc import Mapping
 from tempfile import NamedTemporaryFile
 from typing import Any, NamedTuple
 
-import yaml
-
 from pyebpf_proxy.cluster import machines, objects
 from pyebpf_proxy.cluster.api import CONFIG_MAPS, DAEMON_SETS, NODES, PODS, Api, Object, RefusedError
 from pyebpf_proxy.cluster.errors import ClusterError, NodeGoneError, NodeLostError
 from pyebpf_proxy.cluster.objects import AGENT, CLEANING, KUBE_PROXY, NAME, NAMESPACE, ON, PARKED, UNREACHED
-from pyebpf_proxy.config import addresses
+from pyebpf_proxy.config import addresses, yaml_text
 from pyebpf_proxy.see.answers import QUESTION
 from pyebpf_proxy.services.nodes import TO_BE_DELETED_TAINT
 
@@ -298,10 +296,11 @@ def _kube_proxy_text(api: Api) -> str:
 
 
 def _as_yaml(text: str) -> dict[str, Any]:
+    """The document as the proxies read it: by Go's rules, and only the first one of the text."""
     try:
-        configuration = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a date such as 2026-13-45
-        raise ClusterError(f"{_WHERE}: config.conf is not YAML: {str(error).splitlines()[0]}") from None
+        configuration = yaml_text.load(text.encode(errors="surrogatepass")).value
+    except ValueError as error:
+        raise ClusterError(f"{_WHERE}: config.conf is not YAML: {str(error).removeprefix('yaml: ')}") from None
     if not isinstance(configuration, dict):
         raise ClusterError(f"{_WHERE}: config.conf is not a configuration")
     return configuration

@@ -129,12 +129,26 @@ def test_check_waits_for_a_lost_api_server_once(monkeypatch: pytest.MonkeyPatch)
     assert len(tried) < len(nodes)
 
 
-@pytest.mark.parametrize("text", ["a: 2026-13-45", "a: 0x_", "a: " + "[" * 5000, "a: [", "- a", "a: b\n---\nc: d\n"])
+@pytest.mark.parametrize("text", ["a: " + "[" * 5000, "a: [", "a: !!int x", "a: \0", "- a", ""])
 def test_a_configuration_that_cannot_be_read_is_one_line(text: str) -> None:
     api = FakeApi("n1")
     api.stored[CONFIG_MAPS.path(NAMESPACE, KUBE_PROXY)]["data"]["config.conf"] = text
     with pytest.raises(ClusterError, match=r"ConfigMap kube-system/kube-proxy: config\.conf is not [^\n]*$"):
         model.kube_proxy_configuration(api)
+
+
+def test_a_configuration_is_read_as_by_the_proxies() -> None:
+    """To other readers of YAML 1.1 these are an invalid date, a number to base 60 and a tag, and one document too many.
+
+    kube-proxy starts with all of it.
+    """
+    api = FakeApi("n1")
+    for field, value in (("hostnameOverride", "2026-13-45"), ("portRange", "=")):
+        api.configure(f"{field}: ''\n", f"{field}: {value}\n")
+    api.configure("bindAddress: 0.0.0.0\n", "bindAddress: 2001:10:0:0:0:0:0:1\n")
+    api.configure("showHiddenMetricsForVersion: ''\n", "---\n[\n")
+    configuration = model.valid_configuration(api)
+    assert configuration["bindAddress"] == "2001:10:0:0:0:0:0:1"
 
 
 def test_two_checks_at_once_do_not_disturb_each_other() -> None:
