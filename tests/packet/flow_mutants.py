@@ -424,7 +424,7 @@ FLOW_MUTANTS: dict[str, tuple[str, str, str]] = {
         "note_end(reply ? &other : key);",
         "note_end(key);",
     ),
-    "untracked: dropped": ("serve.h", "if (known || (unasked && continues(ctx, p, f)))", "if (known)"),
+    "untracked: dropped": ("serve.h", "if (known || (unasked && may_continue(ctx, p, f)))", "if (known)"),
     "untracked: rejected": (
         "serve.h",
         "if (unasked && continues(ctx, p, f))\n\t\t\treturn LEFT;\n\t\treject",

@@ -390,6 +390,9 @@ class Round:
         if live.device != device or frame[:6] != NODE:
             if verdict == REDIRECT:
                 raise WrongPacketError("a packet that came in elsewhere was sent by its flow")
+            if verdict == SHOT and p.ends.protocol == TCP and not p.starts:
+                self.counts["came in elsewhere, waits"] += 1
+                return True
             return verdict == GO_ON and not priority
         if verdict == REDIRECT:
             why = wrong_rewrite(frame, data, p, live.to, live.macs)
