@@ -20,6 +20,7 @@ ACCOUNT = "pyebpf-proxy"
 
 RULES: list[Object] = [
     {"apiGroups": [""], "resources": ["services", "nodes"], "verbs": ["list", "watch"]},
+    {"apiGroups": ["networking.k8s.io"], "resources": ["servicecidrs"], "verbs": ["list", "watch"]},
     {"apiGroups": ["discovery.k8s.io"], "resources": ["endpointslices"], "verbs": ["list", "watch"]},
 ]
 

@@ -79,7 +79,7 @@ SPOILT: list[tuple[Mode, str, tuple[str, ...]]] = [
     ("slow", "too slowly", ()),
     ("mute", "no answer within 5 s", ()),
     ("truncated", "ended before its end", ()),
-    ("garbage", "cannot be parsed", ("services", "endpointslices", "nodes")),
+    ("garbage", "cannot be parsed", ("services", "endpointslices", "nodes", "servicecidrs")),
 ]
 
 

@@ -52,7 +52,7 @@ class Numbers(Silent):
 
     @property
     def all_connected(self) -> bool:
-        return len(self.is_connected) == 3 and all(self.is_connected.values())
+        return len(self.is_connected) == 4 and all(self.is_connected.values())
 
 
 @pytest.fixture
@@ -237,7 +237,7 @@ def test_permission_for_one_resource_is_removed(server: ApiServer, proxy: Proxy,
     source, numbers = following(through)
     with source:
         source.until(lambda: source.complete and numbers.all_connected)
-        server.account(ACCOUNT, RULES[:1])
+        server.account(ACCOUNT, RULES[:2])
         # The next request needs the permission. The server applies the removal a moment later.
         while not numbers.codes["403"]:
             before = numbers.retries.total()
