@@ -424,6 +424,23 @@ FLOW_MUTANTS: dict[str, tuple[str, str, str]] = {
         "note_end(reply ? &other : key);",
         "note_end(key);",
     ),
+    "XDP: decides about flows of conntrack": (
+        "xdp.bpf.c",
+        "if (settings.fast_path && settings.conntrack_lookup && !untracked)",
+        "if (false)",
+    ),
+    "XDP: drops replies to the node": (
+        "xdp.bpf.c",
+        "return p->protocol == UDP && is_node_address(&p->destination, p->ipv6);",
+        "return 0;",
+    ),
+    "came in elsewhere: to the kernel": ("flow_send.h", "awaits_promotion(p, a, known)) {", "false) {"),
+    "came in elsewhere: has vanished": (
+        "flow_send.h",
+        "known->last_seen = flow_clock();\n\tif (!is_syn_fin_rst(p))",
+        "if (!is_syn_fin_rst(p))",
+    ),
+    "former link address: kept": ("observer.h", "__builtin_memcpy(f->rewrite.mac_in, h->mac_to, 6);", ""),
     "untracked: dropped": ("serve.h", "if (known || (unasked && may_continue(ctx, p, f)))", "if (known)"),
     "untracked: rejected": (
         "serve.h",
