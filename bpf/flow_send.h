@@ -62,6 +62,15 @@ static __always_inline bool is_near(__u32 number, __u32 known, __u32 before, __u
 }
 
 /*
+ * A kernel's flow: netfilter has got this side's packets for a while, as those of a client that comes in by another device
+ * for good.  So conntrack knows their numbers, and the entry may not.
+ */
+static __always_inline bool passes_netfilter(const struct flow *f)
+{
+	return f->last_seen > f->confirmed_until + CONFIRMED_NS;
+}
+
+/*
  * Whether a packet with another acknowledgment number than usual is plausible by both of its numbers.  If client and
  * endpoint are behind the same device, a third host can forge packets of both sides.  Without this check, it could set
  * the number that it then sends a RST with.
@@ -73,7 +82,8 @@ static __noinline int is_plausible(const struct packet *p, const struct flow_rew
 	if (!p || !a || !f || !is_near(p->acknowledged, f->acknowledged, GUESS_WINDOW, LARGEST_WINDOW))
 		return 0;
 	other = other_direction(a, p);
-	return other && (!other->acknowledged || is_near(p->sequence, other->acknowledged, LARGEST_WINDOW, LARGEST_WINDOW));
+	return other && (!other->acknowledged || (!f->young && passes_netfilter(other)) ||
+			 is_near(p->sequence, other->acknowledged, LARGEST_WINDOW, LARGEST_WINDOW));
 }
 
 /* What a RST of either side is compared with.  `a`: of the packet's direction. */
@@ -275,7 +285,7 @@ static __always_inline bool is_out_of_sequence(const struct packet *p, const str
 
 	if (!(p->tcp_flags & (TCP_FIN | TCP_RST)) || !other->acknowledged)
 		return false;
-	if (ahead < LARGEST_WINDOW && (__u16)p->sequence == f->sent_until)
+	if ((ahead < LARGEST_WINDOW || passes_netfilter(other)) && (__u16)p->sequence == f->sent_until)
 		return false;
 	/* A FIN may be sent again, or may have overtaken data. */
 	return p->tcp_flags & TCP_RST ? !!ahead : ahead + GUESS_WINDOW > 2 * GUESS_WINDOW;
@@ -358,9 +368,17 @@ static __noinline int awaits_restoration(const struct packet *p, const struct fl
 	return needs_restoration(known, other_direction(a, p)) && flow_clock() < state->alive_until;
 }
 
+/* Not 0: passes_netfilter() compares. */
+static __always_inline void unconfirm_from(struct flow *f, __u64 now)
+{
+	if (f->confirmed_until > now)
+		f->confirmed_until = now;
+}
+
 /* A packet of a kernel's flow that is a SYN, FIN or RST, or that comes after a RST in sequence. */
 static __noinline int note_ending(const struct packet *p, const struct flow_rewrite *a, struct flow *known)
 {
+	__u64 now = flow_clock();
 	struct flow *other;
 	__u8 closing;
 
@@ -377,9 +395,9 @@ static __noinline int note_ending(const struct packet *p, const struct flow_rewr
 	closing = p->tcp_flags & TCP_RST && known->closing == CLOSING_IN_SEQUENCE ? CLOSING_IN_SEQUENCE : CLOSING;
 	other = other_direction(a, p);
 	/* The kernel must see the end of the flow; later packets are confirmed again. */
-	known->confirmed_until = 0;
+	unconfirm_from(known, now);
 	if (other)
-		other->confirmed_until = 0;
+		unconfirm_from(other, now);
 	/* Not the answer to a SYN: a host that has restarted knows no numbers. */
 	if (other && !other->closing && known->closing < CLOSING_IN_SEQUENCE && is_out_of_sequence(p, known, other)) {
 		known->promote = RESTORE;

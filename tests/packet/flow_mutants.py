@@ -574,13 +574,29 @@ FLOW_MUTANTS: dict[str, tuple[str, str, str]] = {
     ),
     "flows: data before a FIN makes it a forged one": (
         "flow_send.h",
-        "\tif (ahead < LARGEST_WINDOW && (__u16)p->sequence == f->sent_until)\n\t\treturn false;\n",
+        "\tif ((ahead < LARGEST_WINDOW || passes_netfilter(other)) && (__u16)p->sequence == f->sent_until)\n"
+        "\t\treturn false;\n",
         "",
     ),
     "flows: half of a number proves a FIN": (
         "flow_send.h",
-        "if (ahead < LARGEST_WINDOW && (__u16)p->sequence == f->sent_until)",
+        "if ((ahead < LARGEST_WINDOW || passes_netfilter(other)) && (__u16)p->sequence == f->sent_until)",
         "if ((__u16)p->sequence == f->sent_until)",
+    ),
+    "flows: the end counts only near the numbers of the table": (
+        "flow_send.h",
+        "(ahead < LARGEST_WINDOW || passes_netfilter(other))",
+        "ahead < LARGEST_WINDOW",
+    ),
+    "flows: after a first FIN the other side passes netfilter": (
+        "flow_send.h",
+        "\tif (f->confirmed_until > now)\n\t\tf->confirmed_until = now;",
+        "\tf->confirmed_until = 0 * now;",
+    ),
+    "flows: numbers stand still near a side that passes netfilter": (
+        "flow_send.h",
+        "(!f->young && passes_netfilter(other)) ||",
+        "",
     ),
     "flows: the answer to a SYN was forged": (
         "flow_send.h",

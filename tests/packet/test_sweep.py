@@ -706,6 +706,35 @@ def test_data_on_its_way_does_not_make_a_fin_a_forged_one(fast: ProgramNode) -> 
     assert sweep(fast)["requested"] == 1
 
 
+@pytest.mark.parametrize("flags", ["R", "FA"])
+@pytest.mark.parametrize("moved", ["client", "endpoint", ""])
+def test_the_end_counts_although_the_other_side_comes_in_by_another_device(
+    fast: ProgramNode, moved: str, flags: str
+) -> None:
+    """The table does not see that side's acknowledgments any more, but conntrack does."""
+    flow, reply = promoted(fast), moved == "client"
+    flow.set_back(5)
+    if moved:
+        flow.run(not reply, flow.frame(not reply, seq=1, ack=1, size=10), by="nic" if moved == "client" else "pods")
+    flow.write(reply, sent_until=(1 + (80 << 20)) & 0xFFFF)
+    # Also if it is sent again.
+    for _ in range(2):
+        resets(fast, flow, reply, seq=80 << 20, flags=flags)
+        assert sweep(fast)["requested"] == (0 if moved else 1)
+    resets(fast, flow, reply, seq=(80 << 20) + 1, flags=flags)
+    assert sweep(fast)["requested"] == 1, "forged"
+
+
+@pytest.mark.parametrize("moved", [True, False])
+def test_numbers_go_on_although_the_other_side_comes_in_by_another_device(fast: ProgramNode, moved: bool) -> None:
+    flow = promoted(fast)
+    flow.set_back(5)
+    if moved:
+        flow.run(frame=flow.frame(seq=1, ack=1, size=10), by="nic")
+    flow.run(True, flow.frame(True, seq=1 + (80 << 20), ack=1 + (1 << 20), size=10))
+    assert flow.entry(True)["acknowledged"] == (1 + (1 << 20) if moved else 1)  # type: ignore[index]
+
+
 def test_the_answer_to_a_syn_is_no_forged_reset(fast: ProgramNode) -> None:
     """The endpoint has restarted. Its RST must end conntrack's entry, so that the next SYN gets a live endpoint."""
     flow = promoted(fast)

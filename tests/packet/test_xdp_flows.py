@@ -341,7 +341,8 @@ def test_packets_that_need_confirmation_pass(fast: ProgramNode) -> None:
 def test_the_kernel_sees_the_end_of_its_flow(fast: ProgramNode, flags: str) -> None:
     flow = learned_flow(fast)
     assert run_through_xdp(flow, frame=flow.frame(flags=flags)).retval == XDP_PASS
-    assert [flow.entry(reply)["confirmed_until"] for reply in (False, True)] == [0, 0]  # type: ignore[index]
+    for reply in (False, True):
+        assert flow.entry(reply)["confirmed_until"] <= now()  # type: ignore[index]
 
 
 def test_a_reset_in_sequence_ends_a_young_flow(fast: ProgramNode) -> None:

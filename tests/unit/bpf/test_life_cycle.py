@@ -136,7 +136,7 @@ ORDER = {
         "now >= known->confirmed_until",
         "rewrite_and_send(",
     ],
-    "flow_send.h:note_ending": ["known->confirmed_until = 0", "other->confirmed_until = 0"],
+    "flow_send.h:note_ending": ["unconfirm_from(known", "unconfirm_from(other"],
     "tc.bpf.c:leave_young": ["request_promotion(", "leave_to_netfilter("],
     "tc.bpf.c:leave_to_netfilter": ["drop_until_promotion(", "set_choice("],
     "flow_send.h:note_elsewhere": ["other_direction(", "is_out_of_sequence(", "known->promote = RESTORE"],
