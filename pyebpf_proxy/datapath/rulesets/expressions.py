@@ -18,6 +18,9 @@ _NAME, _DATA = 1, 2
 #: The beginning of every counter; its numbers differ in each rule.
 _COUNTER = NLATTR.pack(12, _NAME) + b"counter\0"
 _VERDICT_REGISTER = 0
+#: The words of a lookup in a set that the packet must be in.
+LOOKUP = "lookup"
+_LOOKUP_INVERTED = 1  # NFT_LOOKUP_F_INV
 _DROP, _ACCEPT, _QUEUE, _STOLEN, _JUMP, _GOTO, _RETURN = 0, 1, 3, 2, -3, -4, -5
 _VERDICTS = {
     _DROP: Kind.DROP,
@@ -186,7 +189,8 @@ def _condition(_: Found, raw: bytes) -> Part:
 def _lookup(found: Found, raw: bytes) -> Part:
     target = text(found.get(1, b""))
     if 3 not in found:
-        return Part(Kind.CONDITION, "lookup", raw, target=target)
+        inverted = (number(found.get(5)) or 0) & _LOOKUP_INVERTED
+        return Part(Kind.CONDITION, "not in" if inverted else LOOKUP, raw, target=target)
     if number(found[3]) == _VERDICT_REGISTER:
         return Part(Kind.MAP, "vmap", raw, target=target)
     return Part(Kind.LOAD, "map", raw, target=target)

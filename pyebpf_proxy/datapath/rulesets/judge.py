@@ -14,7 +14,9 @@ These do not close it:
   BLOCK, kube-router's log of packets that a policy refuses): none of them are on the fast path;
 * rules for a device, by its whole name, that the fast path never uses (the usual TCPMSS for PPP or a tunnel);
 * marks, as long as no ip rule and no tc filter uses the value that is set;
-* marks and labels of flows, as long as no rule compares them. conntrack has none for a flow that was promoted.
+* marks and labels of flows, as long as no rule compares them. conntrack has none for a flow that was promoted;
+* a rule for the elements of an nftables set that has none, and a rule that only accepts what the rest of its chain
+  would accept as well (kindnet's, while no pod has a network policy).
 """
 
 from __future__ import annotations
@@ -187,7 +189,7 @@ class _Reader:
                             yield families, Reason(self._table.name, name, rule.place, words)
                             break
                 else:
-                    families, words = self._compares(rule, reach)
+                    families, words = self._compares(chain, at, reach)
                     if families:
                         yield families, Reason(self._table.name, name, rule.place, words)
 
@@ -241,13 +243,14 @@ class _Reader:
             return _NOTHING, ""
         return families, part.words
 
-    def _compares(self, rule: Rule, reach: _Reach) -> tuple[frozenset[int], str]:
+    def _compares(self, chain: Chain, at: int, reach: _Reach) -> tuple[frozenset[int], str]:
         """The families for which the conditions of a rule close the fast path, and the words for it.
 
         Of two packets between the same hosts one may meet them, and the other not. Or only conntrack's entry of a flow
         that netfilter has seen from its first packet on meets them.
         """
-        if _has_no_effect(rule):
+        rule = chain.rules[at]
+        if _has_no_effect(rule) or _accepts_in_vain(chain, at):
             return _NOTHING, ""
         selected = _families(rule, self._slow)
         states = list(_states(rule))
@@ -354,6 +357,14 @@ def _has_no_effect(rule: Rule, beside: Part | None = None) -> bool:
     """Whether the parts of a rule do nothing to a packet, but for one of them. They may change what conntrack keeps."""
     passive = (Kind.LOAD, Kind.CONDITION, Kind.CONNMARK)
     return all(part is beside or part.kind in passive or part.words in _NO_EFFECT for part in rule.parts)
+
+
+def _accepts_in_vain(chain: Chain, at: int) -> bool:
+    """Whether a rule accepts packets that the rest of the chain would accept as well, and do nothing else to."""
+    if chain.hook is None or chain.policy_drops:
+        return False
+    passive = (Kind.LOAD, Kind.CONDITION, Kind.CONNMARK, Kind.ACCEPT)
+    return all(part.kind in passive or part.words in _NO_EFFECT for rule in chain.rules[at:] for part in rule.parts)
 
 
 def _verdict(rule: Rule) -> Part | None:

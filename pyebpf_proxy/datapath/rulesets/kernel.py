@@ -51,8 +51,8 @@ class Reading:
     """The state at one time."""
 
     verdicts: dict[int, Verdict]
-    #: Verdict maps and dynamic sets by family number of nftables, table and name: their elements are part of the judged
-    #: rules.
+    #: Sets and maps by family number of nftables, table and name whose elements are part of the judged rules: verdict
+    #: maps, dynamic sets, and sets whose elements a rule that may close the fast path is for.
     maps: frozenset[tuple[int, str, str]] = frozenset()
     #: Of iptables-legacy.
     tables: Info = field(default_factory=dict)
@@ -154,7 +154,17 @@ def _nft(maps: set[tuple[int, str, str]]) -> list[Table]:
                 of_set = of_table + attribute(uapi.NFTA_SET_NAME, zero_terminated(each))
                 nft.add_elements(table, each, _ask(netlink, uapi.NFT_MSG_GETSETELEM, family, of_set))
             nft.add_rules(table, _ask(netlink, uapi.NFT_MSG_GETRULE, family, of_table), known)
+            for each in nft.deciding_sets(table):
+                maps.add((family, name, each))
+                if not _has_elements(family, of_table + attribute(uapi.NFTA_SET_NAME, zero_terminated(each))):
+                    nft.remove_rules(table, each)
     return list(tables.values())
+
+
+def _has_elements(family: int, of_set: bytes) -> bool:
+    """Has a socket of its own, because it does not read all of a large set."""
+    with RequestSocket(uapi.NETLINK_NETFILTER) as netlink:
+        return nft.has_elements(_ask(netlink, uapi.NFT_MSG_GETSETELEM, family, of_set))
 
 
 def _is_known(family: int, name: str) -> bool:

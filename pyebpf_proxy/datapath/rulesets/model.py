@@ -132,6 +132,8 @@ class Table:
     stateful: dict[str, str] = field(default_factory=dict)
     #: Sets and maps whose elements expire, or are added by packets.
     varying: set[str] = field(default_factory=set)
+    #: Sets that a program or a person fills, and that may be empty.
+    named: set[str] = field(default_factory=set)
     has_sets: bool = False
 
 

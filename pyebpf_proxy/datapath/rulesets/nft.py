@@ -18,8 +18,8 @@ from pyebpf_proxy.datapath.netlink.uapi import (
     NFPROTO_IPV6,
     NFPROTO_NETDEV,
 )
-from pyebpf_proxy.datapath.rulesets.expressions import expressions, number, verdict
-from pyebpf_proxy.datapath.rulesets.model import BOTH, Chain, Kind, Part, Rule, Table
+from pyebpf_proxy.datapath.rulesets.expressions import LOOKUP, expressions, number, verdict
+from pyebpf_proxy.datapath.rulesets.model import BOTH, CONCERNS, Chain, Kind, Part, Rule, Table
 
 INET, IPV4, NETDEV, BRIDGE, IPV6 = NFPROTO_INET, NFPROTO_IPV4, NFPROTO_NETDEV, NFPROTO_BRIDGE, NFPROTO_IPV6
 FAMILIES = {
@@ -32,6 +32,7 @@ FAMILIES = {
 _HEADER = NFGENMSG.size
 _DORMANT, _OWNER = 1, 2
 _TIMEOUT, _EVAL = 0x10, 0x20  # NFT_SET_TIMEOUT, NFT_SET_EVAL: flags timeout, flags dynamic
+_NO_NAMED_SET = 0x1 | 0x8 | _TIMEOUT | _EVAL | 0x40  # or NFT_SET_ANONYMOUS, NFT_SET_MAP, NFT_SET_OBJECT
 _VERDICTS = 0xFFFFFF00  # NFT_DATA_VERDICT
 _OBJECT_COUNTER = 1
 #: Hooks that a forwarded packet does not cross: input and output.
@@ -90,6 +91,8 @@ def add_sets(table: Table, messages: Messages) -> list[str]:
         flags = number(parts.get(3)) or 0
         if flags & (_TIMEOUT | _EVAL):
             table.varying.add(name)
+        if not flags & _NO_NAMED_SET:
+            table.named.add(name)
         if number(parts.get(6)) == _VERDICTS or (not of_elements and flags & _EVAL):
             maps.append(name)
         if _limits(of_elements):
@@ -130,6 +133,36 @@ def add_rules(table: Table, messages: Messages, known: dict[bytes, Part]) -> Non
                 if table.has_sets:
                     parts = tuple(each for part in parts for each in _of_set(part, table))
                 chain.rules.append(Rule(place, parts))
+
+
+def deciding_sets(table: Table) -> list[str]:
+    """Named sets whose elements decide whether a rule that may close the fast path matches any packet."""
+    rules = (rule for chain in table.chains.values() for rule in chain.rules)
+    found = {
+        part.target
+        for rule in rules
+        if any(part.kind in CONCERNS for part in rule.parts)
+        for part in rule.parts
+        if _is_lookup(part) and part.target in table.named
+    }
+    return sorted(found)
+
+
+def has_elements(messages: Messages) -> bool:
+    """Whether a set has any, from its elements; reads no further than needed."""
+    return any(_list(_parts(message).get(3, b"")) for message in messages)
+
+
+def remove_rules(table: Table, empty: str) -> None:
+    """Remove the rules that match no packet, because they look it up in this empty set."""
+    for chain in table.chains.values():
+        chain.rules = [
+            rule for rule in chain.rules if not any(_is_lookup(part) and part.target == empty for part in rule.parts)
+        ]
+
+
+def _is_lookup(part: Part) -> bool:
+    return part.kind is Kind.CONDITION and part.words == LOOKUP
 
 
 def _of_set(part: Part, table: Table) -> tuple[Part, ...]:

@@ -167,6 +167,8 @@ class Watch:
             one, other = self._commits.take(data, self.reading.maps)
             changed |= one
             rules |= other
+        # The reading that has begun may find more sets whose elements matter.
+        rules |= changed and self._reading
         if changed:
             self._on_commit()
         if rules:

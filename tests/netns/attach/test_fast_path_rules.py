@@ -236,6 +236,51 @@ def test_changed_elements_of_foreign_sets_void_permits_and_are_not_read(
     run(scene)
 
 
+def test_the_first_element_of_a_set_closes_the_family_and_the_last_one_opens_it(programs: Object, shell: Shell) -> None:
+    shell("""nft 'table inet mine { set some { type ipv4_addr; };
+        chain a { type filter hook forward priority 0; ip saddr @some log; }; }'""")
+
+    async def scene() -> None:
+        async with following(programs) as node:
+            await node.until("closed4", 0)
+            for _ in range(2):
+                shell("nft 'add element inet mine some { 192.0.2.1 }'")
+                await node.until("closed4", 0, other=True)
+                shell("nft 'delete element inet mine some { 192.0.2.1 }'")
+                await node.until("closed4", 0)
+
+    run(scene)
+
+
+def test_elements_that_are_added_while_rules_are_read(
+    programs: Object, shell: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That reading has found the set empty, and the one before did not know it."""
+    added = threading.Event()
+    read = watch.kernel.read
+
+    def slow() -> Any:
+        found = read()
+        if threading.current_thread() is not threading.main_thread():
+            assert added.wait(DEADLINE)
+        return found
+
+    async def scene() -> None:
+        async with following(programs) as node:
+            monkeypatch.setattr(watch.kernel, "read", slow)
+            shell("""nft 'table inet mine { set some { type ipv4_addr; };
+                chain a { type filter hook forward priority 0; ip saddr @some log; }; }'""")
+            while not node.fast._rules._reading:  # noqa: ASYNC110 - what is waited for has no event
+                await asyncio.sleep(0.005)
+            before = node.state()["permit_generation"]
+            shell("nft 'add element inet mine some { 192.0.2.1 }'")
+            await node.until("permit_generation", before, other=True)
+            added.set()
+            await node.until("closed4", 0, other=True)
+
+    run(scene)
+
+
 def test_a_mark_closes_the_family_when_an_ip_rule_uses_it(programs: Object, shell: Shell) -> None:
     shell("iptables -t mangle -A PREROUTING -j MARK --set-mark 7")
 

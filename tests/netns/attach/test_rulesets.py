@@ -61,25 +61,31 @@ def test_common_nftables_rulesets_keep_the_fast_path_open(name: str, shell: Shel
     assert closed() == {}
 
 
-@pytest.mark.parametrize("pods", [True, False], ids=["with a policy", "without one"])
-def test_a_policy_with_a_queue_closes_the_fast_path(pods: bool, shell: Shell) -> None:
-    """kindnet's policy: a packet goes to its process unless the process has accepted the flow. Pod sets may be filled
-    at any time.
+QUEUE = "queue flags bypass to 100"
+
+
+@pytest.mark.parametrize("statement", [QUEUE, "log"])
+def test_a_policy_with_a_queue_closes_the_fast_path(statement: str, shell: Shell) -> None:
+    """kindnet's policy: a packet goes to its process unless the process has accepted the flow. Without a pod that has a
+    policy no packet does.
     """
-    rule = "nft 'table inet queues { chain a { queue flags bypass to 100; }; }'"
+    rule = f"nft 'table inet queues {{ chain a {{ {statement}; }}; }}'"
     if subprocess.run(["sh", "-ec", rule], capture_output=True, check=False).returncode:
         pytest.skip("this kernel has no nft_queue")
     shell("nft delete table inet queues")
-    text = (FOLDER / "kindnet-policy.nft").read_text()
-    if not pods:
-        text = re.sub(r"elements = .*", "", text)
+    text = (FOLDER / "kindnet-policy.nft").read_text().replace(QUEUE, statement)
+    pods = re.findall(r"set (\S+) \{\s+type \S+\s+elements = (\{.*\})", text)
+    text = re.sub(r"elements = .*", "", text)
     shell(f"nft -f - <<'END'\n{text}\nEND")
-    found = closed()
-    assert found.keys() == {4, 6}
-    for text in found.values():
-        assert re.fullmatch(
-            r"nftables table inet kindnet-network-policies, chain postrouting, rule .*: .*queue.*", text
-        )
+    assert closed() == {}
+    for number, (name, elements) in enumerate(pods, 1):
+        shell(f"nft 'add element inet kindnet-network-policies {name} {elements}'")
+        found = closed()
+        # A packet that the process has accepted skips it by its label, whatever its family.
+        assert found.keys() == {4, 6}
+        assert f"{statement.split()[0]}" in found[6 if "v6" in name else 4]
+        assert number == 2 or "compares flows' labels" in found[6]
+    assert len(pods) == 2
 
 
 #: For iptables: table, chain, rule, and the word that is shown.
@@ -340,6 +346,61 @@ def test_an_element_of_a_set_may_have_a_limit_of_its_own(state: str, closes: boo
     assert bool({name for _, _, name in kernel.read().maps}), "its elements are part of the rules"
 
 
+@pytest.mark.parametrize(
+    ("rule", "empty", "filled"),
+    [
+        ("ip saddr @some log", set(), {4}),
+        ("ip daddr @some limit rate 5/second accept", set(), {4}),
+        ("ip saddr != @some log", {4}, {4}),
+        ("ip saddr @some ip daddr @other log", set(), set()),
+        ("ip saddr @ranges log", set(), set()),
+        ("ip saddr @expiring log", {4}, {4}),
+        ("ip saddr @added log", {4}, {4}),
+    ],
+)
+def test_a_rule_for_the_elements_of_an_empty_set_closes_nothing(
+    rule: str, empty: set[int], filled: set[int], shell: Shell
+) -> None:
+    """Except for a set to which packets add, or whose elements expire."""
+    shell(f"""nft 'table inet mine {{
+        set some {{ type ipv4_addr; }}
+        set other {{ type ipv4_addr; }}
+        set ranges {{ type ipv4_addr; flags interval; }}
+        set expiring {{ type ipv4_addr; flags timeout; }}
+        set added {{ type ipv4_addr; flags dynamic; }}
+        chain forward {{ type filter hook forward priority 0; {rule}; }}
+    }}'""")
+    assert set(closed()) == empty
+    shell("nft 'add element inet mine some { 192.0.2.1 }'")
+    assert set(closed()) == filled
+    shell("nft 'add element inet mine other { 192.0.2.1 }; add element inet mine ranges { 192.0.2.0/24 }'")
+    assert set(closed()) == {4} if "@some" not in rule or "other" in rule else filled
+    shell("nft 'flush set inet mine some; flush set inet mine other; flush set inet mine ranges'")
+    assert set(closed()) == empty
+
+
+def test_of_a_large_set_only_the_beginning_is_read(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    elements = ", ".join(f"10.0.{number // 250}.{number % 250}" for number in range(5000))
+    shell(f"""nft -f - <<'END'
+table inet mine {{
+    set some {{ type ipv4_addr; elements = {{ {elements} }}; }}
+    chain forward {{ type filter hook forward priority 0; ip saddr @some log; }}
+}}
+END""")
+    received = 0
+    receive = RequestSocket.receive
+
+    def counted(self: RequestSocket) -> bytes:
+        nonlocal received
+        answer = receive(self)
+        received += len(answer)
+        return answer
+
+    monkeypatch.setattr(RequestSocket, "receive", counted)
+    assert set(closed()) == {4}
+    assert received < 20_000, "all elements have 80 000 bytes"
+
+
 #: Rules for forwarded packets, and the families in which only a commit changes what they do to a pair of a permit.
 LASTING = {
     "nothing": ("", {4, 6}),
@@ -596,7 +657,7 @@ def test_ipsets_that_cannot_be_listed_close_both_families(shell: Shell, monkeypa
     [
         ("-j CONNMARK --set-xmark 0x6/0xf", "-m connmark ! --mark 6/0xf -j DROP", True),
         ("-j CONNMARK --set-xmark 0x6/0xf", "-m connmark --mark 0x10/0xf0 -j DROP", False),
-        ("-j CONNMARK --save-mark", "-m connmark --mark 6 -j ACCEPT", True),
+        ("-j CONNMARK --save-mark", "-m connmark --mark 6 -j RETURN", True),
         ("-j CONNMARK --set-mark 6", "-m connmark --mark 0 -j CONNMARK --set-mark 7", False),
         ("-m connlabel --label 3 --set", "-m connlabel ! --label 3 -j DROP", True),
         ("-m connlabel --label 3 --set", "-m connmark ! --mark 6 -j DROP", False),
@@ -611,6 +672,28 @@ def test_what_rules_keep_in_conntrack_closes_the_fast_path_if_rules_compare_it(
     shell(f"iptables-{variant} -t mangle -A PREROUTING -m conntrack --ctstate NEW {sets}")
     assert closed() == {}
     shell(f"iptables-{variant} -A FORWARD {compares}")
+    assert set(closed()) == ({4} if closes else set())
+
+
+@pytest.mark.parametrize(
+    ("after", "closes"),
+    [
+        ("", False),
+        ("-A FORWARD -m comment --comment later -j ACCEPT", False),
+        ("-A FORWARD -j CONNMARK --set-mark 7", False),
+        ("-A FORWARD -s 192.0.2.1 -j DROP", True),
+        ("-A FORWARD -j MARK --set-mark 7", True),
+        ("-P FORWARD DROP", True),
+    ],
+)
+@pytest.mark.parametrize("variant", ["nft", "legacy"])
+def test_a_rule_that_accepts_what_its_chain_accepts_anyway(
+    variant: str, after: str, closes: bool, shell: Shell
+) -> None:
+    shell(f"iptables-{variant} -t mangle -A PREROUTING -m conntrack --ctstate NEW -j CONNMARK --set-mark 6")
+    shell(
+        f"iptables-{variant} -A FORWARD -m connmark --mark 6 -j ACCEPT; test -z '{after}' || iptables-{variant} {after}"
+    )
     assert set(closed()) == ({4} if closes else set())
 
 
