@@ -74,6 +74,9 @@ for program; do
     etcd) build go.etcd.io/etcd/server/v3 "$folder/$program" "$here/etcd" ;;
     helm) build helm.sh/helm/v4/cmd/helm "$folder/$program" "$here/helm" ;;
     coredns) build . "$folder/$program" "$here/../e2e/coredns" ;;
+    aws-vpc-cni-rules|kube-network-policies-rules)
+        build . "$folder/$program" "$here/../netns/attach/rulesets/${program%-rules}"
+        ;;
     flanneld) cgo=1 build github.com/flannel-io/flannel "$folder/$program" "$here/../e2e/flannel" ;;
     cilium-agent) cilium daemon ;;
     cilium-operator) cilium operator -tags ipam_provider_operator ;;

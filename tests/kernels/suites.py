@@ -85,6 +85,8 @@ SUITES = (
     Suite("container", ("tests/netns/test_deploy_capabilities.py", "-k", "t13 or s11 or pod_of_the_manifest_serves")),
     Suite("netem", (f"{_CASES}/test_guest_netem.py",)),
     Suite("bridge", ("tests/netns/test_lab_bridge.py", "-k", "large or fragmented or reach_each_other")),
+    # The development machine's kernel has no nft_queue.
+    Suite("queue", ("tests/netns/attach/test_rulesets.py", "-k", "queue or aws"), "policy_with_a_queue"),
     Suite("netns", tuple(f"tests/netns/{name}" for name in _NETNS), "second_agent"),
 )
 

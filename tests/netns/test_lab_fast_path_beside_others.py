@@ -10,6 +10,7 @@ import pytest
 
 from pyebpf_proxy.lab.addresses import POD_CIDR
 from pyebpf_proxy.lab.namespace import Namespace
+from tests.support import aws_rules
 from tests.support.fast_lab import FAR, NEAR, Ask, FastWorld
 from tests.support.lab_tools import wait_until
 from tests.support.new_flows import BOTH, Arrivals, NewFlows, ending, entries, wait_until_fast
@@ -108,6 +109,28 @@ def test_marks_that_are_restored(fast_world: FastWorld, ask: Ask, family: int, l
                 conversation = ask(fast_world.lab.client, fast_world.node.address.of(family), protocol, 30007)
                 assert conversation.peer == fast_world.node.address.of(family), "masqueraded"
             fast_world.fast(conversation)
+
+
+@pytest.mark.parametrize("variant", ["nft", "legacy"])
+def test_the_marks_of_aws_vpc_cni(fast_world: FastWorld, ask: Ask, variant: str) -> None:
+    """Its rules and its ip rule close the fast path for IPv4. Pods and external clients are still served."""
+    node, address = fast_world.node.namespace, fast_world.node.address.v4
+    text = aws_rules.commands(variant, variant)
+    for of_aws, of_lab in (("eni", "pod"), ("10.0.0.0/16", POD_CIDR[0]), ("10.0.1.1", address)):
+        text = text.replace(of_aws, of_lab)
+    node.run("sh", "-ec", text)
+    try:
+        outside = [ask(fast_world.lab.client, address, protocol, 30007) for protocol in BOTH]
+        assert {each.peer for each in outside} == {address}, "masqueraded"
+        inside = [ask(fast_world.client.namespace, each.v4, protocol) for each in (NEAR, FAR) for protocol in BOTH]
+        before = fast_world.count("stack_rules")
+        wait_until(lambda: fast_world.count("stack_rules") > before, "closed", 60.0)
+        for conversation in (*outside, *inside):
+            conversation.wait()
+        fast_world.fast(ask(fast_world.client.namespace, NEAR.v6))
+    finally:
+        node.run("sh", "-ec", aws_rules.removal(variant, variant))
+    fast_world.fast(ask(fast_world.client.namespace, NEAR.v4))
 
 
 def test_conntrack_zones(fast_world: FastWorld, ask: Ask, family: int) -> None:

@@ -14,6 +14,7 @@ import pytest
 from pyebpf_proxy.datapath.netlink import uapi
 from pyebpf_proxy.datapath.netlink.request import RequestSocket
 from pyebpf_proxy.datapath.rulesets import kernel
+from tests.support import aws_rules
 from tests.support.kube_proxy_tools import make_nfacct, recorded
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.usefixtures("namespace")]
@@ -61,31 +62,29 @@ def test_common_nftables_rulesets_keep_the_fast_path_open(name: str, shell: Shel
     assert closed() == {}
 
 
-QUEUE = "queue flags bypass to 100"
+QUEUE = "queue flags bypass to 101"
 
 
 @pytest.mark.parametrize("statement", [QUEUE, "log"])
-def test_a_policy_with_a_queue_closes_the_fast_path(statement: str, shell: Shell) -> None:
-    """kindnet's policy: a packet goes to its process unless the process has accepted the flow. Without a pod that has a
-    policy no packet does.
+@pytest.mark.parametrize("name", ["kindnet-policy", "kube-network-policies/policy"])
+def test_a_policy_with_a_queue_closes_the_fast_path(name: str, statement: str, shell: Shell) -> None:
+    """kindnet's policy: a packet goes to its process unless the process has accepted the flow, or the flow is not new.
+    Without a pod that has a policy no packet does.
     """
     rule = f"nft 'table inet queues {{ chain a {{ {statement}; }}; }}'"
     if subprocess.run(["sh", "-ec", rule], capture_output=True, check=False).returncode:
         pytest.skip("this kernel has no nft_queue")
     shell("nft delete table inet queues")
-    text = (FOLDER / "kindnet-policy.nft").read_text().replace(QUEUE, statement)
+    text = (FOLDER / f"{name}.nft").read_text().replace(QUEUE, statement)
     pods = re.findall(r"set (\S+) \{\s+type \S+\s+elements = (\{.*\})", text)
+    assert len(pods) == 2
     text = re.sub(r"elements = .*", "", text)
     shell(f"nft -f - <<'END'\n{text}\nEND")
     assert closed() == {}
-    for number, (name, elements) in enumerate(pods, 1):
-        shell(f"nft 'add element inet kindnet-network-policies {name} {elements}'")
-        found = closed()
-        # A packet that the process has accepted skips it by its label, whatever its family.
-        assert found.keys() == {4, 6}
-        assert f"{statement.split()[0]}" in found[6 if "v6" in name else 4]
-        assert number == 2 or "compares flows' labels" in found[6]
-    assert len(pods) == 2
+    for of, elements in pods:
+        shell(f"nft 'add element inet kindnet-network-policies {of} {elements}'")
+        place = r"nftables table inet kindnet-network-policies, chain postrouting, rule handle \d+: "
+        assert re.search(place + statement.split()[0], closed()[6 if "v6" in of else 4])
 
 
 #: For iptables: table, chain, rule, and the word that is shown.
@@ -544,15 +543,31 @@ def test_marks_close_the_fast_path_if_an_ip_rule_uses_them(
     assert set(closed()) == ({4} if closes else set())
 
 
-def test_connection_marks_close_the_fast_path_if_they_are_restored(shell: Shell) -> None:
-    """The rules of Amazon's CNI plugin."""
-    shell(
-        "ip rule add fwmark 0x80/0x80 lookup main;"
-        "iptables -t mangle -A PREROUTING -j CONNMARK --restore-mark --mask 0x80"
-    )
+@pytest.mark.parametrize("variant", ["nft", "legacy"])
+def test_connection_marks_of_aws_vpc_cni_close_the_fast_path(variant: str, shell: Shell) -> None:
+    """They are restored for packets of pods, and an ip rule matches them."""
+    shell(aws_rules.commands(variant, variant))
+    found = closed()
+    assert found.keys() == {4}
+    table = {"nft": "nftables table ip mangle", "legacy": "iptables-legacy table mangle"}[variant]
+    assert re.search(rf"{table}, chain PREROUTING, rule (handle )?\d+: CONNMARK --restore-mark", found[4]), found
+    shell("ip rule del fwmark 0x80/0x80 lookup main")
+    assert closed() == {}, "no ip rule matches the mark"
+    shell("ip rule add fwmark 0x80/0x80 lookup main")
+    assert closed() == found
+    tool = f"iptables-{variant}"
+    shell(f"{tool}-save | grep -v set-xmark | {tool}-restore")
+    if variant == "nft":
+        shell("nft flush chain ip aws-cni snat-mark")
+    assert closed() == {}, "no rule marks a connection"
+
+
+@pytest.mark.parametrize("variant", ["nft", "legacy"])
+@pytest.mark.parametrize("name", ["without-marks", "ipv6"])
+def test_aws_vpc_cni_without_marks_keeps_the_fast_path_open(name: str, variant: str, shell: Shell) -> None:
+    """With SNAT elsewhere and without its support of NodePorts, and in an IPv6 cluster."""
+    shell(aws_rules.commands(name, variant))
     assert closed() == {}
-    shell("iptables -t mangle -A PREROUTING -j CONNMARK --set-xmark 0x80/0x80")
-    assert "restore-mark" in closed()[4]
 
 
 @pytest.mark.parametrize(

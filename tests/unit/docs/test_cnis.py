@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
@@ -40,16 +41,28 @@ def test_versions_are_those_of_the_recordings(file: str, row: str) -> None:
     assert cells[1].split(",")[0] == recorded.group(1)
 
 
+def pinned(folder: Path) -> str:
+    """The version of the plugin's module that a go.mod requires; it is the last one that is not indirect."""
+    versions: list[str] = re.findall(r"^(?:require |\t)\S+ v(\S+)$", (folder / "go.mod").read_text(), re.MULTILINE)
+    return versions[-1]
+
+
 @pytest.mark.parametrize(
     ("modules", "row"), [(["flannel", "kube-router"], "flannel (host-gw)"), (["cilium"], "Cilium without")]
 )
 def test_versions_are_those_that_the_cluster_builds(modules: list[str], row: str) -> None:
-    pinned = [
-        re.findall(r"^require \S+ v(\S+)$", (ROOT / f"tests/e2e/{name}/go.mod").read_text(), re.MULTILINE)[0]
-        for name in modules
-    ]
     (cells,) = (cells for name, cells in rows(TESTED, "CNI plugins").items() if name.startswith(row))
-    assert cells[1].split(", ") == pinned
+    assert cells[1].split(", ") == [pinned(ROOT / f"tests/e2e/{name}") for name in modules]
+
+
+@pytest.mark.parametrize(("folder", "row"), [("aws-vpc-cni", "AWS VPC CNI"), ("kube-network-policies", "kindnet")])
+def test_versions_are_those_that_wrote_the_recordings(folder: str, row: str) -> None:
+    version = pinned(RULES / folder)
+    (cells,) = (cells for name, cells in rows(TESTED, "CNI plugins").items() if name.startswith(row))
+    assert re.search(rf"\b{re.escape(version)}\b", cells[1])
+    recordings = [path for path in (RULES / folder).iterdir() if path.suffix in (".txt", ".nft")]
+    assert recordings
+    assert {path.name for path in recordings if f" v{version}, " not in path.read_text().splitlines()[0]} == set()
 
 
 def test_the_plugins_of_the_checks_are_on_the_page() -> None:
