@@ -464,6 +464,17 @@ struct {
 	__type(value, struct fast_path);
 } fast_path SEC(".maps");
 
+/*
+ * By family (0: IPv4, 1: IPv6): the bits of packets' marks that rules restore from flows and that choose routes.  Written
+ * by the agent.  conntrack has no mark for a flow that was promoted, so flows with one of these bits stay in netfilter.
+ */
+struct {
+	__uint(type, BPF_MAP_TYPE_ARRAY);
+	__uint(max_entries, 2);
+	__type(key, __u32);
+	__type(value, __u32);
+} route_marks SEC(".maps");
+
 /* What the last run of sweep_flows found. */
 struct sweep_result {
 	__u32 entries;

@@ -43,7 +43,18 @@ static __always_inline bool take_proof_of_new(struct __sk_buff *skb)
 	return true;
 }
 
-/* Reads how this packet leaves. If it came in by a closed device, the other programs there must see its packets. */
+/* True if a mark of its flow may have chosen the route of this packet. */
+static __always_inline bool has_route_mark(const struct __sk_buff *skb, const struct handover *h)
+{
+	__u32 family = h->key.ipv6, *marks = bpf_map_lookup_elem(&route_marks, &family);
+
+	return unlikely(marks && skb->mark & *(volatile __u32 *)marks);
+}
+
+/*
+ * Reads how this packet leaves; false if nothing may be learned from it.  If it came in by a closed device, the other
+ * programs there must see its packets.
+ */
 static __always_inline bool read_link(struct __sk_buff *skb, const struct handover *h, struct link *l)
 {
 	__u32 ifindex = skb->ifindex, device_in = h->device;
@@ -51,7 +62,7 @@ static __always_inline bool read_link(struct __sk_buff *skb, const struct handov
 	struct node_device *in = bpf_map_lookup_elem(&devices, &device_in);
 	__u32 mtu;
 
-	if (!d || !in)
+	if (!d || !in || has_route_mark(skb, h))
 		return false;
 	l->device = ifindex;
 	l->redirect = in->redirect ? d->redirect : REDIRECT_NONE;
@@ -431,6 +442,8 @@ static __always_inline int observe(struct __sk_buff *skb)
 	if (!known || (__s64)(now - h->when) > HANDOVER_NS || h->ip_device != skb->ingress_ifindex ||
 	    p.protocol != h->key.protocol || p.ipv6 != h->key.ipv6)
 		return TC_ACT_UNSPEC;
+	if (has_route_mark(skb, h))
+		count(STACK_ROUTE_MARK);
 	switch (h->kind) {
 	case HANDOVER_OPEN:
 		if (skb->hash != ((__u32)h->nonce[0] | (__u32)h->nonce[1] << 8 | (__u32)h->nonce[2] << 16))

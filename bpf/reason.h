@@ -61,6 +61,8 @@ enum slow_path_reason {
 	STACK_DEVICE,
 	STACK_NOT_PLAIN,
 	SLOW_PATH_REASONS_END,
+	/* the observer: the packet left netfilter with a mark that may have chosen its route */
+	STACK_ROUTE_MARK = 51,
 };
 
 /* What else is counted. */
@@ -95,12 +97,12 @@ enum counter {
 	/* a flow that was replaced: TCP, unanswered, to an endpoint that is gone */
 	UNANSWERED_FLOW_REPLACED = 50,
 	/* the first free number of all three enums */
-	COUNTERS_END = 51,
+	COUNTERS_END = 52,
 };
 
 _Static_assert(BRIDGED_REPLY_REDIRECTED < FIRST_DROP_REASON && DROP_REASONS_END == 18 &&
 		       XDP_FLOW_HIT < FIRST_SLOW_PATH_REASON && SLOW_PATH_REASONS_END == 49 &&
-		       UNANSWERED_FLOW_REPLACED < COUNTERS_END,
+		       UNANSWERED_FLOW_REPLACED < STACK_ROUTE_MARK && STACK_ROUTE_MARK < COUNTERS_END,
 	       "a name keeps its number: a new one gets the number of COUNTERS_END");
 
 #endif

@@ -60,6 +60,7 @@ SLOW = {
     "stack_too_big": "the packet exceeds the MTU of the egress interface",
     "stack_other_device": "the packet entered by another device than the first packets of its flow",
     "stack_device": "a device is closed: other programs run after the proxy's, or it cannot be redirected to",
+    "stack_route_mark": "the packet left with a mark that rules restore from its flow and that chooses routes",
     "stack_not_plain": "the packet has a VLAN tag or a mark, or its frame is a broadcast or multicast",
 }
 

@@ -8,9 +8,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from pyebpf_proxy.lab.addresses import POD_CIDR
+from pyebpf_proxy.lab.addresses import POD_CIDR, cluster_ip
+from pyebpf_proxy.lab.manifests import Port, service, slices
 from pyebpf_proxy.lab.namespace import Namespace
 from tests.support import aws_rules
+from tests.support.conversation import PORT
 from tests.support.fast_lab import FAR, NEAR, Ask, FastWorld
 from tests.support.lab_tools import wait_until
 from tests.support.new_flows import BOTH, Arrivals, NewFlows, ending, entries, wait_until_fast
@@ -113,23 +115,38 @@ def test_marks_that_are_restored(fast_world: FastWorld, ask: Ask, family: int, l
 
 @pytest.mark.parametrize("variant", ["nft", "legacy"])
 def test_the_marks_of_aws_vpc_cni(fast_world: FastWorld, ask: Ask, variant: str) -> None:
-    """Its rules and its ip rule close the fast path for IPv4. Pods and external clients are still served."""
+    """Flows of pods have no mark, and are fast. Replies of pods to external clients have the mark that their ip rule
+    needs, on the slow path.
+    """
     node, address = fast_world.node.namespace, fast_world.node.address.v4
+    ports = [Port(protocol, PORT, PORT, protocol.upper(), 30017) for protocol in BOTH]
+    near = [(fast_world.near.address, fast_world.near.node.name)]
+    objects = [service("marked", ports, cluster_ip(17)), *slices("marked", ports, near)]
+    fast_world.node.agent.wait_synced(fast_world.lab.write("marked.yaml", objects))
     text = aws_rules.commands(variant, variant)
     for of_aws, of_lab in (("eni", "pod"), ("10.0.0.0/16", POD_CIDR[0]), ("10.0.1.1", address)):
         text = text.replace(of_aws, of_lab)
     node.run("sh", "-ec", text)
     try:
-        outside = [ask(fast_world.lab.client, address, protocol, 30007) for protocol in BOTH]
-        assert {each.peer for each in outside} == {address}, "masqueraded"
-        inside = [ask(fast_world.client.namespace, each.v4, protocol) for each in (NEAR, FAR) for protocol in BOTH]
-        before = fast_world.count("stack_rules")
-        wait_until(lambda: fast_world.count("stack_rules") > before, "closed", 60.0)
-        for conversation in (*outside, *inside):
-            conversation.wait()
-        fast_world.fast(ask(fast_world.client.namespace, NEAR.v6))
+        before = fast_world.count("stack_route_mark")
+        outside = [ask(fast_world.lab.client, address, protocol, 30017) for protocol in BOTH]
+        wait_until(lambda: fast_world.count("stack_route_mark") > before, "marked", 60.0)
+        new_ones_are_fast(fast_world, 4)
+        for each in (NEAR, FAR):
+            for protocol in BOTH:
+                fast_world.fast(ask(fast_world.client.namespace, each.v4, protocol))
+        # Replies of an endpoint on another node come in by a device without marks.
+        fast_world.fast(ask(fast_world.lab.client, address, "tcp", 30007))
+        # A rule that only counts closes nothing.
+        counting = f"iptables-{variant} -t mangle"
+        node.run("sh", "-ec", f"{counting} -A POSTROUTING -o eth0 -m mark --mark 0x80/0x80")
+        for conversation in outside:
+            conversation.wait(50)
+        listed = node.run("sh", "-ec", f"{counting} -nvxL POSTROUTING")
+        assert int(listed.splitlines()[-1].split()[0]) >= 100, "all replies have the mark"
     finally:
         node.run("sh", "-ec", aws_rules.removal(variant, variant))
+        fast_world.node.agent.wait_synced(fast_world.lab.write("marked.yaml", []))
     fast_world.fast(ask(fast_world.client.namespace, NEAR.v4))
 
 

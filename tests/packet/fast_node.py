@@ -190,6 +190,7 @@ class Flow:
         age: int = 0,
         priority: int = 0,
         nonce: int | None = None,
+        mark: int = 0,
     ) -> RunResult:
         """The packet that leaves netfilter, with the number of its record. ``nonce``: another than the record's."""
         world = self.world
@@ -201,6 +202,7 @@ class Flow:
             ifindex=world.devices[by or (self.entrance if reply else self.exit)],
             ingress_ifindex=world.devices[came_by or (self.exit if reply else self.entrance)],
             priority=NEW if new else priority,
+            mark=mark,
             cb=(HANDOVER_MARK | record << HANDOVER_SHIFT, nonce, 0, 0, 0),
         )
         # A record is valid for 20 ms, and a busy machine may run this process later: give it a time in the future.
@@ -562,6 +564,17 @@ def note_tracked(world: ProgramNode, data: bytes) -> bool:
 def complete_filter(world: ProgramNode) -> None:
     """As the agent does when it has noted what conntrack had."""
     assert note_tracked(world, bytes(world.object.btf.struct("flow_key").size))
+
+
+@contextmanager
+def route_marks(world: ProgramNode, bits: int) -> Iterator[None]:
+    """Meanwhile these bits of packets' marks choose routes, in the family of the tests."""
+    of, family = world.object.maps["route_marks"], int(world.family == 6).to_bytes(4, sys.byteorder)
+    of.update(family, bits.to_bytes(4, sys.byteorder))
+    try:
+        yield
+    finally:
+        of.update(family, bytes(4))
 
 
 def promote(world: ProgramNode, key: bytes) -> int:

@@ -30,6 +30,7 @@ from tests.packet.fast_node import (
     pending_record,
     permits,
     records,
+    route_marks,
 )
 from tests.packet.program_node import GO_ON, PRIORITY_MIDSTREAM, ProgramNode
 
@@ -127,6 +128,29 @@ def test_each_second_netfilter_sees_a_packet(fast: ProgramNode, reply: bool) -> 
     assert now() < entry["confirmed_until"] <= now() + SECOND
     assert fast.reasons() == {"STACK_NOT_CONFIRMED": 1, "FLOW_CONFIRMED": 1}
     assert flow.run(reply).retval == REDIRECT
+
+
+@pytest.mark.parametrize("mark", [0x80, 0x01])
+@pytest.mark.parametrize("reply", [False, True], ids=["client", "endpoint"])
+def test_a_packet_with_a_mark_that_chooses_routes_confirms_nothing(fast: ProgramNode, reply: bool, mark: int) -> None:
+    flow = learned_flow(fast)
+    flow.write(reply, confirmed_until=now() - 1)
+    with route_marks(fast, 0x80):
+        flow.run(reply)
+        flow.leave(flow.expected(reply), pending_record(fast)["number"], reply, mark=mark)
+    assert flow.run(reply).retval == (GO_ON if mark == 0x80 else REDIRECT)
+    assert fast.reasons()["STACK_ROUTE_MARK"] == (mark == 0x80)
+
+
+def test_a_flow_is_not_learned_from_packets_with_a_mark_that_chooses_routes(fast: ProgramNode) -> None:
+    flow = Flow(fast, "udp")
+    with route_marks(fast, 0x80):
+        flow.run()
+        flow.leave(flow.expected(), pending_record(fast)["number"], new=True, mark=0x80)
+        assert flow.entries() == []
+    flow = Flow(fast, "udp", sport=41000)
+    flow.pass_netfilter(new=True)
+    assert flow.entries() == [False, True]
 
 
 def test_a_new_generation_is_confirmed_at_once(fast: ProgramNode) -> None:

@@ -27,6 +27,7 @@ from tests.packet.fast_node import (
     permits,
     records,
     reset_counters,
+    route_marks,
     write_permits,
     write_record,
 )
@@ -169,6 +170,31 @@ def test_a_stale_or_forged_record_grants_nothing(fast: ProgramNode, name: str) -
     finally:
         del fast.devices["lo"]
     assert permits(fast) == []
+
+
+@pytest.mark.parametrize("mark", [0x80, 0x81, 0x01])
+def test_a_packet_with_a_mark_that_chooses_routes_grants_nothing(fast: ProgramNode, mark: int) -> None:
+    """The next flow of the pair may have another mark, and conntrack has none for a flow that was promoted."""
+    grants = not mark & 0x80
+    with route_marks(fast, 0x80):
+        for each in pair(fast):
+            each.run(frame=each.frame(flags="S"))
+            each.leave(each.expected(flags="S"), pending_record(fast)["number"], new=True, mark=mark)
+        assert bool(permits(fast)) is grants
+        assert fast.reasons()["STACK_ROUTE_MARK"] == (0 if grants else 2)
+
+
+@pytest.mark.parametrize("mark", [0x80, 0x01])
+def test_a_reply_with_a_mark_that_chooses_routes_completes_no_permit(fast: ProgramNode, mark: int) -> None:
+    for each in pair(fast):
+        each.open_through_netfilter()
+    (flow, _) = pair(fast, first=42000)
+    flow.open_through_netfilter()
+    with route_marks(fast, 0x80):
+        flow.run(True, flow.frame(True, flags="SA", size=0))
+        flow.leave(flow.expected(True, flags="SA", size=0), pending_record(fast)["number"], True, mark=mark)
+    ((_, permit),) = permits(fast)
+    assert bool(permit["back_until"]) is (mark == 0x01)
 
 
 def test_a_reply_by_another_device_does_not_complete_a_permit(fast: ProgramNode) -> None:

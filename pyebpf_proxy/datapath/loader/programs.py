@@ -119,7 +119,7 @@ _DRY_MAPS = {"dry_results"}
 _FLOW_MAPS = {
     *("flows", "fast_path", "flow_drafts", "flow_packet_counts", "promotions", "young_counts", "permits", "handovers"),
     *("sweep_results", "flow_fragments", "recent_flows", "recent_next", "recent_ends", "ticks", "tracked_clients"),
-    "straight_flows",
+    *("straight_flows", "route_marks"),
     *("exchanges", "exchange_heads", "exchange_rates", "exchange_sweeps", "udp_filter"),
 }
 #: Features that are used wherever they load. Without them everything works.

@@ -78,6 +78,7 @@ class FastPathManager(Manager):
             holds=bool(ports) or not loaded.settings.conntrack_is_asked,
             snat_ports=ports,
             passes=lambda: promotion.statistics.passes,
+            route_marks=loaded.maps["route_marks"],
         )
         self.fast_path, self.promoter = fast_path, promotion
         # What a flow has learned depends on devices and endpoints.

@@ -6,6 +6,7 @@ programs send a packet of each flow through netfilter before they continue. ``pe
 devices, neighbours and every ruleset: new flows need new permits. A family is closed while the node has something that
 every packet must pass: IPsec, ip rules that select by more than addresses, devices and marks, and rules that count, log
 or rewrite.
+The map ``route_marks`` has the bits of packets' marks with which a packet proves nothing.
 The state is valid only while the agent lives: it extends the validity every second, to 5 s from then. Both families are
 closed while no flows are handed to conntrack: rules would not see new ones.
 """
@@ -15,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import socket
+import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -118,7 +120,7 @@ class _Retry:
 
 
 class FastPath:
-    """The map ``fast_path`` of the network namespace in which it is created.
+    """The maps ``fast_path`` and ``route_marks`` of the network namespace in which it is created.
 
     ``layout`` is that of its value, ``reasons`` are numbers of enum slow_path_reason by name, ``own_table`` is the
     name of this instance's nftables table. ``heed_rules`` False: rules of other software do not close it, they only
@@ -138,8 +140,13 @@ class FastPath:
         holds: bool = False,
         snat_ports: range = range(0),
         passes: Callable[[], int] | None = None,
+        *,
+        route_marks: StateMap,
     ) -> None:
         self._map = state_map
+        self._marks_map = route_marks
+        #: What was written into ``route_marks``: None: nothing yet.
+        self._marks: tuple[int, int] | None = None
         self._layout = layout
         self._reasons = reasons
         self._heed_rules = heed_rules
@@ -336,6 +343,8 @@ class FastPath:
     def _take_rules(self, reading: Reading) -> None:
         """The rulesets were read."""
         self._by_rules = reading.verdicts
+        # First: a family that opens must not learn from packets with such a mark.
+        self._write_marks()
         self._decide()
         if hasattr(self, "_rules"):
             self._write()
@@ -343,6 +352,24 @@ class FastPath:
             self._rules_retry.succeeded()
         elif self._loop is not None:
             self._rules_retry.failed(self._loop)
+
+    def _write_marks(self) -> None:
+        marks = (self._by_rules[4].marks, self._by_rules[6].marks)
+        if marks == self._marks:
+            return
+        for number, bits in enumerate(marks):
+            self._marks_map.update(number.to_bytes(4, sys.byteorder), bits.to_bytes(4, sys.byteorder))
+        before = self._marks or (0, 0)
+        for family, bits, former in zip((4, 6), marks, before, strict=True):
+            if bits != former:
+                words = f"0x{bits:x}" if bits else "no"
+                _log.info("packets with marks that choose routes take the slow path", family=f"IPv{family}", bits=words)
+        self._marks = marks
+        if any(bits & ~former for bits, former in zip(marks, before, strict=True)):
+            # What was learned before may be of packets with such a mark.
+            self._generation = self._generation + 1 & 0xFFFFFFFF
+            self._permit_generation = self._permit_generation + 1 & 0xFFFFFFFF
+            self._voided = time.clock_gettime_ns(time.CLOCK_MONOTONIC)
 
     def _decide(self) -> None:
         closed: dict[int, ClosedReason] = {}

@@ -14,6 +14,8 @@ These do not close it:
   BLOCK, kube-router's log of packets that a policy refuses): none of them are on the fast path;
 * rules for a device, by its whole name, that the fast path never uses (the usual TCPMSS for PPP or a tunnel);
 * marks, as long as no ip rule and no tc filter uses the value that is set;
+* marks that are restored from flows and used so, if all flows of a pair have the same (AWS VPC CNI). Flows with these
+  marks stay in netfilter: conntrack has none for a flow that was promoted;
 * marks and labels of flows, as long as no rule compares them. conntrack has none for a flow that was promoted;
 * a rule for the elements of an nftables set that has none, and a rule that only accepts what the rest of its chain
   would accept as well (kindnet's, while no pod has a network policy).
@@ -83,6 +85,8 @@ class Verdict:
     more: int = 0
     #: What could not be read.
     unread: tuple[str, ...] = ()
+    #: Bits of packets' marks that rules restore from flows and that choose routes: such packets prove nothing.
+    marks: int = 0
 
     @property
     def closes(self) -> bool:
@@ -98,12 +102,21 @@ def judge(rulesets: Rulesets) -> dict[int, Verdict]:
     """By family: whether the fast path is closed, and by which rules."""
     found: dict[int, list[Reason]] = {4: [], 6: []}
     memory = _memory(rulesets.tables)
-    for table in rulesets.tables:
-        for families, reason in _Reader(table, rulesets, memory).reasons():
+    marks = _route_marks(rulesets) if memory.marks else {}
+    readers = [_Reader(table, rulesets, memory) for table in rulesets.tables]
+    bits = marks.get(4, 0) | marks.get(6, 0)
+    memory.of_pairs = bool(bits) and all(reader.marks_pairs(bits) for reader in readers)
+    for reader in readers:
+        for families, reason in reader.reasons():
             for family in families:
                 found[family].append(reason)
     return {
-        family: Verdict(tuple(reasons[:SHOWN]), max(0, len(reasons) - SHOWN), tuple(rulesets.unread.get(family, ())))
+        family: Verdict(
+            tuple(reasons[:SHOWN]),
+            max(0, len(reasons) - SHOWN),
+            tuple(rulesets.unread.get(family, ())),
+            marks.get(family, 0),
+        )
         for family, reasons in found.items()
     }
 
@@ -139,6 +152,8 @@ class _Memory:
     marks: int = 0
     restored: int = 0
     labels: bool = False
+    #: The restored bits that choose routes are the same for all flows of a pair.
+    of_pairs: bool = False
 
 
 def _memory(tables: Iterable[Table]) -> _Memory:
@@ -155,6 +170,23 @@ def _memory(tables: Iterable[Table]) -> _Memory:
                     found.restored |= _ALL if restored.number is None else restored.number
     if not found.marks:
         found.restored = 0
+    return found
+
+
+def _route_marks(rulesets: Rulesets) -> dict[int, int]:
+    """By family: the bits of packets' marks that rules restore from flows, and that an ip rule or tc filter uses."""
+    found: dict[int, int] = {}
+    for table in rulesets.tables:
+        for rule in (rule for chain in table.chains.values() for rule in chain.rules):
+            for number in range(len(rule.parts)):
+                part = _mark(rule.parts, number)
+                if part.kind is not Kind.RESTORE:
+                    continue
+                changed = _changed(part)
+                for family in table.families:
+                    used = (mark.mask for mark in rulesets.marks.get(family, ()) if _matters(part, changed, mark))
+                    for mask in used:
+                        found[family] = found.get(family, 0) | mask & changed
     return found
 
 
@@ -226,7 +258,10 @@ class _Reader:
         part = rule.parts[number]
         families = reach.packets | reach.flows
         if part.kind in (Kind.MARK, Kind.RESTORE):
-            families = self._by_mark(_mark(rule.parts, number), families)
+            part = _mark(rule.parts, number)
+            if part.kind is Kind.RESTORE and self._memory.of_pairs:
+                return _NOTHING, ""
+            families = self._by_mark(part, families)
         elif part.kind is Kind.CONNMARK:
             return _NOTHING, ""  # It has no effect until it is restored.
         elif part.kind is Kind.NOTRACK:
@@ -266,13 +301,18 @@ class _Reader:
                 packets, words = reach.packets | reach.flows, "it compares source ports"
             if words and packets & selected:
                 return packets & selected, words
+        if families := (reach.packets | reach.flows) & selected & self._differs(rule):
+            return families, "it compares header fields that differ among packets"
+        return _NOTHING, ""
+
+    def _differs(self, rule: Rule) -> frozenset[int]:
+        """The families in which header fields that a rule compares differ among the packets of two hosts."""
+        found: frozenset[int] = _NOTHING
         for part in rule.parts:
             if part.kind is Kind.LOAD and part.field is Field.HEADER:
-                found = set(range(part.number or 0, part.value or 0))
-                differ = frozenset(family for family, same in _SAME.items() if not found <= same)
-                if families := (reach.packets | reach.flows) & selected & differ & self._table.families:
-                    return families, "it compares header fields that differ among packets"
-        return _NOTHING, ""
+                loaded = set(range(part.number or 0, part.value or 0))
+                found |= {family for family, same in _SAME.items() if not loaded <= same}
+        return found & self._table.families
 
     def _is_source_port(self, field: Field, bits: int) -> bool:
         if field is Field.IPSET:
@@ -283,10 +323,44 @@ class _Reader:
         """The families in which an ip rule or tc filter uses the mark that a rule sets."""
         if part.kind is Kind.RESTORE and not self._memory.marks:
             return _NOTHING
-        changed = part.number if part.number is not None else _ALL
+        changed = _changed(part)
         return frozenset(
             family for family in families if any(_matters(part, changed, mark) for mark in self._marks.get(family, ()))
         )
+
+    # ---- marks of flows ----------------------------------------------------------------------------------------
+
+    def marks_pairs(self, bits: int) -> bool:
+        """Whether the rules give these bits of a mark to all flows of a pair or to none. Only flows get them."""
+        marks_flows = False
+        for chain in self._table.chains.values():
+            for at, rule in enumerate(chain.rules):
+                for number in range(len(rule.parts)):
+                    part = _mark(rule.parts, number)
+                    if not _changed(part) & bits:
+                        continue
+                    if part.kind is Kind.MARK:
+                        return False
+                    if part.kind is Kind.CONNMARK and part.field is not Field.LABEL:
+                        marks_flows = True
+                        if not self._is_of_pair(chain, at):
+                            return False
+        # Verdicts decide which flows reach these rules.
+        rules = (rule for chain in self._table.chains.values() for rule in chain.rules)
+        return not marks_flows or not any(_verdict(rule) and _varies(rule) for rule in rules)
+
+    def _is_of_pair(self, chain: Chain, at: int, below: frozenset[str] = frozenset()) -> bool:
+        """Whether all flows of a pair meet a rule, or none, from the first packet on."""
+        rule = chain.rules[at]
+        if _varies(rule) or self._differs(rule):
+            return False
+        if not all(states & _NEW for states in _states(rule)):
+            return False
+        if any(field is Field.LABEL or self._is_source_port(field, bits) for field, bits in _compared(rule)):
+            return False
+        below |= {chain.name}
+        callers = self._called().get(chain.name, ())
+        return all(caller.name in below or self._is_of_pair(caller, place, below) for caller, place in callers)
 
     # ---- packets that are dropped afterwards -------------------------------------------------------------------
 
@@ -365,6 +439,12 @@ def _accepts_in_vain(chain: Chain, at: int) -> bool:
         return False
     passive = (Kind.LOAD, Kind.CONDITION, Kind.CONNMARK, Kind.ACCEPT)
     return all(part.kind in passive or part.words in _NO_EFFECT for rule in chain.rules[at:] for part in rule.parts)
+
+
+def _varies(rule: Rule) -> bool:
+    """Whether a rule may match one flow of a pair and not the next, by other than ports, states and marks."""
+    lasting = (Kind.MARK, Kind.CONNMARK, Kind.RESTORE)
+    return any(part.varies or (part.kind in CONCERNS and part.kind not in lasting) for part in rule.parts)
 
 
 def _verdict(rule: Rule) -> Part | None:
@@ -468,6 +548,11 @@ def _conditions(rule: Rule) -> tuple[Conditions, bool]:
         elif part.kind in (Kind.COUNTS, Kind.INSPECTS, Kind.UNKNOWN) or (part.kind is Kind.IGNORED and part.target):
             sure = False
     return frozenset(found), sure
+
+
+def _changed(part: Part) -> int:
+    """The bits of a mark that a part may change."""
+    return _ALL if part.number is None else part.number
 
 
 def _mark(parts: Sequence[Part], number: int) -> Part:

@@ -7,6 +7,7 @@ import asyncio
 import errno
 import socket
 import struct
+import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -39,7 +40,8 @@ class Node:
         self.map = programs.maps["fast_path"]
         self.layout = programs.btf.struct("fast_path")
         self.reasons = programs.btf.enum("slow_path_reason")
-        self.fast = FastPath(self.map, self.layout, self.reasons, **options)
+        self.marks = programs.maps["route_marks"]
+        self.fast = FastPath(self.map, self.layout, self.reasons, route_marks=self.marks, **options)
 
     def state(self) -> dict[str, Any]:
         value = self.map.lookup(bytes(4))
@@ -281,6 +283,31 @@ def test_elements_that_are_added_while_rules_are_read(
     run(scene)
 
 
+def test_restored_marks_that_choose_routes_are_written_before_the_family_opens(programs: Object, shell: Shell) -> None:
+    """Then what was learned is void: it may be of packets with such a mark."""
+    rule = "iptables -t mangle -{} PREROUTING -j CONNMARK --{}"
+    shell("ip rule add fwmark 0x80/0x80 lookup main")
+    shell(rule.format("A", "restore-mark"))
+    shell("iptables -t mangle -A PREROUTING -p tcp --sport 7 -j CONNMARK --set-mark 0x80")
+
+    async def scene() -> None:
+        async with following(programs) as node:
+            assert node.fast.closed.keys() == {4}
+            assert node.marks.lookup(bytes(4)) == (0x80).to_bytes(4, sys.byteorder)
+            shell("iptables -t mangle -D PREROUTING -p tcp --sport 7 -j CONNMARK --set-mark 0x80")
+            await node.until("closed4", 0)
+            shell("iptables -t mangle -A PREROUTING -p tcp -j CONNMARK --set-mark 0x80")
+            before = node.state()["generation"]
+            await node.until("generation", before + 1)
+            assert node.marks.lookup(bytes(4)) == (0x80).to_bytes(4, sys.byteorder)
+            assert not node.fast.closed
+            shell("iptables -t mangle -F")
+            while node.marks.lookup(bytes(4)) != bytes(4):  # noqa: ASYNC110 - what is waited for has no event
+                await asyncio.sleep(0.005)
+
+    run(scene)
+
+
 def test_a_mark_closes_the_family_when_an_ip_rule_uses_it(programs: Object, shell: Shell) -> None:
     shell("iptables -t mangle -A PREROUTING -j MARK --set-mark 7")
 
@@ -499,7 +526,8 @@ def test_it_closes_while_no_flow_is_handed_to_conntrack(programs: Object, monkey
 def test_a_program_without_the_reason_closes_too(programs: Object, shell: Shell, bpf_objects: Path) -> None:
     shell("iptables -A FORWARD -j LOG")
     reasons = {name: number for name, number in programs.btf.enum("slow_path_reason").items() if name != "STACK_RULES"}
-    fast = FastPath(programs.maps["fast_path"], programs.btf.struct("fast_path"), reasons)
+    layout = programs.btf.struct("fast_path")
+    fast = FastPath(programs.maps["fast_path"], layout, reasons, route_marks=programs.maps["route_marks"])
     try:
         value = programs.maps["fast_path"].lookup(bytes(4))
         assert value is not None

@@ -30,6 +30,12 @@ def closed() -> dict[int, str]:
     return {family: str(verdict) for family, verdict in kernel.read().verdicts.items() if verdict.closes}
 
 
+def marks() -> tuple[int, int]:
+    """By family, the bits of marks with which packets prove nothing."""
+    verdicts = kernel.read().verdicts
+    return verdicts[4].marks, verdicts[6].marks
+
+
 @pytest.mark.parametrize("variant", ["nft", "legacy"])
 @pytest.mark.parametrize("name", FILES)
 def test_common_rulesets_keep_the_fast_path_open(name: str, variant: str, shell: Shell) -> None:
@@ -544,22 +550,84 @@ def test_marks_close_the_fast_path_if_an_ip_rule_uses_them(
 
 
 @pytest.mark.parametrize("variant", ["nft", "legacy"])
-def test_connection_marks_of_aws_vpc_cni_close_the_fast_path(variant: str, shell: Shell) -> None:
-    """They are restored for packets of pods, and an ip rule matches them."""
+def test_packets_with_connection_marks_of_aws_vpc_cni_prove_nothing(variant: str, shell: Shell) -> None:
+    """They are restored for packets of pods, and an ip rule matches them. All flows of a pair have the same mark."""
     shell(aws_rules.commands(variant, variant))
-    found = closed()
-    assert found.keys() == {4}
-    table = {"nft": "nftables table ip mangle", "legacy": "iptables-legacy table mangle"}[variant]
-    assert re.search(rf"{table}, chain PREROUTING, rule (handle )?\d+: CONNMARK --restore-mark", found[4]), found
+    assert closed() == {}
+    assert marks() == (0x80, 0)
     shell("ip rule del fwmark 0x80/0x80 lookup main")
-    assert closed() == {}, "no ip rule matches the mark"
+    assert marks() == (0, 0), "no ip rule matches the mark"
     shell("ip rule add fwmark 0x80/0x80 lookup main")
-    assert closed() == found
+    assert marks() == (0x80, 0)
     tool = f"iptables-{variant}"
     shell(f"{tool}-save | grep -v set-xmark | {tool}-restore")
     if variant == "nft":
         shell("nft flush chain ip aws-cni snat-mark")
-    assert closed() == {}, "no rule marks a connection"
+    assert marks() == (0, 0), "no rule marks a connection"
+
+
+#: Rules that give flows the mark 0x80, which is restored and used by an ip rule; whether all flows of a pair get it.
+MARKED = {
+    "by address": ("-t mangle -A PREROUTING -m addrtype --dst-type LOCAL -j CONNMARK --set-xmark 0x80/0x80", True),
+    "new ones": ("-t mangle -A PREROUTING -m conntrack --ctstate NEW -j CONNMARK --set-mark 0x80", True),
+    "unmarked ones": ("-t mangle -A PREROUTING -m connmark --mark 0 -j CONNMARK --set-mark 0x80", True),
+    "in a chain": ("-t mangle -N X; {i} -t mangle -A PREROUTING -d 192.0.2.1 -j X; {i} -t mangle -A X {set}", True),
+    "after a verdict": ("-t nat -A PREROUTING -d 192.0.2.1 -j RETURN; {i} -t nat -A PREROUTING {set}", True),
+    "other bits": ("-t mangle -A PREROUTING {set}; {i} -t mangle -A PREROUTING -j MARK --set-xmark 4/4", True),
+    "by source port": ("-t mangle -A PREROUTING -p tcp --sport 80 {set}", False),
+    "later": ("-t mangle -A PREROUTING -m conntrack --ctstate ESTABLISHED {set}", False),
+    "later, in a chain": (
+        "-t mangle -N X; {i} -t mangle -A PREROUTING -m conntrack --ctstate ESTABLISHED -j X; {i} -t mangle -A X {set}",
+        False,
+    ),
+    "some of them": ("-t nat -A PREROUTING -m statistic --mode random --probability 0.5 {set}", False),
+    "some, after a verdict": (
+        "-t nat -A PREROUTING -m statistic --mode random --probability 0.5 -j RETURN; {i} -t nat -A PREROUTING {set}",
+        False,
+    ),
+    "packets": (
+        "-t mangle -A PREROUTING -p udp -j MARK --set-xmark 0x80/0x80;"
+        "{i} -t mangle -A PREROUTING -j CONNMARK --save-mark --mask 0x80",
+        False,
+    ),
+}
+
+
+@pytest.mark.parametrize("which", MARKED)
+@pytest.mark.parametrize("variant", ["nft", "legacy"])
+def test_restored_marks_that_choose_routes(variant: str, which: str, shell: Shell) -> None:
+    """They close the fast path unless all flows of a pair have the same: conntrack has none for a promoted flow."""
+    rules, opens = MARKED[which]
+    tool = f"iptables-{variant}"
+    shell(f"{tool} -t mangle -A PREROUTING -j CONNMARK --restore-mark --mask 0x80")
+    shell("ip rule add fwmark 0x80/0x80 lookup main")
+    assert (closed(), marks()) == ({}, (0, 0))
+    shell(f"{tool} {rules.format(i=tool, set='-j CONNMARK --set-xmark 0x80/0x80')}")
+    assert set(closed()) == (set() if opens else {4})
+    assert marks() == (0x80, 0)
+
+
+@pytest.mark.parametrize(
+    ("rule", "opens"),
+    [
+        ("ct mark set ct mark | 0x80", True),
+        ("ip daddr 192.0.2.1 ct mark set 0x80", True),
+        ("ip daddr @filled ct mark set 0x80", True),
+        ("ip daddr @expiring ct mark set 0x80", False),
+        ("meta hour 10:00-12:00 ct mark set 0x80", False),
+        ("ip dscp 46 ct mark set 0x80", False),
+        ("ct mark set numgen random mod 256", False),
+    ],
+)
+def test_restored_marks_of_nftables_that_choose_routes(rule: str, opens: bool, shell: Shell) -> None:
+    shell("ip rule add fwmark 0x80/0x80 lookup main; ip -6 rule add fwmark 0x40/0x40 lookup main")
+    shell(f"""nft 'table inet mine {{
+        set filled {{ type ipv4_addr; elements = {{ 192.0.2.1 }} }}
+        set expiring {{ type ipv4_addr; flags timeout; }}
+        chain a {{ type filter hook prerouting priority 0; {rule}; meta mark set ct mark; }}
+    }}'""")
+    assert bool(closed()) is not opens
+    assert marks() == (0x80, 0x40)
 
 
 @pytest.mark.parametrize("variant", ["nft", "legacy"])
