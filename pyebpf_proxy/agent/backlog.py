@@ -5,11 +5,13 @@ A tenant may change all Services of a namespace again and again: the most expens
 write. So a sync plans changes of one namespace only for a limited time, and up to a number of map entries. The next
 sync plans the rest, and what others have changed meanwhile. One object alone may cost more. Then the namespace waits
 for as long as it took, and others' changes come first.
+
+A Service's change that may free an address does not wait as soon as the cluster has given this address to another one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from pyebpf_proxy.kube.objects import EndpointSlice, Service
 from pyebpf_proxy.kube.source import Change
@@ -38,6 +40,8 @@ class Backlog:
         self._current = ""
         #: Until when a namespace waits.
         self._waits: dict[str, float] = {}
+        #: Services whose changes the present sync plans in any case.
+        self._urgent: set[tuple[str, str]] = set()
         #: By namespace, then by kind and name. Of a thousand updates of one object, one is planned.
         self._of: dict[str, dict[tuple[str, str], Change]] = {}
 
@@ -61,15 +65,20 @@ class Backlog:
             yield list(cluster.values())
         now = self._clock()
         for namespace in [each for each in self._of if self._waits.get(each, now) <= now]:
-            changes = list(self._of.pop(namespace).values())
+            changes = list(self._of.pop(namespace, {}).values())
             begin, start, size = self._clock(), 0, FIRST
-            self._current, self._weights[namespace] = namespace, 0.0
+            self._start(namespace)
             while start < len(changes) and self._has_room(begin):
                 end = self._end(changes, start, size)
                 yield changes[start:end]
                 start, size = end, min(2 * size, MOST)
             for change in changes[start:]:
                 self.put(change)
+            yield from self._hurried()
+
+    def hurry(self, services: Iterable[tuple[str, str]]) -> None:
+        """Plan the changes of these Services in the present sync, if there are any. While portions are taken."""
+        self._urgent.update(services)
 
     def planned(self, delta: Mapping[ServicePortName, ServicePort | None]) -> None:
         """Call it with the changed service ports of each portion."""
@@ -88,6 +97,23 @@ class Backlog:
     def due(self, earliest: float) -> float:
         """When the next sync has something to plan: ``earliest`` or later."""
         return max(earliest, min((self._waits.get(namespace, earliest) for namespace in self._of), default=earliest))
+
+    def _start(self, namespace: str) -> None:
+        self._current = namespace
+        self._weights.setdefault(namespace, 0.0)
+
+    def _hurried(self) -> Iterator[list[Change]]:
+        """What :meth:`hurry` demands; the plan of one may demand another."""
+        while self._urgent:
+            namespace, name = self._urgent.pop()
+            changes = self._of.get(namespace, {})
+            change = changes.pop(("Service", name), None)
+            if change is None:
+                continue
+            if not changes:
+                del self._of[namespace]
+            self._start(namespace)
+            yield [change]
 
     def _has_room(self, begin: float) -> bool:
         return self._weights[self._current] < NAMESPACE_WEIGHT and self._clock() - begin < NAMESPACE_SECONDS

@@ -59,6 +59,9 @@ class Planner(Protocol):
     def zone(self) -> str:
         """The zone of this Node: all endpoints are chosen by it."""
 
+    def new_holders(self) -> Collection[tuple[str, str]]:
+        """Services that have an address which the cluster has allocated to another one since the last call."""
+
     def new_messages(self) -> tuple[list[LossMessage], list[LossMessage]]:
         """New problems of these addresses, then new notes on surprising cases; each is returned once."""
 
@@ -256,6 +259,8 @@ class Proxy:
         for changes in self._backlog.portions():
             planned = self._planner.update(changes)
             self._backlog.planned(planned)
+            # Otherwise its holder could keep an address that the cluster has given to another Service.
+            self._backlog.hurry(self._planner.new_holders())
             delta.update(planned)
         self._metrics.planned(delta)
         unapplied = self._apply_facts()

@@ -39,6 +39,8 @@ class Disputes:
         self._disputed: set[Claim] = set()
         self._node_ports: dict[Claim, ServicePortName | None] = {}
         self._entered: set[ServicePortName] = set()
+        #: See :meth:`new_holders`.
+        self._holders: set[tuple[str, str]] = set()
         self.losses = Losses()
         self.guard = Guard(check, self._claims.holder, health_port)
 
@@ -65,6 +67,14 @@ class Disputes:
                 self.losses.put(Loss(port.name, claim, frontend.kind, None, why))
             elif self._claims.add(claim, port.name):
                 self._disputed.add(claim)
+
+    def new_holders(self) -> set[tuple[str, str]]:
+        """Services that have an address which the cluster has allocated to another one since the last call.
+
+        The cluster allocates such an address only once: most likely, a change that frees it has not been planned yet.
+        """
+        holders, self._holders = self._holders, set()
+        return holders
 
     def settle(self, remember: Remember) -> None:
         """Settle everything that changed. ``remember`` is called before a service port changes.
@@ -135,3 +145,5 @@ class Disputes:
                 # Another winner changes only the message.
                 remember(loser.name)
             self.losses.put(loss)
+            if verdict.winner is not None and loser.kind is not FrontendKind.EXTERNAL_IP:
+                self._holders.add((verdict.winner.namespace, verdict.winner.name))

@@ -171,6 +171,11 @@ class Planner:
         """Log lines about ``conflicts``, then about ``overlaps``, that have not been returned before."""
         return self._disputes.losses.new_messages(), self._overlaps.new_messages()
 
+    def new_holders(self) -> Collection[tuple[str, str]]:
+        """Services (namespace and name) that have an address which the cluster has allocated to another one since the
+        last call."""
+        return self._disputes.new_holders()
+
     def differs(self, namespace: str, name: str, service: objects.Service | None) -> bool:
         """Whether a Service differs from what the last update processed; None if it is deleted."""
         key = ServiceKey(namespace, name)

@@ -12,6 +12,7 @@ from pyebpf_proxy.agent.backlog import FIRST, LONG_SECONDS, MOST, NAMESPACE_SECO
 from pyebpf_proxy.kube.objects import EndpointSlice, Service
 from pyebpf_proxy.kube.source import Change, Kind
 from pyebpf_proxy.services.model import Endpoint, IPFamily, Protocol, ServicePort, ServicePortName
+from pyebpf_proxy.services.planner import Planner, PlanSettings
 
 
 class Costs:
@@ -153,3 +154,51 @@ def test_everything_is_taken_once(take: Callable[[Backlog], list[Change]]) -> No
     assert len(take(costs.backlog)) == 5
     assert not costs.backlog
     assert costs.backlog.slices() == set()
+
+
+def test_the_change_of_a_service_is_planned_at_once_if_it_is_demanded() -> None:
+    costs = Costs(NAMESPACE_SECONDS)
+    backlog = costs.backlog
+    costs.put("tenant", 100)
+    costs.put("victim", 1)
+    costs.put("later", 1)
+    planned = []
+    for portion in backlog.portions():
+        planned += [(change.namespace, change.name) for change in portion]
+        costs.now += NAMESPACE_SECONDS
+        if portion[0].namespace == "victim":
+            backlog.hurry([("tenant", "s99"), ("later", "s0"), ("gone", "s0")])
+    assert planned[:2] == [("tenant", "s0"), ("victim", "s0")]
+    assert sorted(planned[2:]) == [("later", "s0"), ("tenant", "s99")]
+    rest = [change.name for _ in range(99) for change in costs.sync()]
+    assert rest == [f"s{number}" for number in range(FIRST, 99)]
+    assert not backlog
+
+
+@pytest.mark.parametrize("later", ["deleted", "another port"])
+def test_an_address_that_waits_to_be_freed_goes_to_its_new_service(later: str) -> None:
+    """The API server gives away addresses at once. Until the former Service is planned, it must not keep them."""
+
+    def web(name: str, node_port: int, created: str) -> Service:
+        port = {"port": 80, "nodePort": node_port}
+        document = {"metadata": {"creationTimestamp": created}, "spec": {"clusterIP": "10.96.0.1", "ports": [port]}}
+        return msgspec.convert(document, Service)
+
+    costs = Costs(NAMESPACE_SECONDS)
+    backlog, planner = costs.backlog, Planner(PlanSettings("node1"))
+    planner.update([Change("Service", "tenant", "old", web("old", 30080, "2026-01-01T00:00:00Z"))])
+    costs.put("tenant", 100, "EndpointSlice")
+    freed = web("old", 30081, "2026-01-01T00:00:00Z") if later != "deleted" else None
+    if freed is not None:
+        freed.spec.cluster_ip = "10.96.0.2"
+    backlog.put(Change("Service", "tenant", "old", freed))
+    backlog.put(Change("Service", "victim", "new", web("new", 30080, "2026-02-01T00:00:00Z")))
+    for portion in backlog.portions():
+        costs.now += NAMESPACE_SECONDS
+        backlog.planned(planner.update(portion))
+        backlog.hurry(planner.new_holders())
+    assert not planner.conflicts
+    new = planner.get(ServicePortName("victim", "new", "", Protocol.TCP, IPFamily.IPV4))
+    assert new is not None
+    assert [frontend.port for frontend in new.frontends] == [80, 30080]
+    assert len(backlog.slices()) == 100 - FIRST, "the tenant's other changes still wait"

@@ -60,6 +60,9 @@ class Names:
         self.updates: list[list[Change]] = []
         self.messages: tuple[list[LossMessage], list[LossMessage]] = ([], [])
 
+    def new_holders(self) -> Collection[tuple[str, str]]:
+        return ()
+
     def new_messages(self) -> tuple[list[LossMessage], list[LossMessage]]:
         messages, self.messages = self.messages, ([], [])
         return messages

@@ -53,6 +53,20 @@ def test_the_loser_is_served_when_the_winner_leaves(planner: Planner) -> None:
     assert not planner.conflicts
 
 
+def test_holders_of_addresses_that_the_cluster_has_allocated_to_others(planner: Planner) -> None:
+    ports = [{"port": 80, "nodePort": 30080}]
+    external = {"externalIPs": ["203.0.113.1"]}
+    planner.update([service("a", "10.96.0.1", ports=ports), service("c", "10.96.0.3", **external)])
+    assert not planner.new_holders()
+    planner.update([service("d", "10.96.0.4", **external)])
+    assert not planner.new_holders(), "users may name any external IP"
+    planner.update([service("b", "10.96.0.2", ports=ports)])
+    assert planner.new_holders() == {("default", "a")}
+    assert not planner.new_holders(), "each is returned once"
+    planner.update([service("e", "10.96.0.2")])
+    assert planner.new_holders() == {("default", "b")}
+
+
 def test_a_slice_does_not_change_the_winner(planner: Planner) -> None:
     planner.update([service(name, f"10.96.0.{i}", externalIPs=["203.0.113.1"]) for i, name in ((1, "a"), (2, "b"))])
     delta = planner.update([endpoint_slice("b-1", "b", "10.244.1.1")])
