@@ -156,7 +156,7 @@ class Catalogue:
                 complete = False
                 bad.setdefault(UNREADABLE, [0, 0])[0] += 1
                 continue
-            key, value, messages, ignored, _ = decoded
+            key, value, messages, ignored = decoded[:4]
             if messages:
                 bad.setdefault(key.kind if key is not None else UNREADABLE, [0, 0])[value is not None] += 1
             for message in messages:

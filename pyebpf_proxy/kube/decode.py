@@ -39,7 +39,7 @@ class Decoded(NamedTuple):
 
     ``key`` is None if the object cannot be identified: then ``messages`` describes the error, or ``ignored`` names a
     kind that is not used. ``object`` is None if the object is refused; ``messages`` has the reason. ``uid`` is ""
-    if it is not known.
+    if it is not known. ``too_large``: it is refused for the number of its values.
     """
 
     key: ObjectKey | None = None
@@ -47,6 +47,7 @@ class Decoded(NamedTuple):
     messages: tuple[str, ...] = ()
     ignored: str | None = None
     uid: str = ""
+    too_large: bool = False
 
 
 class UnreadableError(Exception):
@@ -81,8 +82,11 @@ KINDS: dict[str, _Group] = {
     "ServiceCIDR": _Group(ServiceCIDR, "networking.k8s.io", None, validation.check_service_cidr, None, False, False),
 }
 
-#: Maximum of values in one object, to bound memory and time: several times what fits into etcd's limit of 1.5 MiB.
+#: Maximum of values in one object, to bound memory and time. No useful object has so many, but the API server accepts
+#: some: etcd's limit is 1.5 MiB, and the shortest address takes 5 bytes.
 MOST_VALUES = 200_000
+#: The API server accepts so many bytes of annotations. Commas in them do not count.
+_MOST_OF_ANNOTATIONS = 256 << 10
 #: Maximum of values in a file. Objects have about 20 bytes for each, so those of the largest file have fewer.
 MOST_VALUES_OF_FILE = 4_000_000
 #: Maximum of values in one YAML document, such as a list: until its end, each takes about 500 bytes.
@@ -138,6 +142,12 @@ class _Header(NamedTuple):
     metadata: msgspec.Raw
 
 
+class _Annotated(msgspec.Struct, gc=False):
+    """The annotations in ``metadata``, as a text."""
+
+    annotations: msgspec.Raw = msgspec.Raw(b"")
+
+
 class _Items(msgspec.Struct, gc=False):
     """The items of a list, as texts."""
 
@@ -145,6 +155,7 @@ class _Items(msgspec.Struct, gc=False):
 
 
 _read_name = msgspec.json.Decoder(_Name)
+_read_annotated = msgspec.json.Decoder(_Annotated)
 _read_raw_header = msgspec.json.Decoder(_RawHeader)
 _read_items = msgspec.json.Decoder(_Items)
 
@@ -284,8 +295,10 @@ def decode_json(data: bytes) -> Iterator[Decoded]:
 
 def _count(data: bytes | msgspec.Raw) -> int:
     """The values of a JSON text, if it may have too many for one object. Counts commas, also those within strings."""
-    if len(data) <= _FEW_BYTES:
-        return 0
+    return 0 if len(data) <= _FEW_BYTES else _commas(data)
+
+
+def _commas(data: bytes | msgspec.Raw) -> int:
     view = memoryview(data)
     pieces = (view[at : at + _PIECE].tobytes() for at in range(0, len(view), _PIECE))
     return sum(piece.count(b",") for piece in pieces)
@@ -337,7 +350,7 @@ def _too_large(header: _Header) -> Decoded:
     decoded = next(decode_document({"kind": header.kind, "apiVersion": header.api_version, "metadata": name}))
     if decoded.key is None:
         return decoded
-    return Decoded(decoded.key, None, (f"{decoded.key}: {TOO_MANY}",), uid=uid)
+    return Decoded(decoded.key, None, (f"{decoded.key}: {TOO_MANY}",), uid=uid, too_large=True)
 
 
 def decode_object(kind: Kind, data: bytes | msgspec.Raw) -> Decoded:
@@ -349,8 +362,10 @@ def decode_object(kind: Kind, data: bytes | msgspec.Raw) -> Decoded:
 
 
 def _decode_object(kind: Kind, data: bytes | msgspec.Raw) -> Decoded:
-    if _count(data) > MOST_VALUES:
-        return _too_large(_header(data)._replace(kind=kind, api_version=_api_version(KINDS[kind])))
+    if (number := _count(data)) > MOST_VALUES:
+        header = _header(data)
+        if number - _commas_of_annotations(header) > MOST_VALUES:
+            return _too_large(header._replace(kind=kind, api_version=_api_version(KINDS[kind])))
     try:
         return _finish(kind, _READERS[kind].decode(data))
     except msgspec.ValidationError:
@@ -358,6 +373,14 @@ def _decode_object(kind: Kind, data: bytes | msgspec.Raw) -> Decoded:
     if isinstance(document, dict):
         document |= {"kind": kind, "apiVersion": _api_version(KINDS[kind])}
     return next(decode_document(document))
+
+
+def _commas_of_annotations(header: _Header) -> int:
+    try:
+        annotations = _read_annotated.decode(header.metadata).annotations
+    except msgspec.ValidationError:
+        return 0
+    return min(_commas(annotations), _MOST_OF_ANNOTATIONS)
 
 
 def decode_yaml(data: bytes) -> Iterator[Decoded]:

@@ -26,11 +26,15 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 class Read(NamedTuple):
-    """A decoded object: its identity, the object unless it is invalid, and a hash of its UID (0: not known)."""
+    """A decoded object: its identity, the object unless it is invalid, and a hash of its UID (0: not known).
+
+    ``keeps_former``: if it is invalid, its last valid state stays.
+    """
 
     key: ObjectKey | None
     object: Object | None
     uid: int = 0
+    keeps_former: bool = True
 
 
 class Inventory:
@@ -66,38 +70,44 @@ class Inventory:
 
     def read(self, data: bytes | msgspec.Raw) -> Read:
         """Decode and check an object; report its errors. Raises UnreadableError if it is not JSON."""
-        key, value, messages, _, uid_text = decode.decode_object(self._kind, data)
+        key, value, messages, _, uid_text, too_large = decode.decode_object(self._kind, data)
         uid = hash(uid_text) & _UID if uid_text else 0
         if key is None:
             if messages not in self._nameless and len(self._nameless) < 1000:
                 self._nameless.add(messages)
-                self._report_all("", messages, kept=False)
+                self._report_all("", messages, "")
             return Read(None, None)
         short = (key.namespace, key.name)
+        # The API server accepts such a Service. It may have freed addresses, and given them to others: with its last
+        # state, it would take their connections.
+        keeps_former = not (too_large and self._kind == "Service")
         if not messages:
             self._logged.pop(short, None)
         elif self._logged.get(short) != hash(messages):
             self._logged[short] = hash(messages)
             kept = value is None and short in self._hashes and not self._is_another(short, uid)
-            self._report_all(key.namespace, messages, kept=kept)
+            after = "; its last good state stays" if kept else ""
+            self._report_all(key.namespace, messages, after if keeps_former else "; it is not served")
         if value is None:
             self._refused.add(short)
         else:
             self._refused.discard(short)
-        return Read(key, value, uid)
+        return Read(key, value, uid, keeps_former)
 
     def change(self, read: Read) -> list[Change]:
         """The change from an added or modified object; none if it is invalid or the same as before.
 
-        The last valid state of an invalid object stays, but not that of a deleted object of the same name.
+        The last valid state of an invalid object stays, but not that of a deleted object of the same name, nor that of
+        a Service that has too many values by now.
         """
         if read.key is None:
             return []
         short = (read.key.namespace, read.key.name)
         if read.object is None:
-            if not self._is_another(short, read.uid):
+            if read.keeps_former and not self._is_another(short, read.uid):
                 return []
-            del self._hashes[short]
+            if self._hashes.pop(short, None) is None:
+                return []
             return [Change(self._kind, *short, None)]
         now = _hash(read.object)
         before = self._hashes.get(short)
@@ -128,7 +138,7 @@ class Inventory:
             changes += self.remove(namespace, name)
         return changes
 
-    def _report_all(self, namespace: str, messages: tuple[str, ...], *, kept: bool) -> None:
+    def _report_all(self, namespace: str, messages: tuple[str, ...], after: str) -> None:
         now = time.monotonic()
         if now - self._lines_since >= LINES_SECONDS:
             self._lines.clear()
@@ -137,7 +147,7 @@ class Inventory:
             self._lines[namespace] += 1
             if self._lines[namespace] > MOST_LINES:
                 break
-            self._report(message + ("; its last good state stays" if kept else ""))
+            self._report(message + after)
         if self._lines[namespace] == MOST_LINES + 1:
             where = f" of namespace {namespace}" if namespace else ""
             what = f"for {LINES_SECONDS:g} s no more errors in objects of kind {self._kind}{where} are logged"

@@ -15,8 +15,9 @@ from pyebpf_proxy.kube.api.inventory import Inventory
 from pyebpf_proxy.kube.catalogue import MOST_LINES, Catalogue
 from pyebpf_proxy.kube.decode import Decoded, UnreadableError, decode_json, decode_object, decode_yaml
 from pyebpf_proxy.kube.objects import EndpointSlice, Service
-from pyebpf_proxy.kube.source import Kind
+from pyebpf_proxy.kube.source import Change, Kind
 from pyebpf_proxy.kube.validation import MOST_ENTRIES
+from pyebpf_proxy.services.planner import Planner, PlanSettings
 from tests.support.cpu_time import cpu_limit
 from tests.support.fast_lab import slowness
 
@@ -86,15 +87,18 @@ def test_a_million_entries_create_no_objects(kind: Kind, data: bytes) -> None:
 
 
 @pytest.mark.parametrize(("kind", "data"), MILLIONS, ids=["source ranges", "endpoints"])
-def test_the_last_valid_state_stays(kind: Kind, data: bytes) -> None:
+def test_the_last_valid_state_stays_unless_others_may_have_its_addresses(kind: Kind, data: bytes) -> None:
     lines: list[str] = []
     inventory = Inventory(kind, lines.append)
     small = many(SERVICE if kind == "Service" else SLICE, RANGE if kind == "Service" else ENDPOINT, 2)
     assert len(inventory.change(inventory.read(small))) == 1
-    assert inventory.change(inventory.read(data)) == []
-    assert inventory.refused == 1
-    assert len(lines) == 1
-    assert lines[0].endswith("one object has more than 200000 values; its last good state stays")
+    for removed in ([Change(kind, "tenant", "big", None)] if kind == "Service" else []), []:
+        assert inventory.change(inventory.read(data)) == removed
+        assert inventory.refused == 1
+        assert len(lines) == 1
+    what = "it is not served" if kind == "Service" else "its last good state stays"
+    assert lines[0].endswith(f"one object has more than 200000 values; {what}")
+    assert len(inventory.change(inventory.read(small))) == (kind == "Service"), "it is served again"
 
     catalogue = Catalogue(lines.append, lines.append)
     catalogue.read("a.json", small)
@@ -125,6 +129,39 @@ def test_a_large_object_with_few_values_is_read() -> None:
     decoded = decode_object("Service", data)
     assert decoded.object is not None
     assert not decoded.messages
+
+
+def test_commas_of_annotations_are_no_values() -> None:
+    """The API server accepts 256 KiB of them."""
+    commas = 262_000
+    data = GOOD.replace(b'"name": "good"', b'"name": "good", "annotations": {"a": "%s"}' % (b"," * commas))
+    decoded = decode_object("Service", data)
+    assert decoded.object is not None
+    assert not decoded.messages
+    values = b'"spec": {"externalIPs": [%s], ' % b",".join([b'"1::"'] * (decode.MOST_VALUES + 1))
+    assert decode_object("Service", data.replace(b'"spec": {', values)).object is None
+    endless = data.replace(b"," * commas, b"," * MILLION)
+    assert decode_object("Service", endless).object is None, "no API server accepts it"
+
+
+def test_a_service_that_grows_too_large_keeps_no_address_of_another() -> None:
+    """A tenant's Service frees its NodePort, or ClusterIP, and has 200 000 values from then on."""
+
+    def service(namespace: str, node_port: int, created: int, external_ips: int = 0) -> bytes:
+        port = {"port": 80, "nodePort": node_port}
+        spec = {"clusterIP": f"10.96.0.{created}", "ports": [port], "externalIPs": ["1::"] * external_ips}
+        metadata = {"name": "a", "namespace": namespace, "creationTimestamp": f"2026-01-0{created}T00:00:00Z"}
+        return json.dumps({"metadata": metadata, "spec": {"type": "NodePort", **spec}}).encode()
+
+    inventory, planner = Inventory("Service", lambda text: None), Planner(PlanSettings("node1"))
+    for data in (
+        service("tenant", 30080, 1),
+        service("tenant", 30081, 1, external_ips=decode.MOST_VALUES),
+        service("victim", 30080, 2),
+    ):
+        planner.update(inventory.change(inventory.read(data)))
+    assert not planner.conflicts
+    assert [name.namespace for name in planner.names] == ["victim"]
 
 
 def test_a_number_of_more_than_64_bits_is_refused_in_every_service() -> None:
