@@ -336,6 +336,38 @@ def test_an_address_comes_back_from_a_service_port_that_it_was_given_to(loaded: 
     assert writer.problems == {}
 
 
+@pytest.mark.parametrize("later", [False, True])
+def test_a_service_port_that_does_not_fit_keeps_no_address_of_another(
+    loaded: Loaded, writer: Writer, later: bool
+) -> None:
+    """A tenant's Service frees its NodePort, but its many new endpoints do not fit, as long as the tenant likes."""
+    tenant, victim = name_of("tenant"), name_of("victim")
+    node_port = frontend("0.0.0.0", 30080, FrontendKind.NODE_PORT)
+    writer.apply({tenant: service(tenant, (), "10.0.0.1:80", frontends=(frontend("10.96.0.1"), node_port))})
+    many = [f"10.0.{1 + i // 250}.{1 + i % 250}:80" for i in range(SIZES["backends4"])]
+    freed = {tenant: service(tenant, (), *many, frontends=(frontend("10.96.0.1"),))}
+    taken = {victim: service(victim, (), "10.0.0.2:80", frontends=(frontend("10.96.0.2"), node_port))}
+    if later:
+        (problem,) = writer.apply(freed)
+        assert list(logical(loaded, complete=True)["shop/tenant:http/TCP/IPv4"]["frontends"]) == ["10.96.0.1:80/TCP"]
+        assert writer.apply(taken) == []
+    else:
+        (problem,) = writer.apply(freed | taken)
+    assert problem.name == tenant
+    assert set(writer.problems) == {tenant}
+    writer.collect()
+    served = logical(loaded, complete=True)
+    assert list(served["shop/victim:http/TCP/IPv4"]["frontends"]) == ["0.0.0.0:30080/TCP", "10.96.0.2:80/TCP"]
+    tenants = served["shop/tenant:http/TCP/IPv4"]
+    assert (list(tenants["frontends"]), tenants["cluster"]) == (["10.96.0.1:80/TCP"], ["10.0.0.1:80 remote"])
+    assert not writer._read_back.differs(writer._mirror, writer._version, False)
+    small = service(tenant, (), "10.0.0.3:80", frontends=(frontend("10.96.0.1"),))
+    assert writer.apply({tenant: small}) == []
+    assert writer.problems == {}
+    writer.collect()
+    assert logical(loaded, complete=True)["shop/tenant:http/TCP/IPv4"]["cluster"] == ["10.0.0.3:80 remote"]
+
+
 def test_a_serving_endpoint_stays_though_an_earlier_attempt_was_refused(loaded: Loaded) -> None:
     """What the earlier attempt had written is removed at once, not after the later one has written the same."""
     refused = False

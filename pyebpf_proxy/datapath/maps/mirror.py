@@ -67,6 +67,20 @@ class Mirror(State):
         change.gone = [(number, self._endpoint_key(name, e)) for e, number in old.backends.items()]
         return change
 
+    def plan_release(self, name: ServicePortName, wanted: ServicePort | None) -> Change | None:
+        """The change that only removes addresses that ``wanted`` does not have; None if there are none. It always fits.
+
+        For a service port that keeps its last good state: another one may have these addresses by now.
+        """
+        old = self.records.get(name)
+        if old is None or old.dirty or wanted is None:
+            return None
+        keep = {self.layouts.pack_frontend(name, f) for f in wanted.frontends}
+        kept = tuple(f for f in old.plan.frontends if self.layouts.pack_frontend(name, f) in keep)
+        if len(kept) == len(old.plan.frontends):
+            return None
+        return self.plan(name, msgspec.structs.replace(old.plan, frontends=kept), set())
+
     def plan(self, name: ServicePortName, wanted: ServicePort, released: set[bytes]) -> Change | None:
         """The change that brings the maps to ``wanted``; None if they match already.
 

@@ -178,7 +178,8 @@ class Writer:
     def apply(self, delta: Mapping[ServicePortName, ServicePort | None], complete: bool = False) -> list[Problem]:
         """Write changes; None removes a service port. Returns new or changed problems.
 
-        A service port that does not fit keeps its last good state, and is retried when entries were freed.
+        A service port that does not fit keeps its last good state, without the addresses that it should not have any
+        more, and is retried when entries were freed.
         ``complete``: there are no others. Those are removed in the same round, so that they keep no address.
         """
         before = dict(self.problems)
@@ -333,6 +334,8 @@ class Writer:
             if change.new is None and change.old is not None:
                 self._flip(change.old.id, 0)
             self._mirror.commit(change, self._garbage)
+            if change.name in failed:
+                continue  # only its former addresses were removed
             if change.failed is None and not change.conflicts:
                 self._settled(change.name)
             else:
@@ -340,7 +343,7 @@ class Writer:
         self._delete_orphans(reverted)
         for change in reverted:
             self._unsettled(change.name, todo, change.failed or "")
-        return failed + [change.name for change in reverted]
+        return [*failed, *(change.name for change in reverted)]
 
     def _settled(self, name: ServicePortName) -> None:
         self._pending.pop(name, None)
@@ -353,24 +356,24 @@ class Writer:
     def _plan(
         self,
         todo: Mapping[ServicePortName, ServicePort | None],
-    ) -> tuple[list[Change], list[ServicePortName]]:
+    ) -> tuple[list[Change], dict[ServicePortName, None]]:
         mirror = self._mirror
         released: set[bytes] = set()
         for name, wanted in todo.items():
             released |= mirror.released_by(name, wanted)
         changes: list[Change] = []
-        failed = []
+        failed: dict[ServicePortName, None] = {}
         for name, wanted in todo.items():
             try:
                 change = mirror.plan_removal(name) if wanted is None else mirror.plan(name, wanted, released)
             except MapFullError as error:
-                failed.append(name)
+                failed[name] = None
                 self._unsettled(name, todo, str(error))
-                continue
-            if change is None:
-                self._settled(name)
-            else:
+                change = mirror.plan_release(name, wanted)
+            if change is not None:
                 changes.append(change)
+            elif name not in failed:
+                self._settled(name)
         return changes, failed
 
     def _put(self, name: str, changes: list[Change]) -> None:
