@@ -107,7 +107,7 @@ class Open:
             return
         for _ in range(ACCEPTS):
             try:
-                accepted, _ = self._listener.accept()
+                accepted, peer = self._listener.accept()
             except (BlockingIOError, ConnectionAbortedError):
                 return
             except OSError as error:
@@ -117,9 +117,9 @@ class Open:
                 self._loop.call_later(1, self._again)
                 return
             try:
-                source = self._source(accepted)
+                source = self._source(accepted, peer)
             except OSError:
-                accepted.close()  # the peer has closed it already
+                accepted.close()  # no memory, for example
                 continue
             now = self._loop.time()
             if not local and self._is_refused(source, now):
@@ -146,10 +146,11 @@ class Open:
         # Another one of the source would be closed for it, perhaps just before it is answered.
         return full and (rest > 0 or bool(source.waiting))
 
-    def _source(self, accepted: socket.socket) -> Source:
+    def _source(self, accepted: socket.socket, peer: Any) -> Source:
+        # Not by getpeername(): a connection that the peer has already reset has no peer any more, but it costs, too.
         if accepted.family == socket.AF_UNIX:
             return self._sources.of(None, None)
-        return self._sources.of(accepted.getpeername()[0], accepted.getsockname()[0])
+        return self._sources.of(peer[0], accepted.getsockname()[0])
 
     def _connection(self, source: Source) -> asyncio.Protocol:
         if self._listener.fileno() < 0:

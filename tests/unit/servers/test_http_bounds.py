@@ -7,6 +7,8 @@ import asyncio
 import contextlib
 import http.client
 import socket
+import struct
+import threading
 import time
 import tracemalloc
 from pathlib import Path
@@ -377,6 +379,44 @@ def test_a_source_that_closes_its_connections_at_once_is_refused(monkeypatch: py
         assert not refused[0]
         assert any(refused)
         assert get(port).status == 200
+
+
+def test_a_source_that_resets_its_connections_before_they_are_accepted_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """When they are accepted, they have no peer any more."""
+    monkeypatch.setattr(server, "MOST_REST", 0.3)
+    monkeypatch.setattr(bounds, "is_own", lambda peer, here: peer == "127.0.0.1")
+    busy, go_on = threading.Event(), threading.Event()
+    ended = []
+    lost = Connection.connection_lost
+
+    def note(closed: Connection, error: Exception | None) -> None:
+        lost(closed, error)
+        ended.append(closed.source.own)
+
+    def wait(request: Request) -> Response:
+        busy.set()
+        assert go_on.wait(20)
+        return echo(request)
+
+    monkeypatch.setattr(Connection, "connection_lost", note)
+    with serving(wait) as (port, _):
+        until(lambda: ended)
+        monkeypatch.setattr(connection, "CONNECTION_SECONDS", 0.1)
+        node = threading.Thread(target=get, args=(port,))
+        node.start()
+        assert busy.wait(20)
+        for _ in range(5):
+            with socket.create_connection(("127.0.0.1", port), timeout=20, source_address=("127.0.0.2", 0)) as client:
+                client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        go_on.set()
+        node.join()
+        until(lambda: ended.count(False) == 5)
+        client = socket.create_connection(("127.0.0.1", port), timeout=20, source_address=("127.0.0.2", 0))
+        with client, contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            client.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert client.recv(1) == b""
 
 
 def test_an_address_of_an_ipv6_network_that_closes_its_connections_at_once_is_refused_early(
