@@ -69,11 +69,13 @@ class Disputes:
                 self._disputed.add(claim)
 
     def new_holders(self) -> set[tuple[str, str]]:
-        """Services that have an address which the cluster has allocated to another one since the last call.
+        """Services that have an address, or a health check node port, which the cluster has allocated to another one
+        since the last call.
 
-        The cluster allocates such an address only once: most likely, a change that frees it has not been planned yet.
+        The cluster allocates each only once: most likely, a change that frees it has not been planned yet.
         """
-        holders, self._holders = self._holders, set()
+        holders = self._holders | self.guard.holders
+        self._holders, self.guard.holders = set(), set()
         return holders
 
     def settle(self, remember: Remember) -> None:

@@ -48,6 +48,8 @@ class Guard:
         #: Health check node ports, as claims of NodePorts: the Services that have them, and had them at the last call.
         self._health_checks: dict[Claim, set[Key]] = {}
         self._health_checks_before: dict[Claim, frozenset[Key]] = {}
+        #: Services with a health check node port that others have got since this was emptied.
+        self.holders: set[Key] = set()
         #: The cluster's addresses have changed: every frontend must be checked again.
         self.changed = False
 
@@ -80,6 +82,7 @@ class Guard:
             holders = self._health_checks.setdefault(claim, set())
             self._health_checks_before.setdefault(claim, frozenset(holders))
             if claim in now:
+                self.holders |= holders
                 holders.add(key)
             else:
                 holders.discard(key)

@@ -65,6 +65,11 @@ def test_holders_of_addresses_that_the_cluster_has_allocated_to_others(planner: 
     assert not planner.new_holders(), "each is returned once"
     planner.update([service("e", "10.96.0.2")])
     assert planner.new_holders() == {("default", "b")}
+    checked = {"type": "LoadBalancer", "externalTrafficPolicy": "Local", "healthCheckNodePort": 30500}
+    planner.update([service("f", "10.96.0.6", **checked)])
+    assert not planner.new_holders()
+    planner.update([service("g", "10.96.0.7", **checked)])
+    assert planner.new_holders() == {("default", "f")}
 
 
 def test_a_slice_does_not_change_the_winner(planner: Planner) -> None:
