@@ -252,8 +252,8 @@ class DatapathConfiguration(_Section):
             alias="externalIPs",
             description="Which externalIPs of a Service are accepted. checked: not in a ServiceCIDR, not a NodePort of"
             " another namespace's Service on a Node's address, not where the kubelet, an API server or a health check"
-            " listens. strict: also no address of a Node. unchecked: all, as in kube-proxy. A refused address is logged"
-            " and gets an Event; see objects.md.",
+            " listens. strict: also no address of a Node. With an API server, only this Node is known. unchecked: all,"
+            " as in kube-proxy. A refused address is logged and gets an Event; see objects.md.",
         ),
     ] = "checked"
     fast_path: Annotated[

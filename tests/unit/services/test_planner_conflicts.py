@@ -72,6 +72,14 @@ def test_holders_of_addresses_that_the_cluster_has_allocated_to_others(planner: 
     assert planner.new_holders() == {("default", "f")}
 
 
+def test_addresses_of_nodes_that_are_not_known_are_like_others() -> None:
+    """With an API server, an agent knows its own Node only (docs/objects.md)."""
+    planner = Planner(PlanSettings(NODE, check="strict"))
+    planner.update([node(NODE, internal_ip="192.0.2.11")])
+    planner.update([service("a", "10.96.0.1", externalIPs=["192.0.2.11", "192.0.2.12"], ports=[{"port": 10250}])])
+    assert frontends(planner.get(name_of("a"))) == ["10.96.0.1:10250", "192.0.2.12:10250"]
+
+
 def test_a_slice_does_not_change_the_winner(planner: Planner) -> None:
     planner.update([service(name, f"10.96.0.{i}", externalIPs=["203.0.113.1"]) for i, name in ((1, "a"), (2, "b"))])
     delta = planner.update([endpoint_slice("b-1", "b", "10.244.1.1")])
