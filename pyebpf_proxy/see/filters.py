@@ -7,6 +7,7 @@ from collections.abc import Collection
 
 from pyebpf_proxy.see.answers import QuestionError, near
 from pyebpf_proxy.services.addresses import format_address, parse_address
+from pyebpf_proxy.services.pods import OR
 
 
 def split(word: str, fields: Collection[str], whose: str) -> tuple[str, str]:
@@ -33,8 +34,14 @@ def parse_place(value: str) -> tuple[bytes, str] | None:
 
 
 def means(value: str, text: str) -> bool:
-    """Whether ``value`` is ``text``, or ``text`` without its port (an address) or without its namespace (a name)."""
-    text = text.lower()
+    """Whether ``value`` is ``text``, or ``text`` without its port (an address) or without its namespace (a name).
+
+    ``text`` may be the names of several pods: then one of them is enough.
+    """
+    return any(_means(value, each) for each in text.lower().split(OR))
+
+
+def _means(value: str, text: str) -> bool:
     address, _, _ = text.rpartition(":")
     parts = {text, address, address.strip("[]"), text.partition("/")[2], text.partition("/")[2].partition(":")[0]}
     parts |= {text.partition(":")[0]} if "/" in text else set()

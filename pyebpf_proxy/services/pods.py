@@ -11,6 +11,8 @@ from collections.abc import Iterator, Sequence
 
 # Characters that no name contains: the separator of names, and the mark of an endpoint that is not a pod.
 _SEPARATOR, _NO_POD = "\0", "/"
+#: Between several names of one address.
+OR = " or "
 
 
 def packed(names: Sequence[str]) -> bytes:

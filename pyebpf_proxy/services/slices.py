@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 
 Key = tuple[str, str]
 
+#: How many pods of one address are named: so many of one namespace, and of so many namespaces.
+MOST_NAMES, MOST_NAMESPACES = 2, 4
+
 _NONE: Mapping[str, endpoints.SliceView] = {}
 
 
@@ -49,9 +52,12 @@ class Slices:
                 yield f"EndpointSlice {name}: {what}"
 
     def pods(self, addresses: Collection[bytes]) -> Mapping[bytes, str]:
-        """The pods with these addresses, ``namespace/name``. Safe in any thread."""
+        """The pods with these addresses, ``namespace/name``. Safe in any thread.
+
+        Slices may name several: those in the host's network share an address, and a tenant may name any address.
+        """
         wanted = frozenset(addresses)
-        found: dict[bytes, str] = {}
+        found: dict[bytes, dict[str, set[str]]] = {}
         for (namespace, _), views in list(self._of.items()):
             for view in list(views.values()):
                 if not view.pods:
@@ -59,8 +65,17 @@ class Slices:
                 here = [(i, address) for i, (address, _, _) in enumerate(view.members()) if address in wanted]
                 if here:
                     names = list(pods.unpacked(view.pods))
-                    found.update((address, f"{namespace}/{names[i]}") for i, address in here if names[i])
-        return found
+                    for i, address in here:
+                        of = found.setdefault(address, {})
+                        if names[i] and (namespace in of or len(of) < MOST_NAMESPACES):
+                            known = of.setdefault(namespace, set())
+                            if len(known) < MOST_NAMES:
+                                known.add(f"{namespace}/{names[i]}")
+        return {
+            address: pods.OR.join(sorted(name for known in of.values() for name in known))
+            for address, of in found.items()
+            if of
+        }
 
     def places(self, service: Key) -> frozenset[Place]:
         """Addresses, ports and protocols of all endpoints of a Service."""

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from pyebpf_proxy.kube.decode import decode_document
 from pyebpf_proxy.kube.source import Change
+from pyebpf_proxy.see.filters import means
 from pyebpf_proxy.services import pods
 from pyebpf_proxy.services.planner import Planner, PlanSettings
 
@@ -69,6 +70,18 @@ def planner() -> Planner:
 def test_the_planner_finds_the_pod_of_an_address(planner: Planner) -> None:
     asked = [bytes((10, 0, 0, last)) for last in range(1, 6)]
     assert planner.pods(asked) == {asked[0]: "shop/web-1", asked[2]: "test/web-3"}
+
+
+def test_a_tenant_does_not_rename_the_pods_of_others(planner: Planner) -> None:
+    """Its slice names the address, too."""
+    address = bytes((10, 0, 0, 1))
+    planner.update([made_slice("tenant", "x", endpoint("10.0.0.1", name="web-7"))])
+    planner.update([made_slice("shop", "web-c", endpoint("10.0.0.1", name="web-1"))])
+    both = "shop/web-1 or tenant/web-7"
+    assert planner.pods([address]) == {address: both}
+    assert [means(name, both) for name in ("web-1", "tenant/web-7", "web", "shop/web-7")] == [True, True, False, False]
+    planner.update([made_slice("tenant", f"y{i}", endpoint("10.0.0.1", name=f"z{i}")) for i in range(100)])
+    assert planner.pods([address]) == {address: f"{both} or tenant/z0"}
 
 
 def test_a_changed_name_is_known(planner: Planner) -> None:
