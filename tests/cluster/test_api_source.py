@@ -49,6 +49,23 @@ def test_the_selectors_choose(server: ApiServer, kubeconfig: Path) -> None:
         assert {change.name for change in source.changes} == {"kubernetes", "web", "web-1", "node1"}
 
 
+def test_a_service_keeps_no_address_with_an_object_that_the_server_accepts_and_the_agent_refuses(
+    server: ApiServer, kubeconfig: Path
+) -> None:
+    """256 KiB of commas as an annotation are no values. 200 000 external IPs are, and leave the Service unserved."""
+    ports = [{"name": "http", "port": 80, "protocol": "TCP", "nodePort": 30080}]
+    with following(kubeconfig) as source:
+        server.create(service("web", type="NodePort", ports=ports))
+        source.until(lambda: source.complete and "web" in source.names("Service"))
+        ports[0]["nodePort"] = 30081
+        server.patch(service("web"), {"metadata": {"annotations": {"commas": "," * 262_000}}, "spec": {"ports": ports}})
+        source.until(lambda: source.objects["Service", "web"].spec.ports[0].node_port == 30081)
+        ports[0]["nodePort"] = 30082
+        server.patch(service("web"), {"spec": {"externalIPs": ["1::"] * 210_000, "ports": ports}})
+        source.until(lambda: "web" not in source.names("Service"))
+        assert ["it is not served" in line for line in source.errors()] == [True]
+
+
 def test_a_change_arrives_soon(server: ApiServer, kubeconfig: Path) -> None:
     server.create(service("web"))
     server.create(slice_of("web"))
