@@ -344,7 +344,10 @@ class Connection(asyncio.Protocol):
         self._refused = True
         self._deadline = self._loop.time() + LINGER_SECONDS
         if self._transport.can_write_eof() and not self._transport.is_closing():
-            self._transport.write_eof()
+            try:
+                self._transport.write_eof()
+            except OSError:
+                self._transport.abort()  # the peer was closed already, and has reset the connection
 
     def _write(self, data: bytes | None) -> None:
         if data and not self._transport.is_closing():

@@ -419,6 +419,29 @@ def test_a_source_that_resets_its_connections_before_they_are_accepted_is_refuse
             assert client.recv(1) == b""
 
 
+def test_a_client_that_is_gone_when_it_is_refused_is_not_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its request is malformed, and its source must wait. A flood would fill the log."""
+    monkeypatch.setattr(bounds, "is_own", lambda peer, here: peer == "127.0.0.1")
+    ended = []
+    lost = Connection.connection_lost
+
+    def note(closed: Connection, error: Exception | None) -> None:
+        lost(closed, error)
+        ended.append(closed.source.own)
+
+    monkeypatch.setattr(Connection, "connection_lost", note)
+    with serving(echo) as (port, _):
+        until(lambda: ended)
+        for number, cost in enumerate((0.1, 0.0), 1):
+            monkeypatch.setattr(connection, "CONNECTION_SECONDS", cost)
+            with socket.create_connection(("127.0.0.1", port), timeout=20, source_address=("127.0.0.2", 0)) as client:
+                client.sendall(b"GET / HTTP/1.1\r\n\r\n")
+            until(lambda number=number: ended.count(False) == number)  # type: ignore[misc]
+    assert not caplog.records
+
+
 def test_an_address_of_an_ipv6_network_that_closes_its_connections_at_once_is_refused_early(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
