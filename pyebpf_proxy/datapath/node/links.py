@@ -39,6 +39,9 @@ LONGEST_RETRY_SECONDS = 60.0
 # other end of a veth that has just come up does not send, because its queue is started with the same lock. If the reply
 # to an ARP request is lost so, the kernel repeats the request a second later. The queue starts within this time.
 SETTLE_SECONDS = 0.005
+# The loop attaches programs for so long at a time. Then Service changes and the heartbeat of the fast path have their
+# turn: if 300 pods start at once, as after a reboot, all attachments together take several seconds.
+TURN_SECONDS = 0.1
 
 
 class NodeMap(Protocol):
@@ -150,6 +153,10 @@ class Node:
         self._attached: dict[int, str] = {}
         self._reattached: dict[int, list[float]] = {}
         self._failures: dict[int, _Failure] = {}
+        #: While :meth:`follow` follows the node: it calls :meth:`_go_on` as soon as others have had their turn.
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._next_turn: asyncio.Handle | None = None
+        self._error: Callable[..., None] = lambda text, error: None
         self._attachments = Attachments(directory, pins, use_tcx)
         try:
             self._follower = Follower()
@@ -306,9 +313,14 @@ class Node:
 
         descriptor = self.fileno()
         loop.add_reader(descriptor, read)
+        self._loop, self._error = loop, error
 
         def stop() -> None:
             loop.remove_reader(descriptor)
+            self._loop = None
+            if self._next_turn is not None:
+                self._next_turn.cancel()
+                self._next_turn = None
 
         return stop
 
@@ -359,16 +371,41 @@ class Node:
             return
         for index in [index for index in self._attached if index not in self._wanted.programs]:
             self._detach(index)
-        fresh = [(index, name) for index, name in self._wanted.programs.items() if self._attached.get(index) != name]
-        if any(index not in self._attached and index not in self._failures for index, _ in fresh):
+        if any(index not in self._attached and index not in self._failures for index in self._wanted.programs):
             time.sleep(SETTLE_SECONDS)
-        for index, name in fresh:
-            self._attach(index, name)
-        if fresh and self._see_others({index for index, _ in fresh}):
+        self._attach_wanted()
+
+    def _attach_wanted(self) -> None:
+        tried = self._attach_some()
+        if tried and self._see_others(tried):
             self._wanted = plan(self._follower.state, self._config)
             self._write()
         self._note_programs_behind()
         self.changed()
+
+    def _attach_some(self) -> set[int]:
+        """Attaches programs to the devices that lack them, for one turn. The ifindexes of those that were tried."""
+        fresh = [(index, name) for index, name in self._wanted.programs.items() if self._attached.get(index) != name]
+        # Those that have failed come last: otherwise each turn would begin with them.
+        fresh.sort(key=lambda device: device[0] in self._failures)
+        end = time.monotonic() + TURN_SECONDS
+        tried: set[int] = set()
+        for index, name in fresh:
+            if tried and self._loop is not None and time.monotonic() > end:
+                if index not in self._failures and self._next_turn is None:
+                    self._next_turn = self._loop.call_soon(self._go_on)
+                break
+            self._attach(index, name)
+            tried.add(index)
+        return tried
+
+    def _go_on(self) -> None:
+        """The next turn."""
+        self._next_turn = None
+        try:
+            self._attach_wanted()
+        except OSError as problem:
+            self._error("a change of devices could not be followed", error=str(problem))
 
     def _write(self) -> None:
         for name in self._wanted.unsupported:

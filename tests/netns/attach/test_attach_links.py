@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import ipaddress
 import json
@@ -24,7 +25,7 @@ from pyebpf_proxy.datapath.node.attachments import Attachments
 from pyebpf_proxy.datapath.node.follower import Follower
 from pyebpf_proxy.datapath.node.links import MAPS, Node
 from pyebpf_proxy.datapath.node.plan import NodeConfig, plan
-from tests.netns.attach.devices import carried, follow
+from tests.netns.attach.devices import DEADLINE, carried, follow
 from tests.netns.attach.router import Shell
 
 pytestmark = [pytest.mark.needs_netns, pytest.mark.needs_bpf, pytest.mark.usefixtures("namespace")]
@@ -255,6 +256,32 @@ def test_a_new_device_settles_before_it_gets_its_program(
     shell("ip link set v0 mtu 1400")
     follow(harness.node, lambda: harness.devices()["v0"].mtu == 1400)
     assert steps == []
+
+
+def test_many_new_devices_do_not_hold_up_the_loop(
+    harness: Harness, shell: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a thousand devices that came at once, a change of a Service waited for half a minute."""
+    monkeypatch.setattr(links, "TURN_SECONDS", 0.0)
+    harness.attach()
+    before = len(harness.node.attached)
+    seen: set[int] = set()
+    problems: list[str] = []
+
+    async def follow_node() -> None:
+        stop = harness.node.follow(asyncio.get_running_loop(), lambda text, error: problems.append(f"{text}: {error}"))
+        shell("".join(f"ip link add v{i} type veth peer name v{i + 1}; " for i in range(0, 8, 2)))
+        async with asyncio.timeout(DEADLINE):
+            while len(harness.node.attached) < before + 8:
+                await asyncio.sleep(0)
+                seen.add(len(harness.node.attached) - before)
+        stop()
+
+    asyncio.run(follow_node())
+    assert len(seen & set(range(1, 8))) >= 4, "the loop's other work has its turn between the devices"
+    assert not problems
+    for i in range(8):
+        assert carried(f"v{i}") == (["tc_ethernet"], ["tc_egress"])
 
 
 def test_a_device_without_ethernet_header_gets_the_other_program(harness: Harness, shell: Shell) -> None:
