@@ -90,6 +90,8 @@ class Follower:
             self.refresh()
             seen.changed = True
             seen.gone = before - set(self.state.links)
+            for index in seen.gone:
+                self._peers.forget(index)
             seen.filters = set(self.state.links)
             return seen
         for kind, _, _, message in chain.from_iterable(messages(data) for data in received if data):

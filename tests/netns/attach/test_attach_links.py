@@ -536,6 +536,28 @@ def test_lost_messages_cause_a_full_read(
     harness.node.close()
 
 
+def test_what_is_known_of_a_device_that_left_while_messages_were_lost_is_forgotten(
+    namespace: None, tmp_path: Path, programs: Object, bpffs: Path, shell: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pods come and go for months."""
+    far = f"pep-far-{os.getpid()}"
+    shell(f"ip netns add {far}; ip link add v0 type veth peer name v1 netns {far}")
+    try:
+        harness = Harness(tmp_path, programs, bpffs)
+        seen = harness.node._follower
+        index = socket.if_nametoindex("v0")
+        assert index in seen._peers._answers
+        shell("ip link del v0")
+        received = seen._events.received
+        monkeypatch.setattr(seen._events, "received", lambda: [*received(), None])
+        harness.node.read()
+        assert index not in harness.node.indexes
+        assert index not in seen._peers._answers
+        harness.node.close()
+    finally:
+        shell(f"ip netns del {far}")
+
+
 def as_ip_shows_it(shell: Shell) -> tuple[dict[str, Entry], dict[str, bool], dict[str, bool]]:
     """The test's devices where packets enter, the node's addresses, and which are secondary, according to iproute2."""
     links = {link["ifname"]: link for link in json.loads(shell("ip -j -d addr show"))}
