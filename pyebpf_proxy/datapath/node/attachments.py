@@ -104,8 +104,11 @@ class Attachments:
             return False
 
     def tidy(self, devices: Mapping[int, object]) -> None:
-        """Removes the pins of devices that are gone."""
+        """Removes the pins and records of devices that are gone."""
         self._links.tidy(devices)
+        for index, _ in self._filters.recorded():
+            if index not in devices:
+                self._filters.forget(index)
 
     def ingress_programs(self) -> dict[int, int]:
         """The id of the ingress program, by device."""

@@ -330,6 +330,19 @@ def test_a_device_that_stops_being_an_entrance_loses_its_filter(harness: Harness
     assert "clsact" not in shell("tc qdisc show dev br0")
 
 
+def test_a_device_that_left_while_no_agent_ran_leaves_nothing(harness: Harness, shell: Shell) -> None:
+    """Its number may be that of another device later, whose clsact belongs to other software."""
+    shell("ip link add v0 index 7000 type veth peer name v1 index 7001")
+    follow(harness.node, lambda: {7000, 7001} <= harness.node.indexes)
+    harness.attach()
+    harness.node.close()
+    shell("ip link del v0")
+    harness.start()
+    harness.attach()
+    left = [*harness.directory.glob("clsact/700*"), *(harness.bpffs / "tcx").glob("700*")]
+    assert not left
+
+
 def test_a_restart_replaces_programs_and_rewrites_no_right_entry(harness: Harness, shell: Shell) -> None:
     shell(f"{NO_LINK_LOCAL}; ip link add v0 type veth peer name v1")
     shell("ip addr add 10.1.0.1/24 dev v0; ip link set v0 up; ip link set v1 up")
