@@ -123,10 +123,13 @@ static __always_inline bool is_for(struct context *ctx, const __u8 *mac)
 	return frame && same_mac(frame, mac);
 }
 
-/* Not known here. Packets that are not sent go on to tc. */
-static __always_inline bool is_for_other_host(struct context *ctx __attribute__((unused)))
+/* The kernel drops such frames only after XDP.  tc_ethernet leaves them alone. */
+static __always_inline bool is_for_other_host(struct context *ctx)
 {
-	return false;
+	__u32 ifindex = ctx->ingress_ifindex;
+	struct xdp_device *device = bpf_map_lookup_elem(&xdp_devices, &ifindex);
+
+	return !device || !is_for(ctx, device->mac);
 }
 
 /*

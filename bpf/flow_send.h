@@ -509,7 +509,7 @@ static __always_inline void note_exchanged(struct exchange_head *head, bool repl
 static __always_inline bool came_in_right(struct context *ctx, const struct flow_rewrite *a, __u32 device)
 {
 	if (unlikely(!a->device_in))
-		return true;
+		return HOOK == AT_TC || !is_for_other_host(ctx);
 	if (unlikely(a->device_in != device)) {
 		count_left(STACK_OTHER_DEVICE);
 		return false;
@@ -672,7 +672,8 @@ static __always_inline int send_by_table(struct context *ctx, struct packet *p, 
 	if (unlikely(!known || was_reused(&known->rewrite, tag_of(p))))
 		return NOT_KNOWN;
 	a = &known->rewrite;
-	if (unlikely(is_new_connection(p)) && !known->young && awaits_restoration(p, a, known)) {
+	if (unlikely(is_new_connection(p)) && !known->young && (HOOK == AT_TC || !is_for_other_host(ctx)) &&
+	    awaits_restoration(p, a, known)) {
 		drop_until_promotion(p, device, known->service);
 		return DROPPED;
 	}

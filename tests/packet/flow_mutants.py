@@ -437,6 +437,12 @@ FLOW_MUTANTS: dict[str, tuple[str, str, str]] = {
         "return p->protocol == UDP && is_node_address(&p->destination, p->ipv6);",
         "return 0;",
     ),
+    "XDP: a SYN for another host waits": ("flow_send.h", " && (HOOK == AT_TC || !is_for_other_host(ctx)) &&", " &&"),
+    "XDP: frames for other hosts change entries": (
+        "flow_send.h",
+        "return HOOK == AT_TC || !is_for_other_host(ctx);",
+        "return true;",
+    ),
     "came in elsewhere: to the kernel": ("flow_send.h", "awaits_promotion(p, a, known)) {", "false) {"),
     "came in elsewhere: has vanished": (
         "flow_send.h",
@@ -609,8 +615,8 @@ FLOW_MUTANTS: dict[str, tuple[str, str, str]] = {
     "flows: a RST with unknown numbers was forged": ("flow_send.h", " || !other->acknowledged)\n", ")\n"),
     "flows: no SYN waits": (
         "flow_send.h",
-        "if (unlikely(is_new_connection(p)) && !known->young && awaits_restoration(p, a, known))",
-        "if (false)",
+        "\t    awaits_restoration(p, a, known)) {",
+        "\t    false) {",
     ),
     "flows: a SYN waits only until the agent is asked": (
         "flow_send.h",

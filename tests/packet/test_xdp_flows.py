@@ -11,6 +11,7 @@ from scapy.layers.inet import TCP, UDP
 from scapy.layers.l2 import Ether
 from scapy.packet import Packet, Raw
 
+from pyebpf_proxy.common.bpf_constants import RESTORE
 from pyebpf_proxy.datapath.connections import tracked_clients
 from pyebpf_proxy.datapath.loader.libbpf import RunResult
 from tests.packet.fast_node import (
@@ -31,7 +32,7 @@ from tests.packet.fast_node import (
     reset_counters,
     young,
 )
-from tests.packet.program_node import GO_ON, SHOT, XDP_PASS, XDP_REDIRECT, XDP_TX, ProgramNode, insert_entry
+from tests.packet.program_node import GO_ON, SHOT, XDP_DROP, XDP_PASS, XDP_REDIRECT, XDP_TX, ProgramNode, insert_entry
 
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
 
@@ -343,6 +344,32 @@ def test_the_kernel_sees_the_end_of_its_flow(fast: ProgramNode, flags: str) -> N
     assert run_through_xdp(flow, frame=flow.frame(flags=flags)).retval == XDP_PASS
     for reply in (False, True):
         assert flow.entry(reply)["confirmed_until"] <= now()  # type: ignore[index]
+
+
+def test_a_syn_waits_for_a_restoration_only_if_it_is_for_this_node(fast: ProgramNode) -> None:
+    flow = learned_flow(fast)
+    flow.write(promote=RESTORE)
+    frame = flow.frame(flags="S", size=0)
+    assert run_through_xdp(flow, frame=frame).retval == XDP_DROP
+    assert fast.reasons() == {"DROP_AWAITING_PROMOTION": 1}
+    frame[Ether].dst = "02:00:00:00:00:03"
+    assert run_through_xdp(flow, frame=frame).retval == XDP_PASS
+    assert flow.run(frame=frame).retval == GO_ON
+    assert fast.reasons() == {"DROP_AWAITING_PROMOTION": 1}
+
+
+@pytest.mark.parametrize("flags", ["A", "R", "S"])
+def test_frames_for_another_host_change_no_entry_without_a_device(fast: ProgramNode, flags: str) -> None:
+    """The entry of a flow that conntrack had before has none until a packet has left."""
+    flow = learned_flow(fast)
+    for reply in (False, True):
+        flow.write(reply, confirmed_until=0)
+        flow.write_rewrite(reply, device_in=0, mac_in=bytes(6))
+    before = [flow.entry(False), flow.entry(True)]
+    frame = flow.frame(flags=flags, seq=77777)
+    frame[Ether].dst = "02:00:00:00:00:03"
+    assert run_through_xdp(flow, frame=frame).retval == XDP_PASS
+    assert [flow.entry(False), flow.entry(True)] == before
 
 
 def test_a_reset_in_sequence_ends_a_young_flow(fast: ProgramNode) -> None:
