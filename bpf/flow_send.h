@@ -398,6 +398,9 @@ static __noinline int note_ending(const struct packet *p, const struct flow_rewr
 	unconfirm_from(known, now);
 	if (other)
 		unconfirm_from(other, now);
+	/* tc gets the packet next, and judges it.  If it did so a second time, it would take it for a repeated one. */
+	if (HOOK == AT_XDP && !settings.xdp_generic)
+		return 0;
 	/* Not the answer to a SYN: a host that has restarted knows no numbers. */
 	if (other && !other->closing && known->closing < CLOSING_IN_SEQUENCE && is_out_of_sequence(p, known, other)) {
 		known->promote = RESTORE;
@@ -408,7 +411,7 @@ static __noinline int note_ending(const struct packet *p, const struct flow_rewr
 		if (other && ((known->closing && other->closing) || known->closing >= CLOSING_IN_SEQUENCE ||
 			      other->closing >= CLOSING_IN_SEQUENCE))
 			known->acknowledged = other->acknowledged = 0;
-		/* The next connection with these ports.  tc may get the packet after XDP. */
+		/* The next connection with these ports. */
 		if (known->closing >= CLOSING_IN_SEQUENCE)
 			closing = CLOSING_BY_RESET;
 		if (other && other->closing == CLOSING_IN_SEQUENCE) {

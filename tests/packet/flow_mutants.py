@@ -443,6 +443,11 @@ FLOW_MUTANTS: dict[str, tuple[str, str, str]] = {
         "return HOOK == AT_TC || !is_for_other_host(ctx);",
         "return true;",
     ),
+    "XDP: the end of a kernel's flow is judged twice": (
+        "flow_send.h",
+        "if (HOOK == AT_XDP && !settings.xdp_generic)",
+        "if (false)",
+    ),
     "came in elsewhere: to the kernel": ("flow_send.h", "awaits_promotion(p, a, known)) {", "false) {"),
     "came in elsewhere: has vanished": (
         "flow_send.h",

@@ -372,6 +372,29 @@ def test_frames_for_another_host_change_no_entry_without_a_device(fast: ProgramN
     assert [flow.entry(False), flow.entry(True)] == before
 
 
+@pytest.mark.parametrize(
+    ("flags", "seq", "closing", "other"),
+    [("S", 1000, 0, 1), ("FA", 5000 + (100 << 20), 2, 0)],
+    ids=["a SYN after the other side's FIN", "a FIN out of sequence after a RST"],
+)
+def test_tc_alone_judges_the_end_of_a_kernels_flow(
+    fast: ProgramNode, flags: str, seq: int, closing: int, other: int
+) -> None:
+    """Judged twice, the packet would be taken for a repeated one."""
+    found = []
+    for through_xdp, sport in ((False, 40000), (True, 40007)):
+        flow = learned_flow(fast, sport=sport)
+        flow.write(closing=closing, acknowledged=4000)
+        flow.write(True, closing=other, acknowledged=5000)
+        frame = flow.frame(flags=flags, size=0, seq=seq)
+        if through_xdp:
+            assert run_through_xdp(flow, frame=frame).retval == XDP_PASS
+        assert flow.run(frame=frame).retval == GO_ON
+        entries = [flow.entry(reply) for reply in (False, True)]
+        found.append([(each["acknowledged"], each["closing"], each["promote"]) for each in entries])  # type: ignore[index]
+    assert found[0] == found[1]
+
+
 def test_a_reset_in_sequence_ends_a_young_flow(fast: ProgramNode) -> None:
     flow = young(fast)
     flow.answer()
