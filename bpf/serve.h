@@ -154,9 +154,10 @@ static __always_inline int open_flow(struct context *ctx, struct packet *p, cons
 		if (opened == ASK_PORT)
 			opened = SLOW_NO_PORT;
 		/*
-		 * Also when there is no space: the flow in the next slot of recent_flows is removed if it is complete.
+		 * Also when there is no space: the flow in the next slot of recent_flows is removed if it is complete.  After
+		 * XDP, tc does that.
 		 */
-		if (opened == NOT_SLOW || opened == SLOW_QUOTA || opened == SLOW_TABLE_FULL)
+		if (opened == NOT_SLOW || (HOOK == AT_TC && (opened == SLOW_QUOTA || opened == SLOW_TABLE_FULL)))
 			note_recent((const struct flow_key *)p, !opened);
 		slow = opened == OPENED_EXCHANGE ? NOT_SLOW : opened;
 		if (!slow)

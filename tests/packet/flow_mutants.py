@@ -448,6 +448,11 @@ FLOW_MUTANTS: dict[str, tuple[str, str, str]] = {
         "if (HOOK == AT_XDP && !settings.xdp_generic)",
         "if (false)",
     ),
+    "XDP: makes space for what it leaves": (
+        "serve.h",
+        "(HOOK == AT_TC && (opened == SLOW_QUOTA || opened == SLOW_TABLE_FULL))",
+        "opened == SLOW_QUOTA || opened == SLOW_TABLE_FULL",
+    ),
     "came in elsewhere: to the kernel": ("flow_send.h", "awaits_promotion(p, a, known)) {", "false) {"),
     "came in elsewhere: has vanished": (
         "flow_send.h",

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,6 +21,7 @@ from tests.packet.fast_node import (
     SECOND,
     VARIANTS,
     Flow,
+    close,
     device,
     fast_node,
     filtering_node,
@@ -30,6 +32,7 @@ from tests.packet.fast_node import (
     open_in_slot_of,
     records,
     reset_counters,
+    rewind_recent_flows,
     young,
 )
 from tests.packet.program_node import GO_ON, SHOT, XDP_DROP, XDP_PASS, XDP_REDIRECT, XDP_TX, ProgramNode, insert_entry
@@ -393,6 +396,21 @@ def test_tc_alone_judges_the_end_of_a_kernels_flow(
         entries = [flow.entry(reply) for reply in (False, True)]
         found.append([(each["acknowledged"], each["closing"], each["promote"]) for each in entries])  # type: ignore[index]
     assert found[0] == found[1]
+
+
+def test_xdp_removes_no_flow_if_it_has_no_space_for_the_new_one(node: ProgramNode) -> None:
+    """tc gets the packet next, and removes one."""
+    with one_cpu():
+        fast = filtering_node(node, xdp=1, flow_quota=1)
+        flow = young(fast)
+        close(flow)
+        time.sleep(0.06)  # until it is complete
+        rewind_recent_flows(fast)
+        frame = Flow(fast, sport=43000).frame(flags="S", size=0)
+        assert run_through_xdp(flow, frame=frame).retval == XDP_PASS
+        assert flow.entries() == [False, True]
+        assert flow.run(frame=frame).retval == GO_ON
+        assert flow.entries() == []
 
 
 def test_a_reset_in_sequence_ends_a_young_flow(fast: ProgramNode) -> None:
