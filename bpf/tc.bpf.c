@@ -208,8 +208,11 @@ static __always_inline int leave(struct __sk_buff *skb, const struct packet *p, 
 		return DROPPED;
 	}
 	from_endpoint = fast && (verdict == NOT_KNOWN || is_syn_ack(p)) && comes_from_endpoint(p);
-	/* A datagram keeps conntrack's entry, although the client sends nothing. */
-	if (from_endpoint && p->protocol == UDP)
+	/*
+	 * A datagram keeps conntrack's entry, although the client sends nothing.  If its sender owns a frontend's address, as
+	 * the host of an external IP does, the answer to it looks like a first packet for the Service.
+	 */
+	if (fast && verdict == NOT_KNOWN && p->protocol == UDP && has_hinted_source(p))
 		note_left(p, true);
 	if (bridge_port && p->starts_flow && settings.conntrack_lookup)
 		note_bridged(skb, p);

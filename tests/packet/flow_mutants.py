@@ -453,6 +453,11 @@ FLOW_MUTANTS: dict[str, tuple[str, str, str]] = {
         "(HOOK == AT_TC && (opened == SLOW_QUOTA || opened == SLOW_TABLE_FULL))",
         "opened == SLOW_QUOTA || opened == SLOW_TABLE_FULL",
     ),
+    "XDP: drops answers to the host of an external IP": (
+        "tc.bpf.c",
+        "p->protocol == UDP && has_hinted_source(p))\n\t\tnote_left",
+        "p->protocol == UDP && from_endpoint)\n\t\tnote_left",
+    ),
     "came in elsewhere: to the kernel": ("flow_send.h", "awaits_promotion(p, a, known)) {", "false) {"),
     "came in elsewhere: has vanished": (
         "flow_send.h",

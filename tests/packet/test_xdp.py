@@ -238,6 +238,18 @@ def test_a_reply_to_a_port_that_is_also_a_frontends_is_not_dropped(tracking: Pro
     assert tracking.run("tc_ethernet", frame).retval == GO_ON
 
 
+def test_an_answer_to_the_host_of_an_external_ip_is_not_dropped(tracking: ProgramNode) -> None:
+    """The host is behind this node, and its datagram came first."""
+    tracking.service(["remote"], protocol="udp", external_local=1)
+    first = tracking.udp("external_ip", "client", 40000, sport=80)
+    assert tracking.run("tc_ethernet", first, "pods").retval == GO_ON
+    insert_entry(tracking, "udp", "external_ip", "client", 80, 40000, "-u", "SEEN_REPLY,ASSURED")
+    answer = tracking.udp("client", "external_ip", 80)
+    assert tracking.run_xdp(answer).retval == XDP_PASS
+    assert tracking.run("tc_ethernet", answer).retval == GO_ON
+    assert not tracking.reasons()
+
+
 @pytest.mark.parametrize("protocol", ["tcp", "udp"])
 def test_a_known_flow_does_not_renew_session_affinity(tracking: ProgramNode, protocol: str) -> None:
     tracking.service(["remote", "outside"], protocol=protocol, affinity_seconds=100)
