@@ -140,6 +140,8 @@ class Round:
     name: str
     seed: int
     counts: Counter[str]
+    #: Of the programs; by default those of the world's name.
+    settings: dict[str, int] = field(default_factory=dict)
     rules: Rules = field(init=False)
     live: dict[Ends, Live] = field(default_factory=dict)
     fragments: dict[bytes, Live] = field(default_factory=dict)
@@ -151,8 +153,8 @@ class Round:
         self.layout = world.object.btf.struct("flow_key")
         self.rng = random.Random(self.seed)
         self.size = 4 if world.family == 4 else 16
-        world.load(**SETTINGS[self.name])
-        settings = SETTINGS[self.name]
+        settings = self.settings or SETTINGS[self.name]
+        world.load(**settings)
         self.loopback_dropped = bool(settings.get("localhost_node_ports"))
         self.rules = Rules(
             "10.244.0.0/16" if world.family == 4 else "fd00:10:244::/48",
@@ -560,7 +562,7 @@ class Round:
 
     def _entry(self, ends: Ends) -> bytes | None:
         """The entry of packets with these ends: of the flow table, or of an exchange."""
-        key = self._key(ends)
+        key = self.key(ends)
         if (value := self.world.object.maps["flows"].lookup(key)) is not None:
             return value
         if exchange := Exchange.of(self.world, key, ends.source, ends.source_port):
@@ -571,7 +573,7 @@ class Round:
     def _is_known(self, ends: Ends) -> bool:
         return self._entry(ends) is not None
 
-    def _key(self, ends: Ends) -> bytes:
+    def key(self, ends: Ends) -> bytes:
         key: bytes = self.layout.pack(
             source=ends.source.ljust(16, b"\0"), destination=ends.destination.ljust(16, b"\0"),
             source_port=ends.source_port, destination_port=ends.destination_port, protocol=ends.protocol,

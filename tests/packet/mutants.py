@@ -189,7 +189,7 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
 MUTANTS |= FLOW_MUTANTS
 
 
-_XDP = ("test_xdp.py", "test_xdp_flows.py")
+_XDP = ("test_xdp.py", "test_xdp_flows.py", "test_xdp_search.py")
 _FLOWS = tuple(
     f"test_{name}.py"
     for name in ("permits", "kernel_flows", "recent_flows", "sweep", "young_ends", "young_flows", "young_ports")
