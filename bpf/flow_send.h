@@ -521,14 +521,18 @@ static __always_inline bool came_in_right(struct context *ctx, const struct flow
 }
 
 /*
- * A packet came in by another device than its flow's.  True: that device is gone, so this is the client, by a new one,
- * and the flow's links lead nowhere.
+ * A packet came in by another device than its flow's.  True: that device is gone or down, so this is the client, by
+ * another one, and the flow's links lead nowhere.
  */
 static __always_inline bool has_lost_device(const struct flow_rewrite *a, __u32 device)
 {
 	__u32 before = a->device_in;
+	struct node_device *d;
 
-	return before && before != device && !bpf_map_lookup_elem(&devices, &before);
+	if (!before || before == device)
+		return false;
+	d = bpf_map_lookup_elem(&devices, &before);
+	return !d || !d->mtu;
 }
 
 /*

@@ -48,7 +48,7 @@ struct node_device {
 	__u8 bridge_mac[6];
 	__u8 pod_source;	/* detectLocalMode by interface: packets from here come from a pod */
 	enum redirect_mode redirect;
-	__u32 mtu;
+	__u32 mtu;		/* 0: the device is down */
 };
 
 struct {

@@ -450,6 +450,7 @@ class Link(NamedTuple):
     loopback: bool
     #: "veth", "bridge" and so on; empty: none.
     kind: str
+    #: 0 while it is down or not connected.
     mtu: int
     mac: str
     #: The index of the device to which it belongs; 0: none.
@@ -468,7 +469,7 @@ def links() -> list[Link]:
             packed = entry.get(_IFA_LOCAL, entry[_IFA_ADDRESS])
             addresses.setdefault(struct.unpack_from("=I", raw, 4)[0], []).append(text_of(packed))
         for raw in _dump(route, _GETLINK, bytes(16)):
-            kind, index = struct.unpack_from("=Hi", raw, 2)
+            kind, index, flags = struct.unpack_from("=HiI", raw, 2)
             entry = dict(_attributes(raw, 16))
             info = dict(_attributes(entry.get(_LINKINFO, b""), 0))
             found.append(
@@ -477,7 +478,7 @@ def links() -> list[Link]:
                     _text(entry[_IFNAME]),
                     kind == _LOOPBACK,
                     _text(info.get(_KIND, b"")),
-                    U32.unpack(entry[_MTU])[0],
+                    U32.unpack(entry[_MTU])[0] if flags & _SENDS == _SENDS else 0,
                     entry.get(_MAC, b"").hex(":"),
                     U32.unpack(entry.get(_MASTER, bytes(4)))[0],
                     tuple(addresses.get(index, ())),
@@ -489,6 +490,7 @@ def links() -> list[Link]:
 # rtnetlink(7), linux/netfilter/nf_tables.h
 _NETLINK_NETFILTER, _GETGEN, _REQUEST, _GEN_ID = 12, 10 << 8 | 16, 1, 1
 _NETLINK_ROUTE, _GETLINK, _GETADDR, _LOOPBACK = 0, 18, 22, 772
+_SENDS = 0x10001  # IFF_UP, IFF_LOWER_UP
 _REQUEST_DUMP, _INTERRUPTED, _ERROR, _DONE = 0x301, 0x10, 2, 3
 _MAC, _IFNAME, _MTU, _MASTER, _LINKINFO, _KIND, _IFA_ADDRESS, _IFA_LOCAL = 1, 3, 4, 10, 18, 1, 1, 2
 _HEADER = struct.Struct("=IHHII")

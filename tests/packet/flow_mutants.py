@@ -259,16 +259,9 @@ FLOW_MUTANTS: dict[str, tuple[str, str, str]] = {
         "if (!plain || !has_permit(p, &x->there, &x->reply))",
         "if (!plain)",
     ),
-    "renewal: a client with a new device is another one": (
-        "flow_send.h",
-        "return before && before != device && !bpf_map_lookup_elem(&devices, &before);",
-        "return false;",
-    ),
-    "renewal: a forger is a client with a new device": (
-        "flow_send.h",
-        "return before && before != device && !bpf_map_lookup_elem(&devices, &before);",
-        "return before && before != device;",
-    ),
+    "renewal: a client with a new device is another one": ("flow_send.h", "return !d || !d->mtu;", "return false;"),
+    "renewal: a forger is a client with a new device": ("flow_send.h", "return !d || !d->mtu;", "return true;"),
+    "renewal: a device that is down is still the client's": ("flow_send.h", "return !d || !d->mtu;", "return !d;"),
     "renewal: an answer shows a new device": (
         "flow_send.h",
         "if (HOOK == AT_XDP || reply || !has_lost",

@@ -273,18 +273,28 @@ def test_an_answered_flow_goes_on_and_is_promoted_if_routes_change(
     assert flow.entries() == BOTH
 
 
+def lose_device(world: ProgramNode, name: str, how: str) -> None:
+    devices, key = world.object.maps["devices"], world.devices[name].to_bytes(4, "little")
+    if how == "gone":
+        devices.delete(key)
+        return
+    layout = world.object.btf.struct("node_device")
+    devices.update(key, layout.pack(**{**layout.unpack(devices.lookup(key) or b""), "mtu": 0}))
+
+
+@pytest.mark.parametrize("how", ["gone", "down"])
 @WHERE
-def test_a_client_whose_device_is_replaced_keeps_its_endpoint(fast: ProgramNode, in_table: bool) -> None:
-    """Answers would leave by the device that is gone. As long as it is there, the packets may be forged."""
+def test_a_client_whose_device_is_replaced_keeps_its_endpoint(fast: ProgramNode, in_table: bool, how: str) -> None:
+    """Answers would leave by the device that is gone. As long as it is there and up, the packets may be forged."""
     flow = answered(fast, in_table)
     kept = add_choices(fast)
     frame = bytes(flow.frame())
     assert flow.run(frame=frame, by="nic").retval == GO_ON
     assert flow.entries() == BOTH
-    fast.object.maps["devices"].delete(fast.devices["nic"].to_bytes(4, "little"))
+    lose_device(fast, "nic", how)
     answer = flow.run(reply=True, by="pods")
     assert (answer.retval, flow.entries()) == (GO_ON, BOTH), "only the client's packets show that it is back"
-    fast.object.maps["devices"].delete(fast.devices["pods"].to_bytes(4, "little"))
+    lose_device(fast, "pods", how)
     found = flow.run(frame=frame, by="nic")
     assert (found.retval, found.data) == (GO_ON, frame)
     assert found.skb is not None

@@ -58,7 +58,7 @@ IFLA_VXLAN_COLLECT_METADATA, IFLA_GENEVE_COLLECT_METADATA = 25, 6
 IFLA_XDP_ATTACHED, IFLA_XDP_PROG_ID = 2, 4
 XDP_ATTACHED_DRV, XDP_ATTACHED_MULTI = 1, 4
 # include/uapi/linux/if.h
-IFF_UP = 1
+IFF_UP, IFF_LOWER_UP = 1, 0x10000
 # include/uapi/linux/if_addr.h
 IFADDRMSG = Struct("=BBBBI")  # family, prefix length, flags, scope, index
 IFA_ADDRESS, IFA_LOCAL, IFA_FLAGS = 1, 2, 8

@@ -191,6 +191,7 @@ def _link(message: bytes) -> Link:
         # A number of vxlan, a flag of geneve.
         external=data.get(_EXTERNAL.get(kind, 0), b"\0") != b"\0",
         up=bool(flags & uapi.IFF_UP),
+        carrier=bool(flags & uapi.IFF_LOWER_UP),
     )
 
 

@@ -77,6 +77,13 @@ class Link(NamedTuple):
     external: bool = False
     #: Not switched off by an administrator (IFF_UP).
     up: bool = True
+    #: Connected, as far as its driver knows (IFF_LOWER_UP).
+    carrier: bool = True
+
+    @property
+    def usable_mtu(self) -> int:
+        """The MTU in bytes; 0 while it sends nothing."""
+        return self.mtu if self.up and self.carrier else 0
 
 
 class Others(NamedTuple):
@@ -180,7 +187,7 @@ def plan(state: State, config: NodeConfig) -> Wanted:
             unsupported.append(link.name)
         elif link.kind == "bridge" and (redirect := redirect_of(link, state, config)[0]):
             # A bridge is not an entrance, but packets leave by it, and packets of its ports come in by it.
-            wanted.devices[link.ifindex] = Device(redirect=redirect, mtu=link.mtu)
+            wanted.devices[link.ifindex] = Device(redirect=redirect, mtu=link.usable_mtu)
     wanted.unsupported = tuple(sorted(unsupported))
     wanted.node_addresses = _node_addresses(state.addresses.values(), config)
     return wanted
@@ -205,8 +212,8 @@ def _device(link: Link, links: Mapping[int, Link], config: NodeConfig, redirect:
     prefix = config.interface_name_prefix
     pod_source = seen_as == config.bridge_interface if prefix is None else seen_as.startswith(prefix)
     if bridge is None:
-        return Device(pod_source=pod_source, redirect=redirect, mtu=link.mtu)
-    return Device(bridge.ifindex, bridge.mac, pod_source, redirect, link.mtu)
+        return Device(pod_source=pod_source, redirect=redirect, mtu=link.usable_mtu)
+    return Device(bridge.ifindex, bridge.mac, pod_source, redirect, link.usable_mtu)
 
 
 def _bridge(link: Link, links: Mapping[int, Link]) -> Link | None:

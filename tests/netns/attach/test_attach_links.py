@@ -12,6 +12,7 @@ import random
 import re
 import socket
 import struct
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,7 +36,7 @@ MADE = re.compile(r"(v|t|br)\d")
 
 
 class Entry(NamedTuple):
-    """A device in the programs' map: its bridge ("": none) and the bridge's address."""
+    """A device in the programs' map: its bridge ("": none) and the bridge's address. Its MTU, also if it is down."""
 
     bridge: str = ""
     bridge_mac: str = "00:00:00:00:00:00"
@@ -84,13 +85,22 @@ class Harness:
         return {str(ipaddress.ip_address(key)): bool(*struct.unpack("=I", value)) for key, value in entries}
 
     def devices(self) -> dict[str, Entry]:
-        """The test's devices in the programs' map, by name."""
+        """The test's devices in the programs' map, by name.
+
+        MTU -1: it is not 0 although the device is down, or it is 0 although the device is up.
+        """
+        links = json.loads(subprocess.run(["ip", "-j", "link"], check=True, capture_output=True).stdout)
+        down = {link["ifindex"]: link["mtu"] for link in links if not {"UP", "LOWER_UP"} <= set(link["flags"])}
         found = {}
         for key, value in self.in_kernel()["devices"].items():
-            bridge, mac, *rest = struct.unpack("=I6sBBI", value)
-            name = socket.if_indextoname(*struct.unpack("=I", key))
-            if MADE.match(name):
-                found[name] = Entry(socket.if_indextoname(bridge) if bridge else "", mac.hex(":"), *rest)
+            bridge, mac, pod_source, redirect, mtu = struct.unpack("=I6sBBI", value)
+            (index,) = struct.unpack("=I", key)
+            name = socket.if_indextoname(index)
+            if not MADE.match(name):
+                continue
+            of_bridge = socket.if_indextoname(bridge) if bridge else ""
+            right = bool(mtu) is not (index in down)
+            found[name] = Entry(of_bridge, mac.hex(":"), pod_source, redirect, down.get(index, mtu) if right else -1)
         return found
 
     def knows(self, devices: dict[str, Entry], addresses: dict[str, bool]) -> bool:
@@ -654,6 +664,6 @@ def test_foreign_changes_of_the_maps_are_corrected(harness: Harness, shell: Shel
     harness.programs.maps["node_addresses4"].update(bytes((192, 0, 2, 77)), struct.pack("=I", 1))
     assert harness.node.read_back() == ["node_addresses4", "devices"]
     assert harness.in_kernel() == right
-    harness.programs.maps["devices"].update(key, bytes(len(value)))
+    harness.programs.maps["devices"].update(key, b"\1" * len(value))
     assert harness.node.read_back() == ["devices"]
     assert harness.in_kernel() == right

@@ -129,9 +129,11 @@ def test_a_pod_s_device_without_others(agent: Agent, pod: int, shell: Shell) -> 
     node = agent.start()
     assert carried("pod") == AGENT_ONLY
     assert limit(node, pod) == (REDIRECT_PEER, "")
-    assert agent.written(pod) == (REDIRECT_PEER, 1500)
+    assert agent.written(pod) == (REDIRECT_PEER, 0), "the other end is down"
     assert "qdisc noqueue" in shell("tc qdisc show dev pod")
     assert "clsact" not in shell("tc qdisc show")
+    shell(f"ip -n pep-{os.getpid()}-pod link set eth0 up")
+    follow(node, lambda: agent.written(pod) == (REDIRECT_PEER, 1500))
     shell("ip link set pod mtu 1400")
     follow(node, lambda: agent.written(pod) == (REDIRECT_PEER, 1400))
 

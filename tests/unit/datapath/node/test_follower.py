@@ -55,6 +55,14 @@ def test_tunnels_whose_other_end_is_in_the_route(kind: str, data: bytes, externa
     assert followed.state.links[7].external is external
 
 
+@pytest.mark.parametrize("flags", [0, uapi.IFF_UP, uapi.IFF_UP | uapi.IFF_LOWER_UP])
+def test_a_device_sends_if_it_is_up_and_connected(flags: int) -> None:
+    followed = _follower()
+    message = uapi.IFINFOMSG.pack(0, 1, 7, flags, 0) + attribute(uapi.IFLA_MTU, word(1450))
+    followed._take_link(message, uapi.RTM_NEWLINK, Events())
+    assert followed.state.links[7].usable_mtu == (1450 if flags == uapi.IFF_UP | uapi.IFF_LOWER_UP else 0)
+
+
 def _send(followed: Follower, kind: int, text: str, peer: str) -> None:
     address, other = ipaddress.ip_address(text), ipaddress.ip_address(peer)
     family = socket.AF_INET if address.version == 4 else socket.AF_INET6

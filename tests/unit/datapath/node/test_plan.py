@@ -276,6 +276,15 @@ def test_packets_go_straight_into_a_pod_behind_a_veth() -> None:
     assert plan(state(POD), FAST).devices[7].mtu == 1450
 
 
+@pytest.mark.parametrize("what", [{"up": False}, {"carrier": False}])
+def test_a_device_that_sends_nothing_is_known_as_down(what: dict[str, bool]) -> None:
+    """Its programs stay: packets may come in before the agent knows that it is up."""
+    ports = (Link(4, "br0", ARPHRD_ETHER, "bridge", mtu=1450), POD._replace(ifindex=8, master=4))
+    found = plan(state(*(link._replace(**what) for link in (POD, *ports))), FAST)
+    assert {device.mtu for device in found.devices.values()} == {0}
+    assert found.programs.keys() == {7, 8}
+
+
 def test_no_device_has_a_redirect_without_the_fast_path() -> None:
     assert redirects(ETH0, POD, config=NodeConfig()) == {"eth0": (REDIRECT_NONE, ""), "veth7": (REDIRECT_NONE, "")}
 
