@@ -61,6 +61,7 @@ def read(maps: Pinned, counts: Mapping[str, int], agent_state: DataPath) -> mode
         why4=_why(closed, 4, found),
         why6=_why(closed, 6, found),
         rules={f"IPv{family}": text for family, text in agent_state.get("warnings", {}).items()},
+        route_marks=_route_marks(maps),
         used=entries,
         capacity=maps.map("flows").max_entries,
         young=young + exchanges,
@@ -80,6 +81,14 @@ def _why(closed: Mapping[str, Closed], family: int, found: FastPathState) -> str
     closed_by = closed.get(str(family))
     # The agent's report may be older or newer than the map.
     return closed_by["text"] if closed_by is not None and closed_by["reason"] == found.closed[family] else ""
+
+
+def _route_marks(maps: Pinned) -> dict[str, int]:
+    """The map ``route_marks``; earlier versions do not have it."""
+    if "route_marks" not in maps.names:
+        return {}
+    words = [maps.map("route_marks").lookup(U32.pack(number)) or bytes(4) for number in range(2)]
+    return {family: bits for family, word in zip(("IPv4", "IPv6"), words, strict=True) if (bits := U32.unpack(word)[0])}
 
 
 def _permits(maps: Pinned, found: FastPathState) -> int:
@@ -117,6 +126,11 @@ def text(view: model.FastPathView) -> list[str]:
         lines.append("draining: new flows take the slow path")
     lines += [f"closed for {family}: {cause}" for family, cause in view.closed().items()]
     lines += [f"{family}: packets bypass other rules: {text}" for family, text in view.rules.items()]
+    lines += [
+        f"{family}: packets with a bit of mark 0x{bits:x} take the slow path: rules restore it from flows, and routes"
+        " depend on it (stack_route_mark)"
+        for family, bits in view.route_marks.items()
+    ]
     if view.failed:
         failed = ", ".join(f"{outcome} {count}" for outcome, count in view.failed.items())
         lines.append(f"not promoted: {failed}" + (f" ({view.last_error})" if view.last_error else ""))

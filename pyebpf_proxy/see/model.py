@@ -161,6 +161,7 @@ class FastPathView(Answer, kw_only=True):
     """The flow table. ``watched``: an agent follows rules and routes; without one all packets take the slow path.
     ``closed4``, ``closed6``: the reason for which a family takes the slow path, else "". ``why4``, ``why6``: the cause
     on this node, which the agent reports. ``rules``: by family, the rules that its packets bypass (fastPath: true).
+    ``routeMarks``: by family, the bits of packets' marks that choose routes; such packets take the slow path.
     ``used``: entries of the flow table, two for each flow. ``young`` flows; ``exchanges``: those of them without
     entries (earlier agents do not send it). All three at the last sweep. ``permits``: those valid now. The others are
     counters: ``sent`` packets, young flows ``promoted`` to conntrack or ``ended``, ``failed`` promotions by outcome
@@ -174,6 +175,7 @@ class FastPathView(Answer, kw_only=True):
     why4: str
     why6: str
     rules: dict[str, str]
+    route_marks: dict[str, int] = {}
     used: int
     capacity: int
     young: int

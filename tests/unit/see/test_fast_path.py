@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import defaultdict
 from pathlib import Path
@@ -38,6 +39,17 @@ class Table:
         return b"", self._rows
 
 
+class Words(Table):
+    """An array of words."""
+
+    def __init__(self, words: tuple[int, ...]) -> None:
+        super().__init__(b"".join(word.to_bytes(4, sys.byteorder) for word in words))
+
+    def lookup(self, key: bytes) -> bytes:
+        at = 4 * int.from_bytes(key, sys.byteorder)
+        return self._value[at : at + 4]
+
+
 class Maps:
     """Maps with the contents that the programs and the agent write."""
 
@@ -48,6 +60,7 @@ class Maps:
         self.alive_until = now + 60 * SECOND
         self.closed4, self.closed6, self.draining = "NOT_SLOW", "NOT_SLOW", False
         self.entries, self.young, self.exchanges = 0, 0, 0
+        self.route_marks = (0, 0)
         #: Valid until, also for replies; the generation.
         self.permits: list[tuple[int, int, int]] = []
         self.counted: defaultdict[str, int] = defaultdict(int)
@@ -72,6 +85,8 @@ class Maps:
         rows = b"".join(STRUCTS["permit"].pack(*each) for each in self.permits)
         exchanged = STRUCTS["exchange_sweep_result"].pack(self.exchanges)
         found = {"fast_path": Table(word), "sweep_results": Table(swept), "exchange_sweeps": Table(exchanged)}
+        if name == "route_marks":
+            return Words(self.route_marks)
         return found.get(name, Table(b"", rows))
 
     @property
@@ -117,6 +132,16 @@ def test_permits_that_are_valid_now_are_counted(maps: Maps) -> None:
     assert found.permits == 2
     (text,) = fast_path.text(found)
     assert ", 2 permits; " in text
+
+
+def test_marks_that_choose_routes_are_shown(maps: Maps) -> None:
+    assert read(maps).route_marks == {}, "an earlier version has no such map"
+    maps.names |= {"route_marks"}
+    assert read(maps).route_marks == {}
+    maps.route_marks = (0x80, 0)
+    found = read(maps)
+    assert found.route_marks == {"IPv4": 0x80}
+    assert fast_path.text(found)[1].startswith("IPv4: packets with a bit of mark 0x80 take the slow path: ")
 
 
 def test_flows_of_both_ages_are_told_apart(maps: Maps) -> None:
