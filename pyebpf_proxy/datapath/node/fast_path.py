@@ -217,13 +217,12 @@ class FastPath:
 
     def links_moved(self) -> None:
         """Void confirmations and permits: routes, devices or neighbours have changed, and so may have learned links."""
-        self._generation = self._generation + 1 & 0xFFFFFFFF
-        self.rules_moved()
+        self._void_links()
+        self._write()
 
     def rules_moved(self) -> None:
         """Void all permits: rules of other software, or source addresses, have changed."""
-        self._permit_generation = self._permit_generation + 1 & 0xFFFFFFFF
-        self._voided = time.clock_gettime_ns(time.CLOCK_MONOTONIC)
+        self._void_permits()
         self._write()
 
     @property
@@ -353,6 +352,14 @@ class FastPath:
         elif self._loop is not None:
             self._rules_retry.failed(self._loop)
 
+    def _void_links(self) -> None:
+        self._generation = self._generation + 1 & 0xFFFFFFFF
+        self._void_permits()
+
+    def _void_permits(self) -> None:
+        self._permit_generation = self._permit_generation + 1 & 0xFFFFFFFF
+        self._voided = time.clock_gettime_ns(time.CLOCK_MONOTONIC)
+
     def _write_marks(self) -> None:
         marks = (self._by_rules[4].marks, self._by_rules[6].marks)
         if marks == self._marks:
@@ -367,9 +374,7 @@ class FastPath:
         self._marks = marks
         if any(bits & ~former for bits, former in zip(marks, before, strict=True)):
             # What was learned before may be of packets with such a mark.
-            self._generation = self._generation + 1 & 0xFFFFFFFF
-            self._permit_generation = self._permit_generation + 1 & 0xFFFFFFFF
-            self._voided = time.clock_gettime_ns(time.CLOCK_MONOTONIC)
+            self._void_links()
 
     def _decide(self) -> None:
         closed: dict[int, ClosedReason] = {}

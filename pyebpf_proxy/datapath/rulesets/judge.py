@@ -437,8 +437,8 @@ def _accepts_in_vain(chain: Chain, at: int) -> bool:
     """Whether a rule accepts packets that the rest of the chain would accept as well, and do nothing else to."""
     if chain.hook is None or chain.policy_drops:
         return False
-    passive = (Kind.LOAD, Kind.CONDITION, Kind.CONNMARK, Kind.ACCEPT)
-    return all(part.kind in passive or part.words in _NO_EFFECT for rule in chain.rules[at:] for part in rule.parts)
+    verdicts = ((rule, _verdict(rule)) for rule in chain.rules[at:])
+    return all(_has_no_effect(rule, part if part and part.kind is Kind.ACCEPT else None) for rule, part in verdicts)
 
 
 def _varies(rule: Rule) -> bool:
