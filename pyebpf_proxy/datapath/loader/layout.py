@@ -4,4 +4,4 @@
 from __future__ import annotations
 
 #: Part of the pins' path. Changes with every change of bpf/maps.h that a program of another version cannot read.
-LAYOUT_VERSION = 4
+LAYOUT_VERSION = 5
