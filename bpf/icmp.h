@@ -11,9 +11,12 @@
 
 #define ICMP_PROTOCOL 1
 #define ICMP_UNREACHABLE 3
+#define ICMP_TIME_EXCEEDED 11
+#define ICMP_PARAMETER_PROBLEM 12
 #define ICMPV6_PROTOCOL 58
-#define ICMPV6_UNREACHABLE 1
-#define ICMPV6_TOO_BIG 2
+#define ICMPV6_ERRORS_END 5	/* 1: unreachable; 2: too big; 3: time exceeded; 4: parameter problem */
+#define IPV6_FRAGMENT 44
+#define IPV6_FRAGMENT_HEADER 8
 #define ICMP_HEADER 8
 
 /* Reads the ports of the packet that the error is about; they follow its header. */
@@ -39,7 +42,8 @@ static __always_inline bool reply_key_of_error4(struct __sk_buff *skb, struct fl
 
 	if (bpf_skb_load_bytes(skb, ETH_HLEN, &outer, sizeof(outer)) || outer.protocol != ICMP_PROTOCOL || outer.ihl != 5)
 		return false;
-	if (bpf_skb_load_bytes(skb, offset, &type, 1) || type != ICMP_UNREACHABLE)
+	if (bpf_skb_load_bytes(skb, offset, &type, 1) ||
+	    (type != ICMP_UNREACHABLE && type != ICMP_TIME_EXCEEDED && type != ICMP_PARAMETER_PROBLEM))
 		return false;
 	if (bpf_skb_load_bytes(skb, offset + ICMP_HEADER, &inner, sizeof(inner)) || inner.ihl != 5)
 		return false;
@@ -57,7 +61,7 @@ static __always_inline bool reply_key_of_error6(struct __sk_buff *skb, struct fl
 
 	if (bpf_skb_load_bytes(skb, ETH_HLEN, &header, sizeof(header)) || header.nexthdr != ICMPV6_PROTOCOL)
 		return false;
-	if (bpf_skb_load_bytes(skb, offset, &type, 1) || (type != ICMPV6_UNREACHABLE && type != ICMPV6_TOO_BIG))
+	if (bpf_skb_load_bytes(skb, offset, &type, 1) || !type || type >= ICMPV6_ERRORS_END)
 		return false;
 	if (bpf_skb_load_bytes(skb, offset + ICMP_HEADER, &header, sizeof(header)))
 		return false;
@@ -65,7 +69,17 @@ static __always_inline bool reply_key_of_error6(struct __sk_buff *skb, struct fl
 	__builtin_memcpy(key->destination, &header.saddr, 16);
 	key->protocol = header.nexthdr;
 	key->ipv6 = 1;
-	return read_ports(skb, offset + ICMP_HEADER + sizeof(header), key);
+	offset += ICMP_HEADER + sizeof(header);
+	/* The fast path also sends fragments, so a router may quote one.  Only the first has ports. */
+	if (header.nexthdr == IPV6_FRAGMENT) {
+		__u8 fragment[IPV6_FRAGMENT_HEADER];
+
+		if (bpf_skb_load_bytes(skb, offset, fragment, sizeof(fragment)) || fragment[2] || fragment[3] & 0xf8)
+			return false;
+		key->protocol = fragment[0];
+		offset += sizeof(fragment);
+	}
+	return read_ports(skb, offset, key);
 }
 
 /* Called for packets other than TCP, UDP and SCTP, and for later fragments. */

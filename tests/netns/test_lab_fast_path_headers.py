@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packets of fast-path flows that only the kernel can handle: last hop of a TTL, options, extension headers.
+"""Packets of fast-path flows that only the kernel can handle: last hop of a TTL, options, extension headers, ICMP
+errors.
 
 A young flow is promoted for such a packet. No packet leaves untranslated.
 """
@@ -15,9 +16,17 @@ from dataclasses import dataclass
 from functools import partial
 
 import pytest
-from scapy.layers.inet import ICMP, IP
-from scapy.layers.inet6 import ICMPv6TimeExceeded, IPv6
+from scapy.layers.inet import ICMP, IP, UDP
+from scapy.layers.inet6 import (
+    ICMPv6DestUnreach,
+    ICMPv6PacketTooBig,
+    ICMPv6ParamProblem,
+    ICMPv6TimeExceeded,
+    IPv6,
+    IPv6ExtHdrFragment,
+)
 from scapy.layers.l2 import Ether
+from scapy.packet import Packet
 
 from pyebpf_proxy.lab.addresses import cluster_ip
 from pyebpf_proxy.lab.manifests import Port, service, slices
@@ -240,6 +249,60 @@ def test_an_answer_at_its_last_hop(fast_world: FastWorld, family: int, protocol:
             near.sysctl({DEFAULT_TTL[family]: usual})
         assert seen.frame() is not None, "no error names the client"
         assert age != "young" or fast_world.count("stack_hops") > before
+        wait_until(flow.ask, "the flow continues")
+
+
+# ---- errors of others --------------------------------------------------------------------------------------------
+
+ERRORS = {
+    (4, "unreachable"): ICMP(type=3, code=3),
+    (4, "time exceeded"): ICMP(type=11),
+    (4, "parameter problem"): ICMP(type=12),
+    (6, "unreachable"): ICMPv6DestUnreach(code=4),
+    (6, "packet too big"): ICMPv6PacketTooBig(mtu=1400),
+    (6, "packet too big, a fragment"): ICMPv6PacketTooBig(mtu=1400),
+    (6, "time exceeded"): ICMPv6TimeExceeded(),
+    (6, "parameter problem"): ICMPv6ParamProblem(),
+}
+
+
+def _send_raw(packet: bytes, destination: str) -> None:
+    family = socket.AF_INET6 if ":" in destination else socket.AF_INET
+    with socket.socket(family, socket.SOCK_RAW, socket.IPPROTO_RAW) as raw:
+        raw.sendto(packet, (destination, 0))
+
+
+def _names(frame: bytes, port: int, service: str) -> bool:
+    """An ICMP error about a datagram from this port to the Service."""
+    packet = Ether(frame)
+    if IPv6 in packet:
+        errors = (ICMPv6DestUnreach, ICMPv6PacketTooBig, ICMPv6TimeExceeded, ICMPv6ParamProblem)
+        quoted = next((IPv6(bytes(packet[each].payload)) for each in errors if each in packet), None)
+    else:
+        quoted = IP(bytes(packet[ICMP].payload)) if ICMP in packet else None
+    return quoted is not None and UDP in quoted and (quoted.dst, quoted[UDP].sport) == (service, port)
+
+
+@pytest.mark.parametrize(("version", "name"), ERRORS, ids=[f"IPv{version} {name}" for version, name in ERRORS])
+def test_an_error_about_a_young_flow(fast_world: FastWorld, version: int, name: str) -> None:
+    """The first one has the flow promoted. The kernel translates the next one for the client."""
+    client, endpoint = fast_world.client.address.of(version), fast_world.near.address.of(version)
+    with nothing_stray(fast_world, version), flow_of(fast_world, "udp", version, "young") as flow:
+        layer = IPv6 if version == 6 else IP
+        quoted: Packet = layer(src=client, dst=endpoint)
+        if name.endswith("a fragment"):
+            quoted = quoted / IPv6ExtHdrFragment(id=7, m=1, offset=0)
+        quoted = quoted / UDP(sport=flow.own_port, dport=PORT) / b"question"
+        error = bytes(layer(src=endpoint, dst=client) / ERRORS[version, name] / quoted)
+        named = partial(_names, port=flow.own_port, service=NEAR.of(version))
+        seen = Capture(flow.namespace, "eth0", named, 20.0)
+
+        def sent() -> bool:
+            fast_world.near.namespace.call(_send_raw, error, client)
+            return seen.done()
+
+        wait_until(sent, "the error comes")
+        assert seen.frame() is not None, "no error names the Service's address"
         wait_until(flow.ask, "the flow continues")
 
 
