@@ -413,6 +413,12 @@ static __always_inline void observe_reply(struct __sk_buff *skb, const struct pa
 {
 	if (!learn_return_path(skb, p, h, now))
 		return;
+	/*
+	 * The reply keeps conntrack's entry.  If it was masqueraded, only here it has the client's address.  The table may
+	 * have no space for the flow.
+	 */
+	if (p->protocol == UDP)
+		note_left(p, true);
 	if (h->learn && !confirm(skb, p, h, now, true))
 		enter_by_reply(skb, p, h, now);
 }

@@ -141,7 +141,10 @@ static __always_inline int open_flow(struct context *ctx, struct packet *p, cons
 		e.masquerade = true;
 	if (settings.dry_run)
 		return record_dry_run(&e, &b);
-	/* The filter does not have a masqueraded UDP flow by its client if only the endpoint has sent for some time. */
+	/*
+	 * The observer notes the client of masqueraded replies, but those of a former endpoint have no record.  So the filter
+	 * may not have a UDP flow whose client has sent nothing for some time.
+	 */
 	if (unasked && e.masquerade && p->protocol == UDP && continues(ctx, p, f))
 		return LEFT;
 	if (fast) {

@@ -420,6 +420,7 @@ FLOW_MUTANTS: dict[str, tuple[str, str, str]] = {
         "note_end(reply ? &other : key);",
         "note_end(key);",
     ),
+    "XDP: clients of masqueraded replies": ("observer.h", "note_left(p, true);", ";"),
     "XDP: decides about flows of conntrack": (
         "xdp.bpf.c",
         "if (settings.fast_path && settings.conntrack_lookup && !untracked)",

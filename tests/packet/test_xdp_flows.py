@@ -123,6 +123,26 @@ def test_a_flow_that_conntrack_has_is_left_to_tc(fast: ProgramNode, ends: str, p
     fast.forget_flows()
 
 
+def test_a_masqueraded_client_that_only_gets_replies_is_left_to_tc(fast: ProgramNode) -> None:
+    """Netfilter translates the replies. Before that, they have the node's address. The table does not keep the flow."""
+    flow, table = Flow(fast, "udp", **TURNED), fast.object.maps["flows"]
+    flow.permit()
+    insert_entry(fast, "udp", flow.client, flow.frontend, flow.sport, flow.port, target="remote")
+    filter_, layout = fast.object.maps["tracked_clients"], fast.object.btf.struct("tracked_clients")
+    filter_.update(bytes(4), (filter_.lookup(bytes(4)) or b"")[:4] + bytes(layout.size - 4))
+
+    def empty() -> None:
+        for key, _ in list(table.items()):
+            table.delete(key)
+
+    empty()
+    assert any(flow.pass_netfilter(reply=True) for _ in range(3))
+    empty()
+    assert run_through_xdp(flow, frame=flow.frame(size=0)).retval == XDP_PASS
+    assert list(table.items()) == []
+    fast.forget_flows()
+
+
 def test_tc_opens_young_flows_if_xdp_may_not(fast: ProgramNode) -> None:
     flow = Flow(fast)
     flow.permit()
