@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 #: The route is looked up for at most this many endpoints.
 _MOST_ROUTES = 16
 _PORT = 49152
+_NO_ROUTE = "no route"
 
 
 class Node:
@@ -168,6 +169,7 @@ def explain(maps: Pinned, packet: Packet, node: Node, known: state.State, wanted
         if view.xdp is not None and view.xdp.verdict != "left":
             view.disagreements += [f"XDP: {each}" for each in disagreements(view, decision, view.xdp)]
     _add_unknown_address(packet, node, decision, view)
+    _add_unreachable(view)
     _add_full_conntrack(view)
     return view
 
@@ -200,6 +202,16 @@ def _add_unknown_address(packet: Packet, node: Node, decision: Decision, view: m
     elif known:
         view.verdict = "dropped"
         view.steps.append(f"{where} is in a ServiceCIDR, and no Service has it: nftables drops the packet")
+
+
+def _add_unreachable(view: model.Explanation) -> None:
+    """Name the endpoints that the node's routes do not reach. The program selects them all the same."""
+    lost = [each.address for each in view.endpoints if each.egress == _NO_ROUTE]
+    if view.verdict != "served" or not lost:
+        return
+    view.steps.append(f"the node has no route to {', '.join(lost)}: such packets do not leave it")
+    if len(lost) == len(view.endpoints):
+        view.verdict = "dropped"
 
 
 def _add_full_conntrack(view: model.Explanation) -> None:
@@ -302,10 +314,13 @@ def _choice(
         source = packet.source if packet.device else b""
         route = routes.lookup_route(backend.address, source, node.ip_device(packet.device))
         if route is None:
-            view.egress = "no route"
+            view.egress = _NO_ROUTE
         else:
             through = f" through {format_address(route.gateway)}" if route.gateway else ""
             view.egress = f"{device_name(route.device)}{through}"
+            hop = route.gateway or backend.address
+            if not route.local and routes.is_failed(route.device, hop):
+                decision.say(f"{format_address(hop)} does not answer on {device_name(route.device)} (ip neigh: FAILED)")
             path = paths.to(backend, masquerade, route.device)
             view.path, view.path_reason, view.path_why = path.path, path.reason, path.why
             # Masquerading is a matter of the postrouting hook, through which a delivered packet does not pass.

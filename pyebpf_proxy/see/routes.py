@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Route lookups in the kernel (rtnetlink)."""
+"""Lookups of routes and neighbours in the kernel (rtnetlink)."""
 
 from __future__ import annotations
 
@@ -47,3 +47,15 @@ def read(answer: bytes) -> Route | None:
     found = values(answer, uapi.RTMSG.size)
     gateway = found.get(uapi.RTA_GATEWAY, b"") or found.get(uapi.RTA_VIA, b"")[2:]
     return Route(number(found.get(uapi.RTA_OIF, b"")), gateway, kind == uapi.RTN_LOCAL)
+
+
+def is_failed(device: int, neighbour: bytes) -> bool:
+    """Whether the kernel has asked for the neighbour's link address in vain, and does not try again at this moment."""
+    family = socket.AF_INET if len(neighbour) == 4 else socket.AF_INET6
+    body = uapi.NDMSG.pack(family, 0, 0, device, 0, 0, 0) + attribute(uapi.NDA_DST, neighbour)
+    try:
+        with RequestSocket(uapi.NETLINK_ROUTE) as netlink:
+            answer = netlink.get(uapi.RTM_GETNEIGH, body)
+    except OSError:
+        return False  # not asked lately, or a device without neighbours
+    return bool(uapi.NDMSG.unpack_from(answer)[4] & uapi.NUD_FAILED)

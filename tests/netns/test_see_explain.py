@@ -3,17 +3,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from pyebpf_proxy.lab.addresses import CLIENT, cluster_ip, vip
+from pyebpf_proxy.lab.addresses import CLIENT, Dual, cluster_ip, vip
 from pyebpf_proxy.lab.client import ask
 from pyebpf_proxy.lab.cluster import Lab, Node
 from pyebpf_proxy.lab.load import Load, failed
 from pyebpf_proxy.lab.manifests import Port, service, slices
+from pyebpf_proxy.lab.namespace import LabError
 from pyebpf_proxy.lab.rules import Destination, decide, expect
 from pyebpf_proxy.lab.servers import Ports
 from pyebpf_proxy.see.explain import ask as explain
@@ -244,6 +246,48 @@ def test_a_source_outside_the_ranges(world: Lab) -> None:
     assert (found["verdict"], found["reason"]) == ("dropped", "drop_source_range")
     assert found["steps"][-1] == f"{CLIENT.v4} is not in loadBalancerSourceRanges (192.0.2.0/24): dropped"
     assert found["program"]["counted"] == ["drop_source_range"]
+
+
+def test_endpoints_without_a_route(world: Lab, family: int) -> None:
+    """The program selects them all the same. Clients get an ICMP error, and nothing else says why."""
+    node, (here, there) = world.nodes[0], WEB.endpoints
+    source, target = CLIENT.of(family), place(vip(10).of(family), 80)
+    rules = [f"to {pod.address.of(family)} pref 90 unreachable" for pod in (here, there)]
+
+    def rule(verb: str, words: str) -> None:
+        node.namespace.run("ip", f"-{family}", "rule", verb, *words.split())
+
+    try:
+        rule("add", rules[1])
+        found = answer(node, "explain", source, target)
+        assert (found["verdict"], found["disagreements"]) == ("served", [])
+        lost = place(there.address.of(family), 8080)
+        assert found["steps"][-1] == f"the node has no route to {lost}: such packets do not leave it"
+        assert {each["address"]: each["egress"] for each in found["endpoints"]}[lost] == "no route"
+        rule("add", rules[0])
+        found = answer(node, "explain", source, target, status=1)
+        assert (found["verdict"], found["program"]["verdict"], found["disagreements"]) == ("dropped", "served", [])
+        assert world.client.call(ask, vip(10).of(family), 80, timeout=0.5).answer is None
+    finally:
+        for each in rules:
+            with contextlib.suppress(LabError):
+                rule("del", each)
+
+
+def test_an_endpoint_that_does_not_answer_at_its_link(world: Lab, family: int) -> None:
+    """As of a pod that is gone while its EndpointSlice is not."""
+    node, ports, absent = world.nodes[0], [Port("http", 80, 8080)], Dual("192.0.2.77", "2001:db8:1::77")
+    world.write("absent.yaml", [service("absent", ports, cluster_ip(20)), *slices("absent", ports, [(absent, "")])])
+    node.agent.wait_synced()
+    frontend, client = cluster_ip(20).of(family), world.pods["toolbox"]
+
+    def last_step() -> str:
+        client.namespace.call(ask, frontend, 80, timeout=0.1)
+        found = answer(node, "explain", client.address.of(family), place(frontend, 80))
+        return str(found["steps"][-1])
+
+    said = f"{absent.of(family)} does not answer on eth0 (ip neigh: FAILED)"
+    wait_until(lambda: last_step() == said, "the neighbour has failed")
 
 
 def test_the_wrong_port_is_distinguished_from_the_right_one(world: Lab) -> None:

@@ -65,7 +65,7 @@ IFA_ADDRESS, IFA_LOCAL, IFA_FLAGS = 1, 2, 8
 # include/uapi/linux/neighbour.h
 NDMSG = Struct("=BBHiHBB")  # family, padding, padding, index, state, flags, type
 NDA_DST, NDA_LLADDR = 1, 2
-NUD_REACHABLE, NUD_STALE, NUD_DELAY, NUD_PROBE, NUD_NOARP, NUD_PERMANENT = 0x02, 0x04, 0x08, 0x10, 0x40, 0x80
+NUD_REACHABLE, NUD_STALE, NUD_DELAY, NUD_PROBE, NUD_FAILED, NUD_NOARP, NUD_PERMANENT = 2, 4, 8, 0x10, 0x20, 0x40, 0x80
 # include/uapi/linux/fib_rules.h
 FIB_RULE_HDR = Struct("=BBBBBBBBI")  # family, two prefix lengths, TOS, table, two reserved, action, flags
 FIB_RULE_INVERT = 2
