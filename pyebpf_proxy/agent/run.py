@@ -130,7 +130,13 @@ async def _serve(
     planner = Planner(PlanSettings.of(settings))
     numbers = DatapathNumbers(datapath.reasons, datapath.fill, datapath.xdp_devices, datapath.view)
     local = Local(
-        settings.directory, planner.pods, datapath.refusals, datapath.view, cluster.troubles, planner.over_now
+        settings.directory,
+        planner.pods,
+        datapath.refusals,
+        datapath.view,
+        cluster.troubles,
+        planner.over_now,
+        planner.messages_now,
     )
     families = node_checks.families_of_node()
     servers = Servers(

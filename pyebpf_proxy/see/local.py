@@ -24,6 +24,7 @@ _SAMPLE = re.compile(r"^(\w+)(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
 _MOST_BYTES = 32 << 20
 #: The agent accepts requests of up to 64 KiB.
 _AT_ONCE = 1000
+_NAMES_AT_ONCE = 400
 
 
 class _Connection(http.client.HTTPConnection):
@@ -119,6 +120,13 @@ class OverLimit(TypedDict, total=False):
     what: str
 
 
+class NotServed(TypedDict, total=False):
+    """How many Services are not served at an address or port that they list, and the first message; empty: none."""
+
+    services: int
+    first: str
+
+
 class State(TypedDict):
     """The agent's state. A part is empty if the agent does not send it, as an earlier version, or not in this form."""
 
@@ -129,10 +137,11 @@ class State(TypedDict):
     #: By resource, why its objects do not arrive; "" means all resources.
     source: dict[str, str]
     overLimit: OverLimit
+    notServed: NotServed
 
 
 #: If the agent does not answer, this is known of it.
-NOTHING = State(version="", refusals={}, datapath={}, source={}, overLimit={})
+NOTHING = State(version="", refusals={}, datapath={}, source={}, overLimit={}, notServed={})
 
 
 def state(directory: Path) -> State | None:
@@ -149,6 +158,16 @@ def _part(found: object, kind: Callable[[], Any]) -> Any:
         return msgspec.convert(found, kind)
     except msgspec.ValidationError:
         return kind()
+
+
+def losses(directory: Path, services: Iterable[str]) -> list[str]:
+    """What the agent does not serve of these Services (``namespace/name``), as it has logged it."""
+    wanted = sorted({*services})
+    found: list[str] = []
+    for at in range(0, len(wanted), _NAMES_AT_ONCE):
+        answer = _object(_ask(directory, "/losses", "\n".join(wanted[at : at + _NAMES_AT_ONCE]).encode()))
+        found += [str(text) for texts in answer.values() if isinstance(texts, list) for text in texts]
+    return found
 
 
 def pods(directory: Path, addresses: Iterable[bytes]) -> dict[bytes, str]:

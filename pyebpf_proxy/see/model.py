@@ -63,10 +63,13 @@ class ServiceView(Answer, kw_only=True):
 
 
 class Services(Answer, kw_only=True, tag_field="kind", tag="Services"):
-    """``pyebpf-proxy services``. ``problems``: inconsistencies in the maps."""
+    """``pyebpf-proxy services``. ``problems``: inconsistencies in the maps. ``notServed``: with a name, what the agent
+    does not serve of these Services.
+    """
 
     services: list[ServiceView]
     problems: list[str] = []
+    not_served: list[str] = []
 
 
 class BackendView(Answer, kw_only=True):

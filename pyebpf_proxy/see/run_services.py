@@ -7,7 +7,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from pyebpf_proxy.common.cycles import without_cycle_search
-from pyebpf_proxy.see import pods, services_text, state
+from pyebpf_proxy.see import local, pods, services_text, state
 from pyebpf_proxy.see import services as made
 from pyebpf_proxy.see.agent import running_agent
 from pyebpf_proxy.see.answers import NOT_RIGHT, RIGHT, QuestionError, SeeError
@@ -64,6 +64,8 @@ def services(arguments: argparse.Namespace) -> int:
         if arguments.name:
             endpoints = (endpoint for view in answer.services for endpoint in view.endpoints)
             pods.fill_pod_names(endpoints, pods.pod_name_lookup(arguments.directory, wanted))
+            named = (f"{view.namespace}/{view.service}" for view in answer.services)
+            answer.not_served = local.losses(arguments.directory, named)
         lines = services_text.services_text(answer, terminal(), arguments.name is not None)
     if arguments.diff and not answer.services and not answer.problems:
         lines = ["the kernel has the desired state"]

@@ -22,6 +22,8 @@ def services_text(answer: model.Services, terminal: Terminal, details: bool) -> 
     for view in answer.services if not details else ():
         for text in view.differences:
             lines += wrapped(terminal, f"{view.name} {view.protocol} IPv{view.family}: {text}", colour="yellow")
+    for text in answer.not_served:
+        lines += wrapped(terminal, f"warning: {text}", colour="yellow")
     for problem in answer.problems:
         lines += wrapped(terminal, f"warning: {problem}", colour="red")
     return lines or ["no services"]

@@ -92,6 +92,7 @@ def read(directory: Path) -> model.Status:
         *_warnings(made, attached),
         *_about_source(known["source"]),
         *_about_limits(known["overLimit"]),
+        *_about_losses(known["notServed"]),
         *_about_run_folder(directory),
         *_about_refusals(known["refusals"]),
         *_about_xdp(made.devices, attached.settings or {}, known["refusals"]),
@@ -134,6 +135,19 @@ def _about_limits(over: local.OverLimit) -> Iterator[model.Trouble]:
             what=f"Service {first} is over a limit{others}: {what}",
             remedy="the rest is served; the agent's log and an Event of each such Service name the limit"
             " (docs/objects.md)",
+        )
+
+
+def _about_losses(lost: local.NotServed) -> Iterator[model.Trouble]:
+    """A warning about Services that are not served at an address or port. ``lost``: empty if there are none."""
+    if lost:
+        others = lost.get("services", 1) - 1
+        which = "1 other Service has" if others == 1 else f"{others} other Services have"
+        more = f"; {which} such addresses" if others else ""
+        yield model.Trouble(
+            what=f"{lost.get('first', '')}{more}",
+            remedy="its other addresses are served; list those of a Service: pyebpf-proxy services NAME;"
+            " the agent's log has all (docs/objects.md)",
         )
 
 

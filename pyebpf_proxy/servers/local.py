@@ -15,6 +15,7 @@ from pyebpf_proxy import __version__
 from pyebpf_proxy.servers.health import JSON_HEADERS
 from pyebpf_proxy.servers.http import Handler, Request, Response
 from pyebpf_proxy.services.addresses import format_address, parse_address
+from pyebpf_proxy.services.losses import OVER_LIMIT, LossMessage
 
 _BAD = Response(400, (("Content-Type", "text/plain; charset=utf-8"),), b"expected addresses, one per line\n")
 
@@ -34,14 +35,17 @@ class Local(NamedTuple):
     source: Callable[[], Mapping[str, str]] = dict
     #: Services over a limit (namespace and name), and what is not served of each.
     over: Callable[[], Mapping[tuple[str, str], Sequence[str]]] = dict
+    #: By Service (namespace and name), what is not served of it.
+    messages: Callable[[], Mapping[tuple[str, str], Collection[LossMessage]]] = dict
 
 
 def pages(local: Local) -> Mapping[str, Handler]:
-    """The pages: ``/state``, and ``/pods`` for the addresses in the request's body."""
+    """The pages: ``/state``; ``/pods`` for the addresses, and ``/losses`` for the Services in the request's body."""
 
     def state(request: Request) -> Response:
         answer = {"version": __version__, "refusals": dict(local.refusals()), "datapath": local.datapath()}
-        return _json({**answer, "source": dict(local.source()), "overLimit": _over(local.over())})
+        answer |= {"source": dict(local.source()), "overLimit": _over(local.over())}
+        return _json({**answer, "notServed": _not_served(local.messages())})
 
     def pods(request: Request) -> Response:
         addresses = [parse_address(line) for line in request.body.decode("ascii", "replace").split()]
@@ -50,7 +54,15 @@ def pages(local: Local) -> Mapping[str, Handler]:
             return _BAD
         return _json({format_address(address): name for address, name in local.pods(known).items()})
 
-    return {"/state": state, "/pods": pods}
+    def losses(request: Request) -> Response:
+        known = local.messages()
+        names = request.body.decode("utf-8", "replace").split()
+        of = {
+            name: known.get((namespace, service)) for name in names for namespace, _, service in [name.partition("/")]
+        }
+        return _json({name: sorted(each.text for each in found) for name, found in of.items() if found})
+
+    return {"/state": state, "/pods": pods, "/losses": losses}
 
 
 def _over(over: Mapping[tuple[str, str], Sequence[str]]) -> Mapping[str, object]:
@@ -59,6 +71,13 @@ def _over(over: Mapping[tuple[str, str], Sequence[str]]) -> Mapping[str, object]
         return {}
     (namespace, name), what = next(iter(over.items()))
     return {"services": len(over), "first": f"{namespace}/{name}", "what": what[0]}
+
+
+def _not_served(messages: Mapping[tuple[str, str], Collection[LossMessage]]) -> Mapping[str, object]:
+    """How many Services are refused an address or port, and the first message; empty: none. Limits are in ``_over``."""
+    texts = [sorted(each.text for each in found if each.reason != OVER_LIMIT) for found in messages.values()]
+    refused = [found for found in texts if found]
+    return {"services": len(refused), "first": refused[0][0]} if refused else {}
 
 
 def _json(answer: object) -> Response:

@@ -61,6 +61,10 @@ class LossReport:
             self._reported[key] = frozenset(lines)
         return [line for line in lines if line not in before]
 
+    def now(self) -> Mapping[tuple[str, str], frozenset[LossMessage]]:
+        """The current lines of each Service that has some; a copy, safe in any thread."""
+        return dict(self._reported)
+
 
 _NONE: Mapping[Claim, Loss] = {}
 
@@ -119,6 +123,10 @@ class Losses:
         """Log lines that have not been returned before."""
         touched, self._touched = self._touched, {}
         return [line for key in touched for line in self._report.new_lines(key, self._lines(key))]
+
+    def messages_now(self) -> Mapping[tuple[str, str], frozenset[LossMessage]]:
+        """The lines of the last :meth:`new_messages`, and earlier ones that still hold; safe in any thread."""
+        return self._report.now()
 
     def _lines(self, key: tuple[str, str]) -> Iterator[LossMessage]:
         for what in self.over.get(key, ()):

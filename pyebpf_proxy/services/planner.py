@@ -157,6 +157,10 @@ class Planner:
         """The same; a copy, safe in any thread."""
         return dict(self.over)
 
+    def messages_now(self) -> Mapping[tuple[str, str], frozenset[LossMessage]]:
+        """What is not served of each Service, as the last sync has logged it; a copy, safe in any thread."""
+        return self._disputes.losses.messages_now()
+
     @property
     def overlaps(self) -> frozenset[Overlap]:
         """Current service addresses that are also a Node's; a copy. ``str`` returns the message."""

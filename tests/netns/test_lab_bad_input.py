@@ -22,6 +22,7 @@ from pyebpf_proxy.lab.servers import Ports
 from tests.support.lab_services import Kind, write_nodes, write_services
 from tests.support.lab_tools import wait_until
 from tests.support.logs import Log
+from tests.support.see_tools import answer
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs_bpf]
 
@@ -188,6 +189,11 @@ def test_one_node_port_and_one_address_of_two_services(bad: Lab, family: int) ->
         assert logged(bad, "Service default/newer: spec.externalIPs:", SHARED.of(family), lost) >= 1
         assert logged(bad, "Service default/newer: spec.ports.nodePort: NodePort 30024/TCP", lost) >= 1
         assert logged(bad, "Service default/thief: spec.externalIPs:", cluster_ip(20).of(family), "default/good") >= 1
+        said = answer(bad.nodes[0], "services", "newer")["notServed"]
+        assert [each for each in said if SHARED.of(family) in each and lost in each], said
+        assert answer(bad.nodes[0], "services", "older")["notServed"] == []
+        warnings = [each["what"] for each in answer(bad.nodes[0], "status", status=1)["warnings"]]
+        assert [each for each in warnings if "not served there; 1 other Service has such addresses" in each], warnings
         (bad.manifests / "older.json").unlink()
         wait_until(lambda: metric(bad, "service_port_problems") == before + 4, "the older one is gone", 60)
         for address, number in ((SHARED.of(family), 80), (node, 30024)):

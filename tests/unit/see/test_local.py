@@ -16,7 +16,7 @@ from pyebpf_proxy.datapath.loader.programs import Settings
 from pyebpf_proxy.see import local, programs
 
 Serve = Callable[[bytes], Path]
-STATE = {"version": "", "refusals": {}, "datapath": {}, "source": {}, "overLimit": {}}
+STATE = {"version": "", "refusals": {}, "datapath": {}, "source": {}, "overLimit": {}, "notServed": {}}
 
 
 @pytest.fixture
@@ -61,6 +61,12 @@ def serve(tmp_path: Path) -> Iterator[Serve]:
 def test_a_state_that_cannot_be_read_is_empty(serve: Serve, body: bytes) -> None:
     assert local.state(serve(body)) == STATE
     assert local.pods(serve(body), [bytes(4)]) == {}
+
+
+def test_what_is_not_served_of_services(serve: Serve) -> None:
+    body = b'{"shop/web": ["Service shop/web: a", "Service shop/web: b"], "shop/db": 5}'
+    assert local.losses(serve(body), ["shop/web", "shop/db"]) == ["Service shop/web: a", "Service shop/web: b"]
+    assert local.losses(serve(b"5"), ["shop/web"]) == []
 
 
 def test_a_state(serve: Serve) -> None:

@@ -11,6 +11,7 @@ import pytest
 from pyebpf_proxy.config.datapath_model import Maps
 from pyebpf_proxy.see import model, status
 from pyebpf_proxy.servers import local as servers_local
+from pyebpf_proxy.services.losses import OVER_LIMIT, LossMessage
 
 
 def test_a_failing_api_server_is_named_with_the_reason() -> None:
@@ -27,6 +28,26 @@ def test_services_over_a_limit_are_named(services: int, more: str) -> None:
     (warning,) = status._about_limits(servers_local._over(over))
     assert warning.what == f"Service tenant/web-0 is over a limit{more}: spec.ports: 200 are more than 128"
     assert not list(status._about_limits(servers_local._over({})))
+
+
+@pytest.mark.parametrize(
+    ("services", "more"),
+    [
+        (1, ""),
+        (2, "; 1 other Service has such addresses"),
+        (200, "; 199 other Services have such addresses"),
+    ],
+)
+def test_services_that_are_refused_an_address_are_named(services: int, more: str) -> None:
+    text = "spec.externalIPs: 10.96.0.10:80/TCP is already used by Service default/web, not served there"
+    messages = {
+        ("tenant", f"web-{number}"): {LossMessage("tenant", f"web-{number}", f"Service tenant/web-{number}: {text}")}
+        for number in range(services)
+    }
+    limit = {("tenant", "big"): {LossMessage("tenant", "big", "Service tenant/big: too many", OVER_LIMIT)}}
+    (warning,) = status._about_losses(servers_local._not_served({**limit, **messages}))
+    assert warning.what == f"Service tenant/web-0: {text}{more}"
+    assert not list(status._about_losses(servers_local._not_served(limit)))
 
 
 def test_a_run_folder_without_room_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
