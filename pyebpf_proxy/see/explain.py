@@ -319,8 +319,9 @@ def _choice(
             through = f" through {format_address(route.gateway)}" if route.gateway else ""
             view.egress = f"{device_name(route.device)}{through}"
             hop = route.gateway or backend.address
-            if not route.local and routes.is_failed(route.device, hop):
-                decision.say(f"{format_address(hop)} does not answer on {device_name(route.device)} (ip neigh: FAILED)")
+            silent = f"{format_address(hop)} does not answer on {device_name(route.device)} (ip neigh: FAILED)"
+            if not route.local and silent not in decision.steps and routes.is_failed(route.device, hop):
+                decision.say(silent)
             path = paths.to(backend, masquerade, route.device)
             view.path, view.path_reason, view.path_why = path.path, path.reason, path.why
             # Masquerading is a matter of the postrouting hook, through which a delivered packet does not pass.
