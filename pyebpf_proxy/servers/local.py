@@ -75,9 +75,10 @@ def _over(over: Mapping[tuple[str, str], Sequence[str]]) -> Mapping[str, object]
 
 def _not_served(messages: Mapping[tuple[str, str], Collection[LossMessage]]) -> Mapping[str, object]:
     """How many Services are refused an address or port, and the first message; empty: none. Limits are in ``_over``."""
-    texts = [sorted(each.text for each in found if each.reason != OVER_LIMIT) for found in messages.values()]
-    refused = [found for found in texts if found]
-    return {"services": len(refused), "first": refused[0][0]} if refused else {}
+    refused = [found for found in messages.values() if any(each.reason != OVER_LIMIT for each in found)]
+    if not refused:
+        return {}
+    return {"services": len(refused), "first": min(each.text for each in refused[0] if each.reason != OVER_LIMIT)}
 
 
 def _json(answer: object) -> Response:
