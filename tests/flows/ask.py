@@ -222,8 +222,9 @@ class _Request:
                 payload, ancillary, _, _ = self.sock.recvmsg(512, 512, _MSG_ERRQUEUE | socket.MSG_DONTWAIT)
             except OSError:
                 return ""
-            # A raw socket gets errors about every packet to that address.
-            if self.port and not sctp.is_from(payload, self.port):
+            # A raw socket gets errors about every packet to that address. Source ports are random, so two requests to
+            # different ports of it may have the same one.
+            if self.port and not sctp.has_ports(payload, self.port, self.flow.port):
                 continue
             for _, _, data in ancillary:
                 if len(data) >= 16:

@@ -66,9 +66,9 @@ def init(port: int) -> tuple[int, bytes]:
     return source, packet(source, port, 0, INIT, _INIT.pack(source + 1, 65536, 1, 1, 1))
 
 
-def is_from(text: bytes, port: int) -> bool:
-    """Whether this side sent a packet from ``port``. An ICMP error may quote only its first bytes."""
-    return len(text) >= 2 and _HEADER.unpack_from(text.ljust(8, b"\0"))[0] == port
+def has_ports(text: bytes, source: int, destination: int) -> bool:
+    """Whether this side sent a packet between these ports. An ICMP error may quote only its first bytes."""
+    return len(text) >= 4 and _HEADER.unpack_from(text.ljust(8, b"\0"))[:2] == (source, destination)
 
 
 def answer(text: bytes, flow: Flow, port: int) -> bytes | None:

@@ -170,8 +170,9 @@ def test_an_answer_is_read_only_by_its_receiver(family: int) -> None:
     flow = Flow("client", "it", "::1" if family == 6 else "127.0.0.1", 36412, "sctp")
     port, packet = sctp.init(flow.port)
     assert sctp.is_whole(packet)
-    assert sctp.is_from(packet[:8], port)
-    assert not sctp.is_from(packet[:8], port + 1)
+    assert sctp.has_ports(packet[:8], port, flow.port)
+    assert not sctp.has_ports(packet[:8], port + 1, flow.port)
+    assert not sctp.has_ports(packet[:8], port, flow.port + 1)
     header = b"" if family == 6 else b"\x45" + bytes(19)
     cookie = b'{"pod": "a"}'
     body = sctp._INIT.pack(1, 65536, 1, 1, 1) + (7).to_bytes(2) + (4 + len(cookie)).to_bytes(2) + cookie
