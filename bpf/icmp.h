@@ -8,6 +8,7 @@
 
 #include "ctx_skb.h"
 #include "flow_send.h"
+#include "parse.h"
 
 #define ICMP_PROTOCOL 1
 #define ICMP_UNREACHABLE 3
@@ -15,8 +16,6 @@
 #define ICMP_PARAMETER_PROBLEM 12
 #define ICMPV6_PROTOCOL 58
 #define ICMPV6_ERRORS_END 5	/* 1: unreachable; 2: too big; 3: time exceeded; 4: parameter problem */
-#define IPV6_FRAGMENT 44
-#define IPV6_FRAGMENT_HEADER 8
 #define ICMP_HEADER 8
 
 /* Reads the ports of the packet that the error is about; they follow its header. */
@@ -57,7 +56,7 @@ static __always_inline bool reply_key_of_error6(struct __sk_buff *skb, struct fl
 {
 	__u32 offset = ETH_HLEN + sizeof(struct ipv6hdr);
 	struct ipv6hdr header;
-	__u8 type;
+	__u8 type, next;
 
 	if (bpf_skb_load_bytes(skb, ETH_HLEN, &header, sizeof(header)) || header.nexthdr != ICMPV6_PROTOCOL)
 		return false;
@@ -67,18 +66,13 @@ static __always_inline bool reply_key_of_error6(struct __sk_buff *skb, struct fl
 		return false;
 	__builtin_memcpy(key->source, &header.daddr, 16);
 	__builtin_memcpy(key->destination, &header.saddr, 16);
-	key->protocol = header.nexthdr;
 	key->ipv6 = 1;
+	next = header.nexthdr;
 	offset += ICMP_HEADER + sizeof(header);
-	/* The fast path also sends fragments, so a router may quote one.  Only the first has ports. */
-	if (header.nexthdr == IPV6_FRAGMENT) {
-		__u8 fragment[IPV6_FRAGMENT_HEADER];
-
-		if (bpf_skb_load_bytes(skb, offset, fragment, sizeof(fragment)) || fragment[2] || fragment[3] & 0xf8)
-			return false;
-		key->protocol = fragment[0];
-		offset += sizeof(fragment);
-	}
+	/* The fast path also sends fragments, so a router may quote one. */
+	if (!skip_extensions(skb, &offset, &next))
+		return false;
+	key->protocol = next;
 	return read_ports(skb, offset, key);
 }
 
