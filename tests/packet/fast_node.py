@@ -566,6 +566,20 @@ def complete_filter(world: ProgramNode) -> None:
     assert note_tracked(world, bytes(world.object.btf.struct("flow_key").size))
 
 
+def empty_table(world: ProgramNode) -> None:
+    """Remove every flow of the flow table."""
+    flows = world.object.maps["flows"]
+    for key, _ in list(flows.items()):
+        flows.delete(key)
+
+
+def set_age(world: ProgramNode, age: int) -> None:
+    """Set every byte of the filter of tracked clients, in units of its clock."""
+    of = world.object.maps["tracked_clients"]
+    value = of.lookup(bytes(4)) or b""
+    of.update(bytes(4), value[:4] + bytes([((now() >> 30) - age) % 255 + 1]) * (len(value) - 4))
+
+
 @contextmanager
 def route_marks(world: ProgramNode, bits: int) -> Iterator[None]:
     """Meanwhile these bits of packets' marks choose routes, in the family of the tests."""

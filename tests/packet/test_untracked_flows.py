@@ -16,6 +16,7 @@ from tests.packet.fast_node import (
     VARIANTS,
     Flow,
     complete_filter,
+    empty_table,
     fast_node,
     learned_flow,
     note_tracked,
@@ -23,6 +24,7 @@ from tests.packet.fast_node import (
     one_cpu,
     permits,
     promote,
+    set_age,
     sweep,
     young,
 )
@@ -61,12 +63,6 @@ def permitted(world: ProgramNode, protocol: str = "udp", **ends: object) -> Flow
     return flow
 
 
-def empty_table(world: ProgramNode) -> None:
-    flows = world.object.maps["flows"]
-    for key, _ in list(flows.items()):
-        flows.delete(key)
-
-
 def is_asked(flow: Flow) -> bool:
     """Whether conntrack, which has the flow, is asked: then its flow continues. Otherwise the packet opens a flow."""
     track(flow)
@@ -83,13 +79,6 @@ def noted(world: ProgramNode) -> set[int]:
     """The bytes of the filter that are not 0."""
     value = world.object.maps["tracked_clients"].lookup(bytes(4)) or b""
     return set(value[4:]) - {0}
-
-
-def set_age(world: ProgramNode, age: int) -> None:
-    """Every byte of the filter, in units of its clock."""
-    of = world.object.maps["tracked_clients"]
-    value = of.lookup(bytes(4)) or b""
-    of.update(bytes(4), value[:4] + bytes([((now() >> 30) - age) % 255 + 1]) * (len(value) - 4))
 
 
 @PROTOCOLS

@@ -23,6 +23,7 @@ from tests.packet.fast_node import (
     Flow,
     close,
     device,
+    empty_table,
     fast_node,
     filtering_node,
     learned_flow,
@@ -33,6 +34,7 @@ from tests.packet.fast_node import (
     records,
     reset_counters,
     rewind_recent_flows,
+    set_age,
     young,
 )
 from tests.packet.program_node import GO_ON, SHOT, XDP_DROP, XDP_PASS, XDP_REDIRECT, XDP_TX, ProgramNode, insert_entry
@@ -125,21 +127,15 @@ def test_a_flow_that_conntrack_has_is_left_to_tc(fast: ProgramNode, ends: str, p
 
 def test_a_masqueraded_client_that_only_gets_replies_is_left_to_tc(fast: ProgramNode) -> None:
     """Netfilter translates the replies. Before that, they have the node's address. The table does not keep the flow."""
-    flow, table = Flow(fast, "udp", **TURNED), fast.object.maps["flows"]
+    flow = Flow(fast, "udp", **TURNED)
     flow.permit()
     insert_entry(fast, "udp", flow.client, flow.frontend, flow.sport, flow.port, target="remote")
-    filter_, layout = fast.object.maps["tracked_clients"], fast.object.btf.struct("tracked_clients")
-    filter_.update(bytes(4), (filter_.lookup(bytes(4)) or b"")[:4] + bytes(layout.size - 4))
-
-    def empty() -> None:
-        for key, _ in list(table.items()):
-            table.delete(key)
-
-    empty()
+    set_age(fast, 250)
+    empty_table(fast)
     assert any(flow.pass_netfilter(reply=True) for _ in range(3))
-    empty()
+    empty_table(fast)
     assert run_through_xdp(flow, frame=flow.frame(size=0)).retval == XDP_PASS
-    assert list(table.items()) == []
+    assert list(fast.object.maps["flows"].items()) == []
     fast.forget_flows()
 
 
