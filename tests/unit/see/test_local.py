@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+import http.server
 import json
-import socket
+import socketserver
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -19,38 +20,38 @@ Serve = Callable[[bytes], Path]
 STATE = {"version": "", "refusals": {}, "datapath": {}, "source": {}, "overLimit": {}, "notServed": {}}
 
 
-@pytest.fixture
-def serve(tmp_path: Path) -> Iterator[Serve]:
-    """Serves this body once per request; the result is the run folder."""
-    listener = socket.socket(socket.AF_UNIX)
-    listener.bind(str(tmp_path / "agent.sock"))
-    listener.listen()
+class _Answer(http.server.BaseHTTPRequestHandler):
+    """Reads the whole request: the end of a connection before that is an error of the client."""
+
     body = b""
 
-    def answer() -> None:
-        while True:
-            try:
-                connection, _ = listener.accept()
-            except OSError:
-                return
-            with connection:
-                connection.recv(65536)
-                try:
-                    connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
-                except OSError:
-                    pass
+    def do_GET(self) -> None:
+        self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(self.body)))
+        self.end_headers()
+        self.wfile.write(self.body)
+
+    do_POST = do_GET  # noqa: N815 - the name of http.server
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Serve]:
+    """Serves this body from now on; the result is the run folder."""
 
     def begin(content: bytes) -> Path:
-        nonlocal body
-        body = content
+        monkeypatch.setattr(_Answer, "body", content)
         return tmp_path
 
-    thread = threading.Thread(target=answer)
-    thread.start()
-    yield begin
-    listener.shutdown(socket.SHUT_RDWR)
-    thread.join()
-    listener.close()
+    with socketserver.UnixStreamServer(str(tmp_path / "agent.sock"), _Answer) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        yield begin
+        server.shutdown()
+        thread.join()
 
 
 @pytest.mark.parametrize(
