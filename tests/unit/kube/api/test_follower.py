@@ -555,7 +555,7 @@ def test_a_huge_object_is_read(api: ScriptedApi) -> None:
         exchange.hold()
 
     api.script("services", first)
-    with following(api, replace(QUICK, window=20)) as source:
+    with following(api) as source:
         source.until(lambda: source.names("Service") == {"huge", "small"})
 
 
