@@ -137,6 +137,7 @@ async def _serve(
         cluster.troubles,
         planner.over_now,
         planner.messages_now,
+        planner.no_endpoints,
     )
     families = node_checks.families_of_node()
     servers = Servers(

@@ -14,12 +14,13 @@ from pyebpf_proxy.see.maps import U32, Pinned
 from pyebpf_proxy.see.protocols import OTHER, place, protocol_name
 from pyebpf_proxy.see.reasons import MEANINGS, is_refusal
 from pyebpf_proxy.see.text import Cell, Terminal, ago, table, terminal, wrapped
-from pyebpf_proxy.services.model import Protocol
+from pyebpf_proxy.services.model import Protocol, ServicePortName
 
 #: Drops within the last so many seconds are reported as current.
 RECENT = 60.0
 #: Counting periods per minute.
 _PERIODS = 60 // REFUSED_PERIOD
+_NO_ENDPOINTS = frozenset({"reject_no_endpoints", "reject_no_endpoints_socket"})
 
 
 def read(maps: Pinned) -> list[model.Drop]:
@@ -85,13 +86,15 @@ def _counts_of_last_minute(maps: Pinned) -> dict[int, int] | None:
 
 
 def fill_services(drops: Sequence[model.Drop], maps: Pinned) -> None:
-    """Fill in the service port of each latest packet."""
+    """Fill in the service port of each latest packet, and why it has no endpoint, if it was refused for that."""
+    from pyebpf_proxy.see import no_endpoints
     from pyebpf_proxy.see.partial_maps import DestinationLookup, PartialMaps
     from pyebpf_proxy.see.services import name_text
     from pyebpf_proxy.see.state import read_names
     from pyebpf_proxy.services.addresses import parse_address
 
     lookup = DestinationLookup(maps)
+    refused: dict[str, ServicePortName] = {}
     for drop in drops:
         if not drop.destination or drop.protocol == OTHER:
             continue
@@ -99,6 +102,11 @@ def fill_services(drops: Sequence[model.Drop], maps: Pinned) -> None:
         number = lookup.service(parse_address(address.strip("[]")) or b"", int(port), Protocol[drop.protocol])
         names, _ = read_names(PartialMaps(maps, {number: 0}))
         drop.service = name_text(names[number]) if number in names else ""
+        if number in names and drop.reason in _NO_ENDPOINTS:
+            refused[drop.reason] = names[number]
+    why = no_endpoints.reasons(maps.directory, None, refused.values()) if refused else {}
+    for drop in drops:
+        drop.no_endpoints = why.get(refused[drop.reason], "") if drop.reason in refused else ""
 
 
 def text(drops: Sequence[model.Drop], terminal: Terminal) -> list[str]:
@@ -121,6 +129,8 @@ def text(drops: Sequence[model.Drop], terminal: Terminal) -> list[str]:
     lines.append("")
     for drop in drops:
         lines += wrapped(terminal, f"{drop.reason}: {drop.meaning}")
+        if drop.no_endpoints:
+            lines += wrapped(terminal, f"{drop.service}: {drop.no_endpoints}", indent="  ")
         lines += wrapped(terminal, drop.remedy, indent="  ", colour="dim") if drop.remedy else []
     return lines
 

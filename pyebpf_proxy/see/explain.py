@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from pyebpf_proxy.common.digits import port_number
 from pyebpf_proxy.datapath.node.plan import IFA_F_SECONDARY, SCOPE_UNIVERSE
-from pyebpf_proxy.see import dryrun, facts, local, model, pods, programs, routes, state
+from pyebpf_proxy.see import dryrun, facts, local, model, no_endpoints, pods, programs, routes, state
 from pyebpf_proxy.see.answers import NOT_RIGHT, RIGHT, QuestionError, SeeError, near
 from pyebpf_proxy.see.decide import Decision, Packet, World, decide
 from pyebpf_proxy.see.diff import KINDS
@@ -162,6 +162,10 @@ def explain(maps: Pinned, packet: Packet, node: Node, known: state.State, wanted
             ]
             if packet.device and decision.masquerade and not all(each.masquerade for each in view.endpoints):
                 decision.say("an endpoint in the network of this node itself sees the client's address")
+        if not decision.service.any_endpoints:
+            name = decision.service.name
+            for why in no_endpoints.reasons(maps.directory, wanted, [name]).values():
+                decision.say(f"{name_text(name)}: {why}")
     view.program = _program(maps, packet, node, bound)
     view.xdp = _xdp(maps, packet, node, bound)
     if view.program.ran and not _is_known(packet, view):

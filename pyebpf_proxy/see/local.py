@@ -10,7 +10,7 @@ import contextlib
 import http.client
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypedDict, cast, get_type_hints
 
@@ -162,12 +162,21 @@ def _part(found: object, kind: Callable[[], Any]) -> Any:
 
 def losses(directory: Path, services: Iterable[str]) -> list[str]:
     """What the agent does not serve of these Services (``namespace/name``), as it has logged it."""
+    answers = _about(directory, "/losses", services)
+    return [str(text) for answer in answers for texts in answer.values() if isinstance(texts, list) for text in texts]
+
+
+def no_endpoints(directory: Path, services: Iterable[str]) -> dict[str, str]:
+    """Why service ports of these Services (``namespace/name``) have no usable endpoint, by their names as text."""
+    answers = _about(directory, "/no-endpoints", services)
+    return {name: str(why) for answer in answers for name, why in answer.items()}
+
+
+def _about(directory: Path, page: str, services: Iterable[str]) -> Iterator[dict[str, Any]]:
+    """The answers of a page about these Services."""
     wanted = sorted({*services})
-    found: list[str] = []
     for at in range(0, len(wanted), _NAMES_AT_ONCE):
-        answer = _object(_ask(directory, "/losses", "\n".join(wanted[at : at + _NAMES_AT_ONCE]).encode()))
-        found += [str(text) for texts in answer.values() if isinstance(texts, list) for text in texts]
-    return found
+        yield _object(_ask(directory, page, "\n".join(wanted[at : at + _NAMES_AT_ONCE]).encode()))
 
 
 def pods(directory: Path, addresses: Iterable[bytes]) -> dict[bytes, str]:

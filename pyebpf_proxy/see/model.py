@@ -42,7 +42,9 @@ class FrontendView(Answer, kw_only=True):
 
 
 class ServiceView(Answer, kw_only=True):
-    """One service port of one IP family. ``differences``: text, only with --diff."""
+    """One service port of one IP family. ``differences``: text, only with --diff. ``noEndpoints``: with a name, why it
+    has no usable endpoint on any node, if it has none and the agent or the source knows why.
+    """
 
     name: str
     namespace: str
@@ -60,6 +62,7 @@ class ServiceView(Answer, kw_only=True):
     affinity_seconds: int
     source_ranges: list[str]
     differences: list[str] = []
+    no_endpoints: str = ""
 
 
 class Services(Answer, kw_only=True, tag_field="kind", tag="Services"):
@@ -97,7 +100,8 @@ class Frontends(Answer, kw_only=True, tag_field="kind", tag="Frontends"):
 
 class Drop(Answer, kw_only=True):
     """A reason for which packets or socket calls were refused or dropped. ``lastMinute``: null if it is not counted.
-    ``secondsAgo`` and the fields after it describe the latest packet, if it is known.
+    ``secondsAgo`` and the fields after it describe the latest packet, if it is known. ``noEndpoints``: why its service
+    port has no usable endpoint at present.
     """
 
     reason: str
@@ -111,6 +115,7 @@ class Drop(Answer, kw_only=True):
     protocol: str = ""
     device: str = ""
     service: str = ""
+    no_endpoints: str = ""
 
 
 class Drops(Answer, kw_only=True, tag_field="kind", tag="Drops"):

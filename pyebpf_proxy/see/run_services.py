@@ -7,7 +7,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from pyebpf_proxy.common.cycles import without_cycle_search
-from pyebpf_proxy.see import local, pods, services_text, state
+from pyebpf_proxy.see import local, no_endpoints, pods, services_text, state
 from pyebpf_proxy.see import services as made
 from pyebpf_proxy.see.agent import running_agent
 from pyebpf_proxy.see.answers import NOT_RIGHT, RIGHT, QuestionError, SeeError
@@ -64,6 +64,10 @@ def services(arguments: argparse.Namespace) -> int:
         if arguments.name:
             endpoints = (endpoint for view in answer.services for endpoint in view.endpoints)
             pods.fill_pod_names(endpoints, pods.pod_name_lookup(arguments.directory, wanted))
+            known = found.by_name
+            empty = [name for name in names if name in known and not known[name].any_endpoints]
+            why = no_endpoints.reasons(arguments.directory, wanted, empty)
+            made.fill_no_endpoints(answer.services, why)
             named = (f"{view.namespace}/{view.service}" for view in answer.services)
             answer.not_served = local.losses(arguments.directory, named)
         lines = services_text.services_text(answer, terminal(), arguments.name is not None)

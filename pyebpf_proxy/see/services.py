@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from pyebpf_proxy.see import model
@@ -12,7 +12,7 @@ from pyebpf_proxy.see.diff import KINDS, differences, sets
 from pyebpf_proxy.see.names import matching
 from pyebpf_proxy.see.state import Backend, Service, State
 from pyebpf_proxy.services.addresses import format_address, format_address_port, format_prefix, parse_address
-from pyebpf_proxy.services.model import Frontend, Protocol, ServicePort, ServicePortName
+from pyebpf_proxy.services.model import Frontend, IPFamily, Protocol, ServicePort, ServicePortName
 
 if TYPE_CHECKING:
     from pyebpf_proxy.see.wanted import Wanted
@@ -111,6 +111,13 @@ def services(
     if diff and wanted is not None:
         views = _different(state, known, names, wanted, views)
     return model.Services(services=views, problems=state.problems)
+
+
+def fill_no_endpoints(views: Iterable[model.ServiceView], why: Mapping[ServicePortName, str]) -> None:
+    """Fill in why these service ports have no usable endpoint."""
+    for view in views:
+        name = ServicePortName(view.namespace, view.service, view.port, Protocol[view.protocol], IPFamily(view.family))
+        view.no_endpoints = why.get(name, "")
 
 
 def _different(

@@ -79,9 +79,12 @@ def _details(view: model.ServiceView, terminal: Terminal) -> list[str]:
     ]
     lines += fields(terminal, pairs)
     lines += [f"  difference: {text}" for text in view.differences]
-    if not view.endpoints:
+    if not view.endpoints or view.no_endpoints:
         nothing = "no endpoints here, but on other nodes: dropped" if view.any_endpoints else _REFUSED
-        return [*lines, "  " + terminal.paint(nothing, "red")]
+        lines += wrapped(terminal, nothing, indent="  ", colour="red")
+        lines += wrapped(terminal, view.no_endpoints, indent="  ", colour="red") if view.no_endpoints else []
+    if not view.endpoints:
+        return lines
     inner = Terminal(max(terminal.width - 2, 10), terminal.colour)
     rows: list[list[Cell | str]] = [
         [

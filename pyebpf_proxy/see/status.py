@@ -333,7 +333,8 @@ def _warnings(status: model.Status, attached: Programs) -> Iterator[model.Troubl
             yield model.Trouble(what=what, remedy=_fill_remedy(fill.name))
     for drop in drops.recent(status.drops):
         whom = f", the latest from {drops.sender(drop)} to {drop.destination} {drop.protocol}" if drop.source else ""
-        whom += f" ({drop.service})" if drop.service else ""
+        why = f": {drop.no_endpoints}" if drop.no_endpoints else ""
+        whom += f" ({drop.service}{why})" if drop.service else ""
         yield model.Trouble(what=f"{_lately(drop.last_minute or 0)}: {drop.meaning}{whom}", remedy=drop.remedy)
 
 

@@ -64,6 +64,10 @@ class Wanted:
         """The pods with these addresses, ``namespace/name``."""
         return self._planner.pods(addresses)
 
+    def no_endpoints(self, namespace: str, name: str) -> Mapping[str, str]:
+        """By service port of this Service, as text, why it has no usable endpoint."""
+        return self._planner.no_endpoints(namespace, name)
+
     def known(self, name: ServicePortName) -> list[SliceEndpoint]:
         """Every endpoint of a service port in its slices, used or not."""
         views = [v for v in self._views.get((name.namespace, name.name), []) if v.family is name.family]

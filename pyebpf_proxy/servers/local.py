@@ -37,10 +37,14 @@ class Local(NamedTuple):
     over: Callable[[], Mapping[tuple[str, str], Sequence[str]]] = dict
     #: By Service (namespace and name), what is not served of it.
     messages: Callable[[], Mapping[tuple[str, str], Collection[LossMessage]]] = dict
+    #: By service port of a Service (namespace and name), why it has no usable endpoint.
+    no_endpoints: Callable[[str, str], Mapping[str, str]] = lambda namespace, name: {}
 
 
 def pages(local: Local) -> Mapping[str, Handler]:
-    """The pages: ``/state``; ``/pods`` for the addresses, and ``/losses`` for the Services in the request's body."""
+    """The pages: ``/state``; for the addresses in the request's body ``/pods``; for the Services in it ``/losses`` and
+    ``/no-endpoints``.
+    """
 
     def state(request: Request) -> Response:
         answer = {"version": __version__, "refusals": dict(local.refusals()), "datapath": local.datapath()}
@@ -62,7 +66,14 @@ def pages(local: Local) -> Mapping[str, Handler]:
         }
         return _json({name: sorted(each.text for each in found) for name, found in of.items() if found})
 
-    return {"/state": state, "/pods": pods, "/losses": losses}
+    def no_endpoints(request: Request) -> Response:
+        found: dict[str, str] = {}
+        for name in request.body.decode("utf-8", "replace").split():
+            namespace, _, service = name.partition("/")
+            found.update(local.no_endpoints(namespace, service))
+        return _json(found)
+
+    return {"/state": state, "/pods": pods, "/losses": losses, "/no-endpoints": no_endpoints}
 
 
 def _over(over: Mapping[tuple[str, str], Sequence[str]]) -> Mapping[str, object]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from pyebpf_proxy.services import endpoints, frontends
+from pyebpf_proxy.services import endpoints, frontends, no_endpoints
 from pyebpf_proxy.services.addresses import UNSPECIFIED
 from pyebpf_proxy.services.claims import Claim, claim_of
 from pyebpf_proxy.services.cluster_nodes import ClusterNodes
@@ -194,6 +194,14 @@ class Planner:
     def pods(self, addresses: Collection[bytes]) -> Mapping[bytes, str]:
         """By address, the pod ``namespace/name`` that a slice names. Safe in any thread."""
         return self._slices.pods(addresses)
+
+    def no_endpoints(self, namespace: str, name: str) -> Mapping[str, str]:
+        """By service port of this Service, as text, why it has no usable endpoint. Safe in any thread."""
+        key = ServiceKey(namespace, name)
+        planned = [self._wanted.get(port.name) for port in self._ports_of(key)]
+        names = [port.name for port in planned if port is not None and not port.any_endpoints]
+        views = list(self._slices.of(key).values()) if names else ()
+        return {str(each): why for each, why in no_endpoints.reasons(views, names).items()}
 
     def service_of_slice(self, namespace: str, name: str) -> tuple[str, str, str] | None:
         """Namespace and name of the Service to which a slice in use belongs, and the slice's addressType."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +14,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from pyebpf_proxy.lab.addresses import cluster_ip, vip
+from pyebpf_proxy.lab.addresses import CLIENT, cluster_ip, vip
 from pyebpf_proxy.lab.agent import command
 from pyebpf_proxy.lab.cluster import Lab, Node
 from pyebpf_proxy.lab.manifests import endpoint
@@ -32,15 +33,17 @@ NEARBY = Kind(
     loadBalancerSourceRanges=["198.51.100.0/24", "2001:db8:2::/64"],
 )
 EMPTY = Kind("empty", 12)
+RENAMED = Kind("renamed", 13)
 
 
 @pytest.fixture(scope="module")
 def world() -> Iterator[Lab]:
     with Lab(nodes=2) as made:
         pods = (made.add_pod("web-1", made.nodes[0]), made.add_pod("web-2", made.nodes[1]))
-        WEB.endpoints = NEARBY.endpoints = pods
+        WEB.endpoints = NEARBY.endpoints = RENAMED.endpoints = pods
         write_nodes(made)
-        write_services(made, WEB, NEARBY, EMPTY)
+        write_services(made, WEB, NEARBY, EMPTY, RENAMED)
+        _rename_port(made)
         _terminating(made)
         made.start_agents()
         yield made
@@ -59,6 +62,14 @@ def _terminating(lab: Lab) -> None:
     lab.write("web.yaml", objects)
 
 
+def _rename_port(lab: Lab) -> None:
+    """The slices of ``renamed`` keep the former name of its port ``http``."""
+    objects = RENAMED.objects()
+    for each in objects[1:]:
+        each["ports"] = [{**port, "name": port["name"].replace("http", "web")} for port in each["ports"]]
+    lab.write("renamed.yaml", objects)
+
+
 @pytest.fixture
 def node(world: Lab) -> Node:
     return world.nodes[0]
@@ -70,6 +81,7 @@ def test_the_answer_matches_the_schema(node: Node) -> None:
     assert [view.name for view in found.services if view.family == 4] == [
         *("default/empty:dns", "default/empty:http"),
         *("default/nearby:dns", "default/nearby:http"),
+        *("default/renamed:dns", "default/renamed:http"),
         *("default/web:dns", "default/web:http"),
     ]
     view = next(view for view in found.services if view.name == "default/nearby:http" and view.family == 4)
@@ -116,6 +128,37 @@ def test_a_service_without_endpoints_is_shown_as_refused(node: Node) -> None:
     assert "no endpoints: refused (port unreachable)" in see(node, "services", "default/empty").stdout
 
 
+RENAMED_PORT = 'its IPv4 EndpointSlices have the ports "dns"/UDP, "web"/TCP, but not "http"/TCP'
+
+
+@pytest.mark.parametrize("source", [(), ("--manifests", "--hostname-override=node1")], ids=["agent", "manifests"])
+def test_a_port_that_the_slices_do_not_have_is_named(node: Node, world: Lab, source: tuple[str, ...]) -> None:
+    more = [word.replace("--manifests", f"--manifests={world.manifests}") for word in source]
+    found = answer(node, "services", "renamed", *more)["services"]
+    assert {view["port"]: view["noEndpoints"] for view in found if view["family"] == 4} == {
+        "dns": "",
+        "http": RENAMED_PORT,
+    }
+    text = see(node, "services", "renamed:http", *more).stdout
+    assert f"  no endpoints: refused (port unreachable)\n  {RENAMED_PORT}\n" in text
+    steps = answer(node, "explain", CLIENT.v4, f"{vip(13).v4}:80", *more, status=1)["steps"]
+    assert steps[-1] == f"default/renamed:http: {RENAMED_PORT}"
+
+
+def test_a_refused_packet_is_shown_with_the_reason_that_the_agent_knows(node: Node, world: Lab) -> None:
+    with pytest.raises(ConnectionRefusedError):
+        world.client.call(connect, vip(13).v4)
+    drops = {each["reason"]: each for each in answer(node, "drops", status=1)["drops"]}
+    refused = drops["reject_no_endpoints"]
+    assert (refused["service"], refused["noEndpoints"]) == ("default/renamed:http", RENAMED_PORT)
+    assert f"  default/renamed:http: {RENAMED_PORT}\n" in see(node, "drops").stdout
+    assert f"(default/renamed:http: {RENAMED_PORT})" in see(node, "status").stdout
+
+
+def connect(address: str) -> None:
+    socket.create_connection((address, 80), timeout=5).close()
+
+
 def test_backends_and_frontends(node: Node) -> None:
     backends = answer(node, "backends", "web:http")["backends"]
     assert [(each["address"], each["local"]) for each in backends] == [
@@ -156,7 +199,7 @@ def _words(number: int) -> list[str]:
 def test_diff_against_another_source(node: Node, tmp_path: Path) -> None:
     """No service port is wanted there: each one is reported as superfluous, and so is each of its endpoints."""
     found = answer(node, "services", "--diff", "--manifests", str(tmp_path), status=1)["services"]
-    assert len(found) == 12
+    assert len(found) == 16
     assert {tuple(view["differences"]) for view in found} == {("in the kernel, but not desired",)}
 
 

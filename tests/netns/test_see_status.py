@@ -150,7 +150,9 @@ def test_no_endpoints_is_named_with_the_packet(node: Node, world: Lab, protocol:
     assert drop["device"] == "eth0"
     assert drop["secondsAgo"] < 60
     (warning,) = (text for text in warnings(node) if "no usable endpoint" in text and "[2001:db8" in text)
-    assert warning.endswith(f"]:{port} {protocol.upper()} (default/empty:{'http' if protocol == 'tcp' else 'dns'})")
+    name = f"default/empty:{'http' if protocol == 'tcp' else 'dns'}"
+    why = "its IPv6 EndpointSlices have no usable address"
+    assert warning.endswith(f"]:{port} {protocol.upper()} ({name}: {why})")
     assert re.search(r"reject_no_endpoints +\d+ +\d+ +\d+ s ago +\[2001:db8:2::2\]:\d+ >", see(node, "drops").stdout)
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from pyebpf_proxy.kube.objects import Node, Service
 from pyebpf_proxy.kube.source import Change
-from pyebpf_proxy.services import endpoints
+from pyebpf_proxy.services import endpoints, no_endpoints
 from pyebpf_proxy.services.addresses import format_address, format_address_port
 from pyebpf_proxy.services.model import Endpoint, IPFamily, Protocol, ServicePort, ServicePortName
 from pyebpf_proxy.services.planner import Planner, PlanSettings
@@ -403,3 +403,64 @@ def test_lists_follow_the_specification(
     assert all(
         endpoint.local == (text in here) for endpoint, text in zip(lists.cluster, texts(lists.cluster), strict=True)
     )
+
+
+NOT_READY, ENDED = {"ready": False}, {"ready": False, "serving": False, "terminating": True}
+
+
+@pytest.mark.parametrize(
+    ("slices", "why"),
+    [
+        ([], "it has no IPv4 EndpointSlice"),
+        (
+            [{"addressType": "IPv6", "endpoints": [{"addresses": ["fd00::1"]}]}],
+            "it has no IPv4 EndpointSlice, but some of the other family",
+        ),
+        ([{}], "its IPv4 EndpointSlices have no usable address"),
+        (
+            [{"ports": [{"name": "web", "port": 1}], "endpoints": [{"addresses": ["10.0.0.1"]}]}],
+            'its IPv4 EndpointSlices have the port "web"/TCP, but not "http"/TCP',
+        ),
+        (
+            [
+                {"ports": [{"name": name, "port": 1, "protocol": "UDP"}], "endpoints": [{"addresses": ["10.0.0.1"]}]}
+                for name in ("http", "dns")
+            ],
+            'its IPv4 EndpointSlices have the ports "dns"/UDP, "http"/UDP, but not "http"/TCP',
+        ),
+        (
+            [{"ports": [], "endpoints": [{"addresses": ["10.0.0.1"]}]}],
+            "its IPv4 EndpointSlices have no port: a named targetPort must be the name of a container's port",
+        ),
+        (
+            [
+                {
+                    "ports": [{"name": "http", "port": 1}],
+                    "endpoints": [
+                        {"addresses": [f"10.0.0.{number}"], "conditions": conditions}
+                        for number, conditions in enumerate((NOT_READY, NOT_READY, ENDED), 1)
+                    ],
+                }
+            ],
+            "no endpoint is ready: 1 terminating, 2 not ready",
+        ),
+        ([{"ports": [{"name": "http", "port": 1}], "endpoints": [{"addresses": ["10.0.0.1"]}]}], None),
+    ],
+)
+def test_why_a_service_port_has_no_endpoint(planner: Planner, slices: list[dict[str, Any]], why: str | None) -> None:
+    changes = [endpoint_slice(f"web-{number}", "web", **fields) for number, fields in enumerate(slices)]
+    planner.update([service("web", ports=[{"name": "http", "port": 80}]), *changes])
+    wanted = {} if why is None else {"default/web:http/TCP/IPV4": why}
+    assert planner.no_endpoints("default", "web") == wanted
+    assert planner.no_endpoints("default", "other") == {}
+
+
+def test_why_many_service_ports_have_no_endpoint(planner: Planner) -> None:
+    """A command asks while the agent serves: the answer costs little, whatever a tenant writes."""
+    ports = [{"name": f"p{number}", "port": number} for number in range(1, 1025)]
+    other = [{"name": f"q{number}", "port": number} for number in range(1, 1025)]
+    changes = [endpoint_slice(f"web-{number}", "web", f"10.0.0.{number}", ports=other) for number in range(1, 200)]
+    planner.update([service("web", ports=ports), *changes])
+    found = planner.no_endpoints("default", "web")
+    assert len(found) == no_endpoints.MOST
+    assert found["default/web:p1/TCP/IPV4"].endswith(' and others, but not "p1"/TCP')
