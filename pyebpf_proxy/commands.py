@@ -12,7 +12,7 @@ from pathlib import Path
 
 from pyebpf_proxy.common.arguments import Parser, fail
 from pyebpf_proxy.common.closed_pipe import closed_pipe
-from pyebpf_proxy.see.answers import SeeError
+from pyebpf_proxy.see.answers import SeeError, UnknownServiceError
 
 STATUSES = "exit status: 0 no problem found, 1 a problem was found, 2 wrong usage, 3 no answer"
 DIRECTORY = "PYEBPF_PROXY_DIRECTORY"
@@ -305,6 +305,10 @@ def main(arguments: Sequence[str]) -> int:
             return COMMANDS[name].run(parsed)
         finally:
             sys.stdout.flush()  # also for --help, which raises SystemExit
+    except UnknownServiceError as error:
+        from pyebpf_proxy.see import unserved
+
+        return fail(unserved.completed(parsed.directory, error), error.status)
     except SeeError as error:
         return fail(str(error), error.status)
     except BrokenPipeError:

@@ -32,6 +32,14 @@ class QuestionError(SeeError):
     status = QUESTION
 
 
+class UnknownServiceError(QuestionError):
+    """No Service that is served has the name. ``wanted``: the name, as on the command line."""
+
+    def __init__(self, text: str, wanted: str) -> None:
+        super().__init__(text)
+        self.wanted = wanted
+
+
 def near(wrong: str, known: Iterable[str]) -> str:
     """A hint for a message: similar names; empty if there are none."""
     found = difflib.get_close_matches(wrong, list(known), n=3, cutoff=0.6)

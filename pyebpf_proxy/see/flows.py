@@ -12,7 +12,7 @@ from pyebpf_proxy.datapath.netlink import uapi
 from pyebpf_proxy.datapath.netlink.messages import attributes
 from pyebpf_proxy.datapath.netlink.request import RequestSocket
 from pyebpf_proxy.see import model
-from pyebpf_proxy.see.answers import QuestionError, SeeError
+from pyebpf_proxy.see.answers import QuestionError, SeeError, UnknownServiceError
 from pyebpf_proxy.see.filters import means, parse_place, split
 from pyebpf_proxy.see.names import suggested
 from pyebpf_proxy.see.state import State
@@ -235,7 +235,7 @@ def parse_filter(words: list[str], services: set[str], pods: Collection[str] = (
             plausible = known or any(word in name for name in (*services, *pods)) or ":" in word or "." in word
             alike = "" if plausible else suggested(word, [_pair(name) for name in services])
             if alike:
-                raise QuestionError(f"no Service is called {word}{alike}")
+                raise UnknownServiceError(f"no Service is called {word}{alike}", word)
             checks.append(_check(tuple(_FIELDS), word))
     return lambda flow: all(check(flow) for check in checks)
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
-from pyebpf_proxy.see.answers import QuestionError, listed, near
+from pyebpf_proxy.see.answers import QuestionError, UnknownServiceError, listed, near
 from pyebpf_proxy.services.model import ServicePortName
 
 
 def matching(wanted: str, names: Collection[ServicePortName]) -> list[ServicePortName]:
     """The service ports that ``[NAMESPACE/]NAME[:PORT]`` names; a unique prefix of a Service's name is enough.
 
-    QuestionError if the name is unknown, or if it matches more than one Service.
+    UnknownServiceError if the name is unknown; QuestionError if it matches more than one Service.
     """
     text, colon, port = wanted.partition(":")
     namespace, slash, service = text.rpartition("/")
@@ -24,7 +24,7 @@ def matching(wanted: str, names: Collection[ServicePortName]) -> list[ServicePor
         raise QuestionError(f"{wanted} is ambiguous: it may be {listed(_texts(found))}")
     ports = [name for name in names if (name.namespace, name.name) in found]
     if not found:
-        raise QuestionError(f"no Service is called {wanted}{_suggested(text, names)}")
+        raise UnknownServiceError(f"no Service is called {wanted}{_suggested(text, names)}", wanted)
     if colon:
         chosen = [name for name in ports if port == name.port]
         if not chosen:
@@ -33,6 +33,12 @@ def matching(wanted: str, names: Collection[ServicePortName]) -> list[ServicePor
             )
         ports = chosen
     return sorted(ports)
+
+
+def is_exact(wanted: str, names: Iterable[ServicePortName]) -> bool:
+    """Whether a Service has exactly the name ``[NAMESPACE/]NAME[:PORT]``."""
+    namespace, slash, service = wanted.partition(":")[0].rpartition("/")
+    return any(name.name == service and (not slash or name.namespace == namespace) for name in names)
 
 
 def _texts(keys: Iterable[tuple[str, str]]) -> list[str]:

@@ -4,19 +4,22 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from pyebpf_proxy.common.cycles import without_cycle_search
 from pyebpf_proxy.see import local, no_endpoints, pods, services_text, state
 from pyebpf_proxy.see import services as made
 from pyebpf_proxy.see.agent import running_agent
-from pyebpf_proxy.see.answers import NOT_RIGHT, RIGHT, QuestionError, SeeError
+from pyebpf_proxy.see.answers import NOT_RIGHT, RIGHT, QuestionError, SeeError, UnknownServiceError
 from pyebpf_proxy.see.maps import Pinned
+from pyebpf_proxy.see.names import is_exact
 from pyebpf_proxy.see.output import show
 from pyebpf_proxy.see.text import terminal
 
 if TYPE_CHECKING:
     from pyebpf_proxy.see.wanted import Wanted
+    from pyebpf_proxy.services.model import ServicePortName
 
 #: With more service ports than this, the source is read only if the command line names it: this takes seconds.
 MOST_PORTS = 2000
@@ -46,6 +49,33 @@ def maybe_wanted(arguments: argparse.Namespace, service_ports: int) -> Wanted | 
         return None
 
 
+def _chosen(
+    arguments: argparse.Namespace,
+    found: state.State,
+    wanted: Wanted | None = None,
+    others: Iterable[ServicePortName] = (),
+) -> list[ServicePortName]:
+    """The service ports that the command line selects. QuestionError: a Service of exactly that name is not served.
+
+    Only without such a Service, the name may be the beginning of another one's.
+    """
+    others = list(others)
+    every = (*(service.name for service in found.services.values()), *others)
+    in_namespace = (name for name in every if arguments.namespace in (None, name.namespace))
+    if arguments.name is not None and not is_exact(arguments.name, in_namespace):
+        from pyebpf_proxy.see import unserved
+
+        flags = source_flags(arguments) if hasattr(arguments, "manifests") else []
+        why = unserved.why(arguments.directory, flags, wanted, arguments.name, arguments.namespace)
+        if why:
+            raise QuestionError(why)
+        try:
+            return made.chosen(found, arguments.name, arguments.namespace, others)
+        except UnknownServiceError as error:
+            raise QuestionError(f"{error}{unserved.NOTE if why is None else ''}") from None
+    return made.chosen(found, arguments.name, arguments.namespace, others)
+
+
 def services(arguments: argparse.Namespace) -> int:
     """``services [NAME] [--diff]``."""
     with Pinned(arguments.directory) as maps:
@@ -58,7 +88,7 @@ def services(arguments: argparse.Namespace) -> int:
     elif arguments.name or source_flags(arguments):
         wanted = maybe_wanted(arguments, len(found.services))
     others = wanted.ports if wanted is not None and arguments.diff else ()
-    names = made.chosen(found, arguments.name, arguments.namespace, others)
+    names = _chosen(arguments, found, wanted, others)
     with without_cycle_search():
         answer = made.services(found, names, wanted, arguments.diff)
         if arguments.name:
@@ -82,7 +112,7 @@ def backends(arguments: argparse.Namespace) -> int:
     """``backends [NAME]``."""
     with Pinned(arguments.directory) as maps:
         found = state.read(maps)
-    answer = made.backends(found, made.chosen(found, arguments.name, arguments.namespace))
+    answer = made.backends(found, _chosen(arguments, found))
     pods.fill_pod_names(answer.backends, pods.pod_name_lookup(arguments.directory, None))
     show(arguments, answer, services_text.backends_text(answer, terminal()), (view.address for view in answer.backends))
     return RIGHT
@@ -92,7 +122,7 @@ def frontends(arguments: argparse.Namespace) -> int:
     """``frontends [NAME] [--address IP]``."""
     with Pinned(arguments.directory) as maps:
         found = state.read(maps)
-    names = made.chosen(found, arguments.name, arguments.namespace)
+    names = _chosen(arguments, found)
     answer = made.frontends(found, names, arguments.address)
     show(
         arguments, answer, services_text.frontends_text(answer, terminal()), (view.address for view in answer.frontends)

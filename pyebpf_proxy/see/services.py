@@ -175,7 +175,9 @@ def chosen(
     if namespace is not None:
         there = [name for name in names if name.namespace == namespace]
         if not there and names:
-            raise QuestionError(f"no services in namespace {namespace}{near(namespace, {n.namespace for n in names})}")
+            raise QuestionError(
+                f"no Service of namespace {namespace} is served{near(namespace, {n.namespace for n in names})}"
+            )
         names = there
     return matching(wanted, names) if wanted is not None else names
 

@@ -17,6 +17,7 @@ from pyebpf_proxy.see.agent import running_agent
 from pyebpf_proxy.see.answers import SeeError
 from pyebpf_proxy.services import endpoints
 from pyebpf_proxy.services.endpoints import FALLBACK, LOCAL, READY, TERMINATING, SliceEndpoint
+from pyebpf_proxy.services.frontends import why_unserved
 from pyebpf_proxy.services.model import ServicePort, ServicePortName
 from pyebpf_proxy.services.planner import Planner, PlanSettings
 
@@ -35,9 +36,12 @@ class Wanted:
         self.settings = settings
         self._planner = planner
         self._views: dict[tuple[str, str], list[endpoints.SliceView]] = {}
+        self._services: dict[tuple[str, str], str] = {}
         for change in (change for each in batch for change in each.changes):
             if change.kind == "EndpointSlice" and change.object is not None:
                 self._take(change.namespace, change.object)  # type: ignore[arg-type]
+            elif change.kind == "Service" and change.object is not None:
+                self._services[change.namespace, change.name] = why_unserved(change.object)  # type: ignore[arg-type]
 
     def _take(self, namespace: str, made: EndpointSlice) -> None:
         service = endpoints.service_of(made)
@@ -63,6 +67,10 @@ class Wanted:
     def pods(self, addresses: Collection[bytes]) -> Mapping[bytes, str]:
         """The pods with these addresses, ``namespace/name``."""
         return self._planner.pods(addresses)
+
+    def named(self, name: str) -> dict[tuple[str, str], str]:
+        """By namespace and name, why the Services of this name are not served; "" for one that should be."""
+        return {key: why for key, why in self._services.items() if key[1] == name}
 
     def no_endpoints(self, namespace: str, name: str) -> Mapping[str, str]:
         """By service port of this Service, as text, why it has no usable endpoint."""
@@ -97,6 +105,15 @@ def read_wanted(directory: Path, arguments: Sequence[str]) -> Wanted:
 
     SeeError if no source is named and no agent runs, or if the source does not answer.
     """
+    try:
+        settings = agent_settings(directory, arguments)
+        return asyncio.run(_read(settings, _source(settings)))
+    except FatalError as error:
+        raise SeeError(str(error)) from None
+
+
+def agent_settings(directory: Path, arguments: Sequence[str]) -> Effective:
+    """The settings of the source. ``arguments`` and SeeError: as for :func:`read_wanted`."""
     from pyebpf_proxy.config.flags import UsageError, parse
 
     folder = os.getcwd()
@@ -109,9 +126,7 @@ def read_wanted(directory: Path, arguments: Sequence[str]) -> Wanted:
             )
         arguments, folder = agent.arguments, agent.folder
     try:
-        flags = parse(list(_absolute(arguments, folder)))
-        settings = _settings(flags)
-        return asyncio.run(_read(settings, _source(settings)))
+        return _settings(parse(list(_absolute(arguments, folder))))
     except (UsageError, FatalError) as error:
         raise SeeError(str(error)) from None
 

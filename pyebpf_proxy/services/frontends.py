@@ -71,6 +71,18 @@ def is_served(service: objects.Service) -> bool:
     return SERVICE_PROXY_NAME_LABEL not in (service.metadata.labels or ())
 
 
+def why_unserved(service: objects.Service) -> str:
+    """Why the proxy does not handle the Service, in words for the user; "" if it does."""
+    if service.spec.type == "ExternalName":
+        return "its type is ExternalName, so it has no address: DNS answers with another name"
+    if service.spec.cluster_ip == "None":
+        return "it is headless (clusterIP: None), so it has no address: DNS answers with those of its pods"
+    if not service.spec.cluster_ip:
+        return "it has no ClusterIP"
+    other = (service.metadata.labels or {}).get(SERVICE_PROXY_NAME_LABEL)
+    return "" if other is None else f'its label {SERVICE_PROXY_NAME_LABEL} leaves it to another proxy, "{other}"'
+
+
 def service_ports(
     namespace: str,
     name: str,

@@ -171,7 +171,7 @@ def test_another_run_folder_is_reported_as_empty(node: Node, tmp_path: Path, nam
     [
         (("services", "wbe"), 2, "no Service is called wbe; did you mean web?"),
         (("services", "we:http"), 2, "we:http is ambiguous: it may be default/web, default/web-next"),
-        (("services", "-n", "defalt"), 2, "no services in namespace defalt; did you mean default?"),
+        (("services", "-n", "defalt"), 2, "no Service of namespace defalt is served; did you mean default?"),
         (("services", "--diff", "--manifests", "/none"), 3, "the manifests folder /none does not exist"),
         (("services", "--diff", "--config", "/none"), 3, "failed complete: open /none: no such file or directory"),
         (("backends", "web:dnss"), 2, "default/web has no port dnss: it has dns, http"),

@@ -10,6 +10,7 @@ import socket
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -18,7 +19,7 @@ from pyebpf_proxy.lab.addresses import CLIENT, cluster_ip, vip
 from pyebpf_proxy.lab.agent import command
 from pyebpf_proxy.lab.cluster import Lab, Node
 from pyebpf_proxy.lab.manifests import endpoint
-from pyebpf_proxy.see import model
+from pyebpf_proxy.see import model, unserved
 from tests.support.lab_services import Kind, write_nodes, write_services
 from tests.support.see_tools import answer, error, see
 
@@ -36,6 +37,24 @@ EMPTY = Kind("empty", 12)
 RENAMED = Kind("renamed", 13)
 
 
+def _unserved(name: str, labels: dict[str, str] | None = None, **spec: Any) -> dict[str, Any]:
+    metadata = {"name": name, "namespace": "shop", "labels": labels}
+    return {"apiVersion": "v1", "kind": "Service", "metadata": metadata, "spec": spec}
+
+
+#: ``we`` is also the beginning of the name of ``web``, which is served.
+UNSERVED = [
+    _unserved("we", clusterIP="None", ports=[{"port": 80}]),
+    _unserved("mail", type="ExternalName", externalName="mail.example.com"),
+    _unserved(
+        "mesh",
+        {"service.kubernetes.io/service-proxy-name": "mesh"},
+        clusterIP=cluster_ip(90).v4,
+        ports=[{"port": 80}],
+    ),
+]
+
+
 @pytest.fixture(scope="module")
 def world() -> Iterator[Lab]:
     with Lab(nodes=2) as made:
@@ -44,6 +63,7 @@ def world() -> Iterator[Lab]:
         write_nodes(made)
         write_services(made, WEB, NEARBY, EMPTY, RENAMED)
         _rename_port(made)
+        made.write("unserved.yaml", UNSERVED)
         _terminating(made)
         made.start_agents()
         yield made
@@ -216,11 +236,48 @@ def _on_a_terminal(node: Node, *arguments: str, **environment: str) -> str:
     return subprocess.run(run, env=os.environ | known | environment, capture_output=True, text=True, check=True).stdout
 
 
+HEADLESS = (
+    "Service shop/we is not served: it is headless (clusterIP: None), so it has no address: DNS answers with those of"
+    " its pods"
+)
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (("services", "we"), HEADLESS),
+        (("services", "shop/we:http", "-o", "json"), HEADLESS),
+        (("services", "-n", "shop", "we"), HEADLESS),
+        (("backends", "we"), HEADLESS),
+        (("frontends", "we"), HEADLESS),
+        (
+            ("services", "mail"),
+            "Service shop/mail is not served: its type is ExternalName, so it has no address: DNS answers with another"
+            " name",
+        ),
+        (
+            ("top", "mesh", "--once"),
+            "Service shop/mesh is not served: its label service.kubernetes.io/service-proxy-name leaves it to another"
+            ' proxy, "mesh"',
+        ),
+        (("services", "shop/wbe"), "no Service is called shop/wbe"),
+        (("services", "-n", "shop"), "no Service of namespace shop is served"),
+    ],
+)
+def test_a_service_that_is_never_served_is_named(node: Node, words: tuple[str, ...], text: str) -> None:
+    assert error(node, *words, status=2) == text
+
+
+def test_a_beginning_of_a_name_still_counts_in_another_namespace(node: Node) -> None:
+    found = answer(node, "services", "default/we")["services"]
+    assert {view["service"] for view in found} == {"web"}
+
+
 @pytest.mark.parametrize(
     ("words", "status", "text"),
     [
         (("services", "wbe"), 2, "no Service is called wbe; did you mean web?"),
-        (("services", "-n", "defalt"), 2, "no services in namespace defalt; did you mean default?"),
+        (("services", "-n", "defalt"), 2, "no Service of namespace defalt is served; did you mean default?"),
         (("backends", "web:dnss"), 2, "default/web has no port dnss: it has dns, http"),
         (("frontends", "--address", "10.96.0"), 2, "10.96.0 is not an IP address"),
         (("frontends", "--address", "10.96.0.99"), 2, "no service has the address 10.96.0.99"),
@@ -248,6 +305,8 @@ def test_without_the_agent_the_kernel_still_answers(node: Node, world: Lab) -> N
     try:
         assert json.loads(see(node, "services", "-o", "json").stdout) == json.loads(before)
         assert see(node, "backends", "web").returncode == see(node, "frontends").returncode == 0
+        unknown = error(node, "services", "mail", status=2)
+        assert unknown == f"no Service is called mail{unserved.NOTE}"
         assert error(node, "services", "--diff", status=3) == (
             f"no agent runs on {node.agent.directory}, so the desired state is unknown: name the source with"
             " --manifests or --config"

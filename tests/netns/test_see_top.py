@@ -150,7 +150,7 @@ def test_an_idle_service_is_shown_only_if_it_is_named(node: Node) -> None:
     assert " 10.244.1.10:8080 default/web-1 (local) " in see(node, "top", "web", "--once").stdout
     assert see(node, "top", "-n", "default", "--once", "-o", "name").stdout == ""
     assert error(node, "top", "wbe", status=2) == "no Service is called wbe; did you mean web?"
-    assert error(node, "top", "-n", "defautl", status=2).startswith("no services in namespace defautl")
+    assert error(node, "top", "-n", "defautl", status=2).startswith("no Service of namespace defautl is served")
     assert error(node, "top", "-i", "0", status=2).startswith("argument -i/--interval: 0 is not between 0.1 and 3600")
 
 
