@@ -433,16 +433,20 @@ def ask(
     destination: str,
     protocol: str,
     device: str | None = None,
-    wanted: Callable[[int], Wanted | None] = lambda service_ports: None,
+    wanted: Callable[[int], tuple[Wanted | None, str]] = lambda service_ports: (None, ""),
 ) -> model.Explanation:
-    """The answer for arguments as text. ``wanted`` is called with the number of service ports. Raises SeeError."""
+    """The answer for arguments as text. Raises SeeError.
+
+    ``wanted`` is called with the number of service ports; the result: the desired state, and why it cannot be read.
+    """
     places = parse_packet(source, destination, protocol)
     with Pinned(directory) as maps:
         node = Node(maps, programs.read(maps), local.state(directory))
         packet = Packet(*places, node.entrance(places[0], device))
         known = state.read(reached(maps, packet.destination, packet.protocol))
-        objects = wanted(sum(word != 0 for word in maps.words("services")))
+        objects, missing = wanted(sum(word != 0 for word in maps.words("services")))
         view = explain(maps, packet, node, known, objects)
+        view.objects_missing = missing
     pods.fill_pod_names([*view.endpoints, *view.left_out], pods.pod_name_lookup(directory, objects))
     return view
 

@@ -32,6 +32,9 @@ def text(view: model.Explanation, terminal: Terminal) -> list[str]:
             [e.address, e.pod, "local" if e.local else "remote", e.left_out] for e in view.left_out
         ]
         lines += ["", *table(terminal, ["EXCLUDED", "POD", "NODE", "WHY"], rows)]
+    if view.objects_missing and view.service:
+        what = f"endpoints that are not used are not shown: {view.objects_missing}"
+        lines += ["", *wrapped(terminal, what, colour="yellow")]
     lines.append("")
     if not view.program.ran:
         return lines + wrapped(terminal, f"Not run: {view.program.why}.", colour="yellow")

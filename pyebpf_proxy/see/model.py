@@ -67,12 +67,14 @@ class ServiceView(Answer, kw_only=True):
 
 class Services(Answer, kw_only=True, tag_field="kind", tag="Services"):
     """``pyebpf-proxy services``. ``problems``: inconsistencies in the maps. ``notServed``: with a name, what the agent
-    does not serve of these Services.
+    does not serve of these Services. ``objectsMissing``: with a name, why the objects of the agent's source cannot be
+    read, so that endpoints which are not used are not shown; else "".
     """
 
     services: list[ServiceView]
     problems: list[str] = []
     not_served: list[str] = []
+    objects_missing: str = ""
 
 
 class BackendView(Answer, kw_only=True):
@@ -379,6 +381,7 @@ class ProgramView(Answer, kw_only=True):
 class Explanation(Answer, kw_only=True, tag_field="kind", tag="Explanation"):
     """``pyebpf-proxy explain``. ``steps``: the rules that applied, in order. ``disagreements``: differences between
     rules and programs. ``xdp``: the result of the XDP program, which runs first; null if the device has none.
+    ``objectsMissing``: as in Services.
     """
 
     source: str
@@ -395,6 +398,7 @@ class Explanation(Answer, kw_only=True, tag_field="kind", tag="Explanation"):
     program: ProgramView
     disagreements: list[str]
     xdp: ProgramView | None = None
+    objects_missing: str = ""
 
 
 class Finding(Answer, kw_only=True):

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from pyebpf_proxy.common.cycles import without_cycle_search
 from pyebpf_proxy.see import local, no_endpoints, pods, services_text, state
@@ -34,19 +34,26 @@ def source_flags(arguments: argparse.Namespace) -> list[str]:
     return [*flags, f"--hostname-override={node}"] if node else flags
 
 
-def maybe_wanted(arguments: argparse.Namespace, service_ports: int) -> Wanted | None:
-    """The desired state, if it is available quickly: here it only supplements the kernel's state."""
+class Supplement(NamedTuple):
+    """The desired state where it only supplements the kernel's. ``missing``: why it cannot be read, else ""."""
+
+    wanted: Wanted | None = None
+    missing: str = ""
+
+
+def maybe_wanted(arguments: argparse.Namespace, service_ports: int) -> Supplement:
+    """The desired state, if it is available quickly."""
     flags = source_flags(arguments)
     if not flags and (service_ports > MOST_PORTS or running_agent(arguments.directory) is None):
-        return None
-    from pyebpf_proxy.see.wanted import read_wanted
+        return Supplement()
+    from pyebpf_proxy.see.wanted import SILENT, read_wanted
 
     try:
-        return read_wanted(arguments.directory, flags)
-    except SeeError:
+        return Supplement(read_wanted(arguments.directory, flags, SILENT))
+    except SeeError as error:
         if flags:
             raise
-        return None
+        return Supplement(missing=str(error))
 
 
 def _chosen(
@@ -81,16 +88,18 @@ def services(arguments: argparse.Namespace) -> int:
     with Pinned(arguments.directory) as maps:
         found = state.read(maps)
     wanted = None
+    missing = ""
     if arguments.diff:
         from pyebpf_proxy.see.wanted import read_wanted
 
         wanted = read_wanted(arguments.directory, source_flags(arguments))
     elif arguments.name or source_flags(arguments):
-        wanted = maybe_wanted(arguments, len(found.services))
+        wanted, missing = maybe_wanted(arguments, len(found.services))
     others = wanted.ports if wanted is not None and arguments.diff else ()
     names = _chosen(arguments, found, wanted, others)
     with without_cycle_search():
         answer = made.services(found, names, wanted, arguments.diff)
+        answer.objects_missing = missing
         if arguments.name:
             endpoints = (endpoint for view in answer.services for endpoint in view.endpoints)
             pods.fill_pod_names(endpoints, pods.pod_name_lookup(arguments.directory, wanted))

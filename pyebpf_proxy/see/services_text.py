@@ -24,6 +24,10 @@ def services_text(answer: model.Services, terminal: Terminal, details: bool) -> 
             lines += wrapped(terminal, f"{view.name} {view.protocol} IPv{view.family}: {text}", colour="yellow")
     for text in answer.not_served:
         lines += wrapped(terminal, f"warning: {text}", colour="yellow")
+    if answer.objects_missing:
+        lines += wrapped(
+            terminal, f"endpoints that are not used are not shown: {answer.objects_missing}", colour="yellow"
+        )
     for problem in answer.problems:
         lines += wrapped(terminal, f"warning: {problem}", colour="red")
     return lines or ["no services"]

@@ -7,7 +7,9 @@ The agent's command line shows its source. The agent itself is not contacted.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
+import time
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,6 +29,10 @@ if TYPE_CHECKING:
     from pyebpf_proxy.kube.source import Batch, Source
 
 _SECONDS = 20.0
+#: For so long the API server may fail, and, if the objects are only a supplement, send nothing at all.
+_FAILING, SILENT = 2.0, 5.0
+_STEP = 0.25
+_NEEDED = ("", "services", "endpointslices", "nodes")
 
 
 class Wanted:
@@ -100,14 +106,15 @@ def _why_left_out(entry: SliceEndpoint, others_ready: bool) -> str:
     return "terminating, not serving" if entry.flags & TERMINATING else "not ready"
 
 
-def read_wanted(directory: Path, arguments: Sequence[str]) -> Wanted:
+def read_wanted(directory: Path, arguments: Sequence[str], silent: float = _SECONDS) -> Wanted:
     """The desired state. ``arguments``: flags of the agent that name a source; if empty, those of the running agent.
 
-    SeeError if no source is named and no agent runs, or if the source does not answer.
+    SeeError if no source is named and no agent runs, if the source fails, or if the API server sends nothing within
+    ``silent`` seconds.
     """
     try:
         settings = agent_settings(directory, arguments)
-        return asyncio.run(_read(settings, _source(settings)))
+        return asyncio.run(_read(settings, _source(settings), silent))
     except FatalError as error:
         raise SeeError(str(error)) from None
 
@@ -116,6 +123,8 @@ def agent_settings(directory: Path, arguments: Sequence[str]) -> Effective:
     """The settings of the source. ``arguments`` and SeeError: as for :func:`read_wanted`."""
     from pyebpf_proxy.config.flags import UsageError, parse
 
+    # What the API client logs is for the agent's log; here an error says it. Otherwise, Python would print it.
+    logging.getLogger("pyebpf_proxy").addHandler(logging.NullHandler())
     folder = os.getcwd()
     if not arguments:
         agent = running_agent(directory)
@@ -193,7 +202,13 @@ def _source(settings: Effective) -> Source:
     return source
 
 
-async def _read(settings: Effective, source: Source) -> Wanted:
+def _trouble(source: Source) -> str:
+    """Why the objects that are needed do not arrive from the API server at present; "" if they do."""
+    troubles: Mapping[str, str] = getattr(source, "troubles", dict)()
+    return next((text for resource in _NEEDED if (text := troubles.get(resource, ""))), "")
+
+
+async def _read(settings: Effective, source: Source, silent: float) -> Wanted:
     planner = Planner(PlanSettings.of(settings))
     complete = asyncio.Event()
     batches: list[Batch] = []
@@ -206,11 +221,18 @@ async def _read(settings: Effective, source: Source) -> Wanted:
     reading = asyncio.create_task(source.run(deliver))
     waiting = asyncio.create_task(complete.wait())
     try:
-        done, _ = await asyncio.wait({reading, waiting}, timeout=_SECONDS, return_when=asyncio.FIRST_COMPLETED)
-        if reading in done:
-            await reading
-        if not complete.is_set():
-            raise SeeError(f"the source of objects has not delivered everything after {_SECONDS:.0f} s")
+        begin, failing = time.monotonic(), 0.0
+        while not complete.is_set():
+            done, _ = await asyncio.wait({reading, waiting}, timeout=_STEP, return_when=asyncio.FIRST_COMPLETED)
+            if reading in done:
+                await reading
+            trouble = _trouble(source)
+            failing = failing + _STEP if trouble else 0.0
+            if failing >= _FAILING:
+                raise SeeError(f"the objects cannot be read: {trouble}")
+            seconds = time.monotonic() - begin
+            if seconds >= _SECONDS or (seconds >= silent and not batches and settings.manifests is None):
+                raise SeeError(f"the source of objects has not delivered everything after {seconds:.0f} s")
     finally:
         for task in (reading, waiting):
             task.cancel()
