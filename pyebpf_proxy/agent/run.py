@@ -138,6 +138,7 @@ async def _serve(
         planner.over_now,
         planner.messages_now,
         planner.no_endpoints,
+        datapath.unwritten,
     )
     families = node_checks.families_of_node()
     servers = Servers(

@@ -38,6 +38,7 @@ from pyebpf_proxy.datapath.node import mounts
 from pyebpf_proxy.datapath.node.sysctls import WarnNode
 from pyebpf_proxy.datapath.repairs import repairs
 from pyebpf_proxy.datapath.view import flow_table, view
+from pyebpf_proxy.services.model import ServicePortName
 from pyebpf_proxy.services.node_facts import NodeFacts
 
 _log = Logger("datapath")
@@ -239,6 +240,12 @@ class Datapath:
             return {}
         table = flow_table(self._programs.loaded)
         return {**self._service_maps.writer.fill(), **({} if table is None else {"flows": table[:2]})}
+
+    def unwritten(self) -> Mapping[ServicePortName, str]:
+        """Service ports that are not in the maps as wanted, and why; a copy."""
+        if not self._running:
+            return {}
+        return {name: problem.text for name, problem in self._service_maps.writer.problems.copy().items()}
 
     def view(self) -> Mapping[str, Any]:
         """The result of ``view``."""

@@ -166,6 +166,8 @@ def explain(maps: Pinned, packet: Packet, node: Node, known: state.State, wanted
             name = decision.service.name
             for why in no_endpoints.reasons(maps.directory, wanted, [name]).values():
                 decision.say(f"{name_text(name)}: {why}")
+    elif wanted is not None:
+        _add_not_served(maps, packet, node, wanted, decision)
     view.program = _program(maps, packet, node, bound)
     view.xdp = _xdp(maps, packet, node, bound)
     if view.program.ran and not _is_known(packet, view):
@@ -187,6 +189,15 @@ def _require_program(packet: Packet, node: Node, decision: Decision) -> None:
     if node.settings["nft_mode"] and decision.kind == KINDS[FrontendKind.CLUSTER_IP]:
         decision.verdict = "dropped"
         decision.say("mode nftables: nftables drops packets to a cluster IP that no program has handled")
+
+
+def _add_not_served(maps: Pinned, packet: Packet, node: Node, wanted: Wanted, decision: Decision) -> None:
+    """Name the service ports that specify this address, but are not served there, with the agent's reasons."""
+    address, port, protocol = packet.destination, packet.destination_port, packet.protocol
+    for name in wanted.specifying(address, port, protocol, node.own.get(address, False)):
+        decision.say(f"{name_text(name)} specifies this address and port, but is not served there")
+        for why in local.losses(maps.directory, [f"{name.namespace}/{name.name}"]):
+            decision.say(why)
 
 
 def _add_unknown_address(packet: Packet, node: Node, decision: Decision, view: model.Explanation) -> None:

@@ -127,6 +127,13 @@ class NotServed(TypedDict, total=False):
     first: str
 
 
+class NotWritten(TypedDict, total=False):
+    """How many service ports are not in the kernel as they should be, and the first message; empty: none."""
+
+    servicePorts: int
+    first: str
+
+
 class State(TypedDict):
     """The agent's state. A part is empty if the agent does not send it, as an earlier version, or not in this form."""
 
@@ -138,10 +145,11 @@ class State(TypedDict):
     source: dict[str, str]
     overLimit: OverLimit
     notServed: NotServed
+    notWritten: NotWritten
 
 
 #: If the agent does not answer, this is known of it.
-NOTHING = State(version="", refusals={}, datapath={}, source={}, overLimit={}, notServed={})
+NOTHING = State(version="", refusals={}, datapath={}, source={}, overLimit={}, notServed={}, notWritten={})
 
 
 def state(directory: Path) -> State | None:

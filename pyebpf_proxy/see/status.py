@@ -93,6 +93,7 @@ def read(directory: Path) -> model.Status:
         *_about_source(known["source"]),
         *_about_limits(known["overLimit"]),
         *_about_losses(known["notServed"]),
+        *_about_unwritten(known["notWritten"]),
         *_about_run_folder(directory),
         *_about_refusals(known["refusals"]),
         *_about_xdp(made.devices, attached.settings or {}, known["refusals"]),
@@ -148,6 +149,19 @@ def _about_losses(lost: local.NotServed) -> Iterator[model.Trouble]:
             what=f"{lost.get('first', '')}{more}",
             remedy="its other addresses are served; list those of a Service: pyebpf-proxy services NAME;"
             " the agent's log has all (docs/objects.md)",
+        )
+
+
+def _about_unwritten(unwritten: local.NotWritten) -> Iterator[model.Trouble]:
+    """A warning about service ports that do not fit into the maps. ``unwritten``: empty if there are none."""
+    if unwritten:
+        others = unwritten.get("servicePorts", 1) - 1
+        which = "1 other service port" if others == 1 else f"{others} other service ports"
+        more = f"; so it is for {which}" if others else ""
+        yield model.Trouble(
+            what=f"{unwritten.get('first', '')}{more}",
+            remedy="what it had before is still served; if a map is full, raise its size in the datapath configuration"
+            " and restart the agent; list the service ports: pyebpf-proxy services --diff",
         )
 
 

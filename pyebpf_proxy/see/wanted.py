@@ -20,7 +20,7 @@ from pyebpf_proxy.see.answers import SeeError
 from pyebpf_proxy.services import endpoints
 from pyebpf_proxy.services.endpoints import FALLBACK, LOCAL, READY, TERMINATING, SliceEndpoint
 from pyebpf_proxy.services.frontends import why_unserved
-from pyebpf_proxy.services.model import ServicePort, ServicePortName
+from pyebpf_proxy.services.model import Protocol, ServicePort, ServicePortName
 from pyebpf_proxy.services.planner import Planner, PlanSettings
 
 if TYPE_CHECKING:
@@ -77,6 +77,10 @@ class Wanted:
     def named(self, name: str) -> dict[tuple[str, str], str]:
         """By namespace and name, why the Services of this name are not served; "" for one that should be."""
         return {key: why for key, why in self._services.items() if key[1] == name}
+
+    def specifying(self, address: bytes, port: int, protocol: Protocol, node_port: bool) -> list[ServicePortName]:
+        """The service ports that specify this address and port. ``node_port``: it is one that serves NodePorts."""
+        return self._planner.specifying(address, port, protocol, node_port)
 
     def no_endpoints(self, namespace: str, name: str) -> Mapping[str, str]:
         """By service port of this Service, as text, why it has no usable endpoint."""

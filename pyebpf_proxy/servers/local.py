@@ -15,7 +15,8 @@ from pyebpf_proxy import __version__
 from pyebpf_proxy.servers.health import JSON_HEADERS
 from pyebpf_proxy.servers.http import Handler, Request, Response
 from pyebpf_proxy.services.addresses import format_address, parse_address
-from pyebpf_proxy.services.losses import OVER_LIMIT, LossMessage
+from pyebpf_proxy.services.losses import LINES, OVER_LIMIT, LossMessage
+from pyebpf_proxy.services.model import ServicePortName
 
 _BAD = Response(400, (("Content-Type", "text/plain; charset=utf-8"),), b"expected addresses, one per line\n")
 
@@ -39,6 +40,8 @@ class Local(NamedTuple):
     messages: Callable[[], Mapping[tuple[str, str], Collection[LossMessage]]] = dict
     #: By service port of a Service (namespace and name), why it has no usable endpoint.
     no_endpoints: Callable[[str, str], Mapping[str, str]] = lambda namespace, name: {}
+    #: Service ports that are not in the maps as wanted, and why.
+    unwritten: Callable[[], Mapping[ServicePortName, str]] = dict
 
 
 def pages(local: Local) -> Mapping[str, Handler]:
@@ -49,7 +52,8 @@ def pages(local: Local) -> Mapping[str, Handler]:
     def state(request: Request) -> Response:
         answer = {"version": __version__, "refusals": dict(local.refusals()), "datapath": local.datapath()}
         answer |= {"source": dict(local.source()), "overLimit": _over(local.over())}
-        return _json({**answer, "notServed": _not_served(local.messages())})
+        answer |= {"notServed": _not_served(local.messages()), "notWritten": _not_written(local.unwritten())}
+        return _json(answer)
 
     def pods(request: Request) -> Response:
         addresses = [parse_address(line) for line in request.body.decode("ascii", "replace").split()]
@@ -60,11 +64,17 @@ def pages(local: Local) -> Mapping[str, Handler]:
 
     def losses(request: Request) -> Response:
         known = local.messages()
-        names = request.body.decode("utf-8", "replace").split()
-        of = {
-            name: known.get((namespace, service)) for name in names for namespace, _, service in [name.partition("/")]
-        }
-        return _json({name: sorted(each.text for each in found) for name, found in of.items() if found})
+        unwritten: dict[tuple[str, str], list[str]] = {}
+        for port, why in local.unwritten().items():
+            unwritten.setdefault((port.namespace, port.name), []).append(_unwritten(port, why))
+        found: dict[str, list[str]] = {}
+        for name in request.body.decode("utf-8", "replace").split():
+            namespace, _, service = name.partition("/")
+            texts = [each.text for each in known.get((namespace, service), ())]
+            texts += unwritten.get((namespace, service), [])[:LINES]
+            if texts:
+                found[name] = sorted(texts)
+        return _json(found)
 
     def no_endpoints(request: Request) -> Response:
         found: dict[str, str] = {}
@@ -90,6 +100,19 @@ def _not_served(messages: Mapping[tuple[str, str], Collection[LossMessage]]) -> 
     if not refused:
         return {}
     return {"services": len(refused), "first": min(each.text for each in refused[0] if each.reason != OVER_LIMIT)}
+
+
+def _not_written(unwritten: Mapping[ServicePortName, str]) -> Mapping[str, object]:
+    """How many service ports are not in the maps as wanted, and the message about the first one; empty: none."""
+    if not unwritten:
+        return {}
+    first = min(unwritten)
+    return {"servicePorts": len(unwritten), "first": _unwritten(first, unwritten[first])}
+
+
+def _unwritten(port: ServicePortName, why: str) -> str:
+    text = f"{port.namespace}/{port.name}" + (f":{port.port}" if port.port else "")
+    return f"{text} {port.protocol.name} IPv{port.family.value} is not in the kernel as it should be: {why}"
 
 
 def _json(answer: object) -> Response:

@@ -195,6 +195,18 @@ class Planner:
         """By address, the pod ``namespace/name`` that a slice names. Safe in any thread."""
         return self._slices.pods(addresses)
 
+    def specifying(self, address: bytes, port: int, protocol: Protocol, node_port: bool) -> list[ServicePortName]:
+        """The service ports that specify this address and port, also if others have it. It looks at every one.
+
+        ``node_port``: the address is one that serves NodePorts.
+        """
+        places = {(address, port), *([(bytes(len(address)), port)] if node_port else [])}
+        return sorted(
+            name
+            for name, each in self._wanted.items()
+            if name.protocol is protocol and any((f.address, f.port) in places for f in each.frontends)
+        )
+
     def no_endpoints(self, namespace: str, name: str) -> Mapping[str, str]:
         """By service port of this Service, as text, why it has no usable endpoint. Safe in any thread."""
         key = ServiceKey(namespace, name)

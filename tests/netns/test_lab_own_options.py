@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from pyebpf_proxy.lab.addresses import Dual
+from pyebpf_proxy.lab.addresses import CLIENT, Dual, cluster_ip
 from pyebpf_proxy.lab.client import ANSWERED, ask, ask_many
 from pyebpf_proxy.lab.cluster import Lab, Node
 from pyebpf_proxy.lab.load import Load, failed
-from pyebpf_proxy.lab.manifests import Port
+from pyebpf_proxy.lab.manifests import Port, service, slices
 from pyebpf_proxy.lab.servers import Ports, start_servers
 from pyebpf_proxy.services.addresses import format_address_port
 from tests.netns.transfers import ECHO, Transfers
@@ -121,6 +121,37 @@ def test_other_map_sizes_while_connections_run(small: Lab, ending: str) -> None:
         assert not failed(samples)
     Log(agent).some("map=slots old=4096 new=524288")
     assert not list(agent.directory.glob("bpf/**/maps-*"))
+
+
+def test_what_does_not_fit_into_a_map_is_shown_with_the_reason(small: Lab) -> None:
+    """The map is not full: what is left is too little for the second Service, and enough for others."""
+    node = small.nodes[0]
+    for number, namespace in ((41, "a"), (42, "b")):
+        port = Port("http", 80, 8080)
+        objects = [
+            service("big", [port], cluster_ip(number)),
+            *slices("big", [port], [(Dual(f"10.244.9.{i}", f"fd00:10:244:9::{i}"), None) for i in range(1, 251)]),
+        ]
+        for each in objects:
+            each["metadata"]["namespace"] = namespace
+        small.write(f"big-{namespace}.yaml", objects)
+    node.agent.start(own={"maps": {"backends4": 400}})
+    try:
+        node.agent.wait_synced()
+        why = (
+            r"b/big:http TCP IPv4 is not in the kernel as it should be: map backends4 is full \(\d+ of 400 entries used"
+        )
+        warnings = [each["what"] for each in answer(node, "status", status=1)["warnings"]]
+        assert [text for text in warnings if re.match(why, text)], warnings
+        (text,) = answer(node, "services", "b/big")["notServed"]
+        assert re.match(why, text)
+        steps = answer(node, "explain", CLIENT.v4, f"{cluster_ip(42).v4}:80")["steps"]
+        assert steps[-2] == "b/big:http specifies this address and port, but is not served there"
+        assert re.match(why, steps[-1])
+        assert not [text for text in answer(node, "services", "a/big")["notServed"] if "kernel" in text]
+    finally:
+        for namespace in "ab":
+            (small.manifests / f"big-{namespace}.yaml").unlink()
 
 
 def test_a_start_with_too_small_maps_fails_and_services_continue(small: Lab, family: int) -> None:

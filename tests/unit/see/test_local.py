@@ -17,7 +17,15 @@ from pyebpf_proxy.datapath.loader.programs import Settings
 from pyebpf_proxy.see import local, programs
 
 Serve = Callable[[bytes], Path]
-STATE = {"version": "", "refusals": {}, "datapath": {}, "source": {}, "overLimit": {}, "notServed": {}}
+STATE = {
+    "version": "",
+    "refusals": {},
+    "datapath": {},
+    "source": {},
+    "overLimit": {},
+    "notServed": {},
+    "notWritten": {},
+}
 
 
 class _Answer(http.server.BaseHTTPRequestHandler):

@@ -12,6 +12,7 @@ from pyebpf_proxy.config.datapath_model import Maps
 from pyebpf_proxy.see import model, status
 from pyebpf_proxy.servers import local as servers_local
 from pyebpf_proxy.services.losses import OVER_LIMIT, LossMessage
+from pyebpf_proxy.services.model import IPFamily, Protocol, ServicePortName
 
 
 def test_a_failing_api_server_is_named_with_the_reason() -> None:
@@ -48,6 +49,20 @@ def test_services_that_are_refused_an_address_are_named(services: int, more: str
     (warning,) = status._about_losses(servers_local._not_served({**limit, **messages}))
     assert warning.what == f"Service tenant/web-0: {text}{more}"
     assert not list(status._about_losses(servers_local._not_served(limit)))
+
+
+@pytest.mark.parametrize(
+    ("ports", "more"),
+    [(1, ""), (2, "; so it is for 1 other service port"), (9, "; so it is for 8 other service ports")],
+)
+def test_service_ports_that_do_not_fit_are_named(ports: int, more: str) -> None:
+    names = [ServicePortName("default", f"web-{n}", "http", Protocol.TCP, IPFamily.IPV4) for n in range(ports)]
+    unwritten = dict.fromkeys(names, "map backends4 is full")
+    (warning,) = status._about_unwritten(servers_local._not_written(unwritten))
+    assert (
+        warning.what == f"default/web-0:http TCP IPv4 is not in the kernel as it should be: map backends4 is full{more}"
+    )
+    assert not list(status._about_unwritten(servers_local._not_written({})))
 
 
 def test_a_run_folder_without_room_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
