@@ -45,7 +45,9 @@ class World(NamedTuple):
 
 
 class Decision(msgspec.Struct):
-    """The result. ``reason``: the programs' counter, "" if served or left to the kernel. ``steps``: applied rules."""
+    """The result. ``reason``: the programs' counter, "" if served or left to the kernel. ``steps``: applied rules.
+    ``local``: only endpoints of this node are eligible.
+    """
 
     verdict: Verdict = "left"
     reason: str = ""
@@ -55,6 +57,7 @@ class Decision(msgspec.Struct):
     eligible: list[Backend] = []
     not_eligible: list[tuple[Backend, str]] = []
     masquerade: bool = False
+    local: bool = False
 
     def say(self, text: str) -> None:
         """Add a rule that applied."""
@@ -255,6 +258,7 @@ def _select(packet: Packet, world: World, service: Service, kind: FrontendKind, 
     else:
         local = True
         found.say("externalTrafficPolicy Local, from outside: endpoints of this node only, not masqueraded")
+    found.local = local
     chosen = service.local if local else service.cluster
     found.eligible = [state.backends[number] for number in chosen if number in state.backends]
     why_not = "not on this node" if local else "only for traffic policy Local"

@@ -142,6 +142,10 @@ def explain(maps: Pinned, packet: Packet, node: Node, known: state.State, wanted
     bound = None
     if decision.service is not None:
         view.left_out = list(_left_out(decision, known, wanted))
+        if wanted is not None and decision.verdict == "served":
+            for_cluster, for_local = wanted.notes(decision.service.name)
+            if note := for_local if decision.local else for_cluster:
+                decision.say(note)
         bound = _affinity(maps, packet, decision)
         if any(each.address == packet.source for each in decision.eligible):
             decision.say("the source is an endpoint itself: masqueraded if it is selected (hairpin)")

@@ -43,7 +43,8 @@ class FrontendView(Answer, kw_only=True):
 
 class ServiceView(Answer, kw_only=True):
     """One service port of one IP family. ``differences``: text, only with --diff. ``noEndpoints``: with a name, why it
-    has no usable endpoint on any node, if it has none and the agent or the source knows why.
+    has no usable endpoint on any node, if it has none and the agent or the source knows why. ``endpointNotes``: with a
+    name, why not simply all ready endpoints are used: topology hints, or no endpoint is ready.
     """
 
     name: str
@@ -63,6 +64,7 @@ class ServiceView(Answer, kw_only=True):
     source_ranges: list[str]
     differences: list[str] = []
     no_endpoints: str = ""
+    endpoint_notes: list[str] = []
 
 
 class Services(Answer, kw_only=True, tag_field="kind", tag="Services"):

@@ -45,6 +45,7 @@ def service_view(state: State, service: Service, wanted: Wanted | None = None) -
         external_traffic_policy="Local" if service.external_local else "Cluster",
         affinity_seconds=service.affinity_seconds,
         source_ranges=[format_prefix(each) for each in sorted(service.ranges)],
+        endpoint_notes=[note for note in wanted.notes(name) if note] if wanted is not None else [],
     )
 
 

@@ -81,6 +81,7 @@ def _details(view: model.ServiceView, terminal: Terminal) -> list[str]:
         ),
         ("in the kernel", f"service {view.id}, configuration {view.config}" if view.id else "no"),
     ]
+    pairs += [("endpoints", note) for note in view.endpoint_notes]
     lines += fields(terminal, pairs)
     lines += [f"  difference: {text}" for text in view.differences]
     if not view.endpoints or view.no_endpoints:

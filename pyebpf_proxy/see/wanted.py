@@ -18,7 +18,16 @@ from pyebpf_proxy.common.errors import FatalError
 from pyebpf_proxy.see.agent import running_agent
 from pyebpf_proxy.see.answers import SeeError
 from pyebpf_proxy.services import endpoints
-from pyebpf_proxy.services.endpoints import FALLBACK, LOCAL, READY, TERMINATING, SliceEndpoint
+from pyebpf_proxy.services.endpoints import (
+    FALLBACK,
+    LOCAL,
+    READY,
+    TERMINATING,
+    SliceEndpoint,
+    Topology,
+    cluster_note,
+    local_note,
+)
 from pyebpf_proxy.services.frontends import why_unserved
 from pyebpf_proxy.services.model import Protocol, ServicePort, ServicePortName
 from pyebpf_proxy.services.planner import Planner, PlanSettings
@@ -90,6 +99,16 @@ class Wanted:
         """Every endpoint of a service port in its slices, used or not."""
         views = [v for v in self._views.get((name.namespace, name.name), []) if v.family is name.family]
         return endpoints.merge(views, (name.port, name.protocol))
+
+    def notes(self, name: ServicePortName) -> tuple[str, str]:
+        """Why not simply all ready endpoints are used, for traffic policy Cluster and Local; "" if all are."""
+        port = self.get(name)
+        known = self.known(name) if port is not None and port.any_endpoints else []
+        topology = Topology(self.settings.node_name, self._planner.zone)
+        return (
+            cluster_note(known, topology) if port is not None and port.cluster else "",
+            local_note(known) if port is not None and port.local else "",
+        )
 
     def left_out(self, name: ServicePortName, used: set[tuple[bytes, int]]) -> list[tuple[SliceEndpoint, str]]:
         """Endpoints of the slices that are not used, and why (spec/service-semantics §3)."""

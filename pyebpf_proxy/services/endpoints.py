@@ -338,3 +338,39 @@ def _nearest(ready: list[SliceEndpoint], topology: Topology) -> list[SliceEndpoi
         if near:
             return near
     return ready
+
+
+def cluster_note(known: Sequence[SliceEndpoint], topology: Topology) -> str:
+    """In words, why the cluster list of :func:`choose_lists` is not simply all ready endpoints; "" if it is."""
+    ready = [entry for entry in known if entry.flags & READY]
+    if not ready:
+        return _fallback_note(known, "on any node")
+    if not any(entry.hints.zones or entry.hints.nodes for entry in ready):
+        return ""
+    near = _nearest(ready, topology)
+    if near is not ready:
+        by_node = all(entry.hints.nodes and topology.node in entry.hints.nodes for entry in near) and all(
+            entry.hints.nodes for entry in ready
+        )
+        return f"topology hints: only endpoints for {'this node' if by_node else f'zone {topology.zone}'}"
+    if all(entry.hints.zones for entry in ready):
+        zone = f"no endpoint is for zone {topology.zone}" if topology.zone else "the Node has no zone label"
+        return f"topology hints are ignored: {zone}"
+    if all(entry.hints.nodes for entry in ready):
+        return "topology hints are ignored: no endpoint is for this node, and not all are for a zone"
+    bare = next((entry.endpoint for entry in ready if not (entry.hints.zones or entry.hints.nodes)), None)
+    if bare is None:
+        return "topology hints are ignored: not all are for zones, nor all for nodes"
+    return f"topology hints are ignored: {format_address_port(bare.address, bare.port)} has none"
+
+
+def local_note(known: Sequence[SliceEndpoint]) -> str:
+    """The same for the local list."""
+    here = [entry for entry in known if entry.flags & LOCAL]
+    return "" if any(entry.flags & READY for entry in here) else _fallback_note(here, "on this node")
+
+
+def _fallback_note(known: Iterable[SliceEndpoint], where: str) -> str:
+    if not any(entry.flags & FALLBACK == FALLBACK for entry in known):
+        return ""
+    return f"no endpoint {where} is ready: those that terminate, but still serve, are used"

@@ -35,6 +35,7 @@ NEARBY = Kind(
 )
 EMPTY = Kind("empty", 12)
 RENAMED = Kind("renamed", 13)
+HINTED = Kind("hinted", 14, trafficDistribution="PreferSameNode")
 
 
 def _unserved(name: str, labels: dict[str, str] | None = None, **spec: Any) -> dict[str, Any]:
@@ -59,10 +60,11 @@ UNSERVED = [
 def world() -> Iterator[Lab]:
     with Lab(nodes=2) as made:
         pods = (made.add_pod("web-1", made.nodes[0]), made.add_pod("web-2", made.nodes[1]))
-        WEB.endpoints = NEARBY.endpoints = RENAMED.endpoints = pods
+        WEB.endpoints = NEARBY.endpoints = RENAMED.endpoints = HINTED.endpoints = pods
         write_nodes(made)
         write_services(made, WEB, NEARBY, EMPTY, RENAMED)
         _rename_port(made)
+        _add_hints(made)
         made.write("unserved.yaml", UNSERVED)
         _terminating(made)
         made.start_agents()
@@ -90,6 +92,15 @@ def _rename_port(lab: Lab) -> None:
     lab.write("renamed.yaml", objects)
 
 
+def _add_hints(lab: Lab) -> None:
+    """Each endpoint of ``hinted`` is meant for its own node."""
+    objects = HINTED.objects()
+    for each in objects[1:]:
+        for made in each["endpoints"]:
+            made["hints"] = {"forNodes": [{"name": made["nodeName"]}]}
+    lab.write("hinted.yaml", objects)
+
+
 @pytest.fixture
 def node(world: Lab) -> Node:
     return world.nodes[0]
@@ -100,6 +111,7 @@ def test_the_answer_matches_the_schema(node: Node) -> None:
     found = msgspec.json.decode(ran.stdout, type=model.Services)
     assert [view.name for view in found.services if view.family == 4] == [
         *("default/empty:dns", "default/empty:http"),
+        *("default/hinted:dns", "default/hinted:http"),
         *("default/nearby:dns", "default/nearby:http"),
         *("default/renamed:dns", "default/renamed:http"),
         *("default/web:dns", "default/web:http"),
@@ -179,6 +191,16 @@ def connect(address: str) -> None:
     socket.create_connection((address, 80), timeout=5).close()
 
 
+def test_topology_hints_are_named(node: Node) -> None:
+    note = "topology hints: only endpoints for this node"
+    views = answer(node, "services", "hinted:http")["services"]
+    assert [view["endpointNotes"] for view in views] == [[note], [note]]
+    assert f"  endpoints      {note}\n" in see(node, "services", "hinted:http").stdout
+    steps = answer(node, "explain", CLIENT.v4, f"{vip(14).v4}:80")["steps"]
+    assert steps[-2:] == ["externalTrafficPolicy Cluster: all endpoints, masqueraded", note]
+    assert answer(node, "services", "web:http")["services"][0]["endpointNotes"] == []
+
+
 def test_backends_and_frontends(node: Node) -> None:
     backends = answer(node, "backends", "web:http")["backends"]
     assert [(each["address"], each["local"]) for each in backends] == [
@@ -219,7 +241,7 @@ def _words(number: int) -> list[str]:
 def test_diff_against_another_source(node: Node, tmp_path: Path) -> None:
     """No service port is wanted there: each one is reported as superfluous, and so is each of its endpoints."""
     found = answer(node, "services", "--diff", "--manifests", str(tmp_path), status=1)["services"]
-    assert len(found) == 16
+    assert len(found) == 20
     assert {tuple(view["differences"]) for view in found} == {("in the kernel, but not desired",)}
 
 
