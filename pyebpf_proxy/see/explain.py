@@ -288,8 +288,11 @@ def _affinity(maps: Pinned, packet: Packet, decision: Decision) -> bytes | None:
     if age < service.affinity_seconds and bound is not None:
         decision.say(f"session affinity: the client's last connection, {ago(age)}, selected {bound.text}: reused")
         decision.eligible = [bound]
+    elif age >= service.affinity_seconds:
+        seconds = service.affinity_seconds
+        decision.say(f"session affinity, {seconds} s: the client's last connection was {ago(age)}: any endpoint")
     else:
-        decision.say("session affinity: the client's entry has expired, or its endpoint is gone: any endpoint")
+        decision.say("session affinity: the endpoint of the client's last connection is not usable now: any endpoint")
     return key + value
 
 

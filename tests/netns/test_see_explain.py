@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -309,6 +310,36 @@ def test_affinity_is_seen_and_kept(world: Lab) -> None:
     assert found["disagreements"] == []
     assert any(step.startswith("session affinity: the client's last connection") for step in found["steps"])
     assert _affinities(node) == before
+
+
+def test_why_affinity_does_not_apply_is_named(world: Lab) -> None:
+    """Either the client's entry is too old, or its endpoint is not usable."""
+    node, address = world.nodes[0], cluster_ip(14).v4
+    toolbox, pods = world.pods["toolbox"], STICKY.endpoints
+
+    def step() -> str:
+        steps = answer(node, "explain", toolbox.address.v4, f"{address}:80")["steps"]
+        return next(step for step in steps if step.startswith("session affinity"))
+
+    try:
+        outcome = toolbox.namespace.call(ask, address, 80)
+        assert outcome.answer is not None
+        STICKY.endpoints = tuple(pod for pod in pods if pod.name != outcome.answer.pod)
+        node.agent.wait_synced(write_services(world, STICKY))
+        assert step() == (
+            "session affinity: the endpoint of the client's last connection is not usable now: any endpoint"
+        )
+        STICKY.endpoints = pods
+        STICKY.spec = {**STICKY.spec, "sessionAffinityConfig": {"clientIP": {"timeoutSeconds": 1}}}
+        node.agent.wait_synced(write_services(world, STICKY))
+        toolbox.namespace.call(ask, address, 80)
+        time.sleep(1.1)
+        pattern = r"session affinity, 1 s: the client's last connection was \d+ s ago: any endpoint"
+        assert re.fullmatch(pattern, step())
+    finally:
+        STICKY.endpoints = pods
+        STICKY.spec.pop("sessionAffinityConfig", None)
+        node.agent.wait_synced(write_services(world, STICKY))
 
 
 def test_an_existing_flow_continues(world: Lab) -> None:
