@@ -13,7 +13,6 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
 from typing import Protocol
 
 from pyebpf_proxy.agent.backlog import Backlog
@@ -24,6 +23,7 @@ from pyebpf_proxy.common.cycles import without_cycle_search
 from pyebpf_proxy.common.errors import DatapathError, FatalError
 from pyebpf_proxy.common.log import Logger
 from pyebpf_proxy.common.process_age import process_age
+from pyebpf_proxy.common.waiting import wait_briefly
 from pyebpf_proxy.config.effective import Effective
 from pyebpf_proxy.datapath.repairs import Repair, repairs
 from pyebpf_proxy.kube.events import ObjectReference, Recorder
@@ -375,8 +375,7 @@ class Proxy:
                     await self._datapath.collect()
                 except DatapathError as error:
                     _log.error("old entries could not be removed, will retry", error=str(error))
-                    with suppress(TimeoutError):
-                        await asyncio.wait_for(self._changed.wait(), pause)
+                    await wait_briefly(self._changed, pause)
                     self._changed.set()
                     pause = min(2 * pause, COLLECT_AGAIN_MAX_SECONDS)
         finally:

@@ -30,6 +30,7 @@ from inotify_simple import INotify, flags
 
 from pyebpf_proxy.common.errors import FatalError
 from pyebpf_proxy.common.log import Logger
+from pyebpf_proxy.common.waiting import wait_briefly
 from pyebpf_proxy.kube.catalogue import Catalogue, DecodedFile
 from pyebpf_proxy.kube.source import Batch, Change, Critic
 
@@ -200,11 +201,7 @@ class ManifestSource:
         if not moments:
             await readable.wait()
             return
-        delay = min(moments) - time.monotonic()
-        try:
-            await asyncio.wait_for(readable.wait(), max(delay, 0))
-        except TimeoutError:
-            pass
+        await wait_briefly(readable, min(moments) - time.monotonic())
 
     def _take_retries(self) -> set[str]:
         """Files and directories to read again now."""

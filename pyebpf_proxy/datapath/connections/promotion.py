@@ -11,7 +11,6 @@ If one side of a flow has vanished, the agent shortens the timeout of the entry.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import sys
 import time
@@ -30,6 +29,7 @@ from pyebpf_proxy.common.bpf_constants import (
     SHORTEN,
 )
 from pyebpf_proxy.common.log import Logger
+from pyebpf_proxy.common.waiting import wait_briefly
 from pyebpf_proxy.datapath.connections import create, gone_sources
 from pyebpf_proxy.datapath.connections.create import Entry, Outcome, Result, TcpState
 from pyebpf_proxy.datapath.connections.masqueraded import endpoint_test
@@ -348,8 +348,7 @@ class Promoter:
             pause = BUSY_SECONDS if self.statistics.young else IDLE_SECONDS
             if self._more and self.statistics.promoted > before:
                 pause = SOON_SECONDS
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._wake.wait(), pause)
+            await wait_briefly(self._wake, pause)
 
     def sources_gone(self, addresses: Collection[bytes]) -> None:
         """End the flows that are masqueraded to these (packed) addresses, which have left the node, without delay.

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -295,3 +296,24 @@ def test_a_deletion_waits_a_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert [port for name, port in watcher.history if name == "a"] == [1, 2, None]
 
     run(tmp_path, scenario)
+
+
+@pytest.mark.parametrize("turns", range(5))
+def test_an_end_while_a_missing_file_is_awaited_counts_also_with_an_event(tmp_path: Path, turns: int) -> None:
+    """A source that is not cancelled never ends, and its process ignores SIGTERM."""
+
+    async def main() -> None:
+        source = ManifestSource(tmp_path, lambda text: None, lambda text: None)
+        source._leaving["a.yaml"] = time.monotonic() + 60
+        readable = asyncio.Event()
+        waiting = asyncio.create_task(source._wait(readable))
+        await asyncio.sleep(0.01)
+        readable.set()
+        waiting_or_ended = asyncio.gather(waiting, return_exceptions=True)
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        if not waiting.done():
+            waiting.cancel()
+            assert isinstance((await waiting_or_ended)[0], asyncio.CancelledError)
+
+    asyncio.run(main())
