@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 #: The route is looked up for at most this many endpoints.
 _MOST_ROUTES = 16
 _PORT = 49152
+_ATTEMPTS = 3
 _NO_ROUTE = "no route"
 
 
@@ -461,9 +462,13 @@ def ask(
     with Pinned(directory) as maps:
         node = Node(maps, programs.read(maps), local.state(directory))
         packet = Packet(*places, node.entrance(places[0], device))
-        known = state.read(reached(maps, packet.destination, packet.protocol))
         objects, missing = wanted(sum(word != 0 for word in maps.words("services")))
-        view = explain(maps, packet, node, known, objects)
+        for _ in range(_ATTEMPTS):
+            # The Service may change before the program runs. Only a disagreement that stays is one.
+            known = state.read(reached(maps, packet.destination, packet.protocol))
+            view = explain(maps, packet, node, known, objects)
+            if not view.disagreements:
+                break
         view.objects_missing = missing
     pods.fill_pod_names([*view.endpoints, *view.left_out], pods.pod_name_lookup(directory, objects))
     return view

@@ -7,6 +7,7 @@ import contextlib
 import re
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from pyebpf_proxy.lab.manifests import Port, service, slices
 from pyebpf_proxy.lab.namespace import LabError
 from pyebpf_proxy.lab.rules import Destination, decide, expect
 from pyebpf_proxy.lab.servers import Ports
+from pyebpf_proxy.see import explain as explain_module
 from pyebpf_proxy.see.explain import ask as explain
 from pyebpf_proxy.see.model import Explanation
 from tests.support.lab_services import Kind, write_nodes, write_services
@@ -340,6 +342,39 @@ def test_why_affinity_does_not_apply_is_named(world: Lab) -> None:
         STICKY.endpoints = pods
         STICKY.spec.pop("sessionAffinityConfig", None)
         node.agent.wait_synced(write_services(world, STICKY))
+
+
+def explain_during_a_change(directory: Path, destination: str, manifest: Path) -> Explanation:
+    """Explain; the manifest with the suffix ``next`` replaces this one after the maps have been read."""
+    read = explain_module.state.read
+
+    def and_change(maps: Any) -> Any:
+        found = read(maps)
+        with contextlib.suppress(FileNotFoundError):
+            manifest.with_suffix(".next").replace(manifest)
+            wait_until(lambda: read(maps).backends.keys() != found.backends.keys(), "the change is in the maps")
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(explain_module.state, "read", and_change)
+        return explain(directory, CLIENT.v4, destination, "TCP")
+
+
+def test_a_change_between_reading_and_the_dry_run_is_no_disagreement(world: Lab) -> None:
+    node, changing = world.nodes[0], Kind("changing", 17)
+    manifest = world.manifests / "changing.yaml"
+    changing.endpoints = (world.pods["web-2"],)
+    write_services(world, changing)
+    manifest.rename(manifest.with_suffix(".next"))
+    changing.endpoints = (world.pods["web-1"],)
+    node.agent.wait_synced(write_services(world, changing))
+    try:
+        asked = (node.agent.directory, f"{vip(17).v4}:80", manifest)
+        found: Explanation = node.namespace.call(explain_during_a_change, *asked)
+        assert found.disagreements == []
+        assert [each.address for each in found.endpoints] == [f"{world.pods['web-2'].address.v4}:8080"]
+    finally:
+        manifest.unlink()
 
 
 def test_an_existing_flow_continues(world: Lab) -> None:
