@@ -44,7 +44,7 @@ class FrontendView(Answer, kw_only=True):
 class ServiceView(Answer, kw_only=True):
     """One service port of one IP family. ``differences``: text, only with --diff. ``noEndpoints``: with a name, why it
     has no usable endpoint on any node, if it has none and the agent or the source knows why. ``endpointNotes``: with a
-    name, why not simply all ready endpoints are used: topology hints, or no endpoint is ready.
+    name, why the programs do not use exactly the ready endpoints: topology hints, or no endpoint is ready.
     """
 
     name: str

@@ -157,7 +157,7 @@ def _about_unwritten(unwritten: local.NotWritten) -> Iterator[model.Trouble]:
     if unwritten:
         others = unwritten.get("servicePorts", 1) - 1
         which = "1 other service port" if others == 1 else f"{others} other service ports"
-        more = f"; so it is for {which}" if others else ""
+        more = f"; this also affects {which}" if others else ""
         yield model.Trouble(
             what=f"{unwritten.get('first', '')}{more}",
             remedy="what it had before is still served; if a map is full, raise its size in the datapath configuration"

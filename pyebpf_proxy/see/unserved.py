@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pyebpf_proxy.see.wanted import Wanted
 
 #: Appended to an error about an unknown name if the source cannot be asked.
-NOTE = " (headless Services, those of type ExternalName and those of another proxy are not served, nor known here)"
+NOTE = " (the agent does not know headless Services, Services of type ExternalName, and Services of another proxy)"
 _MOST = 3
 
 

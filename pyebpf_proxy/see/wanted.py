@@ -101,7 +101,7 @@ class Wanted:
         return endpoints.merge(views, (name.port, name.protocol))
 
     def notes(self, name: ServicePortName) -> tuple[str, str]:
-        """Why not simply all ready endpoints are used, for traffic policy Cluster and Local; "" if all are."""
+        """Why the programs do not use exactly the ready endpoints, by traffic policy: Cluster, Local; "" if they do."""
         port = self.get(name)
         known = self.known(name) if port is not None and port.any_endpoints else []
         topology = Topology(self.settings.node_name, self._planner.zone)

@@ -341,7 +341,7 @@ def _nearest(ready: list[SliceEndpoint], topology: Topology) -> list[SliceEndpoi
 
 
 def cluster_note(known: Sequence[SliceEndpoint], topology: Topology) -> str:
-    """In words, why the cluster list of :func:`choose_lists` is not simply all ready endpoints; "" if it is."""
+    """Why the cluster list of :func:`choose_lists` is not exactly the ready endpoints, as text; "" if it is."""
     ready = [entry for entry in known if entry.flags & READY]
     if not ready:
         return _fallback_note(known, "on any node")

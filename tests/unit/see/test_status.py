@@ -53,7 +53,7 @@ def test_services_that_are_refused_an_address_are_named(services: int, more: str
 
 @pytest.mark.parametrize(
     ("ports", "more"),
-    [(1, ""), (2, "; so it is for 1 other service port"), (9, "; so it is for 8 other service ports")],
+    [(1, ""), (2, "; this also affects 1 other service port"), (9, "; this also affects 8 other service ports")],
 )
 def test_service_ports_that_do_not_fit_are_named(ports: int, more: str) -> None:
     names = [ServicePortName("default", f"web-{n}", "http", Protocol.TCP, IPFamily.IPV4) for n in range(ports)]
