@@ -117,6 +117,8 @@ The tc programs see only packets that *enter* the node. So without the socket pr
   connected to the endpoint itself. Translated UDP sockets then show the endpoint's address in `getpeername` and as the
   source of replies; unconnected ones send to the Service's address untranslated, and
   [may change their endpoint](#socketlb-all).
+* Session affinity of the node's own processes is then kept in sets of the nft table, otherwise in the map `affinities`.
+  It is not copied: when `off` is set or removed, these processes choose an endpoint again. Other clients keep theirs.
 
 Use it on nodes where another program owns the sockets.
 
