@@ -46,7 +46,7 @@ TEST_TOOLS := $(patsubst tests/changes/%.c,build/tests/%,$(wildcard tests/change
 need = command -v $(1) >/dev/null || { echo "$(1) is missing: run make setup, or apt-get install $(2)" >&2; exit 1; }
 
 .PHONY: help setup objects build wheel demo inspect screenshots lint docs man pictures clean distclean
-.PHONY: test test-cluster test-api-versions test-kernels test-e2e test-deb test-faults test-model soak fuzz lab-test parity record
+.PHONY: test test-cluster test-api-versions test-kernels test-e2e test-deb test-faults test-upgrades test-model soak fuzz lab-test parity record
 .PHONY: cluster-up cluster-down bench bench-check profile image-root sbom deb chart
 
 help: ## list the targets
@@ -142,6 +142,9 @@ test: setup ## run all unit, packet and netns tests; skipped tests are listed at
 test-faults: setup ## cause faults and floods under load, and compare with kube-proxy if it is built; writes docs/reliability.md; ARGS='syn-flood quota'
 	@tools/setup.sh packages tests/faults/debian-packages.txt
 	@$(SUDO) $(PYTHON) -m tests.faults $(ARGS)
+
+test-upgrades: setup ## upgrade from former commits and roll back, under load (tests/README.md); ARGS='COMMIT --scenario kill'
+	@$(SUDO) $(if $(PYEBPF_PROXY_CACHE),env PYEBPF_PROXY_CACHE="$(PYEBPF_PROXY_CACHE)") $(PYTHON) -m tests.upgrades $(ARGS)
 
 test-model: setup ## compare the agent with a slow model under random events, kills and damage; ARGS='--streams 1000 --seed 7' (tests/README.md)
 	@$(SUDO) $(PYTHON) -m tests.model $(ARGS)

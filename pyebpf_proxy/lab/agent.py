@@ -67,6 +67,8 @@ class Agent:
         self.process: Process | None = None
         #: Starts the process with these arguments and this log file, instead of :func:`command` (tests/model).
         self.launch: Callable[[Sequence[str], Path], Process] | None = None
+        #: The folder from which another version of the package is imported.
+        self.tree: Path | None = None
         self._ever_started = False
         self._bpffs = False
 
@@ -128,7 +130,7 @@ class Agent:
             return
         with open(self.log_file, "ab") as log:
             self.process = subprocess.Popen(
-                [*(enter or self._enter()), *command(), *arguments],
+                [*(enter or self._enter()), *self._command(), *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -141,6 +143,9 @@ class Agent:
             return ("ip", "netns", "exec", self.namespace.name)
         # As in a container, /sys is that of the host; ``ip netns exec`` would mount a new one.
         return ("nsenter", f"--net={self.namespace.path}", *THREE_CAPABILITIES)
+
+    def _command(self) -> list[str]:
+        return command() if self.tree is None else ["env", f"PYTHONPATH={self.tree}", *command()]
 
     def _directory(self) -> list[str]:
         return ["--directory", str(self.directory)]
@@ -207,9 +212,12 @@ class Agent:
 
     def cleanup(self, *flags: str) -> str:
         """Run ``--cleanup``; returns its output. Raises LabError if it fails."""
-        return self.namespace.run(
-            "ip", "netns", "exec", self.namespace.name, *command(), "--cleanup", *flags, *self._directory()
-        )
+        return self.namespace.run(*self.cleanup_command(*flags))
+
+    def cleanup_command(self, *flags: str) -> list[str]:
+        """The command of ``cleanup``."""
+        enter = ["ip", "netns", "exec", self.namespace.name]
+        return [*enter, *self._command(), "--cleanup", *flags, *self._directory()]
 
     def close(self) -> None:
         """Stop the agent at the end of the lab. With the lab's own bpffs, no clean-up is needed."""
