@@ -23,14 +23,14 @@ from tests.upgrades.scenarios import SCENARIOS, Result, Scenario, run
 #: The agents' logs of runs with findings.
 LOGS = ROOT / "build" / "upgrades"
 RATE = 1000.0
-_ROW = "{:<8} {:<8} {:<15} {:>6} {:>5} {:>5} {:>7}  {}"
+_ROW = "{:<8} {:<8} {:<15} {:>6} {:>5} {:>5} {:>7} {:>7}  {}"
 
 
 def row(first: Build, second: Build, scenario: Scenario, found: Result) -> str:
     """A line of the table."""
     verdict = f"{len(found.findings)} findings" if found.findings else "ok"
     names = (first.name, second.name, scenario.name)
-    return _ROW.format(*names, found.tried, found.lost, found.moved, f"{found.seconds:.1f}", verdict)
+    return _ROW.format(*names, found.tried, found.lost, found.moved, found.clashes, f"{found.seconds:.1f}", verdict)
 
 
 def main() -> int:
@@ -56,7 +56,7 @@ def main() -> int:
     for each in (*builds, to):
         say(f"{each.name}: layout version {each.layout}")
     say(f"--seed {arguments.seed}")
-    print(_ROW.format("old", "new", "scenario", "tried", "lost", "moved", "seconds", ""), flush=True)
+    print(_ROW.format("old", "new", "scenario", "tried", "lost", "moved", "clashes", "seconds", ""), flush=True)
     bad = 0
     for build in builds:
         for scenario in (each for each in SCENARIOS if each.name in (arguments.scenario or names)):

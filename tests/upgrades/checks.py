@@ -35,11 +35,12 @@ def affinity_lost(outcome: Outcome, addresses: Collection[str], forgotten: str =
     ]
 
 
-def without_clashes(outcome: Outcome) -> Outcome:
-    """Without connections that waited because another one of the same client had their port shortly before.
+def without_clashes(outcome: Outcome) -> tuple[Outcome, int]:
+    """Without connections that waited because another one of the same client had their port shortly before; how many.
 
     If that is a young flow to the same endpoint, packets are dropped until it is promoted, which needs an agent
-    (docs/fast-path.md, "One client port, two flows to one endpoint").
+    (docs/fast-path.md, "One client port, two flows to one endpoint"). The client does not know the endpoint of a
+    connection without an answer, so a few that are lost for another reason may be among them: they are counted.
     """
     users: dict[tuple[str, bool, bool, int], list[Record]] = {}
     for flow in (*outcome.new, *outcome.long):
@@ -51,7 +52,8 @@ def without_clashes(outcome: Outcome) -> Outcome:
         slow = record.count or not record.name
         return bool(slow) and any(each.begun <= record.begun < each.ended + REMEMBERED for each in others)
 
-    return outcome._replace(new=[flow for flow in outcome.new if not waited(flow)])
+    rest = [flow for flow in outcome.new if not waited(flow)]
+    return outcome._replace(new=rest), len(outcome.new) - len(rest)
 
 
 def _client_port(flow: Flow) -> tuple[str, bool, bool, int]:

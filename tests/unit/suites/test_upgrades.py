@@ -112,7 +112,8 @@ def test_a_connection_waits_for_another_one_with_its_port() -> None:
         (with_port(same, 4000, 1)._replace(udp=True), False),
     ):
         outcome = Outcome([young, each], [], [], 1.0, 0.0, 3.0)
-        assert without_clashes(outcome).new == ([young] if left_out else [young, each])
+        rest, clashes = without_clashes(outcome)
+        assert (rest.new, clashes) == (([young], 1) if left_out else ([young, each], 0))
 
 
 def test_errors_of_the_log() -> None:
@@ -148,6 +149,6 @@ def test_a_rollback_takes_the_options_back() -> None:
 
 def test_a_row() -> None:
     other = PRESENT._replace(name="b8f2c43d")
-    line = row(other, PRESENT, SCENARIOS[0], Result(5000, 2, 1, 12.34, ["2 lost", "1 moved"]))
-    assert line.split() == ["b8f2c43d", "tree", "restart", "5000", "2", "1", "12.3", "2", "findings"]
+    line = row(other, PRESENT, SCENARIOS[0], Result(5000, 2, 1, 3, 12.34, ["2 lost", "1 moved"]))
+    assert line.split() == ["b8f2c43d", "tree", "restart", "5000", "2", "1", "3", "12.3", "2", "findings"]
     assert row(other, PRESENT, SCENARIOS[0], Result(5000)).endswith("0.0  ok")
