@@ -15,8 +15,8 @@ def matching(wanted: str, names: Collection[ServicePortName]) -> list[ServicePor
     UnknownServiceError if the name is unknown; QuestionError if it matches more than one Service.
     """
     text, colon, port = wanted.partition(":")
-    namespace, slash, service = text.rpartition("/")
-    every = {(name.namespace, name.name) for name in names if not slash or name.namespace == namespace}
+    namespace, service = split(text)
+    every = {(name.namespace, name.name) for name in names if namespace in (None, name.namespace)}
     found = {key for key in every if key[1] == service}
     if not found:
         found = {key for key in every if service and key[1].startswith(service)}
@@ -35,10 +35,16 @@ def matching(wanted: str, names: Collection[ServicePortName]) -> list[ServicePor
     return sorted(ports)
 
 
+def split(wanted: str) -> tuple[str | None, str]:
+    """Namespace and name of ``[NAMESPACE/]NAME[:PORT]``; None: no namespace is given."""
+    namespace, slash, service = wanted.partition(":")[0].rpartition("/")
+    return namespace if slash else None, service
+
+
 def is_exact(wanted: str, names: Iterable[ServicePortName]) -> bool:
     """Whether a Service has exactly the name ``[NAMESPACE/]NAME[:PORT]``."""
-    namespace, slash, service = wanted.partition(":")[0].rpartition("/")
-    return any(name.name == service and (not slash or name.namespace == namespace) for name in names)
+    namespace, service = split(wanted)
+    return any(name.name == service and namespace in (None, name.namespace) for name in names)
 
 
 def _texts(keys: Iterable[tuple[str, str]]) -> list[str]:

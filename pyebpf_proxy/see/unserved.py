@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from pyebpf_proxy.see import local
 from pyebpf_proxy.see.answers import SeeError, UnknownServiceError
+from pyebpf_proxy.see.names import split
 from pyebpf_proxy.see.wanted import agent_settings, read_wanted
 from pyebpf_proxy.services.frontends import why_unserved
 
@@ -36,15 +37,11 @@ def why(directory: Path, flags: Sequence[str], wanted: Wanted | None, text: str,
     "" if there is none; None if that is not known. ``flags``: the source on the command line, as flags of the agent.
     ``namespace``: the only one to look in. ``wanted``: what has been read from the source already.
     """
-    space, slash, name = text.partition(":")[0].rpartition("/")
+    given, name = split(text)
     found = _services(directory, flags, wanted, name)
     if found is None:
         return None
-    here = {
-        key: reason
-        for key, reason in found.items()
-        if (not slash or key[0] == space) and (namespace is None or key[0] == namespace)
-    }
+    here = {key: reason for key, reason in found.items() if given in (None, key[0]) and namespace in (None, key[0])}
     return "; ".join(_text(directory, *key, reason) for key, reason in sorted(here.items())[:_MOST])
 
 

@@ -349,9 +349,8 @@ def cluster_note(known: Sequence[SliceEndpoint], topology: Topology) -> str:
         return ""
     near = _nearest(ready, topology)
     if near is not ready:
-        by_node = all(entry.hints.nodes and topology.node in entry.hints.nodes for entry in near) and all(
-            entry.hints.nodes for entry in ready
-        )
+        # If node hints are usable, every endpoint that they select has this node.
+        by_node = all(entry.hints.nodes for entry in ready) and topology.node in (near[0].hints.nodes or ())
         return f"topology hints: only endpoints for {'this node' if by_node else f'zone {topology.zone}'}"
     if all(entry.hints.zones for entry in ready):
         zone = f"no endpoint is for zone {topology.zone}" if topology.zone else "the Node has no zone label"

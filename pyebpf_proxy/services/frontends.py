@@ -66,9 +66,7 @@ class Listed(NamedTuple):
 
 def is_served(service: objects.Service) -> bool:
     """Whether the proxy handles the Service (spec/service-semantics §1.1)."""
-    if service.spec.cluster_ip in (None, "", "None") or service.spec.type == "ExternalName":
-        return False
-    return SERVICE_PROXY_NAME_LABEL not in (service.metadata.labels or ())
+    return not why_unserved(service)
 
 
 def why_unserved(service: objects.Service) -> str:
