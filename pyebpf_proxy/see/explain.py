@@ -72,7 +72,7 @@ class Node:
             if name not in known:
                 raise QuestionError(f"no program is attached to a device {name}, or should be{near(name, known)}")
             return known[name].ifindex
-        if source in self.own or ip_address(source).is_loopback:
+        if source in self.own or _is_loopback(source):
             return 0
         route = routes.lookup_route(source)
         if route is None:
@@ -81,6 +81,16 @@ class Node:
             return 0
         ports = [device for device, bridge in self.bridges.items() if bridge == route.device]
         return min(ports) if ports else route.device
+
+    def unbound(self, packet: Packet) -> Packet:
+        """A packet from loopback to another address, as an unbound socket of this node sends it: from an own address.
+
+        likely_source() of bpf/translate.h; session affinity and source ranges see this address.
+        """
+        if not _by_socket(packet, self) or not _is_loopback(packet.source) or _is_loopback(packet.destination):
+            return packet
+        own = self.settings[f"node_address{4 if len(packet.source) == 4 else 6}"]
+        return packet._replace(source=packet.destination if packet.destination in self.own else own)
 
     def program_on(self, device: int) -> Device | None:
         """The device, if a program is attached to it."""
@@ -119,6 +129,10 @@ class Node:
             best = min(there or elsewhere, key=lambda each: (int(each.address) ^ hop).bit_length(), default=None)
         own: bytes = self.settings[f"node_address{4 if bits == 32 else 6}"]
         return best.address.packed if best is not None else own
+
+
+def _is_loopback(address: bytes) -> bool:
+    return ip_address(address).is_loopback
 
 
 def explain(maps: Pinned, packet: Packet, node: Node, known: state.State, wanted: Wanted | None) -> model.Explanation:
@@ -207,7 +221,7 @@ def _add_not_served(maps: Pinned, packet: Packet, node: Node, wanted: Wanted, de
 
 def _add_unknown_address(packet: Packet, node: Node, decision: Decision, view: model.Explanation) -> None:
     """What nftables does in mode nftables to a packet that the programs leave (spec/service-semantics §9)."""
-    local = packet.destination in node.own or ip_address(packet.destination).is_loopback
+    local = packet.destination in node.own or _is_loopback(packet.destination)
     if not node.settings["nft_mode"] or decision.service is not None or (packet.device and local):
         return
     try:
@@ -461,7 +475,7 @@ def ask(
     places = parse_packet(source, destination, protocol)
     with Pinned(directory) as maps:
         node = Node(maps, programs.read(maps), local.state(directory))
-        packet = Packet(*places, node.entrance(places[0], device))
+        packet = node.unbound(asked := Packet(*places, node.entrance(places[0], device)))
         objects, missing = wanted(sum(word != 0 for word in maps.words("services")))
         for _ in range(_ATTEMPTS):
             # The Service may change before the program runs. Only a disagreement that stays is one.
@@ -469,6 +483,8 @@ def ask(
             view = explain(maps, packet, node, known, objects)
             if not view.disagreements:
                 break
+        if packet != asked:
+            view.steps.insert(0, f"a socket of this node has the source address {format_address(packet.source)} here")
         view.objects_missing = missing
     pods.fill_pod_names([*view.endpoints, *view.left_out], pods.pod_name_lookup(directory, objects))
     return view

@@ -314,6 +314,18 @@ def test_affinity_is_seen_and_kept(world: Lab) -> None:
     assert _affinities(node) == before
 
 
+def test_a_loopback_source_is_an_unbound_socket_of_the_node(world: Lab, family: int) -> None:
+    """Its session affinity is that of the Node's address."""
+    node, address = world.nodes[0], cluster_ip(14).of(family)
+    outcome = node.namespace.call(ask, address, 80)
+    assert outcome.answer is not None
+    found = answer(node, "explain", {4: "127.0.0.1", 6: "::1"}[family], place(address, 80))
+    assert found["steps"][0] == f"a socket of this node has the source address {node.address.of(family)} here"
+    assert [each["address"] for each in found["endpoints"]] == [
+        place(world.pods[outcome.answer.pod].address.of(family), 8080)
+    ]
+
+
 def test_why_affinity_does_not_apply_is_named(world: Lab) -> None:
     """Either the client's entry is too old, or its endpoint is not usable."""
     node, address = world.nodes[0], cluster_ip(14).v4
