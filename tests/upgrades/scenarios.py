@@ -23,8 +23,8 @@ from tests.upgrades.checks import affinity_lost, differences, errors, layouts, l
 AFFINE, SHIFTED, DELETED, CREATED = 33, 34, 35, 36
 #: Seconds without an agent; after the long time the fast path is closed in any case.
 SHORT, LONG = 0.5, 6.0
-#: How many starts or clean-ups are killed.
-KILLS = (3, 6)
+#: How many starts or clean-ups are killed, at least and at most. After several, no flow is young any more.
+ONE, SEVERAL = (1, 1), (3, 6)
 #: This share of the connections may clash with another one of the same client port. Up to 4 of 12 000 did.
 CLASHES = 0.001
 
@@ -47,8 +47,8 @@ class Scenario(NamedTuple):
     killed: bool = False
     #: Seconds without an agent.
     away: float = SHORT
-    #: Some starts of the second build get SIGKILL, or with ``cleanup`` some of its clean-ups.
-    kills: bool = False
+    #: How many starts of the second build get SIGKILL, or with ``cleanup`` of its clean-ups: at least and at most.
+    kills: tuple[int, int] = (0, 0)
     #: Those starts are of either build, and then the first one is started again.
     back: bool = False
     #: Services and endpoints change while no agent runs.
@@ -71,8 +71,9 @@ SCENARIOS = (
     Scenario("restart"),
     Scenario("kill", killed=True),
     Scenario("outage", killed=True, away=LONG),
-    Scenario("killed-starts", killed=True, kills=True),
-    Scenario("given-up", killed=True, kills=True, back=True),
+    Scenario("killed-start", killed=True, away=0.0, kills=ONE),
+    Scenario("killed-starts", killed=True, kills=SEVERAL),
+    Scenario("given-up", killed=True, kills=SEVERAL, back=True),
     Scenario("nftables", after=Options(_NFTABLES)),
     Scenario("ipvs", after=Options({"mode": "ipvs", "ipvs": {"scheduler": "lc"}})),
     Scenario("fast-path", after=Options(own={"fastPath": False}), killed=True),
@@ -83,7 +84,7 @@ SCENARIOS = (
     Scenario("sizes", after=Options(own=_SIZES), killed=True),
     Scenario("services", killed=True, away=LONG, changes=True),
     Scenario("cleanup", _XDP, _XDP, cleanup=True),
-    Scenario("killed-cleanups", _XDP, _XDP, kills=True, cleanup=True),
+    Scenario("killed-cleanups", _XDP, _XDP, kills=SEVERAL, cleanup=True),
 )
 
 
@@ -243,7 +244,7 @@ class Event:
         time.sleep(scenario.away)
         if scenario.cleanup:
             self.until = time.monotonic()
-        for _ in range(self.rng.randint(*KILLS) if scenario.kills else 0):
+        for _ in range(self.rng.randint(*scenario.kills)):
             self._kill_one(took)
         if scenario.cleanup:
             agent.tree = self.second.tree
