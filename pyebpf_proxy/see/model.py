@@ -6,6 +6,7 @@ Scripts read the answers: fields may be added, but must not be renamed or change
 
 from __future__ import annotations
 
+from inspect import cleandoc
 from typing import Literal
 
 import msgspec
@@ -550,4 +551,8 @@ def schema() -> dict[str, object]:
     """JSON schema of all answers, distinguished by the field ``kind``."""
     answers = [each for each in Answer.__subclasses__() if each.__struct_config__.tag_field]
     references, definitions = msgspec.json.schema_components(answers, ref_template="#/$defs/{name}")
+    # Python removes the indentation of docstrings from 3.13 on only.
+    for definition in definitions.values():
+        if text := definition.get("description"):
+            definition["description"] = cleandoc(text)
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", "anyOf": list(references), "$defs": definitions}

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import subprocess
 import sys
 from typing import Any
@@ -297,7 +298,9 @@ def test_a_closed_pipe_does_not_stop_the_command_halfway() -> None:
 
 def test_a_closed_pipe_ends_the_help_quietly() -> None:
     command = [sys.executable, "-m", "pyebpf_proxy", "cluster", "install", "--help"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    # Without a buffer, argparse of Python 3.12 and later ignores the error, and the status is 0.
+    buffered = {**os.environ, "PYTHONUNBUFFERED": ""}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=buffered) as process:
         assert process.stdout is not None
         assert process.stderr is not None
         process.stdout.close()

@@ -135,6 +135,9 @@ def test_only_distributions_with_compiled_parts_are_fetched(tmp_path: Path) -> N
         folder.mkdir()
         (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n")
         (folder / "RECORD").write_text("".join(f"{file},,\n" for file in files))
+        for file in files:  # Python 3.12 and later list only those that exist
+            (tmp_path / file).parent.mkdir(exist_ok=True)
+            (tmp_path / file).touch()
 
     distribution("pure", "pure/__init__.py")
     distribution("compiled", "compiled/__init__.py", "compiled/part.cpython-311-x86_64-linux-gnu.so")
