@@ -102,7 +102,7 @@ enum counter {
 
 _Static_assert(BRIDGED_REPLY_REDIRECTED < FIRST_DROP_REASON && DROP_REASONS_END == 18 &&
 		       XDP_FLOW_HIT < FIRST_SLOW_PATH_REASON && SLOW_PATH_REASONS_END == 49 &&
-		       UNANSWERED_FLOW_REPLACED < STACK_ROUTE_MARK && STACK_ROUTE_MARK < COUNTERS_END,
+		       (int)UNANSWERED_FLOW_REPLACED < (int)STACK_ROUTE_MARK && (int)STACK_ROUTE_MARK < (int)COUNTERS_END,
 	       "a name keeps its number: a new one gets the number of COUNTERS_END");
 
 #endif

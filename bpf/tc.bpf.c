@@ -99,7 +99,11 @@ static __always_inline bool is_in_conntrack(struct __sk_buff *skb, const struct 
 					    const struct service_config *config)
 {
 	/* At an address without NodePorts the flow is not of the service, which may only refuse it. */
-	return flow_exists(skb, p, f->service, config->any_endpoints && f->kind != UNSERVED_NODE_PORT);
+	int found = flow_exists(skb, p, f->service, config->any_endpoints && f->kind != UNSERVED_NODE_PORT);
+
+	if (found > 1)
+		decided(skb, p, NULL, NULL, found);
+	return found == 1;
 }
 
 /* Finds the configuration again: the caller's stack has no space to keep it. */
@@ -390,8 +394,8 @@ int enter_flow(struct __sk_buff *skb)
 SEC("tc")
 int note_tracked_flow(struct __sk_buff *skb)
 {
+	struct flow_key key __attribute__((aligned(8)));	/* its tag is computed by words */
 	struct tracked_clients *t;
-	struct flow_key key;
 
 	if (!settings.fast_path || bpf_skb_load_bytes(skb, ETH_HLEN, &key, sizeof(key)))
 		return 0;

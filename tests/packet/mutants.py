@@ -159,7 +159,11 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     "trace: continues without a reader": ("trace.h", "t->process = 0;", ";"),
     "UDP expired where no NodePorts are served": ("tc.bpf.c", " && f->kind != UNSERVED_NODE_PORT", ""),
     "every bridged packet lifted": ("bridge.h", "!is_translated_reply(skb, p) ||", ""),
-    "closed TCP entry continues": ("conntrack.h", "return !ended && !replaced;", "return !replaced;"),
+    "closed TCP entry continues": (
+        "conntrack.h",
+        "note_left(p, false);\n\treturn !ended;",
+        "note_left(p, false);\n\treturn 1;",
+    ),
     "affinity without a list check": (
         "backend.h",
         "return position_in_list(e, p->ipv6, r->last->backend, r->last->position);",

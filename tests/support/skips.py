@@ -32,6 +32,7 @@ _GUEST = "guests of make test-kernels differ; each suite says which kernels it i
 
 ALLOWED = (
     Allowed("kubectl is missing: *", _NOT_SETUP),
+    Allowed("no other clang is installed: *", _NOT_SETUP),
     Allowed("mandoc is not installed: *", _NOT_SETUP),
     Allowed("qemu-system-x86 is not installed", _NOT_SETUP),
     Allowed("vagrant is not installed: *", _NOT_SETUP),
