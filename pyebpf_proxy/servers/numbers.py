@@ -169,16 +169,15 @@ class Registry:
         yield from sorted((metric for metric in metrics if metric.samples), key=lambda metric: metric.name)
 
 
-def text(registry: Registry, accept: str) -> tuple[str, bytes]:
-    """Content type and body for a scrape: OpenMetrics if that is accepted, else kube-proxy's text format."""
-    from prometheus_client import exposition
-    from prometheus_client.openmetrics import exposition as openmetrics
+#: Prometheus also asks for OpenMetrics, but its buckets are ``le="1.0"``. Kube-proxy does not offer it: ``le="1"``.
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8; escaping=underscores"
 
-    if "application/openmetrics-text" in accept:
-        metrics = [_canonical(metric) for metric in registry.collect()]
-        return openmetrics.CONTENT_TYPE_LATEST, openmetrics.generate_latest(_Collected(metrics))  # type: ignore[no-untyped-call]
-    body = exposition.generate_latest(_Collected(list(registry.collect())))
-    return "text/plain; version=0.0.4; charset=utf-8; escaping=underscores", body
+
+def text(registry: Registry) -> bytes:
+    """The body of a scrape, in Prometheus' text format."""
+    from prometheus_client import exposition
+
+    return exposition.generate_latest(_Collected(list(registry.collect())))
 
 
 class _Collected:
@@ -189,18 +188,6 @@ class _Collected:
 
     def collect(self) -> list[Metric]:
         return self._metrics
-
-
-def _canonical(metric: Metric) -> Metric:
-    """The metric with labels such as ``le="1.0"``, which OpenMetrics requires."""
-    if metric.type == "histogram":
-        metric.samples = [
-            sample._replace(labels={**sample.labels, "le": repr(float(sample.labels["le"]))})
-            if sample.labels.get("le", "+Inf") != "+Inf"
-            else sample
-            for sample in metric.samples
-        ]
-    return metric
 
 
 def _go_float(value: float) -> str:

@@ -9,7 +9,7 @@ from pyebpf_proxy.servers import standard, zpages
 from pyebpf_proxy.servers.health import JSON_HEADERS, NOT_FOUND, TEXT_HEADERS
 from pyebpf_proxy.servers.http import Handler, Request, Response
 from pyebpf_proxy.servers.metrics import Metrics
-from pyebpf_proxy.servers.numbers import Counter, Gauge, Registry, text
+from pyebpf_proxy.servers.numbers import CONTENT_TYPE, Counter, Gauge, Registry, text
 
 
 class Mux:
@@ -37,8 +37,8 @@ def scrape(registry: Registry, start: float) -> Handler:
     """A page of metrics; ``start``: when the process started, in seconds since 1970."""
 
     def answer(request: Request) -> Response:
-        content_type, body = text(registry, request.headers.get("accept", ""))
-        return Response(200, (("Content-Type", content_type), ("Process-Start-Time-Unix", str(round(start)))), body)
+        headers = (("Content-Type", CONTENT_TYPE), ("Process-Start-Time-Unix", str(round(start))))
+        return Response(200, headers, text(registry))
 
     return answer
 

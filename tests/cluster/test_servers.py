@@ -27,6 +27,12 @@ NOT_HERE = (
     "kubeproxy_sync_proxy_rules_nftables_",
 )
 
+#: What Prometheus 2.42 sends.
+ACCEPT = (
+    "application/openmetrics-text;version=1.0.0,application/openmetrics-text;version=0.0.1;q=0.75,"
+    "text/plain;version=0.0.4;q=0.5,*/*;q=0.1"
+)
+
 server = pytest.fixture(scope="module")(running)
 
 
@@ -110,7 +116,8 @@ def remove(server: ApiServer, item: Object) -> None:
 
 
 def metrics(side: Side) -> dict[str, Metric]:
-    return {family.name: family for family in text_string_to_metric_families(side.get(10249, "/metrics").body)}
+    page = side.get(10249, "/metrics", accept=ACCEPT).body
+    return {family.name: family for family in text_string_to_metric_families(page)}
 
 
 def value(side: Side, name: str, **labels: str) -> float | None:

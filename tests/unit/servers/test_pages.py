@@ -108,6 +108,15 @@ def test_standard_metrics() -> None:
         assert re.search(rf"^{name}\b", text, re.M), name
 
 
+def test_prometheus_gets_the_text_format() -> None:
+    """As from kube-proxy: with OpenMetrics, the buckets would have other labels, ``le="1.0"``."""
+    accept = "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5,*/*;q=0.1"
+    for path in ("/metrics", "/metrics/slis"):
+        answer = get(mux(), path, accept)
+        assert answer.headers[0] == ("Content-Type", "text/plain; version=0.0.4; charset=utf-8; escaping=underscores")
+        assert answer.body.startswith(b"# HELP ")
+
+
 def test_flagz() -> None:
     pages = mux(
         "--hostname-override=n1", "--feature-gates=ComponentFlagz=true", "--nodeport-addresses=10.0.0.0/8", "-v=2"
