@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from decimal import Decimal
 from functools import partial
 from typing import Protocol
 
@@ -191,4 +192,8 @@ class _Collected:
 
 
 def _go_float(value: float) -> str:
+    """A bucket's bound as Go writes it: from a million on with an exponent."""
+    if value >= 1e6:
+        mantissa, _, exponent = f"{Decimal(repr(value)).normalize():e}".partition("e+")
+        return f"{mantissa}e+{int(exponent):02}"
     return str(int(value)) if value == int(value) else repr(value)

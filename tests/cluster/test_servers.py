@@ -331,7 +331,9 @@ def test_metrics_have_the_same_names_labels_buckets_and_help(sides: list[Side]) 
         assert proxy[localhost].documentation.endswith("Number of packets accepted on nodeports of loopback interface")
         assert [sample.labels for sample in proxy.pop(localhost).samples] == [{}]
     assert {name for name in proxy if name.startswith("kubeproxy_")} == names
-    for name in sorted(names | {"kubernetes_build_info", "kubernetes_feature_enabled"}):
+    clients = {name for name in proxy if name.startswith("rest_client_")}
+    assert len(clients) == 5
+    for name in sorted(names | clients | {"kubernetes_build_info", "kubernetes_feature_enabled"}):
         assert (proxy[name].type, proxy[name].documentation) == (real[name].type, real[name].documentation)
         assert label_names(proxy[name]) == label_names(real[name]), name
         if proxy[name].type == "histogram":

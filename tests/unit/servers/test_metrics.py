@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import platform
+import re
 import time
 from collections.abc import Collection
 
@@ -26,6 +27,7 @@ from pyebpf_proxy.kube.objects import (
     ServiceSpec,
 )
 from pyebpf_proxy.kube.source import Change
+from pyebpf_proxy.servers.client_metrics import ClientMetrics
 from pyebpf_proxy.servers.health import Health, Moment
 from pyebpf_proxy.servers.metrics import DatapathNumbers, Metrics
 from pyebpf_proxy.servers.numbers import NETPROG, Registry, text
@@ -450,6 +452,16 @@ def test_help_texts_and_buckets_are_as_of_gos_library(agent: ObservedAgent) -> N
     plain = text(agent.metrics.registry)
     assert b"# HELP kubeproxy_sync_proxy_rules_duration_seconds [ALPHA] SyncProxyRules latency in seconds\n" in plain
     assert b'_bucket{ip_family="IPv4",le="1"}' in plain
+
+
+def test_large_bounds_are_written_as_in_go() -> None:
+    registry = Registry()
+    metrics = ClientMetrics()
+    metrics.transferred("GET", "127.0.0.1:6443", 1, 20 << 20)
+    registry.add(*metrics.families)
+    written = re.findall(r'rest_client_response_size_bytes_bucket.*le="(.*?)"', text(registry).decode())
+    assert written[:2] == ["64", "256"]
+    assert written[-5:] == ["262144", "1.048576e+06", "4.194304e+06", "1.6777216e+07", "+Inf"]
 
 
 def test_the_cost_of_a_scrape_does_not_depend_on_the_services(agent: ObservedAgent) -> None:
