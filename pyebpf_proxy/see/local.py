@@ -25,6 +25,8 @@ _MOST_BYTES = 32 << 20
 #: The agent accepts requests of up to 64 KiB.
 _AT_ONCE = 1000
 _NAMES_AT_ONCE = 400
+#: When each family was last synced; 0 before its first sync.
+SYNCED = "kubeproxy_sync_proxy_rules_last_timestamp_seconds"
 
 
 class _Connection(http.client.HTTPConnection):
@@ -159,6 +161,12 @@ def state(directory: Path) -> State | None:
         return None
     found = _object(data)
     return cast(State, {part: _part(found.get(part), kind) for part, kind in get_type_hints(State).items()})
+
+
+def source_text(trouble: tuple[str, str]) -> str:
+    """The text about an item of ``State.source``."""
+    resource, why = trouble
+    return f"{resource} cannot be watched: {why}" if resource else f"the API server fails: {why}"
 
 
 def _part(found: object, kind: Callable[[], Any]) -> Any:

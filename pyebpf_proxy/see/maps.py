@@ -170,6 +170,10 @@ def _find(directory: Path) -> Path:
         if every.is_dir():
             layouts += [path.name for path in (every / name).glob("v*")]
             others |= {path.name for path in every.iterdir() if path.name not in (name, mounts.MARK)}
+    if waiting := _waiting(directory):
+        if layouts:
+            raise OtherLayoutError(f"{waiting}; until then, the programs of another version serve it")
+        raise SeeError(waiting)
     if layouts:
         raise OtherLayoutError(
             f"the maps of {directory} have layout {listed(layouts)}, this program reads v{LAYOUT_VERSION}: {_OTHER}"
@@ -179,3 +183,17 @@ def _find(directory: Path) -> Path:
         f"no maps are pinned for the run folder {directory}{there}: start the agent, or name its run folder with"
         " --directory"
     )
+
+
+def _waiting(directory: Path) -> str:
+    """Says that an agent runs, but has pinned nothing yet, and why if that is known; "" if it does not wait."""
+    from pyebpf_proxy.see import local
+    from pyebpf_proxy.see.agent import running_agent
+
+    agent = running_agent(directory)
+    synced = () if agent is None else local.samples(directory).get(local.SYNCED, ())
+    if agent is None or not synced or min(synced):
+        return ""
+    known = local.state(directory) or local.NOTHING
+    why = next(map(local.source_text, known["source"].items()), "its log says what it waits for")
+    return f"the agent (process {agent.pid}) has not programmed this node yet: {why}"

@@ -120,9 +120,9 @@ def _pinned(directory: Path, gone: str) -> Iterator[Pinned]:
 
 def _about_source(troubles: Mapping[str, str]) -> Iterator[model.Trouble]:
     """Warnings about the source. ``troubles``: by resource; "" means all."""
-    for resource, why in troubles.items():
+    for trouble in troubles.items():
         yield model.Trouble(
-            what=f"{resource} cannot be watched: {why}" if resource else f"the API server fails: {why}",
+            what=local.source_text(trouble),
             remedy="programmed Services stay and changes are not applied; the agent's log says when it began",
         )
 
@@ -276,7 +276,7 @@ def _agent(directory: Path, known: local.State | None) -> model.AgentView:
         return view
     view.answers, view.version = True, known["version"]
     values = local.samples(directory)
-    synced = values.get("kubeproxy_sync_proxy_rules_last_timestamp_seconds")
+    synced = values.get(local.SYNCED)
     delivered = values.get("pyebpf_proxy_source_last_delivery_timestamp_seconds")
     complete = values.get("pyebpf_proxy_source_complete")
     view.synced_seconds_ago = now - min(synced) if synced and min(synced) else None
@@ -288,7 +288,7 @@ def _agent(directory: Path, known: local.State | None) -> model.AgentView:
 
 def behind(values: Mapping[str, Sequence[float]], now: float) -> float | None:
     """For how long an agent with these metrics has been behind its source; None if they do not show it."""
-    synced = values.get("kubeproxy_sync_proxy_rules_last_timestamp_seconds", ())
+    synced = values.get(local.SYNCED, ())
     queued = values.get("kubeproxy_sync_proxy_rules_last_queued_timestamp_seconds", ())
     if not synced or not queued or not min(synced):
         return None

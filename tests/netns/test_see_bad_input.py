@@ -13,12 +13,15 @@ import msgspec
 import pytest
 
 from pyebpf_proxy.datapath.loader.layout import LAYOUT_VERSION
+from pyebpf_proxy.datapath.node import mounts
+from pyebpf_proxy.lab import manifests
 from pyebpf_proxy.lab.addresses import CLIENT, vip
 from pyebpf_proxy.lab.agent import command
 from pyebpf_proxy.lab.client import ask
 from pyebpf_proxy.lab.cluster import Lab, Node
 from pyebpf_proxy.see import COMMANDS, model
 from tests.support.lab_services import Kind, write_nodes, write_services
+from tests.support.lab_tools import wait_until
 from tests.support.see_tools import error, see
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs_bpf]
@@ -157,6 +160,26 @@ def test_maps_of_another_layout_are_refused(node: Node, other_layout: None, name
         f"the maps of {node.agent.directory} have layout v99, this program reads v{LAYOUT_VERSION}:"
         " use the pyebpf-proxy command of the agent's version"
     )
+
+
+def test_an_agent_that_waits_is_no_missing_agent() -> None:
+    """It runs, so it need not be started; and if another layout's programs serve, it is not of their version."""
+    with Lab(nodes=1) as lab:
+        (node,) = lab.nodes
+        without_cidrs = manifests.node(node.name, node.address, node.pod_cidr) | {"spec": {}}
+        lab.write("node.yaml", [without_cidrs])
+        node.agent.start({"detectLocalMode": "NodeCIDR"})
+        wait_until(lambda: "waiting for the podCIDRs" in node.agent.log(), "the agent waits")
+        assert node.agent.process is not None
+        waits = f"the agent (process {node.agent.process.pid}) has not programmed this node yet"
+        waits += ": its log says what it waits for"
+        for name in READERS:
+            assert error(node, *words(name), status=3) == waits
+        folder = node.agent.directory / "bpf" / mounts.FOLDER / mounts.instance_name(node.agent.directory)
+        (folder / "v99" / "maps").mkdir(parents=True)
+        more = "; until then, the programs of another version serve it"
+        for name in READERS:
+            assert error(node, *words(name), status=3) == waits + more
 
 
 @pytest.mark.parametrize("name", READERS)
