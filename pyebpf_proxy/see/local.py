@@ -10,7 +10,7 @@ import contextlib
 import http.client
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypedDict, cast, get_type_hints
 
@@ -40,13 +40,16 @@ class _Connection(http.client.HTTPConnection):
         self.sock = connected(self._directory, _SECONDS)
 
 
-def _ask(directory: Path, path: str, body: bytes | None = None) -> bytes:
-    """The content of a page; b"" if there is no agent, if its version does not have the page, or if it is too long."""
+def _ask(directory: Path, path: str, body: bytes | None = None, statuses: Collection[int] = (http.client.OK,)) -> bytes:
+    """The content of a page; b"" if there is no agent, if its version does not have the page, or if it is too long.
+
+    ``statuses``: of an answer with content.
+    """
     connection = _Connection(directory)
     try:
         connection.request("GET" if body is None else "POST", path, body)
         answer = connection.getresponse()
-        content = answer.read(_MOST_BYTES + 1) if answer.status == http.client.OK else b""
+        content = answer.read(_MOST_BYTES + 1) if answer.status in statuses else b""
         return content if len(content) <= _MOST_BYTES else b""
     except (OSError, http.client.HTTPException):
         return b""
@@ -114,6 +117,12 @@ class DataPath(TypedDict, total=False):
     repairs: Recent
 
 
+class FamilyHealth(TypedDict, total=False):
+    """What /livez says about a family."""
+
+    healthy: bool
+
+
 class OverLimit(TypedDict, total=False):
     """How many Services are over a limit, and the first one; empty: none."""
 
@@ -174,6 +183,13 @@ def _part(found: object, kind: Callable[[], Any]) -> Any:
         return msgspec.convert(found, kind)
     except msgspec.ValidationError:
         return kind()
+
+
+def late(directory: Path) -> list[str]:
+    """The families with a change that has waited for more than 2 × syncPeriod, as /livez reports it."""
+    statuses = (http.client.OK, http.client.SERVICE_UNAVAILABLE)
+    families = _part(_object(_ask(directory, "/livez", statuses=statuses)).get("status"), dict[str, FamilyHealth])
+    return [name for name, health in sorted(families.items()) if not health.get("healthy", True)]
 
 
 def losses(directory: Path, services: Iterable[str]) -> list[str]:

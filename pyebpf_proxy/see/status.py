@@ -91,6 +91,7 @@ def read(directory: Path) -> model.Status:
     made.warnings = [
         *_warnings(made, attached),
         *_about_source(known["source"]),
+        *_about_syncs(directory, made.agent),
         *_about_limits(known["overLimit"]),
         *_about_losses(known["notServed"]),
         *_about_unwritten(known["notWritten"]),
@@ -124,6 +125,23 @@ def _about_source(troubles: Mapping[str, str]) -> Iterator[model.Trouble]:
         yield model.Trouble(
             what=local.source_text(trouble),
             remedy="programmed Services stay and changes are not applied; the agent's log says when it began",
+        )
+
+
+def _about_syncs(directory: Path, agent: model.AgentView) -> Iterator[model.Trouble]:
+    """A warning about an agent that has received the objects, but does not program them."""
+    if not agent.source_complete:
+        return
+    if agent.synced_seconds_ago is None:
+        yield model.Trouble(
+            what="the agent has not programmed this node since it was started: changes to Services are not applied",
+            remedy="if it has just started, try again; otherwise its log says what it waits for",
+        )
+    elif late := local.late(directory):
+        yield model.Trouble(
+            what=f"changes to Services are not applied ({' and '.join(late)}): syncs fail, or the agent gets no CPU",
+            remedy="look for 'sync failed' in the agent's log; what was programmed before is still served"
+            " (docs/runbook.md)",
         )
 
 

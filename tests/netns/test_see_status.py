@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 
 from pyebpf_proxy import __version__
+from pyebpf_proxy.lab import manifests
 from pyebpf_proxy.lab.addresses import CLIENT, cluster_ip, vip
 from pyebpf_proxy.lab.client import ask
 from pyebpf_proxy.lab.cluster import Lab, Node
 from pyebpf_proxy.see.agent import running_agent
-from tests.support.lab_services import Kind, build_remote_only
+from tests.support.lab_services import Kind, build_remote_only, write_services
 from tests.support.lab_tools import detach_program, full_conntrack, wait_until
 from tests.support.see_tools import NO_SYS_ADMIN, answer, error, see
 
@@ -253,6 +254,34 @@ def test_an_agent_that_hangs_is_named(node: Node) -> None:
         assert output in warnings(node)
     finally:
         os.kill(agent.pid, signal.SIGCONT)
+
+
+def test_syncs_that_fail_are_named() -> None:
+    with build_remote_only(WEB) as lab:
+        (node, *_) = lab.nodes
+        node.agent.stop()
+        node.agent.start({"iptables": {"minSyncPeriod": "10ms", "syncPeriod": "500ms"}})
+        node.agent.wait_synced()
+        assert warnings(node) == []
+        # From now on the kernel refuses to write it.
+        node.namespace.run("bpftool", "map", "freeze", "pinned", str(node.agent.pin("service_names")))
+        write_services(lab, EMPTY)
+        wait_until(lambda: "sync failed" in node.agent.log(), "a sync fails")
+        output = "changes to Services are not applied (IPv4 and IPv6): syncs fail, or the agent gets no CPU"
+        wait_until(lambda: warnings(node) == [output], "the warning")
+
+
+def test_an_agent_that_waits_at_its_start_is_named() -> None:
+    with build_remote_only(WEB) as lab:
+        (node, *_) = lab.nodes
+        node.agent.stop()
+        without_cidrs = manifests.node(node.name, node.address, node.pod_cidr) | {"spec": {}}
+        lab.write("nodes.yaml", [without_cidrs])
+        node.agent.start({"detectLocalMode": "NodeCIDR"})
+        wait_until(lambda: "waiting for the podCIDRs" in node.agent.log(), "the agent waits")
+        assert warnings(node) == [
+            "the agent has not programmed this node since it was started: changes to Services are not applied"
+        ]
 
 
 def test_a_flushed_nft_table_is_named(node: Node, world: Lab) -> None:
