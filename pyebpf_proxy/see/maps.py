@@ -9,6 +9,7 @@ Maps are dumped in batches, not atomically; :mod:`state` checks the consistency.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import sys
@@ -42,6 +43,8 @@ class Pinned:
         #: The run folder of the instance.
         self.directory = directory
         self._maps: dict[str, Map] = {}
+        #: The inodes of the pins through which the maps were opened.
+        self._pins: dict[str, int] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -60,12 +63,43 @@ class Pinned:
         """A map by name."""
         if name not in self._maps:
             try:
-                self._maps[name] = Map.open_pinned(self.folder / "maps" / name)
+                self._maps[name] = Map.open_pinned(self._pin(name))
+                self._pins[name] = self._inode(name)
             except BpfError as error:
                 if error.errno == errno.ENOENT:
                     raise SeeError(f"there is no map {name} in {self.folder}/maps: {_HALF}") from None
                 raise SeeError(f"map {name}: {error}") from None
         return self._maps[name]
+
+    def check(self) -> None:
+        """For commands that run for long: SeeError if an open map is no longer the one that is pinned.
+
+        An agent replaces maps at its start if they get another layout or size. The former ones never change again.
+        """
+        for name, opened in self._maps.items():
+            if self._inode(name) != self._pins[name] and not self._is_pinned(name, opened):
+                raise SeeError(
+                    "the maps were replaced or removed, by a new agent or a clean-up: start this command again"
+                )
+            self._pins[name] = self._inode(name)
+
+    def _pin(self, name: str) -> Path:
+        return self.folder / "maps" / name
+
+    def _inode(self, name: str) -> int:
+        """The inode of a map's pin; 0: it has none."""
+        try:
+            return self._pin(name).stat().st_ino
+        except OSError:
+            return 0
+
+    def _is_pinned(self, name: str, opened: Map) -> bool:
+        """Whether the pin leads to this map. An agent pins its maps again if their pins were removed."""
+        try:
+            with contextlib.closing(Map.open_pinned(self._pin(name))) as pinned:
+                return kernel_objects.map_info(pinned.fd).id == kernel_objects.map_info(opened.fd).id
+        except BpfError:
+            return False
 
     @cached_property
     def btf(self) -> Btf:

@@ -35,6 +35,7 @@ class Watch:
 
     def __init__(self, arguments: argparse.Namespace, maps: Pinned, stack: ExitStack) -> None:
         self._arguments = arguments
+        self._maps = maps
         self.notes: list[str] = []
         self._board = ServiceCounters(maps)
         self._fast_path = FastPath(maps, arguments.directory)
@@ -55,6 +56,7 @@ class Watch:
 
     def look(self) -> model.Top:
         """The rates since the last call. SeeError if the maps are gone."""
+        self._maps.check()
         sample = self._board.sample()
         now = time.monotonic()
         seconds = max(now - self._at, 1e-6)

@@ -131,6 +131,7 @@ class _Trace:
 
         self._form: str = parsed.output
         self._left: int | None = parsed.count
+        self._maps = maps
         self._lookup = lookup
         self._filter = chosen
         self._session = session
@@ -213,6 +214,7 @@ class _Trace:
         return lines
 
     def _look(self) -> None:
+        self._maps.check()
         lost, self._kernel_lost = (self._session.control.lost(), self._kernel_lost), 0
         now = events.utc(time.time())
         lines = [model.Lost(time=now, what="decisions", count=lost[0])] if lost[0] else []

@@ -25,6 +25,7 @@ from pyebpf_proxy.lab.agent import command
 from pyebpf_proxy.lab.client import Outcome, ask
 from pyebpf_proxy.lab.cluster import Lab, Node
 from pyebpf_proxy.see import model
+from pyebpf_proxy.see.maps import Pinned
 from tests.netns.top_tools import start, watching
 from tests.support.lab_services import Kind, write_nodes, write_services
 from tests.support.lab_tools import wait_until
@@ -189,6 +190,36 @@ def test_any_end_detaches_the_programs(node: Node, number: int, status: int) -> 
         _, output = seen.process.communicate(timeout=20)
         assert (seen.process.returncode, output) == (status, "")
         wait_until(lambda: not any(map(there, programs)), "the kernel takes the programs off")
+
+
+def test_it_ends_when_the_maps_are_replaced(node: Node) -> None:
+    """It would show no new flows from then on."""
+    with watching(node) as seen:
+        node.agent.stop()
+        node.agent.start(own={"maps": {"backends4": 4096}})
+        node.agent.wait_synced()
+        try:
+            _, output = seen.process.communicate(timeout=20)
+            assert (seen.process.returncode, output) == (
+                3,
+                "Error: the maps were replaced or removed, by a new agent or a clean-up: start this command again\n",
+            )
+        finally:
+            node.agent.stop()
+            node.agent.start()
+            node.agent.wait_synced()
+
+
+def test_it_continues_with_maps_that_are_pinned_again(node: Node) -> None:
+    with Pinned(node.agent.directory) as maps:
+        maps.words("services")
+        pin = maps.folder / "maps" / "services"
+        inode = pin.stat().st_ino
+        pin.rename(pin.with_name("aside"))
+        subprocess.run(["bpftool", "map", "pin", "pinned", pin.with_name("aside"), pin], check=True)
+        pin.with_name("aside").unlink()
+        assert pin.stat().st_ino != inode
+        maps.check()
 
 
 def test_the_output_fits_40_columns(node: Node, world: Lab) -> None:

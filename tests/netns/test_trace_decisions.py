@@ -238,6 +238,22 @@ def test_without_an_agent(world: Lab, node: Node) -> None:
         node.agent.wait_synced()
 
 
+def test_it_ends_when_the_maps_are_replaced(node: Node) -> None:
+    """The programs of the new maps report to none of its rings, or the names would be those of the old ones."""
+    with Trace(node) as trace:
+        node.agent.stop()
+        node.agent.start(own={**TC_ONLY, "maps": {"backends4": 4096}})
+        node.agent.wait_synced()
+        try:
+            assert trace.ended() == 3
+            assert trace.process.stderr is not None
+            assert "by a new agent or a clean-up: start this command again" in trace.process.stderr.read()
+        finally:
+            node.agent.stop()
+            node.agent.start(own=TC_ONLY)
+            node.agent.wait_synced()
+
+
 def test_bad_input(node: Node) -> None:
     assert error(node, "trace", "--count", "0", status=2) == "--count 0: at least 1"
     assert error(node, "trace", "--duration", "5", status=2) == '--duration: time: missing unit in duration "5"'
