@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Objects of other versions of clang than the default one: they compile without a warning, and the verifier takes them."""
+"""Objects of other versions of clang: they compile without a warning, and the verifier takes them."""
 
 from __future__ import annotations
 
