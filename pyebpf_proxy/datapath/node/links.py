@@ -7,6 +7,7 @@ import asyncio
 import struct
 import time
 from collections.abc import Callable, Container, Iterator, Mapping, Set
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -249,29 +250,34 @@ class Node:
         self.on_change(self._follower.state.links, self._wanted)
 
     def read(self) -> None:
-        """Processes netlink messages and brings maps and devices up to date."""
+        """Processes netlink messages and brings maps and devices up to date. OSError: the next look tries again."""
         events = self._follower.read()
-        for index in events.gone:
-            self._attached.pop(index, None)
-            self._reattached.pop(index, None)
-            self._failures.pop(index, None)
-            self._attachments.forget(index)
-        if gone := events.gone - self.indexes:
-            self.on_devices_gone(gone)
-        for index in events.filters & self._attached.keys():
-            self._check(index)
-        seen = bool(events.filters) and self._see_others(events.filters)
-        if events.changed or seen:
-            self._replan()
+        with self._applying():
+            for index in events.gone:
+                self._attached.pop(index, None)
+                self._reattached.pop(index, None)
+                self._failures.pop(index, None)
+                self._attachments.forget(index)
+            if gone := events.gone - self.indexes:
+                self.on_devices_gone(gone)
+            for index in events.filters & self._attached.keys():
+                self._check(index)
+            seen = bool(events.filters) and self._see_others(events.filters)
+            if events.changed or seen:
+                self._replan()
 
     def look(self) -> None:
         """Checks what netlink does not report: other tcx programs, bridge rules, XDP at the other end of a veth.
 
         Repeats what failed, since netlink does not report when it would succeed. Takes a few microseconds per device.
-        OSError.
+        OSError: the next look tries again.
         """
         if self._follower.stale:
             self.read()
+        with self._applying():
+            self._look()
+
+    def _look(self) -> None:
         self._attachments.pin()
         retried = self._retry()
         peers = self._follower.look_at_peers()
@@ -286,6 +292,15 @@ class Node:
                 self._chains.pop(index, None)
         if self._see_others() or peers or retried:
             self._replan()
+
+    @contextmanager
+    def _applying(self) -> Iterator[None]:
+        """If a change cannot be applied, the next read lists and applies everything: it is not reported again."""
+        try:
+            yield
+        except BaseException:
+            self._follower.stale = True
+            raise
 
     def read_back(self) -> list[str]:
         """Repairs the maps if they do not hold what was written. Returns the names of those that were wrong."""
@@ -403,7 +418,8 @@ class Node:
         """The next turn."""
         self._next_turn = None
         try:
-            self._attach_wanted()
+            with self._applying():
+                self._attach_wanted()
         except OSError as problem:
             self._error("a change of devices could not be followed", error=str(problem))
 

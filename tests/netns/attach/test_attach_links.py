@@ -540,6 +540,28 @@ def test_devices_that_left_are_forgotten_though_the_ends_of_veths_cannot_be_aske
     assert not harness.node._follower.stale
 
 
+def test_addresses_that_come_with_a_failure_to_list_programs_are_applied_later(
+    harness: Harness, shell: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One read has both: the message about a qdisc makes the node list the device's programs, and that fails."""
+    harness.attach()
+    shell("ip link add v0 type veth peer name v1; ip link set v0 up; ip link set v1 up")
+    follow(harness.node, lambda: {"v0", "v1"} <= harness.devices().keys())
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    harness.node.look()
+    shell("tc qdisc add dev v0 root pfifo; tc qdisc del dev v0 root; ip addr add 192.0.2.1/24 dev v0")
+    with monkeypatch.context() as without:
+        without.setattr(harness.node._attachments, "others", refuse)
+        with pytest.raises(OSError, match="Too many open files"):
+            harness.node.read()
+    assert "192.0.2.1" not in harness.node_addresses()
+    harness.node.look()
+    assert harness.node_addresses()["192.0.2.1"]
+
+
 def test_lost_messages_cause_a_full_read(
     namespace: None, tmp_path: Path, programs: Object, bpffs: Path, shell: Shell, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,6 +5,7 @@ them.
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import socket
@@ -184,6 +185,26 @@ def test_programs_after_the_agents_are_reported(agent: Agent, pod: int, foreign:
     node.look()
     assert not reported[-1]
     os.close(link)
+
+
+def test_programs_after_the_agents_are_reported_though_they_could_not_be_listed_at_first(
+    agent: Agent, pod: int, put: Put, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = agent.start()
+    node.look()
+    reported: list[bool] = []
+    node.on_programs_behind = reported.append
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    put("goes_on", pod, tcx.AFTER)
+    with monkeypatch.context() as without:
+        without.setattr(node._attachments, "others", refuse)
+        with pytest.raises(OSError, match="Too many open files"):
+            node.look()
+    node.look()
+    assert reported[-1:] == [True]
 
 
 def test_programs_after_the_agents_are_reported_before_the_agents_are_attached(
