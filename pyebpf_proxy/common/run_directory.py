@@ -160,14 +160,39 @@ def read_file(path: Path) -> bytes:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Replace a file in the run folder, by way of ``PATH.new``. OSError."""
+    """Replace a text file in the run folder, by way of ``PATH.new``. OSError.
+
+    On a full file system, a text that is no longer than the present one is written in its place, filled with spaces.
+    """
     fresh = path.with_suffix(".new")
     fresh.unlink(missing_ok=True)
-    # O_EXCL: a link of this name is not followed.
-    descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    with open(descriptor, "wb") as file:
-        file.write(content)
-    fresh.replace(path)
+    try:
+        # O_EXCL: a link of this name is not followed.
+        descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with open(descriptor, "wb") as file:
+            file.write(content)
+        fresh.replace(path)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not _overwritten(path, content):
+            raise
+        fresh.unlink(missing_ok=True)
+
+
+def _overwritten(path: Path, content: bytes) -> bool:
+    """Whether a text could be written in the place of a longer one, with a single call. No link is followed."""
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        there = os.fstat(descriptor)
+        if not stat.S_ISREG(there.st_mode) or there.st_nlink != 1 or there.st_size < len(content):
+            return False
+        return os.write(descriptor, content.ljust(there.st_size)) == there.st_size
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
 
 
 def obstacle(directory: Path) -> str:

@@ -118,7 +118,10 @@ class Record:
             path: {"was": change.was, "wrote": change.wrote, **({"holder": change.holder} if change.holder else {})}
             for path, change in self.changes.items()
         }
-        replace_file(self._file, (json.dumps(content, indent=1) + "\n").encode())
+        try:
+            replace_file(self._file, (json.dumps(content, indent=1) + "\n").encode())
+        except OSError as error:
+            raise OSError(error.errno, f"{self._file} cannot be written: {_reason(error)}") from error
 
 
 def apply(settings: KernelSettings, directory: Path, warn_node: WarnNode | None = None, root: Path = _ROOT) -> None:

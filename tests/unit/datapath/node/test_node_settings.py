@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from pyebpf_proxy.common.bpf_constants import NOT_ON_LOOPBACK, ON_ALL_LOOPBACK, ON_LOCALHOST, ON_OTHER_LOOPBACK
+from pyebpf_proxy.common.run_directory import replace_file
 from pyebpf_proxy.config.defaults import with_defaults, with_platform_defaults
 from pyebpf_proxy.config.kernel import Conntrack, Ipvs, KernelSettings, kernel_settings, localhost_node_ports
 from pyebpf_proxy.config.loader import decode_text
@@ -305,13 +306,70 @@ def test_a_record_that_cannot_be_written_does_not_end_a_start_with_right_setting
 ) -> None:
     assert sysctls.hold(node_settings.LIBERAL, tree.directory, tree.root) == ""
 
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    def broken(*_: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    monkeypatch.setattr(sysctls, "replace_file", full)
+    monkeypatch.setattr(sysctls, "replace_file", broken)
     tree.apply(LIBERAL_TOO)
     assert "the record of changed node settings cannot be written" in caplog.text
     assert sysctls.held(node_settings.LIBERAL, tree.directory)
+
+
+def fill(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on no file can be made in a run folder: its file system is full."""
+    real = os.open
+
+    def full(name: Any, flags: int, *rest: Any, **more: Any) -> int:
+        if flags & os.O_CREAT:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(name))
+        return real(name, flags, *rest, **more)
+
+    monkeypatch.setattr(os, "open", full)
+
+
+def test_settings_are_restored_though_the_run_folder_is_full(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
+    tree.apply(KernelSettings(Conntrack(tcp_established=900, tcp_close_wait=3600, udp=40)))
+    assert sysctls.hold(node_settings.LIBERAL, tree.directory, tree.root) == ""
+    fill(monkeypatch)
+    restored, problems = sysctls.restore(tree.directory, tree.root, keep=(node_settings.LIBERAL,))
+    assert (len(restored), problems) == (3, [])
+    assert list(tree.record()) == [node_settings.LIBERAL.path]
+    assert (len(tree.restore()[0]), tree.record()) == (1, {})
+    assert not list(tree.directory.iterdir())
+
+
+def test_settings_are_left_to_kube_proxy_though_the_run_folder_is_full(
+    tree: Tree, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tree.apply(KernelSettings(Conntrack(tcp_established=900, tcp_close_wait=3600)))
+    fill(monkeypatch)
+    assert len(sysctls.leave(tree.directory)) == 2
+    assert tree.restore() == ([], [])
+    assert tree.netfilter("tcp_timeout_established") == "900"
+
+
+def test_a_record_that_does_not_fit_is_named(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
+    fill(monkeypatch)
+    with pytest.raises(sysctls.SysctlError, match=r"run/node-settings\.json cannot be written: No space left"):
+        tree.apply(ESTABLISHED)
+
+
+def test_a_full_run_folder_does_not_lead_to_a_write_through_a_link(
+    tree: Tree, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tree.apply(KernelSettings(Conntrack(tcp_established=900, tcp_close_wait=3600)))
+    record = tree.directory / sysctls.RECORD
+    other = tmp_path / "other"
+    record.rename(other)
+    for link in (record.symlink_to, record.hardlink_to):
+        link(other)
+        before = other.read_bytes()
+        with monkeypatch.context() as full:
+            fill(full)
+            with pytest.raises(OSError, match="No space left"):
+                replace_file(record, b"{}")
+        assert other.read_bytes() == before
+        record.unlink()
 
 
 def test_a_setting_that_the_kernel_refuses_keeps_its_holder(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
