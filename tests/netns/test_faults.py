@@ -102,6 +102,18 @@ def test_flushed_rules_are_restored_at_once(ground: Ground) -> None:
     assert_named(ground, "the nftables table", {"nftables_table": 1})
 
 
+def test_rules_flushed_while_there_are_no_descriptors_are_restored_when_there_are(ground: Ground) -> None:
+    """libnftables ends the process if it gets no socket. The next sync may be half a minute away."""
+    agent = ground.proxy.pid
+    log = Log(ground.node.agent).from_now()
+    with of_process.no_descriptors(ground), of_node.rules_flushed(ground):
+        log.wait("the nftables table could not be restored, will retry")
+        assert not of_node.has_rules(ground)
+    wait_until(lambda: of_node.has_rules(ground), "the table is back", 5.0 * slowness())
+    assert ground.proxy.pid == agent
+    ground.node.namespace.call(answers, cluster_ip(SHOP), 80)
+
+
 def test_detached_socket_programs_are_restored_within_a_second(ground: Ground) -> None:
     """The next sync, which repairs everything, may be half a minute away."""
     log = Log(ground.node.agent).from_now()

@@ -36,6 +36,8 @@ class NftTable(Manager):
         #: The ports of conntrack's masquerade: those of this run, and those that a former run has left in the table.
         self._conntrack_ports: tuple[int, int] | None = None
         self._former_ports: tuple[int, int] | None = None
+        #: Why the last :meth:`restore` failed, or "".
+        self._not_restored = ""
 
     def start(self, facts: NodeFacts, wanted: Delta) -> None:
         effective = self._effective
@@ -97,8 +99,9 @@ class NftTable(Manager):
         """Repair the table. Costs little if no other program has changed it."""
         self._ensure()
 
-    def restore(self) -> None:
-        """Restore the table at once if another program has deleted or flushed it; errors are logged."""
+    def restore(self) -> bool:
+        """Restore the table at once if another program has deleted or flushed it. False: it could not be, as logged."""
+        before, self._not_restored = self._not_restored, ""
         try:
             if self._ensure():
                 repairs.note(Repair.NFTABLES_TABLE)
@@ -108,7 +111,10 @@ class NftTable(Manager):
                     table=self.table.name,
                 )
         except OSError as error:
-            _log.error("the nftables table could not be restored, will retry", error=str(error))
+            self._not_restored = str(error)
+            if self._not_restored != before:
+                _log.error("the nftables table could not be restored, will retry", error=self._not_restored)
+        return not self._not_restored
 
 
 class NftWatch(Manager):

@@ -9,7 +9,7 @@ from typing import Any
 
 import nftables
 
-from pyebpf_proxy.datapath.netfilter.nft import LIBRARY, NftError
+from pyebpf_proxy.datapath.netfilter.nft import LIBRARY, NftError, check_socket_for_devices, no_socket
 from pyebpf_proxy.datapath.netlink.request import RequestSocket
 from pyebpf_proxy.datapath.netlink.uapi import NETLINK_NETFILTER
 from pyebpf_proxy.datapath.report import Report
@@ -26,7 +26,7 @@ class Ruleset:
         try:
             RequestSocket(NETLINK_NETFILTER).close()
         except OSError as error:
-            raise NftError(error.errno, "nftables: this kernel has no nfnetlink (CONFIG_NF_TABLES)") from error
+            raise no_socket(error) from error
         self._nft: Any = nftables.Nftables()
         self._nft.set_json_output(True)
 
@@ -48,6 +48,7 @@ class Ruleset:
         if (family, table) not in self.tables():
             return False
         with LIBRARY:
+            check_socket_for_devices()
             status, _, _ = self._nft.cmd(f"list chain {family} {table} {chain}")
         return not status
 
@@ -64,6 +65,7 @@ class Ruleset:
 
     def _run(self, command: str) -> str:
         with LIBRARY:
+            check_socket_for_devices()
             status, output, error = self._nft.cmd(command)
         if status:
             first = next(iter(error.strip().splitlines()), "no reason given")

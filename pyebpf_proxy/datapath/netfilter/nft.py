@@ -17,6 +17,8 @@ from pyebpf_proxy.datapath.netfilter import nft_rules
 from pyebpf_proxy.datapath.netfilter.host_rules import NOTHING, Existing, HostRules, is_own
 from pyebpf_proxy.datapath.netfilter.nfnetlink import Chain, Channel, Step
 from pyebpf_proxy.datapath.netfilter.nft_rules import MAP_SHAPES, PORT_SHAPES, Behaviour, Prefix, Target
+from pyebpf_proxy.datapath.netlink.request import RequestSocket
+from pyebpf_proxy.datapath.netlink.uapi import NETLINK_ROUTE
 from pyebpf_proxy.datapath.refused import RefusedError
 
 TABLE = "pyebpf-proxy"
@@ -37,6 +39,23 @@ class NftError(RefusedError):
     """A transaction that nftables refused, with the operation and nftables' message."""
 
 
+def no_socket(error: OSError) -> NftError:
+    """Why a socket for nftables cannot be opened."""
+    if error.errno == errno.EPROTONOSUPPORT:
+        return NftError(error.errno, "nftables: this kernel has no nfnetlink (CONFIG_NF_TABLES)")
+    return NftError(error.errno, f"nftables: a socket cannot be opened: {error.strerror or error}")
+
+
+def check_socket_for_devices() -> None:
+    """Call it before each call of libnftables: that opens a socket if a rule names a device, and otherwise ends the
+    process. NftError.
+    """
+    try:
+        RequestSocket(NETLINK_ROUTE).close()
+    except OSError as error:
+        raise no_socket(error) from error
+
+
 class Table:
     """The table ``inet <name>`` of the network namespace in which this object was created.
 
@@ -50,7 +69,7 @@ class Table:
         try:
             self._channel = Channel()
         except OSError as error:
-            raise NftError(error.errno, "nftables: this kernel has no nfnetlink (CONFIG_NF_TABLES)") from error
+            raise no_socket(error) from error
         self._nft: Any = nftables.Nftables()
         self._elements: dict[int, _Packed] = {}
         #: By the set's name without the 4 or 6.
@@ -407,6 +426,7 @@ class Table:
 
     def _call(self, text: str, what: str) -> str:
         with LIBRARY:
+            check_socket_for_devices()
             status, output, error = self._nft.cmd(text)
         if status:
             raise _failure(self.name, what, error)

@@ -20,12 +20,13 @@ INTERVAL = 0.5
 
 
 class TableWatch:
-    """Calls ``changed`` in the loop's thread after a commit to the table ``name``. OSError if it cannot subscribe.
+    """Calls ``changed`` in the loop's thread after a commit to the table ``name``, and again if that returns False.
 
+    OSError if it cannot subscribe.
     The socket's receive buffer stays small: if a large commit overflows it, the rest of the notifications is not read.
     """
 
-    def __init__(self, name: str, changed: Callable[[], None]) -> None:
+    def __init__(self, name: str, changed: Callable[[], bool]) -> None:
         # The attributes that name the table of chains, rules, sets and elements have the same number.
         value = zero_terminated(name)
         self._mark = attribute_header(NFTA_TABLE_NAME, len(value)) + value
@@ -65,7 +66,7 @@ class TableWatch:
             self._again = True
             return
         self._timer = self._loop.call_later(INTERVAL, self._rested)
-        self._changed()
+        self._again = not self._changed()
 
     def _rested(self) -> None:
         self._timer = None

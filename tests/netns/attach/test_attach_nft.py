@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import resource
 import socket
 import struct
 from contextlib import closing
@@ -320,6 +321,27 @@ def test_without_permission_the_error_names_it() -> None:
         finally:
             os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_without_a_descriptor_a_table_that_others_flushed_is_an_error_and_restored_later(
+    table: Table, shell: Shell
+) -> None:
+    """libnftables would end the process: the rules name a device, and it opens a socket to look that up."""
+    table.ensure(Behaviour(MARK, conntrack_ports=(1024, 60000)))
+    shell(f"nft flush table inet {table.name}")
+    child = os.fork()
+    if child == 0:
+        before = resource.getrlimit(resource.RLIMIT_NOFILE)
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (3, before[1]))
+            with pytest.raises(NftError, match="a socket cannot be opened: Too many open files"):
+                table.ensure(Behaviour(MARK, conntrack_ports=(1024, 60000)))
+            resource.setrlimit(resource.RLIMIT_NOFILE, before)
+            os._exit(0 if table.ensure(Behaviour(MARK, conntrack_ports=(1024, 60000))) is not None else 2)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert "masquerade" in shell(f"nft list table inet {table.name}")
 
 
 def test_twenty_thousand_backends_fit_in_one_transaction(table: Table) -> None:
