@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import resource
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -120,6 +121,25 @@ def test_tc_serves_a_wire_whose_other_end_accepts_no_xdp_frames(outside: FastWor
         conversation.wait()
         receive(outside, "on")
         counted(outside, "xdp_flow_hit")
+        conversation.wait()
+
+
+def test_a_wire_whose_other_end_stops_accepting_frames_while_the_agent_has_no_descriptor(outside: FastWorld) -> None:
+    """The kernel reports it once, and the agent cannot list the features then."""
+    agent = outside.node.agent
+    assert agent.process is not None
+    log = Log(agent).from_now()
+    before = resource.prlimit(agent.process.pid, resource.RLIMIT_NOFILE)
+    with talking(outside.lab.client, outside.node.address.v4, "tcp", NODE_PORT) as conversation:
+        counted(outside, "xdp_flow_hit")
+        # Fewer than it has: a descriptor that it closes cannot be used again.
+        resource.prlimit(agent.process.pid, resource.RLIMIT_NOFILE, (3, before[1]))
+        try:
+            receive(outside, "off")
+            log.wait("changes of devices' XDP features could not be followed")
+        finally:
+            resource.prlimit(agent.process.pid, resource.RLIMIT_NOFILE, before)
+        counted(outside, "xdp_left_device")
         conversation.wait()
 
 

@@ -14,6 +14,10 @@ from pyebpf_proxy.datapath.node.netdev import Features
 from pyebpf_proxy.datapath.node.plan import Link, Wanted
 from pyebpf_proxy.datapath.node.xdp import Mode, Xdp, XdpConfig, release
 
+#: Seconds until features that could not be listed are listed again. Until then frames may be lost: XDP still sends them
+#: through a device that takes them no more.
+RETRY_SECONDS = 0.5
+
 _log = Logger("datapath")
 
 
@@ -28,6 +32,10 @@ class Frames:
         #: Called when the entry of a device in the map has changed: entries of the flow table depend on it.
         self.on_written: Callable[[], None] = lambda: None
         self._features = Features()
+        self._retry: asyncio.TimerHandle | None = None
+        self._said = ""
+        #: Features have changed, and the program and the map were not brought up to date since.
+        self._unapplied = False
         self._node = node
         node.on_change = self._changed
         node.changed()
@@ -50,6 +58,7 @@ class Frames:
 
     def close(self) -> None:
         """Stop following. The program stays attached."""
+        self._cancel_retry()
         if hasattr(self, "_loop") and self._features.known:
             self._loop.remove_reader(self._features.fileno())
         self._features.close()
@@ -63,13 +72,22 @@ class Frames:
             self.on_written()
 
     def _read(self) -> None:
+        self._cancel_retry()
         try:
-            changed = self._features.read()
+            self._unapplied |= self._features.read()
+            if self._unapplied:
+                self._node.changed()
+            self._unapplied, self._said = False, ""
         except OSError as error:
-            _log.error("changes of devices' XDP features could not be followed", error=str(error))
-            return
-        if changed:
-            self._node.changed()
+            if str(error) != self._said:
+                self._said = str(error)
+                _log.error("changes of devices' XDP features could not be followed, will retry", error=self._said)
+            self._retry = self._loop.call_later(RETRY_SECONDS, self._read)
+
+    def _cancel_retry(self) -> None:
+        if self._retry is not None:
+            self._retry.cancel()
+            self._retry = None
 
 
 def attach_frames(loaded: Loaded, node: Node, config: XdpConfig, folder: Path) -> Frames | None:

@@ -22,6 +22,8 @@ class Features:
 
     def __init__(self) -> None:
         self.by_device: dict[int, int] = {}
+        #: A message came, and the features were not listed since.
+        self._stale = False
         self._events: Subscription | None = None
         family = genetlink.family(_FAMILY)
         if family is None or _GROUP not in family.groups:
@@ -44,11 +46,13 @@ class Features:
         return -1 if self._events is None else self._events.fileno()
 
     def read(self) -> bool:
-        """Process new messages; whether anything may have changed."""
-        came = self._events is not None and bool(list(self._events.received()))
-        if came:
-            self.list()
-        return came
+        """Process new messages; whether anything may have changed. OSError: call it again, also without messages."""
+        for _ in self._events.received() if self._events is not None else ():
+            self._stale = True
+        if not self._stale:
+            return False
+        self.list()
+        return True
 
     def list(self) -> None:
         """List the features of all devices. OSError."""
@@ -58,6 +62,7 @@ class Features:
                 parts = values(message, uapi.GENLMSGHDR.size)
                 found[number(parts.get(_IFINDEX, b""))] = number(parts.get(_FEATURES, b""))
         self.by_device = found
+        self._stale = False
 
     def close(self) -> None:
         if self._events is not None:
