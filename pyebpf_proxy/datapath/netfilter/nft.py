@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 import ipaddress
 import json
+import os
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -24,6 +25,8 @@ from pyebpf_proxy.datapath.refused import RefusedError
 TABLE = "pyebpf-proxy"
 #: libnftables has process-wide state: one call at a time, in any thread.
 LIBRARY = threading.Lock()
+#: Errors that say nothing about what this kernel can do.
+_PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EAGAIN, errno.EINTR, errno.EBUSY)
 #: Address followed by port, as in an element but without padding: up to a hundred thousand are kept.
 _Packed = bytes
 
@@ -87,7 +90,10 @@ class Table:
         return {id_: Target(packed[:-2], int.from_bytes(packed[-2:])) for id_, packed in self._elements.items()}
 
     def knows_sockets(self) -> bool:
-        """Whether this kernel's nftables can match the mark of a packet's socket (CONFIG_NFT_SOCKET). Probed."""
+        """Whether this kernel's nftables can match the mark of a packet's socket (CONFIG_NFT_SOCKET). Probed.
+
+        NftError: the kernel lacked something for a moment, so this is unknown.
+        """
         probe = f"{self.name}-probe"
         commands = [
             f"add table inet {probe}",
@@ -97,7 +103,9 @@ class Table:
         ]
         try:
             self._run(commands, "probe the socket expression")
-        except NftError:
+        except NftError as error:
+            if any(os.strerror(number) in error.text for number in _PASSING):
+                raise
             return False
         return True
 

@@ -323,6 +323,27 @@ def test_without_permission_the_error_names_it() -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
+@pytest.mark.parametrize(
+    ("why", "found"),
+    [
+        ("Error: Could not process rule: No such file or directory", False),
+        ("Error: Could not process rule: Operation not supported", False),
+        ("netlink: Error: Could not send: No buffer space available", None),
+        ("netlink: Error: cache initialization failed: Cannot allocate memory", None),
+    ],
+)
+def test_only_a_refusal_shows_that_the_kernel_cannot_match_sockets(
+    why: str, found: bool | None, table: Table, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert table.knows_sockets()
+    monkeypatch.setattr(table._nft, "cmd", lambda text: (1, "", why))
+    if found is None:
+        with pytest.raises(NftError, match=r"probe the socket expression: .*(space|memory)"):
+            table.knows_sockets()
+    else:
+        assert table.knows_sockets() is found
+
+
 def test_without_a_descriptor_a_table_that_others_flushed_is_an_error_and_restored_later(
     table: Table, shell: Shell
 ) -> None:
