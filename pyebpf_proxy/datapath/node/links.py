@@ -304,14 +304,13 @@ class Node:
 
     def read_back(self) -> list[str]:
         """Repairs the maps if they do not hold what was written. Returns the names of those that were wrong."""
-        wrong = []
-        for name in MAPS:
-            there = dict(self._maps[name].items())
-            if there != self._written[name]:
-                self._written[name] = there
-                wrong.append(name)
+        # All of them first: what a map holds must not count as written before the others could be read.
+        found = {name: dict(self._maps[name].items()) for name in MAPS}
+        wrong = [name for name in MAPS if found[name] != self._written[name]]
         if wrong:
-            self._write()
+            self._written = found
+            with self._applying():
+                self._write()
         return wrong
 
     def follow(self, loop: asyncio.AbstractEventLoop, error: Callable[..., None]) -> Callable[[], None]:

@@ -689,3 +689,22 @@ def test_foreign_changes_of_the_maps_are_corrected(harness: Harness, shell: Shel
     harness.programs.maps["devices"].update(key, b"\1" * len(value))
     assert harness.node.read_back() == ["devices"]
     assert harness.in_kernel() == right
+
+
+def test_a_foreign_change_is_corrected_though_another_map_could_not_be_read_at_first(
+    harness: Harness, shell: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shell("ip link add v0 type veth peer name v1; ip addr add 192.0.2.1/24 dev v0; ip link set v0 up")
+    follow(harness.node, lambda: "192.0.2.1" in harness.node_addresses())
+    right = harness.in_kernel()
+
+    def refuse() -> None:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    harness.programs.maps["node_addresses4"].delete(bytes((192, 0, 2, 1)))
+    with monkeypatch.context() as without:
+        without.setattr(harness.programs.maps["devices"], "items", refuse)
+        with pytest.raises(OSError, match="Cannot allocate memory"):
+            harness.node.read_back()
+    assert harness.node.read_back() == ["node_addresses4"]
+    assert harness.in_kernel() == right
