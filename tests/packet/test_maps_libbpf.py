@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import resource
 import signal
 import sys
 import threading
@@ -250,6 +251,22 @@ def test_an_interrupted_load_is_no_refusal(bpf_objects: Path, monkeypatch: pytes
     with interrupted(over), pytest.raises(BpfError) as caught:
         load(Settings(netns_cookie=1, fast_path=True), sizes=SIZES, objects=bpf_objects)
     assert caught.value.errno == errno.EAGAIN
+
+
+def test_a_lack_of_descriptors_is_no_refusal(bpf_objects: Path) -> None:
+    """There would be no conntrack lookup, or no fast path, until the next start."""
+    child = os.fork()
+    if child == 0:
+        # Enough to open the object and to create some of its maps: the next descriptor is the lowest one.
+        limit = os.dup(1) + 20
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+        try:
+            load(Settings(netns_cookie=1, fast_path=True), sizes=SIZES, objects=bpf_objects)
+        except BpfError as error:
+            os._exit(0 if error.errno == errno.EMFILE and "load tc.bpf.o" in str(error) else 2)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_without_rights(bpf_objects: Path) -> None:

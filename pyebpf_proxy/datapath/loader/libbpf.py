@@ -24,6 +24,11 @@ from pyebpf_proxy.datapath.loader.btf import Btf
 
 __all__ = ["BpfError", "Link", "Map", "Object", "Program", "RunResult", "SkBuff", "load_object"]
 
+#: A signal has interrupted the kernel: it has not judged the object, and may be asked again.
+_INTERRUPTED = frozenset((errors.EAGAIN, errors.EINTR))
+#: It has not judged the object either, but descriptors may be lacking for long. ENOMEM is not one of these: without
+#: the fast path, an object needs less memory.
+_NO_DESCRIPTOR = frozenset((errors.EMFILE, errors.ENFILE))
 #: How often an object is loaded before an interruption is an error. Each time libbpf tries each program five times.
 _TRIES = 20
 
@@ -373,13 +378,13 @@ class Object:
         """Create the maps, verify and load the programs. Raises BpfError with the verifier's last lines.
 
         It is EAGAIN, and no refusal, if a signal has interrupted the kernel. The cgroup freezer is a signal, too: a
-        container that is paused, for example for a snapshot. See :func:`load_object`.
+        container that is paused, for example for a snapshot. See :func:`load_object`. Nor is a lack of descriptors.
         """
         try:
             with captured():
                 checked(self._lib.bpf_object__load(self._pointer), f"load {self.path.name}")
         except BpfError as error:
-            error.refused = error.errno != errors.EAGAIN
+            error.refused = error.errno not in _INTERRUPTED | _NO_DESCRIPTOR
             raise
         self.maps = {name: self._describe(name, m) for name, m in self._maps.items() if name not in self._left_out}
         return self
@@ -413,5 +418,5 @@ def load_object(opened: Callable[[], Object]) -> Object:
             made.close()
             tries += 1
             # libbpf cannot load an object twice.
-            if not isinstance(error, BpfError) or error.refused or tries == _TRIES:
+            if not isinstance(error, BpfError) or error.errno not in _INTERRUPTED or tries == _TRIES:
                 raise
