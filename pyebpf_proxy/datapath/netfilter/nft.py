@@ -139,8 +139,10 @@ class Table:
             with self._in_words("read the table"):
                 if self._channel.has_table(self.name):
                     return False
+        # Until the table is complete: after a failure, the next call must not take what is there for it.
+        self._known = None
         with self._in_words("read the table"):
-            self._known = self._channel.generation()
+            known = self._channel.generation()
             chains = self._channel.chains(self.name) if self._channel.has_table(self.name) else None
             counts = {} if chains is None else self._channel.sets(self.name)
             kept = self._kept(counts)
@@ -161,6 +163,7 @@ class Table:
         if kept is not self._elements:
             missing = {id_: target for id_, target in self._elements.items() if kept.get(id_) != target}
         lacking = {name: wanted - held[name] for name, wanted in self._addresses.items()}
+        self._known = known
         try:
             wrong = {id_: kept[id_] for id_ in missing if id_ in kept}
             self._make(
@@ -171,6 +174,7 @@ class Table:
                 {base: keys - ports[base] for base, keys in self._ports.items()},
             )
         except NftError:
+            self._known = None
             if chains is None:
                 raise
             # The existing table cannot be repaired, for example because a map has another type.

@@ -6,6 +6,7 @@ Instead of the programs, a chain of the test sets the packet's priority and mark
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import re
@@ -299,6 +300,38 @@ def test_a_flushed_table_is_restored_completely(how: str, table: Table, shell: S
     again = Table()
     again.ensure(Behaviour(MARK))
     assert again.elements == {0xFFFFFF: TARGETS[0xFFFFFF]}
+
+
+@pytest.mark.parametrize("how", ["flush ruleset", "flush map inet {name} backends4"])
+@pytest.mark.parametrize("step", ["generation", "has_table", "chains", "sets", "elements", "change", "cmd"])
+def test_a_flushed_table_that_could_not_be_restored_at_once_is_restored_later(
+    step: str, how: str, table: Table, shell: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever call of a kind fails once."""
+    table.ensure(Behaviour(MARK))
+    table.update({1: (bytes((192, 0, 2, 1)), 80)})
+    assert not table.ensure(Behaviour(MARK))
+    complete = shell("nft list ruleset")
+    of = table._nft if step == "cmd" else table._channel
+    real = getattr(of, step)
+    for failing in range(1, 9):
+        shell(f"nft {how.format(name=table.name)}")
+        calls = 0
+
+        def fail(*arguments: Any, failing: int = failing) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls != failing:
+                return real(*arguments)
+            if step == "cmd":
+                return 1, "", "netlink: Error: Device or resource busy"
+            raise OSError(errno.ENOBUFS, os.strerror(errno.ENOBUFS))
+
+        with monkeypatch.context() as once, contextlib.suppress(NftError):
+            once.setattr(of, step, fail)
+            table.ensure(Behaviour(MARK))
+        table.ensure(Behaviour(MARK))
+        assert shell("nft list ruleset") == complete, f"call {failing}"
 
 
 def test_remove_leaves_other_tables(table: Table, shell: Shell) -> None:
