@@ -503,6 +503,8 @@ class Node:
             wrong = self._attachments.standing(index, self._is_observed(name))
         except OSError as error:
             self._report_once(str(error))
+            # The next look checks every device again: the kernel does not report the same change twice.
+            self._follower.stale = True
             return False
         if not wrong:
             return False

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from pyebpf_proxy.datapath.loader import tcx
 from pyebpf_proxy.datapath.loader.libbpf import Object
 from pyebpf_proxy.datapath.node import follower, links
 from pyebpf_proxy.datapath.node.attachments import Attachments
@@ -410,6 +411,33 @@ def test_a_filter_that_was_removed_comes_back(how: str, harness: Harness, shell:
     assert carried("v0")[0] == []
     follow(harness.node, lambda: carried("v0") == (["tc_ethernet"], ["tc_egress"]))
     assert any("v0: the agent's tc program is gone" in report for report in harness.reports)
+
+
+def test_a_program_that_was_removed_comes_back_though_it_could_not_be_looked_for_at_first(
+    harness: Harness, shell: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    harness.attach()
+    shell("ip link add v0 type veth peer name v1")
+    index = socket.if_nametoindex("v0")
+    follow(harness.node, lambda: index in harness.node.attached)
+    harness.node.look()
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOMEM, "tcx programs cannot be listed")
+
+    if harness.use_tcx:
+        link = tcx.open_pinned(harness.bpffs / "tcx" / f"{index}-ingress")
+        tcx.detach(link)
+        os.close(link)
+    else:
+        shell("tc qdisc del dev v0 clsact")
+    with monkeypatch.context() as without:
+        without.setattr(harness.node._attachments, "standing", refuse)
+        harness.node.read()
+        harness.node.look()
+    assert carried("v0")[0] == []
+    harness.node.look()
+    follow(harness.node, lambda: carried("v0") == (["tc_ethernet"], ["tc_egress"]))
 
 
 def test_a_full_map_is_logged_once_and_other_entries_are_written(
