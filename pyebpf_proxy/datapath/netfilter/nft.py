@@ -9,7 +9,7 @@ import json
 import os
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import nftables
@@ -440,6 +440,11 @@ class Table:
         with LIBRARY:
             check_socket_for_devices()
             status, output, error = self._nft.cmd(text)
+            if status:
+                # The rest of an answer may be in its socket. Then every later call would fail, or end the process.
+                with suppress(NftError):
+                    check_socket_for_devices()
+                    self._nft = nftables.Nftables()
         if status:
             raise _failure(self.name, what, error)
         return str(output)

@@ -21,6 +21,8 @@ import pytest
 from pyebpf_proxy.datapath.netfilter import nft
 from pyebpf_proxy.datapath.netfilter.nft import NftError, Table
 from pyebpf_proxy.datapath.netfilter.nft_rules import Behaviour, Target
+from pyebpf_proxy.datapath.netlink.messages import message
+from pyebpf_proxy.datapath.netlink.uapi import NFGENMSG, NFT_MSG_GETTABLE, NLM_F_DUMP, NLM_F_REQUEST
 from tests.netns.attach.datagrams import BACKEND, MARK, SECONDS, af, decide, exchange, packed
 from tests.netns.attach.router import Router, Shell
 
@@ -332,6 +334,33 @@ def test_a_flushed_table_that_could_not_be_restored_at_once_is_restored_later(
             table.ensure(Behaviour(MARK))
         table.ensure(Behaviour(MARK))
         assert shell("nft list ruleset") == complete, f"call {failing}"
+
+
+def test_an_answer_that_was_not_read_fails_one_call_and_no_later_one(shell: Shell) -> None:
+    """After an error of libnftables' socket, such as ENOBUFS for lack of memory, the rest of an answer stays in it."""
+    before = set(os.listdir("/proc/self/fd"))
+    table = Table("unread")
+    mine = table._channel._socket._socket.fileno()
+    (library,) = (int(fd) for fd in set(os.listdir("/proc/self/fd")) - before - {str(mine)} if is_netlink(int(fd)))
+    # Sets of addresses are read by libnftables.
+    known = Behaviour(MARK, refuse_unknown=True)
+    table.ensure(known)
+    table.set_addresses("cluster_ips", [(bytes((10, 96, 0, 1)), 32)])
+    with socket.socket(fileno=os.dup(library)) as unread:
+        unread.send(message(NFT_MSG_GETTABLE, NLM_F_REQUEST | NLM_F_DUMP, 12345, NFGENMSG.pack(0, 0, 0)))
+    shell("nft flush chain inet unread translate")
+    with pytest.raises(NftError):
+        table.ensure(known)
+    table.ensure(known)
+    assert "dnat" in shell("nft list chain inet unread translate")
+
+
+def is_netlink(descriptor: int) -> bool:
+    try:
+        with socket.socket(fileno=os.dup(descriptor)) as found:
+            return found.family == socket.AF_NETLINK
+    except OSError:
+        return False
 
 
 def test_remove_leaves_other_tables(table: Table, shell: Shell) -> None:
