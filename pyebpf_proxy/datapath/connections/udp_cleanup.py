@@ -135,6 +135,8 @@ class UdpCleanup:
                 self.sockets_stay = f"this kernel ends no UDP sockets of removed endpoints: {error.strerror}"
             else:
                 outcome.refused.append(str(error))
+                # Those that were not looked at may wait, too.
+                self.waiting = True
         for family in IPFamily:
             begin, flows = time.monotonic(), 0
             try:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 from typing import Any
 
 import msgspec
@@ -119,6 +120,25 @@ def test_a_socket_that_conntrack_translates_is_ended_when_its_entry_is_gone(kern
     kernel.repliers[VIP, 53] = POD_B
     cleanup.clean_now()
     assert (kernel.ended, cleanup.waiting) == (kernel.sockets, False)
+
+
+def test_a_socket_that_waits_is_looked_at_again_though_sockets_could_not_be_listed(
+    kernel: Kernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Services may not change for an hour."""
+    kernel.sockets = [connected((VIP, 53))]
+    cleanup = UdpCleanup(lambda cookie, endpoint: None, lambda address: False)
+    cleanup.apply({NAME: dns(POD_A)})
+    kernel.repliers[VIP, 53] = POD_A
+    cleanup.clean_now()
+
+    def refuse() -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as without:
+        without.setattr(sock_diag, "connected_udp", refuse)
+        assert cleanup.clean_now().refused
+    assert cleanup.waiting
 
 
 @pytest.mark.parametrize("programs", [True, False])
