@@ -17,6 +17,9 @@ from pyebpf_proxy.datapath.netlink.uapi import NETLINK_NETFILTER, NFNLGRP_NFTABL
 
 #: Minimum seconds from one check to the next: a firewall that rewrites its rules all the time must cost little.
 INTERVAL = 0.5
+#: After a check that failed, the next one follows after INTERVAL, then after twice as long, at most after this: a large
+#: table that the kernel refuses costs a second each time.
+LONGEST_RETRY = 8.0
 
 
 class TableWatch:
@@ -34,6 +37,7 @@ class TableWatch:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._again = False
+        self._pause = INTERVAL
         self._subscription = Subscription(NETLINK_NETFILTER, [NFNLGRP_NFTABLES])
 
     def follow(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -66,7 +70,13 @@ class TableWatch:
             self._again = True
             return
         self._timer = self._loop.call_later(INTERVAL, self._rested)
-        self._again = not self._changed()
+        if self._changed():
+            self._pause = INTERVAL
+            return
+        self._again = True
+        self._timer.cancel()
+        self._timer = self._loop.call_later(self._pause, self._rested)
+        self._pause = min(2 * self._pause, LONGEST_RETRY)
 
     def _rested(self) -> None:
         self._timer = None

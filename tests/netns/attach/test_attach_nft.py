@@ -6,6 +6,7 @@ Instead of the programs, a chain of the test sets the packet's priority and mark
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import os
@@ -13,12 +14,13 @@ import re
 import resource
 import socket
 import struct
+import time
 from contextlib import closing
 from typing import Any
 
 import pytest
 
-from pyebpf_proxy.datapath.netfilter import nft
+from pyebpf_proxy.datapath.netfilter import nft, table_watch
 from pyebpf_proxy.datapath.netfilter.nft import NftError, Table
 from pyebpf_proxy.datapath.netfilter.nft_rules import Behaviour, Target
 from pyebpf_proxy.datapath.netlink.messages import message
@@ -334,6 +336,27 @@ def test_a_flushed_table_that_could_not_be_restored_at_once_is_restored_later(
             table.ensure(Behaviour(MARK))
         table.ensure(Behaviour(MARK))
         assert shell("nft list ruleset") == complete, f"call {failing}"
+
+
+def test_a_check_of_the_table_that_failed_is_repeated(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(table_watch, "INTERVAL", 0.02)
+    monkeypatch.setattr(table_watch, "LONGEST_RETRY", 0.04)
+    checks: list[float] = []
+
+    def check() -> bool:
+        checks.append(time.monotonic())
+        return len(checks) > 4
+
+    async def watch() -> None:
+        with closing(table_watch.TableWatch("checked", check)) as watching:
+            watching.follow(asyncio.get_running_loop())
+            shell("nft add table inet checked")
+            await asyncio.sleep(0.4)
+
+    asyncio.run(watch())
+    assert len(checks) == 5
+    # The first pauses: 20, 20, 40 and 40 ms.
+    assert checks[-1] - checks[0] > 0.1
 
 
 def test_an_answer_that_was_not_read_fails_one_call_and_no_later_one(shell: Shell) -> None:
