@@ -15,6 +15,7 @@ import resource
 import socket
 import struct
 import time
+from collections.abc import Callable
 from contextlib import closing
 from typing import Any
 
@@ -316,13 +317,13 @@ def test_a_flushed_table_that_could_not_be_restored_at_once_is_restored_later(
     table.update({1: (bytes((192, 0, 2, 1)), 80)})
     assert not table.ensure(Behaviour(MARK))
     complete = shell("nft list ruleset")
-    of = table._nft if step == "cmd" else table._channel
-    real = getattr(of, step)
     for failing in range(1, 9):
         shell(f"nft {how.format(name=table.name)}")
+        # After a failure the library is another one.
+        of = table._nft if step == "cmd" else table._channel
         calls = 0
 
-        def fail(*arguments: Any, failing: int = failing) -> Any:
+        def fail(*arguments: Any, failing: int = failing, real: Callable[..., Any] = getattr(of, step)) -> Any:  # noqa: B008
             nonlocal calls
             calls += 1
             if calls != failing:
