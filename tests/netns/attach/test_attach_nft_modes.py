@@ -52,6 +52,13 @@ def refused(router: Router, family: int, destination: str, where: str, patience:
     raise AssertionError("there was an answer")
 
 
+def add_local(shell: Shell, address: str) -> None:
+    """Add an address to the loopback device, and wait until it is local."""
+    shell(f"ip addr add {address} dev lo {'nodad' if ':' in address else ''}")
+    # The kernel adds the local route of an IPv6 address later, in a worker thread.
+    wait_until(lambda: shell(f"ip route get {address}").startswith("local"), f"{address} is local")
+
+
 CIDRS = [(packed("10.96.0.0"), 16), (packed("fd96::"), 112)]
 UNALLOCATED = {4: "10.96.3.3", 6: "fd96::303"}
 
@@ -67,10 +74,9 @@ def left(shell: Shell, router: Router) -> Callable[[], int]:
         nft 'add rule inet spy out oifname s0 udp dport 4242 counter'
     """)
     with router.inside("server"):
-        for family in (4, 6):
-            shell(
-                f"ip link set lo up; ip addr add {UNALLOCATED[family]} dev lo; ip addr add {router.VIP[family]} dev lo"
-            )
+        shell("ip link set lo up")
+        for address in (*UNALLOCATED.values(), *router.VIP.values()):
+            add_local(shell, address)
     return lambda: int(re.findall(r"counter packets (\d+)", shell("nft list chain inet spy out"))[0])
 
 
@@ -119,9 +125,8 @@ def test_a_cache_at_a_cluster_ip_serves_the_node_at_defined_ports(
 ) -> None:
     """Without NOTRACK rules: the socket programs leave these packets to the cache."""
     vip = packed(router.VIP[family])
-    shell(f"ip link set lo up; ip addr add {router.VIP[family]} dev lo {'nodad' if family == 6 else ''}")
-    # The kernel adds the local route of an IPv6 address later, in a worker thread.
-    wait_until(lambda: shell(f"ip route get {router.VIP[family]}").startswith("local"), "the address is local")
+    shell("ip link set lo up")
+    add_local(shell, router.VIP[family])
     table.ensure(Behaviour(MARK, refuse_unknown=True))
     table.set_ports("cluster_ports", [port_key(vip, 17, 53)])
     table.set_addresses("cluster_ips", [(vip, 8 * len(vip))])
