@@ -474,22 +474,24 @@ static __always_inline int send_kernels(struct context *ctx, const struct packet
 
 /*
  * True if the endpoint of a UDP flow is gone: the next datagram gets another one.  `a`: of the client's direction.
- * Without another endpoint, or without its Service, the flow stays, as it does in conntrack (must_go()).
+ * The address may belong to another Service by now, so the one that opened the flow does not count.  Without another
+ * endpoint, or without a Service, the flow stays, as it does in conntrack (must_go()).
  * A global function, so that the verifier checks it once.
  */
-__noinline int has_lost_endpoint(const struct packet *p, const struct flow_rewrite *a, __u32 service)
+__noinline int has_lost_endpoint(const struct packet *p, const struct flow_rewrite *a)
 {
 	struct service_config *config;
 	union address endpoint = {};
+	struct frontend f = {};
 	__u32 config_id;
 
-	if (!p || !a || !service)
+	if (!p || !a || !find_frontend(p, &f) || f.kind == UNSERVED_NODE_PORT)
 		return 0;
-	config = active_config(service, &config_id);
+	config = active_config(f.service, &config_id);
 	if (!config || !config->any_endpoints)
 		return 0;
 	__builtin_memcpy(&endpoint, a->destination, 16);
-	return !is_endpoint(&endpoint, a->destination_port, UDP, p->ipv6, service);
+	return !is_endpoint(&endpoint, a->destination_port, UDP, p->ipv6, f.service);
 }
 
 /* The flow table has the flow now. */
@@ -604,7 +606,7 @@ static __noinline int send_exchanged(struct context *ctx, struct packet *p, __u3
 	/* Read once: it may change again meanwhile.  Of queries only: a reply must not hide the change from the next one. */
 	generation = *(volatile __u32 *)&state->generation;
 	moved = !reply && x->generation != generation;
-	if (unlikely(moved) && has_lost_endpoint(p, a, x->service)) {
+	if (unlikely(moved) && has_lost_endpoint(p, a)) {
 		forget_exchange(FOUND_ELEMENT(found), FOUND_OWNER(found));
 		return NOT_KNOWN;
 	}
@@ -713,7 +715,7 @@ static __always_inline int send_by_table(struct context *ctx, struct packet *p, 
 	is_query = p->protocol == UDP && !known->reply;
 	generation = *(volatile __u32 *)&state->generation;
 	moved = is_query && known->generation != generation;
-	if (unlikely(moved) && has_lost_endpoint(p, a, known->service)) {
+	if (unlikely(moved) && has_lost_endpoint(p, a)) {
 		forget_flow((const struct flow_key *)p, a, false, known->young);
 		return NOT_KNOWN;
 	}

@@ -135,7 +135,7 @@ FLOW_MUTANTS: dict[str, tuple[str, str, str]] = {
     "exchanges: nothing for the kernel": ("flow_send.h", "(reason || is_long(", "(is_long("),
     "exchanges: of removed endpoints": (
         "flow_send.h",
-        "if (unlikely(moved) && has_lost_endpoint(p, a, x->service)) {",
+        "if (unlikely(moved) && has_lost_endpoint(p, a)) {",
         "if (false) {",
     ),
     "exchanges: a reply hides that the endpoint is gone": (
@@ -291,6 +291,11 @@ FLOW_MUTANTS: dict[str, tuple[str, str, str]] = {
     "renewal: any change of routes restarts an exchange": ("renew.h", "if (!over)\n\t\treturn 0;\n\thead", "head"),
     "renewal: a change of routes ends an answered exchange": ("renew.h", "if (over || !head->replies)", "if (true)"),
     "renewal: a change of routes ends an answered flow": ("renew.h", "if (over || !reply->packets)", "if (true)"),
+    "flows: endpoints of the former service": (
+        "flow_send.h",
+        "p->ipv6, f.service);\n}\n\n/* The flow table",
+        "p->ipv6, 2);\n}\n\n/* The flow table",
+    ),
     "renewal: an answered flow is not promoted": (
         "renew.h",
         "request_promotion((const struct flow_key *)p, &f->rewrite, f);",
@@ -748,7 +753,7 @@ FLOW_MUTANTS: dict[str, tuple[str, str, str]] = {
     ),
     "flows: endpoint gone": (
         "flow_send.h",
-        "if (unlikely(moved) && has_lost_endpoint(p, a, known->service)) {",
+        "if (unlikely(moved) && has_lost_endpoint(p, a)) {",
         "if (false) {",
     ),
     "flows: never confirmed again": ("flow_send.h", "now >= known->confirmed_until || ", ""),

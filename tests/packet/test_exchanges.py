@@ -32,7 +32,7 @@ from tests.packet.fast_node import (
     young,
     young_flows_of,
 )
-from tests.packet.program_node import GO_ON, KINDS, PRIORITY_BACKEND, SHOT, XDP_PASS, ProgramNode, u32
+from tests.packet.program_node import GO_ON, KINDS, PRIORITY_BACKEND, PROTOCOLS, SHOT, XDP_PASS, ProgramNode, u32
 
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
 
@@ -499,6 +499,36 @@ def test_without_another_endpoint_it_stays(fast: ProgramNode, what: str, table: 
     fast.write_fast_path_state(generation=3)
     assert flow.run().retval == GO_ON
     assert not flow.entries()
+
+
+@pytest.mark.parametrize("table", [False, True], ids=["exchange", "table"])
+@pytest.mark.parametrize("serves", [False, True], ids=["another endpoint", "the same endpoint"])
+@pytest.mark.parametrize("former", ["is there", "is deleted"])
+def test_the_endpoints_of_the_service_that_has_the_address_now_count(
+    fast: ProgramNode, former: str, serves: bool, table: bool
+) -> None:
+    """An address may move to another Service; the flow's former Service and its endpoint may stay."""
+    flow = young(fast, "udp", in_table=table)
+    if former == "is deleted":
+        fast.endpoint("remote", 2, present=False)
+        fast.object.maps["services"].update(u32(2), bytes(8))
+    fast.service(["remote" if serves else "local"], protocol="udp", service=3)
+    fast.write_fast_path_state(generation=2)
+    assert flow.run().retval == (REDIRECT if serves else GO_ON)
+    assert bool(flow.entries()) == serves
+
+
+@pytest.mark.parametrize("table", [False, True], ids=["exchange", "table"])
+def test_a_flow_to_an_address_that_no_service_has_any_more_stays(fast: ProgramNode, table: bool) -> None:
+    """As in conntrack, also if its endpoint leaves the Service afterwards: nothing else translates its packets."""
+    flow = young(fast, "udp", in_table=table)
+    fast.service(["local"], protocol="udp", service=2)
+    fast.endpoint("remote", 2, present=False)
+    layout = fast.object.btf.struct(f"frontend{fast.family}_key")
+    key = layout.pack(address=fast.packed("cluster_ip"), port=80, protocol=PROTOCOLS["udp"])
+    fast.object.maps[f"frontends{fast.family}"].delete(key)
+    fast.write_fast_path_state(generation=2)
+    assert flow.run().data == bytes(flow.expected())
 
 
 @pytest.mark.parametrize(("used", "seconds"), [(0, 30), (12288 // 2 + 1, 10), (12288 // 4 * 3 + 1, 2)])
