@@ -42,6 +42,29 @@ __noinline int has_permit(const struct packet *p, const struct flow_rewrite *the
 	       same_mac(reply->mac_in, d->permit.mac_in_back);
 }
 
+/*
+ * 1: as a new flow, this query would reach no endpoint, or from another source: its Service has none, or a policy
+ * forbids it or demands masquerading, or the address is no Service's any more.  This is so for new flows only
+ * (service-semantics 5, 10); conntrack would continue this one.  A global function, so that the verifier checks it once.
+ */
+__noinline int cannot_begin_anew(const struct packet *p, const struct flow_rewrite *there)
+{
+	enum drop_reason reason = NOT_DROPPED;
+	struct endpoint_selection e = {};
+	struct service_config *config;
+	struct frontend f = {};
+	__u32 config_id;
+
+	if (!p || !there)
+		return 0;
+	if (!find_frontend(p, &f))
+		return 1;
+	config = active_config(f.service, &config_id);
+	if (!config || decide(p, &f, config, config_id, there->device_in, &e, &reason) != VERDICT_SERVE)
+		return 1;
+	return e.masquerade && keeps_source(p, there);
+}
+
 #define CLAIMED (~0ULL)		/* as confirmed_until: a program is making the flow young, or has done so */
 
 /* From now on the entries count another exchange, of which this query is the first. */
@@ -66,9 +89,9 @@ static __always_inline bool has_room(const struct packet *p, __u64 now)
  * A query of a young flow, after a pause, or after routes, devices, neighbours or endpoints have changed, which may have
  * moved its links.  Not 0: its pair has no permit, or the packet is not plain, so the query begins a new flow, which
  * should have this backend.  0: the flow continues, or was renewed.  An answered flow that has not paused continues in
- * any case, as it would in conntrack: a rule that accepts established flows must not meet it as a new one.  Once it is
- * promoted, it learns its new links.  Calls are expensive, so the caller has compared the time, and the generation,
- * which is that of now.  Global for the same reason as has_permit().
+ * any case, as it would in conntrack: a rule that accepts established flows must not meet it as a new one.  So does any
+ * flow that cannot begin anew.  Once it is promoted, it learns its new links.  Calls are expensive, so the caller has
+ * compared the time, and the generation, which is that of now.  Global for the same reason as has_permit().
  */
 __noinline __u32 judge_query(const struct packet *p, struct flow *f, __u32 generation, bool plain)
 {
@@ -91,12 +114,13 @@ __noinline __u32 judge_query(const struct packet *p, struct flow *f, __u32 gener
 	 * It entered the table because its bucket of exchanges was full.  As an exchange it costs less, and so do the flows
 	 * that share its byte of the filter.  conntrack has a flow that make_young() took from it: that one stays.
 	 */
-	if (over && f->confirmed_until != CLAIMED && has_room(p, now))
+	if (over && f->confirmed_until != CLAIMED && has_room(p, now) && !cannot_begin_anew(p, &f->rewrite))
 		return f->backend;
 	if (!plain || !kept || !has_permit(p, &f->rewrite, &reply->rewrite)) {
-		if (over || !reply->packets)
+		if ((over || !reply->packets) && !cannot_begin_anew(p, &f->rewrite))
 			return f->backend;
 		request_promotion((const struct flow_key *)p, &f->rewrite, f);
+		over = false;
 	}
 	f->generation = generation;
 	if (over)
@@ -125,7 +149,7 @@ __noinline __u32 judge_exchange(const struct packet *p, __u32 element, __u32 gen
 	if (!over && x->generation == generation)
 		return 0;
 	if (!plain || !has_permit(p, &x->there, &x->reply)) {
-		if (over || !head->replies)
+		if ((over || !head->replies) && !cannot_begin_anew(p, &x->there))
 			return x->backend;
 		if (!is_long(head, 0))
 			head->queries += EXCHANGE_PACKETS + 1;

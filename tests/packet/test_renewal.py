@@ -28,7 +28,7 @@ from tests.packet.fast_node import (
     young,
     young_flows_of,
 )
-from tests.packet.program_node import GO_ON, PRIORITY_BACKEND, ProgramNode
+from tests.packet.program_node import GO_ON, PRIORITY_BACKEND, PROTOCOLS, ProgramNode
 
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
 
@@ -69,6 +69,12 @@ def add_choices(world: ProgramNode) -> int:
         if value[:4] == added:
             slots.update(slot, former.to_bytes(4, "little") + bytes(4))
     return former
+
+
+def frontend_key(world: ProgramNode) -> bytes:
+    """That of the UDP Service's ClusterIP."""
+    layout = world.object.btf.struct(f"frontend{world.family}_key")
+    return layout.pack(address=world.packed("cluster_ip"), port=80, protocol=PROTOCOLS["udp"])
 
 
 def packets(flow: Flow) -> tuple[int, int]:
@@ -271,6 +277,57 @@ def test_an_answered_flow_goes_on_and_is_promoted_if_routes_change(
         assert flow.run().data == bytes(flow.expected())
     assert fast.promotions() == [flow.key()]
     assert flow.entries() == BOTH
+
+
+@WHERE
+@pytest.mark.parametrize("why", ["no endpoint", "the policy", "no Service", "a Service in removal"])
+@pytest.mark.parametrize("pause", [2.0, 0.0], ids=["after a pause", "unanswered"])
+def test_a_flow_that_could_not_begin_anew_goes_on_and_is_promoted(
+    fast: ProgramNode, in_table: bool, why: str, pause: float
+) -> None:
+    """Netfilter would refuse or drop the query, or leave it untranslated. conntrack would continue the flow."""
+    flow = answered(fast, in_table) if pause else young(fast, "udp", in_table=in_table)
+    if why == "no endpoint":
+        fast.endpoint("remote", 2, present=False)
+        fast.service([], protocol="udp", service=2)
+    elif why == "the policy":
+        fast.service(["remote"], protocol="udp", service=2, internal_local=1)
+    elif why == "a Service in removal":
+        fast.object.maps["services"].update((2).to_bytes(4, "little"), bytes(8))
+    else:
+        fast.object.maps[f"frontends{fast.family}"].delete(frontend_key(fast))
+    fast.write_fast_path_state(generation=5)
+    write_permits(fast, until=0)
+    flow.set_back(pause)
+    use(flow)
+    use(flow)
+    assert fast.promotions() == [flow.key()]
+    assert flow.entries() == BOTH
+    assert packets(flow)[1] == (3 if pause else 2), "it was renewed"
+
+
+def test_a_flow_of_the_table_that_could_not_begin_anew_becomes_no_exchange(fast: ProgramNode) -> None:
+    flow = answered(fast, in_table=True)
+    empty = bytes(fast.object.maps["exchange_heads"].value_size)
+    fast.object.maps["exchange_heads"].update(flow.bucket.to_bytes(4, "little"), empty)
+    fast.service([], protocol="udp", service=2)
+    flow.set_back(2.5)
+    use(flow)
+    assert not is_exchange(flow)
+
+
+@WHERE
+def test_a_flow_that_would_be_masqueraded_anew_keeps_its_source(fast: ProgramNode, in_table: bool) -> None:
+    """Its traffic policy was Local when it began."""
+    fast.service(["remote"], protocol="udp", service=2, external_local=1)
+    flow = young(fast, "udp", in_table=in_table, frontend="external_ip")
+    assert flow.run(reply=True).retval == REDIRECT
+    fast.service(["remote"], protocol="udp", service=2)
+    write_permits(fast, until=0)
+    flow.set_back(2.5)
+    use(flow)
+    sweep(fast)
+    assert set(fast.promotions()) == {flow.key()}
 
 
 def lose_device(world: ProgramNode, name: str, how: str) -> None:
