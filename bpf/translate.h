@@ -327,8 +327,15 @@ __noinline long translate_for_pod(struct bpf_sock_addr *ctx, struct packet *p, b
 		return ALLOW;
 	/* As in translate(). */
 	known = datagram && last_endpoint(ctx, &key, p->ipv6, b);
-	if (!known && (decide(p, &f, config, config_id, device, &e, &reason) != VERDICT_SERVE || e.masquerade))
+	if (!known && decide(p, &f, config, config_id, device, &e, &reason) != VERDICT_SERVE)
 		return ALLOW;
+	if (e.masquerade) {
+		/* conntrack has the flow from now on, and its endpoint, also when a policy changes. */
+		b->id = 0;
+		if (datagram)
+			note_translation(ctx, &key, p, b);
+		return ALLOW;
+	}
 	if (!known && !choose_backend(p, &e, b)) {
 		b->id = 0;
 		return ALLOW;

@@ -7,6 +7,9 @@ import multiprocessing
 import socket
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from multiprocessing.connection import Connection
+from typing import Self
 
 import pytest
 
@@ -288,3 +291,50 @@ def test_a_udp_socket_continues_with_another_endpoint(pods_lab: Lab, asker: Pod,
         finally:
             WEB.endpoints = both
             pods_lab.wait_synced(write_services(pods_lab, WEB))
+
+
+def test_a_udp_socket_that_was_masqueraded_keeps_its_endpoint_and_source(
+    pods_lab: Lab, asker: Pod, family: int
+) -> None:
+    """A policy is for new flows (spec/service-semantics §5). conntrack has this flow, and tc serves it."""
+    address = WEB.target("LoadBalancer", pods_lab.nodes[0]).address.of(family)
+    with ExitStack() as stack:
+        talks = [stack.enter_context(_Talk(asker, (address, 53))) for _ in range(6)]
+        before = [talk.answer() for talk in talks]
+        WEB.spec["externalTrafficPolicy"] = "Local"
+        try:
+            pods_lab.wait_synced(write_services(pods_lab, WEB))
+            assert [talk.answer() for talk in talks] == before
+        finally:
+            del WEB.spec["externalTrafficPolicy"]
+            pods_lab.wait_synced(write_services(pods_lab, WEB))
+
+
+class _Talk:
+    """An unconnected UDP socket of a pod: each answer names the endpoint, and the source that it saw."""
+
+    def __init__(self, pod: Pod, place: tuple[str, int]) -> None:
+        self._channel, other_end = multiprocessing.Pipe()
+        self._task = pod.namespace.start(_talk_on_command, place, other_end)
+        other_end.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._channel.close()
+        self._task.stop()
+
+    def answer(self) -> tuple[str, str]:
+        self._channel.send(True)
+        pod, source = self._channel.recv()
+        return pod, source
+
+
+def _talk_on_command(place: tuple[str, int], channel: Connection) -> None:
+    with socket.socket(family_of(place[0]), socket.SOCK_DGRAM) as sock:
+        sock.settimeout(5)
+        while channel.recv():
+            sock.sendto(b"who", place)
+            found = read_answer(sock.recv(65536))
+            channel.send((found.pod, found.peer[0]))
