@@ -46,10 +46,17 @@ static __always_inline struct handover *hand_over(struct __sk_buff *skb, const s
 static __noinline int hand_over_open(struct __sk_buff *skb, const struct packet *p, const struct endpoint_selection *e,
 				     const struct backend *b, __u32 ip_device)
 {
+	struct fast_path *state = fast_path_state();
 	struct handover *h;
 	__u32 nonce;
 
-	if (!p || !e || !b || p->fragment || p->protocol == SCTP)
+	if (!p || !e || !b || !state || p->fragment || p->protocol == SCTP)
+		return 0;
+	/*
+	 * The kernel may choose the next hop of each flow by the packet's hash (fib_multipath_hash_policy), which a record
+	 * changes.  All packets of a flow must leave by one device: otherwise conntrack ends it, if it is masqueraded.
+	 */
+	if ((p->ipv6 ? state->closed6 : state->closed4) == STACK_POLICY_ROUTED)
 		return 0;
 	h = hand_over(skb, p, HANDOVER_OPEN, ip_device);
 	if (!h)

@@ -50,7 +50,7 @@ SLOW = {
     "stack_no_agent": "no agent follows rules and routes",
     "stack_draining": "the fast path is being drained",
     "stack_rules": "other rules must see every packet of the family",
-    "stack_policy_routed": "routing policy rules match on more than addresses, devices and marks",
+    "stack_policy_routed": "routes depend on more than addresses, devices and marks",
     "stack_ipsec": "there are IPsec policies",
     "stack_ending": "a FIN or RST of a flow in conntrack",
     "stack_not_confirmed": "one packet a second of each flow in conntrack passes netfilter",

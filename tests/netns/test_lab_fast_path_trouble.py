@@ -6,17 +6,18 @@ from __future__ import annotations
 import contextlib
 import re
 import socket
+import time
 from collections.abc import Iterator
 from typing import NamedTuple
 
 import pytest
 
-from pyebpf_proxy.lab.addresses import cluster_ip
-from pyebpf_proxy.lab.cluster import Node, Pod
+from pyebpf_proxy.lab.addresses import Dual, cluster_ip
+from pyebpf_proxy.lab.cluster import Lab, Node, Pod
 from pyebpf_proxy.lab.manifests import Object, Port, service, slices
 from pyebpf_proxy.lab.namespace import LabError
 from tests.support.conversation import PORT, Conversation, serve
-from tests.support.fast_lab import FAR, Ask, FastWorld, without_pause
+from tests.support.fast_lab import FAR, Ask, FastWorld, build_fast_world, without_pause
 from tests.support.lab_tools import Capture, full_conntrack, wait_until
 from tests.support.new_flows import NewFlows, ask_once, ending, wait_until_fast
 
@@ -354,6 +355,34 @@ def test_a_bond_fails_over(fast_world: FastWorld, far: Conversation) -> None:
         node.ip("link del bond9")
         core.ip("link del one", "link del two")
         node.ip(f"route replace {other.pod_cidr.v4} via {other.address.v4}")
+
+
+def test_the_next_hop_depends_on_the_flow(lab: Lab, family: int) -> None:
+    """Each way masquerades to its own address, and conntrack ends a masqueraded flow whose device changes."""
+    first, second = lab.nodes
+    ways = {first: Dual("192.0.3.11", "2001:db8:11::11"), second: Dual("192.0.3.12", "2001:db8:11::12")}
+    first.namespace.ip(f"link add eth1 type veth peer name eth1 netns {second.namespace.name}")
+    for node, address in ways.items():
+        addresses = f"addr add {address.v4}/24 dev eth1", f"addr add {address.v6}/64 dev eth1 nodad"
+        node.namespace.ip(*addresses, "link set eth1 up")
+    first.namespace.sysctl({f"net.ipv{family}.fib_multipath_hash_policy": 1})
+    hops = f"nexthop via {second.address.of(family)} dev eth0 nexthop via {ways[second].of(family)} dev eth1"
+    first.namespace.ip(f"route replace {second.pod_cidr.of(family)} {hops}")
+    client = build_fast_world(lab).client.namespace
+    for _ in range(8):
+        assert client.call(talk, first.address.of(family), 30007)
+        # After it, a flow that netfilter must see would come again.
+        time.sleep(1.1)
+
+
+def talk(address: str, port: int) -> bool:
+    """Whether a connection answers three times."""
+    with socket.create_connection((address, port), 5.0) as made:
+        for _ in range(3):
+            made.sendall(b"question".ljust(64, b"."))
+            if not made.recv(64):
+                return False
+    return True
 
 
 def test_the_conntrack_table_is_full(fast_world: FastWorld, far: Conversation) -> None:

@@ -522,6 +522,11 @@ FLOW_MUTANTS: dict[str, tuple[str, str, str]] = {
         "if (skb->hash != ((__u32)h->nonce[0] |",
         "if (0 && skb->hash != ((__u32)h->nonce[0] |",
     ),
+    "flows: a packet has a record though its hash chooses the route": (
+        "handover.h",
+        "== STACK_POLICY_ROUTED)",
+        "== SLOW_PATH_REASONS_END)",
+    ),
     "flows: a reply by any device completes a permit": (
         "observer.h",
         "h->device != permit->out.device)",

@@ -54,6 +54,7 @@ UNSERVED_BEATS = 10
 UNREAD_SECONDS, LONGEST_UNREAD_SECONDS = 0.5, 5.0
 _IPSEC, _ROUTED, _RULES = "STACK_IPSEC", "STACK_POLICY_ROUTED", "STACK_RULES"
 _NO_AGENT = "STACK_NO_AGENT"
+_FAMILIES = ((4, socket.AF_INET), (6, socket.AF_INET6))
 _log = Logger("datapath")
 
 
@@ -85,8 +86,11 @@ def closed_on_node() -> dict[int, ClosedReason]:
     """The families that policy routing and IPsec of this network namespace close. OSError."""
     found = {}
     ipsec = _has_ipsec()
-    for family, number in ((4, socket.AF_INET), (6, socket.AF_INET6)):
-        if ipsec:
+    for family, number in _FAMILIES:
+        if setting := policy_routing.flow_hash(number):
+            # First: with this code, the programs leave the hash of packets alone, by which the kernel chooses.
+            found[family] = ClosedReason(_ROUTED, f"{setting}: flows of the same hosts may take different next hops")
+        elif ipsec:
             found[family] = ClosedReason(_IPSEC, "there are IPsec policies")
         elif selecting := [rule for rule in policy_routing.rules(number) if rule.selects]:
             first = selecting[0]
@@ -170,6 +174,8 @@ class FastPath:
         )
         self._snat_ports = (snat_ports[0], snat_ports[-1]) if snat_ports else (0, 0)
         self._on_node: dict[int, ClosedReason] = {}
+        #: As :meth:`_look` has found them.
+        self._flow_hashes: tuple[str, ...] | None = None
         self._by_rules: dict[int, Verdict] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._rules_retry = _Retry(lambda: self._rules.again())
@@ -270,6 +276,9 @@ class FastPath:
         self._timer = self._loop.call_later(BEAT_SECONDS, self._beat)
         if self._passes is not None:
             self._see_passes(self._passes())
+        # No event reports a change of these settings.
+        if _flow_hashes() != self._flow_hashes:
+            self._look()
         self._write()
 
     def _see_passes(self, passes: int) -> None:
@@ -321,6 +330,7 @@ class FastPath:
     def _look(self) -> None:
         """Read policy routing and IPsec. While they cannot be read, the fast path is closed."""
         before, self._unreadable = self._unreadable, ""
+        self._flow_hashes = _flow_hashes()
         try:
             self._on_node = closed_on_node()
         except OSError as error:
@@ -383,10 +393,10 @@ class FastPath:
             verdict = self._by_rules.get(family)
             if verdict is not None and verdict.closes and not self._heed_rules:
                 warnings[family] = str(verdict)
-            if not self._is_served:
-                closed[family] = ClosedReason(_NO_AGENT, "the agent does not hand flows to conntrack")
-            elif family in self._on_node:
+            if family in self._on_node:
                 closed[family] = self._on_node[family]
+            elif not self._is_served:
+                closed[family] = ClosedReason(_NO_AGENT, "the agent does not hand flows to conntrack")
             elif verdict is not None and verdict.closes and self._heed_rules:
                 closed[family] = ClosedReason(_RULES, str(verdict))
         for family in (4, 6):
@@ -431,6 +441,14 @@ def _is_slow(link: bytes, known: frozenset[str]) -> bool:
     """Whether a device is not an Ethernet device, or has the name of a former one that was not."""
     name, ethernet = device(link)
     return not ethernet or name in known
+
+
+def _flow_hashes() -> tuple[str, ...] | None:
+    """``policy_routing.flow_hash`` of both families; None: it cannot be read."""
+    try:
+        return tuple(policy_routing.flow_hash(number) for _, number in _FAMILIES)
+    except OSError:
+        return None
 
 
 def _has_ipsec() -> bool:

@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads ip rules: which of them distinguish packets between the same two hosts, and which use marks."""
+"""Reads what chooses routes: which ip rules distinguish packets between the same two hosts, and which use marks; and
+whether the next hop of a route with several next hops depends on the flow.
+"""
 
 from __future__ import annotations
 
 import errno
+import socket
 from dataclasses import dataclass
+from pathlib import Path
 
 from pyebpf_proxy.datapath.netlink import uapi
 from pyebpf_proxy.datapath.netlink.messages import number, values
@@ -28,6 +32,13 @@ _SELECTORS = {
 #: L3MDEV, PROTOCOL: the path learned from one packet is also right for the next one.
 _PLAIN = frozenset({1, 2, 3, 4, 6, 10, 11, 13, 14, 15, 16, 17, 18, 19, 21})
 _WHOLE = bytes([0xFF] * 4)
+_SYSCTLS: dict[int, Path] = {socket.AF_INET: Path("/proc/sys/net/ipv4"), socket.AF_INET6: Path("/proc/sys/net/ipv6")}
+_HASH_POLICY, _HASH_FIELDS = "fib_multipath_hash_policy", "fib_multipath_hash_fields"
+#: Values of the policy: by ports, and by the fields of the other setting.
+_BY_PORTS, _BY_FIELDS = 1, 3
+#: Fields in which flows of the same hosts differ: flow label and ports, also those of an inner packet
+#: (FIB_MULTIPATH_HASH_FIELD_*, include/net/ip_fib.h).
+_FLOW_FIELDS = 0x0008 | 0x0010 | 0x0020 | 0x0200 | 0x0400 | 0x0800
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +62,26 @@ def rules(family: int) -> list[RoutingRule]:
         if error.errno in (errno.EAFNOSUPPORT, errno.EOPNOTSUPP):
             return []  # No such family here, or a kernel without ip rules.
         raise
+
+
+def flow_hash(family: int) -> str:
+    """The setting by which flows of the same hosts take different next hops, for AF_INET or AF_INET6; "": none does.
+
+    The kernel reports no change of it. OSError.
+    """
+    policy = _number(_SYSCTLS[family] / _HASH_POLICY)
+    fields = _number(_SYSCTLS[family] / _HASH_FIELDS) if policy == _BY_FIELDS else 0
+    if policy != _BY_PORTS and not fields & _FLOW_FIELDS:
+        return ""
+    name = f"net.{_SYSCTLS[family].name}.{_HASH_POLICY} is {policy}"
+    return f"{name}, and {_HASH_FIELDS} 0x{fields:x}" if fields else name
+
+
+def _number(setting: Path) -> int:
+    try:
+        return int(setting.read_text())
+    except FileNotFoundError:
+        return 0  # A kernel without routes that have several next hops, or without the family.
 
 
 def parse(message: bytes) -> RoutingRule:

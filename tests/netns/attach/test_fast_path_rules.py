@@ -365,6 +365,53 @@ def test_ip_rules(rule: str, closes: bool, programs: Object, shell: Shell) -> No
     run(scene)
 
 
+MULTIPATH = {
+    "by ports": ("policy=1", True),
+    "by addresses": ("policy=0", False),
+    "by addresses, or those of an inner packet": ("policy=2", False),
+    "by addresses and protocol": ("policy=3 fields=7", False),
+    "by the source port": ("policy=3 fields=17", True),
+    "by an inner port": ("policy=3 fields=2048", True),
+}
+
+
+@pytest.mark.parametrize("family", [4, 6])
+@pytest.mark.parametrize("what", MULTIPATH)
+def test_next_hops_that_depend_on_the_flow(what: str, family: int, programs: Object, shell: Shell) -> None:
+    """A permit has one next hop for all flows of a pair. The kernel reports no change of the setting."""
+    settings, closes = MULTIPATH[what]
+    place = f"/proc/sys/net/ipv{family}/fib_multipath_hash_"
+    number = programs.btf.enum("slow_path_reason")["STACK_POLICY_ROUTED"]
+
+    async def scene() -> None:
+        async with following(programs) as node:
+            for setting in reversed(settings.split()):
+                name, _, value = setting.partition("=")
+                shell(f"echo {value} > {place}{name}")
+            if closes:
+                await node.until(f"closed{family}", number)
+                assert f"net.ipv{family}.fib_multipath_hash_policy" in node.fast.closed[family].text
+                shell(f"echo 0 > {place}policy")
+                await node.until(f"closed{family}", 0)
+            else:
+                await asyncio.sleep(2 * fast_path.BEAT_SECONDS)
+            assert not node.fast.closed
+
+    run(scene)
+
+
+def test_next_hops_that_depend_on_the_flow_have_precedence(
+    programs: Object, shell: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By this reason the programs know that a packet's hash chooses its route."""
+    monkeypatch.setattr(fast_path, "_has_ipsec", lambda: True)
+    shell("echo 1 > /proc/sys/net/ipv4/fib_multipath_hash_policy")
+    assert {family: why.code for family, why in fast_path.closed_on_node().items()} == {
+        4: "STACK_POLICY_ROUTED",
+        6: "STACK_IPSEC",
+    }
+
+
 def test_a_changed_neighbour_increments_the_generation(programs: Object, shell: Shell) -> None:
     shell(
         "ip link add one type veth peer other; ip link set one up; ip link set other up;ip addr add 10.1.1.1/24 dev one"
