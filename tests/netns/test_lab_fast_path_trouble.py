@@ -17,7 +17,7 @@ from pyebpf_proxy.lab.cluster import Lab, Node, Pod
 from pyebpf_proxy.lab.manifests import Object, Port, service, slices
 from pyebpf_proxy.lab.namespace import LabError
 from tests.support.conversation import PORT, Conversation, serve
-from tests.support.fast_lab import FAR, Ask, FastWorld, build_fast_world, without_pause
+from tests.support.fast_lab import FAR, Ask, FastWorld, build_fast_world, slowness, without_pause
 from tests.support.lab_tools import Capture, full_conntrack, wait_until
 from tests.support.new_flows import NewFlows, ask_once, ending, wait_until_fast
 
@@ -373,6 +373,25 @@ def test_the_next_hop_depends_on_the_flow(lab: Lab, family: int) -> None:
         assert client.call(talk, first.address.of(family), 30007)
         # After it, a flow that netfilter must see would come again.
         time.sleep(1.1)
+
+
+def test_packets_pass_another_device_with_the_same_link_address_first(lab: Lab, family: int) -> None:
+    """Each packet passes the programs of both devices. The first one must not take it for one that came astray."""
+    first, other = lab.nodes
+    own = f"{first.address.v4}/24", f"{first.address.v6}/64"
+    first.namespace.ip(
+        "link add up0 link eth0 type macvlan mode passthru",
+        *(f"addr del {address} dev eth0" for address in own),
+        *(f"addr add {address} dev up0" for address in own),
+        "link set up0 up",
+        *(f"route replace {cidr} via {via} dev up0" for cidr, via in zip(other.pod_cidr, other.address, strict=True)),
+    )
+    client = build_fast_world(lab).client.namespace
+    # The second one and later ones would be young.
+    for _ in range(6):
+        begun = time.monotonic()
+        assert client.call(talk, FAR.of(family), PORT)
+        assert time.monotonic() - begun < 1.0 * slowness()
 
 
 def talk(address: str, port: int) -> bool:

@@ -24,7 +24,7 @@ _TC = frozenset({uapi.RTM_NEWTFILTER, uapi.RTM_DELTFILTER, uapi.RTM_NEWQDISC, ua
 
 _EXTERNAL = {"vxlan": uapi.IFLA_VXLAN_COLLECT_METADATA, "geneve": uapi.IFLA_GENEVE_COLLECT_METADATA}
 #: Kinds whose own attributes are read.
-_WITH_DATA = frozenset({"bridge", *_EXTERNAL})
+_WITH_DATA = frozenset({"bridge", "macvlan", *_EXTERNAL})
 
 
 @dataclass
@@ -190,6 +190,7 @@ def _link(message: bytes) -> Link:
         vlan_filtering=kind == "bridge" and data.get(uapi.IFLA_BR_VLAN_FILTERING, b"\0") != b"\0",
         # A number of vxlan, a flag of geneve.
         external=data.get(_EXTERNAL.get(kind, 0), b"\0") != b"\0",
+        passthru=kind == "macvlan" and number(data.get(uapi.IFLA_MACVLAN_MODE, b"")) == uapi.MACVLAN_MODE_PASSTHRU,
         up=bool(flags & uapi.IFF_UP),
         carrier=bool(flags & uapi.IFF_LOWER_UP),
     )

@@ -36,9 +36,9 @@ IFA_F_DADFAILED = 0x08
 SCOPE_UNIVERSE = 0
 
 # Ethernet devices that send packets unchanged; not tunnels that take the destination from the packet's route.
-FAST_KINDS = frozenset(
-    {"", "veth", "netkit", "bond", "team", "vlan", "bridge", "macvlan", "ipvlan", "vxlan", "geneve", "tun"}
-)
+FAST_KINDS = frozenset({"", "veth", "netkit", "bond", "team", "vlan", "bridge", "macvlan", "vxlan", "geneve", "tun"})
+# They have the link address of the device below, whose program their packets pass first.
+SAME_ADDRESS_BELOW = frozenset({"ipvlan", "ipvtap"})
 #: The redirect modes by number, for people and metrics; none: the slow path.
 REDIRECTS: tuple[Literal["none", "device", "peer"], ...] = ("none", "device", "peer")
 
@@ -64,7 +64,8 @@ class Link(NamedTuple):
     kind: str = ""
     master: int = 0
     mac: bytes = bytes(6)
-    #: Of a VLAN: the device below it; of a veth: the ifindex of its other end in that end's network namespace.
+    #: Of a VLAN, macvlan or ipvlan: the device below it; of a veth: the ifindex of its other end in that end's network
+    #: namespace.
     lower: int = 0
     #: Id of any XDP program on it.
     xdp: int = 0
@@ -75,6 +76,8 @@ class Link(NamedTuple):
     vlan_filtering: bool = False
     #: Of a tunnel: its other end is in the route of each packet.
     external: bool = False
+    #: Of a macvlan: it has the link address of the device below, of which it gets all packets.
+    passthru: bool = False
     #: Not switched off by an administrator (IFF_UP).
     up: bool = True
     #: Connected, as far as its driver knows (IFF_LOWER_UP).
@@ -252,6 +255,11 @@ def _closed(link: Link, links: Mapping[int, Link], config: NodeConfig) -> str:
         return "fastPathExcludedDevices names it"
     if link.type != ARPHRD_ETHER:
         return "its packets have no Ethernet header"
+    lower = links.get(link.lower)
+    if link.passthru or link.kind in SAME_ADDRESS_BELOW:
+        return f"its packets pass {lower.name if lower else 'the device below'} first, with the same link address"
+    if link.kind == "vlan" and lower is not None and lower.kind == "bridge" and lower.vlan_filtering:
+        return f"its packets may come in untagged by a port of bridge {lower.name}, which filters VLANs"
     if link.kind not in FAST_KINDS:
         return f"devices of kind {link.kind} may send a packet elsewhere than to the address in its frame"
     if link.external:

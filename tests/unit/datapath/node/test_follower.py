@@ -55,6 +55,16 @@ def test_tunnels_whose_other_end_is_in_the_route(kind: str, data: bytes, externa
     assert followed.state.links[7].external is external
 
 
+@pytest.mark.parametrize(("mode", "passthru"), [(uapi.MACVLAN_MODE_PASSTHRU, True), (4, False)])
+def test_a_macvlan_with_the_link_address_of_the_device_below(mode: int, passthru: bool) -> None:
+    data = attribute(uapi.IFLA_INFO_DATA, attribute(uapi.IFLA_MACVLAN_MODE, word(mode)))
+    info = attribute(uapi.IFLA_INFO_KIND, zero_terminated("macvlan")) + data
+    message = uapi.IFINFOMSG.pack(0, 1, 7, 1, 0) + attribute(uapi.IFLA_MTU, word(1450))
+    followed = _follower()
+    followed._take_link(message + attribute(uapi.IFLA_LINKINFO, info), uapi.RTM_NEWLINK, Events())
+    assert followed.state.links[7].passthru is passthru
+
+
 @pytest.mark.parametrize("flags", [0, uapi.IFF_UP, uapi.IFF_UP | uapi.IFF_LOWER_UP])
 def test_a_device_sends_if_it_is_up_and_connected(flags: int) -> None:
     followed = _follower()

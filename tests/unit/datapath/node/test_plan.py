@@ -345,12 +345,30 @@ def test_a_program_after_the_agents_closes_an_uplink() -> None:
         (Link(9, "gretap", ARPHRD_ETHER, "gretap"), "devices of kind gretap may send"),
         (Link(9, "eth1", ARPHRD_ETHER, master=8), "it is in a VRF"),
         (Link(9, "any", ARPHRD_ETHER, "vxlan", external=True), "the other end of this vxlan tunnel is in the route"),
+        (Link(9, "ipvl0", ARPHRD_ETHER, "ipvlan", lower=2), "its packets pass eth0 first, with the same link address"),
+        (Link(9, "mv0", ARPHRD_ETHER, "macvlan", lower=2, passthru=True), "its packets pass eth0 first"),
+        (Link(9, "br4.10", ARPHRD_ETHER, "vlan", lower=4), "its packets may come in untagged by a port of bridge br4"),
     ],
 )
 def test_devices_that_never_carry_the_fast_path(link: Link, why: str) -> None:
-    mode, output = redirects(Link(8, "vrf8", ARPHRD_ETHER, "vrf"), link)[link.name]
+    below = ETH0, Link(4, "br4", ARPHRD_ETHER, "bridge", vlan_filtering=True), Link(8, "vrf8", ARPHRD_ETHER, "vrf")
+    mode, output = redirects(*below, link)[link.name]
     assert mode == REDIRECT_NONE
     assert output.startswith(why)
+
+
+@pytest.mark.parametrize(
+    "link",
+    [
+        Link(9, "mv0", ARPHRD_ETHER, "macvlan", lower=2),
+        Link(9, "eth0.10", ARPHRD_ETHER, "vlan", lower=2),
+        Link(9, "cni0.10", ARPHRD_ETHER, "vlan", lower=5),
+    ],
+    ids=lambda link: link.name,
+)
+def test_the_device_below_leaves_these_their_packets(link: Link) -> None:
+    """They have another link address, or their packets a VLAN tag."""
+    assert redirects(ETH0, BRIDGE, link)[link.name] == (REDIRECT_DEVICE, "")
 
 
 def test_packets_go_straight_into_a_pod_behind_a_bridge_s_port() -> None:
