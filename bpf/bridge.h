@@ -29,10 +29,13 @@ static __always_inline bool set_bridge_mac(struct __sk_buff *skb, const struct n
 
 static __always_inline bool is_for_bridge(struct __sk_buff *skb, const struct node_device *port)
 {
-	__u8 *frame = bytes_at(skb, 0, ETH_HLEN);
+	__u8 *frame = bytes_at(skb, 0, ETH_HLEN), known = 0;
 	int i;
 
-	if (!frame)
+	for (i = 0; i < 6; i++)
+		known |= port->bridge_mac[i];
+	/* If another device is the gateway of the ports, the IP layer gets from that one what the bridge does not switch. */
+	if (!frame || !known)
 		return true;
 	for (i = 0; i < 6; i++)
 		if (frame[i] != port->bridge_mac[i])

@@ -45,7 +45,7 @@ struct {
 /* A device that the proxy's programs are attached to (key: ifindex). */
 struct node_device {
 	__u32 bridge;		/* ifindex of the bridge that the device is a port of; 0: none */
-	__u8 bridge_mac[6];
+	__u8 bridge_mac[6];	/* zero: another device is the gateway of its ports */
 	__u8 pod_source;	/* detectLocalMode by interface: packets from here come from a pod */
 	enum redirect_mode redirect;
 	__u32 mtu;		/* 0: the device is down */

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from pyebpf_proxy.lab.addresses import CORE_TO_NODES
 from pyebpf_proxy.lab.client import ask, ask_many
 from pyebpf_proxy.lab.cluster import Lab
 from pyebpf_proxy.lab.rules import decide
@@ -120,3 +121,37 @@ def test_a_client_port_that_was_used_for_a_service_reaches_the_endpoint_directly
     for address, port in (served, direct, served, direct, direct):
         outcome = toolbox.namespace.call(ask, address, port, protocol, source_port=20000 + family)
         assert outcome.answer is not None, (address, port, outcome)
+
+
+@pytest.mark.parametrize("kind", ["macvlan", "veth"])
+def test_the_node_s_addresses_are_on_top_of_the_bridge(lab: Lab, kind: str, family: int, protocol: str) -> None:
+    """The bridge is not the gateway of its ports: its IP layer gets packets by another device than its routes name."""
+    first, second = lab.nodes
+    node = first.namespace
+    node.sysctl({f"net.bridge.bridge-nf-call-{name}": 0 for name in ("iptables", "ip6tables")})
+    node.ip("link add br0 type bridge forward_delay 0", "link set eth0 master br0", "link set br0 up")
+    if kind == "macvlan":
+        node.ip("link add up0 link br0 type macvlan mode bridge")
+    else:
+        node.ip("link add up0 type veth peer name port0", "link set port0 master br0 up")
+    own = f"{first.address.v4}/24", f"{first.address.v6}/64"
+    node.ip(
+        "link set up0 up",
+        *(f"addr del {address} dev eth0" for address in own),
+        *(f"addr add {address} dev up0" for address in own),
+        *(f"route replace default via {via} dev up0" for via in CORE_TO_NODES),
+        *(f"route replace {cidr} via {via} dev up0" for cidr, via in zip(second.pod_cidr, second.address, strict=True)),
+    )
+    # As some distributions set it.
+    node.sysctl({"net.ipv4.conf.all.rp_filter": 1})
+    toolbox = lab.add_pod("toolbox", first)
+    BOTH.endpoints = (lab.add_pod("far-1", second),)
+    write_nodes(lab)
+    write_services(lab, BOTH)
+    first.agent.start()
+    first.agent.wait_synced()
+    for client, name in ((toolbox.namespace, "ClusterIP"), (lab.client, "LoadBalancer")):
+        target = BOTH.target(name, first)  # type: ignore[arg-type]
+        for _ in range(5):
+            outcome = client.call(ask, target.address.of(family), target.ports[protocol], protocol)
+            assert outcome.answer is not None, (name, outcome, reasons(first))

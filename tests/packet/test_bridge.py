@@ -18,11 +18,11 @@ pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
 BRIDGE_MAC = "02:00:00:00:00:be"
 
 
-def make_bridge_port(world: ProgramNode) -> None:
+def make_bridge_port(world: ProgramNode, mac: str = BRIDGE_MAC) -> None:
     layout = world.object.btf.struct("node_device")
     world.object.maps["devices"].update(
         world.devices["pods"].to_bytes(4, "little"),
-        layout.pack(bridge=world.devices["nic"], bridge_mac=bytes.fromhex(BRIDGE_MAC.replace(":", ""))),
+        layout.pack(bridge=world.devices["nic"], bridge_mac=bytes.fromhex(mac.replace(":", ""))),
     )
 
 
@@ -47,6 +47,14 @@ def test_a_reply_of_a_service_flow_is_lifted(bridged: ProgramNode, flags: str) -
     assert result.data[:6].hex(":") == BRIDGE_MAC
     assert result.data[6:] == bytes(frame)[6:]
     assert bridged.reasons() == {"BRIDGED_REPLY_REDIRECTED": 1}
+
+
+def test_a_reply_is_switched_if_another_device_is_the_gateway(bridged: ProgramNode) -> None:
+    make_bridge_port(bridged, "00:00:00:00:00:00")
+    frame = reply(bridged)
+    result = bridged.run("tc_bridge_port", frame, device="pods")
+    assert (result.retval, result.data) == (GO_ON, bytes(frame))
+    assert not bridged.reasons()
 
 
 @pytest.mark.parametrize(("sport", "dport"), [(8080, 40001), (8081, 40000)], ids=["no such flow", "no endpoint's port"])

@@ -156,6 +156,7 @@ class Device(NamedTuple):
     """Value of the ``devices`` map."""
 
     bridge: int = 0
+    #: Zeros if another device is the gateway of the bridge's ports.
     bridge_mac: bytes = bytes(6)
     pod_source: bool = False
     redirect: int = REDIRECT_NONE
@@ -178,12 +179,16 @@ def plan(state: State, config: NodeConfig) -> Wanted:
     """Everything derived from the state of the node."""
     wanted = Wanted()
     unsupported = []
+    no_gateways = _bridges_without_gateway(state)
     for link in state.links.values():
         program = program_for(link, state.links)
         if program:
             wanted.programs[link.ifindex] = program
             redirect, why = redirect_of(link, state, config)
-            wanted.devices[link.ifindex] = _device(link, state.links, config, redirect)
+            device = _device(link, state.links, config, redirect)
+            wanted.devices[link.ifindex] = (
+                device._replace(bridge_mac=bytes(6)) if device.bridge in no_gateways else device
+            )
             if why:
                 wanted.limits[link.ifindex] = why
         elif program is None:
@@ -217,6 +222,29 @@ def _device(link: Link, links: Mapping[int, Link], config: NodeConfig, redirect:
     if bridge is None:
         return Device(pod_source=pod_source, redirect=redirect, mtu=link.usable_mtu)
     return Device(bridge.ifindex, bridge.mac, pod_source, redirect, link.usable_mtu)
+
+
+def _bridges_without_gateway(state: State) -> set[int]:
+    """Bridges whose ports have another device of this node as gateway, by ifindex.
+
+    It is on top of the bridge, or a veth whose other end is a port, and has another link address. The bridge itself has
+    no address, or filters VLANs: then it may not be in the VLAN of a port.
+    """
+    links = state.links
+    numbered = {entry.device for entry in state.addresses.values() if may_be_source(entry.address.packed)}
+    found = set()
+    for link in links.values():
+        if link.kind == "veth":
+            port = links.get(link.lower) if link.peer_netns is None else None
+            below = port.master if port is not None and port.lower == link.ifindex else 0
+        else:
+            below = link.lower
+        bridge = links.get(below)
+        if bridge is None or bridge.kind != "bridge" or link.ifindex not in numbered or link.mac == bridge.mac:
+            continue
+        if below not in numbered or bridge.vlan_filtering:
+            found.add(below)
+    return found
 
 
 def _bridge(link: Link, links: Mapping[int, Link]) -> Link | None:

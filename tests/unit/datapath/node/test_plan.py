@@ -147,6 +147,41 @@ def test_a_bridge_port_knows_its_bridge() -> None:
     assert plan(bridge_state(), NodeConfig()).devices == {2: Device(), 6: Device(5, BRIDGE_MAC, False)}
 
 
+GATEWAYS = {
+    "macvlan": (Link(7, "gw0", ARPHRD_ETHER, "macvlan", mac=b"\2" * 6, lower=5),),
+    # As the plugin bridge makes it with vlan and isGateway.
+    "veth": (
+        Link(7, "vlan10", ARPHRD_ETHER, "veth", mac=b"\2" * 6, lower=8),
+        Link(8, "veth8", ARPHRD_ETHER, "veth", master=5, lower=7),
+    ),
+}
+
+
+@pytest.mark.parametrize("bridge", ["without address", "with address", "with address, filters VLANs"])
+@pytest.mark.parametrize("kind", GATEWAYS)
+def test_another_device_is_the_gateway_of_a_bridge_s_ports(kind: str, bridge: str) -> None:
+    """What comes for it does not reach the IP layer by the bridge, or not by the device that the routes name."""
+    found = bridge_state()
+    found.links |= {link.ifindex: link for link in GATEWAYS[kind]}
+    found.links[5] = found.links[5]._replace(vlan_filtering="filters" in bridge)
+    addresses = [on(5, "fe80::5/64", scope=SCOPE_LINK), on(7, "10.244.1.1/24")]
+    addresses += [on(5, "192.0.2.1/24")] if "with address" in bridge else []
+    assert plan(found, NodeConfig()).devices[6] == Device(5, BRIDGE_MAC)
+    found.addresses = {entry.key: entry for entry in addresses}
+    is_gateway = bridge == "with address"
+    assert plan(found, NodeConfig()).devices[6] == Device(5, BRIDGE_MAC if is_gateway else bytes(6))
+    found.links[7] = found.links[7]._replace(mac=BRIDGE_MAC)
+    assert plan(found, NodeConfig()).devices[6] == Device(5, BRIDGE_MAC), "the bridge has its link address"
+
+
+def test_another_node_s_veth_is_no_gateway() -> None:
+    """Its number is that of another device here."""
+    found = bridge_state()
+    found.links[7] = Link(7, "veth7", ARPHRD_ETHER, "veth", mac=b"\2" * 6, lower=6, peer_netns=0)
+    found.addresses = {entry.key: entry for entry in (on(7, "10.244.1.1/32"),)}
+    assert plan(found, NodeConfig()).devices[6] == Device(5, BRIDGE_MAC)
+
+
 def test_bridge_interface_detects_packets_of_the_bridge_s_ports() -> None:
     devices = plan(bridge_state(), NodeConfig(bridge_interface="cni0")).devices
     assert {index: device.pod_source for index, device in devices.items()} == {2: False, 6: True}
