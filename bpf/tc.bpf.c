@@ -260,7 +260,46 @@ static __always_inline bool cannot_be_for_service(const struct packet *p)
 	       !(settings.pod_sockets && p->protocol == UDP);
 }
 
-static __always_inline int ingress(struct __sk_buff *skb, __u32 link, bool bridge_port)
+#define LONGEST_LINK_HEADER 60
+#define GRE_PROTOCOL 47
+
+/*
+ * The length of what precedes the IP header, on a device whose packets have no header of its own.  A packet may still
+ * have one of a device below: that of Ethernet (IPsec by xfrm and vti devices), also with a VLAN tag, or an outer IP
+ * header and GRE (a tunnel to any peer).  0: nothing, or it was not found.
+ */
+static __noinline int foreign_header(struct __sk_buff *skb)
+{
+	__u32 header[5], here[5], at;
+
+	if (bpf_skb_load_bytes_relative(skb, 0, header, sizeof(header), BPF_HDR_START_NET))
+		return 0;
+	for (at = 0; at <= LONGEST_LINK_HEADER; at += 2) {
+		if (bpf_skb_load_bytes(skb, at, here, sizeof(here)))
+			return 0;
+		if (!((header[0] ^ here[0]) | (header[1] ^ here[1]) | (header[2] ^ here[2]) | (header[3] ^ here[3]) |
+		      (header[4] ^ here[4])))
+			return at;
+	}
+	return 0;
+}
+
+/* False for what begins with an IP header of this packet's length, except for a GRE packet.  It saves the calls. */
+static __always_inline bool may_have_foreign_header(struct __sk_buff *skb)
+{
+	struct ipv6hdr *ip6;
+	struct iphdr *ip;
+
+	if (skb->protocol == bpf_htons(ETH_P_IP)) {
+		ip = bytes_at(skb, 0, sizeof(*ip));
+		return ip && (ip->version != 4 || ip->protocol == GRE_PROTOCOL || bpf_ntohs(ip->tot_len) != skb->len);
+	}
+	ip6 = bytes_at(skb, 0, sizeof(*ip6));
+	return ip6 && (ip6->version != 6 || bpf_ntohs(ip6->payload_len) + sizeof(*ip6) != skb->len);
+}
+
+/* `link`: the length of the link header.  `layer3`: the device has none of its own. */
+static __always_inline int ingress(struct __sk_buff *skb, __u32 link, bool bridge_port, bool layer3)
 {
 	int verdict = NOT_KNOWN;
 	struct packet p = {};
@@ -280,7 +319,7 @@ static __always_inline int ingress(struct __sk_buff *skb, __u32 link, bool bridg
 	if (unlikely(goes_to_loopback(&p)))
 		return drop_packet(skb, &p, DROP_LOOPBACK_DESTINATION);
 	if (unlikely(!parsed)) {
-		if (settings.fast_path && link == ETH_HLEN) {
+		if (settings.fast_path && !layer3 && link == ETH_HLEN) {
 			verdict = send_later_fragment(skb);
 			if (verdict != NOT_SENT)
 				return verdict;
@@ -291,9 +330,9 @@ static __always_inline int ingress(struct __sk_buff *skb, __u32 link, bool bridg
 		return TC_ACT_UNSPEC;
 	}
 	/* The program sends only frames with an Ethernet header; frames for another host are only observed. */
-	if (!bridge_port && link && unlikely(skb->pkt_type == PACKET_OTHERHOST))
+	if (!bridge_port && !layer3 && link && unlikely(skb->pkt_type == PACKET_OTHERHOST))
 		return TC_ACT_UNSPEC;
-	fast = settings.fast_path && link == ETH_HLEN;
+	fast = settings.fast_path && !layer3 && link == ETH_HLEN;
 	if (fast && p.fragment)
 		forget_fragments(skb);
 	if (fast && likely(p.protocol != SCTP)) {
@@ -323,11 +362,13 @@ static __always_inline int ingress(struct __sk_buff *skb, __u32 link, bool bridg
 
 /* The programs are loaded in this order: those that many packets pass come last (README.md, "Place in memory"). */
 
-/* A device whose packets begin with the IP header: tun, ipip, wireguard. */
+/* A device without a link header of its own: tun, ipip, wireguard. */
 SEC("tc")
 int tc_l3(struct __sk_buff *skb)
 {
-	return ingress(skb, 0, false);
+	__u32 link = unlikely(may_have_foreign_header(skb)) ? foreign_header(skb) : 0;
+
+	return link <= LONGEST_LINK_HEADER ? ingress(skb, link, false, true) : TC_ACT_UNSPEC;
 }
 
 /* 0: an agent of an earlier version, which drains by the pinned program, gives fewer words. */
@@ -426,14 +467,14 @@ int tc_egress(struct __sk_buff *skb)
 SEC("tc")
 int tc_bridge_port(struct __sk_buff *skb)
 {
-	return ingress(skb, ETH_HLEN, true);
+	return ingress(skb, ETH_HLEN, true, false);
 }
 
 /* A device with Ethernet frames. */
 SEC("tc")
 int tc_ethernet(struct __sk_buff *skb)
 {
-	return ingress(skb, ETH_HLEN, false);
+	return ingress(skb, ETH_HLEN, false, false);
 }
 
 char LICENSE[] SEC("license") = "Dual BSD/GPL";

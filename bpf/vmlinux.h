@@ -67,6 +67,10 @@ enum {
 };
 
 enum {
+	BPF_HDR_START_NET = 1,
+};
+
+enum {
 	BPF_F_CURRENT_CPU = 4294967295ULL,
 };
 

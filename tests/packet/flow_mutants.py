@@ -872,7 +872,7 @@ FLOW_MUTANTS: dict[str, tuple[str, str, str]] = {
     "flows: later fragments alone": ("fragments.h", "bpf_map_update_elem(&flow_fragments, &key, a, BPF_ANY);", ""),
     "flows: opened by frames for other hosts": (
         "tc.bpf.c",
-        "if (!bridge_port && link && unlikely(skb->pkt_type == PACKET_OTHERHOST))",
+        "if (!bridge_port && !layer3 && link && unlikely(skb->pkt_type == PACKET_OTHERHOST))",
         "if (false)",
     ),
     "flows: learned from the first reply": ("handover.h", "if (p->protocol == TCP && !count)", "if (false)"),

@@ -22,6 +22,8 @@ from tests.packet.flow_mutants import FLOW_MUTANTS
 # name → (file, original text, replacement)
 MUTANTS: dict[str, tuple[str, str, str]] = {
     "entries for any TCP segment": ("parse.h", "== TCP_SYN;\n", ">= 0;\n"),
+    "replies to a bridge that is no gateway": ("bridge.h", "if (!frame || !known)", "if (!frame)"),
+    "a header of another packet": ("tc.bpf.c", "bpf_ntohs(ip->tot_len) != skb->len", "false"),
     "connections picked up midstream": ("tc.bpf.c", "skb->priority = PRIORITY_MIDSTREAM;", ""),
     "stale UDP kept": (
         "conntrack.h",

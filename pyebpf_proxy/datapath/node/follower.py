@@ -6,6 +6,7 @@ from __future__ import annotations
 import ipaddress
 import socket
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -24,7 +25,7 @@ _TC = frozenset({uapi.RTM_NEWTFILTER, uapi.RTM_DELTFILTER, uapi.RTM_NEWQDISC, ua
 
 _EXTERNAL = {"vxlan": uapi.IFLA_VXLAN_COLLECT_METADATA, "geneve": uapi.IFLA_GENEVE_COLLECT_METADATA}
 #: Kinds whose own attributes are read.
-_WITH_DATA = frozenset({"bridge", "macvlan", *_EXTERNAL})
+_WITH_DATA = frozenset({"bridge", "macvlan", "vlan", *_EXTERNAL})
 
 
 @dataclass
@@ -190,10 +191,17 @@ def _link(message: bytes) -> Link:
         vlan_filtering=kind == "bridge" and data.get(uapi.IFLA_BR_VLAN_FILTERING, b"\0") != b"\0",
         # A number of vxlan, a flag of geneve.
         external=data.get(_EXTERNAL.get(kind, 0), b"\0") != b"\0",
+        keeps_tag=kind == "vlan" and _keeps_tag(data),
         passthru=kind == "macvlan" and number(data.get(uapi.IFLA_MACVLAN_MODE, b"")) == uapi.MACVLAN_MODE_PASSTHRU,
         up=bool(flags & uapi.IFF_UP),
         carrier=bool(flags & uapi.IFF_LOWER_UP),
     )
+
+
+def _keeps_tag(data: Mapping[int, bytes]) -> bool:
+    """Of a VLAN's attributes. The flags, which a mask follows, are left out if there are none."""
+    flags = number(data.get(uapi.IFLA_VLAN_FLAGS, b"")[:4])
+    return uapi.IFLA_VLAN_ID in data and not flags & uapi.VLAN_FLAG_REORDER_HDR
 
 
 def _address(message: bytes) -> InterfaceAddress | None:

@@ -76,6 +76,8 @@ class Link(NamedTuple):
     vlan_filtering: bool = False
     #: Of a tunnel: its other end is in the route of each packet.
     external: bool = False
+    #: Of a VLAN: its packets keep their tag (``reorder_hdr off``), so the IP header has another place.
+    keeps_tag: bool = False
     #: Of a macvlan: it has the link address of the device below, of which it gets all packets.
     passthru: bool = False
     #: Not switched off by an administrator (IFF_UP).
@@ -209,7 +211,9 @@ def program_for(link: Link, links: Mapping[int, Link]) -> str | None:
     if link.master and (master is None or master.kind not in PORT_MASTERS):
         return ""
     if link.type == ARPHRD_ETHER:
-        return TC_BRIDGE_PORT if master is not None and master.kind == "bridge" else TC_ETHERNET
+        if master is not None and master.kind == "bridge":
+            return TC_BRIDGE_PORT
+        return TC_LAYER3 if link.keeps_tag else TC_ETHERNET
     return TC_LAYER3 if link.type in ARPHRD_LAYER3 else None
 
 
@@ -283,6 +287,8 @@ def _closed(link: Link, links: Mapping[int, Link], config: NodeConfig) -> str:
         return "fastPathExcludedDevices names it"
     if link.type != ARPHRD_ETHER:
         return "its packets have no Ethernet header"
+    if link.keeps_tag:
+        return "its packets keep their VLAN tag"
     lower = links.get(link.lower)
     if link.passthru or link.kind in SAME_ADDRESS_BELOW:
         return f"its packets pass {lower.name if lower else 'the device below'} first, with the same link address"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pod networks over tunnels: another node's pods are behind a vxlan, geneve, ipip or wireguard device."""
+"""Pod networks over tunnels: another node's pods are behind a vxlan, geneve, ipip, gre or wireguard device."""
 
 from __future__ import annotations
 
@@ -24,8 +24,12 @@ LINKS = {
     "vxlan": "link add under0 type vxlan id 7 local {own} remote {other} dstport 4789 dev eth0",
     "geneve": "link add under0 type geneve id 7 remote {other}",
     "ipip": "link add under0 type ipip local {own} remote {other}",
+    # To any peer: the neighbours' link addresses are the other ends.
+    "gre": "link add under0 type gre local {own}",
     "wireguard": "link add under0 type wireguard",
 }
+
+MODULES = {"gre": "ip_gre"}
 
 
 def _address(node: Node) -> Dual:
@@ -36,7 +40,7 @@ def _address(node: Node) -> Dual:
 @pytest.fixture(scope="module", params=LINKS)
 def underlay(request: pytest.FixtureRequest, needs_module: Callable[..., None]) -> Iterator[tuple[Lab, str]]:
     kind: str = request.param
-    needs_module(kind)
+    needs_module(MODULES.get(kind, kind))
     with Lab() as lab:
         first, second = lab.nodes
         for own, other in ((first, second), (second, first)):
@@ -50,6 +54,8 @@ def underlay(request: pytest.FixtureRequest, needs_module: Callable[..., None]) 
             if kind != "ipip":  # ipip carries only IPv4
                 lines += [f"addr add {local.v6}/64 dev under0 nodad"]
                 lines += [f"route replace {other.pod_cidr.v6} via {remote.v6} dev under0 onlink"]
+            if kind == "gre":
+                lines += [f"neigh add {each} lladdr {other.address.v4} dev under0 nud permanent" for each in remote]
             own.namespace.ip(*lines)
         WEB.endpoints = LOCAL.endpoints = (lab.add_pod("far", second),)
         lab.add_pod("toolbox", first)

@@ -55,14 +55,28 @@ def test_tunnels_whose_other_end_is_in_the_route(kind: str, data: bytes, externa
     assert followed.state.links[7].external is external
 
 
-@pytest.mark.parametrize(("mode", "passthru"), [(uapi.MACVLAN_MODE_PASSTHRU, True), (4, False)])
-def test_a_macvlan_with_the_link_address_of_the_device_below(mode: int, passthru: bool) -> None:
-    data = attribute(uapi.IFLA_INFO_DATA, attribute(uapi.IFLA_MACVLAN_MODE, word(mode)))
-    info = attribute(uapi.IFLA_INFO_KIND, zero_terminated("macvlan")) + data
+VLAN_ID = attribute(uapi.IFLA_VLAN_ID, b"\5\0")
+
+
+@pytest.mark.parametrize(
+    ("kind", "data", "name"),
+    [
+        ("macvlan", attribute(uapi.IFLA_MACVLAN_MODE, word(uapi.MACVLAN_MODE_PASSTHRU)), "passthru"),
+        ("macvlan", attribute(uapi.IFLA_MACVLAN_MODE, word(4)), ""),
+        # The kernel leaves out flags that are zero.
+        ("vlan", VLAN_ID, "keeps_tag"),
+        ("vlan", VLAN_ID + attribute(uapi.IFLA_VLAN_FLAGS, word(2) + word(0xFFFFFFFF)), "keeps_tag"),
+        ("vlan", VLAN_ID + attribute(uapi.IFLA_VLAN_FLAGS, word(3) + word(0xFFFFFFFF)), ""),
+        ("vlan", b"", ""),
+    ],
+)
+def test_devices_that_take_their_packets_in_an_unusual_way(kind: str, data: bytes, name: str) -> None:
+    info = attribute(uapi.IFLA_INFO_KIND, zero_terminated(kind)) + attribute(uapi.IFLA_INFO_DATA, data)
     message = uapi.IFINFOMSG.pack(0, 1, 7, 1, 0) + attribute(uapi.IFLA_MTU, word(1450))
     followed = _follower()
     followed._take_link(message + attribute(uapi.IFLA_LINKINFO, info), uapi.RTM_NEWLINK, Events())
-    assert followed.state.links[7].passthru is passthru
+    link = followed.state.links[7]
+    assert [each for each in ("passthru", "keeps_tag") if getattr(link, each)] == [*filter(None, [name])]
 
 
 @pytest.mark.parametrize("flags", [0, uapi.IFF_UP, uapi.IFF_UP | uapi.IFF_LOWER_UP])

@@ -93,6 +93,7 @@ def test_addresses_that_flows_may_be_masqueraded_to() -> None:
         (Link(9, "vxlan0", ARPHRD_ETHER, "vxlan"), "tc_ethernet"),
         (Link(9, "eth0.7", ARPHRD_ETHER, "vlan"), "tc_ethernet"),
         (Link(9, "br0.7", ARPHRD_ETHER, "vlan"), "tc_ethernet"),
+        (Link(9, "eth0.8", ARPHRD_ETHER, "vlan", keeps_tag=True), "tc_l3"),
         (Link(9, "tap0", ARPHRD_ETHER, "tun"), "tc_ethernet"),
         (Link(9, "macvlan0", ARPHRD_ETHER, "macvlan"), "tc_ethernet"),
         (Link(9, "bond0", ARPHRD_ETHER, "bond"), "tc_ethernet"),
@@ -122,6 +123,11 @@ def test_the_program_of_a_device_without_master(link: Link, program: str | None)
 def test_a_port_carries_a_program_unless_its_master_takes_the_packet(kind: str, program: str) -> None:
     port = Link(9, "port", ARPHRD_ETHER, "veth", master=8)
     assert node.program_for(port, {8: Link(8, "master", ARPHRD_ETHER, kind), 9: port}) == program
+
+
+def test_the_kernel_removes_the_tag_of_a_bridge_s_port() -> None:
+    port = Link(9, "eth0.8", ARPHRD_ETHER, "vlan", master=8, keeps_tag=True)
+    assert node.program_for(port, {8: Link(8, "br0", ARPHRD_ETHER, "bridge"), 9: port}) == "tc_bridge_port"
 
 
 def test_a_port_waits_until_its_master_is_known() -> None:
@@ -377,6 +383,7 @@ def test_a_program_after_the_agents_closes_an_uplink() -> None:
     [
         (Link(9, "eth9", ARPHRD_ETHER), "fastPathExcludedDevices names it"),
         (Link(9, "tun0", ARPHRD_NONE, "tun"), "its packets have no Ethernet header"),
+        (Link(9, "eth0.8", ARPHRD_ETHER, "vlan", keeps_tag=True), "its packets keep their VLAN tag"),
         (Link(9, "gretap", ARPHRD_ETHER, "gretap"), "devices of kind gretap may send"),
         (Link(9, "eth1", ARPHRD_ETHER, master=8), "it is in a VRF"),
         (Link(9, "any", ARPHRD_ETHER, "vxlan", external=True), "the other end of this vxlan tunnel is in the route"),
