@@ -522,6 +522,42 @@ static __always_inline bool came_in_right(struct context *ctx, const struct flow
 	return is_for(ctx, a->mac_in);
 }
 
+/* A device that leads out of the node, not to a pod. */
+static __always_inline bool is_uplink(__u32 device)
+{
+	const struct node_device *d = bpf_map_lookup_elem(&devices, &device);
+
+	return d && !d->bridge && !d->pod_source && d->redirect == REDIRECT_DEVICE;
+}
+
+/*
+ * The first reply of a young flow came in by another device than the one by which its client's packets leave.  If the
+ * network chooses one of several uplinks for each flow (ECMP), the endpoint may have sent it, and conntrack would take
+ * it.  1: from now on, replies of this flow come in by this device.  A pod may forge the endpoint's address.  But it
+ * does not know the sequence number of the client's SYN; and its datagrams do not come in by an uplink.
+ */
+static __noinline int learn_uplink(struct context *ctx, const struct packet *p, struct flow_rewrite *a, __u32 device)
+{
+	struct flow *client;
+	__u8 *frame;
+
+	if (!p || !a || a->device_in == device || is_for_other_host(ctx))
+		return 0;
+	if (p->protocol == TCP) {
+		client = other_direction(a, p);
+		if (~p->tcp_flags & (TCP_SYN | TCP_ACK) || !client || (__u16)p->acknowledged != client->sent_until)
+			return 0;
+	} else if (!is_uplink(device) || !is_uplink(a->device_in)) {
+		return 0;
+	}
+	frame = bytes_at(ctx, 0, ETH_HLEN);
+	if (!frame)
+		return 0;
+	__builtin_memcpy(a->mac_in, frame, 6);
+	a->device_in = device;
+	return 1;
+}
+
 /*
  * A packet came in by another device than its flow's.  True: that device is gone or down, so this is the client, by
  * another one, and the flow's links lead nowhere.
@@ -596,7 +632,8 @@ static __noinline int send_exchanged(struct context *ctx, struct packet *p, __u3
 	reply = FOUND_REPLY(found);
 	a = found_rewrite(x, found);
 	head = &bucket->way[WAY(FOUND_ELEMENT(found))];
-	if (unlikely(!came_in_right(ctx, a, device))) {
+	if (unlikely(!came_in_right(ctx, a, device)) &&
+	    !(HOOK == AT_TC && reply && !head->replies && learn_uplink(ctx, p, a, device))) {
 		if (HOOK == AT_XDP || reply || !has_lost_device(a, device))
 			return NOT_SENT;
 		p->kept = x->backend;
@@ -686,7 +723,9 @@ static __always_inline int send_by_table(struct context *ctx, struct packet *p, 
 		drop_until_promotion(p, device, known->service);
 		return DROPPED;
 	}
-	if (unlikely(!came_in_right(ctx, a, device))) {
+	if (unlikely(!came_in_right(ctx, a, device)) &&
+	    !(HOOK == AT_TC && known->young && known->reply && !known->packets &&
+	      learn_uplink(ctx, p, &known->rewrite, device))) {
 		if (HOOK == AT_TC && !known->young) {
 			/* The device has another link address now.  The entry learns it from a packet that leaves netfilter. */
 			if (a->device_in == device && !is_for_other_host(ctx) && !is_syn_fin_rst(p))

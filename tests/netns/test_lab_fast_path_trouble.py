@@ -357,17 +357,52 @@ def test_a_bond_fails_over(fast_world: FastWorld, far: Conversation) -> None:
         node.ip(f"route replace {other.pod_cidr.v4} via {other.address.v4}")
 
 
+SECOND_WAY = Dual("192.0.3.11", "2001:db8:11::11"), Dual("192.0.3.12", "2001:db8:11::12")
+
+
+def add_way(first: Node, second: Node) -> None:
+    """A second link between the two nodes, eth1."""
+    first.namespace.ip(f"link add eth1 type veth peer name eth1 netns {second.namespace.name}")
+    for node, address in zip((first, second), SECOND_WAY, strict=True):
+        addresses = f"addr add {address.v4}/24 dev eth1", f"addr add {address.v6}/64 dev eth1 nodad"
+        node.namespace.ip(*addresses, "link set eth1 up")
+
+
+def hash_flows(node: Node, other: Node, family: int) -> None:
+    """The flows from a node to the other one's pods are spread over both links."""
+    node.namespace.sysctl({f"net.ipv{family}.fib_multipath_hash_policy": 1})
+    second = SECOND_WAY[int(other.address.v4 > node.address.v4)].of(family)
+    hops = f"nexthop via {other.address.of(family)} dev eth0 nexthop via {second} dev eth1"
+    node.namespace.ip(f"route replace {other.pod_cidr.of(family)} {hops}")
+
+
+@pytest.mark.parametrize("protocol", ["tcp", "udp"])
+def test_the_way_back_depends_on_the_flow(lab: Lab, family: int, protocol: str) -> None:
+    """Half of the replies come in by another device than the one by which the client's packets leave."""
+    first, second = lab.nodes
+    add_way(first, second)
+    hash_flows(second, first, family)
+    for name in ("eth0", "eth1"):
+        # As the device of a machine: frames are not put straight into the namespace at its other end.
+        first.namespace.run("tc", "qdisc", "add", "dev", name, "root", "pfifo")
+    world = build_fast_world(lab)
+    # Less than until a SYN is sent again.
+    flows = NewFlows(world.client.namespace, FAR.of(family), protocol, patience=0.9)
+    try:
+        wait_until_fast(world, flows)
+        made, answered = flows.made, flows.answered
+        flows.wait_made(60)
+        # The machine may stand still for a moment; otherwise a quarter of them would have no answer.
+        assert flows.answered - answered >= flows.made - made - 3
+    finally:
+        flows.end()
+
+
 def test_the_next_hop_depends_on_the_flow(lab: Lab, family: int) -> None:
     """Each way masquerades to its own address, and conntrack ends a masqueraded flow whose device changes."""
     first, second = lab.nodes
-    ways = {first: Dual("192.0.3.11", "2001:db8:11::11"), second: Dual("192.0.3.12", "2001:db8:11::12")}
-    first.namespace.ip(f"link add eth1 type veth peer name eth1 netns {second.namespace.name}")
-    for node, address in ways.items():
-        addresses = f"addr add {address.v4}/24 dev eth1", f"addr add {address.v6}/64 dev eth1 nodad"
-        node.namespace.ip(*addresses, "link set eth1 up")
-    first.namespace.sysctl({f"net.ipv{family}.fib_multipath_hash_policy": 1})
-    hops = f"nexthop via {second.address.of(family)} dev eth0 nexthop via {ways[second].of(family)} dev eth1"
-    first.namespace.ip(f"route replace {second.pod_cidr.of(family)} {hops}")
+    add_way(first, second)
+    hash_flows(first, second, family)
     client = build_fast_world(lab).client.namespace
     for _ in range(8):
         assert client.call(talk, first.address.of(family), 30007)

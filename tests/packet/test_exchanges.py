@@ -405,6 +405,19 @@ def test_a_packet_from_another_device_does_not_belong_to_it(fast: ProgramNode, r
     assert fast.reasons()["STACK_OTHER_DEVICE"] == 1
 
 
+@pytest.mark.parametrize("in_table", [False, True], ids=["exchange", "table"])
+@pytest.mark.parametrize("by", [OTHER_MACHINE, POD], ids=["uplink", "pod"])
+def test_the_first_reply_may_come_in_by_another_uplink(fast: ProgramNode, by: int, in_table: bool) -> None:
+    """With several uplinks and routes that depend on the flow (ECMP). A pod may forge the endpoint's address."""
+    device(fast, "nic", redirect=OTHER_MACHINE)
+    device(fast, "pods", redirect=by)
+    flow = young(fast, "udp", in_table=in_table)
+    wanted = [GO_ON, GO_ON] if by == POD else [REDIRECT, REDIRECT]
+    assert [flow.run(True, by="pods").retval for _ in range(2)] == wanted
+    # From then on, replies come in there.
+    assert flow.run(True, by="nic").retval == (REDIRECT if by == POD else GO_ON)
+
+
 def test_another_service_of_the_endpoint_gets_another_port(fast: ProgramNode) -> None:
     """The replies of both flows would look the same."""
     fast.service(["remote"], service=9, port=81, protocol="udp")

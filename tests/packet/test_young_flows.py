@@ -272,6 +272,20 @@ def test_packets_from_another_device_wait_for_the_agent(
     assert fast.reasons()["DROP_AWAITING_PROMOTION"] == 2
 
 
+@pytest.mark.parametrize("ack", [101, 102], ids=["right", "forged"])
+def test_the_answer_to_a_syn_may_come_in_by_another_device(fast: ProgramNode, ack: int) -> None:
+    """With several uplinks and routes that depend on the flow (ECMP). Who forges it does not know the SYN's number."""
+    flow = young(fast)
+    answer = flow.frame(True, flags="SA", seq=500, ack=ack, size=0)
+    assert (flow.run(True, answer, by="pods").retval == SHOT) == (ack == 102)
+    entry = flow.entry(True)
+    assert entry is not None
+    assert entry["packets"] == (ack == 101)
+    if ack == 101:
+        assert flow.run(True, flow.frame(True, flags="A", seq=501, ack=101), by="pods").retval == REDIRECT
+        assert flow.run(True, flow.frame(True, flags="A", seq=501, ack=101)).retval == SHOT, "it comes in there now"
+
+
 @pytest.mark.parametrize("reply", [False, True], ids=["request", "reply"])
 def test_packets_for_a_former_address_of_the_device_wait_for_the_agent(fast: ProgramNode, reply: bool) -> None:
     flow = young(fast)
