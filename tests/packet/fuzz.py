@@ -25,7 +25,7 @@ from typing import Any
 
 from pyebpf_proxy.datapath.loader.libbpf import Program
 from pyebpf_proxy.see.paths import frontend_hash
-from tests.packet.fast_node import Exchange
+from tests.packet.fast_node import OTHER_MACHINE, POD, Exchange
 from tests.packet.fuzz_packets import NODE, Pools, make
 from tests.packet.fuzz_reference import SCTP, TCP, Ends, Parsed, Rules, Service, Verdict, parse, wrong_rewrite
 from tests.packet.program_node import (
@@ -179,8 +179,10 @@ class Round:
     def _open_fast_path(self) -> None:
         world = self.world
         world.write_fast_path_state()
-        for device in world.devices.values():
-            value = world.object.btf.struct("node_device").pack(redirect=1, mtu=1500)
+        for name, device in world.devices.items():
+            # Replies of young flows may come in by another uplink (learn_uplink()), but not by the device of a pod.
+            redirect = POD if name == "pods" else OTHER_MACHINE
+            value = world.object.btf.struct("node_device").pack(redirect=redirect, mtu=1500)
             world.object.maps["devices"].update(device.to_bytes(4, sys.byteorder), value)
 
     def _make_services(self) -> None:
