@@ -14,7 +14,7 @@ from pyebpf_proxy.datapath.loader.programs import SCHEDULERS, Settings, load
 
 #: Instructions of one socket program: 6 000 to 15 000 on Linux 6.18; without global functions 77 000 to 406 000.
 MOST = 30_000
-#: Instructions of one tc program with the fast path: 142 000; of tc_l3, where the IP header has no fixed place, 195 000.
+#: Instructions of one tc program with the fast path: 142 000. tc_l3, where the IP header has no fixed place: 195 000.
 MOST_OF_TC = 200_000
 #: 161 000.
 MOST_OF_XDP = 170_000
