@@ -934,4 +934,20 @@ FLOW_MUTANTS: dict[str, tuple[str, str, str]] = {
     "flows: promotion leaves the answers young": ("sweep.h", "\tother->young = 0;\n", ""),
     "flows: promotion confirmed": ("sweep.h", "\tf->confirmed_until = other->confirmed_until = 0;\n", ""),
     "flows: promotion by the answers' key": ("sweep.h", "if (!f || f->reply || !f->young", "if (!f || !f->young"),
+    "flows: any answer to a SYN by another device": (
+        "flow_send.h",
+        " || !client || (__u16)p->acknowledged != client->sent_until",
+        " || !client",
+    ),
+    "flows: the SYN has no number": (
+        "young.h",
+        "d->there.sent_until = p->sequence",
+        "d->there.sent_until = 0 * p->sequence",
+    ),
+    "exchanges: replies of pods by another device": (
+        "flow_send.h",
+        "!d->pod_source && d->redirect == REDIRECT_DEVICE",
+        "!d->pod_source",
+    ),
+    "exchanges: later replies by another device": ("flow_send.h", "reply && !head->replies && learn", "reply && learn"),
 }

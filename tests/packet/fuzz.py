@@ -391,6 +391,9 @@ class Round:
         """Check a packet of a known flow. False: the flow has ended, and the packet is checked as one without a
         flow.
         """
+        if live.device != device and frame[:6] == NODE and self._has_learned(p, live, frame, device):
+            self.counts["replies come in elsewhere"] += 1
+            live.device = device
         if live.device != device or frame[:6] != NODE:
             if verdict == REDIRECT:
                 raise WrongPacketError("a packet that came in elsewhere was sent by its flow")
@@ -425,6 +428,17 @@ class Round:
         self._forget(p.ends)
         self.counts["ended"] += 1
         return False
+
+    def _has_learned(self, p: Parsed, live: Live, frame: bytes, device: int) -> bool:
+        """Whether an answer to a SYN, which came in by another device, is the first one of its flow's replies there."""
+        flags = frame[p.at + 13] if len(frame) > p.at + 13 else 0
+        if not live.reply or p.ends.protocol != TCP or ~flags & 0x12:
+            return False
+        btf, entry = self.world.object.btf, self._entry(p.ends)
+        if entry is None:
+            return False
+        found: int = btf.struct("flow_rewrite").unpack(btf.struct("flow").unpack(entry)["rewrite"])["device_in"]
+        return found == device
 
     def _forget(self, ends: Ends) -> None:
         gone = self.live.pop(ends, None)

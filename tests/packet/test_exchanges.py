@@ -418,6 +418,13 @@ def test_the_first_reply_may_come_in_by_another_uplink(fast: ProgramNode, by: in
     assert flow.run(True, by="nic").retval == (REDIRECT if by == POD else GO_ON)
 
 
+def test_later_replies_come_in_by_the_device_of_the_first(fast: ProgramNode) -> None:
+    for name in ("nic", "pods"):
+        device(fast, name, redirect=OTHER_MACHINE)
+    flow = young(fast, "udp")
+    assert [flow.run(True, by=name).retval for name in ("nic", "pods", "nic")] == [REDIRECT, GO_ON, REDIRECT]
+
+
 def test_another_service_of_the_endpoint_gets_another_port(fast: ProgramNode) -> None:
     """The replies of both flows would look the same."""
     fast.service(["remote"], service=9, port=81, protocol="udp")
