@@ -129,8 +129,10 @@ def test_existing_addresses_and_devices_are_in_the_maps(
     shell("ip link set br0 address 02:00:00:00:00:09; ip addr add 10.1.0.2/32 dev lo; ip addr add fd00::5/64 dev v2")
     harness = Harness(tmp_path, programs, bpffs)
     try:
-        port = Entry("br0", "02:00:00:00:00:09")
-        assert harness.devices() == {"v0": Entry(mtu=1400), "v1": PLAIN, "v2": PLAIN, "v3": port}
+        # br0 has no address, and v2 leads to it: v2 is the gateway of its ports.
+        assert harness.devices() == {"v0": Entry(mtu=1400), "v1": PLAIN, "v2": PLAIN, "v3": Entry("br0")}
+        shell("ip addr del fd00::5/64 dev v2; ip addr add fd00::5/64 dev br0")
+        follow(harness.node, lambda: harness.devices()["v3"] == Entry("br0", "02:00:00:00:00:09"))
         served = {"10.1.0.1": True, "10.1.0.2": True, "fd00::5": True}
         assert harness.node_addresses() == {"::1": False, **served}
     finally:
