@@ -77,11 +77,12 @@ class Pinned:
         An agent replaces maps at its start if they get another layout or size. The former ones never change again.
         """
         for name, opened in self._maps.items():
-            if self._inode(name) != self._pins[name] and not self._is_pinned(name, opened):
+            inode = self._inode(name)
+            if inode != self._pins[name] and not self._is_pinned(name, opened):
                 raise SeeError(
                     "the maps were replaced or removed, by a new agent or a clean-up: start this command again"
                 )
-            self._pins[name] = self._inode(name)
+            self._pins[name] = inode
 
     def _pin(self, name: str) -> Path:
         return self.folder / "maps" / name

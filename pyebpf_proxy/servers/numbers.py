@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from decimal import Decimal
 from functools import partial
 from typing import Protocol
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+
+from pyebpf_proxy.config.gotext import general_text
 
 #: Buckets "exp15" of spec/metrics §1, seconds.
 EXP15 = tuple(0.001 * 2**power for power in range(15))
@@ -86,7 +87,7 @@ class Histogram:
         self._text = text
         self._labels = list(labels)
         self._bounds = tuple(bounds)
-        self._texts = [*map(_go_float, bounds), "+Inf"]
+        self._texts = [*map(general_text, bounds), "+Inf"]
         # For each combination of label values, a list: the counts of the buckets, then the sum.
         self._values: dict[Labels, list[float]] = {} if labels else {(): self._zeroes()}
 
@@ -189,11 +190,3 @@ class _Collected:
 
     def collect(self) -> list[Metric]:
         return self._metrics
-
-
-def _go_float(value: float) -> str:
-    """A bucket's bound as Go writes it: from a million on with an exponent."""
-    if value >= 1e6:
-        mantissa, _, exponent = f"{Decimal(repr(value)).normalize():e}".partition("e+")
-        return f"{mantissa}e+{int(exponent):02}"
-    return str(int(value)) if value == int(value) else repr(value)

@@ -8,6 +8,9 @@ from pathlib import Path
 
 from tests import ROOT
 
+#: As in the Makefile, without its warnings.
+FLAGS = ("-O2", "-g", "-target", "bpf", "-mcpu=v3")
+
 
 def build(folder: Path, name: str, source: str) -> Path:
     """Compile as the Makefile does."""
@@ -15,11 +18,7 @@ def build(folder: Path, name: str, source: str) -> Path:
     (folder / f"{name}.bpf.c").write_text(f'#include "common.h"\n{source}\nchar LICENSE[] SEC("license") = "GPL";\n')
     command = [
         "clang",
-        "-O2",
-        "-g",
-        "-target",
-        "bpf",
-        "-mcpu=v3",
+        *FLAGS,
         f"-I{ROOT / 'bpf'}",
         "-c",
         f"{name}.bpf.c",

@@ -17,6 +17,7 @@ import tempfile
 from pathlib import Path
 
 from tests import ROOT
+from tests.packet.compiled import FLAGS
 from tests.packet.flow_mutants import FLOW_MUTANTS
 
 # name → (file, original text, replacement)
@@ -239,10 +240,9 @@ def main() -> int:
             for other in (ROOT / "pyebpf_proxy" / "bpf").glob("*.o"):
                 shutil.copy(other, scratch)
             built = f"{scratch}/tc.bpf.o"
-            clang = ["clang", "-O2", "-g", "-target", "bpf", "-mcpu=v3"]
             for which in ("tc", "tc_without_lookup", "xdp"):
                 source, made = f"{scratch}/bpf/{which}.bpf.c", f"{scratch}/{which}.bpf.o"
-                subprocess.run([*clang, "-c", source, "-o", made], check=True)
+                subprocess.run(["clang", *FLAGS, "-c", source, "-o", made], check=True)
             tests = [
                 sys.executable,
                 "-m",

@@ -12,6 +12,7 @@ import pytest
 from pyebpf_proxy.datapath.loader.libbpf import Object
 from pyebpf_proxy.datapath.loader.programs import OBJECTS
 from tests import ROOT
+from tests.packet.compiled import FLAGS
 from tests.packet.program_node import SIZES
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_bpf]
@@ -25,7 +26,7 @@ def test_objects_of_another_clang_load(compiler: str, tmp_path: Path) -> None:
     for name in sorted(path.name for path in OBJECTS.glob("*.bpf.o")):
         made = tmp_path / name
         source = ROOT / "bpf" / name.replace(".bpf.o", ".bpf.c")
-        flags = ["-O2", "-g", "-target", "bpf", "-mcpu=v3", "-std=gnu11", "-Wall", "-Wextra", "-Werror", "-Ibpf"]
+        flags = (*FLAGS, "-std=gnu11", "-Wall", "-Wextra", "-Werror", "-Ibpf")
         subprocess.run([compiler, *flags, "-c", source, "-o", made], check=True, cwd=ROOT)
         subprocess.run(["llvm-strip", "-g", made], check=True)
         Object.open(made, max_entries=SIZES).load().close()
