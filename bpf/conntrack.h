@@ -225,7 +225,8 @@ __noinline int flow_exists(struct __sk_buff *skb, const struct packet *p, __u32 
 	return !ended;
 }
 
-_Static_assert(CLOSING_FLOW_REPLACED > 1 && UNTRANSLATED_FLOW_REPLACED > 1 && STALE_UDP_REPLACED > 1,
+_Static_assert(CLOSING_FLOW_REPLACED > 1 && UNTRANSLATED_FLOW_REPLACED > 1 && STALE_UDP_REPLACED > 1 &&
+		       UNANSWERED_FLOW_REPLACED > 1,
 	       "flow_exists() returns these beside 0 and 1");
 
 /* 1: conntrack has a flow with the replies of the draft's flow.  Global for the same reason as judge_syn(). */

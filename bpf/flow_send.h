@@ -96,7 +96,7 @@ static __always_inline void note_numbers(struct flow *f, const struct packet *p,
 			return;
 		f->acknowledged = p->acknowledged;
 	}
-	f->sent_until = p->sequence + (p->length - p->headers) + !!(p->tcp_flags & (TCP_SYN | TCP_FIN));
+	f->sent_until = next_sequence(p);
 }
 
 /* Updates the entry for a packet that is sent.  send_kernels() notes the numbers of a kernel's flow. */

@@ -47,6 +47,12 @@ _Static_assert(offsetof(struct packet, ipv6) == offsetof(struct flow_key, ipv6),
 #define TCP_RST 0x04
 #define TCP_ACK 0x10
 
+/* TCP: the sequence number after this packet. */
+static __always_inline __u32 next_sequence(const struct packet *p)
+{
+	return p->sequence + (p->length - p->headers) + !!(p->tcp_flags & (TCP_SYN | TCP_FIN));
+}
+
 static __always_inline bool same_mac(const __u8 *a, const __u8 *b)
 {
 	return !((*(__u32 *)a ^ *(__u32 *)b) | (*(__u16 *)(a + 4) ^ *(__u16 *)(b + 4)));

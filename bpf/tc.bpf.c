@@ -306,7 +306,7 @@ static __always_inline int ingress(struct __sk_buff *skb, __u32 link, bool bridg
 	struct place original;
 	struct frontend f;
 	bool stale = false, midstream = false;
-	bool parsed, fast;
+	bool parsed, ethernet, fast;
 
 	if (unlikely(is_decided(skb)))
 		return TC_ACT_UNSPEC;
@@ -315,11 +315,14 @@ static __always_inline int ingress(struct __sk_buff *skb, __u32 link, bool bridg
 		skb->tc_index = 0;
 	if (settings.xdp_generic && link && has_lost_link_header(skb))
 		link = 0;
+	/* The program sends only frames with an Ethernet header. */
+	ethernet = !layer3 && link;
+	fast = settings.fast_path && ethernet;
 	parsed = parse_packet(skb, link, &p);
 	if (unlikely(goes_to_loopback(&p)))
 		return drop_packet(skb, &p, DROP_LOOPBACK_DESTINATION);
 	if (unlikely(!parsed)) {
-		if (settings.fast_path && !layer3 && link == ETH_HLEN) {
+		if (fast) {
 			verdict = send_later_fragment(skb);
 			if (verdict != NOT_SENT)
 				return verdict;
@@ -329,10 +332,9 @@ static __always_inline int ingress(struct __sk_buff *skb, __u32 link, bool bridg
 			redirect_fragment_to_bridge(skb);
 		return TC_ACT_UNSPEC;
 	}
-	/* The program sends only frames with an Ethernet header; frames for another host are only observed. */
-	if (!bridge_port && !layer3 && link && unlikely(skb->pkt_type == PACKET_OTHERHOST))
+	/* Frames for another host are only observed. */
+	if (!bridge_port && ethernet && unlikely(skb->pkt_type == PACKET_OTHERHOST))
 		return TC_ACT_UNSPEC;
-	fast = settings.fast_path && !layer3 && link == ETH_HLEN;
 	if (fast && p.fragment)
 		forget_fragments(skb);
 	if (fast && likely(p.protocol != SCTP)) {

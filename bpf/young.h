@@ -491,7 +491,7 @@ __noinline int open_young(struct context *ctx, const struct packet *p, const str
 	d->there.young = d->reply.young = 1;
 	/* learn_uplink() compares. The packet is not counted in the entry. */
 	if (p->protocol == TCP)
-		d->there.sent_until = p->sequence + (p->length - p->headers) + 1;
+		d->there.sent_until = next_sequence(p);
 	d->there.service = e->service;
 	d->there.backend = b->id;
 	if (p->kept) {

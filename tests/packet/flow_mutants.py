@@ -872,7 +872,7 @@ FLOW_MUTANTS: dict[str, tuple[str, str, str]] = {
     "flows: later fragments alone": ("fragments.h", "bpf_map_update_elem(&flow_fragments, &key, a, BPF_ANY);", ""),
     "flows: opened by frames for other hosts": (
         "tc.bpf.c",
-        "if (!bridge_port && !layer3 && link && unlikely(skb->pkt_type == PACKET_OTHERHOST))",
+        "if (!bridge_port && ethernet && unlikely(skb->pkt_type == PACKET_OTHERHOST))",
         "if (false)",
     ),
     "flows: learned from the first reply": ("handover.h", "if (p->protocol == TCP && !count)", "if (false)"),
@@ -941,8 +941,8 @@ FLOW_MUTANTS: dict[str, tuple[str, str, str]] = {
     ),
     "flows: the SYN has no number": (
         "young.h",
-        "d->there.sent_until = p->sequence",
-        "d->there.sent_until = 0 * p->sequence",
+        "d->there.sent_until = next_sequence(p)",
+        "d->there.sent_until = 0",
     ),
     "exchanges: replies of pods by another device": (
         "flow_send.h",
