@@ -25,19 +25,21 @@ SOL_NETLINK, SO_SNDBUFFORCE, SO_RCVBUFFORCE = 270, 32, 33
 # include/uapi/linux/rtnetlink.h
 RTM_NEWLINK, RTM_DELLINK, RTM_GETLINK = 16, 17, 18
 RTM_NEWADDR, RTM_DELADDR, RTM_GETADDR = 20, 21, 22
-RTM_GETROUTE = 26
+RTM_NEWROUTE, RTM_DELROUTE, RTM_GETROUTE = 24, 25, 26
 RTM_NEWNEIGH, RTM_DELNEIGH, RTM_GETNEIGH = 28, 29, 30
 RTM_NEWRULE, RTM_DELRULE, RTM_GETRULE = 32, 33, 34
 RTM_NEWQDISC, RTM_DELQDISC, RTM_GETQDISC = 36, 37, 38
 RTM_GETTCLASS = 42
 RTM_NEWTFILTER, RTM_DELTFILTER, RTM_GETTFILTER = 44, 45, 46
+RTM_NEWNEXTHOP, RTM_DELNEXTHOP, RTM_GETNEXTHOP = 104, 105, 106
 RTNLGRP_LINK, RTNLGRP_NEIGH, RTNLGRP_TC, RTNLGRP_IPV4_IFADDR, RTNLGRP_IPV4_ROUTE = 1, 3, 4, 5, 7
 RTNLGRP_IPV4_RULE, RTNLGRP_IPV6_IFADDR, RTNLGRP_IPV6_ROUTE, RTNLGRP_IPV6_RULE, RTNLGRP_NEXTHOP = 8, 9, 11, 19, 32
 RTEXT_FILTER_SKIP_STATS = 8
 IFINFOMSG = Struct("=BxHiII")  # family, type, index, flags, change
 RTMSG = Struct("=BBBBBBBBI")  # family, two prefix lengths, TOS, table, protocol, scope, type, flags
 RTN_UNICAST, RTN_LOCAL = 1, 2
-RTA_DST, RTA_SRC, RTA_IIF, RTA_OIF, RTA_GATEWAY, RTA_VIA = 1, 2, 3, 4, 5, 18
+RTA_DST, RTA_SRC, RTA_IIF, RTA_OIF, RTA_GATEWAY, RTA_MULTIPATH, RTA_VIA, RTA_NH_ID = 1, 2, 3, 4, 5, 9, 18, 30
+RTNEXTHOP = Struct("=HBBi")  # length with attributes, flags, weight, index
 TCMSG = Struct("=B3xiIII")  # family, index, handle, parent, info
 TCM_IFINDEX_MAGIC_BLOCK = -1  # as index: a block of filters
 TCA_KIND, TCA_OPTIONS = 1, 2
@@ -63,6 +65,10 @@ XDP_ATTACHED_DRV, XDP_ATTACHED_MULTI = 1, 4
 VLAN_FLAG_REORDER_HDR = 1
 # include/uapi/linux/if.h
 IFF_UP, IFF_LOWER_UP = 1, 0x10000
+# include/uapi/linux/nexthop.h
+NHMSG = Struct("=BBBBI")  # family, scope, protocol, reserved, flags
+NEXTHOP_GRP = Struct("=IBBH")  # id, weight, upper byte of the weight, reserved
+NHA_ID, NHA_GROUP = 1, 2
 # include/uapi/linux/if_addr.h
 IFADDRMSG = Struct("=BBBBI")  # family, prefix length, flags, scope, index
 IFA_ADDRESS, IFA_LOCAL, IFA_FLAGS = 1, 2, 8

@@ -42,6 +42,8 @@ _GROUPS = (
     uapi.RTNLGRP_IPV6_ROUTE,
     uapi.RTNLGRP_IPV6_RULE,
 )
+_RULE_KINDS = (uapi.RTM_NEWRULE, uapi.RTM_DELRULE)
+_LINK_KINDS = (uapi.RTM_NEWLINK, uapi.RTM_DELLINK)
 #: Newer than the others.
 _NEXT_HOPS = (uapi.RTNLGRP_NEXTHOP,)
 
@@ -87,9 +89,11 @@ def closed_on_node() -> dict[int, ClosedReason]:
     found = {}
     ipsec = _has_ipsec()
     for family, number in _FAMILIES:
-        if setting := policy_routing.flow_hash(number):
+        setting = policy_routing.flow_hash(number)
+        if setting and (route := policy_routing.several_next_hops(number)):
             # First: with this code, the programs leave the hash of packets alone, by which the kernel chooses.
-            found[family] = ClosedReason(_ROUTED, f"{setting}: flows of the same hosts may take different next hops")
+            why = f"{setting}: flows of the same hosts may take different next hops of the route {route}"
+            found[family] = ClosedReason(_ROUTED, why)
         elif ipsec:
             found[family] = ClosedReason(_IPSEC, "there are IPsec policies")
         elif selecting := [rule for rule in policy_routing.rules(number) if rule.selects]:
@@ -176,6 +180,8 @@ class FastPath:
         self._on_node: dict[int, ClosedReason] = {}
         #: As :meth:`_look` has found them.
         self._flow_hashes: tuple[str, ...] | None = None
+        #: Routes, next hops or devices have changed since, so a family that was closed by them may be open again.
+        self._routes_changed = False
         self._by_rules: dict[int, Verdict] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._rules_retry = _Retry(lambda: self._rules.again())
@@ -277,7 +283,7 @@ class FastPath:
         if self._passes is not None:
             self._see_passes(self._passes())
         # No event reports a change of these settings.
-        if _flow_hashes() != self._flow_hashes:
+        if _flow_hashes() != self._flow_hashes or self._routes_changed:
             self._look()
         self._write()
 
@@ -297,14 +303,16 @@ class FastPath:
         look = source is self._policies
         devices = False
         slow = self._rules.reading.slow_devices
+        spreads = self._flow_hashes is None or any(self._flow_hashes)
+        # To open a family again has time: a node may have a million routes that change all the time.
+        self._routes_changed |= spreads and source is self._routes
         for data in source.received_or_logged("changes of routes"):
             if data is None:  # Messages were lost.
                 look = devices = True
             elif source is self._routes:
                 for kind, _, _, message in messages(data):
-                    look = look or kind in (uapi.RTM_NEWRULE, uapi.RTM_DELRULE)
-                    about_device = kind in (uapi.RTM_NEWLINK, uapi.RTM_DELLINK)
-                    devices = devices or (about_device and _is_slow(message, slow))
+                    look = look or kind in _RULE_KINDS or (spreads and _may_spread(kind, message))
+                    devices = devices or (kind in _LINK_KINDS and _is_slow(message, slow))
         if look:
             self._look()
         # ip rules may use marks that other rules set; other rules may be for devices without a fast path.
@@ -330,7 +338,7 @@ class FastPath:
     def _look(self) -> None:
         """Read policy routing and IPsec. While they cannot be read, the fast path is closed."""
         before, self._unreadable = self._unreadable, ""
-        self._flow_hashes = _flow_hashes()
+        self._flow_hashes, self._routes_changed = _flow_hashes(), False
         try:
             self._on_node = closed_on_node()
         except OSError as error:
@@ -441,6 +449,13 @@ def _is_slow(link: bytes, known: frozenset[str]) -> bool:
     """Whether a device is not an Ethernet device, or has the name of a former one that was not."""
     name, ethernet = device(link)
     return not ethernet or name in known
+
+
+def _may_spread(kind: int, message: bytes) -> bool:
+    """Whether a change of routes may give a route several next hops."""
+    return kind == uapi.RTM_NEWNEXTHOP or (
+        kind == uapi.RTM_NEWROUTE and policy_routing.may_have_several_next_hops(message)
+    )
 
 
 def _flow_hashes() -> tuple[str, ...] | None:

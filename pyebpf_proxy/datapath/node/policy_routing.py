@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads what chooses routes: which ip rules distinguish packets between the same two hosts, and which use marks; and
-whether the next hop of a route with several next hops depends on the flow.
+"""Reads what chooses routes: which ip rules distinguish packets between the same two hosts, and which use marks; which
+routes have several next hops, and whether the choice among them depends on the flow.
 """
 
 from __future__ import annotations
@@ -8,10 +8,12 @@ from __future__ import annotations
 import errno
 import socket
 from dataclasses import dataclass
+from functools import cache
+from ipaddress import ip_address
 from pathlib import Path
 
 from pyebpf_proxy.datapath.netlink import uapi
-from pyebpf_proxy.datapath.netlink.messages import number, values
+from pyebpf_proxy.datapath.netlink.messages import attribute, number, values, word
 from pyebpf_proxy.datapath.netlink.request import RequestSocket
 
 #: By attribute (FRA_*, include/uapi/linux/fib_rules.h): selectors by which another flow of the same hosts may differ.
@@ -75,6 +77,53 @@ def flow_hash(family: int) -> str:
         return ""
     name = f"net.{_SYSCTLS[family].name}.{_HASH_POLICY} is {policy}"
     return f"{name}, and {_HASH_FIELDS} 0x{fields:x}" if fields else name
+
+
+def several_next_hops(family: int) -> str:
+    """The destination of a route with several next hops, in any table, for AF_INET or AF_INET6; "": none. OSError."""
+    # There may be a million routes, which share an object.
+    members = cache(_members)
+    with RequestSocket(uapi.NETLINK_ROUTE) as netlink:
+        for message in netlink.dump(uapi.RTM_GETROUTE, uapi.RTMSG.pack(family, *[0] * 8)):
+            if may_have_several_next_hops(message):
+                parts = values(message, uapi.RTMSG.size)
+                # With nexthop_compat_mode 0, the message has no next hops beside the object.
+                hops = _hops(parts.get(uapi.RTA_MULTIPATH, b"")) or members(number(parts.get(uapi.RTA_NH_ID, b"")))
+                if hops > 1:
+                    return _destination(message)
+    return ""
+
+
+def may_have_several_next_hops(route: bytes) -> bool:
+    """Whether the kernel's message of a route has several next hops, or a next hop object, which may be a group."""
+    return not {uapi.RTA_MULTIPATH, uapi.RTA_NH_ID}.isdisjoint(values(route, uapi.RTMSG.size))
+
+
+def _hops(data: bytes) -> int:
+    at, count = 0, 0
+    while at + uapi.RTNEXTHOP.size <= len(data):
+        at += max(uapi.RTNEXTHOP.unpack_from(data, at)[0] + 3 & ~3, uapi.RTNEXTHOP.size)
+        count += 1
+    return count
+
+
+def _members(next_hop: int) -> int:
+    """How many members a next hop object has; 0: it is no group, or was removed meanwhile. OSError."""
+    request = uapi.NHMSG.pack(*[0] * 5) + attribute(uapi.NHA_ID, word(next_hop))
+    try:
+        with RequestSocket(uapi.NETLINK_ROUTE) as netlink:
+            parts = values(netlink.get(uapi.RTM_GETNEXTHOP, request), uapi.NHMSG.size)
+    except OSError as error:
+        if error.errno == errno.ENOENT:
+            return 0
+        raise
+    return len(parts.get(uapi.NHA_GROUP, b"")) // uapi.NEXTHOP_GRP.size
+
+
+def _destination(route: bytes) -> str:
+    length = uapi.RTMSG.unpack_from(route)[1]
+    address = values(route, uapi.RTMSG.size).get(uapi.RTA_DST)
+    return f"{ip_address(address)}/{length}" if address else "default"
 
 
 def _number(setting: Path) -> int:

@@ -375,6 +375,90 @@ MULTIPATH = {
 }
 
 
+#: By family: two routers and a destination behind them.
+HOPS = {4: ("10.1.1.2", "10.1.1.3"), 6: ("fd01::2", "fd01::3")}
+BEHIND = {4: "10.9.0.0/24", 6: "fd09::/64"}
+TWO_HOPS = "ip {family} route add {behind} nexthop via {first} dev one nexthop via {second} dev one"
+
+
+def two_ways(shell: Shell) -> None:
+    shell(
+        "ip link add one type veth peer other; ip link set one up; ip link set other up;"
+        "ip addr add 10.1.1.1/24 dev one; ip addr add fd01::1/64 dev one nodad"
+    )
+
+
+def spread(family: int, script: str) -> str:
+    first, second = HOPS[family]
+    return script.format(family=f"-{family}", behind=BEHIND[family], first=first, second=second)
+
+
+OBJECTS = "ip {family} nexthop add id 1 via {first} dev one; ip {family} nexthop add id 2 via {second} dev one;"
+#: Commands that give a route several next hops, with those before it that do not.
+SEVERAL_HOPS = {
+    "a route": ("true", TWO_HOPS),
+    "a route of another table": ("true", TWO_HOPS.replace("route add", "route add table 7")),
+    "a next hop is appended": (
+        "ip {family} route add {behind} via {first} dev one",
+        "ip {family} route append {behind} via {second} dev one",
+    ),
+    "a group of objects": (OBJECTS, "ip nexthop add id 3 group 1/2; ip {family} route add {behind} nhid 3"),
+    "a group of objects, which the message of the route does not show": (
+        "echo 0 > /proc/sys/net/ipv4/nexthop_compat_mode;" + OBJECTS,
+        "ip nexthop add id 3 group 1/2; ip {family} route add {behind} nhid 3",
+    ),
+    "a group that grows": (
+        OBJECTS + "ip nexthop add id 3 group 1; ip {family} route add {behind} nhid 3",
+        "ip nexthop replace id 3 group 1/2",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("what", "family"),
+    # A second IPv4 route to the same destination is not used.
+    [(what, family) for what in SEVERAL_HOPS for family in (4, 6) if family == 6 or "appended" not in what],
+)
+def test_a_route_gets_several_next_hops(
+    what: str, family: int, programs: Object, shell: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It closes the family at once. The setting alone closes nothing: many nodes have it, and a single router."""
+    before, closes = (spread(family, script) for script in SEVERAL_HOPS[what])
+    number = programs.btf.enum("slow_path_reason")["STACK_POLICY_ROUTED"]
+    two_ways(shell)
+    shell(f"echo 1 > /proc/sys/net/ipv{family}/fib_multipath_hash_policy;" + before)
+    # What the beat would find does not count.
+    monkeypatch.setattr(fast_path, "BEAT_SECONDS", 3600.0)
+
+    async def scene() -> None:
+        async with following(programs) as node:
+            assert not node.fast.closed
+            shell(closes)
+            await node.until(f"closed{family}", number)
+            assert f"the route {BEHIND[family]}" in node.fast.closed[family].text
+            assert len(node.fast.closed) == 1
+
+    run(scene)
+
+
+@pytest.mark.parametrize("family", [4, 6])
+@pytest.mark.parametrize("opens", ["ip {family} route del {behind}", "ip link del one"])
+def test_the_last_route_with_several_next_hops_is_removed(
+    opens: str, family: int, programs: Object, shell: Shell
+) -> None:
+    """The kernel does not report the IPv4 routes that it removes with their device."""
+    two_ways(shell)
+    shell(f"echo 1 > /proc/sys/net/ipv{family}/fib_multipath_hash_policy;" + spread(family, TWO_HOPS))
+
+    async def scene() -> None:
+        async with following(programs) as node:
+            assert family in node.fast.closed
+            shell(spread(family, opens))
+            await node.until(f"closed{family}", 0)
+
+    run(scene)
+
+
 @pytest.mark.parametrize("family", [4, 6])
 @pytest.mark.parametrize("what", MULTIPATH)
 def test_next_hops_that_depend_on_the_flow(what: str, family: int, programs: Object, shell: Shell) -> None:
@@ -382,6 +466,8 @@ def test_next_hops_that_depend_on_the_flow(what: str, family: int, programs: Obj
     settings, closes = MULTIPATH[what]
     place = f"/proc/sys/net/ipv{family}/fib_multipath_hash_"
     number = programs.btf.enum("slow_path_reason")["STACK_POLICY_ROUTED"]
+    two_ways(shell)
+    shell(spread(family, TWO_HOPS))
 
     async def scene() -> None:
         async with following(programs) as node:
@@ -405,7 +491,8 @@ def test_next_hops_that_depend_on_the_flow_have_precedence(
 ) -> None:
     """By this reason the programs know that a packet's hash chooses its route."""
     monkeypatch.setattr(fast_path, "_has_ipsec", lambda: True)
-    shell("echo 1 > /proc/sys/net/ipv4/fib_multipath_hash_policy")
+    two_ways(shell)
+    shell("echo 1 > /proc/sys/net/ipv4/fib_multipath_hash_policy;" + spread(4, TWO_HOPS))
     assert {family: why.code for family, why in fast_path.closed_on_node().items()} == {
         4: "STACK_POLICY_ROUTED",
         6: "STACK_IPSEC",
