@@ -9,7 +9,7 @@ from pathlib import Path
 from pyebpf_proxy.common.bpf_constants import REDIRECT_NONE
 from pyebpf_proxy.datapath.node import mounts
 from pyebpf_proxy.datapath.node.attachments import Attachments, bridge_rules
-from pyebpf_proxy.datapath.node.fast_path import closed_on_node
+from pyebpf_proxy.datapath.node.fast_path import closed_on_node, flow_hashes
 from pyebpf_proxy.datapath.node.follower import Follower
 from pyebpf_proxy.datapath.node.plan import NodeConfig, State, plan, program_for
 from pyebpf_proxy.datapath.rulesets import kernel
@@ -40,7 +40,7 @@ def _finding(what: str, state: str, text: str, remedy: str = "") -> model.Findin
 
 def _families() -> Found:
     try:
-        on_node = closed_on_node()
+        on_node = closed_on_node(flow_hashes())
     except OSError as error:
         yield _finding("ip rules", "warning", f"they cannot be listed: {error}", "run it as root, on the node")
         on_node = {}

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+from pyebpf_proxy.common.retry import Retry
 from pyebpf_proxy.datapath.netlink.messages import attribute_header, zero_terminated
 from pyebpf_proxy.datapath.netlink.subscription import Subscription
 from pyebpf_proxy.datapath.netlink.uapi import NETLINK_NETFILTER, NFNLGRP_NFTABLES, NFTA_TABLE_NAME
@@ -37,16 +38,18 @@ class TableWatch:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._again = False
-        self._pause = INTERVAL
+        self._retry = Retry(self._check, INTERVAL, LONGEST_RETRY)
         self._subscription = Subscription(NETLINK_NETFILTER, [NFNLGRP_NFTABLES])
 
     def follow(self, loop: asyncio.AbstractEventLoop) -> None:
         """Watch from now on, until ``close``."""
         self._loop = loop
+        self._retry.follow(loop)
         loop.add_reader(self._subscription, self._read)
 
     def close(self) -> None:
         """Stop watching."""
+        self._retry.close()
         if self._timer is not None:
             self._timer.cancel()
         if self._loop is not None:
@@ -64,22 +67,19 @@ class TableWatch:
         return any(datagram is None or self._mark in datagram for datagram in received)
 
     def _check(self) -> None:
-        """Check at once, but no sooner than INTERVAL after the last check."""
+        """Check at once, but no sooner than INTERVAL after the last check, and later after a failure."""
         assert self._loop is not None
-        if self._timer is not None:
+        if self._timer is not None or self._retry.due:
             self._again = True
             return
-        self._timer = self._loop.call_later(INTERVAL, self._rested)
+        self._again = False
         if self._changed():
-            self._pause = INTERVAL
-            return
-        self._again = True
-        self._timer.cancel()
-        self._timer = self._loop.call_later(self._pause, self._rested)
-        self._pause = min(2 * self._pause, LONGEST_RETRY)
+            self._retry.succeeded()
+            self._timer = self._loop.call_later(INTERVAL, self._rested)
+        else:
+            self._retry.failed()
 
     def _rested(self) -> None:
         self._timer = None
         if self._again:
-            self._again = False
             self._check()

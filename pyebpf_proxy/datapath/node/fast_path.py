@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from pyebpf_proxy.common.log import Logger
+from pyebpf_proxy.common.retry import Retry
 from pyebpf_proxy.datapath.connections.promotion import Lasting
 from pyebpf_proxy.datapath.netlink import uapi
 from pyebpf_proxy.datapath.netlink.messages import messages
@@ -84,12 +85,16 @@ class ClosedReason:
     text: str
 
 
-def closed_on_node() -> dict[int, ClosedReason]:
-    """The families that policy routing and IPsec of this network namespace close. OSError."""
+def flow_hashes() -> tuple[str, ...]:
+    """``policy_routing.flow_hash`` of IPv4 and of IPv6. OSError."""
+    return tuple(policy_routing.flow_hash(number) for _, number in _FAMILIES)
+
+
+def closed_on_node(hashes: tuple[str, ...]) -> dict[int, ClosedReason]:
+    """The families that policy routing and IPsec of this network namespace close, with :func:`flow_hashes`. OSError."""
     found = {}
     ipsec = _has_ipsec()
-    for family, number in _FAMILIES:
-        setting = policy_routing.flow_hash(number)
+    for (family, number), setting in zip(_FAMILIES, hashes, strict=True):
         if setting and (route := policy_routing.several_next_hops(number)):
             # First: with this code, the programs leave the hash of packets alone, by which the kernel chooses.
             why = f"{setting}: flows of the same hosts may take different next hops of the route {route}"
@@ -100,31 +105,6 @@ def closed_on_node() -> dict[int, ClosedReason]:
             first = selecting[0]
             found[family] = ClosedReason(_ROUTED, f"ip rule {first.priority} selects by {first.selects}")
     return found
-
-
-class _Retry:
-    """Calls ``work`` again after a failure: after UNREAD_SECONDS, then after twice as long, and so on."""
-
-    def __init__(self, work: Callable[[], None]) -> None:
-        self._work = work
-        self._timer: asyncio.TimerHandle | None = None
-        self._wait = UNREAD_SECONDS
-
-    def failed(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Call it later."""
-        self.cancel()
-        self._timer = loop.call_later(self._wait, self._work)
-        self._wait = min(2 * self._wait, LONGEST_UNREAD_SECONDS)
-
-    def succeeded(self) -> None:
-        """The next failure is the first one again."""
-        self.cancel()
-        self._wait = UNREAD_SECONDS
-
-    def cancel(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
 
 
 class FastPath:
@@ -179,14 +159,15 @@ class FastPath:
         self._snat_ports = (snat_ports[0], snat_ports[-1]) if snat_ports else (0, 0)
         self._on_node: dict[int, ClosedReason] = {}
         #: As :meth:`_look` has found them.
-        self._flow_hashes: tuple[str, ...] | None = None
+        self._flow_hashes: tuple[str, ...] = ()
         #: Routes, next hops or devices have changed since, so a family that was closed by them may be open again.
         self._routes_changed = False
         self._by_rules: dict[int, Verdict] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._rules_retry = _Retry(lambda: self._rules.again())
-        self._node_retry = _Retry(self._look_again)
-        self._neighbours_retry = _Retry(self._read_neighbours)
+        self._rules_retry = Retry(lambda: self._rules.again(), UNREAD_SECONDS, LONGEST_UNREAD_SECONDS)
+        self._node_retry = Retry(self._look_again, UNREAD_SECONDS, LONGEST_UNREAD_SECONDS)
+        self._neighbours_retry = Retry(self._read_neighbours, UNREAD_SECONDS, LONGEST_UNREAD_SECONDS)
+        self._retries = (self._rules_retry, self._node_retry, self._neighbours_retry)
         #: Why policy routing and IPsec cannot be read; empty: they are read.
         self._unreadable = ""
         with ExitStack() as undo:
@@ -216,10 +197,8 @@ class FastPath:
             loop.add_reader(self._policies, self._read, self._policies)
         loop.add_reader(self._neighbours, self._read_neighbours)
         self._rules.follow(loop)
-        if self._rules.reading.unread:
-            self._rules_retry.failed(loop)
-        if self._unreadable:
-            self._node_retry.failed(loop)
+        for retry in self._retries:
+            retry.follow(loop)
         self._beat()
 
     def moved(self) -> None:
@@ -262,8 +241,8 @@ class FastPath:
         """Stop following; the fast path turns itself off."""
         if self._loop is not None:
             self._timer.cancel()
-            for retry in (self._rules_retry, self._node_retry, self._neighbours_retry):
-                retry.cancel()
+            for retry in self._retries:
+                retry.close()
             self._loop.remove_reader(self._routes)
             if self._policies is not None:
                 self._loop.remove_reader(self._policies)
@@ -282,10 +261,16 @@ class FastPath:
         self._timer = self._loop.call_later(BEAT_SECONDS, self._beat)
         if self._passes is not None:
             self._see_passes(self._passes())
-        # No event reports a change of these settings.
-        if _flow_hashes() != self._flow_hashes or self._routes_changed:
+        if self._flow_hashes_moved() or self._routes_changed:
             self._look()
         self._write()
+
+    def _flow_hashes_moved(self) -> bool:
+        """No event reports a change of these settings. What cannot be read is left to :meth:`_look`, and its retry."""
+        try:
+            return not self._unreadable and flow_hashes() != self._flow_hashes
+        except OSError:
+            return True
 
     def _see_passes(self, passes: int) -> None:
         # Beats and not seconds: the loop may have been busy for long, and the promoter waited for it.
@@ -303,7 +288,7 @@ class FastPath:
         look = source is self._policies
         devices = False
         slow = self._rules.reading.slow_devices
-        spreads = self._flow_hashes is None or any(self._flow_hashes)
+        spreads = any(self._flow_hashes)
         # To open a family again has time: a node may have a million routes that change all the time.
         self._routes_changed |= spreads and source is self._routes
         for data in source.received_or_logged("changes of routes"):
@@ -326,8 +311,7 @@ class FastPath:
         except OSError as error:
             _log.error("changes of neighbours could not be followed", error=str(error))
             moved = self._neighbours.replaced = True
-            if self._loop is not None:
-                self._neighbours_retry.failed(self._loop)
+            self._neighbours_retry.failed()
         else:
             self._neighbours_retry.succeeded()
         if moved and self._neighbours.replaced:
@@ -338,17 +322,17 @@ class FastPath:
     def _look(self) -> None:
         """Read policy routing and IPsec. While they cannot be read, the fast path is closed."""
         before, self._unreadable = self._unreadable, ""
-        self._flow_hashes, self._routes_changed = _flow_hashes(), False
+        self._routes_changed = False
         try:
-            self._on_node = closed_on_node()
+            self._flow_hashes = flow_hashes()
+            self._on_node = closed_on_node(self._flow_hashes)
         except OSError as error:
             self._unreadable = str(error)
             if self._unreadable != before:
                 _log.error("ip rules could not be listed, the fast path is closed", error=self._unreadable)
             why = ClosedReason(_ROUTED, f"ip rules could not be listed: {error}")
             self._on_node = {4: why, 6: why}
-            if self._loop is not None:
-                self._node_retry.failed(self._loop)
+            self._node_retry.failed()
         else:
             self._node_retry.succeeded()
         self._decide()
@@ -365,10 +349,10 @@ class FastPath:
         self._decide()
         if hasattr(self, "_rules"):
             self._write()
-        if not reading.unread:
+        if reading.unread:
+            self._rules_retry.failed()
+        else:
             self._rules_retry.succeeded()
-        elif self._loop is not None:
-            self._rules_retry.failed(self._loop)
 
     def _void_links(self) -> None:
         self._generation = self._generation + 1 & 0xFFFFFFFF
@@ -456,14 +440,6 @@ def _may_spread(kind: int, message: bytes) -> bool:
     return kind == uapi.RTM_NEWNEXTHOP or (
         kind == uapi.RTM_NEWROUTE and policy_routing.may_have_several_next_hops(message)
     )
-
-
-def _flow_hashes() -> tuple[str, ...] | None:
-    """``policy_routing.flow_hash`` of both families; None: it cannot be read."""
-    try:
-        return tuple(policy_routing.flow_hash(number) for _, number in _FAMILIES)
-    except OSError:
-        return None
 
 
 def _has_ipsec() -> bool:

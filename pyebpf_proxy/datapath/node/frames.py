@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from pyebpf_proxy.common.log import Logger
+from pyebpf_proxy.common.retry import Retry
 from pyebpf_proxy.datapath.loader.programs import Loaded
 from pyebpf_proxy.datapath.node.links import Node
 from pyebpf_proxy.datapath.node.netdev import Features
@@ -32,7 +33,8 @@ class Frames:
         #: Called when the entry of a device in the map has changed: entries of the flow table depend on it.
         self.on_written: Callable[[], None] = lambda: None
         self._features = Features()
-        self._retry: asyncio.TimerHandle | None = None
+        self._retry = Retry(self._read, RETRY_SECONDS, RETRY_SECONDS)
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._said = ""
         #: Features have changed, and the program and the map were not brought up to date since.
         self._unapplied = False
@@ -45,6 +47,7 @@ class Frames:
     def follow(self, loop: asyncio.AbstractEventLoop) -> None:
         """Follow the devices' features from now on, until ``close``."""
         self._loop = loop
+        self._retry.follow(loop)
         if self._features.known:
             loop.add_reader(self._features.fileno(), self._read)
 
@@ -58,8 +61,8 @@ class Frames:
 
     def close(self) -> None:
         """Stop following. The program stays attached."""
-        self._cancel_retry()
-        if hasattr(self, "_loop") and self._features.known:
+        self._retry.close()
+        if self._loop is not None and self._features.known:
             self._loop.remove_reader(self._features.fileno())
         self._features.close()
 
@@ -72,22 +75,17 @@ class Frames:
             self.on_written()
 
     def _read(self) -> None:
-        self._cancel_retry()
         try:
             self._unapplied |= self._features.read()
             if self._unapplied:
                 self._node.changed()
             self._unapplied, self._said = False, ""
+            self._retry.succeeded()
         except OSError as error:
             if str(error) != self._said:
                 self._said = str(error)
                 _log.error("changes of devices' XDP features could not be followed, will retry", error=self._said)
-            self._retry = self._loop.call_later(RETRY_SECONDS, self._read)
-
-    def _cancel_retry(self) -> None:
-        if self._retry is not None:
-            self._retry.cancel()
-            self._retry = None
+            self._retry.failed()
 
 
 def attach_frames(loaded: Loaded, node: Node, config: XdpConfig, folder: Path) -> Frames | None:

@@ -13,7 +13,7 @@ A limitation, relevant only in unusual set-ups:
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -187,10 +187,7 @@ def plan(state: State, config: NodeConfig) -> Wanted:
         if program:
             wanted.programs[link.ifindex] = program
             redirect, why = redirect_of(link, state, config)
-            device = _device(link, state.links, config, redirect)
-            wanted.devices[link.ifindex] = (
-                device._replace(bridge_mac=bytes(6)) if device.bridge in no_gateways else device
-            )
+            wanted.devices[link.ifindex] = _device(link, state.links, config, redirect, no_gateways)
             if why:
                 wanted.limits[link.ifindex] = why
         elif program is None:
@@ -217,7 +214,9 @@ def program_for(link: Link, links: Mapping[int, Link]) -> str | None:
     return TC_LAYER3 if link.type in ARPHRD_LAYER3 else None
 
 
-def _device(link: Link, links: Mapping[int, Link], config: NodeConfig, redirect: int) -> Device:
+def _device(
+    link: Link, links: Mapping[int, Link], config: NodeConfig, redirect: int, no_gateways: Container[int]
+) -> Device:
     bridge = _bridge(link, links)
     # The input interface of spec/service-semantics §6 is that of the IP layer: for a port, its bridge.
     seen_as = (bridge or link).name
@@ -225,7 +224,8 @@ def _device(link: Link, links: Mapping[int, Link], config: NodeConfig, redirect:
     pod_source = seen_as == config.bridge_interface if prefix is None else seen_as.startswith(prefix)
     if bridge is None:
         return Device(pod_source=pod_source, redirect=redirect, mtu=link.usable_mtu)
-    return Device(bridge.ifindex, bridge.mac, pod_source, redirect, link.usable_mtu)
+    mac = bytes(6) if bridge.ifindex in no_gateways else bridge.mac
+    return Device(bridge.ifindex, mac, pod_source, redirect, link.usable_mtu)
 
 
 def _bridges_without_gateway(state: State) -> set[int]:
