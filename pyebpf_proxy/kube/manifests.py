@@ -18,10 +18,8 @@ import asyncio
 import errno
 import os
 import stat
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -30,8 +28,9 @@ from inotify_simple import INotify, flags
 
 from pyebpf_proxy.common.errors import FatalError
 from pyebpf_proxy.common.log import Logger
+from pyebpf_proxy.common.threads import in_daemon_thread
 from pyebpf_proxy.common.waiting import wait_briefly
-from pyebpf_proxy.kube.catalogue import Catalogue, DecodedFile
+from pyebpf_proxy.kube.catalogue import Catalogue
 from pyebpf_proxy.kube.source import Batch, Change, Critic
 
 #: A file counts as deleted only if it is missing for this time: editors rename the old file before they write the new
@@ -351,7 +350,11 @@ class ManifestSource:
             data = self._load(name)
             if data is not None:
                 self._decoding = name
-                found = await _in_thread(partial(self._catalogue.decode, name, data))
+                try:
+                    found = await in_daemon_thread("manifests", partial(self._catalogue.decode, name, data))
+                except OSError as error:
+                    found = None
+                    self._cannot(name, "decoded", error)
                 del data
                 if self._decoding == name and found is not None:
                     self._catalogue.take(name, found)
@@ -430,32 +433,6 @@ class ManifestSource:
         except OSError:
             return False  # it exists, but is not accessible
         return False
-
-
-async def _in_thread(decode: Callable[[], DecodedFile | None]) -> DecodedFile | None:
-    """Call it in a thread of its own. An agent that ends does not wait for this thread, as it would for to_thread()."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[DecodedFile | None] = loop.create_future()
-
-    def settle(found: DecodedFile | None, error: Exception | None) -> None:
-        if future.cancelled():
-            return
-        if error is not None:
-            future.set_exception(error)
-        else:
-            future.set_result(found)
-
-    def call() -> None:
-        found, failed = None, None
-        try:
-            found = decode()
-        except Exception as error:
-            failed = error
-        with suppress(RuntimeError):  # the loop is closed: the agent ends
-            loop.call_soon_threadsafe(settle, found, failed)
-
-    threading.Thread(target=call, name="manifests", daemon=True).start()
-    return await future
 
 
 def _links(path: Path) -> list[tuple[Path, str]]:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from pyebpf_proxy.common.log import Logger
+from pyebpf_proxy.common.threads import in_thread
 from pyebpf_proxy.datapath.connections import flows
 from pyebpf_proxy.datapath.connections.flows import Count, Route
 from pyebpf_proxy.datapath.loader.btf import Btf
@@ -56,7 +57,7 @@ class Connections:
             try:
                 await self.count()
                 self._said = ""
-            except (OSError, RuntimeError, MemoryError) as error:  # RuntimeError: no thread could be started
+            except (OSError, MemoryError) as error:
                 if str(error) != self._said:
                     _log.error("connections could not be counted, retrying", error=str(error))
                 self._said = str(error)
@@ -68,7 +69,7 @@ class Connections:
         # never lost.
         choices = {key: int.from_bytes(value, sys.byteorder) for key, value in self._choices.items()}
         own = {key for of in self._own for key, _ in of.items()}
-        self._write(choices, await asyncio.to_thread(flows.count, own))
+        self._write(choices, await in_thread(flows.count, own))
 
     def _write(self, choices: Mapping[bytes, int], found: Mapping[Route, Count]) -> None:
         counts: dict[bytes, Count] = {}

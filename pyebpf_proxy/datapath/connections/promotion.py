@@ -29,6 +29,7 @@ from pyebpf_proxy.common.bpf_constants import (
     SHORTEN,
 )
 from pyebpf_proxy.common.log import Logger
+from pyebpf_proxy.common.threads import in_thread
 from pyebpf_proxy.common.waiting import wait_briefly
 from pyebpf_proxy.datapath.connections import create, gone_sources
 from pyebpf_proxy.datapath.connections.create import Entry, Outcome, Result, TcpState
@@ -341,7 +342,7 @@ class Promoter:
             try:
                 await self.pass_once()
                 logged = ""
-            except (OSError, RuntimeError, MemoryError) as error:  # RuntimeError: no thread could be started
+            except (OSError, MemoryError) as error:
                 if str(error) != logged:
                     _log.error("young flows could not be promoted; retrying", error=str(error))
                 logged = str(error)
@@ -359,13 +360,13 @@ class Promoter:
         self._wake.set()
 
     async def pass_once(self) -> None:
-        """One sweep, and the promotions that are due, in another thread. OSError, RuntimeError, MemoryError."""
+        """One sweep, and the promotions that are due, in another thread. OSError, MemoryError."""
         async with self._one_pass:
             self._wake.clear()
             gone, self._gone = self._gone, set()
             try:
-                await asyncio.to_thread(self.pass_now, gone)
-            except (OSError, RuntimeError, MemoryError):
+                await in_thread(self.pass_now, gone)
+            except (OSError, MemoryError):
                 self._gone |= gone
                 raise
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from functools import partial
 
 from pyebpf_proxy.common.log import Logger
+from pyebpf_proxy.common.threads import in_thread
 from pyebpf_proxy.config.effective import Effective
 from pyebpf_proxy.datapath.connections import masqueraded, tracked_clients, young_counts
 from pyebpf_proxy.datapath.connections.promotion import Promoter, promoter, run_for_flow
@@ -112,7 +113,7 @@ class FastPathManager(Manager):
         loaded = self._programs.loaded
         addresses = {address.packed for address in self._node_maps.node.addresses}
         try:
-            entered, complete = await asyncio.to_thread(
+            entered, complete = await in_thread(
                 masqueraded.enter,
                 addresses,
                 ports,
@@ -122,7 +123,7 @@ class FastPathManager(Manager):
                 loaded.settings.flow_quota // 2,
                 datagrams=not loaded.settings.conntrack_is_asked,
             )
-        except (OSError, RuntimeError, MemoryError) as error:  # RuntimeError: no thread could be started
+        except (OSError, MemoryError) as error:
             _log.error("flows in conntrack could not be read; new flows may break them", error=str(error))
         else:
             if not complete:
@@ -136,10 +137,8 @@ class FastPathManager(Manager):
         loaded = self._programs.loaded
         note_flow = partial(run_for_flow, loaded.tc.programs["note_tracked_flow"])
         try:
-            noted = await asyncio.to_thread(
-                tracked_clients.note, loaded.tc.btf, loaded.maps["tracked_clients"], note_flow
-            )
-        except (OSError, RuntimeError, MemoryError) as error:
+            noted = await in_thread(tracked_clients.note, loaded.tc.btf, loaded.maps["tracked_clients"], note_flow)
+        except (OSError, MemoryError) as error:
             _log.warning("flows in conntrack could not be listed; new ones cost more", error=str(error))
         else:
             _log.debug("new flows are no longer looked up in conntrack", noted=noted)
@@ -150,9 +149,9 @@ class FastPathManager(Manager):
         loaded = self._programs.loaded
         while True:
             await asyncio.sleep(NOTE_SECONDS)
-            # RuntimeError: no thread could be started. The next pass comes before the notes expire.
-            with contextlib.suppress(OSError, RuntimeError, MemoryError):
-                await asyncio.to_thread(
+            # The next pass comes before the notes expire.
+            with contextlib.suppress(OSError, MemoryError):
+                await in_thread(
                     tracked_clients.note_connections, loaded.tc.btf, loaded.maps["tracked_clients"], note_flow
                 )
 
@@ -166,9 +165,8 @@ class FastPathManager(Manager):
             masqueraded.endpoint_test(loaded.maps, loaded.tc.btf),
         )
         for pause in itertools.chain((SOON_SECONDS,), itertools.repeat(NOTE_SECONDS)):
-            # RuntimeError: no thread could be started.
-            with contextlib.suppress(OSError, RuntimeError, MemoryError):
-                await asyncio.to_thread(note)
+            with contextlib.suppress(OSError, MemoryError):
+                await in_thread(note)
             await asyncio.sleep(pause)
 
     def _sources_gone(self) -> None:

@@ -1,22 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Removes leftovers of kube-proxy once the agent serves, and warns if a kube-proxy is still running.
 
-The work is done in a thread: with the rules of 10 000 services the tools take seconds, or a minute.
+The work is done in a thread: with the rules of 10 000 services the tools take seconds, or a minute. The agent does not
+wait for it when it ends: the tools work in transactions.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import threading
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Sequence
 
 from pyebpf_proxy.common.log import Logger
+from pyebpf_proxy.common.threads import in_daemon_thread
 from pyebpf_proxy.config.addresses import Network
 from pyebpf_proxy.datapath.migration import leftovers
-
-T = TypeVar("T")
 
 _log = Logger("kube-proxy")
 
@@ -46,9 +43,9 @@ class KubeProxyMonitor:
 
     async def _remove(self) -> None:
         try:
-            report = await _in_thread(lambda: leftovers.remove(self._exclude_cidrs, at_start=True))
+            report = await in_daemon_thread("leftovers", lambda: leftovers.remove(self._exclude_cidrs, at_start=True))
             # Leftovers that could not be removed do not show that a kube-proxy is running.
-            self._logged = await _in_thread(leftovers.running)
+            self._logged = await in_daemon_thread("leftovers", leftovers.running)
         except Exception as error:  # whatever it is, services work without the removal
             _log.warning("leftovers of kube-proxy were not removed", error=str(error))
             return
@@ -61,7 +58,7 @@ class KubeProxyMonitor:
 
     async def _look(self) -> None:
         try:
-            modes = await _in_thread(leftovers.running)
+            modes = await in_daemon_thread("leftovers", leftovers.running)
         except Exception as error:
             _log.debug("could not check whether a kube-proxy is running", error=str(error))
             return
@@ -72,24 +69,3 @@ class KubeProxyMonitor:
             )
         # A mode whose rules are gone, and come back later, is reported again.
         self._logged = modes
-
-
-async def _in_thread(work: Callable[[], T]) -> T:
-    """The result or exception of ``work``. The agent does not wait for it at exit: the tools work in transactions."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[T] = loop.create_future()
-
-    def run() -> None:
-        try:
-            result = work()
-        except Exception as error:
-            resolve(future.set_exception, error)
-        else:
-            resolve(future.set_result, result)
-
-    def resolve(how: Callable[..., None], what: object) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
-            loop.call_soon_threadsafe(lambda: None if future.done() else how(what))
-
-    threading.Thread(target=run, name="leftovers", daemon=True).start()
-    return await future

@@ -9,14 +9,13 @@ Contents of ipsets are not checked: no rule closes the fast path because of them
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import threading
 import time
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 from pyebpf_proxy.common.log import Logger
 from pyebpf_proxy.common.memory import give_back
+from pyebpf_proxy.common.threads import in_daemon_thread
 from pyebpf_proxy.datapath.netlink import uapi
 from pyebpf_proxy.datapath.netlink.messages import attributes, messages, text
 from pyebpf_proxy.datapath.netlink.subscription import LARGE_BUFFER, Subscription
@@ -35,8 +34,6 @@ _LARGE = 0.05
 #: contents, because a rule may be replaced by another one of the same size.
 LOOK_SECONDS = 2.0
 CLOSE_LOOK_SECONDS = 30.0
-
-T = TypeVar("T")
 
 _log = Logger("datapath")
 
@@ -107,6 +104,7 @@ class Watch:
             raise
         self._loop: asyncio.AbstractEventLoop | None = None
         self._timers: dict[str, asyncio.TimerHandle] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
         self._reading = False
         self._wanted = False
         try:
@@ -146,6 +144,8 @@ class Watch:
         for timer in self._timers.values():
             timer.cancel()
         self._timers.clear()
+        for task in self._tasks:
+            task.cancel()
         if self._loop is not None:
             self._loop.remove_reader(self._events)
             self._loop.remove_reader(self._filters)
@@ -195,9 +195,13 @@ class Watch:
             self.again()
         elif tables and time.clock_gettime(time.CLOCK_MONOTONIC) - self._looked > CLOSE_LOOK_SECONDS:
             self._looked = time.clock_gettime(time.CLOCK_MONOTONIC)
-            self._in_thread(kernel.legacy_digests, self._compare)
+            self._run(self._compare())
 
-    def _compare(self, found: kernel.Digests | Exception, _: float) -> None:
+    async def _compare(self) -> None:
+        try:
+            found = await in_daemon_thread("rulesets", kernel.legacy_digests)
+        except kernel.UNREADABLE:
+            found = None
         if found != self.reading.digests:
             self._on_commit()
             self.again()
@@ -208,39 +212,25 @@ class Watch:
         self._timers.pop("read", None)
         self._reading, self._wanted = True, False
         self._began = time.clock_gettime(time.CLOCK_MONOTONIC)
-        self._in_thread(kernel.read, self._take)
+        self._run(self._read())
 
-    def _in_thread(self, work: Callable[[], T], done: Callable[[T | Exception, float], None]) -> None:
-        """Run ``work`` in a thread, then pass the result and its CPU time to ``done`` in the loop's thread."""
-        loop = self._loop
-        assert loop is not None
+    def _run(self, work: Coroutine[Any, Any, None]) -> None:
+        assert self._loop is not None
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
-        def run() -> None:
-            try:
-                found: T | Exception = work()
-            except Exception as error:
-                found = error
-            with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
-                loop.call_soon_threadsafe(finish, found, time.thread_time())
-
-        def finish(found: T | Exception, took: float) -> None:
-            if self._loop is not None:
-                done(found, took)
-
+    async def _read(self) -> None:
         try:
-            threading.Thread(target=run, name="rulesets", daemon=True).start()
-        except RuntimeError as error:  # no more threads are allowed for now
-            loop.call_soon_threadsafe(finish, error, 0.0)
-
-    def _take(self, found: Reading | Exception, took: float) -> None:
-        self._reading = False
-        self._took = took
-        if isinstance(found, Exception):
-            _log.error("rulesets could not be read", error=str(found))
-            self._took = max(took, 1.0)
+            found, self._took = await in_daemon_thread("rulesets", lambda: (kernel.read(), time.thread_time()))
+        except Exception as error:
+            _log.error("rulesets could not be read", error=str(error))
+            self._reading = False
+            self._took = LONGEST  # the longest pause
             self.again()
             return
-        if took > _LARGE:
+        self._reading = False
+        if self._took > _LARGE:
             give_back()
         self.reading = found
         self._on_reading(found)

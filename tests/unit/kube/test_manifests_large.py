@@ -136,3 +136,25 @@ def test_an_end_does_not_wait_for_a_large_file(tmp_path: Path, gate: Gate) -> No
     with contextlib.suppress(asyncio.CancelledError):
         run(tmp_path, scenario)
     assert not gate.opened.is_set()
+
+
+def test_a_large_file_is_read_again_after_no_thread_could_be_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(manifests, "RETRY_SECONDS", 0.05)
+    start, refused = threading.Thread.start, []
+
+    def refuse_once(thread: threading.Thread) -> None:
+        if not refused:
+            refused.append(thread)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    async def scenario(watcher: Watcher) -> None:
+        await watcher.until(lambda: watcher.batches)
+        monkeypatch.setattr(threading.Thread, "start", refuse_once)
+        (tmp_path / "a.yaml").write_text(FILLING + text(1))
+        await watcher.shows(s1=1)
+
+    (message,) = run(tmp_path, scenario).messages
+    assert "no thread could be started" in message

@@ -83,28 +83,3 @@ def test_a_clean_up_that_fails_is_tried_again(error: Exception) -> None:
         asyncio.run(flows.collect())
     asyncio.run(flows.collect())
     assert flows.cleaned == 1
-
-
-def test_without_threads_a_clean_up_is_refused_by_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The loop retries what the kernel refuses. Anything else ends it."""
-
-    def refused(*_: object) -> None:
-        raise RuntimeError("can't start new thread")
-
-    async def clean() -> None:
-        monkeypatch.setattr(asyncio.get_running_loop(), "run_in_executor", refused)
-        with pytest.raises(OSError, match="no thread could be started: can't start new thread"):
-            await UdpCleanup(lambda cookie, endpoint: None).clean()
-
-    asyncio.run(clean())
-
-
-def test_an_error_of_the_work_itself_is_not_taken_for_that(monkeypatch: pytest.MonkeyPatch) -> None:
-    cleanup = UdpCleanup(lambda cookie, endpoint: None)
-
-    def broken() -> Outcome:
-        raise RuntimeError("a bug")
-
-    monkeypatch.setattr(cleanup, "clean_now", broken)
-    with pytest.raises(RuntimeError, match="a bug"):
-        asyncio.run(cleanup.clean())
