@@ -20,6 +20,7 @@ from pyebpf_proxy.common.bpf_constants import (
     NOT_ON_LOOPBACK,
     ON_OTHER_LOOPBACK,
 )
+from pyebpf_proxy.common.kernel_files import kernel_number
 from pyebpf_proxy.config.addresses import Network
 from pyebpf_proxy.config.effective import Effective
 from pyebpf_proxy.config.kernel import KernelSettings
@@ -230,10 +231,7 @@ def local_ports() -> tuple[int, int]:
 
 def conntrack_is_liberal() -> bool:
     """Whether conntrack accepts TCP segments outside of their window as valid; off when conntrack is loaded."""
-    try:
-        return int(_BE_LIBERAL.read_text()) != 0
-    except (OSError, ValueError):
-        return False
+    return bool(kernel_number(_BE_LIBERAL))
 
 
 def netns_cookie() -> int:
@@ -245,10 +243,8 @@ def netns_cookie() -> int:
 
 def _seconds(setting: Path, default: int) -> int:
     """A timeout of conntrack; ``default``, the kernel's, where it cannot be read."""
-    try:
-        return int(setting.read_text())
-    except (OSError, ValueError):
-        return default
+    found = kernel_number(setting)
+    return default if found is None else found
 
 
 def _packed(cidrs: Mapping[IPFamily, Network], family: IPFamily) -> tuple[bytes, bytes]:

@@ -17,7 +17,7 @@ from pyebpf_proxy.see.filters import means, parse_place, split
 from pyebpf_proxy.see.names import suggested
 from pyebpf_proxy.see.state import State
 from pyebpf_proxy.see.text import Cell, Terminal, duration, table
-from pyebpf_proxy.services.addresses import format_address, format_address_port, parse_address
+from pyebpf_proxy.services.addresses import Place, format_address, format_address_port, parse_address
 from pyebpf_proxy.services.model import Protocol
 
 _TCP_STATES = (
@@ -44,8 +44,6 @@ YOUNG: Final = "young"
 KERNEL: Final = "kernel"
 FAST: Final = "fast"
 NETFILTER: Final = "netfilter"
-
-Place = tuple[bytes, int]
 
 
 class Flow(NamedTuple):

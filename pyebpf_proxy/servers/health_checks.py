@@ -7,7 +7,8 @@ import ipaddress
 from collections.abc import Callable, Iterable, Mapping
 
 from pyebpf_proxy.common.log import Logger
-from pyebpf_proxy.config.addresses import Address, parse_cidr
+from pyebpf_proxy.config.addresses import Address
+from pyebpf_proxy.datapath.node.plan import NodeConfig, accepted_networks
 from pyebpf_proxy.kube.events import ObjectReference, Recorder
 from pyebpf_proxy.servers.health import JSON_HEADERS, Health, Moment
 from pyebpf_proxy.servers.http import Handler, Request, Response
@@ -30,15 +31,11 @@ def listen_addresses(configured: Iterable[str], node_ips: Iterable[bytes], local
 
     A family for which nothing or everything is configured has the unspecified address.
     """
-    texts = list(configured)
-    if texts == ["primary"]:
-        ips = [ipaddress.ip_address(packed) for packed in node_ips]
-        texts = [f"{ip}/{ip.max_prefixlen}" for ip in ips if not (ip.is_loopback or ip.is_unspecified)]
-    networks = [network for text in texts if (network := parse_cidr(text)) is not None]
+    config = NodeConfig(tuple(configured), tuple(map(ipaddress.ip_address, node_ips)))
     found: dict[IPFamily, tuple[str, ...]] = {}
     for family, everywhere in _EVERYWHERE.items():
-        mine = [network for network in networks if network.version == family]
-        if not mine or any(network.prefixlen == 0 for network in mine):
+        mine = accepted_networks(family, config)
+        if mine is None or any(network.prefixlen == 0 for network in mine):
             found[family] = (everywhere,)
         else:
             selected = {ip for ip in local if ip.version == family and any(ip in network for network in mine)}

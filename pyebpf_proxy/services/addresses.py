@@ -13,6 +13,9 @@ from socket import AF_INET, AF_INET6, inet_ntop, inet_pton
 from pyebpf_proxy.common.digits import bounded_int
 from pyebpf_proxy.services.model import IPFamily, SourceRange
 
+#: A packed address and a port.
+Place = tuple[bytes, int]
+
 UNSPECIFIED = {IPFamily.IPV4: bytes(4), IPFamily.IPV6: bytes(16)}
 
 _LEADING_ZEROS = re.compile(r"(?<![0-9A-Fa-f])0+(?=[0-9A-Fa-f])")

@@ -10,11 +10,10 @@ from typing import Literal, NamedTuple
 
 from pyebpf_proxy.see import model
 from pyebpf_proxy.see.protocols import place, protocol_name
-from pyebpf_proxy.services.addresses import format_address_port
+from pyebpf_proxy.services.addresses import Place, format_address_port
 
 Path = Literal["fast", "netfilter", "socket", ""]
 Verdict = Literal["served", "refused", "dropped", "replaced"]
-Place = tuple[bytes, int]
 
 #: Fields of struct decision, in the order of :class:`Event`.
 FIELDS = (

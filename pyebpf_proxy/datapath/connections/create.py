@@ -9,15 +9,15 @@ from __future__ import annotations
 import enum
 import errno
 import os
-import socket
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from pyebpf_proxy.datapath.connections.ctnetlink import Place, TrackedEntry, lookup, tuple_of
+from pyebpf_proxy.datapath.connections.ctnetlink import TrackedEntry, header, lookup, tuple_of
 from pyebpf_proxy.datapath.netlink import uapi
 from pyebpf_proxy.datapath.netlink.messages import attribute
 from pyebpf_proxy.datapath.netlink.request import RequestSocket
+from pyebpf_proxy.services.addresses import Place, family_of
 from pyebpf_proxy.services.model import Protocol
 
 #: By the size of the address. Without a maximum the kernel takes the minimum for it.
@@ -274,7 +274,7 @@ def message(entry: Entry, seconds: int) -> bytes:
     # change the tuple itself. With an exact port for both it does not choose one.
     return b"".join(
         (
-            header(entry),
+            _header(entry),
             tuple_of(uapi.CTA_TUPLE_ORIG, entry.protocol, entry.client, entry.frontend),
             tuple_of(uapi.CTA_TUPLE_REPLY, entry.protocol, entry.frontend, entry.client),
             _nat(uapi.CTA_NAT_DST, entry.endpoint),
@@ -284,15 +284,13 @@ def message(entry: Entry, seconds: int) -> bytes:
     )
 
 
-def header(entry: Entry) -> bytes:
-    """struct nfgenmsg of a message about this flow."""
-    family = socket.AF_INET if len(entry.client[0]) == 4 else socket.AF_INET6
-    return uapi.NFGENMSG.pack(family, 0, 0)
+def _header(entry: Entry) -> bytes:
+    return header(family_of(entry.client[0]))
 
 
 def _key(entry: Entry) -> bytes:
     """The attributes that identify an entry in a message."""
-    return header(entry) + tuple_of(uapi.CTA_TUPLE_ORIG, entry.protocol, entry.client, entry.frontend)
+    return _header(entry) + tuple_of(uapi.CTA_TUPLE_ORIG, entry.protocol, entry.client, entry.frontend)
 
 
 def _nat(kind: int, place: Place) -> bytes:
@@ -344,7 +342,7 @@ def _replace_conflicting(netlink: RequestSocket, entry: Entry, body: bytes, seco
                 number = netlink.request(uapi.IPCTNL_MSG_CT_NEW, _key(entry) + _state(answered, seconds))
             return _result(number, Outcome.KNOWN)
         # The key includes the entry's id, so that no other entry is deleted.
-        number = netlink.request(uapi.IPCTNL_MSG_CT_DELETE, header(entry) + known.key)
+        number = netlink.request(uapi.IPCTNL_MSG_CT_DELETE, _header(entry) + known.key)
         if number not in (0, errno.ENOENT):
             return Result(Outcome.REFUSED, number)
     number = netlink.request_many(uapi.IPCTNL_MSG_CT_NEW, uapi.NLM_F_CREATE | uapi.NLM_F_EXCL, [body])[0]

@@ -39,17 +39,13 @@ from pyebpf_proxy.datapath.netlink.uapi import (
     NETLINK_NETFILTER,
     NFGENMSG,
 )
-from pyebpf_proxy.services.addresses import family_of
+from pyebpf_proxy.services.addresses import Place, family_of
 from pyebpf_proxy.services.model import IPFamily, Protocol
 
 # include/linux/netfilter/nf_conntrack_common.h
 _FILTER_PROTO_NUM = 1 << 3
 _SOURCE, _DESTINATION = {CTA_IP_V4_SRC, CTA_IP_V6_SRC}, {CTA_IP_V4_DST, CTA_IP_V6_DST}
 _ADDRESS_FAMILY = {IPFamily.IPV4: socket.AF_INET, IPFamily.IPV6: socket.AF_INET6}
-
-
-#: A packed address and a port.
-Place = tuple[bytes, int]
 
 
 class Flow(NamedTuple):

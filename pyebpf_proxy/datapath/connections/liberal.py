@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import errno
 import os
-import socket
 from collections.abc import Iterator
 
-from pyebpf_proxy.datapath.connections.ctnetlink import read_tuple
+from pyebpf_proxy.datapath.connections.ctnetlink import header, read_tuple
 from pyebpf_proxy.datapath.netlink import uapi
 from pyebpf_proxy.datapath.netlink.messages import attribute, attributes
 from pyebpf_proxy.datapath.netlink.request import RequestSocket
+from pyebpf_proxy.services.model import IPFamily, Protocol
 
 
 def make_liberal() -> int:
@@ -28,29 +28,27 @@ def make_liberal() -> int:
     info += attribute(uapi.CTA_PROTOINFO_TCP_FLAGS_REPLY, flags)
     info = attribute(uapi.CTA_PROTOINFO, attribute(uapi.CTA_PROTOINFO_TCP, info, nested=True), nested=True)
     changed = 0
-    for family in (socket.AF_INET, socket.AF_INET6):
-        header = uapi.NFGENMSG.pack(family, 0, 0)
+    for family in IPFamily:
         with RequestSocket(uapi.NETLINK_NETFILTER) as netlink:
-            keys = list(_translated(netlink, header))
-            for key in keys:
-                number = netlink.request(uapi.IPCTNL_MSG_CT_NEW, header + key + info)
+            for key in list(_translated(netlink, family)):
+                number = netlink.request(uapi.IPCTNL_MSG_CT_NEW, header(family) + key + info)
                 if number not in (0, errno.ENOENT):
                     raise OSError(number, f"conntrack: a connection could not be changed: {os.strerror(number)}")
                 changed += number == 0
     return changed
 
 
-def _translated(netlink: RequestSocket, header: bytes) -> Iterator[bytes]:
-    for message in netlink.dump(uapi.IPCTNL_MSG_CT_GET, header):
+def _translated(netlink: RequestSocket, family: IPFamily) -> Iterator[bytes]:
+    """The original tuple and the zone of each translated TCP connection, as the kernel wrote them."""
+    for message in netlink.dump(uapi.IPCTNL_MSG_CT_GET, header(family)):
         key, status, protocol = b"", 0, 0
         for kind, begin, end in attributes(message, uapi.NFGENMSG.size, len(message)):
             if kind == uapi.CTA_TUPLE_ORIG:
                 found = read_tuple(message, begin, end)
                 protocol = found.protocol if found else 0
-                key += message[begin - 4 : (end + 3) & ~3]
-            elif kind == uapi.CTA_ZONE:
-                key += message[begin - 4 : (end + 3) & ~3]
             elif kind == uapi.CTA_STATUS:
                 status = int.from_bytes(message[begin:end], "big")
-        if protocol == socket.IPPROTO_TCP and status & uapi.IPS_DST_NAT:
+            if kind in (uapi.CTA_TUPLE_ORIG, uapi.CTA_ZONE):
+                key += message[begin - 4 : (end + 3) & ~3]
+        if protocol == Protocol.TCP and status & uapi.IPS_DST_NAT:
             yield key

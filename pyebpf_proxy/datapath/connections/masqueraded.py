@@ -12,11 +12,12 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Collection, Iterator, Mapping
 
-from pyebpf_proxy.datapath.connections.ctnetlink import Place, TrackedEntry, entries
+from pyebpf_proxy.datapath.connections.ctnetlink import TrackedEntry, entries
 from pyebpf_proxy.datapath.loader.btf import Btf
 from pyebpf_proxy.datapath.loader.libbpf import Map
 from pyebpf_proxy.datapath.netlink import uapi
 from pyebpf_proxy.datapath.netlink.messages import attribute, word
+from pyebpf_proxy.services.addresses import Place
 from pyebpf_proxy.services.model import IPFamily, Protocol
 
 #: Whether the source of an entry's replies (protocol; address and port) is an endpoint of a Service.

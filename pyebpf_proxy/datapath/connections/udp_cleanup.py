@@ -17,12 +17,12 @@ from typing import NamedTuple
 
 from pyebpf_proxy.common.threads import in_thread
 from pyebpf_proxy.datapath.connections import ctnetlink, sock_diag
-from pyebpf_proxy.datapath.connections.udp_services import Place, UdpServices
+from pyebpf_proxy.datapath.connections.udp_services import UdpServices
 from pyebpf_proxy.datapath.loader.btf import Btf
 from pyebpf_proxy.datapath.loader.libbpf import Map
 from pyebpf_proxy.datapath.netlink.request import RequestSocket
 from pyebpf_proxy.datapath.netlink.uapi import NETLINK_NETFILTER
-from pyebpf_proxy.services.addresses import family_of
+from pyebpf_proxy.services.addresses import Place, family_of
 from pyebpf_proxy.services.model import FrontendKind, IPFamily, Protocol, ServicePort, ServicePortName
 
 #: From a socket's cookie and connected endpoint to the address that its owner connected to; None: not translated.

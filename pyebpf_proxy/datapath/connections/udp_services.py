@@ -5,10 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from pyebpf_proxy.services.addresses import Place
 from pyebpf_proxy.services.model import FrontendKind, IPFamily, Protocol, ServicePort, ServicePortName, with_removals
-
-#: Packed address and port.
-Place = tuple[bytes, int]
 
 
 class UdpServices:

@@ -99,31 +99,38 @@ class Program:
 
     def test_run(self, data: bytes, skb: SkBuff | None = None, repeat: int = 1) -> RunResult:
         """Run on a frame (with its Ethernet header), in the calling thread's network namespace."""
-        out = ffi.new("char[]", _DATA_OUT_MAX)
-        given = ffi.from_buffer(data)
+        return self._run(data, b"" if skb is None else skb.pack(), _SK_BUFF_SIZE if skb is not None else 0, repeat)
+
+    def run_frame(self, frame: bytes, ifindex: int = 0, repeat: int = 1) -> RunResult:
+        """Run an XDP program on a frame from that device, which must have an XDP program; 0: the loopback device."""
+        context = struct.pack("=6I", 0, len(frame), 0, ifindex, 0, 0) if ifindex else b""
+        return self._run(frame, context, 0, repeat)
+
+    def _run(self, data: bytes, context: bytes, context_out_bytes: int, repeat: int) -> RunResult:
+        """``context``: empty for the kernel's own. ``context_out_bytes``: of a struct __sk_buff that it returns."""
+        out, context_out = ffi.new("char[]", _DATA_OUT_MAX), ffi.new("char[]", _SK_BUFF_SIZE)
         options = ffi.new(
             "struct test_run_options *",
             {
                 "sz": ffi.sizeof("struct test_run_options"),
-                "data_in": given,
+                "data_in": ffi.from_buffer(data),
                 "data_size_in": len(data),
                 "data_out": out,
                 "data_size_out": _DATA_OUT_MAX,
                 "repeat": repeat,
             },
         )
-        if skb is not None:
-            context = ffi.from_buffer(skb.pack())
-            context_out = ffi.new("char[]", _SK_BUFF_SIZE)
-            options.ctx_in, options.ctx_size_in = context, _SK_BUFF_SIZE
-            options.ctx_out, options.ctx_size_out = context_out, _SK_BUFF_SIZE
+        if context:
+            options.ctx_in, options.ctx_size_in = ffi.from_buffer(context), len(context)
+        if context_out_bytes:
+            options.ctx_out, options.ctx_size_out = context_out, context_out_bytes
         with captured():
             checked(self._lib.bpf_prog_test_run_opts(self.fd, options), f"test run of program {self.name}")
         return RunResult(
             int(ffi.cast("int32_t", options.retval)),
             bytes(ffi.buffer(out, options.data_size_out)),
             options.duration,
-            SkBuff.unpack(bytes(ffi.buffer(options.ctx_out, _SK_BUFF_SIZE))) if skb is not None else None,
+            SkBuff.unpack(bytes(ffi.buffer(context_out, _SK_BUFF_SIZE))) if context_out_bytes else None,
         )
 
     def attach_xdp(self, ifindex: int, generic: bool, pin: Path) -> None:
@@ -150,27 +157,6 @@ class Program:
         with captured():
             what = f"attach program {self.name} to device {ifindex}"
             return checked(self._lib.bpf_link_create(self.fd, ifindex, _ATTACH_TCX_INGRESS, options), what)
-
-    def run_frame(self, frame: bytes, ifindex: int = 0, repeat: int = 1) -> RunResult:
-        """Run an XDP program on a frame from that device, which must have an XDP program; 0: the loopback device."""
-        out = ffi.new("char[]", _DATA_OUT_MAX)
-        context = ffi.from_buffer(struct.pack("=6I", 0, len(frame), 0, ifindex, 0, 0))
-        options = ffi.new(
-            "struct test_run_options *",
-            {
-                "sz": ffi.sizeof("struct test_run_options"),
-                "data_in": ffi.from_buffer(frame),
-                "data_size_in": len(frame),
-                "data_out": out,
-                "data_size_out": _DATA_OUT_MAX,
-                "repeat": repeat,
-            },
-        )
-        if ifindex:
-            options.ctx_in, options.ctx_size_in = context, len(context)
-        with captured():
-            checked(self._lib.bpf_prog_test_run_opts(self.fd, options), f"test run of program {self.name}")
-        return RunResult(options.retval, bytes(ffi.buffer(out, options.data_size_out)), options.duration, None)
 
     def attach_cgroup(self, cgroup_fd: int) -> Link:
         """Attach as the program's section defines (cgroup/connect4, …)."""

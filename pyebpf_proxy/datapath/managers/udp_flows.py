@@ -10,10 +10,10 @@ from collections.abc import Callable, Collection
 from pyebpf_proxy.common.log import Logger
 from pyebpf_proxy.config.effective import Effective
 from pyebpf_proxy.datapath.connections.udp_cleanup import Cleaned, SocketPeers, UdpCleanup, addresses_in
-from pyebpf_proxy.datapath.connections.udp_services import Place
 from pyebpf_proxy.datapath.managers.manager import Delta, Manager
 from pyebpf_proxy.datapath.managers.programs import Programs
 from pyebpf_proxy.datapath.managers.service_maps import ServiceMaps
+from pyebpf_proxy.services.addresses import Place
 from pyebpf_proxy.services.node_facts import NodeFacts
 
 #: Seconds between two looks at connected sockets. Less than conntrack's timeouts, and than it takes other sockets to

@@ -87,7 +87,7 @@ class Mirror(State):
         Allocates ids, slots and frontends at once: :meth:`commit` or :meth:`revert` must follow. Raises MapFullError.
         """
         old = self.records.get(name)
-        config_changed = old is None or old.dirty or _config_fields(old.plan) != _config_fields(wanted)
+        config_changed = old is None or old.dirty or config_fields(old.plan) != config_fields(wanted)
         serving = self._serving_pairs(wanted)
         old_serving = self._serving_pairs(old.plan) if old is not None else frozenset()
         serving_changed = serving != old_serving
@@ -314,7 +314,8 @@ class Mirror(State):
             new.plan = msgspec.structs.replace(new.plan, frontends=kept)
 
 
-def _config_fields(plan: ServicePort) -> tuple[object, ...]:
+def config_fields(plan: ServicePort) -> tuple[object, ...]:
+    """What a configuration and its slots and source ranges hold."""
     return (
         plan.cluster,
         plan.local,

@@ -12,8 +12,7 @@ from pyebpf_proxy.common.cycles import without_cycle_search
 from pyebpf_proxy.datapath.loader.libbpf import Map
 from pyebpf_proxy.datapath.maps.adopt import adopt
 from pyebpf_proxy.datapath.maps.changes import Record
-from pyebpf_proxy.datapath.maps.mirror import Mirror
-from pyebpf_proxy.services.model import ServicePort
+from pyebpf_proxy.datapath.maps.mirror import Mirror, config_fields
 
 #: At most this share of the time is spent on digests, and on readings: 1/1000. Only CPU time counts: on a busy machine,
 #: a reading that was interrupted would otherwise postpone the next one, by up to an hour.
@@ -84,13 +83,6 @@ class ReadBack:
         return any(_differ(record, fresh.records[name]) for name, record in mirror.records.items())
 
 
-def _policies(plan: ServicePort) -> tuple[object, ...]:
-    return (
-        *(plan.cluster, plan.local, plan.any_endpoints, plan.internal_local, plan.external_local),
-        plan.affinity_seconds,
-    )
-
-
 def _differ(known: Record, found: Record) -> bool:
     if (known.id, known.config_id, known.length, found.dirty) != (found.id, found.config_id, found.length, False):
         return True
@@ -100,9 +92,7 @@ def _differ(known: Record, found: Record) -> bool:
         return True
     written, read = known.plan, found.plan
     return (
-        _policies(written) != _policies(read)
-        or written.vip_source_allowed != read.vip_source_allowed
-        or set(written.source_ranges) != set(read.source_ranges)
+        config_fields(written) != config_fields(read)
         or set(written.frontends) != set(read.frontends)
         or {(e.address, e.port) for e in written.serving} != {(e.address, e.port) for e in read.serving}
     )

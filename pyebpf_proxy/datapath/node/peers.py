@@ -8,23 +8,18 @@ packet as usual. The query needs CAP_NET_ADMIN over the user namespace of that n
 from __future__ import annotations
 
 import errno
-import fcntl
-import socket
 import struct
-from array import array
 from collections.abc import Iterable
 
 from pyebpf_proxy.datapath.netlink import uapi
 from pyebpf_proxy.datapath.netlink.messages import attribute, number, values
 from pyebpf_proxy.datapath.netlink.request import RequestSocket
 from pyebpf_proxy.datapath.netlink.rtnetlink import WITHOUT_STATISTICS
+from pyebpf_proxy.datapath.node import ethtool
 from pyebpf_proxy.datapath.node.plan import Link
 
 # The driver runs it, alone or together with another mode. (XDP_ATTACHED_SKB: generic XDP.)
 _NATIVE = frozenset({uapi.XDP_ATTACHED_DRV, uapi.XDP_ATTACHED_MULTI})
-# include/uapi/linux/sockios.h, ethtool.h
-_SIOCETHTOOL, _ETHTOOL_GTSO = 0x8946, 0x1E
-_IFREQ = struct.Struct("@16sP16x")
 
 PROGRAM = "an XDP program is at the peer of the veth"
 MAY_BE = "an XDP program may be at the peer of the veth: it could not be checked ({}), and segmentation offload is off"
@@ -91,10 +86,7 @@ def _segments(device: str) -> bool:
 
     (veth_fix_features() of drivers/net/veth.c.) True, if the device is gone.
     """
-    value = array("I", [_ETHTOOL_GTSO, 0])
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as asker:
-        try:
-            fcntl.ioctl(asker, _SIOCETHTOOL, _IFREQ.pack(device.encode(), value.buffer_info()[0]))
-        except OSError:
-            return True
-    return bool(value[1])
+    try:
+        return bool(ethtool.get(device, ethtool.GTSO))
+    except OSError:
+        return True

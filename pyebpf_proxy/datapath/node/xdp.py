@@ -8,10 +8,7 @@ keeps the link when the agent is gone; removing the pin detaches the program.
 
 from __future__ import annotations
 
-import ctypes
 import errno
-import fcntl
-import socket
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -21,6 +18,7 @@ from typing import Literal, NamedTuple, Protocol
 from pyebpf_proxy.common.bpf_constants import ANY_FRAMES, NO_FRAMES, ONE_BUFFER
 from pyebpf_proxy.datapath.loader.libbpf import BpfError, Program
 from pyebpf_proxy.datapath.loader.libbpf import Link as BpfLink
+from pyebpf_proxy.datapath.node import ethtool
 from pyebpf_proxy.datapath.node.netdev import BASIC, NDO_XMIT, NDO_XMIT_SG, RX_SG
 from pyebpf_proxy.datapath.node.plan import ARPHRD_ETHER, TC_ETHERNET, Link
 from pyebpf_proxy.datapath.repairs import Repair, repairs
@@ -31,7 +29,6 @@ EVERY_PHYSICAL = "*"
 # Devices whose other end is on this machine. XDP_TX reaches it only if it has XDP itself (6.18: with only GRO, frames
 # stay in its queue until something else wakes it); the kernel reports whether a redirect to the device works.
 _PAIRS = frozenset({"veth", "netkit"})
-_SIOCETHTOOL, _ETHTOOL_GFLAGS, _RXVLAN = 0x8946, 0x25, 1 << 8
 
 
 class DeviceMap(Protocol):
@@ -140,17 +137,10 @@ def _frames(bits: int, one: int, several: int) -> int:
 
 def takes_tags_off(device: str) -> bool:
     """Whether a device strips VLAN tags from frames (ethtool: rx-vlan-offload), in this network namespace."""
-    value = bytearray(struct.pack("=II", _ETHTOOL_GFLAGS, 0))
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
-        # ifr_data points at the value.
-        buffer = (ctypes.c_char * len(value)).from_buffer(value)
-        request = struct.pack("16sP", device.encode(), ctypes.addressof(buffer)) + bytes(16)
-        try:
-            fcntl.ioctl(asking, _SIOCETHTOOL, request)
-        except OSError:
-            return False
-        del buffer
-    return bool(struct.unpack("=II", value)[1] & _RXVLAN)
+    try:
+        return bool(ethtool.get(device, ethtool.GFLAGS) & ethtool.RXVLAN)
+    except OSError:
+        return False
 
 
 class Xdp:
