@@ -59,9 +59,9 @@ def parse_bool(text: str) -> bool:
     raise ValueError(f"strconv.ParseBool: parsing {quote(text)}: invalid syntax")
 
 
-def parse_int(text: str, bits: int, base: int = 0) -> int:
-    """strconv.ParseInt; base 0 accepts ``0x``, ``0o``, ``0b``, a leading zero, and underscores between digits."""
-    value = _integer(text, base)
+def parse_int(text: str, bits: int) -> int:
+    """strconv.ParseInt with base 0: it accepts ``0x``, ``0o``, ``0b``, a leading zero, underscores between digits."""
+    value = _integer(text)
     if value is None:
         raise ValueError(f"strconv.ParseInt: parsing {quote(text)}: invalid syntax")
     if not -(1 << (bits - 1)) <= value < 1 << (bits - 1):
@@ -79,24 +79,21 @@ def parse_uint(text: str, bits: int) -> int:
     return value
 
 
-def _integer(text: str, base: int) -> int | None:
+def _integer(text: str) -> int | None:
     match = _INTEGER.fullmatch(text)
     if match is None:
         return None
     digits = match["digits"]
-    if base == 0:
-        base = _BASES.get(match["base"].lower(), 10)
-        if base == 10 and len(digits) > 1 and digits[0] == "0":
-            base, digits = 8, digits[1:]
-            if digits[0] == "_":
-                digits = digits[1:]
-        elif match["base"] and digits[0] == "_":
+    base = _BASES.get(match["base"].lower(), 10)
+    if base == 10 and len(digits) > 1 and digits[0] == "0":
+        base, digits = 8, digits[1:]
+        if digits[0] == "_":
             digits = digits[1:]
-        if digits[:1] in ("", "_") or digits[-1] == "_" or "__" in digits:
-            return None
-        digits = digits.replace("_", "")
-    elif match["base"] or "_" in digits:
+    elif match["base"] and digits[0] == "_":
+        digits = digits[1:]
+    if digits[:1] in ("", "_") or digits[-1] == "_" or "__" in digits:
         return None
+    digits = digits.replace("_", "")
     if base == 10 and digits.isdigit():
         value = bounded_int(digits, _TOO_LARGE)
     else:

@@ -13,6 +13,7 @@ from pyebpf_proxy.see.maps import U32, Pinned
 from pyebpf_proxy.see.reasons import SLOW
 
 _OPEN = "not_slow"
+_MOST_REASONS = 4
 MAPS = {"exchange_sweeps", "fast_path", "flows", "permits", "sweep_results", "young_counts"}
 
 
@@ -137,9 +138,9 @@ def text(view: model.FastPathView) -> list[str]:
     return lines
 
 
-def slow_text(view: model.FastPathView, most: int = 4) -> str:
+def slow_text(view: model.FastPathView) -> str:
     """New flows by path, and the most frequent reasons for the slow path."""
     parts = [f"{path} {count}" for path, count in view.new_flows.items()]
-    often = sorted(view.slow.items(), key=lambda entry: -entry[1])[:most]
+    often = sorted(view.slow.items(), key=lambda entry: -entry[1])[:_MOST_REASONS]
     why = "; slow path: " + ", ".join(f"{name} {count}" for name, count in often) if often else ""
     return ", ".join(parts) + why

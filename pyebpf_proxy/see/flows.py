@@ -37,6 +37,7 @@ _SCTP_STATES = (
 )
 _UDP_STATES = ("ASSURED", "REPLIED", "UNREPLIED")
 _PORTS = 65536 - 1024
+_BUSIEST = 5
 _PROTOCOLS = frozenset(map(int, Protocol))
 
 #: The age of a flow: only the programs know it (young), or conntrack does. Then the path of its packets.
@@ -142,14 +143,14 @@ def _state(message: bytes, places: Mapping[int, tuple[int, int]], protocol: int,
     return assured if status & uapi.IPS_ASSURED else replied if status & uapi.IPS_SEEN_REPLY else unreplied
 
 
-def busiest(most: int = 5) -> list[model.Fill]:
+def busiest() -> list[model.Fill]:
     """The endpoints with the most masqueraded flows. Each flow uses a source port of its masquerade address."""
     counts: dict[tuple[Place, bytes, Protocol], int] = {}
     for flow in dump():
         if flow.masqueraded and flow.status & uapi.IPS_DST_NAT:
             key = (flow.endpoint, flow.seen[0], flow.protocol)
             counts[key] = counts.get(key, 0) + 1
-    top = sorted(counts.items(), key=lambda entry: (-entry[1], entry[0]))[:most]
+    top = sorted(counts.items(), key=lambda entry: (-entry[1], entry[0]))[:_BUSIEST]
     return [
         model.Fill(
             name=f"source ports of {format_address(seen)} to {format_address_port(*endpoint)} {protocol.name}",

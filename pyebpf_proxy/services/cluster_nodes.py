@@ -87,19 +87,11 @@ class ClusterNodes:
             node_cidrs.setdefault(IPFamily(cidr.version), cidr)
         if node_cidrs != facts.node_cidrs:
             facts = replace(facts, node_cidrs=node_cidrs)
-        pod_cidrs = frozenset(cidr for node in self._nodes.values() for cidr in node.pod_cidrs)
-        if pod_cidrs != facts.pod_cidrs:
-            facts = replace(facts, pod_cidrs=pod_cidrs)
         # If several Nodes have the same address, the first Node by name counts.
         owners = {
             address: name for name in sorted(self._nodes, reverse=True) for address in self._nodes[name].addresses
         }
-        others = owners != self.owners
-        if others:
-            self.owners = owners
-            if owners.keys() != facts.node_addresses:
-                facts = replace(facts, node_addresses=frozenset(owners))
-        self.facts = facts
+        others, self.owners, self.facts = owners != self.owners, owners, facts
         return NodeChange(for_all, others)
 
     def _node_ips(self, own: NodeView) -> dict[IPFamily, bytes]:

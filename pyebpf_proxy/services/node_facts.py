@@ -15,10 +15,6 @@ class NodeFacts:
 
     #: Addresses of this Node, at most one of each family (spec/configuration §5.3).
     node_ips: dict[IPFamily, bytes] = field(default_factory=dict)
-    #: The pod CIDRs of every Node.
-    pod_cidrs: frozenset[Network] = frozenset()
-    #: The addresses of every Node.
-    node_addresses: frozenset[bytes] = frozenset()
     #: The first pod CIDR of each family of this Node: the local pods in mode NodeCIDR (spec/service-semantics §6).
     node_cidrs: dict[IPFamily, Network] = field(default_factory=dict)
     #: The CIDRs of the ServiceCIDR objects, for unallocated ClusterIPs in nftables mode (§9).

@@ -13,10 +13,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from ipaddress import ip_address
 
-from pyebpf_proxy.datapath.connections import create
-from pyebpf_proxy.datapath.connections.create import Entry, Place, Result, TcpState
+from pyebpf_proxy.datapath.connections.create import Entry, Result, TcpState
 from pyebpf_proxy.lab.namespace import Namespace
+from pyebpf_proxy.services.addresses import Place
 from pyebpf_proxy.services.model import Protocol
+from tests.support.conntrack import create_now
 
 CLIENT = {4: "10.9.1.2", 6: "fd09:1::2"}
 FRONTEND = {4: "10.96.0.77", 6: "fd00:96::77"}
@@ -122,7 +123,7 @@ class Router:
 
     def create(self, *entries: Entry) -> list[Result]:
         """Create the entry by this package's code, on the router."""
-        return self.router.call(create.create_now, entries)
+        return self.router.call(create_now, entries)
 
     def listed(self, family: int) -> list[str]:
         """The lines of ``conntrack -L``."""

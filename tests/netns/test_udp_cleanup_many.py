@@ -11,10 +11,11 @@ from collections.abc import Iterator
 import pytest
 
 from pyebpf_proxy.datapath.connections import ctnetlink, sock_diag, udp_cleanup
-from pyebpf_proxy.datapath.connections.create import Entry, create_now
+from pyebpf_proxy.datapath.connections.create import Entry
 from pyebpf_proxy.datapath.connections.udp_cleanup import Cleaned, UdpCleanup
 from pyebpf_proxy.lab.namespace import Namespace
 from pyebpf_proxy.services.model import IPFamily, Protocol
+from tests.support.conntrack import create_now
 
 pytestmark = pytest.mark.needs_netns
 

@@ -38,6 +38,7 @@ from pyebpf_proxy.services.model import Protocol
 from pyebpf_proxy.services.node_facts import NodeFacts
 from tests.packet.fast_node import tag_of
 from tests.packet.program_node import OBJECT, enter_namespace, libc
+from tests.support.conntrack import create_now
 from tests.support.logs import Log, Message
 
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
@@ -776,7 +777,7 @@ def test_a_conflicting_entry_is_replaced(node: Node, protocol: Protocol, what: s
         "straight to the endpoint": Entry(protocol, client, endpoint, endpoint),
         "in the frontend's name": Entry(protocol, frontend, client, client),
     }[what]
-    create.create_now([other])
+    create_now([other])
     assert len(node.listed()) == 1
     key = node.young(1000, protocol=protocol)
     node.promoter.pass_now()
@@ -792,7 +793,7 @@ def test_a_flow_that_conntrack_knows_is_promoted(node: Node) -> None:
     key = node.young(1000)
     flow = node.promoter._flows.read(key)
     assert flow is not None
-    create.create_now([flow.entry])
+    create_now([flow.entry])
     node.promoter.pass_now()
     assert not node.is_young(key)
     assert len(node.listed()) == 1
@@ -805,8 +806,8 @@ def test_an_entry_that_conntrack_has_seen_answered_stays_assured(node: Node, pro
     key = node.young(1000, protocol=protocol)
     flow = node.promoter._flows.read(key)
     assert flow is not None
-    create.create_now([flow.entry])
-    (result,) = create.create_now([flow.entry._replace(answered=False)])
+    create_now([flow.entry])
+    (result,) = create_now([flow.entry._replace(answered=False)])
     assert result.outcome is Outcome.KNOWN
     (line,) = node.listed()
     assert "[ASSURED]" in line
@@ -827,7 +828,7 @@ def test_promotion_is_tried_again_while_conntrack_is_full(node: Node, caplog: py
             for port in range(20000, 20000 + limit // 256 + 1)
         ]
         of = [entry._replace(endpoint=entry.frontend) for entry in of]
-        last = create.create_now(of)[-1]
+        last = create_now(of)[-1]
     assert last.outcome is Outcome.FULL, "the table is full"
     key = node.young(1000)
     with caplog.at_level("INFO"):
@@ -1049,7 +1050,7 @@ def test_flows_end_when_their_source_address_leaves_the_node(node: Node, protoco
         # Not a Service's.
         places(1005, here, 2005, endpoint_port=9999),
     ]
-    create.create_now(kept)
+    create_now(kept)
     assert len(node.listed()) == 5
     gone = {ip_address(here).packed}
     if others:

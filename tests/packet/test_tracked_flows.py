@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from pyebpf_proxy.datapath.connections import masqueraded
-from pyebpf_proxy.datapath.connections.create import Entry, create_now
+from pyebpf_proxy.datapath.connections.create import Entry
 from pyebpf_proxy.datapath.loader.programs import Settings
 from pyebpf_proxy.services.model import Protocol
 from tests.packet.fast_node import (
@@ -23,6 +23,7 @@ from tests.packet.fast_node import (
     sweep,
 )
 from tests.packet.program_node import GO_ON, XDP_PASS, ProgramNode
+from tests.support.conntrack import create_now
 
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
 LOW, HIGH = 30000, 30001

@@ -18,7 +18,7 @@ import struct
 from collections import Counter
 from typing import Any
 
-from pyebpf_proxy.datapath.connections.create import Entry, create_now
+from pyebpf_proxy.datapath.connections.create import Entry
 from pyebpf_proxy.datapath.loader.reasons import reasons
 from pyebpf_proxy.services.model import Protocol
 from tests.packet.fast_node import (
@@ -35,6 +35,7 @@ from tests.packet.fuzz import FOREVER, REDIRECT, Round, Runner
 from tests.packet.fuzz_packets import make
 from tests.packet.fuzz_reference import TCP, Ends, parse
 from tests.packet.program_node import SHOT, XDP_DROP, XDP_PASS, XDP_REDIRECT, XDP_TX, ProgramNode, enter_namespace
+from tests.support.conntrack import create_now
 
 STEPS_A_ROUND = 250
 BASE = {"xdp": 1, "load": 1, "snat_port_min": 20000, "snat_port_max": 20199}

@@ -353,9 +353,3 @@ def _result(number: int, done: Outcome) -> Result:
     if number == 0:
         return Result(done)
     return Result(Outcome.FULL if number in _FULL else Outcome.REFUSED, number)
-
-
-def create_now(entries: Iterable[Entry]) -> list[Result]:
-    """:func:`create` in the calling thread's network namespace, with its own socket. OSError."""
-    with RequestSocket(uapi.NETLINK_NETFILTER) as netlink:
-        return create(netlink, list(entries), time_outs())

@@ -338,15 +338,11 @@ class Object:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The entries of each map that is not private to this object; known before :meth:`load`."""
-        return {name: each.max_entries for name, each in self._declared().items()}
+        """The entries of each of :meth:`declared`."""
+        return {name: each.max_entries for name, each in self.declared().items()}
 
-    @property
-    def shapes(self) -> dict[str, tuple[int, int, int]]:
-        """Of the same maps: the number of the type, and the sizes of keys and values in bytes."""
-        return {name: (each.type, each.key_size, each.value_size) for name, each in self._declared().items()}
-
-    def _declared(self) -> dict[str, Map]:
+    def declared(self) -> dict[str, Map]:
+        """Each map that is not private to this object; without a descriptor before :meth:`load`."""
         return {name: self._describe(name, pointer) for name, pointer in self._maps.items() if "." not in name}
 
     def _describe(self, name: str, pointer: Any) -> Map:

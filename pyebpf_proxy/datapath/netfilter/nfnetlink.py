@@ -98,7 +98,7 @@ class Channel:
 
     def has_table(self, table: str) -> bool:
         """Whether the table of family inet with this name exists."""
-        bodies, _ = self._dump(uapi.NFT_MSG_GETTABLE, b"")
+        bodies = self._dump(uapi.NFT_MSG_GETTABLE, b"")
         return any(_text(_values(body), uapi.NFTA_TABLE_NAME) == table for body in bodies)
 
     def rules(self, table: str) -> int:
@@ -121,12 +121,12 @@ class Channel:
         ]
 
     def _rules(self, table: str) -> list[bytes]:
-        return self._dump(uapi.NFT_MSG_GETRULE, attribute(uapi.NFTA_RULE_TABLE, zero_terminated(table)))[0]
+        return self._dump(uapi.NFT_MSG_GETRULE, attribute(uapi.NFTA_RULE_TABLE, zero_terminated(table)))
 
     def chains(self, table: str) -> dict[str, Chain]:
         """The chains of a table by name."""
         found = {}
-        for body in self._dump(uapi.NFT_MSG_GETCHAIN, b"")[0]:
+        for body in self._dump(uapi.NFT_MSG_GETCHAIN, b""):
             chain = _values(body)
             if _text(chain, uapi.NFTA_CHAIN_TABLE) != table:
                 continue
@@ -146,7 +146,7 @@ class Channel:
         None: the kernel does not report it (before 6.17).
         """
         found = {}
-        for body in self._dump(uapi.NFT_MSG_GETSET, b"")[0]:
+        for body in self._dump(uapi.NFT_MSG_GETSET, b""):
             one = _values(body)
             name = _text(one, uapi.NFTA_SET_NAME)
             if _text(one, uapi.NFTA_SET_TABLE) == table and not name.startswith("__"):
@@ -158,7 +158,7 @@ class Channel:
         """The elements of a set or map, by key; none if the set does not exist."""
         found: dict[bytes, bytes] = {}
         for _ in range(_TRIES):
-            bodies, _ = self._dump(uapi.NFT_MSG_GETSETELEM, _names(table, name))
+            bodies = self._dump(uapi.NFT_MSG_GETSETELEM, _names(table, name))
             raw = b"".join([_values(body).get(uapi.NFTA_SET_ELEM_LIST_ELEMENTS, b"") for body in bodies])
             found |= _unpacked(raw, shape)
             # While the kernel moves a set to a bigger hash table, some elements come twice and some not at all.
@@ -212,8 +212,8 @@ class Channel:
                     raise OSError(number, os.strerror(number))
                 return
 
-    def _dump(self, kind: int, attributes: bytes) -> tuple[list[bytes], bool]:
-        """Bodies of the answers; and whether the requested object is missing."""
+    def _dump(self, kind: int, attributes: bytes) -> list[bytes]:
+        """Bodies of the answers; none if the requested object is missing."""
         for attempt in range(_ATTEMPTS):
             if attempt:
                 time.sleep(_PAUSE)
@@ -231,11 +231,11 @@ class Channel:
                     else:
                         bodies.append(body)
             if number == errno.ENOENT:
-                return [], True
+                return []
             if number and number != errno.EINTR:
                 raise OSError(number, os.strerror(number))
             if not number and not interrupted:
-                return bodies, False
+                return bodies
         raise OSError(errno.EAGAIN, "the rules changed while they were read, ten times in a row")
 
 

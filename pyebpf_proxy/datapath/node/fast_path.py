@@ -227,11 +227,6 @@ class FastPath:
         families = frozenset() if self._unreadable else self._rules.lasting - self.closed.keys() - self.warnings.keys()
         return Lasting(families, self._voided)
 
-    def drain(self) -> None:
-        """From now on no new flow enters the fast path; ``sweep_flows`` promotes the existing ones."""
-        self.draining = True
-        self._write()
-
     def admit(self) -> None:
         """From now on new flows enter the fast path."""
         self.draining = False

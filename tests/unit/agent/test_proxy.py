@@ -289,7 +289,7 @@ def test_facts_that_cannot_be_applied_are_a_problem_and_services_still_change(
         deliver(Batch([change("a")], complete=True))
         await until(lambda: bool(agent.datapath.calls))
         agent.datapath.node_failures = 2
-        agent.facts = NodeFacts(node_addresses=frozenset({bytes(4)}))
+        agent.facts = NodeFacts(node_ips={IPFamily.IPV4: b"\n\0\0\1"})
         deliver(Batch([change("b")], complete=True))
         await until(lambda: bool(agent.applied()))
         assert ("node", []) not in agent.datapath.calls
@@ -355,7 +355,7 @@ def test_new_node_facts_reach_the_data_plane_before_changes_of_the_same_batch(ag
     async def play(deliver: Callable[[Batch], None]) -> None:
         deliver(Batch([], complete=True))
         await until(lambda: bool(agent.datapath.calls))
-        agent.facts = NodeFacts(node_addresses=frozenset([b"\n\0\0\1"]))
+        agent.facts = NodeFacts(node_ips={IPFamily.IPV4: b"\n\0\0\1"})
         deliver(Batch([change("a")], complete=True))
         await until(lambda: bool(agent.applied()))
 

@@ -83,7 +83,7 @@ RECORDED = {
 
 def shapes(name: str) -> dict[str, tuple[int, int, int]]:
     with Object.open(OBJECTS / f"{name}.bpf.o") as unset:
-        return unset.shapes
+        return {name: (each.type, each.key_size, each.value_size) for name, each in unset.declared().items()}
 
 
 @pytest.mark.parametrize("name", ["tc", "tc_without_lookup", "sock", "xdp"])

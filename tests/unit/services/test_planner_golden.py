@@ -68,10 +68,8 @@ def plan_of(name: str) -> str:
     lines = [f"! {line}" for line in lines]
     lines += [f"! {line}" for line in sorted(map(str, planner.conflicts))]
     lines += [f"? {line}" for line in notes]
-    if planner.facts.node_addresses:
+    if planner.facts.node_ips:
         lines.append(f"this node: {', '.join(map(format_address, planner.facts.node_ips.values()))}")
-        lines.append(f"nodes:    {', '.join(sorted(map(format_address, planner.facts.node_addresses)))}")
-        lines.append(f"pods:     {', '.join(sorted(map(str, planner.facts.pod_cidrs)))}")
     for port_name in sorted(planner.names):
         port = planner.get(port_name)
         assert port is not None
