@@ -9,6 +9,5 @@ module          duty
 ``nftables``    the tables ``ip kube-proxy`` and ``ip6 kube-proxy``
 ``ipvs``        virtual servers, the device kube-ipvs0, the ipsets
 ``leftovers``   all of them together: ``remove`` and ``running``
-``monitor``     when: removes after the agent's start, and checks at every refresh
 ==============  =====================================================================================
 """
