@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 from pyebpf_proxy.datapath.connections.promotion import Promoter
 from pyebpf_proxy.datapath.loader.programs import Loaded
+from pyebpf_proxy.datapath.node.devices import Node
 from pyebpf_proxy.datapath.node.fast_path import FastPath
-from pyebpf_proxy.datapath.node.links import Node
 
 _ZERO = bytes(4)
 

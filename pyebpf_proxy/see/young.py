@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 
-from pyebpf_proxy.datapath.connections.promotion import FlowReader
+from pyebpf_proxy.datapath.connections.flow_reader import FlowReader
 from pyebpf_proxy.datapath.loader.btf import StaleObjectError
 from pyebpf_proxy.datapath.loader.libbpf import BpfError
 from pyebpf_proxy.datapath.netlink.uapi import IPS_ASSURED, IPS_DST_NAT, IPS_SEEN_REPLY, IPS_SRC_NAT

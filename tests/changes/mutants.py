@@ -97,7 +97,7 @@ MUTANTS = {
         "datapath/maps/mirror.py", "wanted.affinity_seconds,\n", "0,\n", "affinity on and off", ("affinity",),
     ),
     "connections of what is gone are ended": Mutant(
-        WRITER, "self._memory.changing(done)",
+        WRITER, "self._affinities.changing(done)",
         "__import__('subprocess').run(['conntrack', '-F'], capture_output=True)", "endpoints roll",
         ("transfer", "broken", "lost"),
     ),

@@ -17,7 +17,7 @@ import pytest
 from pyebpf_proxy.datapath.loader import tcx
 from pyebpf_proxy.datapath.loader.kernel_objects import program_info
 from pyebpf_proxy.datapath.loader.libbpf import Map, Object
-from pyebpf_proxy.datapath.node.links import LOOK_SECONDS
+from pyebpf_proxy.datapath.node.devices import LOOK_SECONDS
 from pyebpf_proxy.datapath.node.mounts import tcx_directory
 from pyebpf_proxy.lab.cluster import Lab, Node
 from tests.netns.init_only import run_init_only

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from pyebpf_proxy.datapath.connections import flows
+from pyebpf_proxy.datapath.connections import conntrack_counts
+from pyebpf_proxy.datapath.connections.conntrack_counts import Count, Route
 from pyebpf_proxy.datapath.connections.counts import Connections
-from pyebpf_proxy.datapath.connections.flows import Count, Route
 from pyebpf_proxy.datapath.loader.programs import LEAST_CONNECTIONS, SCHEDULERS, Loaded, Settings, load
 from pyebpf_proxy.datapath.maps.writer import Writer
 from pyebpf_proxy.datapath.netlink import uapi
@@ -79,7 +79,7 @@ def test_states_count_as_active_or_inactive_as_in_ipvs(namespace: None) -> None:
         flow(CLIENT6, VIP6, POD6, 1000 + number, state)
     for number in range(4):
         flow(CLIENT, VIP, POD, 2000 + number)
-    assert flows.count(set()) == {
+    assert conntrack_counts.count(set()) == {
         route(VIP, POD): Count(3, 5),
         route(VIP6, POD6): Count(3, 5),
         route(VIP, POD, 17): Count(4, 0),
@@ -91,29 +91,31 @@ def test_an_entry_with_other_attributes_is_read(namespace: None, monkeypatch: py
         flow(source, address, endpoint, 1000, "ESTABLISHED")
         flow(source, address, endpoint, 1001, "TIME_WAIT")
         flow(source, address, endpoint, 1002)
-    fast = flows.count(set())
+    fast = conntrack_counts.count(set())
     assert len(fast) == 4
     read = []
-    slow = flows._slow_flow
-    monkeypatch.setattr(flows, "_slow_flow", lambda message: read.append(message) or slow(message))
-    assert flows.count(set()) == fast
+    slow = conntrack_counts._slow_flow
+    monkeypatch.setattr(conntrack_counts, "_slow_flow", lambda message: read.append(message) or slow(message))
+    assert conntrack_counts.count(set()) == fast
     assert not read
-    monkeypatch.setattr(flows, "_FAST", {f: (of, reply, first) for f, (of, first, reply) in flows._FAST.items()})
-    assert flows.count(set()) == fast
+    monkeypatch.setattr(
+        conntrack_counts, "_FAST", {f: (of, reply, first) for f, (of, first, reply) in conntrack_counts._FAST.items()}
+    )
+    assert conntrack_counts.count(set()) == fast
     assert len(read) == 6
 
 
 def test_untranslated_flows_count_only_if_they_are_from_the_node(namespace: None) -> None:
     flow(CLIENT, POD, POD, 1000, "ESTABLISHED", port=8080)
     flow(NODE, POD, POD, 1001, "ESTABLISHED", port=8080)
-    assert flows.count(set()) == {}
-    assert flows.count({ip_address(NODE).packed}) == {route(POD, POD, port=8080): Count(1, 0)}
+    assert conntrack_counts.count(set()) == {}
+    assert conntrack_counts.count({ip_address(NODE).packed}) == {route(POD, POD, port=8080): Count(1, 0)}
 
 
 def test_a_failed_dump_logs_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(uapi, "IPCTNL_MSG_CT_GET", 0x1FF)
-    with pytest.raises(flows.RefusedError, match=r"^list of connections: "):
-        flows.count(set())
+    with pytest.raises(conntrack_counts.RefusedError, match=r"^list of connections: "):
+        conntrack_counts.count(set())
 
 
 def test_there_is_room_for_every_backend_and_every_list(counting: Loaded) -> None:
@@ -221,5 +223,5 @@ def test_ipv6_nodeports_are_found(namespace: None, counting: Loaded) -> None:
     )
     flow(CLIENT6, "fd00:10::1", POD6, 1000, "ESTABLISHED", port=30080)
     (backend,) = slot_backends(counting, writer, name)
-    found = dict(writer.backends_of(flows.count(set())))
+    found = dict(writer.backends_of(conntrack_counts.count(set())))
     assert found == {route("fd00:10::1", POD6, port=30080): backend}

@@ -25,8 +25,8 @@ from pyebpf_proxy.common.errors import FatalError
 from pyebpf_proxy.datapath.connections import create, ctnetlink, drain, promotion
 from pyebpf_proxy.datapath.connections.create import ABANDONED_SECONDS, Entry, Outcome, Result
 from pyebpf_proxy.datapath.connections.ctnetlink import TrackedEntry
-from pyebpf_proxy.datapath.connections.promotion import Flow, Promoter
-from pyebpf_proxy.datapath.connections.udp_services import Place
+from pyebpf_proxy.datapath.connections.flow_reader import Flow, Masqueraded
+from pyebpf_proxy.datapath.connections.promotion import Promoter
 from pyebpf_proxy.datapath.loader import kernel_objects, programs
 from pyebpf_proxy.datapath.loader.btf import Btf
 from pyebpf_proxy.datapath.loader.libbpf import BpfError, Map
@@ -34,6 +34,7 @@ from pyebpf_proxy.datapath.loader.programs import Loaded, Settings, load
 from pyebpf_proxy.datapath.managers.former_run import TakeOver
 from pyebpf_proxy.datapath.maps import former_flows
 from pyebpf_proxy.see import flows, young
+from pyebpf_proxy.services.addresses import Place
 from pyebpf_proxy.services.model import Protocol
 from pyebpf_proxy.services.node_facts import NodeFacts
 from tests.packet.fast_node import tag_of
@@ -1073,7 +1074,7 @@ def test_a_later_flow_with_the_key_does_not_end(node: Node, monkeypatch: pytest.
     node.promoter.pass_now()
     read = node.promoter._flows.masqueraded
 
-    def late(*arguments: Any) -> list[promotion.Masqueraded]:
+    def late(*arguments: Any) -> list[Masqueraded]:
         found = list(read(*arguments))
         assert [flow.young for flow in found] == [False]
         node.young(1000, masqueraded=True, age=0.5)

@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from pyebpf_proxy.common.log import Logger
 from pyebpf_proxy.common.threads import in_thread
-from pyebpf_proxy.datapath.connections import flows
-from pyebpf_proxy.datapath.connections.flows import Count, Route
+from pyebpf_proxy.datapath.connections import conntrack_counts
+from pyebpf_proxy.datapath.connections.conntrack_counts import Count, Route
 from pyebpf_proxy.datapath.loader.btf import Btf
 from pyebpf_proxy.datapath.loader.libbpf import Map
 
@@ -69,7 +69,7 @@ class Connections:
         # never lost.
         choices = {key: int.from_bytes(value, sys.byteorder) for key, value in self._choices.items()}
         own = {key for of in self._own for key, _ in of.items()}
-        self._write(choices, await in_thread(flows.count, own))
+        self._write(choices, await in_thread(conntrack_counts.count, own))
 
     def _write(self, choices: Mapping[bytes, int], found: Mapping[Route, Count]) -> None:
         counts: dict[bytes, Count] = {}

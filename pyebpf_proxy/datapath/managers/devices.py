@@ -13,8 +13,8 @@ from pyebpf_proxy.datapath.managers.bpffs import Bpffs
 from pyebpf_proxy.datapath.managers.manager import Delta, Manager
 from pyebpf_proxy.datapath.managers.nft_table import NftTable
 from pyebpf_proxy.datapath.managers.programs import Programs
-from pyebpf_proxy.datapath.node.frames import Frames, attach_frames
-from pyebpf_proxy.datapath.node.links import MAPS, Node
+from pyebpf_proxy.datapath.node.devices import MAPS, Node
+from pyebpf_proxy.datapath.node.xdp_devices import XdpDevices, attach_xdp
 from pyebpf_proxy.datapath.repairs import Repair, repairs
 from pyebpf_proxy.datapath.settings import node_config, xdp_config
 from pyebpf_proxy.services.node_facts import NodeFacts
@@ -89,21 +89,21 @@ class XdpPrograms(Manager):
         self._node_maps = node_maps
         self._release_former = release_former
         #: None: XDP is off.
-        self.frames: Frames | None = None
+        self.devices: XdpDevices | None = None
 
     def start(self, facts: NodeFacts, wanted: Delta) -> None:
         config, folder = xdp_config(self._effective), self._bpffs.pins / "xdp"
         self._release_former()
-        self.frames = attach_frames(self._programs.loaded, self._node_maps.node, config, folder)
-        if self.frames is not None:
-            self._opened.callback(self.frames.close)
-            self.frames.follow(asyncio.get_running_loop())
+        self.devices = attach_xdp(self._programs.loaded, self._node_maps.node, config, folder)
+        if self.devices is not None:
+            self._opened.callback(self.devices.close)
+            self.devices.follow(asyncio.get_running_loop())
 
     def refresh(self) -> None:
         """Retry on devices that had another XDP program."""
-        if self.frames is not None:
-            self.frames.look()
+        if self.devices is not None:
+            self.devices.look()
 
     def attached(self) -> Mapping[str, str]:
         """Devices that carry the program, and its mode. Safe in any thread."""
-        return {} if self.frames is None else self.frames.attached()
+        return {} if self.devices is None else self.devices.attached()

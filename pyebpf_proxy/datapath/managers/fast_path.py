@@ -83,8 +83,8 @@ class FastPathManager(Manager):
         )
         self.fast_path, self.promoter = fast_path, promotion
         # What a flow has learned depends on devices and endpoints.
-        if self._xdp.frames is not None:
-            self._xdp.frames.on_written = fast_path.links_moved
+        if self._xdp.devices is not None:
+            self._xdp.devices.on_written = fast_path.links_moved
         self._node_maps.node.on_devices = fast_path.links_moved
         self._udp_flows.on_change = fast_path.moved
         self._node_maps.node.on_gone = self._sources_gone

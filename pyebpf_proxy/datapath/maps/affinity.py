@@ -23,7 +23,7 @@ from pyebpf_proxy.datapath.maps.layouts import Layouts
 PARTS = 4
 
 
-class Memory:
+class Affinities:
     """The affinity entries of clients. ``off``: service ports without affinity that still have entries."""
 
     def __init__(self, affinities: Map, counts: Map, layouts: Layouts, off: Iterable[int] = ()) -> None:

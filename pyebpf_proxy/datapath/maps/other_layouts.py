@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 
+from pyebpf_proxy.datapath.connections.conntrack_counts import Route
 from pyebpf_proxy.datapath.connections.drain import drain
-from pyebpf_proxy.datapath.connections.flows import Route
 from pyebpf_proxy.datapath.loader.libbpf import Map
 from pyebpf_proxy.datapath.loader.programs import Loaded
 from pyebpf_proxy.datapath.maps.former_flows import take_over_flows

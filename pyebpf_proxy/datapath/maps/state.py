@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import msgspec
 
-from pyebpf_proxy.datapath.connections.flows import Route
+from pyebpf_proxy.datapath.connections.conntrack_counts import Route
 from pyebpf_proxy.datapath.maps.changes import Change, Garbage, Record
 from pyebpf_proxy.datapath.maps.ids import Ids
 from pyebpf_proxy.datapath.maps.layouts import Layouts

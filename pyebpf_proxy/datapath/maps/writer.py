@@ -26,12 +26,12 @@ from contextlib import contextmanager, suppress
 
 from pyebpf_proxy.common.cycles import without_cycle_search
 from pyebpf_proxy.common.threads import in_thread
-from pyebpf_proxy.datapath.connections.flows import Route
+from pyebpf_proxy.datapath.connections.conntrack_counts import Route
 from pyebpf_proxy.datapath.loader import grace, ordering
 from pyebpf_proxy.datapath.loader.libbpf import BpfError
 from pyebpf_proxy.datapath.loader.programs import Loaded
 from pyebpf_proxy.datapath.maps.adopt import adopt
-from pyebpf_proxy.datapath.maps.affinity import Memory
+from pyebpf_proxy.datapath.maps.affinity import Affinities
 from pyebpf_proxy.datapath.maps.changes import Change, Garbage, MapFullError, Problem
 from pyebpf_proxy.datapath.maps.hints import Hints
 from pyebpf_proxy.datapath.maps.layouts import FrontendAddress, Layouts
@@ -102,7 +102,9 @@ class Writer:
         with without_cycle_search():
             repairs = adopt(self._mirror, maps, self._services, self._slots)
         self._garbage = repairs.garbage
-        self._memory = Memory(maps["affinities"], maps["affinity_counts"], self._layouts, self._garbage.affinities)
+        self._affinities = Affinities(
+            maps["affinities"], maps["affinity_counts"], self._layouts, self._garbage.affinities
+        )
         for name, keys in repairs.deletes.items():
             maps[name].delete_batch(keys)
         for number in repairs.dead_services:
@@ -249,7 +251,7 @@ class Writer:
     def recount_clients(self) -> None:
         """Keep affinity entries within the shares of their service ports. Some 50 ms for a full map."""
         records = self._mirror.records.values()
-        self._memory.recount({r.id: r.plan.affinity_seconds for r in records if r.plan.affinity_seconds})
+        self._affinities.recount({r.id: r.plan.affinity_seconds for r in records if r.plan.affinity_seconds})
 
     def was_overwritten(self) -> bool:
         """Whether others have written into the maps. :meth:`apply` with everything, and ``complete``, repairs them.
@@ -317,7 +319,7 @@ class Writer:
         by_family = [(family, [c for c in done if c.name.family is family]) for family in IPFamily]
         for family, concerned in by_family:
             self._delete_frontends([c for c in concerned if c.config_changed], family)
-        self._memory.changing(done)
+        self._affinities.changing(done)
         # A program that sees a new configuration must not see the former content of its slots.
         ordering.publish()
         for part in _givers_last(done):
@@ -507,7 +509,7 @@ class Writer:
     def _free(self, garbage: Garbage) -> None:
         u32 = self._layouts.u32.pack
         mirror = self._mirror
-        self._memory.forget(garbage.affinities)
+        self._affinities.forget(garbage.affinities)
         self._delete("service_configs", [u32(number) for number in garbage.configs])
         for family in IPFamily:
             self._delete(f"source_ranges{family.value}", garbage.source_ranges[family])

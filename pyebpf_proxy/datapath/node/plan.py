@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plans the contents of the node's maps from links, addresses and configuration. Pure.
 
-``links.Follower`` keeps a :class:`State` up to date from netlink, :func:`plan` derives the wanted contents,
-``links.Node`` writes the differences.
+``follower.Follower`` keeps a :class:`State` up to date from netlink, :func:`plan` derives the wanted contents,
+``devices.Node`` writes the differences.
 
 A limitation, relevant only in unusual set-ups:
 

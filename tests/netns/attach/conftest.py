@@ -12,7 +12,7 @@ import pytest
 
 from pyebpf_proxy.datapath.loader.libbpf import Object
 from pyebpf_proxy.datapath.netfilter.nft import Table
-from pyebpf_proxy.datapath.node.links import MAPS
+from pyebpf_proxy.datapath.node.devices import MAPS
 from tests.netns.attach.router import CLONE_NEWNET, Router, Shell, check, libc
 
 

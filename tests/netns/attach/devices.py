@@ -11,8 +11,8 @@ from collections.abc import Callable
 from pyebpf_proxy.datapath.loader import tcx
 from pyebpf_proxy.datapath.loader.kernel_objects import program_info
 from pyebpf_proxy.datapath.node import tc
+from pyebpf_proxy.datapath.node.devices import Node
 from pyebpf_proxy.datapath.node.follower import Follower
-from pyebpf_proxy.datapath.node.links import Node
 
 DEADLINE = 30.0
 

@@ -19,7 +19,7 @@ from pyebpf_proxy.datapath.loader.libbpf import Object
 from pyebpf_proxy.datapath.netfilter.nft import Table
 from pyebpf_proxy.datapath.netfilter.nft_rules import Behaviour
 from pyebpf_proxy.datapath.node import mounts
-from pyebpf_proxy.datapath.node.links import MAPS, Node
+from pyebpf_proxy.datapath.node.devices import MAPS, Node
 from pyebpf_proxy.datapath.node.plan import NodeConfig
 from tests.netns.attach.router import Shell
 from tests.support import socket_links

@@ -22,10 +22,10 @@ import pytest
 
 from pyebpf_proxy.datapath.loader import tcx
 from pyebpf_proxy.datapath.loader.libbpf import Object
-from pyebpf_proxy.datapath.node import follower, links
+from pyebpf_proxy.datapath.node import devices, follower
 from pyebpf_proxy.datapath.node.attachments import Attachments
+from pyebpf_proxy.datapath.node.devices import MAPS, Node
 from pyebpf_proxy.datapath.node.follower import Follower
-from pyebpf_proxy.datapath.node.links import MAPS, Node
 from pyebpf_proxy.datapath.node.plan import NodeConfig, plan
 from tests.netns.attach.devices import DEADLINE, carried, follow
 from tests.netns.attach.router import Shell
@@ -275,7 +275,7 @@ def test_many_new_devices_do_not_hold_up_the_loop(
     harness: Harness, shell: Shell, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a thousand devices that came at once, a change of a Service waited for half a minute."""
-    monkeypatch.setattr(links, "TURN_SECONDS", 0.0)
+    monkeypatch.setattr(devices, "TURN_SECONDS", 0.0)
     harness.attach()
     before = len(harness.node.attached)
     seen: set[int] = set()
@@ -463,7 +463,7 @@ def test_an_attachment_that_failed_is_tried_again(
     harness: Harness, shell: Shell, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No file descriptor, for a moment: nothing reports when there is one again."""
-    monkeypatch.setattr(links, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(devices, "LOOK_SECONDS", 0.0)
     harness.attach()
     attach = harness.node._attachments.attach
 

@@ -22,9 +22,9 @@ from pyebpf_proxy.datapath.cleanup import cleanup
 from pyebpf_proxy.datapath.loader import tcx
 from pyebpf_proxy.datapath.loader._libbpf import lib
 from pyebpf_proxy.datapath.loader.libbpf import Object, Program
-from pyebpf_proxy.datapath.node import links, tc
+from pyebpf_proxy.datapath.node import devices, tc
 from pyebpf_proxy.datapath.node.attachments import Attachments
-from pyebpf_proxy.datapath.node.links import MAPS, Node
+from pyebpf_proxy.datapath.node.devices import MAPS, Node
 from pyebpf_proxy.datapath.node.mounts import tcx_directory
 from pyebpf_proxy.datapath.node.plan import REDIRECT_DEVICE, REDIRECT_NONE, REDIRECT_PEER, NodeConfig, Others
 from tests.netns.attach.devices import carried, follow
@@ -261,14 +261,14 @@ def test_a_program_that_was_removed_often_is_attached_again_a_minute_later(
     agent: Agent, pod: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     node = agent.start()
-    for _ in range(links.REATTACH_LIMIT + 1):
+    for _ in range(devices.REATTACH_LIMIT + 1):
         link = tcx.open_pinned(agent.folder / f"{pod}-ingress")
         tcx.detach(link)
         os.close(link)
         node.look()
     assert carried("pod")[0] == []
-    later = time.monotonic() + links.REATTACH_SECONDS + 1
-    monkeypatch.setattr(links, "time", SimpleNamespace(monotonic=lambda: later))
+    later = time.monotonic() + devices.REATTACH_SECONDS + 1
+    monkeypatch.setattr(devices, "time", SimpleNamespace(monotonic=lambda: later))
     node.look()
     assert carried("pod") == AGENT_ONLY
 

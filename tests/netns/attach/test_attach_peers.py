@@ -19,8 +19,8 @@ from pyebpf_proxy.datapath.loader.libbpf import Object
 from pyebpf_proxy.datapath.netlink.request import RequestSocket
 from pyebpf_proxy.datapath.netlink.uapi import RTM_GETLINK
 from pyebpf_proxy.datapath.node import peers
+from pyebpf_proxy.datapath.node.devices import MAPS, Node
 from pyebpf_proxy.datapath.node.follower import Follower
-from pyebpf_proxy.datapath.node.links import MAPS, Node
 from pyebpf_proxy.datapath.node.peers import PROGRAM, Peers
 from pyebpf_proxy.datapath.node.plan import REDIRECT_DEVICE, REDIRECT_PEER, Link, NodeConfig
 from tests.netns.attach.devices import follow

@@ -11,7 +11,7 @@ import pytest
 
 from pyebpf_proxy.datapath.loader.libbpf import Object
 from pyebpf_proxy.datapath.node import plan as node
-from pyebpf_proxy.datapath.node.links import MAPS, contents
+from pyebpf_proxy.datapath.node.devices import MAPS, contents
 from pyebpf_proxy.datapath.node.plan import (
     ARPHRD_ETHER,
     ARPHRD_LOOPBACK,

@@ -10,7 +10,7 @@ from pathlib import Path
 from pyebpf_proxy.common.log import Logger
 from pyebpf_proxy.common.retry import Retry
 from pyebpf_proxy.datapath.loader.programs import Loaded
-from pyebpf_proxy.datapath.node.links import Node
+from pyebpf_proxy.datapath.node.devices import Node
 from pyebpf_proxy.datapath.node.netdev import Features
 from pyebpf_proxy.datapath.node.plan import Link, Wanted
 from pyebpf_proxy.datapath.node.xdp import Mode, Xdp, XdpConfig, release
@@ -22,7 +22,7 @@ RETRY_SECONDS = 0.5
 _log = Logger("datapath")
 
 
-class Frames:
+class XdpDevices:
     """XDP on the devices of a node whose tc programs are attached. The constructor attaches; OSError."""
 
     def __init__(self, loaded: Loaded, node: Node, config: XdpConfig, folder: Path) -> None:
@@ -88,10 +88,10 @@ class Frames:
             self._retry.failed()
 
 
-def attach_frames(loaded: Loaded, node: Node, config: XdpConfig, folder: Path) -> Frames | None:
+def attach_xdp(loaded: Loaded, node: Node, config: XdpConfig, folder: Path) -> XdpDevices | None:
     """XDP, if it is configured and available; otherwise that of a former run is detached."""
     if loaded.xdp is not None:
-        return Frames(loaded, node, config, folder)
+        return XdpDevices(loaded, node, config, folder)
     if loaded.why_not_xdp:
         _log.warning("XDP is not available", why=loaded.why_not_xdp)
     if taken := release(folder):
