@@ -165,7 +165,7 @@ class Channel:
             raise
         except HTTP_ERRORS as error:
             client.observer.requested(method, host, "<error>", time.monotonic() - begin)
-            raise self._trouble(error) from None
+            raise self.broken(error) from None
         client.observer.requested(method, host, str(response.status), time.monotonic() - begin)
         answer = Answer(self, response, method, len(body or b""))
         if not 200 <= response.status < 300:
@@ -221,10 +221,7 @@ class Channel:
                 opened.shutdown(socket.SHUT_RDWR)
 
     def broken(self, error: Exception) -> Exception:
-        """The TroubleError for an error while reading."""
-        return self._trouble(error)
-
-    def _trouble(self, error: Exception) -> Exception:
+        """The TroubleError for an error of the connection, which is closed; StoppedError if the client is stopped."""
         with self._lock:
             cut = self._cut
         self.close()

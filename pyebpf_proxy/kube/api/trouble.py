@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping
 
 from urllib3 import exceptions
 
+#: What urllib3 raises when a request or the reading of an answer fails.
+HTTP_ERRORS = (exceptions.HTTPError, OSError, ValueError)
 #: Seconds after which an outage with a changed cause is logged again.
 STEADY_SECONDS = 30.0
 
@@ -47,7 +49,7 @@ def unexpected(error: Exception) -> TroubleError:
     """An error that no caller handles: a fault of this program. A thread that must go on reports it."""
     where = traceback.extract_tb(error.__traceback__)[-1:]
     at = f" at {where[0].name}:{where[0].lineno}" if where else ""
-    return TroubleError(f"unexpected {type(error).__name__}{at}, please report this: {error}", shared=False)
+    return TroubleError(f"unexpected {type(error).__name__}{at}, please report this: {error}")
 
 
 class StoppedError(Exception):
@@ -212,6 +214,3 @@ class Log:
         then = None if self._logged else "retrying; programmed Services stay"
         self._logged, self._other = text, ""
         self._error("the API server fails", server=self._server, error=text, then=then)
-
-
-HTTP_ERRORS = (exceptions.HTTPError, OSError, ValueError)
