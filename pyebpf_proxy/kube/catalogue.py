@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from pyebpf_proxy.kube import decode
 from pyebpf_proxy.kube.decode import Decoded, ObjectKey
+from pyebpf_proxy.kube.limits import UnreadableError
 from pyebpf_proxy.kube.source import Change, Object
 
 #: Used as the kind of objects that have no name or cannot be read.
@@ -180,7 +181,7 @@ class Catalogue:
         """Every object of the text; None for the rest if it cannot be parsed."""
         try:
             yield from decode.decode_json(data) if name.endswith(".json") else decode.decode_yaml(data)
-        except decode.UnreadableError as error:
+        except UnreadableError as error:
             self._report(f"{name}: {error}; the objects that were in the file stay")
             yield None
 

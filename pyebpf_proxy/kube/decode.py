@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import chain
 from sys import intern
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import msgspec
-import yaml
 
 from pyebpf_proxy.common.nesting import decode_nested
-from pyebpf_proxy.kube import validation
+from pyebpf_proxy.kube import limits, validation, yaml_documents
+from pyebpf_proxy.kube.limits import UnreadableError
 from pyebpf_proxy.kube.objects import EndpointSlice, Node, Service, ServiceCIDR
 from pyebpf_proxy.kube.source import Kind, Object
 
@@ -50,10 +50,6 @@ class Decoded(NamedTuple):
     too_large: bool = False
 
 
-class UnreadableError(Exception):
-    """The text is not YAML or JSON; the rest of it cannot be read. The message begins with the line if known."""
-
-
 class _Group(NamedTuple):
     type: type[Object]
     group: str
@@ -82,37 +78,17 @@ KINDS: dict[str, _Group] = {
     "ServiceCIDR": _Group(ServiceCIDR, "networking.k8s.io", None, validation.check_service_cidr, None, False, False),
 }
 
-#: Maximum of values in one object, to bound memory and time. No useful object has so many, but the API server accepts
-#: some: etcd's limit is 1.5 MiB, and the shortest address takes 5 bytes.
-MOST_VALUES = 200_000
 #: The API server accepts so many bytes of annotations. Commas in them do not count.
 _MOST_OF_ANNOTATIONS = 256 << 10
-#: Maximum of values in a file. Objects have about 20 bytes for each, so those of the largest file have fewer.
-MOST_VALUES_OF_FILE = 4_000_000
-#: Maximum of values in one YAML document, such as a list: until its end, each takes about 500 bytes.
-MOST_VALUES_OF_DOCUMENT = 1_000_000
-#: Maximum of documents in a YAML file.
-MOST_DOCUMENTS = 200_000
 #: So many bytes of JSON cannot contain more values: only in larger objects are they counted.
-_FEW_BYTES = MOST_VALUES
+_FEW_BYTES = limits.MOST_VALUES
 _PIECE = 1 << 16
 #: No kind, API version or UID is longer: such values are not decoded, since a list may have millions of others.
 _LONGEST_WORD = 1000
-TOO_MANY = f"one object has more than {MOST_VALUES} values"
-_SPLIT = "split the file into several"
-TOO_MANY_OF_FILE = f"the file has more than {MOST_VALUES_OF_FILE} values; {_SPLIT}"
-_TOO_MANY_OF_DOCUMENT = f"one YAML document has more than {MOST_VALUES_OF_DOCUMENT} values; {_SPLIT}, or write JSON"
-_TOO_MANY_DOCUMENTS = f"the file has more than {MOST_DOCUMENTS} documents; {_SPLIT}"
 #: Maximum of messages about one object.
 MOST_MESSAGES = 100
 
 _DEEPEST_LIST = 3
-
-_DEEPEST_YAML = 100
-_MANY_BRACKETS = 1000
-#: A list or a mapping is two events, a document another two; then the loader would stop, too.
-_MOST_EVENTS = 2 * (MOST_VALUES_OF_FILE + MOST_DOCUMENTS)
-_FAR_INDENTATION = re.compile(rb"(?:^|[\r\n])[ ?:\t\0-]{200}")
 
 _read_any = msgspec.json.Decoder()
 _READERS = {kind: msgspec.json.Decoder(group.type) for kind, group in KINDS.items()}
@@ -170,117 +146,25 @@ def _word(value: msgspec.Raw) -> object:
     return _read_any.decode(value) if len(value) <= _LONGEST_WORD else None
 
 
-class _Loader(yaml.CSafeLoader):
-    """The C loader without YAML 1.1's dates (creationTimestamp is a string) and without the ``=`` value type.
-
-    It counts the values of each object, of each document and of the file, and stops at the limit, before it has created
-    Python objects for all of them.
-    """
-
-    def __init__(self, data: bytes) -> None:
-        super().__init__(data)
-        self._depth = self._values = self._all_values = 0
-        self._left = MOST_VALUES_OF_FILE
-        self._documents = 0
-        self._in_items = False
-        self._may_have_aliases = b"*" in data
-
-    def descend_resolver(self, parent: Any, index: Any) -> None:
-        """Called for each node, with its parent node, and its position or the node of its key in the parent."""
-        self._depth += 1
-        if self._depth == 1:
-            self._left -= self._all_values
-            self._values = self._all_values = 0
-        elif self._depth == 2:
-            self._in_items = getattr(index, "value", None) == "items"
-        elif self._depth == 3 and self._in_items:
-            self._values = 0  # the next object of a list
-        self._values += 1
-        self._all_values += 1
-        if self._values > MOST_VALUES or self._all_values > MOST_VALUES_OF_DOCUMENT or self._all_values > self._left:
-            self._too_many(parent)
-
-    def _too_many(self, parent: Any) -> NoReturn:
-        where = f"line {parent.start_mark.line + 1}: " if parent is not None else ""
-        if self._values > MOST_VALUES:
-            raise UnreadableError(f"{where}{TOO_MANY}")
-        too_large = self._all_values > MOST_VALUES_OF_DOCUMENT
-        raise UnreadableError(f"{where}{_TOO_MANY_OF_DOCUMENT if too_large else TOO_MANY_OF_FILE}")
-
-    def ascend_resolver(self) -> None:
-        """Called after each node."""
-        self._depth -= 1
-
-    def next_document(self) -> Any:
-        """The plain values of the next document, which must exist. Raises UnreadableError."""
-        self._documents += 1
-        if self._documents > MOST_DOCUMENTS:
-            raise UnreadableError(_TOO_MANY_DOCUMENTS)
-        node: Any = self.get_node()
-        if self._may_have_aliases:
-            # They are not passed to the methods above, and each may stand for any number of values.
-            count_values(node, self._all_values + MOST_VALUES)
-        return self.construct_document(node)
-
-
-def count_values(node: yaml.Node, most: int, known: dict[int, int] | None = None) -> int:
-    """The number of values in a node, with those that aliases repeat. UnreadableError if there are more than ``most``.
-
-    ``known``: the numbers of other nodes, by their ids.
-    """
-    known = {} if known is None else known
-    if isinstance(node, yaml.ScalarNode):
-        return 1
-    number = known.get(id(node))
-    if number is not None:
-        if not number:
-            raise UnreadableError(f"line {node.start_mark.line + 1}: bad YAML: a value contains itself")
-        return number
-    known[id(node)] = 0
-    children = chain.from_iterable(node.value) if isinstance(node, yaml.MappingNode) else node.value
-    number = 1
-    for child in children:
-        number += count_values(child, most, known)
-        if number > most:
-            raise UnreadableError(f"line {node.start_mark.line + 1}: aliases add more than {MOST_VALUES} values")
-    known[id(node)] = number
-    return number
-
-
-def _decimal(regexp: re.Pattern[str]) -> re.Pattern[str]:
-    """The same without YAML 1.1's numbers to base 60, of which an IPv6 address may be one: Go does not know them."""
-    return re.compile(f"(?!.*:)(?:{regexp.pattern})", regexp.flags)
-
-
-_Loader.yaml_implicit_resolvers = {
-    first: [
-        (tag, _decimal(regexp) if tag.endswith((":int", ":float")) else regexp)
-        for tag, regexp in resolvers
-        if not tag.endswith((":timestamp", ":value"))
-    ]
-    for first, resolvers in yaml.CSafeLoader.yaml_implicit_resolvers.items()
-}
-
-
 def decode_json(data: bytes) -> Iterator[Decoded]:
     """Every object of a JSON text (one document, perhaps a List). Raises UnreadableError."""
     data = data.removeprefix(b"\xef\xbb\xbf")
     if not data.strip():
         return
     values = _count(data)
-    if values > MOST_VALUES_OF_FILE:
-        raise UnreadableError(TOO_MANY_OF_FILE)
+    if values > limits.MOST_VALUES_OF_FILE:
+        raise UnreadableError(limits.TOO_MANY_OF_FILE)
     try:
         header = _header(data)
         kind = header.kind if isinstance(header.kind, str) else ""
-        if values > MOST_VALUES:
+        if values > limits.MOST_VALUES:
             yield from _large(header, data)
             return
         if kind in KINDS and header.api_version == _api_version(KINDS[kind]):
             yield _finish(kind, _READERS[kind].decode(data))
             return
     except msgspec.ValidationError:
-        if values > MOST_VALUES:
+        if values > limits.MOST_VALUES:
             yield _no_object(data)
             return
         # A field has a wrong type: decoding via plain values finds the field and its value.
@@ -318,7 +202,7 @@ def _large(header: _Header, data: bytes) -> Iterator[Decoded]:
     default_kind = kind.removesuffix("List")
     default_version = version if default_kind and isinstance(version, str) else ""
     for item in items:
-        if _count(item) <= MOST_VALUES:
+        if _count(item) <= limits.MOST_VALUES:
             yield from decode_document(_read_any.decode(item), default_kind, default_version, 1)
             continue
         try:
@@ -350,7 +234,7 @@ def _too_large(header: _Header) -> Decoded:
     decoded = next(decode_document({"kind": header.kind, "apiVersion": header.api_version, "metadata": name}))
     if decoded.key is None:
         return decoded
-    return Decoded(decoded.key, None, (f"{decoded.key}: {TOO_MANY}",), uid=uid, too_large=True)
+    return Decoded(decoded.key, None, (f"{decoded.key}: {limits.TOO_MANY}",), uid=uid, too_large=True)
 
 
 def decode_object(kind: Kind, data: bytes | msgspec.Raw) -> Decoded:
@@ -362,9 +246,9 @@ def decode_object(kind: Kind, data: bytes | msgspec.Raw) -> Decoded:
 
 
 def _decode_object(kind: Kind, data: bytes | msgspec.Raw) -> Decoded:
-    if (number := _count(data)) > MOST_VALUES:
+    if (number := _count(data)) > limits.MOST_VALUES:
         header = _header(data)
-        if number - _commas_of_annotations(header) > MOST_VALUES:
+        if number - _commas_of_annotations(header) > limits.MOST_VALUES:
             return _too_large(header._replace(kind=kind, api_version=_api_version(KINDS[kind])))
     try:
         return _finish(kind, _READERS[kind].decode(data))
@@ -385,45 +269,9 @@ def _commas_of_annotations(header: _Header) -> int:
 
 def decode_yaml(data: bytes) -> Iterator[Decoded]:
     """Every object of a YAML text (several documents, Lists). UnreadableError after the objects before the error."""
-    try:
-        _check_depth(data)
-        loader = _Loader(data)
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UnreadableError(_yaml_message(data, error)) from None
-    try:
-        while True:
-            try:
-                if not loader.check_data():  # type: ignore[no-untyped-call]
-                    return
-                document = loader.next_document()
-            except (yaml.YAMLError, ValueError, RecursionError) as error:
-                raise UnreadableError(_yaml_message(data, error)) from None
-            except (LookupError, AttributeError):  # PyYAML's constructors of bool, int, float and timestamp
-                raise UnreadableError("bad YAML: a value is not of the type that its tag names") from None
-            if document is not None:
-                yield from decode_document(document)
-    finally:
-        loader.dispose()
-
-
-def _check_depth(data: bytes) -> None:
-    """Reject nesting that is so deep that libyaml's recursive composer could overflow the stack.
-
-    Texts with few brackets and little indentation pass at once. For others, the depth is counted from parser events.
-    """
-    if data.count(b"[") + data.count(b"{") <= _MANY_BRACKETS and _FAR_INDENTATION.search(data) is None:
-        return
-    depth = 0
-    for number, event in enumerate(yaml.parse(data, Loader=yaml.CSafeLoader)):
-        if number > _MOST_EVENTS:
-            raise UnreadableError(TOO_MANY_OF_FILE)
-        if isinstance(event, yaml.CollectionStartEvent):
-            depth += 1
-            if depth > _DEEPEST_YAML:
-                where = f"line {event.start_mark.line + 1}: " if event.start_mark is not None else ""
-                raise UnreadableError(f"{where}bad YAML: more than {_DEEPEST_YAML} levels of nesting")
-        elif isinstance(event, yaml.CollectionEndEvent):
-            depth -= 1
+    for document in yaml_documents.documents(data):
+        if document is not None:
+            yield from decode_document(document)
 
 
 def decode_document(
@@ -567,19 +415,6 @@ def _type_message(document: object, error: Exception) -> str:
 def _lower(text: str) -> str:
     text = text.replace("`", "").replace(" | null", "")
     return text[:1].lower() + text[1:]
-
-
-def _yaml_message(data: bytes, error: Exception) -> str:
-    if isinstance(error, yaml.MarkedYAMLError):
-        mark = error.problem_mark or error.context_mark
-        text = error.problem or error.context or "bad YAML"
-        return f"line {mark.line + 1}: bad YAML: {text}" if mark is not None else f"bad YAML: {text}"
-    if isinstance(error, yaml.reader.ReaderError):
-        line = data[: error.position].count(b"\n") + 1 if isinstance(error.position, int) else 1
-        return f"line {line}: bad YAML: {error.reason}"
-    if isinstance(error, RecursionError):
-        return "bad YAML: nested too deeply"
-    return f"bad YAML: {error}"
 
 
 def _json_message(data: bytes, error: Exception) -> str:

@@ -25,7 +25,7 @@ from pyebpf_proxy.datapath.rulesets.model import Part, Table
 from pyebpf_proxy.kube.api import kubeconfig as kubeconfig_file
 from pyebpf_proxy.kube.api.inventory import Inventory
 from pyebpf_proxy.kube.catalogue import Catalogue
-from pyebpf_proxy.kube.decode import UnreadableError
+from pyebpf_proxy.kube.limits import UnreadableError
 from pyebpf_proxy.see import routes
 from pyebpf_proxy.servers.connection import Connection
 from pyebpf_proxy.servers.http import Pool, Request, Response, Sources

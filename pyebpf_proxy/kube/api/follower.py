@@ -32,7 +32,8 @@ from pyebpf_proxy.kube.api.messages import (
 )
 from pyebpf_proxy.kube.api.resources import Resource
 from pyebpf_proxy.kube.api.trouble import GoneError, Log, StoppedError, TooLongError, TroubleError, unexpected
-from pyebpf_proxy.kube.decode import ObjectKey, UnreadableError
+from pyebpf_proxy.kube.decode import ObjectKey
+from pyebpf_proxy.kube.limits import UnreadableError
 from pyebpf_proxy.kube.source import Change
 
 PAGE = 500

@@ -14,6 +14,7 @@ from pyebpf_proxy.kube.api.client import Client
 from pyebpf_proxy.kube.api.limiter import Limiter
 from pyebpf_proxy.kube.api.observer import Silent
 from pyebpf_proxy.kube.api.trouble import StoppedError, TroubleError
+from pyebpf_proxy.kube.limits import UnreadableError
 from pyebpf_proxy.kube.objects import Service
 
 #: A user waits for the answer.
@@ -46,6 +47,6 @@ def _list(client: Client, name: str) -> Found | None:
     try:
         answer = client.channel().request("GET", every.path, {"fieldSelector": f"metadata.name={name}"}, limited=False)
         decoded = list(decode.decode_json(answer.read(_MOST_BYTES)))
-    except (FatalError, TroubleError, StoppedError, decode.UnreadableError):
+    except (FatalError, TroubleError, StoppedError, UnreadableError):
         return None
     return {(d.key.namespace, d.key.name): d.object for d in decoded if d.key and isinstance(d.object, Service)}

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
-from pyebpf_proxy.kube.decode import Decoded, UnreadableError, decode_json, decode_yaml
+from pyebpf_proxy.kube.decode import Decoded, decode_json, decode_yaml
+from pyebpf_proxy.kube.limits import UnreadableError
 from pyebpf_proxy.kube.objects import EndpointSlice, Service
 
 SERVICE: dict[str, Any] = {

@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from pyebpf_proxy.kube import decode
+from pyebpf_proxy.kube import decode, limits
 from pyebpf_proxy.kube.api.inventory import Inventory
 from pyebpf_proxy.kube.catalogue import MOST_LINES, Catalogue
-from pyebpf_proxy.kube.decode import Decoded, UnreadableError, decode_json, decode_object, decode_yaml
+from pyebpf_proxy.kube.decode import Decoded, decode_json, decode_object, decode_yaml
+from pyebpf_proxy.kube.limits import UnreadableError
 from pyebpf_proxy.kube.objects import EndpointSlice, Service
 from pyebpf_proxy.kube.source import Change, Kind
 from pyebpf_proxy.kube.validation import MOST_ENTRIES
@@ -113,8 +114,8 @@ def test_the_last_valid_state_stays_unless_others_may_have_its_addresses(kind: K
     ids=["source ranges", "bad source ranges", "endpoints"],
 )
 def test_the_largest_accepted_object_is_bounded(kind: Kind, shape: bytes, entry: bytes) -> None:
-    data = many(shape, entry, decode.MOST_VALUES - 20)
-    assert decode.MOST_VALUES - 20 < data.count(b",") <= decode.MOST_VALUES
+    data = many(shape, entry, limits.MOST_VALUES - 20)
+    assert limits.MOST_VALUES - 20 < data.count(b",") <= limits.MOST_VALUES
     decoded = decode_object(kind, data)
     assert decoded.object is not None
     assert len(decoded.messages) <= decode.MOST_MESSAGES + 1
@@ -138,7 +139,7 @@ def test_commas_of_annotations_are_no_values() -> None:
     decoded = decode_object("Service", data)
     assert decoded.object is not None
     assert not decoded.messages
-    values = b'"spec": {"externalIPs": [%s], ' % b",".join([b'"1::"'] * (decode.MOST_VALUES + 1))
+    values = b'"spec": {"externalIPs": [%s], ' % b",".join([b'"1::"'] * (limits.MOST_VALUES + 1))
     assert decode_object("Service", data.replace(b'"spec": {', values)).object is None
     endless = data.replace(b"," * commas, b"," * MILLION)
     assert decode_object("Service", endless).object is None, "no API server accepts it"
@@ -156,7 +157,7 @@ def test_a_service_that_grows_too_large_keeps_no_address_of_another() -> None:
     inventory, planner = Inventory("Service", lambda text: None), Planner(PlanSettings("node1"))
     for data in (
         service("tenant", 30080, 1),
-        service("tenant", 30081, 1, external_ips=decode.MOST_VALUES),
+        service("tenant", 30081, 1, external_ips=limits.MOST_VALUES),
         service("victim", 30080, 2),
     ):
         planner.update(inventory.change(inventory.read(data)))
@@ -227,7 +228,7 @@ def objects_in_yaml(count: int, entries: int) -> Iterator[str]:
 
 
 def test_the_limit_in_yaml_is_of_each_object_of_a_list(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode, "MOST_VALUES", 1000)
+    monkeypatch.setattr(limits, "MOST_VALUES", 1000)
     decoded = list(decode_yaml("".join(objects_in_yaml(5, 900)).encode()))
     assert [each.object is not None for each in decoded] == [True] * 5
     documents = json.dumps({"apiVersion": "v1", "kind": "ConfigMap", "data": dict.fromkeys(map(str, range(400)), "x")})
@@ -332,7 +333,7 @@ def test_a_file_of_the_largest_size_with_short_values_is_refused(shape: bytes) -
 @pytest.mark.parametrize("items", ["\n" + "- 0\n" * 2000, " [" + "[], " * 2000 + "]"], ids=["numbers", "lists"])
 def test_items_of_a_list_in_yaml_are_not_read_to_the_end(items: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each is an object of its own; 64 MiB of them took 16 GB."""
-    monkeypatch.setattr(decode, "MOST_VALUES_OF_DOCUMENT", 1000)
+    monkeypatch.setattr(limits, "MOST_VALUES_OF_DOCUMENT", 1000)
     with pytest.raises(UnreadableError, match=r"^line \d+: one YAML document has more than .*, or write JSON$"):
         list(decode_yaml(f"kind: List\nitems:{items}".encode()))
 
@@ -340,10 +341,10 @@ def test_items_of_a_list_in_yaml_are_not_read_to_the_end(items: str, monkeypatch
 def test_the_documents_of_a_yaml_file_are_not_read_to_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     good = "---\n" + YAML + "  - 10.1.2.3/32\n"
     assert len(list(decode_yaml((good * 100).encode()))) == 100
-    monkeypatch.setattr(decode, "MOST_VALUES_OF_FILE", 200)
+    monkeypatch.setattr(limits, "MOST_VALUES_OF_FILE", 200)
     with pytest.raises(UnreadableError, match=r"^line \d+: the file has more than 4000000 values; split the file into"):
         list(decode_yaml((good * 100).encode()))
-    monkeypatch.setattr(decode, "MOST_DOCUMENTS", 10)
+    monkeypatch.setattr(limits, "MOST_DOCUMENTS", 10)
     assert len(list(decode_yaml(("--- 0\n" * 10).encode()))) == 10
     with pytest.raises(UnreadableError, match=r"^the file has more than 200000 documents; split the file into several"):
         list(decode_yaml(("--- 0\n" * 11).encode()))
