@@ -124,22 +124,22 @@ def _flows(arguments: argparse.Namespace) -> int:
 
 
 def _top_arguments(parser: argparse.ArgumentParser) -> None:
-    from pyebpf_proxy.see import top_arguments
+    from pyebpf_proxy.see.top import arguments
 
     _named(parser)
-    top_arguments.add(parser)
+    arguments.add(parser)
 
 
 def _top(arguments: argparse.Namespace) -> int:
-    from pyebpf_proxy.see import run_top
+    from pyebpf_proxy.see.top import run
 
-    return run_top.run(arguments)
+    return run.run(arguments)
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
-    from pyebpf_proxy.see import doctor
+    from pyebpf_proxy.see.doctor import checks
 
-    return doctor.run(arguments)
+    return checks.run(arguments)
 
 
 def _trace_arguments(parser: argparse.ArgumentParser) -> None:

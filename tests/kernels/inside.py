@@ -28,7 +28,7 @@ _OUT = Path(os.environ.get("RESULTS_DEVICE", os.devnull))
 # Suites are forks of a process that has imported their common modules, which takes an emulated CPU six seconds.
 _READ_ONCE = (
     *("hypothesis", "pyroute2", "scapy.layers.inet", "scapy.layers.inet6", "scapy.layers.sctp", "_pytest.junitxml"),
-    *("pyebpf_proxy.lab.scenario", "pyebpf_proxy.see.loading", "pyebpf_proxy.datapath.maps.writer"),
+    *("pyebpf_proxy.lab.scenario", "pyebpf_proxy.see.doctor.loading", "pyebpf_proxy.datapath.maps.writer"),
 )
 # Seconds for a suite to end after its time is over.
 _END = 60

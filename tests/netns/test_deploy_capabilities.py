@@ -19,7 +19,7 @@ import yaml
 from pyebpf_proxy.lab.agent import command
 from pyebpf_proxy.lab.client import ANSWERED, ask
 from pyebpf_proxy.lab.cluster import Lab
-from pyebpf_proxy.see import doctor
+from pyebpf_proxy.see.doctor import checks
 from tests.deployment import apparmor, manifests
 from tests.deployment.node import contained, pod_of, wait_ready, with_manifests
 from tests.deployment.seccomp_filter import runtime_default
@@ -434,4 +434,4 @@ def test_doctor_reports_what_it_cannot_see(small: Lab) -> None:
     unseen = {each["what"]: each for each in findings if each["text"].startswith("not checked: ")}
     assert {name: each["state"] for name, each in unseen.items()} == {"CNI": "warning", "other proxies": "warning"}
     assert "the node's /etc/cni/net.d is not visible in this container" in unseen["CNI"]["text"]
-    assert {each["remedy"] for each in unseen.values()} == {doctor._ON_THE_NODE}
+    assert {each["remedy"] for each in unseen.values()} == {checks._ON_THE_NODE}

@@ -11,7 +11,7 @@ import pytest
 
 from pyebpf_proxy.datapath.loader.libbpf import BpfError
 from pyebpf_proxy.lab.cluster import Lab, Node
-from pyebpf_proxy.see import doctor, loading
+from pyebpf_proxy.see.doctor import checks, loading
 from tests.support.lab_services import write_nodes
 from tests.support.see_tools import answer, see
 
@@ -64,7 +64,7 @@ def test_optional_features_are_not_required(monkeypatch: pytest.MonkeyPatch) -> 
         load(program, settings)
 
     monkeypatch.setattr(loading, "attempt", attempt)
-    found = {each.what: each for each in doctor._programs()}
+    found = {each.what: each for each in checks._programs()}
     assert {each.state for each in found.values()} == {"good"}
     assert found["conntrack lookup"].text.startswith("not available, not required: the kernel rejects it: ")
 

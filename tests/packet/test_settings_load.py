@@ -17,7 +17,7 @@ from pyebpf_proxy.datapath.loader.libbpf import BpfError
 from pyebpf_proxy.datapath.loader.programs import SCHEDULERS, Loaded, Settings, load
 from pyebpf_proxy.datapath.netfilter.nft import Table
 from pyebpf_proxy.datapath.netfilter.nft_rules import Behaviour
-from pyebpf_proxy.see import loading
+from pyebpf_proxy.see.doctor import loading
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_bpf]
 

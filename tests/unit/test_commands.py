@@ -16,7 +16,8 @@ import pytest
 from pyebpf_proxy import commands as see
 from pyebpf_proxy.cli import main
 from pyebpf_proxy.datapath import preflight
-from pyebpf_proxy.see import COMMANDS, doctor
+from pyebpf_proxy.see import COMMANDS
+from pyebpf_proxy.see.doctor import checks
 from pyebpf_proxy.see.reasons import MEANINGS, SLOW
 from tests import ROOT
 from tests.support.tool_module import tool
@@ -154,7 +155,7 @@ def test_a_kernel_that_should_work_but_is_not_tested_is_a_warning(
 ) -> None:
     """As in `cluster check`."""
     monkeypatch.setattr(preflight.os, "uname", lambda: SimpleNamespace(release=release))
-    found = next(doctor._needs())
+    found = next(checks._needs())
     assert (found.what, found.state) == ("kernel", state)
     assert release in found.text
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pyebpf_proxy.cluster import check
-from pyebpf_proxy.see import cni
+from pyebpf_proxy.see.doctor import cni
 from tests import ROOT
 
 PAGE = (ROOT / "docs" / "cnis.md").read_text()

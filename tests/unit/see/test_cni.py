@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pyebpf_proxy.see import cni, doctor
+from pyebpf_proxy.see.doctor import checks, cni
 
 MARK = 0x4000
 PTP = {"type": "ptp", "ipam": {"type": "host-local"}}
@@ -92,7 +92,7 @@ def test_an_invalid_file_is_named(tmp_path: Path, text: str, monkeypatch: pytest
     folder.mkdir()
     (folder / "10-net.conf").write_text(text)
     monkeypatch.setattr(cni, "read", lambda *arguments, read=cni.read: read(*arguments, (folder,)))
-    (finding,) = doctor._cni(MARK, True)
+    (finding,) = checks._cni(MARK, True)
     assert (finding.what, finding.state) == ("CNI", "warning")
     assert finding.text.startswith(f"{folder}/10-net.conf cannot be read: ")
 
@@ -100,4 +100,4 @@ def test_an_invalid_file_is_named(tmp_path: Path, text: str, monkeypatch: pytest
 def test_doctor_reports_each_conflict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write(tmp_path / "net.d", {"type": "bandwidth"}, {"type": "calico", "linuxDataplane": "BPF"})
     monkeypatch.setattr(cni, "read", lambda *arguments, read=cni.read: read(*arguments, (folder,)))
-    assert [(each.state, bool(each.remedy)) for each in doctor._cni(MARK, True)] == [("warning", True), ("bad", True)]
+    assert [(each.state, bool(each.remedy)) for each in checks._cni(MARK, True)] == [("warning", True), ("bad", True)]

@@ -12,7 +12,8 @@ import pytest
 from pyebpf_proxy.datapath.loader.libbpf import BpfError
 from pyebpf_proxy.datapath.node import mounts
 from pyebpf_proxy.datapath.node.plan import State
-from pyebpf_proxy.see import doctor, loading, model
+from pyebpf_proxy.see import model
+from pyebpf_proxy.see.doctor import checks, loading
 from pyebpf_proxy.see.programs import Programs
 
 NAME = "bridge-nf-call-iptables"
@@ -21,8 +22,8 @@ NAME = "bridge-nf-call-iptables"
 def found(monkeypatch: pytest.MonkeyPatch, folder: Path, value: str) -> list[model.Finding]:
     (folder / "net/bridge").mkdir(parents=True)
     (folder / "net/bridge" / NAME).write_text(f"{value}\n")
-    monkeypatch.setattr(doctor, "_PROC", folder)
-    return list(doctor._bridges(folder))
+    monkeypatch.setattr(checks, "_PROC", folder)
+    return list(checks._bridges(folder))
 
 
 def refuse(monkeypatch: pytest.MonkeyPatch, refused: bool) -> None:
@@ -42,7 +43,7 @@ def test_bridged_replies_need_the_lookup(
     """The attached programs count. Another process may load programs that the agent may not."""
     refuse(monkeypatch, lookup if attached else not lookup)
     settings = {"conntrack_lookup": lookup} if attached else None
-    monkeypatch.setattr(doctor, "_attached", lambda directory: Programs([], settings, [], State()))
+    monkeypatch.setattr(checks, "_attached", lambda directory: Programs([], settings, [], State()))
     (finding,) = found(monkeypatch, tmp_path, "0")
     assert (finding.what, finding.state) == (NAME, "good" if lookup else "warning")
     assert finding.remedy == ("" if lookup else "sysctl -w net.bridge.bridge-nf-call-iptables=1")
@@ -51,13 +52,13 @@ def test_bridged_replies_need_the_lookup(
 
 def test_bridged_replies_that_netfilter_translates(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     refuse(monkeypatch, True)
-    monkeypatch.setattr(doctor, "_attached", lambda directory: None)
+    monkeypatch.setattr(checks, "_attached", lambda directory: None)
     assert found(monkeypatch, tmp_path, "1") == []
 
 
 def test_without_the_module_there_is_no_such_setting(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(doctor, "_PROC", tmp_path)
-    assert list(doctor._bridges(tmp_path)) == []
+    monkeypatch.setattr(checks, "_PROC", tmp_path)
+    assert list(checks._bridges(tmp_path)) == []
 
 
 #: Of Cilium 1.18: these exist in any case.
@@ -80,4 +81,4 @@ def test_cilium_is_another_proxy_only_if_it_serves_node_ports(
     for name in pins:
         (tmp_path / "tc/globals" / name).touch()
     monkeypatch.setattr(mounts, "SYSTEM_BPFFS", tmp_path)
-    assert [finding.text.split()[0] for finding in doctor._other_pins()] == named
+    assert [finding.text.split()[0] for finding in checks._other_pins()] == named

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from pyebpf_proxy.see import doctor, explain, facts, model, status
+from pyebpf_proxy.see import explain, facts, model, status
+from pyebpf_proxy.see.doctor import checks
 
 
 @pytest.mark.parametrize(
@@ -23,7 +24,7 @@ def test_without_the_binding_the_remedy_is_possible(
 ) -> None:
     monkeypatch.setitem(sys.modules, "nftables", None)
     monkeypatch.setattr(os, "access", lambda path, mode: writable)
-    (finding,) = doctor._mark_users(tmp_path, 0x4000)
+    (finding,) = checks._mark_users(tmp_path, 0x4000)
     assert (finding.state, finding.text) == ("warning", "python3-nftables is not installed")
     assert finding.remedy.startswith(remedy)
 
@@ -35,7 +36,7 @@ def test_with_the_binding_nothing_has_to_be_installed(monkeypatch: pytest.Monkey
     # The spec only means that the module can be imported.
     monkeypatch.setattr(facts, "find_spec", lambda name: object())
     monkeypatch.setattr(facts, "nft", refused)
-    (finding,) = doctor._mark_users(tmp_path, 0x4000)
+    (finding,) = checks._mark_users(tmp_path, 0x4000)
     assert "install" not in finding.remedy
 
 
@@ -88,7 +89,7 @@ def conntrack(monkeypatch: pytest.MonkeyPatch, folder: Path, limit: int) -> tupl
     monkeypatch.setattr(facts, "_NETFILTER", folder)
     fill = facts.conntrack_fill()
     assert fill is not None
-    return next(iter(doctor._conntrack())), fill
+    return next(iter(checks._conntrack())), fill
 
 
 def served() -> model.Explanation:

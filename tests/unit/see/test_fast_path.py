@@ -14,7 +14,7 @@ import pytest
 
 from pyebpf_proxy.see import fast_path, local, model
 from pyebpf_proxy.see.maps import Pinned
-from pyebpf_proxy.see.top_fast_path import FastPath, line
+from pyebpf_proxy.see.top.fast_path import FastPath, line
 
 STRUCTS = {"fast_path": Struct("=QIIIII"), "sweep_result": Struct("=II"), "permit": Struct("=QQI")}
 STRUCTS["exchange_sweep_result"] = Struct("=I")

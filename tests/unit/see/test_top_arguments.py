@@ -7,7 +7,7 @@ import argparse
 
 import pytest
 
-from pyebpf_proxy.see.top_arguments import count, number
+from pyebpf_proxy.see.top.arguments import count, number
 
 
 @pytest.mark.parametrize("word", ["-3", "0", "1.5", "x", ""])

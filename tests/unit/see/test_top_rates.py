@@ -9,14 +9,14 @@ import pytest
 from rich.console import Console
 
 from pyebpf_proxy.see import model
-from pyebpf_proxy.see.meter import Amount, Place
-from pyebpf_proxy.see.rates import ordered, short, top
-from pyebpf_proxy.see.service_counters import Sample
 from pyebpf_proxy.see.state import Backend, Service
 from pyebpf_proxy.see.text import Terminal
-from pyebpf_proxy.see.top import MOST_PACKETS, one_in
-from pyebpf_proxy.see.top import text as plain_text
-from pyebpf_proxy.see.top_screen import Screen
+from pyebpf_proxy.see.top.meter import Amount, Place
+from pyebpf_proxy.see.top.rates import ordered, short, top
+from pyebpf_proxy.see.top.screen import Screen
+from pyebpf_proxy.see.top.service_counters import Sample
+from pyebpf_proxy.see.top.watch import MOST_PACKETS, one_in
+from pyebpf_proxy.see.top.watch import text as plain_text
 from pyebpf_proxy.services.model import IPFamily, Protocol, ServicePortName
 
 

@@ -6,11 +6,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 
 from pyebpf_proxy.see import model
-from pyebpf_proxy.see.meter import Amount, Place
-from pyebpf_proxy.see.service_counters import Sample
 from pyebpf_proxy.see.services import name_text
 from pyebpf_proxy.see.state import Backend, Service
-from pyebpf_proxy.see.top_arguments import Order
+from pyebpf_proxy.see.top.arguments import Order
+from pyebpf_proxy.see.top.meter import Amount, Place
+from pyebpf_proxy.see.top.service_counters import Sample
 from pyebpf_proxy.services.model import ServicePortName
 
 NOTHING = Amount(0, 0)

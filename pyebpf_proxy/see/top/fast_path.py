@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pyebpf_proxy.see import fast_path, local, model
 from pyebpf_proxy.see.maps import Pinned
-from pyebpf_proxy.see.rates import short
+from pyebpf_proxy.see.top.rates import short
 
 
 class FastPath:

@@ -20,7 +20,7 @@ from pyebpf_proxy.datapath import preflight
 from pyebpf_proxy.datapath.node import mounts
 from pyebpf_proxy.see import facts, model
 from pyebpf_proxy.see.answers import NOT_RIGHT, RIGHT
-from pyebpf_proxy.see.doctor_fast_path import findings as _fast_path
+from pyebpf_proxy.see.doctor.fast_path import findings as _fast_path
 from pyebpf_proxy.see.text import Cell, Colour, Terminal, table, terminal, wrapped
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ def _programs() -> Found:
     """Load the programs with each option."""
     from pyebpf_proxy.datapath.loader.libbpf import BpfError
     from pyebpf_proxy.datapath.loader.programs import OPTIONAL
-    from pyebpf_proxy.see.loading import ATTEMPTS, attempt
+    from pyebpf_proxy.see.doctor.loading import ATTEMPTS, attempt
 
     for name, text, settings, object_name, without in ATTEMPTS:
         try:
@@ -197,7 +197,7 @@ def _bridges(directory: Path) -> Found:
 def _looks_up_conntrack(directory: Path) -> bool:
     """Whether the attached programs look up conntrack. If none are attached: whether new ones could."""
     from pyebpf_proxy.datapath.loader.libbpf import BpfError
-    from pyebpf_proxy.see import loading
+    from pyebpf_proxy.see.doctor import loading
 
     settings = _settings(_attached(directory))
     if settings is not None:
@@ -240,7 +240,7 @@ def _other_pins() -> Found:
 
 
 def _cni(mark: int, socket_programs: bool) -> Found:
-    from pyebpf_proxy.see import cni
+    from pyebpf_proxy.see.doctor import cni
 
     found = cni.read(mark, socket_programs)
     if found.problem:

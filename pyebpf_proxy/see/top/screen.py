@@ -20,11 +20,11 @@ from rich.text import Text
 
 from pyebpf_proxy.common.printable import printable
 from pyebpf_proxy.see import model
-from pyebpf_proxy.see.rates import Part, ordered, short
 from pyebpf_proxy.see.text import Terminal, wrapped
-from pyebpf_proxy.see.top import Watch, head, notes, place
-from pyebpf_proxy.see.top_arguments import Order
-from pyebpf_proxy.see.top_fast_path import line
+from pyebpf_proxy.see.top.arguments import Order
+from pyebpf_proxy.see.top.fast_path import line
+from pyebpf_proxy.see.top.rates import Part, ordered, short
+from pyebpf_proxy.see.top.watch import Watch, head, notes, place
 
 #: Keys and their sort orders.
 ORDER_KEYS: dict[str, Order] = {"f": "flows", "p": "packets", "b": "bytes", "d": "drops", "n": "name"}

@@ -16,14 +16,14 @@ from pyebpf_proxy.see import local, model, services
 from pyebpf_proxy.see.agent import running_agent
 from pyebpf_proxy.see.answers import SeeError
 from pyebpf_proxy.see.maps import Pinned
-from pyebpf_proxy.see.meter import Amount, Meter, Place
 from pyebpf_proxy.see.pods import Pods, fill_pod_names
-from pyebpf_proxy.see.rates import ordered, short, top
-from pyebpf_proxy.see.service_counters import ServiceCounters
 from pyebpf_proxy.see.state import State
 from pyebpf_proxy.see.text import Cell, Terminal, safe, table, terminal, wrapped
-from pyebpf_proxy.see.top_arguments import Order
-from pyebpf_proxy.see.top_fast_path import FastPath, line
+from pyebpf_proxy.see.top.arguments import Order
+from pyebpf_proxy.see.top.fast_path import FastPath, line
+from pyebpf_proxy.see.top.meter import Amount, Meter, Place
+from pyebpf_proxy.see.top.rates import ordered, short, top
+from pyebpf_proxy.see.top.service_counters import ServiceCounters
 
 #: Up to this many packets a second, every packet is counted. At higher rates, one in two, four, … is sampled.
 MOST_PACKETS = 50_000

@@ -12,7 +12,7 @@ from types import FrameType
 
 from pyebpf_proxy.see.answers import RIGHT
 from pyebpf_proxy.see.maps import Pinned
-from pyebpf_proxy.see.top import Watch, show
+from pyebpf_proxy.see.top.watch import Watch, show
 
 
 def _end(number: int, frame: FrameType | None) -> None:
@@ -29,7 +29,7 @@ def run(arguments: argparse.Namespace) -> int:
         maps = stack.enter_context(Pinned(arguments.directory))
         watch = Watch(arguments, maps, stack)
         if sys.stdout.isatty() and sys.stdin.isatty() and arguments.output == "table" and not arguments.once:
-            from pyebpf_proxy.see.top_screen import live
+            from pyebpf_proxy.see.top.screen import live
 
             live(watch, arguments, count)
             return RIGHT

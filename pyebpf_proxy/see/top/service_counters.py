@@ -16,9 +16,9 @@ from typing import NamedTuple
 from pyebpf_proxy.datapath.loader.reasons import reasons
 from pyebpf_proxy.see import state
 from pyebpf_proxy.see.maps import U32, Pinned
-from pyebpf_proxy.see.meter import Amount, Meter, Place
 from pyebpf_proxy.see.partial_maps import PartialMaps, halves
 from pyebpf_proxy.see.state import Backend, Service
+from pyebpf_proxy.see.top.meter import Amount, Meter, Place
 
 _SLOT = struct.Struct("=II")
 _WORD = 0xFFFFFFFF
