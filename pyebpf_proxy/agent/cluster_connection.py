@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from pyebpf_proxy.kube.events import Recorder
     from pyebpf_proxy.kube.source import Source
-    from pyebpf_proxy.servers.numbers import MetricFamily
+    from pyebpf_proxy.servers.registry import MetricFamily
 
 
 class ClusterConnection(NamedTuple):

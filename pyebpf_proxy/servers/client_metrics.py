@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pyebpf_proxy.servers.numbers import Counter, Gauge, Histogram, MetricFamily
+from pyebpf_proxy.servers.registry import Counter, Gauge, Histogram, MetricFamily
 from pyebpf_proxy.servers.source_metrics import SourceMetrics
 
 _SECONDS = (0.005, 0.025, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0)

@@ -12,7 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from pyebpf_proxy.common.kernel_files import kernel_number
 from pyebpf_proxy.datapath.node.plan import REDIRECTS
 from pyebpf_proxy.servers.health import FAMILIES
-from pyebpf_proxy.servers.numbers import EXP15, NETPROG, Counter, Gauge, Histogram, Labels, Read, Registry
+from pyebpf_proxy.servers.registry import EXP15, NETPROG, Counter, Gauge, Histogram, Labels, Read, Registry
 from pyebpf_proxy.services.model import IPFamily
 
 _ALPHA = "[ALPHA] "

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from pyebpf_proxy.common import log
 from pyebpf_proxy.config.shown import Shown
-from pyebpf_proxy.servers import standard, zpages
+from pyebpf_proxy.servers import component_metrics, zpages
 from pyebpf_proxy.servers.health import JSON_HEADERS, NOT_FOUND, TEXT_HEADERS
 from pyebpf_proxy.servers.http import Handler, Request, Response
 from pyebpf_proxy.servers.metrics import Metrics
-from pyebpf_proxy.servers.numbers import CONTENT_TYPE, Counter, Gauge, Registry, text
+from pyebpf_proxy.servers.registry import CONTENT_TYPE, Counter, Gauge, Registry, text
 
 
 class Mux:
@@ -60,7 +60,7 @@ class Checks:
             ("name", "status", "type"),
         )
         registry.add(self._last, self._all)
-        standard.add_slis(registry, start)
+        component_metrics.add_slis(registry, start)
         self._scrape = scrape(registry, start)
 
     def healthz(self, request: Request) -> Response:
@@ -87,9 +87,9 @@ def ping(request: Request) -> Response:
 
 def metrics_pages(shown: Shown, metrics: Metrics, profiling: bool) -> Mux:
     """The metrics server's pages. Adds the standard metrics to ``metrics``."""
-    start = standard.start_time()
-    standard.add_process(metrics.registry)
-    standard.add_build(metrics.registry, shown.gates, metrics.kubernetes_count)
+    start = component_metrics.start_time()
+    component_metrics.add_process(metrics.registry)
+    component_metrics.add_build(metrics.registry, shown.gates, metrics.kubernetes_count)
     checks = Checks(start)
     paths: dict[str, Handler] = {
         "/configz": fixed(JSON_HEADERS, shown.configz),

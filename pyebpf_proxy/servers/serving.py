@@ -20,9 +20,9 @@ from pyebpf_proxy.servers.health_checks import Addresses, HealthCheckPorts, list
 from pyebpf_proxy.servers.http import Handler, Request, Response
 from pyebpf_proxy.servers.local import Local, pages
 from pyebpf_proxy.servers.metrics import DatapathNumbers, Metrics
-from pyebpf_proxy.servers.numbers import MetricFamily
 from pyebpf_proxy.servers.observer import Observer, SyncedObjects
 from pyebpf_proxy.servers.pages import Mux, metrics_pages
+from pyebpf_proxy.servers.registry import MetricFamily
 from pyebpf_proxy.services.health_checks import HealthCheck, HealthCheckName
 from pyebpf_proxy.services.model import IPFamily
 from pyebpf_proxy.services.node_facts import NodeFacts

@@ -6,7 +6,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
-from pyebpf_proxy.servers.numbers import Gauge, MetricFamily
+from pyebpf_proxy.servers.registry import Gauge, MetricFamily
 
 
 class SourceMetrics:

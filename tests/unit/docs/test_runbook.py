@@ -10,7 +10,7 @@ import yaml
 
 from pyebpf_proxy.servers.client_metrics import ClientMetrics
 from pyebpf_proxy.servers.metrics import DatapathNumbers, Metrics
-from pyebpf_proxy.servers.numbers import text
+from pyebpf_proxy.servers.registry import text
 from tests import ROOT
 
 PAGE = "docs/runbook.md"

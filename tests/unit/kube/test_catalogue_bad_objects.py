@@ -12,7 +12,7 @@ import pytest
 from pyebpf_proxy.kube.api import inventory
 from pyebpf_proxy.kube.api.inventory import Inventory
 from pyebpf_proxy.kube.catalogue import Catalogue
-from pyebpf_proxy.servers.numbers import Gauge
+from pyebpf_proxy.servers.registry import Gauge
 from pyebpf_proxy.servers.source_metrics import SourceMetrics
 
 

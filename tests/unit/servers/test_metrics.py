@@ -28,11 +28,11 @@ from pyebpf_proxy.kube.objects import (
 )
 from pyebpf_proxy.kube.source import Change
 from pyebpf_proxy.servers.client_metrics import ClientMetrics
+from pyebpf_proxy.servers.component_metrics import add_build
 from pyebpf_proxy.servers.health import Health, Moment
 from pyebpf_proxy.servers.metrics import DatapathNumbers, Metrics
-from pyebpf_proxy.servers.numbers import NETPROG, Registry, text
 from pyebpf_proxy.servers.observer import Observer
-from pyebpf_proxy.servers.standard import add_build
+from pyebpf_proxy.servers.registry import NETPROG, Registry, text
 from pyebpf_proxy.services.model import IPFamily
 from pyebpf_proxy.services.planner import Planner, PlanSettings
 

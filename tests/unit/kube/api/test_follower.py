@@ -23,7 +23,7 @@ from pyebpf_proxy.kube.api.observer import Silent
 from pyebpf_proxy.kube.api.source import MOST_WAITING
 from pyebpf_proxy.kube.api.trouble import TroubleError
 from pyebpf_proxy.servers.client_metrics import ClientMetrics
-from pyebpf_proxy.servers.numbers import Gauge
+from pyebpf_proxy.servers.registry import Gauge
 from tests.support.cpu_time import cpu_limit
 from tests.support.logs import Message
 from tests.support.scripted_api import (

@@ -16,7 +16,7 @@ from prometheus_client.registry import CollectorRegistry
 
 from pyebpf_proxy import KUBERNETES_VERSION, __version__
 from pyebpf_proxy.common.process_age import process_age
-from pyebpf_proxy.servers.numbers import Labels, Registry
+from pyebpf_proxy.servers.registry import Labels, Registry
 
 #: The value shown for an unlimited RLIMIT_AS, as in Go's library.
 _NO_LIMIT = float(1 << 64)
