@@ -15,7 +15,7 @@ from pydantic import BaseModel, ValidationError
 
 from pyebpf_proxy.config import gotext, loader
 from pyebpf_proxy.config.datapath_model import API_VERSION, KIND, DatapathConfiguration
-from pyebpf_proxy.config.decode import bare, is_object, pairs
+from pyebpf_proxy.config.decode import bare, is_object, is_section, pairs
 from pyebpf_proxy.config.loader import ConfigError
 from pyebpf_proxy.config.validation import in_one_line
 from pyebpf_proxy.config.yaml_text import Number
@@ -102,7 +102,7 @@ def _plain(model: type[BaseModel], fields: list[tuple[str, Any]], path: str, err
         if value is None:
             continue
         kind = bare(known[key].annotation)
-        if isinstance(kind, type) and issubclass(kind, BaseModel) and is_object(value):
+        if is_section(kind) and is_object(value):
             values[key] = _plain(kind, pairs(value), shown, errors)
         else:
             values[key] = [_scalar(item) for item in value] if type(value) is list else _scalar(value)

@@ -8,15 +8,18 @@ bad value of a type with its own parser (duration, quantity); other wrong types 
 
 from __future__ import annotations
 
+import json
 import types
 import typing
 from collections.abc import Callable
+from functools import cache
 from typing import Any, NamedTuple
 
 from pydantic import BaseModel
 
 from pyebpf_proxy.common.digits import bounded_int
 from pyebpf_proxy.config import durations, gotext, quantities
+from pyebpf_proxy.config.json_text import Pairs
 from pyebpf_proxy.config.model import FlushFrequency, GoType, KubeProxyConfiguration, Reader
 from pyebpf_proxy.config.yaml_text import Number
 
@@ -95,7 +98,7 @@ class _Walk:
             else:
                 if read is not None:
                     given[field.name] = read
-        elif isinstance(kind, type) and issubclass(kind, BaseModel):
+        elif is_section(kind):
             if value is None:
                 return
             if not is_object(value):
@@ -131,7 +134,7 @@ class _Walk:
             return
         entries: list[Any] = []
         for index, entry in enumerate(value):
-            if isinstance(item_kind, type) and issubclass(item_kind, BaseModel):
+            if is_section(item_kind):
                 nested: dict[str, Any] = {}
                 if is_object(entry):
                     self.section(item_kind, entry, f"{shown}[{index}]", path, nested)
@@ -184,8 +187,7 @@ class _Walk:
         values: dict[str, Any] = {}
         for name, value in given.items():
             kind = bare(model.model_fields[name].annotation)
-            nested = isinstance(value, dict) and isinstance(kind, type) and issubclass(kind, BaseModel)
-            values[name] = self.built(kind, value) if nested else value
+            values[name] = self.built(kind, value) if isinstance(value, dict) and is_section(kind) else value
         return model.model_construct(**values) if self.errors else model(**values)
 
 
@@ -214,8 +216,6 @@ def pairs(value: object) -> list[tuple[str, Any]]:
 
 def is_object(value: object) -> bool:
     """Whether the value is a JSON object."""
-    from pyebpf_proxy.config.json_text import Pairs
-
     return isinstance(value, (dict, Pairs))
 
 
@@ -244,30 +244,23 @@ def go_name(model: type[BaseModel]) -> str:
     return str(getattr(model, "go_name", model.__name__))
 
 
-_CACHE: dict[type[BaseModel], dict[str, _Field]] = {}
-
-
+@cache
 def fields_of(model: type[BaseModel]) -> dict[str, _Field]:
     """The fields of a section by the names that the file uses."""
-    if model not in _CACHE:
-        found = {}
-        for name, info in model.model_fields.items():
-            go = next((entry for entry in info.metadata if isinstance(entry, GoType)), None)
-            kind: Any = bare(info.annotation)
-            reader = next((entry for entry in info.metadata if isinstance(entry, Reader)), None)
-            if go is None:
-                go_type = (
-                    f"{getattr(kind, 'go_package', 'v1alpha1')}.{go_name(kind)}"
-                    if _is_model(kind)
-                    else _GO.get(kind, "")
-                )
-                go = GoType(go_type)
-            found[info.alias or name] = _Field(name, reader or kind, go.name, go.embedded)
-        _CACHE[model] = found
-    return _CACHE[model]
+    found = {}
+    for name, info in model.model_fields.items():
+        go = next((entry for entry in info.metadata if isinstance(entry, GoType)), None)
+        kind: Any = bare(info.annotation)
+        reader = next((entry for entry in info.metadata if isinstance(entry, Reader)), None)
+        if go is None:
+            package = getattr(kind, "go_package", "v1alpha1")
+            go = GoType(f"{package}.{go_name(kind)}" if is_section(kind) else _GO.get(kind, ""))
+        found[info.alias or name] = _Field(name, reader or kind, go.name, go.embedded)
+    return found
 
 
-def _is_model(kind: Any) -> bool:
+def is_section(kind: Any) -> typing.TypeGuard[type[BaseModel]]:
+    """Whether the type of a field is a section of the configuration."""
     return isinstance(kind, type) and issubclass(kind, BaseModel)
 
 
@@ -318,7 +311,6 @@ def _quantity(value: object, context: str) -> str:
 
 def _compact(value: object) -> str:
     """A value as JSON, as in kube-proxy's messages: keys sorted, numbers unchanged."""
-    import json
 
     def text(value: object) -> str:
         if isinstance(value, Number):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -171,8 +172,6 @@ def _down(arguments: argparse.Namespace) -> int:
         pid = int(file.read_text())
         watch = os.pidfd_open(pid)
         signal.pidfd_send_signal(watch, signal.SIGTERM)
-        import select
-
         if not select.select([watch], [], [], 30)[0]:
             note(f"{tag} (process {pid}) did not end")
             status = 1

@@ -7,6 +7,7 @@ It knows no layouts: bpftool formats the entries by the type information of each
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from ipaddress import ip_address
 from pathlib import Path
@@ -44,8 +45,6 @@ def follow(node: Node, pins: Path, address: str, port: int, protocol: str = "TCP
 
 def _bytes(number: int, size: int) -> list[int]:
     """A number as arguments of bpftool: its bytes in the machine's order."""
-    import sys
-
     return list(number.to_bytes(size, sys.byteorder))
 
 

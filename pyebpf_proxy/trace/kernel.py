@@ -85,6 +85,8 @@ class Kernel:
         self.reasons = {number: name.removeprefix("SKB_DROP_REASON_") for name, number in reasons.items()}
         self._decoder = msgspec.json.Decoder(KernelEvent)
         self._rest = b""
+        #: Whether the process has ended.
+        self.ended = False
         # A file in memory: the agent's pod has no writable folder.
         self._errors = os.fdopen(os.memfd_create("bcc"), "w+b")
         interpreter = os.environ.get(INTERPRETER_VARIABLE) or INTERPRETER
@@ -121,7 +123,7 @@ class Kernel:
         while select.select([self.fd], [], [], max(0.0, end - time.monotonic()))[0]:
             if any(event.ready for event in self.read()):
                 return
-            if self._ended:
+            if self.ended:
                 break
         self._process.kill()
         self._process.wait()
@@ -138,14 +140,12 @@ class Kernel:
         assert self._process.stdout is not None
         return self._process.stdout.fileno()
 
-    _ended = False
-
     def read(self) -> list[KernelEvent]:
         """New events. Empty if there are none, or if the process has ended."""
-        if self._ended or not select.select([self.fd], [], [], 0)[0]:
+        if self.ended or not select.select([self.fd], [], [], 0)[0]:
             return []
         data = os.read(self.fd, 1 << 20)
-        self._ended = not data
+        self.ended = not data
         *lines, self._rest = (self._rest + data).split(b"\n")
         return [self._decoder.decode(line) for line in lines]
 
@@ -154,14 +154,9 @@ class Kernel:
         self._process.terminate()
         end = time.monotonic() + _END_SECONDS
         found: list[KernelEvent] = []
-        while not self._ended and select.select([self.fd], [], [], max(0.0, end - time.monotonic()))[0]:
+        while not self.ended and select.select([self.fd], [], [], max(0.0, end - time.monotonic()))[0]:
             found += self.read()
         return found
-
-    @property
-    def ended(self) -> bool:
-        """Whether the process has ended."""
-        return self._ended
 
     def close(self) -> None:
         """Kill the process and wait for it."""
