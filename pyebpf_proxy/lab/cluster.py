@@ -24,7 +24,7 @@ from typing import Any, Literal
 from pyebpf_proxy.lab import addresses, leftovers, links
 from pyebpf_proxy.lab.addresses import Dual
 from pyebpf_proxy.lab.agent import Agent
-from pyebpf_proxy.lab.namespace import LabError, Namespace, Task, batch
+from pyebpf_proxy.lab.namespace import LabError, Namespace, Task
 from pyebpf_proxy.lab.servers import Ports, start_servers
 
 PodNetwork = Literal["routed", "bare", "bridge"]
@@ -191,8 +191,7 @@ class Lab:
             f"link add {node.name} type veth peer name eth0 netns {node.namespace.name}",
             f"link set {node.name} master lan0",
             f"link set {node.name} up",
-            f"route add {node.pod_cidr.v4} via {node.address.v4}",
-            f"route add {node.pod_cidr.v6} via {node.address.v6}",
+            *_pod_routes(node),
         )
         lan = addresses.CORE_TO_NODES
         lines = [
@@ -310,6 +309,3 @@ def _try(problems: list[BaseException], step: Callable[[], object]) -> None:
         step()
     except Exception as error:
         problems.append(error)
-
-
-__all__ = ["Lab", "Node", "Pod", "PodNetwork", "batch"]
