@@ -22,7 +22,7 @@ from pyebpf_proxy.datapath.loader._map import Map
 from pyebpf_proxy.datapath.loader.abilities import STORAGE_MAPS, of_kernel
 from pyebpf_proxy.datapath.loader.btf import Btf
 
-__all__ = ["BpfError", "Link", "Map", "Object", "Program", "RunResult", "SkBuff", "load_object"]
+__all__ = ["BpfError", "Link", "Map", "Object", "Program", "RunResult", "SkBuff", "load_object", "run_program"]
 
 #: A signal has interrupted the kernel: it has not judged the object, and may be asked again.
 _INTERRUPTED = frozenset((errors.EAGAIN, errors.EINTR))
@@ -84,6 +84,39 @@ class RunResult(NamedTuple):
     skb: SkBuff | None
 
 
+def run_program(
+    fd: int, name: str, data: bytes, context: bytes = b"", context_out_bytes: int = 0, repeat: int = 1
+) -> RunResult:
+    """A test run of a loaded program. BpfError.
+
+    ``context``: empty for the kernel's own. ``context_out_bytes``: of a struct __sk_buff that it returns.
+    """
+    out, context_out = ffi.new("char[]", _DATA_OUT_MAX), ffi.new("char[]", _SK_BUFF_SIZE)
+    options = ffi.new(
+        "struct test_run_options *",
+        {
+            "sz": ffi.sizeof("struct test_run_options"),
+            "data_in": ffi.from_buffer(data),
+            "data_size_in": len(data),
+            "data_out": out,
+            "data_size_out": _DATA_OUT_MAX,
+            "repeat": repeat,
+        },
+    )
+    if context:
+        options.ctx_in, options.ctx_size_in = ffi.from_buffer(context), len(context)
+    if context_out_bytes:
+        options.ctx_out, options.ctx_size_out = context_out, context_out_bytes
+    with captured():
+        checked(_libbpf.lib().bpf_prog_test_run_opts(fd, options), f"test run of program {name}")
+    return RunResult(
+        int(ffi.cast("int32_t", options.retval)),
+        bytes(ffi.buffer(out, options.data_size_out)),
+        options.duration,
+        SkBuff.unpack(bytes(ffi.buffer(context_out, _SK_BUFF_SIZE))) if context_out_bytes else None,
+    )
+
+
 class Program:
     """A program of an object."""
 
@@ -99,39 +132,13 @@ class Program:
 
     def test_run(self, data: bytes, skb: SkBuff | None = None, repeat: int = 1) -> RunResult:
         """Run on a frame (with its Ethernet header), in the calling thread's network namespace."""
-        return self._run(data, b"" if skb is None else skb.pack(), _SK_BUFF_SIZE if skb is not None else 0, repeat)
+        context, out = (b"", 0) if skb is None else (skb.pack(), _SK_BUFF_SIZE)
+        return run_program(self.fd, self.name, data, context, out, repeat)
 
     def run_frame(self, frame: bytes, ifindex: int = 0, repeat: int = 1) -> RunResult:
         """Run an XDP program on a frame from that device, which must have an XDP program; 0: the loopback device."""
         context = struct.pack("=6I", 0, len(frame), 0, ifindex, 0, 0) if ifindex else b""
-        return self._run(frame, context, 0, repeat)
-
-    def _run(self, data: bytes, context: bytes, context_out_bytes: int, repeat: int) -> RunResult:
-        """``context``: empty for the kernel's own. ``context_out_bytes``: of a struct __sk_buff that it returns."""
-        out, context_out = ffi.new("char[]", _DATA_OUT_MAX), ffi.new("char[]", _SK_BUFF_SIZE)
-        options = ffi.new(
-            "struct test_run_options *",
-            {
-                "sz": ffi.sizeof("struct test_run_options"),
-                "data_in": ffi.from_buffer(data),
-                "data_size_in": len(data),
-                "data_out": out,
-                "data_size_out": _DATA_OUT_MAX,
-                "repeat": repeat,
-            },
-        )
-        if context:
-            options.ctx_in, options.ctx_size_in = ffi.from_buffer(context), len(context)
-        if context_out_bytes:
-            options.ctx_out, options.ctx_size_out = context_out, context_out_bytes
-        with captured():
-            checked(self._lib.bpf_prog_test_run_opts(self.fd, options), f"test run of program {self.name}")
-        return RunResult(
-            int(ffi.cast("int32_t", options.retval)),
-            bytes(ffi.buffer(out, options.data_size_out)),
-            options.duration,
-            SkBuff.unpack(bytes(ffi.buffer(context_out, _SK_BUFF_SIZE))) if context_out_bytes else None,
-        )
+        return run_program(self.fd, self.name, frame, context, 0, repeat)
 
     def attach_xdp(self, ifindex: int, generic: bool, pin: Path) -> None:
         """Attach to a device of this network namespace with a link that is pinned.

@@ -20,8 +20,7 @@ import pytest
 
 from pyebpf_proxy.datapath.cleanup import cleanup
 from pyebpf_proxy.datapath.loader import tcx
-from pyebpf_proxy.datapath.loader._libbpf import lib
-from pyebpf_proxy.datapath.loader.libbpf import Object, Program
+from pyebpf_proxy.datapath.loader.libbpf import Object, run_program
 from pyebpf_proxy.datapath.node import devices, tc
 from pyebpf_proxy.datapath.node.attachments import Attachments
 from pyebpf_proxy.datapath.node.devices import MAPS, Node
@@ -388,8 +387,7 @@ def test_kill_9_during_a_move(agent: Agent, pod: int, put: Put, monkeypatch: pyt
 def test_the_stand_in_during_a_move_runs_the_program(agent: Agent, bpffs: Path, foreign: Object) -> None:
     for name, verdict in (("ends_chain", 0), ("goes_on", -1)):
         with tcx.stand_in(foreign.programs[name].fd, bpffs / "table") as fd:
-            program = SimpleNamespace(fd=fd, name="pep_move", _lib=lib())
-            assert Program.test_run(program, bytes(64)).retval == verdict  # type: ignore[arg-type]
+            assert run_program(fd, "pep_move", bytes(64)).retval == verdict
             (bpffs / "table").unlink()
     assert foreign.programs["ends_chain"].test_run(bytes(64)).retval == 0
 
