@@ -29,7 +29,7 @@ def read_kubeconfig(kubeconfig: str, context: str) -> tuple[str, Any]:
 
     try:
         # Not the library's list of contexts: it requires a current one, even where another one is wanted.
-        place = kubeconfig or kube_config.KUBE_CONFIG_DEFAULT_LOCATION
+        place = _place(kubeconfig)
         found: dict[str, Any] = kube_config.KubeConfigMerger(place).config.value  # type: ignore[no-untyped-call]
         names = [each["name"] for each in found["contexts"]]
         name = context or found.get("current-context") or ""
@@ -39,7 +39,7 @@ def read_kubeconfig(kubeconfig: str, context: str) -> tuple[str, Any]:
         configuration = client.Configuration()
         with _library_errors() as errors:
             config.load_kube_config(  # type: ignore[no-untyped-call]
-                kubeconfig or None, name, client_configuration=configuration
+                place, name, client_configuration=configuration
             )
     except (
         config.ConfigException,
@@ -51,7 +51,7 @@ def read_kubeconfig(kubeconfig: str, context: str) -> tuple[str, Any]:
         AttributeError,
     ) as error:
         remedy = "specify one with --kubeconfig or the environment variable KUBECONFIG"
-        raise ClusterError(f"no kubeconfig: {_unusable(kubeconfig, error)}; {remedy}", NO_ANSWER) from None
+        raise ClusterError(f"no kubeconfig: {_unusable(_place(kubeconfig), error)}; {remedy}", NO_ANSWER) from None
     if errors and not (configuration.api_key or configuration.cert_file):
         # The library goes on without credentials.
         who = _exec_plugin(found, name)
@@ -127,13 +127,15 @@ def _strip_tokens(configuration: Any) -> None:
     configuration.refresh_api_key_hook = refresh
 
 
-def _unusable(kubeconfig: str, error: Exception) -> str:
-    """Why there is no kubeconfig."""
+def _place(kubeconfig: str) -> str:
+    """The files that are read. An empty variable is none, as for kubectl; the library would open no file then."""
+    return kubeconfig or os.environ.get("KUBECONFIG") or "~/.kube/config"
+
+
+def _unusable(name: str, error: Exception) -> str:
+    """Why the file is no kubeconfig."""
     import yaml
 
-    name = kubeconfig or os.environ.get("KUBECONFIG", "~/.kube/config")
-    if not name:
-        return "the environment variable KUBECONFIG is empty"
     if not any(os.path.exists(os.path.expanduser(each)) for each in name.split(os.pathsep)):
         return f"{name} does not exist"
     if isinstance(error, OSError):

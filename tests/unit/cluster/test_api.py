@@ -168,6 +168,25 @@ def test_the_file_of_a_token_may_end_with_a_newline(tmp_path: Path) -> None:
     assert token_of(Api(str(file), "c")) == "Bearer t"
 
 
+@pytest.mark.parametrize("variable", [None, "", "{home}/other"])
+def test_the_kubeconfig_is_found_as_kubectl_finds_it(
+    variable: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the variable if it is set and not empty, else the one in the home directory."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    if variable is None:
+        monkeypatch.delenv("KUBECONFIG", raising=False)
+    else:
+        monkeypatch.setenv("KUBECONFIG", variable.format(home=tmp_path))
+    file = tmp_path / ("other" if variable else ".kube/config")
+    with pytest.raises(ClusterError, match=r"^no kubeconfig: \S+ does not exist; specify one with"):
+        Api()
+    file.parent.mkdir(exist_ok=True)
+    _api(tmp_path, "https://192.0.2.1:6443")
+    (tmp_path / "kubeconfig").rename(file)
+    assert Api().context == "c"
+
+
 def test_a_kubeconfig_that_is_not_text_is_an_error_that_names_the_file(tmp_path: Path) -> None:
     file = tmp_path / "kubeconfig"
     file.write_bytes(b"\xff\xfe\x00")
