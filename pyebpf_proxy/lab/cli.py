@@ -87,7 +87,7 @@ def _demo(arguments: argparse.Namespace) -> int:
 def _shell(arguments: argparse.Namespace) -> int:
     with open_example(arguments.examples, arguments.pod_network) as lab:
         populate(lab, arguments.examples)
-        print(_guide(lab), flush=True)
+        print(_guide(lab, "You are the external client.", "Ctrl-D"), flush=True)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # only the commands in the shell react to Ctrl-C
         shell = ["ip", "netns", "exec", lab.client.name, os.environ.get("SHELL", "/bin/sh")]
         subprocess.call(shell, env={**os.environ, OF_THIS_SHELL: lab.tag})
@@ -104,26 +104,33 @@ def _inspect(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _guide(lab: Lab) -> str:
+def _program() -> str:
+    """How a shell runs this program."""
     script = Path(sys.argv[0]).resolve()
+    return str(script) if os.access(script, os.X_OK) else f"{sys.executable} -m pyebpf_proxy"
+
+
+def _guide(lab: Lab, place: str, end: str) -> str:
+    """What to try. The first commands are for the external client: `place` says where that is."""
+    script = _program()
     folder = lab.manifests
     first = lab.nodes[0].agent
     return f"""
-The lab {lab.tag} is up: node1 (web-1, toolbox), node2 (web-2, web-3), and you are the external client.
+The lab {lab.tag} is up: node1 (web-1, toolbox), node2 (web-2, web-3), and an external client. {place}
 
   curl http://203.0.113.10/                        LB VIP, policy Cluster: the pod sees a node's address
   curl http://[2001:db8:3::10]/                    the same over IPv6
   curl http://203.0.113.20/                        policy Local: the pod sees your address
   curl http://192.0.2.12:30080/                    NodePort on node2
   curl http://203.0.113.30/                        no endpoints: refused at once
-  echo hi | nc -u -w1 203.0.113.10 53              UDP
+  bash -c 'exec 3<>/dev/udp/203.0.113.10/53; echo hi >&3; timeout 1 dd count=1 status=none <&3'   UDP
   {script} lab exec toolbox curl -s http://10.96.0.10/       from a pod to the ClusterIP
   {script} lab exec node1 conntrack -L                       the kernel's conntrack entries
   {script} lab exec node1 bpftool map dump pinned {first.pin("frontends4")}
   $EDITOR {folder / "web-endpoints.yaml"}   add web-3 (10.244.2.11), save, curl again
   tail -f {first.log_file}
 
-Ctrl-D removes the lab.
+{end} removes the lab.
 """
 
 
@@ -141,7 +148,8 @@ def _up(arguments: argparse.Namespace) -> int:
             with open_example(arguments.examples, arguments.pod_network) as lab:
                 populate(lab, arguments.examples)
                 (lab.folder / "pid").write_text(str(os.getpid()))
-                os.write(write, _guide(lab).replace("Ctrl-D removes", "pyebpf-proxy lab down removes").encode() + END)
+                place = f"This command starts a shell there:\n  {_program()} lab exec client\nIn this shell:"
+                os.write(write, _guide(lab, place, f"{_program()} lab down").encode() + END)
                 while True:
                     signal.pause()
         except LabError as error:

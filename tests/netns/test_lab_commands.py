@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -97,6 +98,12 @@ def test_shell_runs_in_the_client_and_removes_the_lab(tmp_path: Path) -> None:
     assert leftovers.namespaces_of(tag) == []
 
 
+def guided(text: str) -> list[str]:
+    """The commands that the guide shows, without those that do not end by themselves."""
+    lines = [re.split(r" {3,}", line.strip())[0] for line in text.splitlines() if line.startswith("  ")]
+    return [line for line in lines if not line.startswith(("$EDITOR", "tail")) and not line.endswith("exec client")]
+
+
 def test_up_exec_and_down() -> None:
     up = lab("up")
     assert up.returncode == 0, up.stdout + up.stderr
@@ -110,6 +117,9 @@ def test_up_exec_and_down() -> None:
             check=True,
         )
         assert '"pod": "web-' in asked.stdout
+        for shown in guided(up.stdout):
+            done = lab("exec", "client", "bash", "-c", shown)
+            assert done.returncode == (7 if "203.0.113.30" in shown else 0), (shown, done)
         refused = lab("exec", "client", "curl", "-s", "--max-time", "5", "http://203.0.113.30/")
         assert refused.returncode == 7, refused  # curl: connection refused
     finally:
