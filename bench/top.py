@@ -8,6 +8,7 @@ belong to no service, and packets of a tracked flow in both directions.
 
 from __future__ import annotations
 
+import argparse
 import os
 import signal
 import statistics
@@ -56,6 +57,7 @@ def _print_costs(kind: str, taken: list[int], less: list[int]) -> None:
 
 def main() -> None:
     """Measure and print."""
+    argparse.ArgumentParser(prog="python -m bench.top", description=__doc__).parse_args()
     with node("top") as devices, Object.open(OBJECTS.parents[1] / "build" / "bench" / "empty.bpf.o") as empty:
         empty.load()
         nothing = next(iter(empty.programs.values()))

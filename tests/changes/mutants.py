@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Break one rule of the agent at a time, and show that the courses of changes detect it, and by which check.
 
-.venv/bin/python -m tests.changes.mutants [NAME…]
-
 Not part of `make test` (half a minute for each). Needs root. The exit status is 1 if a mutant survives.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import shutil
@@ -130,7 +129,12 @@ def notices(name: str, mutant: Mutant) -> bool:
     return False
 
 
-def main(names: list[str]) -> int:
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.changes.mutants", description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"one of {', '.join(MUTANTS)} (default: all)")
+    names = parser.parse_args(arguments).names
+    if unknown := sorted(set(names) - set(MUTANTS)):
+        parser.error(f"no such mutant: {', '.join(unknown)}; there are {', '.join(MUTANTS)}")
     alive = [name for name in names or MUTANTS if not notices(name, MUTANTS[name])]
     return 1 if alive else 0
 

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m tests.kernels [SERIES…]``: boot kernels, run the suites in each, print the results. ``ARCH=arm64`` of the
-environment: kernels of that architecture.
+"""Boot kernels, run the suites in each, and print the results.
 
-``--fetch``: only download what is needed.
+tests/kernels/README.md lists the environment variables: ``ARCH=arm64`` boots kernels of that architecture.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import re
@@ -56,15 +56,20 @@ def main(arguments: list[str]) -> int:
     """0: every kernel behaved as expected; 1: something failed; 2: nothing could be tried."""
     signal.signal(signal.SIGTERM, _interrupted)
     signal.signal(signal.SIGHUP, _interrupted)
-    fetch_only = arguments[:1] == ["--fetch"]
-    series = arguments[fetch_only:] or list(DEFAULT)
+    parser = argparse.ArgumentParser(prog="python -m tests.kernels", description=__doc__)
+    parser.add_argument(
+        "series", nargs="*", metavar="SERIES", help=f"such as 6.12, or newest (default: {' '.join(DEFAULT)})"
+    )
+    parser.add_argument("--fetch", action="store_true", help="only download what is needed")
+    options = parser.parse_args(arguments)
+    series = options.series or list(DEFAULT)
     if os.geteuid() != 0:
         print("test-kernels: root is needed (debootstrap)", file=sys.stderr)
         return 2
     image.CACHE.mkdir(parents=True, exist_ok=True)
     try:
         kind = architecture.named(os.environ.get("ARCH", ""))
-        if fetch_only:
+        if options.fetch:
             _fetch(series, kind)
             return 0
         with tempfile.TemporaryDirectory(prefix="run.", dir=image.CACHE) as scratch:

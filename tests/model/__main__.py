@@ -59,15 +59,26 @@ class Search:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="make test-model", description=__doc__)
-    parser.add_argument("--streams", type=int, default=200, help="how many (default: 200)")
-    parser.add_argument("--steps", type=int, default=50, help="steps of each (default: 50)")
-    parser.add_argument("--seed", type=int, default=None, help="of the first stream; the next has the next number")
-    parser.add_argument("--seconds", type=float, default=0.0, help="begin no stream after that time")
+    parser.add_argument("--streams", type=int, default=200, help="number of streams (default: 200)")
+    parser.add_argument("--steps", type=int, default=50, help="number of steps of each stream (default: 50)")
+    parser.add_argument(
+        "--seed", type=int, default=None, help="seed of the first stream; the next stream has the next number"
+    )
+    parser.add_argument("--seconds", type=float, default=0.0, help="start no stream later than this")
     parser.add_argument("--jobs", type=int, default=1, help="processes, each with a lab of its own (default: 1)")
-    parser.add_argument("--shrink", type=float, default=600.0, help="seconds for making a finding small")
-    parser.add_argument("--only", default="", help="numbers of the steps, as a finding names them: 3,7,12")
-    parser.add_argument("--without", default="", help="names of steps that are left out: kill,restart")
-    parser.add_argument("--with-all", type=int, default=0, help=f"of {SAME_SETTINGS} streams, so many leave none out")
+    parser.add_argument(
+        "--shrink",
+        type=float,
+        default=600.0,
+        help="how many seconds to search for a shorter stream with the same finding",
+    )
+    parser.add_argument(
+        "--only", default="", help="run only the steps with these numbers, as a finding names them: 3,7,12"
+    )
+    parser.add_argument("--without", default="", help="leave out steps with these names: kill,restart")
+    parser.add_argument(
+        "--with-all", type=int, default=0, help=f"in how many of {SAME_SETTINGS} streams --without has no effect"
+    )
     parser.add_argument("--command", action="store_true", help="start agents by the command, instead of by a fork")
     parser.add_argument("--verbose", action="store_true", help="print every step")
     options = parser.parse_args()

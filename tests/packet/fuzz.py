@@ -3,12 +3,11 @@
 
 A round has random Services and permits, and packets that share its tables. A packet must stay unchanged, be handed to
 netfilter for an allowed endpoint, be refused, or be sent exactly as its flow requires.
-
-    python -m tests.packet.fuzz 1000000 7        so many packets, from this seed on; as root
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import ctypes
 import errno
@@ -747,7 +746,11 @@ def fuzz(world: ProgramNode, number: int, seed: int, names: tuple[str, ...] = tu
 
 
 def main() -> None:
-    number, seed = int(sys.argv[1]), int(sys.argv[2])
+    parser = argparse.ArgumentParser(prog="python -m tests.packet.fuzz", description=f"{__doc__} Needs root.")
+    parser.add_argument("number", type=int, metavar="NUMBER", help="how many packets")
+    parser.add_argument("seed", type=int, metavar="SEED", help="of the first round; the next round has the next number")
+    arguments = parser.parse_args()
+    number, seed = arguments.number, arguments.seed
     for family in (4, 6):
         began = time.process_time()
         world = ProgramNode(family)

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Break one rule of the data plane at a time, and show which packet tests fail.
 
-.venv/bin/python -m tests.packet.mutants [NAME…]
-
 Not part of `make test`: it compiles and runs the suite once per mutant. The exit status is 1 if a mutant survives.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import shutil
@@ -20,6 +19,8 @@ from tests import ROOT
 from tests.packet.compiled import FLAGS
 from tests.packet.flow_mutants import FLOW_MUTANTS
 
+#: Where the names of the mutants are.
+_SOURCES = ("tests/packet/mutants.py", "tests/packet/flow_mutants.py")
 # name → (file, original text, replacement)
 MUTANTS: dict[str, tuple[str, str, str]] = {
     "entries for any TCP segment": ("parse.h", "== TCP_SYN;\n", ">= 0;\n"),
@@ -225,9 +226,13 @@ def modules(name: str) -> tuple[str, ...]:
 
 
 def main() -> int:
-    wanted = sys.argv[1:] or list(MUTANTS)
+    parser = argparse.ArgumentParser(prog="python -m tests.packet.mutants", description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="only these mutants (default: all)")
+    wanted = parser.parse_args().names
+    if unknown := sorted(set(wanted) - set(MUTANTS)):
+        parser.error(f"no such mutant: {', '.join(unknown)}; the names are in {', '.join(_SOURCES)}")
     alive = []
-    for name in wanted:
+    for name in wanted or MUTANTS:
         file, old, new = MUTANTS[name]
         with tempfile.TemporaryDirectory() as scratch:
             shutil.copytree(ROOT / "bpf", f"{scratch}/bpf")

@@ -90,10 +90,10 @@ def own_group() -> Iterator[Path | None]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="tests.soak", description=__doc__)
-    parser.add_argument("--minutes", type=float, default=60.0)
-    parser.add_argument("--rate", type=int, default=300, help="new connections a second")
-    parser.add_argument("--free", type=int, default=FREE, help="entries of conntrack that are left free")
-    parser.add_argument("--dry", action="store_true", help="print, and write nothing")
+    parser.add_argument("--minutes", type=float, default=60.0, help="duration (default: 60)")
+    parser.add_argument("--rate", type=int, default=300, help="new connections per second")
+    parser.add_argument("--free", type=int, default=FREE, help="conntrack entries that stay free")
+    parser.add_argument("--dry", action="store_true", help="print the results; write no file")
     arguments = parser.parse_args()
     found = run(arguments.minutes, arguments.rate, arguments.free)
     bad = problems(found)

@@ -8,11 +8,12 @@ does not coincide with a packet of the flow. Packets of one direction are handle
 Functions, states and fields that a docstring names have the names of bpf/*.h. The test checks these names, and the
 order of the accesses.
 
-    python -m tests.unit.bpf.life_cycle        everything at once: more than a million states
+As a program it searches everything at once: more than a million states.
 """
 
 from __future__ import annotations
 
+import argparse
 from collections import deque
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -460,4 +461,5 @@ def way(came: dict[State, tuple[State, str] | None], state: State) -> list[str]:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(prog="python -m tests.unit.bpf.life_cycle", description=__doc__).parse_args()
     print(explore(), "states")
