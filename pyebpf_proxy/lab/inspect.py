@@ -19,6 +19,8 @@ from pyebpf_proxy.lab.cluster import Lab, Node
 _PROTOCOLS = {"TCP": 6, "UDP": 17, "SCTP": 132}
 #: Maps whose entries the kernel does not list, by type.
 _NOT_LISTED = {"queue", "sk_storage"}
+#: Elements of an array that are printed.
+_SHOWN = 32
 
 
 class Step(NamedTuple):
@@ -80,6 +82,16 @@ def _is_set(value: Any) -> bool:
     return bool(value)
 
 
+def shortened(value: Any) -> Any:
+    """An entry without the ends of long arrays: a filter has 65 536 elements, an address 16."""
+    if isinstance(value, dict):
+        return {name: shortened(each) for name, each in value.items()}
+    if isinstance(value, list):
+        rest = len(value) - _SHOWN
+        return [*map(shortened, value[:_SHOWN]), *([f"… {rest} more"] if rest > 0 else ())]
+    return value
+
+
 def tour(lab: Lab) -> None:
     """Print all maps, after some requests that fill them."""
     node = lab.nodes[0]
@@ -97,4 +109,4 @@ def tour(lab: Lab) -> None:
         print(f"# {step.command}\n  {json.dumps(step.entry)}")
     print("\nEvery map, and one of its entries (bpftool map dump pinned NAME):\n")
     for name, entry, count in examples(node, pins):
-        print(f"{name} ({count})\n  {json.dumps(entry) if entry is not None else 'empty'}")
+        print(f"{name} ({count})\n  {json.dumps(shortened(entry)) if entry is not None else 'empty'}")
