@@ -129,14 +129,6 @@ def test_up_exec_and_down() -> None:
     assert not leftovers.folder_of(tag).exists()
 
 
-def test_inspect_shows_every_map_in_readable_lines() -> None:
-    done = lab("inspect")
-    assert done.returncode == 0, done.stderr
-    assert "\n  {" in done.stdout.partition("\nudp_filter (1)")[2]
-    assert "more\"]" in done.stdout
-    assert max(map(len, done.stdout.splitlines())) < 10_000
-
-
 def test_an_unknown_node() -> None:
     done = lab("exec", "node77", "true")
     assert done.returncode == 1

@@ -15,7 +15,7 @@ from pyebpf_proxy.datapath.loader.btf import Btf
 from pyebpf_proxy.datapath.loader.libbpf import Object
 from pyebpf_proxy.lab.addresses import vip
 from pyebpf_proxy.lab.cluster import Lab
-from pyebpf_proxy.lab.inspect import examples, follow
+from pyebpf_proxy.lab.inspect import examples, follow, shortened
 from tests import ROOT
 from tests.support.lab_services import Kind, write_nodes, write_services
 
@@ -110,6 +110,14 @@ def test_from_a_vip_to_its_backends() -> None:
             entry = examples_shown[name]
             if entry is not None and "value" in entry and isinstance(entry["value"], dict):
                 assert list(entry["value"]) == list(shown()[name]["value"]), name
+
+
+def test_a_long_array_is_shortened() -> None:
+    """Some maps are one array of many bytes. Addresses and the words of structures are shown in full."""
+    address = list(range(16))
+    entry = {"key": 0, "value": {"complete": 1, "noted": [7] * 65536, "way": [{"address": address}]}}
+    shown = {"complete": 1, "noted": [*[7] * 32, "… 65504 more"], "way": [{"address": address}]}
+    assert shortened(entry) == {"key": 0, "value": shown}
 
 
 def _is_backend(command: str) -> bool:
