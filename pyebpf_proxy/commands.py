@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from pyebpf_proxy.common.arguments import Parser, fail
+from pyebpf_proxy.common.arguments import Parser, RawHelpFormatter, fail
 from pyebpf_proxy.common.closed_pipe import closed_pipe
 from pyebpf_proxy.see.answers import SeeError, UnknownServiceError
 
@@ -273,7 +273,7 @@ def command_parser(name: str) -> argparse.ArgumentParser:
         prog=f"pyebpf-proxy {name}",
         description=command.text[0].upper() + command.text[1:] + ".",
         epilog=f"example:\n  {command.example}\n\n{STATUSES}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=RawHelpFormatter,
         allow_abbrev=False,
     )
     command.arguments(parser)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from pyebpf_proxy.cluster.canary import Canary, canary
 from pyebpf_proxy.cluster.errors import ClusterError
-from pyebpf_proxy.common.arguments import Parser, fail
+from pyebpf_proxy.common.arguments import Parser, RawHelpFormatter, fail
 from pyebpf_proxy.common.closed_pipe import closed_pipe
 from pyebpf_proxy.see.answers import NO_ANSWER, NOT_RIGHT, QUESTION
 
@@ -42,13 +42,23 @@ _EXAMPLE = """example:
   pyebpf-proxy cluster rollback"""
 
 
+#: What --image means for a command.
+_IMAGE = {
+    "check": "also try this image, with its tag, in a pod on each node",
+    "install": "the agent's image, with its tag (default: the one that is installed)",
+    "upgrade": "the new image, with its tag (default: the one that is installed)",
+    "rollback": "the agent's image, with its tag; needed only if the agent's DaemonSet is gone",
+    "test": "image of the test's pods, with its tag; needed only if the agent is not installed by cluster install",
+}
+
+
 def parser() -> argparse.ArgumentParser:
     """The parser of all commands."""
     top = Parser(
         prog="pyebpf-proxy cluster",
         description="Manage all nodes of a cluster, from an administrator's machine with a kubeconfig.",
         epilog=f"{_EXAMPLE}\n\n{_STATUSES}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=RawHelpFormatter,
         allow_abbrev=False,
     )
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -76,11 +86,11 @@ def parser() -> argparse.ArgumentParser:
             default="text",
             help="text, or one JSON document at the end (default: text)",
         )
-        if name in ("check", "install", "upgrade", "rollback", "test"):
-            each.add_argument("--image", default="", metavar="NAME", help="the agent's image, with its tag")
+        if name in _IMAGE:
+            each.add_argument("--image", default="", metavar="NAME", help=_IMAGE[name])
         if name == "services":
             each.add_argument(
-                "name", nargs="?", default="", metavar="NAME", help="[NAMESPACE/]NAME[:PORT], or a prefix"
+                "name", nargs="?", default="", metavar="NAME", help="[NAMESPACE/]NAME[:PORT], or a prefix of it"
             )
         if name == "explain":
             each.add_argument("pod", metavar="POD", help="[NAMESPACE/]NAME; default namespace: default")
@@ -103,7 +113,9 @@ def parser() -> argparse.ArgumentParser:
             )
             each.add_argument("--dry-run", action="store_true", help="print objects and nodes; change nothing")
         if name in _CHANGING:
-            each.add_argument("--yes", action="store_true", help="do not ask for confirmation")
+            each.add_argument(
+                "--yes", action="store_true", help="do not ask for confirmation; required without a terminal"
+            )
     return top
 
 

@@ -196,7 +196,10 @@ def parse(arguments: Sequence[str]) -> Flags:
 def usage(commands: Mapping[str, str]) -> str:
     """The text of ``--help``. ``commands``: the summary of each command, by name."""
     import textwrap
+    from functools import partial
 
+    # Paths and names of flags are not broken, so that they can be copied.
+    wrap = partial(textwrap.wrap, width=100, break_on_hyphens=False)
     lines = [
         "eBPF replacement for kube-proxy.",
         "",
@@ -208,12 +211,12 @@ def usage(commands: Mapping[str, str]) -> str:
         "Commands:",
     ]
     for name, text in commands.items():
-        lines += textwrap.wrap(f"  {name:<12}{text}", 100, subsequent_indent=" " * 14)
+        lines += wrap(f"  {name:<12}{text}", subsequent_indent=" " * 14)
     for title, flags in GROUPS.items():
         lines += ["", f"{title}:"]
         for flag in flags:
             short = f"-{flag.short}, " if flag.short else ""
             default = f" (default {flag.default})" if flag.default not in ("", "0s", "false") else ""
             lines.append(f"  {short}--{flag.name} {flag.type}".rstrip())
-            lines += textwrap.wrap(flag.help + default, 100, initial_indent=" " * 8, subsequent_indent=" " * 8)
+            lines += wrap(flag.help + default, initial_indent=" " * 8, subsequent_indent=" " * 8)
     return "\n".join(lines)

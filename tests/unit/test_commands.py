@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
@@ -15,7 +16,10 @@ import pytest
 
 from pyebpf_proxy import commands as see
 from pyebpf_proxy.cli import main
+from pyebpf_proxy.cluster.cli import parser as cluster_parser
+from pyebpf_proxy.config.flags import usage
 from pyebpf_proxy.datapath import preflight
+from pyebpf_proxy.lab.cli import _parser as lab_parser
 from pyebpf_proxy.see import COMMANDS
 from pyebpf_proxy.see.doctor import checks
 from pyebpf_proxy.see.reasons import MEANINGS, SLOW
@@ -98,6 +102,25 @@ def test_the_general_help_names_every_command(capsys: pytest.CaptureFixture[str]
     lines = capsys.readouterr().out.splitlines()
     assert [name for name in COMMANDS if not any(line.startswith(f"  {name} ") for line in lines)] == []
     assert max(map(len, lines)) <= 100
+
+
+@pytest.mark.parametrize("columns", ["60", "80", "100"])
+def test_no_help_breaks_a_path_or_an_option_at_a_hyphen(columns: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    parsers = [see.command_parser(name) for name in COMMANDS]
+    parsers += [each for parser in (cluster_parser(), lab_parser()) for each in commands_of(parser)]
+    helps = [parser.format_help() for parser in parsers] + [
+        usage({name: each.text for name, each in see.COMMANDS.items()})
+    ]
+    assert len(helps) > 25
+    lines = [line for text in helps for line in text.splitlines()]
+    assert [line for line in lines if re.search(r"\w-$", line)] == []
+
+
+def commands_of(parser: argparse.ArgumentParser) -> list[argparse.ArgumentParser]:
+    """The parsers of its sub-commands, and itself."""
+    (action,) = (each for each in parser._actions if isinstance(each, argparse._SubParsersAction))
+    return [parser, *action.choices.values()]
 
 
 @pytest.mark.parametrize("encoding", ["latin-1", "ascii"])
