@@ -42,6 +42,10 @@ _EXAMPLE = """example:
   pyebpf-proxy cluster rollback"""
 
 
+_NO_PACKAGE = (
+    "the Python package kubernetes is not installed: install the wheel of pyebpf-proxy with its extra, as in"
+    ' pip install "pyebpf_proxy.whl[cluster]"'
+)
 #: What --image means for a command.
 _IMAGE = {
     "check": "also try this image, with its tag, in a pod on each node",
@@ -181,7 +185,7 @@ def _run(options: argparse.Namespace) -> int:
     try:
         import kubernetes  # noqa: F401
     except ImportError:
-        return fail("the Python package kubernetes is not installed; see docs/cluster.md", NO_ANSWER)
+        return fail(_NO_PACKAGE, NO_ANSWER)
     from pyebpf_proxy.cluster.api import Api, RefusedError
     from pyebpf_proxy.cluster.output import Output
 

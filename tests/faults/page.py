@@ -46,8 +46,8 @@ Clients of a Service at which a fault is aimed are not counted. A full conntrack
 proxy: there the goal is the rate that kube-proxy keeps. With pyebpf-proxy those of the node itself, a third, need
 conntrack. Those of the client and the pod [continue](fast-path.md#when-conntrack-is-full).
 
-A fault ends when its cause is gone: the fault of a proxy that is killed ends when the proxy has started again. The
-first column shows how long this end took if it took more than {SLOW_END} s.
+A fault ends when its cause is gone: if a proxy is killed, when the proxy has started again. The first column says how
+long it took to end the fault, if this took more than {SLOW_END} s.
 
 ## Results
 

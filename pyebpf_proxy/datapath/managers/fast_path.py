@@ -139,7 +139,7 @@ class FastPathManager(Manager):
         try:
             noted = await in_thread(tracked_clients.note, loaded.tc.btf, loaded.maps["tracked_clients"], note_flow)
         except (OSError, MemoryError) as error:
-            _log.warning("flows in conntrack could not be listed; new ones cost more", error=str(error))
+            _log.warning("flows in conntrack could not be listed; each new flow is looked up there", error=str(error))
         else:
             _log.debug("new flows are no longer looked up in conntrack", noted=noted)
             await self._note_connections(note_flow)

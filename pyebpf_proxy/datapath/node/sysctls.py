@@ -357,7 +357,9 @@ def _refused(setting: Setting, error: OSError, root: Path, warn_node: WarnNode |
             f" set it beforehand, or have it left alone with {setting.leave}",
         ) from error
     else:
-        _log.warning("cannot be set", setting=setting.name, value=setting.value, field=setting.field, error=reason)
+        _log.warning(
+            "node setting cannot be set", setting=setting.name, value=setting.value, field=setting.field, error=reason
+        )
 
 
 def _not_for_this_namespace(path: Path, error: OSError) -> bool:

@@ -140,7 +140,7 @@ class Filters:
                     pass
                 except OSError as error:
                     record = str(self._records / name)
-                    _log.warning("the record of a clsact stays", record=record, error=error.strerror)
+                    _log.warning("the record of a clsact could not be removed", record=record, error=error.strerror)
 
     @contextmanager
     def _folder(self) -> Iterator[int | None]:
@@ -172,7 +172,8 @@ class Filters:
             try:
                 self._write_record(ifindex, device)
             except OSError as error:
-                _log.warning("a clsact has no record, --cleanup will leave it", device=device, error=error.strerror)
+                text = "the record of a clsact could not be written: --cleanup will not remove this clsact"
+                _log.warning(text, device=device, error=error.strerror)
         flags = uapi.NLM_F_CREATE | uapi.NLM_F_EXCL
         try:
             self._netlink.change(uapi.RTM_NEWQDISC, flags, _clsact(ifindex), f"clsact of {device}: add")
