@@ -99,7 +99,7 @@ static __always_inline __u64 exchange_time(__u32 clock, __u64 now)
 	return now - (__s64)(__s32)(exchange_clock(now) - clock) * (1 << 20);
 }
 
-/* True if the exchange is a stream, with so many packets more than it has sent.  It should be in the flow table. */
+/* True if the exchange would be a stream after `more` further packets, and should be in the flow table. */
 static __always_inline bool is_long(const struct exchange_head *head, __u32 more)
 {
 	return head->queries + head->replies + more > EXCHANGE_PACKETS;

@@ -153,7 +153,7 @@ static __always_inline int insert_young(struct context *ctx, struct flow_draft *
 #define MANY_FULL 512		/* about a thousand per second */
 #define MANY_OPENED 4096	/* about ten thousand per second: all elements are used within a second or two */
 
-/* Counts a new flow.  True: so many flows open that a complete exchange makes room.  `full`: its bucket is. */
+/* Counts a new flow.  True: many flows open, so this one replaces a complete exchange.  `full`: its bucket is full. */
 static __always_inline bool opens_many(bool full, __u64 now)
 {
 	__u32 zero = 0;
@@ -374,7 +374,7 @@ __noinline int note_recent(const struct flow_key *key, bool opened)
 
 #define UNPERMITTED_PER_SECOND 1024
 
-/* The source of a pair without a permit may be forged, so each CPU enters only so many of their flows per second. */
+/* The source of a pair without a permit may be forged, so the number of such flows per CPU and second is limited. */
 static __always_inline bool may_enter_without_permit(__u64 now)
 {
 	__u32 one = 1, second = (now / NANOSECONDS & 0xfffff) << 12;

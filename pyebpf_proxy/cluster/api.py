@@ -304,7 +304,7 @@ class Api:
     ) -> str:
         """The beginning of a container's log; "" while it has none, or while its kubelet does not give it.
 
-        ``last_lines``: not from the beginning, but the last so many lines.
+        ``last_lines``: instead of the beginning, this number of lines at the end.
         """
         query = {"container": container, "limitBytes": str(most_bytes)} | ({"previous": "true"} if previous else {})
         query |= {"tailLines": str(last_lines)} if last_lines else {}

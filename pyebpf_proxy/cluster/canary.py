@@ -13,7 +13,7 @@ class Canary(NamedTuple):
     is_share: bool = False
 
     def of(self, nodes: int) -> int:
-        """How many of so many nodes. A share is rounded up: 10% of three nodes is one node."""
+        """How many nodes, of this number. A share is rounded up: 10% of three nodes is one node."""
         return -(-nodes * self.number // 100) if self.is_share else self.number
 
 

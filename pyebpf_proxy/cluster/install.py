@@ -124,7 +124,8 @@ class Install(Command):
         begun = (item for name, item in every.nodes.items() if every.has(name, AGENT))
         machines.note(self.api, begun, every.machines)
         if not objects.spares_parked(found.kube_proxy_set):
-            # Labels of before, as after an upgrade by kubeadm: kube-proxy is parked again where the agent is looked at.
+            # The labels are from an earlier run, as after an upgrade by kubeadm. Once the agent of a node is checked,
+            # kube-proxy is parked there again.
             for node, item in every.nodes.items():
                 if PARKED in (item["metadata"].get("labels") or {}):
                     with contextlib.suppress(NodeGoneError):

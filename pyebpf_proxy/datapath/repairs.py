@@ -37,7 +37,7 @@ class Repairs:
         self._recent: deque[tuple[float, Repair]] = deque(maxlen=_MOST_REMEMBERED)
 
     def note(self, what: Repair, count: int = 1, now: float | None = None) -> None:
-        """The agent has restored so many objects."""
+        """The agent has restored ``count`` objects of this kind."""
         self._total[what] += count
         self._recent.extend([(time.monotonic() if now is None else now, what)] * count)
 

@@ -78,7 +78,7 @@ KINDS: dict[str, _Group] = {
     "ServiceCIDR": _Group(ServiceCIDR, "networking.k8s.io", None, validation.check_service_cidr, None, False, False),
 }
 
-#: The API server accepts so many bytes of annotations. Commas in them do not count.
+#: Maximum size of the annotations of one object, as the API server accepts it. Commas in them do not count.
 _MOST_OF_ANNOTATIONS = 256 << 10
 #: So many bytes of JSON cannot contain more values: only in larger objects are they counted.
 _FEW_BYTES = limits.MOST_VALUES

@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-#: Maximum of values in one object, to bound memory and time. No useful object has so many, but the API server accepts
-#: some: etcd's limit is 1.5 MiB, and the shortest address takes 5 bytes.
+#: Maximum of values in one object, to bound memory and time. Useful objects have far fewer, but the API server accepts
+#: more: etcd's limit is 1.5 MiB, and the shortest address takes 5 bytes.
 MOST_VALUES = 200_000
 #: Maximum of values in a file. Objects have about 20 bytes for each, so those of the largest file have fewer.
 MOST_VALUES_OF_FILE = 4_000_000

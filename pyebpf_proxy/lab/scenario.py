@@ -13,7 +13,7 @@ from pyebpf_proxy.lab.namespace import Namespace
 from pyebpf_proxy.lab.rules import Decision, Destination, Expected, SourceClass, expect
 
 MAX_REQUESTS = 64  # enough: in one of 2^63 runs, one of two endpoints would never be selected by chance
-DROPPED_AFTER = 0.7  # if a drop is expected, so many seconds without an answer count as one
+DROPPED_AFTER = 0.7  # seconds without an answer that count as a drop, if one is expected
 
 
 class Client(NamedTuple):

@@ -16,7 +16,7 @@ from pyebpf_proxy.see.reasons import MEANINGS, is_refusal
 from pyebpf_proxy.see.text import Cell, Terminal, ago, table, terminal, wrapped
 from pyebpf_proxy.services.model import Protocol, ServicePortName
 
-#: Drops within the last so many seconds are reported as current.
+#: Drops are reported as current for this time, in seconds.
 RECENT = 60.0
 #: Counting periods per minute.
 _PERIODS = 60 // REFUSED_PERIOD

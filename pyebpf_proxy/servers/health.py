@@ -65,7 +65,7 @@ class Health:
     """Requested changes that are not yet written, by family."""
 
     def __init__(self, timeout: float, families: Collection[IPFamily] = tuple(IPFamily)) -> None:
-        """``timeout``: after so many seconds, an unwritten change means unhealthy: 2 × syncPeriod.
+        """``timeout``: how many seconds a change may wait until the proxy is unhealthy, 2 × syncPeriod.
 
         ``families``: those that this node has.
         """

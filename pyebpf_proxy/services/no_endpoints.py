@@ -11,9 +11,9 @@ from pyebpf_proxy.services import endpoints
 from pyebpf_proxy.services.endpoints import FALLBACK, LOCAL, READY, SERVING, TERMINATING, SliceView
 from pyebpf_proxy.services.model import IPFamily, Protocol, ServicePortName
 
-#: For so many service ports of one Service: it may have a thousand, and as many slices.
+#: The most service ports of one Service for which this is computed: it may have a thousand, and as many slices.
 MOST = 32
-#: So many ports of the slices are looked at, and so many are named. A slice may have 20 000.
+#: The most ports of the slices that are read, and that are named. A slice may have 20 000.
 _MOST_READ, _MOST_NAMED = 2000, 8
 
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 Key = tuple[str, str]
 
-#: How many pods of one address are named: so many of one namespace, and of so many namespaces.
+#: The most pods of one address that are named: of one namespace; and the most namespaces.
 MOST_NAMES, MOST_NAMESPACES = 2, 4
 
 _NONE: Mapping[str, endpoints.SliceView] = {}

@@ -12,7 +12,7 @@ from pyebpf_proxy.datapath.loader._map import Map
 
 
 def pages(size: int) -> int:
-    """A ring of at least so many bytes, as a power of two of this kernel's pages, which arm64 may have of 64 KiB."""
+    """The pages of a ring of at least ``size`` bytes: a power of two. A page may have 64 KiB on arm64."""
     return 1 << max(0, -(-size // mmap.PAGESIZE) - 1).bit_length()
 
 

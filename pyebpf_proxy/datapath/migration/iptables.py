@@ -36,7 +36,7 @@ FORWARD_KEPT = (
     "the built-in chain FORWARD drops by default, so kube-proxy's KUBE-FORWARD, which accepts packets of Services,"
     " stays; --cleanup removes it"
 )
-#: A warning names at most so many ports.
+#: The most ports that a warning names.
 MOST_PORTS = 10
 
 

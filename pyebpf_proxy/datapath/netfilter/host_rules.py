@@ -445,7 +445,7 @@ def _choice(
 
 
 def _chance(left: int) -> str:
-    """The beginning of a rule that is to match one of so many packets."""
+    """The beginning of a rule that matches one of ``left`` packets, at random."""
     return f"numgen random mod {left} 0 " if left > 1 else ""
 
 

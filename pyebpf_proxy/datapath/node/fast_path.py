@@ -50,7 +50,7 @@ _NEXT_HOPS = (uapi.RTNLGRP_NEXTHOP,)
 
 TRUST_SECONDS = 5.0
 BEAT_SECONDS = 1.0
-#: The fast path is closed after so many beats without a complete pass of the promoter. A pass takes a second at most.
+#: The fast path is closed after this number of beats without a complete pass of the promoter, which takes at most 1 s.
 UNSERVED_BEATS = 10
 #: Seconds until what could not be read is read again, since no event reports when it can be read: the first time, and
 #: at most. In between it doubles.

@@ -37,8 +37,8 @@ from pyebpf_proxy.kube.limits import UnreadableError
 from pyebpf_proxy.kube.source import Change
 
 PAGE = 500
-#: A list ends with an error if, beyond so many pages, they have fewer new objects than this on average. A page may have
-#: none, but a server or a proxy could send such pages for ever.
+#: A list of more pages than the first number ends with an error if the pages have fewer new objects, on average, than
+#: the second. A page may have none, but a server or a proxy could send such pages for ever.
 FEW_PAGES, LEAST_OF_PAGE = 100, 10
 #: How many events the list at the beginning of a watch may have, in addition to ten for each object.
 FEW_EVENTS, MOST_OF_OBJECT = 100_000, 10

@@ -26,7 +26,7 @@ from pyebpf_proxy.kube.api.access import Access, ExecPlugin, Tls, server_url, wi
 _EXEC_VERSIONS = ("client.authentication.k8s.io/v1", "client.authentication.k8s.io/v1beta1")
 #: API versions that do not require interactiveMode.
 _NOT_INTERACTIVE = tuple(f"client.authentication.k8s.io/{version}" for version in ("v1beta1", "v1alpha1"))
-#: The most values of a kubeconfig, with aliases expanded. No real one has so many.
+#: The most values of a kubeconfig, with aliases expanded. Real ones have far fewer.
 MAX_VALUES = 100_000
 _EXEC_EXTENSION = "client.authentication.k8s.io/exec"
 
