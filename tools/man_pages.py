@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from argparse_manpage.manpage import Manpage
 
 from pyebpf_proxy import __version__
+from pyebpf_proxy.cluster.cli import EXAMPLE as CLUSTER_EXAMPLE
 from pyebpf_proxy.cluster.cli import parser as cluster_parser
 from pyebpf_proxy.commands import COMMANDS, command_parser
 from pyebpf_proxy.config.flag_table import GROUPS
@@ -31,17 +32,25 @@ _DESCRIPTION = (
     " the agent and leaves everything attached: traffic continues, and the next start adopts the state."
 )
 _AGENT_STATUS = "0: ended by a signal, or request carried out. 1: an error, which the last line of the log names."
-_STATUS = {"0": "No problem found.", "1": "A problem was found.", "2": "Wrong usage.", "3": "No answer."}
+_STATUS = {
+    "0": "No problem found.",
+    "1": "A problem was found.",
+    "2": "Wrong usage.",
+    "3": "No answer.",
+    "130": "Ctrl-C.",
+}
 _FILES = {
     "/run/pyebpf-proxy": "The run folder: the lock that prevents a second agent, and the socket that commands use.",
     "/sys/fs/bpf/pyebpf-proxy": "Pinned maps, programs and links. They outlive the agent.",
 }
 
-#: Commands with subcommands: their description, and their parser.
+#: Commands with subcommands: their description, their parser, and their examples.
 GROUPS_OF_COMMANDS = {
-    "cluster": ("all nodes of a cluster, from an administrator's machine", cluster_parser),
-    "lab": ("a test cluster of network namespaces on this machine", lab_parser),
+    "cluster": ("all nodes of a cluster, from an administrator's machine", cluster_parser, CLUSTER_EXAMPLE),
+    "lab": ("a test cluster of network namespaces on this machine", lab_parser, ""),
 }
+#: Words are not broken and spaces not stretched, so that commands and paths can be copied from the page.
+_PLAIN_LINES = ".nh\n.ad l\n"
 
 
 def pages() -> dict[str, str]:
@@ -49,14 +58,19 @@ def pages() -> dict[str, str]:
     found = {f"{NAME}.1": _agent()}
     for name, command in COMMANDS.items():
         parser = command_parser(name)
-        examples = "\n".join(line.strip() for line in command.example.splitlines())
-        sections = {"EXAMPLES": f".nf\n{_escaped(examples)}\n.fi"}
+        sections = {"EXAMPLES": _examples(command.example)}
         if name not in ("probe", "completion"):
             sections["EXIT STATUS"] = _list(_STATUS)
         found[f"{NAME}-{name}.1"] = _page(parser, command.text, sections)
-    for name, (text, parser) in GROUPS_OF_COMMANDS.items():
-        found[f"{NAME}-{name}.1"] = _page(_with_commands(parser()), text, {})
+    for name, (text, parser, example) in GROUPS_OF_COMMANDS.items():
+        sections = {"EXAMPLES": _examples(example), "EXIT STATUS": _list(_STATUS)} if example else {}
+        found[f"{NAME}-{name}.1"] = _page(_with_commands(parser()), text, sections)
     return found
+
+
+def _examples(text: str) -> str:
+    lines = "\n".join(line.strip() for line in text.splitlines())
+    return f".nf\n{_escaped(lines)}\n.fi"
 
 
 def _with_commands(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -85,7 +99,7 @@ def _agent() -> str:
             else:
                 group.add_argument(*names, action="store_true", help=text)
     commands = {f"{NAME}-{name}(1)": command.text for name, command in COMMANDS.items()}
-    commands |= {f"{NAME}-{name}(1)": text for name, (text, _) in GROUPS_OF_COMMANDS.items()}
+    commands |= {f"{NAME}-{name}(1)": text for name, (text, *_) in GROUPS_OF_COMMANDS.items()}
     synopsis = f".B {_escaped(NAME)}\n[FLAGS]\n.br\n.B {_escaped(NAME)}\nCOMMAND [ARGUMENTS]"
     sections = {"SYNOPSIS": synopsis, "COMMANDS": _list(commands), "EXIT STATUS": _AGENT_STATUS, "FILES": _list(_FILES)}
     return _page(parser, "eBPF replacement for kube-proxy", sections).replace("\u200b", "")
@@ -99,8 +113,11 @@ def _page(parser: argparse.ArgumentParser, summary: str, sections: Mapping[str, 
     page.date = _date()
     for heading, content in {**sections, "SEE ALSO": _also(name)}.items():
         page.add_section(heading, "=", content)
+    # The usage of a subcommand is broken for a terminal of 80 columns: the page breaks it for the reader's.
+    text = re.sub(r"^usage: .*(?:\n {2,}.*)+", lambda usage: " ".join(usage[0].split()), str(page), flags=re.MULTILINE)
     # Macros separate paragraphs: an empty line before them would separate them twice.
-    return re.sub(r"\n+(?=\n\.)", "", str(page))
+    head, _, rest = re.sub(r"\n+(?=\n\.)", "", text).partition("\n")
+    return f"{head}\n{_PLAIN_LINES}{rest}"
 
 
 def _date() -> str:

@@ -34,13 +34,12 @@ COMMANDS = {
 }
 _CHANGING = frozenset({"install", "upgrade", "rollback", "test"})
 _STATUSES = "exit status: 0 done, no problem found; 1 a problem; 2 wrong usage; 3 no answer; 130 Ctrl-C"
-_EXAMPLE = """example:
+EXAMPLE = """\
   pyebpf-proxy cluster check --image REGISTRY/pyebpf-proxy:0.1.0
   pyebpf-proxy cluster install --image REGISTRY/pyebpf-proxy:0.1.0 --canary 1
   pyebpf-proxy cluster status
   pyebpf-proxy cluster install
   pyebpf-proxy cluster rollback"""
-
 
 _NO_PACKAGE = (
     "the Python package kubernetes is not installed: install the wheel of pyebpf-proxy with its extra, as in"
@@ -61,7 +60,7 @@ def parser() -> argparse.ArgumentParser:
     top = Parser(
         prog="pyebpf-proxy cluster",
         description="Manage all nodes of a cluster, from an administrator's machine with a kubeconfig.",
-        epilog=f"{_EXAMPLE}\n\n{_STATUSES}",
+        epilog=f"example:\n{EXAMPLE}\n\n{_STATUSES}",
         formatter_class=RawHelpFormatter,
         allow_abbrev=False,
     )

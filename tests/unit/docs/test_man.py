@@ -50,6 +50,22 @@ def test_every_option_of_a_command_is_on_its_page(pages: dict[str, str], name: s
     assert [word for word in words if isinstance(word, str) and word not in page] == []
 
 
+def test_no_page_breaks_words_or_stretches_lines(pages: dict[str, str]) -> None:
+    assert [name for name, text in pages.items() if not text.partition("\n")[2].startswith(".nh\n.ad l\n")] == []
+
+
+def test_the_usage_of_a_subcommand_is_one_paragraph(pages: dict[str, str]) -> None:
+    usages = re.findall(r"^usage: .*\n(.*)$", pages["pyebpf-proxy-cluster.1"], re.MULTILINE)
+    assert len(usages) == 9
+    assert set(usages) == {""}
+
+
+def test_the_page_of_cluster_has_examples_and_exit_statuses(pages: dict[str, str]) -> None:
+    page = pages["pyebpf-proxy-cluster.1"].replace(r"\-", "-")
+    assert "pyebpf-proxy cluster install --image" in page.partition(".SH EXAMPLES")[2].partition(".SH")[0]
+    assert r"\fB130\fR" in page.partition(".SH EXIT STATUS")[2]
+
+
 def test_the_pages_are_valid_roff(pages: dict[str, str], tmp_path: Path) -> None:
     if shutil.which("mandoc") is None:
         pytest.skip("mandoc is not installed: apt-get install mandoc")
