@@ -109,7 +109,7 @@ The programs on the root cgroup translate connections of the node's own processe
 The tc programs see only packets that *enter* the node. So without the socket programs:
 
 * Traffic of pods and from outside is served as before: ClusterIPs, NodePorts, external and load balancer addresses.
-* The nft table translates packets of the node's own processes in the output hook, as kube-proxy does, including
+* The nftables table translates packets of the node's own processes in the output hook, as kube-proxy does, including
   NodePorts on the node's own addresses, and on 127.0.0.1 (not in mode ipvs, which does not set route_localnet). Each
   endpoint needs a rule there. 1 000 Services of ten endpoints add half a second of CPU time to a start, 10 000 Services
   about 14 s, and libnftables needs memory for them.
@@ -117,7 +117,7 @@ The tc programs see only packets that *enter* the node. So without the socket pr
   connected to the endpoint itself. Translated UDP sockets then show the endpoint's address in `getpeername` and as the
   source of replies; unconnected ones send to the Service's address untranslated, and
   [may change their endpoint](#socketlb-all).
-* Session affinity of the node's own processes is then kept in sets of the nft table, otherwise in the map `affinities`.
+* Sets of the nftables table then keep the session affinity of the node's own processes, not the map `affinities`.
   It is not copied: when `off` is set or removed, these processes choose an endpoint again. Other clients keep theirs.
 
 Use it on nodes where another program owns the sockets.

@@ -73,7 +73,7 @@ _PODS = Size(1024, 1 << 18, 112, 0)
 _LEFT = Size(1024, 1 << 20, 88, 0)
 _EXCLUDED = Size(64, 1 << 16, 0, 64)
 
-_IPVS = "Created only in mode ipvs with the scheduler "
+_IPVS = "Created only in mode ipvs with scheduler "
 _ALL = "Created only with socketLB: all. "
 _OLDEST_GO = " When the map is full, the least recently used entry is evicted."
 
@@ -140,10 +140,10 @@ class Maps(_Section):
     ] = 4096
     excluded_pods: Annotated[int, _checked(_EXCLUDED), _size(_ALL + "Ranges of socketLBExclude.", _EXCLUDED)] = 1024
     connections: Annotated[
-        int, _checked(_WIDE), _size(_IPVS + "lc, wlc, sed, nq, lblc and lblcr: endpoints of both families.", _WIDE)
+        int, _checked(_WIDE), _size(_IPVS + "lc, wlc, sed, nq, lblc or lblcr: endpoints of both families.", _WIDE)
     ] = 262144
     choices: Annotated[
-        int, _checked(_SMALL), _size(_IPVS + "lc, wlc, sed, nq, lblc and lblcr: endpoints of both families.", _SMALL)
+        int, _checked(_SMALL), _size(_IPVS + "lc, wlc, sed, nq, lblc or lblcr: endpoints of both families.", _SMALL)
     ] = 262144
     localities: Annotated[
         int, _checked(_AFFINITIES), _size(_IPVS + "lblc: addresses of Services." + _OLDEST_GO, _AFFINITIES)
@@ -215,8 +215,8 @@ class DatapathConfiguration(_Section):
         str,
         AfterValidator(_path),
         Field(
-            description="Run directory. It determines pins, nft table and lock: instances with different directories"
-            " share nothing. The flag --directory overrides it."
+            description="Run directory. It determines the pins, the nftables table and the lock: instances with"
+            " different directories share nothing. The flag --directory overrides it."
         ),
     ] = DEFAULT_DIRECTORY
     manifests: Annotated[
@@ -234,7 +234,7 @@ class DatapathConfiguration(_Section):
             alias="socketLB",
             description="node: programs on the root cgroup translate the node's own connections to Services at"
             " connect and sendmsg. all: the same, and also connections of pods that need no masquerading. off: no"
-            " programs on the cgroup (those of a previous run are detached); the nft table serves the node's own"
+            " programs on the cgroup (those of a previous run are detached); the nftables table serves the node's own"
             " connections, as it always does for SCTP.",
         ),
     ] = "node"
@@ -242,8 +242,8 @@ class DatapathConfiguration(_Section):
         _Networks,
         Field(
             alias="socketLBExclude",
-            description="With socketLB: all, CIDRs of pods whose connections the tc programs translate even so,"
-            " such as pods of a service mesh that needs to see the Service address.",
+            description="With socketLB: all, CIDRs of pods whose connections the tc programs translate, and not the"
+            " socket programs. For example, pods of a service mesh that needs to see the Service address.",
         ),
     ] = []
     external_ips: Annotated[
@@ -252,8 +252,9 @@ class DatapathConfiguration(_Section):
             alias="externalIPs",
             description="Which externalIPs of a Service are accepted. checked: not in a ServiceCIDR, not a NodePort of"
             " another namespace's Service on a Node's address, not where the kubelet, an API server or a health check"
-            " listens. strict: also no address of a Node. With an API server, only this Node is known. unchecked: all,"
-            " as in kube-proxy. A refused address is logged and gets an Event; see objects.md.",
+            " listens. strict: also no address of a Node; with an API server, the agent knows only the addresses of its"
+            " own Node. unchecked: all, as in kube-proxy. A refused address is logged and gets an Event"
+            " (objects.md).",
         ),
     ] = "checked"
     fast_path: Annotated[
@@ -261,8 +262,9 @@ class DatapathConfiguration(_Section):
         WrapValidator(_fast_path),
         Field(
             description="auto: the tc programs translate and redirect packets of flows to Services, past the kernel's"
-            " FORWARD chain, wherever nothing on this node has to see them (fast-path.md). true: the same, with a"
-            " warning where this is not possible. false: every packet takes the slow path."
+            " FORWARD chain, unless something on this node must see every packet (fast-path.md). true: the same, but"
+            " rules of other programs close nothing; a warning names them, and they miss packets. false: every packet"
+            " takes the slow path."
         ),
     ] = "auto"
     fast_path_excluded_devices: Annotated[

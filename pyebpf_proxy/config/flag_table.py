@@ -50,7 +50,7 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         Flag("config", "string", "", "Configuration file (KubeProxyConfiguration). With it, flags that set fields are ignored, except --hostname-override and the logging flags."),
         Flag("write-config-to", "string", "", "Write the effective configuration to this file, and exit."),
         _switch("cleanup", "Remove all state of pyebpf-proxy and what kube-proxy left behind, and exit."),
-        _switch("init-only", "Do the start-up steps that need the most privileges (mounts, nft table, sysctls), and exit."),
+        _switch("init-only", "Do the start-up steps that need the most privileges (mounts, nftables table, sysctls), and exit."),
         Flag("version", "version[=true]", "false", "Print the version, and exit. raw: all version fields; vX.Y.Z…: report this version instead.", read.version, "", "true"),
         _switch("help", "Print this text, and exit.", "", "", "h"),
     ),
@@ -120,7 +120,7 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
     "pyebpf-proxy's own": (
         Flag("datapath-config", "string", "", "File of kind DatapathConfiguration: options that kube-proxy does not have (docs/datapath-configuration.md). The flags below override it."),
         Flag("manifests", "string", "", "Read Services, EndpointSlices, Nodes and ServiceCIDRs from the files of this directory instead of the API server."),
-        Flag("directory", "string", DEFAULT_DIRECTORY, "Run directory. It determines pins, nft table and lock: instances with different directories share nothing.", read.not_empty),
+        Flag("directory", "string", DEFAULT_DIRECTORY, "Run directory. It determines the pins, the nftables table and the lock: instances with different directories share nothing.", read.not_empty),
         _switch("keep-kube-proxy-rules", "With --cleanup: remove only the state of pyebpf-proxy and keep kube-proxy's rules. For the return to a kube-proxy that already runs."),
     ),
 }
