@@ -24,6 +24,7 @@ from pyebpf_proxy.kube.api.messages import (
     Identity,
     Page,
     Status,
+    is_earlier,
     read_bookmark,
     read_event,
     read_identity,
@@ -81,6 +82,8 @@ class Follower:
         #: The last known resourceVersion; empty: list again.
         self._version = ""
         self._was_listed = False
+        #: The connection was interrupted: another server may answer, or this one with an earlier state.
+        self._in_doubt = False
         #: An optional resource that the server does not know or permit; this is logged once.
         self._is_refused = False
         self._streams_lists = True
@@ -160,6 +163,7 @@ class Follower:
         self._client.observer.retried(self._resource.name)
         timing = self._client.timing
         delay = max(timing.delay(self._failures), trouble.seconds)
+        self._in_doubt |= trouble.lost or trouble.code >= 500
         if trouble.lost:
             self._lost_at = time.monotonic()
             if self._failures == 1 and self._version:
@@ -191,6 +195,8 @@ class Follower:
 
     def _follow(self) -> None:
         """List and watch, or only watch, until the server ends the watch regularly. Raises TroubleError."""
+        if self._version and self._in_doubt:
+            self._check_history()
         if not self._version:
             if self._streams_lists:
                 try:
@@ -205,6 +211,23 @@ class Follower:
                     return
             self._list_pages()
         self._watch(initial=False)
+
+    def _check_history(self) -> None:
+        """List again if the server's history ends before the last known version: its state is an earlier one.
+
+        The server accepts a watch from a version that it has not reached, and sends no event before that version.
+        """
+        page = self._page(self._ask({**self._resource.selectors, "limit": "1"}))
+        self._in_doubt = False
+        now = page.metadata.resource_version
+        if is_earlier(now, self._version):
+            _log.info(
+                "the API server has an earlier state than before, listing again",
+                resource=self._resource.name,
+                version=now,
+                before=self._version,
+            )
+            self._version = ""
 
     def _list_pages(self) -> None:
         changes: list[Change] = []
@@ -308,6 +331,7 @@ class Follower:
         changes += self._inventory.keep_only(keys)
         self._version = version
         self._was_listed = True
+        self._in_doubt = False
         observer, name = self._client.observer, self._resource.name
         observer.listed(name, len(keys))
         self._count_bad()

@@ -94,6 +94,14 @@ class _Items(msgspec.Struct, gc=False):
     items: list[_Item] | None = None
 
 
+def is_earlier(version: str, other: str) -> bool:
+    """Whether a resourceVersion is earlier than another one. The API server's are decimal numbers; others never are."""
+    if not (version.isdecimal() and other.isdecimal() and version.isascii() and other.isascii()):
+        return False
+    one, two = version.lstrip("0"), other.lstrip("0")
+    return (len(one), one) < (len(two), two)
+
+
 #: A larger page may be refused for what is in its items.
 _SMALL_PAGE = 1 << 20
 

@@ -305,6 +305,54 @@ def test_a_broken_watch_is_resumed_without_a_message(api: ScriptedApi) -> None:
         assert source.errors() == []
 
 
+@pytest.mark.parametrize("how", ["cut", "503"])
+def test_a_server_with_an_earlier_state_is_listed_again(api: ScriptedApi, how: str) -> None:
+    """etcd was restored from a snapshot: b did not exist yet, a had another address. The server accepts a watch from
+    a version that it has not reached, and sends nothing.
+    """
+
+    def first(exchange: Exchange) -> None:
+        exchange.initial([service("a", "10.96.0.9"), service("b", "10.96.0.2")], "5000")
+        exchange.event("BOOKMARK", {"metadata": {"resourceVersion": "10000"}})
+        exchange.cut() if how == "cut" else exchange.end()
+
+    def again(exchange: Exchange) -> None:
+        exchange.initial([service("a", "10.96.0.1")], "900")
+        exchange.hold()
+
+    api.version = "900"
+    busy = [] if how == "cut" else [lambda exchange: exchange.status(503, "overloaded")]
+    api.script("services", first, *busy, again)
+    with following(api) as source:
+        source.until(lambda: source.names("Service") == {"a"})
+        assert source.objects["Service", "a"].spec.cluster_ip == "10.96.0.1"
+        assert source.logged("the API server has an earlier state than before, listing again")
+        assert all("503" in line for line in source.errors())
+    assert "sendInitialEvents" in api.asked("services")[-1].query
+    # The same selection, because the permission and the objects are those of the list.
+    assert api.checks[0].query["fieldSelector"] == api.asked("services")[0].query["fieldSelector"]
+
+
+def test_a_server_whose_history_goes_on_is_not_listed_again(api: ScriptedApi) -> None:
+    def first(exchange: Exchange) -> None:
+        exchange.initial([service("a")], "9")
+        exchange.cut()
+
+    def go_on(exchange: Exchange) -> None:
+        exchange.begin()
+        exchange.event("ADDED", service("b", "10.96.0.2", version="10"))
+        exchange.end()
+
+    api.version = "10"
+    api.script("services", first, go_on)
+    with following(api) as source:
+        source.until(lambda: len(api.asked("services")) == 3)
+        assert source.names("Service") == {"a", "b"}
+        assert [request.query.get("resourceVersion") for request in api.asked("services")] == [None, "9", "10"]
+        # A watch that ends regularly leaves no doubt.
+        assert len([check for check in api.checks if check.resource == "services"]) == 1
+
+
 def test_a_restarted_server_without_history_causes_no_message(api: ScriptedApi) -> None:
     """The watch breaks, the next one is refused (410), and the list succeeds: no message, and no wait."""
 

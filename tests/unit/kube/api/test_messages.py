@@ -8,7 +8,26 @@ import tracemalloc
 import msgspec
 import pytest
 
-from pyebpf_proxy.kube.api.messages import read_bookmark, read_page
+from pyebpf_proxy.kube.api.messages import is_earlier, read_bookmark, read_page
+
+
+@pytest.mark.parametrize(
+    ("version", "other", "earlier"),
+    [
+        ("9", "10", True),
+        ("10", "9", False),
+        ("10", "10", False),
+        ("010", "10", False),
+        ("0", "1", True),
+        ("18446744073709551615", "18446744073709551616", True),
+        ("", "10", False),
+        ("a", "b", False),
+        ("9", "b", False),
+        ("٩", "10", False),
+    ],
+)
+def test_resource_versions_are_compared_as_numbers(version: str, other: str, earlier: bool) -> None:
+    assert is_earlier(version, other) == earlier
 
 
 @pytest.mark.parametrize(
