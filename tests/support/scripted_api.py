@@ -57,6 +57,7 @@ class Exchange:
         self.query = dict(parse_qsl(parts.query, keep_blank_values=True))
         self.headers = handler.headers
         self.body = body
+        self.begun = time.monotonic()
         self._handler = handler
         self._api = api
 

@@ -51,6 +51,8 @@ PART = 500
 MOST_BYTES_OF_EVENT = 64 * 1024 * 1024
 #: From how many failures in a row on a failure that is usual is reported.
 RECURRING = 3
+#: A watch that ends so many seconds before its time, or more, has not ended regularly.
+EARLY = 5.0
 #: How often a list may follow an expired history without a wait.
 MOST_AT_ONCE = 2
 
@@ -82,7 +84,7 @@ class Follower:
         #: The last known resourceVersion; empty: list again.
         self._version = ""
         self._was_listed = False
-        #: The connection was interrupted: another server may answer, or this one with an earlier state.
+        #: The watch was interrupted: another server may answer, or this one with an earlier state.
         self._in_doubt = False
         #: An optional resource that the server does not know or permit; this is logged once.
         self._is_refused = False
@@ -389,6 +391,8 @@ class Follower:
                     self._failures = 0
                     self._client.observer.received(self._resource.name, len(lines), time.time())
         host = self._client.access.host
+        # A server that shuts down ends its watches early, and the next one may be another server.
+        self._in_doubt |= time.monotonic() - begin < seconds - min(EARLY, seconds / 2)
         if keys is not None:
             raise TroubleError(f"{host} closed the connection before the list was complete", shared=True)
         if total == 0 and time.monotonic() - begin < min(1.0, seconds / 2):

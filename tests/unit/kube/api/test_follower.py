@@ -305,7 +305,7 @@ def test_a_broken_watch_is_resumed_without_a_message(api: ScriptedApi) -> None:
         assert source.errors() == []
 
 
-@pytest.mark.parametrize("how", ["cut", "503"])
+@pytest.mark.parametrize("how", ["cut", "end", "503"])
 def test_a_server_with_an_earlier_state_is_listed_again(api: ScriptedApi, how: str) -> None:
     """etcd was restored from a snapshot: b did not exist yet, a had another address. The server accepts a watch from
     a version that it has not reached, and sends nothing.
@@ -314,6 +314,8 @@ def test_a_server_with_an_earlier_state_is_listed_again(api: ScriptedApi, how: s
     def first(exchange: Exchange) -> None:
         exchange.initial([service("a", "10.96.0.9"), service("b", "10.96.0.2")], "5000")
         exchange.event("BOOKMARK", {"metadata": {"resourceVersion": "10000"}})
+        if how == "503":
+            wait_until(lambda: time.monotonic() > exchange.begun + float(exchange.query["timeoutSeconds"]))
         exchange.cut() if how == "cut" else exchange.end()
 
     def again(exchange: Exchange) -> None:
@@ -321,16 +323,17 @@ def test_a_server_with_an_earlier_state_is_listed_again(api: ScriptedApi, how: s
         exchange.hold()
 
     api.version = "900"
-    busy = [] if how == "cut" else [lambda exchange: exchange.status(503, "overloaded")]
+    busy = [lambda exchange: exchange.status(503, "overloaded")] if how == "503" else []
     api.script("services", first, *busy, again)
-    with following(api) as source:
+    with following(api, replace(QUICK, watch=(1, 1)) if how == "503" else QUICK) as source:
         source.until(lambda: source.names("Service") == {"a"})
         assert source.objects["Service", "a"].spec.cluster_ip == "10.96.0.1"
         assert source.logged("the API server has an earlier state than before, listing again")
         assert all("503" in line for line in source.errors())
     assert "sendInitialEvents" in api.asked("services")[-1].query
     # The same selection, because the permission and the objects are those of the list.
-    assert api.checks[0].query["fieldSelector"] == api.asked("services")[0].query["fieldSelector"]
+    (check,) = (each for each in api.checks if each.resource == "services")
+    assert check.query["fieldSelector"] == api.asked("services")[0].query["fieldSelector"]
 
 
 def test_a_server_whose_history_goes_on_is_not_listed_again(api: ScriptedApi) -> None:
@@ -341,11 +344,12 @@ def test_a_server_whose_history_goes_on_is_not_listed_again(api: ScriptedApi) ->
     def go_on(exchange: Exchange) -> None:
         exchange.begin()
         exchange.event("ADDED", service("b", "10.96.0.2", version="10"))
+        wait_until(lambda: time.monotonic() > exchange.begun + float(exchange.query["timeoutSeconds"]))
         exchange.end()
 
     api.version = "10"
     api.script("services", first, go_on)
-    with following(api) as source:
+    with following(api, replace(QUICK, watch=(1, 1))) as source:
         source.until(lambda: len(api.asked("services")) == 3)
         assert source.names("Service") == {"a", "b"}
         assert [request.query.get("resourceVersion") for request in api.asked("services")] == [None, "9", "10"]
