@@ -89,12 +89,15 @@ static __noinline int is_plausible(const struct packet *p, const struct flow_rew
 /* What a RST of either side is compared with.  `a`: of the packet's direction. */
 static __always_inline void note_numbers(struct flow *f, const struct packet *p, const struct flow_rewrite *a)
 {
-	/* 0: a packet without an acknowledgment, or the first one of this side. */
+	/* 0: a packet without an acknowledgment. */
 	if (p->acknowledged) {
 		if (f->acknowledged && unlikely(!is_near(p->acknowledged, f->acknowledged, USUAL_STEP, USUAL_STEP)) &&
 		    !is_plausible(p, a, f))
 			return;
 		f->acknowledged = p->acknowledged;
+	} else if (unlikely(!(p->tcp_flags & TCP_SYN))) {
+		/* A RST, or a packet that its receiver drops unanswered, so a forged one would stay unnoticed. */
+		return;
 	}
 	f->sent_until = next_sequence(p);
 }

@@ -13,6 +13,7 @@ from pyebpf_proxy.common.bpf_constants import CLOSE, RESTORE
 from tests.packet.fast_node import (
     CONFIRM,
     REDIRECT,
+    SECOND,
     SNAT_PORTS,
     VARIANTS,
     Flow,
@@ -517,6 +518,21 @@ def test_a_forged_acknowledgment_does_not_choose_the_number_of_a_reset(fast: Pro
     flow.run(not reply, flow.frame(not reply, size=0, seq=1000, ack=0x90000000))
     flow.run(reply, flow.frame(reply, flags="R", size=0, seq=0x90000000, ack=0))
     assert flow.entry(reply)["closing"] != 2, "in sequence"  # type: ignore[index]
+
+
+@pytest.mark.parametrize(("flags", "ack", "vanished"), [("A", 1000, 1), ("", 0, 0), ("PU", 0, 0)])
+@pytest.mark.parametrize("by", ["client", "endpoint"])
+def test_a_forged_packet_without_an_acknowledgment_makes_no_side_vanish(
+    fast: ProgramNode, by: str, flags: str, ack: int, vanished: int
+) -> None:
+    """The other side drops it unanswered (RFC 9293, 3.10.7.4). The entry in conntrack must keep its timeout."""
+    flow, reply = promoted(fast), by == "endpoint"
+    for side in (False, True):
+        flow.run(side, flow.frame(side, size=0, seq=1000, ack=1000))
+    flow.run(reply, flow.frame(reply, flags=flags, size=100, seq=1000, ack=ack))
+    for side, seconds in ((reply, 200), (not reply, 260)):
+        flow.write(side, last_seen=time.monotonic_ns() - seconds * SECOND)
+    assert sweep(fast)["requested"] == vanished
 
 
 @pytest.mark.parametrize("end", ["RST", "FIN of both sides"])
