@@ -33,7 +33,7 @@ struct link {
 	__u8 mac_from[6];
 	__u16 mtu;
 	enum redirect_mode redirect;
-	__u8 zero;
+	__u8 first_fragment;	/* in flow_fragments: when the first fragment was sent (fragments.h); else 0 */
 };
 
 /*

@@ -596,7 +596,12 @@ static __always_inline int leave_exchange(struct context *ctx, const struct pack
 		count_left(reason);
 	else
 		count_left(is_over_quota(bpf_map_lookup_elem(&young_counts, &device)) ? SLOW_QUOTA : SLOW_TABLE_FULL);
+	/* The kernel gets the first fragment of a datagram that would be one too many, as any other packet of the client. */
+	if (reason == STACK_FRAGMENT && !reply && is_long(head, 1))
+		reason = NOT_SLOW;
 	verdict = leave_young(ctx, p, a, NULL, x->service, reply ? 0 : x->backend, reason);
+	if (HOOK == AT_TC && verdict != LEFT && verdict != DROPPED)
+		note_exchanged(head, reply, flow_clock());
 	/* XDP passes the packet on, and tc leaves it. */
 	if (HOOK != AT_TC || verdict != LEFT)
 		return verdict;
@@ -664,12 +669,12 @@ static __noinline int send_exchanged(struct context *ctx, struct packet *p, __u3
 	if (unlikely(reason || is_long(head, 1))) {
 		if (unfold_exchange(FOUND_ELEMENT(found), FOUND_OWNER(found), FOR_PACKETS))
 			return MOVED_TO_TABLE;
-		verdict = leave_exchange(ctx, p, x, head, a, found, reason, state->draining);
-		if (verdict != NOT_KNOWN)
-			return verdict;
 		/* It stays a stream, however many replies follow: the counter is a byte. */
 		if (head->replies == 255)
 			head->replies--;
+		verdict = leave_exchange(ctx, p, x, head, a, found, reason, state->draining);
+		if (verdict != NOT_KNOWN)
+			return verdict;
 	}
 	if (why_not_here(ctx, p, a, &way))
 		return NOT_SENT;

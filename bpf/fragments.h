@@ -45,8 +45,10 @@ static __always_inline bool is_fragment(struct __sk_buff *skb, struct fragments 
  * first one only if the fragment before it came within this time.
  */
 #define FRAGMENT_GAP NANOSECONDS
+/* Later fragments are not counted, and no rule of netfilter sees them: without a limit they could follow for good. */
+#define FRAGMENTS_NS (5 * NANOSECONDS)
 
-/* A time in units of 2^27 ns, 0.13 s.  It comes round after two hours and a half. */
+/* A time in units of 2^27 ns, 0.13 s.  It comes round after two hours and a half; its lower byte after half a minute. */
 static __always_inline __u16 fragment_time(void)
 {
 	return bpf_ktime_get_coarse_ns() >> 27;
@@ -112,6 +114,7 @@ static __noinline int rewrite_addresses(struct __sk_buff *skb, const struct flow
 static __noinline int send_first_fragment(struct __sk_buff *skb, const struct packet *p, struct flow_rewrite *a)
 {
 	struct fragments key = {};
+	struct flow_rewrite *sent;
 	__be16 ports[2];
 	int verdict;
 
@@ -120,6 +123,9 @@ static __noinline int send_first_fragment(struct __sk_buff *skb, const struct pa
 	/* In the flow itself, where nothing reads it, because a copy would need too much of the stack. */
 	a->fragment_sent = fragment_time();
 	bpf_map_update_elem(&flow_fragments, &key, a, BPF_ANY);
+	sent = bpf_map_lookup_elem(&flow_fragments, &key);
+	if (sent)
+		sent->out.first_fragment = sent->fragment_sent;
 	ports[0] = bpf_htons(a->source_port);
 	ports[1] = bpf_htons(a->destination_port);
 	if (update_transport_check(skb, p, a, p->transport + UDP_CHECK) ||
@@ -143,7 +149,8 @@ static __noinline int send_later_fragment(struct __sk_buff *skb)
 	if (!is_fragment(skb, &key))
 		return NOT_SENT;
 	a = bpf_map_lookup_elem(&flow_fragments, &key);
-	if (!a || a->device_in != skb->ifindex || !is_for(skb, a->mac_in) || !is_same_datagram(a->fragment_sent))
+	if (!a || a->device_in != skb->ifindex || !is_for(skb, a->mac_in) || !is_same_datagram(a->fragment_sent) ||
+	    (__u8)(fragment_time() - a->out.first_fragment) > FRAGMENTS_NS >> 27)
 		return NOT_SENT;
 	a->fragment_sent = fragment_time();
 	if (rewrite_addresses(skb, a, skb->protocol == bpf_htons(ETH_P_IPV6))) {

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from scapy.layers.inet import IP, TCP, UDP, IPOption_NOP
-from scapy.layers.inet6 import IPv6, IPv6ExtHdrDestOpt
+from scapy.layers.inet6 import IPv6, IPv6ExtHdrDestOpt, IPv6ExtHdrFragment
 from scapy.layers.l2 import Ether
 from scapy.packet import Packet, Raw
 
@@ -633,6 +633,29 @@ def options(flow: Flow, **more: Any) -> Packet:
     below = frame[IPv6].payload
     frame[IPv6].remove_payload()
     return frame / IPv6ExtHdrDestOpt() / below
+
+
+def fragments(flow: Flow, reply: bool = False, number: int = 9) -> tuple[Packet, Packet]:
+    """A datagram in two fragments."""
+    whole = flow.frame(reply, size=72)
+    transport = whole[UDP]
+    link = Ether(src=whole.src, dst=whole.dst)
+    return cut(flow.world, link / whole[Ether].payload, bytes(transport)[:40], bytes(transport)[40:], number)
+
+
+def cut(world: ProgramNode, whole: Packet, first: bytes, later: bytes, number: int) -> tuple[Packet, Packet]:
+    link = Ether(src=whole.src, dst=whole.dst)
+    if world.family == 4:
+        old = whole[IP]
+        ip = {"src": old.src, "dst": old.dst, "ttl": old.ttl, "id": number, "proto": 17}
+        return link / IP(flags="MF", **ip) / Raw(first), link / IP(frag=5, **ip) / Raw(later)
+    old = whole[IPv6]
+    ip6 = IPv6(src=old.src, dst=old.dst, hlim=old.hlim)
+    head = {"id": number, "nh": 17}
+    return (
+        link / ip6 / IPv6ExtHdrFragment(m=1, **head) / Raw(first),
+        link / ip6 / IPv6ExtHdrFragment(offset=5, **head) / Raw(later),
+    )
 
 
 CONFIRM = 3

@@ -847,6 +847,22 @@ FLOW_MUTANTS: dict[str, tuple[str, str, str]] = {
     "flows: fragments by any device": ("fragments.h", "a->device_in != skb->ifindex || ", ""),
     "flows: fragments for any frame": ("fragments.h", " || !is_for(skb, a->mac_in)", ""),
     "flows: fragments for ever": ("fragments.h", " || !is_same_datagram(a->fragment_sent)", ""),
+    "flows: fragments without end": (
+        "fragments.h",
+        "(__u8)(fragment_time() - a->out.first_fragment) > FRAGMENTS_NS >> 27",
+        "false",
+    ),
+    "exchanges: fragmented datagrams are not counted": (
+        "flow_send.h",
+        "note_exchanged(head, reply, flow_clock());",
+        ";",
+    ),
+    "exchanges: fragmented queries without end": (
+        "flow_send.h",
+        "reason == STACK_FRAGMENT && !reply && is_long(head, 1)",
+        "false",
+    ),
+    "flows: numbers without an acknowledgment": ("flow_send.h", "unlikely(!(p->tcp_flags & TCP_SYN))", "false"),
     "flows: fragments of an earlier packet": (
         "tc.bpf.c",
         "if (fast && p.fragment)\n\t\tforget_fragments(skb);",

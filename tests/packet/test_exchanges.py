@@ -22,6 +22,7 @@ from tests.packet.fast_node import (
     device,
     fast_node,
     filtering_node,
+    fragments,
     now,
     one_cpu,
     options,
@@ -194,6 +195,27 @@ def test_without_space_in_the_table_conntrack_gets_the_flow_with_the_same_endpoi
     assert crowded.reasons()[reason] == 1
     assert flow.exchange() is None
     assert not in_table(flow)
+
+
+@pytest.mark.parametrize("reply", [False, True], ids=["requests", "replies"])
+def test_without_space_in_the_table_fragmented_datagrams_are_counted(crowded: ProgramNode, reply: bool) -> None:
+    """A client that fills its own quota must not send and receive for longer without netfilter than with one packet."""
+    flow = query(crowded, sport=40100)
+    first, later = fragments(flow, reply)
+    for _ in range(4):
+        assert flow.run(reply, first).retval == flow.run(reply, later).retval == REDIRECT
+    if reply:
+        assert flow.run(reply, first).retval == REDIRECT, "it must not leave untranslated"
+        flow.set_back(31)
+        assert flow.run(reply, first).retval == REDIRECT
+        sweep(crowded)
+        assert flow.exchange() is None
+        return
+    found = flow.run(frame=first)
+    assert found.skb is not None
+    assert (found.retval, found.data) == (GO_ON, bytes(first))
+    assert found.skb.priority == PRIORITY_BACKEND | crowded.backend_ids["remote", 2]
+    assert flow.run(frame=later).retval == GO_ON
 
 
 @pytest.fixture(params=["conntrack_lookup", "xdp"])

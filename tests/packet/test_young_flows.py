@@ -9,8 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from scapy.layers.inet import IP, UDP
-from scapy.layers.inet6 import IPv6, IPv6ExtHdrFragment
+from scapy.layers.inet import UDP
 from scapy.layers.l2 import Dot1Q, Ether
 from scapy.packet import Packet, Raw
 
@@ -22,7 +21,9 @@ from tests.packet.fast_node import (
     SNAT_PORTS,
     VARIANTS,
     Flow,
+    cut,
     fast_node,
+    fragments,
     one_cpu,
     options,
     records,
@@ -387,35 +388,11 @@ def test_a_frame_for_many_hosts_opens_no_flow(fast: ProgramNode, protocol: str, 
 # ---- fragments ---------------------------------------------------------------------------------------
 
 
-def fragments(flow: Flow, reply: bool = False, number: int = 9) -> tuple[Packet, Packet, bytes]:
-    """A datagram in two fragments, and its bytes."""
-    whole = flow.frame(reply, size=72)
-    transport = whole[UDP]
-    body = bytes(transport)
-    link = Ether(src=whole.src, dst=whole.dst)
-    return (*cut(flow.world, link / whole[Ether].payload, bytes(transport)[:40], bytes(transport)[40:], number), body)
-
-
-def cut(world: ProgramNode, whole: Packet, first: bytes, later: bytes, number: int) -> tuple[Packet, Packet]:
-    link = Ether(src=whole.src, dst=whole.dst)
-    if world.family == 4:
-        old = whole[IP]
-        ip = {"src": old.src, "dst": old.dst, "ttl": old.ttl, "id": number, "proto": 17}
-        return link / IP(flags="MF", **ip) / Raw(first), link / IP(frag=5, **ip) / Raw(later)
-    old = whole[IPv6]
-    ip6 = IPv6(src=old.src, dst=old.dst, hlim=old.hlim)
-    head = {"id": number, "nh": 17}
-    return (
-        link / ip6 / IPv6ExtHdrFragment(m=1, **head) / Raw(first),
-        link / ip6 / IPv6ExtHdrFragment(offset=5, **head) / Raw(later),
-    )
-
-
 @pytest.mark.parametrize("reply", [False, True], ids=["request", "reply"])
 @pytest.mark.parametrize("variant", ["own address", "masqueraded"])
 def test_fragments_follow_the_first(fast: ProgramNode, reply: bool, variant: str) -> None:
     flow = young(fast, "udp", **VARIANTS[variant])
-    first, later, _ = fragments(flow, reply)
+    first, later = fragments(flow, reply)
     assert flow.run(reply, later).retval == GO_ON, "the first fragment has not come yet"
     expected = flow.expected(reply, size=72)
     body = bytes(expected[UDP])
@@ -424,14 +401,14 @@ def test_fragments_follow_the_first(fast: ProgramNode, reply: bool, variant: str
         found = flow.run(reply, frame)
         assert found.retval == REDIRECT, fast.reasons()
         assert found.data == bytes(becomes)
-    _, another, _ = fragments(flow, reply, number=10)
+    _, another = fragments(flow, reply, number=10)
     assert flow.run(reply, another).retval == GO_ON
 
 
 def test_a_later_fragment_of_another_time_is_left_to_the_kernel(fast: ProgramNode) -> None:
     """The 16-bit id has come round: this datagram's first fragment took another path, or comes later."""
     flow = young(fast, "udp")
-    first, later, _ = fragments(flow)
+    first, later = fragments(flow)
     assert flow.run(frame=first).retval == REDIRECT
     sent = fast.object.maps["flow_fragments"]
     layout = fast.object.btf.struct("flow_rewrite")
@@ -446,10 +423,40 @@ def test_a_later_fragment_of_another_time_is_left_to_the_kernel(fast: ProgramNod
     assert found.data == bytes(later)
 
 
+def test_later_fragments_do_not_follow_without_end(fast: ProgramNode) -> None:
+    """Nothing counts them, and no rule of netfilter, however new, would see them."""
+    flow = young(fast, "udp")
+    first, later = fragments(flow)
+    sent = fast.object.maps["flow_fragments"]
+    layout = fast.object.btf.struct("flow_rewrite")
+    for _ in range(2):
+        assert flow.run(frame=first).retval == REDIRECT
+        ((key, _),) = sent.items()
+        verdicts = []
+        # One fragment in 0.8 s.
+        for _ in range(8):
+            fields = layout.unpack(sent.lookup(key) or b"")
+            fields["fragment_sent"] = (int(fields["fragment_sent"]) - 6) % 65536
+            fields["out"] = fast.object.btf.struct("link").pack(**back_by(fast, fields["out"], 6))
+            sent.update(key, layout.pack(**fields))
+            verdicts.append(flow.run(frame=later).retval)
+        assert verdicts == [REDIRECT] * 6 + [GO_ON] * 2
+    entry = flow.entry()
+    assert entry is not None
+    fields = fast.object.btf.struct("flow_rewrite").unpack(entry["rewrite"])
+    assert fast.object.btf.struct("link").unpack(fields["out"])["first_fragment"] == 0, "links are compared whole"
+
+
+def back_by(world: ProgramNode, link: bytes, units: int) -> dict[str, Any]:
+    """The fields of a link in ``flow_fragments``; its first fragment was sent so much earlier."""
+    fields = dict(world.object.btf.struct("link").unpack(link))
+    return {**fields, "first_fragment": (int(fields["first_fragment"]) - units) % 256}
+
+
 def test_a_first_fragment_that_is_left_to_the_kernel_takes_the_later_ones_along(fast: ProgramNode) -> None:
     """Another flow of the two hosts has a packet with the same id soon after."""
     flow = young(fast, "udp")
-    first, later, _ = fragments(flow)
+    first, later = fragments(flow)
     assert flow.run(frame=first).retval == REDIRECT
     other = first.copy()
     other[Raw].load = (9).to_bytes(2, "big") + bytes(other[Raw].load)[2:]
@@ -475,7 +482,7 @@ def test_a_first_fragment_that_only_the_kernel_can_handle_is_left_to_it(fast: Pr
 
 def test_fragments_from_elsewhere_do_not_follow(fast: ProgramNode) -> None:
     flow = young(fast, "udp")
-    first, later, _ = fragments(flow)
+    first, later = fragments(flow)
     assert flow.run(frame=first).retval == REDIRECT
     assert flow.run(frame=later, by="nic").retval == GO_ON
     later[Ether].dst = FAR
