@@ -19,9 +19,9 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
+from pyebpf_proxy.common.limiter import Limiter
 from pyebpf_proxy.kube.api.access import Access
 from pyebpf_proxy.kube.api.client import Client
-from pyebpf_proxy.kube.api.limiter import Limiter
 from pyebpf_proxy.kube.api.observer import Observer, Silent
 from pyebpf_proxy.kube.api.source import ApiSource
 from pyebpf_proxy.kube.api.timing import Timing

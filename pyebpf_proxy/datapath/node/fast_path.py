@@ -9,6 +9,8 @@ or rewrite.
 The map ``route_marks`` has the bits of packets' marks with which a packet proves nothing.
 The state is valid only while the agent lives: it extends the validity every second, to 5 s from then. Both families are
 closed while no flows are handed to conntrack: rules would not see new ones.
+A pod can change its device and its neighbour entry thousands of times per second. If links change all the time, the
+numbers change only a few times per second. Otherwise no flow of the node would stay on the fast path.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from pyebpf_proxy.common.log import Logger
+from pyebpf_proxy.common.rate_limit import RateLimit
 from pyebpf_proxy.common.retry import Retry
 from pyebpf_proxy.datapath.connections.promotion import Lasting
 from pyebpf_proxy.datapath.netlink import uapi
@@ -55,6 +58,8 @@ UNSERVED_BEATS = 10
 #: Seconds until what could not be read is read again, since no event reports when it can be read: the first time, and
 #: at most. In between it doubles.
 UNREAD_SECONDS, LONGEST_UNREAD_SECONDS = 0.5, 5.0
+#: This many changes of links count at once. If there are more, they count only a few times per second.
+PROMPT_CHANGES, CHANGES_PER_SECOND = 10, 5.0
 _IPSEC, _ROUTED, _RULES = "STACK_IPSEC", "STACK_POLICY_ROUTED", "STACK_RULES"
 _NO_AGENT = "STACK_NO_AGENT"
 _FAMILIES = ((4, socket.AF_INET), (6, socket.AF_INET6))
@@ -167,7 +172,9 @@ class FastPath:
         self._rules_retry = Retry(lambda: self._rules.again(), UNREAD_SECONDS, LONGEST_UNREAD_SECONDS)
         self._node_retry = Retry(self._look_again, UNREAD_SECONDS, LONGEST_UNREAD_SECONDS)
         self._neighbours_retry = Retry(self._read_neighbours, UNREAD_SECONDS, LONGEST_UNREAD_SECONDS)
-        self._retries = (self._rules_retry, self._node_retry, self._neighbours_retry)
+        self._links = RateLimit(self._write_links, PROMPT_CHANGES, CHANGES_PER_SECOND)
+        self._forgotten = RateLimit(self.moved, PROMPT_CHANGES, CHANGES_PER_SECOND)
+        self._timers = (self._rules_retry, self._node_retry, self._neighbours_retry, self._links, self._forgotten)
         #: Why policy routing and IPsec cannot be read; empty: they are read.
         self._unreadable = ""
         with ExitStack() as undo:
@@ -197,8 +204,8 @@ class FastPath:
             loop.add_reader(self._policies, self._read, self._policies)
         loop.add_reader(self._neighbours, self._read_neighbours)
         self._rules.follow(loop)
-        for retry in self._retries:
-            retry.follow(loop)
+        for timer in self._timers:
+            timer.follow(loop)
         self._beat()
 
     def moved(self) -> None:
@@ -207,9 +214,11 @@ class FastPath:
         self._write()
 
     def links_moved(self) -> None:
-        """Void confirmations and permits: routes, devices or neighbours have changed, and so may have learned links."""
-        self._void_links()
-        self._write()
+        """Void confirmations and permits: routes, devices or neighbours have changed, and so may have learned links.
+
+        At once, or soon if they change all the time.
+        """
+        self._links.call()
 
     def rules_moved(self) -> None:
         """Void all permits: rules of other software, or source addresses, have changed."""
@@ -236,8 +245,8 @@ class FastPath:
         """Stop following; the fast path turns itself off."""
         if self._loop is not None:
             self._timer.cancel()
-            for retry in self._retries:
-                retry.close()
+            for timer in self._timers:
+                timer.close()
             self._loop.remove_reader(self._routes)
             if self._policies is not None:
                 self._loop.remove_reader(self._policies)
@@ -298,7 +307,10 @@ class FastPath:
         # ip rules may use marks that other rules set; other rules may be for devices without a fast path.
         if devices or (look and self._rules.reading.marks):
             self._rules.again()
-        self.links_moved()
+        if look:
+            self._write_links()  # with what was found
+        else:
+            self.links_moved()
 
     def _read_neighbours(self) -> None:
         try:
@@ -312,7 +324,7 @@ class FastPath:
         if moved and self._neighbours.replaced:
             self.links_moved()
         elif moved:
-            self.moved()
+            self._forgotten.call()
 
     def _look(self) -> None:
         """Read policy routing and IPsec. While they cannot be read, the fast path is closed."""
@@ -348,6 +360,10 @@ class FastPath:
             self._rules_retry.failed()
         else:
             self._rules_retry.succeeded()
+
+    def _write_links(self) -> None:
+        self._void_links()
+        self._write()
 
     def _void_links(self) -> None:
         self._generation = self._generation + 1 & 0xFFFFFFFF

@@ -26,10 +26,10 @@ from urllib3.response import BaseHTTPResponse
 
 from pyebpf_proxy import KUBERNETES_VERSION, __version__
 from pyebpf_proxy.common.digits import bounded_int
+from pyebpf_proxy.common.limiter import Limiter
 from pyebpf_proxy.kube.api.access import Access
 from pyebpf_proxy.kube.api.credentials import Credentials
 from pyebpf_proxy.kube.api.environment import proxy_for
-from pyebpf_proxy.kube.api.limiter import Limiter
 from pyebpf_proxy.kube.api.observer import Observer
 from pyebpf_proxy.kube.api.timing import Timing
 from pyebpf_proxy.kube.api.trouble import (

@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from pyebpf_proxy.common.errors import FatalError
+from pyebpf_proxy.common.limiter import Limiter
 from pyebpf_proxy.common.log import Logger
 from pyebpf_proxy.config.effective import ApiServer
 from pyebpf_proxy.kube.api.access import SERVICE_ACCOUNT, Access, in_cluster, server_url
 from pyebpf_proxy.kube.api.client import Client
-from pyebpf_proxy.kube.api.limiter import Limiter
 from pyebpf_proxy.kube.api.observer import Observer
 from pyebpf_proxy.kube.api.source import ApiSource
 

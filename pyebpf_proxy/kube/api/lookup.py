@@ -7,11 +7,11 @@ import queue
 import threading
 
 from pyebpf_proxy.common.errors import FatalError
+from pyebpf_proxy.common.limiter import Limiter
 from pyebpf_proxy.config.effective import ApiServer
 from pyebpf_proxy.kube import decode, validation
 from pyebpf_proxy.kube.api import connect, resources
 from pyebpf_proxy.kube.api.client import Client
-from pyebpf_proxy.kube.api.limiter import Limiter
 from pyebpf_proxy.kube.api.observer import Silent
 from pyebpf_proxy.kube.api.trouble import StoppedError, TroubleError
 from pyebpf_proxy.kube.limits import UnreadableError

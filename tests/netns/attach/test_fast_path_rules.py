@@ -23,7 +23,7 @@ from pyebpf_proxy.datapath.netfilter.nft_rules import Behaviour
 from pyebpf_proxy.datapath.netlink import uapi
 from pyebpf_proxy.datapath.netlink.request import RequestSocket
 from pyebpf_proxy.datapath.node import fast_path, policy_routing
-from pyebpf_proxy.datapath.node.fast_path import ClosedReason, FastPath
+from pyebpf_proxy.datapath.node.fast_path import CHANGES_PER_SECOND, PROMPT_CHANGES, ClosedReason, FastPath
 from pyebpf_proxy.datapath.rulesets import watch
 from tests.support.fast_lab import slowness
 
@@ -90,6 +90,41 @@ def test_rules_that_could_once_not_be_listed_close_it_only_until_they_can(
                 assert "Too many open files" in node.fast.closed[4].text
             await node.until("closed4", 0)
             assert not node.fast.closed
+
+    run(scene)
+
+
+#: What a pod can do all the time: two commands, the second of which undoes the first.
+RESTLESS = {
+    "neighbour": [
+        f"ip neigh replace 192.0.2.7 lladdr 02:00:00:00:00:0{number} dev v0 nud permanent" for number in (1, 2)
+    ],
+    "device": [f"ip link set v1 {state}" for state in ("down", "up")],
+}
+
+
+@pytest.mark.parametrize("what", RESTLESS)
+def test_a_restless_pod_does_not_void_the_permits_of_others_all_the_time(
+    programs: Object, shell: Shell, what: str
+) -> None:
+    """With each change, all flows of the node would take the slow path until netfilter has seen them again."""
+    shell("ip link add v0 type veth peer name v1; ip link set v1 up; ip link set v0 up")
+
+    async def scene() -> None:
+        async with following(programs) as node:
+            begin, before = time.monotonic(), node.state()
+            for _ in range(40):
+                for command in RESTLESS[what]:
+                    shell(command)
+                    last = time.clock_gettime_ns(time.CLOCK_MONOTONIC)
+                    await asyncio.sleep(0.005)
+            after, most = node.state(), PROMPT_CHANGES + 1 + (time.monotonic() - begin) * CHANGES_PER_SECOND
+            for name in ("generation", "permit_generation"):
+                assert PROMPT_CHANGES < after[name] - before[name] <= most
+            # The last change counts, too.
+            while node.fast._voided < last:
+                assert time.monotonic() - begin < DEADLINE
+                await asyncio.sleep(0.005)
 
     run(scene)
 

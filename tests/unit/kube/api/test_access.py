@@ -24,13 +24,13 @@ from typing import Any
 import pytest
 
 from pyebpf_proxy.common.errors import FatalError
+from pyebpf_proxy.common.limiter import Limiter
 from pyebpf_proxy.kube.api import exec_plugin
 from pyebpf_proxy.kube.api.access import Access, ExecPlugin, Tls, in_cluster, server_url
 from pyebpf_proxy.kube.api.client import Client
 from pyebpf_proxy.kube.api.connect import find
 from pyebpf_proxy.kube.api.credentials import TOKEN_SECONDS, Credentials
 from pyebpf_proxy.kube.api.environment import proxy_for
-from pyebpf_proxy.kube.api.limiter import Limiter
 from pyebpf_proxy.kube.api.observer import Silent
 from pyebpf_proxy.kube.api.trouble import TroubleError
 from tests.support.scripted_api import QUICK, ScriptedApi, wait_until

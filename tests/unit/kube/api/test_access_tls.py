@@ -18,10 +18,10 @@ from typing import NamedTuple
 
 import pytest
 
+from pyebpf_proxy.common.limiter import Limiter
 from pyebpf_proxy.kube.api.access import Access, Tls, in_cluster
 from pyebpf_proxy.kube.api.client import Client
 from pyebpf_proxy.kube.api.credentials import Credentials
-from pyebpf_proxy.kube.api.limiter import Limiter
 from pyebpf_proxy.kube.api.observer import Silent
 from pyebpf_proxy.kube.api.trouble import TroubleError
 from tests.support.logs import Log, Message

@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
+from pyebpf_proxy.common.limiter import Limiter
 from pyebpf_proxy.kube.api import follower
 from pyebpf_proxy.kube.api.access import Access
 from pyebpf_proxy.kube.api.client import MOST_BYTES, Client
 from pyebpf_proxy.kube.api.follower import FEW_PAGES, LEAST_OF_PAGE, PAGE, PART, RECURRING, Follower
-from pyebpf_proxy.kube.api.limiter import Limiter
 from pyebpf_proxy.kube.api.observer import Silent
 from pyebpf_proxy.kube.api.source import MOST_WAITING
 from pyebpf_proxy.kube.api.trouble import TroubleError

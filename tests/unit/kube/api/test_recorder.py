@@ -10,10 +10,10 @@ from collections.abc import Iterator
 
 import pytest
 
+from pyebpf_proxy.common.limiter import Limiter
 from pyebpf_proxy.kube.api import recorder
 from pyebpf_proxy.kube.api.access import Access
 from pyebpf_proxy.kube.api.client import Client
-from pyebpf_proxy.kube.api.limiter import Limiter
 from pyebpf_proxy.kube.api.observer import Silent
 from pyebpf_proxy.kube.api.recorder import EventRecorder
 from pyebpf_proxy.kube.events import ObjectReference
