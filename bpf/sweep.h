@@ -6,6 +6,7 @@
 #include "young.h"
 
 #define YOUNG_NS (2 * NANOSECONDS)		/* flows that live longer are promoted */
+#define MOVED_NS (NANOSECONDS / 2)		/* the same, after a change of routes, devices or neighbours */
 #define CLOSING_NS NANOSECONDS
 #define UNANSWERED_NS (5 * NANOSECONDS)		/* TCP: an unanswered SYN is retransmitted by then */
 #define ENDING_NS (4 * NANOSECONDS)		/* a closing flow that still has traffic */
@@ -22,6 +23,7 @@ struct sweep {
 	struct sweep_result found;
 	__u64 now;
 	__u64 udp_idle;		/* a young UDP flow ends when it was idle for this long */
+	__u32 generation;	/* of fast_path */
 	__u32 draining;
 	__u32 pressed;		/* half of the table is in use */
 	__u32 crowded;		/* three eighths of it by young flows, whose endpoints nothing else knows */
@@ -177,7 +179,8 @@ static __always_inline bool is_due_for_promotion(const struct flow_key *key, con
 		return idle < CLOSING_NS && age > 2 * ENDING_NS;
 	if (f->closing || reply->closing)
 		return idle > CLOSING_NS || age > ENDING_NS;
-	if (age < YOUNG_NS)
+	/* Its links may be out of date: only a kernel's flow learns the new ones. */
+	if (age < (f->generation == s->generation ? YOUNG_NS : MOVED_NS))
 		return false;
 	return key->protocol == TCP || (idle < YOUNG_NS && is_stream(f, reply));
 }
@@ -438,6 +441,7 @@ static __always_inline int sweep(__u32 from, __u32 anew, __u32 lasting)
 	s.now = bpf_ktime_get_coarse_ns();
 	if (lasting)
 		sweep_permits(state, s.now, lasting);
+	s.generation = *(volatile __u32 *)&state->generation;
 	s.draining = state->draining;
 	s.pressed = result->entries > settings.flow_quota * 2;
 	/* Less than one device may have, which is half of the table. */

@@ -77,6 +77,20 @@ def test_what_a_sweep_finds(fast: ProgramNode) -> None:
     assert fast.promotions() == [flow.key()]
 
 
+def test_flows_are_promoted_sooner_after_a_change(fast: ProgramNode) -> None:
+    """Their links may be out of date. Short flows have ended by then."""
+    flow = answered(fast)
+    flow.set_back(0.8)
+    sweep(fast)
+    assert fast.promotions() == []
+    fast.write_fast_path_state(generation=2)
+    sweep(fast)
+    assert fast.promotions() == [flow.key()]
+    flow.set_back(-10)
+    sweep(fast)
+    assert fast.promotions() == []
+
+
 def test_a_sweep_asks_from_where_the_queue_was_full(fast: ProgramNode) -> None:
     """While conntrack is full, the first flows of the table would take each place of the queue every time."""
     flow = answered(fast)
