@@ -97,6 +97,7 @@ static __noinline int has_lost_link_header(struct __sk_buff *skb)
 }
 
 /* skb->pkt_type; include/uapi/linux/if_packet.h */
+#define PACKET_HOST 0
 #define PACKET_BROADCAST 1
 #define PACKET_MULTICAST 2
 #define PACKET_OTHERHOST 3
@@ -123,6 +124,12 @@ static __always_inline bool is_for(struct context *ctx, const __u8 *mac)
 static __always_inline bool is_for_other_host(struct context *ctx)
 {
 	return ctx->pkt_type == PACKET_OTHERHOST;
+}
+
+/* The frame is addressed to the device by which it came in. */
+static __always_inline bool is_for_host(struct context *ctx)
+{
+	return ctx->pkt_type == PACKET_HOST;
 }
 
 /* ---- handing over a choice ----------------------------------------------------------- */

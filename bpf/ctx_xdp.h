@@ -132,6 +132,11 @@ static __always_inline bool is_for_other_host(struct context *ctx)
 	return !device || !is_for(ctx, device->mac);
 }
 
+static __always_inline bool is_for_host(struct context *ctx)
+{
+	return !is_for_other_host(ctx);
+}
+
 /*
  * A TCP segment with more payload than this makes its direction a bulk stream, which is left to tc.  There the kernel
  * has merged such segments (generic receive offload), and handles many at the cost of one.  The direction stays with

@@ -328,16 +328,30 @@ __noinline int drop_until_promotion(const struct packet *p, __u32 device, __u32 
 	return 0;
 }
 
+/* Asks the agent to promote this young UDP flow.  As a stream it stays the kernel's: more such packets may follow. */
+static __always_inline void request_stream(const struct packet *p, struct flow *f)
+{
+	if (request_promotion((const struct flow_key *)p, &f->rewrite, f))
+		f->packets += EXCHANGE_PACKETS + 1;
+}
+
 /*
- * A packet of a young TCP flow that came in by another device, or for a former address of its device: the path of its
+ * A packet of a young flow that came in by another device, or for a link address that is not known: the path of its
  * sender has changed, or it was forged.  1: it must wait.  conntrack does not know the flow, so the kernel would answer
- * with a RST, or send an endpoint's packet untranslated to the client, which would answer so.
+ * with a RST, or send an endpoint's packet untranslated to the client, which would answer so.  Not a client's datagram:
+ * it may be that of a new flow.
  */
 static __noinline int awaits_promotion(const struct packet *p, const struct flow_rewrite *a, struct flow *known)
 {
 	struct flow *other;
 
-	if (!p || !a || !known || p->starts_flow || !known->young)
+	if (!p || !a || !known || !known->young)
+		return 0;
+	if (p->protocol == UDP && known->reply) {
+		request_stream(p, known);
+		return 1;
+	}
+	if (p->starts_flow)
 		return 0;
 	other = other_direction(a, p);
 	/* Not with an unanswered SYN, which a forged packet must not bring into conntrack. */
@@ -497,6 +511,27 @@ __noinline int has_lost_endpoint(const struct packet *p, const struct flow_rewri
 	return !is_endpoint(&endpoint, a->destination_port, UDP, p->ipv6, f.service);
 }
 
+/*
+ * A reply of a young UDP flow, and since the flow began, routes, devices or neighbours have changed.  A query would show
+ * whether the flow's links still lead to both sides (judge_query()).  But the client has its answer, and the endpoint
+ * goes on sending: there may be no further query.  Once the flow is promoted, its replies find their way.
+ */
+static __noinline int note_unasked(const struct packet *p, struct flow *reply, __u32 generation)
+{
+	struct flow *client;
+
+	if (!p || !reply)
+		return 0;
+	client = other_direction(&reply->rewrite, p);
+	if (!client)
+		return 0;
+	if (client->generation == generation)
+		reply->generation = generation;
+	else if (all_answered(client, reply))
+		request_stream(p, reply);
+	return 0;
+}
+
 /* The flow table has the flow now. */
 #define MOVED_TO_TABLE (-5)
 
@@ -533,32 +568,63 @@ static __always_inline bool is_uplink(__u32 device)
 	return d && !d->bridge && !d->pod_source && d->redirect == REDIRECT_DEVICE;
 }
 
+/* The frame is for the device by which it came in, or for the bridge of which that is a port. */
+static __always_inline bool is_for_device(struct context *ctx, __u32 device)
+{
+	const struct node_device *d;
+
+	if (is_for_host(ctx))
+		return true;
+	d = bpf_map_lookup_elem(&devices, &device);
+	return d && d->bridge && is_for(ctx, d->bridge_mac);
+}
+
 /*
- * The first reply of a young flow came in by another device than the one by which its client's packets leave.  If the
- * network chooses one of several uplinks for each flow (ECMP), the endpoint may have sent it, and conntrack would take
- * it.  1: from now on, replies of this flow come in by this device.  A pod may forge the endpoint's address.  But it
- * does not know the sequence number of the client's SYN; and its datagrams do not come in by an uplink.
+ * True if a reply of a young flow may come in by this device, which is not the one by which its client's packets leave.
+ * The network may choose one of several uplinks for each flow (ECMP), or choose another one than before, and conntrack
+ * would take the reply.  A pod may forge the endpoint's address.  But it does not know the sequence number of the
+ * client's SYN; and its datagrams do not come in by an uplink.
  */
-static __noinline int learn_uplink(struct context *ctx, const struct packet *p, struct flow_rewrite *a, __u32 device)
+static __always_inline bool may_come_in_by(const struct packet *p, const struct flow_rewrite *a, __u32 device)
 {
 	struct flow *client;
+
+	if (p->protocol != TCP)
+		return is_uplink(device) && is_uplink(a->device_in);
+	client = other_direction(a, p);
+	return !(~p->tcp_flags & (TCP_SYN | TCP_ACK)) && client && (__u16)p->acknowledged == client->sent_until;
+}
+
+/*
+ * A packet of a young flow came in by another device than before, or for another link address.  1: from now on, packets
+ * of this direction come in like this one.  `moves`: they may come in by another device, if may_come_in_by() allows it.
+ * A device or its bridge may also have another link address now.
+ */
+static __noinline int learn_entrance(struct context *ctx, const struct packet *p, struct flow_rewrite *a, __u32 device,
+				     bool moves)
+{
 	__u8 *frame;
 
-	if (!p || !a || a->device_in == device || is_for_other_host(ctx))
+	if (!p || !a || !is_for_device(ctx, device))
 		return 0;
-	if (p->protocol == TCP) {
-		client = other_direction(a, p);
-		if (~p->tcp_flags & (TCP_SYN | TCP_ACK) || !client || (__u16)p->acknowledged != client->sent_until)
-			return 0;
-	} else if (!is_uplink(device) || !is_uplink(a->device_in)) {
+	if (a->device_in != device && !(moves && may_come_in_by(p, a, device)))
 		return 0;
-	}
 	frame = bytes_at(ctx, 0, ETH_HLEN);
 	if (!frame)
 		return 0;
 	__builtin_memcpy(a->mac_in, frame, 6);
 	a->device_in = device;
 	return 1;
+}
+
+/*
+ * A packet of a young flow that came_in_right() and learn_entrance() refuse.  False: the frame is for another host.  Not
+ * if it came in by the flow's port of a bridge: the bridge, or the pod at another port, may have a link address that is
+ * not known yet.
+ */
+static __always_inline bool may_be_of_flow(struct context *ctx, const struct flow_rewrite *a, __u32 device)
+{
+	return a->device_in == device || is_for_device(ctx, device);
 }
 
 /*
@@ -623,7 +689,7 @@ static __noinline int send_exchanged(struct context *ctx, struct packet *p, __u3
 	struct flow_rewrite *a;
 	struct exchange *x;
 	__u32 way = 0, generation;
-	bool reply, moved;
+	bool reply, moved, unasked;
 	int verdict;
 	long found;
 	__u64 now;
@@ -641,8 +707,16 @@ static __noinline int send_exchanged(struct context *ctx, struct packet *p, __u3
 	a = found_rewrite(x, found);
 	head = &bucket->way[WAY(FOUND_ELEMENT(found))];
 	if (unlikely(!came_in_right(ctx, a, device)) &&
-	    !(HOOK == AT_TC && reply && !head->replies && learn_uplink(ctx, p, a, device))) {
-		if (HOOK == AT_XDP || reply || !has_lost_device(a, device))
+	    !(HOOK == AT_TC && learn_entrance(ctx, p, a, device, reply))) {
+		if (HOOK == AT_XDP)
+			return NOT_SENT;
+		/* The table makes it wait. */
+		if (reply)
+			return may_be_of_flow(ctx, a, device) &&
+			       unfold_exchange(FOUND_ELEMENT(found), FOUND_OWNER(found), FOR_PACKETS)
+				       ? MOVED_TO_TABLE
+				       : NOT_SENT;
+		if (!has_lost_device(a, device))
 			return NOT_SENT;
 		p->kept = x->backend;
 		forget_exchange(FOUND_ELEMENT(found), FOUND_OWNER(found));
@@ -650,7 +724,9 @@ static __noinline int send_exchanged(struct context *ctx, struct packet *p, __u3
 	}
 	/* Read once: it may change again meanwhile.  Of queries only: a reply must not hide the change from the next one. */
 	generation = *(volatile __u32 *)&state->generation;
-	moved = !reply && x->generation != generation;
+	moved = x->generation != generation;
+	unasked = unlikely(moved) && reply && is_answered_exchange(head);
+	moved = moved && !reply;
 	if (unlikely(moved) && has_lost_endpoint(p, a)) {
 		forget_exchange(FOUND_ELEMENT(found), FOUND_OWNER(found));
 		return NOT_KNOWN;
@@ -666,7 +742,7 @@ static __noinline int send_exchanged(struct context *ctx, struct packet *p, __u3
 		}
 	}
 	reason = why_kernel(p, a, segment_size(ctx));
-	if (unlikely(reason || is_long(head, 1))) {
+	if (unlikely(reason || unasked || is_long(head, 1))) {
 		if (unfold_exchange(FOUND_ELEMENT(found), FOUND_OWNER(found), FOR_PACKETS))
 			return MOVED_TO_TABLE;
 		/* It stays a stream, however many replies follow: the counter is a byte. */
@@ -732,15 +808,15 @@ static __always_inline int send_by_table(struct context *ctx, struct packet *p, 
 		return DROPPED;
 	}
 	if (unlikely(!came_in_right(ctx, a, device)) &&
-	    !(HOOK == AT_TC && known->young && known->reply && !known->packets &&
-	      learn_uplink(ctx, p, &known->rewrite, device))) {
+	    !(HOOK == AT_TC && known->young &&
+	      learn_entrance(ctx, p, &known->rewrite, device, known->reply && (p->protocol == UDP || !known->packets)))) {
 		if (HOOK == AT_TC && !known->young) {
 			/* The device has another link address now.  The entry learns it from a packet that leaves netfilter. */
-			if (a->device_in == device && !is_for_other_host(ctx) && !is_syn_fin_rst(p))
+			if (a->device_in == device && is_for_device(ctx, device) && !is_syn_fin_rst(p))
 				return NOT_CONFIRMED;
 			note_elsewhere(p, a, known);
 		}
-		if (HOOK == AT_TC && !is_for_other_host(ctx) && awaits_promotion(p, a, known)) {
+		if (HOOK == AT_TC && may_be_of_flow(ctx, a, device) && awaits_promotion(p, a, known)) {
 			drop_until_promotion(p, device, known->service);
 			return DROPPED;
 		}
@@ -791,6 +867,8 @@ static __always_inline int send_by_table(struct context *ctx, struct packet *p, 
 	}
 	if (why_not_here(ctx, p, a, &way))
 		return NOT_SENT;
+	if (p->protocol == UDP && known->reply && unlikely(known->generation != generation))
+		note_unasked(p, known, generation);
 	return send_young(ctx, p, known, way, now);
 }
 

@@ -489,7 +489,7 @@ __noinline int open_young(struct context *ctx, const struct packet *p, const str
 	reply->out = d->permit.back;
 	__builtin_memcpy(reply->mac_in, d->permit.mac_in_back, 6);
 	d->there.young = d->reply.young = 1;
-	/* learn_uplink() compares. The packet is not counted in the entry. */
+	/* may_come_in_by() compares. The packet is not counted in the entry. */
 	if (p->protocol == TCP)
 		d->there.sent_until = next_sequence(p);
 	d->there.service = e->service;

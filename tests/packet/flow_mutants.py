@@ -132,7 +132,7 @@ FLOW_MUTANTS: dict[str, tuple[str, str, str]] = {
         "return false;",
     ),
     "exchanges: never a stream": ("flow_send.h", "is_long(head, 1)", "false"),
-    "exchanges: nothing for the kernel": ("flow_send.h", "(reason || is_long(", "(is_long("),
+    "exchanges: nothing for the kernel": ("flow_send.h", "(reason || unasked", "(unasked"),
     "exchanges: of removed endpoints": (
         "flow_send.h",
         "if (unlikely(moved) && has_lost_endpoint(p, a)) {",
@@ -140,8 +140,8 @@ FLOW_MUTANTS: dict[str, tuple[str, str, str]] = {
     ),
     "exchanges: a reply hides that the endpoint is gone": (
         "flow_send.h",
-        "moved = !reply && x->generation != generation;",
-        "moved = x->generation != generation;\n\tx->generation = generation;",
+        "moved = moved && !reply;",
+        "x->generation = generation;",
     ),
     "exchanges: of the only endpoint, if it is removed": (
         "flow_send.h",
@@ -264,8 +264,8 @@ FLOW_MUTANTS: dict[str, tuple[str, str, str]] = {
     "renewal: a device that is down is still the client's": ("flow_send.h", "return !d || !d->mtu;", "return !d;"),
     "renewal: an answer shows a new device": (
         "flow_send.h",
-        "if (HOOK == AT_XDP || reply || !has_lost",
-        "if (HOOK == AT_XDP || !has_lost",
+        "if (reply)\n\t\t\treturn may_be",
+        "if (0)\n\t\t\treturn may_be",
     ),
     "flows: any packet shows a new device": ("flow_send.h", "!p->starts_flow || !known->young ||", "!known->young ||"),
     "renewal: of an exchange with a mark": (
@@ -311,8 +311,8 @@ FLOW_MUTANTS: dict[str, tuple[str, str, str]] = {
     ),
     "flows: endpoints of the former service": (
         "flow_send.h",
-        "p->ipv6, f.service);\n}\n\n/* The flow table",
-        "p->ipv6, 2);\n}\n\n/* The flow table",
+        "UDP, p->ipv6, f.service);",
+        "UDP, p->ipv6, 2);",
     ),
     "renewal: an answered flow is not promoted": (
         "renew.h",
@@ -923,7 +923,11 @@ FLOW_MUTANTS: dict[str, tuple[str, str, str]] = {
     ),
     "flows: the slot of an earlier flow with the key": ("young.h", "recent_stamp(f->started) != stamp)", "false)"),
     "flows: UDP idle alike": ("sweep.h", "return crowded ? 2 * NANOSECONDS :", "return true ? UDP_IDLE_NS :"),
-    "flows: promoted at once": ("sweep.h", "if (age < YOUNG_NS)", "if (false)"),
+    "flows: promoted at once": (
+        "sweep.h",
+        "if (age < (f->generation == s->generation ? YOUNG_NS : MOVED_NS))",
+        "if (false)",
+    ),
     "flows: datagram and answer promoted": ("sweep.h", " && is_stream(f, reply)", ""),
     "flows: draining promotes none": ("sweep.h", "if (s->draining)\n\t\treturn true;", ""),
     "flows: the first flows of the table fill the queue": (
@@ -952,8 +956,8 @@ FLOW_MUTANTS: dict[str, tuple[str, str, str]] = {
     "flows: promotion by the answers' key": ("sweep.h", "if (!f || f->reply || !f->young", "if (!f || !f->young"),
     "flows: any answer to a SYN by another device": (
         "flow_send.h",
-        " || !client || (__u16)p->acknowledged != client->sent_until",
-        " || !client",
+        "&& client && (__u16)p->acknowledged == client->sent_until",
+        "&& client",
     ),
     "flows: the SYN has no number": (
         "young.h",
@@ -965,5 +969,50 @@ FLOW_MUTANTS: dict[str, tuple[str, str, str]] = {
         "!d->pod_source && d->redirect == REDIRECT_DEVICE",
         "!d->pod_source",
     ),
-    "exchanges: later replies by another device": ("flow_send.h", "reply && !head->replies && learn", "reply && learn"),
+    "exchanges: later replies by another device": ("flow_send.h", "learn_entrance(ctx, p, a, device, reply)", "0"),
+    "flows: later replies of connections by another device": (
+        "flow_send.h",
+        "known->reply && (p->protocol == UDP || !known->packets)",
+        "known->reply",
+    ),
+    "flows: another link address of the bridge is not known": (
+        "flow_send.h",
+        "d && d->bridge && is_for(",
+        "false && is_for(",
+    ),
+    "flows: any frame on a bridge": ("flow_send.h", "d->bridge && is_for(ctx, d->bridge_mac)", "d->bridge"),
+    "flows: replies by a former route": ("flow_send.h", "else if (all_answered(client, reply))", "else if (0)"),
+    "flows: every answer after a change is promoted": ("flow_send.h", "else if (all_answered(client, reply))", "else"),
+    "flows: datagrams by another device are left untranslated": (
+        "flow_send.h",
+        "if (p->protocol == UDP && known->reply) {",
+        "if (0) {",
+    ),
+    "exchanges: replies by another device are left untranslated": (
+        "flow_send.h",
+        "return may_be_of_flow(ctx, a, device) &&",
+        "return 0 &&",
+    ),
+    "flows: replies by another device do not make a stream": (
+        "flow_send.h",
+        "\t\tf->packets += EXCHANGE_PACKETS + 1;\n}",
+        "\t\t;\n}",
+    ),
+    "flows: replies by a former route though a query was sent": (
+        "flow_send.h",
+        "if (client->generation == generation)",
+        "if (0)",
+    ),
+    "exchanges: replies by a former route": ("flow_send.h", "&& reply && is_answered_exchange(head)", "&& 0"),
+    "exchanges: every answer after a change is promoted": (
+        "flow_send.h",
+        "&& reply && is_answered_exchange(head)",
+        "&& reply",
+    ),
+    "flows: frames for an unknown address of a bridge are left": (
+        "flow_send.h",
+        "return a->device_in == device || is_for_device(ctx, device);",
+        "return is_for_device(ctx, device);",
+    ),
+    "flows: after a change promoted as late as others": ("sweep.h", "YOUNG_NS : MOVED_NS", "YOUNG_NS : YOUNG_NS"),
 }

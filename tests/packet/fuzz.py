@@ -26,7 +26,7 @@ from pyebpf_proxy.datapath.loader.libbpf import Program
 from pyebpf_proxy.see.paths import frontend_hash
 from tests.packet.fast_node import OTHER_MACHINE, POD, Exchange
 from tests.packet.fuzz_packets import NODE, Pools, make
-from tests.packet.fuzz_reference import SCTP, TCP, Ends, Parsed, Rules, Service, Verdict, parse, wrong_rewrite
+from tests.packet.fuzz_reference import SCTP, TCP, UDP, Ends, Parsed, Rules, Service, Verdict, parse, wrong_rewrite
 from tests.packet.program_node import (
     ADDRESSES,
     GO_ON,
@@ -179,7 +179,7 @@ class Round:
         world = self.world
         world.write_fast_path_state()
         for name, device in world.devices.items():
-            # Replies of young flows may come in by another uplink (learn_uplink()), but not by the device of a pod.
+            # Replies of young flows may come in by another uplink (learn_entrance()), but not by the device of a pod.
             redirect = POD if name == "pods" else OTHER_MACHINE
             value = world.object.btf.struct("node_device").pack(redirect=redirect, mtu=1500)
             world.object.maps["devices"].update(device.to_bytes(4, sys.byteorder), value)
@@ -396,7 +396,7 @@ class Round:
         if live.device != device or frame[:6] != NODE:
             if verdict == REDIRECT:
                 raise WrongPacketError("a packet that came in elsewhere was sent by its flow")
-            if verdict == SHOT and p.ends.protocol == TCP and not p.starts:
+            if verdict == SHOT and (live.reply if p.ends.protocol == UDP else not p.starts):
                 self.counts["came in elsewhere, waits"] += 1
                 return True
             return verdict == GO_ON and not priority

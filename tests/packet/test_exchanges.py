@@ -7,11 +7,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from scapy.layers.l2 import Ether
 
 from pyebpf_proxy.services.model import FrontendKind
 from tests.packet.fast_node import (
     BOTH,
     EXCHANGE_WAYS,
+    FAR,
     OTHER_MACHINE,
     POD,
     REDIRECT,
@@ -416,35 +418,86 @@ def test_two_keys_with_the_same_tag_are_two_flows(fast: ProgramNode, reply: bool
     assert flow.run(reply).retval == (SHOT if clashes else GO_ON)
 
 
-@pytest.mark.parametrize("reply", BOTH, ids=["query", "reply"])
-def test_a_packet_from_another_device_does_not_belong_to_it(fast: ProgramNode, reply: bool) -> None:
+def test_a_query_from_another_device_does_not_belong_to_it(fast: ProgramNode) -> None:
     flow = query(fast)
     before = exchange_of(flow).value(), exchange_of(flow).head()
-    frame = flow.frame(reply)
-    found = flow.run(reply, frame, by="pods" if reply else "nic")
+    frame = flow.frame()
+    found = flow.run(frame=frame, by="nic")
     assert (found.retval, found.data) == (GO_ON, bytes(frame))
     assert (exchange_of(flow).value(), exchange_of(flow).head()) == before
     assert fast.reasons()["STACK_OTHER_DEVICE"] == 1
 
 
 @pytest.mark.parametrize("in_table", [False, True], ids=["exchange", "table"])
+def test_a_reply_from_another_device_waits_for_the_agent(fast: ProgramNode, in_table: bool) -> None:
+    """conntrack does not know the flow: the client would get the reply from the endpoint's address, and refuse it."""
+    device(fast, "pods", redirect=POD)
+    flow = young(fast, "udp", in_table=in_table)
+    assert [flow.run(True, by="pods").retval for _ in range(2)] == [SHOT, SHOT]
+    assert fast.promotions() == [flow.key()], "requested once"
+    assert fast.reasons()["DROP_AWAITING_PROMOTION"] == 2
+    # It stays the kernel's: the next ones come in there, too.
+    entry = flow.entry(True)
+    assert entry is not None
+    assert entry["packets"] > 5
+
+
+def test_a_frame_for_another_host_is_no_reply(fast: ProgramNode) -> None:
+    flow = query(fast)
+    frame = flow.frame(True)
+    frame[Ether].dst = FAR
+    assert [flow.run(True, frame, by=name).retval for name in ("nic", "pods")] == [GO_ON, GO_ON]
+    assert fast.promotions() == []
+
+
+@pytest.mark.parametrize("in_table", [False, True], ids=["exchange", "table"])
 @pytest.mark.parametrize("by", [OTHER_MACHINE, POD], ids=["uplink", "pod"])
-def test_the_first_reply_may_come_in_by_another_uplink(fast: ProgramNode, by: int, in_table: bool) -> None:
-    """With several uplinks and routes that depend on the flow (ECMP). A pod may forge the endpoint's address."""
+def test_replies_may_come_in_by_another_uplink(fast: ProgramNode, by: int, in_table: bool) -> None:
+    """With several uplinks: routes depend on the flow (ECMP), or change. A pod may forge the endpoint's address."""
     device(fast, "nic", redirect=OTHER_MACHINE)
     device(fast, "pods", redirect=by)
     flow = young(fast, "udp", in_table=in_table)
-    wanted = [GO_ON, GO_ON] if by == POD else [REDIRECT, REDIRECT]
-    assert [flow.run(True, by="pods").retval for _ in range(2)] == wanted
-    # From then on, replies come in there.
-    assert flow.run(True, by="nic").retval == (REDIRECT if by == POD else GO_ON)
+    wanted = [SHOT, REDIRECT, SHOT] if by == POD else [REDIRECT, REDIRECT, REDIRECT]
+    assert [flow.run(True, by=name).retval for name in ("pods", "nic", "pods")] == wanted
 
 
-def test_later_replies_come_in_by_the_device_of_the_first(fast: ProgramNode) -> None:
-    for name in ("nic", "pods"):
-        device(fast, name, redirect=OTHER_MACHINE)
-    flow = young(fast, "udp")
-    assert [flow.run(True, by=name).retval for name in ("nic", "pods", "nic")] == [REDIRECT, GO_ON, REDIRECT]
+@pytest.mark.parametrize("in_table", [False, True], ids=["exchange", "table"])
+def test_its_replies_go_on_when_the_device_has_another_link_address(fast: ProgramNode, in_table: bool) -> None:
+    flow = young(fast, "udp", in_table=in_table)
+    frame = flow.frame(True)
+    assert flow.run(True, frame).retval == REDIRECT
+    flow.write_rewrite(True, mac_in=bytes.fromhex("020000000e77"))
+    assert [flow.run(True, frame).retval for _ in range(2)] == [REDIRECT, REDIRECT]
+
+
+@pytest.mark.parametrize("in_table", [False, True], ids=["exchange", "table"])
+def test_an_endpoint_that_goes_on_sending_meets_new_routes(fast: ProgramNode, in_table: bool) -> None:
+    """The client does not send again, so no query shows that the link of the replies is out of date."""
+    flow = young(fast, "udp", in_table=in_table)
+    assert flow.run(True).retval == REDIRECT
+    fast.write_fast_path_state(generation=2)
+    assert [flow.run(True).retval for _ in range(2)] == [REDIRECT, REDIRECT]
+    assert fast.promotions() == [flow.key()]
+
+
+@pytest.mark.parametrize("in_table", [False, True], ids=["exchange", "table"])
+def test_the_answer_to_a_query_promotes_nothing(fast: ProgramNode, in_table: bool) -> None:
+    """After a change, a busy resolver's answers would all be promoted."""
+    flow = young(fast, "udp", in_table=in_table)
+    fast.write_fast_path_state(generation=2)
+    assert flow.run(True).retval == REDIRECT
+    assert fast.promotions() == []
+
+
+@pytest.mark.parametrize("in_table", [False, True], ids=["exchange", "table"])
+def test_an_endpoint_that_goes_on_sending_stays_when_the_client_has_sent_since(
+    fast: ProgramNode, in_table: bool
+) -> None:
+    """Its query has shown that the links are right."""
+    flow = young(fast, "udp", in_table=in_table)
+    fast.write_fast_path_state(generation=2)
+    assert [flow.run(reply).retval for reply in (False, True, True, True)] == [REDIRECT] * 4
+    assert fast.promotions() == []
 
 
 def test_another_service_of_the_endpoint_gets_another_port(fast: ProgramNode) -> None:

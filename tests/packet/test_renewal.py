@@ -28,7 +28,7 @@ from tests.packet.fast_node import (
     young,
     young_flows_of,
 )
-from tests.packet.program_node import GO_ON, PRIORITY_BACKEND, PROTOCOLS, ProgramNode
+from tests.packet.program_node import GO_ON, PRIORITY_BACKEND, PROTOCOLS, SHOT, ProgramNode
 
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
 
@@ -350,7 +350,7 @@ def test_a_client_whose_device_is_replaced_keeps_its_endpoint(fast: ProgramNode,
     assert flow.entries() == BOTH
     lose_device(fast, "nic", how)
     answer = flow.run(reply=True, by="pods")
-    assert (answer.retval, flow.entries()) == (GO_ON, BOTH), "only the client's packets show that it is back"
+    assert (answer.retval, flow.entries()) == (SHOT, BOTH), "only the client's packets show that it is back"
     lose_device(fast, "pods", how)
     found = flow.run(frame=frame, by="nic")
     assert (found.retval, found.data) == (GO_ON, frame)

@@ -22,6 +22,7 @@ from tests.packet.fast_node import (
     VARIANTS,
     Flow,
     cut,
+    device,
     fast_node,
     fragments,
     one_cpu,
@@ -287,13 +288,40 @@ def test_the_answer_to_a_syn_may_come_in_by_another_device(fast: ProgramNode, ac
         assert flow.run(True, flow.frame(True, flags="A", seq=501, ack=101)).retval == SHOT, "it comes in there now"
 
 
+FORMER_MAC, BRIDGE_MAC = bytes.fromhex("020000000e77"), bytes.fromhex("020000000b11")
+
+
+def mac_in_of(flow: Flow, reply: bool = False) -> bytes:
+    """The link address that frames of this direction are for."""
+    entry = flow.entry(reply)
+    assert entry is not None
+    return bytes(flow.world.object.btf.struct("flow_rewrite").unpack(entry["rewrite"])["mac_in"])
+
+
+@pytest.mark.parametrize("protocol", ["tcp", "udp"])
 @pytest.mark.parametrize("reply", [False, True], ids=["request", "reply"])
-def test_packets_for_a_former_address_of_the_device_wait_for_the_agent(fast: ProgramNode, reply: bool) -> None:
+def test_a_flow_goes_on_when_its_device_has_another_link_address(fast: ProgramNode, reply: bool, protocol: str) -> None:
+    flow = young(fast, protocol, in_table=True)
+    if protocol == "tcp":
+        flow.answer()
+    flow.write_rewrite(reply, mac_in=FORMER_MAC)
+    assert flow.run(reply, flow.frame(reply, seq=501 if reply else 101)).retval == REDIRECT
+    assert mac_in_of(flow, reply).hex(":") == NODE_MAC
+    assert fast.promotions() == []
+
+
+@pytest.mark.parametrize("present", [True, False], ids=["present", "another"])
+def test_a_flow_goes_on_when_its_bridge_has_another_link_address(fast: ProgramNode, present: bool) -> None:
+    """It is not that of the port."""
     flow = young(fast)
     flow.answer()
-    flow.write_rewrite(reply, mac_in=bytes.fromhex("020000000e77"))
-    assert flow.run(reply, flow.frame(reply, seq=501 if reply else 101)).retval == SHOT
-    assert fast.promotions() == [flow.key()]
+    flow.write_rewrite(mac_in=FORMER_MAC)
+    device(fast, "pods", bridge=fast.devices["nic"], bridge_mac=BRIDGE_MAC if present else FORMER_MAC)
+    frame = flow.frame(seq=101)
+    frame[Ether].dst = BRIDGE_MAC.hex(":")
+    found = fast.object.programs["tc_bridge_port"].test_run(bytes(frame), SkBuff(ifindex=fast.devices["pods"]))
+    assert found.retval == (REDIRECT if present else SHOT)
+    assert mac_in_of(flow) == (BRIDGE_MAC if present else FORMER_MAC)
 
 
 @pytest.mark.parametrize("reply", [False, True], ids=["request", "reply"])
@@ -308,15 +336,17 @@ def test_frames_for_another_host_do_not_belong_to_the_flow(fast: ProgramNode, re
     assert [flow.entry(False), flow.entry(True)] == before
 
 
-def test_frames_for_another_host_on_a_bridge_port_do_not_belong_to_the_flow(fast: ProgramNode) -> None:
-    """A bridge port sees frames for other hosts: the entry stores the flow's destination MAC address."""
-    flow = young(fast)
-    frame = flow.frame()
+@pytest.mark.parametrize("protocol", ["tcp", "udp"])
+def test_frames_for_an_unknown_address_on_a_bridge_port_wait_for_the_agent(fast: ProgramNode, protocol: str) -> None:
+    """The bridge, or the client behind another port, has a new link address, which the agent has not written yet."""
+    flow = young(fast, protocol)
     program = fast.object.programs["tc_bridge_port"]
-    context = SkBuff(ifindex=fast.devices["pods"])
+    context = SkBuff(ifindex=fast.devices["nic"])
+    frame = flow.frame(True, flags="SA", seq=500, ack=101)
     assert program.test_run(bytes(frame), context).retval == REDIRECT
     frame[Ether].dst = FAR
-    assert program.test_run(bytes(frame), context).retval == GO_ON
+    assert program.test_run(bytes(frame), context).retval == SHOT
+    assert fast.promotions() == [flow.key()]
 
 
 # ---- what cannot be sent from here -------------------------------------------------------------------
