@@ -14,9 +14,10 @@ export DEBIAN_FRONTEND := noninteractive
 
 PYTHON := .venv/bin/python
 # Namespaces and BPF need root. Without root and sudo, the tests still run, and list what they have skipped.
-# sudo keeps no variables: those that control random tests are passed explicitly.
-SEEDS = FLOW_SEED FLOW_SEEDS FLOW_STEPS FLOW_WAY FLOW_REDUCE PARITY_SEED PLAN_SEED PLAN_COUNT FUZZ_SEED CHANGES_SEED CHANGES_STEPS CHANGES_ROUNDS CHANGES_FAST
-SUDO := $(if $(filter 0,$(shell id -u)),,$(if $(shell command -v sudo),sudo env PATH="$(PATH)" $(foreach name,PYEBPF_PROXY_STRICT PYEBPF_PROXY_FRESH PYEBPF_PROXY_UNTIL $(SEEDS),$(if $($(name)),$(name)="$($(name))")) PYTHONDONTWRITEBYTECODE=1 PYTEST_ADDOPTS="-p no:cacheprovider"))
+# sudo keeps no variables: those that the tests read are passed explicitly.
+SEEDS = FLOW_SEED FLOW_SEEDS FLOW_STEPS FLOW_WAY FLOW_REDUCE PARITY_SEED PARITY_COUNT PLAN_SEED PLAN_COUNT FUZZ_SEED CHANGES_SEED CHANGES_STEPS CHANGES_ROUNDS CHANGES_FAST
+PASSED = PYEBPF_PROXY_STRICT PYEBPF_PROXY_FRESH PYEBPF_PROXY_UNTIL PYEBPF_PROXY_CACHE PEP_FAST_PATH PEP_XDP PEP_FEW_RIGHTS FLOW_WHOLE OUTAGE_SECONDS $(SEEDS)
+SUDO := $(if $(filter 0,$(shell id -u)),,$(if $(shell command -v sudo),sudo env PATH="$(PATH)" $(foreach name,$(PASSED),$(if $($(name)),$(name)="$($(name))")) PYTHONDONTWRITEBYTECODE=1 PYTEST_ADDOPTS="-p no:cacheprovider"))
 
 # Tests wait more than they compute, so there are more workers than CPUs. A run of a few tests (ARGS) is faster, and its
 # output easier to read, without workers.
