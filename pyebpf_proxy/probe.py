@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``pyebpf-proxy probe live|ready``: the kubelet's probes, answered by the agent's socket in the run directory.
+"""``pyebpf-proxy probe live|ready``: the kubelet's probes, answered by the agent's socket in the run folder.
 
 A probe does not use the agent's ports. They can be flooded, or another process can bind them and answer instead.
 A probe is a new process every few seconds, so it imports little: the entry point calls :func:`probe` before it reads

@@ -215,7 +215,7 @@ class DatapathConfiguration(_Section):
         str,
         AfterValidator(_path),
         Field(
-            description="Run directory. It determines the pins, the nftables table and the lock: instances with"
+            description="Run folder. It determines the pins, the nftables table and the lock: instances with"
             " different directories share nothing. The flag --directory overrides it."
         ),
     ] = DEFAULT_DIRECTORY

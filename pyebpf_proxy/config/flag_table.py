@@ -120,7 +120,7 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
     "pyebpf-proxy's own": (
         Flag("datapath-config", "string", "", "File of kind DatapathConfiguration: options that kube-proxy does not have (docs/datapath-configuration.md). The flags below override it."),
         Flag("manifests", "string", "", "Read Services, EndpointSlices, Nodes and ServiceCIDRs from the files of this directory instead of the API server."),
-        Flag("directory", "string", DEFAULT_DIRECTORY, "Run directory. It determines the pins, the nftables table and the lock: instances with different directories share nothing.", read.not_empty),
+        Flag("directory", "string", DEFAULT_DIRECTORY, "Run folder. It determines the pins, the nftables table and the lock: instances with different directories share nothing.", read.not_empty),
         _switch("keep-kube-proxy-rules", "With --cleanup: remove only the state of pyebpf-proxy and keep kube-proxy's rules. For the return to a kube-proxy that already runs."),
     ),
 }

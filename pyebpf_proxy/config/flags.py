@@ -88,7 +88,7 @@ class Flags:
 
     @property
     def directory(self) -> str:
-        """Run directory."""
+        """Run folder."""
         return str(self.values.get("directory", DEFAULT_DIRECTORY))
 
     def fields(self) -> Iterator[tuple[str, Any]]:

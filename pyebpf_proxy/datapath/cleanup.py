@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Removing everything of one instance: tc programs, socket programs, nftables table, pins, run directory.
+"""Removing everything of one instance: tc programs, socket programs, nftables table, pins, run folder.
 
 Works without the agent and without loading programs, also when half of it is missing. Each step is tried even if others
 fail. Only what belongs to the instance is removed:
@@ -13,7 +13,7 @@ fail. Only what belongs to the instance is removed:
   value that the proxy wrote (``sysctls``); the settings that the fast path needs are restored last, when it is gone,
   even if the configuration asks for them, too; if kube-proxy runs, only those of the fast path: kube-proxy has set the
   others, and sets them only once. A liberal conntrack stays if that kube-proxy started with it;
-* of the run directory only files named by their owners, and the directory itself if it is then empty.
+* of the run folder only files named by their owners, and the directory itself if it is then empty.
 """
 
 from __future__ import annotations

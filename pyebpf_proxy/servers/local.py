@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Unix socket in the run directory that commands on the node use to query the agent. Only root may use it.
+"""The Unix socket in the run folder that commands on the node use to query the agent. Only root may use it.
 
 Commands work without the agent: they read the kernel's state, and only lack this additional information.
 """

@@ -65,7 +65,7 @@ class Change:
 
 
 class Record:
-    """Changed settings, by path, in the instance's run directory. OSError if it cannot be written.
+    """Changed settings, by path, in the instance's run folder. OSError if it cannot be written.
 
     An agent's container can write the file, and the clean-up may run with more rights: only the files that the proxy
     changes are read from it.
@@ -125,7 +125,7 @@ class Record:
 
 
 def apply(settings: KernelSettings, directory: Path, warn_node: WarnNode | None = None, root: Path = _ROOT) -> None:
-    """Write what differs; conntrack must be loaded. ``directory``: the run directory, which must exist.
+    """Write what differs; conntrack must be loaded. ``directory``: the run folder, which must exist.
 
     Works with and without a running data plane. SysctlError names the first required setting that cannot be set; a
     failure of others is logged. ``warn_node`` is called where kube-proxy records an event on its Node.

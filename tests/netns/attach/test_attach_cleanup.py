@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.needs_netns, pytest.mark.needs_bpf, pytest.mark.usefix
 
 
 class Instance:
-    """Everything of an instance, really attached. The bpffs is in its run directory, the cgroup belongs to the test."""
+    """Everything of an instance, really attached. The bpffs is in its run folder, the cgroup belongs to the test."""
 
     def __init__(self, directory: Path, cgroup: Path, objects: Path, use_tcx: bool) -> None:
         self.use_tcx = use_tcx

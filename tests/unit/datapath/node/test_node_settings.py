@@ -151,7 +151,7 @@ def test_cpus_are_those_in_use(tmp_path: Path) -> None:
 
 
 class Tree:
-    """A folder that stands for /, with files as the kernel has them, and a run directory."""
+    """A folder that stands for /, with files as the kernel has them, and a run folder."""
 
     def __init__(self, folder: Path) -> None:
         self.root = folder / "root"
