@@ -50,8 +50,8 @@ _SWITCH = f"""## The proxy replaced under load
 
 In a cluster of `make cluster-up PROXY=kube-proxy`, `.venv/bin/python -m tests.e2e switch` replaces kube-proxy by
 pyebpf-proxy and back, by the commands of [cluster.md](cluster.md). It needs root. Meanwhile pods and nodes open
-{switch.RATE} new connections a second to a ClusterIP and to NodePorts (`tests/e2e/load.c`). An image that cannot be pulled must fail, and
-must leave every node as it was. In between, agents are given maps of another size, agents are deleted, kubelets
+{switch.RATE} new connections a second to a ClusterIP and to NodePorts (`tests/e2e/load.c`). An image that cannot be
+pulled must fail, and must leave every node as it was. In between, agents are given maps of another size, agents are deleted, kubelets
 restarted, containerd is killed, a node is drained, and another one is drained and rebooted: all its namespaces are
 removed and made again. At the end the commands meet faults: Ctrl-C, an API server that is away, a node whose kubelet
 ends. The next command must continue. The run fails if a connection fails. `--record` writes the table below.
@@ -61,8 +61,8 @@ _CHURN = f"""## Pods replaced under load
 
 `.venv/bin/python -m tests.e2e churn` replaces the pods of a Service all the time, with any proxy, under the same load:
 up to {churn.RATE} a second, or as many as become ready. It needs root. `--seconds` sets for how long (600 without it).
-The command fails if a connection fails. A server runs for 8 seconds after SIGTERM. Connections to it fail if the control plane and
-the proxies do not have enough CPU time to take it out of service within these 8 seconds.
+The command fails if a connection fails. A server runs for 8 seconds after SIGTERM. Connections to it fail if the
+control plane and the proxies do not have enough CPU time to take it out of service within these 8 seconds.
 
 The pods of the load request CPU time, and use all that the machine has. So a proxy gets CPU time in proportion to its
 own request. kubeadm installs kube-proxy without one. pyebpf-proxy requests 100m. kube-proxy with the same request was
