@@ -51,10 +51,11 @@ _SWITCH = f"""## The proxy replaced under load
 In a cluster of `make cluster-up PROXY=kube-proxy`, `.venv/bin/python -m tests.e2e switch` replaces kube-proxy by
 pyebpf-proxy and back, by the commands of [cluster.md](cluster.md). It needs root. Meanwhile pods and nodes open
 {switch.RATE} new connections a second to a ClusterIP and to NodePorts (`tests/e2e/load.c`). An image that cannot be
-pulled must fail, and must leave every node as it was. In between, agents are given maps of another size, agents are deleted, kubelets
-restarted, containerd is killed, a node is drained, and another one is drained and rebooted: all its namespaces are
-removed and made again. At the end the commands meet faults: Ctrl-C, an API server that is away, a node whose kubelet
-ends. The next command must continue. The run fails if a connection fails. `--record` writes the table below.
+pulled must fail, and must leave every node as it was. In between, agents are given maps of another size, agents are
+deleted, kubelets restarted, containerd is killed, a node is drained, and another one is drained and rebooted: all its
+namespaces are removed and made again. At the end the commands meet faults: Ctrl-C, an API server that is away, a node
+whose kubelet ends. The next command must continue. The run fails if a connection fails. `--record` writes the table
+below.
 """
 
 _CHURN = f"""## Pods replaced under load
