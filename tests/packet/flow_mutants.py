@@ -969,12 +969,6 @@ FLOW_MUTANTS: dict[str, tuple[str, str, str]] = {
         "!d->pod_source && d->redirect == REDIRECT_DEVICE",
         "!d->pod_source",
     ),
-    "exchanges: later replies by another device": ("flow_send.h", "learn_entrance(ctx, p, a, device, reply)", "0"),
-    "flows: later replies of connections by another device": (
-        "flow_send.h",
-        "known->reply && (p->protocol == UDP || !known->packets)",
-        "known->reply",
-    ),
     "flows: another link address of the bridge is not known": (
         "flow_send.h",
         "d && d->bridge && is_for(",

@@ -487,6 +487,7 @@ def test_the_answer_to_a_query_promotes_nothing(fast: ProgramNode, in_table: boo
     fast.write_fast_path_state(generation=2)
     assert flow.run(True).retval == REDIRECT
     assert fast.promotions() == []
+    assert (flow.exchange() is None) == in_table
 
 
 @pytest.mark.parametrize("in_table", [False, True], ids=["exchange", "table"])
