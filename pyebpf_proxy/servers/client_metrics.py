@@ -75,11 +75,11 @@ class ClientMetrics(SourceMetrics):
         with self._lock:
             self._connected.set(resource, value=float(connected))
 
-    def listed(self, resource: str, objects: int) -> None:
+    def listed(self, resource: str) -> None:
         with self._lock:
             self._lists.add(resource)
 
-    def received(self, resource: str, events: int, at: float) -> None:
+    def received(self, resource: str, at: float) -> None:
         with self._lock:
             self._last_event.set(resource, value=at)
 

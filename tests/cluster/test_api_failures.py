@@ -44,7 +44,7 @@ class Numbers(Silent):
     def connected(self, resource: str, connected: bool) -> None:
         self.is_connected[resource] = connected
 
-    def listed(self, resource: str, objects: int) -> None:
+    def listed(self, resource: str) -> None:
         self.lists[resource] += 1
 
     def retried(self, resource: str) -> None:

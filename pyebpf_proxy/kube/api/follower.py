@@ -335,7 +335,7 @@ class Follower:
         self._was_listed = True
         self._in_doubt = False
         observer, name = self._client.observer, self._resource.name
-        observer.listed(name, len(keys))
+        observer.listed(name)
         self._count_bad()
         _log.debug("listed", resource=name, objects=len(keys), changes=len(changes), version=version)
         self._deliver(self._resource, changes[:], True)
@@ -389,7 +389,7 @@ class Follower:
                         self._deliver(self._resource, changes[:], False)
                         changes.clear()
                     self._failures = 0
-                    self._client.observer.received(self._resource.name, len(lines), time.time())
+                    self._client.observer.received(self._resource.name, time.time())
         host = self._client.access.host
         # A server that shuts down ends its watches early, and the next one may be another server.
         self._in_doubt |= time.monotonic() - begin < seconds - min(EARLY, seconds / 2)

@@ -212,7 +212,7 @@ def _access(path: Path, folder: Path, cluster: _Cluster, user: _User, context: _
         server_name=cluster.tls_server_name,
         insecure=cluster.insecure_skip_tls_verify,
     )
-    problems += _tls_problems(tls, user, context)
+    problems += _tls_problems(tls, context)
     if cluster.proxy_url and (what := _proxy_problem(cluster.proxy_url)):
         problems.append(f'invalid \'proxy-url\' "{cluster.proxy_url}" for cluster "{context.cluster}": {what}')
     methods = [
@@ -265,7 +265,7 @@ def _proxy_problem(url: str) -> str:
     return "" if parts.scheme in ("http", "https") else f'unsupported scheme "{parts.scheme}", must be http or https'
 
 
-def _tls_problems(tls: Tls, user: _User, context: _Context) -> list[str]:
+def _tls_problems(tls: Tls, context: _Context) -> list[str]:
     problems = []
     if tls.insecure and tls.has_ca:
         problems.append("specifying a root certificates file with the insecure flag is not allowed")

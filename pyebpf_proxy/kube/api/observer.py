@@ -23,10 +23,10 @@ class Observer(Critic, Protocol):
     def connected(self, resource: str, connected: bool) -> None:
         """The watch of the resource begins (``connected``) or ends."""
 
-    def listed(self, resource: str, objects: int) -> None:
+    def listed(self, resource: str) -> None:
         """A complete list of a resource was read."""
 
-    def received(self, resource: str, events: int, at: float) -> None:
+    def received(self, resource: str, at: float) -> None:
         """Events of a watch have arrived, including bookmarks. ``at``: Unix time."""
 
     def retried(self, resource: str) -> None:
@@ -48,10 +48,10 @@ class Silent:
     def connected(self, resource: str, connected: bool) -> None:
         pass
 
-    def listed(self, resource: str, objects: int) -> None:
+    def listed(self, resource: str) -> None:
         pass
 
-    def received(self, resource: str, events: int, at: float) -> None:
+    def received(self, resource: str, at: float) -> None:
         pass
 
     def retried(self, resource: str) -> None:
