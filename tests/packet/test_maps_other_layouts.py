@@ -263,7 +263,7 @@ def test_xdp_programs_of_another_layout_leave_their_devices_first(
     """A device has one program, and their link belongs to a pin that this layout does not update."""
     done: list[object] = []
     monkeypatch.setattr(other_layouts, "release", done.append)
-    monkeypatch.setattr(devices, "attach_frames", lambda *arguments: done.append("attached"))
+    monkeypatch.setattr(devices, "attach_xdp", lambda *arguments: done.append("attached"))
     monkeypatch.setattr(devices, "xdp_config", lambda effective: None)
     of: Any = SimpleNamespace(pins=instance.pins, loaded=None, node=None)
     devices.XdpPrograms(of, of, of, of, instance.others.release_xdp).start(of, {})
