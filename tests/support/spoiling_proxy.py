@@ -112,8 +112,9 @@ class Proxy:
             client.sendall(data)
         elif mode == "garbage":
             line = b'{"type": "ADDED", \x00\xff not JSON at all\n'
-            client.sendall(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
-            client.sendall(b"%x\r\n%s\r\n" % (len(line), line))
+            client.sendall(b"HTTP/1.1 200 OK\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n\r\n")
+            client.sendall(b"%x\r\n%s\r\n0\r\n\r\n" % (len(line), line))
+            raise ConnectionAbortedError
         elif mode == "truncated":
             client.sendall(data[:_WHOLE])
             raise ConnectionAbortedError
