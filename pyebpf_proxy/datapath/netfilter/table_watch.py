@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+from pyebpf_proxy.common.rate_limit import RateLimit
 from pyebpf_proxy.common.retry import Retry
 from pyebpf_proxy.datapath.netlink.messages import attribute_header, zero_terminated
 from pyebpf_proxy.datapath.netlink.subscription import Subscription
@@ -36,30 +37,30 @@ class TableWatch:
         self._mark = attribute_header(NFTA_TABLE_NAME, len(value)) + value
         self._changed = changed
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._timer: asyncio.TimerHandle | None = None
-        self._again = False
-        self._retry = Retry(self._check, INTERVAL, LONGEST_RETRY)
+        self._limit = RateLimit(self._check, burst=1, per_second=1 / INTERVAL)
+        self._retry = Retry(self._limit.call, INTERVAL, LONGEST_RETRY)
         self._subscription = Subscription(NETLINK_NETFILTER, [NFNLGRP_NFTABLES])
 
     def follow(self, loop: asyncio.AbstractEventLoop) -> None:
         """Watch from now on, until ``close``."""
         self._loop = loop
+        self._limit.follow(loop)
         self._retry.follow(loop)
         loop.add_reader(self._subscription, self._read)
 
     def close(self) -> None:
         """Stop watching."""
         self._retry.close()
-        if self._timer is not None:
-            self._timer.cancel()
+        self._limit.close()
         if self._loop is not None:
             self._loop.remove_reader(self._subscription)
             self._loop = None
         self._subscription.close()
 
     def _read(self) -> None:
-        if self._named():
-            self._check()
+        # After a failure, the next attempt checks this change, too.
+        if self._named() and not self._retry.due:
+            self._limit.call()
 
     def _named(self) -> bool:
         """Reads all notifications: whether one names the table, or some were lost."""
@@ -67,19 +68,7 @@ class TableWatch:
         return any(datagram is None or self._mark in datagram for datagram in received)
 
     def _check(self) -> None:
-        """Check at once, but no sooner than INTERVAL after the last check, and later after a failure."""
-        assert self._loop is not None
-        if self._timer is not None or self._retry.due:
-            self._again = True
-            return
-        self._again = False
         if self._changed():
             self._retry.succeeded()
-            self._timer = self._loop.call_later(INTERVAL, self._rested)
         else:
             self._retry.failed()
-
-    def _rested(self) -> None:
-        self._timer = None
-        if self._again:
-            self._check()

@@ -85,12 +85,13 @@ def several_next_hops(family: int) -> str:
     members = cache(_members)
     with RequestSocket(uapi.NETLINK_ROUTE) as netlink:
         for message in netlink.dump(uapi.RTM_GETROUTE, uapi.RTMSG.pack(family, *[0] * 8)):
-            if may_have_several_next_hops(message):
-                parts = values(message, uapi.RTMSG.size)
-                # With nexthop_compat_mode 0, the message has no next hops beside the object.
-                hops = _hops(parts.get(uapi.RTA_MULTIPATH, b"")) or members(number(parts.get(uapi.RTA_NH_ID, b"")))
-                if hops > 1:
-                    return _destination(message)
+            parts = values(message, uapi.RTMSG.size)
+            hops = _hops(parts.get(uapi.RTA_MULTIPATH, b""))
+            # With nexthop_compat_mode 0, the message has no next hops beside the object.
+            if not hops and uapi.RTA_NH_ID in parts:
+                hops = members(number(parts[uapi.RTA_NH_ID]))
+            if hops > 1:
+                return _destination(message)
     return ""
 
 
